@@ -1,0 +1,33 @@
+# Every target makes .venv where it is missing and installs vitfast with all extras into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test bench lint clean
+help:  ## what each target does
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+
+# setup.py is the only thing that changes what is installed: the package itself is an editable install.
+$(READY): setup.py pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("vitfast needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0]) if sys.version_info < (3, 10) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+	touch $@
+
+demo: $(READY)  ## pre-train and fine-tune a small ViT on handwritten digits; writes runs/demo/
+	$(BIN)/vitfast demo --output runs/demo
+
+test: $(READY)  ## every test (those marked gpu only where there is a GPU)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests
+
+bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
+	$(BIN)/python -m pytest bench --benchmark-only -q
+
+lint: $(READY)  ## ruff
+	$(BIN)/ruff check .
+
+clean:  ## removes .venv, runs and caches
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

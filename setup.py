@@ -1,0 +1,38 @@
+"""Package metadata. `kernels/` is installed as `vitfast.kernels`: the bare name belongs to another package."""
+import pathlib
+import re
+
+from setuptools import setup
+
+HERE = pathlib.Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "__init__.py").read_text()).group(1)
+
+TRAIN = ["timm>=1.0.20", "torchvision", "pillow", "pyyaml", "tqdm", "tensorboard", "matplotlib", "scikit-learn", "huggingface_hub"]
+BENCH = ["pytest", "pytest-benchmark", "timm>=1.0.20", "transformers>=5", "torchvision", "matplotlib", "scikit-image"]
+TEST = [*TRAIN, *BENCH, "pytest-xdist", "hypothesis", "datasets", "webdataset", "ruff", "setuptools>=77", "wheel"]
+
+setup(
+    name="vitfast",
+    version=VERSION,
+    description="Vision Transformers trained and run faster: Triton kernels, a minimal ViT, and a drop-in for timm, Hugging Face and torchvision",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=["vitfast", "vitfast.ops", "vitfast.train", "vitfast.kernels"],
+    package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
+    install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
+    extras_require={
+        "train": TRAIN,
+        "bench": BENCH,
+        "test": TEST,
+        "all": sorted({*TRAIN, *BENCH, *TEST}),
+    },
+    entry_points={"console_scripts": ["vitfast = vitfast.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,10 @@
+"""vitfast: Vision Transformers trained and run faster, as a drop-in for timm, Hugging Face and torchvision."""
+
+__version__ = "0.1.0"
+
+from . import ops
+from .checkpoint import load_checkpoint
+from .errors import InputError
+from .model import ViT
+
+__all__ = ["InputError", "ViT", "load_checkpoint", "ops"]

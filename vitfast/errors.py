@@ -1,0 +1,17 @@
+"""The one exception for input that a user can mend: the command line shows its text in one line and exits with 2."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong; the message names the thing and says what to do."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """An InputError for a name that does not exist, with the nearest ones that do."""
+    known = list(known)
+    lower = {k.lower(): k for k in known}
+    near = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.4)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    return InputError(f"unknown {kind} {name!r}; {hint}")

@@ -1,0 +1,206 @@
+"""The modules of the ViT. They hold parameters under timm's names and call the operations; no mathematics lives here."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import InputError
+from .ops import attention, attention_block, layer_norm, linear_gelu, mlp_block, patch_embed
+
+# The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
+for _leaf in ("attention", "attention_block", "layer_norm", "linear_gelu", "mlp_block", "patch_embed", "sample_drop_path"):
+    torch.fx.wrap(_leaf)
+
+
+def pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    """n -> (n, n); a pair stays one."""
+    if isinstance(value, int):
+        return value, value
+    height, width = value
+    return int(height), int(width)
+
+
+def sample_drop_path(x: Tensor, rate: float) -> Tensor:
+    """(B,) factors for the samples of x: 0 with probability `rate`, else 1 / (1 - rate). Huang et al., 2016."""
+    keep = 1 - rate
+    factors = torch.empty(x.shape[0], device=x.device, dtype=torch.float32)
+    return factors.bernoulli_(keep).div_(keep) if keep > 0 else factors.zero_()
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm over the last axis, on vitfast's operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class PatchEmbed(nn.Module):
+    """Holds the patch projection (`proj.weight` (D, C, P, Q)) and the sizes it is used at."""
+
+    def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int):
+        super().__init__()
+        self.patch_size = pair(patch_size)
+        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size)
+        self.set_input_size(img_size)
+
+    def set_input_size(self, img_size) -> None:
+        """Takes a new image size; raises InputError where it is no positive multiple of the patch size."""
+        size = pair(img_size)
+        for side, patch in zip(size, self.patch_size):
+            if side < patch or side % patch:
+                p, q = self.patch_size
+                near = tuple(max(1, round(s / n)) * n for s, n in zip(size, self.patch_size))
+                raise InputError(
+                    f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; the nearest that fits is {near[0]} x {near[1]}"
+                )
+        self.img_size = size
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Patches down and across at the configured image size."""
+        return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """The grid that an image of this size gives (timm's name)."""
+        return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """How much smaller the grid is than the image (timm's name)."""
+        return max(self.patch_size) if as_scalar else self.patch_size
+
+    def forward(self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None) -> Tensor:
+        return patch_embed(images, self.proj.weight, self.proj.bias, prefix, pos_embed, mean=mean, std=std)
+
+
+class Attention(nn.Module):
+    """Parameters of multi-head self-attention: `qkv` (3D, D) with rows [q; k; v], `proj` (D, D)."""
+
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool, proj_bias: bool, proj_drop: float):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def split(self, x: Tensor) -> Tensor:
+        """x (B, N, D) -> q, k, v packed as (B, N, 3, H, Dh)."""
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj_drop(self.proj(attention(self.split(x)).flatten(2)))
+
+
+class Mlp(nn.Module):
+    """Parameters of the two dense layers: `fc1` (F, D), `fc2` (D, F). approximate: GELU's, "none" (erf) or "tanh"."""
+
+    def __init__(self, dim: int, hidden: int, approximate: str, proj_bias: bool, drop: float):
+        super().__init__()
+        self.approximate = approximate
+        self.fc1 = nn.Linear(dim, hidden, bias=proj_bias)
+        self.drop1 = nn.Dropout(drop)
+        self.fc2 = nn.Linear(hidden, dim, bias=proj_bias)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = linear_gelu(x, self.fc1.weight, self.fc1.bias, approximate=self.approximate)
+        return self.drop2(self.fc2(self.drop1(h)))
+
+
+class LayerScale(nn.Module):
+    """`gamma` (D,), a learned factor per channel on a residual branch (Touvron et al., 2021)."""
+
+    def __init__(self, dim: int, init_values: float):
+        super().__init__()
+        self.init_values = init_values
+        self.gamma = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gamma, self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Block(nn.Module):
+    """One pre-norm encoder layer: (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        hidden: int,
+        *,
+        qkv_bias: bool,
+        proj_bias: bool,
+        init_values: float | None,
+        proj_drop: float,
+        drop_path: float,
+        approximate: str,
+        eps: float,
+        residual_in_fp32: bool,
+    ):
+        super().__init__()
+        self.drop_path_rate = drop_path
+        self.residual_in_fp32 = residual_in_fp32
+        self.norm1 = LayerNorm(dim, eps=eps)
+        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, proj_drop)
+        self.ls1 = LayerScale(dim, init_values) if init_values else nn.Identity()
+        self.norm2 = LayerNorm(dim, eps=eps)
+        self.mlp = Mlp(dim, hidden, approximate, proj_bias, proj_drop)
+        self.ls2 = LayerScale(dim, init_values) if init_values else nn.Identity()
+
+    def _factors(self, x: Tensor, scale: nn.Module) -> dict:
+        drop_path = sample_drop_path(x, self.drop_path_rate) if self.training and self.drop_path_rate > 0 else None
+        return dict(layer_scale=getattr(scale, "gamma", None), drop_path=drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.attn.proj_drop.p > 0:
+            return self._forward_with_dropout(x)
+        norm, attn, mlp = self.norm1, self.attn, self.mlp
+        x = attention_block(
+            x,
+            norm.weight,
+            norm.bias,
+            attn.qkv.weight,
+            attn.qkv.bias,
+            attn.proj.weight,
+            attn.proj.bias,
+            num_heads=attn.num_heads,
+            eps=norm.eps,
+            residual_in_fp32=self.residual_in_fp32,
+            **self._factors(x, self.ls1),
+        )
+        norm = self.norm2
+        return mlp_block(
+            x,
+            norm.weight,
+            norm.bias,
+            mlp.fc1.weight,
+            mlp.fc1.bias,
+            mlp.fc2.weight,
+            mlp.fc2.bias,
+            eps=norm.eps,
+            approximate=mlp.approximate,
+            residual_in_fp32=self.residual_in_fp32,
+            **self._factors(x, self.ls2),
+        )
+
+    def branch_input(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """norm(x) as the matrix products take it; an fp32 residual stream is normalised in fp32."""
+        if not self.residual_in_fp32:
+            return norm(x)
+        h = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
+        return h.to(self.attn.qkv.weight.dtype)
+
+    def _forward_with_dropout(self, x: Tensor) -> Tensor:
+        """The paper's dropout sits inside the halves, so they run on the smaller operations."""
+        for norm, branch, scale in ((self.norm1, self.attn, self.ls1), (self.norm2, self.mlp, self.ls2)):
+            factor = self._factors(x, scale)["drop_path"]
+            y = scale(branch(self.branch_input(x, norm)))
+            x = x + (y if factor is None else y * factor[:, None, None]).to(x.dtype)
+        return x
