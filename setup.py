@@ -1,4 +1,5 @@
 """Package metadata. `kernels/` is installed as `vitfast.kernels`: the bare name belongs to another package."""
+
 import pathlib
 import re
 
@@ -20,7 +21,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=["vitfast", "vitfast.ops", "vitfast.train", "vitfast.kernels"],
+    packages=["vitfast", "vitfast.checkpoint", "vitfast.ops", "vitfast.train", "vitfast.kernels"],
     package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
     extras_require={

@@ -50,9 +50,7 @@ class PatchEmbed(nn.Module):
             if side < patch or side % patch:
                 p, q = self.patch_size
                 near = tuple(max(1, round(s / n)) * n for s, n in zip(size, self.patch_size))
-                raise InputError(
-                    f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; the nearest that fits is {near[0]} x {near[1]}"
-                )
+                raise InputError(f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; the nearest that fits is {near[0]} x {near[1]}")
         self.img_size = size
 
     @property

@@ -22,6 +22,7 @@ PRESETS = {
     "L/16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
     "L/32": dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16),
     "H/14": dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16),
+    "Nano/8": dict(patch_size=8, embed_dim=64, depth=4, num_heads=4),  # ours, for the demo and for tests: not in the paper
 }
 HYBRIDS = ("R50+B/32", "R50+B/16", "R50+L/32", "R50+L/16")
 

@@ -45,9 +45,7 @@ def linear_residual(
 
 
 @autocasts
-def mlp(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, *, approximate: str = "none"
-) -> Tensor:
+def mlp(x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, *, approximate: str = "none") -> Tensor:
     """gelu(x W1^T + b1) W2^T + b2. x (..., D); fc1_weight (F, D); fc2_weight (D', F). Returns (..., D')."""
     _check_linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
     check_shape("mlp", "fc2_weight", fc2_weight, (None, fc1_weight.shape[0]))

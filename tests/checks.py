@@ -1,0 +1,25 @@
+"""Comparisons the tests share."""
+
+import torch
+from torch import Tensor, nn
+
+
+def randomize(model: nn.Module, std: float = 0.1) -> nn.Module:
+    """Random values in every parameter, LayerNorm and tokens included: a fresh model hides mix-ups behind its zeros and ones."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * std + (1.0 if parameter.dim() == 1 and "norm" in name and "weight" in name else 0.0))
+    return model
+
+
+def assert_close(actual: Tensor, expected: Tensor, atol: float, rtol: float = 0.0, name: str = "") -> None:
+    """Values, shapes and dtypes equal within the tolerance; says where the largest error is."""
+    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol, msg=lambda text: f"{name}: {text}")
+
+
+def gradients(model: nn.Module, output: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    """Gradients of every parameter for one upstream gradient."""
+    model.zero_grad()
+    output.backward(upstream)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,271 @@
+"""The command line: help, precedence of settings, data of every kind, and one clear line for bad input."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from vitfast import ViT
+from vitfast.cli import main
+
+CLASSES = ("cat", "dog", "eel")
+
+
+def picture(seed: int, size: int = 20) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size + 4, 3), dtype=np.uint8))
+
+
+def make_folder(root: Path, splits=("train", "val"), classes=CLASSES, count: int = 6) -> Path:
+    for split in splits:
+        for number, name in enumerate(classes):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                picture(100 * number + i).save(folder / f"{i}.png")
+    return root
+
+
+def run_cli(capsys, *args) -> tuple[int, str, str]:
+    try:
+        code = main([str(a) for a in args])
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+RUN = ("--model", "Nano/8", "--img-size", 16, "--steps", 2, "--batch-size", 4, "--device", "cpu", "--set", "workers=0")
+
+
+@pytest.mark.parametrize("command", ["pretrain", "finetune", "eval", "demo", "recipes"])
+def test_help_explains_every_option(capsys, command):
+    code, out, _ = run_cli(capsys, command, "--help")
+    assert code == 0
+    options = [line for line in out.splitlines() if line.strip().startswith("--")]
+    assert len(options) >= 2 and "--debug" in out
+    code, out, _ = run_cli(capsys, "--help")
+    assert code == 0 and command in out and "examples:" in out
+
+
+def test_module_and_script_are_the_same():
+    for command in ([sys.executable, "-m", "vitfast"], [str(Path(sys.executable).parent / "vitfast")]):
+        run = subprocess.run([*command, "--version"], capture_output=True, text=True)
+        assert run.returncode == 0 and run.stdout.startswith("vitfast 0.")
+
+
+def test_flags_win_over_the_config_file(capsys, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("recipe: digits\nlr: 0.5\nseed: 7\nbetas: [0.8, 0.9]\n")
+    code, out, _ = run_cli(capsys, "pretrain", "--config", path, "--lr", 0.25, "--set", "warmup_steps=3", "hflip=0.5", "--set", "seed=9", "--print-config")
+    config = yaml.safe_load(out)
+    assert code == 0
+    assert (config["lr"], config["seed"], config["warmup_steps"], config["hflip"], config["betas"]) == (0.25, 9, 3, 0.5, [0.8, 0.9])
+    path.write_text(out)
+    assert run_cli(capsys, "pretrain", "--config", path, "--print-config")[1] == out
+
+
+def test_recipes_as_json(capsys):
+    rows = json.loads(run_cli(capsys, "recipes", "--json")[1])
+    fields = (
+        "name model batch_size lr lr_decay warmup_steps weight_decay dropout optimizer momentum betas clip_norm img_size label_smoothing ema_decay sweep_lr"
+    )
+    for row in rows:
+        assert set(fields.split()) <= set(row) and isinstance(row["lr"], float) and isinstance(row["img_size"], int)
+        assert not any(isinstance(value, dict) for value in row.values())
+    assert "digits" in run_cli(capsys, "recipes")[1]
+
+
+def test_folder_pretrain_finetune_eval(capsys, tmp_path):
+    data = make_folder(tmp_path / "data")
+    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", data, "--output", tmp_path / "a", *RUN)
+    assert code == 0 and "accuracy" in out, err
+    last = tmp_path / "a" / "checkpoints" / "last"
+    code, out, err = run_cli(capsys, "finetune", "--weights", last, "--data", data, "--output", tmp_path / "b", "--img-size", 24, *RUN[4:])
+    assert code == 0, err
+    code, out, err = run_cli(capsys, "eval", "--weights", tmp_path / "b" / "checkpoints" / "last", "--data", data, "--device", "cpu", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    rows = list(csv.DictReader(open(tmp_path / "b" / "metrics.csv")))
+    assert result["images"] == 18 and result["accuracy"] == float(rows[-1]["accuracy"]) and result["loss"] == pytest.approx(float(rows[-1]["loss"]))
+    assert ViT.from_pretrained(tmp_path / "b" / "checkpoints" / "last").patch_embed.img_size == (24, 24)
+    code, _, err = run_cli(capsys, "eval", "--weights", last, "--data", "digits")
+    assert code == 2 and "3 classes" in err and "10" in err
+
+
+def test_a_tenth_is_held_out_without_val(capsys, tmp_path):
+    from vitfast.train.sources import open_sources
+
+    make_folder(tmp_path, splits=("train",), count=20)
+    train, val = open_sources(str(tmp_path), "", (16, 16), (8, 8), 4, 0)
+    names = {split: {source.name(i) for i in range(len(source))} for split, source in (("train", train), ("val", val))}
+    assert len(names["val"]) == 6 and len(names["train"]) == 54 and not names["train"] & names["val"]
+    assert sorted(val[i][1] for i in range(6)) == [0, 0, 1, 1, 2, 2]
+    again = open_sources(str(tmp_path / "train"), "", (16, 16), (8, 8), 4, 5)[1]
+    assert {again.name(i) for i in range(len(again))} == names["val"]
+
+
+def test_webdataset_shards(capsys, tmp_path):
+    for split, count in (("train", 12), ("val", 6)):
+        for shard in range(2):
+            with tarfile.open(tmp_path / f"{split}-{shard:04d}.tar", "w") as tar:
+                for i in range(count // 2):
+                    buffer = io.BytesIO()
+                    picture(i).save(buffer, "png")
+                    for extension, content in (("png", buffer.getvalue()), ("cls", str(i % 3).encode())):
+                        info = tarfile.TarInfo(f"{shard}{i:03d}.{extension}")
+                        info.size = len(content)
+                        tar.addfile(info, io.BytesIO(content))
+    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", f"wds/{tmp_path}", "--output", tmp_path / "run", *RUN)
+    assert code == 0, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["classes"] == 3 and summary["train_images"] == 12 and summary["val_images"] == 6
+
+
+def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = make_folder(tmp_path / "data", splits=("train", "test"))
+    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", f"hfds/{data}", "--output", tmp_path / "run", *RUN)
+    assert code == 0, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["classes"] == 3 and summary["train_images"] == summary["val_images"] == 18
+
+
+def test_torchvision_dataset_on_disk(capsys, tmp_path, monkeypatch):
+    import torchvision
+
+    class Tiny(torchvision.datasets.FakeData):
+        """CIFAR-10's interface without its download."""
+
+        def __init__(self, root, train, download):
+            super().__init__(24 if train else 10, (3, 32, 32), 10)
+            self.class_to_idx = {str(i): i for i in range(10)}
+
+    monkeypatch.setitem(__import__("timm.data.dataset_factory", fromlist=["x"])._TORCH_BASIC_DS, "cifar10", Tiny)
+    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", "torch/cifar10", "--output", tmp_path / "run", *RUN)
+    assert code == 0, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["classes"] == 10 and summary["train_images"] == 24 and summary["val_images"] == 10
+
+
+# ---- bad input: exit code 2, one line that names the thing, nothing written
+
+
+def spoil(name: str, root: Path) -> tuple[list, str]:
+    """Arguments that are wrong in one way, and what the error must name."""
+    data = root / "data"
+    base = ["pretrain", "--recipe", "digits", "--data", data, *RUN]
+    if name == "missing data folder":
+        return [*base], f"no folder {data}"
+    if name == "no data":
+        return ["pretrain", "--recipe", "digits", *RUN], "no data given"
+    if name == "empty data folder":
+        data.mkdir()
+        return base, f"no images in {data}"
+    if name == "data is a file":
+        data.write_text("x")
+        return base, "is a file"
+    if name == "unknown preset":
+        return ["pretrain", "--recipe", "digits", "--data", "digits", "--model", "B/17"], "unknown preset 'B/17'; did you mean B/16"
+    if name == "hybrid":
+        return ["pretrain", "--recipe", "digits", "--data", "digits", "--model", "R50+B/16"], "not there yet"
+    if name == "unknown recipe":
+        return ["pretrain", "--recipe", "digitz", "--data", "digits"], "unknown recipe 'digitz'; did you mean digits"
+    if name == "image size":
+        return ["pretrain", "--recipe", "digits", "--data", "digits", "--img-size", "30"], "image size 30 x 30 is no multiple of the patch size 8 x 8"
+    if name == "image smaller than a patch by size":
+        return ["pretrain", "--recipe", "digits", "--data", "digits", "--img-size", "4"], "image size 4 x 4"
+    if name == "unknown setting":
+        return ["pretrain", "--recipe", "digits", "--data", "digits", "--set", "learning_rat=1"], "unknown setting 'learning_rat'"
+    if name == "config file":
+        (root / "c.yaml").write_text("[1, 2")
+        return ["pretrain", "--config", root / "c.yaml"], "c.yaml cannot be read as YAML"
+    if name == "cuda":
+        return ["pretrain", "--recipe", "digits", "--data", "digits", "--device", "cuda"], "no CUDA device"
+    if name == "unknown data set":
+        return ["pretrain", "--recipe", "digits", "--data", "torch/nothing"], "data set 'torch/nothing'"
+    if name == "no shards":
+        return ["pretrain", "--recipe", "digits", "--data", f"wds/{root}"], "no shards"
+    if name == "no weights":
+        return ["finetune", "--data", "digits"], "add --weights"
+    if name == "missing weights":
+        return ["finetune", "--data", "digits", "--weights", root / "w.safetensors"], "w.safetensors"
+    if name == "truncated weights":
+        ViT.from_preset("Nano/8", img_size=32, num_classes=3).save_pretrained(root / "w")
+        path = root / "w" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:1000])
+        return ["finetune", "--data", "digits", "--weights", root / "w"], "model.safetensors"
+    if name == "another architecture":
+        import torchvision
+
+        torch.save(torchvision.models.resnet18().state_dict(), root / "resnet.pth")
+        return ["finetune", "--data", "digits", "--weights", root / "resnet.pth"], "resnet.pth"
+    if name == "pickle":
+        torch.save({"model": ViT.from_preset("Nano/8", img_size=32, num_classes=3)}, root / "p.pth")
+        return ["finetune", "--data", "digits", "--weights", root / "p.pth"], "p.pth"
+    make_folder(data)
+    if name == "no image":
+        (data / "train" / "cat" / "bad.jpg").write_text("not a picture")
+        return base, "bad.jpg cannot be read as an image"
+    if name == "broken image":
+        path = data / "train" / "cat" / "0.png"
+        path.write_bytes(path.read_bytes()[:200])
+        return [*base, "--set", "workers=1"], "0.png is a broken image"
+    if name == "fewer classes in validation":
+        for file in (data / "val" / "eel").iterdir():
+            file.unlink()
+        return base, "missing in validation: eel"
+    if name == "other class names":
+        (data / "val" / "eel").rename(data / "val" / "fox")
+        return base, "missing in validation: eel; only in validation: fox"
+    if name == "one class":
+        for split in ("train", "val"):
+            for other in CLASSES[1:]:
+                (data / split / other).rename(root / f"{split}{other}")
+        return base, "one class only ('cat')"
+    assert name == "tiny image"
+    picture(1, 3).save(data / "train" / "cat" / "tiny.png")
+    return base, "tiny.png has 3 x 7 pixels, less than one patch (8 x 8)"
+
+
+BAD = (
+    "missing data folder|no data|empty data folder|data is a file|unknown preset|hybrid|unknown recipe|image size|"
+    "image smaller than a patch by size|unknown setting|config file|cuda|unknown data set|no shards|no weights|missing weights|truncated weights|another architecture|pickle|no image|broken image|"
+    "fewer classes in validation|other class names|one class|tiny image"
+).split("|")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path, name):
+    if name == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    args, message = spoil(name, tmp_path)
+    code, out, err = run_cli(capsys, *args, "--output", tmp_path / "run")
+    lines = [line for line in err.splitlines() if line.startswith("vitfast: error: ")]
+    assert code == 2 and message in err and len(lines) == 1 and "Traceback" not in err, err
+    if name == "broken image":  # found when it is read: the run has begun, and no half checkpoint lies there
+        assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+    else:
+        assert not (tmp_path / "run").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    command = [sys.executable, "-m", "vitfast", "pretrain", "--recipe", "nope", "--data", "digits", "--output", str(tmp_path / "r"), "--debug"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode != 0 and "Traceback" in run.stderr and "unknown recipe" in run.stderr
+
+
+@pytest.mark.parametrize("args", [["pretrain", "--steps", "many"], ["train"], ["pretrain", "--set", "lr"], []], ids=str)
+def test_wrong_usage_exits_2(capsys, args):
+    code, _, err = run_cli(capsys, *args)
+    assert code == 2 and "usage: vitfast" in err

@@ -1,0 +1,164 @@
+"""The constructor arguments that a checkpoint determines: from the shapes of its tensors, from the JSON beside it, from its format."""
+
+import math
+import re
+
+from torch import Tensor
+
+from ..errors import InputError
+from ..layers import pair
+from ..model import PRESETS
+from .files import Files
+from .formats import Format
+
+OURS = ("library", "library_version", "architecture")  # what our config.json holds besides constructor arguments
+_ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
+
+
+def infer(state: dict[str, Tensor], form: Format, facts: dict, files: Files, known: dict) -> dict:
+    """Constructor arguments of a converted state dict.
+
+    facts: what the conversion saw. known: what the caller says, used only for what nothing else tells (`num_heads`, `img_size`).
+    A config.json of ours is taken as it is. Raises InputError where something is left open, naming the argument to pass.
+    """
+    shapes = _from_shapes(state)
+    if files.config.get("library") == "vitfast":
+        return shapes | from_ours(files.config)
+    try:
+        told = _from_timm(files.config) if {"architecture", "pretrained_cfg"} & files.config.keys() else _from_hugging_face(files)
+        size = told.pop("img_size")
+        size = pair(size) if size else None
+    except InputError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"config.json is not one of timm, Hugging Face or vitfast ({type(error).__name__}: {error}); mend or remove it") from error
+    config = form.defaults | shapes | facts | {k: v for k, v in told.items() if v is not None}
+    config |= _positions(state, config, size, known.get("img_size"))
+    config["num_heads"] = config.get("num_heads") or known.get("num_heads") or _preset_heads(config)
+    for name in ("mean", "std"):
+        if isinstance(config[name], (list, tuple)) and len(config[name]) not in (1, config["in_chans"]):
+            config[name] = 0.5  # statistics of three channels say nothing about others
+    return config
+
+
+def from_ours(content: dict) -> dict:
+    """The constructor arguments in a config.json that `save` wrote; JSON's lists are tuples again."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in content.items() if k not in OURS}
+
+
+def _from_shapes(state: dict[str, Tensor]) -> dict:
+    """What the names and shapes of the tensors alone say."""
+    dim, chans, *patch = state["patch_embed.proj.weight"].shape
+    tokens = {name: state[name].shape[1] for name in ("cls_token", "reg_token") if name in state}
+    pre_logits, head = state.get("pre_logits.fc.weight"), state.get("head.weight")
+    fc_norm = "fc_norm.weight" in state
+    return dict(
+        embed_dim=dim,
+        in_chans=chans,
+        patch_size=patch[0] if patch[0] == patch[1] else tuple(patch),
+        depth=1 + max(int(m[1]) for k in state if (m := re.match(r"blocks\.(\d+)\.", k))),
+        mlp_ratio=_ratio(state["blocks.0.mlp.fc1.weight"].shape[0], dim),
+        qkv_bias="blocks.0.attn.qkv.bias" in state,
+        proj_bias="blocks.0.attn.proj.bias" in state,
+        init_values=1e-5 if "blocks.0.ls1.gamma" in state else None,
+        class_token="cls_token" in tokens,
+        reg_tokens=tokens.get("reg_token", 0),
+        pos_embed="learn" if "pos_embed" in state else "none",
+        num_classes=0 if head is None else head.shape[0],
+        representation_size=None if pre_logits is None else pre_logits.shape[0],
+        global_pool="avg" if fc_norm or "cls_token" not in tokens else "token",
+        fc_norm=fc_norm,
+    )
+
+
+def _from_hugging_face(files: Files) -> dict:
+    """What config.json and preprocessor_config.json of transformers say; {} where there are none."""
+    config, pixels = files.config, files.preprocessor
+    plain = pixels.get("do_normalize") is False
+    return dict(
+        num_heads=config.get("num_attention_heads"),
+        norm_eps=config.get("layer_norm_eps"),
+        act_layer=_activation(config.get("hidden_act")),
+        img_size=config.get("image_size"),
+        mean=0.0 if plain else pixels.get("image_mean"),
+        std=1.0 if plain else pixels.get("image_std"),
+    )
+
+
+def _from_timm(config: dict) -> dict:
+    """What the config.json of a timm repository says (the older, flat ones too)."""
+    pretrained, args = config.get("pretrained_cfg", config), config.get("model_args") or {}
+    name = config.get("architecture") or pretrained.get("architecture") or ""
+    if "_rpn_" in name or "quickgelu" in name:
+        raise InputError(f"config.json: {name} has blocks that vitfast does not have yet")
+    pool = args.get("global_pool", config.get("global_pool"))
+    if pool not in (None, "token", "avg", ""):
+        raise InputError(f"config.json: global_pool={pool!r} is not supported; known are 'token', 'avg' and ''")
+    size = pretrained.get("input_size") and tuple(pretrained["input_size"][1:])
+    return dict(
+        num_heads=args.get("num_heads"),
+        img_size=args.get("img_size") or size,
+        mean=pretrained.get("mean"),
+        std=pretrained.get("std"),
+        act_layer=_activation(args.get("act_layer")) or ("gelu_tanh" if "siglip" in name else None),
+        dynamic_img_size=args.get("dynamic_img_size"),
+        global_pool=pool,
+    )
+
+
+def _activation(name: str | None) -> str | None:
+    """The ViT's name of an activation, None for None."""
+    if name is None:
+        return None
+    if name not in _ACTIVATIONS:
+        raise InputError(f"config.json: activation {name!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _positions(state: dict[str, Tensor], config: dict, told: tuple[int, int] | None, asked) -> dict:
+    """img_size and no_embed_class from the length of the position table.
+
+    The grid is that of `told` (config.json's image size) where it fits the table, else square, else that of `asked`.
+    Without a table the size is free: `told`, else `asked`, else the constructor's default.
+    """
+    if "pos_embed" not in state:
+        size = told or asked
+        return dict(img_size=size) if size else {}
+    patch, prefix, length = pair(config["patch_size"]), int(config["class_token"]) + config["reg_tokens"], state["pos_embed"].shape[1]
+    patches = {False: length - prefix, True: length}  # how many, by no_embed_class
+    if "no_embed_class" in config:
+        patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
+
+    def fits(size: tuple[int, int] | None) -> bool | None:
+        """The no_embed_class with which the table has this image size, None where it cannot have it."""
+        number = size and size[0] // patch[0] * (size[1] // patch[1])
+        return next((no_embed for no_embed, n in patches.items() if number == n), None)
+
+    sides = [_square(n) for n in patches.values()]
+    squares = [(side * patch[0], side * patch[1]) for side in sides if side]
+    for size in (told, *squares, pair(asked) if asked else None):
+        no_embed = fits(size)
+        if no_embed is not None:
+            return dict(img_size=size[0] if size[0] == size[1] else size, no_embed_class=bool(no_embed and prefix))
+    raise InputError(f"a position table of {length} entries is no square grid; pass img_size=(height, width) of the checkpoint")
+
+
+def _preset_heads(config: dict) -> int:
+    """The head count of the preset with this width and depth."""
+    dim, depth = config["embed_dim"], config["depth"]
+    for made in PRESETS.values():
+        if (made["embed_dim"], made["depth"]) == (dim, depth):
+            return made["num_heads"]
+    raise InputError(f"nothing here says how many heads there are, and no preset has embed_dim={dim}, depth={depth}; pass num_heads=")
+
+
+def _ratio(hidden: int, dim: int) -> float:
+    """The mlp_ratio with int(dim * ratio) == hidden, whatever the rounding."""
+    ratio = hidden / dim
+    return ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf)
+
+
+def _square(n: int) -> int | None:
+    """The side of a square grid of n patches, None where n is no square."""
+    side = math.isqrt(n) if n > 0 else 0
+    return side if side and side * side == n else None

@@ -1,0 +1,181 @@
+"""Weights as bytes: finding them (file, folder, hub), reading them without ever running a pickle, writing files that are whole or absent."""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import textwrap
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+HUB = "hf-hub:"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a source turned out to be: the weights file, and the JSON beside it where that belongs to it."""
+
+    weights: Path
+    config: dict = field(default_factory=dict)
+    preprocessor: dict = field(default_factory=dict)
+
+
+def locate(source: str | Path) -> Files:
+    """The files of a weights file, a folder, or `hf-hub:owner/name[@revision]`. Raises InputError where there are none.
+
+    A file called as in a folder (`model.safetensors`, `pytorch_model.bin`) takes the folder's config.json with it; any other is bare.
+    """
+    if str(source).startswith(HUB):
+        return _in_folder(_download(str(source)), source)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _in_folder(path, source)
+    if path.is_file():
+        return _with_json(path) if path.name in WEIGHTS else Files(path)
+    hint = f"; for a repository of the Hugging Face hub write {HUB}{source}" if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)) else ""
+    raise InputError(f"{source}: no such file or folder{hint}")
+
+
+def read_tensors(path: Path) -> dict:
+    """The content of one weights file, by its suffix: a dictionary of CPU tensors, or what a .pth nests them in.
+
+    Raises InputError, naming the file, where it is truncated, holds Python objects or has an unknown suffix.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise InputError(f"{path}: unknown kind of weights file; known are {', '.join(READERS)}")
+    try:
+        content = reader(path)
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        if re.search("Unsupported|allow_pickle", str(error)):
+            raise InputError(f"{path}: holds Python objects, which are never run ({_line(error, 'Unsupported')}); save model.state_dict() alone") from error
+        raise InputError(f"{path}: not a whole {path.suffix} file ({_line(error)}); copy or download it again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors; save model.state_dict()")
+    return content
+
+
+def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` fill a temporary file in the same folder, then puts it, synced to disk, in the place of `path`.
+
+    Whoever reads `path` sees the old file or the new one, never a part; where `write` raises, the old file stays.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _in_folder(folder: Path, source: str | Path) -> Files:
+    """The weights of a folder: a well-known name first, else the only weights file there is."""
+    known = [folder / name for name in WEIGHTS if (folder / name).is_file()]
+    found = known[:1] or sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS and p.is_file())
+    if len(found) == 1:
+        return _with_json(found[0])
+    if found:
+        raise InputError(f"{source}: several weights files ({', '.join(p.name for p in found[:3])}); give the path of one")
+    raise InputError(f"{source}: no weights in this folder; expected {' or '.join(WEIGHTS[:2])}")
+
+
+def _with_json(weights: Path) -> Files:
+    return Files(weights, _json(weights.with_name("config.json")), _json(weights.with_name("preprocessor_config.json")))
+
+
+def _json(path: Path) -> dict:
+    """The object in a JSON file, {} where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON ({_line(error)}); mend or remove it") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a JSON object, got a {type(content).__name__}; mend or remove it")
+    return content
+
+
+def _download(source: str) -> Path:
+    """Brings a repository's weights and JSON files into huggingface_hub's cache (as HF_HUB_OFFLINE allows); returns their folder."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise InputError(f"{source}: needs the package huggingface_hub; pip install huggingface_hub") from error
+    repo, _, revision = source[len(HUB) :].partition("@")
+    absent = {}
+
+    def get(name: str) -> Path | None:
+        try:
+            return Path(hf_hub_download(repo, name, revision=revision or None))
+        except EntryNotFoundError as error:
+            absent[name] = error
+        except Exception as error:
+            raise InputError(f"{source}: the hub did not give {name} ({_line(error)}); check the name and the network") from error
+
+    weights = get(WEIGHTS[0]) or get(WEIGHTS[1])
+    if weights is None:
+        why = absent[WEIGHTS[0]]
+        raise InputError(f"{source}: no {' or '.join(WEIGHTS[:2])} ({_line(why)}); check the name, the network and HF_HUB_OFFLINE") from why
+    # A config.json that the cache merely lacks would leave the weights with defaults that may not be theirs.
+    if get("config.json") is None and isinstance(absent["config.json"], LocalEntryNotFoundError):
+        raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from absent["config.json"]
+    get("preprocessor_config.json")
+    return weights.parent
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    with np.load(path, allow_pickle=False) as archive:
+        return {key: _from_numpy(archive[key]) for key in archive.files}
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no bfloat16 and keeps its bytes
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _read_torch(path: Path) -> dict:
+    # timm's and MAE's training checkpoints keep their arguments beside the weights; a Namespace only holds values
+    with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+        warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+READERS = {
+    ".safetensors": safetensors.torch.load_file,
+    ".npz": _read_npz,
+    **dict.fromkeys((".pth", ".pt", ".bin", ".ckpt", ".tar"), _read_torch),
+}
+
+
+def _line(error: Exception, about: str = "") -> str:
+    """The kind of an exception and the first line of what it says, or the first about something where there is one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if about in line), next(iter(lines), "no more is said"))
+    return textwrap.shorten(f"{type(error).__name__}: {said}", 160, placeholder=" ...")

@@ -1,0 +1,132 @@
+"""What a run tells: a progress bar, metrics.csv, TensorBoard events, summary.json."""
+
+import csv
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second")
+logger = logging.getLogger("vitfast")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file in one rename."""
+    work = path.with_name(f".{path.name}.writing")
+    with open(work, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(work, path)
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """The rows of metrics.csv as dictionaries of numbers (and `split`); none where there is no file."""
+    path = run / "metrics.csv"
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return [{k: v if k == "split" else float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+class Metrics:
+    """Appends rows to metrics.csv and TensorBoard. A resumed run drops the rows after the step it resumes from."""
+
+    def __init__(self, run: Path, resumed_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = run / "metrics.csv"
+        kept = [row for row in read_metrics(run) if row["step"] <= resumed_step] if resumed_step else []
+        lines = [",".join(COLUMNS), *(",".join(self._text(row.get(c)) for c in COLUMNS) for row in kept)]
+        write_text(path, "\n".join(lines) + "\n")
+        self.file = open(path, "a", newline="")
+        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
+
+    @staticmethod
+    def _text(value) -> str:
+        if value is None:
+            return ""
+        return str(int(value)) if isinstance(value, float) and value == int(value) and abs(value) < 1e15 else str(value)
+
+    def write(self, **row) -> None:
+        """One row: the columns, those left out empty."""
+        self.file.write(",".join(self._text(row.get(c)) for c in COLUMNS) + "\n")
+        self.file.flush()
+        for key in ("loss", "accuracy", "lr", "images_per_second"):
+            if row.get(key) is not None:
+                self.board.add_scalar(f"{row['split']}/{key}", row[key], row["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        self.board.close()
+
+
+class Progress:
+    """A bar with loss, images/s and time left on a terminal; a line every tenth of the run elsewhere."""
+
+    def __init__(self, name: str, start: int, total: int):
+        self.bar = tqdm(total=total, initial=start, desc=name, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
+        self.name, self.total, self.tenth = name, total, start * 10 // total
+
+    def step(self, step: int, text: str = "") -> None:
+        self.bar.update(step - self.bar.n if not self.bar.disable else 0)
+        if text:
+            self.bar.set_postfix_str(text, refresh=False)
+        if self.bar.disable and step * 10 // self.total > self.tenth and text:
+            self.tenth = step * 10 // self.total
+            logger.info("%s: step %d/%d, %s", self.name, step, self.total, text)
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self.bar.disable:
+            logger.info(text)
+        else:
+            self.bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def write_summary(run: Path, summary: dict) -> None:
+    write_text(run / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+class Meter:
+    """Speed of the training steps alone: evaluation, saving and the first window (compilation) do not count."""
+
+    def __init__(self):
+        self.begun = self.window = time.perf_counter()
+        self.window_wait = self.spent = self.waited = 0.0
+        self.images = self.windows = 0
+        self.speed = self.waiting_share = 0.0
+
+    def next(self, batches):
+        """The next batch; the time until it is there counts as waiting for data."""
+        start = time.perf_counter()
+        batch = next(batches)
+        self.window_wait += time.perf_counter() - start
+        return batch
+
+    def end_window(self, images: int) -> float:
+        """Ends a window of `images` (the device is idle now); returns its images per second."""
+        seconds = max(time.perf_counter() - self.window, 1e-9)
+        if self.windows == 1:  # from the second window on the first one is forgotten
+            self.spent, self.images, self.waited = 0.0, 0, 0.0
+        self.windows, self.spent, self.images, self.waited = self.windows + 1, self.spent + seconds, self.images + images, self.waited + self.window_wait
+        self.speed, self.waiting_share = self.images / self.spent, self.waited / self.spent
+        self.start_window()
+        return images / seconds
+
+    def start_window(self) -> None:
+        """What came since the last window is not counted."""
+        self.window, self.window_wait = time.perf_counter(), 0.0
+
+    def take_seconds(self) -> float:
+        """Seconds since the last call, everything included."""
+        now = time.perf_counter()
+        seconds, self.begun = now - self.begun, now
+        return seconds

@@ -1,0 +1,38 @@
+"""Optimisers with the paper's decay (kernels only), and learning rates as a function of the step alone."""
+
+import math
+
+import torch
+from torch import nn
+
+from .recipes import Config
+
+
+def learning_rate(config: Config, step: int, total: int) -> float:
+    """The rate of optimiser step `step` (from 0) of `total`: linear warm-up, then cosine or linear decay to lr_end, or none."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_decay == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_decay == "cosine" else 1 - progress
+    return config.lr_end + (config.lr - config.lr_end) * remaining
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out."""
+    spared = model.no_weight_decay()
+    kernels, rest = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (kernels if parameter.dim() > 1 and name not in spared else rest).append(parameter)
+    return [dict(params=kernels, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+
+
+def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's AdamW or SGD, fused where the device has it."""
+    groups = parameter_groups(model, config.weight_decay)
+    fused = next(model.parameters()).is_cuda
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
