@@ -238,11 +238,35 @@ def spoil(name: str, root: Path) -> tuple[list, str]:
     return base, "tiny.png has 3 x 7 pixels, less than one patch (8 x 8)"
 
 
-BAD = (
-    "missing data folder|no data|empty data folder|data is a file|unknown preset|hybrid|unknown recipe|image size|"
-    "image smaller than a patch by size|unknown setting|config file|cuda|unknown data set|no shards|no weights|missing weights|truncated weights|another architecture|pickle|no image|broken image|"
-    "fewer classes in validation|other class names|one class|tiny image"
-).split("|")
+BAD = [
+    "missing data folder",
+    "no data",
+    "empty data folder",
+    "data is a file",
+    "unknown preset",
+    "hybrid",
+    "unknown recipe",
+    "image size",
+    "image smaller than a patch by size",
+    "unknown setting",
+    "config file",
+    "cuda",
+    "unknown data set",
+    "no shards",
+    "no weights",
+    "missing weights",
+    "truncated weights",
+    "another architecture",
+    "pickle",
+    "no image",
+    "broken image",
+    "fewer classes in validation",
+    "other class names",
+    "one class",
+    "cuda",
+    "broken image",
+    "tiny image",
+]
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -37,7 +37,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     rows = list(csv.DictReader(open(tmp_path / "metrics.csv")))
     assert list(rows[0])[:7] == ["step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second"]
     assert [r["step"] for r in rows if r["split"] == "train"] == ["2", "4", "6"] and [r["step"] for r in rows if r["split"] == "val"] == ["6"]
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["lr"] == 3e-3
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["lr"] == 2e-3
     assert any((tmp_path / "tensorboard").iterdir())
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert summary["accuracy"] == float(rows[-1]["accuracy"]) and summary["train_images"] == 1437 and summary["images_per_second"] > 0
@@ -117,7 +117,7 @@ def test_sigterm_saves_and_sigkill_loses_nothing(tmp_path):
 
 def test_other_settings_do_not_continue_a_run(tmp_path):
     train(digits(tmp_path, steps=4, batch_size=32))
-    with pytest.raises(InputError, match="other settings .*lr: 0.003 there, 0.5 now"):
+    with pytest.raises(InputError, match="other settings .*lr: 0.002 there, 0.5 now"):
         train(digits(tmp_path, steps=4, batch_size=32, lr=0.5))
     assert train(digits(tmp_path, steps=4, batch_size=32, lr=0.5), resume="never")["steps"] == 4
     longer = train(digits(tmp_path, steps=6, batch_size=32, lr=0.5))

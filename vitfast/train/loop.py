@@ -208,18 +208,18 @@ class Trainer:
         eval_every = config.eval_every or max(1, round(max(per_epoch, self.total / 20)))
         save_every = config.save_every or eval_every
         metrics, progress = Metrics(self.run, self.step), Progress(config.task, self.step, self.total)
-        meter, losses, corrects, result = Meter(), [], [], None
+        meter, losses, corrects, result, stopping = Meter(), [], [], None, False
         self.model.train()
         try:
             with Stopper() as stopper:
                 batches = iter(self.data.train_batches(self.step, self.total))
-                while self.step < self.total and not stopper.wanted:
+                while self.step < self.total and not stopping:
                     loss, correct = self.train_step(*meter.next(batches))
                     losses.append(loss)
                     corrects.append(correct)
-                    final = self.step == self.total
+                    final, stopping = self.step == self.total, stopper.wanted
                     evaluating = final or self.step % eval_every == 0
-                    saving = final or stopper.wanted or self.step % save_every == 0
+                    saving = final or stopping or self.step % save_every == 0
                     if not (evaluating or saving or self.step % config.log_every == 0):
                         progress.step(self.step)
                         continue

@@ -87,13 +87,13 @@ _ALL = (
         name="digits",
         model="Nano/8",
         img_size=32,
-        epochs=36,
-        batch_size=64,
-        lr=3e-3,
+        epochs=48,
+        batch_size=48,
+        lr=2e-3,
         warmup_steps=100,
         weight_decay=0.05,
         clip_norm=1.0,
-        crop_scale=(0.7, 1.0),
+        crop_scale=(0.8, 1.0),
         crop_ratio=(0.9, 1.1),
         hflip=0.0,
         hidden_head=True,
@@ -104,14 +104,14 @@ _ALL = (
         name="finetune/digits",
         model="Nano/8",
         img_size=48,
-        epochs=8,
+        epochs=14,
         optimizer="sgd",
         batch_size=64,
         lr=0.03,
         sweep_lr=(0.003, 0.01, 0.03, 0.06),
         warmup_steps=20,
         clip_norm=1.0,
-        crop_scale=(0.7, 1.0),
+        crop_scale=(0.85, 1.0),
         crop_ratio=(0.9, 1.1),
         hflip=0.0,
     ),
@@ -247,5 +247,7 @@ def _check(config: Config) -> None:
             raise InputError(f"{field} must lie in [0, 1), got {getattr(config, field)}")
     if config.epochs is None and config.steps is None:
         raise InputError("the run has no length: give --epochs or --steps")
+    if (config.mixup or config.cutmix) and config.batch_size // config.accumulate % 2:
+        raise InputError(f"mixup and cutmix pair up images: batch_size / accumulate must be even, got {config.batch_size} / {config.accumulate}")
     if config.batch_size % config.accumulate:
         raise InputError(f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate}")
