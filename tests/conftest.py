@@ -1,4 +1,4 @@
-"""Shared set-up: one thread per worker (xdist runs two), fixed seeds, and `gpu` tests skipped where there is no GPU."""
+"""Shared set-up: one thread per worker (xdist runs two), fixed seeds, Triton's interpreter and no `gpu` tests where there is no GPU."""
 
 import os
 
@@ -6,6 +6,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported: kernels run on CPU tensors in mode "on"
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,9 @@
 """The public operations against formulas written out by hand, their argument checks, and what autocast does to them."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -179,12 +182,22 @@ def test_wrong_arguments_are_named(call, error, message):
         call()
 
 
-def test_kernels_on_without_any_says_so():
-    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="layer_norm: kernels are switched on"):
-        ops.layer_norm(X, W, W)
-    ops.layer_norm(X, W, W)
+def test_kernels_on_raises_where_none_can_run():
+    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="layer_norm: kernels are switched on, but no kernel computes in torch.float64"):
+        ops.layer_norm(X.double(), None, None)
+    ops.layer_norm(X.double(), None, None)
     setter = ops.use_kernels("on")
     with pytest.raises(RuntimeError):
-        ops.layer_norm(X, W, W)
+        ops.layer_norm(X.double(), None, None)
     setter.__exit__()
-    ops.layer_norm(X, W, W)
+    ops.layer_norm(X.double(), None, None)
+
+
+def test_kernels_on_raises_outside_the_interpreter_and_for_bf16_in_it():
+    script = "import torch; from vitfast import ops; ops.use_kernels('on'); ops.layer_norm(torch.randn(2, 8), None, None)"
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert "layer_norm: kernels are switched on, but tensors on cpu need TRITON_INTERPRET=1" in run.stderr
+    if not torch.cuda.is_available():
+        with ops.use_kernels("on"), pytest.raises(RuntimeError, match="interpreter computes bfloat16 wrongly"):
+            ops.layer_norm(X.bfloat16(), None, None)

@@ -2,9 +2,13 @@
 
 import functools
 import os
+import warnings
 
 import torch
 from torch import Tensor
+
+from ..kernels import tiles
+from ..kernels.launch import INTERPRETED
 
 MODES = ("auto", "on", "off")
 _PARAMETERS = frozenset({"layer_scale", "drop_path"})  # factors: they act in fp32 and are never cast
@@ -38,11 +42,60 @@ class use_kernels:
         _mode = self.previous
 
 
-def kernels_wanted(op: str, x: Tensor) -> bool:
-    """True when the kernel of `op` is to run on x. Raises RuntimeError in mode "on" where there is none."""
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_warned: set[tuple[str, str]] = set()
+
+
+def _obstacle(x: Tensor, unsupported: str | None) -> str | None:
+    """Why no kernel can run on x, None where one can."""
+    if x.device.type == "cuda":
+        if tiles.generation(x.device) == 0:
+            return "the GPU is older than compute capability 8.0"
+    elif x.device.type != "cpu" or not INTERPRETED:
+        return f"tensors on {x.device.type} need TRITON_INTERPRET=1 before vitfast is imported"
+    elif x.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
+    if x.dtype not in KERNEL_DTYPES:
+        return f"no kernel computes in {x.dtype}"
+    return unsupported
+
+
+def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
+    """True when the kernel of `op` is to run on x. `unsupported` says what else no kernel covers (a head size, say).
+
+    A CUDA case that no kernel covers runs plain PyTorch with one warning; in mode "on" it raises RuntimeError, as CPU tensors do outside
+    the interpreter. Export (torch.export, ONNX) always traces plain PyTorch.
+    """
+    if _mode == "off" or (_mode == "auto" and x.device.type != "cuda") or torch.compiler.is_exporting():
+        return False
+    obstacle = _obstacle(x, unsupported)
+    if obstacle is None:
+        return True
     if _mode == "on":
-        raise RuntimeError(f"{op}: kernels are switched on, and this version has no kernel for it; use_kernels('auto') runs plain PyTorch")
+        raise RuntimeError(f"{op}: kernels are switched on, but {obstacle}; use_kernels('auto') runs plain PyTorch there")
+    _warn_once(op, obstacle)
     return False
+
+
+@torch.compiler.disable
+def _warn_once(op: str, obstacle: str) -> None:
+    if (op, obstacle) not in _warned:
+        _warned.add((op, obstacle))
+        warnings.warn(f"vitfast {op}: {obstacle}; plain PyTorch runs in its place", stacklevel=4)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """True when backward may be asked for any of these: what it needs must be kept."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def only_once(backward_op, name: str) -> None:
+    """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
+
+    def refuse(ctx, *grads):
+        raise RuntimeError(f"{name}: cannot be differentiated twice; use_kernels('off') runs plain PyTorch, which can")
+
+    backward_op.register_autograd(refuse)
 
 
 def autocasts(function):

@@ -1,0 +1,62 @@
+"""The one door through which kernels are launched: it takes the right device, and tools can listen or record in place of launching."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Triton reads the variable when a kernel is decorated: what it was then is what the kernels are.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+@dataclass
+class Launch:
+    """One recorded launch: the kernel, its grid and every keyword argument (constexprs, num_warps and num_stages too)."""
+
+    kernel: object
+    grid: tuple
+    arguments: dict
+
+
+_recorder: list[Launch] | None = None
+
+
+def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
+    """`kernel[grid](**arguments)` on the device of its tensors; nothing for an empty grid."""
+    if _recorder is not None:
+        _recorder.append(Launch(kernel, grid, arguments))
+        return
+    if 0 in grid:
+        return
+    device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](**arguments)
+    else:
+        kernel[grid](**arguments)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collects the launches made inside in place of making them: with meta tensors, what a GPU would get."""
+    global _recorder
+    before, _recorder = _recorder, []
+    try:
+        yield _recorder
+    finally:
+        _recorder = before
+
+
+def record(run: Callable[[], object]) -> list[Launch]:
+    """The launches that `run()` makes."""
+    with recording() as launches:
+        run()
+    return launches
+
+
+def fp32_precision() -> str:
+    """What `tl.dot` on fp32 operands is to use: torch's float32 matmul precision."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
