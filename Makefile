@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test bench codegen lint clean
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -24,6 +24,9 @@ test: $(READY)  ## every test (those marked gpu only where there is a GPU)
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
 	$(BIN)/python -m pytest bench --benchmark-only -q
+
+codegen: $(READY)  ## compile every kernel for every GPU generation; writes tests/codegen.csv
+	$(BIN)/python tests/codegen.py
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .

@@ -22,15 +22,23 @@ class Launch:
 
 
 _recorder: list[Launch] | None = None
+_made = 0
+
+
+def launches_made() -> int:
+    """How many launches this process has made: a check that a kernel really ran."""
+    return _made
 
 
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     """`kernel[grid](**arguments)` on the device of its tensors; nothing for an empty grid."""
+    global _made
     if _recorder is not None:
         _recorder.append(Launch(kernel, grid, arguments))
         return
     if 0 in grid:
         return
+    _made += 1
     device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

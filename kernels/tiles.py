@@ -54,7 +54,131 @@ class Rule:
     shape: str = "*"
 
 
-RULES: dict[str, tuple[Rule, ...]] = {}
+RULES: dict[str, tuple[Rule, ...]] = {
+    # Shape classes of LayerNorm: chunks x BLOCK_D of the row (rows.shape_class), with an "s" where backward sums for a layer scale too. PER_SM: the
+    # programs that fit a multiprocessor by their registers.
+    "layer_norm_fwd": (
+        Rule(tile(8, 1, BLOCK_M=1), shape="?x2048"),
+        Rule(tile(4, 1, BLOCK_M=1), shape="?x1024"),
+        Rule(tile(4, 1, BLOCK_M=2), shape="?x512"),
+        Rule(tile(4, 1, BLOCK_M=4), shape="?x256"),
+        Rule(tile(4, 1, BLOCK_M=8), shape="?x128"),
+        Rule(tile(4, 1, BLOCK_M=16)),
+    ),
+    "layer_norm_bwd": (
+        Rule(tile(8, 1, BLOCK_M=1, STAGES=1, PER_SM=1), bits="32", shape="?x2048*"),
+        Rule(tile(8, 1, BLOCK_M=1, STAGES=2, PER_SM=1), shape="?x2048*"),
+        Rule(tile(8, 1, BLOCK_M=1, STAGES=2, PER_SM=1), shape="?x1024*"),
+        Rule(tile(4, 1, BLOCK_M=1, STAGES=3, PER_SM=3), shape="?x512"),
+        Rule(tile(4, 1, BLOCK_M=1, STAGES=3, PER_SM=2), shape="?x512s"),
+        Rule(tile(4, 1, BLOCK_M=4, STAGES=3, PER_SM=2), shape="3x256"),
+        Rule(tile(4, 1, BLOCK_M=2, STAGES=3, PER_SM=3), shape="4x256"),
+        Rule(tile(4, 1, BLOCK_M=2, STAGES=3, PER_SM=2), shape="?x256*"),
+        Rule(tile(4, 1, BLOCK_M=8, STAGES=3, PER_SM=2), shape="3x128"),
+        Rule(tile(4, 1, BLOCK_M=4, STAGES=3, PER_SM=2), shape="?x128*"),
+        Rule(tile(4, 1, BLOCK_M=16, STAGES=3, PER_SM=2), shape="3x64"),
+        Rule(tile(4, 1, BLOCK_M=8, STAGES=3, PER_SM=2)),
+    ),
+    "scale_rows": (
+        Rule(tile(4, 1, BLOCK_M=16, BLOCK_D=256, STAGES=3, PER_SM=5), bits="16"),
+        Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=5)),
+    ),
+    "column_sums": (Rule(tile(8, 1, BLOCK_P=256, BLOCK_D=16)),),
+    # Shape classes of attention: padded head size, tokens up to 64, 128, 256, 320 or "long"; provider: which of the two paths runs.
+    "attention_fwd": (
+        Rule(tile(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*nlong"),
+        Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
+        Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90, 100)),
+        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128*"),
+        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d96*"),
+        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64)),
+    ),
+    "attention_bwd": (
+        Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90, 100), bits="16", shape="d[1-6][2468]n64"),
+        Rule(tile(8, 1, "rows", BLOCK_M=64), sm=(90, 100), bits="16", shape="d[1-6][2468]n128"),
+        Rule(tile(8, 1, "rows", BLOCK_M=32), sm=(90, 100), bits="16", shape="d[1-6][2468]n256"),
+        Rule(tile(provider="tiled")),
+    ),
+    "attention_bwd_dq": (
+        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="d128*"),
+        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
+        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n64"),
+        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90, 100)),
+        Rule(tile(4, 1, BLOCK_M=32, BLOCK_N=32), shape="d128*"),
+        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=32), shape="d96*"),
+        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=32)),
+    ),
+    "attention_bwd_dkdv": (
+        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d128*"),
+        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="*nlong"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
+        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=32), shape="d128*"),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="d96*"),
+        Rule(tile(4, 2, BLOCK_M=32, BLOCK_N=64)),
+    ),
+    # Shape classes: "u8-even-large", see patch_embed.shape_class. PROGRAMS: how many the split of the rows aims at.
+    "patch_embed_fwd": (
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=16), bits="32"),
+        Rule(tile(8, 4, BLOCK_M=128, BLOCK_D=256, BLOCK_K=32), sm=(90,), shape="f32-odd-large"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=256, BLOCK_K=64), sm=(90, 100), shape="*-large"),
+        Rule(tile(8, 4, BLOCK_M=128, BLOCK_D=128, BLOCK_K=32), sm=(80,), shape="*-large"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=128, BLOCK_K=32), shape="*-large"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),
+    ),
+    "patch_embed_dweight": (
+        Rule(tile(4, 3, BLOCK_M=16, BLOCK_D=64, BLOCK_K=64, PROGRAMS=264), bits="32", shape="u8-*"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=64, PROGRAMS=264), bits="32"),
+        Rule(tile(8, 3, BLOCK_M=64, BLOCK_D=256, BLOCK_K=128, PROGRAMS=132), sm=(90, 100), shape="*-large"),
+        Rule(tile(8, 3, BLOCK_M=32, BLOCK_D=128, BLOCK_K=128, PROGRAMS=132), shape="*-large"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=64, PROGRAMS=264), sm=(80, 89, 120)),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64, PROGRAMS=264)),
+    ),
+    "patch_embed_dimages": (
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=32, BLOCK_K=64), bits="32"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=64, BLOCK_K=128), shape="*-large"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=32, BLOCK_K=64), sm=(80, 89, 120)),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),
+    ),
+    # Products: shape class "KxN", see linear.py. The tiles are chosen by offline compilation, two programs per multiprocessor and no spills; cuBLAS
+    # where no epilogue saves a pass (kernels.md), with the tile that takes its place when the provider is changed.
+    "linear_fwd": (
+        Rule(tile(8, 3, "cublas", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
+        Rule(tile(4, 4, "cublas", BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, "cublas", BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+    ),
+    "input_grad": (
+        Rule(tile(8, 3, "cublas", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
+        Rule(tile(4, 4, "cublas", BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, "cublas", BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+    ),
+    "linear_gelu_fwd": (
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
+        Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+    ),
+    "linear_residual_fwd": (
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
+        Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+    ),
+    "dgelu_matmul": (
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
+        Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+    ),
+    "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),
+    # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7; 64 and 192 x 4).
+    "weight_grad": (
+        Rule(tile(8, 3, "cublas", BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=4, SUBTILES=4), sm=(90, 100), bits="16", shape="1024x*"),
+        Rule(tile(8, 3, "cublas", BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), sm=(90, 100), bits="16"),
+        Rule(tile(4, 4, "cublas", BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, "cublas", BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
+    ),
+    "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
+}
 
 _target: int | None = None
 
@@ -84,20 +208,31 @@ def generation(device: torch.device) -> int:
     return _capability(device.index if device.index is not None else torch.cuda.current_device()) if device.type == "cuda" else 90
 
 
-_overrides: dict[str, Tile] = {}
+_overrides: dict[tuple[str, str | None], Tile] = {}
+_watched: dict[tuple[str, str], Tile] | None = None
 
 
 @contextlib.contextmanager
-def override(op: str, value: Tile) -> Iterator[None]:
-    """Uses one tile for every launch of `op` inside: for tuning and for tests."""
-    before = _overrides.get(op)
-    _overrides[op] = value
+def override(op: str, value: Tile, shape: str | None = None) -> Iterator[None]:
+    """Uses one tile for the launches of `op` inside (of one shape class, where given): for tuning and for tests."""
+    before = dict(_overrides)
+    _overrides[op, shape] = value
     try:
         yield
     finally:
-        _overrides.pop(op)
-        if before is not None:
-            _overrides[op] = before
+        _overrides.clear()
+        _overrides.update(before)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[dict[tuple[str, str], Tile]]:
+    """Collects which tile each (operation, shape class) takes inside."""
+    global _watched
+    before, _watched = _watched, {}
+    try:
+        yield _watched
+    finally:
+        _watched = before
 
 
 def user_table_path() -> Path:
@@ -120,8 +255,13 @@ def _user_table() -> dict[tuple[str, str, str, str], Tile]:
 
 def lookup(op: str, x: torch.Tensor, shape: str) -> Tile:
     """The tile of an operation for x's device and dtype at a shape class such as "d64" or "768x3072"."""
-    if op in _overrides:
-        return _overrides[op]
+    found = _overrides.get((op, shape)) or _overrides.get((op, None)) or _find(op, x, shape)
+    if _watched is not None:
+        _watched[op, shape] = found
+    return found
+
+
+def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
     bits = "32" if x.dtype == torch.float32 else "16"
     if x.is_cuda and _target is None and _user_table():
         found = _user_table().get((op, torch.cuda.get_device_name(x.device), bits, shape))

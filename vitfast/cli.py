@@ -3,6 +3,8 @@
 import argparse
 import json
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", metavar="DIR", default="runs/demo", help="default runs/demo")
     sub.add_argument("--seed", metavar="N", type=int, default=0, help="default 0")
     sub.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")
+    sub = command("doctor", "check every kernel on this machine against float64, and time it on a GPU", _doctor)
+    sub.add_argument("--json", action="store_true", default=False, help="print the results as JSON")
     sub = command("recipes", "list the recipes", _recipes)
     sub.add_argument("--json", action="store_true", default=False, help="as a list of objects with every field")
     return parser
@@ -137,6 +141,19 @@ def _demo(args: argparse.Namespace) -> int:
 
     demo(Path(args.output), args.seed, args.device)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    import torch
+
+    from .kernels.launch import INTERPRETED
+
+    if not torch.cuda.is_available() and not INTERPRETED:  # the interpreter has to be chosen before the kernels are imported
+        command = [sys.executable, "-m", "vitfast", "doctor", *(["--json"] if args.json else [])]
+        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
+    from .doctor import doctor
+
+    return doctor(args.json)
 
 
 def _recipes(args: argparse.Namespace) -> int:

@@ -66,22 +66,18 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     A CUDA case that no kernel covers runs plain PyTorch with one warning; in mode "on" it raises RuntimeError, as CPU tensors do outside
     the interpreter. Export (torch.export, ONNX) always traces plain PyTorch.
     """
-    if _mode == "off" or (_mode == "auto" and x.device.type != "cuda") or torch.compiler.is_exporting():
+    # torch 2.11's Dynamo takes is_exporting() for true while it compiles; the flag behind it is right in every version.
+    if _mode == "off" or (_mode == "auto" and x.device.type != "cuda") or torch.compiler._is_exporting_flag:
         return False
     obstacle = _obstacle(x, unsupported)
     if obstacle is None:
         return True
     if _mode == "on":
         raise RuntimeError(f"{op}: kernels are switched on, but {obstacle}; use_kernels('auto') runs plain PyTorch there")
-    _warn_once(op, obstacle)
-    return False
-
-
-@torch.compiler.disable
-def _warn_once(op: str, obstacle: str) -> None:
-    if (op, obstacle) not in _warned:
+    if not torch.compiler.is_compiling() and (op, obstacle) not in _warned:
         _warned.add((op, obstacle))
         warnings.warn(f"vitfast {op}: {obstacle}; plain PyTorch runs in its place", stacklevel=4)
+    return False
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -1,9 +1,208 @@
-"""The two pre-norm halves of an encoder layer, residual included (Eq. 2 and 3 of the ViT paper): the unit of speed."""
+"""The two pre-norm halves of an encoder layer, residual included (Eq. 2 and 3 of the ViT paper): the unit of speed.
 
+Kept for backward: the input, LayerNorm's statistics, qkv, lse and the attention output; or the pre-activation. Recomputed: LayerNorm's
+outputs (in the pass of its backward) and activations (in the epilogue that applies GELU's derivative).
+"""
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ref
-from ._dispatch import autocasts, check_approximate, check_factors, check_same, check_shape, kernels_wanted
+from ..kernels.attention import attention_bwd, attention_fwd
+from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, scale_rows
+from ..kernels.linear import input_grad, linear, linear_residual
+from ..kernels.mlp import dgelu_matmul, linear_gelu
+from ..kernels.weight_grad import weight_grad, weight_grad_scaled
+from ._dispatch import autocasts, check_approximate, check_factors, check_same, check_shape, kernels_wanted, needs_grad, only_once
+from .attention import _unsupported as head_obstacle
+from .layer_norm import _unsupported as width_obstacle
+
+# Places in the masks of needed gradients, for both halves: "in" is qkv or fc1, "out" is proj or fc2.
+X, NORM_WEIGHT, NORM_BIAS, IN_WEIGHT, IN_BIAS, OUT_WEIGHT, OUT_BIAS, LAYER_SCALE = range(8)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, N, D) -> (B*N, D)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _packed(x: Tensor, *values: Tensor | None) -> list[Tensor]:
+    """An empty tensor in the place of each None: an operation returns tensors only."""
+    return [x.new_empty(0) if v is None else v for v in values]
+
+
+def _unpacked(values, mask: list[bool]) -> list[Tensor | None]:
+    return [v if wanted else None for v, wanted in zip(values, mask)]
+
+
+def _as(value: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if value is None else value.to(like.dtype)
+
+
+def _through_scale(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(g, diag(layer_scale) W), whose product is the gradient below the layer: scaling the weight (D, K) moves less than scaling g (M, D).
+
+    In fp16 g is scaled after all: a young layer scale, 1e-5 say, would push the weight below fp16's smallest numbers.
+    """
+    if layer_scale is None:
+        return g, weight
+    if g.dtype == torch.float16:
+        return scale_rows(g, layer_scale, None, 1, want_sum=False)[0], weight
+    return g, (weight * layer_scale.float()[:, None]).to(weight.dtype)
+
+
+def _branch_gradient(dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, tokens: int, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """(g, column sum of g) for g = drop_path[b] * dout in the dtype of the products; dout itself where nothing changes it."""
+    changed = drop_path is not None or dout.dtype != dtype
+    if not changed and not want_sum:
+        return dout, None
+    g, total = scale_rows(dout, None, drop_path, tokens, want_scaled=changed, want_sum=want_sum, out_dtype=dtype)
+    return (g if changed else dout), total
+
+
+def _out_layer_gradients(g, total, inner, weight, bias, layer_scale, mask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dweight, dbias, dlayer_scale) of layer_scale * (inner W^T + b), from g (M, D) and its column sum."""
+    dweight = dscale = dbias = None
+    if mask[LAYER_SCALE]:
+        dweight, dscale = weight_grad_scaled(g, inner, weight, bias, layer_scale, total, weight.dtype)
+    elif mask[OUT_WEIGHT]:
+        dweight = weight_grad(g, inner, layer_scale=layer_scale, out_dtype=weight.dtype)
+    if mask[OUT_BIAS]:
+        dbias = _as(total if layer_scale is None else total * layer_scale.float(), bias)
+    return dweight, dbias, _as(dscale, layer_scale)
+
+
+def _in_layer_gradients(din, x, dout, norm_weight, norm_bias, mean, rstd, weight, eps, mask) -> tuple:
+    """(dx, dnorm_weight, dnorm_bias, dweight) of in(layer_norm(x)) + the residual, from din (M, F), the gradient of what `in` put out.
+
+    LayerNorm's backward adds the residual's gradient and rewrites LayerNorm's output, which the weight gradient needs, in one pass.
+    """
+    if not any(mask[X:IN_BIAS]):
+        return None, None, None, None
+    if any(mask[X:IN_WEIGHT]):
+        want = dict(want_dx=mask[X], want_dparams=mask[NORM_WEIGHT] or mask[NORM_BIAS], want_y=mask[IN_WEIGHT])
+        grads = layer_norm_bwd(input_grad(din, weight), x, norm_weight, norm_bias, mean, rstd, dz=dout, **want)
+        dx, dnorm_weight, dnorm_bias, h = grads.dres, grads.dweight, grads.dbias, grads.y
+    else:
+        dx = dnorm_weight = dnorm_bias = None
+        h = layer_norm_fwd(x, norm_weight, norm_bias, eps, out_dtype=weight.dtype)[0]
+    dweight = weight_grad(din, h, out_dtype=weight.dtype) if mask[IN_WEIGHT] else None
+    return (
+        dx,
+        _as(dnorm_weight, norm_weight) if mask[NORM_WEIGHT] else None,
+        _as(dnorm_bias, norm_bias) if mask[NORM_BIAS] else None,
+        dweight,
+    )
+
+
+# ---- attention half
+
+
+@torch.library.custom_op("vitfast::attention_block_fwd", mutates_args=())
+def _attention_fwd(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    num_heads: int,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, mean, rstd, qkv, lse, o); all but the first are empty unless `save`."""
+    batch, tokens, _ = x.shape
+    rows = _rows(x)
+    h, mean, rstd = layer_norm_fwd(rows, norm_weight, norm_bias, eps, out_dtype=qkv_weight.dtype)
+    qkv = linear(h, qkv_weight, qkv_bias).view(batch, tokens, 3, num_heads, proj_weight.shape[1] // num_heads)
+    o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5)
+    out = linear_residual(o.view(-1, proj_weight.shape[1]), proj_weight, proj_bias, rows, layer_scale, drop_path, tokens).view(x.shape)
+    return (out, mean, rstd, qkv, lse, o) if save else (out, *_packed(x, *[None] * 5))
+
+
+@_attention_fwd.register_fake
+def _(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, num_heads, eps, save):
+    batch, tokens, width = x.shape
+    out = x.new_empty(batch, tokens, width)
+    if not save:
+        return out, *_packed(x, *[None] * 5)
+    statistics = x.new_empty(batch * tokens, dtype=torch.float32)
+    head = qkv_weight.shape[0] // 3 // num_heads
+    qkv = qkv_weight.new_empty(batch, tokens, 3, num_heads, head)
+    lse = x.new_empty(batch, num_heads, tokens, dtype=torch.float32)
+    return out, statistics, torch.empty_like(statistics), qkv, lse, qkv_weight.new_empty(batch, tokens, num_heads, head)
+
+
+@torch.library.custom_op("vitfast::attention_block_bwd", mutates_args=())
+def _attention_bwd(
+    dout: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    qkv: Tensor,
+    lse: Tensor,
+    o: Tensor,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the first eight arguments of the forward in the order of the masks; empty where not asked for."""
+    batch, tokens, _ = x.shape
+    rows, dout = _rows(x), _rows(dout.contiguous())
+    g, total = _branch_gradient(dout, qkv.dtype, drop_path, tokens, mask[OUT_BIAS] or mask[LAYER_SCALE])
+    out_layer = _out_layer_gradients(g, total, _rows(o.flatten(2)), proj_weight, proj_bias, layer_scale, mask)
+    in_layer, dqkv_bias = (None,) * 4, None
+    if any(mask[X:OUT_WEIGHT]):
+        do = input_grad(*_through_scale(g, proj_weight, layer_scale)).view(o.shape)
+        dqkv, dqkv_bias = attention_bwd(*qkv.unbind(2), o, lse, do, qkv.shape[-1] ** -0.5, want_bias_grad=mask[IN_BIAS])
+        in_layer = _in_layer_gradients(_rows(dqkv.flatten(2)), rows, dout, norm_weight, norm_bias, mean, rstd, qkv_weight, eps, mask)
+    dx, dnorm_weight, dnorm_bias, dqkv_weight = in_layer
+    dx = None if dx is None else dx.view(x.shape)
+    return tuple(_packed(x, dx, dnorm_weight, dnorm_bias, dqkv_weight, _as(dqkv_bias, qkv_bias), *out_layer))
+
+
+def _fake_gradients(mask, x, *parameters):
+    """Gradients are shaped and typed like what they belong to."""
+    return tuple(torch.empty_like(v, memory_format=torch.contiguous_format) if wanted else x.new_empty(0) for v, wanted in zip((x, *parameters), mask))
+
+
+@_attention_bwd.register_fake
+def _(dout, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, mean, rstd, qkv, lse, o, eps, mask):
+    return _fake_gradients(mask, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale)
+
+
+def _setup(ctx, inputs, output):
+    """Both halves: eight differentiable inputs, drop_path, two numbers or a name, save; what was kept follows the output."""
+    *tensors, ctx.option, ctx.eps, _ = inputs
+    _, *kept = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*tensors, *kept)
+
+
+def _backward(operation):
+    """The autograd function of a half: its backward operation with the mask of what is needed, None for all that is not."""
+
+    def backward(ctx, dout, *_):
+        unneeded = (None,) * 4  # drop_path, the option, eps, save
+        if dout is None:
+            return (None,) * 8 + unneeded
+        mask = list(ctx.needs_input_grad[:8])
+        grads = operation(dout, *ctx.saved_tensors, *((ctx.option,) if operation is _mlp_bwd else ()), ctx.eps, mask)
+        return (*_unpacked(grads, mask), *unneeded)
+
+    return backward
 
 
 def _check_stream(op: str, x: Tensor, weight: Tensor, residual_in_fp32: bool, **parameters: Tensor | None) -> None:
@@ -49,23 +248,96 @@ def attention_block(
     check_shape(op, "proj_weight", proj_weight, (width, inner))
     check_shape(op, "proj_bias", proj_bias, (width,))
     check_factors(op, x, layer_scale, drop_path, width)
-    tensors = dict(qkv_weight=qkv_weight, qkv_bias=qkv_bias, proj_weight=proj_weight, proj_bias=proj_bias, norm_weight=norm_weight, norm_bias=norm_bias)
-    _check_stream(op, x, qkv_weight, residual_in_fp32, **tensors)
-    kernels_wanted(op, x)
-    return ref.attention_block(
-        x,
-        norm_weight,
-        norm_bias,
-        qkv_weight,
-        qkv_bias,
-        proj_weight,
-        proj_bias,
-        num_heads=num_heads,
-        eps=eps,
-        layer_scale=layer_scale,
-        drop_path=drop_path,
-        compute_dtype=qkv_weight.dtype,
-    )
+    matrices = dict(qkv_weight=qkv_weight, qkv_bias=qkv_bias, proj_weight=proj_weight, proj_bias=proj_bias)
+    _check_stream(op, x, qkv_weight, residual_in_fp32, **matrices, norm_weight=norm_weight, norm_bias=norm_bias)
+    tensors = (x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale)
+    if kernels_wanted(op, qkv_weight, head_obstacle(inner // num_heads, 1.0) or width_obstacle(width, drop_path)):
+        return _attention_fwd(*tensors, drop_path, num_heads, eps, needs_grad(*tensors))[0]
+    factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
+    return ref.attention_block(*tensors[:7], num_heads=num_heads, eps=eps, **factors)
+
+
+# ---- MLP half
+
+
+@torch.library.custom_op("vitfast::mlp_block_fwd", mutates_args=())
+def _mlp_fwd(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    approximate: str,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, mean, rstd, pre-activation); all but the first are empty unless `save`."""
+    rows = _rows(x)
+    h, mean, rstd = layer_norm_fwd(rows, norm_weight, norm_bias, eps, out_dtype=fc1_weight.dtype)
+    act, pre = linear_gelu(h, fc1_weight, fc1_bias, approximate, save)
+    out = linear_residual(act, fc2_weight, fc2_bias, rows, layer_scale, drop_path, x.shape[1]).view(x.shape)
+    return (out, mean, rstd, pre) if save else (out, *_packed(x, *[None] * 3))
+
+
+@_mlp_fwd.register_fake
+def _(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, approximate, eps, save):
+    batch, tokens, width = x.shape
+    out = x.new_empty(batch, tokens, width)
+    if not save:
+        return out, *_packed(x, *[None] * 3)
+    statistics = x.new_empty(batch * tokens, dtype=torch.float32)
+    return out, statistics, torch.empty_like(statistics), fc1_weight.new_empty(batch * tokens, fc1_weight.shape[0])
+
+
+@torch.library.custom_op("vitfast::mlp_block_bwd", mutates_args=())
+def _mlp_bwd(
+    dout: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    pre: Tensor,
+    approximate: str,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the first eight arguments of the forward in the order of the masks; empty where not asked for."""
+    rows, dout = _rows(x), _rows(dout.contiguous())
+    g, total = _branch_gradient(dout, pre.dtype, drop_path, x.shape[1], mask[OUT_BIAS] or mask[LAYER_SCALE])
+    want_act, in_layer, dfc1_bias = mask[OUT_WEIGHT] or mask[LAYER_SCALE], (None,) * 4, None
+    if any(mask[X:OUT_WEIGHT]):
+        dpre, act, dfc1_bias = dgelu_matmul(*_through_scale(g, fc2_weight, layer_scale), pre, approximate, mask[IN_BIAS], want_act=want_act)
+    else:
+        dpre, act = None, F.gelu(pre, approximate=approximate) if want_act else None
+    out_layer = _out_layer_gradients(g, total, act, fc2_weight, fc2_bias, layer_scale, mask)
+    del act
+    if dpre is not None:
+        in_layer = _in_layer_gradients(dpre, rows, dout, norm_weight, norm_bias, mean, rstd, fc1_weight, eps, mask)
+    dx, dnorm_weight, dnorm_bias, dfc1_weight = in_layer
+    dx = None if dx is None else dx.view(x.shape)
+    return tuple(_packed(x, dx, dnorm_weight, dnorm_bias, dfc1_weight, _as(dfc1_bias, fc1_bias), *out_layer))
+
+
+@_mlp_bwd.register_fake
+def _(dout, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, mean, rstd, pre, approximate, eps, mask):
+    return _fake_gradients(mask, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
+
+
+_attention_fwd.register_autograd(_backward(_attention_bwd), setup_context=_setup)
+_mlp_fwd.register_autograd(_backward(_mlp_bwd), setup_context=_setup)
+only_once(_attention_bwd, "attention_block")
+only_once(_mlp_bwd, "mlp_block")
 
 
 @autocasts
@@ -99,20 +371,10 @@ def mlp_block(
     check_shape(op, "fc2_bias", fc2_bias, (width,))
     check_approximate(op, approximate)
     check_factors(op, x, layer_scale, drop_path, width)
-    tensors = dict(fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight, fc2_bias=fc2_bias, norm_weight=norm_weight, norm_bias=norm_bias)
-    _check_stream(op, x, fc1_weight, residual_in_fp32, **tensors)
-    kernels_wanted(op, x)
-    return ref.mlp_block(
-        x,
-        norm_weight,
-        norm_bias,
-        fc1_weight,
-        fc1_bias,
-        fc2_weight,
-        fc2_bias,
-        eps=eps,
-        approximate=approximate,
-        layer_scale=layer_scale,
-        drop_path=drop_path,
-        compute_dtype=fc1_weight.dtype,
-    )
+    matrices = dict(fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight, fc2_bias=fc2_bias)
+    _check_stream(op, x, fc1_weight, residual_in_fp32, **matrices, norm_weight=norm_weight, norm_bias=norm_bias)
+    tensors = (x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
+    if kernels_wanted(op, fc1_weight, width_obstacle(width, drop_path)):
+        return _mlp_fwd(*tensors, drop_path, approximate, eps, needs_grad(*tensors))[0]
+    factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=fc1_weight.dtype)
+    return ref.mlp_block(*tensors[:7], eps=eps, approximate=approximate, **factors)

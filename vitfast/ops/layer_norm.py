@@ -1,9 +1,166 @@
 """LayerNorm, and LayerNorm after a residual add (Ba et al., 2016; pre-norm blocks of the ViT paper, Eq. 2 and 3)."""
 
+import torch
 from torch import Tensor
 
 from .. import ref
-from ._dispatch import autocasts, check_factors, check_same, check_shape, kernels_wanted
+from ..kernels import layer_norm as kernels
+from ._dispatch import autocasts, check_factors, check_same, check_shape, kernels_wanted, only_once
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    """(..., D) -> (M, D) with a unit last stride: a view where the strides allow one."""
+    if x is None:
+        return None
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.reshape(-1, x.shape[-1])
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What the fakes return for mean and rstd: (M,) in fp32."""
+    rows = x.shape[:-1].numel()
+    return x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
+
+
+def _kept(x: Tensor, needed: list[bool], gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """A custom op returns no None: an empty tensor stands for a gradient that nobody needs."""
+    return tuple(g if need else x.new_empty(0) for need, g in zip(needed, gradients))
+
+
+@torch.library.custom_op("vitfast::layer_norm", mutates_args=())
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x (..., D) -> y like x, mean and rstd (M,) in fp32."""
+    y, mean, rstd = kernels.layer_norm_fwd(_rows(x), weight, bias, eps)
+    return y.view(x.shape), mean, rstd
+
+
+@_layer_norm.register_fake
+def _(x, weight, bias, eps):
+    return x.new_empty(x.shape), *_statistics(x)
+
+
+@torch.library.custom_op("vitfast::layer_norm_backward", mutates_args=())
+def _layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight, dbias; `needed` says which."""
+    grads = kernels.layer_norm_bwd(_rows(dy), _rows(x), weight, bias if needed[2] else None, mean, rstd, want_dx=needed[0], want_dparams=needed[1] or needed[2])
+    dx = None if grads.dres is None else grads.dres.view(x.shape)
+    return _kept(x, needed, [dx, grads.dweight, grads.dbias])
+
+
+@_layer_norm_backward.register_fake
+def _(dy, x, weight, bias, mean, rstd, needed):
+    return _kept(x, needed, [None if t is None else t.new_empty(t.shape) for t in (x, weight, bias)])
+
+
+def _save(ctx, inputs, output):
+    x, weight, bias, _ = inputs
+    _, mean, rstd = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight, bias, mean, rstd)
+
+
+def _grad(ctx, dy, *_):
+    needed = list(ctx.needs_input_grad[:3])
+    if dy is None:
+        return None, None, None, None
+    grads = _layer_norm_backward(dy, *ctx.saved_tensors, needed)
+    return *(g if need else None for need, g in zip(needed, grads)), None
+
+
+_layer_norm.register_autograd(_grad, setup_context=_save)
+only_once(_layer_norm_backward, "layer_norm")
+
+
+@torch.library.custom_op("vitfast::add_layer_norm", mutates_args=())
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer_scale: Tensor | None, drop_path: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual (B, ..., D) -> y and z like x, mean and rstd (M,) in fp32."""
+    rows_per_sample = max(1, x[:1].numel() // x.shape[-1])
+    y, z, mean, rstd = kernels.add_layer_norm_fwd(_rows(x), _rows(residual), weight, bias, eps, layer_scale, drop_path, rows_per_sample)
+    return y.view(x.shape), z.view(x.shape), mean, rstd
+
+
+@_add_layer_norm.register_fake
+def _(x, residual, weight, bias, eps, layer_scale, drop_path):
+    return x.new_empty(x.shape), x.new_empty(x.shape), *_statistics(x)
+
+
+@torch.library.custom_op("vitfast::add_layer_norm_backward", mutates_args=())
+def _add_layer_norm_backward(
+    dy: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, dresidual, dweight, dbias, dlayer_scale; `needed` says which. Without factors dx is dresidual and not returned. x: for dlayer_scale."""
+    grads = kernels.layer_norm_bwd(
+        _rows(dy),
+        _rows(z),
+        weight,
+        bias if needed[3] else None,
+        mean,
+        rstd,
+        dz=_rows(dz),
+        branch=_rows(x),
+        layer_scale=layer_scale,
+        drop_path=drop_path,
+        rows_per_sample=max(1, z[:1].numel() // z.shape[-1]),
+        want_dx=needed[0] or needed[1],
+        want_dparams=needed[2] or needed[3],
+        want_layer_scale=needed[4],
+    )
+    dx, dres = (None if g is None else g.view(z.shape) for g in (grads.dx, grads.dres))
+    return _kept(z, needed, [dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale])
+
+
+@_add_layer_norm_backward.register_fake
+def _(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needed):
+    return _kept(z, needed, [None if t is None else t.new_empty(t.shape) for t in (z, z, weight, bias, layer_scale)])
+
+
+def _save_add(ctx, inputs, output):
+    x, _, weight, bias, _, layer_scale, drop_path = inputs
+    _, z, mean, rstd = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(mean, rstd)
+    branch = x if layer_scale is not None and layer_scale.requires_grad else None
+    ctx.save_for_backward(z, mean, rstd, branch, weight, bias, layer_scale, drop_path)
+
+
+def _grad_add(ctx, dy, dz, *_):
+    x, residual, weight, bias, _, layer_scale, _ = ctx.needs_input_grad
+    if dy is None and dz is None:
+        return (None,) * 7
+    saved = ctx.saved_tensors
+    scaled = any(t is not None for t in saved[-2:])
+    needed = [x and scaled, residual or (x and not scaled), weight, bias, layer_scale]
+    grads = _add_layer_norm_backward(torch.zeros_like(dz) if dy is None else dy, dz, *saved, needed)
+    dx, dres, dw, db, dls = (g if need else None for need, g in zip(needed, grads))
+    return dx if scaled else dres, dres if residual else None, dw, db, None, dls, None
+
+
+_add_layer_norm.register_autograd(_grad_add, setup_context=_save_add)
+only_once(_add_layer_norm_backward, "add_layer_norm")
+
+
+def _unsupported(width: int, drop_path: Tensor | None = None) -> str | None:
+    """What no kernel covers."""
+    if width > kernels.MAX_WIDTH:
+        return f"width above {kernels.MAX_WIDTH}"
+    if width == 0:
+        return "width 0"
+    return "drop_path needs a gradient" if drop_path is not None and drop_path.requires_grad else None
 
 
 @autocasts
@@ -16,7 +173,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     check_shape("layer_norm", "weight", weight, (width,))
     check_shape("layer_norm", "bias", bias, (width,))
     check_same("layer_norm", "x", x, weight=weight, bias=bias)
-    kernels_wanted("layer_norm", x)
+    if kernels_wanted("layer_norm", x, _unsupported(width)):
+        return _layer_norm(x, weight, bias, float(eps))[0]
     return ref.layer_norm(x, weight, bias, eps)
 
 
@@ -42,5 +200,6 @@ def add_layer_norm(
     check_shape("add_layer_norm", "bias", bias, (width,))
     check_same("add_layer_norm", "x", x, residual=residual, weight=weight, bias=bias)
     check_factors("add_layer_norm", x, layer_scale, drop_path, width)
-    kernels_wanted("add_layer_norm", x)
+    if kernels_wanted("add_layer_norm", x, _unsupported(width, drop_path)):
+        return _add_layer_norm(x, residual, weight, bias, float(eps), layer_scale, drop_path)[:2]
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)

@@ -6,10 +6,89 @@ import torch
 from torch import Tensor
 
 from .. import ref
-from ._dispatch import autocasts, check_shape, kernels_wanted
+from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
+from ._dispatch import KERNEL_DTYPES, autocasts, check_shape, kernels_wanted, only_once
+
+
+@torch.library.custom_op("vitfast::patch_embed", mutates_args=())
+def _forward(
+    images: Tensor, weight: Tensor, bias: Tensor | None, cls_token: Tensor | None, pos_embed: Tensor | None, mean: Sequence[float], std: Sequence[float]
+) -> Tensor:
+    return patch_embed_fwd(images, weight, bias, cls_token, pos_embed, mean, std)
+
+
+@_forward.register_fake
+def _(images, weight, bias, cls_token, pos_embed, mean, std):
+    width, _, p, q = weight.shape
+    prefix = 0 if cls_token is None else cls_token.shape[1]
+    tokens = prefix + (images.shape[2] // p) * (images.shape[3] // q)
+    return weight.new_empty(images.shape[0], tokens, width)
+
+
+@torch.library.custom_op("vitfast::patch_embed_bwd", mutates_args=())
+def _backward(
+    dy: Tensor,
+    images: Tensor | None,
+    weight: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    prefix: int,
+    pos_len: int,
+    bias_dtype: torch.dtype | None,
+    cls_dtype: torch.dtype | None,
+    pos_dtype: torch.dtype | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wanted = dict(zip(("want_images", "want_weight", "want_bias", "want_cls", "want_pos"), needed))
+    dtypes = (bias_dtype, cls_dtype, pos_dtype)
+    grads = patch_embed_bwd(dy, images, weight, mean, std, prefix=prefix, pos_len=pos_len, dtypes=dtypes, **wanted)
+    return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
+
+
+@_backward.register_fake
+def _(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needed):
+    width = weight.shape[0]
+    wanted = (
+        lambda: torch.empty(images.shape, dtype=images.dtype, device=dy.device),
+        lambda: torch.empty(weight.shape, dtype=weight.dtype, device=dy.device),
+        lambda: dy.new_empty(width, dtype=bias_dtype),
+        lambda: dy.new_empty(1, prefix, width, dtype=cls_dtype),
+        lambda: dy.new_empty(1, pos_len, width, dtype=pos_dtype),
+    )
+    return tuple(make() if need else dy.new_empty(0) for make, need in zip(wanted, needed))
+
+
+def _setup_context(ctx, inputs, output):
+    images, weight, bias, cls_token, pos_embed, ctx.mean, ctx.std = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(images if any(ctx.needs_input_grad[:2]) else None, weight)
+    ctx.prefix = 0 if cls_token is None else cls_token.shape[1]
+    ctx.pos_len = 0 if pos_embed is None else pos_embed.shape[1]
+    ctx.dtypes = [None if t is None else t.dtype for t in (bias, cls_token, pos_embed)]
+
+
+def _differentiate(ctx, dy):
+    needed = list(ctx.needs_input_grad[:5])
+    if dy is None or not any(needed):
+        return (None,) * 7
+    grads = _backward(dy, *ctx.saved_tensors, ctx.mean, ctx.std, ctx.prefix, ctx.pos_len, *ctx.dtypes, needed)
+    return (*(grad if need else None for grad, need in zip(grads, needed)), None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+only_once(_backward, "patch_embed")
 
 
 @autocasts
+def _in_compute_dtype(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _per_channel(value: float | Sequence[float] | None, default: float, chans: int) -> list[float]:
+    values = list(value) if isinstance(value, Sequence) else [default if value is None else value]
+    return [float(v) for v in (values * chans if len(values) == 1 else values)]
+
+
 def patch_embed(
     images: Tensor,
     weight: Tensor,
@@ -47,5 +126,12 @@ def patch_embed(
     for name, tensor in (("images", images), ("bias", bias), ("cls_token", cls_token), ("pos_embed", pos_embed)):
         if tensor is not None and tensor.device != weight.device:
             raise ValueError(f"patch_embed: {name} must be on {weight.device} like weight, got {tensor.device}")
-    kernels_wanted("patch_embed", images)
+    # Autocast concerns the weight alone, which says what is computed in: the images, the largest tensor, are converted as they are read.
+    weight = _in_compute_dtype(weight)
+    raw = images.dtype == torch.uint8
+    given = (t for t in (images, bias, cls_token, pos_embed) if t is not None and t.is_floating_point())
+    odd = next((f"no kernel reads {t.dtype}" for t in given if t.dtype not in KERNEL_DTYPES), None)
+    if kernels_wanted("patch_embed", weight, odd):
+        normalisation = (_per_channel(mean, 0.0, chans), _per_channel(std, 1.0, chans)) if raw else ([], [])
+        return _forward(images, weight, bias, cls_token, pos_embed, *normalisation)
     return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std)

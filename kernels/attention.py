@@ -1,0 +1,298 @@
+"""Softmax attention: o = softmax(scale q k^T) v and lse = log sum exp(scale q k^T), with its backward. q, k, v, o are (B, N, H, Dh).
+
+Flash style (Dao et al., 2022; the softmax in base 2 and the logits never in memory), made for vision sequences, short and odd (50, 197, 257, 577, 1370):
+- forward, whole rows: every key and value of a head in one program, in parts of falling powers of two (197 -> 128 + 64 + 16), one softmax without
+  rescaling, several query tiles one after the other; forward, tiled: online softmax over full key blocks and a short masked last one (577 -> 9 x 64 + 16);
+- backward, whole rows: one program per (batch, head) keeps keys, values, dK and dV and writes dQ of one query tile after the other, 5 matrix products;
+  backward, tiled: one kernel for dQ (which also leaves delta = rowsum(o do)), one for dK and dV. No atomics and no fp32 dQ.
+A head is one or two power-of-two parts (80 = 64 + 16), so that it is never padded to 128. Which path runs is data, in tiles.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .attention_parts import LN2, LOG2E, add_product, add_rows, head_of, load_rows, outer, row_dot, store_rows, store_sums, zero_rows
+from .attention_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_fwd_tiled_kernel
+from .launch import fp32_precision, launch
+
+HEAD_SIZES = tuple(range(16, 129, 8))
+# (batch, head) pairs from which one program takes every query of its head: about two programs for each of ~132 multiprocessors, twice.
+MANY_HEADS = 512
+
+
+@triton.jit
+def load_keys(
+    head_ptr,
+    stride_n,
+    N,
+    KEYS0: tl.constexpr,
+    KEYS1: tl.constexpr,
+    KEYS2: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Every row of a head in one to three blocks of rows; only the last reaches past N."""
+    first = load_rows(head_ptr, tl.arange(0, KEYS0), stride_n, N, KEYS1 == 0, HEAD_DIM, D0, D1, ALIGN)
+    if KEYS1 > 0:
+        second = load_rows(head_ptr, KEYS0 + tl.arange(0, KEYS1), stride_n, N, KEYS2 == 0, HEAD_DIM, D0, D1, ALIGN)
+        if KEYS2 > 0:
+            return (first, second, load_rows(head_ptr, KEYS0 + KEYS1 + tl.arange(0, KEYS2), stride_n, N, True, HEAD_DIM, D0, D1, ALIGN))
+        else:
+            return (first, second)
+    else:
+        return (first,)
+
+
+@triton.jit
+def _attention_fwd_rows_kernel(
+    q_ptr,  # (B, N, H, Dh)
+    k_ptr,  # (B, N, H, Dh)
+    v_ptr,  # (B, N, H, Dh)
+    o_ptr,  # (B, N, H, Dh)
+    lse_ptr,  # (B, H, N)
+    N,
+    H,
+    q_b,
+    q_n,
+    q_h,
+    k_b,
+    k_n,
+    k_h,
+    v_b,
+    v_n,
+    v_h,
+    o_b,
+    o_n,
+    o_h,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    KEYS0: tl.constexpr,
+    KEYS1: tl.constexpr,
+    KEYS2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+):
+    """QUERY_TILES x BLOCK_M queries of one head against all of its keys."""
+    groups = tl.cdiv(N, BLOCK_M * QUERY_TILES)
+    pid = tl.program_id(0)
+    bh = pid // groups
+    b, h = bh // H, bh % H
+    q_head, o_head = head_of(q_ptr, b, h, q_b, q_h, ALIGN), head_of(o_ptr, b, h, o_b, o_h, ALIGN)
+    k = load_keys(head_of(k_ptr, b, h, k_b, k_h, ALIGN), k_n, N, KEYS0, KEYS1, KEYS2, HEAD_DIM, D0, D1, ALIGN)
+    v = load_keys(head_of(v_ptr, b, h, v_b, v_h, ALIGN), v_n, N, KEYS0, KEYS1, KEYS2, HEAD_DIM, D0, D1, ALIGN)
+    for tile in range(QUERY_TILES):
+        rows = (pid % groups * QUERY_TILES + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = load_rows(q_head, rows, q_n, N, True, HEAD_DIM, D0, D1, ALIGN)
+        s = [outer(q, part, PRECISION) for part in k]
+        if KEYS2 > 0:
+            s = (s[0], s[1], tl.where((KEYS0 + KEYS1 + tl.arange(0, KEYS2) < N)[None, :], s[2], float("-inf")))
+            m = tl.maximum(tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1)), tl.max(s[2], 1))
+        elif KEYS1 > 0:
+            s = (s[0], tl.where((KEYS0 + tl.arange(0, KEYS1) < N)[None, :], s[1], float("-inf")))
+            m = tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1))
+        else:
+            s = (tl.where((tl.arange(0, KEYS0) < N)[None, :], s[0], float("-inf")),)
+            m = tl.max(s[0], 1)
+        m = m * (scale * LOG2E)
+        p = [tl.exp2(tl.fma(part, scale * LOG2E, -m[:, None])) for part in s]
+        l = tl.sum(p[0], 1)
+        acc = add_product(zero_rows(BLOCK_M, D0, D1), p[0], v[0], PRECISION)
+        if KEYS1 > 0:
+            l += tl.sum(p[1], 1)
+            acc = add_product(acc, p[1], v[1], PRECISION)
+        if KEYS2 > 0:
+            l += tl.sum(p[2], 1)
+            acc = add_product(acc, p[2], v[2], PRECISION)
+        store_rows(o_head, [part * (1 / l)[:, None] for part in acc], rows, o_n, N, HEAD_DIM, ALIGN)
+        tl.store(lse_ptr + bh.to(tl.int64) * N + rows, (m + tl.log2(l)) * LN2, mask=rows < N)
+
+
+@triton.jit
+def _attention_bwd_rows_kernel(
+    q_ptr,  # (B, N, H, Dh)
+    k_ptr,  # (B, N, H, Dh)
+    v_ptr,  # (B, N, H, Dh)
+    o_ptr,  # (B, N, H, Dh)
+    do_ptr,  # (B, N, H, Dh)
+    lse_ptr,  # (B, H, N)
+    dq_ptr,  # (B, N, H, Dh)
+    dk_ptr,  # (B, N, H, Dh)
+    dv_ptr,  # (B, N, H, Dh)
+    sums_ptr,  # (B, 3, H, Dh)
+    N,
+    H,
+    q_b,
+    q_n,
+    q_h,
+    k_b,
+    k_n,
+    k_h,
+    v_b,
+    v_n,
+    v_h,
+    o_b,
+    o_n,
+    o_h,
+    do_b,
+    do_n,
+    do_h,
+    dq_b,
+    dq_n,
+    dq_h,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One head, its N <= BLOCK_N keys all at once: dK and dV stay in registers, dQ of BLOCK_M queries is complete at once. dq, dk, dv share strides."""
+    bh = tl.program_id(0)
+    b, h = bh // H, bh % H
+    cols = tl.arange(0, BLOCK_N)
+    in_keys = cols < N
+    k = load_rows(head_of(k_ptr, b, h, k_b, k_h, ALIGN), cols, k_n, N, True, HEAD_DIM, D0, D1, ALIGN)
+    v = load_rows(head_of(v_ptr, b, h, v_b, v_h, ALIGN), cols, v_n, N, True, HEAD_DIM, D0, D1, ALIGN)
+    q_head, o_head = head_of(q_ptr, b, h, q_b, q_h, ALIGN), head_of(o_ptr, b, h, o_b, o_h, ALIGN)
+    do_head, dq_head = head_of(do_ptr, b, h, do_b, do_h, ALIGN), head_of(dq_ptr, b, h, dq_b, dq_h, ALIGN)
+    dk, dv = zero_rows(BLOCK_N, D0, D1), zero_rows(BLOCK_N, D0, D1)
+    dq_sums = zero_rows(BLOCK_M, D0, D1)
+    for start in range(0, N, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q = load_rows(q_head, rows, q_n, N, True, HEAD_DIM, D0, D1, ALIGN)
+        do = load_rows(do_head, rows, do_n, N, True, HEAD_DIM, D0, D1, ALIGN)
+        delta = row_dot(load_rows(o_head, rows, o_n, N, True, HEAD_DIM, D0, D1, ALIGN), do)
+        # +inf past N: those queries weigh nothing
+        lse = tl.load(lse_ptr + bh.to(tl.int64) * N + rows, mask=rows < N, other=float("inf")) * LOG2E
+        # keys x queries: P^T and dS^T are left operands of dV and dK as they come
+        p = tl.exp2(tl.fma(outer(k, q, PRECISION), scale * LOG2E, -lse[None, :]))
+        p = tl.where(in_keys[:, None], p, 0.0)
+        dv = add_product(dv, p, do, PRECISION)
+        ds = (p * (outer(v, do, PRECISION) - delta[None, :])).to(k[0].dtype)
+        dk = add_product(dk, ds, q, PRECISION)
+        dq = [part * scale for part in add_product(zero_rows(BLOCK_M, D0, D1), tl.trans(ds), k, PRECISION)]
+        store_rows(dq_head, dq, rows, dq_n, N, HEAD_DIM, ALIGN)
+        if SUMS:
+            dq_sums = add_rows(dq_sums, dq)
+    dk = [part * scale for part in dk]
+    store_rows(head_of(dk_ptr, b, h, dq_b, dq_h, ALIGN), dk, cols, dq_n, N, HEAD_DIM, ALIGN)
+    store_rows(head_of(dv_ptr, b, h, dq_b, dq_h, ALIGN), dv, cols, dq_n, N, HEAD_DIM, ALIGN)
+    if SUMS:
+        store_sums(sums_ptr, dq_sums, b * 3, h, H, HEAD_DIM)
+        store_sums(sums_ptr, dk, b * 3 + 1, h, H, HEAD_DIM)
+        store_sums(sums_ptr, dv, b * 3 + 2, h, H, HEAD_DIM)
+
+
+def head_parts(head_dim: int) -> tuple[int, int]:
+    """The power-of-two parts that hold a head: 64 -> (64, 0), 72 and 80 -> (64, 16), 88 and 96 -> (64, 32), 56 -> (64, 0) with 8 columns masked."""
+    size = triton.next_power_of_2(head_dim)
+    half, rest = size // 2, max(16, triton.next_power_of_2(head_dim - size // 2))
+    return (half, rest) if head_dim < size and half + rest < size else (size, 0)
+
+
+def key_parts(n: int) -> dict[str, int]:
+    """N <= 256 keys as one to three falling powers of two: 197 -> 128, 64, 16; 145 -> 128, 32, 0; 250 -> 256, 0, 0."""
+    parts, rest = [], n
+    while rest > 0:
+        size = max(16, triton.next_power_of_2(rest))
+        if size > 16 and size != rest and len(parts) < 2:
+            size //= 2
+        parts.append(size)
+        rest -= size
+    whole = max(16, triton.next_power_of_2(n))
+    parts = [whole] if sum(parts) >= whole else parts
+    return {f"KEYS{i}": parts[i] if i < len(parts) else 0 for i in range(3)}
+
+
+def last_block(n: int, block: int) -> int:
+    """Size of the masked block after the whole ones: 577 tokens in blocks of 64 -> 16."""
+    rest = n % block
+    return max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+def _common(scale: float, **tensors: Tensor) -> dict:
+    """What every kernel takes: the (B, N, H, Dh) tensors with their strides, sizes, scale, head parts. Heads that all start at multiples of 8 elements
+    are said to: Triton would see multiples of 16 only, and load heads of 72 or 88 one element at a time."""
+    q = tensors["q"]
+    strides = {f"{name}_{axis}": stride for name, x in tensors.items() for axis, stride in zip("bnh", x.stride())}
+    align = 8 if all(stride % 8 == 0 for stride in strides.values()) else 1
+    d0, d1 = head_parts(q.shape[-1])
+    pointers = {f"{name}_ptr": x for name, x in tensors.items()}
+    sizes = dict(N=q.shape[1], H=q.shape[2], scale=scale, HEAD_DIM=q.shape[-1], D0=d0, D1=d1, ALIGN=align, PRECISION=fp32_precision())
+    return pointers | strides | sizes
+
+
+def _shape_class(q: Tensor) -> str:
+    """ "d80n256": the padded head size and the sequence, up to 64, 128, 256, 320 or "long"."""
+    longest = next((n for n in (64, 128, 256, 320) if q.shape[1] <= n), "long")
+    return f"d{sum(head_parts(q.shape[-1]))}n{longest}"
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q, k, v (B, N, H, Dh), unit last stride; scale > 0 -> o (B, N, H, Dh), lse (B, H, N) fp32, natural logarithm."""
+    B, N, H, _ = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, N), dtype=torch.float32, device=q.device)
+    common = _common(scale, q=q, k=k, v=v, o=o) | dict(lse_ptr=lse)
+    tile = tiles.lookup("attention_fwd", q, _shape_class(q))
+    tiles_m = triton.cdiv(N, tile["BLOCK_M"])
+    if tile.provider == "rows":
+        per_program = tiles_m if B * H >= MANY_HEADS else 1
+        groups = triton.cdiv(tiles_m, max(1, per_program))
+        launch(_attention_fwd_rows_kernel, (B * H * groups,), **common, **key_parts(N), QUERY_TILES=per_program, **tile.meta)
+    else:
+        launch(_attention_fwd_tiled_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile["BLOCK_N"]), **tile.meta)
+    return o, lse
+
+
+def attention_bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, want_bias_grad: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """-> packed dqkv (B, N, 3, H, Dh) and, where wanted, its sums over B and N in fp32, (3 H Dh,): the gradient of the QKV bias. Unit last strides."""
+    B, N, H, D = q.shape
+    dqkv = torch.empty((B, N, 3, H, D), dtype=q.dtype, device=q.device)
+    return dqkv, _backward(q, k, v, o, lse, do, scale, *dqkv.unbind(2), want_bias_grad)
+
+
+def attention_bwd_separate(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv, each (B, N, H, Dh) and contiguous."""
+    grads = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    _backward(q, k, v, o, lse, do, scale, *grads, False)
+    return grads
+
+
+def _backward(q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor | None:
+    """Fills dq, dk, dv (equal strides); returns their sums over B and N, (3 H Dh,) fp32, where wanted."""
+    B, N, H, D = q.shape
+
+    def sums(*slots: int) -> Tensor:
+        return torch.empty((*slots, H, D) if want_sums else (0,), dtype=torch.float32, device=q.device)
+
+    tile = tiles.lookup("attention_bwd", q, _shape_class(q))
+    if tile.provider == "rows":
+        partial = sums(B, 3)
+        common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq) | dict(dk_ptr=dk, dv_ptr=dv, lse_ptr=lse, sums_ptr=partial, SUMS=want_sums)
+        launch(_attention_bwd_rows_kernel, (B * H,), **common, BLOCK_N=max(16, triton.next_power_of_2(N)), **tile.meta)
+        return partial.sum(0).flatten() if want_sums else None
+
+    tile_q, tile_kv = (tiles.lookup(f"attention_bwd_{part}", q, _shape_class(q)) for part in ("dq", "dkdv"))
+    tiles_m, tiles_n = triton.cdiv(N, tile_q["BLOCK_M"]), triton.cdiv(N, tile_kv["BLOCK_N"])
+    delta = torch.empty_like(lse)
+    q_sums, kv_sums = sums(B * tiles_m), sums(B * tiles_n, 2)
+    common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq) | dict(lse_ptr=lse, delta_ptr=delta, sums_ptr=q_sums, SUMS=want_sums)
+    launch(_attention_bwd_dq_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile_q["BLOCK_N"]), **tile_q.meta)
+    common = _common(scale, q=q, k=k, v=v, do=do, dk=dk) | dict(dv_ptr=dv, lse_ptr=lse, delta_ptr=delta, sums_ptr=kv_sums, SUMS=want_sums)
+    launch(_attention_bwd_dkdv_kernel, (B * H * tiles_n,), **common, LAST_M=last_block(N, tile_kv["BLOCK_M"]), **tile_kv.meta)
+    return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None

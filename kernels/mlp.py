@@ -1,0 +1,267 @@
+"""The two layers of a ViT's MLP around their GELU, which acts in the epilogue of a product, forward and backward.
+
+    linear_gelu    pre = x W^T + b, act = gelu(pre)                         x (M, K), W (N, K), b (N,); pre is kept for backward only
+    dgelu_matmul   dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre)           g (M, D), W2 (D, F), pre (M, F)
+    gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)              element-wise
+
+gelu(p) = p * gate(p): gate is the normal distribution function ("none"), or the logistic function of 2 sqrt(2/pi) (p + 0.044715 p^3)
+("tanh"; Hendrycks & Gimpel, 2016). GELU acts on `pre` as it is rounded for storing, so that training, evaluation and backward agree.
+dgelu_matmul rewrites the activation that the second layer's weight gradient needs, so that forward need not keep it. Bias gradients are
+column sums that every row tile writes to an fp32 workspace, added up in a fixed order by a second, small kernel. No atomics.
+
+The shape class of a product is "KxN", as in linear.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import tiles
+from .launch import launch
+from .linear import column_parts, input_grad, linear, linear_residual, load_columns, product, product_flags, product_grid, shape_class, tile_offsets
+from .rows import column_sums, vector
+
+__all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
+
+
+@triton.jit
+def gelu_gate(p, TANH: tl.constexpr):
+    # gelu(p) = p * gelu_gate(p)
+    if TANH:
+        # 1 / (1 + exp(-2 u)), u = sqrt(2/pi) (p + 0.044715 p^3); 2 sqrt(2/pi) log2(e) = 2.3022082
+        return 1.0 / (1.0 + tl.exp2(-2.302208198 * p * (1.0 + 0.044715 * p * p)))
+    else:
+        return 0.5 + 0.5 * tl.erf(p * 0.7071067811865476)
+
+
+@triton.jit
+def gelu_slope(p, gate, TANH: tl.constexpr):
+    # d gelu / dp, given the gate
+    if TANH:
+        # gate' = gate (1 - gate) 2 u', 2 u' = 2 sqrt(2/pi) (1 + 3 * 0.044715 p^2)
+        return gate + p * gate * (1.0 - gate) * 1.5957691216 * (1.0 + 0.134145 * p * p)
+    else:
+        # gate' = exp(-p^2 / 2) / sqrt(2 pi); log2(e) / 2 = 0.7213475
+        return gate + p * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * p * p)
+
+
+@triton.jit
+def linear_gelu_kernel(
+    x_ptr,  # (M, K)
+    w_ptr,  # (N, K)
+    bias_ptr,  # (N,) or None
+    pre_ptr,  # (M, N) or None
+    act_ptr,  # (M, N)
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    stride_om,
+    TANH: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    _, offs_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
+    acc = product(x_ptr, w_ptr, offs_m, offs_n, M, N, K, stride_xm, 1, 1, stride_wn, EVEN_K, PRECISION, BLOCK_K)
+    parts = column_parts(acc, SUBTILES)
+    for i in tl.static_range(SUBTILES):
+        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+        at = offs_m[:, None] * stride_om + cols[None, :]
+        pre = parts[i]
+        if bias_ptr is not None:
+            pre += load_columns(bias_ptr, cols, N)
+        pre = pre.to(act_ptr.dtype.element_ty)
+        if pre_ptr is not None:
+            tl.store(pre_ptr + at, pre, mask=mask)
+        p = pre.to(tl.float32)
+        tl.store(act_ptr + at, (p * gelu_gate(p, TANH)).to(act_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_dgelu(dact, pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH: tl.constexpr):
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    at = offs_m[:, None] * stride_om + cols[None, :]
+    p = tl.load(pre_ptr + (offs_m[:, None] * stride_pm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+    gate = gelu_gate(p, TANH)
+    if act_ptr is not None:
+        tl.store(act_ptr + at, (p * gate).to(act_ptr.dtype.element_ty), mask=mask)
+    dpre = dact * gelu_slope(p, gate, TANH)
+    tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
+    if part_ptr is not None:
+        tl.store(part_ptr + pid_m * N + cols, tl.sum(dpre, 0), mask=cols < N)
+
+
+@triton.jit
+def dgelu_matmul_kernel(
+    g_ptr,  # (M, K)
+    w_ptr,  # (K, N)
+    pre_ptr,  # (M, N)
+    dpre_ptr,  # (M, N)
+    act_ptr,  # (M, N) or None
+    part_ptr,  # (row tiles, N) or None
+    M,
+    N,
+    K,
+    stride_gm,
+    stride_wk,
+    stride_pm,
+    stride_om,
+    TANH: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    pid_m, offs_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
+    acc = product(g_ptr, w_ptr, offs_m, offs_n, M, N, K, stride_gm, 1, stride_wk, 1, EVEN_K, PRECISION, BLOCK_K)
+    parts = column_parts(acc, SUBTILES)
+    for i in tl.static_range(SUBTILES):
+        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+        store_dgelu(parts[i], pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
+
+
+@triton.jit
+def gelu_bwd_kernel(
+    dy_ptr,  # (M, N)
+    pre_ptr,  # (M, N)
+    dpre_ptr,  # (M, N)
+    act_ptr,  # (M, N) or None
+    part_ptr,  # (row tiles, N) or None
+    M,
+    N,
+    stride_ym,
+    stride_pm,
+    stride_om,
+    TANH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    pid_m = tl.program_id(0).to(tl.int64)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    dy = tl.load(dy_ptr + (offs_m[:, None] * stride_ym + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+    store_dgelu(dy, pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, Tensor]:
+    """(gelu(pre), pre) with pre = x W^T + b: x (M, K), weight (N, K) -> (M, N) each in x's dtype; pre is an empty (0,) unless `save`."""
+    (m, k), n = x.shape, weight.shape[0]
+    tile = tiles.lookup("linear_gelu_fwd", x, shape_class(k, n))
+    if tile.provider == "cublas":
+        pre = F.linear(x, weight, bias)
+        return F.gelu(pre, approximate=approximate), pre if save else x.new_empty(0)
+    act = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    pre = torch.empty_like(act) if save else None
+    launch(
+        linear_gelu_kernel,
+        product_grid(m, n, tile),
+        x_ptr=x,
+        w_ptr=weight,
+        bias_ptr=vector(bias),
+        pre_ptr=pre,
+        act_ptr=act,
+        M=m,
+        N=n,
+        K=k,
+        stride_xm=x.stride(0),
+        stride_wn=weight.stride(0),
+        stride_om=n,
+        TANH=approximate == "tanh",
+        **product_flags(k, tile),
+    )
+    return act, pre if save else x.new_empty(0)
+
+
+def _sum(part: Tensor | None) -> Tensor | None:
+    """(row tiles, N) -> (N,): column sums in a fixed order."""
+    if part is None:
+        return None
+    total = torch.empty(part.shape[1], dtype=torch.float32, device=part.device)
+    column_sums([(part, total)], *part.shape, part)
+    return total
+
+
+def _dgelu_outputs(pre: Tensor, tile: tiles.Tile, want_act: bool, want_bias_grad: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dpre, act, partial column sums), uninitialised; None for what is not wanted."""
+    m, n = pre.shape
+    dpre = torch.empty((m, n), dtype=pre.dtype, device=pre.device)
+    part = torch.empty((triton.cdiv(m, tile["BLOCK_M"]), n), dtype=torch.float32, device=pre.device) if want_bias_grad else None
+    return dpre, torch.empty_like(dpre) if want_act else None, part
+
+
+def dgelu_matmul(
+    g: Tensor, weight2: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dpre, act, dbias): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias (F,) fp32, the column sum of dpre; None for what is not wanted.
+
+    g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype.
+    """
+    (m, k), n = g.shape, weight2.shape[1]
+    tile = tiles.lookup("dgelu_matmul", g, shape_class(k, n))
+    if tile.provider == "cublas":
+        return _gelu_bwd(torch.mm(g, weight2), pre, approximate, want_bias_grad, want_act)
+    dpre, act, part = _dgelu_outputs(pre, tile, want_act, want_bias_grad)
+    launch(
+        dgelu_matmul_kernel,
+        product_grid(m, n, tile),
+        g_ptr=g,
+        w_ptr=weight2,
+        pre_ptr=pre,
+        dpre_ptr=dpre,
+        act_ptr=act,
+        part_ptr=part,
+        M=m,
+        N=n,
+        K=k,
+        stride_gm=g.stride(0),
+        stride_wk=weight2.stride(0),
+        stride_pm=pre.stride(0),
+        stride_om=n,
+        TANH=approximate == "tanh",
+        **product_flags(k, tile),
+    )
+    return dpre, act, _sum(part)
+
+
+def _gelu_bwd(dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    m, n = pre.shape
+    tile = tiles.lookup("gelu_bwd", pre, f"d{n}")
+    dpre, act, part = _dgelu_outputs(pre, tile, want_act, want_bias_grad)
+    launch(
+        gelu_bwd_kernel,
+        (triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"])),
+        dy_ptr=dy,
+        pre_ptr=pre,
+        dpre_ptr=dpre,
+        act_ptr=act,
+        part_ptr=part,
+        M=m,
+        N=n,
+        stride_ym=dy.stride(0),
+        stride_pm=pre.stride(0),
+        stride_om=n,
+        TANH=approximate == "tanh",
+        **tile.meta,
+    )
+    return dpre, act, _sum(part)
+
+
+def gelu_bwd(dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """(dpre, dbias): dpre = dy * gelu'(pre) (M, N) in pre's dtype; dbias (N,) fp32, its column sum, or None where not wanted."""
+    dpre, _, dbias = _gelu_bwd(dy, pre, approximate, want_bias_grad, want_act=False)
+    return dpre, dbias

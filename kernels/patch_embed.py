@@ -1,0 +1,196 @@
+"""Patch embedding: prefix tokens, then patch W^T + bias, all plus positions, in one implicit GEMM straight from the image.
+
+Images (B, C, Hi, Wi) become (B, T+N, D) tokens. A row of the GEMM is a patch; its K = C*P*Q numbers are gathered from the image as it lies in
+memory, and no patch matrix is ever written (the implicit GEMM of cuDNN, Chetlur et al. 2014). How patches are found, and what is folded of the
+normalisation of raw images: patches.py. Backward: patch_embed_bwd.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .launch import launch
+from .patch_embed_bwd import Gradients, patch_embed_bwd
+from .patches import channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, shape_class
+
+__all__ = ["Gradients", "patch_embed_bwd", "patch_embed_fwd"]
+
+
+@triton.jit
+def patch_embed_fold_kernel(
+    weight_ptr,  # (D, C, P, Q)
+    bias_ptr,  # (D,) or None
+    folded_ptr,  # (D, K)
+    folded_bias_ptr,  # (D,) fp32
+    stride_d,
+    stride_0,
+    stride_1,
+    stride_2,
+    SCALES: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    C_INNER: tl.constexpr,
+    K: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """W a and bias + sum_k W c for the channels' a (SCALES) and c (SHIFTS); the K axis in the image's order."""
+    d = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = tl.load(weight_ptr + d * stride_d + k_offsets(k, stride_0, stride_1, stride_2, K1, K2), mask=k < K, other=0.0).to(tl.float32)
+        channel = k // C_INNER % len(SCALES)
+        tl.store(folded_ptr + d * K + k, (w * channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K)
+        total += w * channel_values(channel, SHIFTS)
+    bias = tl.sum(total, 0)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + d).to(tl.float32)
+    tl.store(folded_bias_ptr + d, bias)
+
+
+@triton.jit
+def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_d, mask_m, D: tl.constexpr):
+    """Patch rows with their bias and positions."""
+    mask = mask_m[:, None] & (offs_d < D)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
+    if pos_ptr is not None:
+        acc += tl.load(pos_ptr + pos_row[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_row[:, None] * D + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def patch_embed_fwd_kernel(
+    image_ptr,  # (B, C, Hi, Wi)
+    weight_ptr,  # (D, K)
+    bias_ptr,  # (D,) or None
+    prefix_ptr,  # (T, D) or None
+    pos_ptr,  # (T+N, D) or (N, D) or None
+    out_ptr,  # (B, T+N, D)
+    batch,
+    rows,
+    prefix,
+    pos_start,
+    grid_w,
+    patches,
+    patches_magic,
+    patches_shift,
+    grid_magic,
+    grid_shift,
+    stride_b,
+    stride_0,
+    stride_1,
+    stride_2,
+    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_M patches x BLOCK_D columns. Programs side by side share their patches in L2; the last ones write the prefix tokens."""
+    blocks_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    block = tl.program_id(0) // blocks_d
+    blocks = (rows + BLOCK_M - 1) // BLOCK_M
+    start_d = tl.program_id(0) % blocks_d * BLOCK_D
+    offs_d = start_d + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    if block < blocks:
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = row < rows
+        image, patch, corner = locate(row, grid_w, patches, patches_magic, patches_shift, grid_magic, grid_shift, stride_b, stride_1, stride_2, K1, K2, UNIT)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x_ptrs = image_ptr + corner[:, None] + k_offsets(k, stride_0, stride_1, stride_2, K1, K2, UNIT)[None, :]
+            w_ptrs = weight_ptr + offs_d[None, :] * K + k[:, None]
+            if K % BLOCK_K == 0:
+                x = load_patches(x_ptrs, mask_m[:, None], weight_ptr.dtype.element_ty)
+                w = tl.load(w_ptrs, mask=mask_d[None, :], other=0.0)
+            else:
+                x = load_patches(x_ptrs, mask_m[:, None] & (k < K)[None, :], weight_ptr.dtype.element_ty)
+                w = tl.load(w_ptrs, mask=(k < K)[:, None] & mask_d[None, :], other=0.0)
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        # In two halves: positions and accumulator together are more than the registers hold.
+        half: tl.constexpr = BLOCK_D // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))
+        out_row, pos_row = (row + (image + 1) * prefix).to(tl.int64), patch + prefix - pos_start
+        offs_half = start_d + tl.arange(0, half)
+        _store_tokens(left, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half, mask_m, D)
+        _store_tokens(right, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half + half, mask_m, D)
+    elif prefix_ptr is not None:
+        token = (block - blocks) % prefix
+        image = (block - blocks) // prefix * BLOCK_M + tl.arange(0, BLOCK_M)
+        value = tl.load(prefix_ptr + token * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        if pos_ptr is not None:
+            if token >= pos_start:
+                value += tl.load(pos_ptr + (token - pos_start) * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        out_ptrs = out_ptr + (image.to(tl.int64) * (prefix + patches) + token)[:, None] * D + offs_d[None, :]
+        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty)[None, :], mask=(image < batch)[:, None] & mask_d[None, :])
+
+
+def patch_embed_fwd(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cls_token: Tensor | None,
+    pos_embed: Tensor | None,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+) -> Tensor:
+    """(B, T+N, D) in weight's dtype. mean and std, one number per channel, are read for uint8 images only."""
+    batch, (width, _, p, q) = images.shape[0], weight.shape
+    prefix = 0 if cls_token is None else cls_token.shape[1]
+    geometry = geometry_of(images, (p, q), prefix)
+    ordered, c_inner = in_image_order(weight, images)
+    if images.dtype == torch.uint8:
+        weight, unfolded = weight.new_empty(width, geometry["K"]), bias
+        bias = torch.empty(width, device=weight.device, dtype=torch.float32)
+        scales, shifts = folding(mean, std)
+        launch(
+            patch_embed_fold_kernel,
+            (width,),
+            weight_ptr=ordered,
+            bias_ptr=unfolded,
+            folded_ptr=weight,
+            folded_bias_ptr=bias,
+            stride_d=ordered.stride(0),
+            stride_0=ordered.stride(1),
+            stride_1=ordered.stride(2),
+            stride_2=ordered.stride(3),
+            SCALES=scales,
+            SHIFTS=shifts,
+            C_INNER=c_inner,
+            K=geometry["K"],
+            K1=ordered.shape[2],
+            K2=ordered.shape[3],
+            BLOCK_K=512,
+            num_warps=4,
+        )
+    out = torch.empty(batch, prefix + geometry["patches"], width, device=weight.device, dtype=weight.dtype)
+    tile = tiles.lookup("patch_embed_fwd", weight, shape_class(images, geometry, width))
+    blocks = triton.cdiv(geometry["rows"], tile["BLOCK_M"]) + prefix * triton.cdiv(batch, tile["BLOCK_M"])
+    launch(
+        patch_embed_fwd_kernel,
+        (blocks * triton.cdiv(width, tile["BLOCK_D"]),),
+        image_ptr=images,
+        weight_ptr=weight if images.dtype == torch.uint8 else ordered.contiguous(),
+        bias_ptr=None if bias is None else bias.contiguous(),
+        prefix_ptr=cls_token.contiguous() if prefix else None,
+        pos_ptr=None if pos_embed is None else pos_embed.contiguous(),
+        out_ptr=out,
+        pos_start=0 if pos_embed is None else prefix + geometry["patches"] - pos_embed.shape[1],
+        batch=batch,
+        D=width,
+        **geometry,
+        **tile.meta,
+    )
+    return out

@@ -1,0 +1,307 @@
+"""Backward of the patch embedding: dW gathers the patches from the image once more; no atomics, so the same bits every time.
+
+dW = dy^T patches, split over the rows: each split writes its fp32 partial, a second kernel adds them in order. The batch sum of dy, one pass, is the
+gradient of positions and prefix tokens, and its column sum that of the bias. dimages = dy W, scattered back: every pixel belongs to one patch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .launch import launch
+from .patches import channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, shape_class
+
+
+@triton.jit
+def patch_embed_batch_sum_kernel(
+    dy_ptr,  # (B, T+N, D)
+    sum_ptr,  # (N, D) fp32 or None: the patches' rows, for the bias
+    dprefix_ptr,  # (T, D) or None
+    dpos_ptr,  # (T+N, D) or (N, D) or None
+    batch,
+    tokens,
+    prefix,
+    pos_start,
+    D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One token, BLOCK_D columns: the sum of dy over the batch, to each gradient that wants it."""
+    token = tl.program_id(0)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    acc = tl.zeros((BLOCK_B, BLOCK_D), tl.float32)
+    for start in range(0, batch, BLOCK_B):
+        image = start + tl.arange(0, BLOCK_B)
+        row = image.to(tl.int64) * tokens + token
+        acc += tl.load(dy_ptr + row[:, None] * D + offs_d[None, :], mask=(image < batch)[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+    total = tl.sum(acc, 0)
+    if sum_ptr is not None:
+        if token >= prefix:
+            tl.store(sum_ptr + (token - prefix) * D + offs_d, total, mask=mask_d)
+    if dprefix_ptr is not None:
+        if token < prefix:
+            tl.store(dprefix_ptr + token * D + offs_d, total.to(dprefix_ptr.dtype.element_ty), mask=mask_d)
+    if dpos_ptr is not None:
+        if token >= pos_start:
+            tl.store(dpos_ptr + (token - pos_start) * D + offs_d, total.to(dpos_ptr.dtype.element_ty), mask=mask_d)
+
+
+@triton.jit
+def patch_embed_dweight_kernel(
+    dy_ptr,  # (B, T+N, D)
+    image_ptr,  # (B, C, Hi, Wi)
+    partial_ptr,  # (splits, D, K) fp32
+    rows,
+    rows_per_split,
+    prefix,
+    grid_w,
+    patches,
+    patches_magic,
+    patches_shift,
+    grid_magic,
+    grid_shift,
+    stride_b,
+    stride_0,
+    stride_1,
+    stride_2,
+    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_D x BLOCK_K of sum_rows dy^T patches over one split of the rows, the patches gathered again."""
+    blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    split = tl.program_id(1)
+    offs_d = tl.program_id(0) // blocks_k * BLOCK_D + tl.arange(0, BLOCK_D)
+    k = tl.program_id(0) % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_d, mask_k = offs_d < D, k < K
+    pixels = k_offsets(k, stride_0, stride_1, stride_2, K1, K2, UNIT)
+    acc = tl.zeros((BLOCK_D, BLOCK_K), tl.float32)
+    first = split * rows_per_split
+    for start in range(first, tl.minimum(first + rows_per_split, rows), BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        mask_m = row < rows
+        image, patch, corner = locate(row, grid_w, patches, patches_magic, patches_shift, grid_magic, grid_shift, stride_b, stride_1, stride_2, K1, K2, UNIT)
+        dy_row = (row + (image + 1) * prefix).to(tl.int64)
+        dy = tl.load(dy_ptr + dy_row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
+        x = load_patches(image_ptr + corner[:, None] + pixels[None, :], mask_m[:, None] & mask_k[None, :], dy_ptr.dtype.element_ty)
+        acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
+    partial_ptrs = partial_ptr + (split.to(tl.int64) * D + offs_d[:, None]) * K + k[None, :]
+    tl.store(partial_ptrs, acc, mask=mask_d[:, None] & mask_k[None, :])
+
+
+@triton.jit
+def patch_embed_dweight_sum_kernel(
+    partial_ptr,  # (splits, D, K) fp32
+    dbias_ptr,  # (D,) fp32 or None
+    dweight_ptr,  # (D, C, P, Q)
+    splits,
+    stride_0,
+    stride_1,
+    stride_2,
+    SCALES: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    C_INNER: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Sums the splits in their order; of raw images, a times the sum plus c times the bias's gradient."""
+    d = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_K,), tl.float32)
+    partial_ptrs = partial_ptr + d * K + k
+    for _ in range(splits):
+        total += tl.load(partial_ptrs, mask=k < K, other=0.0)
+        partial_ptrs += D * K
+    if dbias_ptr is not None:
+        channel = k // C_INNER % len(SCALES)
+        total = total * channel_values(channel, SCALES) + tl.load(dbias_ptr + d) * channel_values(channel, SHIFTS)
+    offsets = d * K + k_offsets(k, stride_0, stride_1, stride_2, K1, K2)
+    tl.store(dweight_ptr + offsets, total.to(dweight_ptr.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def patch_embed_dimages_kernel(
+    dy_ptr,  # (B, T+N, D)
+    weight_ptr,  # (D, K)
+    dimage_ptr,  # (B, C, Hi, Wi)
+    rows,
+    prefix,
+    grid_w,
+    patches,
+    patches_magic,
+    patches_shift,
+    grid_magic,
+    grid_shift,
+    stride_b,
+    stride_0,
+    stride_1,
+    stride_2,
+    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_M tokens x BLOCK_K pixels of dy W; every pixel belongs to one patch, so plain stores."""
+    blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    row = tl.program_id(0) // blocks_k * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.program_id(0) % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = k < K
+    mask_m = row < rows
+    image, patch, corner = locate(row, grid_w, patches, patches_magic, patches_shift, grid_magic, grid_shift, stride_b, stride_1, stride_2, K1, K2, UNIT)
+    dy_row = (row + (image + 1) * prefix).to(tl.int64)
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        mask_d = offs_d < D
+        dy = tl.load(dy_ptr + dy_row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
+        w = tl.load(weight_ptr + offs_d[:, None] * K + k[None, :], mask=mask_d[:, None] & mask_k[None, :], other=0.0)
+        acc = tl.dot(dy, w, acc, input_precision=PRECISION)
+    pixels = corner[:, None] + k_offsets(k, stride_0, stride_1, stride_2, K1, K2, UNIT)[None, :]
+    tl.store(dimage_ptr + pixels, acc.to(dimage_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_k[None, :])
+
+
+class Gradients(NamedTuple):
+    """None where a gradient was not wanted."""
+
+    dimages: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    dcls: Tensor | None
+    dpos: Tensor | None
+
+
+def _dweight(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, dbias: Tensor | None, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(D, C, P, Q); dbias is given for raw images and None for floats."""
+    geometry = geometry_of(images, weight.shape[2:], prefix)
+    width, k, rows = weight.shape[0], geometry["K"], geometry["rows"]
+    tile = tiles.lookup("patch_embed_dweight", dy, shape_class(images, geometry, width)).meta
+    blocks = triton.cdiv(width, tile["BLOCK_D"]) * triton.cdiv(k, tile["BLOCK_K"])
+    steps = triton.cdiv(rows, tile["BLOCK_M"])
+    splits = max(1, min(tile.pop("PROGRAMS") // blocks, steps // 4))
+    partial = torch.empty(splits, width, k, device=dy.device, dtype=torch.float32)
+    launch(
+        patch_embed_dweight_kernel,
+        (blocks, splits),
+        dy_ptr=dy,
+        image_ptr=images,
+        partial_ptr=partial,
+        rows_per_split=triton.cdiv(steps, splits) * tile["BLOCK_M"],
+        D=width,
+        **geometry,
+        **tile,
+    )
+    dweight = torch.empty(weight.shape, device=dy.device, dtype=weight.dtype)
+    ordered, c_inner = in_image_order(dweight, images)
+    scales, shifts = folding(mean, std) if dbias is not None else ((), ())
+    launch(
+        patch_embed_dweight_sum_kernel,
+        (width, triton.cdiv(k, 512)),
+        partial_ptr=partial,
+        dbias_ptr=dbias,
+        dweight_ptr=dweight,
+        splits=splits,
+        stride_0=ordered.stride(1),
+        stride_1=ordered.stride(2),
+        stride_2=ordered.stride(3),
+        SCALES=scales,
+        SHIFTS=shifts,
+        C_INNER=c_inner,
+        D=width,
+        K=k,
+        K1=ordered.shape[2],
+        K2=ordered.shape[3],
+        BLOCK_K=512,
+        num_warps=4,
+    )
+    return dweight
+
+
+def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int) -> Tensor:
+    """(B, C, Hi, Wi), contiguous whatever the layout of the images."""
+    dimages = torch.empty(images.shape, device=dy.device, dtype=images.dtype)
+    geometry = geometry_of(dimages, weight.shape[2:], prefix)
+    tile = tiles.lookup("patch_embed_dimages", dy, shape_class(images, geometry, weight.shape[0]))
+    launch(
+        patch_embed_dimages_kernel,
+        (triton.cdiv(geometry["rows"], tile["BLOCK_M"]) * triton.cdiv(geometry["K"], tile["BLOCK_K"]),),
+        dy_ptr=dy,
+        weight_ptr=weight.contiguous(),
+        dimage_ptr=dimages,
+        D=weight.shape[0],
+        **geometry,
+        **tile.meta,
+    )
+    return dimages
+
+
+def patch_embed_bwd(
+    dy: Tensor,
+    images: Tensor | None,
+    weight: Tensor,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    *,
+    prefix: int,
+    pos_len: int,
+    want_images: bool,
+    want_weight: bool,
+    want_bias: bool,
+    want_cls: bool,
+    want_pos: bool,
+    dtypes: Sequence[torch.dtype | None] = (None, None, None),
+) -> Gradients:
+    """Gradients of `patch_embed_fwd` for dy (B, T+N, D), contiguous; those of bias, cls_token and pos_embed in `dtypes` (weight's unless given).
+
+    `images` may be None where neither `want_images` nor `want_weight` is set; mean and std are read for uint8 images only.
+    """
+    dy = dy.contiguous()
+    batch, tokens, width = dy.shape
+    bias_dtype, cls_dtype, pos_dtype = (dtype or weight.dtype for dtype in dtypes)
+    raw = want_weight and images.dtype == torch.uint8
+
+    def gradient(wanted: bool, count: int, dtype: torch.dtype) -> Tensor | None:
+        return torch.empty(1, count, width, device=dy.device, dtype=dtype) if wanted else None
+
+    dcls, dpos = gradient(want_cls, prefix, cls_dtype), gradient(want_pos, pos_len, pos_dtype)
+    patch_sums = gradient(want_bias or raw, tokens - prefix, torch.float32)
+    if want_cls or want_pos or patch_sums is not None:
+        launch(
+            patch_embed_batch_sum_kernel,
+            (tokens, triton.cdiv(width, 256)),
+            dy_ptr=dy,
+            sum_ptr=patch_sums,
+            dprefix_ptr=dcls,
+            dpos_ptr=dpos,
+            batch=batch,
+            tokens=tokens,
+            prefix=prefix,
+            pos_start=tokens - pos_len,
+            D=width,
+            BLOCK_B=32,
+            BLOCK_D=256,
+            num_warps=4,
+        )
+    dbias = None if patch_sums is None else patch_sums.sum((0, 1))
+    dweight = _dweight(dy, images, weight, prefix, dbias if raw else None, mean, std) if want_weight else None
+    dimages = _dimages(dy, images, weight, prefix) if want_images else None
+    return Gradients(dimages, dweight, dbias.to(bias_dtype) if want_bias else None, dcls, dpos)

@@ -1,0 +1,138 @@
+"""Patches of images where they lie in memory: what the patch embedding's kernels share.
+
+K = C*P*Q is walked in the image's own order: (c, p, q) in general, (p, q, c) where the channels of a pixel lie together, so that a run of Q or Q*C
+numbers is contiguous. Images may have any strides.
+
+Raw uint8 images u: (u / 255 - mean) / std = x a + c with x = u / 128 - 1, exact in every dtype, a = 128 / (255 std), c = (128 / 255 - mean) / std.
+a is folded into W and c into the bias; the weight's gradient takes a back, and c times the bias's gradient.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import fp32_precision
+
+
+@triton.jit
+def divide(x, magic, shift):
+    """x // d for 0 <= x < 2^31 with the numbers of `_magic(d)`: a hardware division in the inner loop costs as much as its matrix product."""
+    return ((x.to(tl.int64) * magic) >> shift).to(tl.int32)
+
+
+@triton.jit
+def k_offsets(k, stride_0, stride_1, stride_2, K1: tl.constexpr, K2: tl.constexpr, UNIT: tl.constexpr = 1):
+    """Offsets of the K axis, which is three nested axes (K / (K1*K2), K1, K2); the first two strides are given in UNITs."""
+    outer = (k // (K1 * K2)).to(tl.int64) * stride_0 * UNIT
+    middle = (k // K2 % K1).to(tl.int64) * stride_1 * UNIT
+    return outer + middle + (k % K2).to(tl.int64) * stride_2
+
+
+@triton.jit
+def locate(
+    row,
+    grid_w,
+    patches,
+    patches_magic,
+    patches_shift,
+    grid_magic,
+    grid_shift,
+    stride_b,
+    stride_1,
+    stride_2,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """For each row, one patch of the batch: its image, its place among the image's patches and the offset of its first pixel."""
+    image = divide(row, patches_magic, patches_shift)
+    patch = row - image * patches
+    y = divide(patch, grid_magic, grid_shift)
+    x = patch - y * grid_w
+    corner = image.to(tl.int64) * stride_b * UNIT + (y * K1).to(tl.int64) * stride_1 * UNIT + (x * K2).to(tl.int64) * stride_2
+    return image, patch, corner
+
+
+@triton.jit
+def load_patches(ptrs, mask, dtype: tl.constexpr):
+    """Image values as `dtype`, finite where masked; uint8 as u / 128 - 1."""
+    x = tl.load(ptrs, mask=mask, other=0)
+    if x.dtype == tl.uint8:
+        x = x.to(tl.float32) * (1 / 128) - 1
+    return x.to(dtype)
+
+
+@triton.jit
+def channel_values(channel, VALUES: tl.constexpr):
+    """VALUES[channel], the values being known at compile time."""
+    value = tl.zeros_like(channel).to(tl.float32)
+    for i in tl.static_range(len(VALUES)):
+        value = tl.where(channel == i, VALUES[i], value)
+    return value
+
+
+def _magic(divisor: int) -> tuple[int, int]:
+    """(m, s) with x // divisor == x * m >> s for all 0 <= x < 2^31 (Granlund and Montgomery, 1994)."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def channels_last(images: Tensor) -> bool:
+    """The channels of a pixel lie together, and the pixels of a row side by side."""
+    chans = images.shape[1]
+    return chans > 1 and images.stride(1) == 1 and images.stride(3) == chans
+
+
+def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int) -> dict:
+    """How the kernels find a patch's pixels: the arguments that all of them share."""
+    batch, chans, height, width = images.shape
+    p, q = patch
+    grid_w = width // q
+    patches = height // p * grid_w
+    if channels_last(images):
+        strides, runs = (0, images.stride(2), 1), (p, q * chans)
+    else:
+        strides, runs = images.stride()[1:], (p, q)
+    # Triton knows of an integer argument whether 16 divides it, and nothing less: 14 x 14 patches of 518-pixel rows need the 2 to load in pairs.
+    unit = math.gcd(16, images.stride(0), strides[0], strides[1])
+    (patches_magic, patches_shift), (grid_magic, grid_shift) = _magic(patches), _magic(grid_w)
+    return dict(
+        rows=batch * patches,
+        prefix=prefix,
+        grid_w=grid_w,
+        patches=patches,
+        patches_magic=patches_magic,
+        patches_shift=patches_shift,
+        grid_magic=grid_magic,
+        grid_shift=grid_shift,
+        stride_b=images.stride(0) // unit,
+        stride_0=strides[0] // unit,
+        stride_1=strides[1] // unit,
+        stride_2=strides[2],
+        PRECISION=fp32_precision(),
+        UNIT=unit,
+        K=chans * p * q,
+        K1=runs[0],
+        K2=runs[1],
+    )
+
+
+def in_image_order(weight: Tensor, images: Tensor) -> tuple[Tensor, int]:
+    """`weight` (D, C, P, Q) with its axes in the order in which the image's K axis is walked, and how many k make a step of the channel."""
+    _, _, p, q = weight.shape
+    return (weight.permute(0, 2, 3, 1), 1) if channels_last(images) else (weight, p * q)
+
+
+def folding(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Per channel, a and c of the docstring above."""
+    return tuple(128 / (255 * s) for s in std), tuple((128 / 255 - m) / s for m, s in zip(mean, std))
+
+
+def shape_class(images: Tensor, geometry: dict, width: int) -> str:
+    """ "u8-even-large": the image's dtype, whether 8 divides its contiguous runs, and whether there are rows enough to fill a GPU with large tiles."""
+    kind = "u8" if images.dtype == torch.uint8 else f"f{8 * images.element_size()}"
+    return f"{kind}-{'odd' if geometry['K2'] % 8 else 'even'}-{'large' if geometry['rows'] * width >= 1 << 22 else 'small'}"

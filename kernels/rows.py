@@ -1,0 +1,217 @@
+"""What kernels that go along rows share, and two of their own: rows scaled, g = drop_path[b] * layer_scale * dout, and columns summed.
+
+A row of width D is held in registers as a tuple of chunks (BLOCK_M, BLOCK_D), so that 768 is 3 x 256 and nothing is padded to 1024.
+
+Column sums (bias gradients, dweight, ...) need no atomics: each of a fixed number of programs adds up its rows in registers and writes one fp32 row of
+a workspace (programs, D); `column_sums_kernel` adds the workspace's rows in a fixed order.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .launch import launch
+
+
+@triton.jit
+def row_mask(rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    # Only the last chunk can pass D: the others need no mask along it.
+    if (i + 1) * BLOCK_D <= D:
+        return rows < M
+    else:
+        return (rows < M) & (i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :] < D)
+
+
+@triton.jit
+def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
+    # rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside. Stride 0 gives a vector (D,) to every row: in this
+    # layout each warp loads what it needs by itself, where a (1, BLOCK_D) load would be exchanged through shared memory.
+    # Written so that the compiler sees strides such as 1000 divide by ALIGN = 8 (a tl.multiple_of crashes it where BLOCK_M is 1).
+    start = ptr + rows.to(tl.int64) * (stride // ALIGN * ALIGN)
+    chunks = ()
+    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
+        offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        chunks = chunks + (tl.load(start + offs_d, mask=row_mask(rows, M, i, D, BLOCK_D), other=0.0),)
+    return chunks
+
+
+@triton.jit
+def store_chunk(ptr, value, rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    # Chunk i of rows of a contiguous (M, D) matrix.
+    offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    tl.store(ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=row_mask(rows, M, i, D, BLOCK_D))
+
+
+@triton.jit
+def row_factor(dp_ptr, rows, M, rows_per_sample):
+    return tl.load(dp_ptr + rows // rows_per_sample, mask=rows < M, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scale_rows_kernel(
+    dout_ptr,  # (M, D)
+    ls_ptr,  # (D,) or None
+    dp_ptr,  # (M / rows_per_sample,) or None
+    g_ptr,  # (M, D) or None
+    sum_ptr,  # (programs, D) or None
+    M,
+    rows_per_sample,
+    stride_dout,
+    D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    mask_d = offs_d < D
+    if ls_ptr is not None:
+        ls = tl.load(ls_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+        rows = start + tl.arange(0, BLOCK_M)[:, None]
+        mask = (rows < M) & mask_d
+        g = tl.load(dout_ptr + rows.to(tl.int64) * (stride_dout // ALIGN * ALIGN) + offs_d, mask=mask, other=0.0).to(tl.float32)
+        if dp_ptr is not None:
+            g *= row_factor(dp_ptr, rows, M, rows_per_sample)
+        if ls_ptr is not None:
+            g *= ls
+        if g_ptr is not None:
+            tl.store(g_ptr + rows.to(tl.int64) * D + offs_d, g.to(g_ptr.dtype.element_ty), mask=mask)
+        total += g
+    if sum_ptr is not None:
+        offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        tl.store(sum_ptr + tl.program_id(0) * D + offs_d, tl.sum(total, 0), mask=offs_d < D)
+
+
+@triton.jit
+def _add_programs(ws_ptr, out_ptr, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)[:, None]
+        total += tl.load(ws_ptr + offs_p * D + offs_d[None, :], mask=(offs_p < P) & (offs_d[None, :] < D), other=0.0)
+    tl.store(out_ptr + offs_d, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D)
+
+
+@triton.jit
+def column_sums_kernel(
+    ws0_ptr,  # (P, D)
+    ws1_ptr,  # (P, D) or None, as the next two
+    ws2_ptr,
+    ws3_ptr,
+    out0_ptr,  # (D,)
+    out1_ptr,
+    out2_ptr,
+    out3_ptr,
+    P,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    which = tl.program_id(1)
+    if which == 0:
+        _add_programs(ws0_ptr, out0_ptr, P, D, BLOCK_P, BLOCK_D)
+    if ws1_ptr is not None:
+        if which == 1:
+            _add_programs(ws1_ptr, out1_ptr, P, D, BLOCK_P, BLOCK_D)
+    if ws2_ptr is not None:
+        if which == 2:
+            _add_programs(ws2_ptr, out2_ptr, P, D, BLOCK_P, BLOCK_D)
+    if ws3_ptr is not None:
+        if which == 3:
+            _add_programs(ws3_ptr, out3_ptr, P, D, BLOCK_P, BLOCK_D)
+
+
+def chunk_width(width: int) -> int:
+    """BLOCK_D: a power of two of which three to five cover the width with at most a quarter to spare (768 = 3 x 256, 1280 = 5 x 256)."""
+    power = triton.next_power_of_2(width)
+    return max(16, power // 8 if 8 * width <= 5 * power else power // 4)
+
+
+def shape_class(width: int) -> str:
+    """Chunks x BLOCK_D, as in "3x256": what tiles depend on."""
+    return f"{triton.cdiv(width, chunk_width(width))}x{chunk_width(width)}"
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def row_programs(device: torch.device, per_sm: int, blocks: int, strips: int = 1) -> int:
+    """Persistent programs along the rows: `per_sm` on every multiprocessor, shared by `strips` of columns, and no more than there are blocks."""
+    return min(blocks, max(1, _multiprocessors(device) * per_sm // strips))
+
+
+def vector(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def row_stride(t: Tensor | None) -> int:
+    return 0 if t is None else t.stride(0)
+
+
+def row_alignment(*matrices: Tensor | None) -> int:
+    """Elements that every row start is a multiple of: strides such as 1000 divide by 8 but not by 16, which Triton does not see."""
+    return math.gcd(16, *(row_stride(t) for t in matrices))
+
+
+def column_sums(pairs: list[tuple[Tensor | None, Tensor | None]], programs: int, D: int, x: Tensor) -> None:
+    """Adds up to four workspaces (programs, D) into (D,) outputs."""
+    pairs = [pair for pair in pairs if pair[0] is not None]
+    if not pairs:
+        return
+    tile = tiles.lookup("column_sums", x, f"d{D}")
+    padded = pairs + [(None, None)] * (4 - len(pairs))
+    launch(
+        column_sums_kernel,
+        (triton.cdiv(D, tile["BLOCK_D"]), len(pairs)),
+        **{f"ws{i}_ptr": ws for i, (ws, _) in enumerate(padded)},
+        **{f"out{i}_ptr": out for i, (_, out) in enumerate(padded)},
+        P=programs,
+        D=D,
+        **tile.meta,
+    )
+
+
+def scale_rows(
+    dout: Tensor,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    rows_per_sample: int,
+    want_scaled: bool = True,
+    want_sum: bool = True,
+    out_dtype: torch.dtype | None = None,
+    sum_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor | None, Tensor | None]:
+    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), and g's column sum (D,), in one pass. Without factors: a column sum."""
+    M, D = dout.shape
+    tile = tiles.lookup("scale_rows", dout, f"d{D}")
+    strips = triton.cdiv(D, tile["BLOCK_D"])
+    programs = row_programs(dout.device, tile["PER_SM"], triton.cdiv(M, tile["BLOCK_M"]), strips)
+    g = torch.empty((M, D), dtype=out_dtype or dout.dtype, device=dout.device) if want_scaled else None
+    ws = torch.empty((programs, D), dtype=torch.float32, device=dout.device) if want_sum else None
+    total = torch.empty(D, dtype=sum_dtype, device=dout.device) if want_sum else None
+    launch(
+        scale_rows_kernel,
+        (programs, strips),
+        dout_ptr=dout,
+        ls_ptr=vector(layer_scale),
+        dp_ptr=vector(drop_path),
+        g_ptr=g,
+        sum_ptr=ws,
+        M=M,
+        rows_per_sample=rows_per_sample,
+        stride_dout=row_stride(dout),
+        D=D,
+        ALIGN=row_alignment(dout),
+        **{name: value for name, value in tile.meta.items() if name != "PER_SM"},
+    )
+    column_sums([(ws, total)], programs, D, dout)
+    return g, total

@@ -1,0 +1,185 @@
+"""Weight gradients of linear layers: the product that sums over all rows of the batch.
+
+    dW = g^T x                                                     g (M, N), x (M, K) -> (N, K)
+    with a layer scale s on the output, out = s * (x W^T + b) and g = d out without s, G = g^T x:
+    dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)       the branch's output need not be kept
+
+An output of 768 x 3072 is 72 to 144 tiles, too few for 132 multiprocessors and M = 50,000 rows: SPLIT_K programs share a tile, each
+sums a range of rows into its own slice of an fp32 workspace, and a second kernel adds the slices in a fixed order. No atomics.
+
+The shape class is "KxN" of the layer, as in linear.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .launch import fp32_precision, launch
+from .linear import column_parts, product, shape_class, tile_offsets
+from .rows import vector
+
+
+@triton.jit
+def weight_grad_kernel(
+    g_ptr,  # (M, N)
+    x_ptr,  # (M, K)
+    out_ptr,  # (SPLIT_K, N, K)
+    M,
+    N,
+    K,
+    stride_gm,
+    stride_xm,
+    stride_os,
+    stride_on,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    # BLOCK_N x BLOCK_K of the output, BLOCK_M rows at a time
+    _, offs_n, first_k = tile_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
+    offs_k = first_k + tl.arange(0, BLOCK_K).to(tl.int64)
+    split = tl.program_id(1).to(tl.int64)
+    share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
+    start = split * share
+    rows = tl.minimum(M - start, share).to(tl.int32)
+    acc = product(g_ptr + start * stride_gm, x_ptr + start * stride_xm, offs_n, offs_k, N, K, rows, 1, stride_gm, stride_xm, 1, False, PRECISION, BLOCK_M)
+    parts = column_parts(acc, SUBTILES)
+    out_ptr += split * stride_os
+    for i in tl.static_range(SUBTILES):
+        cols = first_k + i * (BLOCK_K // SUBTILES) + tl.arange(0, BLOCK_K // SUBTILES)
+        mask = (offs_n[:, None] < N) & (cols[None, :] < K)
+        tl.store(out_ptr + (offs_n[:, None] * stride_on + cols[None, :]), parts[i].to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def weight_grad_sum_kernel(
+    part_ptr,  # (SPLITS, N, K)
+    w_ptr,  # (N, K); None where no dls is wanted
+    bias_ptr,  # (N,) or None
+    colsum_ptr,  # (N,), where bias_ptr is
+    ls_ptr,  # (N,) or None
+    out_ptr,  # (N, K)
+    dls_ptr,  # (N,), where w_ptr is
+    N,
+    K,
+    stride_ps,
+    stride_pn,
+    stride_wn,
+    stride_on,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+    mask_n = offs_n < N
+    if ls_ptr is not None:
+        ls = tl.load(ls_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
+    dot = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        cols = (k + tl.arange(0, BLOCK_K))[None, :]
+        mask = mask_n[:, None] & (cols < K)
+        total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for s in tl.static_range(SPLITS):
+            total += tl.load(part_ptr + s * stride_ps + (offs_n[:, None] * stride_pn + cols), mask=mask, other=0.0)
+        if w_ptr is not None:
+            dot += total * tl.load(w_ptr + (offs_n[:, None] * stride_wn + cols), mask=mask, other=0.0).to(tl.float32)
+        if ls_ptr is not None:
+            total *= ls
+        tl.store(out_ptr + (offs_n[:, None] * stride_on + cols), total.to(out_ptr.dtype.element_ty), mask=mask)
+    if w_ptr is not None:
+        dls = tl.sum(dot, 1)
+        if bias_ptr is not None:
+            dls += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) * tl.load(colsum_ptr + offs_n, mask=mask_n, other=0.0)
+        tl.store(dls_ptr + offs_n, dls, mask=mask_n)
+
+
+def _partial_products(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype) -> Tensor:
+    """(SPLIT_K, N, K) slices that add up to g^T x; in fp32, or in `dtype` where there is one slice."""
+    (m, n), k, splits = g.shape, x.shape[1], tile["SPLIT_K"]
+    out = torch.empty((splits, n, k), dtype=torch.float32 if splits > 1 else dtype, device=g.device)
+    launch(
+        weight_grad_kernel,
+        (triton.cdiv(n, tile["BLOCK_N"]) * triton.cdiv(k, tile["BLOCK_K"]), splits),
+        g_ptr=g,
+        x_ptr=x,
+        out_ptr=out,
+        M=m,
+        N=n,
+        K=k,
+        stride_gm=g.stride(0),
+        stride_xm=x.stride(0),
+        stride_os=n * k,
+        stride_on=k,
+        PRECISION=fp32_precision(),
+        **tile.meta,
+    )
+    return out
+
+
+def _sum_products(part, layer_scale, dtype, weight=None, bias=None, colsum=None) -> tuple[Tensor, Tensor | None]:
+    """(dW, dlayer_scale) from slices (S, N, K) of g^T x; dlayer_scale is None without a weight."""
+    splits, n, k = part.shape
+    tile = tiles.lookup("weight_grad_sum", part, shape_class(k, n))
+    out = torch.empty((n, k), dtype=dtype, device=part.device)
+    dls = None if weight is None else torch.empty(n, dtype=torch.float32, device=part.device)
+    launch(
+        weight_grad_sum_kernel,
+        (triton.cdiv(n, tile["BLOCK_N"]),),
+        part_ptr=part,
+        w_ptr=weight,
+        bias_ptr=vector(bias),
+        colsum_ptr=None if bias is None else colsum,
+        ls_ptr=vector(layer_scale),
+        out_ptr=out,
+        dls_ptr=dls,
+        N=n,
+        K=k,
+        stride_ps=n * k,
+        stride_pn=k,
+        stride_wn=0 if weight is None else weight.stride(0),
+        stride_on=k,
+        SPLITS=splits,
+        **tile.meta,
+    )
+    return out, dls
+
+
+def weight_grad(g: Tensor, x: Tensor, *, layer_scale: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """layer_scale[:, None] * g^T x: g (M, N), x (M, K) -> (N, K) in `out_dtype` (g's unless given), summed in fp32."""
+    dtype = out_dtype or g.dtype
+    tile = tiles.lookup("weight_grad", g, shape_class(x.shape[1], g.shape[1]))
+    if tile.provider == "cublas":
+        if layer_scale is None and dtype == g.dtype:
+            return torch.mm(g.t(), x)
+        part = _cublas_fp32(g, x)
+    else:
+        part = _partial_products(g, x, tile, dtype if layer_scale is None else torch.float32)
+    if part.shape[0] == 1 and layer_scale is None and part.dtype == dtype:
+        return part[0]
+    return _sum_products(part, layer_scale, dtype)[0]
+
+
+def weight_grad_scaled(
+    g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor, colsum: Tensor | None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dW, dlayer_scale) of layer_scale * (x W^T + b), from g (M, N), the gradient of that product's output *before* the scale.
+
+    x (M, K), weight (N, K); colsum (N,) fp32, the column sum of g, is read where there is a bias. dW (N, K) in `out_dtype` (g's unless
+    given), dlayer_scale (N,) in fp32.
+    """
+    tile = tiles.lookup("weight_grad", g, shape_class(x.shape[1], g.shape[1]))
+    part = _cublas_fp32(g, x) if tile.provider == "cublas" else _partial_products(g, x, tile, torch.float32)
+    return _sum_products(part, layer_scale, out_dtype or g.dtype, weight, bias, colsum)
+
+
+def _cublas_fp32(g: Tensor, x: Tensor) -> Tensor:
+    """(1, N, K): g^T x in fp32. Only CUDA has the product of 16-bit matrices with an fp32 result."""
+    if g.dtype == torch.float32:
+        return torch.mm(g.t(), x)[None]
+    return (torch.mm(g.t(), x, out_dtype=torch.float32) if g.device.type != "cpu" else torch.mm(g.float().t(), x.float()))[None]

@@ -1,0 +1,165 @@
+"""The two halves of an encoder layer on interpreted kernels against float64: values, every gradient, frozen parameters, torch's machinery."""
+
+import pytest
+import torch
+from checks import assert_close
+
+from vitfast import ops, ref
+from vitfast.kernels.launch import record
+from vitfast.ops import blocks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
+
+# Rounding of sums of a few hundred products, on top of twice PyTorch's own error.
+TOL = {torch.float32: 2e-5, torch.float16: 8e-3}
+WIDTH, HEADS, HIDDEN = 48, 3, 80
+
+
+def parameters(half: str, dtype, *, bias: bool = True, scale: bool = True) -> list:
+    """norm_weight, norm_bias, in_weight, in_bias, out_weight, out_bias, layer_scale: leaves of one dtype, matrices scaled by their fan-in."""
+    rows, inner = (3 * WIDTH, WIDTH) if half == "attention" else (HIDDEN, HIDDEN)
+    vector = lambda n: torch.randn(n).to(dtype).requires_grad_()  # noqa: E731
+    matrix = lambda n, k: (torch.randn(n, k) * k**-0.5).to(dtype).requires_grad_()  # noqa: E731
+    biases = [vector(n) if bias else None for n in (WIDTH, rows, WIDTH)]
+    return [vector(WIDTH), biases[0], matrix(rows, WIDTH), biases[1], matrix(WIDTH, inner), biases[2], vector(WIDTH) if scale else None]
+
+
+def call(half: str, x, p, drop_path=None, **options):
+    if half == "attention":
+        return ops.attention_block(x, *p[:6], num_heads=HEADS, layer_scale=p[6], drop_path=drop_path, **options)
+    return ops.mlp_block(x, *p[:6], layer_scale=p[6], drop_path=drop_path, **options)
+
+
+def gradients(half, x, p, drop_path, upstream, mode, dtype=None, **options):
+    """Output and gradients of x and of each parameter that is there, in `dtype` (fresh leaves) under a mode."""
+    leaf = lambda t: None if t is None else (t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_()  # noqa: E731
+    x, p = leaf(x), [leaf(t) for t in p]
+    with ops.use_kernels(mode):
+        out = (
+            call(half, x, p, None if drop_path is None or dtype is None else drop_path.to(dtype), **options)
+            if dtype
+            else call(half, x, p, drop_path, **options)
+        )
+        out.backward(upstream.to(out.dtype))
+    return [out.detach(), x.grad, *(t.grad for t in p if t is not None)]
+
+
+CASES = {
+    "plain": dict(scale=False),
+    "layer scale": dict(),
+    "no biases": dict(bias=False, scale=False),
+    "drop path": dict(scale=False, drop=True),
+    "layer scale, drop path": dict(drop=True),
+    "layer scale, no biases": dict(bias=False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_blocks_match_float64(half, name, dtype):
+    options = dict(CASES[name])
+    drop_path = torch.tensor([0.0, 1.25, 2.0]) if options.pop("drop", False) else None
+    p = parameters(half, dtype, **options)
+    x, upstream = torch.randn(3, 7, WIDTH).to(dtype), torch.randn(3, 7, WIDTH).to(dtype)
+    truth = gradients(half, x, p, drop_path, upstream, "off", torch.float64)
+    peer = gradients(half, x, p, drop_path, upstream, "off")
+    mine = gradients(half, x, p, drop_path, upstream, "on")
+    for i, (a, b, t) in enumerate(zip(mine, peer, truth, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        error, own, size = (a - t).abs().max(), (b - t).abs().max(), t.abs().max()
+        assert error <= 2 * own + TOL[dtype] * size, f"{half} {name}, tensor {i}: {error:.2e}, PyTorch {own:.2e}, size {size:.2e}"
+
+
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_fp32_residual_over_half_parameters(half):
+    p = parameters(half, torch.float16)
+    x, upstream = torch.randn(2, 5, WIDTH) * 30, torch.randn(2, 5, WIDTH)
+    truth = gradients(half, x, p, None, upstream, "off", torch.float64)
+    mine = gradients(half, x, p, None, upstream, "on", residual_in_fp32=True)
+    assert mine[0].dtype == mine[1].dtype == torch.float32
+    for a, t in zip(mine, truth, strict=True):
+        assert (a - t).abs().max() <= 1e-2 * t.abs().max()
+    assert (mine[0] - truth[0]).abs().max() < 0.02  # fp16 would round a stream of size 100 by 0.03
+
+
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_frozen_parameters_cost_nothing(half):
+    """Every choice of trainable parameters gives the same gradients as all of them, and fewer launches."""
+    p = parameters(half, torch.float32)
+    x, upstream = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH)
+    whole = gradients(half, x, p, None, upstream, "on")[1:]
+    counts = {}
+    for trainable in ([0], [7], [3, 4], [5, 6], [1, 2], [3], [0, 3, 5]):
+        leaves = [t.detach().clone().requires_grad_(i in trainable) for i, t in enumerate([x, *p])]
+        with ops.use_kernels("on"):
+            call(half, leaves[0], leaves[1:]).backward(upstream)
+        for i, (leaf, expected) in enumerate(zip(leaves, whole, strict=True)):
+            assert (leaf.grad is None) == (i not in trainable)
+            if i in trainable:
+                assert_close(leaf.grad, expected, atol=1e-5, rtol=1e-5, name=f"{trainable} {i}")
+        again = [t.detach().clone().requires_grad_(i in trainable) for i, t in enumerate([x, *p])]
+        with ops.use_kernels("on"):  # recorded launches compute nothing: what lands in `again` is of no use
+            counts[tuple(trainable)] = len(record(lambda again=again: call(half, again[0], again[1:]).backward(upstream)))
+    everything = [t.detach().clone().requires_grad_() for t in (x, *p)]
+    with ops.use_kernels("on"):
+        most = len(record(lambda: call(half, everything[0], everything[1:]).backward(upstream)))
+        assert max(counts.values()) < most, (counts, most)
+        with torch.no_grad():
+            assert all(t.numel() == 0 for t in forward(half, x, p, save=False)[1:])
+
+
+def forward(half, x, p, save):
+    tensors = [x, *(t.detach() for t in p)]
+    if half == "attention":
+        return blocks._attention_fwd(*tensors, None, HEADS, 1e-6, save)
+    return blocks._mlp_fwd(*tensors, None, "none", 1e-6, save)
+
+
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_opcheck(half):
+    p = parameters(half, torch.float32)
+    x = torch.randn(2, 3, WIDTH, requires_grad=True)
+    option = HEADS if half == "attention" else "tanh"
+    operation = blocks._attention_fwd if half == "attention" else blocks._mlp_fwd
+    torch.library.opcheck(operation, (x, *p, torch.rand(2), option, 1e-6, True))
+    torch.library.opcheck(operation, (x.detach(), *(t.detach() for t in p), None, option, 1e-6, False))
+    backward = blocks._attention_bwd if half == "attention" else blocks._mlp_bwd
+    kept = [t.detach() for t in operation(x, *p, None, option, 1e-6, True)][1:]
+    extra = () if half == "attention" else (option,)
+    for mask in ([True] * 8, [False, False, False, True, False, True, False, True]):
+        arguments = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None, *kept, *extra, 1e-6, mask)
+        torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_edges(half):
+    p = parameters(half, torch.float32)
+    with ops.use_kernels("on"):
+        empty = torch.randn(0, 4, WIDTH, requires_grad=True)
+        out = call(half, empty, p)
+        assert out.shape == (0, 4, WIDTH)
+        out.backward(torch.randn_like(out))
+        assert empty.grad.shape == empty.shape and all((t.grad == 0).all() for t in p)
+        x = torch.randn(4, 2, WIDTH).transpose(0, 1).requires_grad_()
+        out = call(half, x, p)
+        assert out.is_contiguous()
+        expected = call(half, x.detach().contiguous(), p)
+        assert_close(out, expected, atol=0)
+        out.backward(torch.ones(1, 1, WIDTH).expand_as(out))  # an expanded upstream gradient
+        grads = torch.autograd.grad(call(half, x, p).sum(), x, create_graph=True)[0]
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            grads.sum().backward()
+    with ops.use_kernels("off"):
+        assert_close(call(half, x, p), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_head_sizes_without_a_kernel():
+    x, w = torch.randn(1, 2, 20), torch.randn(60, 20)
+    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="attention_block: kernels are switched on, but .*head size"):
+        ops.attention_block(x, torch.ones(20), None, w, None, torch.randn(20, 20), None, num_heads=2)
+    assert_close(
+        ops.attention_block(x, torch.ones(20), None, w, None, torch.eye(20), None, num_heads=2),
+        ref.attention_block(x, torch.ones(20), None, w, None, torch.eye(20), None, num_heads=2),
+        atol=0,
+    )

@@ -1,0 +1,196 @@
+"""Is this machine all right? Every kernel against float64 on random inputs, forward and backward, in each dtype; times on a GPU."""
+
+import json
+import math
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from . import __version__, ops
+from .kernels.launch import INTERPRETED, launches_made
+
+# What rounding the result alone may cost, relative to the norm of the truth: a few units in the last place of the dtype.
+ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the cases are run at: real shapes on a GPU, small ones in the interpreter."""
+
+    batch: int
+    tokens: int
+    width: int
+    heads: int
+    hidden: int
+    image: int
+    patch: int
+
+
+GPU_SIZES = Sizes(batch=32, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16)
+SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
+
+
+@dataclass
+class Result:
+    """One row: the worst error over outputs and gradients against float64, what PyTorch's own is, and times in microseconds on a GPU."""
+
+    op: str
+    dtype: str
+    error: float
+    torch_error: float
+    passed: bool
+    forward_us: float | None = None
+    both_us: float | None = None
+    gigabytes_per_second: float | None = None
+    failure: str = ""
+
+
+# What a random input is: its kind ("values", "weight" scaled by its fan-in, "factor" in fp32 without a gradient, "uint8") and its shape.
+Input = tuple[str, tuple[int, ...]]
+
+
+def cases(s: Sizes) -> dict[str, tuple[Callable, list[Input]]]:
+    """Operation -> (function of tensors, its inputs)."""
+
+    def values(*shape: int) -> Input:
+        return "values", shape
+
+    def weight(*shape: int) -> Input:
+        return "weight", shape
+
+    x, vector, drop, head, grid = values(s.batch, s.tokens, s.width), values(s.width), ("factor", (s.batch,)), s.width // s.heads, (s.image // s.patch) ** 2
+    fc1, fc2, square = [weight(s.hidden, s.width), values(s.hidden)], [weight(s.width, s.hidden), vector], [weight(s.width, s.width), vector]
+    pixels = s.batch, 3, s.image, s.image
+    embed = [weight(s.width, 3, s.patch, s.patch), vector, values(1, 1, s.width), values(1, 1 + grid, s.width)]
+    attention_half = [x, vector, vector, weight(3 * s.width, s.width), values(3 * s.width), *square, vector, drop]
+    return {
+        "layer_norm": (ops.layer_norm, [x, vector, vector]),
+        "add_layer_norm": (lambda a, r, w, b, ls, dp: ops.add_layer_norm(a, r, w, b, layer_scale=ls, drop_path=dp), [x, x, vector, vector, vector, drop]),
+        "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, head)]),
+        "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, head)]),
+        "linear_gelu": (ops.linear_gelu, [x, *fc1]),
+        "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, approximate="tanh"), [x, *fc1]),
+        "linear_residual": (lambda a, w, b, r, ls, dp: ops.linear_residual(a, w, b, r, layer_scale=ls, drop_path=dp), [x, *square, x, vector, drop]),
+        "mlp": (ops.mlp, [x, *fc1, *fc2]),
+        "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
+        "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
+        "attention_block": (lambda *t: ops.attention_block(*t[:7], num_heads=s.heads, layer_scale=t[7], drop_path=t[8]), attention_half),
+        "mlp_block": (lambda *t: ops.mlp_block(*t[:7], layer_scale=t[7], drop_path=t[8]), [x, vector, vector, *fc1, *fc2, vector, drop]),
+    }
+
+
+def make(inputs: list[Input], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> list[Tensor]:
+    """Random leaves; weights are scaled so that products keep the size of what goes in."""
+    tensors = []
+    for kind, shape in inputs:
+        if kind == "uint8":
+            tensors.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device))
+        elif kind == "factor":
+            tensors.append(torch.rand(shape, generator=generator).to(device) + 0.5)
+        else:
+            scale = math.prod(shape[1:]) ** -0.5 if kind == "weight" else 1.0
+            tensors.append((torch.randn(shape, generator=generator) * scale).to(device, dtype).requires_grad_())
+    return tensors
+
+
+def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None = None) -> list[Tensor]:
+    """The outputs, and with `upstream` the gradients of every leaf that has one."""
+    outputs = function(*tensors)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    if upstream is None:
+        return outputs
+    gradients = torch.autograd.grad(outputs, [t for t in tensors if t.requires_grad], [u.to(o.dtype) for u, o in zip(upstream, outputs)])
+    return [*outputs, *gradients]
+
+
+def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
+    """The largest relative error over pairs of tensors, by norm; infinite where a value is not finite."""
+    errors = []
+    for a, t in zip(actual, truth, strict=True):
+        error = (a.double() - t.double()).norm() / t.double().norm().clamp_min(1e-30)
+        errors.append(error.item() if a.isfinite().all() else float("inf"))
+    return max(errors)
+
+
+def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True) -> Result:
+    """One operation in one dtype: the kernel's error must be at most twice PyTorch's own, plus rounding."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = make(inputs, dtype, device, generator)
+    doubles = [t.detach().double().requires_grad_() if t.is_floating_point() and t.requires_grad else t for t in tensors]
+    label = str(dtype).removeprefix("torch.")
+    try:
+        with ops.use_kernels("off"):
+            upstream = [torch.randn(o.shape, generator=generator).to(device, torch.float64) for o in run(function, doubles)]
+            truth = run(function, doubles, upstream)
+            peer = worst(run(function, tensors, upstream), truth)
+        with ops.use_kernels("on"):
+            before = launches_made()
+            error = worst(run(function, tensors, upstream), truth)
+            result = Result(name, label, error, peer, error <= 2 * peer + ATOL[dtype])
+            if launches_made() == before:
+                result.passed, result.failure = False, "no kernel ran"
+            if timed and device.type == "cuda":
+                _time(result, function, tensors, upstream)
+        return result
+    except Exception as problem:  # a kernel that does not compile or run is a failed row, not the end of the examination
+        return Result(name, label, float("inf"), float("nan"), False, failure=f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
+
+
+def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: list[Tensor]) -> None:
+    from triton.testing import do_bench
+
+    with torch.no_grad():
+        result.forward_us = 1e3 * do_bench(lambda: function(*tensors), return_mode="median")
+    result.both_us = 1e3 * do_bench(lambda: run(function, tensors, upstream), return_mode="median")
+    moved = sum(t.numel() * t.element_size() for t in (*tensors, *run(function, tensors)))
+    result.gigabytes_per_second = moved / result.forward_us / 1e3
+
+
+def examinations(device: torch.device) -> Iterator[Result]:
+    """Every operation in every dtype that runs here (the interpreter has no bfloat16)."""
+    sizes = GPU_SIZES if device.type == "cuda" else SMALL_SIZES
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if device.type == "cuda" else (torch.float32, torch.float16)
+    for name, (function, inputs) in cases(sizes).items():
+        for dtype in dtypes:
+            yield examine(name, function, inputs, dtype, device)
+
+
+def machine() -> dict[str, str]:
+    """Versions and the GPU."""
+    import triton
+
+    facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__, python=platform.python_version(), cuda=str(torch.version.cuda))
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts["gpu"] = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+    else:
+        facts["gpu"] = "none: small shapes in Triton's interpreter, which shows wrong numbers, not races, speed or bfloat16"
+    return facts
+
+
+def doctor(as_json: bool = False) -> int:
+    """Examines this machine and prints a table (or JSON). Returns 0 when every row passed, 1 otherwise."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not INTERPRETED:
+        raise RuntimeError("doctor: without a GPU the kernels need TRITON_INTERPRET=1 before vitfast is imported")
+    results = []
+    if not as_json:
+        for key, value in machine().items():
+            print(f"{key:<8} {value}")
+        print(f"\n{'operation':<20} {'dtype':<9} {'error':>9} {'torch':>9}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
+    for result in examinations(device):
+        results.append(result)
+        if not as_json:
+            us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
+            rate = "" if result.gigabytes_per_second is None else f"{result.gigabytes_per_second:,.0f}"
+            row = f"{result.op:<20} {result.dtype:<9} {result.error:>9.1e} {result.torch_error:>9.1e}  {'ok' if result.passed else 'FAILED':<6}"
+            print(f"{row} {us(result.forward_us):>10} {us(result.both_us):>10} {rate:>7} {result.failure}".rstrip(), flush=True)
+    failed = [r for r in results if not r.passed]
+    if as_json:
+        print(json.dumps(dict(machine=machine(), results=[asdict(r) for r in results]), indent=2))
+    else:
+        print(f"\n{len(results) - len(failed)} of {len(results)} passed")
+    return 1 if failed else 0
