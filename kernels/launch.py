@@ -39,6 +39,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     if 0 in grid:
         return
     _made += 1
+    arguments["enable_fp_fusion"] = True  # Triton 3.10 turns a * b + c into two roundings unless it is asked not to
     device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

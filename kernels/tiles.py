@@ -79,10 +79,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 1, BLOCK_M=16, STAGES=3, PER_SM=2), shape="3x64"),
         Rule(tile(4, 1, BLOCK_M=8, STAGES=3, PER_SM=2)),
     ),
-    "scale_rows": (
-        Rule(tile(4, 1, BLOCK_M=16, BLOCK_D=256, STAGES=3, PER_SM=5), bits="16"),
-        Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=5)),
-    ),
+    "scale_rows": (Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=6)),),
     "column_sums": (Rule(tile(8, 1, BLOCK_P=256, BLOCK_D=16)),),
     # Shape classes of attention: padded head size, tokens up to 64, 128, 256, 320 or "long"; provider: which of the two paths runs.
     "attention_fwd": (
@@ -121,7 +118,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     # Shape classes: "u8-even-large", see patch_embed.shape_class. PROGRAMS: how many the split of the rows aims at.
     "patch_embed_fwd": (
-        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=16), bits="32"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=16), bits="32", shape="f32-even-*"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=16), bits="32", shape="u8-*"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=32), bits="32"),
         Rule(tile(8, 4, BLOCK_M=128, BLOCK_D=256, BLOCK_K=32), sm=(90,), shape="f32-odd-large"),
         Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=256, BLOCK_K=64), sm=(90, 100), shape="*-large"),
         Rule(tile(8, 4, BLOCK_M=128, BLOCK_D=128, BLOCK_K=32), sm=(80,), shape="*-large"),
@@ -139,7 +138,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "patch_embed_dimages": (
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=32, BLOCK_K=64), bits="32"),
         Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=64, BLOCK_K=128), shape="*-large"),
-        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=32, BLOCK_K=64), sm=(80, 89, 120)),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=32), sm=(80, 89, 120)),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),
     ),
     # Products: shape class "KxN", see linear.py. The tiles are chosen by offline compilation, two programs per multiprocessor and no spills; cuBLAS

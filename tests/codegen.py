@@ -50,7 +50,7 @@ def source_hash() -> str:
 def specialise(launch: Launch) -> tuple[dict, dict, dict, dict]:
     """(signature, constexprs, attributes, options) as Triton's launcher would make them from the arguments."""
     kernel, arguments = launch.kernel, dict(launch.arguments)
-    options = {k: arguments.pop(k) for k in ("num_warps", "num_stages") if k in arguments}
+    options = {k: arguments.pop(k) for k in ("num_warps", "num_stages") if k in arguments} | {"enable_fp_fusion": True}
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments.get(parameter.name, parameter.default)
