@@ -86,6 +86,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
         Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*nlong"),
         Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
+        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d128*"),
         Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90, 100)),
         Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128*"),
         Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d96*"),
@@ -112,6 +113,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d128*"),
         Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="*nlong"),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*"),
         Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=32), shape="d128*"),
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="d96*"),
         Rule(tile(4, 2, BLOCK_M=32, BLOCK_N=64)),
@@ -137,6 +139,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "patch_embed_dimages": (
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=32, BLOCK_K=64), bits="32"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=32, BLOCK_K=128), sm=(89,), shape="*-large"),
         Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=64, BLOCK_K=128), shape="*-large"),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=32), sm=(80, 89, 120)),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),

@@ -201,3 +201,29 @@ def test_kernels_on_raises_outside_the_interpreter_and_for_bf16_in_it():
     if not torch.cuda.is_available():
         with ops.use_kernels("on"), pytest.raises(RuntimeError, match="interpreter computes bfloat16 wrongly"):
             ops.layer_norm(X.bfloat16(), None, None)
+
+
+def test_an_uncovered_case_on_a_gpu_warns_once_and_raises_in_mode_on(monkeypatch):
+    from types import SimpleNamespace
+
+    from vitfast.ops import _dispatch
+
+    def on_gpu(dtype):
+        return SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=dtype)
+
+    monkeypatch.setattr(_dispatch.tiles, "generation", lambda device: 90)
+    monkeypatch.setattr(_dispatch, "_warned", set())
+    assert _dispatch.kernels_wanted("attention", on_gpu(torch.bfloat16))
+    with pytest.warns(UserWarning, match="vitfast attention: head size 20 is odd; plain PyTorch runs in its place") as seen:
+        for _ in range(3):
+            assert not _dispatch.kernels_wanted("attention", on_gpu(torch.bfloat16), "head size 20 is odd")
+    assert len(seen) == 1
+    with pytest.warns(UserWarning, match="no kernel computes in torch.float64"):
+        assert not _dispatch.kernels_wanted("attention", on_gpu(torch.float64))
+    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="attention: kernels are switched on, but head size 20 is odd"):
+        _dispatch.kernels_wanted("attention", on_gpu(torch.bfloat16), "head size 20 is odd")
+    with ops.use_kernels("off"):
+        assert not _dispatch.kernels_wanted("attention", on_gpu(torch.bfloat16))
+    monkeypatch.setattr(_dispatch.tiles, "generation", lambda device: 0)
+    with pytest.warns(UserWarning, match="older than compute capability 8.0"):
+        assert not _dispatch.kernels_wanted("layer_norm", on_gpu(torch.bfloat16))

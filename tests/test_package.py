@@ -88,6 +88,7 @@ def test_imports_go_down_the_floors():
         "train",
         "timm_models",
         "doctor",
+        "tune",
         "cli",
     ]
     height = {name: i for i, name in enumerate(floors)} | {

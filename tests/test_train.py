@@ -193,6 +193,13 @@ def test_finetuning_starts_from_a_zero_head_at_the_new_size(tmp_path):
         train(resolve("finetune", dict(data="digits", output=str(tmp_path / "none"))))
 
 
+def test_several_processes_are_refused_before_they_write_over_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="one process"):
+        train(digits(tmp_path / "run", steps=2))
+    assert not (tmp_path / "run").exists()
+
+
 def test_synthetic_data_feeds_any_model(tmp_path):
     summary = train(
         resolve("pretrain", dict(recipe="digits", data="synthetic", output=str(tmp_path), steps=2, batch_size=8, device="cpu", eval_batch_size=512))
@@ -206,9 +213,11 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
     from vitfast.train.demo import demo
 
     torch.set_num_threads(1)
+    start = time.process_time()
     summary = demo(tmp_path, seed, "cpu")
+    assert time.process_time() - start < 180  # of one core: the tests beside this one slow the clock, not the work
     assert summary["finetune_accuracy"] >= wanted and summary["pretrain_accuracy"] >= 0.9
-    assert summary["test_images"] == 360 and summary["device"] == "cpu" and summary["seconds"] < 180
+    assert summary["test_images"] == 360 and summary["device"] == "cpu" and summary["seconds"] > 0
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 4 and "http" not in page and f"{summary['finetune_accuracy']:.4f}" in page
@@ -216,5 +225,5 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
         assert any((tmp_path / task / "tensorboard").iterdir()) and (tmp_path / task / "metrics.csv").exists()
         ViT.from_pretrained(tmp_path / task / "checkpoints" / "last")
     assert (tmp_path / "metrics.csv").read_text().startswith("task,step,epoch,split,loss,accuracy,lr,images_per_second\npretrain,")
-    before = time.time()
-    assert demo(tmp_path, seed, "cpu") == summary and time.time() - before < 20  # finished: only the report is written again
+    before = time.process_time()
+    assert demo(tmp_path, seed, "cpu") == summary and time.process_time() - before < 20  # finished: only the report is written again

@@ -80,7 +80,7 @@ only_once(_packed_backward, "attention")
 only_once(_separate_backward, "attention")
 
 
-def _unsupported(head_size: int, scale: float) -> str | None:
+def obstacle(head_size: int, scale: float) -> str | None:
     """What no kernel covers."""
     if head_size not in kernels.HEAD_SIZES:
         return f"head size {head_size} is not one of 16, 24, ..., 128"
@@ -108,7 +108,7 @@ def attention(qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, 
         check_shape("attention", "v", v, tuple(qkv.shape))
         check_same("attention", "q", qkv, k=k, v=v)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    if kernels_wanted("attention", qkv, _unsupported(qkv.shape[-1], scale)):
+    if kernels_wanted("attention", qkv, obstacle(qkv.shape[-1], scale)):
         return (_packed(qkv, float(scale)) if packed else _separate(qkv, k, v, float(scale)))[0]
     q, k, v = qkv.unbind(2) if packed else (qkv, k, v)
     return ref.attention(q, k, v, scale=scale)

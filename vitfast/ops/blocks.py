@@ -15,29 +15,12 @@ from ..kernels.linear import input_grad, linear, linear_residual
 from ..kernels.mlp import dgelu_matmul, linear_gelu
 from ..kernels.weight_grad import weight_grad, weight_grad_scaled
 from ._dispatch import autocasts, check_approximate, check_factors, check_same, check_shape, kernels_wanted, needs_grad, only_once
-from .attention import _unsupported as head_obstacle
-from .layer_norm import _unsupported as width_obstacle
+from ._gradients import as_dtype, chosen, fake_gradients, filled, rows
+from .attention import obstacle as head_obstacle
+from .layer_norm import obstacle as width_obstacle
 
 # Places in the masks of needed gradients, for both halves: "in" is qkv or fc1, "out" is proj or fc2.
 X, NORM_WEIGHT, NORM_BIAS, IN_WEIGHT, IN_BIAS, OUT_WEIGHT, OUT_BIAS, LAYER_SCALE = range(8)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """(B, N, D) -> (B*N, D)."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _packed(x: Tensor, *values: Tensor | None) -> list[Tensor]:
-    """An empty tensor in the place of each None: an operation returns tensors only."""
-    return [x.new_empty(0) if v is None else v for v in values]
-
-
-def _unpacked(values, mask: list[bool]) -> list[Tensor | None]:
-    return [v if wanted else None for v, wanted in zip(values, mask)]
-
-
-def _as(value: Tensor | None, like: Tensor | None) -> Tensor | None:
-    return None if value is None else value.to(like.dtype)
 
 
 def _through_scale(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -69,8 +52,8 @@ def _out_layer_gradients(g, total, inner, weight, bias, layer_scale, mask) -> tu
     elif mask[OUT_WEIGHT]:
         dweight = weight_grad(g, inner, layer_scale=layer_scale, out_dtype=weight.dtype)
     if mask[OUT_BIAS]:
-        dbias = _as(total if layer_scale is None else total * layer_scale.float(), bias)
-    return dweight, dbias, _as(dscale, layer_scale)
+        dbias = as_dtype(total if layer_scale is None else total * layer_scale.float(), bias.dtype)
+    return dweight, dbias, None if dscale is None else dscale.to(layer_scale.dtype)
 
 
 def _in_layer_gradients(din, x, dout, norm_weight, norm_bias, mean, rstd, weight, eps, mask) -> tuple:
@@ -90,8 +73,8 @@ def _in_layer_gradients(din, x, dout, norm_weight, norm_bias, mean, rstd, weight
     dweight = weight_grad(din, h, out_dtype=weight.dtype) if mask[IN_WEIGHT] else None
     return (
         dx,
-        _as(dnorm_weight, norm_weight) if mask[NORM_WEIGHT] else None,
-        _as(dnorm_bias, norm_bias) if mask[NORM_BIAS] else None,
+        as_dtype(dnorm_weight, norm_weight.dtype) if mask[NORM_WEIGHT] else None,
+        as_dtype(dnorm_bias, norm_bias.dtype) if mask[NORM_BIAS] else None,
         dweight,
     )
 
@@ -115,13 +98,13 @@ def _attention_fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, mean, rstd, qkv, lse, o); all but the first are empty unless `save`."""
-    batch, tokens, _ = x.shape
-    rows = _rows(x)
-    h, mean, rstd = layer_norm_fwd(rows, norm_weight, norm_bias, eps, out_dtype=qkv_weight.dtype)
+    (batch, tokens, _), stream = x.shape, rows(x)
+    qkv_weight, proj_weight = rows(qkv_weight), rows(proj_weight)
+    h, mean, rstd = layer_norm_fwd(stream, norm_weight, norm_bias, eps, out_dtype=qkv_weight.dtype)
     qkv = linear(h, qkv_weight, qkv_bias).view(batch, tokens, 3, num_heads, proj_weight.shape[1] // num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5)
-    out = linear_residual(o.view(-1, proj_weight.shape[1]), proj_weight, proj_bias, rows, layer_scale, drop_path, tokens).view(x.shape)
-    return (out, mean, rstd, qkv, lse, o) if save else (out, *_packed(x, *[None] * 5))
+    out = linear_residual(o.view(-1, proj_weight.shape[1]), proj_weight, proj_bias, stream, layer_scale, drop_path, tokens).view(x.shape)
+    return (out, mean, rstd, qkv, lse, o) if save else (out, *filled(x, *[None] * 5))
 
 
 @_attention_fwd.register_fake
@@ -129,7 +112,7 @@ def _(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, l
     batch, tokens, width = x.shape
     out = x.new_empty(batch, tokens, width)
     if not save:
-        return out, *_packed(x, *[None] * 5)
+        return out, *filled(x, *[None] * 5)
     statistics = x.new_empty(batch * tokens, dtype=torch.float32)
     head = qkv_weight.shape[0] // 3 // num_heads
     qkv = qkv_weight.new_empty(batch, tokens, 3, num_heads, head)
@@ -158,28 +141,22 @@ def _attention_bwd(
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the first eight arguments of the forward in the order of the masks; empty where not asked for."""
-    batch, tokens, _ = x.shape
-    rows, dout = _rows(x), _rows(dout.contiguous())
-    g, total = _branch_gradient(dout, qkv.dtype, drop_path, tokens, mask[OUT_BIAS] or mask[LAYER_SCALE])
-    out_layer = _out_layer_gradients(g, total, _rows(o.flatten(2)), proj_weight, proj_bias, layer_scale, mask)
+    stream, dout, qkv_weight, proj_weight = rows(x), rows(dout), rows(qkv_weight), rows(proj_weight)
+    g, total = _branch_gradient(dout, qkv.dtype, drop_path, x.shape[1], mask[OUT_BIAS] or mask[LAYER_SCALE])
+    out_layer = _out_layer_gradients(g, total, rows(o.flatten(2)), proj_weight, proj_bias, layer_scale, mask)
     in_layer, dqkv_bias = (None,) * 4, None
     if any(mask[X:OUT_WEIGHT]):
         do = input_grad(*_through_scale(g, proj_weight, layer_scale)).view(o.shape)
         dqkv, dqkv_bias = attention_bwd(*qkv.unbind(2), o, lse, do, qkv.shape[-1] ** -0.5, want_bias_grad=mask[IN_BIAS])
-        in_layer = _in_layer_gradients(_rows(dqkv.flatten(2)), rows, dout, norm_weight, norm_bias, mean, rstd, qkv_weight, eps, mask)
+        in_layer = _in_layer_gradients(rows(dqkv.flatten(2)), stream, dout, norm_weight, norm_bias, mean, rstd, qkv_weight, eps, mask)
     dx, dnorm_weight, dnorm_bias, dqkv_weight = in_layer
     dx = None if dx is None else dx.view(x.shape)
-    return tuple(_packed(x, dx, dnorm_weight, dnorm_bias, dqkv_weight, _as(dqkv_bias, qkv_bias), *out_layer))
-
-
-def _fake_gradients(mask, x, *parameters):
-    """Gradients are shaped and typed like what they belong to."""
-    return tuple(torch.empty_like(v, memory_format=torch.contiguous_format) if wanted else x.new_empty(0) for v, wanted in zip((x, *parameters), mask))
+    return filled(x, dx, dnorm_weight, dnorm_bias, dqkv_weight, as_dtype(dqkv_bias, qkv_weight.dtype), *out_layer)
 
 
 @_attention_bwd.register_fake
 def _(dout, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, mean, rstd, qkv, lse, o, eps, mask):
-    return _fake_gradients(mask, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale)
+    return fake_gradients(mask, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale)
 
 
 def _setup(ctx, inputs, output):
@@ -200,7 +177,7 @@ def _backward(operation):
             return (None,) * 8 + unneeded
         mask = list(ctx.needs_input_grad[:8])
         grads = operation(dout, *ctx.saved_tensors, *((ctx.option,) if operation is _mlp_bwd else ()), ctx.eps, mask)
-        return (*_unpacked(grads, mask), *unneeded)
+        return (*chosen(grads, mask), *unneeded)
 
     return backward
 
@@ -276,11 +253,11 @@ def _mlp_fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, mean, rstd, pre-activation); all but the first are empty unless `save`."""
-    rows = _rows(x)
-    h, mean, rstd = layer_norm_fwd(rows, norm_weight, norm_bias, eps, out_dtype=fc1_weight.dtype)
+    stream, fc1_weight, fc2_weight = rows(x), rows(fc1_weight), rows(fc2_weight)
+    h, mean, rstd = layer_norm_fwd(stream, norm_weight, norm_bias, eps, out_dtype=fc1_weight.dtype)
     act, pre = linear_gelu(h, fc1_weight, fc1_bias, approximate, save)
-    out = linear_residual(act, fc2_weight, fc2_bias, rows, layer_scale, drop_path, x.shape[1]).view(x.shape)
-    return (out, mean, rstd, pre) if save else (out, *_packed(x, *[None] * 3))
+    out = linear_residual(act, fc2_weight, fc2_bias, stream, layer_scale, drop_path, x.shape[1]).view(x.shape)
+    return (out, mean, rstd, pre) if save else (out, *filled(x, *[None] * 3))
 
 
 @_mlp_fwd.register_fake
@@ -288,7 +265,7 @@ def _(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, lay
     batch, tokens, width = x.shape
     out = x.new_empty(batch, tokens, width)
     if not save:
-        return out, *_packed(x, *[None] * 3)
+        return out, *filled(x, *[None] * 3)
     statistics = x.new_empty(batch * tokens, dtype=torch.float32)
     return out, statistics, torch.empty_like(statistics), fc1_weight.new_empty(batch * tokens, fc1_weight.shape[0])
 
@@ -313,7 +290,7 @@ def _mlp_bwd(
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the first eight arguments of the forward in the order of the masks; empty where not asked for."""
-    rows, dout = _rows(x), _rows(dout.contiguous())
+    stream, dout, fc1_weight, fc2_weight = rows(x), rows(dout), rows(fc1_weight), rows(fc2_weight)
     g, total = _branch_gradient(dout, pre.dtype, drop_path, x.shape[1], mask[OUT_BIAS] or mask[LAYER_SCALE])
     want_act, in_layer, dfc1_bias = mask[OUT_WEIGHT] or mask[LAYER_SCALE], (None,) * 4, None
     if any(mask[X:OUT_WEIGHT]):
@@ -323,15 +300,15 @@ def _mlp_bwd(
     out_layer = _out_layer_gradients(g, total, act, fc2_weight, fc2_bias, layer_scale, mask)
     del act
     if dpre is not None:
-        in_layer = _in_layer_gradients(dpre, rows, dout, norm_weight, norm_bias, mean, rstd, fc1_weight, eps, mask)
+        in_layer = _in_layer_gradients(dpre, stream, dout, norm_weight, norm_bias, mean, rstd, fc1_weight, eps, mask)
     dx, dnorm_weight, dnorm_bias, dfc1_weight = in_layer
     dx = None if dx is None else dx.view(x.shape)
-    return tuple(_packed(x, dx, dnorm_weight, dnorm_bias, dfc1_weight, _as(dfc1_bias, fc1_bias), *out_layer))
+    return filled(x, dx, dnorm_weight, dnorm_bias, dfc1_weight, as_dtype(dfc1_bias, fc1_weight.dtype), *out_layer)
 
 
 @_mlp_bwd.register_fake
 def _(dout, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, mean, rstd, pre, approximate, eps, mask):
-    return _fake_gradients(mask, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
+    return fake_gradients(mask, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
 
 
 _attention_fwd.register_autograd(_backward(_attention_bwd), setup_context=_setup)

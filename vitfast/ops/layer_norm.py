@@ -6,31 +6,19 @@ from torch import Tensor
 from .. import ref
 from ..kernels import layer_norm as kernels
 from ._dispatch import autocasts, check_factors, check_same, check_shape, kernels_wanted, only_once
-
-
-def _rows(x: Tensor | None) -> Tensor | None:
-    """(..., D) -> (M, D) with a unit last stride: a view where the strides allow one."""
-    if x is None:
-        return None
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.reshape(-1, x.shape[-1])
+from ._gradients import chosen, fake_gradients, filled, rows
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """What the fakes return for mean and rstd: (M,) in fp32."""
-    rows = x.shape[:-1].numel()
-    return x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
-
-
-def _kept(x: Tensor, needed: list[bool], gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
-    """A custom op returns no None: an empty tensor stands for a gradient that nobody needs."""
-    return tuple(g if need else x.new_empty(0) for need, g in zip(needed, gradients))
+    count = x.shape[:-1].numel()
+    return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.float32)
 
 
 @torch.library.custom_op("vitfast::layer_norm", mutates_args=())
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., D) -> y like x, mean and rstd (M,) in fp32."""
-    y, mean, rstd = kernels.layer_norm_fwd(_rows(x), weight, bias, eps)
+    y, mean, rstd = kernels.layer_norm_fwd(rows(x), weight, bias, eps)
     return y.view(x.shape), mean, rstd
 
 
@@ -44,14 +32,14 @@ def _layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias; `needed` says which."""
-    grads = kernels.layer_norm_bwd(_rows(dy), _rows(x), weight, bias if needed[2] else None, mean, rstd, want_dx=needed[0], want_dparams=needed[1] or needed[2])
+    grads = kernels.layer_norm_bwd(rows(dy), rows(x), weight, bias if needed[2] else None, mean, rstd, want_dx=needed[0], want_dparams=needed[1] or needed[2])
     dx = None if grads.dres is None else grads.dres.view(x.shape)
-    return _kept(x, needed, [dx, grads.dweight, grads.dbias])
+    return filled(x, *chosen([dx, grads.dweight, grads.dbias], needed))
 
 
 @_layer_norm_backward.register_fake
 def _(dy, x, weight, bias, mean, rstd, needed):
-    return _kept(x, needed, [None if t is None else t.new_empty(t.shape) for t in (x, weight, bias)])
+    return fake_gradients(needed, x, weight, bias)
 
 
 def _save(ctx, inputs, output):
@@ -80,7 +68,7 @@ def _add_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual (B, ..., D) -> y and z like x, mean and rstd (M,) in fp32."""
     rows_per_sample = max(1, x[:1].numel() // x.shape[-1])
-    y, z, mean, rstd = kernels.add_layer_norm_fwd(_rows(x), _rows(residual), weight, bias, eps, layer_scale, drop_path, rows_per_sample)
+    y, z, mean, rstd = kernels.add_layer_norm_fwd(rows(x), rows(residual), weight, bias, eps, layer_scale, drop_path, rows_per_sample)
     return y.view(x.shape), z.view(x.shape), mean, rstd
 
 
@@ -105,14 +93,14 @@ def _add_layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, dresidual, dweight, dbias, dlayer_scale; `needed` says which. Without factors dx is dresidual and not returned. x: for dlayer_scale."""
     grads = kernels.layer_norm_bwd(
-        _rows(dy),
-        _rows(z),
+        rows(dy),
+        rows(z),
         weight,
         bias if needed[3] else None,
         mean,
         rstd,
-        dz=_rows(dz),
-        branch=_rows(x),
+        dz=rows(dz),
+        branch=rows(x),
         layer_scale=layer_scale,
         drop_path=drop_path,
         rows_per_sample=max(1, z[:1].numel() // z.shape[-1]),
@@ -121,12 +109,12 @@ def _add_layer_norm_backward(
         want_layer_scale=needed[4],
     )
     dx, dres = (None if g is None else g.view(z.shape) for g in (grads.dx, grads.dres))
-    return _kept(z, needed, [dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale])
+    return filled(z, *chosen([dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale], needed))
 
 
 @_add_layer_norm_backward.register_fake
 def _(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needed):
-    return _kept(z, needed, [None if t is None else t.new_empty(t.shape) for t in (z, z, weight, bias, layer_scale)])
+    return fake_gradients(needed, z, z, weight, bias, layer_scale)
 
 
 def _save_add(ctx, inputs, output):
@@ -154,7 +142,7 @@ _add_layer_norm.register_autograd(_grad_add, setup_context=_save_add)
 only_once(_add_layer_norm_backward, "add_layer_norm")
 
 
-def _unsupported(width: int, drop_path: Tensor | None = None) -> str | None:
+def obstacle(width: int, drop_path: Tensor | None = None) -> str | None:
     """What no kernel covers."""
     if width > kernels.MAX_WIDTH:
         return f"width above {kernels.MAX_WIDTH}"
@@ -173,7 +161,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     check_shape("layer_norm", "weight", weight, (width,))
     check_shape("layer_norm", "bias", bias, (width,))
     check_same("layer_norm", "x", x, weight=weight, bias=bias)
-    if kernels_wanted("layer_norm", x, _unsupported(width)):
+    if kernels_wanted("layer_norm", x, obstacle(width)):
         return _layer_norm(x, weight, bias, float(eps))[0]
     return ref.layer_norm(x, weight, bias, eps)
 
@@ -200,6 +188,6 @@ def add_layer_norm(
     check_shape("add_layer_norm", "bias", bias, (width,))
     check_same("add_layer_norm", "x", x, residual=residual, weight=weight, bias=bias)
     check_factors("add_layer_norm", x, layer_scale, drop_path, width)
-    if kernels_wanted("add_layer_norm", x, _unsupported(width, drop_path)):
+    if kernels_wanted("add_layer_norm", x, obstacle(width, drop_path)):
         return _add_layer_norm(x, residual, weight, bias, float(eps), layer_scale, drop_path)[:2]
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)

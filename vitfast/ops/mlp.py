@@ -12,33 +12,7 @@ from ..kernels import mlp as kernels
 from ..kernels.rows import scale_rows
 from ..kernels.weight_grad import weight_grad, weight_grad_scaled
 from ._dispatch import autocasts, check_approximate, check_factors, check_same, check_shape, kernels_wanted, needs_grad, only_once
-
-
-def _rows(x: Tensor) -> Tensor:
-    """(..., K) -> (M, K) with a unit last stride."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _filled(like: Tensor, *grads: Tensor | None) -> tuple[Tensor, ...]:
-    """An empty tensor in the place of each None: an operation returns tensors only."""
-    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
-
-
-def _chosen(grads: tuple[Tensor, ...], needs: list[bool]) -> list[Tensor | None]:
-    """The gradients that were asked for, None in the place of the others."""
-    return [grad if needed else None for grad, needed in zip(grads, needs)]
-
-
-def _as(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if grad is None else grad.to(dtype)
-
-
-def _fake_grads(needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Gradients shaped and typed like what they belong to, empty where not needed."""
-    like = tensors[0]
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else like.new_empty(0) for t, need in zip(tensors, needs))
-
+from ._gradients import as_dtype, chosen, fake_gradients, filled, rows
 
 # gelu(x W^T + b)
 
@@ -46,7 +20,7 @@ def _fake_grads(needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...
 @torch.library.custom_op("vitfast::linear_gelu", mutates_args=())
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, Tensor]:
     """(activation (..., F), pre-activation (M, F)); the second is empty unless `save`."""
-    act, pre = kernels.linear_gelu(_rows(x), _rows(weight), bias, approximate, save)
+    act, pre = kernels.linear_gelu(rows(x), rows(weight), bias, approximate, save)
     return act.view(*x.shape[:-1], weight.shape[0]), pre
 
 
@@ -62,15 +36,15 @@ def _linear_gelu_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; empty where not needed."""
     need_x, need_weight, need_bias = needs
-    dpre, dbias = kernels.gelu_bwd(_rows(dact), pre, approximate, need_bias)
-    dx = kernels.input_grad(dpre, _rows(weight)).view(x.shape) if need_x else None
-    dweight = weight_grad(dpre, _rows(x)) if need_weight else None
-    return _filled(x, dx, dweight, _as(dbias, x.dtype))
+    dpre, dbias = kernels.gelu_bwd(rows(dact), pre, approximate, need_bias)
+    dx = kernels.input_grad(dpre, rows(weight)).view(x.shape) if need_x else None
+    dweight = weight_grad(dpre, rows(x)) if need_weight else None
+    return filled(x, dx, dweight, as_dtype(dbias, x.dtype))
 
 
 @_linear_gelu_bwd.register_fake
 def _(dact, x, weight, bias, pre, approximate, needs):
-    return _fake_grads(needs, x, weight, bias)
+    return fake_gradients(needs, x, weight, bias)
 
 
 def _linear_gelu_setup(ctx, inputs, output):
@@ -85,7 +59,7 @@ def _linear_gelu_backward(ctx, dact, _):
         return (None,) * 5
     needs = list(ctx.needs_input_grad[:3])
     grads = _linear_gelu_bwd(dact, *ctx.saved_tensors, ctx.approximate, needs)
-    return *_chosen(grads, needs), None, None
+    return *chosen(grads, needs), None, None
 
 
 _linear_gelu.register_autograd(_linear_gelu_backward, setup_context=_linear_gelu_setup)
@@ -97,8 +71,7 @@ only_once(_linear_gelu_bwd, "linear_gelu")
 
 @torch.library.custom_op("vitfast::linear_residual", mutates_args=())
 def _linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None) -> Tensor:
-    rows = _rows(x)
-    out = kernels.linear_residual(rows, _rows(weight), bias, _rows(residual), layer_scale, drop_path, _rows_per_sample(x))
+    out = kernels.linear_residual(rows(x), rows(weight), bias, rows(residual), layer_scale, drop_path, _rows_per_sample(x))
     return out.view(residual.shape)
 
 
@@ -128,7 +101,7 @@ def _linear_residual_bwd(
     output need not be kept (weight_grad.py).
     """
     need_x, need_weight, need_bias, need_scale = needs
-    dout, rows_per_sample = _rows(dout), _rows_per_sample(x)
+    dout, rows_per_sample = rows(dout), _rows_per_sample(x)
     g, dx, dweight, dbias, dscale, colsum = dout, None, None, None, None, None
     want_g = drop_path is not None and (need_weight or need_scale or (need_x and layer_scale is None))
     want_sum = need_bias or (need_scale and bias is not None)
@@ -137,19 +110,19 @@ def _linear_residual_bwd(
         g = scaled if want_g else dout
     if need_x:
         h = g if layer_scale is None else scale_rows(dout, layer_scale, drop_path, rows_per_sample, want_sum=False)[0]
-        dx = kernels.input_grad(h, _rows(weight)).view(x.shape)
+        dx = kernels.input_grad(h, rows(weight)).view(x.shape)
     if need_scale:
-        dweight, dscale = weight_grad_scaled(g, _rows(x), _rows(weight), bias, layer_scale, colsum)
+        dweight, dscale = weight_grad_scaled(g, rows(x), rows(weight), bias, layer_scale, colsum)
     elif need_weight:
-        dweight = weight_grad(g, _rows(x), layer_scale=layer_scale)
+        dweight = weight_grad(g, rows(x), layer_scale=layer_scale)
     if need_bias:
         dbias = colsum if layer_scale is None else colsum * layer_scale.float()
-    return _filled(x, dx, dweight if need_weight else None, _as(dbias, x.dtype), None if dscale is None else dscale.to(layer_scale.dtype))
+    return filled(x, dx, dweight if need_weight else None, as_dtype(dbias, x.dtype), None if dscale is None else dscale.to(layer_scale.dtype))
 
 
 @_linear_residual_bwd.register_fake
 def _(dout, x, weight, bias, layer_scale, drop_path, needs):
-    return _fake_grads(needs, x, weight, bias, layer_scale)
+    return fake_gradients(needs, x, weight, bias, layer_scale)
 
 
 def _linear_residual_setup(ctx, inputs, output):
@@ -165,7 +138,7 @@ def _linear_residual_backward(ctx, dout):
     needs = [need_x, need_weight, need_bias, need_scale]
     grads = [None] * 4
     if any(needs):
-        grads = _chosen(_linear_residual_bwd(dout, *ctx.saved_tensors, needs), needs)
+        grads = chosen(_linear_residual_bwd(dout, *ctx.saved_tensors, needs), needs)
     return *grads[:3], dout if need_residual else None, grads[3], None
 
 
@@ -181,8 +154,8 @@ def _mlp(
     x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, approximate: str, save: bool
 ) -> tuple[Tensor, Tensor]:
     """(output (..., D'), pre-activation (M, F)); the second is empty unless `save`."""
-    act, pre = kernels.linear_gelu(_rows(x), _rows(fc1_weight), fc1_bias, approximate, save)
-    return kernels.linear(act, _rows(fc2_weight), fc2_bias).view(*x.shape[:-1], fc2_weight.shape[0]), pre
+    act, pre = kernels.linear_gelu(rows(x), rows(fc1_weight), fc1_bias, approximate, save)
+    return kernels.linear(act, rows(fc2_weight), fc2_bias).view(*x.shape[:-1], fc2_weight.shape[0]), pre
 
 
 @_mlp.register_fake
@@ -205,24 +178,24 @@ def _mlp_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the five tensors; empty where not needed."""
     need_x, need_fc1_weight, need_fc1_bias, need_fc2_weight, need_fc2_bias = needs
-    g = _rows(dout)
+    g = rows(dout)
     dx = dfc1_weight = dfc1_bias = dfc2_weight = dfc2_bias = None
     if need_x or need_fc1_weight or need_fc1_bias:
-        dpre, act, dfc1_bias = kernels.dgelu_matmul(g, _rows(fc2_weight), pre, approximate, need_fc1_bias, want_act=need_fc2_weight)
-        dx = kernels.input_grad(dpre, _rows(fc1_weight)).view(x.shape) if need_x else None
-        dfc1_weight = weight_grad(dpre, _rows(x)) if need_fc1_weight else None
+        dpre, act, dfc1_bias = kernels.dgelu_matmul(g, rows(fc2_weight), pre, approximate, need_fc1_bias, want_act=need_fc2_weight)
+        dx = kernels.input_grad(dpre, rows(fc1_weight)).view(x.shape) if need_x else None
+        dfc1_weight = weight_grad(dpre, rows(x)) if need_fc1_weight else None
     else:
         act = F.gelu(pre, approximate=approximate) if need_fc2_weight else None
     if need_fc2_weight:
         dfc2_weight = weight_grad(g, act)
     if need_fc2_bias:
         dfc2_bias = scale_rows(g, None, None, 1, want_scaled=False)[1]
-    return _filled(x, dx, dfc1_weight, _as(dfc1_bias, x.dtype), dfc2_weight, _as(dfc2_bias, x.dtype))
+    return filled(x, dx, dfc1_weight, as_dtype(dfc1_bias, x.dtype), dfc2_weight, as_dtype(dfc2_bias, x.dtype))
 
 
 @_mlp_bwd.register_fake
 def _(dout, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, pre, approximate, needs):
-    return _fake_grads(needs, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    return fake_gradients(needs, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
 
 
 def _mlp_setup(ctx, inputs, output):
@@ -237,7 +210,7 @@ def _mlp_backward(ctx, dout, _):
         return (None,) * 7
     needs = list(ctx.needs_input_grad[:5])
     grads = _mlp_bwd(dout, *ctx.saved_tensors, ctx.approximate, needs)
-    return *_chosen(grads, needs), None, None
+    return *chosen(grads, needs), None, None
 
 
 _mlp.register_autograd(_mlp_backward, setup_context=_mlp_setup)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -96,6 +97,8 @@ class Trainer:
     def __init__(self, config: Config, resume: str = "auto"):
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("training runs in one process in this version; start it without torchrun")
         self.config, self.run = config, Path(config.output)
         if self.run.exists() and not self.run.is_dir():
             raise InputError(f"--output {self.run} is a file; give a folder")
