@@ -141,6 +141,39 @@ def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):
     assert summary["classes"] == 3 and summary["train_images"] == summary["val_images"] == 18
 
 
+CARD = """---
+dataset_info:
+  features:
+  - {name: image, dtype: image}
+  - {name: label, dtype: {class_label: {names: {'0': a, '1': b, '2': c}}}}
+  splits:
+  - {name: train, num_bytes: 1, num_examples: 18}
+  - {name: validation, num_bytes: 1, num_examples: 18}
+---
+"""
+
+
+def test_streamed_hugging_face_dataset(capsys, tmp_path, monkeypatch):
+    """Streams have no length of their own: it comes from the data set's card."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = make_folder(tmp_path / "data", splits=("train", "validation"))
+    (data / "README.md").write_text(CARD)
+    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "run", *RUN)
+    assert code == 0, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["classes"] == 3 and summary["val_images"] == 18
+    assert summary["train_images"] == 20  # timm rounds an epoch of a stream up to whole batches
+    (data / "README.md").unlink()
+    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "other", *RUN)
+    assert code == 2 and "length is unknown" in err and err.count("\n") == 1 and not (tmp_path / "other").exists()
+
+
+def test_tensorflow_dataset_without_tensorflow(capsys, tmp_path):
+    """The reader is timm's; where its library is not installed the one line says which."""
+    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", "tfds/mnist", "--output", tmp_path / "run", *RUN)
+    assert code == 2 and "tfds/mnist" in err and "tensorflow" in err and err.count("\n") == 1
+
+
 def test_torchvision_dataset_on_disk(capsys, tmp_path, monkeypatch):
     import torchvision
 

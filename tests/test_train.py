@@ -1,8 +1,11 @@
 """Runs: they learn, they continue bit for bit, they stop in order, and every way of training takes steps."""
 
 import csv
+import dataclasses
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,15 +107,25 @@ def test_sigterm_saves_and_sigkill_loses_nothing(tmp_path):
     _, errors = process.communicate()
     assert f"resumed from step {stopped}" in errors
 
-    for output in (run, whole):
-        process = vitfast(*command, "--output", output)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    config = digits(whole, steps=60, batch_size=32, save_every=3)
+    train(dataclasses.replace(config, output=str(run), log_every=10, eval_every=None))
+    train(dataclasses.replace(config, log_every=10, eval_every=None))
     assert same(weights(run), weights(whole))
 
     process = vitfast(*command, "--output", run)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "is finished" in errors
+
+
+def test_the_progress_bar_says_what_one_waits_for(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    train(digits(tmp_path, steps=8, batch_size=32))
+    line = sys.stderr.getvalue().replace("\r", "\n").strip().splitlines()[-1]
+    assert re.search(r"pretrain: 100%.* 8/8 \[\d\d:\d\d<\d\d:\d\d, .*step/s, loss \d\.\d+, [\d,]+ images/s, \d+% waiting for data\]", line), line
 
 
 def test_other_settings_do_not_continue_a_run(tmp_path):
@@ -169,6 +182,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_step(tmp_path):
         dict(global_pool="avg", pos_embed="sincos2d", label_smoothing=0.1, residual_in_fp32=True, amp="bf16"),
         dict(cutmix=1.0, auto_augment="rand-m5-n2", color_jitter=0.3, init_values=0.1),
         dict(workers=2),
+        dict(amp="fp16", clip_norm=1.0),
     ],
     ids=str,
 )
