@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .attention_parts import LN2, LOG2E, add_product, add_rows, head_of, load_rows, outer, row_dot, store_rows, store_sums, zero_rows
+from .attention_parts import LN2, add_product, add_rows, head_of, load_rows, outer, row_dot, store_rows, store_sums, weights, zero_rows
 from .attention_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_fwd_tiled_kernel
 from .launch import fp32_precision, launch
 
@@ -102,8 +102,8 @@ def _attention_fwd_rows_kernel(
         else:
             s = (tl.where((tl.arange(0, KEYS0) < N)[None, :], s[0], float("-inf")),)
             m = tl.max(s[0], 1)
-        m = m * (scale * LOG2E)
-        p = [tl.exp2(tl.fma(part, scale * LOG2E, -m[:, None])) for part in s]
+        m = m * scale
+        p = [weights(part, m[:, None], scale, q[0].dtype) for part in s]
         l = tl.sum(p[0], 1)
         acc = add_product(zero_rows(BLOCK_M, D0, D1), p[0], v[0], PRECISION)
         if KEYS1 > 0:
@@ -113,7 +113,7 @@ def _attention_fwd_rows_kernel(
             l += tl.sum(p[2], 1)
             acc = add_product(acc, p[2], v[2], PRECISION)
         store_rows(o_head, [part * (1 / l)[:, None] for part in acc], rows, o_n, N, HEAD_DIM, ALIGN)
-        tl.store(lse_ptr + bh.to(tl.int64) * N + rows, (m + tl.log2(l)) * LN2, mask=rows < N)
+        tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)
 
 
 @triton.jit
@@ -175,9 +175,9 @@ def _attention_bwd_rows_kernel(
         do = load_rows(do_head, rows, do_n, N, True, HEAD_DIM, D0, D1, ALIGN)
         delta = row_dot(load_rows(o_head, rows, o_n, N, True, HEAD_DIM, D0, D1, ALIGN), do)
         # +inf past N: those queries weigh nothing
-        lse = tl.load(lse_ptr + bh.to(tl.int64) * N + rows, mask=rows < N, other=float("inf")) * LOG2E
+        lse = tl.load(lse_ptr + bh.to(tl.int64) * N + rows, mask=rows < N, other=float("inf"))
         # keys x queries: P^T and dS^T are left operands of dV and dK as they come
-        p = tl.exp2(tl.fma(outer(k, q, PRECISION), scale * LOG2E, -lse[None, :]))
+        p = weights(outer(k, q, PRECISION), lse[None, :], scale, q[0].dtype)
         p = tl.where(in_keys[:, None], p, 0.0)
         dv = add_product(dv, p, do, PRECISION)
         ds = (p * (outer(v, do, PRECISION) - delta[None, :])).to(k[0].dtype)

@@ -111,6 +111,16 @@ def add_product(acc, w, x, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def weights(s, lse, scale, DTYPE: tl.constexpr):
+    """exp(scale s - lse), lse a column or a row. Inputs in fp32 pay one multiplication per logit more, to be exact for logits in the thousands too:
+    there scale s and lse agree to the last bits, which a logarithm in base 2 would round away."""
+    if DTYPE == tl.float32:
+        return tl.exp2(tl.fma(s, scale, -lse) * LOG2E)
+    else:
+        return tl.exp2(tl.fma(s, scale * LOG2E, -lse * LOG2E))
+
+
+@triton.jit
 def row_dot(a, b):
     """Row sums of a * b over the parts, fp32."""
     total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)

@@ -6,7 +6,7 @@ A sequence is whole blocks without masks and one short masked block: 577 = 9 x 6
 import triton
 import triton.language as tl
 
-from .attention_parts import LN2, LOG2E, add_product, head_of, load_rows, outer, row_dot, store_rows, store_sums, zero_rows
+from .attention_parts import LN2, LOG2E, add_product, head_of, load_rows, outer, row_dot, store_rows, store_sums, weights, zero_rows
 
 
 @triton.jit
@@ -30,15 +30,15 @@ def _fwd_step(
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys of the online softmax; m is in base 2 and scaled."""
+    """One block of keys of the online softmax; m is the largest scaled logit so far."""
     cols = start + tl.arange(0, KEYS)
     k = load_rows(k_head, cols, k_n, N, MASK, HEAD_DIM, D0, D1, ALIGN)
     s = outer(q, k, PRECISION)
     if MASK:
         s = tl.where((cols < N)[None, :], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
-    p = tl.exp2(tl.fma(s, scale * LOG2E, -m_new[:, None]))
-    decay = tl.exp2(m - m_new)
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    p = weights(s, m_new[:, None], scale, q[0].dtype)
+    decay = tl.exp2((m - m_new) * LOG2E)
     v = load_rows(v_head, cols, v_n, N, MASK, HEAD_DIM, D0, D1, ALIGN)
     acc = add_product([part * decay[:, None] for part in acc], p, v, PRECISION)
     return acc, l * decay + tl.sum(p, 1), m_new
@@ -92,7 +92,7 @@ def _attention_fwd_tiled_kernel(
     if LAST_N > 0:
         acc, l, m = _fwd_step(acc, l, m, q, k_head, v_head, k_n, v_n, whole, N, scale, LAST_N, True, HEAD_DIM, D0, D1, ALIGN, PRECISION)
     store_rows(head_of(o_ptr, b, h, o_b, o_h, ALIGN), [part * (1 / l)[:, None] for part in acc], rows, o_n, N, HEAD_DIM, ALIGN)
-    tl.store(lse_ptr + bh.to(tl.int64) * N + rows, (m + tl.log2(l)) * LN2, mask=rows < N)
+    tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)
 
 
 @triton.jit
@@ -117,11 +117,11 @@ def _dq_step(
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dQ / scale += dS K for one block of keys; lse in base 2."""
+    """dQ / scale += dS K for one block of keys."""
     cols = start + tl.arange(0, KEYS)
     k = load_rows(k_head, cols, k_n, N, MASK, HEAD_DIM, D0, D1, ALIGN)
     v = load_rows(v_head, cols, v_n, N, MASK, HEAD_DIM, D0, D1, ALIGN)
-    p = tl.exp2(tl.fma(outer(q, k, PRECISION), scale * LOG2E, -lse[:, None]))
+    p = weights(outer(q, k, PRECISION), lse[:, None], scale, q[0].dtype)
     if MASK:
         p = tl.where((cols < N)[None, :], p, 0.0)
     ds = p * (outer(do, v, PRECISION) - delta[:, None])
@@ -183,7 +183,7 @@ def _attention_bwd_dq_kernel(
     do = load_rows(head_of(do_ptr, b, h, do_b, do_h, ALIGN), rows, do_n, N, True, HEAD_DIM, D0, D1, ALIGN)
     delta = row_dot(o, do)
     tl.store(delta_ptr + stats, delta, mask=in_rows)
-    lse = tl.load(lse_ptr + stats, mask=in_rows, other=float("inf")) * LOG2E
+    lse = tl.load(lse_ptr + stats, mask=in_rows, other=float("inf"))
     k_head, v_head = head_of(k_ptr, b, h, k_b, k_h, ALIGN), head_of(v_ptr, b, h, v_b, v_h, ALIGN)
     dq = zero_rows(BLOCK_M, D0, D1)
     whole = N // BLOCK_N * BLOCK_N
@@ -225,9 +225,9 @@ def _dkdv_step(
     rows = start + tl.arange(0, QUERIES)
     q = load_rows(q_head, rows, q_n, N, MASK, HEAD_DIM, D0, D1, ALIGN)
     do = load_rows(do_head, rows, do_n, N, MASK, HEAD_DIM, D0, D1, ALIGN)
-    lse = tl.load(lse_ptr + rows, mask=rows < N, other=float("inf")) * LOG2E
+    lse = tl.load(lse_ptr + rows, mask=rows < N, other=float("inf"))
     delta = tl.load(delta_ptr + rows, mask=rows < N, other=0.0)
-    p = tl.exp2(tl.fma(outer(k, q, PRECISION), scale * LOG2E, -lse[None, :]))
+    p = weights(outer(k, q, PRECISION), lse[None, :], scale, q[0].dtype)
     p = tl.where(in_keys[:, None], p, 0.0)
     dv = add_product(dv, p, do, PRECISION)
     ds = p * (outer(v, do, PRECISION) - delta[None, :])
