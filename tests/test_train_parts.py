@@ -90,7 +90,7 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone():
     import dataclasses
 
     with_workers = list(dataclasses.replace(data, workers=2).train_batches(3, 5))
-    for (a, la), (b, lb) in zip(alone, with_workers):
+    for (a, la, _), (b, lb, _) in zip(alone, with_workers):
         assert torch.equal(a, b) and torch.equal(la, lb)
 
 

@@ -5,7 +5,8 @@ import torch
 from ..errors import InputError
 from ..layers import pair
 from ..model import ViT, preset
-from .data import Data, open_data, seed_everything
+from .data import ONE, Data, open_data, seed_everything
+from .parallel import Ranks
 from .recipes import Config
 
 
@@ -47,12 +48,12 @@ def model_arguments(config: Config) -> dict:
     )
 
 
-def build(config: Config, device: torch.device) -> tuple[ViT, Data]:
+def build(config: Config, device: torch.device, ranks: Ranks = ONE) -> tuple[ViT, Data]:
     """The model at its start and the data, every input checked. Raises InputError."""
     seed_everything(config.seed)
     if config.weights:
         model = ViT.from_pretrained(config.weights, **model_arguments(config))
-        data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, device)
+        data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, device, ranks)
         if config.task == "finetune" or model.num_classes != len(data.classes):
             model.reset_classifier(len(data.classes))
         return model.to(device), data
@@ -61,7 +62,7 @@ def build(config: Config, device: torch.device) -> tuple[ViT, Data]:
     shape = preset(config.model)
     with torch.device("meta"):
         ViT(**{**shape, **model_arguments(config)})  # sizes that do not fit fail here, before the data is read
-    data = open_data(config, pair(config.img_size), pair(shape["patch_size"]), device)
+    data = open_data(config, pair(config.img_size), pair(shape["patch_size"]), device, ranks)
     hidden = shape["embed_dim"] if config.hidden_head else None
     model = ViT(**{**shape, **model_arguments(config)}, num_classes=len(data.classes), representation_size=hidden)
     return model.to(device), data

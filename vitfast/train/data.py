@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import InputError
+from .parallel import Ranks
 from .recipes import Config
 from .sources import Shards, Synthetic, open_sources
 
-Batch = tuple[Tensor, Tensor]  # uint8 (B, C, H, W), int64 (B,)
+Batch = tuple[Tensor, Tensor, list[str]]  # uint8 (B, C, H, W), int64 (B,), what could not be read and was replaced
+ONE = Ranks()
 
 
 def mix_seed(*parts: int) -> int:
@@ -37,8 +39,16 @@ def seed_everything(*parts: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+PADDING = -1  # the epoch of a sample that only fills up a rank's last batch, and its label
+REPLACEMENTS = 20  # unreadable samples in a row after which a data set is given up
+
+
 class Samples(Dataset):
-    """(epoch, index) -> (uint8 (C, H, W), label). A sample that cannot be read comes back as the InputError that says why."""
+    """(epoch, index) -> (uint8 (C, H, W), label, unreadable).
+
+    A training sample that cannot be read (`unreadable` says which and why) is replaced by the next one that can: the batch keeps its size,
+    and its content depends on nothing but the data. Where nothing can be read, or for validation, the InputError itself comes back.
+    """
 
     def __init__(self, source, transform, seed: int | None):
         self.source, self.transform, self.seed = source, transform, seed
@@ -46,33 +56,46 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
+    def _read(self, index: int):
+        """The sample at `index`, or the next readable one in training."""
+        unreadable = []
+        for offset in range(REPLACEMENTS):
+            try:
+                return *self.source[(index + offset) % len(self.source)], unreadable
+            except InputError as error:
+                if self.seed is None:
+                    raise
+                unreadable.append(str(error))
+        raise InputError(f"{REPLACEMENTS} images in a row cannot be read, the first: {unreadable[0]}")
+
     def __getitem__(self, key: tuple[int, int]):
         epoch, index = key
         try:
-            image, label = self.source[index]
+            image, label, unreadable = self._read(index)
         except InputError as error:  # raised in the main process: a worker would wrap it in its traceback
             return error
         if self.transform is not None:
             if self.seed is not None:
                 seed_everything(self.seed, epoch, index)
             image = self.transform(image)
-        return np.asarray(image), label
+        return np.asarray(image), PADDING if epoch == PADDING else label, unreadable
 
 
 class StreamSampler(Sampler):
-    """Yields lists of (epoch, index): the batches of steps `start` to `stop` of the endless stream."""
+    """Yields lists of (epoch, index): this rank's part of the batches of steps `start` to `stop` of the endless stream."""
 
-    def __init__(self, length: int, batch_size: int, seed: int, start: int, stop: int):
-        self.length, self.batch_size, self.seed, self.start, self.stop = length, batch_size, seed, start, stop
+    def __init__(self, length: int, batch_size: int, seed: int, start: int, stop: int, ranks: Ranks = ONE):
+        self.length, self.batch_size, self.seed, self.start, self.stop, self.ranks = length, batch_size, seed, start, stop, ranks
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch_now, order = -1, []
+        first, last = self.ranks.share(self.batch_size)
         for step in range(self.start, self.stop):
             batch = []
-            for position in range(step * self.batch_size, (step + 1) * self.batch_size):
+            for position in range(step * self.batch_size + first, step * self.batch_size + last):
                 epoch, offset = divmod(position, self.length)
                 if epoch != epoch_now:
                     generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
@@ -82,16 +105,20 @@ class StreamSampler(Sampler):
 
 
 def collate(samples: list) -> Batch | InputError:
-    """Stacks samples; hands on the first that could not be read."""
+    """Stacks samples; hands on the first error."""
     for sample in samples:
         if isinstance(sample, InputError):
             return sample
-    return torch.from_numpy(np.stack([image for image, _ in samples])), torch.tensor([label for _, label in samples])
+    images, labels, unreadable = zip(*samples)
+    return torch.from_numpy(np.stack(images)), torch.tensor(labels), [text for texts in unreadable for text in texts]
 
 
 @dataclass
 class Data:
-    """The data of a run. `train_batches(start, stop)` are the batches of those steps; `eval_batches()` the validation set once."""
+    """The data of a run, this rank's part of it. `train_batches(start, stop)` are the batches of those steps; `eval_batches()` the validation set once.
+
+    Ranks take turns in the validation set and all get as many batches; what fills up the last has the label PADDING.
+    """
 
     config: Config
     train: object
@@ -101,6 +128,7 @@ class Data:
     classes: list[str]
     workers: int
     pin: bool
+    ranks: Ranks = ONE
 
     @property
     def train_length(self) -> int:
@@ -115,12 +143,13 @@ class Data:
         if isinstance(self.train, Shards):
             yield from self._stream(start, stop)
             return
-        sampler = StreamSampler(len(self.train), self.config.batch_size, self.config.seed, start, stop)
+        sampler = StreamSampler(len(self.train), self.config.batch_size, self.config.seed, start, stop, self.ranks)
         yield from _raising(self._loader(Samples(self.train, self.train_transform, self.config.seed), batch_sampler=sampler))
 
     def _stream(self, start: int, stop: int) -> Iterator[Batch]:
         """An iterable data set, epoch after epoch. Steps before `start` are read and thrown away: shards have no other position."""
-        dataset, size = self.train.dataset, self.config.batch_size
+        dataset, (first, last) = self.train.dataset, self.ranks.share(self.config.batch_size)
+        size = last - first  # timm's reader gives every rank its own shards
         dataset.transform = lambda image: np.asarray(self.train_transform(image))
         dataset.set_loader_cfg(num_workers=self.workers)
         step, epoch, kept = 0, 0, []
@@ -129,7 +158,7 @@ class Data:
             seed_everything(self.config.seed, epoch)
             before = step, len(kept)
             for sample in DataLoader(dataset, batch_size=None, num_workers=self.workers, collate_fn=_unchanged):
-                kept.append(sample)
+                kept.append((*sample, []))
                 if len(kept) < size:
                     continue
                 if step >= start:
@@ -141,14 +170,18 @@ class Data:
                 raise InputError(f"data set {self.train.spec!r} gave no training image")
             epoch += 1
 
-    def eval_batches(self) -> Iterator[Batch]:
+    def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         size = self.config.eval_batch_size
         if isinstance(self.val, Shards):
             self.val.dataset.transform = lambda image: np.asarray(self.eval_transform(image))
-            yield from DataLoader(self.val.dataset, batch_size=size, collate_fn=collate)
+            for samples in DataLoader(self.val.dataset, batch_size=size, collate_fn=_unchanged):
+                yield collate([(*sample, []) for sample in samples])[:2]
             return
-        keys = [[(0, i) for i in range(first, min(first + size, len(self.val)))] for first in range(0, len(self.val), size)]
-        yield from _raising(self._loader(Samples(self.val, self.eval_transform, None), batch_sampler=keys))
+        mine = [(0, i) for i in range(self.ranks.rank, len(self.val), self.ranks.world)]
+        mine += [(PADDING, 0)] * (-(-len(self.val) // self.ranks.world) - len(mine))
+        keys = [mine[first : first + size] for first in range(0, len(mine), size)]
+        for images, labels, _ in _raising(self._loader(Samples(self.val, self.eval_transform, None), batch_sampler=keys)):
+            yield images, labels
 
 
 def _unchanged(sample):
@@ -186,11 +219,11 @@ def transforms(config: Config, img_size: tuple[int, int]):
     return train, evaluate
 
 
-def open_data(config: Config, img_size: tuple[int, int], patch_size: tuple[int, int], device: torch.device) -> Data:
+def open_data(config: Config, img_size: tuple[int, int], patch_size: tuple[int, int], device: torch.device, ranks: Ranks = ONE) -> Data:
     """The data of a run, checked as far as it can be before anything is written. Raises InputError."""
     train, val = open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
     chain = (None, None) if isinstance(train, Synthetic) else transforms(config, img_size)
-    return Data(config, train, val, *chain, classes, default_workers(config), device.type == "cuda")
+    return Data(config, train, val, *chain, classes, default_workers(config), device.type == "cuda", ranks)

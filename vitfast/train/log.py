@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second")
+COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second", "waiting_for_data")
 logger = logging.getLogger("vitfast")
 
 
@@ -34,9 +34,12 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 class Metrics:
-    """Appends rows to metrics.csv and TensorBoard. A resumed run drops the rows after the step it resumes from."""
+    """Appends rows to metrics.csv and TensorBoard, or nowhere. A resumed run drops the rows after the step it resumes from."""
 
-    def __init__(self, run: Path, resumed_step: int):
+    def __init__(self, run: Path | None, resumed_step: int):
+        self.file = self.board = None
+        if run is None:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
         path = run / "metrics.csv"
@@ -54,22 +57,25 @@ class Metrics:
 
     def write(self, **row) -> None:
         """One row: the columns, those left out empty."""
+        if self.file is None:
+            return
         self.file.write(",".join(self._text(row.get(c)) for c in COLUMNS) + "\n")
         self.file.flush()
-        for key in ("loss", "accuracy", "lr", "images_per_second"):
+        for key in ("loss", "accuracy", "lr", "images_per_second", "waiting_for_data"):
             if row.get(key) is not None:
                 self.board.add_scalar(f"{row['split']}/{key}", row[key], row["step"])
 
     def close(self) -> None:
-        self.file.close()
-        self.board.close()
+        if self.file is not None:
+            self.file.close()
+            self.board.close()
 
 
 class Progress:
     """A bar with loss, images/s and time left on a terminal; a line every tenth of the run elsewhere."""
 
-    def __init__(self, name: str, start: int, total: int):
-        self.bar = tqdm(total=total, initial=start, desc=name, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
+    def __init__(self, name: str, start: int, total: int, speaks: bool = True):
+        self.bar = tqdm(total=total, initial=start, desc=name, unit="step", dynamic_ncols=True, disable=not (speaks and sys.stderr.isatty()))
         self.name, self.total, self.tenth = name, total, start * 10 // total
 
     def step(self, step: int, text: str = "") -> None:

@@ -5,27 +5,21 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import shutil
 import signal
 from pathlib import Path
 
 import torch
 import yaml
-from timm.data import Mixup
-from timm.utils import ModelEmaV3
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import ref
 from ..errors import InputError
-from ..model import ViT
 from . import state
 from .build import autocast_dtype, build, choose_device
-from .data import seed_everything
 from .evaluate import evaluate
+from .learner import Learner
 from .log import Meter, Metrics, Progress, write_summary, write_text
-from .objectives import OBJECTIVES
-from .optim import learning_rate, make_optimizer
+from .parallel import FAILED, GO, STOP, join
 from .recipes import RUN_ONLY, Config, as_plain
 
 logger = logging.getLogger("vitfast")
@@ -92,150 +86,149 @@ def find_start(config: Config, resume: str) -> Path | None:
 
 
 class Trainer:
-    """A run: model, data, optimiser and where it stands."""
+    """A run: what learns, its data, its folder, and where it stands."""
 
     def __init__(self, config: Config, resume: str = "auto"):
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError("training runs in one process in this version; start it without torchrun")
         self.config, self.run = config, Path(config.output)
         if self.run.exists() and not self.run.is_dir():
             raise InputError(f"--output {self.run} is a file; give a folder")
-        self.device = choose_device(config.device)
+        self.ranks, self.device = join(choose_device(config.device))
         self.dtype = autocast_dtype(config, self.device)
         self.checkpoint = find_start(config, resume)
         source = dataclasses.replace(config, weights=str(self.checkpoint), task="pretrain") if self.checkpoint else config
-        self.model, data = build(source, self.device)
+        model, data = build(source, self.device, self.ranks)
         self.data = dataclasses.replace(data, config=config)
         self.total = total_steps(config, self.data.train_length)
-        self.optimizer = make_optimizer(config, self.model)
-        self.ema = ModelEmaV3(self.model, decay=config.ema_decay) if config.ema_decay else None
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.objective = OBJECTIVES[config.objective]
-        mixing = config.mixup or config.cutmix
-        self.mixup = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=len(self.data.classes)) if mixing else None
-        self.step, self.seconds = 0, 0.0
+        self.learner = Learner(config, model, len(data.classes), self.device, self.dtype, self.ranks)
+        self.step, self.seconds, self.unreadable = 0, 0.0, 0
         if self.checkpoint:
-            self._load(state.load_state(self.checkpoint))
+            saved = state.load_state(self.checkpoint)
+            self.learner.load(saved)
+            self.step, self.seconds = saved["step"], saved["seconds"]
             logger.info("resumed from step %d", self.step)
-        if config.compile if config.compile is not None else self.device.type == "cuda":
-            self.model.compile()
+        self.ranks.wait()  # every rank has read what the first may now replace
 
-    def _load(self, saved: dict) -> None:
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.scaler.load_state_dict(saved["scaler"])
-        if self.ema:
-            self.ema.module.load_state_dict(saved["ema"])
-        self.step, self.seconds = saved["step"], saved["seconds"]
-
-    def save(self) -> Path:
+    def save(self) -> None:
         """Writes the checkpoint of this step; what was there before stays until the new one is whole."""
-        ema = self.ema.module if self.ema else None
-        saved = dict(
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            scaler=self.scaler.state_dict(),
-            ema=ema.state_dict() if ema else None,
-            seconds=self.seconds,
-        )
-        return state.save_checkpoint(self.run, self.step, ema or self.model, saved)
+        saved = self.learner.state()
+        if self.ranks.first:
+            state.save_checkpoint(self.run, self.step, self.learner.network(saved), {**saved, "seconds": self.seconds})
+        self.ranks.wait()
 
-    # ---- one step
+    def evaluate(self) -> dict:
+        """The validation set, with what would be kept."""
+        return evaluate(self.learner.trained, self.data, self.device, self.dtype)
 
-    def _forward_backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of one global batch in micro-batches. Returns its (loss, correct), on the device."""
-        loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        for part, target in zip(images.chunk(self.config.accumulate), labels.chunk(self.config.accumulate)):
-            part, target = part.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
-            classes, smoothing = target, self.config.label_smoothing
-            if self.mixup:
-                part, target = self.mixup(ref.normalize(part, self.model.mean, self.model.std, torch.float32), target)
-                smoothing = 0.0  # the mixed targets are smooth already
-            with torch.autocast(self.device.type, self.dtype) if self.dtype else contextlib.nullcontext():
-                logits = self.model(part)
-            share = len(part) / len(images)
-            loss = self.objective(logits, target, smoothing) * share
-            self.scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-            correct += (logits.detach().argmax(-1) == classes).sum()
-        return loss_sum, correct
+    # ---- what can go wrong
 
-    def train_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """One optimiser step on uint8 images (B, C, H, W) and labels (B,). Returns (loss, correct), on the device."""
-        seed_everything(self.config.seed, self.step, 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, self.step, self.total)
-        loss, correct = self._forward_backward(images, labels)
-        if self.config.clip_norm:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+    def _next(self, batches, meter: Meter, stopper: "Stopper"):
+        """The next batch, or None where any rank was asked to stop. An error of one rank stops all of them."""
+        flag, batch, error = GO, None, None
+        try:
+            batch = meter.next(batches)
+            self._count_unreadable(batch[2])
+        except (InputError, OSError) as caught:
+            flag, error = FAILED, caught
+        flag = self.ranks.agree(max(flag, STOP if stopper.wanted else GO))
+        if error is not None:
+            raise error
+        if flag == FAILED:
+            raise TrainingError("another rank could not go on; its message says why")
+        return None if flag == STOP else batch
+
+    def _count_unreadable(self, names: list[str]) -> None:
+        for text in names:
+            self.unreadable += 1
+            logger.warning("replaced by the next image (%d of at most %d): %s", self.unreadable, self.config.max_unreadable, text)
+        if self.unreadable > self.config.max_unreadable:
+            raise InputError(f"{self.unreadable} images could not be read, more than max_unreadable {self.config.max_unreadable}; the last: {names[-1]}")
+
+    def _learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            result = self.learner.train_step(images, labels, self.step, self.total)
+        except torch.OutOfMemoryError:
+            raise TrainingError(self._out_of_memory(images, labels)) from None
         self.step += 1
-        if self.ema:
-            self.ema.update(self.model, step=self.step)
-        return loss, correct
+        return result
+
+    def _out_of_memory(self, images: Tensor, labels: Tensor) -> str:
+        """What ran out, and what would fit, by trying."""
+        parts = self.learner.micro_batches_that_fit(images, labels) if self.ranks.world == 1 else None
+        size = -(-len(images) // self.config.accumulate)
+        advice = "a smaller model, image or batch may fit"
+        if parts:
+            advice = f"--set accumulate={parts} fits, {-(-len(images) // parts)} at once, with the same result"
+        elif self.ranks.world > 1:
+            advice = f"--set accumulate={2 * self.config.accumulate} halves what a device holds, with the same result"
+        return f"out of memory in step {self.step + 1} with {size} images at once on a device; {advice}; {self._kept()}"
+
+    def _kept(self) -> str:
+        kept = state.find_checkpoint(self.run)
+        return f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+
+    def _check(self, losses: list[float]) -> None:
+        """Raises TrainingError naming the first step whose loss is not a number."""
+        bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), None)
+        if bad is None:
+            return
+        step, size = self.step - len(losses) + bad, self.config.batch_size
+        epoch, offset = divmod(step * size, max(1, self.data.train_length))
+        raise TrainingError(
+            f"the loss of step {step + 1} is {losses[bad]} (epoch {epoch}, images {offset} to {offset + size - 1} of its order); {self._kept()}; "
+            "a lower --lr, a longer warm-up or --set clip_norm=1 may help"
+        )
 
     # ---- the run
 
-    def _check(self, losses: list[Tensor]) -> None:
-        """Raises TrainingError naming the first step whose loss is not a number."""
-        values = torch.stack(losses).tolist()
-        bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-        if bad is None:
-            return
-        step, size = self.step - len(values) + bad, self.config.batch_size
-        epoch, offset = divmod(step * size, max(1, self.data.train_length))
-        kept = state.find_checkpoint(self.run)
-        raise TrainingError(
-            f"the loss of step {step + 1} is {values[bad]} (epoch {epoch}, images {offset} to {offset + size - 1} of its order); "
-            + (f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet")
-            + "; a lower --lr, a longer warm-up or --set clip_norm=1 may help"
-        )
-
-    def fit(self) -> dict:
-        """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
-        config = self.config
-        if self.step >= self.total:
-            return self._finish(evaluate(self._eval_model, self.data, self.device, self.dtype), 0.0, 0.0)
+    def _prepare_folder(self) -> None:
         if not self.checkpoint:
             shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
             shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
         self.run.mkdir(parents=True, exist_ok=True)
         (self.run / "summary.json").unlink(missing_ok=True)
-        write_text(self.run / "config.yaml", yaml.safe_dump(as_plain(config), sort_keys=False))
+        write_text(self.run / "config.yaml", yaml.safe_dump(as_plain(self.config), sort_keys=False))
+
+    def fit(self) -> dict:
+        """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
+        config, meter = self.config, Meter()
+        if self.step >= self.total:
+            return self._finish(self.evaluate(), meter)
+        if self.ranks.first:
+            self._prepare_folder()
+        self.ranks.wait()
         per_epoch = self.data.train_length / config.batch_size
         eval_every = config.eval_every or max(1, round(max(per_epoch, self.total / 20)))
         save_every = config.save_every or eval_every
-        metrics, progress = Metrics(self.run, self.step), Progress(config.task, self.step, self.total)
-        meter, losses, corrects, result, stopping = Meter(), [], [], None, False
-        self.model.train()
+        metrics, progress = Metrics(self.run if self.ranks.first else None, self.step), Progress(config.task, self.step, self.total, self.ranks.first)
+        window, result, stopping = [], None, False
+        self.learner.model.train()
         try:
             with Stopper() as stopper:
                 batches = iter(self.data.train_batches(self.step, self.total))
                 while self.step < self.total and not stopping:
-                    loss, correct = self.train_step(*meter.next(batches))
-                    losses.append(loss)
-                    corrects.append(correct)
-                    final, stopping = self.step == self.total, stopper.wanted
-                    evaluating = final or self.step % eval_every == 0
-                    saving = final or stopping or self.step % save_every == 0
+                    batch = self._next(batches, meter, stopper)
+                    stopping = batch is None
+                    if batch:
+                        window.append(torch.stack(self._learn(*batch[:2])))
+                    final = self.step == self.total
+                    evaluating = batch is not None and (final or self.step % eval_every == 0)
+                    saving = stopping or final or self.step % save_every == 0
                     if not (evaluating or saving or self.step % config.log_every == 0):
                         progress.step(self.step)
                         continue
-                    self._check(losses)
-                    seen = len(losses) * config.batch_size
-                    speed, epoch = meter.end_window(seen), round(self.step / per_epoch, 4)
-                    mean, share = torch.stack(losses).mean().item(), torch.stack(corrects).sum().item() / seen
-                    losses, corrects = [], []
-                    rate = self.optimizer.param_groups[0]["lr"]
-                    metrics.write(step=self.step, epoch=epoch, split="train", loss=mean, accuracy=share, lr=rate, images_per_second=speed)
-                    progress.step(self.step, f"loss {mean:.3f}, {speed:,.0f} images/s, {meter.waiting_share:.0%} waiting for data")
+                    epoch = round(self.step / per_epoch, 4)
+                    if window:
+                        losses, correct = self.ranks.sum(torch.stack(window)).double().unbind(1)
+                        self._check(losses.tolist())
+                        seen = len(window) * config.batch_size
+                        window, speed, rate = [], meter.end_window(seen), self.learner.rate
+                        row = dict(loss=losses.mean().item(), accuracy=correct.sum().item() / seen, lr=rate, images_per_second=speed)
+                        metrics.write(step=self.step, epoch=epoch, split="train", **row, waiting_for_data=round(meter.waiting_share, 4))
+                        progress.step(self.step, f"loss {row['loss']:.3f}, {speed:,.0f} images/s, {meter.waiting_share:.0%} waiting for data")
                     if evaluating:
-                        result = evaluate(self._eval_model, self.data, self.device, self.dtype)
+                        result = self.evaluate()
                         metrics.write(step=self.step, epoch=epoch, split="val", loss=result["loss"], accuracy=result["accuracy"])
                         progress.say(f"epoch {epoch:.1f}: validation accuracy {result['accuracy']:.4f}, loss {result['loss']:.4f}")
                     if saving:
@@ -248,13 +241,9 @@ class Trainer:
         if self.step < self.total:
             logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
             return dict(finished=False, step=self.step, steps=self.total)
-        return self._finish(result, meter.speed, meter.waiting_share)
+        return self._finish(result, meter)
 
-    @property
-    def _eval_model(self) -> ViT:
-        return self.ema.module if self.ema else self.model
-
-    def _finish(self, result: dict, speed: float, waiting: float) -> dict:
+    def _finish(self, result: dict, meter: Meter) -> dict:
         summary = dict(
             finished=True,
             task=self.config.task,
@@ -263,17 +252,20 @@ class Trainer:
             loss=result["loss"],
             steps=self.step,
             epochs=round(self.step * self.config.batch_size / self.data.train_length, 4),
-            images_per_second=round(speed, 1),
-            waiting_for_data=round(waiting, 4),
+            images_per_second=round(meter.speed, 1),
+            waiting_for_data=round(meter.waiting_share, 4),
             seconds=round(self.seconds, 2),
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            ranks=self.ranks.world,
             precision=str(self.dtype or torch.float32).removeprefix("torch."),
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=sum(p.numel() for p in self.learner.model.parameters()),
             classes=len(self.data.classes),
             train_images=self.data.train_length,
             val_images=result["images"],
+            unreadable_images=self.unreadable,
         )
-        write_summary(self.run, summary)
+        if self.ranks.first:
+            write_summary(self.run, summary)
         return summary
 
 

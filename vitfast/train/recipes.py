@@ -72,10 +72,14 @@ class Config(Recipe):
     eval_every: int | None = None  # steps; default: at most 20 times, at the ends of epochs
     log_every: int = 10
     save_every: int | None = None  # steps; default: at each evaluation
+    parallel: str = "ddp"  # under torchrun: ddp | fsdp (parameters, gradients and optimiser state sharded by block)
+    max_unreadable: int = 100  # training images that may be replaced because they cannot be read, before the run stops
 
 
 # What another value of does not change the course of a run that is continued.
-RUN_ONLY = frozenset({"output", "device", "compile", "workers", "eval_batch_size", "eval_every", "log_every", "save_every", "data_dir"})
+RUN_ONLY = frozenset(
+    {"output", "device", "compile", "workers", "eval_batch_size", "eval_every", "log_every", "save_every", "data_dir", "parallel", "max_unreadable"}
+)
 
 _PAPER_PRETRAIN = dict(optimizer="adamw", betas=(0.9, 0.999), batch_size=4096, warmup_steps=10_000, img_size=224, hidden_head=True, weight_init="jax")
 _PAPER_FINETUNE = dict(optimizer="sgd", momentum=0.9, lr_decay="cosine", batch_size=512, clip_norm=1.0, img_size=384, warmup_steps=500, crop_scale=(0.05, 1.0))
@@ -229,6 +233,7 @@ _CHOICES = dict(
     optimizer=("adamw", "sgd"),
     lr_decay=("cosine", "linear", "constant"),
     objective=("softmax", "sigmoid"),
+    parallel=("ddp", "fsdp"),
     amp=("auto", "bf16", "fp16", "none"),
 )
 _POSITIVE = ("img_size", "batch_size", "accumulate", "lr", "eval_batch_size", "log_every", "epochs", "steps", "save_every", "eval_every", "clip_norm")
@@ -247,7 +252,3 @@ def _check(config: Config) -> None:
             raise InputError(f"{field} must lie in [0, 1), got {getattr(config, field)}")
     if config.epochs is None and config.steps is None:
         raise InputError("the run has no length: give --epochs or --steps")
-    if (config.mixup or config.cutmix) and config.batch_size // config.accumulate % 2:
-        raise InputError(f"mixup and cutmix pair up images: batch_size / accumulate must be even, got {config.batch_size} / {config.accumulate}")
-    if config.batch_size % config.accumulate:
-        raise InputError(f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate}")

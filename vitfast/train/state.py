@@ -58,13 +58,17 @@ def save_checkpoint(run: Path, step: int, model, state: dict) -> Path:
     folder = run / "checkpoints"
     final, work = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
     shutil.rmtree(work, ignore_errors=True)
-    (work / "state").mkdir(parents=True)
-    model.save_pretrained(work)
-    tensors: dict[str, Tensor] = {}
-    structure = _flatten({**state, "step": step}, "state", tensors)
-    save_file(tensors, work / "state" / "state.safetensors")
-    (work / "state" / "state.json").write_text(json.dumps(structure))
-    _sync(work)
+    try:
+        (work / "state").mkdir(parents=True)
+        model.save_pretrained(work)
+        tensors: dict[str, Tensor] = {}
+        structure = _flatten({**state, "step": step}, "state", tensors)
+        save_file(tensors, work / "state" / "state.safetensors")
+        (work / "state" / "state.json").write_text(json.dumps(structure))
+        _sync(work)
+    except BaseException:  # a full disk: the room goes back, and the last checkpoint stays
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     if final.exists() and not (folder / "last").exists():
         shutil.rmtree(final)
     if final.exists():  # the same step was saved before the run was cut off: its bytes are the same

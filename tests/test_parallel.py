@@ -1,0 +1,121 @@
+"""Several processes are the same run: gloo ranks on one machine against one process, DDP and FSDP2, and back again."""
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checks import assert_close
+from safetensors.torch import load_file
+
+from vitfast.train import state
+from vitfast.train.data import PADDING, StreamSampler, open_data
+from vitfast.train.loop import Trainer, TrainingError, train
+from vitfast.train.parallel import FAILED, Ranks
+from vitfast.train.recipes import resolve
+
+# 35 images a step are 18 and 17 on two ranks, each in two micro-batches: nothing divides.
+COMMON = dict(recipe="digits", data="digits", device="cpu", steps=6, batch_size=35, accumulate=2, clip_norm=0.1, log_every=2, save_every=3, warmup_steps=2)
+
+
+def config(output: Path, **fields):
+    return resolve("pretrain", dict(COMMON, output=str(output), **fields))
+
+
+def start(output: Path, ranks: int = 2, torchrun: bool = False, **fields) -> list[subprocess.Popen]:
+    """`vitfast pretrain` with these settings on some ranks: by torchrun, or, quicker, started here as torchrun starts them."""
+    settings = [f"{k}={v}" for k, v in {**COMMON, **fields}.items() if k not in ("recipe", "data", "device")]
+    command = ["-m", "vitfast", "pretrain", "--recipe", "digits", "--data", "digits", "--device", "cpu", "--output", str(output), "--set", *settings]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    launches = [(env | dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=port), command) for r in range(ranks)]
+    if torchrun:
+        launches = [(env, ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port, *command])]
+    return [subprocess.Popen([sys.executable, *c], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=e) for e, c in launches]
+
+
+def done(processes: list[subprocess.Popen], code: int = 0) -> list[str]:
+    """What each process said, once all have ended with this exit code."""
+    said = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), said
+    return [out + err for out, err in said]
+
+
+def tensors(run: Path) -> dict:
+    return load_file(run / "checkpoints" / "last" / "state" / "state.safetensors")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The run in one process."""
+    run = tmp_path_factory.mktemp("one")
+    train(config(run, ema_decay=0.9))
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_equal_one_process(one, tmp_path, parallel):
+    """DDP from the start; FSDP2 from step 3 of one process, whose whole state it shards."""
+    run = tmp_path / "two"
+    if parallel == "fsdp":
+        train(config(run, ema_decay=0.9, steps=3))
+    said = done(start(run, torchrun=parallel == "ddp", parallel=parallel, ema_decay=0.9))
+    assert sum(text.count("\naccuracy ") + text.startswith("accuracy ") for text in said) == 1  # one rank speaks
+    a, b = tensors(one), tensors(run)
+    assert a.keys() == b.keys()
+    for name, value in a.items():  # fp32 rounding, of which Adam's division makes the most
+        assert_close(b[name], value, atol=2e-5, rtol=1e-4, name=name)
+    rows = [[r for r in csv.DictReader(open(r / "metrics.csv")) if r["split"] == "train"] for r in (one, run)]
+    assert [r["step"] for r in rows[0]] == [r["step"] for r in rows[1]] == ["2", "3", "4", "6"]
+    for mine, theirs in zip(*rows):
+        assert float(mine["loss"]) == pytest.approx(float(theirs["loss"]), abs=1e-5) and mine["accuracy"] == theirs["accuracy"]
+    summary, alone = (json.loads((r / "summary.json").read_text()) for r in (run, one))
+    assert summary["ranks"] == 2 and summary["val_images"] == alone["val_images"] == 360 and summary["parameters"] == alone["parameters"]
+    assert summary["accuracy"] == alone["accuracy"] and summary["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
+    run = tmp_path / "run"
+    processes = start(run, steps=4000, save_every=2)
+    end = time.time() + 120
+    while not (run / "checkpoints" / "last").exists():
+        assert time.time() < end and all(p.poll() is None for p in processes)
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)
+    said = done(processes)
+    step = state.load_state(run / "checkpoints" / "last")["step"]
+    assert f"stopped at step {step} of 4000" in said[0] and step >= 2 and not (run / "summary.json").exists()
+
+
+def test_an_error_of_one_rank_stops_all(tmp_path, monkeypatch):
+    """The flag that ranks exchange before every step: here the other rank has failed."""
+    trainer = Trainer(config(tmp_path / "run"))
+    monkeypatch.setattr(Ranks, "agree", lambda self, flag: FAILED)
+    with pytest.raises(TrainingError, match="another rank could not go on"):
+        trainer.fit()
+
+
+def test_ranks_share_the_stream_and_the_validation_set():
+    whole = [batch for batch in StreamSampler(50, 7, seed=3, start=2, stop=20)]
+    parts = [list(StreamSampler(50, 7, 3, 2, 20, Ranks(rank, 3))) for rank in range(3)]
+    assert [sum(batches, []) for batches in zip(*parts)] == whole and {len(b) for p in parts for b in p} == {2, 3}
+    seen, counts = [], []
+    for rank in range(7):
+        data = open_data(config(Path("unused"), eval_batch_size=16), (32, 32), (8, 8), torch.device("cpu"), Ranks(rank, 7))
+        batches = list(data.eval_batches())
+        counts.append([len(b[1]) for b in batches])
+        seen += [label for _, labels in batches for label in labels.tolist()]
+    assert len({tuple(c) for c in counts}) == 1  # sharded models need every rank in every forward pass
+    assert seen.count(PADDING) == 7 * 52 - 360
+    assert sorted(s for s in seen if s != PADDING) == sorted(data.val.labels)
