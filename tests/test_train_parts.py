@@ -114,7 +114,7 @@ def test_settings_layer_over_each_other():
     assert config.model == "Nano/8" and config.task == "pretrain"
     assert resolve("pretrain", dict(recipe="digits", steps=5)).epochs is None
     assert resolve("pretrain", dict(recipe="finetune/cifar10", epochs=2)).steps is None
-    assert resolve("finetune", dict(data="digits")).name == "finetune/digits" and resolve("pretrain", dict(data="x")).name == "vit/imagenet"
+    assert resolve("finetune", dict(data="digits")).name == "finetune/digits" and resolve("pretrain", dict(data="x")).name == "vit-b16/imagenet"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_settings_layer_over_each_other():
         (dict(recipe="digits", steps=0), "steps must be positive"),
         (dict(recipe="digits", optimizer="lion"), "optimizer must be one of adamw, sgd"),
         (dict(recipe="digits", dropout=1.5), r"dropout must lie in \[0, 1\)"),
-        (dict(recipe="digits", batch_size=10, accumulate=4), "multiple of accumulate"),
+        (dict(recipe="digits", objective="masked", mixup=0.5), "masked patch prediction takes its targets from the images"),
         (dict(recipe="digits", epochs="none"), "the run has no length"),
     ],
     ids=str,

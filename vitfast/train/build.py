@@ -1,13 +1,24 @@
 """From a Config to the things a run is made of: device, model, data. Nothing is written here."""
 
-import torch
+import json
+from functools import partial
+from pathlib import Path
 
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.layers import StdConv2d
+from timm.models.resnetv2 import ResNetV2
+from torch import nn
+
+from .. import ref
 from ..errors import InputError
 from ..layers import pair
 from ..model import ViT, preset
 from .data import ONE, Data, open_data, seed_everything
+from .masked import MaskedPatches
 from .parallel import Ranks
-from .recipes import Config
+from .settings import Config
 
 
 def choose_device(name: str) -> torch.device:
@@ -27,6 +38,55 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}[name]
 
 
+# BiT ResNets of the scaling study: units per stage, width factor.
+RESNETS = {
+    "R50x1": ((3, 4, 6, 3), 1),
+    "R50x2": ((3, 4, 6, 3), 2),
+    "R101x1": ((3, 4, 23, 3), 1),
+    "R152x1": ((3, 8, 36, 3), 1),
+    "R152x2": ((3, 8, 36, 3), 2),
+    "R200x3": ((3, 24, 36, 3), 3),
+}
+TIMM = "timm:"
+
+
+def is_baseline(name: str) -> bool:
+    """Whether a model's name is not one of our ViTs: a BiT ResNet, or timm:NAME."""
+    return name in RESNETS or name.startswith(TIMM)
+
+
+def baseline(name: str, num_classes: int, **arguments) -> nn.Module:
+    """A model of timm that trains in the same loop: takes raw uint8 images too (`mean`, `std`), and saves itself as timm reads it."""
+    if name in RESNETS:
+        layers, width = RESNETS[name]
+        model = ResNetV2(layers, num_classes=num_classes, width_factor=width, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8))
+        architecture = f"resnetv2_{name[1:].lower()}_bit"
+    else:
+        architecture = name.removeprefix(TIMM)
+        try:
+            model = timm.create_model(architecture, num_classes=num_classes, **arguments)
+        except (RuntimeError, TypeError, ValueError) as error:
+            near = timm.list_models(f"*{architecture.split('.')[0][:8]}*")[:3]
+            raise InputError(f"timm cannot build {architecture!r} ({str(error).splitlines()[0]}){'; near: ' + ', '.join(near) if near else ''}") from None
+    told = getattr(model, "pretrained_cfg", None) or {}
+    model.mean, model.std = tuple(told.get("mean", (0.5,) * 3)), tuple(told.get("std", (0.5,) * 3))
+    model.register_forward_pre_hook(_normalize_raw)
+    model.save_pretrained = partial(_save_baseline, model, architecture)
+    return model
+
+
+def _normalize_raw(model: nn.Module, args: tuple) -> tuple | None:
+    images = args[0]
+    return (ref.normalize(images, model.mean, model.std, torch.float32), *args[1:]) if images.dtype == torch.uint8 else None
+
+
+def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
+    """model.safetensors, and config.json as timm's hub files have it."""
+    save_file({k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}, Path(folder) / "model.safetensors")
+    config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=dict(mean=model.mean, std=model.std))
+    (Path(folder) / "config.json").write_text(json.dumps(config, indent=2))
+
+
 def model_arguments(config: Config) -> dict:
     """Constructor arguments that the recipe decides, apart from the preset's own."""
     arguments = dict(
@@ -43,14 +103,31 @@ def model_arguments(config: Config) -> dict:
         global_pool=config.global_pool,
         class_token=config.global_pool == "token",
         pos_embed=config.pos_embed,
+        **({} if config.pos_embed_at == "stem" else dict(pos_embed_at=config.pos_embed_at)),
         head_init_bias=config.head_init_bias,
         weight_init=config.weight_init,
     )
 
 
-def build(config: Config, device: torch.device, ranks: Ranks = ONE) -> tuple[ViT, Data]:
-    """The model at its start and the data, every input checked. Raises InputError."""
+def build(config: Config, device: torch.device, ranks: Ranks = ONE) -> tuple[nn.Module, Data]:
+    """The network at its start and the data, every input checked. Raises InputError."""
     seed_everything(config.seed)
+    if is_baseline(config.model):
+        return _build_baseline(config, device, ranks)
+    model, data = _build_vit(config, device, ranks)
+    if config.objective == "masked":
+        model = MaskedPatches(model, config.mask_target, config.mask_share).to(device)
+    return model, data
+
+
+def _build_baseline(config: Config, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Data]:
+    if config.weights:
+        raise InputError(f"--weights are read for ViTs only; {config.model} starts from scratch, or from timm's own with a name timm knows as pretrained")
+    data = open_data(config, pair(config.img_size), (1, 1), device, ranks)
+    return baseline(config.model, len(data.classes)).to(device), data
+
+
+def _build_vit(config: Config, device: torch.device, ranks: Ranks) -> tuple[ViT, Data]:
     if config.weights:
         model = ViT.from_pretrained(config.weights, **model_arguments(config))
         data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, device, ranks)

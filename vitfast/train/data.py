@@ -14,11 +14,12 @@ import torch
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.transforms import RandomErasing
 
 from ..errors import InputError
 from .parallel import Ranks
-from .recipes import Config
-from .sources import Shards, Synthetic, open_sources
+from .settings import Config
+from .sources import Part, Shards, labels_of, open_sources, split_by_class
 
 Batch = tuple[Tensor, Tensor, list[str]]  # uint8 (B, C, H, W), int64 (B,), what could not be read and was replaced
 ONE = Ranks()
@@ -202,6 +203,38 @@ def default_workers(config: Config) -> int:
     return 0 if config.data in ("digits", "synthetic") else min(8, len(os.sched_getaffinity(0)))
 
 
+class Erase:
+    """Random erasing (Zhong et al., 2017) of a uint8 (C, H, W) image: a rectangle becomes noise around the middle grey."""
+
+    def __init__(self, share: float):
+        self.share = share
+
+    def __call__(self, image: Tensor) -> Tensor:
+        if random.random() >= self.share:
+            return image
+        top, left, height, width, _ = RandomErasing.get_params(image, scale=(0.02, 1 / 3), ratio=(0.3, 3.3), value=[0.0])
+        image = image.clone()
+        image[:, top : top + height, left : left + width] = torch.randn(len(image), height, width).mul(64).add(127.5).clamp(0, 255)
+        return image
+
+
+def select(config: Config, train, val):
+    """The parts of a data set that the settings name: `hold_out` validates on training images, `shots` and `train_images` train on fewer."""
+    if not (config.hold_out or config.shots or config.train_images):
+        return train, val
+    if isinstance(train, Shards):
+        raise InputError(f"hold_out, shots and train_images need a data set that is read by index; {config.data!r} is read in order")
+    if config.hold_out:
+        held, kept = split_by_class(labels_of(train), lambda n: max(1, round(n * config.hold_out)), 0)
+        train, val = Part(train, kept), Part(train, held)
+    if config.shots:
+        train = Part(train, split_by_class(labels_of(train), lambda n: config.shots, mix_seed(config.seed, 1))[0])
+    if config.train_images and config.train_images < len(train):
+        generator = torch.Generator().manual_seed(mix_seed(config.seed, 2))
+        train = Part(train, sorted(torch.randperm(len(train), generator=generator)[: config.train_images].tolist()))
+    return train, val
+
+
 def transforms(config: Config, img_size: tuple[int, int]):
     """timm's training and evaluation transforms, ending in uint8 (C, H, W): the model normalises."""
     train = create_transform(
@@ -215,15 +248,17 @@ def transforms(config: Config, img_size: tuple[int, int]):
         auto_augment=config.auto_augment or None,
         interpolation="bicubic",
     )
+    if config.random_erasing:
+        train.transforms.append(Erase(config.random_erasing))
     evaluate = create_transform((3, *img_size), is_training=False, use_prefetcher=True, interpolation="bicubic", crop_pct=1.0)
     return train, evaluate
 
 
 def open_data(config: Config, img_size: tuple[int, int], patch_size: tuple[int, int], device: torch.device, ranks: Ranks = ONE) -> Data:
     """The data of a run, checked as far as it can be before anything is written. Raises InputError."""
-    train, val = open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
+    train, val = select(config, *open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed))
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
-    chain = (None, None) if isinstance(train, Synthetic) else transforms(config, img_size)
+    chain = (None, None) if getattr(train, "transformed", False) else transforms(config, img_size)
     return Data(config, train, val, *chain, classes, default_workers(config), device.type == "cuda", ranks)

@@ -14,7 +14,7 @@ from .data import seed_everything
 from .objectives import OBJECTIVES
 from .optim import learning_rate, make_optimizer
 from .parallel import Ranks, data_parallel, load_model, load_optimizer, reducing, shard, whole
-from .recipes import Config
+from .settings import Config
 
 
 class Learner:

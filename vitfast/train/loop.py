@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import state
-from .build import autocast_dtype, build, choose_device
+from .build import autocast_dtype, build, choose_device, is_baseline
 from .evaluate import evaluate
 from .learner import Learner
 from .log import Meter, Metrics, Progress, write_summary, write_text
+from .masked import evaluate_masked
 from .parallel import FAILED, GO, STOP, join
 from .recipes import RUN_ONLY, Config, as_plain
 
@@ -63,7 +64,7 @@ def _changed(config: Config, run: Path) -> None:
     if not path.exists():
         return
     saved, now = yaml.safe_load(path.read_text()), as_plain(config)
-    other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and saved.get(k) != now[k]]
+    other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and k in saved and saved[k] != now[k]]
     if other:
         shown = "; ".join(f"{k}: {saved.get(k)} there, {now[k]} now" for k in other[:3])
         raise InputError(f"{run} holds a run with other settings ({shown}); choose another --output, or --resume never to start it again")
@@ -97,7 +98,8 @@ class Trainer:
         self.ranks, self.device = join(choose_device(config.device))
         self.dtype = autocast_dtype(config, self.device)
         self.checkpoint = find_start(config, resume)
-        source = dataclasses.replace(config, weights=str(self.checkpoint), task="pretrain") if self.checkpoint else config
+        weights = "" if is_baseline(config.model) else str(self.checkpoint)
+        source = dataclasses.replace(config, weights=weights, task="pretrain") if self.checkpoint else config
         model, data = build(source, self.device, self.ranks)
         self.data = dataclasses.replace(data, config=config)
         self.total = total_steps(config, self.data.train_length)
@@ -119,6 +121,8 @@ class Trainer:
 
     def evaluate(self) -> dict:
         """The validation set, with what would be kept."""
+        if self.learner.masked:
+            return evaluate_masked(self.learner.trained, self.data, self.device, self.dtype)
         return evaluate(self.learner.trained, self.data, self.device, self.dtype)
 
     # ---- what can go wrong
@@ -248,7 +252,7 @@ class Trainer:
             finished=True,
             task=self.config.task,
             accuracy=result["accuracy"],
-            top5=result["top5"],
+            top5=result.get("top5"),
             loss=result["loss"],
             steps=self.step,
             epochs=round(self.step * self.config.batch_size / self.data.train_length, 4),

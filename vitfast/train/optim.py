@@ -3,25 +3,32 @@
 import math
 
 import torch
+from timm.optim import Lamb, param_groups_layer_decay
 from torch import nn
 
-from .recipes import Config
+from .settings import Config
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
     """The rate of optimiser step `step` (from 0) of `total`: linear warm-up, then cosine or linear decay to lr_end, or none."""
+    top = config.lr * (config.batch_size / config.scale_lr if config.scale_lr else 1)
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return top * (step + 1) / config.warmup_steps
     if config.lr_decay == "constant":
-        return config.lr
+        return top
     progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_decay == "cosine" else 1 - progress
-    return config.lr_end + (config.lr - config.lr_end) * remaining
+    return config.lr_end + (top - config.lr_end) * remaining
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out."""
-    spared = model.no_weight_decay()
+def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict]:
+    """Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out.
+
+    With `layer_decay` the rate of each layer is that times the next one's, the head's is whole (`lr_scale` of the groups; timm's rule).
+    """
+    spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+    if layer_decay:
+        return param_groups_layer_decay(model, weight_decay, no_weight_decay_list=spared, layer_decay=layer_decay)
     kernels, rest = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -30,9 +37,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD, fused where the device has it."""
-    groups = parameter_groups(model, config.weight_decay)
+    """torch's AdamW or SGD, fused where the device has it; timm's LAMB."""
+    groups = parameter_groups(model, config.weight_decay, config.layer_decay)
     fused = next(model.parameters()).is_cuda
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+    if config.optimizer == "lamb":
+        return Lamb(groups, lr=config.lr, betas=config.betas)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)

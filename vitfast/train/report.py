@@ -1,41 +1,27 @@
 """report.html of the demo: one file that opens offline, with its figures inside."""
 
-import base64
 import html
-import io
 from pathlib import Path
 
-import matplotlib
+import numpy as np
+import torch
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+from ..figures import STYLE, as_png, draw_attention, draw_similarity, embed
+from ..inspect import attention_rollout, position_similarity
+from ..model import ViT
+from .build import choose_device
+from .data import open_data
+from .log import read_metrics, write_text
+from .recipes import resolve
 
-from ..inspect import attention_rollout, position_similarity  # noqa: E402
-from ..model import ViT  # noqa: E402
-from .build import choose_device  # noqa: E402
-from .data import open_data  # noqa: E402
-from .log import read_metrics, write_text  # noqa: E402
-from .recipes import resolve  # noqa: E402
-
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a}
-h1{margin-bottom:0}h2{margin-top:2.5rem}img{max-width:100%}table{border-collapse:collapse}td,th{padding:.25rem .9rem .25rem 0;text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}p.small{color:#666}"""
 BLUE, ORANGE = "#3366aa", "#dd7722"
 
 
-def _embed(figure: plt.Figure, alt: str) -> str:
-    """A figure as an <img> that holds its own bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-    plt.close(figure)
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
-
-
-def draw_curves(runs: dict[str, list[dict]]) -> plt.Figure:
+def draw_curves(runs: dict[str, list[dict]]) -> Figure:
     """Loss and accuracy of each run against its epochs."""
-    figure, axes = plt.subplots(2, len(runs), figsize=(10, 5.5), squeeze=False, sharex="col")
+    figure = Figure(figsize=(10, 5.5))
+    axes = figure.subplots(2, len(runs), squeeze=False, sharex="col")
     for column, (name, rows) in enumerate(runs.items()):
         for row, key in enumerate(("loss", "accuracy")):
             axis = axes[row][column]
@@ -50,9 +36,10 @@ def draw_curves(runs: dict[str, list[dict]]) -> plt.Figure:
     return figure
 
 
-def draw_predictions(images: np.ndarray, labels: list[int], predicted: list[int], classes: list[str]) -> plt.Figure:
+def draw_predictions(images: np.ndarray, labels: list[int], predicted: list[int], classes: list[str]) -> Figure:
     """Pictures with what the model says; wrong ones in orange with the truth."""
-    figure, axes = plt.subplots(3, 8, figsize=(10, 4.4))
+    figure = Figure(figsize=(10, 4.4))
+    axes = figure.subplots(3, 8)
     for axis, image, label, guess in zip(axes.flat, images, labels, predicted):
         axis.imshow(image.transpose(1, 2, 0))
         right = label == guess
@@ -62,29 +49,8 @@ def draw_predictions(images: np.ndarray, labels: list[int], predicted: list[int]
     return figure
 
 
-def draw_attention(images: np.ndarray, maps: np.ndarray) -> plt.Figure:
-    """Pictures above the attention that reaches the output from each of their patches."""
-    figure, axes = plt.subplots(2, len(images), figsize=(10, 2.8))
-    for column, (image, weights) in enumerate(zip(images, maps)):
-        axes[0][column].imshow(image.transpose(1, 2, 0))
-        axes[1][column].imshow(image.mean(0), cmap="gray")
-        axes[1][column].imshow(weights, cmap="inferno", alpha=0.65, extent=(0, image.shape[2], image.shape[1], 0), interpolation="bicubic")
-    for axis in axes.flat:
-        axis.axis("off")
-    return figure
-
-
-def draw_similarity(similarity: np.ndarray) -> plt.Figure:
-    """A grid of grids: the tile of each patch shows its position's cosine similarity to all others."""
-    rows, columns = similarity.shape[:2]
-    figure, axes = plt.subplots(rows, columns, figsize=(5.4, 5.4 * rows / columns))
-    for row in range(rows):
-        for column in range(columns):
-            picture = axes[row][column].imshow(similarity[row, column], vmin=-1, vmax=1)
-            axes[row][column].set_xticks([])
-            axes[row][column].set_yticks([])
-    figure.colorbar(picture, ax=axes, shrink=0.7, label="cosine similarity")
-    return figure
+def _image(figure: Figure, alt: str) -> str:
+    return embed(as_png(figure), alt)
 
 
 @torch.no_grad()
@@ -102,10 +68,10 @@ def write_report(output: Path, summary: dict) -> Path:
     eight = images[:8]
     runs = {name: read_metrics(output / name) for name in ("pretrain", "finetune")}
     figures = dict(
-        curves=_embed(draw_curves(runs), "loss and accuracy against epochs"),
-        predictions=_embed(draw_predictions(images[shown].numpy(), labels[shown].tolist(), predicted[shown].tolist(), data.classes), "test images"),
-        attention=_embed(draw_attention(eight.numpy(), attention_rollout(model, eight).numpy()), "attention maps"),
-        similarity=_embed(draw_similarity(position_similarity(model).numpy()), "similarity of position embeddings"),
+        curves=_image(draw_curves(runs), "loss and accuracy against epochs"),
+        predictions=_image(draw_predictions(images[shown].numpy(), labels[shown].tolist(), predicted[shown].tolist(), data.classes), "test images"),
+        attention=_image(draw_attention(eight.numpy(), attention_rollout(model, eight).numpy()), "attention maps"),
+        similarity=_image(draw_similarity(position_similarity(model).numpy()), "similarity of position embeddings"),
     )
     facts = (
         ("test accuracy after pre-training", f"{summary['pretrain_accuracy']:.4f}"),

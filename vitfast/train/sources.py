@@ -100,6 +100,50 @@ class Files:
             raise InputError(f"{self.name(index)} is a broken image ({error}); remove or replace it") from None
 
 
+class Part:
+    """Some images of a map-style source."""
+
+    def __init__(self, source, indices: list[int]):
+        self.source, self.indices, self.classes = source, indices, source.classes
+        self.transformed = getattr(source, "transformed", False)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int):
+        return self.source[self.indices[index]]
+
+    def name(self, index: int) -> str:
+        return self.source.name(self.indices[index])
+
+
+def labels_of(source) -> list[int]:
+    """The class of each image of a map-style source; images are read only where it has no list of them."""
+    if isinstance(source, Part):
+        known = labels_of(source.source)
+        return [known[i] for i in source.indices]
+    if isinstance(source, Digits):
+        return source.labels
+    if isinstance(source, Files):
+        return [source.reader.samples[i][1] for i in source.indices]
+    targets = getattr(getattr(source, "dataset", None), "targets", None)
+    return [int(t) for t in targets] if targets is not None else [source[i][1] for i in range(len(source))]
+
+
+def split_by_class(labels: list[int], count, seed: int) -> tuple[list[int], list[int]]:
+    """(chosen, rest): of every class with n images a fixed random count(n) are chosen."""
+    by_class: dict[int, list[int]] = {}
+    for index, label in enumerate(labels):
+        by_class.setdefault(label, []).append(index)
+    chosen, rest = [], []
+    for _, indices in sorted(by_class.items()):
+        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed)).tolist()
+        number = count(len(indices))
+        chosen += [indices[i] for i in order[:number]]
+        rest += [indices[i] for i in order[number:]]
+    return sorted(chosen), sorted(rest)
+
+
 class Named:
     """A map-style data set of timm's factory (torchvision, Hugging Face datasets)."""
 
@@ -136,16 +180,8 @@ def _reader(folder: Path) -> ReaderImageFolder:
 
 def _held_out(reader: ReaderImageFolder) -> tuple[list[int], list[int]]:
     """Indices to train on and to validate on: a fixed tenth of every class, at least one image where a class has two."""
-    by_class: dict[int, list[int]] = {}
-    for index, (_, label) in enumerate(reader.samples):
-        by_class.setdefault(label, []).append(index)
-    train, val = [], []
-    for _, indices in sorted(by_class.items()):
-        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(0)).tolist()
-        count = max(round(len(indices) * HELD_OUT), int(len(indices) > 1))
-        val += [indices[i] for i in order[:count]]
-        train += [indices[i] for i in order[count:]]
-    return sorted(train), sorted(val)
+    val, train = split_by_class([label for _, label in reader.samples], lambda n: max(round(n * HELD_OUT), int(n > 1)), 0)
+    return train, val
 
 
 def _folder(root: Path, min_size: tuple[int, int]) -> tuple[Files, Files]:

@@ -1,0 +1,181 @@
+"""Masked patch prediction, the self-supervised objective of the ViT paper (4.6, B.1.2).
+
+A share of the patch embeddings is corrupted as BERT does with words: 80 % become a learnable [mask], 10 % the embedding of another
+patch, 10 % stay as they are. Prefix tokens and positions are added afterwards (the paper corrupts "patch embeddings", to which its Eq. 1
+adds the positions), so a corrupted patch still knows its place. The output of every corrupted patch predicts what was there.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ref
+from ..errors import InputError, unknown
+from ..model import ViT
+from .data import PADDING, Data, mix_seed
+
+MASKED, SWAPPED = 0.8, 0.1  # of the corrupted patches: [mask], another patch; the rest stays
+CELLS = {"mean": 1, "downsized": 4}  # a side of the small picture whose colours are predicted
+TARGETS = (*CELLS, "pixels")
+
+
+class Corruption(NamedTuple):
+    """What happens to the N patches of each of B images."""
+
+    chosen: Tensor  # (B, K) int64: the corrupted patches, whose outputs are trained
+    masked: Tensor  # (B, N) bool: [mask] stands there
+    source: Tensor  # (B, N) int64: elsewhere, the patch whose embedding stands there
+
+
+def corruption(noise: Tensor, share: float) -> Corruption:
+    """A Corruption of exactly round(share * N) patches an image (at least one) from `noise` (B, 3, N), uniform in [0, 1).
+
+    The other patch is one of the same image, never the patch itself (the paper does not say from where it is taken).
+    """
+    pick, what, order = noise.unbind(1)
+    patches = noise.shape[-1]
+    chosen = pick.argsort(dim=1, stable=True)[:, : max(1, round(share * patches))]
+    what = torch.ones_like(what).scatter(1, chosen, what.gather(1, chosen))  # 1 where nothing happens
+    # Others come from the next patch of a random circle: none is taken twice, so that no gradient depends on the order of atomic additions.
+    circle = order.argsort(dim=1, stable=True)
+    other = torch.empty_like(circle).scatter(1, circle, circle.roll(1, 1))
+    source = torch.where((what >= MASKED) & (what < MASKED + SWAPPED), other, torch.arange(patches, device=noise.device))
+    return Corruption(chosen, what < MASKED, source)
+
+
+def fixed_noise(samples: Iterable[int], patches: int, seed: int = 0) -> Tensor:
+    """The noise (B, 3, N), on the CPU, that belongs to these samples: the same in every evaluation and at every batch size."""
+    return torch.stack([torch.rand(3, patches, generator=torch.Generator().manual_seed(mix_seed(seed, i))) for i in samples])
+
+
+def colour_classes(patches: Tensor, cells: int) -> Tensor:
+    """Patches (..., C, P, Q) of pixels 0 to 255 -> the colours of `cells` x `cells` areas, (..., cells * cells) int64.
+
+    The mean of each area in 3 bits a channel, the first channel the highest: red * 64 + green * 8 + blue, one of 512.
+    """
+    means = F.adaptive_avg_pool2d(patches.flatten(0, -4).float(), cells).flatten(2)
+    digits = (means / 32).long()
+    places = 8 ** torch.arange(digits.shape[1] - 1, -1, -1, device=digits.device)
+    return (digits * places[:, None]).sum(1).unflatten(0, patches.shape[:-3])
+
+
+def _take(x: Tensor, indices: Tensor) -> Tensor:
+    """x (B, N, ...), indices (B, K) -> (B, K, ...)."""
+    extra = x.shape[2:]
+    return x.gather(1, indices.reshape(*indices.shape, *[1] * len(extra)).expand(-1, -1, *extra))
+
+
+class MaskedPatches(nn.Module):
+    """A ViT that learns to predict its corrupted patches; `vit` stays an ordinary ViT, whose head is dropped.
+
+    target: "mean" predicts the mean colour of a patch in 3 bits a channel, one of 512 classes; "downsized" the 16 colours of the patch
+    at 4 x 4; "pixels" the whole patch, normalised, by its mean squared error. share: of the patches that are corrupted.
+    The [mask] and the prediction layer exist here alone. Every parameter takes part in the loss, as DDP wants it.
+    """
+
+    def __init__(self, vit: ViT, target: str = "mean", share: float = 0.5):
+        super().__init__()
+        if target not in TARGETS:
+            raise unknown("target of masked patches", target, TARGETS)
+        if not 0 < share <= 1:
+            raise InputError(f"the share of masked patches must lie in (0, 1], got {share}")
+        vit.reset_classifier(0)
+        self.vit, self.target, self.share = vit, target, share
+        width, chans, (p, q) = vit.embed_dim, vit.in_chans, vit.patch_embed.patch_size
+        outputs = CELLS[target] ** 2 * 8**chans if target in CELLS else chans * p * q
+        weight = vit.patch_embed.proj.weight
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width, device=weight.device, dtype=weight.dtype))
+        self.predict = nn.Linear(width, outputs, device=weight.device, dtype=weight.dtype)
+        nn.init.trunc_normal_(self.mask_token, std=0.02)
+        nn.init.trunc_normal_(self.predict.weight, std=0.02)
+        nn.init.zeros_(self.predict.bias)
+
+    @property
+    def blocks(self) -> nn.Sequential:
+        """The encoder's layers, the units of compilation and sharding."""
+        return self.vit.blocks
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that are usually not decayed."""
+        return {"mask_token"} | {f"vit.{name}" for name in self.vit.no_weight_decay()}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the ViT, without [mask] and prediction layer."""
+        self.vit.save_pretrained(folder)
+
+    def encode(self, images: Tensor, corrupted: Corruption | None = None) -> Tensor:
+        """uint8 (B, C, H, W) -> normalised patch outputs (B, N, D), of corrupted patches where a Corruption is given."""
+        vit = self.vit
+        x = vit.patch_embed(images, mean=vit.mean, std=vit.std)
+        if corrupted is not None:
+            x = torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), _take(x, corrupted.source))
+        tokens = [t.to(x.dtype).expand(len(x), -1, -1) for t in (vit.cls_token, vit.reg_token) if t is not None]
+        table = None if vit.pos_embed is None else vit.pos_embed.to(x.dtype)
+        if table is not None and vit.no_embed_class:
+            x = x + table
+        x = torch.cat([*tokens, x], dim=1)
+        if table is not None and not vit.no_embed_class:
+            x = x + table
+        x = vit.pos_drop(x)
+        x = x.float() if vit.residual_in_fp32 else x
+        for block in vit.blocks:
+            x = vit._run(block, x)
+        return vit.fc_norm(vit._final(x))[:, vit.num_prefix_tokens :]  # where the norm comes after pooling, patches have none but that one
+
+    def forward(self, images: Tensor, corrupted: Corruption | None = None) -> tuple[Tensor, Tensor]:
+        """Raw uint8 images (B, C, H, W) -> (mean loss over the corrupted patches, share of them whose colours are right).
+
+        Without a Corruption a new one is drawn from torch's global generator of the images' device. For "pixels" a patch is right where
+        the mean of what was predicted has the right 3 bits a channel. Raises TypeError for images that are not raw.
+        """
+        vit = self.vit
+        if images.dtype != torch.uint8:
+            raise TypeError(f"MaskedPatches: images must be raw uint8, whose colours are the targets, got {images.dtype}")
+        if tuple(images.shape[1:]) != (vit.in_chans, *vit.patch_embed.img_size):
+            raise ValueError(f"MaskedPatches: images must be (B, {vit.in_chans}, {', '.join(map(str, vit.patch_embed.img_size))}), got {tuple(images.shape)}")
+        if corrupted is None:
+            noise = torch.rand(len(images), 3, vit.patch_embed.num_patches, device=images.device)
+            corrupted = corruption(noise, self.share)
+        out = self.predict(_take(self.encode(images, corrupted), corrupted.chosen)).float()
+        (h, w), (p, q) = vit.patch_embed.grid_size, vit.patch_embed.patch_size
+        patches = images.unflatten(3, (w, q)).unflatten(2, (h, p)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+        patches = _take(patches, corrupted.chosen)  # (B, K, C, P, Q)
+        if self.target == "pixels":
+            out = out.unflatten(-1, patches.shape[2:])
+            loss = F.mse_loss(out, ref.normalize(patches, vit.mean, vit.std, torch.float32))
+            mean, std = (torch.tensor(v, device=out.device).reshape(-1, 1, 1) for v in (vit.mean, vit.std))
+            raw = ((out.detach() * std + mean) * 255).clamp(0, 255)
+            return loss, (colour_classes(raw, 1) == colour_classes(patches, 1)).float().mean()
+        classes = colour_classes(patches, CELLS[self.target])
+        out = out.unflatten(-1, (classes.shape[-1], -1))
+        loss = F.cross_entropy(out.flatten(0, -2), classes.flatten())
+        return loss, (out.detach().argmax(-1) == classes).float().mean()
+
+
+@torch.no_grad()
+def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtype: torch.dtype | None) -> dict:
+    """Mean loss and share of right colours over the validation set, the corruption of each image always the same; every rank takes its part."""
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(3, device=device, dtype=torch.float64)
+    position, patches = data.ranks.rank, model.vit.patch_embed.num_patches
+    for images, labels in data.eval_batches():
+        own = labels != PADDING
+        count = int(own.sum())
+        images = images[own] if count else images  # all ranks run as often: sharded models want it
+        noise = fixed_noise(range(position, position + len(images) * data.ranks.world, data.ranks.world), patches)
+        position += len(images) * data.ranks.world
+        drawn = Corruption(*(part.to(device) for part in corruption(noise, model.share)))
+        with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
+            result = model(images.to(device, non_blocking=True), drawn)
+        sums += torch.stack([*result, torch.ones_like(result[0])]).double() * count
+    model.train(was_training)
+    loss, share, count = data.ranks.sum(sums).tolist()
+    if not count:
+        raise InputError(f"the validation set of {data.config.data!r} is empty")
+    return dict(loss=loss / count, accuracy=share / count, images=int(count))
