@@ -127,8 +127,9 @@ class Data:
     train_transform: object
     eval_transform: object
     classes: list[str]
+    img_size: tuple[int, int]
     workers: int
-    pin: bool
+    device: torch.device
     ranks: Ranks = ONE
 
     @property
@@ -138,13 +139,19 @@ class Data:
     def _loader(self, dataset, **options) -> DataLoader:
         if self.workers:
             options.update(num_workers=self.workers, prefetch_factor=4)
-        return DataLoader(dataset, collate_fn=collate, pin_memory=self.pin, **options)
+        return DataLoader(dataset, pin_memory=self.device.type == "cuda", **{"collate_fn": collate, **options})
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
         if isinstance(self.train, Shards):
             yield from self._stream(start, stop)
             return
         sampler = StreamSampler(len(self.train), self.config.batch_size, self.config.seed, start, stop, self.ranks)
+        if self.config.decode == "device":
+            from . import jpeg
+
+            loader = self._loader(jpeg.EncodedSamples(jpeg.Paths(self.train), self.config), batch_sampler=sampler, collate_fn=jpeg.hand_on)
+            yield from jpeg.batches(_raising(loader), self.img_size, self.device)
+            return
         yield from _raising(self._loader(Samples(self.train, self.train_transform, self.config.seed), batch_sampler=sampler))
 
     def _stream(self, start: int, stop: int) -> Iterator[Batch]:
@@ -260,5 +267,9 @@ def open_data(config: Config, img_size: tuple[int, int], patch_size: tuple[int, 
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
+    if config.decode == "device":
+        from . import jpeg
+
+        jpeg.check(config, train)
     chain = (None, None) if getattr(train, "transformed", False) else transforms(config, img_size)
-    return Data(config, train, val, *chain, classes, default_workers(config), device.type == "cuda", ranks)
+    return Data(config, train, val, *chain, classes, img_size, default_workers(config), device, ranks)

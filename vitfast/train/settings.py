@@ -79,6 +79,7 @@ class Config(Recipe):
     amp: str = "auto"  # auto: bf16 on cuda, none on cpu | bf16 | fp16 | none
     compile: bool | None = None  # default: on cuda
     workers: int | None = None  # loader processes; default by data and cores
+    decode: str = "host"  # host | device: where JPEG files are decoded, cropped and resized for training
     eval_batch_size: int = 256
     eval_every: int | None = None  # steps; default: at most 20 times, at the ends of epochs
     log_every: int = 10
@@ -89,7 +90,7 @@ class Config(Recipe):
 
 # What another value of does not change the course of a run that is continued.
 RUN_ONLY = frozenset(
-    {"output", "device", "compile", "workers", "eval_batch_size", "eval_every", "log_every", "save_every", "data_dir", "parallel", "max_unreadable"}
+    {"output", "device", "compile", "workers", "eval_batch_size", "eval_every", "log_every", "save_every", "data_dir", "parallel", "max_unreadable", "decode"}
 )
 
 _TYPES = typing.get_type_hints(Config)
@@ -143,6 +144,7 @@ _CHOICES = dict(
     objective=("softmax", "sigmoid", "masked"),
     mask_target=("mean", "downsized", "pixels"),
     parallel=("ddp", "fsdp"),
+    decode=("host", "device"),
     amp=("auto", "bf16", "fp16", "none"),
 )
 _POSITIVE = (

@@ -80,6 +80,11 @@ class Files:
     def name(self, index: int) -> str:
         return self.reader.filename(self.indices[index], absolute=True)
 
+    def path(self, index: int) -> tuple[str, int]:
+        """File and class of an image whose header is right."""
+        self._open(index).close()
+        return self.name(index), self.reader.samples[self.indices[index]][1]
+
     def _open(self, index: int) -> Image.Image:
         try:
             image = Image.open(self.reader[self.indices[index]][0])
@@ -115,6 +120,10 @@ class Part:
 
     def name(self, index: int) -> str:
         return self.source.name(self.indices[index])
+
+    def path(self, index: int) -> tuple[str, int]:
+        """File and class, of sources that are files."""
+        return self.source.path(self.indices[index])
 
 
 def labels_of(source) -> list[int]:
