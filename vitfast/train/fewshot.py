@@ -12,7 +12,7 @@ from .data import Data
 from .evaluate import open_weights
 from .probe import features, knn, linear, whitening
 from .recipes import Config
-from .sources import Files
+from .sources import Digits, Files, Part, labels_of
 
 SHOTS = (1, 5, 10, 25)
 BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
@@ -70,28 +70,10 @@ def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
     return np.concatenate([order[:shots] for order in orders])
 
 
-class Subset:
-    """Some images of a source, in a given order."""
-
-    def __init__(self, source, indices):
-        self.source, self.indices, self.classes = source, [int(i) for i in indices], source.classes
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int):
-        return self.source[self.indices[index]]
-
-    def name(self, index: int) -> str:
-        return self.source.name(self.indices[index])
-
-
 def known_labels(source) -> np.ndarray | None:
     """The labels of a source that tells them without decoding its images, None for the others."""
-    if isinstance(source, Files):
-        return np.array([source.reader.samples[i][1] for i in source.indices])
-    found = getattr(source, "labels", getattr(getattr(source, "dataset", None), "targets", None))
-    return None if found is None else np.asarray(found)
+    listed = isinstance(source, (Digits, Files)) or hasattr(getattr(source, "dataset", None), "targets")
+    return np.array(labels_of(source)) if listed else None
 
 
 def training_features(model, data: Data, shots: list[int | None], seeds: int, device, dtype) -> tuple[Tensor, Tensor, dict]:
@@ -110,7 +92,7 @@ def training_features(model, data: Data, shots: list[int | None], seeds: int, de
         return x, y, rows(y.numpy())
     drawn = rows(labels)
     kept = np.unique(np.concatenate(list(drawn.values())))
-    x, y = features(model, dataclasses.replace(data, val=Subset(data.train, kept)).eval_batches(), device, dtype)
+    x, y = features(model, dataclasses.replace(data, val=Part(data.train, kept.tolist())).eval_batches(), device, dtype)
     return x, y, {key: np.searchsorted(kept, indices) for key, indices in drawn.items()}
 
 
@@ -130,6 +112,8 @@ def few_shot(
     shots = shots or (list(SHOTS) if method == "ridge" else [None])
     if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not l2 > 0):
         raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive l2")
+    if l2 is not None and method not in L2:
+        raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
     model, data, device, dtype = open_weights(config, img_size)
     x, y, drawn = training_features(model, data, shots, seeds, device, dtype)
     queries, truth = features(model, data.eval_batches(), device, dtype)

@@ -114,17 +114,14 @@ class MaskedPatches(nn.Module):
         x = vit.patch_embed(images, mean=vit.mean, std=vit.std)
         if corrupted is not None:
             x = torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), _take(x, corrupted.source))
-        tokens = [t.to(x.dtype).expand(len(x), -1, -1) for t in (vit.cls_token, vit.reg_token) if t is not None]
-        table = None if vit.pos_embed is None else vit.pos_embed.to(x.dtype)
-        if table is not None and vit.no_embed_class:
-            x = x + table
-        x = torch.cat([*tokens, x], dim=1)
-        if table is not None and not vit.no_embed_class:
-            x = x + table
-        x = vit.pos_drop(x)
+        table, layers = vit._positions(images)
+        alone = table is not None and table.shape[1] == x.shape[1]  # positions of the patches, none of the prefix
+        x = x + table.to(x.dtype) if alone else x
+        x = torch.cat([*(t.to(x.dtype).expand(len(x), -1, -1) for t in (vit.cls_token, vit.reg_token) if t is not None), x], dim=1)
+        x = vit.pos_drop(x if table is None or alone else x + table.to(x.dtype))
         x = x.float() if vit.residual_in_fp32 else x
-        for block in vit.blocks:
-            x = vit._run(block, x)
+        for block, layer in zip(vit.blocks, layers):
+            x = vit._run(block, x, *layer)
         return vit.fc_norm(vit._final(x))[:, vit.num_prefix_tokens :]  # where the norm comes after pooling, patches have none but that one
 
     def forward(self, images: Tensor, corrupted: Corruption | None = None) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ..errors import InputError
 from .evaluate import open_weights
-from .fewshot import Ridge, Subset, classify
+from .fewshot import Ridge, classify
 from .log import write_text
 from .loop import Trainer
 from .probe import features, linear
 from .recipes import Config, resolve
-from .sources import Shards
+from .sources import Part, Shards
 
 logger = logging.getLogger("vitfast")
 
@@ -132,7 +132,7 @@ def take(source, count: int):
         source.dataset.transform = None
         return Listed(source.spec, list(itertools.islice(source.dataset, count)), source.classes)
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
-    return Subset(source, order[:count].tolist())
+    return Part(source, order[:count].tolist())
 
 
 def best_l2(method: str, x: Tensor, y: Tensor, classes: int) -> float:
@@ -177,8 +177,12 @@ def vtab(tasks: list[Task], method: str, layers: list[dict], output: Path, examp
     """
     if output.exists() and not output.is_dir():
         raise InputError(f"--output {output} is a file; give a folder")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
     if examples < 1 or (l2 is not None and not l2 > 0):
         raise InputError("vtab takes a positive number of examples and a positive l2")
+    if l2 is not None and method not in L2:
+        raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
     kind = "finetune" if method == "finetune" else "eval"
     settings = [[task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
     for given in settings:
@@ -195,8 +199,7 @@ def vtab(tasks: list[Task], method: str, layers: list[dict], output: Path, examp
         logger.info("%s: accuracy %.4f", task.name, result["accuracy"])
     groups = {group: _mean([r for r in rows if r["group"] == group]) for group in dict.fromkeys(r["group"] for r in rows)}
     summary = dict(weights=configs[0].weights, method=method, examples=examples, mean=_mean(rows), groups=groups, tasks=rows)
-    if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes
-        _write(output, summary)
+    _write(output, summary)
     return summary
 
 
