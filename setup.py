@@ -10,7 +10,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "__init__.py").
 
 TRAIN = ["timm>=1.0.20", "torchvision", "pillow", "pyyaml", "tqdm", "tensorboard", "matplotlib", "scikit-learn", "huggingface_hub"]
 BENCH = ["pytest", "pytest-benchmark", "timm>=1.0.20", "transformers>=5", "torchvision", "matplotlib", "scikit-image"]
-TEST = [*TRAIN, *BENCH, "pytest-xdist", "hypothesis", "datasets", "webdataset", "ruff", "setuptools>=77", "wheel"]
+EXPORT = ["onnx", "onnxscript", "onnxruntime"]
+TEST = [*TRAIN, *BENCH, *EXPORT, "pytest-xdist", "hypothesis", "datasets", "webdataset", "ruff", "setuptools>=77", "wheel"]
 
 setup(
     name="vitfast",
@@ -21,12 +22,13 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=["vitfast", "vitfast.checkpoint", "vitfast.ops", "vitfast.train", "vitfast.kernels"],
+    packages=["vitfast", "vitfast.adapters", "vitfast.checkpoint", "vitfast.ops", "vitfast.timm_models", "vitfast.train", "vitfast.kernels"],
     package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
     extras_require={
         "train": TRAIN,
         "bench": BENCH,
+        "export": EXPORT,
         "test": TEST,
         "all": sorted({*TRAIN, *BENCH, *TEST}),
     },

@@ -210,8 +210,6 @@ def spoil(name: str, root: Path) -> tuple[list, str]:
         return base, "is a file"
     if name == "unknown preset":
         return ["pretrain", "--recipe", "digits", "--data", "digits", "--model", "B/17"], "unknown preset 'B/17'; did you mean B/16"
-    if name == "hybrid":
-        return ["pretrain", "--recipe", "digits", "--data", "digits", "--model", "R50+B/16"], "not there yet"
     if name == "unknown recipe":
         return ["pretrain", "--recipe", "digitz", "--data", "digits"], "unknown recipe 'digitz'; did you mean digits"
     if name == "image size":
@@ -277,7 +275,6 @@ BAD = [
     "empty data folder",
     "data is a file",
     "unknown preset",
-    "hybrid",
     "unknown recipe",
     "image size",
     "image smaller than a patch by size",

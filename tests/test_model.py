@@ -104,9 +104,9 @@ def test_meta_model_materialises_like_a_fresh_one():
         assert model(torch.randn(1, 3, 32, 32)).isfinite().all()
 
 
-def test_presets_unknown_and_not_yet():
-    with pytest.raises(InputError, match="not there yet"):
-        ViT.from_preset("R50+B/16")
+def test_presets_unknown():
+    with pytest.raises(InputError, match="did you mean R50.B/16"):
+        ViT.from_preset("R50-B/16")
     with pytest.raises(InputError, match="did you mean.*B/16"):
         ViT.from_preset("b-16")
     assert ViT.from_preset("Ti/16", num_classes=10, img_size=32, depth=1).head.out_features == 10

@@ -225,6 +225,6 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
     for task in ("pretrain", "finetune"):
         assert any((tmp_path / task / "tensorboard").iterdir()) and (tmp_path / task / "metrics.csv").exists()
         ViT.from_pretrained(tmp_path / task / "checkpoints" / "last")
-    assert (tmp_path / "metrics.csv").read_text().startswith("task,step,epoch,split,loss,accuracy,lr,images_per_second\npretrain,")
+    assert (tmp_path / "metrics.csv").read_text().startswith("task,step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\npretrain,")
     before = time.process_time()
     assert demo(tmp_path, seed, "cpu") == summary and time.process_time() - before < 20  # finished: only the report is written again

@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--num-heads", metavar="N", type=int, help="where neither the weights nor a preset of their size tell")
     sub.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")
     sub = command("cost", "tell what training a model costs: parameters, FLOPs, memory, floor times, and time on a named GPU", _cost)
-    sub.add_argument("--model", metavar="NAME", help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14 (required without --recipe)")
+    sub.add_argument("--model", metavar="NAME", help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and such (required without --recipe)")
     sub.add_argument("--recipe", metavar="NAME", help="take model, size, batch and length from it; other flags win")
     sub.add_argument("--img-size", metavar="N", type=int, help="side of the images in pixels (default 224)")
     sub.add_argument("--batch-size", metavar="N", type=int, help="images per optimiser step, over all GPUs (default 256)")
@@ -405,7 +405,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done (or stopped and saved), 1 failed on the way, 2 wrong input, 130 interrupted."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for name in ("timm", "httpx", "datasets", "fsspec", "torch"):
+    for name in ("timm", "httpx", "datasets", "fsspec", "torch", "onnxscript", "onnx_ir"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         return args.run(args)

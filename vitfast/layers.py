@@ -4,11 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import ref
 from .errors import InputError
 from .ops import attention, attention_block, layer_norm, linear_gelu, mlp_block, patch_embed
+from .positions import relative_attention, relative_probs
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
-for _leaf in ("attention", "attention_block", "layer_norm", "linear_gelu", "mlp_block", "patch_embed", "sample_drop_path"):
+for _leaf in ("attention", "attention_block", "layer_norm", "linear_gelu", "mlp_block", "patch_embed", "relative_attention", "sample_drop_path"):
     torch.fx.wrap(_leaf)
 
 
@@ -35,12 +37,16 @@ class LayerNorm(nn.LayerNorm):
 
 
 class PatchEmbed(nn.Module):
-    """Holds the patch projection (`proj.weight` (D, C, P, Q)) and the sizes it is used at."""
+    """Holds the patch projection (`proj.weight` (D, C, P, Q)) and the sizes it is used at.
 
-    def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int):
+    shrink: how much smaller than the image a map is that the projection reads in its place.
+    """
+
+    def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, shrink: int = 1):
         super().__init__()
         self.patch_size = pair(patch_size)
-        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size)
+        kernel = tuple(side // shrink for side in self.patch_size)
+        self.proj = nn.Conv2d(in_chans, embed_dim, kernel, kernel)
         self.set_input_size(img_size)
 
     def set_input_size(self, img_size) -> None:
@@ -88,8 +94,15 @@ class Attention(nn.Module):
         """x (B, N, D) -> q, k, v packed as (B, N, 3, H, Dh)."""
         return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj_drop(self.proj(attention(self.split(x)).flatten(2)))
+    def probs(self, x: Tensor, relative: Tensor | None = None) -> Tensor:
+        """The attention matrix itself, (B, H, N, N) in fp32 at least. relative: offsets' embeddings, see positions.relative_logits."""
+        q, k, _ = self.split(x).unbind(2)
+        return ref.attention_probs(q, k) if relative is None else relative_probs(q, k, relative)
+
+    def forward(self, x: Tensor, relative: Tensor | None = None) -> Tensor:
+        qkv = self.split(x)
+        o = attention(qkv) if relative is None else relative_attention(qkv, relative)
+        return self.proj_drop(self.proj(o.flatten(2)))
 
 
 class Mlp(nn.Module):
@@ -125,7 +138,11 @@ class LayerScale(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm encoder layer: (B, N, D) -> (B, N, D)."""
+    """One pre-norm encoder layer: (B, N, D) -> (B, N, D).
+
+    Two operations, except where dropout sits inside a half, or where a table of relative positions comes with x: that half then runs on the
+    smaller operations and PyTorch's attention.
+    """
 
     def __init__(
         self,
@@ -156,24 +173,30 @@ class Block(nn.Module):
         drop_path = sample_drop_path(x, self.drop_path_rate) if self.training and self.drop_path_rate > 0 else None
         return dict(layer_scale=getattr(scale, "gamma", None), drop_path=drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.attn.proj_drop.p > 0:
-            return self._forward_with_dropout(x)
+    def forward(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
+        """positions: (1, N, D), added to x first. relative: (2n-1, Dh), see positions.relative_logits."""
+        x = x if positions is None else x + positions.to(x.dtype)
+        dropout = self.training and self.attn.proj_drop.p > 0
         norm, attn, mlp = self.norm1, self.attn, self.mlp
-        x = attention_block(
-            x,
-            norm.weight,
-            norm.bias,
-            attn.qkv.weight,
-            attn.qkv.bias,
-            attn.proj.weight,
-            attn.proj.bias,
-            num_heads=attn.num_heads,
-            eps=norm.eps,
-            residual_in_fp32=self.residual_in_fp32,
-            **self._factors(x, self.ls1),
-        )
+        if dropout or relative is not None:
+            x = self._add_branch(x, attn(self.branch_input(x, norm), relative), self.ls1)
+        else:
+            x = attention_block(
+                x,
+                norm.weight,
+                norm.bias,
+                attn.qkv.weight,
+                attn.qkv.bias,
+                attn.proj.weight,
+                attn.proj.bias,
+                num_heads=attn.num_heads,
+                eps=norm.eps,
+                residual_in_fp32=self.residual_in_fp32,
+                **self._factors(x, self.ls1),
+            )
         norm = self.norm2
+        if dropout:
+            return self._add_branch(x, mlp(self.branch_input(x, norm)), self.ls2)
         return mlp_block(
             x,
             norm.weight,
@@ -188,6 +211,10 @@ class Block(nn.Module):
             **self._factors(x, self.ls2),
         )
 
+    def attention_map(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
+        """The attention matrices (B, H, N, N), in fp32 at least, of `forward` with these arguments."""
+        return self.attn.probs(self.branch_input(x if positions is None else x + positions.to(x.dtype), self.norm1), relative)
+
     def branch_input(self, x: Tensor, norm: nn.Module) -> Tensor:
         """norm(x) as the matrix products take it; an fp32 residual stream is normalised in fp32."""
         if not self.residual_in_fp32:
@@ -195,10 +222,7 @@ class Block(nn.Module):
         h = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
         return h.to(self.attn.qkv.weight.dtype)
 
-    def _forward_with_dropout(self, x: Tensor) -> Tensor:
-        """The paper's dropout sits inside the halves, so they run on the smaller operations."""
-        for norm, branch, scale in ((self.norm1, self.attn, self.ls1), (self.norm2, self.mlp, self.ls2)):
-            factor = self._factors(x, scale)["drop_path"]
-            y = scale(branch(self.branch_input(x, norm)))
-            x = x + (y if factor is None else y * factor[:, None, None]).to(x.dtype)
-        return x
+    def _add_branch(self, x: Tensor, y: Tensor, scale: nn.Module) -> Tensor:
+        """x + drop_path * layer_scale * y, for a half that runs on the smaller operations."""
+        y, factor = scale(y), self._factors(x, scale)["drop_path"]
+        return x + (y if factor is None else y * factor[:, None, None]).to(x.dtype)

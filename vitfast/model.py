@@ -1,15 +1,16 @@
 """The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's argument names, attribute names and state_dict."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import positions, ref
+from . import positions
 from .errors import InputError, unknown
+from .hybrid import HybridEmbed
 from .layers import Block, LayerNorm, LayerScale, PatchEmbed, pair
 
 # Table 1 of the paper, and the smaller models of its released code. The number is the patch size.
@@ -24,20 +25,18 @@ PRESETS = {
     "H/14": dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16),
     "Nano/8": dict(patch_size=8, embed_dim=64, depth=4, num_heads=4),  # ours, for the demo and for tests: not in the paper
 }
-HYBRIDS = ("R50+B/32", "R50+B/16", "R50+L/32", "R50+L/16")
+# A ResNet-50 under the ViT: the number is the total down-sampling, which for a plain ViT is the patch size.
+PRESETS |= {f"R50+{name}": {**PRESETS[name], "backbone": "r50"} for name in ("B/32", "B/16", "L/32", "L/16")}
 
 _POOLS = ("token", "avg", "")
-_POSITIONS = ("learn", "sincos2d", "none", "")
 _ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # timm's names -> torch's `approximate`
 _INITS = ("", "jax", "jax_nlhb", "moco", "reset", "skip")
 
 
 def preset(name: str) -> dict:
     """The constructor arguments of a preset. Raises InputError for an unknown name, with the nearest ones."""
-    if name in HYBRIDS:
-        raise InputError(f"preset {name!r}: the hybrids (a ResNet under the ViT) are not there yet; use one of {', '.join(PRESETS)}")
     if name not in PRESETS:
-        raise unknown("preset", name, [*PRESETS, *HYBRIDS])
+        raise unknown("preset", name, PRESETS)
     return dict(PRESETS[name])
 
 
@@ -62,9 +61,9 @@ def _checked(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor
 
 
 @torch.fx.wrap
-def _positions(pos_embed: Tensor, images: Tensor, patch: tuple[int, int], grid: tuple[int, int], prefix: int) -> Tensor:
-    """The position table at the grid that these images give."""
-    return positions.resample(pos_embed, grid, (images.shape[2] // patch[0], images.shape[3] // patch[1]), prefix)
+def _at_grid(name: str, table: Tensor, images: Tensor, patch: tuple[int, int], grid: tuple[int, int], prefix: int) -> Tensor:
+    """A table of positions at the grid that these images give."""
+    return positions.resize_table(name, table, grid, (images.shape[2] // patch[0], images.shape[3] // patch[1]), prefix)
 
 
 class PreLogits(nn.Module):
@@ -86,12 +85,14 @@ class ViT(nn.Module):
     img_size, patch_size: int or (height, width). num_classes: 0 for no head. global_pool: "token" (class token), "avg" (mean of the
     patches, normalised after pooling unless `fc_norm` says otherwise), "" (no pooling: the head sees every token). mlp_ratio: F / D.
     qkv_bias, proj_bias: biases of qkv, and of the other linear layers in a block. init_values: LayerScale's start value, None for none.
-    class_token, reg_tokens: prefix tokens. pos_embed: "learn", "sincos2d" (fixed) or "none". no_embed_class: positions for patches
-    only. dynamic_img_size: take images of any size that the patch divides. drop_rate: dropout before the head; pos_drop_rate and
-    proj_drop_rate: the paper's dropout; drop_path_rate: stochastic depth, rising linearly from 0. weight_init: timm's modes.
-    head_init_bias: the head's bias at the start. representation_size: width of the tanh layer of the pre-training head, None for none.
-    act_layer: "gelu" (erf) or "gelu_tanh". norm_eps: of every LayerNorm. mean, std: of raw uint8 images, on the 0..1 scale.
-    residual_in_fp32: keep the residual stream in fp32 when the matrix products run in 16 bits.
+    class_token, reg_tokens: prefix tokens. pos_embed: "learn" (1-D), "learn2d" (columns and rows; patches only), "relative" (1-D, in
+    each layer's attention, on PyTorch's), "sincos2d" (fixed) or "none". pos_embed_at: where learned ones are added, "stem", "layers"
+    (before each, own tables) or "layers_shared"; dropout follows the first only. no_embed_class: positions for patches only.
+    dynamic_img_size: take images of any size that the patch divides. drop_rate: dropout before the head; pos_drop_rate and proj_drop_rate:
+    the paper's dropout; drop_path_rate: stochastic depth, rising linearly from 0. weight_init: timm's modes. head_init_bias: the head's bias
+    at the start. representation_size: width of the tanh layer of the pre-training head, None for none. act_layer: "gelu" (erf) or
+    "gelu_tanh". norm_eps: of every LayerNorm. mean, std: of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the residual stream
+    in fp32 when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says, None for a ViT.
     """
 
     def __init__(
@@ -126,12 +127,15 @@ class ViT(nn.Module):
         mean: float | Sequence[float] = 0.5,
         std: float | Sequence[float] = 0.5,
         residual_in_fp32: bool = False,
+        pos_embed_at: str = "stem",
+        backbone: str | dict | None = None,
     ):
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
         for name, value, known in (
             ("global_pool", global_pool, _POOLS),
-            ("pos_embed", pos_embed, _POSITIONS),
+            ("pos_embed", pos_embed, positions.KINDS),
+            ("pos_embed_at", pos_embed_at, positions.PLACES),
             ("act_layer", act_layer, _ACTIVATIONS),
             ("weight_init", weight_init, _INITS),
         ):
@@ -142,6 +146,10 @@ class ViT(nn.Module):
                 raise InputError(f"ViT: {name} must be at least 1, got {config[name]}")
         if embed_dim % num_heads:
             raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if pos_embed_at != "stem" and pos_embed not in ("learn", "learn2d"):
+            raise InputError(f"ViT: pos_embed_at={pos_embed_at!r} is for pos_embed='learn' or 'learn2d', got pos_embed={pos_embed!r}")
+        if pos_embed == "learn2d" and embed_dim % 2:
+            raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {embed_dim}")
         if global_pool == "token" and not class_token:
             raise InputError("ViT: global_pool='token' needs class_token=True; without a class token use global_pool='avg'")
 
@@ -156,14 +164,20 @@ class ViT(nn.Module):
         self.mean, self.std = _per_channel("mean", mean, in_chans), _per_channel("std", std, in_chans)
         self._config = config
 
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
+        if backbone is None:
+            self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
+        else:
+            self.patch_embed = HybridEmbed(img_size, patch_size, in_chans, embed_dim, backbone)
+            self._config["backbone"] = self.patch_embed.spec
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
-        table = torch.empty(1, self.patch_embed.num_patches + self._pos_prefix, embed_dim)
-        if pos_embed == "learn":
-            self.pos_embed = nn.Parameter(table)
-        else:
-            self.register_buffer("pos_embed", table if pos_embed == "sincos2d" else None)
+        grid, head_dim = self.patch_embed.grid_size, embed_dim // num_heads
+        shapes = positions.table_shapes(pos_embed, pos_embed_at, grid, embed_dim, head_dim, depth, self._pos_prefix)
+        self._tables = tuple(shapes)
+        self.register_buffer("pos_embed", None)
+        for name, shape in shapes.items():
+            table = torch.empty(shape)
+            setattr(self, name, table if pos_embed == "sincos2d" else nn.Parameter(table))
         self.pos_drop = nn.Dropout(pos_drop_rate)
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.Sequential(
@@ -231,16 +245,20 @@ class ViT(nn.Module):
         `needs_reset=False` skips modules that initialised themselves just now.
         """
         mode = mode or self._config["weight_init"]
-        if isinstance(self.pos_embed, nn.Parameter):
-            nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        elif self.pos_embed is not None:
+        for name in self._tables:
+            if isinstance(getattr(self, name), nn.Parameter):
+                nn.init.trunc_normal_(getattr(self, name), std=0.02)
+        if self._config["pos_embed"] == "sincos2d":
             table = positions.sincos_2d(self.patch_embed.grid_size, self.embed_dim, self._pos_prefix)
             self.pos_embed.copy_(table.to(self.pos_embed.device))
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
         for name, module in self.named_modules():
-            _init_module(module, name, mode, needs_reset)
+            if not name.startswith("patch_embed.backbone"):
+                _init_module(module, name, mode, needs_reset)
+        if needs_reset and isinstance(self.patch_embed, HybridEmbed):
+            self.patch_embed.init_backbone()
         if isinstance(self.head, nn.Linear):
             if mode == "jax_nlhb":
                 nn.init.constant_(self.head.bias, -math.log(self.num_classes))
@@ -252,23 +270,29 @@ class ViT(nn.Module):
     @property
     def _pos_prefix(self) -> int:
         """Prefix tokens that have a slot in the position table."""
-        return 0 if self.no_embed_class else self.num_prefix_tokens
+        return 0 if self.no_embed_class or self._config["pos_embed"] == "learn2d" else self.num_prefix_tokens
 
-    def _embed(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, T+N, D), positions added, dropped out."""
+    def _positions(self, images: Tensor) -> tuple[Tensor | None, list[tuple]]:
+        """What is added at the stem and what each block takes besides its tokens, see positions.distribute."""
+        tables = {name: getattr(self, name) for name in self._tables}
+        if self.dynamic_img_size:
+            sizes = self.patch_embed.patch_size, self.patch_embed.grid_size, self._pos_prefix
+            tables = {name: _at_grid(name, table, images, *sizes) for name, table in tables.items()}
+        return positions.distribute(tables, self._config["pos_embed_at"], len(self.blocks), self.num_prefix_tokens - self._pos_prefix)
+
+    def _embed(self, images: Tensor) -> tuple[Tensor, list[tuple]]:
+        """(B, C, H, W) -> (B, T+N, D), positions added, dropped out; and what each block takes besides."""
         images = _checked(images, self.in_chans, None if self.dynamic_img_size else self.patch_embed.img_size)
         tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
-        pos_embed = self.pos_embed
-        if self.dynamic_img_size and pos_embed is not None:
-            pos_embed = _positions(pos_embed, images, self.patch_embed.patch_size, self.patch_embed.grid_size, self._pos_prefix)
-        x = self.pos_drop(self.patch_embed(images, prefix, pos_embed, self.mean, self.std))
-        return x.float() if self.residual_in_fp32 else x
+        table, layers = self._positions(images)
+        x = self.pos_drop(self.patch_embed(images, prefix, table, self.mean, self.std))
+        return x.float() if self.residual_in_fp32 else x, layers
 
-    def _run(self, block: Block, x: Tensor) -> Tensor:
+    def _run(self, block: Block, x: Tensor, *layer: Tensor | None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, x, use_reentrant=False)
-        return block(x)
+            return checkpoint(block, x, *layer, use_reentrant=False)
+        return block(x, *layer)
 
     def _final(self, x: Tensor) -> Tensor:
         """The norm after the last block, in the parameters' dtype where the stream is fp32."""
@@ -276,9 +300,9 @@ class ViT(nn.Module):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D)."""
-        x = self._embed(images)
-        for block in self.blocks:
-            x = self._run(block, x)
+        x, layers = self._embed(images)
+        for block, layer in zip(self.blocks, layers):
+            x = self._run(block, x, *layer)
         return self._final(x)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
@@ -316,9 +340,9 @@ class ViT(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         take = _take(indices, len(self.blocks))
-        x, outputs = self._embed(images), []
+        (x, layers), outputs = self._embed(images), []
         for i, block in enumerate(self.blocks[: max(take) + 1] if stop_early else self.blocks):
-            x = self._run(block, x)
+            x = self._run(block, x, *layers[i])
             if i in take:
                 outputs.append(self._final(x) if norm else x)
         prefix = [y[:, : self.num_prefix_tokens] for y in outputs] if self.num_prefix_tokens else None
@@ -341,14 +365,23 @@ class ViT(nn.Module):
         """DINO's name for forward_intermediates: (B, N, D) each, or (B, D, H/P, W/Q) with `reshape`."""
         return self.forward_intermediates(images, n, return_prefix_tokens, norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True)
 
-    def attention_maps(self, images: Tensor) -> list[Tensor]:
-        """The exact attention matrices, one (B, H, N, N) per layer in fp32 at least, prefix tokens first; rows sum to 1."""
-        x, maps = self._embed(images), []
-        for block in self.blocks:
-            q, k, _ = block.attn.split(block.branch_input(x, block.norm1)).unbind(2)
-            maps.append(ref.attention_probs(q, k))
-            x = block(x)
-        return maps
+    def attention_maps(self, images: Tensor, indices: int | Sequence[int] | None = None) -> list[Tensor]:
+        """The exact attention matrices, one (B, H, N, N) per layer in fp32 at least, prefix tokens first; rows sum to 1.
+
+        indices: the last n layers (int), these layers (negative from the end), all (None). Each map is computed from q and k beside the
+        fused attention of its own layer, so nothing is kept in training and no more than the maps asked for is held here. No gradients.
+        """
+        return list(self.each_attention_map(images, indices))
+
+    @torch.no_grad()
+    def each_attention_map(self, images: Tensor, indices: int | Sequence[int] | None = None) -> Iterator[Tensor]:
+        """`attention_maps` one after another: each is made when it is asked for, and none is held here."""
+        take = _take(indices, len(self.blocks))
+        x, layers = self._embed(images)
+        for i, (block, layer) in enumerate(zip(self.blocks[: max(take) + 1], layers)):
+            if i in take:
+                yield block.attention_map(x, *layer)
+            x = block(x, *layer)
 
     # ---- changing it
 
@@ -364,25 +397,34 @@ class ViT(nn.Module):
         if num_classes > 0:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
+        for module in (self.pre_logits, self.head):
+            module.train(self.training)
         self._config.update(num_classes=num_classes, global_pool=self.global_pool, representation_size=None)
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Takes images of another size from now on; the patch size stays, the positions are resampled in 2-D."""
         old = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size)
-        if self.pos_embed is not None:
-            table = positions.resample(self.pos_embed.detach(), old, self.patch_embed.grid_size, self._pos_prefix)
-            self.pos_embed = nn.Parameter(table, self.pos_embed.requires_grad) if isinstance(self.pos_embed, nn.Parameter) else table
+        for name in self._tables:
+            before = getattr(self, name)
+            table = positions.resize_table(name, before.detach(), old, self.patch_embed.grid_size, self._pos_prefix)
+            setattr(self, name, nn.Parameter(table, before.requires_grad) if isinstance(before, nn.Parameter) else table)
         self._config["img_size"] = self.patch_embed.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in backward in place of keeping what it computed."""
+        """Recompute each block in backward in place of keeping what it computed; a hybrid's CNN each of its stages."""
         self.grad_checkpointing = enable
+        if isinstance(self.patch_embed, HybridEmbed):
+            self.patch_embed.backbone.set_grad_checkpointing(enable)
 
     def prune_intermediate_layers(self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
         """Drops the blocks after the last one wanted, and the norm and head where asked. Returns the indices kept."""
         take = _take(indices, len(self.blocks))
         self.blocks = self.blocks[: max(take) + 1]
+        for name in self._tables:
+            table = getattr(self, name)
+            if len(table) > 1:  # one for each layer
+                setattr(self, name, nn.Parameter(table.detach()[: len(self.blocks)], table.requires_grad))
         self._config["depth"] = len(self.blocks)
         if prune_norm:
             self.norm = nn.Identity()
@@ -399,7 +441,7 @@ class ViT(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are usually not decayed."""
-        return {"pos_embed", "cls_token", "reg_token"}
+        return {"pos_embed", "cls_token", "reg_token", *self._tables}
 
     def group_matcher(self, coarse: bool = False) -> dict:
         """Patterns that sort parameters into layers, for layer-wise learning rates."""

@@ -6,6 +6,7 @@ import re
 from torch import Tensor
 
 from ..errors import InputError
+from ..hybrid import ROOT, reduction, shorthand
 from ..layers import pair
 from ..model import PRESETS
 from .files import Files
@@ -49,6 +50,11 @@ def from_ours(content: dict) -> dict:
 def _from_shapes(state: dict[str, Tensor]) -> dict:
     """What the names and shapes of the tensors alone say."""
     dim, chans, *patch = state["patch_embed.proj.weight"].shape
+    root, hybrid = state.get("patch_embed.backbone.stem.conv.weight"), {}
+    if root is not None:
+        chans, layers = root.shape[1], _units(state)
+        patch = [side * reduction(layers) for side in patch]
+        hybrid = dict(backbone=shorthand(layers, root.shape[0] / ROOT, patch[0]))
     tokens = {name: state[name].shape[1] for name in ("cls_token", "reg_token") if name in state}
     pre_logits, head = state.get("pre_logits.fc.weight"), state.get("head.weight")
     fc_norm = "fc_norm.weight" in state
@@ -68,7 +74,14 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
         representation_size=None if pre_logits is None else pre_logits.shape[0],
         global_pool="avg" if fc_norm or "cls_token" not in tokens else "token",
         fc_norm=fc_norm,
+        **hybrid,
     )
+
+
+def _units(state: dict[str, Tensor]) -> list[int]:
+    """How many units each stage of a hybrid's ResNet has."""
+    found = {(int(m[1]), int(m[2])) for k in state if (m := re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", k))}
+    return [sum(1 for stage, _ in found if stage == i) for i in range(1 + max((stage for stage, _ in found), default=0))]
 
 
 def _from_hugging_face(files: Files) -> dict:

@@ -5,9 +5,11 @@ import json
 import os
 import re
 import secrets
+import tempfile
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +84,33 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
         _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Raises InputError where something is at `path` already (an empty folder is nothing), unless `force`."""
+    if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
+        raise InputError(f"{path}: is there already; add --force (force=True) to replace it")
+
+
+@contextmanager
+def staged(path: Path, force: bool = False) -> Iterator[Path]:
+    """Yields the same name in a scratch folder beside `path`; whatever lies in that folder when the block ends moves, synced, to `path`.
+
+    A file (with companions such as `path.data`) or a folder, whose files replace those of the same name. Where the block raises, nothing
+    changes. Raises InputError as `check_free` does.
+    """
+    check_free(path, force)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        yield Path(scratch) / path.name
+        made = sorted((p for p in Path(scratch).rglob("*") if p.is_file()), reverse=True)  # path.data before path, which names it
+        for file in made:
+            target = path.parent / file.relative_to(scratch)
+            target.parent.mkdir(exist_ok=True)
+            _sync(file)
+            os.replace(file, target)
+        for folder in {path.parent, *(path.parent / p.relative_to(scratch).parent for p in made)}:
+            _sync(folder)
 
 
 def _sync(path: Path) -> None:

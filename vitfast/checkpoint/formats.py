@@ -32,7 +32,8 @@ class Format:
 
 # Keys of Vision Transformers that ours is not, or not yet.
 NOT_YET = {
-    r"(^|/)conv_root/|^patch_embed\.backbone\.|patch_embeddings\.backbone\.": "a hybrid (a ResNet under the ViT)",
+    r"^patch_embed\.backbone\.(?!(stem|stages)\.)": "a hybrid with another CNN than the paper's ResNet",
+    r"patch_embeddings\.backbone\.": "a hybrid (a ResNet under the ViT) of Hugging Face",
     r"(^|/)MAPHead_0/|^attn_pool\.": "a ViT with attention pooling (MAP head)",
     r"^conv_proj\.(conv_bn_relu_0|conv_last)\.": "a ViT with a convolutional stem",
     r"\.mlp\.(w12|weights_in|gate_proj|fc1_g)\.": "a ViT with a gated MLP (SwiGLU)",
@@ -62,13 +63,17 @@ GOOGLE_RENAMES: Renames = (
     (r"/MlpBlock_[03]/Dense_1/", "/mlp/fc2/"),
     (r"^Transformer/encoder_norm/", "norm/"),
     (r"^pre_logits/", "pre_logits/fc/"),
+    (r"^(conv|gn)_root/", r"patch_embed/backbone/stem/\1/"),
+    (r"/(conv|gn)_proj/", r"/downsample/\1/"),
+    (r"/gn(\d?)/", r"/norm\1/"),
     (r"/(kernel|scale)$", "/weight"),
     (r"/", "."),
 )
 
 # Flax keeps (in, out), and heads as an axis of their own.
 GOOGLE_LAYOUTS = (
-    (r"^embedding/kernel$", lambda w: w.permute(3, 2, 0, 1)),  # (P, Q, C, D) -> (D, C, P, Q)
+    (r"^embedding/kernel$|(^|/)conv\w+/kernel$", lambda w: w.permute(3, 2, 0, 1)),  # (P, Q, C, D) -> (D, C, P, Q)
+    (r"(^|/)gn\w+/(scale|bias)$", torch.flatten),  # (C,), in old files (1, 1, 1, C)
     (r"/(query|key|value)/kernel$", lambda w: w.flatten(1).T),  # (D, H, Dh) -> (H*Dh, D)
     (r"/(query|key|value)/bias$", torch.flatten),  # (H, Dh) -> (H*Dh,)
     (r"/out/kernel$", lambda w: w.flatten(0, 1).T),  # (H, Dh, D) -> (D, H*Dh)
@@ -120,6 +125,8 @@ def _prepare_google(source: State) -> tuple[State, dict]:
     source = {k[len(prefix) :]: v for k, v in source.items() if k.startswith(prefix)}
     if "embedding/kernel" in source and source["embedding/kernel"].dim() != 4:
         raise InputError("a NaFlex ViT (a dense patch projection) is not supported yet")
+    if "conv_root/kernel" in source and "block1/unit1/conv1/kernel" not in source:
+        raise InputError("a hybrid of a ResNet's root alone is not supported yet")
     state = {}
     for key, value in source.items():
         if key.startswith("Transformer/encoderblock/"):
@@ -136,7 +143,12 @@ def _prepare_google(source: State) -> tuple[State, dict]:
         facts |= dict(pos_embed="sincos2d", no_embed_class="cls" in state)
     for pattern, turn in GOOGLE_LAYOUTS:
         state.update({k: turn(v) for k, v in state.items() if re.search(pattern, k)})
-    return state, facts
+    return {re.sub(r"^block(\d+)/unit(\d+)/", _unit, k): v for k, v in state.items()}, facts
+
+
+def _unit(found: re.Match) -> str:
+    """A unit of a hybrid's ResNet, which Google counts from 1."""
+    return f"patch_embed/backbone/stages/{int(found[1]) - 1}/blocks/{int(found[2]) - 1}/"
 
 
 _HUGGING_FACE = dict(renames=HUGGING_FACE_RENAMES, ignored=HUGGING_FACE_IGNORED)

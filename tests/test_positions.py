@@ -1,0 +1,293 @@
+"""Table 8's position embeddings against the formulas written out in float64, and what a change of resolution does to each."""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from checks import assert_close, gradients, randomize
+from timm.layers import resample_abs_pos_embed
+
+from vitfast import InputError, ViT, ops
+from vitfast.positions import relative_logits, resample_offsets, resize_table
+
+SMALL = dict(img_size=(16, 24), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
+GRID, N, D, DEPTH, HEADS, HEAD = (2, 3), 6, 24, 3, 3, 8
+EXACT = dict(atol=1e-10, rtol=1e-10)  # float64 on both sides
+TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
+
+KINDS = {
+    "learn, stem": dict(),
+    "learn, layers": dict(pos_embed_at="layers"),
+    "learn, layers, patches only": dict(pos_embed_at="layers", no_embed_class=True, reg_tokens=2),
+    "learn, shared": dict(pos_embed_at="layers_shared", reg_tokens=1),
+    "learn2d, stem": dict(pos_embed="learn2d"),
+    "learn2d, layers": dict(pos_embed="learn2d", pos_embed_at="layers", reg_tokens=1),
+    "learn2d, shared, average": dict(pos_embed="learn2d", pos_embed_at="layers_shared", class_token=False, global_pool="avg"),
+    "relative": dict(pos_embed="relative", reg_tokens=1, init_values=0.3),
+    "relative, average": dict(pos_embed="relative", class_token=False, global_pool="avg"),
+    "none": dict(pos_embed="none"),
+}
+
+
+def made(name: str, **changes) -> ViT:
+    """A model of that kind with random weights, its positions large enough to matter."""
+    model = randomize(ViT(**{**SMALL, **KINDS[name], **changes}), 0.3)
+    for table in model._tables:
+        torch.nn.init.normal_(getattr(model, table))
+    return model
+
+
+def truth(p: dict[str, torch.Tensor], options: dict, images: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits and attention matrices of SMALL with these options, from a state dict in float64, with nothing but einsum."""
+    kind, place = options.get("pos_embed", "learn"), options.get("pos_embed_at", "stem")
+    prefix = [p[t] for t in ("cls_token", "reg_token") if t in p]
+    first = sum(t.shape[1] for t in prefix)
+    h, w = GRID
+    patches = images.unflatten(2, (h, 8)).unflatten(4, (w, 8)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2)
+    x = torch.einsum("bnk,dk->bnd", patches, p["patch_embed.proj.weight"].flatten(1)) + p["patch_embed.proj.bias"]
+    x = torch.cat([*(t.expand(len(x), -1, -1) for t in prefix), x], 1)
+
+    def positions(layer: int) -> torch.Tensor:
+        """(T + N, D), zeros for tokens without a position."""
+        layer = layer if place == "layers" else 0
+        rows = []
+        for token in range(first + N):
+            row, column = divmod(token - first, w)
+            if kind == "learn" and options.get("no_embed_class"):
+                rows.append(p["pos_embed"][layer, token - first] if token >= first else torch.zeros(D).double())
+            elif kind == "learn":
+                rows.append(p["pos_embed"][layer, token])
+            elif kind == "learn2d" and token >= first:
+                rows.append(torch.cat([p["pos_embed_x"][layer, column], p["pos_embed_y"][layer, row]]))
+            else:
+                rows.append(torch.zeros(D).double())
+        return torch.stack(rows)
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+        return x * p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    maps = []
+    for i in range(DEPTH):
+        if i == 0 or place != "stem":
+            x = x + positions(i)
+        b = f"blocks.{i}."
+        qkv = torch.einsum("bnd,ed->bne", norm(x, b + "norm1"), p[b + "attn.qkv.weight"]) + p[b + "attn.qkv.bias"]
+        q, k, v = qkv.unflatten(-1, (3, HEADS, HEAD)).unbind(2)
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, k)
+        if kind == "relative":
+            extra = torch.zeros_like(logits)
+            for one in range(N):
+                for other in range(N):
+                    key = p["pos_embed_rel"][i, one - other + N - 1]
+                    extra[:, :, first + one, first + other] = torch.einsum("bhd,d->bh", q[:, first + one], key)
+            logits = logits + extra
+        maps.append((logits / HEAD**0.5).softmax(-1))
+        o = torch.einsum("bhqk,bkhd->bqhd", maps[-1], v).flatten(2)
+        y = torch.einsum("bnd,ed->bne", o, p[b + "attn.proj.weight"]) + p[b + "attn.proj.bias"]
+        x = x + y * p.get(b + "ls1.gamma", 1.0)
+        y = torch.einsum("bnd,ed->bne", norm(x, b + "norm2"), p[b + "mlp.fc1.weight"]) + p[b + "mlp.fc1.bias"]
+        y = y * (1 + torch.erf(y / 2**0.5)) / 2
+        x = x + (torch.einsum("bnd,ed->bne", y, p[b + "mlp.fc2.weight"]) + p[b + "mlp.fc2.bias"]) * p.get(b + "ls2.gamma", 1.0)
+    average = options.get("global_pool") == "avg"
+    out = norm(x[:, first:].mean(1), "fc_norm") if average else norm(x[:, 0], "norm")
+    return torch.einsum("bd,cd->bc", out, p["head.weight"]) + p["head.bias"], maps
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_maps_and_gradients_from_the_formulas(name):
+    model = made(name).double()
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in model.state_dict().items()}
+    x = torch.randn(2, 3, 16, 24).double()
+    out, (expected, maps) = model(x), truth(leaves, KINDS[name], x)
+    assert_close(out, expected, **EXACT)
+    for a, b in zip(model.attention_maps(x), maps):
+        assert_close(a, b.detach(), **EXACT)
+    upstream = torch.randn_like(out)
+    mine, theirs = gradients(model, out, upstream), torch.autograd.grad(expected, list(leaves.values()), upstream)
+    assert mine.keys() == leaves.keys() >= set(model._tables)
+    for key, theirs_of_key in zip(leaves, theirs):
+        assert_close(mine[key], theirs_of_key, **EXACT, name=key)
+    for table in model._tables:  # every position is used, except by a last layer of which only a class token is read
+        unread = int(table == "pos_embed_rel" and model.has_class_token)
+        assert (mine[table][: DEPTH - unread].abs().amin(-1) > 0).all() and (mine[table][DEPTH - unread :] == 0).all()
+    model.set_grad_checkpointing()
+    for key, again in gradients(model, model(x), upstream).items():
+        assert_close(again, mine[key], **EXACT, name=key)
+
+
+def test_parameters_counted_by_hand():
+    base = sum(p.numel() for p in ViT(**SMALL, pos_embed="none").parameters())
+    by_hand = {
+        "learn, stem": (1 + 6) * 24,
+        "learn, layers": 3 * (1 + 6) * 24,
+        "learn, layers, patches only": 3 * 6 * 24 + 2 * 24,  # and two registers
+        "learn2d, stem": (3 + 2) * 12,
+        "learn2d, layers": 3 * (3 + 2) * 12 + 24,  # and a register
+        "relative": 3 * 11 * 8 + 24 + 3 * 2 * 24,  # and a register, and the layer scales
+    }
+    for name, extra in by_hand.items():
+        assert sum(p.numel() for p in ViT(**SMALL, **KINDS[name]).parameters()) == base + extra, name
+
+
+@pytest.mark.parametrize("name", ["none", "learn, shared", "learn2d, stem", "relative, average"])
+def test_only_without_positions_do_patches_commute(name):
+    model = made(name).eval()
+    x, order = torch.randn(1, 3, 16, 24), torch.tensor([3, 0, 5, 1, 4, 2])
+    patches = x.unflatten(2, (2, 8)).unflatten(4, (3, 8)).permute(0, 1, 3, 5, 2, 4).flatten(4)  # (1, C, P, Q, N)
+    shuffled = patches[..., order].unflatten(4, (2, 3)).permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)
+    out, permuted = (model.forward_features(image)[:, model.num_prefix_tokens :] for image in (x, shuffled))
+    difference = (permuted - out[:, order]).abs().max()
+    assert (difference < 1e-5) == (name == "none"), difference
+
+
+def test_relative_logits_know_offsets_alone():
+    table, q = torch.randn(2 * 6 - 1, 8), torch.randn(2, 1 + 6, 3, 8)
+    same = q[:, :1].expand(-1, 7, -1, -1)
+    logits = relative_logits(same, table)
+    assert (logits[:, :, 0] == 0).all() and (logits[:, :, :, 0] == 0).all()  # a class token has no place
+    assert_close(logits[:, :, 2:, 2:], logits[:, :, 1:-1, 1:-1], atol=1e-6)  # shifted along the sequence
+    back = [0, 6, 5, 4, 3, 2, 1]  # the patches from last to first: every offset changes its sign
+    assert_close(relative_logits(q[:, back], table.flip(0)), relative_logits(q, table)[:, :, back][..., back], atol=1e-6)
+    model = made("relative, average")
+    with torch.no_grad():
+        model.pos_embed_rel.copy_(torch.randn(3, 1, 8).expand(-1, 11, -1))  # the same for every offset: softmax takes it away
+    without = ViT(**SMALL, **{**KINDS["relative, average"], "pos_embed": "none"})
+    without.load_state_dict({k: v for k, v in model.state_dict().items() if k != "pos_embed_rel"})
+    x = torch.randn(2, 3, 16, 24)
+    assert_close(model(x), without(x), **TOL)
+
+
+def test_two_tables_resize_as_their_2d_table_does_in_timm():
+    x, y = torch.randn(2, 3, 4), torch.randn(2, 2, 4)
+
+    def joined(x, y):
+        return torch.stack([torch.cat([x[:, j], y[:, i]], -1) for i in range(y.shape[1]) for j in range(x.shape[1])], 1)
+
+    expected = torch.cat([resample_abs_pos_embed(t[None], new_size=[5, 7], old_size=[2, 3], num_prefix_tokens=0) for t in joined(x, y)])
+    mine = joined(resize_table("pos_embed_x", x, (2, 3), (5, 7), 1), resize_table("pos_embed_y", y, (2, 3), (5, 7), 1))
+    assert_close(mine, expected, atol=1e-6)
+
+
+def test_offsets_resize_through_their_displacements():
+    table, old, new = torch.randn(2, 11, 4), (2, 3), (3, 5)
+    plane = torch.stack([table[:, dy * 3 + dx + 5] for dy in range(-1, 2) for dx in range(-2, 3)], 1)
+    plane = torch.cat([resample_abs_pos_embed(t[None], new_size=[5, 9], old_size=[3, 5], num_prefix_tokens=0) for t in plane]).unflatten(1, (5, 9))
+    places = [(row, column) for row in range(3) for column in range(5)]
+    seen = {}
+    for i, q in enumerate(places):  # every pair of patches of the new grid
+        for j, k in enumerate(places):
+            seen.setdefault(i - j, []).append(plane[:, q[0] - k[0] + 2, q[1] - k[1] + 4])
+    expected = torch.stack([torch.stack(seen[offset]).mean(0) for offset in range(-14, 15)], 1)
+    mine = resample_offsets(table, old, new)
+    assert_close(mine, expected, atol=1e-6)
+    assert resample_offsets(table, old, old) is table
+    assert_close(resample_offsets(torch.ones(1, 11, 2), old, new), torch.ones(1, 29, 2), atol=1e-6)
+    with pytest.raises(ValueError, match="11 offsets"):
+        resample_offsets(torch.randn(1, 13, 4), old, new)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_loaded_and_resized(name, tmp_path):
+    model, x, other = made(name).eval(), torch.randn(2, 3, 16, 24), torch.randn(2, 3, 32, 24)
+    model.save_pretrained(tmp_path)
+    again = ViT.from_pretrained(tmp_path).eval()
+    assert again.config == model.config and json.loads((tmp_path / "config.json").read_text())["pos_embed_at"] == model.config["pos_embed_at"]
+    assert_close(again(x), model(x), atol=0)
+    dynamic = ViT.from_pretrained(tmp_path, dynamic_img_size=True).eval()
+    assert_close(dynamic(x), model(x), atol=0)
+    resized = ViT.from_pretrained(tmp_path, img_size=(32, 24)).eval()
+    model.set_input_size((32, 24))
+    assert all(isinstance(getattr(model, t), torch.nn.Parameter) for t in model._tables)
+    assert model(other).isfinite().all() and ViT(**model.config).load_state_dict(model.state_dict())
+    assert_close(resized(other), model(other), atol=0)
+    out = dynamic(other)
+    assert_close(out, model(other), **TOL)
+    found = gradients(dynamic, out, torch.randn_like(out))
+    assert all(found[t].abs().sum() > 0 for t in dynamic._tables)
+
+
+@pytest.mark.parametrize("name", ["learn, layers", "learn2d, layers", "relative"])
+def test_other_numbers_and_pixels(name):
+    raw = torch.randint(0, 256, (2, 3, 16, 24), dtype=torch.uint8)
+    floats = raw / 255 * 2 - 1
+    for fp32 in (False, True):
+        model = randomize(made(name, residual_in_fp32=fp32))
+        for table in model._tables:
+            torch.nn.init.normal_(getattr(model, table))
+        exact = copy.deepcopy(model).double()(floats.double())
+        assert_close(model(raw), exact.float(), atol=1e-4)
+        with torch.autocast("cpu", torch.bfloat16):
+            streams = [y.dtype for y in model.forward_intermediates(raw)[1]]
+            out = model(raw)
+        assert out.dtype == torch.bfloat16 and set(streams) == {torch.float32 if fp32 else torch.bfloat16}
+        assert (out.double() - exact).norm() < 0.05 * exact.norm()
+        found = gradients(model, out, torch.randn_like(out))
+        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values()) and found.keys() >= set(model._tables)
+        assert copy.deepcopy(model).bfloat16()(floats).dtype == torch.bfloat16
+
+
+def test_relative_runs_on_the_kernels_that_there_are():
+    """Everything but the attention, interpreted."""
+    model = made("relative", depth=1, class_token=False, global_pool="avg")
+    x, upstream = torch.randn(2, 3, 16, 24), torch.randn(2, 5)
+    expected = gradients(model, model(x), upstream)
+    with ops.use_kernels("on"):
+        mine = gradients(model, model(x), upstream)
+    for key in expected:
+        assert_close(mine[key], expected[key], atol=1e-3, rtol=1e-3, name=key)
+
+
+def test_compiles_in_one_graph():
+    model = made("relative", depth=1)
+    x, upstream = torch.randn(3, 3, 16, 24), torch.randn(3, 5)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    mine, expected = gradients(model, compiled(x), upstream), gradients(model, model(x), upstream)
+    for key in expected:
+        assert_close(mine[key], expected[key], atol=1e-5, rtol=1e-5, name=key)
+
+
+def test_exports_with_a_free_batch():
+    model = made("learn2d, layers", depth=2).eval()
+    program = torch.export.export(model, (torch.randn(2, 3, 16, 24),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+    x = torch.randn(3, 3, 16, 24)
+    assert_close(program.module()(x), model(x), **TOL)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["learn, shared", "learn2d, layers", "relative"])
+def test_fx_traces(name, dynamic):
+    model = made(name, dynamic_img_size=dynamic).eval()
+    x = torch.randn(2, 3, 32, 16) if dynamic else torch.randn(2, 3, 16, 24)
+    assert_close(torch.fx.symbolic_trace(model)(x), model(x), atol=0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tables_are_not_decayed_and_start_small(name):
+    model = ViT(**{**SMALL, **KINDS[name]})
+    assert set(model._tables) <= model.no_weight_decay() & set(dict(model.named_parameters()))
+    for table in model._tables:
+        assert 0.01 < getattr(model, table).std() < 0.03
+    if model._tables:
+        assert re.match(model.group_matcher()["stem"], model._tables[0])
+    model.prune_intermediate_layers([1], prune_head=False)
+    assert ViT(**model.config).load_state_dict(model.state_dict()) and model(torch.randn(1, 3, 16, 24)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(pos_embed="sincos2d", pos_embed_at="layers"), "pos_embed_at='layers' is for .* got pos_embed='sincos2d'"),
+        (dict(pos_embed="relative", pos_embed_at="layers_shared"), "got pos_embed='relative'"),
+        (dict(pos_embed_at="head"), "pos_embed_at must be one of 'stem', 'layers', 'layers_shared'"),
+        (dict(pos_embed="learn2d", embed_dim=27), "embed_dim must be even, got 27"),
+        (dict(pos_embed="learn3d"), "pos_embed must be one of 'learn', 'learn2d'"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        ViT(**{**SMALL, **options})

@@ -1,0 +1,159 @@
+"""From a checkpoint of any format to a state dict, a configuration, or a model."""
+
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import __version__, positions
+from ..errors import InputError, unknown
+from ..layers import pair
+from .config import infer
+from .files import locate, read_tensors
+from .formats import convert, listing
+
+_HEAD = ("head.", "head_dist.", "pre_logits.")
+# Arguments that the tensors fix, and how two values of one compare.
+_FIXED = dict.fromkeys(("in_chans", "embed_dim", "depth", "num_heads", "class_token", "reg_tokens", "no_embed_class", "fc_norm", "representation_size"))
+_FIXED |= {"qkv_bias": bool, "proj_bias": bool, "patch_size": pair, "init_values": bool, "pos_embed": lambda kind: kind in ("none", "")}
+
+
+@dataclass
+class Checkpoint:
+    """One checkpoint, read: `kind` is its format, `state` is in timm's names, `config` makes its model."""
+
+    name: str
+    kind: str
+    state: dict[str, Tensor]
+    config: dict
+
+    def __str__(self) -> str:
+        shape = ", ".join(f"{k}={self.config.get(k)}" for k in ("embed_dim", "depth", "patch_size", "num_classes"))
+        return f"{self.name}: a {self.kind} checkpoint with {shape}"
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """The weights in `path` under vitfast's (= timm's) names, on the CPU, in the file's dtype.
+
+    path: a .safetensors, .npz or .pth/.pt/.bin file, a folder, or `hf-hub:owner/name[@revision]`; written by timm, Google (ViT,
+    big_vision), Hugging Face (ViT, DeiT, DINOv2), torchvision, Facebook's DINOv2 or `save_pretrained`. No pickle is ever run.
+    Beyond timm's names there can be `pre_logits.fc.*` (the hidden layer of a pre-training head) and `head_dist.*` (DeiT's second head).
+    Raises InputError, one line, for what is missing, broken, or no ViT of these.
+    """
+    content = read_tensors(locate(path).weights)
+    with _named(path):
+        return convert(content)[0]
+
+
+def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
+    """The state dict of `load_checkpoint`, and the constructor arguments of its model.
+
+    known: constructor arguments from the caller, used where the checkpoint leaves them open: `num_heads`, and `img_size` for a
+    position table that is no square. What `save` wrote comes back exactly. Raises InputError as `load_checkpoint` does.
+    """
+    found = _open(source, known)
+    return found.state, found.config
+
+
+def build(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
+    """A `cls` (a ViT) with the weights of `source` and its own configuration, changed by `overrides`.
+
+    Overrides that the tensors do not fix are constructor arguments. Another `img_size` resamples the positions, another `num_classes`
+    puts a zero linear layer (or none, for 0) in the place of the whole head. The model is in torch's default dtype, or with `keep_dtype`
+    in that of the tensors where they share one. Raises InputError where an override or a key does not fit.
+    """
+    names = [name for made in cls.__mro__ for name in inspect.signature(made.__init__).parameters]
+    for name in overrides:
+        if name not in names:
+            raise unknown("argument of from_pretrained", name, names)
+    found = _open(source, overrides)
+    for name in found.config:
+        if name not in names:
+            raise InputError(f"{source}: config.json has {name!r}, which vitfast {__version__} does not know; use the vitfast that wrote it")
+
+    classes = overrides.get("num_classes", found.config["num_classes"])
+    changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes")}
+    if classes != found.config["num_classes"]:
+        found.state = {k: v for k, v in found.state.items() if not k.startswith(_HEAD)}
+        found.config |= dict(num_classes=0, representation_size=None)
+    else:
+        _check_head(found)
+    _check_architecture(cls, found, changes)
+    with torch.device("meta"):
+        model = cls(**{**found.config, **changes})
+    differences = _differences(model.state_dict(), found.state)
+    if differences:
+        raise InputError(f"{found}; expected the tensors of a ViT like it; {differences}")
+    model.to_empty(device=torch.get_default_device())
+    model.load_state_dict(found.state)
+    if "img_size" in overrides and pair(overrides["img_size"]) != model.patch_embed.img_size:
+        model.set_input_size(overrides["img_size"])
+    if classes != model.num_classes:
+        model.reset_classifier(classes)
+    dtypes = {v.dtype for v in found.state.values()}
+    return model.to(*dtypes) if keep_dtype and len(dtypes) == 1 else model
+
+
+@contextmanager
+def _named(source: str | Path):
+    """Puts the name of the source before the message of an InputError about its content."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+def _open(source: str | Path, known: dict) -> Checkpoint:
+    files = locate(source)
+    content = read_tensors(files.weights)
+    with _named(source):
+        state, form, facts = convert(content)
+        config = infer(state, form, facts, files, known)
+        if config["pos_embed"] == "sincos2d" and "pos_embed" not in state:
+            size, patch = pair(config.setdefault("img_size", 224)), pair(config["patch_size"])
+            state["pos_embed"] = positions.sincos_2d((size[0] // patch[0], size[1] // patch[1]), config["embed_dim"])
+    return Checkpoint(str(source), form.name, state, config)
+
+
+def _check_head(found: Checkpoint) -> None:
+    """Refuses heads that one linear layer on one pooled token is not."""
+    way_out = "pass num_classes= for a new head, 0 for none"
+    if "head_dist.weight" in found.state:
+        raise InputError(f"{found}; a distilled DeiT has two heads, the ViT has one; {way_out}")
+    width = found.config.get("representation_size") or found.config["embed_dim"]
+    if "head.weight" in found.state and found.state["head.weight"].shape[1] == 2 * width:
+        raise InputError(f"{found}; its head reads the class token beside the mean of the patches, the ViT's reads one of them; {way_out}")
+
+
+def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
+    """Refuses changes of what the tensors fix."""
+    config = found.config
+    if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
+        raise InputError(f"{found}; its patch projection reads in_chans={config['in_chans']} channels, expected in_chans={changes['in_chans']}")
+    hidden = int(config["embed_dim"] * config["mlp_ratio"])
+    same = _FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio) == hidden}
+    wrong = {}
+    for name, key in same.items():
+        if name in changes and not (name == "fc_norm" and changes[name] is None):
+            ours, theirs = config.get(name), changes[name]
+            if (key(ours) != key(theirs)) if key else (ours != theirs):
+                wrong[name] = theirs
+    if not wrong:
+        return
+    try:
+        with torch.device("meta"):  # any head count has these tensors, and one always divides the width
+            expected = cls(**{**config, **changes, "num_heads": 1}).state_dict()
+        differences = _differences(expected, found.state)
+    except InputError as error:
+        differences = str(error)
+    raise InputError(f"{found}; expected {', '.join(f'{k}={v}, not {config.get(k)}' for k, v in wrong.items())}; {differences}")
+
+
+def _differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
+    """What keeps a state dict from loading, "" where nothing does."""
+    names = listing(expected, state) if expected.keys() != state.keys() else ""
+    shapes = [f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}" for k, v in expected.items() if k in state and state[k].shape != v.shape]
+    return "; ".join(part for part in (names, ", ".join(shapes[:3])) if part)

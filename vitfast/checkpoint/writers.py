@@ -1,0 +1,265 @@
+"""The other formats as their own libraries write them: what each cannot hold, its names and layouts, the files it consists of."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ..layers import pair
+from .files import READERS
+from .formats import Renames, State
+
+TIMM_NAMES = {
+    (16, 192, 12): "vit_tiny_patch16_224",
+    (16, 384, 12): "vit_small_patch16_224",
+    (32, 384, 12): "vit_small_patch32_224",
+    (16, 768, 12): "vit_base_patch16_224",
+    (32, 768, 12): "vit_base_patch32_224",
+    (16, 1024, 24): "vit_large_patch16_224",
+    (32, 1024, 24): "vit_large_patch32_224",
+    (14, 1280, 32): "vit_huge_patch14_224",
+}
+# Arguments of ViT that timm's VisionTransformer has too; `model_args` lists them all, so that any of its names can carry any shape.
+TIMM_ARGS = (
+    "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "proj_bias",
+    "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm", "dynamic_img_size", "act_layer",
+)  # fmt: skip
+
+HUGGING_FACE_NAMES: Renames = (
+    (r"^(cls_token)$", r"vit.embeddings.\1"),
+    (r"^pos_embed$", "vit.embeddings.position_embeddings"),
+    (r"^patch_embed\.proj\.", "vit.embeddings.patch_embeddings.projection."),
+    (r"^blocks\.", "vit.encoder.layer."),
+    (r"\.norm1\.", ".layernorm_before."),
+    (r"\.norm2\.", ".layernorm_after."),
+    (r"\.attn\.q\.", ".attention.attention.query."),
+    (r"\.attn\.k\.", ".attention.attention.key."),
+    (r"\.attn\.v\.", ".attention.attention.value."),
+    (r"\.attn\.proj\.", ".attention.output.dense."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+    (r"^norm\.", "vit.layernorm."),
+    (r"^head\.", "classifier."),
+)
+
+TORCHVISION_NAMES: Renames = (
+    (r"^cls_token$", "class_token"),
+    (r"^pos_embed$", "encoder.pos_embedding"),
+    (r"^patch_embed\.proj\.", "conv_proj."),
+    (r"^blocks\.(\d+)\.", r"encoder.layers.encoder_layer_\1."),
+    (r"\.norm([12])\.", r".ln_\1."),
+    (r"\.attn\.qkv\.", ".self_attention.in_proj_"),
+    (r"\.attn\.proj\.", ".self_attention.out_proj."),
+    (r"\.mlp\.fc1\.", ".mlp.0."),
+    (r"\.mlp\.fc2\.", ".mlp.3."),
+    (r"^norm\.", "encoder.ln."),
+    (r"^pre_logits\.fc\.", "heads.pre_logits."),
+    (r"^head\.", "heads.head."),
+)
+
+# The paper's own code; big_vision counts the modules of a block anew and keeps positions for patches alone at the top level.
+GOOGLE_NAMES: Renames = (
+    (r"\.", "/"),
+    (r"^patch_embed/proj/", "embedding/"),
+    (r"^cls_token$", "cls"),
+    (r"^pos_embed$", "Transformer/posembed_input/pos_embedding"),
+    (r"^blocks/", "Transformer/encoderblock_"),
+    (r"/norm1/", "/LayerNorm_0/"),
+    (r"/norm2/", "/LayerNorm_2/"),
+    (r"/attn/q/", "/MultiHeadDotProductAttention_1/query/"),
+    (r"/attn/k/", "/MultiHeadDotProductAttention_1/key/"),
+    (r"/attn/v/", "/MultiHeadDotProductAttention_1/value/"),
+    (r"/attn/proj/", "/MultiHeadDotProductAttention_1/out/"),
+    (r"/mlp/fc1/", "/MlpBlock_3/Dense_0/"),
+    (r"/mlp/fc2/", "/MlpBlock_3/Dense_1/"),
+    (r"^norm/", "Transformer/encoder_norm/"),
+    (r"^pre_logits/fc/", "pre_logits/"),
+    (r"((LayerNorm_\d|encoder_norm)/)weight$", r"\1scale"),
+    (r"/weight$", "/kernel"),
+)
+BIG_VISION_NAMES: Renames = (
+    (r"^Transformer/posembed_input/", ""),
+    ("MultiHeadDotProductAttention_1/", "MultiHeadDotProductAttention_0/"),
+    ("MlpBlock_3/", "MlpBlock_0/"),
+    ("LayerNorm_2/", "LayerNorm_1/"),
+)
+# PyTorch's layouts to Flax's, w for the array and h for the number of heads.
+GOOGLE_LAYOUTS = (
+    (r"^embedding/kernel$", lambda w, h: w.permute(2, 3, 1, 0)),  # (D, C, P, Q) -> (P, Q, C, D)
+    (r"/(query|key|value)/kernel$", lambda w, h: w.T.unflatten(1, (h, -1))),  # (H*Dh, D) -> (D, H, Dh)
+    (r"/(query|key|value)/bias$", lambda w, h: w.unflatten(0, (h, -1))),  # (H*Dh,) -> (H, Dh)
+    (r"/out/kernel$", lambda w, h: w.T.unflatten(0, (h, -1))),  # (D, H*Dh) -> (H, Dh, D)
+    (r"(/Dense_[01]|^head|^pre_logits)/kernel$", lambda w, h: w.T),
+)
+
+# What a format may have no place for: how the error calls it, and whether a model (its configuration) has it.
+OBSTACLES: dict[str, tuple[str, Callable[[dict], bool]]] = {
+    "registers": ("register tokens", lambda c: c["reg_tokens"] > 0),
+    "layer_scale": ("LayerScale", lambda c: bool(c["init_values"])),
+    "no_class_token": ("a model without class token", lambda c: not c["class_token"]),
+    "patch_positions": ("positions for patches alone (no_embed_class)", lambda c: c["class_token"] and c["no_embed_class"]),
+    "no_positions": ("a model without positions", lambda c: c["pos_embed"] in ("none", "")),
+    "positions": ("other positions than one table at the stem", lambda c: c["pos_embed"] in ("learn2d", "relative") or c["pos_embed_at"] != "stem"),
+    "hybrid": ("the ResNet of a hybrid", lambda c: c["backbone"] is not None),
+    "fc_norm": ("a norm after pooling (fc_norm)", lambda c: bool(c["fc_norm"])),
+    "pre_logits": ("the hidden layer of a pre-training head (pre_logits)", lambda c: bool(c["representation_size"])),
+    "no_qkv_bias": ("qkv without bias", lambda c: not c["qkv_bias"]),
+    "no_bias": ("linear layers without bias (proj_bias)", lambda c: not c["proj_bias"]),
+    "pooling": ("another pooling than the class token", lambda c: c["num_classes"] > 0 and c["global_pool"] != "token"),
+    "no_head": ("a model without head", lambda c: c["num_classes"] == 0),
+    "no_square": ("images or patches that are no squares", lambda c: any(h != w for h, w in (pair(c["img_size"]), pair(c["patch_size"])))),
+    "channels": ("other than 3 channels", lambda c: c["in_chans"] != 3),
+}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """suffixes: of the file it writes, "" for a folder. files: (state dict on the CPU, configuration, path) -> None, writes them.
+    cannot: keys of OBSTACLES."""
+
+    suffixes: tuple[str, ...]
+    files: Callable[[State, dict, Path], None]
+    cannot: tuple[str, ...]
+
+
+def tensors(model) -> State:
+    """The state dict of a model on the CPU, contiguous, no two of them in the same memory, which safetensors does not have."""
+    state, storages = {}, set()
+    for name, value in model.state_dict().items():
+        value = value.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        state[name] = value.clone() if storage in storages else value
+        storages.add(storage)
+    return state
+
+
+def file_suffix(path: Path) -> str:
+    """The suffix of a weights file, "" for any other name, which is that of a folder ("vit-b16.v2")."""
+    return path.suffix if path.suffix in READERS else ""
+
+
+def write_tensors(state: State, path: Path) -> None:
+    """A state dict as safetensors, or to a .pth as torch.save writes it (nothing but tensors, so `weights_only` reads it)."""
+    if path.suffix == ".pth":
+        torch.save(state, path)
+    else:
+        safetensors.torch.save_file(state, path, metadata={"format": "pt"})
+
+
+def write_json(content: dict, path: Path) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_timm(state: State, config: dict, path: Path) -> None:
+    """A bare state dict, or a folder for timm.create_model("local-dir:..."): the weights and the config.json of timm's repositories."""
+    if file_suffix(path):
+        return write_tensors(state, path)
+    path.mkdir()
+    size = pair(config["img_size"])
+    model_args = {name: config[name] for name in TIMM_ARGS} | {"pos_embed": "learn" if "pos_embed" in state else "none"}
+    pretrained = dict(
+        input_size=(config["in_chans"], *size),
+        fixed_input_size=not config["dynamic_img_size"],
+        interpolation="bicubic",
+        crop_pct=0.9 if max(size) < 384 else 1.0,
+        mean=config["mean"],
+        std=config["std"],
+        num_classes=config["num_classes"],
+        pool_size=None,
+        first_conv="patch_embed.proj",
+        classifier="head",
+    )
+    name = TIMM_NAMES.get((config["patch_size"], config["embed_dim"], config["depth"]), "vit_base_patch16_224")
+    content = dict(architecture=name, num_classes=config["num_classes"], num_features=config["embed_dim"], global_pool=config["global_pool"])
+    write_json(content | dict(model_args=model_args, pretrained_cfg=pretrained), path / "config.json")
+    write_tensors(state, path / "model.safetensors")
+
+
+def _write_hugging_face(state: State, config: dict, path: Path) -> None:
+    """A folder for ViTForImageClassification.from_pretrained, or without head for ViTModel.from_pretrained (which has no prefix)."""
+    path.mkdir()
+    classes, size = config["num_classes"], pair(config["img_size"])
+    labels = {i: f"LABEL_{i}" for i in range(classes)}
+    content = dict(
+        architectures=["ViTForImageClassification" if classes else "ViTModel"],
+        model_type="vit",
+        hidden_size=config["embed_dim"],
+        num_hidden_layers=config["depth"],
+        num_attention_heads=config["num_heads"],
+        intermediate_size=state["blocks.0.mlp.fc1.weight"].shape[0],
+        hidden_act={"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}[config["act_layer"]],
+        layer_norm_eps=config["norm_eps"],
+        image_size=size[0] if size[0] == size[1] else size,
+        patch_size=config["patch_size"],
+        num_channels=config["in_chans"],
+        qkv_bias=config["qkv_bias"],
+        dtype=str(state["cls_token"].dtype).removeprefix("torch."),
+    )
+    pixels = dict(
+        image_processor_type="ViTImageProcessor",
+        do_resize=True,
+        size=dict(height=size[0], width=size[1]),
+        resample=3,  # bicubic
+        do_rescale=True,
+        rescale_factor=1 / 255,
+        do_normalize=True,
+        image_mean=config["mean"],
+        image_std=config["std"],
+    )
+    state = _renamed(_split_qkv(state), HUGGING_FACE_NAMES)
+    if classes:
+        content |= dict(id2label=labels, label2id={name: i for i, name in labels.items()})
+    else:
+        state = {key.removeprefix("vit."): value for key, value in state.items()}
+    write_json(content, path / "config.json")
+    write_json(pixels, path / "preprocessor_config.json")
+    write_tensors(state, path / "model.safetensors")
+
+
+def _write_google(state: State, config: dict, path: Path) -> None:
+    """The npz of the paper's code, or big_vision's where positions are for patches alone. bfloat16, which NumPy lacks, becomes float32."""
+    arrays = _renamed(_split_qkv(state), GOOGLE_NAMES)
+    if config["no_embed_class"] or not config["class_token"]:
+        arrays = _renamed(arrays, BIG_VISION_NAMES)
+    for pattern, turn in GOOGLE_LAYOUTS:
+        arrays |= {key: turn(value, config["num_heads"]) for key, value in arrays.items() if re.search(pattern, key)}
+    np.savez(path, **{key: (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy() for key, value in arrays.items()})
+
+
+def _write_torchvision(state: State, config: dict, path: Path) -> None:
+    write_tensors(_renamed(state, TORCHVISION_NAMES), path)
+
+
+_OURS = ("positions", "hybrid")  # what only our own folder has
+_CLASSIC = (*_OURS, "registers", "layer_scale", "no_positions", "fc_norm", "no_bias")  # what none of these three has
+_CLASS_TOKEN_ONLY = ("no_class_token", "patch_positions", "pooling")
+WRITERS = {
+    "timm": Writer(("", ".safetensors", ".pth"), _write_timm, (*_OURS, "pre_logits")),
+    "huggingface": Writer(("",), _write_hugging_face, (*_CLASSIC, *_CLASS_TOKEN_ONLY, "pre_logits")),
+    "npz": Writer((".npz",), _write_google, (*_CLASSIC, "no_qkv_bias")),
+    "torchvision": Writer((".safetensors", ".pth"), _write_torchvision, (*_CLASSIC, *_CLASS_TOKEN_ONLY, "no_qkv_bias", "no_head", "no_square", "channels")),
+}
+
+
+def _renamed(state: State, renames: Renames) -> State:
+    renamed = {}
+    for key, value in state.items():
+        for pattern, replacement in renames:
+            key = re.sub(pattern, replacement, key)
+        renamed[key] = value
+    return renamed
+
+
+def _split_qkv(state: State) -> State:
+    """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
+    apart: dict[str, Tensor] = {}
+    for key, value in state.items():
+        names = [key.replace(".qkv.", f".{part}.") for part in "qkv"] if ".attn.qkv." in key else [key]
+        apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
+    return {key: value.contiguous() for key, value in apart.items()}
