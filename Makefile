@@ -23,7 +23,8 @@ test: $(READY)  ## every test (those marked gpu only where there is a GPU)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
-	$(BIN)/python -m pytest bench --benchmark-only -q
+	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then PYTHON=$(BIN)/python bench/gpu.sh all bench/results/local; \
+	else $(BIN)/python -m pytest bench --benchmark-only -q; fi
 
 codegen: $(READY)  ## compile every kernel for every GPU generation; writes tests/codegen.csv
 	$(BIN)/python tests/codegen.py

@@ -1,25 +1,29 @@
-"""Residual add + LayerNorm against eager PyTorch and torch.compile."""
+"""LayerNorm, and residual add + LayerNorm, against eager PyTorch and torch.compile."""
 
+import costs
 import pytest
-import torch
-from harness import DEVICE, DTYPE, Case, bench, compiled
-from shapes import DIRECTIONS, SHAPES
+from harness import Case, bench, implementation, values
+from shapes import MAIN, SHAPES, Shape, grid
 
 from vitfast import ops, ref
 
+IMPLS = ("vitfast", "eager", "compile", "max-autotune")
 
-def case_of(s) -> Case:
+
+def case_of(op: str, s: Shape) -> Case:
+    tensors = 2 if op == "add_layer_norm" else 1
+
     def make():
-        x, residual = (torch.randn(s.batch, s.tokens, s.width, device=DEVICE).to(DTYPE) for _ in range(2))
-        return [x, residual, *(torch.randn(s.width, device=DEVICE).to(DTYPE) for _ in range(2))]
+        return [*(values(s.batch, s.tokens, s.width) for _ in range(tensors)), values(s.width), values(s.width)]
 
-    u = s.rows * s.width
-    return Case(f"add_layer_norm {s.name}", ref.add_layer_norm, make, flops=0, traffic=4 * u, traffic_backward=4 * u)
+    return Case(op, s.name, getattr(ref, op), make, tensors, getattr(costs, op)(s, values(1).element_size()))
 
 
-@pytest.mark.parametrize("impl", ["vitfast", "eager", "compile"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS))
+def test_layer_norm(benchmark, shape, direction, impl):
+    bench(benchmark, case_of("layer_norm", SHAPES[shape]), impl, implementation(impl, ops.layer_norm, ref.layer_norm), direction)
+
+
+@pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS, cpu=("vitfast", "eager", "compile"), compile_at=MAIN))
 def test_add_layer_norm(benchmark, shape, direction, impl):
-    function = dict(vitfast=lambda: ops.add_layer_norm, eager=lambda: ref.add_layer_norm, compile=lambda: compiled(ref.add_layer_norm))[impl]()
-    bench(benchmark, case_of(SHAPES[shape]), impl, function, direction)
+    bench(benchmark, case_of("add_layer_norm", SHAPES[shape]), impl, implementation(impl, ops.add_layer_norm, ref.add_layer_norm), direction)

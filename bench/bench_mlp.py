@@ -1,32 +1,42 @@
-"""fc1 + GELU, and the whole MLP, against cuBLAS with eager and compiled pointwise operations."""
+"""fc1 + GELU, and the whole MLP, against cuBLAS with eager and compiled pointwise operations, and cuBLASLt's own GELU epilogue."""
 
+import functools
+
+import costs
 import pytest
 import torch
-from harness import DEVICE, DTYPE, Case, bench, compiled
-from shapes import DIRECTIONS, SHAPES
+from harness import Case, bench, implementation, values, weight
+from shapes import SHAPES, Shape, grid
 
 from vitfast import ops, ref
 
-
-def inputs(s, *shapes) -> list[torch.Tensor]:
-    x = torch.randn(s.batch, s.tokens, s.width, device=DEVICE).to(DTYPE)
-    return [x, *((torch.randn(*shape, device=DEVICE) * shape[-1] ** -0.5).to(DTYPE) for shape in shapes)]
+IMPLS = ("vitfast", "eager", "compile", "max-autotune")
 
 
-def cases(s) -> dict[str, tuple]:
-    d, u, product = s.width, s.rows * s.width, 2 * s.rows * 4 * s.width**2
-    fc1, fc2 = [(4 * d, d), (4 * d,)], [(d, 4 * d), (d,)]
-    return {
-        "linear_gelu": (ops.linear_gelu, Case(f"linear_gelu {s.name}", ref.linear_gelu, lambda: inputs(s, *fc1), product, 9 * u, 14 * u)),
-        "mlp": (ops.mlp, Case(f"mlp {s.name}", ref.mlp, lambda: inputs(s, *fc1, *fc2), 2 * product, 14 * u, 26 * u)),
-    }
+def case_of(op: str, s: Shape, **options) -> Case:
+    d, f = s.width, s.hidden
+
+    def make():
+        fc1, fc2 = [weight(f, d), values(f)], [weight(d, f), values(d)]
+        return [values(s.batch, s.tokens, d), *fc1, *(fc2 if op == "mlp" else [])]
+
+    name = " ".join([op, *options.values()])
+    return Case(name, s.name, functools.partial(getattr(ref, op), **options), make, 1, getattr(costs, op)(s, values(1).element_size()))
 
 
-@pytest.mark.parametrize("impl", ["vitfast", "eager", "compile"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("op", ["linear_gelu", "mlp"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_mlp(benchmark, shape, op, direction, impl):
-    ours, case = cases(SHAPES[shape])[op]
-    function = dict(vitfast=lambda: ours, eager=lambda: case.formula, compile=lambda: compiled(case.formula))[impl]()
-    bench(benchmark, case, impl, function, direction)
+@pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS))
+def test_mlp(benchmark, op, shape, direction, impl):
+    bench(benchmark, case_of(op, SHAPES[shape]), impl, implementation(impl, getattr(ops, op), getattr(ref, op)), direction)
+
+
+def addmm_activation(x: torch.Tensor, fc1_weight: torch.Tensor, fc1_bias: torch.Tensor) -> torch.Tensor:
+    """The product with GELU in cuBLASLt's epilogue: tanh only, and no derivative."""
+    return torch._addmm_activation(fc1_bias, x.flatten(0, 1), fc1_weight.t(), use_gelu=True).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("shape, direction, impl", grid("vitfast", "eager", "compile", "_addmm_activation", forward_only=("_addmm_activation",)))
+def test_linear_gelu_tanh(benchmark, shape, direction, impl):
+    ours, formula = (functools.partial(place.linear_gelu, approximate="tanh") for place in (ops, ref))
+    function = addmm_activation if impl == "_addmm_activation" else implementation(impl, ours, formula)
+    bench(benchmark, case_of("linear_gelu", SHAPES[shape], approximate="tanh"), impl, function, direction)

@@ -1,55 +1,163 @@
-"""Whole models: inference and a training step of the ViT against timm's VisionTransformer, results compared before anything is timed.
+"""Whole ViTs: latency of one image, throughput, and a full training step, against timm, Hugging Face and torchvision in their settings.
 
-    pytest bench/ --benchmark-only
+Logits, and in training every gradient, are compared with float64 before anything is timed (peers.py). A training step is forward,
+cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16: weights and optimiser in bf16; amp: fp32 weights under
+autocast. max-autotune and compile run without torch's own CUDA graphs: latency captures one for everybody, eager too, and at the batches
+of throughput and training the device is the bottleneck; their time is of whole steps back to back, nothing hidden.
 
-A CPU runs small cases, named so; a GPU the real shapes, in bf16 under torch.compile.
+`extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and from it mfu_ceiling
+(of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that measured fastest; in training
+largest_batch by GiB of memory, from the straight line through what stays between steps (batch 0) and the peak of the measured batch,
+with 1 GiB kept for CUDA itself.
 """
 
+import functools
+
+import costs
+import machine
 import pytest
 import torch
-from timm.models.vision_transformer import VisionTransformer
+import torch.nn.functional as F
+from clock import DEVICE, GPU, ROUNDS, WARMUP, allocated, captured, cold, median_seconds, peak_bytes
+from harness import describe, measure
+from peers import BUILDERS, Peer, Setting
+from shapes import WHERE, Shape
 
-from vitfast import ViT
+from vitfast import ops
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-CASES = (
-    {"S/16 224 B64": (dict(embed_dim=384, depth=12, num_heads=6), 64), "B/16 224 B64": (dict(), 64)}
-    if GPU
-    else {"cpu Ti/16 64px B4": (dict(img_size=64, embed_dim=192, depth=4, num_heads=3), 4)}
+SETTINGS = (
+    Setting("vitfast", "compile", "bf16"),
+    Setting("timm", "compile", "bf16"),
+    Setting("vitfast", "compile", "amp"),
+    Setting("timm", "compile", "amp"),
+    Setting("vitfast.accelerate(timm)", "compile", "bf16"),
+    Setting("huggingface", "compile", "bf16"),
+    Setting("torchvision", "compile", "bf16"),
+    Setting("timm", "max-autotune", "bf16"),
+    Setting("vitfast", "eager", "bf16"),
+    Setting("timm", "eager", "bf16"),
+    Setting("vitfast.accelerate(timm)", "eager", "amp"),
+    Setting("timm", "eager", "amp"),
+    Setting("huggingface", "eager", "bf16"),
+    Setting("torchvision", "eager", "bf16"),
+    Setting("timm", "max-autotune", "amp"),
+    Setting("vitfast", "max-autotune", "bf16"),
+    Setting("huggingface", "max-autotune", "bf16"),
+    Setting("torchvision", "max-autotune", "bf16"),
 )
+CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in ("vitfast", "timm", "huggingface", "torchvision", "vitfast.accelerate(timm)"))
+MODELS = {  # the batch of the training step
+    "B/16 224": Shape("B/16", 224, 256),
+    "S/16 224": Shape("S/16", 224, 512),
+    "L/16 224": Shape("L/16", 224, 128),
+    "B/16 384": Shape("B/16", 384, 64),
+    "H/14 224": Shape("H/14", 224, 64),
+}
+if not GPU:
+    MODELS = {f"{WHERE}Ti/16 64": Shape("Ti/16", 64, 2)}
+CASES = {s.name: s for s in (SETTINGS if GPU else CPU_SETTINGS) if s.library in BUILDERS}
+BATCHES = (64, 128, 256, 512)  # tried for throughput
+STEPS = 3 if GPU else 1  # calls per timed round
 
 
-def make(impl: str, case: str, train: bool):
-    """(function to time, images) of an implementation, checked against the other one in fp32 first."""
-    options, batch = CASES[case]
-    torch.manual_seed(0)
-    ours, theirs = ViT(**options).to(DEVICE), VisionTransformer(**options).to(DEVICE)
-    theirs.load_state_dict(ours.state_dict())
-    images = torch.randn(batch, 3, *ours.patch_embed.img_size, device=DEVICE)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images[:2]), theirs(images[:2]), atol=1e-3, rtol=1e-3)
-    model = (ours if impl == "vitfast" else theirs).train(train)
-    if GPU:
-        model, images = model.bfloat16(), images.bfloat16()
-        model.compile()
-
-    def run():
-        with torch.set_grad_enabled(train):
-            logits = model(images)
-            if train:
-                logits.float().square().mean().backward()
-                model.zero_grad(set_to_none=True)
-        if GPU:
-            torch.cuda.synchronize()
-
-    return run
+@functools.cache
+def best_batch(library: str, model: str) -> int:
+    """The batch of the highest inference throughput, searched with the library's eager model in bf16."""
+    if not GPU:
+        return MODELS[model].batch
+    speed = {}
+    for batch in BATCHES:
+        shape = Shape(MODELS[model].model, MODELS[model].image, batch)
+        try:
+            peer = Peer(Setting(library, "eager", "bf16"), shape, training=False)
+            with torch.inference_mode(), ops.use_kernels(peer.kernels):
+                speed[batch] = batch / median_seconds(lambda p=peer: p(p.images), rounds=5)
+        except torch.cuda.OutOfMemoryError:
+            break
+    return max(speed, key=speed.get)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "forward+backward"])
-@pytest.mark.parametrize("impl", ["vitfast", "timm"])
-@pytest.mark.parametrize("case", CASES)
-def test_model(benchmark, case, impl, train):
-    run = make(impl, case, train)
-    benchmark.extra_info.update(impl=impl, device=torch.cuda.get_device_name() if GPU else "cpu", flops=0, bytes=0)
-    benchmark.pedantic(run, rounds=10, warmup_rounds=3)
+def facts(shape: Shape, peer: Peer, seconds: float, training: bool) -> dict:
+    flops, name = costs.model_flops(shape, training), str(peer.setting.dtype).removeprefix("torch.")
+    promised = machine.datasheet_flops(machine.name())
+    return dict(
+        shape=shape.name,
+        batch=shape.batch,
+        precision=peer.setting.precision,
+        attention=peer.backend or "vitfast",
+        images_per_second=shape.batch / seconds,
+        model_flops=int(flops),
+        mfu_ceiling=flops / seconds / machine.ceilings()[name],
+        mfu_datasheet=flops / seconds / promised if promised else None,
+    )
+
+
+@pytest.mark.parametrize("setting", CASES)
+@pytest.mark.parametrize("model", MODELS)
+def test_train(benchmark, model, setting):
+    shape = MODELS[model]
+    benchmark.group = f"train {model}"
+    before = allocated()
+    peer = Peer(CASES[setting], shape, training=True)
+    with ops.use_kernels(peer.kernels):
+        errors = peer.check()
+        parameters = list(peer.model.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.05, fused=True)
+        labels = torch.randint(0, 1000, (shape.batch,), device=DEVICE)
+        images = [peer.images]
+
+        def step(batch):
+            F.cross_entropy(peer(batch).float(), labels).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        def run():
+            for batch in images:
+                step(batch)
+
+        for _ in range(WARMUP):
+            run()
+        held, peak = allocated() - before, peak_bytes(run, before)
+        images += [torch.randn_like(peer.images) for _ in range(STEPS - 1)]
+        seconds = measure(benchmark, run, calls=len(images), rounds=max(3, ROUNDS // 3))
+    size = peer.setting.dtype.itemsize
+    work = costs.model(shape, size).of("both") + costs.optimizer(sum(p.numel() for p in parameters), parameters[0].element_size())
+    largest = {f"{gib} GiB": largest_batch(shape.batch, held, peak, gib) for gib in (24, 80)} if GPU else None
+    info = dict(op="train", direction="both", largest_batch=largest, **facts(shape, peer, seconds, training=True), **errors)
+    describe(benchmark, setting, work, seconds, peer.setting.dtype, peak, **info)
+
+
+@pytest.mark.parametrize("what", ["latency", "throughput"])
+@pytest.mark.parametrize("setting", CASES)
+@pytest.mark.parametrize("model", MODELS)
+def test_inference(benchmark, model, setting, what):
+    wanted = MODELS[model]
+    shape = Shape(wanted.model, wanted.image, 1 if what == "latency" else best_batch(CASES[setting].library, model))
+    benchmark.group = f"{what} {model}"
+    before = allocated()
+    peer = Peer(CASES[setting], shape, training=False)
+    with ops.use_kernels(peer.kernels), torch.inference_mode():
+        errors = peer.check()
+        images = [peer.images]
+
+        def run():
+            for batch in images:
+                peer(batch)
+
+        for _ in range(WARMUP):
+            run()
+        peak = peak_bytes(run, before)
+        if GPU and what == "latency":
+            seconds = measure(benchmark, captured(run), cold)
+        else:
+            images += [torch.randn_like(peer.images) for _ in range(STEPS - 1)]
+            seconds = measure(benchmark, run, calls=len(images), rounds=max(5, ROUNDS // 2))
+    cost = costs.model(shape, peer.setting.dtype.itemsize).forward
+    info = dict(op=what, direction="forward", cuda_graph=GPU and what == "latency", **facts(shape, peer, seconds, training=False), **errors)
+    describe(benchmark, setting, cost, seconds, peer.setting.dtype, peak, **info)
+
+
+def largest_batch(batch: int, held: int, peak: int, gib: int) -> int:
+    """The batch whose peak fits in `gib` GiB less one, on the line through `held` bytes at batch 0 and `peak` bytes at `batch`."""
+    return max(0, int(batch * ((gib - 1) * 2**30 - held) / (peak - held)))

@@ -1,191 +1,200 @@
-"""How everything here is measured: right before fast, on fresh random inputs, against ceilings measured in the same run.
+"""How an operation is measured: right before fast, on random inputs, cold, against ceilings measured in the same run.
 
-A case builds its inputs, compares the implementation with float64, and only then is timed. On a GPU the clock is the device's own (events
-around each call, the L2 cache flushed before it, a head start for Python's launches); on a CPU it is the process's time.
+`bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for a wrong result;
+(2) warms up and takes the peak memory of one call; (3) times calls over several sets of random inputs, the L2 cache overwritten before
+each. On a GPU the clock is the device's (events, with a head start that hides Python's launches; at batch 1 a captured graph over inputs
+that together exceed the cache); on a CPU it is the process's time. Every entry of the JSON file that pytest-benchmark writes has, in
+`extra_info`: impl, device, dtype, op, shape, direction, flops, bytes (costs.py), floor_us and percent_of_floor (against the ceilings),
+tflops, gigabytes_per_second, error and error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included).
 """
 
-import functools
-import platform
-import statistics
-import subprocess
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import machine
 import torch
+from clock import DEVICE, GPU, ROUNDS, WARMUP, allocated, captured, clock, cold, lead_of, peak_bytes
+from costs import Cost, Costs
 from torch import Tensor
 
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-DTYPE = torch.bfloat16 if GPU else torch.float32
-WHERE = "" if GPU else "cpu small "  # a CPU case says so in its name
-# How far a right answer may lie from float64, by norm: a few roundings of the dtype for a chain of operations.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+from vitfast import ops
+from vitfast.doctor import ATOL, run, worst
+
+DTYPE = torch.bfloat16 if GPU else torch.float32  # conftest's --dtype sets another, before the bench files are read
+CHECKED = 4  # samples of a batch that are compared with float64
+SETS = 3
 
 
-@dataclass
-class Stamp:
-    """A point on the device's clock; the difference of two is seconds, and waits for the later one."""
-
-    event: "torch.cuda.Event" = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
-
-    def __sub__(self, other: "Stamp") -> float:
-        self.event.synchronize()
-        return other.event.elapsed_time(self.event) / 1e3
-
-
-def device_clock() -> Stamp:
-    """Now, in the device's stream."""
-    stamp = Stamp()
-    stamp.event.record()
-    return stamp
-
-
-clock = device_clock if GPU else time.process_time
-
-
-@functools.cache
-def _flush_buffer() -> Tensor:
-    return torch.empty(256 * 2**20 if GPU else 1, dtype=torch.int8, device=DEVICE)
-
-
-def prepare() -> None:
-    """Before each timed call: the cache is emptied, and the device kept busy while Python launches."""
-    if GPU:
-        _flush_buffer().zero_()
-        torch.cuda._sleep(1_000_000)
-
-
-def median_seconds(run: Callable[[], object], rounds: int = 20, warmup: int = 3) -> float:
-    """Median time of one call."""
-    for _ in range(warmup):
-        run()
-    times = []
-    for _ in range(rounds):
-        prepare()
-        start = clock()
-        run()
-        times.append(clock() - start)
-    return statistics.median(times)
-
-
-@functools.cache
-def ceilings() -> dict[str, float]:
-    """What this device reaches at its best, measured now: bytes/s of a large copy (read + written), FLOP/s of a large matrix product."""
-    size, n = (2**31, 8192) if GPU else (2**24, 512)
-    source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=DEVICE)
-    a, b, target = torch.randn(n, n, device=DEVICE).to(DTYPE), torch.randn(n, n, device=DEVICE).to(DTYPE), torch.empty_like(source)
-    copy, product = median_seconds(lambda: target.copy_(source)), median_seconds(lambda: a @ b)
-    return dict(bytes_per_second=2 * size / copy, flops_per_second=2 * n**3 / product)
-
-
-@functools.cache
-def machine() -> dict[str, str]:
-    """Device, driver, versions and commit, for every result."""
-
-    def output(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            return "unknown"
-
-    import triton
-
-    facts = dict(device=torch.cuda.get_device_name() if GPU else "cpu", torch=torch.__version__, triton=triton.__version__, python=platform.python_version())
-    facts["commit"] = output("git", "describe", "--always", "--dirty")
-    if GPU:
-        facts["driver, clock, power"] = output("nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
-    return facts
+class WrongResult(AssertionError):
+    """An implementation does not compute what it should; it gets no time."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed: named inputs' shapes, the formula (for float64, eager and torch.compile), its cost per direction.
+    """What is computed. `formula`: in plain PyTorch. `make`: fresh random inputs, of which the first `batched` have the batch as their
+    first axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared."""
 
-    `flops` and `traffic` (bytes of the dtype's elements that must move at least) are those of one forward pass; backward costs twice the
-    FLOPs, and `traffic_backward` elements.
-    """
-
-    name: str
-    formula: Callable[..., Tensor]
+    op: str
+    shape: str
+    formula: Callable[..., Tensor | tuple[Tensor, ...]]
     make: Callable[[], list[Tensor]]
-    flops: float
-    traffic: float
-    traffic_backward: float
+    batched: int
+    costs: Costs
 
 
-def _norm_error(actual: list[Tensor], truth: list[Tensor]) -> float:
-    return max(((a.double() - t).norm() / t.norm().clamp_min(1e-30)).item() for a, t in zip(actual, truth, strict=True))
+def values(*shape: int, scale: float = 1.0) -> Tensor:
+    """Random normal numbers that want a gradient."""
+    return (torch.randn(*shape, device=DEVICE) * scale).to(DTYPE).requires_grad_()
 
 
-def _gradients(function, tensors: list[Tensor], upstream: list[Tensor] | None = None) -> list[Tensor]:
-    """Outputs, and the gradients of the floating inputs for one upstream gradient."""
-    outputs = function(*tensors)
-    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-    leaves = [t for t in tensors if t.requires_grad]
-    if upstream is None:
-        return outputs
-    return [*outputs, *torch.autograd.grad(outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs)])]
-
-
-def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, tolerance: float | None = None) -> None:
-    """Checks `function` against the case's formula in float64, then times it in one direction: forward, backward or both."""
-    torch.manual_seed(0)
-    tensors = [t.requires_grad_() if t.is_floating_point() else t for t in case.make()]
-    doubles = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in tensors]
-    upstream = [torch.randn(o.shape, device=DEVICE, dtype=torch.float64) for o in _gradients(case.formula, doubles)]
-    error = _norm_error(_gradients(function, tensors, upstream), _gradients(case.formula, doubles, upstream))
-    limit = tolerance or TOLERANCE[DTYPE]
-    assert error <= limit, f"{impl} is wrong on {case.name}: error {error:.1e} against float64, limit {limit:.0e}; a wrong result gets no time"
-    del doubles
-
-    def forward():
-        with torch.no_grad():
-            return function(*tensors)
-
-    leaves, cast = [t for t in tensors if t.requires_grad], None
-    if direction != "forward":
-        outputs = function(*tensors)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        cast = [u.to(o.dtype) for u, o in zip(upstream, outputs)]
-
-    def backward():
-        return torch.autograd.grad(outputs, leaves, cast, retain_graph=True)
-
-    def both():
-        result = function(*tensors)
-        return torch.autograd.grad(result, leaves, cast)
-
-    run = dict(forward=forward, backward=backward, both=both)[direction]
-    passes = dict(forward=(1, case.traffic), backward=(2, case.traffic_backward), both=(3, case.traffic + case.traffic_backward))
-    flops, moved = passes[direction][0] * case.flops, passes[direction][1] * torch.finfo(DTYPE).bits // 8
-    top = ceilings()
-    floor = max(flops / top["flops_per_second"], moved / top["bytes_per_second"])
-    if GPU:
-        torch.cuda.reset_peak_memory_stats()
-    benchmark._timer = clock
-    benchmark.pedantic(run, setup=prepare, rounds=20 if GPU else 5, warmup_rounds=3 if GPU else 1)
-    median = benchmark.stats.stats.median
-    info = dict(
-        impl=impl,
-        case=case.name,
-        direction=direction,
-        device=machine()["device"],
-        dtype=str(DTYPE).removeprefix("torch."),
-        flops=flops,
-        bytes=moved,
-        error=error,
-        median_us=1e6 * median,
-        floor_us=1e6 * floor,
-        percent_of_floor=100 * floor / median,
-        tflops=flops / median / 1e12,
-        gigabytes_per_second=moved / median / 1e9,
-        peak_mib=torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0,
-    )
-    benchmark.extra_info.update(info, machine=machine(), ceilings=top)
+def weight(*shape: int) -> Tensor:
+    """Random weights that keep the size of what they multiply."""
+    return values(*shape, scale=(torch.Size(shape).numel() / shape[0]) ** -0.5)
 
 
 def compiled(function: Callable, mode: str | None = None) -> Callable:
-    """torch.compile of a formula, from a clean start."""
+    """torch.compile, from a clean start. CUDA graphs are ours to capture: inside torch.compile they would copy every input first."""
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, mode=mode)
+    return torch.compile(function, fullgraph=True, mode=mode and f"{mode}-no-cudagraphs")
+
+
+def implementation(impl: str, ours: Callable, formula: Callable) -> Callable:
+    """The function of a name: "vitfast", or the plain formula as "eager", "compile" or "max-autotune"."""
+    if impl in ("vitfast", "eager"):
+        return ours if impl == "vitfast" else formula
+    return compiled(formula, None if impl == "compile" else impl)
+
+
+def _copies(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Leaves with the same values, the floating ones in `dtype`."""
+    return [t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors]
+
+
+def check(case: Case, impl: str, function: Callable, direction: str) -> dict[str, float]:
+    """Raises WrongResult unless the error against float64 is at most twice that of the plain formula in the same dtype, plus rounding.
+
+    The implementation runs on the whole batch. Some samples, first and last among them, are compared; the upstream gradient is zero for
+    all others, so that the gradients of the parameters are those of these samples alone, however large the batch is.
+    """
+    torch.manual_seed(0)
+    tensors, train = case.make(), direction != "forward"
+    batch = tensors[0].shape[0]
+    chosen = torch.linspace(0, batch - 1, min(batch, CHECKED), device=DEVICE).round().long() if case.batched else slice(None)
+    few = _copies([t[chosen] if i < case.batched else t for i, t in enumerate(tensors)])
+    doubles, upstream, whole = _copies(few, torch.float64), None, None
+    with torch.set_grad_enabled(train):
+        with ops.use_kernels("off"):
+            outputs = run(case.formula, doubles)
+            if train:
+                upstream = [torch.randn_like(o) for o in outputs]
+                whole = [torch.zeros(batch, *u.shape[1:], dtype=DTYPE, device=DEVICE) for u in upstream] if case.batched else upstream
+                for w, u in zip(whole, upstream):
+                    w[chosen] = u.to(w.dtype)
+            truth = run(case.formula, doubles, upstream)
+            plain = worst(run(case.formula, few, upstream), truth)
+        result = run(function, tensors, whole)
+    samples = len(outputs) + sum(t.requires_grad for t in tensors[: case.batched])
+    error = worst([r[chosen] if case.batched and i < samples else r for i, r in enumerate(result)], truth)
+    limit = 2 * plain + ATOL[DTYPE]
+    if not error <= limit:
+        raise WrongResult(f"{impl} is wrong on {case.op} {case.shape} {direction}: error {error:.1e} against float64, limit {limit:.1e}; it gets no time")
+    return dict(error=error, error_limit=limit)
+
+
+class Call:
+    """One call of a function in one direction, on random inputs of its own."""
+
+    def __init__(self, case: Case, function: Callable, direction: str):
+        self.function, self.direction, self.tensors = function, direction, case.make()
+        self.leaves = [t for t in self.tensors if t.requires_grad]
+        self.upstream = [] if direction == "forward" else [torch.randn_like(o) for o in run(function, self.tensors)]
+
+    def prepare(self) -> None:
+        """What has to be there before the timed part: for a backward, its forward."""
+        if self.direction == "backward":
+            self.outputs = self.function(*self.tensors)
+
+    def __call__(self):
+        if self.direction == "forward":
+            with torch.no_grad():
+                return self.function(*self.tensors)
+        outputs = self.outputs if self.direction == "backward" else self.function(*self.tensors)
+        return torch.autograd.grad(outputs, self.leaves, self.upstream)
+
+    def whole(self) -> None:
+        self.prepare()
+        self()
+
+
+def measure(benchmark, run: Callable, setup: Callable | None = None, calls: int = 1, rounds: int = ROUNDS, timer: Callable | None = None) -> float:
+    """Hands `run`, which makes `calls` calls, to pytest-benchmark with our clock (or another); returns the median of seconds per call."""
+    benchmark._timer = timer or clock(calls)
+    benchmark.pedantic(run, setup=setup, rounds=rounds)
+    return benchmark.stats.stats.median if benchmark.stats else float("nan")
+
+
+def describe(benchmark, impl: str, cost: Cost, seconds: float, dtype: torch.dtype | str, peak: int | None = None, **more) -> None:
+    """The extra_info that every case has, whatever it measures. dtype: whose ceiling counts."""
+    dtype, top = str(dtype).removeprefix("torch."), machine.ceilings()
+    floor = cost.floor(top[dtype], top["copy"])
+    benchmark.extra_info.update(
+        impl=impl,
+        device=machine.name(),
+        dtype=dtype,
+        flops=int(cost.flops),
+        bytes=int(cost.bytes),
+        floor_us=1e6 * floor,
+        percent_of_floor=100 * floor / seconds,
+        tflops=cost.flops / seconds / 1e12,
+        gigabytes_per_second=cost.bytes / seconds / 1e9,
+        peak_mib=None if peak is None else peak / 2**20,
+        **more,
+    )
+
+
+def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, /, **more) -> None:
+    """Checks, then times `function` in one direction: "forward", "backward" (the forward not timed) or "both". more: for extra_info."""
+    benchmark.group = f"{case.op} {case.shape} {more.get('direction', direction)}"
+    kernels = "on" if GPU and impl == "vitfast" else "auto"  # on: a case that no kernel covers fails, it does not fall back
+    with ops.use_kernels(kernels):
+        start = time.perf_counter()
+        errors = check(case, impl, function, direction)
+        check_s = time.perf_counter() - start
+        before = allocated()
+        call = Call(case, function, direction)
+        for _ in range(WARMUP):
+            call.whole()
+        peak = peak_bytes(call.whole, before)
+        calls = [call] + [Call(case, function, direction) for _ in range(SETS - 1)]
+        if GPU and direction == "forward" and call.tensors[0].shape[0] == 1:
+            seconds, graph = _measure_captured(benchmark, case, calls), True
+        else:
+            seconds, graph = _measure_rotated(benchmark, calls), False
+    cost = case.costs.of(direction)
+    facts = dict(op=case.op, shape=case.shape, direction=direction, cuda_graph=graph, check_s=check_s, **errors)
+    describe(benchmark, impl, cost, seconds, DTYPE, peak, **(facts | more))
+
+
+def _measure_rotated(benchmark, calls: list[Call]) -> float:
+    """One call after another from a cold cache."""
+    calls[0].prepare()
+    lead, rotation, current = lead_of(calls[0]), itertools.cycle(calls), None
+
+    def setup():
+        nonlocal current
+        current = next(rotation)
+        current.prepare()
+        cold(lead)
+
+    return measure(benchmark, lambda: current(), setup)
+
+
+def _measure_captured(benchmark, case: Case, calls: list[Call]) -> float:
+    """A graph of calls over so many inputs that each finds the cache full of the others'."""
+    own = sum(t.numel() * t.element_size() for t in calls[0].tensors)
+    wanted = min(32, 2 * torch.cuda.get_device_properties(0).L2_cache_size // own + 1)
+    calls = calls + [Call(case, calls[0].function, "forward") for _ in range(wanted - len(calls))]
+    replay = captured(lambda: [c() for c in calls])
+    return measure(benchmark, replay, cold, calls=len(calls))

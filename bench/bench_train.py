@@ -1,0 +1,132 @@
+"""End to end: JPEG files on disk to optimiser steps, vitfast's loader and loop against timm's loader and a plain training step.
+
+Both decode, crop (scale 0.08 to 1), resize (bicubic) and mirror in the same number of processes, and train in bf16 under autocast with
+clipping and fused AdamW, compiled on a GPU. Ours hands raw uint8 to the model, timm's loader normalises on the device while it prefetches.
+Times are by the clock on the wall. waiting_for_data: the share of it that the same steps on a batch in memory would not take.
+"""
+
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator
+
+import costs
+import pytest
+import torch
+import torch.nn.functional as F
+from clock import DEVICE, GPU, wall
+from harness import describe, measure
+from shapes import Shape
+
+MODELS = {s.name: s for s in ((Shape("S/16", 224, 256), Shape("B/16", 224, 256)) if GPU else (Shape("Ti/16", 64, 8),))}
+FILES, SIZE = (4096, (500, 375)) if GPU else (64, (160, 120))
+STEPS, ROUNDS, WARMUP = (20, 5, 8) if GPU else (2, 3, 1)
+WORKERS = len(os.sched_getaffinity(0))
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory):
+    import photos
+
+    return photos.write(tmp_path_factory.mktemp("photographs"), FILES, SIZE)
+
+
+def ours(folder, s: Shape) -> tuple[Iterator, Callable]:
+    """(batches, step) of vitfast.train's loop."""
+    from vitfast.train.loop import Trainer
+    from vitfast.train.recipes import resolve
+
+    config = resolve(
+        "pretrain",
+        dict(
+            model=s.model,
+            img_size=s.image,
+            batch_size=s.batch,
+            steps=10**6,
+            lr=1e-4,
+            weight_decay=0.05,
+            clip_norm=1.0,
+            hidden_head=False,
+            weight_init="",
+            dropout=0.0,
+            crop_scale=SCALE,
+            crop_ratio=RATIO,
+        ),
+        dict(data=str(folder), output=str(folder / "run"), workers=WORKERS),
+    )
+    trainer, steps = Trainer(config, resume="never"), itertools.count()
+    trainer.learner.model.train()
+
+    def step(images, labels):
+        trainer.learner.train_step(images, labels, next(steps), trainer.total)
+
+    return iter(trainer.data.train_batches(0, trainer.total)), step
+
+
+def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
+    """(batches, step) of timm's loader, with its prefetcher, and a plain training step of timm's model."""
+    from timm.data import create_dataset, create_loader
+    from timm.models.vision_transformer import VisionTransformer
+
+    from vitfast.model import preset
+
+    loader = create_loader(
+        create_dataset("", root=str(folder / "train")),
+        (3, s.image, s.image),
+        s.batch,
+        is_training=True,
+        scale=SCALE,
+        ratio=RATIO,
+        hflip=0.5,
+        color_jitter=None,
+        interpolation="bicubic",
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        num_workers=WORKERS,
+        device=DEVICE,
+    )
+    with DEVICE:
+        model = VisionTransformer(img_size=s.image, num_classes=len(list((folder / "train").iterdir())), **preset(s.model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
+    function = torch.compile(model) if GPU else model
+
+    def step(images, labels):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=GPU):
+            loss = F.cross_entropy(function(images), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return itertools.chain.from_iterable(itertools.repeat(loader)), step
+
+
+@pytest.mark.parametrize("impl", ["vitfast", "timm"])
+@pytest.mark.parametrize("model", MODELS)
+def test_train_from_files(benchmark, photographs, model, impl):
+    s = MODELS[model]
+    benchmark.group = f"train from JPEG files {model}"
+    batches, step = dict(vitfast=ours, timm=timms)[impl](photographs, s)
+    for _ in range(WARMUP):
+        batch = next(batches)
+        assert batch[0].shape == (s.batch, 3, s.image, s.image), batch[0].shape
+        step(*batch[:2])
+
+    def in_memory() -> float:
+        start = wall()
+        for _ in range(STEPS):
+            step(*batch[:2])
+        return wall() - start
+
+    def run():
+        for _ in range(STEPS):
+            step(*next(batches)[:2])
+
+    alone = statistics.median(in_memory() for _ in range(ROUNDS))
+    seconds = measure(benchmark, run, rounds=ROUNDS, timer=wall)
+    speed = STEPS * s.batch / seconds
+    dtype = torch.bfloat16 if GPU else torch.float32
+    info = dict(op="train from JPEG files", shape=model, direction="both", batch=s.batch, workers=WORKERS)
+    info.update(images_per_second=speed, images_per_second_in_memory=STEPS * s.batch / alone, waiting_for_data=max(0.0, 1 - alone / seconds))
+    describe(benchmark, impl, costs.model(s, dtype.itemsize).of("both") * STEPS, seconds, dtype, **info)

@@ -1,0 +1,220 @@
+"""The peers: SDPA with each backend forced, and whole ViTs of timm, Hugging Face and torchvision in each of their settings.
+
+Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class token, random weights in every parameter. That it is the
+same function is checked, not assumed: a plain ViT in float64 reads the peer's own weights (vitfast.checkpoint knows everybody's names);
+the peer's logits in fp32 are compared with it, and then logits and gradients of exactly what is about to be timed.
+"""
+
+import contextlib
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from clock import DEVICE, GPU, median_seconds
+from harness import CHECKED, DTYPE, WrongResult
+from shapes import Shape
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import vitfast
+from vitfast import ViT, ops
+from vitfast.checkpoint.formats import convert
+from vitfast.doctor import ATOL, worst
+from vitfast.model import preset
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def sdpa(qkv: Tensor) -> Tensor:
+    """Packed (B, N, 3, H, Dh) -> (B, N, H, Dh) as the libraries do it: transposed views in and out."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def forced(function, backend: str):
+    """`function` with one backend of SDPA allowed; it raises where that one cannot run."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        with sdpa_kernel(BACKENDS[backend]):
+            return function(*args)
+
+    return wrapper
+
+
+@functools.cache
+def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool) -> str:
+    """The fastest backend of SDPA at this shape, by a measurement made now."""
+    if not GPU:
+        return "math"
+    qkv = torch.randn(batch, tokens, 3, heads, head, device=DEVICE).to(DTYPE).requires_grad_(training)
+    upstream = torch.randn(batch, tokens, heads, head, device=DEVICE).to(DTYPE)
+    times = {}
+    for name in ("flash", "cudnn", "efficient"):
+        function = forced(sdpa, name)
+        with contextlib.suppress(RuntimeError):  # a backend that cannot run here
+            times[name] = median_seconds(lambda f=function: torch.autograd.grad(f(qkv), qkv, upstream) if training else f(qkv), rounds=10)
+    return min(times, key=times.get, default="math")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """library: a key of BUILDERS; how: eager, compile or max-autotune; precision: bf16 (weights too), amp (fp32 weights) or fp32."""
+
+    library: str
+    how: str
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.library} {self.how} {self.precision}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix products."""
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+    def cast(self, model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor]:
+        return (model.to(self.dtype), images.to(self.dtype)) if self.precision == "bf16" else (model, images)
+
+    def autocast(self):
+        return torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
+
+
+class _Logits(nn.Module):
+    """A Hugging Face model that returns its logits alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(pixel_values=images).logits
+
+
+def _timm(s: Shape) -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(img_size=s.image, **preset(s.model))
+
+
+def _accelerated(s: Shape) -> nn.Module:
+    return vitfast.accelerate(_timm(s))
+
+
+def _hugging_face(s: Shape) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=s.image,
+        patch_size=s.patch,
+        hidden_size=s.width,
+        num_hidden_layers=s.depth,
+        num_attention_heads=s.heads,
+        intermediate_size=s.hidden,
+        num_labels=1000,
+        hidden_act="gelu",
+        layer_norm_eps=1e-6,
+        attn_implementation="sdpa",
+    )
+    return _Logits(ViTForImageClassification(config))
+
+
+def _torchvision(s: Shape) -> nn.Module:
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(s.image, s.patch, num_layers=s.depth, num_heads=s.heads, hidden_dim=s.width, mlp_dim=s.hidden)
+
+
+def _ours(s: Shape) -> nn.Module:
+    return ViT.from_preset(s.model, img_size=s.image)
+
+
+BUILDERS = {"vitfast": _ours, "timm": _timm, "huggingface": _hugging_face, "torchvision": _torchvision}
+if hasattr(vitfast, "accelerate"):
+    BUILDERS["vitfast.accelerate(timm)"] = _accelerated
+
+
+@torch.no_grad()
+def build(library: str, s: Shape) -> nn.Module:
+    """A library's ViT with 1000 classes in fp32, every parameter random: zero biases and unit norms would hide what is mixed up."""
+    torch.manual_seed(0)
+    with DEVICE:
+        model = BUILDERS[library](s)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            else:
+                fan_in = parameter[0].numel()
+                parameter.copy_(torch.randn_like(parameter) * min(0.5, fan_in**-0.5))
+    return model
+
+
+class Peer:
+    """A library's model in one setting, ready to be called on images of one batch size, for training or inference."""
+
+    def __init__(self, setting: Setting, shape: Shape, training: bool):
+        self.setting, self.shape, self.training = setting, shape, training
+        model = build(setting.library, shape).train(training)
+        self.state = {k: v.detach().clone() for k, v in convert(model.state_dict())[0].items()}  # fp32, timm's names: what the truth is made of
+        self.model, self.images = setting.cast(model, torch.randn(shape.batch, 3, shape.image, shape.image, device=DEVICE))
+        ours = setting.library.startswith("vitfast")
+        self.backend = None if ours else best_backend(shape.batch, shape.tokens, shape.heads, shape.head, training)
+        self.kernels = "on" if ours and GPU else "auto"
+        self.function = self.model
+        if setting.how != "eager":
+            torch._dynamo.reset()
+            self.function = torch.compile(self.model, mode=None if setting.how == "compile" else f"{setting.how}-no-cudagraphs")
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits (B, 1000)."""
+        with self.setting.autocast(), sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext():
+            return self.function(images)
+
+    def check(self) -> dict[str, float]:
+        """Compares logits, and in training the gradients of every parameter, with the plain ViT in float64 on some samples.
+
+        As in harness.check: the whole batch is computed, the upstream gradient is zero but for the samples, and the limit is twice the
+        error of the plain ViT in the same precision, plus rounding. Errors are by norm, of all gradients together.
+        """
+        chosen = torch.linspace(0, self.shape.batch - 1, min(self.shape.batch, CHECKED), device=DEVICE).round().long()
+        upstream = torch.randn(len(chosen), 1000, device=DEVICE, dtype=torch.float64)
+        whole = torch.zeros(self.shape.batch, 1000, device=DEVICE).index_copy_(0, chosen, upstream.float())
+        few, fp32 = self.images[chosen].float(), Setting(self.setting.library, "eager", "fp32")
+        with ops.use_kernels("off"):
+            truth = self._run(self._plain().double(), few.double(), upstream)
+            single = self._run(self._plain(), few, upstream)
+            model, same = self.setting.cast(self._plain(), few)
+            with self.setting.autocast():
+                own = self._run(model, same, upstream)
+        self._judge(fp32, self._run(build(self.setting.library, self.shape), few, upstream)[:1], single[:1], truth[:1])
+        self.state.clear()  # its memory is not the peer's
+        return self._judge(self.setting, self._run(self.model, self.images, whole, self, chosen), own, truth)
+
+    def _plain(self) -> ViT:
+        plain = ViT.from_preset(self.shape.model, img_size=self.shape.image).to(DEVICE)
+        plain.load_state_dict(self.state)
+        return plain
+
+    def _run(self, model: nn.Module, images: Tensor, upstream: Tensor, call=None, chosen=slice(None)) -> list[Tensor]:
+        """[logits of the chosen samples] and, in training, all gradients of `model` as one vector, in the order of timm's names."""
+        with torch.set_grad_enabled(self.training):
+            logits = (call or model)(images)
+            if not self.training:
+                return [logits[chosen].double()]
+            logits.backward(upstream.to(logits.dtype))
+        gradients = convert({name: p.grad for name, p in model.named_parameters()})[0]
+        model.zero_grad(set_to_none=True)
+        return [logits[chosen].detach().double(), torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])]
+
+    def _judge(self, setting: Setting, result: list[Tensor], own: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
+        error, limit = worst(result, truth), 2 * worst(own, truth) + ATOL[setting.dtype]
+        if not error <= limit:
+            raise WrongResult(f"{setting.name} is wrong on {self.shape.name}: error {error:.1e} against float64, limit {limit:.1e}; it gets no time")
+        return dict(error=error, error_limit=limit)

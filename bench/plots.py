@@ -1,0 +1,69 @@
+"""The plots of a GPU's results: a roofline for each operation, bars of speed and memory for each kind of run of the models."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "vitfast"  # the same data give the same file
+import matplotlib.pyplot as plt  # noqa: E402
+from report import Results, by_model, plotted  # noqa: E402
+
+COLOURS = {"vitfast": "#0b6e4f", "vitfast.accelerate(timm)": "#6bbf59"}  # of ours; everybody else gets greys and blues
+OTHERS = ("#33415c", "#5c677d", "#7d8597", "#979dac", "#a9b4c2", "#3a6ea5", "#6fa8dc", "#9fc5e8")
+
+
+def colour(impl: str, others: list[str]) -> str:
+    ours = next((c for name, c in reversed(COLOURS.items()) if impl == name or impl.startswith(f"{name} ")), None)
+    return ours or OTHERS[others.index(impl) % len(OTHERS)]
+
+
+def roofline(results: Results, op: str, axes) -> None:
+    """Achieved rate over arithmetic intensity, under the roof of the measured ceilings; bytes/s where there is no matrix product."""
+    cases = results.of(op)
+    ceilings = results.machines[-1]["ceilings"]
+    impls = list(dict.fromkeys(c["extra_info"]["impl"] for c in cases))
+    flops = all(c["extra_info"]["flops"] for c in cases)
+    xs = []
+    for impl in impls:
+        mine = [c["extra_info"] for c in cases if c["extra_info"]["impl"] == impl]
+        x = [i["flops"] / i["bytes"] if flops else i["bytes"] / 1e6 for i in mine]
+        axes.scatter(x, [i["tflops"] if flops else i["gigabytes_per_second"] for i in mine], label=impl, color=colour(impl, impls), alpha=0.8)
+        xs += x
+    ends = [min(xs) / 1.5, max(xs) * 1.5]
+    steps = [ends[0] * (ends[1] / ends[0]) ** (i / 100) for i in range(101)]
+    top = ceilings.get(cases[0]["extra_info"]["dtype"])
+    roof = [min(top, x * ceilings["copy"]) / 1e12 for x in steps] if flops else [ceilings["copy"] / 1e9] * len(steps)
+    axes.plot(steps, roof, color="black", linewidth=1)
+    axes.set(xscale="log", yscale="log" if flops else "linear", title=f"{op}, {results.name}")
+    axes.set(xlabel="FLOP per byte" if flops else "MB moved", ylabel="TFLOP/s" if flops else "GB/s")
+    axes.legend(fontsize="small")
+
+
+def bars(results: Results, op: str, key: str, scale: float, label: str, axes) -> None:
+    """A group of bars for each model, one bar for each implementation."""
+    groups = by_model(results, op)
+    impls = list(dict.fromkeys(c["extra_info"]["impl"] for cases in groups.values() for c in cases))
+    width = 0.85 / len(impls)
+    for i, impl in enumerate(impls):
+        found = {m: c["extra_info"][key] for m, cases in groups.items() for c in cases if c["extra_info"]["impl"] == impl and c["extra_info"][key] is not None}
+        places = [list(groups).index(model) + i * width for model in found]
+        axes.bar(places, [value * scale for value in found.values()], width, label=impl, color=colour(impl, impls))
+    axes.set_xticks([g + width * (len(impls) - 1) / 2 for g in range(len(groups))], list(groups))
+    axes.set(title=f"{op}, {results.name}", ylabel=label)
+    axes.legend(fontsize="x-small", ncols=2)
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Writes every plot of `report.plotted` into the folder."""
+    for name in plotted(results):
+        figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+        kind, _, what = name.removesuffix(".svg").partition("-")
+        if kind == "roofline":
+            roofline(results, next(o for c in results.measured.values() if (o := c["extra_info"]["op"]).replace(" ", "-") == what), axes)
+        elif kind == "speed":
+            bars(results, what, "images_per_second", 1.0, "images/s", axes)
+        else:
+            bars(results, what, "peak_mib", 1 / 1024, "peak memory, GiB", axes)
+        figure.savefig(folder / name, metadata={"Date": None})
+        plt.close(figure)

@@ -1,0 +1,269 @@
+"""From the result files of a GPU to tables and plots. What is lost is shown like what is won; failed and skipped cases are shown too.
+
+    python bench/report.py              # writes bench/results/README.md, the plots, and the section of README.md between the speed markers
+    python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
+    python bench/report.py --folder DIR # prints the tables of one folder
+
+Every folder of bench/results/ that holds JSON files is a GPU, but `local`, which is not committed. A case that several files hold counts
+as the newest has it, and a measurement before a failure or a skip.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+START, END = "<!-- speed -->", "<!-- /speed -->"
+NOTHING = "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all bench/results/<gpu>` makes one.\n"
+HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in `bench/harness.py`, `bench/peers.py` and
+`bench/bench_model.py`. Times are medians, ± is the interquartile range. "% floor" is the share of the time that the work needs at least
+(`bench/costs.py`) at the ceilings measured in the same run. "vitfast" in the last column is how many times faster vitfast is than the
+fastest other implementation: **below 1.00 it lost**.
+"""
+LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torchvision")
+
+
+@dataclass
+class Results:
+    """The cases of one GPU: measured entries of pytest-benchmark, and those without a time, each by full name."""
+
+    name: str
+    machines: list[dict] = field(default_factory=list)
+    measured: dict[str, dict] = field(default_factory=dict)
+    missing: dict[str, dict] = field(default_factory=dict)
+
+    def of(self, *ops: str) -> list[dict]:
+        return [case for case in self.measured.values() if case["extra_info"]["op"] in ops]
+
+
+def load(folder: Path) -> Results:
+    """All result files of a folder, oldest first."""
+    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    results = Results(folder.name)
+    for content in sorted((f for f in files if isinstance(f, dict) and "benchmarks" in f), key=lambda f: f["datetime"]):
+        machine = content["machine_info"]["vitfast"]
+        if machine not in results.machines:
+            results.machines.append(machine)
+        for state in ("skipped", "failed"):
+            results.missing.update({case["fullname"]: dict(case, state=state) for case in content[state]})
+        results.measured.update({case["fullname"]: case for case in content["benchmarks"]})
+    results.missing = {name: case for name, case in results.missing.items() if name not in results.measured}
+    return results
+
+
+# ---- tables
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; the first column is text, the others numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three digits that count, thousands apart; "-" for None."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def _us(case: dict) -> float:
+    return 1e6 * case["stats"]["median"]
+
+
+def _spread(case: dict, per_second: float = 1e6) -> str:
+    return f"{number(per_second * case['stats']['median'])} ± {number(per_second * case['stats']['iqr'], 2)}"
+
+
+def machine_lines(results: Results) -> str:
+    """A line for each machine, versions and commit, with the range of each ceiling over its files."""
+    runs = {}
+    for facts in results.machines:
+        words = ", ".join(f"{k} {v}" for k, v in facts.items() if k not in ("ceilings", "device", "datasheet_bf16_flops"))
+        sheet = facts["datasheet_bf16_flops"]
+        promised = f" (bf16 by the data sheet: {number(sheet / 1e12)})" if sheet else ""
+        runs.setdefault((facts["device"], words, promised), []).append(facts["ceilings"])
+    lines = []
+    for (device, words, promised), ceilings in runs.items():
+        rates = []
+        for key in ceilings[0]:
+            found = [c[key] / (1e9 if key == "copy" else 1e12) for c in ceilings if c.get(key)]
+            span = " to ".join(dict.fromkeys(number(rate) for rate in (min(found), max(found)))) if found else "failed"
+            rates.append(f"{key} {span} {'GB/s' if key == 'copy' else 'TFLOP/s'}")
+        lines.append(f"- {device}: {words}. Ceilings, measured in each run: {', '.join(rates)}{promised}\n")
+    return "".join(lines)
+
+
+def op_table(cases: list[dict], op: str) -> str:
+    """A row per shape and direction: every implementation's time, our share of the floor (without us: the best one's), our ratio to the best other."""
+    rows, impls = {}, list(dict.fromkeys(c["extra_info"]["impl"] for c in cases))
+    for case in cases:
+        info = case["extra_info"]
+        rows.setdefault((info["shape"], info["direction"]), {})[info["impl"]] = case
+    lines = []
+    for (shape, direction), found in rows.items():
+        ours, others = found.get("vitfast"), [c for impl, c in found.items() if impl != "vitfast"]
+        best = min(others, key=_us, default=None)
+        line = [f"{shape} {direction}"] + [_spread(found[impl]) if impl in found else "-" for impl in impls]
+        line.append(f"{(ours or best)['extra_info']['percent_of_floor']:.0f} %")
+        lines.append(line + ([f"{_us(best) / _us(ours):.2f}" if ours and best else "-"] if "vitfast" in impls else []))
+    return f"#### {op} (µs)\n\n" + table(["shape", *impls, "% floor", *(["vitfast"] if "vitfast" in impls else [])], lines)
+
+
+def model_table(cases: list[dict], title: str) -> str:
+    """A row per implementation of one model and task, fastest first."""
+    lines = []
+    for case in sorted(cases, key=lambda c: -c["extra_info"]["images_per_second"]):
+        info = case["extra_info"]
+        largest = info.get("largest_batch") or {}
+        lines.append(
+            [
+                info["impl"],
+                str(info["batch"]),
+                f"{number(info['images_per_second'])}",
+                _spread(case, 1e3),
+                number(info["model_flops"] / case["stats"]["median"] / 1e12),
+                f"{100 * info['mfu_ceiling']:.1f}",
+                "-" if info["mfu_datasheet"] is None else f"{100 * info['mfu_datasheet']:.1f}",
+                "-" if info["peak_mib"] is None else f"{info['peak_mib'] / 1024:.1f}",
+                " / ".join(str(n) for n in largest.values()) or "-",
+                info["attention"],
+            ]
+        )
+    header = [
+        "implementation",
+        "batch",
+        "images/s",
+        "ms",
+        "TFLOP/s",
+        "MFU % of ceiling",
+        "MFU % of data sheet",
+        "peak GiB",
+        "largest batch in 24 / 80 GiB",
+        "attention",
+    ]
+    return f"#### {title}\n\n" + table(header, lines)
+
+
+def files_table(cases: list[dict]) -> str:
+    lines = []
+    for case in cases:
+        info = case["extra_info"]
+        speeds = [number(info[key]) for key in ("images_per_second", "images_per_second_in_memory")]
+        lines.append([f"{info['shape']} {info['impl']}", *speeds, f"{info['waiting_for_data']:.0%}", str(info["workers"])])
+    return "#### Training from JPEG files\n\n" + table(["case", "images/s", "the same in memory", "waiting for data", "loader processes"], lines)
+
+
+def missing_table(results: Results) -> str:
+    if not results.missing:
+        return ""
+    rows = [[case["name"], case["state"], case["reason"].replace("|", "\\|")] for case in results.missing.values()]
+    return "#### Without a time\n\n" + table(["case", "state", "reason"], rows)
+
+
+def by_model(results: Results, op: str) -> dict[str, list[dict]]:
+    """Model and resolution -> its cases. The batch is not part of the key: each library has its own best one."""
+    groups = {}
+    for case in results.of(op):
+        groups.setdefault(case["extra_info"]["shape"].rpartition(" B")[0], []).append(case)
+    return groups
+
+
+def sections(results: Results) -> str:
+    """Everything about one GPU."""
+    parts = [machine_lines(results)]
+    for op in ("train", "throughput", "latency"):
+        parts += [model_table(cases, f"{op}: {model}") for model, cases in by_model(results, op).items()]
+    if files := results.of("train from JPEG files"):
+        parts.append(files_table(files))
+    rest = dict.fromkeys(c["extra_info"]["op"] for c in results.measured.values())
+    for op in rest:
+        if op not in ("train", "throughput", "latency", "train from JPEG files"):
+            parts.append(op_table(results.of(op), op))
+    return "\n".join([*parts, missing_table(results)])
+
+
+def speed_table(results: Results) -> str:
+    """For the project's README: vitfast, and `accelerate` under timm, against the fastest peer in the same precision."""
+    lines = []
+    for op in ("train", "throughput", "latency"):
+        for model, cases in by_model(results, op).items():
+            for precision in dict.fromkeys(c["extra_info"]["precision"] for c in cases):
+                best = {}
+                for case in cases:
+                    info = case["extra_info"]
+                    library = next(name for name in reversed(LIBRARIES) if info["impl"].startswith(f"{name} "))
+                    key = library if library.startswith("vitfast") else "peer"
+                    if info["precision"] == precision and (key not in best or info["images_per_second"] > best[key]["images_per_second"]):
+                        best[key] = info
+                speeds = {key: info["images_per_second"] for key, info in best.items()}
+                peer = f"{number(speeds.get('peer'))} ({best['peer']['impl']})" if "peer" in best else "-"
+                ours = [number(speeds.get(name)) for name in LIBRARIES[:2]]
+                ratios = [f"{speeds[name] / speeds['peer']:.2f}" if {name, "peer"} <= set(speeds) else "-" for name in LIBRARIES[:2]]
+                lines.append([f"{op} {model} {precision}", *ours, peer, *ratios])
+    header = ["images/s", "vitfast", "accelerate(timm)", "fastest peer", "vitfast ÷ peer", "accelerate ÷ peer"]
+    return machine_lines(results) + "\n" + (table(header, lines) if lines else "No whole model has been measured on it.\n")
+
+
+# ---- files
+
+
+def gpus(folder: Path) -> list[Results]:
+    found = [load(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "local"] if folder.is_dir() else []
+    return [results for results in found if results.measured or results.missing]
+
+
+def documents(folder: Path, readme: Path) -> dict[Path, str]:
+    """What every generated text file should hold."""
+    found = gpus(folder)
+    body = "\n".join(f"## {r.name}\n\n{sections(r)}\n{pictures(folder, r)}" for r in found) or NOTHING
+    wanted = {folder / "README.md": f"# Results\n\n{HOW_TO_READ}\n{body}"}
+    text = readme.read_text() if readme.is_file() else ""
+    if START in text and END in text:
+        speed = "\n".join(f"{speed_table(r)}\nEverything: [bench/results](bench/results/README.md).\n" for r in found) or NOTHING
+        wanted[readme] = text[: text.index(START) + len(START)] + f"\n\n{speed}\n" + text[text.index(END) :]
+    return wanted
+
+
+def plotted(results: Results) -> list[str]:
+    """Names of the plots that this GPU's results give."""
+    ops = dict.fromkeys(c["extra_info"]["op"] for c in results.measured.values() if "images_per_second" not in c["extra_info"])
+    models = [f"{what}-{op}" for op in ("train", "throughput") if results.of(op) for what in ("speed", "memory")]
+    return [f"{name}.svg".replace(" ", "-") for name in ([f"roofline-{op}" for op in ops] + models)]
+
+
+def pictures(folder: Path, results: Results) -> str:
+    return "".join(f"![{name.removesuffix('.svg')}]({results.name}/{name})\n" for name in plotted(results))
+
+
+def stale(folder: Path, readme: Path) -> list[str]:
+    """What has to be written again."""
+    texts = [str(path) for path, text in documents(folder, readme).items() if not path.is_file() or path.read_text() != text]
+    return texts + [str(folder / r.name / name) for r in gpus(folder) for name in plotted(r) if not (folder / r.name / name).is_file()]
+
+
+def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md") -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
+    parser.add_argument("--folder", type=Path, help="print the tables of this folder")
+    args = parser.parse_args(argv)
+    if args.folder:
+        print(sections(load(args.folder)))
+    elif args.check:
+        found = stale(folder, readme)
+        print("\n".join(f"{name} is stale: run python bench/report.py" for name in found) or "the report is up to date")
+        return 1 if found else 0
+    else:
+        for path, text in documents(folder, readme).items():
+            path.write_text(text)
+        for results in gpus(folder):
+            import plots
+
+            plots.draw(results, folder / results.name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
