@@ -1,0 +1,425 @@
+"""accelerate: equal numbers in three libraries, the same parameters, kernels really used, dtypes, and what is left alone."""
+
+import copy
+import logging
+
+import pytest
+import timm
+import torch
+from adapter_models import MODELS, SMALL, hf_dinov2, hf_vit, tensor, timm_vit, tv_vit
+from checks import assert_close, gradients, randomize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import vitfast
+from vitfast import InputError, ops
+from vitfast.kernels.launch import launches_made
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
+
+
+def accelerated_pair(make):
+    """(accelerated, original) with the same random weights."""
+    model = randomize(make())
+    return vitfast.accelerate(copy.deepcopy(model)), model
+
+
+def run_both(pair, images, upstream=None):
+    """Logits, gradients of every parameter, and the images' gradient, of each on the same random numbers."""
+    results = []
+    for model in pair:
+        x = images.clone().requires_grad_()
+        torch.manual_seed(1)
+        out = tensor(model(x))
+        upstream = torch.randn_like(out) if upstream is None else upstream
+        results.append((out, {**gradients(model, out, upstream), "images": x.grad}))
+    return results
+
+
+def assert_same(results, atol=1e-5, rtol=1e-5):
+    (out, grads), (expected, wanted) = results
+    assert out.dtype == expected.dtype
+    assert_close(out, expected, atol=atol, rtol=rtol, name="output")
+    assert grads.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert_close(grads[name], grad, atol=atol, rtol=rtol, name=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_output_and_every_gradient_equal_the_original(name):
+    make, size, left = MODELS[name]
+    pair = accelerated_pair(make)
+    images = torch.randn(3, 3, *size)
+    assert_same(run_both([model.train() for model in pair], images))
+    report = vitfast.acceleration_report(pair[0])
+    reasons = [e.why for e in report.left]
+    assert len(reasons) == len(left) and all(word in why for word, why in zip(left, reasons)), report
+    with torch.no_grad():
+        assert_close(tensor(pair[0].eval()(images)), tensor(pair[1].eval()(images)), atol=1e-5, name="eval")
+    in_eval = vitfast.acceleration_report(pair[0]).left
+    assert len(in_eval) == sum("active" not in word for word in left), "dropout rests outside training"
+
+
+KERNELS = {
+    "timm": lambda: timm_vit(init_values=0.5, reg_tokens=1, drop_path_rate=0.5, act_layer="gelu_tanh"),
+    "Hugging Face": lambda: hf_dinov2(drop_path_rate=0.5),
+    "torchvision": tv_vit,
+}
+
+
+@interpreted
+@pytest.mark.parametrize("library", KERNELS)
+def test_kernels_run_and_equal_the_original(library):
+    pair = [model.train() for model in accelerated_pair(KERNELS[library])]
+    images = torch.randn(3, 3, 16, 16)
+    before = launches_made()
+    with ops.use_kernels("on"):
+        results = run_both(pair, images)
+    made = launches_made() - before
+    assert made >= 40, made  # two layers: 4 + 3 launches forward, twice as many and more backward, patches and the last norm
+    assert_same(results)
+
+
+def test_width_and_tokens_of_full_size():
+    model = timm.create_model("vit_base_patch16_224", depth=2, num_classes=10).eval()
+    images, upstream = torch.randn(1, 3, 224, 224), torch.randn(1, 10)
+    assert_same(run_both([vitfast.accelerate(copy.deepcopy(model)), model], images, upstream))
+
+
+# ---- parameters and classes
+
+
+def snapshot(model):
+    """Everything that accelerate must not touch."""
+    parameters = [(name, id(p), p.data_ptr(), p.requires_grad, p.stride()) for name, p in model.named_parameters()]
+    buffers = [(name, id(b)) for name, b in model.named_buffers()]
+    return parameters, buffers, list(model.state_dict()), [(name, id(m)) for name, m in model.named_modules()]
+
+
+def classes(model):
+    return [(type(m), sorted(m.__dict__)) for m in model.modules()]
+
+
+timm_options = st.fixed_dictionaries(
+    {
+        "class_token": st.just(True),
+        "reg_tokens": st.integers(0, 2),
+        "global_pool": st.sampled_from(["token", "avg", "max", "map", ""]),
+        "init_values": st.sampled_from([None, 0.1]),
+        "qkv_bias": st.booleans(),
+        "qk_norm": st.booleans(),
+        "pre_norm": st.booleans(),
+        "no_embed_class": st.booleans(),
+        "dynamic_img_size": st.booleans(),
+        "drop_path_rate": st.sampled_from([0.0, 0.2]),
+        "depth": st.integers(0, 2),
+        "act_layer": st.sampled_from(["gelu", "quick_gelu", "silu"]),
+    }
+).map(lambda options: (timm_vit, options))
+hf_options = st.fixed_dictionaries({"qkv_bias": st.booleans(), "hidden_act": st.sampled_from(["gelu", "relu"])}).map(lambda options: (hf_vit, options))
+dinov2_options = st.fixed_dictionaries({"use_swiglu_ffn": st.booleans(), "drop_path_rate": st.sampled_from([0.0, 0.2])}).map(
+    lambda options: (hf_dinov2, options)
+)
+tv_options = st.fixed_dictionaries({"representation_size": st.sampled_from([None, 8]), "dropout": st.sampled_from([0.0, 0.1])}).map(
+    lambda options: (tv_vit, options)
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.one_of(timm_options, hf_options, dinov2_options, tv_options), st.sampled_from([None, True, False]), st.booleans())
+def test_parameters_are_never_copied_reordered_or_renamed(chosen, residual_in_fp32, frozen):
+    make, options = chosen
+    model = make(**options)
+    model.requires_grad_(not frozen)
+    before, types = snapshot(model), classes(model)
+    assert vitfast.accelerate(model, residual_in_fp32) is model
+    assert snapshot(model) == before
+    once = classes(model)
+    assert len(once) == len(types) and (once != types or options.get("depth") == 0)
+    vitfast.accelerate(model, residual_in_fp32)
+    assert classes(model) == once
+    model(torch.randn(1, 3, 16, 16))
+    assert snapshot(model) == before
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    assert all((p == 1).all() for p in model.parameters())
+    assert vitfast.restore(model) is model
+    assert snapshot(model) == before and classes(model) == types
+
+
+def test_isinstance_names_and_text_stay():
+    original = [timm_vit(), hf_vit(), tv_vit()]
+    for model in original:
+        text = repr(model)
+        kinds = [type(m) for m in model.modules()]
+        vitfast.accelerate(model)
+        assert repr(model) == text
+        assert all(isinstance(m, kind) and type(m).__name__ == kind.__name__ for m, kind in zip(model.modules(), kinds))
+
+
+def test_a_model_around_a_backbone():
+    class Segmenter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = timm_vit(num_classes=0, global_pool="")
+            self.neck = nn.Conv2d(32, 4, 1)
+
+        def forward(self, x):
+            return self.neck(self.backbone.forward_intermediates(x, indices=1, intermediates_only=True)[0])
+
+    pair = accelerated_pair(Segmenter)
+    assert len(vitfast.acceleration_report(pair[0]).replaced) == 6
+    pair[0].neck.weight.data.copy_(pair[1].neck.weight)
+    assert_same(run_both(pair, torch.randn(2, 3, 16, 16)))
+
+
+# ---- dtypes
+
+
+def block_dtypes(model, run):
+    """The dtype that each block puts out, and the output's."""
+    seen = []
+    hooks = [m.register_forward_hook(lambda _, __, out: seen.append(out.dtype)) for m in model.modules() if type(m).__name__ in BLOCKS]
+    seen.append(tensor(run(model)).dtype)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+BLOCKS = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock")
+DTYPE_MODELS = {
+    "timm": timm_vit,
+    "timm without positions": lambda: timm_vit(pos_embed="none", class_token=False, global_pool="avg"),  # the stream starts in autocast's dtype
+    "timm layer scale without positions": lambda: timm_vit(pos_embed="none", class_token=False, global_pool="avg", init_values=0.5),
+    "HF ViT": hf_vit,
+    "HF DINOv2": hf_dinov2,
+    "torchvision": tv_vit,
+}
+
+
+@pytest.mark.parametrize("name", DTYPE_MODELS)
+def test_autocast_gives_the_originals_dtypes_and_accuracy(name):
+    pair = accelerated_pair(DTYPE_MODELS[name])
+    images = torch.randn(3, 3, 16, 16)
+    truth = tensor(copy.deepcopy(pair[1]).double()(images.double()))
+    upstream = torch.randn_like(truth)
+    wanted = gradients(double := copy.deepcopy(pair[1]).double(), tensor(double(images.double())), upstream)
+
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(images)
+
+    assert block_dtypes(pair[0], run) == block_dtypes(pair[1], run)
+    errors, gradient_errors = [], []
+    for model in pair:
+        out = tensor(run(model))
+        errors.append((out.double() - truth).norm() / truth.norm())
+        grads = gradients(model, out, upstream.to(out.dtype))
+        assert all(grads[key].dtype == torch.float32 for key in wanted)
+        gradient_errors.append(sum((grads[key] - wanted[key]).norm() for key in wanted) / sum(g.norm() for g in wanted.values()))
+    # bf16 has 8 bits: both lie at about 1e-2 of the truth.
+    assert errors[0] < 2 * errors[1] + 1e-3 and errors[1] < 0.05
+    assert gradient_errors[0] < 2 * gradient_errors[1] + 1e-3
+
+
+def test_residual_dtype_can_be_chosen_under_autocast():
+    images = torch.randn(2, 3, 16, 16)
+
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(images)
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert block_dtypes(vitfast.accelerate(timm_vit()), run) == [fp32, fp32, bf16]
+    assert block_dtypes(vitfast.accelerate(timm_vit(), residual_in_fp32=False), run) == [bf16, bf16, bf16]
+    assert block_dtypes(vitfast.accelerate(DTYPE_MODELS["timm without positions"](), residual_in_fp32=True), run)[:2] == [fp32, fp32]
+    model = vitfast.accelerate(vitfast.accelerate(timm_vit(), residual_in_fp32=False))
+    assert block_dtypes(model, run)[0] == fp32, "the last call decides"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_in_one_dtype(dtype):
+    for make in (timm_vit, hf_vit, tv_vit):
+        pair = [model.to(dtype) for model in accelerated_pair(make)]
+        images = torch.randn(2, 3, 16, 16, dtype=dtype)
+
+        def run(model, images=images):
+            return model(images)
+
+        assert block_dtypes(pair[0], run) == block_dtypes(pair[1], run) == [dtype] * 3
+        assert_close(tensor(run(pair[0])), tensor(run(pair[1])), atol=0.05 if dtype == torch.bfloat16 else 1e-12)
+
+
+@interpreted
+def test_fp16_autocast_on_kernels():
+    pair = accelerated_pair(lambda: timm_vit(init_values=0.5))
+    images = torch.randn(2, 3, 16, 16)
+    truth = copy.deepcopy(pair[1]).double()(images.double())
+    before = launches_made()
+    with ops.use_kernels("on"), torch.autocast("cpu", torch.float16):
+        out, expected = (model(images) for model in pair)
+    assert out.dtype == expected.dtype == torch.float16 and launches_made() - before >= 14
+    assert (out.double() - truth).norm() < 2 * (expected.double() - truth).norm() + 1e-3 * truth.norm()
+
+
+# ---- what is left alone
+
+
+@pytest.mark.parametrize(
+    "name, options, why",
+    [
+        ("resnet10t", {}, "nothing in it"),
+        ("swin_tiny_patch4_window7_224", dict(depths=(1, 1, 1, 1), embed_dim=16, num_heads=(1, 2, 4, 8)), "windows"),
+        ("eva02_tiny_patch14_224", dict(depth=1), "rotary"),
+        ("vit_relpos_small_patch16_224", dict(depth=1), "relative position"),
+        ("beit_base_patch16_224", dict(depth=1, embed_dim=48, num_heads=3), "relative position"),
+    ],
+)
+def test_unknown_models_come_back_untouched(name, options, why, caplog):
+    model = timm.create_model(name, **options)
+    before, types = snapshot(model), classes(model)
+    with caplog.at_level(logging.INFO, "vitfast"):
+        vitfast.accelerate(model)
+    assert snapshot(model) == before and classes(model) == types
+    report = vitfast.acceleration_report(model)
+    assert not report.replaced and all(why in e.why for e in report.left) and why in str(report)
+    assert "nothing on vitfast" in caplog.text and why in caplog.text and caplog.records[0].levelname == "WARNING"
+
+
+def test_log_and_report_say_what_was_done(caplog):
+    model = timm_vit(act_layer="quick_gelu")
+    assert {e.why for e in vitfast.acceleration_report(model).left} == {"vitfast.accelerate(model) was not called"}
+    with caplog.at_level(logging.INFO, "vitfast"):
+        vitfast.accelerate(model)
+    [record] = caplog.records
+    assert record.name == "vitfast" and record.levelname == "INFO" and "2 x attention half" in record.message and "QuickGELU" in record.message
+    text = str(vitfast.acceleration_report(model))
+    assert "blocks.0 ... blocks.1 (2) (Block), attention half" in text and "MLP half: mlp.act is timm.layers.activations.QuickGELU" in text
+
+
+def test_a_subclass_with_code_of_its_own_is_left():
+    from timm.models.vision_transformer import Block
+
+    class Doubled(Block):
+        def forward(self, x, **kwargs):
+            return 2 * super().forward(x, **kwargs)
+
+    model = timm_vit(block_fn=Doubled)
+    types = [type(b) for b in model.blocks]
+    vitfast.accelerate(model)
+    assert [type(b) for b in model.blocks] == types and "Doubled may have code of its own" in str(vitfast.acceleration_report(model))
+
+
+def test_a_layer_with_a_part_that_is_not_known_is_left():
+    for make, path in ((timm_vit, "attn.sink"), (hf_vit, "attention.sink"), (tv_vit, "gate")):
+        model = make()
+        block = next(m for m in model.modules() if type(m).__name__ in BLOCKS)
+        parent, _, name = path.rpartition(".")
+        setattr(block.get_submodule(parent), name, nn.Parameter(torch.ones(2)) if parent else nn.Linear(2, 2))
+        before = type(block)
+        vitfast.accelerate(model)
+        assert type(block) is before and f"{path} is not known to vitfast" in str(vitfast.acceleration_report(model))
+
+
+def test_masks_and_causal_attention_run_the_original():
+    pair = accelerated_pair(timm_vit)
+    images = torch.randn(2, 3, 16, 16)
+    mask = torch.rand(2, 1, 5, 5) > 0.4
+    mask[..., 0] = True
+    for arguments in (dict(attn_mask=mask), dict(is_causal=True), dict(attn_mask=None, is_causal=False)):
+        out, expected = (model(images, **arguments) for model in pair)
+        assert_close(out, expected, atol=1e-5)
+    assert (pair[0](images, is_causal=True) - pair[0](images)).abs().max() > 1e-3
+    pair = accelerated_pair(hf_vit)
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1]])
+    out, expected = (model(images, attention_mask=mask).logits for model in pair)
+    assert_close(out, expected, atol=1e-5)
+    assert (out - pair[0](images).logits).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("change", ["scale", "affine", "bias", "dtype"])
+def test_odd_layers_run_the_original(change):
+    """What the types of the modules do not tell."""
+
+    def make():
+        model = timm_vit()
+        attn = model.blocks[0].attn
+        if change == "scale":
+            attn.fused_attn, attn.scale = False, 1.0
+        elif change == "affine":
+            model.blocks[0].norm1 = nn.LayerNorm(32, elementwise_affine=False)
+        elif change == "bias":
+            model.blocks[0].norm1 = nn.LayerNorm(32, bias=False)
+        else:
+            model.blocks[0].double()
+        return model
+
+    pair = accelerated_pair(make)
+    images = torch.randn(2, 3, 16, 16)
+    if change == "dtype":
+        for model in pair:
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(images)
+        return
+    assert_same(run_both(pair, images))
+    assert len(vitfast.acceleration_report(pair[0]).left) == (0 if change == "bias" else 1)
+
+
+def test_bad_input_is_the_originals_error():
+    pair = accelerated_pair(timm_vit)
+    for images in (torch.randn(2, 3, 16, 24), torch.randn(2, 4, 16, 16), torch.zeros(2, 3, 16, 16, dtype=torch.uint8), torch.randn(2, 3, 16, 16).double()):
+        errors = []
+        for model in pair:
+            with pytest.raises(Exception) as error:
+                model(images)
+            errors.append((error.type, str(error.value)))
+        assert errors[0] == errors[1]
+    hf = accelerated_pair(hf_vit)  # its convolution drops what is left of the last patch
+    out, expected = (model.vit.embeddings.patch_embeddings(torch.randn(1, 3, 19, 17, generator=torch.manual_seed(0))) for model in hf)
+    assert_close(out, expected, atol=1e-6)
+    for function in (vitfast.accelerate, vitfast.restore, vitfast.acceleration_report):
+        with pytest.raises(InputError, match="must be a torch.nn.Module, got dict"):
+            function({})
+
+
+def test_changing_the_model_afterwards():
+    pair = accelerated_pair(lambda: timm_vit(**{**SMALL, "global_pool": "avg"}))
+    for model in pair:
+        torch.manual_seed(3)
+        model.reset_classifier(7)
+        model.set_input_size(img_size=(24, 32))
+    assert_same(run_both(pair, torch.randn(2, 3, 24, 32)))
+    for model in pair:
+        torch.manual_seed(3)
+        model.set_input_size(patch_size=(4, 4))
+    assert_same(run_both(pair, torch.randn(2, 3, 24, 32)))
+    why = {e.name: e.why for e in vitfast.acceleration_report(pair[0]).left}
+    assert why == {"patch_embed.proj": "vitfast.accelerate(model) was not called"}, "timm made a new projection"
+    assert not vitfast.acceleration_report(vitfast.accelerate(pair[0])).left
+
+
+def test_a_library_that_computes_its_layer_in_another_way_is_left(monkeypatch):
+    """A later version, say: found out on a small layer."""
+    from timm.models.vision_transformer import Block
+
+    from vitfast.adapters import registry
+
+    forward = Block.forward
+    try:
+        for change in (lambda self, x, **kwargs: 1.01 * forward(self, x, **kwargs), lambda self, x, rope: x, lambda self, x: (x,)):
+            registry._adapter.cache_clear()
+            monkeypatch.setattr(Block, "forward", change)
+            state = torch.get_rng_state()
+            model = vitfast.accelerate(timm_vit())
+            assert type(model.blocks[0]) is Block
+            report = vitfast.acceleration_report(model)
+            assert [e.why for e in report.left] == [f"timm {timm.__version__} computes it in another way than vitfast"] * 2
+            assert not torch.equal(state, torch.get_rng_state()), "the model's own weights"
+            state = torch.get_rng_state()
+            registry._adapter.cache_clear()
+            vitfast.accelerate(model)
+            assert torch.equal(state, torch.get_rng_state()), "the check leaves no trace in the random numbers"
+    finally:
+        monkeypatch.undo()
+        registry._adapter.cache_clear()
+    assert not vitfast.acceleration_report(vitfast.accelerate(timm_vit())).left

@@ -1,0 +1,102 @@
+"""accelerate on a GPU: CUDA's autocast keeps LayerNorm in fp32, bfloat16 on the kernels, compiled by inductor.
+
+pytest tests -m gpu
+"""
+
+import copy
+
+import pytest
+import torch
+from adapter_models import hf_dinov2, hf_vit, tensor, timm_vit, tv_vit
+from checks import gradients, randomize
+
+import vitfast
+from vitfast import ops
+from vitfast.kernels.launch import launches_made
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+TIMM = dict(img_size=64, patch_size=16, embed_dim=384, num_heads=6)
+HF = dict(image_size=64, patch_size=16, hidden_size=384, num_attention_heads=6)
+MODELS = {
+    "timm": lambda: timm_vit(**TIMM),
+    "timm layer scale": lambda: timm_vit(**TIMM, init_values=0.5),
+    "timm without positions": lambda: timm_vit(**TIMM, pos_embed="none", class_token=False, global_pool="avg", fc_norm=False),
+    "HF ViT": lambda: hf_vit(**HF, intermediate_size=1536),
+    "HF DINOv2": lambda: hf_dinov2(**HF),
+    "torchvision": lambda: tv_vit(image_size=64, patch_size=16, hidden_dim=384, num_heads=6, mlp_dim=1536),
+}
+
+
+def dtypes(model, images):
+    """What each block and the last norm put out, and the model."""
+    seen = []
+    kinds = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock", "LayerNorm")
+    chosen = [m for name, m in model.named_modules() if type(m).__name__ in kinds and "norm1" not in name and "norm2" not in name]
+    outer = [m for m in chosen if not any(m is not other and m in other.modules() for other in chosen)]
+    hooks = [m.register_forward_hook(lambda _, __, out: seen.append(out.dtype)) for m in outer]
+    seen.append(tensor(model(images)).dtype)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_dtypes_numbers_and_gradients(name, autocast, weights):
+    original = randomize(MODELS[name](), std=0.05).to(DEVICE, weights).train()
+    model = vitfast.accelerate(copy.deepcopy(original))
+    double = copy.deepcopy(original).double()
+    images = torch.randn(5, 3, 64, 64, device=DEVICE).to(weights)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        assert dtypes(model, images) == dtypes(original, images)
+    truth = tensor(double(images.double()))
+    upstream = torch.randn_like(truth)
+    wanted = gradients(double, truth, upstream)
+    errors = []
+    for candidate in (model, original):
+        before = launches_made()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast), ops.use_kernels("on"):
+            out = tensor(candidate(images))
+            grads = gradients(candidate, out, upstream.to(out.dtype))
+        assert (launches_made() - before > 30) == (candidate is model)
+        assert all(grads[key].dtype == weights for key in wanted)
+        missed = sum((grads[key] - wanted[key]).norm() for key in wanted) / sum(g.norm() for g in wanted.values())
+        errors.append(((out - truth).norm() / truth.norm(), missed))
+    # "At most twice PyTorch's error"; fp32 matrix products may be TF32 in neither.
+    floor = 1e-5 if weights == torch.float32 and not autocast else 2e-3
+    assert all(mine < 2 * theirs + floor for mine, theirs in zip(*errors)), errors
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("make", [lambda: timm_vit(**TIMM, drop_path_rate=0.5), lambda: hf_dinov2(**HF, drop_path_rate=0.5)], ids=["timm", "HF"])
+def test_drop_path_draws_what_the_original_draws(make, autocast):
+    original = randomize(make(), std=0.05).to(DEVICE).train()
+    model = vitfast.accelerate(copy.deepcopy(original))
+    images = torch.randn(64, 3, 64, 64, device=DEVICE)
+    outs = []
+    for candidate in (model, original):
+        torch.manual_seed(1)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            outs.append(tensor(candidate(images)).float())
+    torch.testing.assert_close(*outs, atol=0.05 * outs[1].abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["timm", "HF ViT", "torchvision"])
+def test_compiled_by_inductor(name):
+    model = vitfast.accelerate(randomize(MODELS[name](), std=0.05).to(DEVICE))
+    if name == "HF ViT":
+        model.set_attn_implementation("vitfast")  # under torch 2.11 transformers would write out a mask of ones
+    images = torch.randn(5, 3, 64, 64, device=DEVICE)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    out = tensor(model(images))
+    upstream = torch.randn_like(out)
+    wanted = gradients(model, out, upstream)
+    before = launches_made()
+    out = tensor(compiled(images))
+    grads = gradients(model, out, upstream)
+    assert launches_made() - before > 30
+    for key, grad in wanted.items():
+        torch.testing.assert_close(grads[key], grad, atol=1e-4, rtol=1e-3)

@@ -1,0 +1,85 @@
+"""`accelerate`: vitfast's operations under an existing timm, Hugging Face or torchvision ViT, in place.
+
+A layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and calls the library's
+modules where it cannot. Parameters, names, hooks, copies, pickles, isinstance and what was wrapped around the model stay as they are.
+A library is imported only where the model is made of it.
+"""
+
+import contextlib
+import logging
+import sys
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from .registry import candidates, exchanged, known, refusal
+from .report import Entry, Report, describe
+
+__all__ = ["Entry", "Report", "accelerate", "acceleration_report", "restore"]
+
+_log = logging.getLogger("vitfast")
+
+
+def _checked(function: str, model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _give(classes: list[tuple[nn.Module, type]]) -> None:
+    """Exchanges classes, and makes torch.compile look again."""
+    for module, cls in classes:
+        module.__class__ = cls
+    # torch 2.11 does not guard on a module's class, 2.15 does: what it compiled before would go on unchanged.
+    if classes and "torch._dynamo" in sys.modules and torch.__version__ < "2.15":
+        torch.compiler.reset()
+
+
+def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Module:
+    """Puts vitfast's operations under the ViT layers of a model, anywhere in it, in place; returns the model.
+
+    timm's VisionTransformer and its relatives of the same Block (1.0 and later), transformers' ViT, DeiT and DINOv2 (5, with q_proj, k_proj,
+    v_proj), torchvision's vit_*. Parameters are the same objects under the same names. What a layer holds is looked at in every call: replaced
+    linear layers (LoRA, quantisation), parametrisations, hooks, dropout in training, masks and requests for attention weights run the library's
+    own code. What was replaced and what was left, with the reason, is logged by the logger "vitfast"; `acceleration_report(model)` says it again.
+
+    residual_in_fp32: what the residual stream is under autocast. None keeps the original's (fp32 where a parameter of fp32 is added to it), False
+    takes autocast's dtype, which is faster, True fp32. Outside autocast the stream has the dtype of the weights.
+
+    Call it before or after DDP, torch.compile, fully_shard and activation checkpointing are set up. Raises InputError for what is no module.
+    """
+    found = known(_checked("accelerate", model))
+    theirs = {own: cls for cls, own in found.ours.items()}
+    chosen = candidates(model, found).values()
+    fresh = [module for module in chosen if exchanged(type(module), theirs) is None and refusal(module, found) is None]
+    _give([(module, exchanged(type(module), found.ours)) for module in fresh])
+    for module in chosen:
+        if hasattr(module, "halves"):
+            module.__dict__.pop("residual_in_fp32", None)
+            if residual_in_fp32 is not None:
+                module.residual_in_fp32 = residual_in_fp32
+    report = describe(model)
+    _log.log(logging.INFO if report.replaced else logging.WARNING, "accelerate: %s", report.summary())
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undoes `accelerate`: every module has the class it came with; returns the model."""
+    found = known(_checked("restore", model))
+    theirs = {own: cls for cls, own in found.ours.items()}
+    ours = [module for module in model.modules() if exchanged(type(module), theirs) is not None]
+    for module in ours:
+        module.__dict__.pop("residual_in_fp32", None)
+    _give([(module, exchanged(type(module), theirs)) for module in ours])
+    return model
+
+
+def acceleration_report(model: nn.Module) -> Report:
+    """What runs on vitfast's operations in a model as it is now, and what does not and why. Print it; `.replaced` and `.left` are lists."""
+    return describe(_checked("acceleration_report", model))
+
+
+if "transformers.modeling_utils" in sys.modules:
+    with contextlib.suppress(ImportError):  # transformers 4 has no registry of masks
+        from . import attention_interface  # noqa: F401  model.set_attn_implementation("vitfast")

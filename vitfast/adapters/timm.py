@@ -1,0 +1,131 @@
+"""timm's VisionTransformer and its relatives that are built of the same Block (DeiT, DINOv2 and CLIP weights, registers, hybrids)."""
+
+import torch
+from timm.layers import DropPath, Mlp
+from timm.layers import LayerNorm as TimmLayerNorm
+from timm.layers.activations import GELU, GELUTanh
+from timm.models import vision_transformer as vit
+from timm.models.vision_transformer import Attention, LayerScale
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops.attention import obstacle as head_obstacle
+from . import leaves
+from .halves import ABSENT, Half, Parts, layout, run
+
+_NORMS = (TimmLayerNorm, nn.LayerNorm)
+_UNUSED = (nn.Identity, ABSENT)  # places of what some versions have and some models fill
+_APPROXIMATE = {nn.GELU: None, GELU: "none", GELUTanh: "tanh"}  # None: the module says
+
+
+def _fast_norm(norm: nn.Module) -> str | None:
+    return "timm's fast norm is on" if getattr(norm, "_fast_norm", False) else None
+
+
+def _attention_obstacle(parts: Parts) -> str | None:
+    attn = parts["attn"]
+    if attn.num_heads * attn.head_dim * 3 != parts["attn.qkv"].out_features:
+        return "attn.qkv does not give num_heads heads"
+    if attn.scale != attn.head_dim**-0.5:
+        return "attn.scale is not 1 / sqrt(head size)"
+    return head_obstacle(attn.head_dim, attn.scale) or _fast_norm(parts["norm1"])
+
+
+def _drop_path(module: nn.Module, batch: int, device: torch.device) -> Tensor | None:
+    """timm's draws: one Bernoulli number a sample."""
+    if type(module) is nn.Identity or module.drop_prob == 0 or not module.training:
+        return None
+    keep = 1 - module.drop_prob
+    factors = torch.empty(batch, device=device).bernoulli_(keep)
+    return factors.div_(keep) if keep > 0 and module.scale_by_keep else factors
+
+
+ATTENTION = Half(
+    "attention half",
+    ops.attention_block,
+    layout(
+        {
+            "norm1": _NORMS,
+            "attn": Attention,
+            "attn.qkv": nn.Linear,
+            "attn.q_norm": _UNUSED,
+            "attn.k_norm": _UNUSED,
+            "attn.attn_drop": nn.Dropout,
+            "attn.norm": _UNUSED,
+            "attn.gate": ABSENT,
+            "attn.proj": nn.Linear,
+            "attn.proj_drop": nn.Dropout,
+            "ls1": (nn.Identity, LayerScale),
+            "drop_path1": (nn.Identity, DropPath),
+        }
+    ),
+    tuple((path, name) for path in ("norm1", "attn.qkv", "attn.proj") for name in ("weight", "bias")),
+    options=lambda parts: dict(num_heads=parts["attn"].num_heads, eps=parts["norm1"].eps),
+    layer_scale=("ls1", "gamma"),
+    drop_path=lambda parts, batch, device, _: _drop_path(parts["drop_path1"], batch, device),
+    obstacle=_attention_obstacle,
+)
+
+MLP = Half(
+    "MLP half",
+    ops.mlp_block,
+    layout(
+        {
+            "norm2": _NORMS,
+            "mlp": Mlp,
+            "mlp.fc1": nn.Linear,
+            "mlp.act": tuple(_APPROXIMATE),
+            "mlp.drop1": nn.Dropout,
+            "mlp.norm": _UNUSED,
+            "mlp.fc2": nn.Linear,
+            "mlp.drop2": nn.Dropout,
+            "ls2": (nn.Identity, LayerScale),
+            "drop_path2": (nn.Identity, DropPath),
+        }
+    ),
+    tuple((path, name) for path in ("norm2", "mlp.fc1", "mlp.fc2") for name in ("weight", "bias")),
+    options=lambda parts: dict(eps=parts["norm2"].eps, approximate=_APPROXIMATE[type(parts["mlp.act"])] or parts["mlp.act"].approximate),
+    layer_scale=("ls2", "gamma"),
+    drop_path=lambda parts, batch, device, _: _drop_path(parts["drop_path2"], batch, device),
+    obstacle=lambda parts: _fast_norm(parts["norm2"]),
+)
+
+
+class Block(vit.Block):
+    """timm's pre-norm block; masks, causal attention and whatever a half cannot take go through timm's own modules."""
+
+    halves = (ATTENTION, MLP)
+    residual_in_fp32 = None
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        if any(a is not None and a is not False for a in (*args, *kwargs.values())):
+            return super().forward(x, *args, **kwargs)
+        y = run(ATTENTION, self, x)
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x)))) if y is None else y
+        y = run(MLP, self, x)
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))) if y is None else y
+
+
+class LayerNorm(TimmLayerNorm):
+    """timm's LayerNorm on `ops.layer_norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = None if self._fast_norm else leaves.normalize(self, x)
+        return super().forward(x) if y is None else y
+
+
+BLOCKS = {Block: lambda: vit.Block(16, 1, init_values=0.5)}
+LEAVES = (LayerNorm,)
+PLACES = {vit.VisionTransformer: ("patch_embed.proj", "norm_pre", "norm", "fc_norm")}
+LEFT = {
+    "timm.models.vision_transformer.ResPostBlock": "normalises after each branch",
+    "timm.models.vision_transformer.ParallelScalingBlock": "attention and MLP run side by side",
+    "timm.models.vision_transformer.DiffParallelScalingBlock": "attention and MLP run side by side",
+    "timm.models.vision_transformer.ParallelThingsBlock": "several attentions run side by side",
+    "timm.models.vision_transformer_relpos.RelPosBlock": "relative position bias",
+    "timm.models.vision_transformer_relpos.ResPostRelPosBlock": "relative position bias",
+    "timm.models.beit.Block": "relative position bias",
+    "timm.models.eva.EvaBlock": "rotary positions in most of its models",
+    "timm.models.eva.EvaBlockPostNorm": "rotary positions in most of its models",
+    "timm.models.swin_transformer.SwinTransformerBlock": "windows with a relative position bias",
+}

@@ -1,0 +1,70 @@
+"""torchvision's VisionTransformer (vit_b_16 and its relatives): nn.MultiheadAttention holds q, k and v packed."""
+
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torchvision.models import vision_transformer as vit
+
+from .. import ops
+from ..ops.attention import obstacle as head_obstacle
+from .halves import Half, Parts, layout, run
+
+
+def _attention_obstacle(parts: Parts) -> str | None:
+    attention = parts["self_attention"]
+    if not attention.batch_first or attention.bias_k is not None or attention.add_zero_attn or attention.in_proj_weight is None:
+        return "self_attention is not batch-first self-attention alone"
+    if attention.dropout > 0 and attention.training:
+        return "attention dropout is active in training"
+    return head_obstacle(attention.head_dim, 1.0)
+
+
+ATTENTION = Half(
+    "attention half",
+    ops.attention_block,
+    layout(
+        {
+            "ln_1": nn.LayerNorm,
+            "self_attention": nn.MultiheadAttention,
+            "self_attention.out_proj": NonDynamicallyQuantizableLinear,
+            "dropout": nn.Dropout,
+        }
+    ),
+    (
+        *(("ln_1", name) for name in ("weight", "bias")),
+        *(("self_attention", name) for name in ("in_proj_weight", "in_proj_bias")),
+        *(("self_attention.out_proj", name) for name in ("weight", "bias")),
+    ),
+    options=lambda parts: dict(num_heads=parts["self_attention"].num_heads, eps=parts["ln_1"].eps),
+    obstacle=_attention_obstacle,
+)
+
+MLP = Half(
+    "MLP half",
+    ops.mlp_block,
+    layout({"ln_2": nn.LayerNorm, "mlp": vit.MLPBlock, "mlp.0": nn.Linear, "mlp.1": nn.GELU, "mlp.2": nn.Dropout, "mlp.3": nn.Linear, "mlp.4": nn.Dropout}),
+    tuple((path, name) for path in ("ln_2", "mlp.0", "mlp.3") for name in ("weight", "bias")),
+    options=lambda parts: dict(eps=parts["ln_2"].eps, approximate=parts["mlp.1"].approximate),
+)
+
+
+class EncoderBlock(vit.EncoderBlock):
+    """torchvision's pre-norm block; what a half cannot take goes through torchvision's own code."""
+
+    halves = (ATTENTION, MLP)
+    residual_in_fp32 = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() != 3:
+            return super().forward(input)  # which says what it expects
+        x = run(ATTENTION, self, input)
+        if x is None:
+            h = self.ln_1(input)
+            x = input + self.dropout(self.self_attention(h, h, h, need_weights=False)[0])
+        y = run(MLP, self, x)
+        return x + self.mlp(self.ln_2(x)) if y is None else y
+
+
+BLOCKS = {EncoderBlock: lambda: vit.EncoderBlock(1, 16, 16, 0.0, 0.0)}
+LEAVES = ()
+PLACES = {vit.VisionTransformer: ("conv_proj",), vit.Encoder: ("ln",)}
+LEFT = {}
