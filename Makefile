@@ -8,19 +8,19 @@ READY := $(VENV)/.ready
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
-# setup.py is the only thing that changes what is installed: the package itself is an editable install.
+# setup.py is the only thing that changes what is installed: the package itself is an editable install. --no-compile: most of it is never imported.
 $(READY): setup.py pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("vitfast needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0]) if sys.version_info < (3, 10) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[all]'
 	touch $@
 
 demo: $(READY)  ## pre-train and fine-tune a small ViT on handwritten digits; writes runs/demo/
 	$(BIN)/vitfast demo --output runs/demo
 
 test: $(READY)  ## every test (those marked gpu only where there is a GPU)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 4 -q tests
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
 	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then PYTHON=$(BIN)/python bench/gpu.sh all bench/results/local; \

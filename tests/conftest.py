@@ -36,8 +36,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_modifyitems(items):
-    """The slow ones first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: "slow" not in item.keywords)
+    """The slowest first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: -item.get_closest_marker("slow").args[0] if "slow" in item.keywords else 0)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

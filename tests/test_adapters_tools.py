@@ -227,7 +227,7 @@ def test_an_average_of_weights_follows_an_accelerated_model():
 # ---- compile, checkpointing, export
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("library", MAKERS)
 @torch.no_grad()
 def test_compile_before_and_after(library):
@@ -246,7 +246,7 @@ def test_compile_before_and_after(library):
     assert launches_made() - before == 8
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 def test_compiled_gradients_equal_the_originals():
     model, original = pair_of(lambda: timm_vit(init_values=0.5, depth=1))
     out = original(IMAGES)
@@ -410,7 +410,7 @@ print("all equal")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_ddp_and_fsdp2_before_and_after(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -75,7 +75,8 @@ def test_double(benchmark, impl):
 
 
 def run_pytest(*arguments, **variables) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench"), "CUDA_VISIBLE_DEVICES": "", **variables}
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # xdist's worker would switch benchmarks off
+    environment = {**outside, "PYTHONPATH": str(ROOT / "bench"), "CUDA_VISIBLE_DEVICES": "", **variables}
     command = [sys.executable, "-m", "pytest", "-q", "--benchmark-only", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 SCRIPT = HERE / "codegen.py"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(28)
 @pytest.mark.parametrize("generations", [("80", "89"), ("90", "100"), ("120",)], ids=str)
 def test_each_kernel_compiles_well_for(generations):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -43,7 +43,7 @@ def test_uint8_images_through_the_kernels():
             assert_close(grad, wanted[name], atol=1e-4, rtol=1e-4, name=name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_fifty_training_steps_follow_plain_pytorch():
     losses = {}
     images, labels = torch.randn(50, 2, 3, 8, 8), torch.randint(0, 5, (50, 2))
@@ -63,7 +63,7 @@ def test_fifty_training_steps_follow_plain_pytorch():
     assert losses["on"][0] != losses["on"][-1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 def test_compiled_gradients_equal_eager_ones():
     model = randomize(ViT(**SMALL))
     x, upstream = torch.randn(3, 3, 16, 16), torch.randn(3, 5)
@@ -147,7 +147,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_equal_one(tmp_path, kind):
     torch.manual_seed(3)
@@ -183,7 +183,7 @@ def test_two_processes_equal_one(tmp_path, kind):
         assert_close(state[name], value, atol=1e-6, rtol=1e-5, name=name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_doctor_passes_here():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-m", "vitfast", "doctor"], capture_output=True, text=True, env=env)

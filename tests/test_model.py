@@ -299,7 +299,7 @@ def test_checkpointing_changes_nothing_but_memory():
         assert_close(results[1][key], results[0][key], atol=1e-6, name=key)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_compile_is_one_graph_and_recompiles_once():
     model = randomize(ViT(**SMALL, drop_path_rate=0.1))
     torch._dynamo.reset()
@@ -317,7 +317,7 @@ def test_compile_is_one_graph_and_recompiles_once():
         assert_close(a[key], b[key], atol=1e-4, rtol=1e-4, name=key)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_compile_takes_uint8_and_training_mode():
     model = randomize(ViT(**SMALL, drop_path_rate=0.1, proj_drop_rate=0.1))
     torch._dynamo.reset()

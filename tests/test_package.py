@@ -25,7 +25,7 @@ def dist(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_wheel_works_in_a_clean_environment(dist, tmp_path):
     wheel = next(dist.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()

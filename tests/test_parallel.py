@@ -1,18 +1,22 @@
 """Several processes are the same run: gloo ranks on one machine against one process, DDP and FSDP2, and back again."""
 
+import contextlib
 import csv
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from checks import assert_close
+from PIL import Image
 from safetensors.torch import load_file
 
 from vitfast.train import state
@@ -32,7 +36,21 @@ def config(output: Path, **fields):
 def start(output: Path, ranks: int = 2, torchrun: bool = False, **fields) -> list[subprocess.Popen]:
     """`vitfast pretrain` with these settings on some ranks: by torchrun, or, quicker, started here as torchrun starts them."""
     settings = [f"{k}={v}" for k, v in {**COMMON, **fields}.items() if k not in ("recipe", "data", "device")]
-    command = ["-m", "vitfast", "pretrain", "--recipe", "digits", "--data", "digits", "--device", "cpu", "--output", str(output), "--set", *settings]
+    command = [
+        "-m",
+        "vitfast",
+        "pretrain",
+        "--recipe",
+        "digits",
+        "--data",
+        fields.get("data", "digits"),
+        "--device",
+        "cpu",
+        "--output",
+        str(output),
+        "--set",
+        *settings,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -62,7 +80,7 @@ def one(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_equal_one_process(one, tmp_path, parallel):
     """DDP from the start; FSDP2 from step 3 of one process, whose whole state it shards."""
@@ -84,7 +102,7 @@ def test_two_ranks_equal_one_process(one, tmp_path, parallel):
     assert summary["accuracy"] == alone["accuracy"] and summary["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     run = tmp_path / "run"
     processes = start(run, steps=4000, save_every=2)
@@ -98,12 +116,59 @@ def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     assert f"stopped at step {step} of 4000" in said[0] and step >= 2 and not (run / "summary.json").exists()
 
 
+@pytest.mark.slow(15)
+def test_shards_are_divided_among_ranks(tmp_path):
+    """WebDataset shards: every rank reads its own, and together they read the validation set once."""
+    for split, count in (("train", 12), ("val", 8)):
+        for shard in range(2):
+            with tarfile.open(tmp_path / f"{split}-{shard:04d}.tar", "w") as tar:
+                for i in range(count // 2):
+                    buffer = io.BytesIO()
+                    Image.new("RGB", (40, 40), (20 * i, 120 * shard, 90)).save(buffer, "png")
+                    for extension, content in (("png", buffer.getvalue()), ("cls", str(i % 3).encode())):
+                        info = tarfile.TarInfo(f"{shard}{i:03d}.{extension}")
+                        info.size = len(content)
+                        tar.addfile(info, io.BytesIO(content))
+    done(start(tmp_path / "run", data=f"wds/{tmp_path}", batch_size=4, steps=3, workers=0))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["ranks"] == 2 and summary["classes"] == 3 and summary["val_images"] == 8 and summary["steps"] == 3
+
+
 def test_an_error_of_one_rank_stops_all(tmp_path, monkeypatch):
     """The flag that ranks exchange before every step: here the other rank has failed."""
     trainer = Trainer(config(tmp_path / "run"))
     monkeypatch.setattr(Ranks, "agree", lambda self, flag: FAILED)
     with pytest.raises(TrainingError, match="another rank could not go on"):
         trainer.fit()
+
+
+def test_gradients_travel_once_a_step(tmp_path):
+    """Three micro-batches, of which DDP reduces the last alone."""
+    learner = Trainer(config(tmp_path / "run", accumulate=3)).learner
+    learner.runner, quiet, calls = DistributedRunner(learner.model), [], []
+    learner.runner.quiet, learner.runner.calls = quiet, calls
+    learner.train_step(torch.randint(0, 256, (35, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 10, (35,)), 0, 6)
+    assert calls == [12, 12, 11] and quiet == [12, 12]
+
+
+class DistributedRunner(torch.nn.Module):
+    """DDP's face: notes the images of each forward pass, and of those without a reduction."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.silent = module, False
+
+    def forward(self, images):
+        self.calls.append(len(images))
+        if self.silent:
+            self.quiet.append(len(images))
+        return self.module(images)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.silent = True
+        yield
+        self.silent = False
 
 
 def test_ranks_share_the_stream_and_the_validation_set():

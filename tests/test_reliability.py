@@ -127,7 +127,7 @@ def kills(tmp_path: Path, count: int, steps: int) -> None:
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), name
 
 
-@pytest.mark.slow
+@pytest.mark.slow(35)
 def test_killed_twice_and_resumed_bit_for_bit(tmp_path):
     """`python tests/test_reliability.py` does the same with twenty kills."""
     kills(tmp_path, 2, steps=18)

@@ -87,7 +87,7 @@ def wait_for(path: Path, seconds: float = 90) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     command = ["pretrain", "--recipe", "digits", "--data", "digits", "--steps", 60, "--batch-size", 32, "--device", "cpu", "--save-every", 3]
@@ -208,7 +208,7 @@ def test_synthetic_data_feeds_any_model(tmp_path):
     assert summary["classes"] == 1000 and summary["val_images"] == 512
 
 
-@pytest.mark.slow
+@pytest.mark.slow(70)
 @pytest.mark.parametrize("seed, wanted", [(0, 0.97), (1, 0.96), (2, 0.96)])
 def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
     from vitfast.train.demo import demo

@@ -150,10 +150,11 @@ class Trainer:
             raise InputError(f"{self.unreadable} images could not be read, more than max_unreadable {self.config.max_unreadable}; the last: {names[-1]}")
 
     def _learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        try:
+        result = None
+        with contextlib.suppress(torch.OutOfMemoryError):
             result = self.learner.train_step(images, labels, self.step, self.total)
-        except torch.OutOfMemoryError:
-            raise TrainingError(self._out_of_memory(images, labels)) from None
+        if result is None:  # here the error, and every activation that its traceback held, is gone
+            raise TrainingError(self._out_of_memory(images, labels))
         self.step += 1
         return result
 
