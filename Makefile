@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test bench codegen lint clean
+.PHONY: help demo test long bench codegen lint clean
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -20,7 +20,10 @@ demo: $(READY)  ## pre-train and fine-tune a small ViT on handwritten digits; wr
 	$(BIN)/vitfast demo --output runs/demo
 
 test: $(READY)  ## every test (those marked gpu only where there is a GPU)
-	$(BIN)/python -m pytest -n 2 --maxschedchunk 4 -q tests
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "not long" tests
+
+long: $(READY)  ## the tests that take minutes each: the demo with other seeds, twenty kills
+	$(BIN)/python -m pytest -n 2 -q -m long tests
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
 	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then PYTHON=$(BIN)/python bench/gpu.sh all bench/results/local; \

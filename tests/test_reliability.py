@@ -129,13 +129,9 @@ def kills(tmp_path: Path, count: int, steps: int) -> None:
 
 @pytest.mark.slow(35)
 def test_killed_twice_and_resumed_bit_for_bit(tmp_path):
-    """`python tests/test_reliability.py` does the same with twenty kills."""
     kills(tmp_path, 2, steps=18)
 
 
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        kills(Path(folder), 20, steps=84)
-    print("20 of 20 kills resumed; the same weights, optimiser state and average bit for bit")
+@pytest.mark.long
+def test_killed_twenty_times_and_resumed_bit_for_bit(tmp_path):
+    kills(tmp_path, 20, steps=84)
