@@ -25,26 +25,20 @@ from shapes import WHERE, Shape
 
 from vitfast import ops
 
-SETTINGS = (
+LEADING = (  # what decides, first: a stage has no time for all
     Setting("vitfast", "compile", "bf16"),
     Setting("timm", "compile", "bf16"),
     Setting("vitfast", "compile", "amp"),
     Setting("timm", "compile", "amp"),
     Setting("vitfast.accelerate(timm)", "compile", "bf16"),
+    Setting("vitfast.accelerate(timm)", "compile", "amp"),
     Setting("huggingface", "compile", "bf16"),
     Setting("torchvision", "compile", "bf16"),
     Setting("timm", "max-autotune", "bf16"),
-    Setting("vitfast", "eager", "bf16"),
-    Setting("timm", "eager", "bf16"),
-    Setting("vitfast.accelerate(timm)", "eager", "amp"),
-    Setting("timm", "eager", "amp"),
-    Setting("huggingface", "eager", "bf16"),
-    Setting("torchvision", "eager", "bf16"),
-    Setting("timm", "max-autotune", "amp"),
-    Setting("vitfast", "max-autotune", "bf16"),
-    Setting("huggingface", "max-autotune", "bf16"),
-    Setting("torchvision", "max-autotune", "bf16"),
 )
+LIBRARIES = ("vitfast", "timm", "vitfast.accelerate(timm)", "huggingface", "torchvision")
+EVERY = tuple(Setting(library, how, precision) for how in ("eager", "compile", "max-autotune") for precision in ("bf16", "amp") for library in LIBRARIES)
+SETTINGS = tuple(dict.fromkeys((*LEADING, *EVERY)))
 CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in ("vitfast", "timm", "huggingface", "torchvision", "vitfast.accelerate(timm)"))
 MODELS = {  # the batch of the training step
     "B/16 224": Shape("B/16", 224, 256),

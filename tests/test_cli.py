@@ -17,6 +17,7 @@ from PIL import Image
 
 from vitfast import ViT
 from vitfast.cli import main
+from vitfast.train.sources import Part, known_labels, open_sources
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -103,8 +104,6 @@ def test_folder_pretrain_finetune_eval(capsys, tmp_path):
 
 
 def test_a_tenth_is_held_out_without_val(capsys, tmp_path):
-    from vitfast.train.sources import open_sources
-
     make_folder(tmp_path, splits=("train",), count=20)
     train, val = open_sources(str(tmp_path), "", (16, 16), (8, 8), 4, 0)
     names = {split: {source.name(i) for i in range(len(source))} for split, source in (("train", train), ("val", val))}
@@ -139,6 +138,8 @@ def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):
     assert code == 0, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["classes"] == 3 and summary["train_images"] == summary["val_images"] == 18
+    source = open_sources(f"hfds/{data}", "", (8, 8), (8, 8), 4, 0)[0]
+    assert known_labels(Part(source, [5, 17, 0])) == [source[i][1] for i in (5, 17, 0)]  # from the column, no image is read
 
 
 CARD = """---

@@ -102,6 +102,23 @@ def test_two_ranks_equal_one_process(one, tmp_path, parallel):
     assert summary["accuracy"] == alone["accuracy"] and summary["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
+@pytest.mark.slow(20)
+def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(tmp_path):
+    """Under autocast FSDP2 gathers parameters and reduces gradients in bf16; what it updates and saves stays fp32."""
+    train(config(tmp_path / "one", amp="bf16", steps=3, lr=1e-4, log_every=1))
+    done(start(tmp_path / "two", parallel="fsdp", amp="bf16", steps=3, lr=1e-4, log_every=1))
+    losses = [[float(r["loss"]) for r in csv.DictReader(open(tmp_path / run / "metrics.csv")) if r["split"] == "train"] for run in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    for name, value in two.items():
+        assert value.dtype == torch.float32 and one[name].dtype == torch.float32
+        # Three steps of 1e-4 at most, whose direction bf16 can turn where a gradient is near zero; momenta to bf16's rounding.
+        limit = 6e-4 if name.startswith("state.model") else 0.1 * one[name].abs().max().item() + 1e-6
+        assert (value - one[name]).abs().max() <= limit, name
+    moved = [name for name in two if name.startswith("state.model") and (two[name] - one[name]).abs().max() > 0]
+    assert moved  # bf16 gradients are not fp32 ones
+
+
 @pytest.mark.slow(25)
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     run = tmp_path / "run"

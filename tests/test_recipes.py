@@ -178,6 +178,9 @@ def test_baselines_take_raw_images_and_are_timms():
     assert_close(model(raw), model((raw / 255 - mean) / std), atol=1e-4, rtol=1e-4)
     with pytest.raises(InputError, match="timm cannot build 'resnett'"):
         baseline("timm:resnett", 5)
+    with torch.device("meta"):
+        fixed = baseline("timm:vit_tiny_patch16_224", 5, (32, 64), drop_path_rate=0.1)
+    assert fixed.pos_embed.shape[1] == 1 + 2 * 4 and fixed.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
 
 
 def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeypatch):
@@ -189,9 +192,9 @@ def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeyp
     seen = []
     fake = {0.001: 0.5, 0.01: 0.9, 0.1: 0.9}
 
-    def run(config):
+    def run(config, resume):
         seen.append((config.lr, config.hold_out, Path(config.output).name))
-        summary = train(config)
+        summary = train(config, resume)
         return {**summary, "accuracy": fake[config.lr]} if config.hold_out else summary
 
     monkeypatch.setattr(experiments, "train", run)
@@ -201,6 +204,8 @@ def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeyp
     told = json.loads((tmp_path / "fine" / "sweep.json").read_text())
     assert told["lr"] == 0.01 and [row["held_out_accuracy"] for row in told["tried"]] == [0.5, 0.9, 0.9]
     assert json.loads((tmp_path / "fine" / "sweep" / "lr-0.01" / "summary.json").read_text())["train_images"] < 1300
+    with pytest.raises(InputError, match="--resume takes auto or never"):
+        sweep(config, "runs/other")
 
 
 def test_scaling_counts_compute_as_the_paper_does(tmp_path):

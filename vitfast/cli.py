@@ -27,14 +27,13 @@ def _set_pair(text: str) -> tuple[str, str]:
     return field.strip().replace("-", "_"), value.strip()
 
 
-def _add_run_options(parser: argparse.ArgumentParser, weights_help: str) -> None:
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file of settings, such as a run folder's config.yaml; flags win over it")
     add("--recipe", metavar="NAME", help="where the settings start from; `vitfast recipes` lists them")
-    add("--model", metavar="NAME", help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14")
+    add("--model", metavar="NAME", help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and the like; R50x1 and the like; timm:NAME")
     add("--data", metavar="SPEC", help="folder with train/<class>/* and val/<class>/*, 'digits', 'synthetic', or torch/..., hfds/..., wds/...")
     add("--output", metavar="DIR", help="run folder: settings, metrics, checkpoints, summary.json")
-    add("--weights", metavar="PATH", help=weights_help)
     add("--img-size", metavar="N", type=int, help="side of the images in pixels; positions are interpolated where it changes")
     add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all devices")
     add("--epochs", metavar="N", type=float, help="length of the run in passes over the data")
@@ -44,7 +43,12 @@ def _add_run_options(parser: argparse.ArgumentParser, weights_help: str) -> None
     add("--save-every", metavar="STEPS", type=int, help="steps between checkpoints (default: at each evaluation)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on cuda)")
-    add("--set", metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help="any other setting; --print-config shows them")
+    add("--set", metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help="any other setting; pretrain --print-config shows them")
+
+
+def _add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> None:
+    _add_run_options(parser)
+    parser.add_argument("--weights", metavar="PATH", help=weights_help)
     parser.add_argument("--resume", metavar="auto|never|PATH", default="auto", help="auto: go on where the run folder stopped (default)")
     parser.add_argument("--print-config", action="store_true", default=False, help="print the settings of this run as YAML and stop")
 
@@ -84,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--debug", action="store_true", default=False, help="show the traceback of an error")
         return sub
 
-    _add_run_options(
+    _add_training_options(
         command("pretrain", "train a ViT, from scratch or from weights whose head it keeps", _train), "start from these weights instead of from scratch"
     )
     sub = command("finetune", "adapt trained weights to other data: the head is replaced by a zero linear layer", _train)
-    _add_run_options(sub, "file, folder or hf-hub:owner/name (required)")
+    _add_training_options(sub, "file, folder or hf-hub:owner/name (required)")
     sub.add_argument("--sweep", action="store_true", default=False, help="try the recipe's learning rates on a held-out part of the training set first")
     sub = command("eval", "measure a model's accuracy on the validation split of some data", _eval)
     _add_evaluation_options(sub, data="as for pretrain; its validation split is used")
@@ -150,11 +154,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--efficiency", metavar="X", type=float, help="share of the floors' speed that is reached (default: 0.7, of measured ceilings 0.85)")
     sub.add_argument("--json", action="store_true", default=False, help="print all numbers as JSON")
     sub = command("scaling", "train models of several sizes for several lengths: accuracy against compute", _scaling)
-    _add_run_options(sub, "not used here")
+    _add_run_options(sub)
     sub.add_argument("--models", metavar="NAME", nargs="+", required=True, help="presets, R50x1 and the like, or timm:NAME")
     sub.add_argument("--lengths", metavar="EPOCHS", nargs="+", type=float, required=True, help="every model is trained this long, from the start each time")
     sub = command("positions", "train with every kind of position embedding (the paper's Table 8)", _positions)
-    _add_run_options(sub, "not used here")
+    _add_run_options(sub)
     sub.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each kind (default 3)")
     sub = command("recipes", "list the recipes, or tell everything about one", _recipes)
     sub.add_argument("recipe", metavar="NAME", nargs="?", default=None)
@@ -196,7 +200,7 @@ def _train(args: argparse.Namespace) -> int:
     from .train.parallel import leave
 
     try:
-        summary = sweep(config) if getattr(args, "sweep", False) else train(config, args.resume)
+        summary = sweep(config, args.resume) if getattr(args, "sweep", False) else train(config, args.resume)
     except Stopped:
         return 0
     finally:

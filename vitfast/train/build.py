@@ -55,11 +55,14 @@ def is_baseline(name: str) -> bool:
     return name in RESNETS or name.startswith(TIMM)
 
 
-def baseline(name: str, num_classes: int, **arguments) -> nn.Module:
-    """A model of timm that trains in the same loop: takes raw uint8 images too (`mean`, `std`), and saves itself as timm reads it."""
+def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = None, **arguments) -> nn.Module:
+    """A model of timm that trains in the same loop: takes raw uint8 images too (`mean`, `std`), and saves itself as timm reads its models.
+
+    arguments: of timm's constructor. A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name it would have.
+    """
     if name in RESNETS:
         layers, width = RESNETS[name]
-        model = ResNetV2(layers, num_classes=num_classes, width_factor=width, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8))
+        model = ResNetV2(layers, num_classes=num_classes, width_factor=width, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8), **arguments)
         architecture = f"resnetv2_{name[1:].lower()}_bit"
     else:
         architecture = name.removeprefix(TIMM)
@@ -68,6 +71,8 @@ def baseline(name: str, num_classes: int, **arguments) -> nn.Module:
         except (RuntimeError, TypeError, ValueError) as error:
             near = timm.list_models(f"*{architecture.split('.')[0][:8]}*")[:3]
             raise InputError(f"timm cannot build {architecture!r} ({str(error).splitlines()[0]}){'; near: ' + ', '.join(near) if near else ''}") from None
+    if img_size is not None and hasattr(model, "set_input_size"):
+        model.set_input_size(img_size)
     told = getattr(model, "pretrained_cfg", None) or {}
     model.mean, model.std = tuple(told.get("mean", (0.5,) * 3)), tuple(told.get("std", (0.5,) * 3))
     model.register_forward_pre_hook(_normalize_raw)
@@ -122,9 +127,12 @@ def build(config: Config, device: torch.device, ranks: Ranks = ONE) -> tuple[nn.
 
 def _build_baseline(config: Config, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Data]:
     if config.weights:
-        raise InputError(f"--weights are read for ViTs only; {config.model} starts from scratch, or from timm's own with a name timm knows as pretrained")
-    data = open_data(config, pair(config.img_size), (1, 1), device, ranks)
-    return baseline(config.model, len(data.classes)).to(device), data
+        raise InputError(f"--weights are read for ViTs only; {config.model} starts from scratch")
+    size, arguments = pair(config.img_size), dict(drop_path_rate=config.drop_path) if config.drop_path else {}
+    with torch.device("meta"):
+        baseline(config.model, 1, size, **arguments)  # what timm cannot build fails here, before the data is read
+    data = open_data(config, size, (1, 1), device, ranks)
+    return baseline(config.model, len(data.classes), size, **arguments).to(device), data
 
 
 def _build_vit(config: Config, device: torch.device, ranks: Ranks) -> tuple[ViT, Data]:

@@ -34,19 +34,22 @@ class Stopped(Exception):
     """A run of the experiment was asked to stop, and is saved."""
 
 
-def _finished(config: Config) -> dict:
+def _finished(config: Config, resume: str = "auto") -> dict:
     """The summary of a run. Raises Stopped."""
-    summary = train(config)
+    summary = train(config, resume)
     if not summary["finished"]:
         raise Stopped(config.output)
     return summary
 
 
-def sweep(config: Config) -> dict:
+def sweep(config: Config, resume: str = "auto") -> dict:
     """Fine-tunes with each rate of `sweep_lr` on a part of the training set, keeps the one that is best on the rest, then trains on all of it.
 
     That is the paper's protocol: the test set has no say. The runs are in OUTPUT/sweep/, sweep.json has their accuracies. Returns the final summary.
+    resume: "auto" goes on where the runs stopped, "never" starts all of them again.
     """
+    if resume not in ("auto", "never"):
+        raise InputError(f"a sweep is several runs: --resume takes auto or never with it, got {resume}")
     if len(config.sweep_lr) < 2:
         raise InputError(f"recipe {config.name!r} has no learning rates to try; give some with --set sweep_lr=0.003,0.01,0.03")
     if not config.sweep_hold_out:
@@ -54,11 +57,11 @@ def sweep(config: Config) -> dict:
     output, accuracies = Path(config.output), {}
     for lr in config.sweep_lr:
         tried = dataclasses.replace(config, lr=lr, hold_out=config.sweep_hold_out, output=str(output / "sweep" / f"lr-{lr:g}"))
-        accuracies[lr] = _finished(tried)["accuracy"]
+        accuracies[lr] = _finished(tried, resume)["accuracy"]
         logger.info("lr %g: accuracy %.4f on the held-out part", lr, accuracies[lr])
     best = max(accuracies, key=lambda lr: (accuracies[lr], -lr))
     logger.info("lr %g is best; training on the whole training set", best)
-    summary = _finished(dataclasses.replace(config, lr=best))
+    summary = _finished(dataclasses.replace(config, lr=best), resume)
     tried = [dict(lr=lr, held_out_accuracy=accuracy) for lr, accuracy in accuracies.items()]
     _write(output / "sweep.json", json.dumps(dict(lr=best, hold_out=config.sweep_hold_out, tried=tried, accuracy=summary["accuracy"]), indent=2))
     return summary
@@ -68,7 +71,7 @@ def training_flops(config: Config, classes: int) -> float:
     """FLOPs per training image: 3 times a forward pass, 2 for each multiply-add, counted by torch on a model without memory."""
     with torch.device("meta"):
         if is_baseline(config.model):
-            model = baseline(config.model, classes)
+            model = baseline(config.model, classes, (config.img_size, config.img_size))
         else:
             model = ViT(**{**preset(config.model), **model_arguments(config)}, num_classes=classes)
         images = torch.empty(1, 3, config.img_size, config.img_size)

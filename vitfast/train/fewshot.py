@@ -12,7 +12,7 @@ from .data import Data
 from .evaluate import open_weights
 from .probe import features, knn, linear, whitening
 from .recipes import Config
-from .sources import Digits, Files, Part, labels_of
+from .sources import Part, known_labels
 
 SHOTS = (1, 5, 10, 25)
 BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
@@ -70,12 +70,6 @@ def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
     return np.concatenate([order[:shots] for order in orders])
 
 
-def known_labels(source) -> np.ndarray | None:
-    """The labels of a source that tells them without decoding its images, None for the others."""
-    listed = isinstance(source, (Digits, Files)) or hasattr(getattr(source, "dataset", None), "targets")
-    return np.array(labels_of(source)) if listed else None
-
-
 def training_features(model, data: Data, shots: list[int | None], seeds: int, device, dtype) -> tuple[Tensor, Tensor, dict]:
     """Features and labels of the training images that any draw takes, and per (shots, seed) the rows it takes.
 
@@ -90,7 +84,7 @@ def training_features(model, data: Data, shots: list[int | None], seeds: int, de
     if labels is None:
         x, y = features(model, dataclasses.replace(data, val=data.train).eval_batches(), device, dtype)
         return x, y, rows(y.numpy())
-    drawn = rows(labels)
+    drawn = rows(np.array(labels))
     kept = np.unique(np.concatenate(list(drawn.values())))
     x, y = features(model, dataclasses.replace(data, val=Part(data.train, kept.tolist())).eval_batches(), device, dtype)
     return x, y, {key: np.searchsorted(kept, indices) for key, indices in drawn.items()}

@@ -43,9 +43,10 @@ class Learner:
         if sharded and dtype == torch.float16:
             raise InputError("fp16 with parallel=fsdp is not supported: use bf16, or parallel=ddp")
         self.template = copy.deepcopy(self.trained).to("meta") if sharded else None
-        for module in (model, self.ema.module if self.ema else None) if sharded else ():
-            if module is not None:
-                shard(module, dtype)
+        if sharded:
+            shard(model, dtype)
+            if self.ema:
+                shard(self.ema.module, dtype)
         self.optimizer = make_optimizer(config, model)
         if config.compile if config.compile is not None else device.type == "cuda":
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):

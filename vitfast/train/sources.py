@@ -126,17 +126,31 @@ class Part:
         return self.source.path(self.indices[index])
 
 
-def labels_of(source) -> list[int]:
-    """The class of each image of a map-style source; images are read only where it has no list of them."""
+def known_labels(source) -> list[int] | None:
+    """The class of each image where the source tells without reading images, None elsewhere."""
     if isinstance(source, Part):
-        known = labels_of(source.source)
-        return [known[i] for i in source.indices]
+        known = known_labels(source.source)
+        return None if known is None else [known[i] for i in source.indices]
     if isinstance(source, Digits):
         return source.labels
     if isinstance(source, Files):
         return [source.reader.samples[i][1] for i in source.indices]
-    targets = getattr(getattr(source, "dataset", None), "targets", None)
-    return [int(t) for t in targets] if targets is not None else [source[i][1] for i in range(len(source))]
+    if not isinstance(source, Named):
+        return None
+    reader = getattr(source.dataset, "reader", None)
+    if reader is None:  # torchvision
+        targets = getattr(source.dataset, "targets", None)
+    else:  # Hugging Face: the column, unless timm maps its values
+        column = getattr(reader, "label_key", None)
+        mapped = getattr(reader, "remap_class", False) or getattr(reader, "target_keys", None)
+        targets = reader.dataset[column] if column and not mapped and column in reader.dataset.column_names else None
+    return None if targets is None else [int(t) for t in targets]
+
+
+def labels_of(source) -> list[int]:
+    """The class of each image of a map-style source; images are read only where it does not tell otherwise."""
+    known = known_labels(source)
+    return [source[i][1] for i in range(len(source))] if known is None else known
 
 
 def split_by_class(labels: list[int], count, seed: int) -> tuple[list[int], list[int]]:
