@@ -80,7 +80,7 @@ case "$stage" in
         ;;
     train) bench train 200 "$(left 200)" bench/bench_train.py "$@" ;;
     tune)
-        # The tuner writes its table at its end: an operation at a time, so that one that takes too long loses itself alone.
+        # An operation at a time, so that one that takes too long does not take the time of the others.
         parts=(gelu weight_grad residual attention layer_norm patch_embed input_grad)
         (($#)) && parts=("")
         for i in "${!parts[@]}"; do

@@ -4,7 +4,8 @@ Flash style (Dao et al., 2022; the softmax in base 2 and the logits never in mem
 - forward, whole rows: every key and value of a head in one program, in parts of falling powers of two (197 -> 128 + 64 + 16), one softmax without
   rescaling, several query tiles one after the other; forward, tiled: online softmax over full key blocks and a short masked last one (577 -> 9 x 64 + 16);
 - backward, whole rows: one program per (batch, head) keeps keys, values, dK and dV and writes dQ of one query tile after the other, 5 matrix products;
-  backward, tiled: one kernel for dQ (which also leaves delta = rowsum(o do)), one for dK and dV. No atomics and no fp32 dQ.
+  backward, tiled: one kernel for dQ (which also leaves delta = rowsum(o do)), one for dK and dV; or both in one program per head, one after the other
+  ("phases"): 7 matrix products. No atomics and no fp32 dQ.
 A head is one or two power-of-two parts (80 = 64 + 16), so that it is never padded to 128. Which path runs is data, in tiles.py.
 """
 
@@ -14,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .attention_parts import LN2, add_product, add_rows, head_of, load_rows, outer, row_dot, store_rows, store_sums, weights, zero_rows
-from .attention_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_fwd_tiled_kernel
+from .attention_parts import LN2, Head, add_product, add_rows, head_of, load_rows, outer, row_dot, store_rows, store_sums, weights, zero_rows
+from .attention_tiled import _attention_fwd_tiled_kernel
+from .attention_tiled_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel
 from .launch import fp32_precision, launch
 
 HEAD_SIZES = tuple(range(16, 129, 8))
@@ -24,24 +26,13 @@ MANY_HEADS = 512
 
 
 @triton.jit
-def load_keys(
-    head_ptr,
-    stride_n,
-    N,
-    KEYS0: tl.constexpr,
-    KEYS1: tl.constexpr,
-    KEYS2: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+def load_keys(head, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl.constexpr, HEAD: tl.constexpr):
     """Every row of a head in one to three blocks of rows; only the last reaches past N."""
-    first = load_rows(head_ptr, tl.arange(0, KEYS0), stride_n, N, KEYS1 == 0, HEAD_DIM, D0, D1, ALIGN)
+    first = load_rows(head, tl.arange(0, KEYS0), N, KEYS1 == 0, HEAD)
     if KEYS1 > 0:
-        second = load_rows(head_ptr, KEYS0 + tl.arange(0, KEYS1), stride_n, N, KEYS2 == 0, HEAD_DIM, D0, D1, ALIGN)
+        second = load_rows(head, KEYS0 + tl.arange(0, KEYS1), N, KEYS2 == 0, HEAD)
         if KEYS2 > 0:
-            return (first, second, load_rows(head_ptr, KEYS0 + KEYS1 + tl.arange(0, KEYS2), stride_n, N, True, HEAD_DIM, D0, D1, ALIGN))
+            return (first, second, load_rows(head, KEYS0 + KEYS1 + tl.arange(0, KEYS2), N, True, HEAD))
         else:
             return (first, second)
     else:
@@ -57,24 +48,12 @@ def _attention_fwd_rows_kernel(
     lse_ptr,  # (B, H, N)
     N,
     H,
-    q_b,
-    q_n,
-    q_h,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    o_b,
-    o_n,
-    o_h,
+    q_strides,  # of B, N, H
+    k_strides,
+    v_strides,
+    o_strides,
     scale,
-    HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEAD: tl.constexpr,
     KEYS0: tl.constexpr,
     KEYS1: tl.constexpr,
     KEYS2: tl.constexpr,
@@ -86,13 +65,13 @@ def _attention_fwd_rows_kernel(
     pid = tl.program_id(0)
     bh = pid // groups
     b, h = bh // H, bh % H
-    q_head, o_head = head_of(q_ptr, b, h, q_b, q_h, ALIGN), head_of(o_ptr, b, h, o_b, o_h, ALIGN)
-    k = load_keys(head_of(k_ptr, b, h, k_b, k_h, ALIGN), k_n, N, KEYS0, KEYS1, KEYS2, HEAD_DIM, D0, D1, ALIGN)
-    v = load_keys(head_of(v_ptr, b, h, v_b, v_h, ALIGN), v_n, N, KEYS0, KEYS1, KEYS2, HEAD_DIM, D0, D1, ALIGN)
+    q_head, o_head = head_of(q_ptr, q_strides, b, h, HEAD), head_of(o_ptr, o_strides, b, h, HEAD)
+    k = load_keys(head_of(k_ptr, k_strides, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
+    v = load_keys(head_of(v_ptr, v_strides, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
     for tile in range(QUERY_TILES):
         rows = (pid % groups * QUERY_TILES + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q = load_rows(q_head, rows, q_n, N, True, HEAD_DIM, D0, D1, ALIGN)
-        s = [outer(q, part, PRECISION) for part in k]
+        q = load_rows(q_head, rows, N, True, HEAD)
+        s = [outer(q, part, HEAD) for part in k]
         if KEYS2 > 0:
             s = (s[0], s[1], tl.where((KEYS0 + KEYS1 + tl.arange(0, KEYS2) < N)[None, :], s[2], float("-inf")))
             m = tl.maximum(tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1)), tl.max(s[2], 1))
@@ -105,14 +84,14 @@ def _attention_fwd_rows_kernel(
         m = m * scale
         p = [weights(part, m[:, None], scale, q[0].dtype) for part in s]
         l = tl.sum(p[0], 1)
-        acc = add_product(zero_rows(BLOCK_M, D0, D1), p[0], v[0], PRECISION)
+        acc = add_product(zero_rows(BLOCK_M, HEAD), p[0], v[0], HEAD)
         if KEYS1 > 0:
             l += tl.sum(p[1], 1)
-            acc = add_product(acc, p[1], v[1], PRECISION)
+            acc = add_product(acc, p[1], v[1], HEAD)
         if KEYS2 > 0:
             l += tl.sum(p[2], 1)
-            acc = add_product(acc, p[2], v[2], PRECISION)
-        store_rows(o_head, [part * (1 / l)[:, None] for part in acc], rows, o_n, N, HEAD_DIM, ALIGN)
+            acc = add_product(acc, p[2], v[2], HEAD)
+        store_rows(o_head, [part * (1 / l)[:, None] for part in acc], rows, N, HEAD)
         tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)
 
 
@@ -130,30 +109,14 @@ def _attention_bwd_rows_kernel(
     sums_ptr,  # (B, 3, H, Dh)
     N,
     H,
-    q_b,
-    q_n,
-    q_h,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    o_b,
-    o_n,
-    o_h,
-    do_b,
-    do_n,
-    do_h,
-    dq_b,
-    dq_n,
-    dq_h,
+    q_strides,  # of B, N, H
+    k_strides,
+    v_strides,
+    o_strides,
+    do_strides,
+    dq_strides,
     scale,
-    HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEAD: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -163,36 +126,36 @@ def _attention_bwd_rows_kernel(
     b, h = bh // H, bh % H
     cols = tl.arange(0, BLOCK_N)
     in_keys = cols < N
-    k = load_rows(head_of(k_ptr, b, h, k_b, k_h, ALIGN), cols, k_n, N, True, HEAD_DIM, D0, D1, ALIGN)
-    v = load_rows(head_of(v_ptr, b, h, v_b, v_h, ALIGN), cols, v_n, N, True, HEAD_DIM, D0, D1, ALIGN)
-    q_head, o_head = head_of(q_ptr, b, h, q_b, q_h, ALIGN), head_of(o_ptr, b, h, o_b, o_h, ALIGN)
-    do_head, dq_head = head_of(do_ptr, b, h, do_b, do_h, ALIGN), head_of(dq_ptr, b, h, dq_b, dq_h, ALIGN)
-    dk, dv = zero_rows(BLOCK_N, D0, D1), zero_rows(BLOCK_N, D0, D1)
-    dq_sums = zero_rows(BLOCK_M, D0, D1)
+    k = load_rows(head_of(k_ptr, k_strides, b, h, HEAD), cols, N, True, HEAD)
+    v = load_rows(head_of(v_ptr, v_strides, b, h, HEAD), cols, N, True, HEAD)
+    q_head, o_head = head_of(q_ptr, q_strides, b, h, HEAD), head_of(o_ptr, o_strides, b, h, HEAD)
+    do_head, dq_head = head_of(do_ptr, do_strides, b, h, HEAD), head_of(dq_ptr, dq_strides, b, h, HEAD)
+    dk, dv = zero_rows(BLOCK_N, HEAD), zero_rows(BLOCK_N, HEAD)
+    dq_sums = zero_rows(BLOCK_M, HEAD)
     for start in range(0, N, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
-        q = load_rows(q_head, rows, q_n, N, True, HEAD_DIM, D0, D1, ALIGN)
-        do = load_rows(do_head, rows, do_n, N, True, HEAD_DIM, D0, D1, ALIGN)
-        delta = row_dot(load_rows(o_head, rows, o_n, N, True, HEAD_DIM, D0, D1, ALIGN), do)
+        q = load_rows(q_head, rows, N, True, HEAD)
+        do = load_rows(do_head, rows, N, True, HEAD)
+        delta = row_dot(load_rows(o_head, rows, N, True, HEAD), do)
         # +inf past N: those queries weigh nothing
         lse = tl.load(lse_ptr + bh.to(tl.int64) * N + rows, mask=rows < N, other=float("inf"))
         # keys x queries: P^T and dS^T are left operands of dV and dK as they come
-        p = weights(outer(k, q, PRECISION), lse[None, :], scale, q[0].dtype)
+        p = weights(outer(k, q, HEAD), lse[None, :], scale, q[0].dtype)
         p = tl.where(in_keys[:, None], p, 0.0)
-        dv = add_product(dv, p, do, PRECISION)
-        ds = (p * (outer(v, do, PRECISION) - delta[None, :])).to(k[0].dtype)
-        dk = add_product(dk, ds, q, PRECISION)
-        dq = [part * scale for part in add_product(zero_rows(BLOCK_M, D0, D1), tl.trans(ds), k, PRECISION)]
-        store_rows(dq_head, dq, rows, dq_n, N, HEAD_DIM, ALIGN)
+        dv = add_product(dv, p, do, HEAD)
+        ds = (p * (outer(v, do, HEAD) - delta[None, :])).to(k[0].dtype)
+        dk = add_product(dk, ds, q, HEAD)
+        dq = [part * scale for part in add_product(zero_rows(BLOCK_M, HEAD), tl.trans(ds), k, HEAD)]
+        store_rows(dq_head, dq, rows, N, HEAD)
         if SUMS:
             dq_sums = add_rows(dq_sums, dq)
     dk = [part * scale for part in dk]
-    store_rows(head_of(dk_ptr, b, h, dq_b, dq_h, ALIGN), dk, cols, dq_n, N, HEAD_DIM, ALIGN)
-    store_rows(head_of(dv_ptr, b, h, dq_b, dq_h, ALIGN), dv, cols, dq_n, N, HEAD_DIM, ALIGN)
+    store_rows(head_of(dk_ptr, dq_strides, b, h, HEAD), dk, cols, N, HEAD)
+    store_rows(head_of(dv_ptr, dq_strides, b, h, HEAD), dv, cols, N, HEAD)
     if SUMS:
-        store_sums(sums_ptr, dq_sums, b * 3, h, H, HEAD_DIM)
-        store_sums(sums_ptr, dk, b * 3 + 1, h, H, HEAD_DIM)
-        store_sums(sums_ptr, dv, b * 3 + 2, h, H, HEAD_DIM)
+        store_sums(sums_ptr, dq_sums, b * 3, h, H, HEAD)
+        store_sums(sums_ptr, dk, b * 3 + 1, h, H, HEAD)
+        store_sums(sums_ptr, dv, b * 3 + 2, h, H, HEAD)
 
 
 def head_parts(head_dim: int) -> tuple[int, int]:
@@ -223,15 +186,13 @@ def last_block(n: int, block: int) -> int:
 
 
 def _common(scale: float, **tensors: Tensor) -> dict:
-    """What every kernel takes: the (B, N, H, Dh) tensors with their strides, sizes, scale, head parts. Heads that all start at multiples of 8 elements
+    """What every kernel takes: the (B, N, H, Dh) tensors with their strides, sizes, scale, the head. Heads that all start at multiples of 8 elements
     are said to: Triton would see multiples of 16 only, and load heads of 72 or 88 one element at a time."""
     q = tensors["q"]
-    strides = {f"{name}_{axis}": stride for name, x in tensors.items() for axis, stride in zip("bnh", x.stride())}
-    align = 8 if all(stride % 8 == 0 for stride in strides.values()) else 1
-    d0, d1 = head_parts(q.shape[-1])
-    pointers = {f"{name}_ptr": x for name, x in tensors.items()}
-    sizes = dict(N=q.shape[1], H=q.shape[2], scale=scale, HEAD_DIM=q.shape[-1], D0=d0, D1=d1, ALIGN=align, PRECISION=fp32_precision())
-    return pointers | strides | sizes
+    strides = {f"{name}_strides": x.stride()[:3] for name, x in tensors.items()}
+    align = 8 if all(stride % 8 == 0 for axes in strides.values() for stride in axes) else 1
+    head = Head(q.shape[-1], *head_parts(q.shape[-1]), align, fp32_precision())
+    return {f"{name}_ptr": x for name, x in tensors.items()} | strides | dict(N=q.shape[1], H=q.shape[2], scale=scale, HEAD=head)
 
 
 def _shape_class(q: Tensor) -> str:
@@ -287,12 +248,18 @@ def _backward(q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor | Non
         launch(_attention_bwd_rows_kernel, (B * H,), **common, BLOCK_N=max(16, triton.next_power_of_2(N)), **tile.meta)
         return partial.sum(0).flatten() if want_sums else None
 
-    tile_q, tile_kv = (tiles.lookup(f"attention_bwd_{part}", q, _shape_class(q)) for part in ("dq", "dkdv"))
-    tiles_m, tiles_n = triton.cdiv(N, tile_q["BLOCK_M"]), triton.cdiv(N, tile_kv["BLOCK_N"])
     delta = torch.empty_like(lse)
-    q_sums, kv_sums = sums(B * tiles_m), sums(B * tiles_n, 2)
-    common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq) | dict(lse_ptr=lse, delta_ptr=delta, sums_ptr=q_sums, SUMS=want_sums)
-    launch(_attention_bwd_dq_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile_q["BLOCK_N"]), **tile_q.meta)
-    common = _common(scale, q=q, k=k, v=v, do=do, dk=dk) | dict(dv_ptr=dv, lse_ptr=lse, delta_ptr=delta, sums_ptr=kv_sums, SUMS=want_sums)
-    launch(_attention_bwd_dkdv_kernel, (B * H * tiles_n,), **common, LAST_M=last_block(N, tile_kv["BLOCK_M"]), **tile_kv.meta)
+    if tile.provider == "phases":
+        q_sums, kv_sums = sums(B * triton.cdiv(N, tile["BLOCK_M1"])), sums(B * triton.cdiv(N, tile["BLOCK_N2"]), 2)
+        common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq) | dict(dk_ptr=dk, dv_ptr=dv, lse_ptr=lse, delta_ptr=delta, SUMS=want_sums)
+        blocks = dict(LAST_N1=last_block(N, tile["BLOCK_N1"]), LAST_M2=last_block(N, tile["BLOCK_M2"]), **tile.meta)
+        launch(_attention_bwd_phases_kernel, (B * H,), **common, q_sums_ptr=q_sums, kv_sums_ptr=kv_sums, **blocks)
+    else:
+        tile_q, tile_kv = (tiles.lookup(f"attention_bwd_{part}", q, _shape_class(q)) for part in ("dq", "dkdv"))
+        tiles_m, tiles_n = triton.cdiv(N, tile_q["BLOCK_M"]), triton.cdiv(N, tile_kv["BLOCK_N"])
+        q_sums, kv_sums = sums(B * tiles_m), sums(B * tiles_n, 2)
+        common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq) | dict(lse_ptr=lse, delta_ptr=delta, sums_ptr=q_sums, SUMS=want_sums)
+        launch(_attention_bwd_dq_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile_q["BLOCK_N"]), **tile_q.meta)
+        common = _common(scale, q=q, k=k, v=v, do=do, dk=dk) | dict(dv_ptr=dv, lse_ptr=lse, delta_ptr=delta, sums_ptr=kv_sums, SUMS=want_sums)
+        launch(_attention_bwd_dkdv_kernel, (B * H * tiles_n,), **common, LAST_M=last_block(N, tile_kv["BLOCK_M"]), **tile_kv.meta)
     return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None

@@ -1,5 +1,7 @@
 """What the attention kernels share: a head is a tuple of one or two power-of-two column parts (80 = 64 + 16), loaded, multiplied and stored."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -7,75 +9,95 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
-def head_of(ptr, b, h, stride_b, stride_h, ALIGN: tl.constexpr):
-    """Where a head of a batch element starts. The hint keeps 16-byte loads where head sizes divide by 8 but not by 16."""
-    return ptr + tl.multiple_of(b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h, ALIGN)
+class Head(NamedTuple):
+    """What a kernel is compiled for: the size of a head, its two parts (the second may be 0), what its rows are aligned to, how fp32 is multiplied.
+
+    Its fields are plain numbers in Triton 3.6: what goes on to another function is named a constexpr first.
+    """
+
+    dim: int
+    first: int
+    second: int
+    align: int
+    precision: str
 
 
 @triton.jit
-def ptrs_of(head_ptr, rows, stride_n, ALIGN: tl.constexpr):
-    return head_ptr + tl.multiple_of(rows.to(tl.int64) * stride_n, ALIGN)
+def head_of(ptr, strides, b, h, HEAD: tl.constexpr):
+    """A head of a batch element of (B, N, H, Dh): where it starts, and the stride of its rows. The hint keeps 16-byte loads where head sizes divide by 8
+    but not by 16."""
+    ALIGN: tl.constexpr = HEAD.align
+    return ptr + tl.multiple_of(b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2], ALIGN), strides[1]
 
 
 @triton.jit
-def load_part(row_ptrs, in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr):
+def ptrs_of(head, rows, HEAD: tl.constexpr):
+    ALIGN: tl.constexpr = HEAD.align
+    return head[0] + tl.multiple_of(rows.to(tl.int64) * head[1], ALIGN)
+
+
+@triton.jit
+def load_part(row_ptrs, in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
     """Columns FIRST..FIRST + SIZE of some rows; zeros outside of the head and, with MASK_ROWS, where in_rows is false."""
     offs_d = FIRST + tl.arange(0, SIZE)
     ptrs = row_ptrs[:, None] + offs_d[None, :]
     if MASK_ROWS:
-        if FIRST + SIZE > HEAD_DIM:
-            x = tl.load(ptrs, mask=in_rows[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        if FIRST + SIZE > HEAD.dim:
+            x = tl.load(ptrs, mask=in_rows[:, None] & (offs_d < HEAD.dim)[None, :], other=0.0)
         else:
             x = tl.load(ptrs, mask=in_rows[:, None], other=0.0)
     else:
-        if FIRST + SIZE > HEAD_DIM:
-            x = tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        if FIRST + SIZE > HEAD.dim:
+            x = tl.load(ptrs, mask=(offs_d < HEAD.dim)[None, :], other=0.0)
         else:
             x = tl.load(ptrs)
     return x
 
 
 @triton.jit
-def load_rows(head_ptr, rows, stride_n, N, MASK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ALIGN: tl.constexpr):
-    """Rows of a head as a tuple of its parts: ((rows, D0),) or ((rows, D0), (rows, D1))."""
-    row_ptrs = ptrs_of(head_ptr, rows, stride_n, ALIGN)
+def load_rows(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Rows of a head as a tuple of its parts: ((rows, first),) or ((rows, first), (rows, second))."""
+    D0: tl.constexpr = HEAD.first
+    D1: tl.constexpr = HEAD.second
+    row_ptrs = ptrs_of(head, rows, HEAD)
     in_rows = rows < N
-    first = load_part(row_ptrs, in_rows, 0, D0, HEAD_DIM, MASK_ROWS)
+    first = load_part(row_ptrs, in_rows, 0, D0, MASK_ROWS, HEAD)
     if D1 > 0:
-        return (first, load_part(row_ptrs, in_rows, D0, D1, HEAD_DIM, MASK_ROWS))
+        return (first, load_part(row_ptrs, in_rows, D0, D1, MASK_ROWS, HEAD))
     else:
         return (first,)
 
 
 @triton.jit
-def store_part(row_ptrs, x, in_rows, FIRST: tl.constexpr, HEAD_DIM: tl.constexpr):
+def store_part(row_ptrs, x, in_rows, FIRST: tl.constexpr, HEAD: tl.constexpr):
     offs_d = FIRST + tl.arange(0, x.shape[1])
-    tl.store(row_ptrs[:, None] + offs_d[None, :], x.to(row_ptrs.dtype.element_ty), mask=in_rows[:, None] & (offs_d < HEAD_DIM)[None, :])
+    tl.store(row_ptrs[:, None] + offs_d[None, :], x.to(row_ptrs.dtype.element_ty), mask=in_rows[:, None] & (offs_d < HEAD.dim)[None, :])
 
 
 @triton.jit
-def store_rows(head_ptr, x, rows, stride_n, N, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr):
-    """Writes the parts of some rows of a head."""
-    row_ptrs = ptrs_of(head_ptr, rows, stride_n, ALIGN)
-    store_part(row_ptrs, x[0], rows < N, 0, HEAD_DIM)
+def store_rows(head, x, rows, N, HEAD: tl.constexpr):
+    """Writes the parts x of some rows of a head."""
+    row_ptrs = ptrs_of(head, rows, HEAD)
+    store_part(row_ptrs, x[0], rows < N, 0, HEAD)
     if len(x) > 1:
-        store_part(row_ptrs, x[1], rows < N, x[0].shape[1], HEAD_DIM)
+        store_part(row_ptrs, x[1], rows < N, x[0].shape[1], HEAD)
 
 
 @triton.jit
-def store_sums(sums_ptr, x, slot, h, H, HEAD_DIM: tl.constexpr):
+def store_sums(sums_ptr, x, slot, h, H, HEAD: tl.constexpr):
     """Column sums of the parts x into sums[slot, h], sums (slots, H, Dh) fp32."""
-    row = sums_ptr + (slot.to(tl.int64) * H + h) * HEAD_DIM
+    row = sums_ptr + (slot.to(tl.int64) * H + h) * HEAD.dim
     offs_d = tl.arange(0, x[0].shape[1])
-    tl.store(row + offs_d, tl.sum(x[0], 0), mask=offs_d < HEAD_DIM)
+    tl.store(row + offs_d, tl.sum(x[0], 0), mask=offs_d < HEAD.dim)
     if len(x) > 1:
         offs_d = x[0].shape[1] + tl.arange(0, x[1].shape[1])
-        tl.store(row + offs_d, tl.sum(x[1], 0), mask=offs_d < HEAD_DIM)
+        tl.store(row + offs_d, tl.sum(x[1], 0), mask=offs_d < HEAD.dim)
 
 
 @triton.jit
-def zero_rows(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+def zero_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
+    D0: tl.constexpr = HEAD.first
+    D1: tl.constexpr = HEAD.second
     if D1 > 0:
         return (tl.zeros((ROWS, D0), tl.float32), tl.zeros((ROWS, D1), tl.float32))
     else:
@@ -91,21 +113,21 @@ def add_rows(a, b):
 
 
 @triton.jit
-def outer(a, b, PRECISION: tl.constexpr):
+def outer(a, b, HEAD: tl.constexpr):
     """a b^T over the parts of the head: (rows of a, rows of b), fp32."""
-    acc = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    acc = tl.dot(a[0], tl.trans(b[0]), input_precision=HEAD.precision)
     if len(a) > 1:
-        acc = tl.dot(a[1], tl.trans(b[1]), acc, input_precision=PRECISION)
+        acc = tl.dot(a[1], tl.trans(b[1]), acc, input_precision=HEAD.precision)
     return acc
 
 
 @triton.jit
-def add_product(acc, w, x, PRECISION: tl.constexpr):
+def add_product(acc, w, x, HEAD: tl.constexpr):
     """acc + w x for every part of x; w takes x's dtype."""
     w = w.to(x[0].dtype)
-    first = tl.dot(w, x[0], acc[0], input_precision=PRECISION)
+    first = tl.dot(w, x[0], acc[0], input_precision=HEAD.precision)
     if len(x) > 1:
-        return (first, tl.dot(w, x[1], acc[1], input_precision=PRECISION))
+        return (first, tl.dot(w, x[1], acc[1], input_precision=HEAD.precision))
     else:
         return (first,)
 

@@ -9,7 +9,7 @@ gelu(p) = p * gate(p): gate is the normal distribution function ("none"), or the
 dgelu_matmul rewrites the activation that the second layer's weight gradient needs, so that forward need not keep it. Bias gradients are
 column sums that every row tile writes to an fp32 workspace, added up in a fixed order by a second, small kernel. No atomics.
 
-The shape class of a product is "KxN", as in linear.py.
+The shape class of a product is "KxN", as in product.py.
 """
 
 import torch
@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from . import tiles
 from .launch import launch
-from .linear import column_parts, input_grad, linear, linear_residual, load_columns, product, product_flags, product_grid, shape_class, tile_offsets
+from .linear import input_grad, linear, linear_residual
+from .product import column_parts, load_columns, operands, product, product_flags, product_grid, shape_class, tile_offsets
 from .rows import column_sums, vector
 
 __all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
@@ -49,8 +50,8 @@ def gelu_slope(p, gate, TANH: tl.constexpr):
 
 @triton.jit
 def linear_gelu_kernel(
-    x_ptr,  # (M, K)
-    w_ptr,  # (N, K)
+    x_ptr,  # (M, K), or its descriptor
+    w_ptr,  # (N, K), or its descriptor
     bias_ptr,  # (N,) or None
     pre_ptr,  # (M, N) or None
     act_ptr,  # (M, N)
@@ -61,7 +62,7 @@ def linear_gelu_kernel(
     stride_wn,
     stride_om,
     TANH: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    LOADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -69,9 +70,9 @@ def linear_gelu_kernel(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    _, offs_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
-    acc = product(x_ptr, w_ptr, offs_m, offs_n, M, N, K, stride_xm, 1, 1, stride_wn, EVEN_K, PRECISION, BLOCK_K)
+    _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc = product(x_ptr, w_ptr, first_m, first_n, M, N, K, stride_xm, 1, 1, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
@@ -98,13 +99,13 @@ def store_dgelu(dact, pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols,
     dpre = dact * gelu_slope(p, gate, TANH)
     tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
     if part_ptr is not None:
-        tl.store(part_ptr + pid_m * N + cols, tl.sum(dpre, 0), mask=cols < N)
+        tl.store(part_ptr + pid_m.to(tl.int64) * N + cols, tl.sum(dpre, 0), mask=cols < N)
 
 
 @triton.jit
 def dgelu_matmul_kernel(
-    g_ptr,  # (M, K)
-    w_ptr,  # (K, N)
+    g_ptr,  # (M, K), or its descriptor
+    w_ptr,  # (K, N), or its descriptor
     pre_ptr,  # (M, N)
     dpre_ptr,  # (M, N)
     act_ptr,  # (M, N) or None
@@ -117,7 +118,7 @@ def dgelu_matmul_kernel(
     stride_pm,
     stride_om,
     TANH: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    LOADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,9 +126,9 @@ def dgelu_matmul_kernel(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    pid_m, offs_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
-    acc = product(g_ptr, w_ptr, offs_m, offs_n, M, N, K, stride_gm, 1, stride_wk, 1, EVEN_K, PRECISION, BLOCK_K)
+    pid_m, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc = product(g_ptr, w_ptr, first_m, first_n, M, N, K, stride_gm, 1, stride_wk, 1, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
@@ -150,8 +151,8 @@ def gelu_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    pid_m = tl.program_id(0).to(tl.int64)
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    pid_m = tl.program_id(0)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     dy = tl.load(dy_ptr + (offs_m[:, None] * stride_ym + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
@@ -167,11 +168,12 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
         return F.gelu(pre, approximate=approximate), pre if save else x.new_empty(0)
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pre = torch.empty_like(act) if save else None
+    x_ptr, w_ptr, loads = operands(x, weight, tile, transposed=True)
     launch(
         linear_gelu_kernel,
         product_grid(m, n, tile),
-        x_ptr=x,
-        w_ptr=weight,
+        x_ptr=x_ptr,
+        w_ptr=w_ptr,
         bias_ptr=vector(bias),
         pre_ptr=pre,
         act_ptr=act,
@@ -182,7 +184,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
         stride_wn=weight.stride(0),
         stride_om=n,
         TANH=approximate == "tanh",
-        **product_flags(k, tile),
+        **product_flags(loads, tile),
     )
     return act, pre if save else x.new_empty(0)
 
@@ -216,11 +218,12 @@ def dgelu_matmul(
     if tile.provider == "cublas":
         return _gelu_bwd(torch.mm(g, weight2), pre, approximate, want_bias_grad, want_act)
     dpre, act, part = _dgelu_outputs(pre, tile, want_act, want_bias_grad)
+    g_ptr, w_ptr, loads = operands(g, weight2, tile, transposed=False)
     launch(
         dgelu_matmul_kernel,
         product_grid(m, n, tile),
-        g_ptr=g,
-        w_ptr=weight2,
+        g_ptr=g_ptr,
+        w_ptr=w_ptr,
         pre_ptr=pre,
         dpre_ptr=dpre,
         act_ptr=act,
@@ -233,7 +236,7 @@ def dgelu_matmul(
         stride_pm=pre.stride(0),
         stride_om=n,
         TANH=approximate == "tanh",
-        **product_flags(k, tile),
+        **product_flags(loads, tile),
     )
     return dpre, act, _sum(part)
 

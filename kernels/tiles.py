@@ -54,6 +54,15 @@ class Rule:
     shape: str = "*"
 
 
+# A product in pieces: two programs fit a multiprocessor, and nothing spills.
+_PRODUCT = (
+    Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
+    Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+)
+_TMA = (Rule(tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),)
+_CUBLAS = (Rule(tile(provider="cublas")),)
+
 RULES: dict[str, tuple[Rule, ...]] = {
     # Shape classes of LayerNorm: chunks x BLOCK_D of the row (rows.shape_class), with an "s" where backward sums for a layer scale too. PER_SM: the
     # programs that fit a multiprocessor by their registers.
@@ -144,42 +153,36 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=32), sm=(80, 89, 120)),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),
     ),
-    # Products: shape class "KxN", see linear.py. The tiles are chosen by offline compilation, two programs per multiprocessor and no spills; cuBLAS
-    # where no epilogue saves a pass (kernels.md), with the tile that takes its place when the provider is changed.
-    "linear_fwd": (
-        Rule(tile(8, 3, "cublas", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
-        Rule(tile(4, 4, "cublas", BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
-        Rule(tile(4, 3, "cublas", BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
-    ),
-    "input_grad": (
-        Rule(tile(8, 3, "cublas", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
-        Rule(tile(4, 4, "cublas", BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
-        Rule(tile(4, 3, "cublas", BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
-    ),
-    "linear_gelu_fwd": (
-        Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
-        Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
-        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
-    ),
-    "linear_residual_fwd": (
-        Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
-        Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
-        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
-    ),
-    "dgelu_matmul": (
-        Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
-        Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
-        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
-    ),
+    # Products, shape class "KxN" (product.py): cuBLAS where no epilogue saves a pass (kernels.md).
+    "linear_fwd": _CUBLAS,
+    "input_grad": _CUBLAS,
+    "linear_gelu_fwd": _PRODUCT,
+    "linear_residual_fwd": _PRODUCT,
+    "dgelu_matmul": _PRODUCT,
     "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),
+    "weight_grad": _CUBLAS,
+    "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
+}
+
+# What else can do an operation: the tuner tries it, and `make codegen` compiles it, but nothing runs it unasked. First match for each provider.
+RIVALS: dict[str, tuple[Rule, ...]] = {
+    "attention_fwd": (Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), bits="16"),),
+    "attention_bwd": (
+        Rule(tile(8, 3, "phases", BLOCK_M1=128, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=128), sm=(90, 100), bits="16", shape="d[1-6][2468]n[1-3]*"),
+        Rule(tile(provider="tiled")),
+    ),
+    "linear_fwd": _PRODUCT + _TMA,
+    "input_grad": _PRODUCT + _TMA,
+    "linear_gelu_fwd": _CUBLAS + _TMA,
+    "linear_residual_fwd": _CUBLAS + _TMA,
+    "dgelu_matmul": _CUBLAS + _TMA,
     # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7; 64 and 192 x 4).
     "weight_grad": (
-        Rule(tile(8, 3, "cublas", BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=4, SUBTILES=4), sm=(90, 100), bits="16", shape="1024x*"),
-        Rule(tile(8, 3, "cublas", BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), sm=(90, 100), bits="16"),
-        Rule(tile(4, 4, "cublas", BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
-        Rule(tile(4, 3, "cublas", BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
+        Rule(tile(8, 3, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=4, SUBTILES=4), sm=(90, 100), bits="16", shape="1024x*"),
+        Rule(tile(8, 3, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), sm=(90, 100), bits="16"),
+        Rule(tile(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
     ),
-    "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
 }
 
 _target: int | None = None
@@ -211,7 +214,7 @@ def generation(device: torch.device) -> int:
 
 
 _overrides: dict[tuple[str, str | None], Tile] = {}
-_watched: dict[tuple[str, str], Tile] | None = None
+_watched: dict[tuple[str, str, str], Tile] | None = None
 
 
 @contextlib.contextmanager
@@ -227,8 +230,8 @@ def override(op: str, value: Tile, shape: str | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[dict[tuple[str, str], Tile]]:
-    """Collects which tile each (operation, shape class) takes inside."""
+def watching() -> Iterator[dict[tuple[str, str, str], Tile]]:
+    """Collects which tile each (operation, bits, shape class) takes inside."""
     global _watched
     before, _watched = _watched, {}
     try:
@@ -259,21 +262,35 @@ def lookup(op: str, x: torch.Tensor, shape: str) -> Tile:
     """The tile of an operation for x's device and dtype at a shape class such as "d64" or "768x3072"."""
     found = _overrides.get((op, shape)) or _overrides.get((op, None)) or _find(op, x, shape)
     if _watched is not None:
-        _watched[op, shape] = found
+        _watched[op, _bits(x), shape] = found
     return found
 
 
+def _bits(x: torch.Tensor) -> str:
+    return "32" if x.dtype == torch.float32 else "16"
+
+
+def _matching(rules: tuple[Rule, ...], x: torch.Tensor, shape: str) -> Iterator[Tile]:
+    sm = generation(x.device)
+    return (rule.tile for rule in rules if sm in rule.sm and rule.bits in ("*", _bits(x)) and fnmatch.fnmatchcase(shape, rule.shape))
+
+
 def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
-    bits = "32" if x.dtype == torch.float32 else "16"
     if x.is_cuda and _target is None and _user_table():
-        found = _user_table().get((op, torch.cuda.get_device_name(x.device), bits, shape))
+        found = _user_table().get((op, torch.cuda.get_device_name(x.device), _bits(x), shape))
         if found:
             return found
-    sm = generation(x.device)
-    for rule in RULES[op]:
-        if sm in rule.sm and rule.bits in ("*", bits) and fnmatch.fnmatchcase(shape, rule.shape):
-            return rule.tile
-    raise KeyError(f"no tile for {op} on sm_{sm}, {bits} bits, shape {shape}")
+    for found in _matching(RULES[op], x, shape):
+        return found
+    raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
+
+
+def rivals(op: str, x: torch.Tensor, shape: str) -> list[Tile]:
+    """The first tile of each other provider that could do what `lookup` leaves to one."""
+    found: dict[str, Tile] = {}
+    for value in _matching(RIVALS.get(op, ()), x, shape):
+        found.setdefault(value.provider, value)
+    return [value for provider, value in found.items() if provider != lookup(op, x, shape).provider]
 
 
 def as_row(op: str, gpu: str, bits: str, shape: str, value: Tile) -> dict:

@@ -7,7 +7,7 @@
 An output of 768 x 3072 is 72 to 144 tiles, too few for 132 multiprocessors and M = 50,000 rows: SPLIT_K programs share a tile, each
 sums a range of rows into its own slice of an fp32 workspace, and a second kernel adds the slices in a fixed order. No atomics.
 
-The shape class is "KxN" of the layer, as in linear.py.
+The shape class is "KxN" of the layer, as in product.py.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import tiles
 from .launch import fp32_precision, launch
-from .linear import column_parts, product, shape_class, tile_offsets
+from .product import column_parts, product, shape_class, tile_offsets
 from .rows import vector
 
 
@@ -42,13 +42,14 @@ def weight_grad_kernel(
     SUBTILES: tl.constexpr,
 ):
     # BLOCK_N x BLOCK_K of the output, BLOCK_M rows at a time
-    _, offs_n, first_k = tile_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
-    offs_k = first_k + tl.arange(0, BLOCK_K).to(tl.int64)
+    _, first_n, first_k = tile_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
     split = tl.program_id(1).to(tl.int64)
     share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
     start = split * share
     rows = tl.minimum(M - start, share).to(tl.int32)
-    acc = product(g_ptr + start * stride_gm, x_ptr + start * stride_xm, offs_n, offs_k, N, K, rows, 1, stride_gm, stride_xm, 1, False, PRECISION, BLOCK_M)
+    g_rows, x_rows = g_ptr + start * stride_gm, x_ptr + start * stride_xm
+    acc = product(g_rows, x_rows, first_n, first_k, N, K, rows, 1, stride_gm, stride_xm, 1, "masked", PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
+    offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     out_ptr += split * stride_os
     for i in tl.static_range(SUBTILES):

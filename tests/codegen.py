@@ -7,9 +7,7 @@ Launchers run on meta tensors with their launches recorded, so what is compiled 
 """
 
 import argparse
-import contextlib
 import csv
-import dataclasses
 import hashlib
 import json
 import os
@@ -26,6 +24,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from vitfast.doctor import Sizes  # noqa: E402
 from vitfast.kernels import attention, layer_norm, linear, mlp, patch_embed, tiles, weight_grad  # noqa: E402
@@ -54,23 +53,59 @@ def specialise(launch: Launch) -> tuple[dict, dict, dict, dict]:
     kernel, arguments = launch.kernel, dict(launch.arguments)
     options = {k: arguments.pop(k) for k in ("num_warps", "num_stages") if k in arguments} | {"enable_fp_fusion": True}
     signature, constants, attributes = {}, {}, {}
+
+    def type_of(value, path: tuple):
+        if isinstance(value, tuple):
+            return tuple(type_of(element, (*path, i)) for i, element in enumerate(value))
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[path] = ALIGNED
+        if isinstance(value, torch.Tensor):
+            return "*" + TYPES[value.dtype]
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        if isinstance(value, int):
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        return "fp32"
+
     for index, parameter in enumerate(kernel.params):
         value = arguments.get(parameter.name, parameter.default)
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-            attributes[(index,)] = ALIGNED
-        elif isinstance(value, bool):
-            signature[parameter.name] = "u1"
-        elif isinstance(value, int):
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
-                attributes[(index,)] = ALIGNED
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[(index,)] = "constexpr", value
         else:
-            signature[parameter.name] = "fp32"
+            signature[parameter.name] = type_of(value, (index,))
     return signature, constants, attributes, options
+
+
+class Driver:
+    """Stands in the place of a GPU's driver: Triton's front end asks it for the target alone."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def front_end_problems(launches: list[Launch]) -> list[str]:
+    """Where Triton's own launcher would compile something else than `specialise` says, or refuse an argument. Compiles nothing."""
+    seen, found = [], []
+    triton.runtime.driver.set_active(Driver())
+    triton.knobs.runtime.jit_cache_hook = lambda **details: seen.append(details["compile"]) or True  # True: go no further
+    for launch in launches:
+        signature, constants, attributes, options = specialise(launch)
+        launch.kernel.warmup(grid=launch.grid, **(launch.arguments | options))
+        theirs = seen.pop()
+        same = theirs["signature"] == signature and {k: str(v) for k, v in theirs["constants"].items()} == {k: str(v) for k, v in constants.items()}
+        if not same or {k: v for k, v in theirs["configs"][0].items() if v} != attributes:
+            found.append(f"{launch.kernel.__name__}: Triton would compile {theirs}, not {signature} {constants} {attributes}")
+    triton.knobs.runtime.jit_cache_hook = None
+    return found
 
 
 def tool(name: str, *arguments: str) -> str:
@@ -153,22 +188,24 @@ def launcher_calls(s: Sizes, dtype: torch.dtype, wide: bool) -> dict:
                 tokens, raw, embed[0], [0.5] * 3, [0.5] * 3, **(wanted | dict(want_images=False))
             ),
         }
-    return {name: triton_instead(call) for name, call in calls.items()}
+    return {f"{name}{rival}": run for name, call in calls.items() for rival, run in with_rivals(call).items()}
 
 
-def triton_instead(call):
-    """The call with Triton's tile in the place of cuBLAS where a rule prefers that: the tile is shipped beside it."""
+def with_rivals(call) -> dict:
+    """The call as it is, and once for each rival provider of an operation in it: " (tma)" and so on. What runs no kernel of ours is left out."""
+    with tiles.watching() as used:
+        runs = {"": call} if record(call) else {}
+    for (op, bits, shape), _ in used.items():
+        like = torch.empty(0, dtype=torch.float32 if bits == "32" else torch.bfloat16, device="meta")
+        for rival in tiles.rivals(op, like, shape):
+            if rival.provider != "cublas":
 
-    def run():
-        with tiles.watching() as used:
-            record(call)
-        with contextlib.ExitStack() as stack:
-            for (op, shape), tile in used.items():
-                if tile.provider == "cublas":
-                    stack.enter_context(tiles.override(op, dataclasses.replace(tile, provider="triton"), shape))
-            call()
+                def run(op=op, rival=rival, shape=shape):
+                    with tiles.override(op, rival, shape):
+                        call()
 
-    return run
+                runs[f" ({rival.provider})"] = run
+    return runs
 
 
 def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple, tuple]:
@@ -177,15 +214,16 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple
     for sm in generations:
         for model, s in sizes.items():
             for dtype in dtypes:
-                for case, call in launcher_calls(s, dtype, wide).items():
+                with tiles.targeting(sm):
+                    launches = [(case, *item) for case, call in launcher_calls(s, dtype, wide).items() for item in enumerate(record(call))]
+                for case, index, launch in launches:
                     if not wide and model != "B/16" and "attention" not in case:
-                        continue  # the quick look takes the second size for its head of 80 alone
-                    with tiles.targeting(sm):
-                        launches = record(call)
-                    for index, launch in enumerate(launches):
-                        signature, constants, attributes, options = specialise(launch)
-                        key = (sm, launch.kernel.__name__, str(signature), str(constants), str(sorted(attributes)), str(options))
-                        found.setdefault(key, (model, case, sm, dtype, index, wide))
+                        continue  # the quick look takes the second size for its head of 80 alone,
+                    if not wide and case.endswith(")") and any(key[:2] == (sm, launch.kernel.__name__) for key in found):
+                        continue  # and rivals only where nothing else compiles their kernel
+                    signature, constants, attributes, options = specialise(launch)
+                    key = (sm, launch.kernel.__name__, str(signature), str(constants), str(sorted(attributes)), str(options))
+                    found.setdefault(key, (model, case, sm, dtype, index, wide))
     return found
 
 
@@ -195,7 +233,9 @@ def compile_job(job: tuple) -> dict:
     with tiles.targeting(sm):
         launch = record(launcher_calls(ALL_SIZES[model], dtype, wide)[case])[index]
     blocks = {k: v for k, v in launch.arguments.items() if k.isupper() and isinstance(v, int) and not isinstance(v, bool)}
-    named = " ".join(f"{k}={v}" for k, v in blocks.items() if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "D0", "D1"))
+    named = " ".join(f"{k}={v}" for k, v in blocks.items() if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM"))
+    if "HEAD" in launch.arguments:
+        named += " head={0.first}+{0.second}".format(launch.arguments["HEAD"])
     row = dict(kernel=launch.kernel.__name__, case=f"{model} {case}", sm=sm, dtype=TYPES[dtype], tile=named)
     try:
         return row | compile_launch(launch, sm)
@@ -257,7 +297,9 @@ def main() -> int:
         work |= jobs(QUICK_SIZES, [torch.float32], args.sm, True)
     rows = rows_of(work, args.processes)
     if args.quick:
-        print(json.dumps(dict(rows=rows, problems=problems(rows))))
+        with tiles.targeting(90):
+            launches = [launch for call in launcher_calls(QUICK_SIZES["Dh 80"], torch.bfloat16, True).values() for launch in record(call)]
+        print(json.dumps(dict(rows=rows, problems=problems(rows) + front_end_problems(launches), launches=len(launches))))
         return 0
     with open(TABLE, "w", newline="") as file:
         file.write(f"# kernels {source_hash()}, triton {triton.__version__}; written by make codegen\n")

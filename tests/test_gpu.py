@@ -13,6 +13,7 @@ from checks import randomize
 
 from vitfast import ViT, ops
 from vitfast.doctor import Sizes, cases, examine, make, run
+from vitfast.kernels import tiles
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -33,6 +34,20 @@ SIZES = {
 def test_every_operation_at_every_shape(shape, op, dtype):
     result = examine(op, *cases(SIZES[shape])[op], dtype, GPU)
     assert result.passed, result
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", list(cases(SIZES["B/16 224"])))
+@pytest.mark.parametrize("shape", ["B/16 224", "H/14 224"])
+def test_every_rival_computes_the_same(shape, op, dtype):
+    """What the tuner may choose: tensor descriptors, our products in the place of cuBLAS and the other way round, the other paths of attention."""
+    with tiles.watching() as used:
+        examine(op, *cases(SIZES[shape])[op], dtype, GPU, timed=False)
+    for name, bits, shape_class in used:
+        for rival in tiles.rivals(name, torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=GPU), shape_class):
+            with tiles.override(name, rival, shape_class):
+                result = examine(op, *cases(SIZES[shape])[op], dtype, GPU, timed=False)
+            assert result.passed, (name, rival, result)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 258, 511, 512, 513])
@@ -128,12 +143,18 @@ def test_sanitizer_finds_nothing(checker):
 import torch
 from vitfast.doctor import SMALL_SIZES, cases, make, run
 from vitfast import ops
+from vitfast.kernels import tiles
 ops.use_kernels("on")
 generator = torch.Generator().manual_seed(0)
 for name, (function, inputs) in cases(SMALL_SIZES).items():
     tensors = make(inputs, torch.bfloat16, torch.device("cuda"), generator)
-    upstream = [torch.randn_like(o) for o in run(function, tensors)]
-    run(function, tensors, upstream)
+    with tiles.watching() as used:
+        upstream = [torch.randn_like(o) for o in run(function, tensors)]
+        run(function, tensors, upstream)
+    for op, bits, shape in used:
+        for rival in tiles.rivals(op, tensors[0], shape):
+            with tiles.override(op, rival, shape):
+                run(function, tensors, upstream)
 torch.cuda.synchronize()
 """
     command = ["compute-sanitizer", "--tool", checker, "--error-exitcode", "9", sys.executable, "-c", script]

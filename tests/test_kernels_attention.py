@@ -28,7 +28,8 @@ TILED = {
     "attention_bwd_dq": tiles.tile(4, 1, BLOCK_M=64, BLOCK_N=32),
     "attention_bwd_dkdv": tiles.tile(4, 1, BLOCK_M=32, BLOCK_N=64),
 }
-PATHS = {"rows": ROWS, "tiled": TILED}
+PHASES = TILED | {"attention_bwd": tiles.tile(4, 1, "phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)}
+PATHS = {"rows": ROWS, "tiled": TILED, "phases": PHASES}
 
 
 @contextlib.contextmanager
@@ -97,15 +98,16 @@ def test_attention_matches_ref_at_every_head_size(D, dtype, each_path, poison):
 
 
 @pytest.mark.parametrize("N, D", [(1, 16), (64, 32), (145, 72), (197, 64), (250, 24), (256, 128)])
-def test_both_paths_agree(N, D):
+def test_all_paths_agree(N, D):
     qkv, do = random(1, N, 1, D)
     results = []
     for name in PATHS:
         with path(name):
             o, lse = attention_fwd(*qkv.unbind(2), 0.2)
             results.append((o, lse, *attention_bwd(*qkv.unbind(2), o, lse, do, 0.2, True)))
-    for rows, tiled in zip(*results):
-        torch.testing.assert_close(rows, tiled, atol=2e-5, rtol=1e-5)
+    for rows, *others in zip(*results):
+        for other in others:
+            torch.testing.assert_close(rows, other, atol=2e-5, rtol=1e-5)
 
 
 def test_lse_is_the_logarithm_of_the_sum(each_path):

@@ -25,7 +25,7 @@ def test_lookup_takes_the_first_match(monkeypatch):
     assert tiles.lookup("x", half, "d64") == b and tiles.lookup("x", half, "d80") == c
     with tiles.override("x", a), tiles.override("x", c, "d64"), tiles.watching() as used:
         assert tiles.lookup("x", half, "d64") == c and tiles.lookup("x", half, "d80") == a
-    assert used == {("x", "d64"): c, ("x", "d80"): a} and tiles.lookup("x", half, "d80") == c
+    assert used == {("x", "16", "d64"): c, ("x", "16", "d80"): a} and tiles.lookup("x", half, "d80") == c
     monkeypatch.setitem(tiles.RULES, "x", (Rule(a, sm=(80,)),))
     with pytest.raises(KeyError, match="no tile for x on sm_90, 16 bits, shape d64"):
         tiles.lookup("x", half, "d64")
@@ -53,11 +53,42 @@ def test_the_tuner_climbs_past_wrong_candidates():
             return None  # wrong result
         return abs(t["BLOCK_M"] - 128) + abs(t.num_warps - 8) + abs(t.num_stages - 3) + 1.0
 
-    best, after, before = tune.climb(tile(4, 2, BLOCK_M=32), seconds, ())
-    assert best == tile(8, 3, BLOCK_M=128) and after == 1.0 and before == 102.0
-    assert tune.climb(tile(4, 2, BLOCK_M=256), lambda t: None, ())[0] == tile(4, 2, BLOCK_M=256)
-    other = (Rule(tile(4, 2, "cublas")),)
-    assert tune.climb(tile(4, 2, BLOCK_M=32), lambda t: 0.5 if t.provider == "cublas" else 1.0, other)[0].provider == "cublas"
+    assert tune.climb(tile(4, 2, BLOCK_M=32), seconds) == (tile(8, 3, BLOCK_M=128), 1.0)
+    assert tune.climb(tile(4, 2, BLOCK_M=256), lambda t: None) == (tile(4, 2, BLOCK_M=256), float("inf"))
+
+
+def test_the_tuner_tries_every_rival():
+    cublas, tma = tile(provider="cublas"), tile(4, 2, "tma", BLOCK_M=32)
+    times = {"triton": 1.0, "cublas": 0.995, "tma": 0.9}
+    by_provider = lambda t: times[t.provider]  # noqa: E731
+    start = tile(4, 2, BLOCK_M=32)
+    assert tune.choose([start, cublas], by_provider) == (start, [(start, 1.0), (cublas, 0.995)])  # within noise: no change
+    assert tune.choose([start, cublas, tma], by_provider)[0] == tma
+    assert tune.choose([start, tma], lambda t: 1.0 if t.provider == "tma" else None)[0] == tma  # the shipped one does not run here
+    assert list(tune.neighbours(cublas)) == []  # nothing of ours to vary
+    half = torch.empty(1, dtype=torch.float16)
+    for op, shape, providers in [
+        ("linear_fwd", "768x2304", ["triton", "tma"]),
+        ("linear_gelu_fwd", "768x3072", ["cublas", "tma"]),
+        ("weight_grad", "768x3072", ["triton"]),
+        ("attention_bwd", "d64n256", ["phases", "tiled"]),
+        ("attention_fwd", "d64nlong", []),
+    ]:
+        assert [t.provider for t in tiles.rivals(op, half, shape)] == providers, op
+    with tiles.targeting(80):
+        assert [t.provider for t in tiles.rivals("linear_fwd", half, "768x2304")] == ["triton"]  # no tensor descriptors before sm_90
+
+
+def test_a_tuned_row_is_kept_beside_the_others(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "tiles.json"
+    monkeypatch.setenv("VITFAST_TILES", str(path))
+    row = tiles.as_row("attention_fwd", "Some GPU", "16", "d64n256", tile(8, 3, "rows", BLOCK_M=32))
+    for changed in (row, row | {"bits": "32"}, row | {"num_warps": 4}):
+        tune.keep(changed)
+    assert json.loads(path.read_text())["tiles"] == [row | {"bits": "32"}, row | {"num_warps": 4}] and list(path.parent.iterdir()) == [path]
+    tiles._user_table.cache_clear()
+    assert tiles._user_table()["attention_fwd", "Some GPU", "16", "d64n256"] == tile(4, 3, "rows", BLOCK_M=32)
+    tiles._user_table.cache_clear()
 
 
 def test_tuning_without_a_gpu_says_so(capsys):

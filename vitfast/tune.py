@@ -1,8 +1,9 @@
 """Finds the fastest tiles on this very GPU: `python -m vitfast.tune`. Never runs by itself.
 
-For every tile that a ViT of the given sizes uses, the neighbours of the present one are tried (each number doubled or halved, more or fewer
-warps and stages, another provider), one step at a time while it gets faster. A candidate whose result is wrong against float64 is not
-timed. What is found goes into the user's own table (see kernels/tiles.py), which the operations read from then on.
+For every tile that a ViT of the given sizes uses, and for each rival of it (another provider: cuBLAS, tensor descriptors, another path of attention), the
+neighbours are tried (each number doubled or halved, more or fewer warps and stages), one step at a time while it gets faster. A candidate whose
+result is wrong against float64 is not timed. What is found goes into the user's own table (see kernels/tiles.py) at once, and the operations read it from
+then on; a run that is interrupted keeps what it found.
 """
 
 import argparse
@@ -29,8 +30,10 @@ LIMITS = {"num_warps": (1, 16), "num_stages": (1, 6)}  # of all other numbers: 1
 GAIN = 0.99  # a candidate must take less than this share of the time of the best so far
 
 
-def neighbours(tile: Tile, rules: tuple) -> Iterator[Tile]:
-    """Tiles one step away: one number doubled or halved (stages: one more or fewer), or another provider's first tile."""
+def neighbours(tile: Tile) -> Iterator[Tile]:
+    """Tiles one step away: one number doubled or halved (stages: one more or fewer). None where no kernel of ours would run."""
+    if not tile.blocks:
+        return
     numbers = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dict(tile.blocks)}
     for name, value in numbers.items():
         low, high = LIMITS.get(name, (1, 512))
@@ -40,18 +43,17 @@ def neighbours(tile: Tile, rules: tuple) -> Iterator[Tile]:
                     yield dataclasses.replace(tile, **{name: other})
                 else:
                     yield dataclasses.replace(tile, blocks=tuple(sorted({**dict(tile.blocks), name: other}.items())))
-    for provider in {rule.tile.provider for rule in rules} - {tile.provider}:
-        yield next(rule.tile for rule in rules if rule.tile.provider == provider)
 
 
-def climb(start: Tile, seconds: Callable[[Tile], float | None], rules: tuple) -> tuple[Tile, float, float]:
-    """(best tile, its time, the start's time); `seconds` is None for a tile that is wrong or does not run."""
-    best, first = start, seconds(start)
-    best_time, seen = (float("inf") if first is None else first), {start}
+def climb(start: Tile, seconds: Callable[[Tile], float | None]) -> tuple[Tile, float]:
+    """(best tile, its time) on the way up from `start`; `seconds` is None for a tile that is wrong or does not run, and so may be the start."""
+    best, seen = start, {start}
+    first = seconds(start)
+    best_time = float("inf") if first is None else first
     improved = True
     while improved:
         improved = False
-        for candidate in neighbours(best, rules):
+        for candidate in neighbours(best):
             if candidate in seen:
                 continue
             seen.add(candidate)
@@ -59,7 +61,17 @@ def climb(start: Tile, seconds: Callable[[Tile], float | None], rules: tuple) ->
             if time is not None and time < GAIN * best_time:
                 best, best_time, improved = candidate, time, True
                 break
-    return best, best_time, float("nan") if first is None else first
+    return best, best_time
+
+
+def choose(starts: list[Tile], seconds: Callable[[Tile], float | None]) -> tuple[Tile, list[tuple[Tile, float]]]:
+    """(best tile, [(tile, its time), ...]), climbing from each start; the first start's tile stays unless another is faster by more than noise."""
+    reached = [climb(start, seconds) for start in starts]
+    best, best_time = reached[0]
+    for tile, time in reached[1:]:
+        if time < GAIN * best_time:
+            best, best_time = tile, time
+    return best, reached
 
 
 def measure(name: str, sizes: Sizes, small: Sizes, dtype: torch.dtype, op: str, shape: str, tile: Tile) -> float | None:
@@ -78,25 +90,39 @@ def measure(name: str, sizes: Sizes, small: Sizes, dtype: torch.dtype, op: str, 
             return do_bench(lambda: run(function, tensors, upstream), return_mode="median")
 
 
-def tune(models: list[str], dtype: torch.dtype, only: str = "") -> list[dict]:
-    """Tunes every tile that these models use (whose operation's name contains `only`); returns rows for the user's table."""
-    gpu, bits, rows, done = torch.cuda.get_device_name(), "32" if dtype == torch.float32 else "16", [], set()
+def tune(models: list[str], dtype: torch.dtype, only: str = "") -> Iterator[dict]:
+    """Tunes every tile that these models use (whose operation's name contains `only`); yields a row for the user's table where another is faster."""
+    gpu, device, done = torch.cuda.get_device_name(), torch.device("cuda"), set()
     for model in models:
         sizes = MODELS[model]
         small = dataclasses.replace(sizes, batch=2)
         for name in ("layer_norm", "attention", "linear_gelu", "patch_embed, uint8", "attention_block", "mlp_block"):
             with tiles.watching() as used:
-                examine(name, *cases(small)[name], dtype, torch.device("cuda"), timed=False)
-            for (op, shape), start in used.items():
-                if (op, shape) in done or only not in op:
+                examine(name, *cases(small)[name], dtype, device, timed=False)
+            for (op, bits, shape), start in used.items():
+                if (op, bits, shape) in done or only not in op:
                     continue
-                done.add((op, shape))
+                done.add((op, bits, shape))
                 time = lambda t, n=name, s=sizes, m=small, o=op, k=shape: measure(n, s, m, dtype, o, k, t)  # noqa: E731
-                best, after, before = climb(start, time, tiles.RULES[op])
-                print(f"{model:<9} {op:<22} {shape:<14} {before:8.3f} -> {after:8.3f} ms  {best}", flush=True)
+                like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device)
+                before = time(start)
+                best, reached = choose([start, *tiles.rivals(op, like, shape)], time)
+                print(f"{model:<9} {op:<22} {shape:<14} {float('nan') if before is None else before:8.3f} ms as shipped", flush=True)
+                for tile, after in reached:
+                    print(f"{'':<47}{after:8.3f} {'**' if tile == best else '  '} {tile}", flush=True)
                 if best != start:
-                    rows.append(tiles.as_row(op, gpu, bits, shape, best))
-    return rows
+                    yield tiles.as_row(op, gpu, bits, shape, best)
+
+
+def keep(row: dict) -> None:
+    """Puts a row into the user's table, in the place of one for the same operation, GPU, bits and shape class."""
+    path, key = tiles.user_table_path(), ("op", "gpu", "bits", "shape")
+    rows = json.loads(path.read_text())["tiles"] if path.is_file() else []
+    rows = [r for r in rows if any(r[k] != row[k] for k in key)] + [row]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"tiles": rows}, indent=1))
+    new.replace(path)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,13 +134,11 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("vitfast.tune: error: tuning measures times on a GPU, and there is none here", file=sys.stderr)
         return 2
-    rows = tune(args.model, getattr(torch, args.dtype), args.only)
-    path = tiles.user_table_path()
-    kept = json.loads(path.read_text())["tiles"] if path.is_file() else []
-    fresh = {(r["op"], r["gpu"], r["bits"], r["shape"]) for r in rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"tiles": [r for r in kept if (r["op"], r["gpu"], r["bits"], r["shape"]) not in fresh] + rows}, indent=1))
-    print(f"{len(rows)} tiles faster than the shipped ones, in {path}")
+    count = 0
+    for row in tune(args.model, getattr(torch, args.dtype), args.only):
+        keep(row)
+        count += 1
+    print(f"{count} tiles faster than the shipped ones, in {tiles.user_table_path()}")
     return 0
 
 

@@ -1,0 +1,125 @@
+"""The tiled matrix product that linear.py, mlp.py and weight_grad.py wrap an epilogue around.
+
+Programs run in groups of row tiles that share the right operand's columns in L2 (Triton's tutorial 03). Operands are read through pointers, or
+(provider "tma", sm_90 and newer) through tensor descriptors: one thread asks the copy engine for a whole tile, and no register holds addresses or
+masks (tutorial 09). The epilogue takes the tile in SUBTILES pieces of its columns, one after the other, with a fraction of the registers: in quarters,
+128 x 128 leaves room for two programs per multiprocessor on sm_90, one's epilogue under the other's main loop.
+
+The shape class of a product is "KxN": the length it sums over and the columns it writes.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import tiles
+from .launch import fp32_precision
+
+
+@triton.jit
+def tile_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    # Row tile, its first row and first column of this program: column by column within GROUP_M row tiles.
+    pid = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = pid // (GROUP_M * tiles_n) * GROUP_M
+    height = min(tiles_m - first, GROUP_M)
+    within = pid % (GROUP_M * tiles_n)
+    pid_m = first + within % height
+    return pid_m, pid_m * BLOCK_M, within // height * BLOCK_N
+
+
+@triton.jit
+def product(
+    a,  # (M, K): a pointer, or a descriptor with blocks of (BLOCK_M, BLOCK_K)
+    b,  # (K, N): a pointer, or a descriptor with blocks of (BLOCK_K, BLOCK_N) ("tma") or, of its transpose, (BLOCK_N, BLOCK_K) ("tma_t")
+    first_m,
+    first_n,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    LOADS: tl.constexpr,  # "even": K divides by BLOCK_K; "masked"; "tma"; "tma_t"
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # BLOCK_M rows and BLOCK_N columns of A B in fp32; zeros outside.
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if LOADS == "tma" or LOADS == "tma_t":
+        for k in range(0, K, BLOCK_K):
+            if LOADS == "tma":
+                acc = tl.dot(a.load([first_m, k]), b.load([k, first_n]), acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(a.load([first_m, k]), tl.trans(b.load([first_n, k])), acc, input_precision=PRECISION)
+    else:
+        offs_m, offs_n, offs_k = first_m + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_K)
+        a_ptrs = a + (offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak)
+        b_ptrs = b + (offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn)
+        mask_m, mask_n = offs_m[:, None] < M, offs_n[None, :] < N
+        for k in range(0, K, BLOCK_K):
+            if LOADS == "even":
+                a_tile = tl.load(a_ptrs, mask=mask_m, other=0.0)
+                b_tile = tl.load(b_ptrs, mask=mask_n, other=0.0)
+            else:
+                a_tile = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
+                b_tile = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+            a_ptrs += BLOCK_K * stride_ak
+            b_ptrs += BLOCK_K * stride_bk
+    return acc
+
+
+@triton.jit
+def _halves(acc):
+    return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def column_parts(acc, SUBTILES: tl.constexpr):
+    # acc cut into 1, 2 or 4 pieces of equally many columns, from left to right
+    if SUBTILES == 1:
+        return (acc,)
+    elif SUBTILES == 2:
+        return _halves(acc)
+    else:
+        left, right = _halves(acc)
+        return _halves(left) + _halves(right)
+
+
+@triton.jit
+def load_columns(ptr, offs_n, N):
+    # (N,) in fp32 -> (1, columns)
+    return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+
+
+def shape_class(k: int, n: int) -> str:
+    """ "768x3072": a product that sums over 768 and writes 3072 columns."""
+    return f"{k}x{n}"
+
+
+def product_grid(m: int, n: int, tile: tiles.Tile) -> tuple[int]:
+    """Programs of a product that writes (m, n)."""
+    return (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)
+
+
+def _fits_a_descriptor(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def operands(a: Tensor, b: Tensor, tile: tiles.Tile, transposed: bool) -> tuple:
+    """(a, b, LOADS) for `product`: a (M, K) times b (K, N), or times the transpose of b (N, K); descriptors where the tile wants and the strides allow them."""
+    if tile.provider == "tma" and _fits_a_descriptor(a) and _fits_a_descriptor(b):
+        m, n, k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+        b_desc = TensorDescriptor(b, list(b.shape), list(b.stride()), [n, k] if transposed else [k, n])
+        return TensorDescriptor(a, list(a.shape), list(a.stride()), [m, k]), b_desc, "tma_t" if transposed else "tma"
+    return a, b, "even" if a.shape[1] % tile["BLOCK_K"] == 0 else "masked"
+
+
+def product_flags(loads: str, tile: tiles.Tile) -> dict:
+    """What every kernel with a product is compiled for."""
+    return dict(LOADS=loads, PRECISION=fp32_precision(), **tile.meta)
