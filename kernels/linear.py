@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from . import tiles
 from .launch import launch
-from .product import column_parts, load_columns, operands, product, product_flags, product_grid, shape_class, tile_offsets
+from .product import column_parts, load_columns, product, product_flags, product_grid, row_operands, shape_class, tile_offsets
 from .rows import vector
 
 
@@ -39,7 +39,7 @@ def linear_kernel(
     SUBTILES: tl.constexpr,
 ):
     _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = product(x_ptr, w_ptr, first_m, first_n, M, N, K, stride_xm, 1, stride_wk, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = product(x_ptr, w_ptr, first_m, first_n, 0, M, N, K, stride_xm, 1, stride_wk, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
@@ -77,7 +77,7 @@ def linear_residual_kernel(
     SUBTILES: tl.constexpr,
 ):
     _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = product(x_ptr, w_ptr, first_m, first_n, M, N, K, stride_xm, 1, 1, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = product(x_ptr, w_ptr, first_m, first_n, 0, M, N, K, stride_xm, 1, 1, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
@@ -98,7 +98,7 @@ def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: tiles.T
     """x (M, K) times weight (K, N), or times the transpose of weight (N, K); + bias."""
     (m, k), n = x.shape, weight.shape[0 if transposed else 1]
     stride_wk, stride_wn = reversed(weight.stride()) if transposed else weight.stride()
-    x_ptr, w_ptr, loads = operands(x, weight, tile, transposed)
+    x_ptr, w_ptr, loads = row_operands(x, weight, tile, "nt" if transposed else "nn")
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     launch(
         linear_kernel,
@@ -150,7 +150,7 @@ def linear_residual(
         branch = branch if drop_path is None else branch * drop_path.float().repeat_interleave(rows_per_sample, output_size=m)[:, None]
         return (residual + branch).to(residual.dtype)
     out = torch.empty((m, n), dtype=residual.dtype, device=x.device)
-    x_ptr, w_ptr, loads = operands(x, weight, tile, transposed=True)
+    x_ptr, w_ptr, loads = row_operands(x, weight, tile, "nt")
     launch(
         linear_residual_kernel,
         product_grid(m, n, tile),

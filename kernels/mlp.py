@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from . import tiles
 from .launch import launch
 from .linear import input_grad, linear, linear_residual
-from .product import column_parts, load_columns, operands, product, product_flags, product_grid, shape_class, tile_offsets
+from .product import column_parts, load_columns, product, product_flags, product_grid, row_operands, shape_class, tile_offsets
 from .rows import column_sums, vector
 
 __all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
@@ -71,7 +71,7 @@ def linear_gelu_kernel(
     SUBTILES: tl.constexpr,
 ):
     _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = product(x_ptr, w_ptr, first_m, first_n, M, N, K, stride_xm, 1, 1, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = product(x_ptr, w_ptr, first_m, first_n, 0, M, N, K, stride_xm, 1, 1, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
@@ -127,7 +127,7 @@ def dgelu_matmul_kernel(
     SUBTILES: tl.constexpr,
 ):
     pid_m, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = product(g_ptr, w_ptr, first_m, first_n, M, N, K, stride_gm, 1, stride_wk, 1, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = product(g_ptr, w_ptr, first_m, first_n, 0, M, N, K, stride_gm, 1, stride_wk, 1, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
@@ -168,7 +168,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
         return F.gelu(pre, approximate=approximate), pre if save else x.new_empty(0)
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pre = torch.empty_like(act) if save else None
-    x_ptr, w_ptr, loads = operands(x, weight, tile, transposed=True)
+    x_ptr, w_ptr, loads = row_operands(x, weight, tile, "nt")
     launch(
         linear_gelu_kernel,
         product_grid(m, n, tile),
@@ -218,7 +218,7 @@ def dgelu_matmul(
     if tile.provider == "cublas":
         return _gelu_bwd(torch.mm(g, weight2), pre, approximate, want_bias_grad, want_act)
     dpre, act, part = _dgelu_outputs(pre, tile, want_act, want_bias_grad)
-    g_ptr, w_ptr, loads = operands(g, weight2, tile, transposed=False)
+    g_ptr, w_ptr, loads = row_operands(g, weight2, tile, "nn")
     launch(
         dgelu_matmul_kernel,
         product_grid(m, n, tile),

@@ -31,10 +31,11 @@ def tile_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl
 
 @triton.jit
 def product(
-    a,  # (M, K): a pointer, or a descriptor with blocks of (BLOCK_M, BLOCK_K)
-    b,  # (K, N): a pointer, or a descriptor with blocks of (BLOCK_K, BLOCK_N) ("tma") or, of its transpose, (BLOCK_N, BLOCK_K) ("tma_t")
+    a,  # (M, all K): a pointer or a descriptor
+    b,  # (all K, N): a pointer or a descriptor
     first_m,
     first_n,
+    first_k,
     M,
     N,
     K,
@@ -42,24 +43,27 @@ def product(
     stride_ak,
     stride_bk,
     stride_bn,
-    LOADS: tl.constexpr,  # "even": K divides by BLOCK_K; "masked"; "tma"; "tma_t"
+    LOADS: tl.constexpr,  # pointers: "even" where K divides by BLOCK_K, or "masked"; descriptors: of A B "nn", A and B transposed "nt", A transposed and B "tn"
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # BLOCK_M rows and BLOCK_N columns of A B in fp32; zeros outside.
+    # BLOCK_M rows and BLOCK_N columns of A B, summed over K from first_k on, in fp32; zeros outside.
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if LOADS == "tma" or LOADS == "tma_t":
-        for k in range(0, K, BLOCK_K):
-            if LOADS == "tma":
+    if LOADS == "nn" or LOADS == "nt" or LOADS == "tn":
+        for k in range(first_k, first_k + K, BLOCK_K):
+            if LOADS == "nn":
                 acc = tl.dot(a.load([first_m, k]), b.load([k, first_n]), acc, input_precision=PRECISION)
-            else:
+            elif LOADS == "nt":
                 acc = tl.dot(a.load([first_m, k]), tl.trans(b.load([first_n, k])), acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(tl.trans(a.load([k, first_m])), b.load([k, first_n]), acc, input_precision=PRECISION)
     else:
         offs_m, offs_n, offs_k = first_m + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_K)
-        a_ptrs = a + (offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak)
-        b_ptrs = b + (offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn)
+        at_k = first_k + offs_k.to(tl.int64)
+        a_ptrs = a + (offs_m[:, None] * stride_am + at_k[None, :] * stride_ak)
+        b_ptrs = b + (at_k[:, None] * stride_bk + offs_n[None, :] * stride_bn)
         mask_m, mask_n = offs_m[:, None] < M, offs_n[None, :] < N
         for k in range(0, K, BLOCK_K):
             if LOADS == "even":
@@ -107,17 +111,30 @@ def product_grid(m: int, n: int, tile: tiles.Tile) -> tuple[int]:
     return (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)
 
 
-def _fits_a_descriptor(x: Tensor) -> bool:
-    return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """x (rows, columns) as blocks for the copy engine, which wants them to start at multiples of 16 bytes."""
+    if x.numel() == 0 or x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def operands(a: Tensor, b: Tensor, tile: tiles.Tile, transposed: bool) -> tuple:
-    """(a, b, LOADS) for `product`: a (M, K) times b (K, N), or times the transpose of b (N, K); descriptors where the tile wants and the strides allow them."""
-    if tile.provider == "tma" and _fits_a_descriptor(a) and _fits_a_descriptor(b):
-        m, n, k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
-        b_desc = TensorDescriptor(b, list(b.shape), list(b.stride()), [n, k] if transposed else [k, n])
-        return TensorDescriptor(a, list(a.shape), list(a.stride()), [m, k]), b_desc, "tma_t" if transposed else "tma"
-    return a, b, "even" if a.shape[1] % tile["BLOCK_K"] == 0 else "masked"
+def operands(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str, sizes: tuple[int, int, int], even: bool) -> tuple:
+    """(a, b, LOADS) for `product`; `sizes`: what of rows, columns and sum one block has. Descriptors where the tile wants and the strides allow them.
+
+    kind "nn": a (M, K) times b (K, N); "nt": times the transpose of b (N, K); "tn": the transpose of a (K, M) times b (K, N).
+    """
+    if tile.provider == "tma":
+        m, n, k = sizes
+        a_desc = _described(a, k, m) if kind == "tn" else _described(a, m, k)
+        b_desc = _described(b, n, k) if kind == "nt" else _described(b, k, n)
+        if a_desc and b_desc:
+            return a_desc, b_desc, kind
+    return a, b, "even" if even else "masked"
+
+
+def row_operands(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple:
+    """`operands` of a product of rows a (M, K), kind "nn" or "nt"."""
+    return operands(a, b, tile, kind, (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]), a.shape[1] % tile["BLOCK_K"] == 0)
 
 
 def product_flags(loads: str, tile: tiles.Tile) -> dict:

@@ -182,6 +182,8 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
         Rule(tile(8, 3, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), sm=(90, 100), bits="16"),
         Rule(tile(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
         Rule(tile(4, 3, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
+        Rule(tile(8, 3, "tma", BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=4, SUBTILES=4), sm=(90, 100), bits="16", shape="1024x*"),
+        Rule(tile(8, 3, "tma", BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), sm=(90, 100), bits="16"),
     ),
 }
 

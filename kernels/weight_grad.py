@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .launch import fp32_precision, launch
-from .product import column_parts, product, shape_class, tile_offsets
+from .launch import launch
+from .product import column_parts, operands, product, product_flags, shape_class, tile_offsets
 from .rows import vector
 
 
 @triton.jit
 def weight_grad_kernel(
-    g_ptr,  # (M, N)
-    x_ptr,  # (M, K)
+    g_ptr,  # (M, N), or its descriptor
+    x_ptr,  # (M, K), or its descriptor
     out_ptr,  # (SPLIT_K, N, K)
     M,
     N,
@@ -33,6 +33,7 @@ def weight_grad_kernel(
     stride_xm,
     stride_os,
     stride_on,
+    LOADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -43,15 +44,14 @@ def weight_grad_kernel(
 ):
     # BLOCK_N x BLOCK_K of the output, BLOCK_M rows at a time
     _, first_n, first_k = tile_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
-    split = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(1)
     share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
     start = split * share
-    rows = tl.minimum(M - start, share).to(tl.int32)
-    g_rows, x_rows = g_ptr + start * stride_gm, x_ptr + start * stride_xm
-    acc = product(g_rows, x_rows, first_n, first_k, N, K, rows, 1, stride_gm, stride_xm, 1, "masked", PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
+    rows = tl.minimum(M - start, share)
+    acc = product(g_ptr, x_ptr, first_n, first_k, start, N, K, rows, 1, stride_gm, stride_xm, 1, LOADS, PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
-    out_ptr += split * stride_os
+    out_ptr += split.to(tl.int64) * stride_os
     for i in tl.static_range(SUBTILES):
         cols = first_k + i * (BLOCK_K // SUBTILES) + tl.arange(0, BLOCK_K // SUBTILES)
         mask = (offs_n[:, None] < N) & (cols[None, :] < K)
@@ -104,11 +104,12 @@ def _partial_products(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype
     """(SPLIT_K, N, K) slices that add up to g^T x; in fp32, or in `dtype` where there is one slice."""
     (m, n), k, splits = g.shape, x.shape[1], tile["SPLIT_K"]
     out = torch.empty((splits, n, k), dtype=torch.float32 if splits > 1 else dtype, device=g.device)
+    g_ptr, x_ptr, loads = operands(g, x, tile, "tn", (tile["BLOCK_N"], tile["BLOCK_K"], tile["BLOCK_M"]), even=False)
     launch(
         weight_grad_kernel,
         (triton.cdiv(n, tile["BLOCK_N"]) * triton.cdiv(k, tile["BLOCK_K"]), splits),
-        g_ptr=g,
-        x_ptr=x,
+        g_ptr=g_ptr,
+        x_ptr=x_ptr,
         out_ptr=out,
         M=m,
         N=n,
@@ -117,8 +118,7 @@ def _partial_products(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype
         stride_xm=x.stride(0),
         stride_os=n * k,
         stride_on=k,
-        PRECISION=fp32_precision(),
-        **tile.meta,
+        **product_flags(loads, tile),
     )
     return out
 

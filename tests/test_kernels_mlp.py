@@ -168,12 +168,12 @@ def test_tensor_descriptors_read_the_same(dtype):
     by_pointers, loads = products(x, w, b, res, tiles.tile(**blocks))
     assert set(loads) == {"masked"}
     by_descriptors, loads = products(x, w, b, res, tiles.tile(provider="tma", **blocks))
-    assert loads == ["tma_t", "tma_t", "tma_t", "tma", "tma"]
+    assert loads == ["nt", "nt", "nt", "nn", "nn"]
     assert all(torch.equal(by_descriptors[name], value) for name, value in by_pointers.items())
     odd = torch.zeros(70, 41, dtype=dtype)[:, 1:]
     odd.copy_(x)
     by_descriptors, loads = products(odd, w, b, res, tiles.tile(provider="tma", **blocks))
-    assert loads == ["masked", "masked", "masked", "tma", "masked"]
+    assert loads == ["masked", "masked", "masked", "nn", "masked"]
     assert all(torch.equal(by_descriptors[name], value) for name, value in by_pointers.items())
 
 
@@ -210,7 +210,7 @@ def test_weight_grad(dtype, splits, m):
     g, x, w, b, scale = rand(m, 72).to(dtype), rand(m, 200).to(dtype), rand(72, 200).to(dtype), rand(72).to(dtype), rand(72).float()
     product = g.double().t() @ x.double()
     atol = {torch.float32: 1e-4, torch.float16: 4e-2}[dtype]  # fp16: 2^-11 of results up to 60
-    for provider in ("triton", "cublas"):
+    for provider in ("triton", "tma", "cublas"):
         tile = tiles.tile(provider=provider, BLOCK_M=32, BLOCK_N=64, BLOCK_K=128, GROUP_N=2, SPLIT_K=splits, SUBTILES=2)
         with tiles.override("weight_grad", tile), tiles.override("weight_grad_sum", tiles.tile(BLOCK_N=16, BLOCK_K=128)):
             plain, exact = weight_grad(g, x), weight_grad(g, x, out_dtype=torch.float32)

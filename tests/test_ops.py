@@ -10,6 +10,7 @@ import torch
 from checks import assert_close
 
 from vitfast import ops, ref
+from vitfast.kernels.launch import INTERPRETED
 
 B, N, D, H, F = 2, 5, 24, 3, 40
 TOL = dict(atol=1e-10)  # float64 through and through
@@ -127,6 +128,57 @@ def test_autocast_casts_to_its_dtype_and_gradients_come_back():
     assert out.dtype == torch.bfloat16
     out.backward(torch.randn_like(out))
     assert x.grad.dtype == w.grad.dtype == b.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["off", pytest.param("on", marks=pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels"))])
+def test_autocast_leaves_layer_norms_parameters_in_fp32(mode):
+    """As torch's own autocast does: one rounding, of the result, and gradients that were never 16 bit."""
+    x, w, b = torch.randn(9, 64).half().float(), (1 + torch.rand(64) / 100).requires_grad_(), torch.randn(64, requires_grad=True)
+    upstream = torch.randn(9, 64).half()
+    exact = [t.detach().double().requires_grad_() for t in (w, b)]
+    truth = norm(x.double(), *exact, 1e-6)
+    truth.backward(upstream.double())
+    with ops.use_kernels(mode), torch.autocast("cpu", torch.float16):
+        y = ops.layer_norm(x, w, b)
+        z, _ = ops.add_layer_norm(x, torch.zeros_like(x), w, b)
+    y.backward(upstream)
+    assert y.dtype == torch.float16 and torch.equal(y, z)
+    assert ((y.double() - truth).abs() <= 2.0**-11 * truth.abs() * (1 + 1e-3) + 1e-6).all()
+    for mine, theirs in zip((w, b), exact):
+        assert_close(mine.grad.double(), theirs.grad, atol=1e-5)
+    # and through a block, whose products are 16 bit
+    shapes = dict(norm_weight=(16,), norm_bias=(16,), fc1_weight=(32, 16), fc1_bias=(32,), fc2_weight=(16, 32), fc2_bias=(16,))
+    parameters = {name: (torch.randn(shape) / 4).requires_grad_() for name, shape in shapes.items()}
+    with ops.use_kernels(mode), torch.autocast("cpu", torch.float16):
+        ops.mlp_block(torch.randn(2, 3, 16), **parameters).backward(torch.randn(2, 3, 16).half())
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter.grad.half().float(), parameter.grad) == ("norm" not in name), name
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
+@pytest.mark.parametrize("name", ["layer_norm", "linear_gelu", "linear_residual", "mlp", "mlp_block", "patch_embed"])
+def test_outputs_may_be_changed_in_place(name):
+    """As those of torch's modules may: no output is a view, whose change autograd would refuse."""
+    square, wide, vector = torch.randn(D, D), torch.randn(F, D), torch.randn(D)
+    arguments = dict(
+        layer_norm=[vector, vector],
+        linear_gelu=[wide, None],
+        linear_residual=[square, vector, torch.randn(B, N, D)],
+        mlp=[wide, None, wide.t().contiguous(), vector],
+        mlp_block=[vector, vector, wide, None, wide.t().contiguous(), vector],
+        patch_embed=[torch.randn(D, 3, 4, 4), vector],
+    )[name]
+    gradients = []
+    for in_place in (True, False):
+        torch.manual_seed(1)
+        x = (torch.randn(B, 3, 8, 8) if name == "patch_embed" else torch.randn(B, N, D)).requires_grad_()
+        with ops.use_kernels("on"):
+            out = getattr(ops, name)(x, *arguments)
+            assert not out._is_view()
+            out = out.mul_(3) if in_place else out * 3
+        out.backward(torch.randn(out.shape))
+        gradients.append(x.grad)
+    assert torch.equal(*gradients) and gradients[0].abs().max() > 0
 
 
 def test_drop_path_factor_is_not_rounded_to_bf16():

@@ -70,7 +70,7 @@ def test_the_tuner_tries_every_rival():
     for op, shape, providers in [
         ("linear_fwd", "768x2304", ["triton", "tma"]),
         ("linear_gelu_fwd", "768x3072", ["cublas", "tma"]),
-        ("weight_grad", "768x3072", ["triton"]),
+        ("weight_grad", "768x3072", ["triton", "tma"]),
         ("attention_bwd", "d64n256", ["phases", "tiled"]),
         ("attention_fwd", "d64nlong", []),
     ]:

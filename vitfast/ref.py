@@ -59,8 +59,12 @@ def patch_embed(images, weight, bias, cls_token=None, pos_embed=None, *, mean=No
 
 @_upcastable
 def layer_norm(x, weight, bias, eps=1e-6):
-    """(..., D) -> (..., D)."""
-    return F.layer_norm(x, (x.shape[-1],), _like(weight, x), _like(bias, x), eps)
+    """(..., D) -> (..., D), in x's dtype; parameters in fp32 act in fp32."""
+    work = x
+    for parameter in (weight, bias):
+        if parameter is not None:
+            work = work.to(torch.promote_types(work.dtype, parameter.dtype))
+    return F.layer_norm(work, (x.shape[-1],), _like(weight, work), _like(bias, work), eps).to(x.dtype)
 
 
 @_upcastable

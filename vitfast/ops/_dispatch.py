@@ -1,6 +1,7 @@
 """Which implementation runs (kernels or ref), what autocast does to the arguments, and the checks every operation shares."""
 
 import functools
+import inspect
 import os
 import warnings
 
@@ -11,7 +12,8 @@ from ..kernels import tiles
 from ..kernels.launch import INTERPRETED
 
 MODES = ("auto", "on", "off")
-_PARAMETERS = frozenset({"layer_scale", "drop_path"})  # factors: they act in fp32 and are never cast
+# Never cast: factors and LayerNorm's parameters act in fp32, whatever the products run in.
+_KEPT = frozenset({"layer_scale", "drop_path", "norm_weight", "norm_bias"})
 
 
 def _checked(mode: str) -> str:
@@ -94,8 +96,11 @@ def only_once(backward_op, name: str) -> None:
     backward_op.register_autograd(refuse)
 
 
-def autocasts(function):
-    """Under autocast, casts the floating tensor arguments to the autocast dtype and runs `function` outside autocast."""
+def autocasts(function=None, *, keep: tuple[str, ...] = ()):
+    """Under autocast, casts the floating tensor arguments to the autocast dtype, but those in `keep`, and runs `function` outside autocast."""
+    if function is None:
+        return functools.partial(autocasts, keep=keep)
+    names, kept = tuple(inspect.signature(function).parameters), _KEPT.union(keep)
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
@@ -103,15 +108,13 @@ def autocasts(function):
         if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for meta
             return function(*args, **kwargs)
         dtype = torch.get_autocast_dtype(device)
+        stream = names[0] if kwargs.get("residual_in_fp32", False) else None
 
-        def cast(a, name=""):
-            wanted = isinstance(a, Tensor) and a.is_floating_point() and name not in _PARAMETERS
-            return a.to(dtype) if wanted else a
+        def cast(name, a):
+            return a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() and name not in kept and name != stream else a
 
-        residual = kwargs.get("residual_in_fp32", False)
         with torch.autocast(device, enabled=False):
-            first = args[:1] if residual else tuple(cast(a) for a in args[:1])
-            return function(*first, *(cast(a) for a in args[1:]), **{k: cast(v, k) for k, v in kwargs.items()})
+            return function(*(cast(name, a) for name, a in zip(names, args)), **{name: cast(name, a) for name, a in kwargs.items()})
 
     return wrapper
 
@@ -138,6 +141,11 @@ def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None
             raise ValueError(f"{op}: {name} must be on {x.device} like {x_name}, got {tensor.device}")
         if tensor.dtype != x.dtype:
             raise TypeError(f"{op}: {name} must be {x.dtype} like {x_name}, got {tensor.dtype}")
+
+
+def check_norm(op: str, x: Tensor, **parameters: Tensor | None) -> None:
+    """LayerNorm's parameters lie on x's device, in x's dtype or in fp32."""
+    check_same(op, "x", x, **{name: p for name, p in parameters.items() if p is not None and (p.dtype != torch.float32 or p.device != x.device)})
 
 
 def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, width: int) -> None:

@@ -12,6 +12,11 @@ def rows(x: Tensor | None) -> Tensor | None:
     return x.reshape(-1, x.shape[-1])
 
 
+def shaped(x: Tensor, *shape: int) -> Tensor:
+    """x itself, freshly made, in another shape. Not a view of it: an operation's output that is one may not be changed in place, and FSDP2 warns."""
+    return x.resize_(shape)
+
+
 def filled(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
     """An empty tensor in the place of each None."""
     return tuple(like.new_empty(0) if g is None else g for g in gradients)

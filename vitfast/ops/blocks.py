@@ -14,8 +14,8 @@ from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, scale_rows
 from ..kernels.linear import input_grad, linear, linear_residual
 from ..kernels.mlp import dgelu_matmul, linear_gelu
 from ..kernels.weight_grad import weight_grad, weight_grad_scaled
-from ._dispatch import autocasts, check_approximate, check_factors, check_same, check_shape, kernels_wanted, needs_grad, only_once
-from ._gradients import as_dtype, chosen, fake_gradients, filled, rows
+from ._dispatch import autocasts, check_approximate, check_factors, check_norm, check_same, check_shape, kernels_wanted, needs_grad, only_once
+from ._gradients import as_dtype, chosen, fake_gradients, filled, rows, shaped
 from .attention import obstacle as head_obstacle
 from .layer_norm import obstacle as width_obstacle
 
@@ -103,7 +103,8 @@ def _attention_fwd(
     h, mean, rstd = layer_norm_fwd(stream, norm_weight, norm_bias, eps, out_dtype=qkv_weight.dtype)
     qkv = linear(h, qkv_weight, qkv_bias).view(batch, tokens, 3, num_heads, proj_weight.shape[1] // num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5)
-    out = linear_residual(o.view(-1, proj_weight.shape[1]), proj_weight, proj_bias, stream, layer_scale, drop_path, tokens).view(x.shape)
+    out = linear_residual(o.view(-1, proj_weight.shape[1]), proj_weight, proj_bias, stream, layer_scale, drop_path, tokens)
+    out = shaped(out, *x.shape)
     return (out, mean, rstd, qkv, lse, o) if save else (out, *filled(x, *[None] * 5))
 
 
@@ -182,14 +183,13 @@ def _backward(operation):
     return backward
 
 
-def _check_stream(op: str, x: Tensor, weight: Tensor, residual_in_fp32: bool, **parameters: Tensor | None) -> None:
-    """The residual stream x is fp32 where it is asked to be, else it has the parameters' dtype."""
+def _check_stream(op: str, x: Tensor, weight: Tensor, residual_in_fp32: bool, norm_weight: Tensor, norm_bias: Tensor | None, **matrices: Tensor | None) -> None:
+    """The residual stream x is fp32 where it is asked to be, else it has the matrices' dtype."""
     if x.dim() != 3:
         raise ValueError(f"{op}: x must be (B, N, D), got {tuple(x.shape)}")
-    if residual_in_fp32:
-        check_same(op, "x", x.new_empty(0, dtype=weight.dtype), **parameters)
-    else:
-        check_same(op, "x", x, **parameters)
+    computed = x.new_empty(0, dtype=weight.dtype) if residual_in_fp32 else x
+    check_same(op, "x", computed, **matrices)
+    check_norm(op, computed, norm_weight=norm_weight, norm_bias=norm_bias)
 
 
 @autocasts
@@ -210,7 +210,7 @@ def attention_block(
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * proj(attention(qkv(layer_norm(x)))).
 
-    x (B, N, D); norm_weight, norm_bias (D,); qkv_weight (3D, D), rows [q; k; v], head-major in each; proj_weight (D, D); biases may be
+    x (B, N, D); norm_weight, norm_bias (D,), in fp32 too; qkv_weight (3D, D), rows [q; k; v], head-major in each; proj_weight (D, D); biases may be
     None; layer_scale (D,) or None; drop_path (B,) factors or None. `residual_in_fp32`: x is fp32 and stays so, whatever the dtype of
     the parameters (or autocast) that the matrix products run in. Returns (B, N, D) in x's dtype.
     """
@@ -226,7 +226,7 @@ def attention_block(
     check_shape(op, "proj_bias", proj_bias, (width,))
     check_factors(op, x, layer_scale, drop_path, width)
     matrices = dict(qkv_weight=qkv_weight, qkv_bias=qkv_bias, proj_weight=proj_weight, proj_bias=proj_bias)
-    _check_stream(op, x, qkv_weight, residual_in_fp32, **matrices, norm_weight=norm_weight, norm_bias=norm_bias)
+    _check_stream(op, x, qkv_weight, residual_in_fp32, norm_weight, norm_bias, **matrices)
     tensors = (x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale)
     if kernels_wanted(op, qkv_weight, head_obstacle(inner // num_heads, 1.0) or width_obstacle(width, drop_path)):
         return _attention_fwd(*tensors, drop_path, num_heads, eps, needs_grad(*tensors))[0]
@@ -256,7 +256,7 @@ def _mlp_fwd(
     stream, fc1_weight, fc2_weight = rows(x), rows(fc1_weight), rows(fc2_weight)
     h, mean, rstd = layer_norm_fwd(stream, norm_weight, norm_bias, eps, out_dtype=fc1_weight.dtype)
     act, pre = linear_gelu(h, fc1_weight, fc1_bias, approximate, save)
-    out = linear_residual(act, fc2_weight, fc2_bias, stream, layer_scale, drop_path, x.shape[1]).view(x.shape)
+    out = shaped(linear_residual(act, fc2_weight, fc2_bias, stream, layer_scale, drop_path, x.shape[1]), *x.shape)
     return (out, mean, rstd, pre) if save else (out, *filled(x, *[None] * 3))
 
 
@@ -335,7 +335,7 @@ def mlp_block(
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * fc2(gelu(fc1(layer_norm(x)))).
 
-    x (B, N, D); norm_weight, norm_bias (D,); fc1_weight (F, D); fc2_weight (D, F); biases may be None; approximate "none" (erf) or
+    x (B, N, D); norm_weight, norm_bias (D,), in fp32 too; fc1_weight (F, D); fc2_weight (D, F); biases may be None; approximate "none" (erf) or
     "tanh"; layer_scale (D,) or None; drop_path (B,) factors or None; `residual_in_fp32` as in attention_block.
     Returns (B, N, D) in x's dtype.
     """
@@ -349,7 +349,7 @@ def mlp_block(
     check_approximate(op, approximate)
     check_factors(op, x, layer_scale, drop_path, width)
     matrices = dict(fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight, fc2_bias=fc2_bias)
-    _check_stream(op, x, fc1_weight, residual_in_fp32, **matrices, norm_weight=norm_weight, norm_bias=norm_bias)
+    _check_stream(op, x, fc1_weight, residual_in_fp32, norm_weight, norm_bias, **matrices)
     tensors = (x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
     if kernels_wanted(op, fc1_weight, width_obstacle(width, drop_path)):
         return _mlp_fwd(*tensors, drop_path, approximate, eps, needs_grad(*tensors))[0]

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from .. import ref
 from ..kernels import layer_norm as kernels
-from ._dispatch import autocasts, check_factors, check_same, check_shape, kernels_wanted, only_once
-from ._gradients import chosen, fake_gradients, filled, rows
+from ._dispatch import autocasts, check_factors, check_norm, check_same, check_shape, kernels_wanted, only_once
+from ._gradients import chosen, fake_gradients, filled, rows, shaped
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,7 +19,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., D) -> y like x, mean and rstd (M,) in fp32."""
     y, mean, rstd = kernels.layer_norm_fwd(rows(x), weight, bias, eps)
-    return y.view(x.shape), mean, rstd
+    return shaped(y, *x.shape), mean, rstd
 
 
 @_layer_norm.register_fake
@@ -69,7 +69,7 @@ def _add_layer_norm(
     """x, residual (B, ..., D) -> y and z like x, mean and rstd (M,) in fp32."""
     rows_per_sample = max(1, x[:1].numel() // x.shape[-1])
     y, z, mean, rstd = kernels.add_layer_norm_fwd(rows(x), rows(residual), weight, bias, eps, layer_scale, drop_path, rows_per_sample)
-    return y.view(x.shape), z.view(x.shape), mean, rstd
+    return shaped(y, *x.shape), shaped(z, *x.shape), mean, rstd
 
 
 @_add_layer_norm.register_fake
@@ -151,22 +151,23 @@ def obstacle(width: int, drop_path: Tensor | None = None) -> str | None:
     return "drop_path needs a gradient" if drop_path is not None and drop_path.requires_grad else None
 
 
-@autocasts
+@autocasts(keep=("weight", "bias"))
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; statistics in fp32.
 
-    x (..., D); weight, bias (D,) or None, in x's dtype. Returns (..., D) in x's dtype (under autocast: its dtype).
+    x (..., D); weight, bias (D,) or None, in x's dtype or fp32 (autocast leaves them as they are). Returns (..., D) in x's dtype (under autocast: its dtype).
     """
     width = x.shape[-1]
     check_shape("layer_norm", "weight", weight, (width,))
     check_shape("layer_norm", "bias", bias, (width,))
-    check_same("layer_norm", "x", x, weight=weight, bias=bias)
+    check_same("layer_norm", "x", x)
+    check_norm("layer_norm", x, weight=weight, bias=bias)
     if kernels_wanted("layer_norm", x, obstacle(width)):
         return _layer_norm(x, weight, bias, float(eps))[0]
     return ref.layer_norm(x, weight, bias, eps)
 
 
-@autocasts
+@autocasts(keep=("weight", "bias"))
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -179,14 +180,15 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(z), z) with z = residual + drop_path[b] * layer_scale * x.
 
-    x, residual (B, ..., D); weight, bias, layer_scale (D,) or None; drop_path (B,) factors, 0 or 1/keep, or None.
+    x, residual (B, ..., D); weight, bias (as in layer_norm), layer_scale (D,) or None; drop_path (B,) factors, 0 or 1/keep, or None.
     Returns two tensors shaped and typed like x.
     """
     width = x.shape[-1]
     check_shape("add_layer_norm", "residual", residual, tuple(x.shape))
     check_shape("add_layer_norm", "weight", weight, (width,))
     check_shape("add_layer_norm", "bias", bias, (width,))
-    check_same("add_layer_norm", "x", x, residual=residual, weight=weight, bias=bias)
+    check_same("add_layer_norm", "x", x, residual=residual)
+    check_norm("add_layer_norm", x, weight=weight, bias=bias)
     check_factors("add_layer_norm", x, layer_scale, drop_path, width)
     if kernels_wanted("add_layer_norm", x, obstacle(width, drop_path)):
         return _add_layer_norm(x, residual, weight, bias, float(eps), layer_scale, drop_path)[:2]

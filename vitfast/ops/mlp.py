@@ -12,7 +12,7 @@ from ..kernels import mlp as kernels
 from ..kernels.rows import scale_rows
 from ..kernels.weight_grad import weight_grad, weight_grad_scaled
 from ._dispatch import autocasts, check_approximate, check_factors, check_same, check_shape, kernels_wanted, needs_grad, only_once
-from ._gradients import as_dtype, chosen, fake_gradients, filled, rows
+from ._gradients import as_dtype, chosen, fake_gradients, filled, rows, shaped
 
 # gelu(x W^T + b)
 
@@ -21,7 +21,7 @@ from ._gradients import as_dtype, chosen, fake_gradients, filled, rows
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, Tensor]:
     """(activation (..., F), pre-activation (M, F)); the second is empty unless `save`."""
     act, pre = kernels.linear_gelu(rows(x), rows(weight), bias, approximate, save)
-    return act.view(*x.shape[:-1], weight.shape[0]), pre
+    return shaped(act, *x.shape[:-1], weight.shape[0]), pre
 
 
 @_linear_gelu.register_fake
@@ -72,7 +72,7 @@ only_once(_linear_gelu_bwd, "linear_gelu")
 @torch.library.custom_op("vitfast::linear_residual", mutates_args=())
 def _linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None) -> Tensor:
     out = kernels.linear_residual(rows(x), rows(weight), bias, rows(residual), layer_scale, drop_path, _rows_per_sample(x))
-    return out.view(residual.shape)
+    return shaped(out, *residual.shape)
 
 
 @_linear_residual.register_fake
@@ -155,7 +155,7 @@ def _mlp(
 ) -> tuple[Tensor, Tensor]:
     """(output (..., D'), pre-activation (M, F)); the second is empty unless `save`."""
     act, pre = kernels.linear_gelu(rows(x), rows(fc1_weight), fc1_bias, approximate, save)
-    return kernels.linear(act, rows(fc2_weight), fc2_bias).view(*x.shape[:-1], fc2_weight.shape[0]), pre
+    return shaped(kernels.linear(act, rows(fc2_weight), fc2_bias), *x.shape[:-1], fc2_weight.shape[0]), pre
 
 
 @_mlp.register_fake
