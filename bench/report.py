@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from targets import LIBRARIES, library, target_rows
+
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all bench/results/<gpu>` makes one.\n"
@@ -22,7 +24,6 @@ HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how
 (`bench/costs.py`) at the ceilings measured in the same run. "vitfast" in the last column is how many times faster vitfast is than the
 fastest other implementation: **below 1.00 it lost**.
 """
-LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torchvision")
 
 
 @dataclass
@@ -33,6 +34,8 @@ class Results:
     machines: list[dict] = field(default_factory=list)
     measured: dict[str, dict] = field(default_factory=dict)
     missing: dict[str, dict] = field(default_factory=dict)
+    checks: dict[str, int] = field(default_factory=dict)  # exit codes of the tests stage
+    curves: dict = field(default_factory=dict)  # what curves.py wrote
 
     def of(self, *ops: str) -> list[dict]:
         return [case for case in self.measured.values() if case["extra_info"]["op"] in ops]
@@ -42,6 +45,10 @@ def load(folder: Path) -> Results:
     """All result files of a folder, oldest first."""
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     results = Results(folder.name)
+    for content in files:
+        if isinstance(content, dict):
+            results.checks.update(content.get("checks", {}))
+            results.curves.update(content.get("curves", {}))
     for content in sorted((f for f in files if isinstance(f, dict) and "benchmarks" in f), key=lambda f: f["datetime"]):
         machine = content["machine_info"]["vitfast"]
         if machine not in results.machines:
@@ -173,7 +180,7 @@ def by_model(results: Results, op: str) -> dict[str, list[dict]]:
 
 def sections(results: Results) -> str:
     """Everything about one GPU."""
-    parts = [machine_lines(results)]
+    parts = [machine_lines(results), "#### Targets\n\n" + table(["what", "wanted", "measured"], target_rows(results))]
     for op in ("train", "throughput", "latency"):
         parts += [model_table(cases, f"{op}: {model}") for model, cases in by_model(results, op).items()]
     if files := results.of("train from JPEG files"):
@@ -194,8 +201,7 @@ def speed_table(results: Results) -> str:
                 best = {}
                 for case in cases:
                     info = case["extra_info"]
-                    library = next(name for name in reversed(LIBRARIES) if info["impl"].startswith(f"{name} "))
-                    key = library if library.startswith("vitfast") else "peer"
+                    key = library(info) if library(info).startswith("vitfast") else "peer"
                     if info["precision"] == precision and (key not in best or info["images_per_second"] > best[key]["images_per_second"]):
                         best[key] = info
                 speeds = {key: info["images_per_second"] for key, info in best.items()}
@@ -212,7 +218,7 @@ def speed_table(results: Results) -> str:
 
 def gpus(folder: Path) -> list[Results]:
     found = [load(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "local"] if folder.is_dir() else []
-    return [results for results in found if results.measured or results.missing]
+    return [results for results in found if results.measured or results.missing or results.checks or results.curves]
 
 
 def documents(folder: Path, readme: Path) -> dict[Path, str]:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import bench_model  # noqa: E402
 import costs  # noqa: E402
+import curves  # noqa: E402
 import machine  # noqa: E402
 import peers  # noqa: E402
 import photos  # noqa: E402
@@ -341,6 +342,41 @@ def test_check_finds_what_is_stale(results, tmp_path, capsys):
     assert "README.md is stale" in stale((readme, lambda t: t.replace("0.80", "1.80")))
     assert "speed-train.svg is stale" in stale((results / "h200" / "speed-train.svg", None))
     assert report.main(["--check"], results, readme) == 0
+
+
+def row_of(text: str, what: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(f"| {what}"))
+
+
+def test_targets_stand_beside_what_was_measured(results):
+    """Numbers worked out by hand from the planted results; what has no result says so."""
+    folder = results / "h200"
+    (folder / "checks.json").write_text(json.dumps(dict(checks={"vitfast doctor": 0, "gpu tests": 1})))
+    (folder / "curves.json").write_text(json.dumps(dict(curves=dict(steps=1000, distance=0.31))))
+    text = report.sections(report.load(folder))
+    # attention: 150 / 100 us forward, 200 / 400 us both; forward against its floor of 10 MB at 4 TB/s: 100 / 2.5 us
+    measured = row_of(text, "attention N = 197")
+    assert "attention B/16 224 forward 1.50; attention B/16 224 both 0.50 **missed**; forward at 197, times its memory floor 40.00 **missed**" in measured
+    assert "| of timm bf16 0.80 **missed**; of the data sheet's peak 40 % **missed** |" in row_of(text, "B/16 224 training step")
+    assert "vitfast doctor 100 %; gpu tests 0 % **missed**" in row_of(text, "gpu tests")
+    assert "distance in seed deviations 0.31 |" in row_of(text, "loss curves")
+    assert "of timm bf16 1.00 **missed** |" in row_of(text, "peak memory")
+    for what in ("S/16, L/16", "B/16 inference", "residual add", "fc1 + GELU", "patch embedding", "`vitfast.accelerate"):
+        assert row_of(text, what).endswith("| not measured yet |"), what
+
+
+def test_loss_curves_compare_the_same_training(tmp_path):
+    """The same weights, images and optimiser: on a CPU in fp32 the curves are one; and the distance is what it says."""
+    assert curves.distance([[1.0, 2.0], [3.0, 2.0]], [[2.0, 2.5], [4.0, 2.5]]) == pytest.approx(0.5 / 1e-3)  # no spread there: 1e-3 at least
+    assert curves.distance([[1.0], [3.0]], [[2.0], [4.0]]) == pytest.approx(1 / 2**0.5)
+    generator = torch.Generator().manual_seed(0)
+    images, labels = curves.gratings(generator, 64, 32)
+    assert images.shape == (64, 3, 32, 32) and labels.unique().numel() > 30 and 0.9 < images.std() < 1.3
+    command = [str(tmp_path), "--model", "Ti/16", "--image", "32", "--batch", "4", "--steps", "3", "--seeds", "1", "--precision", "fp32"]
+    assert curves.main(command) == 0
+    found = json.loads((tmp_path / "curves.json").read_text())["curves"]
+    ours, theirs = (found["losses"][name][0] for name in ("vitfast", "timm"))
+    assert ours == pytest.approx(theirs, abs=1e-4) and 4 < ours[0] < 9 and found["machine"]["device"] == machine.name()
 
 
 def test_without_a_result_the_report_says_so(tmp_path):
