@@ -166,9 +166,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 # What else can do an operation: the tuner tries it, and `make codegen` compiles it, but nothing runs it unasked. First match for each provider.
 RIVALS: dict[str, tuple[Rule, ...]] = {
-    "attention_fwd": (Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), bits="16"),),
+    "attention_fwd": (
+        Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), bits="16"),
+        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), bits="16"),
+    ),
     "attention_bwd": (
-        Rule(tile(8, 3, "phases", BLOCK_M1=128, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=128), sm=(90, 100), bits="16", shape="d[1-6][2468]n[1-3]*"),
+        Rule(tile(8, 3, "phases", BLOCK_M1=128, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=128), sm=(90,), bits="16", shape="d[1-6][2468]n[1-3]*"),
         Rule(tile(provider="tiled")),
     ),
     "linear_fwd": _PRODUCT + _TMA,
