@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# An import of torch and timm takes three times as long without byte code, and the tests start many processes: an environment that forbids writing it waits.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test long bench codegen lint clean
 help:  ## what each target does

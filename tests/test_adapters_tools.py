@@ -2,16 +2,17 @@
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from adapter_models import hf_vit, tensor, timm_vit, tv_vit
 from checks import assert_close, gradients, randomize
+from processes import Child, done
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.modules import module as torch_module
 
 import vitfast
@@ -357,63 +358,47 @@ def test_transforms_of_torch_func_and_meta_tensors():
 # ---- wrappers
 
 
-WORKER = """
-import copy, sys
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-sys.path.insert(0, sys.argv[1])
-import vitfast
-from adapter_models import hf_vit, tensor, timm_vit
-from checks import assert_close, gradients, randomize
-from vitfast import ops
-from vitfast.kernels.launch import launches_made
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
-images = torch.randn(2, 3, 16, 16)
-
-def shard(model):
+def shard(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
     for module in model.modules():
         if type(module).__name__ in ("Block", "ViTLayer"):
             fully_shard(module, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
-for make in (timm_vit, hf_vit):
-    model = randomize(make())
-    expected = tensor(model(images))
-    upstream = torch.randn_like(expected)
-    wanted = gradients(model, expected, upstream)
-    types = [type(m) for m in shard(copy.deepcopy(model)).modules()]
-    wrapped = {
-        "FSDP after": shard(vitfast.accelerate(copy.deepcopy(model))),
-        "FSDP before": vitfast.accelerate(shard(copy.deepcopy(model))),
-        "DDP": vitfast.accelerate(torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))),
-    }
-    for name, run in wrapped.items():
-        before = launches_made()
-        with ops.use_kernels("on"), torch.no_grad():
-            assert_close(tensor(run(images)), expected, atol=1e-5, name=name)
-        assert launches_made() - before == 14, name
-        tensor(run(images)).backward(upstream)
-        assert len(vitfast.acceleration_report(run).replaced) == 6, name
-        for key, p in run.named_parameters():
-            grad = p.grad.full_tensor() if name != "DDP" else p.grad
-            assert_close(grad, wanted[key.removeprefix("module.")], atol=1e-5, rtol=1e-5, name=f"{name} {key}")
-    sharded = vitfast.restore(wrapped["FSDP before"])
-    assert [type(m) for m in sharded.modules()] == types
-    sharded = vitfast.restore(wrapped["FSDP after"])
-    assert all(isinstance(m, FSDPModule) == issubclass(t, FSDPModule) for m, t in zip(sharded.modules(), types))
-    assert_close(tensor(sharded(images)), expected, atol=1e-5)
-dist.destroy_process_group()
-print("all equal")
-"""
+
+def wrap() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for make in (timm_vit, hf_vit):
+        model = randomize(make())
+        expected = tensor(model(IMAGES))
+        upstream = torch.randn_like(expected)
+        wanted = gradients(model, expected, upstream)
+        types = [type(m) for m in shard(copy.deepcopy(model)).modules()]
+        wrapped = {
+            "FSDP after": shard(vitfast.accelerate(copy.deepcopy(model))),
+            "FSDP before": vitfast.accelerate(shard(copy.deepcopy(model))),
+            "DDP": vitfast.accelerate(nn.parallel.DistributedDataParallel(copy.deepcopy(model))),
+        }
+        for name, run in wrapped.items():
+            before = launches_made()
+            with ops.use_kernels("on"), torch.no_grad():
+                assert_close(tensor(run(IMAGES)), expected, atol=1e-5, name=name)
+            assert launches_made() - before == 14, name
+            tensor(run(IMAGES)).backward(upstream)
+            assert running(run) == ALL_PARTS, name
+            for key, p in run.named_parameters():
+                grad = p.grad.full_tensor() if name != "DDP" else p.grad
+                assert_close(grad, wanted[key.removeprefix("module.")], atol=1e-5, rtol=1e-5, name=f"{name} {key}")
+        sharded = vitfast.restore(wrapped["FSDP before"])
+        assert [type(m) for m in sharded.modules()] == types
+        sharded = vitfast.restore(wrapped["FSDP after"])
+        assert all(isinstance(m, FSDPModule) == issubclass(t, FSDPModule) for m, t in zip(sharded.modules(), types))
+        assert_close(tensor(sharded(IMAGES)), expected, atol=1e-5)
+    dist.destroy_process_group()
+    print("all equal")
 
 
-@pytest.mark.slow(20)
-def test_ddp_and_fsdp2_before_and_after(tmp_path):
-    (tmp_path / "worker.py").write_text(WORKER)
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "worker.py", os.path.dirname(__file__)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "all equal" in done.stdout, done.stderr[-3000:]
+@pytest.mark.slow(7)
+def test_ddp_and_fsdp2_before_and_after():
+    (said,) = done([Child(wrap)])
+    assert "all equal" in said

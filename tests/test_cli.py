@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -14,6 +13,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from processes import Child, command_line, done
 
 from vitfast import ViT
 from vitfast.cli import main
@@ -314,9 +314,8 @@ def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path, name):
 
 
 def test_debug_shows_the_traceback(tmp_path):
-    command = [sys.executable, "-m", "vitfast", "pretrain", "--recipe", "nope", "--data", "digits", "--output", str(tmp_path / "r"), "--debug"]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert run.returncode != 0 and "Traceback" in run.stderr and "unknown recipe" in run.stderr
+    (said,) = done([Child(command_line, ["pretrain", "--recipe", "nope", "--data", "digits", "--output", str(tmp_path / "r"), "--debug"])], code=1)
+    assert "Traceback" in said and "unknown recipe" in said
 
 
 @pytest.mark.parametrize("args", [["pretrain", "--steps", "many"], ["train"], ["pretrain", "--set", "lr"], []], ids=str)

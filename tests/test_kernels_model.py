@@ -4,11 +4,17 @@ import copy
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from checks import assert_close, gradients, randomize
+from processes import done, ranks
 from timm.models.vision_transformer import VisionTransformer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from vitfast import ViT, ops
 from vitfast.kernels.launch import launches_made
@@ -111,74 +117,49 @@ def test_export_traces_plain_pytorch_with_a_dynamic_batch():
     assert_close(program.module()(x), model(x), atol=1e-5)
 
 
-WORKER = """
-import os, sys
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from vitfast import ViT, ops
-
-kind, out = sys.argv[1], sys.argv[2]
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-ops.use_kernels("on")
-torch.manual_seed(0)
-model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5, weight_init="jax_nlhb")
-torch.nn.init.normal_(model.head.weight, std=0.1)
-if kind == "ddp":
-    run = torch.nn.parallel.DistributedDataParallel(model)
-else:
-    from torch.distributed.device_mesh import init_device_mesh
-    mesh = init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    run = fully_shard(model, mesh=mesh)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for step in range(2):
-    images, labels = torch.load(out + "/data.pt")[step]
-    loss = torch.nn.functional.cross_entropy(run(images[rank::2]), labels[rank::2])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-state = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
-if rank == 0:
-    torch.save(state, out + "/state.pt")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow(25)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_equal_one(tmp_path, kind):
-    torch.manual_seed(3)
-    data = [(torch.randn(4, 3, 16, 16), torch.randint(0, 5, (4,))) for _ in range(2)]
-    torch.save(data, tmp_path / "data.pt")
-    (tmp_path / "worker.py").write_text(WORKER)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(29500 + os.getpid() % 500),
-        "worker.py",
-        kind,
-        str(tmp_path),
-    ]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    state = torch.load(tmp_path / "state.pt")
+def head_start() -> ViT:
     torch.manual_seed(0)
     model = ViT(**SMALL, weight_init="jax_nlhb")
     torch.nn.init.normal_(model.head.weight, std=0.1)
+    return model
+
+
+def one_of_two(kind: str, folder: Path) -> None:
+    """A rank's two steps on its half of each batch; the first one saves what came out."""
+    dist.init_process_group("gloo")
+    rank, model = dist.get_rank(), head_start()
+    if kind == "ddp":
+        run = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+        run = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    train(run, [(images[rank::2], labels[rank::2]) for images, labels in torch.load(folder / "data.pt")])
+    state = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    if rank == 0:
+        torch.save(state, folder / "state.pt")
+    dist.destroy_process_group()
+
+
+def train(model: torch.nn.Module, data) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with ops.use_kernels("on"):
         for images, labels in data:
             torch.nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.slow(7)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(tmp_path, kind):
+    torch.manual_seed(3)
+    data = [(torch.randn(4, 3, 16, 16), torch.randint(0, 5, (4,))) for _ in range(2)]
+    torch.save(data, tmp_path / "data.pt")
+    done(ranks(2, one_of_two, kind, tmp_path))
+    model = head_start()
+    train(model, data)
+    state = torch.load(tmp_path / "state.pt")
     for name, value in model.state_dict().items():
         assert_close(state[name], value, atol=1e-6, rtol=1e-5, name=name)
 

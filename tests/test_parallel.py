@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -17,6 +16,7 @@ import pytest
 import torch
 from checks import assert_close
 from PIL import Image
+from processes import command_line, done, free_port, ranks
 from safetensors.torch import load_file
 
 from vitfast.train import state
@@ -33,39 +33,15 @@ def config(output: Path, **fields):
     return resolve("pretrain", dict(COMMON, output=str(output), **fields))
 
 
-def start(output: Path, ranks: int = 2, torchrun: bool = False, **fields) -> list[subprocess.Popen]:
-    """`vitfast pretrain` with these settings on some ranks: by torchrun, or, quicker, started here as torchrun starts them."""
-    settings = [f"{k}={v}" for k, v in {**COMMON, **fields}.items() if k not in ("recipe", "data", "device")]
-    command = [
-        "-m",
-        "vitfast",
-        "pretrain",
-        "--recipe",
-        "digits",
-        "--data",
-        fields.get("data", "digits"),
-        "--device",
-        "cpu",
-        "--output",
-        str(output),
-        "--set",
-        *settings,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    launches = [(env | dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=port), command) for r in range(ranks)]
-    if torchrun:
-        launches = [(env, ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port, *command])]
-    return [subprocess.Popen([sys.executable, *c], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=e) for e, c in launches]
-
-
-def done(processes: list[subprocess.Popen], code: int = 0) -> list[str]:
-    """What each process said, once all have ended with this exit code."""
-    said = [process.communicate(timeout=180) for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), said
-    return [out + err for out, err in said]
+def start(output: Path, torchrun: bool = False, **fields) -> list:
+    """`vitfast pretrain` with these settings on two ranks: by torchrun, or, quicker, started here as torchrun starts them."""
+    settings = {**COMMON, **fields}
+    chosen = [option for name in ("recipe", "data", "device") for option in (f"--{name}", settings.pop(name))]
+    argv = ["pretrain", *chosen, "--output", str(output), "--set", *(f"{k}={v}" for k, v in settings.items())]
+    if not torchrun:
+        return ranks(2, command_line, argv)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), "-m", "vitfast", *argv]
+    return [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})]
 
 
 def tensors(run: Path) -> dict:
@@ -80,7 +56,7 @@ def one(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow(25)
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_equal_one_process(one, tmp_path, parallel):
     """DDP from the start; FSDP2 from step 3 of one process, whose whole state it shards."""
@@ -102,7 +78,6 @@ def test_two_ranks_equal_one_process(one, tmp_path, parallel):
     assert summary["accuracy"] == alone["accuracy"] and summary["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
-@pytest.mark.slow(20)
 def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(tmp_path):
     """Under autocast FSDP2 gathers parameters and reduces gradients in bf16; what it updates and saves stays fp32."""
     train(config(tmp_path / "one", amp="bf16", steps=3, lr=1e-4, log_every=1))
@@ -119,7 +94,6 @@ def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(tmp_path):
     assert moved  # bf16 gradients are not fp32 ones
 
 
-@pytest.mark.slow(25)
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     run = tmp_path / "run"
     processes = start(run, steps=4000, save_every=2)
@@ -133,7 +107,6 @@ def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     assert f"stopped at step {step} of 4000" in said[0] and step >= 2 and not (run / "summary.json").exists()
 
 
-@pytest.mark.slow(15)
 def test_shards_are_divided_among_ranks(tmp_path):
     """WebDataset shards: every rank reads its own, and together they read the validation set once."""
     for split, count in (("train", 12), ("val", 8)):

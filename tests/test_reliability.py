@@ -4,8 +4,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import Child, command_line
 from safetensors.torch import load_file
 
 from vitfast import InputError, ViT
@@ -102,16 +101,14 @@ def kills(tmp_path: Path, count: int, steps: int) -> None:
     """A run killed `count` times at random moments ends with the weights of one that was left alone, bit for bit."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = dict(batch_size=16, steps=steps, save_every=2, ema_decay=0.9, drop_path=0.1, clip_norm=1.0)
-    command = [sys.executable, "-m", "vitfast", "pretrain", "--recipe", "digits", "--data", "digits", "--device", "cpu", "--output", str(run), "--set"]
+    command = ["pretrain", "--recipe", "digits", "--data", "digits", "--device", "cpu", "--output", str(run), "--set"]
 
     def step() -> int:
         checkpoint = state.find_checkpoint(run)
         return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
 
     for number in range(count):
-        process = subprocess.Popen(
-            [*command, *(f"{k}={v}" for k, v in settings.items())], stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        process = Child(command_line, [*command, *(f"{k}={v}" for k, v in settings.items())])
         target = (number + 1) * steps // (count + 1)
         while step() < target and process.poll() is None:
             time.sleep(0.005)
@@ -127,7 +124,7 @@ def kills(tmp_path: Path, count: int, steps: int) -> None:
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), name
 
 
-@pytest.mark.slow(35)
+@pytest.mark.slow(7)
 def test_killed_twice_and_resumed_bit_for_bit(tmp_path):
     kills(tmp_path, 2, steps=18)
 

@@ -4,10 +4,8 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from processes import Child, command_line, done
 from safetensors.torch import load_file
 
 from vitfast import InputError, ViT
@@ -75,11 +74,6 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, fields):
     assert steps == sorted(set(steps), key=int)  # rows after the checkpoint were dropped before they were written again
 
 
-def vitfast(*args, **options):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, "-m", "vitfast", *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options)
-
-
 def wait_for(path: Path, seconds: float = 90) -> None:
     end = time.time() + seconds
     while not path.exists():
@@ -87,15 +81,14 @@ def wait_for(path: Path, seconds: float = 90) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(7)
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
-    command = ["pretrain", "--recipe", "digits", "--data", "digits", "--steps", 60, "--batch-size", 32, "--device", "cpu", "--save-every", 3]
-    process = vitfast(*command, "--output", run)
+    command = ["pretrain", "--recipe", "digits", "--data", "digits", "--steps", 60, "--batch-size", 32, "--device", "cpu", "--save-every", 3, "--output", run]
+    process = Child(command_line, [str(c) for c in command])
     wait_for(run / "checkpoints" / "last")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    (errors,) = done([process])
     assert "stopped at step" in errors
     stopped = state.load_state(run / "checkpoints" / "last")["step"]
     assert 3 <= stopped < 60
@@ -106,9 +99,8 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     train(dataclasses.replace(config, log_every=10, eval_every=None))
     assert same(weights(run), weights(whole))
 
-    process = vitfast(*command, "--output", run)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "is finished" in errors
+    (errors,) = done([Child(command_line, [str(c) for c in command])])
+    assert "is finished" in errors
 
 
 def test_the_progress_bar_says_what_one_waits_for(tmp_path, monkeypatch):
