@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")
     sub = command("doctor", "check every kernel on this machine against float64, and time it on a GPU", _doctor)
     sub.add_argument("--json", action="store_true", default=False, help="print the results as JSON")
+    sub.add_argument("--only", metavar="NAME", default="", help="the operations whose name contains this, such as attention or mlp (default: all)")
     sub = command("convert", "write weights of any format in another one: vitfast, timm, huggingface, npz (Google's) or torchvision", _convert)
     sub.add_argument("source", metavar="IN", help="file, folder or hf-hub:owner/name")
     sub.add_argument("path", metavar="OUT", help="a folder, or a file whose suffix suits the format")
@@ -299,11 +300,11 @@ def _doctor(args: argparse.Namespace) -> int:
     from .kernels.launch import INTERPRETED
 
     if not torch.cuda.is_available() and not INTERPRETED:  # the interpreter has to be chosen before the kernels are imported
-        command = [sys.executable, "-m", "vitfast", "doctor", *(["--json"] if args.json else [])]
+        command = [sys.executable, "-m", "vitfast", "doctor", f"--only={args.only}", *(["--json"] if args.json else [])]
         return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
     from .doctor import doctor
 
-    return doctor(args.json)
+    return doctor(args.json, args.only)
 
 
 def _overrides(args: argparse.Namespace) -> dict:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import __version__, ops
+from .errors import InputError
 from .kernels.launch import INTERPRETED, launches_made
 
 # What rounding the result alone may cost, relative to the norm of the truth: a few units in the last place of the dtype.
@@ -149,13 +150,14 @@ def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: l
     result.gigabytes_per_second = moved / result.forward_us / 1e3
 
 
-def examinations(device: torch.device) -> Iterator[Result]:
-    """Every operation in every dtype that runs here (the interpreter has no bfloat16)."""
+def examinations(device: torch.device, only: str = "") -> Iterator[Result]:
+    """Every operation whose name contains `only`, in every dtype that runs here (the interpreter has no bfloat16)."""
     sizes = GPU_SIZES if device.type == "cuda" else SMALL_SIZES
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if device.type == "cuda" else (torch.float32, torch.float16)
     for name, (function, inputs) in cases(sizes).items():
         for dtype in dtypes:
-            yield examine(name, function, inputs, dtype, device)
+            if only in name:
+                yield examine(name, function, inputs, dtype, device)
 
 
 def machine() -> dict[str, str]:
@@ -171,17 +173,23 @@ def machine() -> dict[str, str]:
     return facts
 
 
-def doctor(as_json: bool = False) -> int:
-    """Examines this machine and prints a table (or JSON). Returns 0 when every row passed, 1 otherwise."""
+def doctor(as_json: bool = False, only: str = "") -> int:
+    """Examines this machine, or the operations whose name contains `only`, and prints a table (or JSON). Returns 0 when every row passed, 1 otherwise.
+
+    Raises InputError where no name contains `only`.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not INTERPRETED:
         raise RuntimeError("doctor: without a GPU the kernels need TRITON_INTERPRET=1 before vitfast is imported")
+    names = cases(SMALL_SIZES)
+    if not any(only in name for name in names):
+        raise InputError(f"no operation has {only!r} in its name; there are {'; '.join(names)}")
     results = []
     if not as_json:
         for key, value in machine().items():
             print(f"{key:<8} {value}")
         print(f"\n{'operation':<20} {'dtype':<9} {'error':>9} {'torch':>9}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
-    for result in examinations(device):
+    for result in examinations(device, only):
         results.append(result)
         if not as_json:
             us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
