@@ -118,7 +118,7 @@ def inspect_cubin(cubin: bytes) -> dict:
         file.write(cubin)
         file.flush()
         usage = tool("cuobjdump", "-res-usage", file.name)
-        code = tool("nvdisasm", "-c", file.name)
+        code = tool("nvdisasm", "-c", "-ndf", file.name)  # without its analysis of branches
     found = next((name for name in ("UTCHMMA", "HGMMA", "HMMA") if name in code), "")
     return dict(
         registers=int(re.search(r"REG:(\d+)", usage).group(1)),
@@ -263,6 +263,13 @@ def rows_of(work: dict[tuple, tuple], processes: int) -> list[dict]:
     """Compiles every job, several at a time."""
     with ProcessPoolExecutor(processes) as pool:
         return list(pool.map(compile_job, work.values(), chunksize=4))
+
+
+def committed() -> list[dict]:
+    """The rows of the table."""
+    with open(TABLE, newline="") as file:
+        next(file)
+        return [{k: v if k in ("kernel", "case", "dtype", "tile", "tensor_core") else int(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 def problems(rows: list[dict]) -> list[str]:
