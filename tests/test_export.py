@@ -82,7 +82,7 @@ def test_torch_export_is_plain_pytorch_even_with_kernels_on(model, tmp_path):
         torch.testing.assert_close(program.module()(x), model(x), **TOL)
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(25)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_aoti_package(model, tmp_path, device, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

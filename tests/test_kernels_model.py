@@ -50,7 +50,7 @@ def test_uint8_images_through_the_kernels():
             assert_close(grad, wanted[name], atol=1e-4, rtol=1e-4, name=name)
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(20)
 def test_fifty_training_steps_follow_plain_pytorch():
     losses = {}
     images, labels = torch.randn(50, 2, 3, 8, 8), torch.randint(0, 5, (50, 2))

@@ -315,7 +315,7 @@ def test_compile_is_one_graph_and_recompiles_once():
     assert counter.frame_count <= 2
 
 
-@pytest.mark.slow(12)
+@pytest.mark.slow(15)
 @torch._inductor.config.patch(fallback_random=True)
 def test_compiled_code_of_uint8_in_training_equals_eager():
     """Inductor's own code, with eager's random numbers."""
