@@ -114,7 +114,8 @@ def autocasts(function=None, *, keep: tuple[str, ...] = ()):
             return a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() and name not in kept and name != stream else a
 
         with torch.autocast(device, enabled=False):
-            return function(*(cast(name, a) for name, a in zip(names, args)), **{name: cast(name, a) for name, a in kwargs.items()})
+            given = [cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)]  # too many are for the function to refuse
+            return function(*given, **{name: cast(name, a) for name, a in kwargs.items()})
 
     return wrapper
 
