@@ -7,7 +7,7 @@ Bytes: every kernel reads its inputs and writes its outputs once, the pointwise 
 statistics and one pass of ours, LayerNorm's backward writing LayerNorm's output again. The floor of an operation is the sum over its
 kernels of max(FLOPs / rate of the matrix units, bytes / rate of the memory).
 
-Memory is that of vitfast's kernels under autocast: fp32 parameters, gradients and optimiser state, 16-bit copies of the parameters, and
+Memory is that of vitfast's kernels under autocast: fp32 parameters, gradients and optimiser state, 16-bit copies of the linear layers, and
 what vitfast.ops keeps for the backward pass.
 """
 
@@ -249,13 +249,14 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1) -> di
 
 
 def state_bytes(model: ViT, size: int = 2, optimizer: str = "adamw", averaged: bool = False) -> dict[str, int]:
-    """What stays from step to step: fp32 parameters, gradients, optimiser state and running average, and 16-bit copies of the parameters."""
+    """What stays from step to step: fp32 parameters, gradients, optimiser state and running average, and 16-bit copies of the linear layers."""
     total = sum(p.numel() for p in model.parameters())
+    copied = sum(p.numel() for layer in model.modules() if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)) for p in layer.parameters())
     return {
         "parameters": 4 * total,
         "gradients": 4 * total,
         "optimiser state": (8 if optimizer == "adamw" else 4) * total,
-        "16-bit copies": size * total if size < 4 else 0,
+        "16-bit copies": size * copied if size < 4 else 0,
         "running average": 4 * total if averaged else 0,
     }
 
