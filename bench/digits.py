@@ -20,7 +20,7 @@ from vitfast.train.loop import train
 from vitfast.train.recipes import resolve
 
 RESULTS = Path(__file__).parent / "results" / "digits"
-COMMON = dict(recipe="digits", data="digits", device="cpu", hidden_head=False)
+COMMON = dict(recipe="digits", data="digits", device="cpu", hidden_head=False, label_smoothing=0.0)
 MASKED = dict(objective="masked", train_images=718, steps=1500, batch_size=64, lr=1e-3, warmup_steps=200)
 FEW = dict(shots=5, steps=400, batch_size=50, lr=1e-3, warmup_steps=40)
 

@@ -13,7 +13,7 @@ DIGITS = (
 scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""",
         model="Nano/8",
         img_size=32,
-        epochs=36,
+        epochs=44,
         batch_size=48,
         lr=2e-3,
         warmup_steps=100,
@@ -22,6 +22,7 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
         crop_scale=(0.8, 1.0),
         crop_ratio=(0.9, 1.1),
         hflip=0.0,
+        label_smoothing=0.1,
         hidden_head=True,
         weight_init="jax",
     ),
@@ -30,7 +31,7 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
         about="""vitfast finetune --recipe finetune/digits --weights runs/digits/checkpoints/last --data digits --output runs/digits48""",
         model="Nano/8",
         img_size=48,
-        epochs=10,
+        epochs=12,
         optimizer="sgd",
         batch_size=64,
         lr=0.03,
@@ -40,6 +41,7 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
         crop_scale=(0.85, 1.0),
         crop_ratio=(0.9, 1.1),
         hflip=0.0,
+        label_smoothing=0.1,
     ),
 )
 RECIPES = {recipe.name: recipe for recipe in (*DIGITS, *PAPER)}
