@@ -70,9 +70,9 @@ def test_fifty_training_steps_follow_plain_pytorch():
     assert losses["on"][0] != losses["on"][-1]
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(15)
 def test_compiled_gradients_equal_eager_ones():
-    model = randomize(ViT(**{**SMALL, "depth": 1}))
+    model = randomize(ViT(**SMALL))
     x, upstream = torch.randn(3, 3, 16, 16), torch.randn(3, 5)
     with ops.use_kernels("on"):
         expected = gradients(model, model(x), upstream)
@@ -80,7 +80,7 @@ def test_compiled_gradients_equal_eager_ones():
         compiled = torch.compile(model, fullgraph=True)
         mine = gradients(model, compiled(x), upstream)
         before = launches_made()
-        compiled(x)
+        compiled(torch.randn(5, 3, 16, 16))
         assert launches_made() > before
     for name, theirs in expected.items():
         assert_close(mine[name], theirs, atol=1e-6, rtol=1e-5, name=name)

@@ -300,10 +300,11 @@ def test_checkpointing_changes_nothing_but_memory():
         assert_close(results[1][key], results[0][key], atol=1e-6, name=key)
 
 
+@pytest.mark.slow(25)
 def test_compile_is_one_graph_and_recompiles_once():
     model = randomize(ViT(**SMALL, drop_path_rate=0.1)).eval()
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for batch in (4, 6, 3, 9, 5):
         x = torch.randn(batch, 3, 32, 32)
