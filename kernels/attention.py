@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
+from . import attention_libraries, tiles
 from .attention_parts import LN2, Head, add_product, add_rows, head_of, load_rows, outer, row_dot, store_rows, store_sums, weights, zero_rows
 from .attention_tiled import _attention_fwd_tiled_kernel
 from .attention_tiled_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel
 from .launch import fp32_precision, launch
+from .rows import scale_rows
 
 HEAD_SIZES = tuple(range(16, 129, 8))
 # (batch, head) pairs from which one program takes every query of its head: about two programs for each of ~132 multiprocessors, twice.
@@ -204,10 +205,12 @@ def _shape_class(q: Tensor) -> str:
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q, k, v (B, N, H, Dh), unit last stride; scale > 0 -> o (B, N, H, Dh), lse (B, H, N) fp32, natural logarithm."""
     B, N, H, _ = q.shape
+    tile = tiles.lookup("attention_fwd", q, _shape_class(q))
+    if tile.provider in attention_libraries.PROVIDERS:
+        return attention_libraries.forward(tile.provider, q, k, v, scale)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=torch.float32, device=q.device)
     common = _common(scale, q=q, k=k, v=v, o=o) | dict(lse_ptr=lse)
-    tile = tiles.lookup("attention_fwd", q, _shape_class(q))
     tiles_m = triton.cdiv(N, tile["BLOCK_M"])
     if tile.provider == "rows":
         per_program = tiles_m if B * H >= MANY_HEADS else 1
@@ -223,43 +226,104 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor | None]:
     """-> packed dqkv (B, N, 3, H, Dh) and, where wanted, its sums over B and N in fp32, (3 H Dh,): the gradient of the QKV bias. Unit last strides."""
     B, N, H, D = q.shape
+    tile = tiles.lookup("attention_bwd", q, _shape_class(q))
+    if tile.provider in attention_libraries.PROVIDERS:
+        dqkv = attention_libraries.backward(tile.provider, q, k, v, o, lse, do, scale, packed=True)
+        rows = dqkv.view(B * N, 3 * H * D)
+        return dqkv, scale_rows(rows, None, None, 1, want_scaled=False)[1] if want_bias_grad else None
     dqkv = torch.empty((B, N, 3, H, D), dtype=q.dtype, device=q.device)
-    return dqkv, _backward(q, k, v, o, lse, do, scale, *dqkv.unbind(2), want_bias_grad)
+    return dqkv, _backward(tile, q, k, v, o, lse, do, scale, *dqkv.unbind(2), want_bias_grad)
 
 
 def attention_bwd_separate(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, each (B, N, H, Dh) and contiguous."""
+    tile = tiles.lookup("attention_bwd", q, _shape_class(q))
+    if tile.provider in attention_libraries.PROVIDERS:
+        return attention_libraries.backward(tile.provider, q, k, v, o, lse, do, scale, packed=False)
     grads = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    _backward(q, k, v, o, lse, do, scale, *grads, False)
+    _backward(tile, q, k, v, o, lse, do, scale, *grads, False)
     return grads
 
 
-def _backward(q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor | None:
-    """Fills dq, dk, dv (equal strides); returns their sums over B and N, (3 H Dh,) fp32, where wanted."""
-    B, N, H, D = q.shape
+def _sums(q: Tensor, wanted: bool, *slots: int) -> Tensor:
+    """(*slots, H, Dh) in fp32, to be written: the sums that each program makes; empty where not wanted."""
+    return torch.empty((*slots, *q.shape[2:]) if wanted else (0,), dtype=torch.float32, device=q.device)
 
-    def sums(*slots: int) -> Tensor:
-        return torch.empty((*slots, H, D) if want_sums else (0,), dtype=torch.float32, device=q.device)
 
-    tile = tiles.lookup("attention_bwd", q, _shape_class(q))
+def attention_bwd_dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    scale: float,
+    dq: Tensor | None = None,
+    delta: Tensor | None = None,
+    want_sums: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """First half of the tiled backward: dq and, where wanted, its sums over B and N, (H Dh,) in fp32.
+
+    Where they are given it writes into `dq` (B, N, H, Dh) and, what attention_bwd_dkdv reads, the row sums of o * do into
+    `delta` (B, H, N) in fp32.
+    """
+    B, N, H, _ = q.shape
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if dq is None else dq
+    delta = torch.empty_like(lse) if delta is None else delta
+    tile = tiles.lookup("attention_bwd_dq", q, _shape_class(q))
+    tiles_m = triton.cdiv(N, tile["BLOCK_M"])
+    partial = _sums(q, want_sums, B * tiles_m)
+    common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq)
+    common |= dict(lse_ptr=lse, delta_ptr=delta, sums_ptr=partial, SUMS=want_sums)
+    launch(_attention_bwd_dq_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile["BLOCK_N"]), **tile.meta)
+    return dq, partial.sum(0).flatten() if want_sums else None
+
+
+def attention_bwd_dkdv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    do: Tensor,
+    scale: float,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    want_sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Second half of the tiled backward: dk, dv and, where wanted, their sums over B and N, (2 H Dh,) in fp32.
+
+    delta (B, H, N): as attention_bwd_dq leaves it. Writes into `dk` and `dv` (B, N, H, Dh; equal strides) where given.
+    """
+    B, N, H, _ = q.shape
+    dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) if grad is None else grad for grad in (dk, dv))
+    tile = tiles.lookup("attention_bwd_dkdv", q, _shape_class(q))
+    tiles_n = triton.cdiv(N, tile["BLOCK_N"])
+    partial = _sums(q, want_sums, B * tiles_n, 2)
+    common = _common(scale, q=q, k=k, v=v, do=do, dk=dk)
+    common |= dict(dv_ptr=dv, lse_ptr=lse, delta_ptr=delta, sums_ptr=partial, SUMS=want_sums)
+    launch(_attention_bwd_dkdv_kernel, (B * H * tiles_n,), **common, LAST_M=last_block(N, tile["BLOCK_M"]), **tile.meta)
+    return dk, dv, partial.sum(0).flatten() if want_sums else None
+
+
+def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor | None:
+    """Our kernels: fills dq, dk, dv (equal strides); -> their sums over B and N, (3 H Dh,) fp32, where wanted."""
+    B, N, H, _ = q.shape
     if tile.provider == "rows":
-        partial = sums(B, 3)
+        partial = _sums(q, want_sums, B, 3)
         common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq) | dict(dk_ptr=dk, dv_ptr=dv, lse_ptr=lse, sums_ptr=partial, SUMS=want_sums)
         launch(_attention_bwd_rows_kernel, (B * H,), **common, BLOCK_N=max(16, triton.next_power_of_2(N)), **tile.meta)
         return partial.sum(0).flatten() if want_sums else None
 
     delta = torch.empty_like(lse)
     if tile.provider == "phases":
-        q_sums, kv_sums = sums(B * triton.cdiv(N, tile["BLOCK_M1"])), sums(B * triton.cdiv(N, tile["BLOCK_N2"]), 2)
+        q_sums = _sums(q, want_sums, B * triton.cdiv(N, tile["BLOCK_M1"]))
+        kv_sums = _sums(q, want_sums, B * triton.cdiv(N, tile["BLOCK_N2"]), 2)
         common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq) | dict(dk_ptr=dk, dv_ptr=dv, lse_ptr=lse, delta_ptr=delta, SUMS=want_sums)
         blocks = dict(LAST_N1=last_block(N, tile["BLOCK_N1"]), LAST_M2=last_block(N, tile["BLOCK_M2"]), **tile.meta)
         launch(_attention_bwd_phases_kernel, (B * H,), **common, q_sums_ptr=q_sums, kv_sums_ptr=kv_sums, **blocks)
-    else:
-        tile_q, tile_kv = (tiles.lookup(f"attention_bwd_{part}", q, _shape_class(q)) for part in ("dq", "dkdv"))
-        tiles_m, tiles_n = triton.cdiv(N, tile_q["BLOCK_M"]), triton.cdiv(N, tile_kv["BLOCK_N"])
-        q_sums, kv_sums = sums(B * tiles_m), sums(B * tiles_n, 2)
-        common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq) | dict(lse_ptr=lse, delta_ptr=delta, sums_ptr=q_sums, SUMS=want_sums)
-        launch(_attention_bwd_dq_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile_q["BLOCK_N"]), **tile_q.meta)
-        common = _common(scale, q=q, k=k, v=v, do=do, dk=dk) | dict(dv_ptr=dv, lse_ptr=lse, delta_ptr=delta, sums_ptr=kv_sums, SUMS=want_sums)
-        launch(_attention_bwd_dkdv_kernel, (B * H * tiles_n,), **common, LAST_M=last_block(N, tile_kv["BLOCK_M"]), **tile_kv.meta)
-    return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None
+        return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None
+
+    _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums)
+    *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums)
+    return torch.cat([q_sums, kv_sums]) if want_sums else None

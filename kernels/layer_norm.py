@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
+from . import layer_norm_torch, tiles
 from .launch import launch
 from .layer_norm_bwd import Grads, layer_norm_bwd
 from .rows import chunk_width, load_rows, row_alignment, row_factor, row_mask, row_stride, scale_rows, shape_class, store_chunk, vector
@@ -96,11 +96,14 @@ def layer_norm_fwd_kernel(
 
 def _forward(x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sample, out_dtype):
     M, D = x.shape
+    tile = tiles.lookup("layer_norm_fwd", x, shape_class(D, residual=residual is not None))
+    if tile.provider == "torch":
+        parameters = weight, bias, eps, layer_scale, drop_path, rows_per_sample
+        return layer_norm_torch.forward(x, residual, *parameters, out_dtype)
     y = torch.empty((M, D), dtype=out_dtype or x.dtype, device=x.device)
     z = None if residual is None else torch.empty((M, D), dtype=residual.dtype, device=x.device)
     mean = torch.empty(M, dtype=torch.float32, device=x.device)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    tile = tiles.lookup("layer_norm_fwd", x, shape_class(D))
     launch(
         layer_norm_fwd_kernel,
         (triton.cdiv(M, tile["BLOCK_M"]),),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
+from . import layer_norm_torch, tiles
 from .launch import launch
 from .rows import chunk_width, column_sums, load_rows, row_alignment, row_factor, row_programs, row_stride, shape_class, store_chunk, vector
 
@@ -206,7 +206,11 @@ def layer_norm_bwd(
     their parameter; bias_sum, the column sum of dx (dres), in sum_dtype; y = LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale.
     """
     M, D = z.shape
-    tile = tiles.lookup("layer_norm_bwd", dy, shape_class(D) + ("s" if want_layer_scale else ""))
+    tile = tiles.lookup("layer_norm_bwd", dy, shape_class(D, residual=dz is not None, layer_scale=want_layer_scale))
+    if tile.provider == "torch":
+        given = dy, z, weight, bias, mean, rstd, dz, branch, layer_scale, drop_path, rows_per_sample
+        wanted = want_dx, want_dparams, want_layer_scale, want_bias_sum, want_y
+        return Grads(*layer_norm_torch.backward(*given, *wanted, sum_dtype))
     programs = row_programs(z.device, tile["PER_SM"], triton.cdiv(M, tile["BLOCK_M"]))
 
     def matrix(wanted: bool, dtype: torch.dtype) -> Tensor | None:

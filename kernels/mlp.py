@@ -244,6 +244,10 @@ def dgelu_matmul(
 def _gelu_bwd(dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     m, n = pre.shape
     tile = tiles.lookup("gelu_bwd", pre, f"d{n}")
+    if tile.provider == "torch":
+        dpre = torch.ops.aten.gelu_backward(dy, pre, approximate=approximate).contiguous()
+        dbias = dpre.sum(0, dtype=torch.float32) if want_bias_grad else None
+        return dpre, F.gelu(pre, approximate=approximate) if want_act else None, dbias
     dpre, act, part = _dgelu_outputs(pre, tile, want_act, want_bias_grad)
     launch(
         gelu_bwd_kernel,

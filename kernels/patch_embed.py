@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import tiles
 from .launch import launch
 from .patch_embed_bwd import Gradients, patch_embed_bwd
-from .patches import channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, shape_class
+from .patches import channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, patch_rows, shape_class
 
 __all__ = ["Gradients", "patch_embed_bwd", "patch_embed_fwd"]
 
@@ -150,6 +151,11 @@ def patch_embed_fwd(
     batch, (width, _, p, q) = images.shape[0], weight.shape
     prefix = 0 if cls_token is None else cls_token.shape[1]
     geometry = geometry_of(images, (p, q), prefix)
+    tile = tiles.lookup("patch_embed_fwd", weight, shape_class(images, geometry, width))
+    if tile.provider == "cublas":
+        bias, cls_token, pos_embed = (None if t is None else t.to(weight.dtype) for t in (bias, cls_token, pos_embed))
+        tokens = F.linear(patch_rows(images, (p, q), weight.dtype, mean, std), weight.flatten(1), bias)
+        return _with_prefix(tokens.view(batch, geometry["patches"], width), cls_token, pos_embed)
     ordered, c_inner = in_image_order(weight, images)
     if images.dtype == torch.uint8:
         weight, unfolded = weight.new_empty(width, geometry["K"]), bias
@@ -176,7 +182,6 @@ def patch_embed_fwd(
             num_warps=4,
         )
     out = torch.empty(batch, prefix + geometry["patches"], width, device=weight.device, dtype=weight.dtype)
-    tile = tiles.lookup("patch_embed_fwd", weight, shape_class(images, geometry, width))
     blocks = triton.cdiv(geometry["rows"], tile["BLOCK_M"]) + prefix * triton.cdiv(batch, tile["BLOCK_M"])
     launch(
         patch_embed_fwd_kernel,
@@ -194,3 +199,16 @@ def patch_embed_fwd(
         **tile.meta,
     )
     return out
+
+
+def _with_prefix(patches: Tensor, cls_token: Tensor | None, pos_embed: Tensor | None) -> Tensor:
+    """(B, N, D) -> (B, T+N, D): prefix tokens before the patches, positions added to all, or to the patches alone."""
+    batch, count, width = patches.shape
+    prefix = 0 if cls_token is None else cls_token.shape[1]
+    if pos_embed is None or pos_embed.shape[1] == count:
+        first = cls_token
+    else:
+        first = None if cls_token is None else cls_token + pos_embed[:, :prefix]
+        pos_embed = pos_embed[:, prefix:]
+    patches = patches if pos_embed is None else patches + pos_embed
+    return patches if first is None else torch.cat([first.expand(batch, -1, -1), patches], 1)

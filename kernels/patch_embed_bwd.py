@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import tiles
 from .launch import launch
-from .patches import channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, shape_class
+from .patches import channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, patch_rows, shape_class
 
 
 @triton.jit
@@ -194,7 +194,11 @@ def _dweight(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, dbias: Ten
     """(D, C, P, Q); dbias is given for raw images and None for floats."""
     geometry = geometry_of(images, weight.shape[2:], prefix)
     width, k, rows = weight.shape[0], geometry["K"], geometry["rows"]
-    tile = tiles.lookup("patch_embed_dweight", dy, shape_class(images, geometry, width)).meta
+    chosen = tiles.lookup("patch_embed_dweight", dy, shape_class(images, geometry, width))
+    if chosen.provider == "cublas":
+        patches = patch_rows(images, weight.shape[2:], dy.dtype, mean, std)
+        return torch.mm(dy[:, prefix:].flatten(0, 1).t(), patches).view(weight.shape).to(weight.dtype)
+    tile = chosen.meta
     blocks = triton.cdiv(width, tile["BLOCK_D"]) * triton.cdiv(k, tile["BLOCK_K"])
     steps = triton.cdiv(rows, tile["BLOCK_M"])
     splits = max(1, min(tile.pop("PROGRAMS") // blocks, steps // 4))
@@ -238,9 +242,15 @@ def _dweight(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, dbias: Ten
 
 def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int) -> Tensor:
     """(B, C, Hi, Wi), contiguous whatever the layout of the images."""
+    batch, chans, height, columns = images.shape
+    p, q = weight.shape[2:]
+    tile = tiles.lookup("patch_embed_dimages", dy, shape_class(images, geometry_of(images, (p, q), prefix), weight.shape[0]))
+    if tile.provider == "cublas":
+        patches = torch.mm(dy[:, prefix:].flatten(0, 1), weight.flatten(1))
+        grid = patches.view(batch, height // p, columns // q, chans, p, q).permute(0, 3, 1, 4, 2, 5)
+        return grid.reshape(images.shape).to(images.dtype)
     dimages = torch.empty(images.shape, device=dy.device, dtype=images.dtype)
-    geometry = geometry_of(dimages, weight.shape[2:], prefix)
-    tile = tiles.lookup("patch_embed_dimages", dy, shape_class(images, geometry, weight.shape[0]))
+    geometry = geometry_of(dimages, (p, q), prefix)
     launch(
         patch_embed_dimages_kernel,
         (triton.cdiv(geometry["rows"], tile["BLOCK_M"]) * triton.cdiv(geometry["K"], tile["BLOCK_K"]),),

@@ -136,3 +136,14 @@ def shape_class(images: Tensor, geometry: dict, width: int) -> str:
     """ "u8-even-large": the image's dtype, whether 8 divides its contiguous runs, and whether there are rows enough to fill a GPU with large tiles."""
     kind = "u8" if images.dtype == torch.uint8 else f"f{8 * images.element_size()}"
     return f"{kind}-{'odd' if geometry['K2'] % 8 else 'even'}-{'large' if geometry['rows'] * width >= 1 << 22 else 'small'}"
+
+
+def patch_rows(images: Tensor, patch: tuple[int, int], dtype: torch.dtype, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(M, C*P*Q): every patch written out, c before p before q, raw images normalised: what a library's product reads."""
+    if images.dtype == torch.uint8:
+        mean, std = (torch.tensor(x, dtype=torch.float32, device=images.device).view(-1, 1, 1) for x in (mean, std))
+        images = (images.float() / 255 - mean) / std
+    (p, q), (batch, chans, height, width) = patch, images.shape
+    rows, columns = height // p, width // q
+    grid = images.to(dtype).unflatten(3, (columns, q)).unflatten(2, (rows, p)).permute(0, 2, 4, 1, 3, 5)
+    return grid.reshape(batch * rows * columns, chans * p * q)

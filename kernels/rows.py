@@ -134,9 +134,9 @@ def chunk_width(width: int) -> int:
     return max(16, power // 8 if 8 * width <= 5 * power else power // 4)
 
 
-def shape_class(width: int) -> str:
-    """Chunks x BLOCK_D, as in "3x256": what tiles depend on."""
-    return f"{triton.cdiv(width, chunk_width(width))}x{chunk_width(width)}"
+def shape_class(width: int, residual: bool = False, layer_scale: bool = False) -> str:
+    """Chunks x BLOCK_D, as in "3x256", what tiles depend on; "3x256as": adds a residual and sums for a layer scale."""
+    return f"{triton.cdiv(width, chunk_width(width))}x{chunk_width(width)}" + "a" * residual + "s" * layer_scale
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Frozen tile configurations: per operation, GPU generation, dtype and shape class, chosen by measurement (or, where none is at hand yet, by
 offline compilation: no spills, shared memory within the limit). Data only; the first rule that matches wins.
 
-A user's own table (`python -m vitfast.tune`) comes before these rules: $VITFAST_TILES, or ~/.cache/vitfast/tiles.json.
+A user's own table (`vitfast tune`) comes before these rules: $VITFAST_TILES, or ~/.cache/vitfast/tiles.json.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from . import attention_libraries
+
 GENERATIONS = (80, 89, 90, 100, 120)
 # Shared memory a program may use, bytes.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -23,7 +25,11 @@ SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_37
 
 @dataclass(frozen=True)
 class Tile:
-    """One launch configuration. `provider` "cublas" leaves the matrix product to torch; `blocks` are the kernel's own constexprs."""
+    """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
+
+    The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch, "torch" LayerNorm;
+    attention's libraries are attention_libraries.PROVIDERS.
+    """
 
     num_warps: int = 4
     num_stages: int = 2
@@ -64,28 +70,31 @@ _TMA = (Rule(tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, 
 _CUBLAS = (Rule(tile(provider="cublas")),)
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    # Shape classes of LayerNorm: chunks x BLOCK_D of the row (rows.shape_class), with an "s" where backward sums for a layer scale too. PER_SM: the
-    # programs that fit a multiprocessor by their registers.
+    # Shape classes of LayerNorm: chunks x BLOCK_D of the row (rows.shape_class), with an "a" where a residual (backward: its
+    # gradient) is added, an "s" where backward sums for a layer scale. PER_SM: the programs that fit by their registers.
     "layer_norm_fwd": (
-        Rule(tile(8, 1, BLOCK_M=1), shape="?x2048"),
-        Rule(tile(4, 1, BLOCK_M=1), shape="?x1024"),
-        Rule(tile(4, 1, BLOCK_M=2), shape="?x512"),
-        Rule(tile(4, 1, BLOCK_M=4), shape="?x256"),
-        Rule(tile(4, 1, BLOCK_M=8), shape="?x128"),
+        Rule(tile(8, 1, BLOCK_M=1), shape="?x2048*"),
+        Rule(tile(4, 1, BLOCK_M=1), shape="?x1024*"),
+        Rule(tile(4, 1, BLOCK_M=2), shape="?x512*"),
+        Rule(tile(4, 1, BLOCK_M=4), shape="?x256*"),
+        Rule(tile(4, 1, BLOCK_M=8), shape="?x128*"),
         Rule(tile(4, 1, BLOCK_M=16)),
     ),
     "layer_norm_bwd": (
         Rule(tile(8, 1, BLOCK_M=1, STAGES=1, PER_SM=1), bits="32", shape="?x2048*"),
         Rule(tile(8, 1, BLOCK_M=1, STAGES=2, PER_SM=1), shape="?x2048*"),
         Rule(tile(8, 1, BLOCK_M=1, STAGES=2, PER_SM=1), shape="?x1024*"),
-        Rule(tile(4, 1, BLOCK_M=1, STAGES=3, PER_SM=3), shape="?x512"),
-        Rule(tile(4, 1, BLOCK_M=1, STAGES=3, PER_SM=2), shape="?x512s"),
-        Rule(tile(4, 1, BLOCK_M=4, STAGES=3, PER_SM=2), shape="3x256"),
-        Rule(tile(4, 1, BLOCK_M=2, STAGES=3, PER_SM=3), shape="4x256"),
+        Rule(tile(4, 1, BLOCK_M=1, STAGES=3, PER_SM=2), shape="?x512*s"),
+        Rule(tile(4, 1, BLOCK_M=1, STAGES=3, PER_SM=3), shape="?x512*"),
+        Rule(tile(4, 1, BLOCK_M=2, STAGES=3, PER_SM=2), shape="?x256*s"),
+        Rule(tile(4, 1, BLOCK_M=4, STAGES=3, PER_SM=2), shape="3x256*"),
+        Rule(tile(4, 1, BLOCK_M=2, STAGES=3, PER_SM=3), shape="4x256*"),
         Rule(tile(4, 1, BLOCK_M=2, STAGES=3, PER_SM=2), shape="?x256*"),
-        Rule(tile(4, 1, BLOCK_M=8, STAGES=3, PER_SM=2), shape="3x128"),
+        Rule(tile(4, 1, BLOCK_M=4, STAGES=3, PER_SM=2), shape="?x128*s"),
+        Rule(tile(4, 1, BLOCK_M=8, STAGES=3, PER_SM=2), shape="3x128*"),
         Rule(tile(4, 1, BLOCK_M=4, STAGES=3, PER_SM=2), shape="?x128*"),
-        Rule(tile(4, 1, BLOCK_M=16, STAGES=3, PER_SM=2), shape="3x64"),
+        Rule(tile(4, 1, BLOCK_M=8, STAGES=3, PER_SM=2), shape="?x64*s"),
+        Rule(tile(4, 1, BLOCK_M=16, STAGES=3, PER_SM=2), shape="3x64*"),
         Rule(tile(4, 1, BLOCK_M=8, STAGES=3, PER_SM=2)),
     ),
     "scale_rows": (Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=6)),),
@@ -125,6 +134,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*"),
         Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=32), shape="d128*"),
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="d96*"),
+        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), shape="d80*"),
         Rule(tile(4, 2, BLOCK_M=32, BLOCK_N=64)),
     ),
     # Shape classes: "u8-even-large", see patch_embed.shape_class. PROGRAMS: how many the split of the rows aims at.
@@ -164,21 +174,34 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
 }
 
+# Providers that launch no kernel of ours and cannot be compiled offline.
+LIBRARIES = ("torch", *attention_libraries.PROVIDERS)
+_TORCH = (Rule(tile(provider="torch")),)
+_ATTENTION = tuple(Rule(tile(provider=library)) for library in attention_libraries.PROVIDERS)
+
 # What else can do an operation: the tuner tries it, and `make codegen` compiles it, but nothing runs it unasked. First match for each provider.
 RIVALS: dict[str, tuple[Rule, ...]] = {
+    "layer_norm_fwd": _TORCH,
+    "layer_norm_bwd": _TORCH,
     "attention_fwd": (
         Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), bits="16"),
         Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), bits="16"),
+        *_ATTENTION,
     ),
     "attention_bwd": (
         Rule(tile(8, 3, "phases", BLOCK_M1=128, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=128), sm=(90,), bits="16", shape="d[1-6][2468]n[1-3]*"),
         Rule(tile(provider="tiled")),
+        *_ATTENTION,
     ),
     "linear_fwd": _PRODUCT + _TMA,
     "input_grad": _PRODUCT + _TMA,
     "linear_gelu_fwd": _CUBLAS + _TMA,
     "linear_residual_fwd": _CUBLAS + _TMA,
     "dgelu_matmul": _CUBLAS + _TMA,
+    "gelu_bwd": _TORCH,
+    "patch_embed_fwd": _CUBLAS,
+    "patch_embed_dweight": _CUBLAS,
+    "patch_embed_dimages": _CUBLAS,
     # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7; 64 and 192 x 4).
     "weight_grad": (
         Rule(tile(8, 3, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=4, SUBTILES=4), sm=(90, 100), bits="16", shape="1024x*"),
@@ -204,10 +227,15 @@ def targeting(sm: int) -> Iterator[None]:
         _target = before
 
 
+def capability(device: torch.device) -> int:
+    """90 for compute capability 9.0: what Triton compiles for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 @functools.cache
-def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    exact = 10 * major + minor
+def _generation(index: int) -> int:
+    exact = capability(torch.device("cuda", index))
     return max((sm for sm in GENERATIONS if sm <= exact), default=0)
 
 
@@ -215,7 +243,7 @@ def generation(device: torch.device) -> int:
     """80, 89, 90, 100 or 120 (0: older than any of them); tensors without a GPU take sm_90's tiles."""
     if _target is not None:
         return _target
-    return _capability(device.index if device.index is not None else torch.cuda.current_device()) if device.type == "cuda" else 90
+    return _generation(device.index if device.index is not None else torch.cuda.current_device()) if device.type == "cuda" else 90
 
 
 _overrides: dict[tuple[str, str | None], Tile] = {}
@@ -258,17 +286,41 @@ def _user_table() -> dict[tuple[str, str, str, str], Tile]:
         return {}
     try:
         rows = json.loads(path.read_text())["tiles"]
-        return {(r["op"], r["gpu"], r["bits"], r["shape"]): tile(r["num_warps"], r["num_stages"], r["provider"], **r["blocks"]) for r in rows}
+        return {(r["op"], r["gpu"], r["bits"], r["shape"]): from_row(r) for r in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the tile table {path} is damaged ({error}); remove it or run python -m vitfast.tune again") from None
+        raise ValueError(f"the tile table {path} is damaged ({error}); remove it") from None
+
+
+def reload_user_table() -> None:
+    """Reads the user's own table again where it has changed."""
+    _user_table.cache_clear()
 
 
 def lookup(op: str, x: torch.Tensor, shape: str) -> Tile:
-    """The tile of an operation for x's device and dtype at a shape class such as "d64" or "768x3072"."""
-    found = _overrides.get((op, shape)) or _overrides.get((op, None)) or _find(op, x, shape)
+    """The tile of an operation for x's device and dtype at a shape class such as "d64" or "768x3072".
+
+    Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first rule
+    that can is taken; inside `override` that is an error, so that nothing is timed or tested under another's name.
+    """
+    forced = _overrides.get((op, shape)) or _overrides.get((op, None))
+    found = forced or _find(op, x, shape)
+    reason = _unsupported_reason(op, found.provider, x)
+    if reason and forced:
+        raise RuntimeError(f"{op}: {found.provider} cannot run here: {reason}")
+    if reason:
+        found = next(t for t in _matching(RULES[op], x, shape) if not _unsupported_reason(op, t.provider, x))
     if _watched is not None:
         _watched[op, _bits(x), shape] = found
     return found
+
+
+def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
+    """Why a library cannot do the operation on x; None where it can, and for our own kernels and cuBLAS."""
+    if provider not in LIBRARIES:
+        return None
+    if _target is not None or x.device.type == "meta":
+        return "libraries are not compiled offline"
+    return None if provider == "torch" else attention_libraries.unsupported_reason(provider, x, op == "attention_bwd")
 
 
 def _bits(x: torch.Tensor) -> str:
@@ -285,20 +337,38 @@ def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
         found = _user_table().get((op, torch.cuda.get_device_name(x.device), _bits(x), shape))
         if found:
             return found
+    return shipped(op, x, shape)
+
+
+def shipped(op: str, x: torch.Tensor, shape: str) -> Tile:
+    """The tile of the rules, whatever the user's own table says."""
     for found in _matching(RULES[op], x, shape):
         return found
     raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
 
 
 def rivals(op: str, x: torch.Tensor, shape: str) -> list[Tile]:
-    """The first tile of each other provider that could do what `lookup` leaves to one."""
+    """The first tile of each other provider that could do on x's device what `lookup` leaves to one."""
     found: dict[str, Tile] = {}
-    for value in _matching(RIVALS.get(op, ()), x, shape):
+    for value in (shipped(op, x, shape), *_matching(RIVALS.get(op, ()), x, shape)):
         found.setdefault(value.provider, value)
-    return [value for provider, value in found.items() if provider != lookup(op, x, shape).provider]
+    left_out = (lookup(op, x, shape).provider, *absent(op, x, shape))
+    return [value for provider, value in found.items() if provider not in left_out]
+
+
+def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
+    """The libraries that do the operation but cannot do it on x, and why: {"flash_attn_3": "not installed"}."""
+    providers = dict.fromkeys(value.provider for value in _matching((*RULES[op], *RIVALS.get(op, ())), x, shape))
+    reasons = {provider: _unsupported_reason(op, provider, x) for provider in providers}
+    return {provider: reason for provider, reason in reasons.items() if reason}
 
 
 def as_row(op: str, gpu: str, bits: str, shape: str, value: Tile) -> dict:
     """A row of the user's table."""
     row = dataclasses.asdict(value) | {"blocks": dict(value.blocks)}
     return dict(op=op, gpu=gpu, bits=bits, shape=shape, **row)
+
+
+def from_row(row: dict) -> Tile:
+    """The tile of a row of the user's table."""
+    return tile(row["num_warps"], row["num_stages"], row["provider"], **row["blocks"])

@@ -123,8 +123,18 @@ def _partial_products(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype
     return out
 
 
-def _sum_products(part, layer_scale, dtype, weight=None, bias=None, colsum=None) -> tuple[Tensor, Tensor | None]:
-    """(dW, dlayer_scale) from slices (S, N, K) of g^T x; dlayer_scale is None without a weight."""
+def sum_products(
+    part: Tensor,
+    layer_scale: Tensor | None,
+    dtype: torch.dtype,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    colsum: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(dW, dlayer_scale) from slices `part` (S, N, K) of g^T x in fp32; dlayer_scale is None without a weight.
+
+    dW (N, K) in `dtype`, dlayer_scale (N,) in fp32. layer_scale, bias, colsum (N,), weight (N, K): as in weight_grad_scaled.
+    """
     splits, n, k = part.shape
     tile = tiles.lookup("weight_grad_sum", part, shape_class(k, n))
     out = torch.empty((n, k), dtype=dtype, device=part.device)
@@ -163,7 +173,7 @@ def weight_grad(g: Tensor, x: Tensor, *, layer_scale: Tensor | None = None, out_
         part = _partial_products(g, x, tile, dtype if layer_scale is None else torch.float32)
     if part.shape[0] == 1 and layer_scale is None and part.dtype == dtype:
         return part[0]
-    return _sum_products(part, layer_scale, dtype)[0]
+    return sum_products(part, layer_scale, dtype)[0]
 
 
 def weight_grad_scaled(
@@ -176,7 +186,7 @@ def weight_grad_scaled(
     """
     tile = tiles.lookup("weight_grad", g, shape_class(x.shape[1], g.shape[1]))
     part = _cublas_fp32(g, x) if tile.provider == "cublas" else _partial_products(g, x, tile, torch.float32)
-    return _sum_products(part, layer_scale, out_dtype or g.dtype, weight, bias, colsum)
+    return sum_products(part, layer_scale, out_dtype or g.dtype, weight, bias, colsum)
 
 
 def _cublas_fp32(g: Tensor, x: Tensor) -> Tensor:

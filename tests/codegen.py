@@ -2,110 +2,50 @@
 
     python tests/codegen.py            writes tests/codegen.csv: registers, stack, shared memory, tensor-core instructions, programs per SM
     python tests/codegen.py --quick    the widths and head sizes that `make test` looks at, printed as JSON
+    python tests/codegen.py --cache FILE.tar.xz --sm 90
+                                       an archive of Triton's cache for one generation and the Triton and Python that run this: all that doctor,
+                                       the gpu tests and the benchmarks launch; `bench/gpu.sh` unpacks it (bench/cache.py), and compiles nothing in it
 
-Launchers run on meta tensors with their launches recorded, so what is compiled is exactly what a GPU would get. TRITON_INTERPRET must be unset.
+Launchers run on meta tensors with their launches recorded, and Triton's own front end decides what a launch is compiled for (vitfast/offline.py), so
+what is compiled is exactly what a GPU would get. TRITON_INTERPRET must be unset.
 """
 
 import argparse
+import contextlib
 import csv
-import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+
+import cache  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from vitfast import doctor, offline, ops  # noqa: E402
 from vitfast.doctor import Sizes  # noqa: E402
-from vitfast.kernels import attention, layer_norm, linear, mlp, patch_embed, tiles, weight_grad  # noqa: E402
+from vitfast.errors import both_ends  # noqa: E402
+from vitfast.kernels import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
+from vitfast.launchers import Draw, launchers  # noqa: E402
 
 TABLE = Path(__file__).with_name("codegen.csv")
-KERNELS = Path(tiles.__file__).parent
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COLUMNS = ("kernel", "case", "sm", "dtype", "tile", "warps", "stages", "registers", "stack", "spills", "shared", "tensor_core", "programs_per_sm")
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SHARED_PER_SM = {80: 167_936, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
 WARPS_PER_SM = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
-ALIGNED = [["tt.divisibility", 16]]
-
-
-def source_hash() -> str:
-    """sha256 over the kernel sources: the table is stale when it differs."""
-    digest = hashlib.sha256()
-    for path in sorted(KERNELS.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def specialise(launch: Launch) -> tuple[dict, dict, dict, dict]:
-    """(signature, constexprs, attributes, options) as Triton's launcher would make them from the arguments."""
-    kernel, arguments = launch.kernel, dict(launch.arguments)
-    options = {k: arguments.pop(k) for k in ("num_warps", "num_stages") if k in arguments} | {"enable_fp_fusion": True}
-    signature, constants, attributes = {}, {}, {}
-
-    def type_of(value, path: tuple):
-        if isinstance(value, tuple):
-            return tuple(type_of(element, (*path, i)) for i, element in enumerate(value))
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
-            constants[path] = value
-            return "constexpr"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attributes[path] = ALIGNED
-        if isinstance(value, torch.Tensor):
-            return "*" + TYPES[value.dtype]
-        if isinstance(value, TensorDescriptor):
-            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        if isinstance(value, int):
-            return "i32" if -(2**31) <= value < 2**31 else "i64"
-        return "fp32"
-
-    for index, parameter in enumerate(kernel.params):
-        value = arguments.get(parameter.name, parameter.default)
-        if parameter.is_constexpr:
-            signature[parameter.name], constants[(index,)] = "constexpr", value
-        else:
-            signature[parameter.name] = type_of(value, (index,))
-    return signature, constants, attributes, options
-
-
-class Driver:
-    """Stands in the place of a GPU's driver: Triton's front end asks it for the target alone."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-def front_end_problems(launches: list[Launch]) -> list[str]:
-    """Where Triton's own launcher would compile something else than `specialise` says, or refuse an argument. Compiles nothing."""
-    seen, found = [], []
-    triton.runtime.driver.set_active(Driver())
-    triton.knobs.runtime.jit_cache_hook = lambda **details: seen.append(details["compile"]) or True  # True: go no further
-    for launch in launches:
-        signature, constants, attributes, options = specialise(launch)
-        launch.kernel.warmup(grid=launch.grid, **(launch.arguments | options))
-        theirs = seen.pop()
-        same = theirs["signature"] == signature and {k: str(v) for k, v in theirs["constants"].items()} == {k: str(v) for k, v in constants.items()}
-        if not same or {k: v for k, v in theirs["configs"][0].items() if v} != attributes:
-            found.append(f"{launch.kernel.__name__}: Triton would compile {theirs}, not {signature} {constants} {attributes}")
-    triton.knobs.runtime.jit_cache_hook = None
-    return found
+META = torch.device("meta")
+ARCHIVE_LIMIT = 64 * 2**20  # bytes
 
 
 def tool(name: str, *arguments: str) -> str:
@@ -130,9 +70,7 @@ def inspect_cubin(cubin: bytes) -> dict:
 
 def compile_launch(launch: Launch, sm: int) -> dict:
     """One row's measurements."""
-    signature, constants, attributes, options = specialise(launch)
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    compiled = offline.compiled(launch, sm)
     row = inspect_cubin(compiled.asm["cubin"])
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     by_registers = 65_536 // (-(-row["registers"] // 8) * 8 * 32 * warps)
@@ -140,54 +78,13 @@ def compile_launch(launch: Launch, sm: int) -> dict:
     return row | dict(shared=shared, warps=warps, stages=compiled.metadata.num_stages, programs_per_sm=programs)
 
 
-def launcher_calls(s: Sizes, dtype: torch.dtype, wide: bool) -> dict:
-    """Name -> a call of every launcher at a model's shapes, on meta tensors; `wide` adds options that change the code (factors, fp32 stream, uint8)."""
-    rows, d, f, head = s.batch * s.tokens, s.width, s.hidden, s.width // s.heads
+def launcher_calls(s: Sizes, dtype: torch.dtype, wide: bool) -> dict[str, Callable]:
+    """Name -> a call of every launcher at a model's shapes, on meta tensors; `wide`: the variants too, and every rival provider of each."""
 
-    def t(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    def on_meta(launcher):
+        return lambda: launcher.call(*launcher.make(Draw(dtype, META)))
 
-    def vector(n: int = d) -> torch.Tensor:
-        return t(n)
-
-    x, wide_x, statistics = t(rows, d), t(rows, f), t(rows, dtype=torch.float32)
-    qkv, o, lse = t(s.batch, s.tokens, 3, s.heads, head), t(s.batch, s.tokens, s.heads, head), t(s.batch, s.heads, s.tokens, dtype=torch.float32)
-    drop, scale = t(s.batch, dtype=torch.float32), vector()
-    images, grid = t(s.batch, 3, s.image, s.image), (s.image // s.patch) ** 2
-    raw, embed = t(s.batch, 3, s.image, s.image, dtype=torch.uint8), (t(d, 3, s.patch, s.patch), vector(), t(1, 1, d), t(1, 1 + grid, d))
-    tokens = t(s.batch, 1 + grid, d)
-    wanted = dict(prefix=1, pos_len=1 + grid, want_images=True, want_weight=True, want_bias=True, want_cls=True, want_pos=True)
-    calls = {
-        "layer_norm": lambda: layer_norm.layer_norm_fwd(x, vector(), vector(), 1e-6),
-        "layer_norm backward": lambda: layer_norm.layer_norm_bwd(x, x, vector(), vector(), statistics, statistics, dz=x, want_y=True),
-        "attention": lambda: attention.attention_fwd(*qkv.unbind(2), 0.125),
-        "attention backward": lambda: attention.attention_bwd(*qkv.unbind(2), o, lse, o, 0.125, want_bias_grad=True),
-        "linear": lambda: linear.linear(x, t(3 * d, d), vector(3 * d)),
-        "input gradient": lambda: linear.input_grad(t(rows, 3 * d), t(3 * d, d)),
-        "linear + residual": lambda: linear.linear_residual(wide_x, t(d, f), vector(), x, None, None, s.tokens),
-        "linear + gelu": lambda: mlp.linear_gelu(x, t(f, d), vector(f), "none", True),
-        "dgelu": lambda: mlp.dgelu_matmul(x, t(d, f), wide_x, "none", True),
-        "weight gradient": lambda: weight_grad.weight_grad(wide_x, x),
-        "patch embedding": lambda: patch_embed.patch_embed_fwd(images, *embed, None, None),
-        "patch embedding backward": lambda: patch_embed.patch_embed_bwd(tokens, images, embed[0], None, None, **wanted),
-    }
-    if wide:
-        stream = t(rows, d, dtype=torch.float32)
-        factors = dict(layer_scale=scale, drop_path=drop, rows_per_sample=s.tokens, want_layer_scale=True)
-        calls |= {
-            "add + layer_norm": lambda: layer_norm.add_layer_norm_fwd(x, x, vector(), vector(), 1e-6, scale, drop, s.tokens),
-            "add + layer_norm backward": lambda: layer_norm.layer_norm_bwd(x, x, vector(), vector(), statistics, statistics, dz=x, branch=x, **factors),
-            "scaled rows": lambda: layer_norm.scale_rows(x, None, drop, s.tokens),
-            "linear + residual, factors, fp32 stream": lambda: linear.linear_residual(x, t(d, d), vector(), stream, scale, drop, s.tokens),
-            "linear + gelu, tanh, inference": lambda: mlp.linear_gelu(x, t(f, d), vector(f), "tanh", False),
-            "dgelu, tanh": lambda: mlp.dgelu_matmul(x, t(d, f), wide_x, "tanh", True),
-            "gelu backward": lambda: mlp.gelu_bwd(wide_x, wide_x, "none", True),
-            "weight gradient, layer scale": lambda: weight_grad.weight_grad_scaled(x, wide_x, t(d, f), vector(), scale, t(d, dtype=torch.float32), dtype),
-            "patch embedding, uint8": lambda: patch_embed.patch_embed_fwd(raw, *embed, [0.5] * 3, [0.5] * 3),
-            "patch embedding, uint8, backward": lambda: patch_embed.patch_embed_bwd(
-                tokens, raw, embed[0], [0.5] * 3, [0.5] * 3, **(wanted | dict(want_images=False))
-            ),
-        }
+    calls = {name: on_meta(launcher) for name, launcher in launchers(s).items() if wide or not launcher.variant}
     return {f"{name}{rival}": run for name, call in calls.items() for rival, run in with_rivals(call).items()}
 
 
@@ -196,9 +93,9 @@ def with_rivals(call) -> dict:
     with tiles.watching() as used:
         runs = {"": call} if record(call) else {}
     for (op, bits, shape), _ in used.items():
-        like = torch.empty(0, dtype=torch.float32 if bits == "32" else torch.bfloat16, device="meta")
+        like = torch.empty(0, dtype=torch.float32 if bits == "32" else torch.bfloat16, device=META)
         for rival in tiles.rivals(op, like, shape):
-            if rival.provider != "cublas":
+            if rival.blocks or rival.provider == "tiled":
 
                 def run(op=op, rival=rival, shape=shape):
                     with tiles.override(op, rival, shape):
@@ -209,34 +106,32 @@ def with_rivals(call) -> dict:
 
 
 def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple, tuple]:
-    """Distinct compilations: key -> (case, sm, dtype name, index of the launch within its call)."""
+    """Distinct compilations: key -> (case, sm, dtype name, the launch as plain data)."""
     found = {}
     for sm in generations:
         for model, s in sizes.items():
             for dtype in dtypes:
                 with tiles.targeting(sm):
-                    launches = [(case, *item) for case, call in launcher_calls(s, dtype, wide).items() for item in enumerate(record(call))]
-                for case, index, launch in launches:
-                    if not wide and model != "B/16" and "attention" not in case:
+                    launches = [(case, launch) for case, call in launcher_calls(s, dtype, wide).items() for launch in record(call)]
+                for case, launch in launches:
+                    if not wide and model != "B/16" and not case.startswith("attention"):
                         continue  # the quick look takes the second size for its head of 80 alone,
                     if not wide and case.endswith(")") and any(key[:2] == (sm, launch.kernel.__name__) for key in found):
                         continue  # and rivals only where nothing else compiles their kernel
-                    signature, constants, attributes, options = specialise(launch)
-                    key = (sm, launch.kernel.__name__, str(signature), str(constants), str(sorted(attributes)), str(options))
-                    found.setdefault(key, (model, case, sm, dtype, index, wide))
+                    key = (sm, launch.kernel.__name__, *offline.key_of(launch, sm))
+                    found.setdefault(key, (f"{model} {case}", sm, TYPES[dtype], offline.Job.of(launch)))
     return found
 
 
 def compile_job(job: tuple) -> dict:
     """One row of the table."""
-    model, case, sm, dtype, index, wide = job
-    with tiles.targeting(sm):
-        launch = record(launcher_calls(ALL_SIZES[model], dtype, wide)[case])[index]
+    case, sm, dtype, plain = job
+    launch = plain.launch()
     blocks = {k: v for k, v in launch.arguments.items() if k.isupper() and isinstance(v, int) and not isinstance(v, bool)}
     named = " ".join(f"{k}={v}" for k, v in blocks.items() if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM"))
     if "HEAD" in launch.arguments:
         named += " head={0.first}+{0.second}".format(launch.arguments["HEAD"])
-    row = dict(kernel=launch.kernel.__name__, case=f"{model} {case}", sm=sm, dtype=TYPES[dtype], tile=named)
+    row = dict(kernel=launch.kernel.__name__, case=case, sm=sm, dtype=dtype, tile=named)
     try:
         return row | compile_launch(launch, sm)
     except Exception as error:  # the table says which tile does not compile
@@ -293,23 +188,167 @@ def problems(rows: list[dict]) -> list[str]:
 PRODUCTS = ("linear", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
 
 
+# ---- an archive of what a run on a GPU launches
+
+
+@contextlib.contextmanager
+def launching_on_meta() -> Iterator[None]:
+    """Operations on meta tensors run their launchers inside, as they would on a GPU, in place of their fakes."""
+    from torch._library.custom_ops import OPDEFS
+
+    from vitfast.ops import _dispatch
+
+    ours = [op for name, op in OPDEFS.items() if name.startswith("vitfast::")]
+    fakes, obstacle = [op._abstract_fn for op in ours], _dispatch._obstacle
+    for op in ours:
+        op._abstract_fn = op._init_fn
+    _dispatch._obstacle = lambda x, unsupported: unsupported
+    try:
+        with ops.use_kernels("on"):
+            yield
+    finally:
+        _dispatch._obstacle = obstacle
+        for op, fake in zip(ours, fakes):
+            op._abstract_fn = fake
+
+
+def _meta(inputs: list[doctor.Input], dtype: torch.dtype) -> list[torch.Tensor]:
+    """What doctor.make draws, on the meta device."""
+    kinds = dict(uint8=torch.uint8, factor=torch.float32)
+    tensors = [torch.empty(shape, dtype=kinds.get(kind, dtype), device=META) for kind, shape in inputs]
+    return [t.requires_grad_() if kind not in kinds else t for t, (kind, _) in zip(tensors, inputs)]
+
+
+def operations(s: Sizes, dtypes: list[torch.dtype], names: list[str] | None = None, rivals: bool = False) -> list[Launch]:
+    """What doctor's cases launch at these sizes: forward without gradients, forward and backward with them, and every rival provider."""
+    found = []
+    for name, (function, inputs) in doctor.cases(s).items():
+        for dtype in dtypes if names is None or name in names else ():
+            tensors = _meta(inputs, dtype)
+
+            def run(function=function, tensors=tensors):
+                with torch.no_grad():
+                    function(*tensors)
+                return doctor.run(function, tensors, [torch.empty_like(o) for o in doctor.run(function, tensors)])
+
+            with tiles.watching() as used:
+                found += record(run)
+            for (op, bits, shape), _ in used.items() if rivals else ():
+                like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=META)
+                for rival in tiles.rivals(op, like, shape):
+                    with tiles.override(op, rival, shape):
+                        found += record(run)
+    return found
+
+
+def training_step(preset: str, image: int, batch: int, train: bool, amp: bool) -> list[Launch]:
+    """What a step, or an inference, of a preset launches in bf16; under autocast (`amp`) LayerNorm's parameters are fp32."""
+    from vitfast import ViT
+
+    with META:
+        model = ViT.from_preset(preset, img_size=image).bfloat16().train(train)
+    for module in model.modules() if amp else ():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.float()
+    images = torch.empty(batch, 3, image, image, dtype=torch.bfloat16, device=META)
+
+    def run():
+        with torch.set_grad_enabled(train):
+            logits = model(images)
+            if train:
+                logits.backward(torch.empty_like(logits))
+
+    return record(run)
+
+
+def fp32_stream(s: Sizes) -> list[Launch]:
+    """What the two halves launch where `accelerate` keeps timm's fp32 residual stream under autocast."""
+    found = []
+    for name, function in (("attention_block", ops.attention_block), ("mlp_block", ops.mlp_block)):
+        x, w, b, *matrices = _meta(doctor.cases(s)[name][1], torch.bfloat16)[:7]
+        stream = [t.detach().float().requires_grad_() for t in (x, w, b)]
+        options = dict(num_heads=s.heads) if name == "attention_block" else {}
+
+        def run(function=function, tensors=(*stream, *matrices), options=options):
+            out = function(*tensors, residual_in_fp32=True, **options)
+            out.backward(torch.empty_like(out))
+
+        found += record(run)
+    return found
+
+
+def everything(sm: int) -> list[Launch]:
+    """What doctor, the gpu tests, and the benchmarks of operations and models launch on a GPU of this generation."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import test_gpu
+
+    wanted, half, bf16 = [torch.float32, torch.float16, torch.bfloat16], [torch.float16, torch.bfloat16], [torch.bfloat16]
+    marks = {mark.args[0]: mark.args[1] for mark in test_gpu.test_attention_around_tile_edges.pytestmark if mark.name == "parametrize"}
+    with tiles.targeting(sm), launching_on_meta():
+        found = operations(doctor.GPU_SIZES, wanted)
+        for s in ALL_SIZES.values():
+            found += operations(s, bf16)
+            found += fp32_stream(s)
+        for name, s in test_gpu.SIZES.items():
+            found += operations(s, wanted)
+            found += operations(s, half, rivals=True) if name in ("B/16 224", "H/14 224") else []
+        for tokens in marks["tokens"]:
+            for head in marks["head"]:
+                s = Sizes(batch=2, tokens=tokens, width=3 * head, heads=3, hidden=64, image=32, patch=16)
+                found += operations(s, bf16, ["attention"])
+        for preset, image, batch in (("B/16", 224, 256), ("S/16", 224, 512), ("L/16", 224, 128), ("H/14", 224, 64), ("B/16", 384, 64)):
+            for amp in (False, True):
+                found += training_step(preset, image, batch, True, amp)
+                found += [x for count in (1, 64, 128, 256, 512) for x in training_step(preset, image, count, False, amp)]
+        return found
+
+
+def compile_only(work: tuple[offline.Job, int]) -> str:
+    """Compiles into the cache; what went wrong, or nothing."""
+    job, sm = work
+    try:
+        offline.compiled(job.launch(), sm)
+        return ""
+    except Exception as error:
+        return f"{job.kernel}: {both_ends(f'{type(error).__name__}: {error}')}"
+
+
+def write_cache(archive: Path, sm: int, processes: int, found: list[Launch]) -> int:
+    """Compiles these launches and packs them; returns the exit code."""
+    launches = {offline.key_of(launch, sm): launch for launch in found}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        with ProcessPoolExecutor(processes) as pool:
+            failures = [f for f in pool.map(compile_only, [(offline.Job.of(x), sm) for x in launches.values()], chunksize=4) if f]
+        size = cache.pack(Path(folder), archive, sm=sm)
+    print(*failures, sep="\n", end="\n" if failures else "")
+    made = f"Triton {triton.__version__}, Python {sys.version.split()[0]}"
+    print(f"{len(launches) - len(failures)} kernels for sm_{sm}, {made}: {archive}, {size / 2**20:.1f} MiB")
+    if size > ARCHIVE_LIMIT:
+        print(f"{archive} is larger than {ARCHIVE_LIMIT / 2**20:.0f} MiB", file=sys.stderr)
+    return 1 if failures or size > ARCHIVE_LIMIT else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two widths in bf16; print JSON, write nothing")
+    parser.add_argument("--cache", type=Path, metavar="FILE", help="write an archive of Triton's cache for one --sm")
     parser.add_argument("--sm", type=int, nargs="+", default=list(tiles.GENERATIONS))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
+    if args.cache:
+        if len(args.sm) != 1:
+            parser.error("--cache is for one GPU generation: give --sm 90, say")
+        return write_cache(args.cache, args.sm[0], args.processes, everything(args.sm[0]))
     work = jobs(QUICK_SIZES if args.quick else ALL_SIZES, [torch.bfloat16], args.sm, not args.quick)
     if not args.quick:
         work |= jobs(QUICK_SIZES, [torch.float32], args.sm, True)
     rows = rows_of(work, args.processes)
     if args.quick:
-        with tiles.targeting(90):
-            launches = [launch for call in launcher_calls(QUICK_SIZES["Dh 80"], torch.bfloat16, True).values() for launch in record(call)]
-        print(json.dumps(dict(rows=rows, problems=problems(rows) + front_end_problems(launches), launches=len(launches))))
+        print(json.dumps(dict(rows=rows, problems=problems(rows))))
         return 0
     with open(TABLE, "w", newline="") as file:
-        file.write(f"# kernels {source_hash()}, triton {triton.__version__}; written by make codegen\n")
+        file.write(f"# kernels {cache.source_hash()}, triton {triton.__version__}; written by make codegen\n")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted(rows, key=lambda r: (r["kernel"], r["sm"], r["dtype"], r["case"])))

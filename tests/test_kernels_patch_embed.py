@@ -149,6 +149,15 @@ def test_patch_embed_matches_ref(case):
     check(make(**CASES[case]))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_patch_embed_by_cublas_matches_ref(case):
+    """Patches written out and multiplied by torch: what the tuner may choose."""
+    with contextlib.ExitStack() as stack:
+        for name in OPERATIONS:
+            stack.enter_context(tiles.override(name, tiles.tile(provider="cublas")))
+        check(make(**CASES[case]))
+
+
 @pytest.mark.parametrize("images", [F32, U8], ids=str)
 @pytest.mark.parametrize("layout", ["nchw", "channels last"])
 def test_patch_embed_many_programs(layout, images):

@@ -15,3 +15,15 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.4)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return InputError(f"unknown {kind} {name!r}; {hint}")
+
+
+def both_ends(text: str, limit: int = 400) -> str:
+    """`text` in one line of at most `limit` characters: its start, " ... " and its end.
+
+    Both, because compilers say what is wrong at the end.
+    """
+    text, gap = " ".join(text.split()), " ... "
+    if len(text) <= limit:
+        return text
+    tail = max(0, limit - len(gap)) // 2
+    return text[: limit - len(gap) - tail] + gap + text[len(text) - tail :]

@@ -1,0 +1,109 @@
+"""LayerNorm and the residual add before it by PyTorch's own kernels: a provider of what layer_norm.py does.
+
+PyTorch's LayerNorm takes one dtype for everything: where the dtypes differ it runs in fp32. On the CPU it would return
+the statistics of 16-bit rows in 16 bits: fp32 there too.
+"""
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _dtype_of(x: Tensor, *others: torch.dtype | None) -> torch.dtype:
+    """The one dtype that all have, else fp32."""
+    alike = all(dtype in (None, x.dtype) for dtype in others)
+    return x.dtype if alike and x.device.type == "cuda" else torch.float32
+
+
+def _as(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def _dtype(t: Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+def _rows(drop_path: Tensor, rows_per_sample: int, count: int) -> Tensor:
+    """(B,) -> (M, 1): the factor of every row."""
+    return drop_path.repeat_interleave(rows_per_sample, output_size=count)[:, None]
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    rows_per_sample: int,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(y, z, mean, rstd) as add_layer_norm_fwd returns them; without a residual z is None."""
+    (count, width), z, normed = x.shape, None, x
+    if residual is not None:
+        rows = None if drop_path is None else _rows(drop_path, rows_per_sample, count)
+        if layer_scale is not None and rows is not None:
+            z = torch.addcmul(residual, x * layer_scale.float(), rows)
+        elif layer_scale is not None or rows is not None:
+            z = torch.addcmul(residual, x, rows if layer_scale is None else layer_scale)
+        else:
+            z = residual + x
+        normed = z = z.to(residual.dtype)
+    out_dtype = out_dtype or x.dtype
+    dtype = _dtype_of(normed, _dtype(weight), _dtype(bias), out_dtype)
+    normed, weight, bias = _as(dtype, normed, weight, bias)
+    y, mean, rstd = aten.native_layer_norm(normed, [width], weight, bias, eps)
+    return y.to(out_dtype), z, mean.view(count), rstd.view(count)
+
+
+def backward(
+    dy: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dz: Tensor | None,
+    branch: Tensor | None,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    rows_per_sample: int,
+    want_dx: bool,
+    want_dparams: bool,
+    want_layer_scale: bool,
+    want_bias_sum: bool,
+    want_y: bool,
+    sum_dtype: torch.dtype,
+) -> tuple[Tensor | None, ...]:
+    """(dres, dx, dweight, dbias, dlayer_scale, bias_sum, y) as layer_norm_bwd returns them, None where not asked for."""
+    count, width = z.shape
+    statistics = mean[:, None], rstd[:, None]
+    want_dres = want_dx or want_layer_scale or want_bias_sum
+    wanted = [want_dres, want_dparams and weight is not None, want_dparams and bias is not None]
+    dres = dx = dlayer_scale = bias_sum = dweight = dbias = y = None
+    if any(wanted):
+        dtype = _dtype_of(z, dy.dtype, _dtype(weight), _dtype(bias))
+        inputs = _as(dtype, dy, z)
+        grads = aten.native_layer_norm_backward(*inputs, [width], *statistics, *_as(dtype, weight, bias), wanted)
+        dres, dweight, dbias = (grad if want else None for grad, want in zip(grads, wanted))
+        (dweight,), (dbias,) = _as(_dtype(weight), dweight), _as(_dtype(bias), dbias)
+    if want_dres:
+        dres = (dres if dz is None else dres + dz).to(z.dtype)
+        scaled = dres if drop_path is None else dres * _rows(drop_path, rows_per_sample, count).float()
+        if want_layer_scale:
+            dlayer_scale = (scaled * branch.float()).sum(0).to(layer_scale.dtype)
+        scaled = scaled if layer_scale is None else scaled * layer_scale.float()
+        if want_bias_sum:
+            bias_sum = scaled.sum(0, dtype=torch.float32).to(sum_dtype)
+        if want_dx and scaled is not dres:
+            dx = scaled.to(dy.dtype)
+    if want_y:
+        y = (z - statistics[0]).mul_(statistics[1])
+        if weight is not None:
+            y = y.mul_(weight) if bias is None else torch.addcmul(bias, y, weight)
+        elif bias is not None:
+            y = y.add_(bias)
+        y = y.to(dy.dtype)
+    return dres if want_dx else None, dx, dweight, dbias, dlayer_scale, bias_sum, y
