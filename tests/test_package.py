@@ -91,6 +91,11 @@ def test_imports_go_down_the_floors():
         "train",
         "timm_models",
         "doctor",
+        "offline",
+        "tuned",
+        "search",
+        "launchers",
+        "trial",
         "tune",
         "cli",
     ]

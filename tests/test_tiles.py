@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from vitfast import tune
+from vitfast import tuned
 from vitfast.kernels import tiles
 from vitfast.kernels.tiles import Rule, tile
 
@@ -47,32 +47,15 @@ def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     assert tiles._user_table() == {}
 
 
-def test_the_tuner_climbs_past_wrong_candidates():
-    def seconds(t):
-        if t["BLOCK_M"] == 256:
-            return None  # wrong result
-        return abs(t["BLOCK_M"] - 128) + abs(t.num_warps - 8) + abs(t.num_stages - 3) + 1.0
-
-    assert tune.climb(tile(4, 2, BLOCK_M=32), seconds) == (tile(8, 3, BLOCK_M=128), 1.0)
-    assert tune.climb(tile(4, 2, BLOCK_M=256), lambda t: None) == (tile(4, 2, BLOCK_M=256), float("inf"))
-
-
-def test_the_tuner_tries_every_rival():
-    cublas, tma = tile(provider="cublas"), tile(4, 2, "tma", BLOCK_M=32)
-    times = {"triton": 1.0, "cublas": 0.995, "tma": 0.9}
-    by_provider = lambda t: times[t.provider]  # noqa: E731
-    start = tile(4, 2, BLOCK_M=32)
-    assert tune.choose([start, cublas], by_provider) == (start, [(start, 1.0), (cublas, 0.995)])  # within noise: no change
-    assert tune.choose([start, cublas, tma], by_provider)[0] == tma
-    assert tune.choose([start, tma], lambda t: 1.0 if t.provider == "tma" else None)[0] == tma  # the shipped one does not run here
-    assert list(tune.neighbours(cublas)) == []  # nothing of ours to vary
+def test_every_rival_that_runs_here_is_offered():
     half = torch.empty(1, dtype=torch.float16)
     for op, shape, providers in [
         ("linear_fwd", "768x2304", ["triton", "tma"]),
         ("linear_gelu_fwd", "768x3072", ["cublas", "tma"]),
         ("weight_grad", "768x3072", ["triton", "tma"]),
-        ("attention_bwd", "d64n256", ["phases", "tiled"]),
-        ("attention_fwd", "d64nlong", []),
+        ("attention_bwd", "d64n256", ["phases", "tiled", "flash"]),
+        ("attention_fwd", "d64nlong", ["flash"]),
+        ("layer_norm_bwd", "3x256as", ["torch"]),
     ]:
         assert [t.provider for t in tiles.rivals(op, half, shape)] == providers, op
     with tiles.targeting(80):
@@ -84,15 +67,8 @@ def test_a_tuned_row_is_kept_beside_the_others(tmp_path, monkeypatch):
     monkeypatch.setenv("VITFAST_TILES", str(path))
     row = tiles.as_row("attention_fwd", "Some GPU", "16", "d64n256", tile(8, 3, "rows", BLOCK_M=32))
     for changed in (row, row | {"bits": "32"}, row | {"num_warps": 4}):
-        tune.keep(changed)
-    assert json.loads(path.read_text())["tiles"] == [row | {"bits": "32"}, row | {"num_warps": 4}] and list(path.parent.iterdir()) == [path]
+        tuned.keep(changed)
+    assert json.loads(path.read_text())["tiles"] == [row | {"bits": "32"}, row | {"num_warps": 4}]
     tiles._user_table.cache_clear()
     assert tiles._user_table()["attention_fwd", "Some GPU", "16", "d64n256"] == tile(4, 3, "rows", BLOCK_M=32)
     tiles._user_table.cache_clear()
-
-
-def test_tuning_without_a_gpu_says_so(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert tune.main([]) == 2
-    assert "none here" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""The trial of a tile: its launcher's result against float64 at the size that is timed, then its time."""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kernels.tiles import Tile
+from .launchers import Draw, Launcher, outputs
+
+# What rounding the result alone may cost: half a unit in the last place, of numbers just above a power of two.
+EPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+ELEMENT = 10  # times what a row may be off by its norm, a single number may be off by the sum of its size and the row's average
+
+
+def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
+    """The largest errors of any row (of the first axis) and of any number, infinite where not finite.
+
+    Of a row by norm, relative to its own or to the average one; of a number relative to its size plus the average size in its row. Not of the
+    whole, whose norm hardly changes at full size when a tile is lost.
+    """
+    if actual.shape != truth.shape or not actual.isfinite().all():
+        return math.inf, math.inf
+    rows = 1 if truth.dim() == 1 else truth.shape[0]
+    a, t = actual.reshape(rows, -1), truth.reshape(rows, -1)
+    norms = t.norm(dim=1, dtype=torch.float64)
+    norms = norms.clamp_min(norms.square().mean().sqrt().clamp_min(1e-30))
+    by_row = by_number = 0.0
+    for x, y, norm in zip(a.split(4096), t.split(4096), norms.split(4096)):
+        off = (x.double() - y.double()).abs()
+        by_row = max(by_row, (off.norm(dim=1) / norm).max().item())
+        by_number = max(by_number, (off / (y.double().abs() + norm[:, None] / t.shape[1] ** 0.5)).max().item())
+    return by_row, by_number
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh memory is NaN inside: what a candidate does not write is found out, and not taken for what another has left there."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(x: Tensor) -> Tensor:
+        return x.fill_(math.nan) if x.is_floating_point() and x.device.type != "meta" else x
+
+    torch.empty, torch.empty_like = (lambda *a, **k: fill(empty(*a, **k))), (lambda *a, **k: fill(empty_like(*a, **k)))
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = empty, empty_like
+
+
+class Wrong(Exception):
+    """A candidate does not compute what it should."""
+
+
+@dataclass
+class Problem:
+    """One tile to choose: of an operation at one shape class, and the launcher that is run with it."""
+
+    op: str
+    bits: str
+    shape: str
+    name: str
+    launcher: Launcher
+    start: Tile
+    rivals: list[Tile]
+    absent: dict[str, str]  # provider -> why it cannot run here
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.op, self.bits, self.shape
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.shape}" + ("" if self.bits == "16" else f" {self.bits} bit")
+
+
+class Bench:
+    """The inputs of a problem and their truth, made once; checks a tile and times it."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device):
+        self.problem, launcher = problem, problem.launcher
+        generator = torch.Generator(device).manual_seed(0)
+        self.inputs = launcher.make(Draw(dtype, device, generator))
+        doubles = [t.double() if t.is_floating_point() else t for t in self.inputs]
+        with torch.no_grad():
+            self.truth = outputs(launcher.formula(*doubles))
+            plain = outputs(launcher.formula(*self.inputs))
+        self.limits = []
+        for result, truth in zip(plain, self.truth, strict=True):
+            by_row, by_number = errors(result, truth)
+            by_row = 2 * by_row + EPS[dtype]
+            self.limits.append((by_row, max(2 * by_number, ELEMENT * by_row)))
+
+    def run(self):
+        """The launcher, once."""
+        return self.problem.launcher.call(*self.inputs)
+
+    def check(self) -> None:
+        """Raises Wrong where the result with the tile now in force is not within twice PyTorch's own error, plus rounding."""
+        with poisoned():
+            found = outputs(self.run())
+        if len(found) != len(self.truth):
+            raise Wrong(f"{len(found)} results in place of {len(self.truth)}")
+        for result, truth, limits in zip(found, self.truth, self.limits):
+            for error, limit, of in zip(errors(result, truth), limits, ("a row", "a number")):
+                if not error <= limit:
+                    raise Wrong(f"error of {of} {error:.1e} against float64, limit {limit:.1e}")
+
+
+class DeviceClock:
+    """Times on the device: events around a call that is launched while the device is still busy, so that Python does not count."""
+
+    def __init__(self, device: torch.device, rounds: int = 15):
+        self.rounds = rounds
+        self.flushed = torch.empty(256 * 2**20, dtype=torch.int8, device=device)  # twice the largest L2 there is
+        square, begun = torch.randn(4096, 4096, dtype=torch.float16, device=device), self.now()
+        while self.now() - begun < 1.0:  # until the chip has its clocks up
+            square @ square
+            torch.cuda.synchronize()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def lost(self) -> bool:
+        """Whether the device has stopped answering: an illegal access breaks all that follows in a process, whoever made it."""
+        try:
+            torch.cuda.synchronize()
+            return torch.ones(1, device=self.flushed.device).item() != 1
+        except Exception:
+            return True
+
+    def seconds(self, problem: Problem, tile: Tile, run: Callable[[], object]) -> float:
+        """The median of one call's seconds, warm, from cold caches."""
+        for _ in range(2):
+            run()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        lead = int(2e9 * min(0.02, 2 * (time.perf_counter() - begun) + 5e-5))  # in clock cycles: twice what Python takes to launch it
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
+        for start, end in events:
+            self.flushed.zero_()
+            torch.cuda._sleep(lead)
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
