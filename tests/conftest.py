@@ -1,4 +1,4 @@
-"""Shared set-up: one thread per worker (xdist runs two), fixed seeds, Triton's interpreter and no `gpu` tests where there is no GPU."""
+"""Shared set-up: one thread per worker, fixed seeds; without a GPU Triton's interpreter and no `gpu` tests."""
 
 import dataclasses
 import os
@@ -38,10 +38,26 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     _quick_interpreter()
 
 
+# On a GPU what a run that is cut off must not miss comes first; what compiles for long or is nobody's headline, last.
+GPU_ORDER = ("_same_bits", "_every_rival", "_around_tile_edges", "test_gpu.py", "test_kernels_")
+GPU_ORDER += ("test_adapters", "test_export")
+
+
+def urgency(nodeid: str) -> int:
+    """The place of a gpu test in GPU_ORDER."""
+    return next((place for place, part in enumerate(GPU_ORDER) if part in nodeid), len(GPU_ORDER) - 2)
+
+
+def pytest_configure(config):
+    if torch.cuda.is_available() and not config.pluginmanager.has_plugin("device_guard"):
+        config.pluginmanager.import_plugin("device_guard")
+
+
 def pytest_collection_modifyitems(items):
-    """The slowest first, so that no worker is left alone with one at the end."""
+    """The slowest first, so that no worker is left alone at the end with one; on a GPU its tests by their urgency."""
     items.sort(key=lambda item: -item.get_closest_marker("slow").args[0] if "slow" in item.keywords else 0)
     if torch.cuda.is_available():
+        items.sort(key=lambda item: urgency(item.nodeid) if "gpu" in item.keywords else -1)
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:

@@ -3,19 +3,22 @@
 import csv
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from PIL import Image
-from processes import Child, command_line, done
+from processes import SERVER, Child, command_line, done
 
-from vitfast import ViT
+from vitfast import ViT, doctor
 from vitfast.cli import main
 from vitfast.train.sources import Part, known_labels, open_sources
 
@@ -322,3 +325,97 @@ def test_debug_shows_the_traceback(tmp_path):
 def test_wrong_usage_exits_2(capsys, args):
     code, _, err = run_cli(capsys, *args)
     assert code == 2 and "usage: vitfast" in err
+
+
+# ---- doctor
+
+
+def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
+    names = lambda *only: list(dict.fromkeys(name for name, _ in doctor.tasks(only)))  # noqa: E731
+    assert names("attention") == ["attention", "attention, N = 300"]
+    assert names("attention, N = 300", "mlp") == ["attention, N = 300", "mlp"]
+    assert names("_block", "patch") == ["patch_embed", "patch_embed, uint8", "attention_block", "mlp_block"]
+    assert names() == list(doctor.cases(doctor.SMALL_SIZES)) and len(doctor.tasks()) == 2 * len(names())
+    assert doctor.tasks(["layer_norm"], "float16") == [("layer_norm", "float16")]
+
+
+def test_doctor_refuses_what_does_not_exist_here(capsys):
+    code, out, err = run_cli(capsys, "doctor", "--only", "mlp", "--only", "nothing")
+    assert code == 2 and not out and "no operation has 'nothing' in its name; there are layer_norm;" in err
+    code, _, err = run_cli(capsys, "doctor", "--dtype", "bfloat16")
+    assert code == 2 and "no bfloat16 here, only float16 and float32" in err
+
+
+def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatch, capsys):
+    from vitfast.kernels import launch
+
+    commands = []
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    answer = SimpleNamespace(returncode=7)
+    monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append((command, env)) or answer)
+    given = ["--jobs=3", "--only=mlp", "--only=layer_norm", "--dtype=float16", "--json", "--untimed", "--debug"]
+    assert run_cli(capsys, "doctor", *given)[0] == 7
+    assert commands[0][0][3:] == ["doctor", *given] and commands[0][1]["TRITON_INTERPRET"] == "1"
+
+
+def test_doctor_keeps_both_ends_of_a_failure_and_shows_the_first_traceback(monkeypatch, capsys):
+    from vitfast.kernels import attention
+
+    def broken(*args):
+        raise ValueError("where it starts" + 400 * " and so on" + " what is wrong")
+
+    monkeypatch.setattr(attention, "attention_fwd", broken)
+    code, out, err = run_cli(capsys, "doctor", "--only", "attention, N = 300", "--only", "layer_norm", "--debug", "--json")
+    rows = {(r["op"], r["dtype"]): r for r in json.loads(out)["results"]}
+    bad = rows["attention, N = 300", "float16"]
+    assert code == 1 and len(rows) == 4 and rows["layer_norm", "float32"]["passed"]
+    assert bad["failure"].startswith("ValueError: where it starts") and bad["failure"].endswith("what is wrong")
+    assert len(bad["failure"]) <= 400 and "in broken" in bad["traceback"]
+    assert err.count("Traceback") == 1 and "The first failure, attention, N = 300 in float16:" in err
+    assert "2 of 4 passed" in err
+
+
+def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
+    def interrupted(task, timed):
+        if task[1] == "float32":
+            raise KeyboardInterrupt
+        return doctor.Result(*task, 0.0, 0.0, True)
+
+    monkeypatch.setattr(doctor, "perform", interrupted)
+    code, out, err = run_cli(capsys, "doctor", "--only", "layer_norm", "--json")
+    assert code == 130 and json.loads(out)["not_examined"] == 1 and "1 of 2 passed, 1 not examined: interrupted" in err
+
+
+def deadly(task) -> doctor.Result:
+    """What a worker of the doctor can do to itself."""
+    if task[0] == "exits":
+        os._exit(3)
+    if task[0] == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return doctor.Result(*task, 0.0, 0.0, True)
+
+
+@pytest.mark.slow(8)
+def test_a_process_of_the_doctor_that_dies_is_a_failed_row(monkeypatch):
+    """The others go on, each task is done once, and no more processes run than asked for."""
+    monkeypatch.setattr(doctor.multiprocessing, "get_context", lambda kind: SERVER)
+    todo = [(name, "float16") for name in ("exits", "a", "crashes", "b", "c", "d")]
+    found = {r.op: r for r in doctor.in_processes(deadly, todo, jobs=2)}
+    assert len(found) == 6 and {name for name, r in found.items() if r.passed} == set("abcd")
+    assert found["exits"].failure == "its process died with exit code 3"
+    assert found["crashes"].failure == "its process died by signal 11 (SIGSEGV)"
+
+
+def test_a_worker_whose_gpu_has_failed_makes_room_for_another(monkeypatch):
+    def illegal():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Pipe:
+        sent, tasks = [], [("fine", "float16"), ("wrong", "float16"), ("never", "float16")]
+        recv, send = (lambda self: self.tasks.pop(0)), (lambda self, what: self.sent.append(what))
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", illegal)
+    doctor._serve(Pipe(), lambda task: doctor.Result(*task, 0.0, 0.0, task[0] == "fine"))
+    assert [(result.op, goes_on) for result, goes_on in Pipe.sent] == [("fine", True), ("wrong", False)]

@@ -119,7 +119,20 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")
     sub = command("doctor", "check every kernel on this machine against float64, and time it on a GPU", _doctor)
     sub.add_argument("--json", action="store_true", default=False, help="print the results as JSON")
-    sub.add_argument("--only", metavar="NAME", default="", help="the operations whose name contains this, such as attention or mlp (default: all)")
+    names = "an operation such as attention, or those whose name contains this; can be repeated (default: all)"
+    sub.add_argument("--only", metavar="NAME", action="append", default=[], help=names)
+    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="", help="default: all that run here")
+    jobs = "processes at once, at most one a CPU; more than one is quicker and shows no times (default 1)"
+    sub.add_argument("--jobs", metavar="N", type=int, default=1, help=jobs)
+    sub.add_argument("--untimed", action="store_true", default=False, help="check only, without times")
+    sub = command("tune", "find this GPU's fastest tiles, kernels against libraries, and keep them in your own table", _tune)
+    sub.add_argument("--model", metavar="NAME", nargs="+", default=["B/16"], help="whose sizes: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)")
+    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
+    sub.add_argument("--only", metavar="NAME", default="", help="operations whose name contains this, such as attention or gelu")
+    sub.add_argument("--seconds", metavar="N", type=float, default=None, help="for each model (default 400); what is found by then is kept")
+    sub.add_argument("--batch-size", metavar="N", type=int, default=None, help="of the shapes that are timed (default: 32 to 256 by model)")
+    deterministic = "leave out libraries whose backward may give other bits each time; ours never does"
+    sub.add_argument("--deterministic", action="store_true", default=False, help=deterministic)
     sub = command("convert", "write weights of any format in another one: vitfast, timm, huggingface, npz (Google's) or torchvision", _convert)
     sub.add_argument("source", metavar="IN", help="file, folder or hf-hub:owner/name")
     sub.add_argument("path", metavar="OUT", help="a folder, or a file whose suffix suits the format")
@@ -300,11 +313,22 @@ def _doctor(args: argparse.Namespace) -> int:
     from .kernels.launch import INTERPRETED
 
     if not torch.cuda.is_available() and not INTERPRETED:  # the interpreter has to be chosen before the kernels are imported
-        command = [sys.executable, "-m", "vitfast", "doctor", f"--only={args.only}", *(["--json"] if args.json else [])]
+        command = [sys.executable, "-m", "vitfast", "doctor", f"--jobs={args.jobs}"]
+        command += [f"--only={name}" for name in args.only]
+        command += [f"--dtype={args.dtype}"] if args.dtype else []
+        command += [f"--{flag}" for flag in ("json", "untimed", "debug") if getattr(args, flag)]
         return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
     from .doctor import doctor
 
-    return doctor(args.json, args.only)
+    return doctor(args.json, args.only, args.dtype, args.jobs, not args.untimed, args.debug)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from .tune import tune
+
+    return tune(args.model, getattr(torch, args.dtype), args.only, args.seconds, args.batch_size, args.deterministic)
 
 
 def _overrides(args: argparse.Namespace) -> dict:

@@ -1,16 +1,24 @@
 """Is this machine all right? Every kernel against float64 on random inputs, forward and backward, in each dtype; times on a GPU."""
 
+import contextlib
 import json
 import math
+import multiprocessing
+import os
 import platform
-from collections.abc import Callable, Iterator
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
 
 import torch
 from torch import Tensor
 
 from . import __version__, ops
-from .errors import InputError
+from .errors import InputError, both_ends
 from .kernels.launch import INTERPRETED, launches_made
 
 # What rounding the result alone may cost, relative to the norm of the truth: a few units in the last place of the dtype.
@@ -47,6 +55,7 @@ class Result:
     both_us: float | None = None
     gigabytes_per_second: float | None = None
     failure: str = ""
+    traceback: str = ""
 
 
 # What a random input is: its kind ("values", "weight" scaled by its fan-in, "factor" in fp32 without a gradient, "uint8") and its shape.
@@ -137,7 +146,12 @@ def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dty
                 _time(result, function, tensors, upstream)
         return result
     except Exception as problem:  # a kernel that does not compile or run is a failed row, not the end of the examination
-        return Result(name, label, float("inf"), float("nan"), False, failure=f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
+        return failed(name, label, f"{type(problem).__name__}: {problem}", traceback.format_exc())
+
+
+def failed(name: str, dtype: str, failure: str, where: str = "") -> Result:
+    """The row of an operation that gave no result."""
+    return Result(name, dtype, float("inf"), float("nan"), False, failure=both_ends(failure), traceback=where)
 
 
 def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: list[Tensor]) -> None:
@@ -150,14 +164,96 @@ def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: l
     result.gigabytes_per_second = moved / result.forward_us / 1e3
 
 
-def examinations(device: torch.device, only: str = "") -> Iterator[Result]:
-    """Every operation whose name contains `only`, in every dtype that runs here (the interpreter has no bfloat16)."""
-    sizes = GPU_SIZES if device.type == "cuda" else SMALL_SIZES
-    dtypes = (torch.float32, torch.float16, torch.bfloat16) if device.type == "cuda" else (torch.float32, torch.float16)
-    for name, (function, inputs) in cases(sizes).items():
-        for dtype in dtypes:
-            if only in name:
-                yield examine(name, function, inputs, dtype, device)
+Task = tuple[str, str]  # an operation and a dtype, by their names
+
+
+def device() -> torch.device:
+    """Where the kernels run: the GPU, or the CPU where they are interpreted."""
+    if not torch.cuda.is_available() and not INTERPRETED:
+        raise RuntimeError("doctor: without a GPU the kernels need TRITON_INTERPRET=1 before vitfast is imported")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def tasks(only: Iterable[str] = (), dtype: str = "") -> list[Task]:
+    """What is to be examined, in every dtype that runs here or in one (the interpreter has no bfloat16).
+
+    A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention, N = 300" too,
+    not for "attention_block"), any other for each operation whose name contains it. Raises InputError for one that
+    stands for none.
+    """
+    names, chosen = list(cases(SMALL_SIZES)), set()
+    for wanted in only:
+        forms = [name for name in names if name.partition(",")[0] == wanted]
+        found = [wanted] if "," in wanted and wanted in names else forms or [name for name in names if wanted in name]
+        if not found:
+            raise InputError(f"no operation has {wanted!r} in its name; there are {'; '.join(names)}")
+        chosen.update(found)
+    dtypes = ["float16", "float32"] if INTERPRETED else ["bfloat16", "float16", "float32"]
+    if dtype and dtype not in dtypes:
+        raise InputError(f"no {dtype} here, only {' and '.join(dtypes)}: Triton's interpreter computes no bfloat16")
+    return [(name, d) for name in names if not only or name in chosen for d in ([dtype] if dtype else dtypes)]
+
+
+def perform(task: Task, timed: bool = False) -> Result:
+    """Examines one operation in one dtype: at real shapes, at small ones in the interpreter."""
+    name, dtype = task
+    function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES)[name]
+    return examine(name, function, inputs, getattr(torch, dtype), device(), timed)
+
+
+def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
+    """The results of `work` as they come, from up to `jobs` spawned processes; a process that dies is a failed row."""
+    context, waiting = multiprocessing.get_context("spawn"), deque(todo)
+    busy: dict[Connection, tuple[multiprocessing.Process, Task]] = {}
+
+    def assign(connection: Connection, process: multiprocessing.Process) -> None:
+        task = waiting.popleft() if waiting else None
+        if task:
+            busy[connection] = process, task
+        with contextlib.suppress(OSError):  # it has died meanwhile: that is seen where its result is read
+            connection.send(task)
+
+    def start() -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        process.start()
+        theirs.close()  # its end has one owner, so that its death is the end of the pipe
+        assign(ours, process)
+
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                start()
+            for connection in wait(list(busy)):
+                process, task = busy.pop(connection)
+                try:
+                    result, goes_on = connection.recv()
+                except (EOFError, OSError):
+                    process.join()
+                    code = process.exitcode
+                    died = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+                    result, goes_on = failed(*task, f"its process died {died}"), False
+                if goes_on:
+                    assign(connection, process)
+                yield result
+    finally:
+        for process, _ in busy.values():
+            process.kill()
+
+
+def _serve(connection: Connection, work: Callable[[Task], Result]) -> None:
+    """A worker of `in_processes`, until there is nothing left to do or its GPU has failed: then a new one goes on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    while task := connection.recv():
+        result, goes_on = work(task), True
+        if not result.passed and torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # an illegal access: every later call of this process would fail too
+                goes_on = False
+        connection.send((result, goes_on))
+        if not goes_on:
+            return
 
 
 def machine() -> dict[str, str]:
@@ -173,32 +269,54 @@ def machine() -> dict[str, str]:
     return facts
 
 
-def doctor(as_json: bool = False, only: str = "") -> int:
-    """Examines this machine, or the operations whose name contains `only`, and prints a table (or JSON). Returns 0 when every row passed, 1 otherwise.
+def _row(result: Result) -> str:
+    """A line of the table."""
+    us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
+    rate = "" if result.gigabytes_per_second is None else f"{result.gigabytes_per_second:,.0f}"
+    judgement = f"{result.error:>9.1e} {result.torch_error:>9.1e}  {'ok' if result.passed else 'FAILED':<6}"
+    times = f"{us(result.forward_us):>10} {us(result.both_us):>10} {rate:>7}"
+    return f"{result.op:<20} {result.dtype:<9} {judgement} {times} {result.failure}".rstrip()
 
-    Raises InputError where no name contains `only`.
+
+def doctor(
+    as_json: bool = False,
+    only: Iterable[str] = (),
+    dtype: str = "",
+    jobs: int = 1,
+    timed: bool = True,
+    debug: bool = False,
+) -> int:
+    """Examines this machine and prints a table; 0 when every row passed, 1 when not, 130 when interrupted.
+
+    as_json: JSON on stdout, the table on stderr. only, dtype: see `tasks`. jobs: processes, at most one a CPU; with
+    more than one nothing is timed. timed: on a GPU. debug: the whole traceback of the first failure follows the table.
+    Raises InputError for a name or a dtype that does not exist here.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not INTERPRETED:
-        raise RuntimeError("doctor: without a GPU the kernels need TRITON_INTERPRET=1 before vitfast is imported")
-    names = cases(SMALL_SIZES)
-    if not any(only in name for name in names):
-        raise InputError(f"no operation has {only!r} in its name; there are {'; '.join(names)}")
-    results = []
-    if not as_json:
-        for key, value in machine().items():
-            print(f"{key:<8} {value}")
-        print(f"\n{'operation':<20} {'dtype':<9} {'error':>9} {'torch':>9}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
-    for result in examinations(device, only):
-        results.append(result)
-        if not as_json:
-            us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
-            rate = "" if result.gigabytes_per_second is None else f"{result.gigabytes_per_second:,.0f}"
-            row = f"{result.op:<20} {result.dtype:<9} {result.error:>9.1e} {result.torch_error:>9.1e}  {'ok' if result.passed else 'FAILED':<6}"
-            print(f"{row} {us(result.forward_us):>10} {us(result.both_us):>10} {rate:>7} {result.failure}".rstrip(), flush=True)
-    failed = [r for r in results if not r.passed]
+    device()
+    todo = tasks(only, dtype)
+    jobs = min(jobs, len(todo), len(os.sched_getaffinity(0)))
+    facts, results, interrupted = machine(), [], False
+    show = lambda *lines: print(*lines, sep="\n", file=sys.stderr if as_json else sys.stdout, flush=True)  # noqa: E731
+    show(*(f"{key:<8} {value}" for key, value in facts.items()), "")
+    header = f"{'operation':<20} {'dtype':<9} {'error':>9} {'torch':>9}"
+    show(f"{header}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
+    try:
+        if jobs > 1:
+            by_dtype = sorted(todo, key=lambda task: task[1])  # bfloat16, the most used, first
+            found = in_processes(perform, by_dtype, jobs)
+        else:
+            found = (perform(task, timed) for task in todo)
+        for result in found:
+            results.append(result)
+            show(_row(result))
+    except KeyboardInterrupt:
+        interrupted = True
+    results.sort(key=lambda r: todo.index((r.op, r.dtype)))
+    bad, missed = [r for r in results if not r.passed], len(todo) - len(results)
+    if debug and bad:
+        show("", f"The first failure, {bad[0].op} in {bad[0].dtype}:", bad[0].traceback or bad[0].failure)
+    interruption = f", {missed} not examined: interrupted" if missed else ""
+    show("", f"{len(results) - len(bad)} of {len(todo)} passed{interruption}")
     if as_json:
-        print(json.dumps(dict(machine=machine(), results=[asdict(r) for r in results]), indent=2))
-    else:
-        print(f"\n{len(results) - len(failed)} of {len(results)} passed")
-    return 1 if failed else 0
+        print(json.dumps(dict(machine=facts, results=[asdict(r) for r in results], not_examined=missed), indent=2))
+    return 130 if interrupted else 1 if bad else 0
