@@ -10,7 +10,7 @@ from shapes import MAIN, SHAPES, Shape, grid
 
 from vitfast import ops, ref
 
-IMPLS = ("vitfast", "eager", "compile", "max-autotune")
+IMPLS = ("vitfast", "eager", "compile", "max-autotune", "max-autotune all")
 
 
 def case_of(half: str, s: Shape) -> Case:

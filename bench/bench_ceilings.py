@@ -5,15 +5,19 @@ SDPA's backends are in bench_attention.py, timm under torch.compile in bench_mod
 
 import functools
 
+import clock
 import costs
 import machine
 import pytest
 import torch.nn.functional as F
-from clock import GPU, cold, lead_of
+from clock import cold, lead_of, warm_up
 from harness import DTYPE, Case, bench, describe, measure, values, weight
 from shapes import CPU_SHAPE, WHERE, Shape
 
-STEPS = {s.name: s for s in ((Shape("B/16", 224, 256), Shape("L/16", 224, 128), Shape("H/14", 224, 64)) if GPU else (CPU_SHAPE,))}
+STEPS = {
+    s.name: s
+    for s in ((Shape("B/16", 224, 256), Shape("L/16", 224, 128), Shape("H/14", 224, 64)) if clock.GPU else (CPU_SHAPE,))
+}
 # A pass of a linear layer -> what it computes from x (M, K), W (N, K) and dY (M, N).
 PASSES = {"forward": lambda x, w, b, dy: F.linear(x, w, b), "dX": lambda x, w, b, dy: dy @ w, "dW": lambda x, w, b, dy: dy.t() @ x}
 LAYERS = {"qkv": (1, 3), "proj": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}  # in and out, in units of D
@@ -24,8 +28,7 @@ def test_ceiling(benchmark, what):
     name = what.removeprefix(WHERE)
     make, flops, moved = machine.ceiling_runs()[name]
     run = make()
-    for _ in range(10):
-        run()
+    warm_up(run, 10)
     seconds = measure(benchmark, run, functools.partial(cold, lead_of(run)))
     cost = costs.Cost(((flops, moved),))
     describe(benchmark, "library", cost, seconds, DTYPE if name == "copy" else name, op="ceiling", shape=what, direction="forward")
@@ -44,4 +47,4 @@ def test_gemm(benchmark, shape, layer, which):
     size = values(1).element_size()
     cost = dict(forward=costs.product(m, n, k, size, n), dX=costs.product(m, k, n, size), dW=costs.product(n, k, m, size))[which]
     case = Case("gemm", f"{shape} {layer}", PASSES[which], make, 0, costs.Costs(cost, cost, cost))
-    bench(benchmark, case, "cublas" if GPU else "cpu library", PASSES[which], "forward", direction=which)
+    bench(benchmark, case, "cublas" if clock.GPU else "cpu library", PASSES[which], "forward", direction=which)

@@ -10,7 +10,7 @@ from shapes import SHAPES, Shape, grid
 
 from vitfast import ops, ref
 
-IMPLS = ("vitfast", "eager", "compile", "max-autotune")
+IMPLS = ("vitfast", "eager", "compile", "max-autotune", "max-autotune all")
 
 
 def case_of(op: str, s: Shape, **options) -> Case:

@@ -2,17 +2,17 @@
 
 import functools
 
+import clock
 import costs
 import pytest
 import torch
 import torch.nn.functional as F
-from clock import DEVICE
 from harness import DTYPE, Case, bench, implementation, values, weight
 from shapes import SHAPES, Shape, grid
 
 from vitfast import ops, ref
 
-IMPLS = ("vitfast", "eager", "compile", "max-autotune", "compile unfold")
+IMPLS = ("vitfast", "eager", "compile", "compile unfold", "max-autotune", "max-autotune all")
 
 
 def case_of(pixels: str, s: Shape) -> Case:
@@ -20,7 +20,10 @@ def case_of(pixels: str, s: Shape) -> Case:
 
     def make():
         size = (s.batch, 3, s.image, s.image)
-        images = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE) if raw else torch.randn(size, device=DEVICE).to(DTYPE)
+        if raw:
+            images = torch.randint(0, 256, size, dtype=torch.uint8, device=clock.DEVICE)
+        else:
+            images = torch.randn(size, device=clock.DEVICE).to(DTYPE)
         return [images, weight(s.width, 3, s.patch, s.patch), values(s.width), values(1, 1, s.width), values(1, s.tokens, s.width)]
 
     size = values(1).element_size()

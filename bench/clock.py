@@ -1,4 +1,14 @@
-"""The clock: device events around a call on a GPU, the process's own time on a CPU (so that other processes do not count)."""
+"""The clock: device events around a call on a GPU, the process's own time on a CPU.
+
+Not the clock on the wall, so that other processes do not count.
+
+Before anything is timed on a GPU it runs for a while, so that the chip's clocks are up: the first case of a process for
+WARM_SECONDS, a whole model each time, every other operation for CASE_WARM_SECONDS; and WARMUP calls at least, on a CPU
+these alone (`warm_up`).
+
+Everything here is looked up when it is called: other files say `clock.GPU`, so that a test can rehearse a GPU by
+setting it.
+"""
 
 import functools
 import statistics
@@ -11,6 +21,9 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 WARMUP = 3 if GPU else 1
 ROUNDS = 20 if GPU else 5
+WARM_SECONDS = 2.0
+CASE_WARM_SECONDS = 0.2
+_warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
 
 
 class Stamp:
@@ -39,6 +52,28 @@ def wall() -> float:
 def synchronize() -> None:
     if GPU:
         torch.cuda.synchronize()
+
+
+def warm_up(run: Callable[[], object], least: int | None = None, seconds: float | None = None) -> int:
+    """Calls `run` until `least` calls are made and, on a GPU, `seconds` have passed.
+
+    least: WARMUP where not given; seconds: CASE_WARM_SECONDS. The first time in a process it takes WARM_SECONDS at
+    least. Returns the number of calls.
+    """
+    global _warm
+    least, seconds = WARMUP if least is None else least, CASE_WARM_SECONDS if seconds is None else seconds
+    seconds = (seconds if _warm else max(seconds, WARM_SECONDS)) if GPU else 0.0
+    calls, start = 0, time.perf_counter()
+    while calls < least or (GPU and time.perf_counter() - start < seconds):
+        run()
+        calls += 1
+        if calls == 1:  # what compiles on its first call does not keep the device busy
+            synchronize()
+            start = time.perf_counter()
+        elif calls >= least:
+            synchronize()
+    _warm = _warm or GPU
+    return calls
 
 
 @functools.cache
@@ -75,12 +110,11 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def median_seconds(run: Callable[[], object], rounds: int = ROUNDS, warmup: int = WARMUP) -> float:
+def median_seconds(run: Callable[[], object], rounds: int | None = None, warmup: int | None = None) -> float:
     """Median time of one call, cold."""
-    for _ in range(warmup):
-        run()
+    warm_up(run, warmup)
     lead, now, times = lead_of(run), clock(), []
-    for _ in range(rounds):
+    for _ in range(rounds or ROUNDS):
         cold(lead)
         start = now()
         run()

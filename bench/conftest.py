@@ -1,8 +1,28 @@
 """What pytest-benchmark does not do: a time budget, and a JSON file in which every case is found again.
 
 The file that `--benchmark-json PATH` names has, beside pytest-benchmark's own keys, "failed" and "skipped": lists of
-{name, fullname, params, reason}. It is written anew after every case, so that a run that dies keeps what it has; a case that was not
-reached by then is under "skipped". `machine_info["vitfast"]` says what was measured on, and the ceilings of the run.
+{name, fullname, params, reason}. It is written anew after every case, so that a run that dies keeps what it has; a case
+that was not reached by then is under "skipped". `machine_info["vitfast"]` says what was measured on, and the ceilings
+of the run.
+
+Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 224 and B256" is the main shape):
+
+    test_<op>[SHAPE-DIRECTION-IMPL]                   op: attention, attention_separate, attention_block, mlp_block,
+                                                      layer_norm, add_layer_norm, linear_gelu_tanh
+    test_mlp[SHAPE-DIRECTION-IMPL-linear_gelu|mlp], test_patch_embed[SHAPE-DIRECTION-IMPL-uint8|float]
+    test_train[SHAPE-SETTING]                         SETTING: LIBRARY HOW PRECISION, such as "timm compile bf16";
+                                                      ours is there again as "vitfast compile bf16 again"
+    test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch: latency has one image,
+                                                      throughput each library's best batch
+    test_train_from_files[SHAPE-vitfast|timm], test_ceiling[copy|bfloat16|...], test_gemm[SHAPE-LAYER-forward|dX|dW]
+
+SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward
+(alone) or both. IMPL: vitfast, eager, compile, "compile unfold", max-autotune, "max-autotune all", _addmm_activation,
+"sdpa flash|cudnn|efficient|math", "flash-attn 3|4". LIBRARY: vitfast, timm, "vitfast.accelerate(timm)", huggingface,
+torchvision. HOW: eager, compile, max-autotune, "max-autotune all". PRECISION: bf16, amp; on a CPU fp32.
+
+The main shape comes first, whoever's it is; at each shape ours, then what compiles quickly, then torch.compile, then
+max-autotune. Whole models keep the order of bench_model.SETTINGS.
 """
 
 import gc
@@ -20,6 +40,8 @@ import pytest
 import shapes
 import torch
 
+from vitfast.errors import both_ends
+
 START = time.monotonic()
 NOT_RUN = "not run: the process ended before"
 _cases: dict[str, dict] = {}  # node id -> its entry, with "state": passed, failed or skipped
@@ -35,19 +57,31 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    torch.backends.cudnn.benchmark = clock.GPU  # the peers' convolutions run as timm's own benchmark runs them
     shapes.choose(config.getoption("shapes"))
     if config.getoption("dtype"):
         harness.DTYPE = getattr(torch, config.getoption("dtype"))
 
 
+SLOWER = (
+    "compile",
+    "max-autotune",
+    "max-autotune all",
+)  # how the names of implementations start that take long to compile
+
+
+def priority(params: dict) -> tuple[bool, int, int]:
+    """Where a case stands: the main shape first, at each shape ours and then the quickest to compile."""
+    where, impl = str(params.get("shape", params.get("model", ""))), str(params.get("impl", ""))
+    others = not (where and shapes.FOCUS.name.startswith(where))  # a model's name may lack the batch
+    number = list(shapes.SHAPES).index(where) if where in shapes.SHAPES else 0
+    patience = 0 if impl == "vitfast" else 1 + sum(impl.startswith(start) for start in SLOWER[1:])
+    return others, number, patience + impl.startswith(SLOWER)
+
+
 def pytest_collection_modifyitems(items):
-    """Operations whose compilation takes longest come last: where time runs out, they are what is missing."""
-
-    def patience(item) -> int:
-        impl = str(item.callspec.params.get("impl")) if hasattr(item, "callspec") else ""
-        return 1 if impl.startswith("compile") else 2 if impl.startswith("max-autotune") else 0
-
-    items.sort(key=patience)
+    """Where time runs out, what is missing is what matters least."""
+    items.sort(key=lambda item: priority(item.callspec.params if hasattr(item, "callspec") else {}))
 
 
 def pytest_collection_finish(session):
@@ -92,7 +126,7 @@ def pytest_runtest_logreport(report):
     else:
         crash = getattr(report.longrepr, "reprcrash", None)
         text = crash.message if crash else str(report.longrepr)
-        case.update(state="failed", reason=" ".join(text.split())[:400])
+        case.update(state="failed", reason=both_ends(text))
 
 
 @pytest.fixture(autouse=True)

@@ -1,108 +1,196 @@
 #!/usr/bin/env bash
 # One stage of the checks and measurements on this machine's GPU, results in a folder:
 #
-#     bench/gpu.sh ceilings|tests|ops|models|train|curves|tune|all [OUT] [PYTEST OPTIONS...]      (OUT: bench/results/local)
+#     bench/gpu.sh first|ceilings|tests|ops|models|train|curves|tune|all [OUT] [OPTIONS...]      (OUT: bench/results/local)
 #
-# ceilings  copy, matrix products, cuBLAS at the GEMM shapes of a step, SDPA's backends, timm compiled in amp and pure bf16: run it first
-# tests     vitfast doctor, pytest tests -m gpu, and a small selection under compute-sanitizer where that is on PATH; exit codes in checks.json
+# first     the first ten minutes on a new GPU: an answer from the smallest check on, the headline early, what is left in order of weight
+# ceilings  copy, matrix products, cuBLAS at the GEMM shapes of a step, SDPA's backends, timm compiled in amp and pure bf16
+# tests     vitfast doctor, pytest tests -m gpu on 8 workers, compute-sanitizer where there is one
 # ops       every operation against its peers; `-k max-autotune` for what there was no time for, `--shapes all` for more shapes
 # models    whole models; one call does not hold them all, so give a filter: -k "B/16 and 224 and train", -k "S/16 and inference"
 # train     end to end from JPEG files
 # curves    losses of 1,000 steps of S/16, ours and timm's, three seeds; `--model B/16 --precision bf16` for others
-# tune      searches faster tiles for B/16 (or `--model L/16 --only attention`), and copies the user's table to OUT/tiles.json
-# all       all but tune, the models one by one, as long as that takes; every other call ends within 9 minutes
+# tune      searches faster tiles and adds the user's table to the archive as tiles.json; options are those of `vitfast tune`
+# all       all but first and tune, the models one by one, as long as that takes
 #
-# OUT (from the repository's root on) gets NAME.json (pytest-benchmark's format and what bench/conftest.py adds to it), NAME.log with the
-# tables, and report.md over all of them. A case that fails is recorded as failed, one that would start too late as skipped, and the
-# stage goes on. Exit code 1: something failed; 2: no stage of that name, or no GPU.
-# Needs python3 (or $PYTHON) with torch, triton, timm, transformers, torchvision, pytest and pytest-benchmark. Installs nothing but vitfast
-# itself, and uses no network. Set VITFAST_COMMIT where the copy has no git.
+# OUT (from the repository's root on) holds two files, written anew after each step of a stage, and what earlier stages left in them stays:
+# report.md, and results.tar.gz with NAME.log and NAME.json (pytest-benchmark's format and what bench/conftest.py adds) of each step and
+# steps_STAGE.json. To commit results: tar -xzf OUT/results.tar.gz -C bench/results/<gpu>.
+#
+# Every stage but `all` ends within 555 seconds, whatever hangs (another number: VITFAST_SECONDS); bench/steps.sh says how.
+# A case that fails is recorded as failed, one that would start too late as skipped, and the stage goes on; but `first` ends early when its
+# smallest check fails (after a diagnosis, and timm's and SDPA's numbers), and after two steps in a row that broke the device.
+# Exit code 0: all that ran succeeded; 1: something failed; 2: no stage of that name, or no GPU; 130: interrupted.
+#
+# Needs bash 5, python3 (or $PYTHON) with torch, triton, timm, transformers, torchvision, pytest, pytest-xdist and pytest-benchmark; no
+# network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot. VITFAST_COMMIT: the commit, where the copy has no
+# git. VITFAST_CACHE (else bench/cache/*.tar.xz): compiled kernels from `tests/codegen.py --cache`, for Triton's cache (bench/cache.py).
+#
+# tests/test_rehearsal.py runs all this without a GPU. It cannot show what compiles or how fast anything is, whether cuDNN's or flash's
+# backends of SDPA accept a case, whether CUDA graphs capture, what a hung GPU does to SIGKILL, memory, or whether the limits are right.
 set -u
-cd "$(dirname "$0")/.."
-stage=${1:-}
-out=${2:-bench/results/local}
-shift $(($# < 2 ? $# : 2))
+cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
-begun=$(date +%s)
-failed=0
+. bench/steps.sh
+wanted=${1:-}
+folder=${2:-bench/results/local}
+shift $(($# < 2 ? $# : 2))
 
-case "$stage" in
-    ceilings | tests | ops | models | train | curves | tune | all) ;;
-    *) echo "bench/gpu.sh: no stage '$stage'; usage: bench/gpu.sh ceilings|tests|ops|models|train|curves|tune|all [OUT] [PYTEST OPTIONS...]" >&2 && exit 2 ;;
+case "$wanted" in
+    first | ceilings | tests | ops | models | train | curves | tune | all) ;;
+    *)
+        stages="first|ceilings|tests|ops|models|train|curves|tune|all"
+        echo "bench/gpu.sh: no stage '$wanted'; usage: bench/gpu.sh $stages [OUT] [OPTIONS...]" >&2
+        exit 2
+        ;;
 esac
-if ! "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2> /dev/null; then
+facts=$(timeout -k 5 90 "$python" -c '
+import pathlib, sys, torch
+if not torch.cuda.is_available():
+    sys.exit(1)
+import triton
+python = sys.version.split()[0]
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, python {python}")
+try:
+    import vitfast.kernels
+    found = pathlib.Path(vitfast.kernels.__file__).resolve().parents[1] == pathlib.Path.cwd()
+except ImportError:
+    found = False
+print("vitfast is installed" if found else "vitfast is not installed")' 2> /dev/null) || {
     echo "bench/gpu.sh: no NVIDIA GPU that the torch of $python can use" >&2
     exit 2
-fi
-mkdir -p "$out"
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-"$python" -c 'import pathlib, vitfast.kernels as k; raise SystemExit(pathlib.Path(k.__file__).parent.parent != pathlib.Path.cwd())' 2> /dev/null \
-    || "$python" -m pip install -q -e . --no-deps --no-build-isolation || exit 2
+}
+cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which are not about processes
+workers=$((cpus < 8 ? cpus : 8))
+jobs=$((cpus < 14 ? cpus : 14))
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 COLUMNS=160
 
-logged() { # logged NAME SECONDS COMMAND...: at most that long, everything into OUT/NAME.log, the end of it shown
-    local name=$1 seconds=$2
+bench() { # bench NAME MIN LIMIT CASE_LIMIT PYTEST ARGUMENTS...: no case takes longer than CASE_LIMIT or starts when the step is nearly over
+    local name=$1 least=$2 limit=$3 case_limit=$4
+    shift 4
+    step "$name" "$least" "$limit" "$python" -m pytest "$@" --benchmark-only -q -ra --benchmark-columns=median,iqr,rounds \
+        --benchmark-json="$work/$name.json" --case-limit "$case_limit" --budget $(($(left "$limit") - 8))
+}
+
+doctor() { # doctor NAME LIMIT OPTIONS...: vitfast doctor in parallel, its JSON in NAME.json
+    local name=$1 limit=$2
     shift 2
-    timeout -k 10 "$seconds" "$@" > "$out/$name.log" 2>&1
-    code=$?
-    case $code in 0 | 5) ;; *) failed=1 ;; esac # 5: pytest's -k left no case of this file
-    tail -n 40 "$out/$name.log"
+    # shellcheck disable=SC2016
+    step "$name" 20 "$limit" bash -c 'file=$1; shift; exec "$@" > "$file"' _ "$work/$name.json" \
+        "$python" -m vitfast doctor --json --untimed --debug --jobs "$jobs" "$@"
 }
 
-left() { # left LIMIT: seconds of the stage in which a case that may take LIMIT can still start
-    echo $((begun + 500 - $1 - $(date +%s)))
+# shellcheck disable=SC2329 # called in a process of its own
+prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
+    local cache=${VITFAST_CACHE:-} file
+    echo "$facts"
+    timeout 10 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit,compute_mode --format=csv
+    echo "$cpus CPUs, commit ${VITFAST_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}"
+    if [ "${facts##*$'\n'}" != "vitfast is installed" ]; then
+        if timeout 40 "$python" -m pip install -q -e . --no-deps --no-build-isolation; then
+            echo "installed vitfast"
+        else
+            ln -sfn ../kernels vitfast/kernels && echo "pip cannot install here: linked vitfast/kernels"
+        fi
+    fi
+    for file in ${cache:-bench/cache/*.tar.xz}; do
+        if [ -n "$cache" ] || [ -f "$file" ]; then "$python" bench/cache.py "$file" || return 1; fi
+    done
 }
 
-bench() { # bench NAME LIMIT BUDGET PYTEST ARGUMENTS...: no case takes longer than LIMIT or starts after BUDGET seconds
-    local name=$1 limit=$2 budget=$3
-    shift 3
-    logged "$name" $((budget + limit + 20)) "$python" -m pytest "$@" --benchmark-only -q --benchmark-columns=median,iqr,rounds \
-        --benchmark-json="$out/$name.json" --case-limit "$limit" --budget "$budget"
+prepared() { # prepare, as a step
+    case "$facts" in *"not installed") export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" ;; esac # where it may be linked
+    step prepare 0 90 bash -c "$(declare -p facts cpus python); $(declare -f prepare); prepare"
 }
 
-case "$stage" in
+broken() { # whether two steps in a row ended with a device error: what follows would only repeat them
+    ((device_errors >= 2)) || return 1
+    echo "two steps in a row broke the device: stopping here"
+}
+
+first() {
+    local main="B/16 and 224" ours="" train="test_train and compile and (vitfast or timm) and not accelerate"
+    local inference="test_inference and compile and bf16 and (vitfast or timm) and not accelerate"
+    prepared
+    doctor smoke 90 --only layer_norm --only attention --only linear_gelu --dtype bfloat16
+    checks "smoke"
+    if [ "$state" != ok ]; then
+        export CUDA_LAUNCH_BLOCKING=1
+        doctor diagnosis 150
+        unset CUDA_LAUNCH_BLOCKING
+        bench train 60 220 110 bench/bench_model.py -k "$main and $train and not vitfast"
+        bench attention 25 80 40 bench/bench_attention.py -k "$main and B256 and not separate and not vitfast"
+        bench inference 30 110 60 bench/bench_model.py -k "$main and $inference and not vitfast"
+        echo "== the smallest check failed:"
+        tail -c 6000 "$work/smoke.log"
+        return
+    fi
+    doctor doctor 100
+    checks "vitfast doctor"
+    bench train 60 230 110 bench/bench_model.py -k "$main and $train"
+    broken && return
+    if grep -qs 'WrongResult: vitfast' "$work/train.log"; then
+        ours=" and not vitfast"
+        echo "a wrong result of ours: no more of our whole models, the operations will tell where it comes from"
+    fi
+    bench attention 25 80 40 bench/bench_attention.py -k "$main and B256 and not separate"
+    broken && return
+    bench blocks 30 110 60 bench/bench_block.py -k "$main and B256 and not max-autotune"
+    broken && return
+    bench norm_and_patches 25 90 60 bench/bench_layer_norm.py bench/bench_patch_embed.py \
+        -k "$main and B256 and not max-autotune and (test_add_layer_norm or test_patch_embed)"
+    broken && return
+    if [ -z "$ours" ]; then bench accelerate 30 110 90 bench/bench_model.py -k "$main and test_train and accelerate and compile"; fi
+    broken && return
+    bench inference 30 110 60 bench/bench_model.py -k "$main and $inference$ours"
+    broken && return
+    step gpu_tests 30 200 "$python" -m pytest tests/test_gpu.py -m gpu -n "$workers" --dist load -q -ra \
+        -k "same_bits or training_follows or (every_shape and bfloat16 and 224 and (B/16 or H/14))"
+    checks "first gpu tests"
+    bench attention_separate 25 60 40 bench/bench_attention.py -k "$main and B256 and separate"
+}
+
+if [ "$wanted" = all ]; then
+    failed=0
+    for part in ceilings tests ops train curves; do bash bench/gpu.sh $part "$folder" || failed=1; done
+    for model in "B/16 and 224" "S/16" "L/16" "B/16 and 384" "H/14"; do
+        for what in train inference; do bash bench/gpu.sh models "$folder" -k "$model and $what" || failed=1; done
+    done
+    exit $failed
+fi
+filter="" # of models, for names of files
+if [ "$wanted" = models ]; then filter=$(printf '%s' "$*" | sed -E 's/(^| )-k / /g; s/[^A-Za-z0-9]+/_/g; s/^_*/_/; s/_+$//'); fi
+start_steps "$wanted$filter" "$folder"
+if [ "$wanted" != first ]; then prepared; fi
+case "$wanted" in
+    first) first ;;
     ceilings)
-        bench ceilings 100 "$(left 100)" bench/bench_ceilings.py bench/bench_attention.py bench/bench_model.py \
+        bench ceilings 30 555 100 bench/bench_ceilings.py bench/bench_attention.py bench/bench_model.py \
             -k 'ceilings or (sdpa and not backward) or (timm and compile and not accelerate and (B/16 or S/16) and 224 and train)' "$@"
         ;;
     tests)
-        logged doctor 100 "$python" -m vitfast doctor
-        codes="\"vitfast doctor\": $code"
-        logged tests 290 "$python" -m pytest tests -m gpu -q -ra -k 'not sanitizer' "$@"
-        codes+=", \"gpu tests\": $code"
-        if command -v compute-sanitizer > /dev/null; then
-            logged sanitizer 110 "$python" -m pytest tests/test_gpu.py -q -ra -k sanitizer
-            codes+=", \"compute-sanitizer\": $code"
-        fi
-        echo "{\"checks\": {$codes}}" > "$out/checks.json"
+        doctor doctor 120
+        checks "vitfast doctor"
+        step gpu_tests 30 330 "$python" -m pytest tests -m gpu -n "$workers" --dist load -q -ra -k 'not sanitizer' "$@"
+        checks "gpu tests"
+        step sanitizer 60 555 env VITFAST_SANITIZER_SECONDS=$(($(left) - 50)) \
+            "$python" -m pytest tests/test_gpu.py -m gpu -n 2 -q -ra -k sanitizer
+        checks "compute-sanitizer"
         ;;
     ops) # a process for each file: an illegal access in one kernel spoils that file alone
         files=5
         for op in attention layer_norm patch_embed block mlp; do
-            bench "ops_$op" 100 $(($(left 100) / files)) "bench/bench_$op.py" "$@"
+            bench "ops_$op" 20 $(($(left) * 555 / seconds / files)) 100 "bench/bench_$op.py" "$@"
             files=$((files - 1))
         done
         ;;
-    models)
-        filter=$(printf '%s' "$*" | sed -E 's/(^| )-k / /g; s/[^A-Za-z0-9]+/_/g; s/^_*/_/; s/_+$//')
-        bench "models$filter" 150 "$(left 150)" bench/bench_model.py "$@"
-        ;;
-    train) bench train 200 "$(left 200)" bench/bench_train.py "$@" ;;
-    curves) logged curves "$(left 0)" "$python" bench/curves.py "$out" "$@" ;;
+    models) bench "models$filter" 30 555 150 bench/bench_model.py "$@" ;;
+    train) bench train_from_files 30 555 200 bench/bench_train.py "$@" ;;
+    curves) step curves 30 555 "$python" bench/curves.py "$work" "$@" ;;
     tune)
-        # An operation at a time, so that one that takes too long does not take the time of the others.
-        parts=(gelu weight_grad residual attention layer_norm patch_embed input_grad)
-        (($#)) && parts=("")
-        for i in "${!parts[@]}"; do
-            logged "tune${parts[i]:+_${parts[i]}}" $(($(left 0) / (${#parts[@]} - i))) "$python" -m vitfast.tune ${parts[i]:+--only "${parts[i]}"} "$@"
-        done
-        cp "$("$python" -c 'from vitfast.kernels.tiles import user_table_path; print(user_table_path())')" "$out/tiles.json" || failed=1
-        ;;
-    all)
-        for part in ceilings tests ops train curves; do bench/gpu.sh $part "$out" || failed=1; done
-        for model in "B/16 and 224" "S/16" "L/16" "B/16 and 384" "H/14"; do
-            for what in train inference; do bench/gpu.sh models "$out" -k "$model and $what" || failed=1; done
-        done
+        export VITFAST_TILES="${VITFAST_TILES:-${XDG_CACHE_HOME:-$HOME/.cache}/vitfast/tiles.json}"
+        step tune 30 555 "$python" -m vitfast tune --seconds $(($(left) - 10)) "$@"
+        if [ -f "$VITFAST_TILES" ]; then cp "$VITFAST_TILES" "$work/tiles.json" && renew; fi
         ;;
 esac
-"$python" bench/report.py --folder "$out" > "$out/report.md" || failed=1
-exit $failed
+finish_steps

@@ -1,11 +1,14 @@
 """How an operation is measured: right before fast, on random inputs, cold, against ceilings measured in the same run.
 
-`bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for a wrong result;
-(2) warms up and takes the peak memory of one call; (3) times calls over several sets of random inputs, the L2 cache overwritten before
-each. On a GPU the clock is the device's (events, with a head start that hides Python's launches; at batch 1 a captured graph over inputs
-that together exceed the cache); on a CPU it is the process's time. Every entry of the JSON file that pytest-benchmark writes has, in
-`extra_info`: impl, device, dtype, op, shape, direction, flops, bytes (costs.py), floor_us and percent_of_floor (against the ceilings),
-tflops, gigabytes_per_second, error and error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included).
+`bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for
+a wrong result; (2) warms up (clock.py says for how long) and takes the peak memory of one call; (3) times calls over
+several sets of random inputs, the L2 cache overwritten before each; (4) compares again with the same truth: what was
+timed still computes it. On a GPU the clock is the device's (events, with a head start that hides Python's launches; at
+batch 1 a captured graph over inputs that together exceed the cache); on a CPU it is the process's time. Every entry of
+the JSON file that pytest-benchmark writes has, in `extra_info`: impl, device, dtype, op, shape, direction, flops, bytes
+(costs.py), floor_us and percent_of_floor (against the ceilings), tflops, gigabytes_per_second, error, error_after and
+error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included); with max-autotune also
+gemm_backends.
 """
 
 import itertools
@@ -13,16 +16,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import clock
 import machine
+import pytest
 import torch
-from clock import DEVICE, GPU, ROUNDS, WARMUP, allocated, captured, clock, cold, lead_of, peak_bytes
+from clock import allocated, captured, cold, lead_of, peak_bytes, warm_up
 from costs import Cost, Costs
 from torch import Tensor
 
 from vitfast import ops
 from vitfast.doctor import ATOL, run, worst
 
-DTYPE = torch.bfloat16 if GPU else torch.float32  # conftest's --dtype sets another, before the bench files are read
+# conftest's --dtype sets another, before the bench files are read.
+DTYPE = torch.bfloat16 if clock.GPU else torch.float32
 CHECKED = 4  # samples of a batch that are compared with float64
 SETS = 3
 
@@ -46,7 +52,7 @@ class Case:
 
 def values(*shape: int, scale: float = 1.0) -> Tensor:
     """Random normal numbers that want a gradient."""
-    return (torch.randn(*shape, device=DEVICE) * scale).to(DTYPE).requires_grad_()
+    return (torch.randn(*shape, device=clock.DEVICE) * scale).to(DTYPE).requires_grad_()
 
 
 def weight(*shape: int) -> Tensor:
@@ -54,17 +60,60 @@ def weight(*shape: int) -> Tensor:
     return values(*shape, scale=(torch.Size(shape).numel() / shape[0]) ** -0.5)
 
 
-def compiled(function: Callable, mode: str | None = None) -> Callable:
-    """torch.compile, from a clean start. CUDA graphs are ours to capture: inside torch.compile they would copy every input first."""
+def more_gemm_backends() -> dict[str, str]:
+    """Backends of matrix products that max-autotune tries only on request -> why not here.
+
+    "" where it can.
+    """
+    from torch._inductor import utils
+    from torch._inductor.codegen.cutlass.utils import try_import_cutlass
+
+    no_dsl = "" if utils.ensure_cute_available() else "no nvidia-cutlass-dsl"
+    no_gemms = "" if utils.ensure_nv_universal_gemm_available() else "no cutlass.operators or cutlass_api"
+    blackwell = clock.GPU and torch.cuda.get_device_capability()[0] == 10
+    return {
+        "NVGEMM": no_dsl or no_gemms,
+        "CUTEDSL": no_dsl or ("" if blackwell else "for sm_100 to sm_109 alone"),
+        "CUTLASS": "" if try_import_cutlass() else "no CUTLASS sources where torch looks for them",
+    }
+
+
+def gemm_backends(how: str) -> str:
+    """The value of torch's max_autotune_gemm_backends under "max-autotune" or "max-autotune all".
+
+    Skips the case where "all" would add none.
+    """
+    from torch._inductor import config
+
+    if how != "max-autotune all":
+        return config.max_autotune_gemm_backends
+    reasons = more_gemm_backends()
+    if all(reasons.values()):
+        listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        pytest.skip(f"max-autotune has no further backends here: {listed}")
+    return ",".join([config.max_autotune_gemm_backends, *(name for name, why in reasons.items() if not why)])
+
+
+def compiled(function: Callable, how: str, **options) -> Callable:
+    """torch.compile, from a clean start.
+
+    how: "compile", "max-autotune", or "max-autotune all" with every backend that torch can find. options:
+    torch.compile's. CUDA graphs are ours to capture: inside torch.compile they would copy every input first.
+    """
+    import torch._inductor
+
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, mode=mode and f"{mode}-no-cudagraphs")
+    if how != "compile":
+        mode = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+        options["options"] = {**mode, "max_autotune_gemm_backends": gemm_backends(how)}
+    return torch.compile(function, **options)
 
 
 def implementation(impl: str, ours: Callable, formula: Callable) -> Callable:
-    """The function of a name: "vitfast", or the plain formula as "eager", "compile" or "max-autotune"."""
+    """The function of a name: "vitfast" is ours, the others are the plain formula, eager or compiled."""
     if impl in ("vitfast", "eager"):
         return ours if impl == "vitfast" else formula
-    return compiled(formula, None if impl == "compile" else impl)
+    return compiled(formula, impl, fullgraph=True)
 
 
 def _copies(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -72,35 +121,48 @@ def _copies(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Ten
     return [t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors]
 
 
-def check(case: Case, impl: str, function: Callable, direction: str) -> dict[str, float]:
-    """Raises WrongResult unless the error against float64 is at most twice that of the plain formula in the same dtype, plus rounding.
+class Check:
+    """Compares implementations of a case in one direction with float64.
 
-    The implementation runs on the whole batch. Some samples, first and last among them, are compared; the upstream gradient is zero for
-    all others, so that the gradients of the parameters are those of these samples alone, however large the batch is.
+    The error may be twice that of the plain formula in the same dtype, plus rounding; else `error` raises WrongResult.
+    The implementation runs on the whole batch. Some samples, first and last among them, are compared; the upstream
+    gradient is zero for all others, so that the gradients of the parameters are those of these samples alone, however
+    large the batch is. The truth is made once and kept, so that an implementation can be asked before and after it is
+    timed.
     """
-    torch.manual_seed(0)
-    tensors, train = case.make(), direction != "forward"
-    batch = tensors[0].shape[0]
-    chosen = torch.linspace(0, batch - 1, min(batch, CHECKED), device=DEVICE).round().long() if case.batched else slice(None)
-    few = _copies([t[chosen] if i < case.batched else t for i, t in enumerate(tensors)])
-    doubles, upstream, whole = _copies(few, torch.float64), None, None
-    with torch.set_grad_enabled(train):
-        with ops.use_kernels("off"):
+
+    def __init__(self, case: Case, direction: str):
+        torch.manual_seed(0)
+        self.case, self.direction, self.tensors = case, direction, case.make()
+        train, batch = direction != "forward", self.tensors[0].shape[0]
+        chosen = torch.linspace(0, batch - 1, min(batch, CHECKED), device=clock.DEVICE).round().long()
+        self.chosen = chosen if case.batched else slice(None)
+        few = _copies([t[self.chosen] if i < case.batched else t for i, t in enumerate(self.tensors)])
+        doubles, upstream, self.upstream = _copies(few, torch.float64), None, None
+        with torch.set_grad_enabled(train), ops.use_kernels("off"):
             outputs = run(case.formula, doubles)
             if train:
                 upstream = [torch.randn_like(o) for o in outputs]
-                whole = [torch.zeros(batch, *u.shape[1:], dtype=DTYPE, device=DEVICE) for u in upstream] if case.batched else upstream
-                for w, u in zip(whole, upstream):
-                    w[chosen] = u.to(w.dtype)
-            truth = run(case.formula, doubles, upstream)
-            plain = worst(run(case.formula, few, upstream), truth)
-        result = run(function, tensors, whole)
-    samples = len(outputs) + sum(t.requires_grad for t in tensors[: case.batched])
-    error = worst([r[chosen] if case.batched and i < samples else r for i, r in enumerate(result)], truth)
-    limit = 2 * plain + ATOL[DTYPE]
-    if not error <= limit:
-        raise WrongResult(f"{impl} is wrong on {case.op} {case.shape} {direction}: error {error:.1e} against float64, limit {limit:.1e}; it gets no time")
-    return dict(error=error, error_limit=limit)
+                sizes = [(batch, *u.shape[1:]) for u in upstream]
+                zeros = [torch.zeros(s, dtype=DTYPE, device=clock.DEVICE) for s in sizes]
+                self.upstream = zeros if case.batched else upstream
+                for w, u in zip(self.upstream, upstream):
+                    w[self.chosen] = u.to(w.dtype)
+            self.truth = [t.detach() for t in run(case.formula, doubles, upstream)]
+            self.limit = 2 * worst(run(case.formula, few, upstream), self.truth) + ATOL[DTYPE]
+        self.samples = len(outputs) + sum(t.requires_grad for t in self.tensors[: case.batched])
+
+    def error(self, impl: str, function: Callable, when: str = "") -> float:
+        """Of `function` against the truth. when: for the message, such as " after timing"."""
+        with torch.set_grad_enabled(self.direction != "forward"):
+            result = run(function, self.tensors, self.upstream)
+        batched = self.samples if self.case.batched else 0
+        error = worst([r[self.chosen] if i < batched else r for i, r in enumerate(result)], self.truth)
+        if not error <= self.limit:
+            what = f"{self.case.op} {self.case.shape} {self.direction}{when}"
+            why = f"error {error:.1e} against float64, limit {self.limit:.1e}"
+            raise WrongResult(f"{impl} is wrong on {what}: {why}; it gets no time")
+        return error
 
 
 class Call:
@@ -128,10 +190,17 @@ class Call:
         self()
 
 
-def measure(benchmark, run: Callable, setup: Callable | None = None, calls: int = 1, rounds: int = ROUNDS, timer: Callable | None = None) -> float:
+def measure(
+    benchmark,
+    run: Callable,
+    setup: Callable | None = None,
+    calls: int = 1,
+    rounds: int | None = None,
+    timer: Callable | None = None,
+) -> float:
     """Hands `run`, which makes `calls` calls, to pytest-benchmark with our clock (or another); returns the median of seconds per call."""
-    benchmark._timer = timer or clock(calls)
-    benchmark.pedantic(run, setup=setup, rounds=rounds)
+    benchmark._timer = timer or clock.clock(calls)
+    benchmark.pedantic(run, setup=setup, rounds=rounds or clock.ROUNDS)
     return benchmark.stats.stats.median if benchmark.stats else float("nan")
 
 
@@ -155,23 +224,30 @@ def describe(benchmark, impl: str, cost: Cost, seconds: float, dtype: torch.dtyp
 
 
 def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, /, **more) -> None:
-    """Checks, then times `function` in one direction: "forward", "backward" (the forward not timed) or "both". more: for extra_info."""
+    """Checks, times and checks again `function` in one direction.
+
+    direction: "forward", "backward" (the forward not timed) or "both"; more: for extra_info.
+    """
     benchmark.group = f"{case.op} {case.shape} {more.get('direction', direction)}"
-    kernels = "on" if GPU and impl == "vitfast" else "auto"  # on: a case that no kernel covers fails, it does not fall back
+    if impl.startswith("max-autotune"):
+        more["gemm_backends"] = gemm_backends(impl)
+    # on: a case that no kernel covers fails, it does not fall back.
+    kernels = "on" if clock.GPU and impl == "vitfast" else "auto"
     with ops.use_kernels(kernels):
         start = time.perf_counter()
-        errors = check(case, impl, function, direction)
+        check = Check(case, direction)
+        error = check.error(impl, function)
         check_s = time.perf_counter() - start
         before = allocated()
         call = Call(case, function, direction)
-        for _ in range(WARMUP):
-            call.whole()
+        warm_up(call.whole)
         peak = peak_bytes(call.whole, before)
         calls = [call] + [Call(case, function, direction) for _ in range(SETS - 1)]
-        if GPU and direction == "forward" and call.tensors[0].shape[0] == 1:
+        if clock.GPU and direction == "forward" and call.tensors[0].shape[0] == 1:
             seconds, graph = _measure_captured(benchmark, case, calls), True
         else:
             seconds, graph = _measure_rotated(benchmark, calls), False
+        errors = dict(error=error, error_after=check.error(impl, function, " after timing"), error_limit=check.limit)
     cost = case.costs.of(direction)
     facts = dict(op=case.op, shape=case.shape, direction=direction, cuda_graph=graph, check_s=check_s, **errors)
     describe(benchmark, impl, cost, seconds, DTYPE, peak, **(facts | more))

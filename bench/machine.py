@@ -8,8 +8,9 @@ import platform
 import subprocess
 from collections.abc import Callable
 
+import clock
 import torch
-from clock import DEVICE, GPU, median_seconds
+from clock import median_seconds
 
 # Dense bf16 TFLOP/s with fp32 accumulation, by the name that the driver gives.
 DATASHEET = {
@@ -27,11 +28,18 @@ DATASHEET = {
     "NVIDIA GeForce RTX 4090": 165.2,
 }
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
+OPTIONAL = (
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "cutlass-api",
+    "nvidia-cutlass",
+)  # peers that need not be there
 
 
 def name() -> str:
     """The GPU, or "cpu"."""
-    return torch.cuda.get_device_name() if GPU else "cpu"
+    return torch.cuda.get_device_name() if clock.GPU else "cpu"
 
 
 def datasheet_flops(device: str) -> float | None:
@@ -55,10 +63,18 @@ def _version(package: str) -> str:
 
 @functools.cache
 def facts() -> dict[str, str]:
-    """Device, driver, clocks, power limit, versions and commit (VITFAST_COMMIT where the copy has no git)."""
-    found = dict(device=name(), python=platform.python_version(), **{package: _version(package) for package in PACKAGES})
+    """Device, driver, clocks, power limit, versions, how cuDNN chooses, and commit.
+
+    VITFAST_COMMIT is the commit where the copy has no git.
+    """
+    found = dict(
+        device=name(),
+        python=platform.python_version(),
+        **{package: _version(package) for package in PACKAGES + OPTIONAL},
+    )
+    found["cudnn.benchmark"] = "on" if torch.backends.cudnn.benchmark else "off"
     found["commit"] = os.environ.get("VITFAST_COMMIT") or _output("git", "describe", "--always", "--dirty") or "unknown"
-    if GPU:
+    if clock.GPU:
         p = torch.cuda.get_device_properties(0)
         size = f"{p.total_memory / 2**30:.0f} GiB, {p.multi_processor_count} multiprocessors, L2 {p.L2_cache_size / 2**20:.0f} MiB"
         found["gpu"] = f"sm_{p.major}{p.minor}, {size}, CUDA {torch.version.cuda}"
@@ -70,24 +86,27 @@ def facts() -> dict[str, str]:
 
 def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
     """Name -> (what makes the call to time, its FLOPs, its bytes). A copy counts the bytes it reads and writes."""
-    size, n = (2**31, 8192) if GPU else (2**22, 256)
+    size, n = (2**31, 8192) if clock.GPU else (2**22, 256)
 
     def copy():
-        source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=DEVICE)
+        source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=clock.DEVICE)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
     def product(dtype):
-        a, b = (torch.randn(n, n, device=DEVICE).to(dtype) for _ in range(2))
+        a, b = (torch.randn(n, n, device=clock.DEVICE).to(dtype) for _ in range(2))
         return lambda: a @ b
 
     def product_fp8():
-        a, b = (torch.randn(n, n, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
-        one = torch.ones((), device=DEVICE)
+        a, b = (torch.randn(n, n, device=clock.DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=clock.DEVICE)
         return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-    makers = {str(d).removeprefix("torch."): functools.partial(product, d) for d in ((torch.bfloat16, torch.float16) if GPU else ()) + (torch.float32,)}
-    if GPU and torch.cuda.get_device_capability() >= (8, 9):
+    makers = {
+        str(d).removeprefix("torch."): functools.partial(product, d)
+        for d in ((torch.bfloat16, torch.float16) if clock.GPU else ()) + (torch.float32,)
+    }
+    if clock.GPU and torch.cuda.get_device_capability() >= (8, 9):
         makers["float8"] = product_fp8
     return {"copy": (copy, 0.0, 2.0 * size), **{key: (make, 2.0 * n**3, 0.0) for key, make in makers.items()}}
 

@@ -1,18 +1,25 @@
 """The peers: SDPA with each backend forced, and whole ViTs of timm, Hugging Face and torchvision in each of their settings.
 
-Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class token, random weights in every parameter. That it is the
-same function is checked, not assumed: a plain ViT in float64 reads the peer's own weights (vitfast.checkpoint knows everybody's names);
-the peer's logits in fp32 are compared with it, and then logits and gradients of exactly what is about to be timed.
+Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class token, random weights in every
+parameter. That it is the same function is checked, not assumed: a plain ViT in float64 reads the peer's own weights
+(vitfast.checkpoint knows everybody's names); the peer's logits in fp32 are compared with it, and then logits and
+gradients of exactly what is about to be timed; and once more of what has been timed, its weights put back.
 """
 
 import contextlib
 import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import clock
+import harness
+import pytest
 import torch
 import torch.nn.functional as F
-from clock import DEVICE, GPU, median_seconds
-from harness import CHECKED, DTYPE, WrongResult
+from clock import median_seconds
+from harness import CHECKED, WrongResult, compiled
 from shapes import Shape
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,6 +44,35 @@ def sdpa(qkv: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+def sdpa_separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Three (B, N, H, Dh) -> (B, N, H, Dh): views in and out."""
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+FLASH_ATTENTION = {  # name -> what is installed, the module of its public flash_attn_func, which has a backward
+    "flash-attn 3": ("flash_attn_3", "flash_attn_interface"),
+    "flash-attn 4": ("flash_attn_4", "flash_attn.cute"),
+}
+
+
+def flash_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Of q, k, v, each (B, N, H, Dh); skips the case where the package is not installed."""
+    package, module = FLASH_ATTENTION[name]
+    try:
+        there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of flash_attn, the package above
+        there = False
+    if not there:
+        pytest.skip(f"{package} is not installed")
+    function = importlib.import_module(module).flash_attn_func
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = function(q, k, v)
+        return result[0] if isinstance(result, tuple) else result  # some versions return the logsumexp too
+
+    return attention
+
+
 def forced(function, backend: str):
     """`function` with one backend of SDPA allowed; it raises where that one cannot run."""
 
@@ -51,10 +87,10 @@ def forced(function, backend: str):
 @functools.cache
 def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool) -> str:
     """The fastest backend of SDPA at this shape, by a measurement made now."""
-    if not GPU:
+    if not clock.GPU:
         return "math"
-    qkv = torch.randn(batch, tokens, 3, heads, head, device=DEVICE).to(DTYPE).requires_grad_(training)
-    upstream = torch.randn(batch, tokens, heads, head, device=DEVICE).to(DTYPE)
+    qkv = torch.randn(batch, tokens, 3, heads, head, device=clock.DEVICE).to(harness.DTYPE).requires_grad_(training)
+    upstream = torch.randn(batch, tokens, heads, head, device=clock.DEVICE).to(harness.DTYPE)
     times = {}
     for name in ("flash", "cudnn", "efficient"):
         function = forced(sdpa, name)
@@ -65,15 +101,20 @@ def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool)
 
 @dataclass(frozen=True)
 class Setting:
-    """library: a key of BUILDERS; how: eager, compile or max-autotune; precision: bf16 (weights too), amp (fp32 weights) or fp32."""
+    """How a whole model is run.
+
+    library: a key of BUILDERS. how: eager, compile, max-autotune or max-autotune all (harness.compiled). precision:
+    bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts.
+    """
 
     library: str
     how: str
     precision: str
+    again: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.library} {self.how} {self.precision}"
+        return f"{self.library} {self.how} {self.precision}{' again' if self.again else ''}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,7 +125,7 @@ class Setting:
         return (model.to(self.dtype), images.to(self.dtype)) if self.precision == "bf16" else (model, images)
 
     def autocast(self):
-        return torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
+        return torch.autocast(clock.DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
 
 
 class _Logits(nn.Module):
@@ -109,8 +150,12 @@ def _accelerated(s: Shape) -> nn.Module:
 
 
 def _hugging_face(s: Shape) -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
+    from transformers import AttentionInterface, ViTConfig, ViTForImageClassification
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    # Under "sdpa" a compiled model makes a mask of ones (before torch 2.14), which flash refuses; under a name of our
+    # own it makes none.
+    AttentionInterface.register("sdpa_plain", sdpa_attention_forward)
     config = ViTConfig(
         image_size=s.image,
         patch_size=s.patch,
@@ -121,7 +166,7 @@ def _hugging_face(s: Shape) -> nn.Module:
         num_labels=1000,
         hidden_act="gelu",
         layer_norm_eps=1e-6,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa_plain",
     )
     return _Logits(ViTForImageClassification(config))
 
@@ -145,7 +190,7 @@ if hasattr(vitfast, "accelerate"):
 def build(library: str, s: Shape) -> nn.Module:
     """A library's ViT with 1000 classes in fp32, every parameter random: zero biases and unit norms would hide what is mixed up."""
     torch.manual_seed(0)
-    with DEVICE:
+    with clock.DEVICE:
         model = BUILDERS[library](s)
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -161,16 +206,18 @@ class Peer:
 
     def __init__(self, setting: Setting, shape: Shape, training: bool):
         self.setting, self.shape, self.training = setting, shape, training
+        if setting.how.startswith("max-autotune"):
+            harness.gemm_backends(setting.how)  # may skip the case, before anything is built
         model = build(setting.library, shape).train(training)
         self.state = {k: v.detach().clone() for k, v in convert(model.state_dict())[0].items()}  # fp32, timm's names: what the truth is made of
-        self.model, self.images = setting.cast(model, torch.randn(shape.batch, 3, shape.image, shape.image, device=DEVICE))
+        images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE)
+        self.model, self.images = setting.cast(model, images)
         ours = setting.library.startswith("vitfast")
         self.backend = None if ours else best_backend(shape.batch, shape.tokens, shape.heads, shape.head, training)
-        self.kernels = "on" if ours and GPU else "auto"
+        self.kernels = "on" if ours and clock.GPU else "auto"
         self.function = self.model
         if setting.how != "eager":
-            torch._dynamo.reset()
-            self.function = torch.compile(self.model, mode=None if setting.how == "compile" else f"{setting.how}-no-cudagraphs")
+            self.function = compiled(self.model, setting.how)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Logits (B, 1000)."""
@@ -180,25 +227,53 @@ class Peer:
     def check(self) -> dict[str, float]:
         """Compares logits, and in training the gradients of every parameter, with the plain ViT in float64 on some samples.
 
-        As in harness.check: the whole batch is computed, the upstream gradient is zero but for the samples, and the limit is twice the
-        error of the plain ViT in the same precision, plus rounding. Errors are by norm, of all gradients together.
+        As in harness.Check: the whole batch is computed, the upstream gradient is zero but for the samples, and the
+        limit is twice the error of the plain ViT in the same precision, plus rounding. Errors are by norm, of all
+        gradients together.
         """
-        chosen = torch.linspace(0, self.shape.batch - 1, min(self.shape.batch, CHECKED), device=DEVICE).round().long()
-        upstream = torch.randn(len(chosen), 1000, device=DEVICE, dtype=torch.float64)
-        whole = torch.zeros(self.shape.batch, 1000, device=DEVICE).index_copy_(0, chosen, upstream.float())
-        few, fp32 = self.images[chosen].float(), Setting(self.setting.library, "eager", "fp32")
+        batch = self.shape.batch
+        self.chosen = torch.linspace(0, batch - 1, min(batch, CHECKED), device=clock.DEVICE).round().long()
+        self.upstream = torch.randn(len(self.chosen), 1000, device=clock.DEVICE, dtype=torch.float64)
+        few, fp32 = self.images[self.chosen].float(), Setting(self.setting.library, "eager", "fp32")
+        plain = self._plain()
         with ops.use_kernels("off"):
-            truth = self._run(self._plain().double(), few.double(), upstream)
-            single = self._run(self._plain(), few, upstream)
-            model, same = self.setting.cast(self._plain(), few)
+            with torch.no_grad():
+                single = plain(few).double()
+            truth = self._run(plain.double(), few.double(), self.upstream)
+            model, same = self.setting.cast(plain.float(), few)  # fp32 to float64 and back loses nothing
             with self.setting.autocast():
-                own = self._run(model, same, upstream)
-        self._judge(fp32, self._run(build(self.setting.library, self.shape), few, upstream)[:1], single[:1], truth[:1])
-        self.state.clear()  # its memory is not the peer's
-        return self._judge(self.setting, self._run(self.model, self.images, whole, self, chosen), own, truth)
+                own = self._run(model, same, self.upstream)
+        with torch.no_grad():
+            logits = build(self.setting.library, self.shape)(few).double()
+        self._judge(fp32, [logits], worst([single], truth[:1]), truth[:1])
+        self.own = worst(own, truth)
+        self.truth = [t.cpu() for t in truth]  # neither its memory nor that of the weights is the peer's
+        self.weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if self.training else []
+        self.state.clear()
+        del plain, model, own, truth
+        return self._judge(self.setting, self._timed(), self.own, self._truth())
+
+    def check_again(self) -> dict[str, float]:
+        """The same after timing: the same function, images, and weights as they were at `check`."""
+        with torch.no_grad():
+            for parameter, before in zip(self.model.parameters(), self.weights):
+                parameter.copy_(before)
+        error = self._judge(self.setting, self._timed(), self.own, self._truth(), " after timing")["error"]
+        return dict(error_after=error)
+
+    def _timed(self) -> list[Tensor]:
+        """Logits and gradients of the function that is timed, of the chosen samples."""
+        whole = torch.zeros(self.shape.batch, 1000, device=clock.DEVICE)
+        whole[self.chosen] = self.upstream.float()
+        return self._run(self.model, self.images, whole, self, self.chosen)
+
+    def _truth(self) -> list[Tensor]:
+        return [t.to(clock.DEVICE) for t in self.truth]
 
     def _plain(self) -> ViT:
-        plain = ViT.from_preset(self.shape.model, img_size=self.shape.image).to(DEVICE)
+        """The plain ViT with the peer's weights, in fp32."""
+        with clock.DEVICE:
+            plain = ViT.from_preset(self.shape.model, img_size=self.shape.image)
         plain.load_state_dict(self.state)
         return plain
 
@@ -211,10 +286,15 @@ class Peer:
             logits.backward(upstream.to(logits.dtype))
         gradients = convert({name: p.grad for name, p in model.named_parameters()})[0]
         model.zero_grad(set_to_none=True)
-        return [logits[chosen].detach().double(), torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])]
+        flat = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
+        return [logits[chosen].detach().double(), flat]
 
-    def _judge(self, setting: Setting, result: list[Tensor], own: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
-        error, limit = worst(result, truth), 2 * worst(own, truth) + ATOL[setting.dtype]
+    def _judge(
+        self, setting: Setting, result: list[Tensor], own: float, truth: list[Tensor], when: str = ""
+    ) -> dict[str, float]:
+        """own: the error of the plain ViT in this precision. when: for the message."""
+        error, limit = worst(result, truth), 2 * own + ATOL[setting.dtype]
         if not error <= limit:
-            raise WrongResult(f"{setting.name} is wrong on {self.shape.name}: error {error:.1e} against float64, limit {limit:.1e}; it gets no time")
+            what = f"{self.shape.name}{when}: error {error:.1e} against float64, limit {limit:.1e}"
+            raise WrongResult(f"{setting.name} is wrong on {what}; it gets no time")
         return dict(error=error, error_limit=limit)

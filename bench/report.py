@@ -2,10 +2,14 @@
 
     python bench/report.py              # writes bench/results/README.md, the plots, and the section of README.md between the speed markers
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
-    python bench/report.py --folder DIR # prints the tables of one folder
+    python bench/report.py --folder DIR # prints the tables of one folder; with --targets the targets alone
 
-Every folder of bench/results/ that holds JSON files is a GPU, but `local`, which is not committed. A case that several files hold counts
-as the newest has it, and a measurement before a failure or a skip.
+A file that is damaged or half written is named, and the others count. A file with exit codes has {"checks": {name:
+code}}, where a dictionary with "code" and "reason" may stand for a code; beside it there may be lists "failed" and
+"skipped" of names or {name, reason}, and "steps" of {name, state, code, seconds} (bench/steps.sh).
+
+Every folder of bench/results/ that holds JSON files is a GPU, but `local`, which is not committed. A case that several
+files hold counts as the newest has it, and a measurement before a failure or a skip.
 """
 
 import argparse
@@ -14,15 +18,19 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from targets import LIBRARIES, library, target_rows
+from targets import LIBRARIES, counted, library, target_rows
 
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all bench/results/<gpu>` makes one.\n"
 HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in `bench/harness.py`, `bench/peers.py` and
-`bench/bench_model.py`. Times are medians, ± is the interquartile range. "% floor" is the share of the time that the work needs at least
-(`bench/costs.py`) at the ceilings measured in the same run. "vitfast" in the last column is how many times faster vitfast is than the
-fastest other implementation: **below 1.00 it lost**.
+`bench/bench_model.py`. Times are medians, ± is the interquartile range. "% floor" is the share of the time that the
+work needs at least (`bench/costs.py`) at the ceilings measured in the same run. "vitfast" in the last column is how
+many times faster vitfast is than the fastest other implementation: **below 1.00 it lost**. Ratios are of equal
+precision, and name the settings of peers that have no time. "again" is the same case measured a second time, after its
+peers: the slower of the two counts. Under amp vitfast's own ViT keeps its residual stream in bf16 where timm's keeps
+fp32; `accelerate(timm)` keeps timm's, so that is the pair of equal numerics. "error" is the largest relative error
+against float64, by norm, of the logits and in training of all gradients.
 """
 
 
@@ -34,28 +42,72 @@ class Results:
     machines: list[dict] = field(default_factory=list)
     measured: dict[str, dict] = field(default_factory=dict)
     missing: dict[str, dict] = field(default_factory=dict)
-    checks: dict[str, int] = field(default_factory=dict)  # exit codes of the tests stage
+    checks: dict[str, int] = field(default_factory=dict)  # exit codes
+    damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong with it
     curves: dict = field(default_factory=dict)  # what curves.py wrote
 
     def of(self, *ops: str) -> list[dict]:
         return [case for case in self.measured.values() if case["extra_info"]["op"] in ops]
 
 
+def _add_checks(results: Results, content: dict, name: str) -> None:
+    """Exit codes, and what failed or was skipped without a time, of a file like checks.json."""
+    for check, code in content.get("checks", {}).items():
+        entry = code if isinstance(code, dict) else dict(code=code)
+        code, reason = entry.get("code"), entry.get("reason", "")
+        if isinstance(code, int):
+            results.checks[check] = code
+        if code != 0:
+            state, why = ("failed", f"exit code {code}") if isinstance(code, int) else ("skipped", str(code or ""))
+            results.missing[f"{name}::{check}"] = dict(name=check, state=state, reason=reason or why)
+    for step in content.get("steps", []):
+        if step["state"] != "ok":
+            reason = "" if step.get("code") is None else f"exit code {step['code']} after {step['seconds']} s"
+            results.missing[f"{name}::step {step['name']}"] = dict(step, name=f"step {step['name']}", reason=reason)
+    for state in ("skipped", "failed"):
+        for entry in content.get(state, []):
+            entry = entry if isinstance(entry, dict) else dict(name=str(entry))
+            case = dict(name=str(entry.get("name", "?")), state=state, reason=str(entry.get("reason", "")))
+            results.missing[f"{name}::{entry.get('fullname', case['name'])}"] = case
+
+
+def _add_benchmarks(results: Results, content: dict) -> None:
+    """What pytest-benchmark and conftest.py wrote; raises where something is not there that tables need."""
+    machine = content["machine_info"]["vitfast"]
+    if not {"device", "ceilings"} <= set(machine):
+        raise ValueError("it does not say what was measured on")
+    measured = {case["fullname"]: case for case in content["benchmarks"]}
+    for case in measured.values():
+        if not {"op", "impl", "shape", "direction"} <= set(case["extra_info"]) or "median" not in case["stats"]:
+            raise ValueError(f"{case['name']} has no description")
+    for state in ("skipped", "failed"):
+        results.missing.update({case["fullname"]: dict(case, state=state) for case in content[state]})
+    results.measured.update(measured)
+    if machine not in results.machines:
+        results.machines.append(machine)
+
+
 def load(folder: Path) -> Results:
-    """All result files of a folder, oldest first."""
-    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    results = Results(folder.name)
-    for content in files:
-        if isinstance(content, dict):
-            results.checks.update(content.get("checks", {}))
-            results.curves.update(content.get("curves", {}))
-    for content in sorted((f for f in files if isinstance(f, dict) and "benchmarks" in f), key=lambda f: f["datetime"]):
-        machine = content["machine_info"]["vitfast"]
-        if machine not in results.machines:
-            results.machines.append(machine)
-        for state in ("skipped", "failed"):
-            results.missing.update({case["fullname"]: dict(case, state=state) for case in content[state]})
-        results.measured.update({case["fullname"]: case for case in content["benchmarks"]})
+    """All result files of a folder, oldest first; one that cannot be read is named in `damaged`."""
+    results, files = Results(folder.name), []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+            if not isinstance(content, dict):
+                continue
+            files.append((str(content["datetime"]) if "benchmarks" in content else "", path.name, content))
+        except (OSError, ValueError, KeyError) as error:
+            results.damaged[path.name] = f"{type(error).__name__}: {error}"
+    for _, name, content in sorted(files, key=lambda file: file[:2]):
+        try:
+            if "benchmarks" in content:
+                _add_benchmarks(results, content)
+            else:
+                results.curves.update(content.get("curves", {}))
+                if "checks" in content or "steps" in content:
+                    _add_checks(results, content, name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            results.damaged[name] = f"{type(error).__name__}: {error}"
     results.missing = {name: case for name, case in results.missing.items() if name not in results.measured}
     return results
 
@@ -89,7 +141,7 @@ def machine_lines(results: Results) -> str:
     runs = {}
     for facts in results.machines:
         words = ", ".join(f"{k} {v}" for k, v in facts.items() if k not in ("ceilings", "device", "datasheet_bf16_flops"))
-        sheet = facts["datasheet_bf16_flops"]
+        sheet = facts.get("datasheet_bf16_flops")
         promised = f" (bf16 by the data sheet: {number(sheet / 1e12)})" if sheet else ""
         runs.setdefault((facts["device"], words, promised), []).append(facts["ceilings"])
     lines = []
@@ -137,6 +189,7 @@ def model_table(cases: list[dict], title: str) -> str:
                 "-" if info["peak_mib"] is None else f"{info['peak_mib'] / 1024:.1f}",
                 " / ".join(str(n) for n in largest.values()) or "-",
                 info["attention"],
+                f"{info['error']:.1e}" if "error" in info else "-",
             ]
         )
     header = [
@@ -150,6 +203,7 @@ def model_table(cases: list[dict], title: str) -> str:
         "peak GiB",
         "largest batch in 24 / 80 GiB",
         "attention",
+        "error",
     ]
     return f"#### {title}\n\n" + table(header, lines)
 
@@ -166,7 +220,8 @@ def files_table(cases: list[dict]) -> str:
 def missing_table(results: Results) -> str:
     if not results.missing:
         return ""
-    rows = [[case["name"], case["state"], case["reason"].replace("|", "\\|")] for case in results.missing.values()]
+    found = results.missing.values()
+    rows = [[case["name"], case["state"], case.get("reason", "").replace("|", "\\|")] for case in found]
     return "#### Without a time\n\n" + table(["case", "state", "reason"], rows)
 
 
@@ -178,9 +233,20 @@ def by_model(results: Results, op: str) -> dict[str, list[dict]]:
     return groups
 
 
+def damaged_lines(results: Results) -> str:
+    return "".join(f"- {name} is left out: {' '.join(why.split())}\n" for name, why in results.damaged.items())
+
+
+def targets_table(results: Results) -> str:
+    """The targets alone; where there is no result at all, one line that says so."""
+    if not (results.measured or results.checks or results.curves):
+        return f"no result in {results.name}\n{damaged_lines(results)}"
+    return table(["what", "wanted", "measured"], target_rows(results)) + damaged_lines(results)
+
+
 def sections(results: Results) -> str:
     """Everything about one GPU."""
-    parts = [machine_lines(results), "#### Targets\n\n" + table(["what", "wanted", "measured"], target_rows(results))]
+    parts = [machine_lines(results), "#### Targets\n\n" + targets_table(results)]
     for op in ("train", "throughput", "latency"):
         parts += [model_table(cases, f"{op}: {model}") for model, cases in by_model(results, op).items()]
     if files := results.of("train from JPEG files"):
@@ -197,10 +263,10 @@ def speed_table(results: Results) -> str:
     lines = []
     for op in ("train", "throughput", "latency"):
         for model, cases in by_model(results, op).items():
-            for precision in dict.fromkeys(c["extra_info"]["precision"] for c in cases):
+            infos = counted([case["extra_info"] for case in cases])
+            for precision in dict.fromkeys(info["precision"] for info in infos):
                 best = {}
-                for case in cases:
-                    info = case["extra_info"]
+                for info in infos:
                     key = library(info) if library(info).startswith("vitfast") else "peer"
                     if info["precision"] == precision and (key not in best or info["images_per_second"] > best[key]["images_per_second"]):
                         best[key] = info
@@ -254,9 +320,13 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     parser.add_argument("--folder", type=Path, help="print the tables of this folder")
+    parser.add_argument("--targets", action="store_true", help="with --folder: print its targets alone")
     args = parser.parse_args(argv)
+    if args.targets and not args.folder:
+        parser.error("--targets needs --folder DIR")
     if args.folder:
-        print(sections(load(args.folder)))
+        found = load(args.folder)
+        print(targets_table(found).rstrip() if args.targets else sections(found))
     elif args.check:
         found = stale(folder, readme)
         print("\n".join(f"{name} is stale: run python bench/report.py" for name in found) or "the report is up to date")

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
+import clock
 import pytest
-from clock import GPU
 
 from vitfast.model import preset
 
-WHERE = "" if GPU else "cpu small "
+WHERE = "" if clock.GPU else "cpu small "
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ SHAPES: dict[str, Shape] = {}
 
 def choose(which: str) -> None:
     """Fills SHAPES, before the bench files are read: "few", or "all" of them that fit."""
-    chosen = (CPU_SHAPE,) if not GPU else FEW if which == "few" else (*FEW, *(s for s in ALL if s.rows <= ROWS))
+    chosen = (CPU_SHAPE,) if not clock.GPU else FEW if which == "few" else (*FEW, *(s for s in ALL if s.rows <= ROWS))
     SHAPES.clear()
     SHAPES.update({s.name: s for s in chosen})
 
 
 def _runs_at(impl: str, shape: Shape, direction: str, compile_at: tuple[Shape, ...]) -> bool:
     """Whether this implementation is measured there. Compiling takes seconds, the search of max-autotune up to minutes."""
-    if not GPU:
+    if not clock.GPU:
         return direction == "both" or not impl.startswith("compile")
     if impl.startswith("max-autotune"):
-        return shape == FOCUS and direction == "both"
+        return shape == FOCUS
     if shape.batch == 1:
         return direction == "forward" and (not impl.startswith("compile") or compile_at != (FOCUS,))
     if impl.startswith("compile"):
-        return shape in compile_at and direction in (("forward", "both") if shape == FOCUS else ("both",))
+        return shape == FOCUS or (shape in compile_at and direction == "both")
     return shape in MAIN or direction != "backward"
 
 
@@ -93,6 +93,8 @@ def grid(*impls: str, cpu: tuple[str, ...] = ("vitfast", "eager"), compile_at: t
         for name, shape in SHAPES.items()
         for direction in ("forward", "backward", "both")
         for impl in impls
-        if _runs_at(impl, shape, direction, compile_at) and (GPU or impl in cpu) and (direction == "forward" or impl not in forward_only)
+        if _runs_at(impl, shape, direction, compile_at)
+        and (clock.GPU or impl in cpu)
+        and (direction == "forward" or impl not in forward_only)
     ]
     return [pytest.param(*case, id="-".join(case)) for case in wanted]

@@ -1,31 +1,44 @@
-"""What vitfast wants to reach on a GPU, each target beside what the committed results say: measured and met, measured and missed, or not measured yet.
+"""What vitfast wants to reach on a GPU, and what the results say: met, missed, or not measured yet.
 
-Read by report.py. A ratio is of two cases of the same folder; peers count with the fastest of their settings.
+Read by report.py. A ratio is of two cases of the same folder and in equal precision; peers count with the fastest of
+their settings, and a setting that should have been the strongest and has no time is named ("without max-autotune"). Of
+a case that was measured twice ("again") the slower time counts.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torchvision")
+PEERS = LIBRARIES[2:]
+OURS, ACCELERATED = LIBRARIES[:2]
+AUTOTUNED = ("max-autotune", "max-autotune all")
+SDPA_AND_FLASH = ("sdpa flash", "sdpa cudnn", "flash-attn 3", "flash-attn 4")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number: what it is of, the number, what it should be at least (or at most)."""
+    """One measured number: what it is of, its bound from below (or above), what would be better still."""
 
     of: str
     value: float
     bound: float
     at_most: bool = False
     percent: bool = False
+    stretch: float | None = None
+    without: tuple[str, ...] = ()  # settings of peers that have no time
+
+    def reaches(self, bound: float) -> bool:
+        return self.value <= bound if self.at_most else self.value >= bound
 
     @property
     def met(self) -> bool:
-        return self.value <= self.bound if self.at_most else self.value >= self.bound
+        return self.reaches(self.bound)
 
     def __str__(self) -> str:
         number = f"{100 * self.value:.0f} %" if self.percent else f"{self.value:.2f}"
-        return f"{self.of} {number}{'' if self.met else ' **missed**'}"
+        missing = f" (without {', '.join(self.without)})" if self.without else ""
+        stretched = self.met and self.stretch is not None and self.reaches(self.stretch)
+        return f"{self.of} {number}{missing}{'' if self.met else ' **missed**'}{' (stretch)' if stretched else ''}"
 
 
 def library(info: dict) -> str:
@@ -33,66 +46,106 @@ def library(info: dict) -> str:
     return next(name for name in reversed(LIBRARIES) if info["impl"].startswith(f"{name} "))
 
 
-def fastest(results, op: str, model: str, *wanted: str, precision: str | None = None) -> dict | None:
-    """extra_info of the fastest case of these libraries, in one precision or in any."""
-    infos = [case["extra_info"] for case in results.of(op)]
-    infos = [i for i in infos if i["shape"].startswith(f"{model} B") and library(i) in wanted and precision in (None, i["precision"])]
+def counted(infos: list[dict]) -> list[dict]:
+    """extra_info of whole models, with the slower one alone of a setting that was measured again."""
+    slowest = {}
+    for info in infos:
+        setting = info["impl"].removesuffix(" again"), info["shape"]
+        if setting not in slowest or info["images_per_second"] < slowest[setting]["images_per_second"]:
+            slowest[setting] = info
+    return list(slowest.values())
+
+
+def fastest(results, op: str, model: str, *wanted: str, precision: str, how: str = "") -> dict | None:
+    """extra_info of the fastest case of these libraries in one precision; how: in this setting alone."""
+    infos = counted([case["extra_info"] for case in results.of(op)])
+    infos = [i for i in infos if i["shape"].startswith(f"{model} B") and i["precision"] == precision]
+    infos = [i for i in infos if library(i) in wanted]
+    infos = [i for i in infos if not how or i["impl"].startswith(f"{library(i)} {how} ")]
     return max(infos, key=lambda i: i["images_per_second"], default=None)
 
 
-PEERS = LIBRARIES[2:]
+def unmeasured(results, op: str, model: str, peers: tuple[str, ...], precision: str) -> tuple[str, ...]:
+    """The strongest settings that none of these peers has a time in."""
+    found = [case["extra_info"] for case in results.of(op)]
+    impls = {i["impl"] for i in found if i["shape"].startswith(f"{model} B") and library(i) in peers}
+    return tuple(how for how in AUTOTUNED if not any(impl.endswith(f" {how} {precision}") for impl in impls))
 
 
-def ratio(ours: dict | None, theirs: dict | None, of: str, bound: float, key: str = "images_per_second", at_most: bool = False) -> Iterator[Figure]:
-    if ours and theirs and ours.get(key) and theirs.get(key):
-        yield Figure(of, ours[key] / theirs[key], bound, at_most)
+def speed(
+    results, op: str, model: str, ours: str, theirs: tuple[str, ...], precision: str, of: str, **more
+) -> Iterator[Figure]:
+    """Images per second of ours by those of the fastest of theirs, in one precision."""
+    own, peer = (fastest(results, op, model, *names, precision=precision) for names in ((ours,), theirs))
+    if own and peer:
+        without = unmeasured(results, op, model, theirs, precision) if set(theirs) <= set(PEERS) else ()
+        yield Figure(of, own["images_per_second"] / peer["images_per_second"], without=without, **more)
 
 
 def training_step(results) -> Iterator[Figure]:
-    model, ours = "B/16 224", fastest(results, "train", "B/16 224", "vitfast", precision="bf16")
-    yield from ratio(ours, fastest(results, "train", model, "timm", precision="amp"), "of timm amp", 1.5)
-    yield from ratio(ours, fastest(results, "train", model, "timm", precision="bf16"), "of timm bf16", 1.3)
+    model = "B/16 224"
+    yield from speed(results, "train", model, OURS, ("timm",), "bf16", "bf16 of timm bf16", bound=1.3, stretch=1.5)
+    of = "accelerate amp of timm amp"
+    yield from speed(results, "train", model, ACCELERATED, ("timm",), "amp", of, bound=1.3, stretch=1.5)
+    ours = fastest(results, "train", model, OURS, precision="bf16")
     if ours and ours["mfu_datasheet"]:
-        yield Figure("of the data sheet's peak", ours["mfu_datasheet"], 0.55, percent=True)
+        yield Figure("of the data sheet's peak", ours["mfu_datasheet"], 0.0, percent=True, stretch=0.62)
 
 
 def other_models(results) -> Iterator[Figure]:
     for model in ("S/16 224", "L/16 224", "H/14 224", "B/16 384"):
-        yield from ratio(fastest(results, "train", model, "vitfast"), fastest(results, "train", model, *PEERS), model, 1.3)
+        for ours, precision in ((OURS, "bf16"), (ACCELERATED, "amp")):
+            of = f"{model} {'accelerate ' if ours == ACCELERATED else ''}{precision}"
+            yield from speed(results, "train", model, ours, PEERS, precision, of, bound=1.3, stretch=1.5)
 
 
 def inference(results) -> Iterator[Figure]:
     model = "B/16 224"
-    yield from ratio(fastest(results, "throughput", model, "vitfast", precision="bf16"), fastest(results, "throughput", model, *PEERS), "throughput", 1.3)
-    ours, theirs = fastest(results, "latency", model, "vitfast"), fastest(results, "latency", model, *PEERS)
-    if ours and theirs:
-        yield Figure("latency of one image", theirs["images_per_second"] / ours["images_per_second"], 0.8, at_most=True)
+    yield from speed(results, "throughput", model, OURS, PEERS, "bf16", "throughput", bound=1.3)
+    for figure in speed(results, "latency", model, OURS, PEERS, "bf16", "", bound=0.0):
+        yield Figure("latency of one image", 1 / figure.value, 0.8, at_most=True, without=figure.without)
 
 
 def operation(results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:
-    """extra_info and seconds of ours and of all others."""
+    """extra_info and seconds of ours and of all others, at the largest batch of a model."""
     found = [c["extra_info"] | dict(seconds=c["stats"]["median"]) for c in results.of(op)]
-    found = [i for i in found if i["shape"].startswith(f"{shape} B") and not i["shape"].endswith(" B1") and i["direction"] == direction]
-    ours = max((i for i in found if i["impl"] == "vitfast"), key=lambda i: i["bytes"], default=None)
-    return ours, [i for i in found if i["impl"] != "vitfast" and ours and i["shape"] == ours["shape"]]
+    found = [
+        i
+        for i in found
+        if i["shape"].startswith(f"{shape} B") and not i["shape"].endswith(" B1") and i["direction"] == direction
+    ]
+    ours = max((i for i in found if i["impl"] == OURS), key=lambda i: i["bytes"], default=None)
+    return ours, [i for i in found if i["impl"] != OURS and ours and i["shape"] == ours["shape"]]
 
 
-def against(results, op: str, shapes: dict[str, float], directions: tuple[str, ...], peers: Callable[[str], bool] = lambda impl: True) -> Iterator[Figure]:
-    for shape, bound in shapes.items():
+def against(
+    results,
+    op: str,
+    shapes: dict[str, tuple[float, float | None]],
+    directions: tuple[str, ...],
+    strongest: tuple[str, ...],
+    needed: str = "",
+) -> Iterator[Figure]:
+    """How many times faster than the best other implementation, at each shape and direction.
+
+    shapes: each with its bound and stretch.
+    strongest: implementations that are named where they have no time; needed: there is no figure before one whose name
+    starts so has one.
+    """
+    for shape, (bound, stretch) in shapes.items():
         for direction in directions:
             ours, others = operation(results, op, shape, direction)
-            times = [i["seconds"] for i in others if peers(i["impl"])]
-            if ours and times:
-                yield Figure(f"{op} {shape} {direction}", min(times) / ours["seconds"], bound)
+            times = {i["impl"]: i["seconds"] for i in others}
+            if ours and times and any(impl.startswith(needed) for impl in times):
+                without = tuple(impl for impl in strongest if impl not in times)
+                value = min(times.values()) / ours["seconds"]
+                yield Figure(f"{op} {shape} {direction}", value, bound, stretch=stretch, without=without)
 
 
 def attention(results) -> Iterator[Figure]:
-    shapes = {"B/16 224": 1.3, "H/14 224": 1.3, "B/16 384": 1.1}  # N = 197, 257, 577
-    yield from against(results, "attention", shapes, ("forward", "backward", "both"))
-    ours, _ = operation(results, "attention", "B/16 224", "forward")
-    if ours:
-        floor = ours["bytes"] / results.machines[-1]["ceilings"]["copy"]
-        yield Figure("forward at 197, times its memory floor", ours["seconds"] / floor, 1.8, at_most=True)
+    shapes = {"B/16 224": (1.3, 2.0), "H/14 224": (1.3, 2.0), "B/16 384": (1.1, None)}  # N = 197, 257, 577
+    for op in ("attention", "attention separate"):
+        yield from against(results, op, shapes, ("forward", "backward"), SDPA_AND_FLASH)
 
 
 def layer_norm(results) -> Iterator[Figure]:
@@ -101,29 +154,32 @@ def layer_norm(results) -> Iterator[Figure]:
             ours, _ = operation(results, "add_layer_norm", shape, direction)
             if ours:
                 share = 1e9 * ours["gigabytes_per_second"] / results.machines[-1]["ceilings"]["copy"]
-                yield Figure(f"{shape} {direction}", share, 0.9, percent=True)
+                yield Figure(f"{shape} {direction}", share, 0.9, percent=True, stretch=0.95)
 
 
 def mlp(results) -> Iterator[Figure]:
     for op in ("linear_gelu", "mlp_block"):
-        yield from against(results, op, {"B/16 224": 1.2}, ("forward", "both"), lambda impl: impl.startswith(("compile", "max-autotune")))
+        yield from against(results, op, {"B/16 224": (1.2, None)}, ("forward", "backward"), AUTOTUNED, needed="compile")
 
 
 def patch_embedding(results) -> Iterator[Figure]:
-    yield from against(results, "patch_embed uint8", {"B/16 224": 3.0}, ("forward",), lambda impl: not impl.endswith("unfold"))
+    strongest = ("compile", "compile unfold", *AUTOTUNED)
+    yield from against(results, "patch_embed uint8", {"B/16 224": (3.0, None)}, ("forward",), strongest)
 
 
 def memory(results) -> Iterator[Figure]:
-    ours = fastest(results, "train", "B/16 224", "vitfast", precision="bf16")
+    ours = fastest(results, "train", "B/16 224", OURS, precision="bf16")
     for precision, bound in (("amp", 0.6), ("bf16", 0.65)):
-        theirs = fastest(results, "train", "B/16 224", "timm", precision=precision)
-        yield from ratio(ours, theirs, f"of timm {precision}", bound, "peak_mib", at_most=True)
+        theirs = fastest(results, "train", "B/16 224", "timm", precision=precision, how="compile")
+        if ours and theirs and ours["peak_mib"] and theirs["peak_mib"]:
+            of = f"bf16 of timm {precision} compiled"
+            yield Figure(of, ours["peak_mib"] / theirs["peak_mib"], bound, at_most=True)
 
 
 def accelerated(results) -> Iterator[Figure]:
     for precision, bound in (("bf16", 0.95), ("amp", 0.0)):  # amp keeps timm's fp32 residual: reported, no target
-        pair = (fastest(results, "train", "B/16 224", name, precision=precision) for name in ("vitfast.accelerate(timm)", "vitfast"))
-        yield from ratio(*pair, f"{precision} of our own ViT", bound)
+        of = f"{precision} of our own ViT"
+        yield from speed(results, "train", "B/16 224", ACCELERATED, (OURS,), precision, of, bound=bound)
 
 
 def checks(results) -> Iterator[Figure]:
@@ -132,25 +188,40 @@ def checks(results) -> Iterator[Figure]:
 
 
 def loss_curves(results) -> Iterator[Figure]:
-    if results.curves:
-        yield Figure(f"{results.curves['steps']} steps, largest distance in seed deviations", results.curves["distance"], 2.0, at_most=True)
+    if results.curves.get("distance") is not None:
+        runs, planned = results.curves.get("runs"), results.curves.get("planned")
+        part = f", {runs} of {planned} runs" if runs != planned else ""
+        precision = results.curves.get("precision", "?")
+        of = f"{precision}, {results.curves['steps']} steps{part}, largest distance in seed deviations"
+        yield Figure(of, results.curves["distance"], 2.0, at_most=True)
 
 
 TARGETS: tuple[tuple[str, str, Callable], ...] = (
     ("gpu tests, `vitfast doctor`, compute-sanitizer", "all pass", checks),
-    ("B/16 224 training step, batch 256, bf16", "1.5x timm amp, 1.3x timm bf16, 55 % of the data sheet's peak", training_step),
-    ("S/16, L/16, H/14, B/16@384 training step", "1.3x the best peer", other_models),
-    ("B/16 inference, bf16", "1.3x the best peer's throughput, 0.8x its latency", inference),
-    ("attention N = 197, 257, 577", "1.3x, 1.3x, 1.1x the best SDPA backend; forward at 197 within 1.8x of its memory floor", attention),
-    ("residual add + LayerNorm, D = 768, 1024, 1280", "90 % of the copy bandwidth", layer_norm),
-    ("fc1 + GELU and the MLP half", "1.2x cuBLAS + compiled pointwise", mlp),
-    ("patch embedding from uint8", "3x normalise + convolution", patch_embedding),
-    ("peak memory of the B/16 training step", "0.6x timm amp, 0.65x timm bf16", memory),
+    (
+        "B/16 224 training step, batch 256",
+        "bf16 1.3x timm bf16, `accelerate(timm)` amp 1.3x timm amp (equal numerics), stretch 1.5x; "
+        "beside it the share of the data sheet's peak, stretch 62 %, best published 29 %",
+        training_step,
+    ),
+    ("S/16, L/16, H/14, B/16@384 training step", "1.3x the best peer in equal precision, stretch 1.5x", other_models),
+    ("B/16 inference, bf16", "1.3x the best peer's throughput, 0.8x its latency (CUDA graphs)", inference),
+    (
+        "attention N = 197, 257, 577, forward and backward",
+        "1.3x, 1.3x (stretch 2x), 1.1x the best of SDPA, flash-attn 3 and 4, qkv packed and separate",
+        attention,
+    ),
+    ("residual add + LayerNorm, D = 768, 1024, 1280", "90 % of the copy bandwidth, stretch 95 %", layer_norm),
+    ("fc1 + GELU and the MLP half, forward and backward", "1.2x cuBLAS + compiled pointwise", mlp),
+    ("patch embedding from uint8", "3x the best of normalise + convolution and normalise + unfold", patch_embedding),
+    ("peak memory of the B/16 training step", "0.6x timm amp compiled, 0.65x timm bf16 compiled", memory),
     ("`vitfast.accelerate(timm model)`", "within 5 % of our own ViT in bf16; amp reported", accelerated),
-    ("loss curves, ours against timm in bf16", "same within seed noise over 3 seeds", loss_curves),
+    ("loss curves, ours against timm", "same within seed noise over 3 seeds", loss_curves),
 )
 
 
 def target_rows(results) -> list[list[str]]:
     """A row for each target: what, wanted, measured."""
-    return [[what, wanted, "; ".join(map(str, measure(results))) or "not measured yet"] for what, wanted, measure in TARGETS]
+    return [
+        [what, wanted, "; ".join(map(str, measure(results))) or "not measured yet"] for what, wanted, measure in TARGETS
+    ]
