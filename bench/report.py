@@ -22,7 +22,10 @@ from targets import LIBRARIES, counted, library, target_rows
 
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
-NOTHING = "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all bench/results/<gpu>` makes one.\n"
+NOTHING = (
+    "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one, and "
+    "`tar -xzf OUT/results.tar.gz -C bench/results/<gpu>` puts it here.\n"
+)
 HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in `bench/harness.py`, `bench/peers.py` and
 `bench/bench_model.py`. Times are medians, ± is the interquartile range. "% floor" is the share of the time that the
 work needs at least (`bench/costs.py`) at the ceilings measured in the same run. "vitfast" in the last column is how
