@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import vitfast
 from vitfast import ViT, ops
 from vitfast.checkpoint.formats import convert
-from vitfast.doctor import ATOL, worst
+from vitfast.doctor import ATOL, exact_fp32, worst
 from vitfast.model import preset
 
 BACKENDS = {
@@ -237,13 +237,13 @@ class Peer:
         few, fp32 = self.images[self.chosen].float(), Setting(self.setting.library, "eager", "fp32")
         plain = self._plain()
         with ops.use_kernels("off"):
-            with torch.no_grad():
+            with torch.no_grad(), exact_fp32():
                 single = plain(few).double()
             truth = self._run(plain.double(), few.double(), self.upstream)
             model, same = self.setting.cast(plain.float(), few)  # fp32 to float64 and back loses nothing
             with self.setting.autocast():
                 own = self._run(model, same, self.upstream)
-        with torch.no_grad():
+        with torch.no_grad(), exact_fp32():
             logits = build(self.setting.library, self.shape)(few).double()
         self._judge(fp32, [logits], worst([single], truth[:1]), truth[:1])
         self.own = worst(own, truth)

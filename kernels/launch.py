@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 
 import torch
 from torch import Tensor
@@ -30,6 +31,29 @@ def launches_made() -> int:
     return _made
 
 
+def _called(code: CodeType, names: dict) -> Iterator[object]:
+    """The kernels and helpers that a function's code names, comprehensions included."""
+    for name in code.co_names:
+        if hasattr(type(names.get(name)), "cache_key"):  # of the object it would be computed
+            yield names[name]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _called(constant, names)
+
+
+def settle(kernel) -> None:
+    """Has Triton hash what a kernel calls before the kernel itself, and so on down, before it is launched or compiled.
+
+    Triton 3.6 takes the global values of a called function into the caller's hash only where that function was hashed before. Without this
+    a kernel's name in Triton's cache would depend on what else the process has run, and one compiled ahead would not be found.
+    """
+    if kernel.hash is None:
+        for function in _called(kernel.fn.__code__, kernel.fn.__globals__):
+            if function is not kernel:
+                settle(function)
+        kernel.cache_key  # noqa: B018
+
+
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     """`kernel[grid](**arguments)` on the device of its tensors; nothing for an empty grid."""
     global _made
@@ -39,6 +63,8 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     if 0 in grid:
         return
     _made += 1
+    if not INTERPRETED:
+        settle(kernel)
     arguments["enable_fp_fusion"] = True  # Triton 3.10 turns a * b + c into two roundings unless it is asked not to
     device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():

@@ -346,6 +346,26 @@ def test_doctor_refuses_what_does_not_exist_here(capsys):
     assert code == 2 and "no bfloat16 here, only float16 and float32" in err
 
 
+def test_doctor_refuses_no_process_and_no_name(capsys):
+    for given, said in ((["--jobs", "0"], "--jobs must be 1 at least, got 0"), (["--only", ""], "no operation has '' in its name")):
+        code, _, err = run_cli(capsys, "doctor", *given)
+        assert code == 2 and said in err
+
+
+def test_what_fp32_is_judged_by_is_fp32(monkeypatch):
+    """On a GPU PyTorch's convolutions take TF32 unless they are told not to."""
+    seen = []
+
+    def embed(*tensors):
+        seen.append((doctor.ops._dispatch._mode, torch.backends.cudnn.allow_tf32))
+        return doctor.ops.patch_embed(*tensors)
+
+    before = torch.backends.cudnn.allow_tf32
+    inputs = doctor.cases(doctor.SMALL_SIZES)["patch_embed"][1]
+    assert doctor.examine("patch_embed", embed, inputs, torch.float32, torch.device("cpu"), timed=False).passed
+    assert [tf32 for mode, tf32 in seen if mode == "off"] == [False] * 3 and torch.backends.cudnn.allow_tf32 == before
+
+
 def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatch, capsys):
     from vitfast.kernels import launch
 

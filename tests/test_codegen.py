@@ -9,6 +9,7 @@ import pytest
 import triton
 
 import vitfast.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
+from vitfast.kernels.launch import settle
 
 
 def measured(row: dict) -> tuple:
@@ -101,6 +102,31 @@ def main(folder):
 if __name__ == "__main__":
     main(Path({folder!r}))
 """
+
+
+def test_what_a_kernel_calls_is_hashed_before_it():
+    """Callees first, also those named in a comprehension alone, each once: Triton 3.6's names in its cache depend on the order."""
+    hashed = []
+
+    class Function:
+        def __init__(self, name: str, body: str, names: dict):
+            exec(f"def f(x):\n    return {body}", names)
+            self.name, self.fn, self.hash = name, names["f"], None
+
+        @property
+        def cache_key(self):
+            if self.hash is None:
+                hashed.append(self.name)
+                self.hash = self.name
+            return self.hash
+
+    names: dict = {}
+    for name, body in (("store", "x"), ("scale", "store(x)"), ("load", "x + scale(x)"), ("kernel", "[load(i) for i in x], store(x), len(x)")):
+        names[name] = Function(name, body, names)
+    settle(names["kernel"])
+    assert hashed == ["store", "scale", "load", "kernel"]
+    settle(names["kernel"])
+    assert len(hashed) == 4
 
 
 @pytest.mark.slow(25)

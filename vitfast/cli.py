@@ -129,8 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--model", metavar="NAME", nargs="+", default=["B/16"], help="whose sizes: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)")
     sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
     sub.add_argument("--only", metavar="NAME", default="", help="operations whose name contains this, such as attention or gelu")
-    sub.add_argument("--seconds", metavar="N", type=float, default=None, help="for each model (default 400); what is found by then is kept")
-    sub.add_argument("--batch-size", metavar="N", type=int, default=None, help="of the shapes that are timed (default: 32 to 256 by model)")
+    sub.add_argument("--seconds", metavar="N", type=float, default=None, help="in all (default 400 a model); what is found by then is kept")
+    sub.add_argument("--batch-size", metavar="N", type=int, default=None, help="of the shapes that are timed (default: 48 to 240 by model)")
     deterministic = "leave out libraries whose backward may give other bits each time; ours never does"
     sub.add_argument("--deterministic", action="store_true", default=False, help=deterministic)
     sub = command("convert", "write weights of any format in another one: vitfast, timm, huggingface, npz (Google's) or torchvision", _convert)

@@ -125,6 +125,17 @@ def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
     return max(errors)
 
 
+@contextlib.contextmanager
+def exact_fp32() -> Iterator[None]:
+    """PyTorch's own fp32 results are fp32 inside: by default its convolutions may take TF32, and so would any error judged by theirs."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
 def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True) -> Result:
     """One operation in one dtype: the kernel's error must be at most twice PyTorch's own, plus rounding."""
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +143,7 @@ def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dty
     doubles = [t.detach().double().requires_grad_() if t.is_floating_point() and t.requires_grad else t for t in tensors]
     label = str(dtype).removeprefix("torch.")
     try:
-        with ops.use_kernels("off"):
+        with ops.use_kernels("off"), exact_fp32():
             upstream = [torch.randn(o.shape, generator=generator).to(device, torch.float64) for o in run(function, doubles)]
             truth = run(function, doubles, upstream)
             peer = worst(run(function, tensors, upstream), truth)
@@ -185,7 +196,7 @@ def tasks(only: Iterable[str] = (), dtype: str = "") -> list[Task]:
     for wanted in only:
         forms = [name for name in names if name.partition(",")[0] == wanted]
         found = [wanted] if "," in wanted and wanted in names else forms or [name for name in names if wanted in name]
-        if not found:
+        if not found or not wanted:
             raise InputError(f"no operation has {wanted!r} in its name; there are {'; '.join(names)}")
         chosen.update(found)
     dtypes = ["float16", "float32"] if INTERPRETED else ["bfloat16", "float16", "float32"]
@@ -229,6 +240,8 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
                 try:
                     result, goes_on = connection.recv()
                 except (EOFError, OSError):
+                    process.join(10)
+                    process.kill()  # one that has closed its pipe and not ended
                     process.join()
                     code = process.exitcode
                     died = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
@@ -292,6 +305,8 @@ def doctor(
     more than one nothing is timed. timed: on a GPU. debug: the whole traceback of the first failure follows the table.
     Raises InputError for a name or a dtype that does not exist here.
     """
+    if jobs < 1:
+        raise InputError(f"--jobs must be 1 at least, got {jobs}")
     device()
     todo = tasks(only, dtype)
     jobs = min(jobs, len(todo), len(os.sched_getaffinity(0)))

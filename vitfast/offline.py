@@ -20,7 +20,7 @@ from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .errors import InputError, both_ends
-from .kernels.launch import INTERPRETED, Launch
+from .kernels.launch import INTERPRETED, Launch, settle
 
 SECONDS = 25  # of one compilation, which takes one or two, after which it counts as failed
 triton_key()  # half a second, once, and not again in every process that is forked from one that has imported this
@@ -55,6 +55,7 @@ def _front_end(capability: int, device: int) -> Iterator[None]:
 
 def _warm_up(launch: Launch):
     """What `launch` in kernels/launch.py would do, up to the launch itself."""
+    settle(launch.kernel)
     return launch.kernel.warmup(grid=launch.grid, **launch.arguments, enable_fp_fusion=True)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .doctor import exact_fp32
 from .kernels.tiles import Tile
 from .launchers import Draw, Launcher, outputs
 
@@ -86,7 +87,7 @@ class Bench:
         generator = torch.Generator(device).manual_seed(0)
         self.inputs = launcher.make(Draw(dtype, device, generator))
         doubles = [t.double() if t.is_floating_point() else t for t in self.inputs]
-        with torch.no_grad():
+        with torch.no_grad(), exact_fp32():
             self.truth = outputs(launcher.formula(*doubles))
             plain = outputs(launcher.formula(*self.inputs))
         self.limits = []
