@@ -8,10 +8,11 @@ CUDA graphs: latency captures one for everybody, eager too, and at the batches o
 the bottleneck; their time is of whole steps back to back, nothing hidden. Ours is measured first and, as "vitfast
 compile bf16 again", after the peers that it is compared with: the slower of the two counts.
 
-`extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
-from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that
-measured fastest; in training largest_batch by GiB of memory, from the straight line through what stays between steps
-(batch 0) and the peak of the measured batch, with 1 GiB kept for CUDA itself.
+`extra_info` has, beside what every case has: images_per_second; in throughput batch_search, the setting that the
+library's best batch was searched with, whatever setting is then timed (None on a CPU: no search); model_flops (3 times
+the forward pass in training) and from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet;
+attention, the SDPA backend that measured fastest; in training largest_batch by GiB of memory, from the straight line
+through what stays between steps (batch 0) and the peak of the measured batch, with 1 GiB kept for CUDA itself.
 """
 
 import functools
@@ -61,23 +62,30 @@ if not clock.GPU:
 CASES = {s.name: s for s in (SETTINGS if clock.GPU else CPU_SETTINGS) if s.library in BUILDERS}
 ONCE = [name for name, setting in CASES.items() if not setting.again]
 BATCHES = (64, 128, 256, 512)  # tried for throughput
+SEARCH = ("eager", "bf16")  # how: compiling each batch of each setting would take too long
 STEPS = 3 if clock.GPU else 1  # calls per timed round
 
 
 @functools.cache
 def best_batch(library: str, model: str) -> int:
-    """The batch of the highest inference throughput, searched with the library's eager model in bf16."""
+    """The batch of the highest inference throughput of the library's eager model in bf16, for all its settings.
+
+    Raises RuntimeError where the smallest batch does not fit into the memory.
+    """
     if not clock.GPU:
         return MODELS[model].batch
     speed = {}
     for batch in BATCHES:
         shape = Shape(MODELS[model].model, MODELS[model].image, batch)
         try:
-            peer = Peer(Setting(library, "eager", "bf16"), shape, training=False)
+            peer = Peer(Setting(library, *SEARCH), shape, training=False)
             with torch.inference_mode(), ops.use_kernels(peer.kernels):
                 speed[batch] = batch / median_seconds(lambda p=peer: p(p.images), rounds=5)
         except torch.cuda.OutOfMemoryError:
             break
+    if not speed:
+        why = f"{' '.join(SEARCH)} runs out of memory at {BATCHES[0]} images"
+        raise RuntimeError(f"no batch for {library} {model}: {why}")
     return max(speed, key=speed.get)
 
 
@@ -160,7 +168,9 @@ def test_inference(benchmark, model, setting, what):
         errors |= peer.check_again()
     cost = costs.model(shape, peer.setting.dtype.itemsize).forward
     graph = clock.GPU and what == "latency"
-    info = dict(op=what, direction="forward", cuda_graph=graph, **facts(shape, peer, seconds, training=False), **errors)
+    more = dict(batch_search=" ".join(SEARCH) if clock.GPU else None) if what == "throughput" else {}
+    more |= facts(shape, peer, seconds, training=False) | errors
+    info = dict(op=what, direction="forward", cuda_graph=graph, **more)
     describe(benchmark, setting, cost, seconds, peer.setting.dtype, peak, **info)
 
 

@@ -3,7 +3,7 @@
 The file that `--benchmark-json PATH` names has, beside pytest-benchmark's own keys, "failed" and "skipped": lists of
 {name, fullname, params, reason}. It is written anew after every case, so that a run that dies keeps what it has; a case
 that was not reached by then is under "skipped". `machine_info["vitfast"]` says what was measured on, and the ceilings
-of the run.
+of the run: of this process, or of the stage that it belongs to (machine.ceilings).
 
 Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 224 and B256" is the main shape):
 
@@ -43,6 +43,8 @@ import torch
 from vitfast.errors import both_ends
 
 START = time.monotonic()
+LEAST_SECONDS = 15  # before the end that --ends names: with fewer left no case starts
+ALARM_AGAIN = 5  # seconds; the first TimeoutError may end in somebody's `except Exception`
 NOT_RUN = "not run: the process ended before"
 _cases: dict[str, dict] = {}  # node id -> its entry, with "state": passed, failed or skipped
 _constant: dict = {}
@@ -53,6 +55,12 @@ def pytest_addoption(parser):
     group.addoption("--shapes", choices=("few", "all"), default="few", help="which shapes the operations are measured at on a GPU (default few)")
     group.addoption("--dtype", choices=("bfloat16", "float16", "float32"), help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)")
     group.addoption("--budget", type=float, metavar="SECONDS", help="no case starts later than this after the start; it is recorded as skipped")
+    group.addoption(
+        "--ends",
+        type=float,
+        metavar="EPOCH_SECONDS",
+        help=f"no case starts later than {LEAST_SECONDS} s before this moment; it is recorded as skipped",
+    )
     group.addoption("--case-limit", type=int, default=0, metavar="SECONDS", help="a case that takes longer is recorded as failed")
 
 
@@ -97,6 +105,9 @@ def pytest_runtest_setup(item):
     budget = item.config.getoption("budget")
     if budget is not None and time.monotonic() - START > budget:
         pytest.skip(f"out of time: the budget of {budget:.0f} s was spent before this case")
+    ends = item.config.getoption("ends")
+    if ends is not None and time.time() > ends - LEAST_SECONDS:
+        pytest.skip(f"out of time: fewer than {LEAST_SECONDS} s were left for this case")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,11 +118,11 @@ def pytest_runtest_call(item):
         raise TimeoutError(f"took longer than {limit} s")
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(limit)
+    signal.setitimer(signal.ITIMER_REAL, limit, ALARM_AGAIN)  # with a limit of 0 it never rings
     try:
         return (yield)
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
 
 

@@ -20,7 +20,7 @@
 # Every stage but `all` ends within 555 seconds, whatever hangs (another number: VITFAST_SECONDS); bench/steps.sh says how.
 # A case that fails is recorded as failed, one that would start too late as skipped, and the stage goes on; but `first` ends early when its
 # smallest check fails (after a diagnosis, and timm's and SDPA's numbers), and after two steps in a row that broke the device.
-# Exit code 0: all that ran succeeded; 1: something failed; 2: no stage of that name, or no GPU; 130: interrupted.
+# Exit code 0: all that ran succeeded; 1: something failed; 2: no stage of that name, no GPU, or an OUT that cannot be written; 130: interrupted.
 #
 # Needs bash 5, python3 (or $PYTHON) with torch, triton, timm, transformers, torchvision, pytest, pytest-xdist and pytest-benchmark; no
 # network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot. VITFAST_COMMIT: the commit, where the copy has no
@@ -44,22 +44,38 @@ case "$wanted" in
         exit 2
         ;;
 esac
-facts=$(timeout -k 5 90 "$python" -c '
+probe=$(mktemp)
+trap 'rm -f "$probe" "$probe.err"' EXIT
+"$python" -c '
 import pathlib, sys, torch
 if not torch.cuda.is_available():
-    sys.exit(1)
+    sys.exit(3)
 import triton
 python = sys.version.split()[0]
 print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, python {python}")
 try:
     import vitfast.kernels
     found = pathlib.Path(vitfast.kernels.__file__).resolve().parents[1] == pathlib.Path.cwd()
-except ImportError:
+except Exception as error:
     found = False
-print("vitfast is installed" if found else "vitfast is not installed")' 2> /dev/null) || {
-    echo "bench/gpu.sh: no NVIDIA GPU that the torch of $python can use" >&2
+    print(f"vitfast cannot be imported yet: {type(error).__name__}: {error}")
+print("vitfast is installed" if found else "vitfast is not installed")' > "$probe" 2> "$probe.err" &
+running=$!
+if await 90; then
+    wait "$running"
+    code=$?
+    case $code in
+        0) ;;
+        3) echo "bench/gpu.sh: no NVIDIA GPU that the torch of $python can use" >&2 && exit 2 ;;
+        *) echo "bench/gpu.sh: $python cannot use torch and triton: $(tail -n 1 "$probe.err")" >&2 && exit 2 ;;
+    esac
+else # one that waits for a hung driver cannot be ended
+    kill -KILL "$running" 2> /dev/null
+    echo "bench/gpu.sh: the GPU does not answer: torch has looked for it for 90 s" >&2
     exit 2
-}
+fi
+running=""
+facts=$(< "$probe")
 cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which are not about processes
 workers=$((cpus < 8 ? cpus : 8))
 jobs=$((cpus < 14 ? cpus : 14))
@@ -69,7 +85,7 @@ bench() { # bench NAME MIN LIMIT CASE_LIMIT PYTEST ARGUMENTS...: no case takes l
     local name=$1 least=$2 limit=$3 case_limit=$4
     shift 4
     step "$name" "$least" "$limit" "$python" -m pytest "$@" --benchmark-only -q -ra --benchmark-columns=median,iqr,rounds \
-        --benchmark-json="$work/$name.json" --case-limit "$case_limit" --budget $(($(left "$limit") - 8))
+        --benchmark-json="$work/$name.json" --case-limit "$case_limit" --ends $((EPOCHSECONDS + $(left "$limit")))
 }
 
 doctor() { # doctor NAME LIMIT OPTIONS...: vitfast doctor in parallel, its JSON in NAME.json
@@ -99,7 +115,7 @@ prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
 }
 
 prepared() { # prepare, as a step
-    case "$facts" in *"not installed") export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" ;; esac # where it may be linked
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where vitfast/kernels is linked, scripts find it too
     step prepare 0 90 bash -c "$(declare -p facts cpus python); $(declare -f prepare); prepare"
 }
 
@@ -111,6 +127,9 @@ broken() { # whether two steps in a row ended with a device error: what follows 
 first() {
     local main="B/16 and 224" ours="" train="test_train and compile and (vitfast or timm) and not accelerate"
     local inference="test_inference and compile and bf16 and (vitfast or timm) and not accelerate"
+    # Of an earlier run into the same OUT:
+    rm -f "$work"/{smoke,diagnosis,doctor,train,train_peers,attention,blocks,norm_and_patches,accelerate,inference,gpu_tests}.{log,json}
+    rm -f "$work"/attention_separate.{log,json}
     prepared
     doctor smoke 90 --only layer_norm --only attention --only linear_gelu --dtype bfloat16
     checks "smoke"
@@ -127,12 +146,17 @@ first() {
     fi
     doctor doctor 100
     checks "vitfast doctor"
+    device_errors=0 # of its workers, each a process of its own
     bench train 60 230 110 bench/bench_model.py -k "$main and $train"
-    broken && return
-    if grep -qs 'WrongResult: vitfast' "$work/train.log"; then
+    if ((device_errors)); then # ours runs first, and nothing has run after it
+        ours=" and not vitfast"
+        echo "the device broke: timm's numbers from a new process, and no more of our whole models"
+        bench train_peers 60 130 110 bench/bench_model.py -k "$main and $train and not vitfast"
+    elif grep -qs 'WrongResult: vitfast' "$work/train.log"; then
         ours=" and not vitfast"
         echo "a wrong result of ours: no more of our whole models, the operations will tell where it comes from"
     fi
+    broken && return
     bench attention 25 80 40 bench/bench_attention.py -k "$main and B256 and not separate"
     broken && return
     bench blocks 30 110 60 bench/bench_block.py -k "$main and B256 and not max-autotune"
@@ -173,7 +197,7 @@ case "$wanted" in
         checks "vitfast doctor"
         step gpu_tests 30 330 "$python" -m pytest tests -m gpu -n "$workers" --dist load -q -ra -k 'not sanitizer' "$@"
         checks "gpu tests"
-        step sanitizer 60 555 env VITFAST_SANITIZER_SECONDS=$(($(left) - 50)) \
+        step sanitizer 150 555 env VITFAST_SANITIZER_SECONDS=$(($(left) - 50)) \
             "$python" -m pytest tests/test_gpu.py -m gpu -n 2 -q -ra -k sanitizer
         checks "compute-sanitizer"
         ;;

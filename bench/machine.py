@@ -1,12 +1,18 @@
-"""What the numbers were measured on: the machine in words, its data-sheet rates, and the ceilings that it reaches in this very run."""
+"""What the numbers were measured on: the machine in words, its data-sheet rates, and its ceilings in this run.
+
+A run is a process, or all processes of a stage of bench/gpu.sh, which share the ceilings through a file (`ceilings`).
+"""
 
 import fnmatch
 import functools
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import clock
 import torch
@@ -111,9 +117,7 @@ def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
     return {"copy": (copy, 0.0, 2.0 * size), **{key: (make, 2.0 * n**3, 0.0) for key, make in makers.items()}}
 
 
-@functools.cache
-def ceilings() -> dict[str, float | None]:
-    """What this device reaches at its best, measured once a run: "copy" in bytes/s, matrix products by dtype in FLOP/s; None: it failed."""
+def _measure_ceilings() -> dict[str, float | None]:
     found = {}
     for key, (make, flops, moved) in ceiling_runs().items():
         try:
@@ -122,4 +126,41 @@ def ceilings() -> dict[str, float | None]:
             if key != "float8":  # not every build has it
                 raise
             found[key] = None
+    return found
+
+
+def _shared_ceilings(path: Path, run: dict) -> dict[str, float | None] | None:
+    """The ceilings in a file that this run wrote; None where there is none, or only one of something else."""
+    try:
+        content = json.loads(path.read_text())
+        found = content["ceilings"]
+        ours = {key: content.get(key) for key in run} == run and set(found) == set(ceiling_runs())
+        rates = [rate for key, rate in found.items() if key != "float8" or rate is not None]
+        return found if ours and all(rate > 0 for rate in rates) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@functools.cache
+def ceilings() -> dict[str, float | None]:
+    """What this device reaches at its best: "copy" in bytes/s, matrix products by dtype in FLOP/s; None: it failed.
+
+    Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, the first process measures
+    and writes it, and later ones read it: their ceilings are then of the same stage on the same machine, not of the
+    same process. A file that was written for another device, torch or run (VITFAST_RUN, which bench/steps.sh sets for
+    each stage) is not used but written anew.
+    """
+    name_of_file = os.environ.get("VITFAST_CEILINGS")
+    if not name_of_file:
+        return _measure_ceilings()
+    path, run = Path(name_of_file), dict(device=name(), torch=torch.__version__, run=os.environ.get("VITFAST_RUN"))
+    found = _shared_ceilings(path, run)
+    if found is None:
+        found = _measure_ceilings()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(dict(run, ceilings=found)) + "\n")
+            os.replace(temporary, path)
+        except OSError as error:
+            print(f"the ceilings cannot be shared, each process measures them: {error}", file=sys.stderr)
     return found

@@ -20,8 +20,10 @@ def colour(impl: str, others: list[str]) -> str:
 
 def roofline(results: Results, op: str, axes) -> None:
     """Achieved rate over arithmetic intensity, under the roof of the measured ceilings; bytes/s where there is no matrix product."""
-    cases = results.of(op)
-    ceilings = results.machines[-1]["ceilings"]
+    cases = [case for case in results.of(op) if case["extra_info"]["bytes"]]  # a ceiling of matrix products moves none
+    if not cases:
+        return
+    ceilings = cases[-1]["ceilings"]
     impls = list(dict.fromkeys(c["extra_info"]["impl"] for c in cases))
     flops = all(c["extra_info"]["flops"] for c in cases)
     xs = []

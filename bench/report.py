@@ -4,18 +4,23 @@
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
     python bench/report.py --folder DIR # prints the tables of one folder; with --targets the targets alone
 
-A file that is damaged or half written is named, and the others count. A file with exit codes has {"checks": {name:
-code}}, where a dictionary with "code" and "reason" may stand for a code; beside it there may be lists "failed" and
-"skipped" of names or {name, reason}, and "steps" of {name, state, code, seconds} (bench/steps.sh).
+A file that is damaged or half written, or that lacks what a table needs, is named with the reason, and the others
+count. A file with exit codes has {"checks": {name: code}}, where a dictionary with "code" and "reason" may stand for a
+code; beside it there may be lists "failed" and "skipped" of names or {name, reason}, and "steps" of {name, state, code,
+seconds} (bench/steps.sh).
 
-Every folder of bench/results/ that holds JSON files is a GPU, but `local`, which is not committed. A case that several
-files hold counts as the newest has it, and a measurement before a failure or a skip.
+Every folder of bench/results/ that holds JSON files is a GPU, but `local`, which is not committed. Of a case that
+several files hold the newest state counts, by the files' datetime: a newer failure takes the place of an older time.
+Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
 """
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 
 from targets import LIBRARIES, counted, library, target_rows
@@ -28,12 +33,14 @@ NOTHING = (
 )
 HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in `bench/harness.py`, `bench/peers.py` and
 `bench/bench_model.py`. Times are medians, ± is the interquartile range. "% floor" is the share of the time that the
-work needs at least (`bench/costs.py`) at the ceilings measured in the same run. "vitfast" in the last column is how
-many times faster vitfast is than the fastest other implementation: **below 1.00 it lost**. Ratios are of equal
-precision, and name the settings of peers that have no time. "again" is the same case measured a second time, after its
-peers: the slower of the two counts. Under amp vitfast's own ViT keeps its residual stream in bf16 where timm's keeps
-fp32; `accelerate(timm)` keeps timm's, so that is the pair of equal numerics. "error" is the largest relative error
-against float64, by norm, of the logits and in training of all gradients.
+work needs at least (`bench/costs.py`) at the ceilings measured in the same run: once for all processes of a stage of
+`bench/gpu.sh`, on the same machine. "vitfast" in the last column is how many times faster vitfast is than the fastest
+other implementation: **below 1.00 it lost**. Ratios are of equal precision, and name the settings of peers that have no
+time. "again" is the same case measured a second time, after its peers: the slower of the two counts. Under amp
+vitfast's own ViT keeps its residual stream in bf16 where timm's keeps fp32; `accelerate(timm)` keeps timm's, so that is
+the pair of equal numerics. "error" is the largest relative error against float64, by norm, of the logits and in
+training of all gradients. The batch of "throughput" is each library's best of several, searched with its eager model in
+bf16 (`batch_search`) and used for all its settings.
 """
 
 
@@ -43,7 +50,7 @@ class Results:
 
     name: str
     machines: list[dict] = field(default_factory=list)
-    measured: dict[str, dict] = field(default_factory=dict)
+    measured: dict[str, dict] = field(default_factory=dict)  # each with the "ceilings" of its own file
     missing: dict[str, dict] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)  # exit codes
     damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong with it
@@ -53,75 +60,167 @@ class Results:
         return [case for case in self.measured.values() if case["extra_info"]["op"] in ops]
 
 
+def _text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _amount(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
+def _positive(value: object) -> bool:
+    return _amount(value) and value > 0
+
+
+def _maybe(right: Callable) -> Callable:
+    return lambda value: value is None or right(value)
+
+
+def _is(kind: type) -> Callable:
+    return lambda value: isinstance(value, kind)
+
+
+STATS = dict(median=_positive, iqr=_amount)
+INFO = {  # of every case
+    **dict.fromkeys(("op", "impl", "shape", "direction", "dtype"), _text),
+    **dict.fromkeys(("flops", "bytes", "percent_of_floor", "tflops", "gigabytes_per_second"), _amount),
+}
+MODEL_INFO = dict(
+    impl=lambda value: _text(value) and value.startswith(tuple(f"{name} " for name in LIBRARIES)),
+    shape=lambda value: _text(value) and " B" in value,
+    precision=_text,
+    attention=_text,
+    batch=_positive,
+    images_per_second=_positive,
+    model_flops=_amount,
+    mfu_ceiling=_amount,
+    mfu_datasheet=_maybe(_amount),
+    peak_mib=_maybe(_amount),
+    error=_maybe(_amount),
+    largest_batch=_maybe(_is(dict)),
+)
+FILES_INFO = dict(
+    images_per_second=_positive, images_per_second_in_memory=_positive, waiting_for_data=_amount, workers=_amount
+)
+MORE_INFO = {"train": MODEL_INFO, "throughput": MODEL_INFO, "latency": MODEL_INFO, "train from JPEG files": FILES_INFO}
+CURVES = dict(steps=_amount, runs=_amount, planned=_amount, precision=_text, distance=_maybe(_amount))
+
+
+def _need(found: object, kinds: dict[str, Callable], where: str) -> None:
+    """Raises ValueError, which names the key, where `found` lacks one of these keys or holds something unfit in it."""
+    for key, fits in kinds.items():
+        if not isinstance(found, dict) or key not in found:
+            raise ValueError(f"{where}{key} is missing")
+        if not fits(found[key]):
+            raise ValueError(f"{where}{key} is {found[key]!r}")
+
+
 def _add_checks(results: Results, content: dict, name: str) -> None:
     """Exit codes, and what failed or was skipped without a time, of a file like checks.json."""
-    for check, code in content.get("checks", {}).items():
+    content = dict(checks={}, steps=[], skipped=[], failed=[]) | content
+    _need(content, dict(checks=_is(dict), steps=_is(list), skipped=_is(list), failed=_is(list)), "")
+    checks, missing = {}, {}
+    for check, code in content["checks"].items():
         entry = code if isinstance(code, dict) else dict(code=code)
         code, reason = entry.get("code"), entry.get("reason", "")
         if isinstance(code, int):
-            results.checks[check] = code
+            checks[check] = code
         if code != 0:
             state, why = ("failed", f"exit code {code}") if isinstance(code, int) else ("skipped", str(code or ""))
-            results.missing[f"{name}::{check}"] = dict(name=check, state=state, reason=reason or why)
-    for step in content.get("steps", []):
+            missing[f"{name}::{check}"] = dict(name=check, state=state, reason=reason or why)
+    for step in content["steps"]:
+        _need(step, dict(name=_text, state=_text), "steps: ")
         if step["state"] != "ok":
-            reason = "" if step.get("code") is None else f"exit code {step['code']} after {step['seconds']} s"
-            results.missing[f"{name}::step {step['name']}"] = dict(step, name=f"step {step['name']}", reason=reason)
+            reason = "" if step.get("code") is None else f"exit code {step['code']} after {step.get('seconds', '?')} s"
+            missing[f"{name}::step {step['name']}"] = dict(step, name=f"step {step['name']}", reason=reason)
     for state in ("skipped", "failed"):
-        for entry in content.get(state, []):
+        for entry in content[state]:
             entry = entry if isinstance(entry, dict) else dict(name=str(entry))
-            case = dict(name=str(entry.get("name", "?")), state=state, reason=str(entry.get("reason", "")))
-            results.missing[f"{name}::{entry.get('fullname', case['name'])}"] = case
+            case = dict(name=str(entry.get("name", "?")), state=state, reason=entry.get("reason", ""))
+            missing[f"{name}::{entry.get('fullname', case['name'])}"] = case
+    results.checks.update(checks)
+    results.missing.update(missing)
 
 
 def _add_benchmarks(results: Results, content: dict) -> None:
-    """What pytest-benchmark and conftest.py wrote; raises where something is not there that tables need."""
-    machine = content["machine_info"]["vitfast"]
-    if not {"device", "ceilings"} <= set(machine):
-        raise ValueError("it does not say what was measured on")
-    measured = {case["fullname"]: case for case in content["benchmarks"]}
-    for case in measured.values():
-        if not {"op", "impl", "shape", "direction"} <= set(case["extra_info"]) or "median" not in case["stats"]:
-            raise ValueError(f"{case['name']} has no description")
-    for state in ("skipped", "failed"):
-        results.missing.update({case["fullname"]: dict(case, state=state) for case in content[state]})
-    results.measured.update(measured)
+    """What pytest-benchmark and conftest.py wrote, newer than all before; ValueError where a table lacks something."""
+    _need(content, dict(benchmarks=_is(list), failed=_is(list), skipped=_is(list), machine_info=_is(dict)), "")
+    machine = content["machine_info"].get("vitfast")
+    _need(machine, dict(device=_text, ceilings=_is(dict)), "machine_info.vitfast.")
+    ceilings = machine["ceilings"]
+    _need(ceilings, dict.fromkeys(ceilings, _maybe(_positive)) | dict(copy=_positive), "ceilings.")
+    _need(dict(datasheet_bf16_flops=None) | machine, dict(datasheet_bf16_flops=_maybe(_positive)), "")
+    for case in content["benchmarks"]:
+        _need(case, dict(name=_text, fullname=_text, stats=_is(dict), extra_info=_is(dict)), "benchmarks: ")
+        info = dict(error=None, largest_batch=None) | case["extra_info"]
+        _need(case["stats"], STATS, f"{case['name']}: stats.")
+        _need(info, INFO | MORE_INFO.get(info.get("op"), {}), f"{case['name']}: extra_info.")
+        _need(ceilings, {info["dtype"]: _positive}, f"{case['name']}: ceilings.")
+    for case in content["failed"] + content["skipped"]:
+        _need(case, dict(name=_text, fullname=_text), "failed or skipped: ")
+    for case in content["benchmarks"]:
+        results.missing.pop(case["fullname"], None)
+        results.measured[case["fullname"]] = dict(case, ceilings=ceilings)
+    for case in content["failed"]:
+        results.measured.pop(case["fullname"], None)
+        results.missing[case["fullname"]] = dict(case, state="failed")
+    for case in content["skipped"]:
+        before = results.missing.get(case["fullname"], {}).get("state")
+        if case["fullname"] not in results.measured and before != "failed":
+            results.missing[case["fullname"]] = dict(case, state="skipped")
     if machine not in results.machines:
         results.machines.append(machine)
 
 
+def _written(content: dict) -> datetime:
+    """When a file was written; one without benchmarks comes before all others."""
+    if "benchmarks" not in content:
+        return datetime.min.replace(tzinfo=timezone.utc)
+    found = datetime.fromisoformat(content["datetime"])
+    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+
+
 def load(folder: Path) -> Results:
-    """All result files of a folder, oldest first; one that cannot be read is named in `damaged`."""
+    """All result files of a folder, oldest first; one that cannot be used is named in `damaged`, and adds nothing.
+
+    A case is in `measured` or in `missing`, as the newest file has it that measured it or in which it failed. A skip
+    counts where no file has more to say.
+    """
     results, files = Results(folder.name), []
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text())
-            if not isinstance(content, dict):
-                continue
-            files.append((str(content["datetime"]) if "benchmarks" in content else "", path.name, content))
-        except (OSError, ValueError, KeyError) as error:
+            if isinstance(content, dict):
+                files.append((_written(content), path.name, content))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             results.damaged[path.name] = f"{type(error).__name__}: {error}"
     for _, name, content in sorted(files, key=lambda file: file[:2]):
         try:
             if "benchmarks" in content:
                 _add_benchmarks(results, content)
-            else:
-                results.curves.update(content.get("curves", {}))
-                if "checks" in content or "steps" in content:
-                    _add_checks(results, content, name)
+                continue
+            if "curves" in content:
+                _need(content["curves"], CURVES, "curves.")
+            if "checks" in content or "steps" in content:
+                _add_checks(results, content, name)
+            results.curves = content.get("curves", results.curves)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             results.damaged[name] = f"{type(error).__name__}: {error}"
-    results.missing = {name: case for name, case in results.missing.items() if name not in results.measured}
     return results
 
 
 # ---- tables
 
 
+def cell(text: object) -> str:
+    """One line without a bare "|", which would end the cell."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table; the first column is text, the others numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines) + "\n"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -154,7 +253,8 @@ def machine_lines(results: Results) -> str:
             found = [c[key] / (1e9 if key == "copy" else 1e12) for c in ceilings if c.get(key)]
             span = " to ".join(dict.fromkeys(number(rate) for rate in (min(found), max(found)))) if found else "failed"
             rates.append(f"{key} {span} {'GB/s' if key == 'copy' else 'TFLOP/s'}")
-        lines.append(f"- {device}: {words}. Ceilings, measured in each run: {', '.join(rates)}{promised}\n")
+        measured = f"Ceilings, measured in the same run: {', '.join(rates)}{promised}"
+        lines.append(f"- {cell(f'{device}: {words}')}. {measured}\n")
     return "".join(lines)
 
 
@@ -171,7 +271,8 @@ def op_table(cases: list[dict], op: str) -> str:
         line = [f"{shape} {direction}"] + [_spread(found[impl]) if impl in found else "-" for impl in impls]
         line.append(f"{(ours or best)['extra_info']['percent_of_floor']:.0f} %")
         lines.append(line + ([f"{_us(best) / _us(ours):.2f}" if ours and best else "-"] if "vitfast" in impls else []))
-    return f"#### {op} (µs)\n\n" + table(["shape", *impls, "% floor", *(["vitfast"] if "vitfast" in impls else [])], lines)
+    header = ["shape", *impls, "% floor", *(["vitfast"] if "vitfast" in impls else [])]
+    return f"#### {cell(op)} (µs)\n\n" + table(header, lines)
 
 
 def model_table(cases: list[dict], title: str) -> str:
@@ -192,7 +293,7 @@ def model_table(cases: list[dict], title: str) -> str:
                 "-" if info["peak_mib"] is None else f"{info['peak_mib'] / 1024:.1f}",
                 " / ".join(str(n) for n in largest.values()) or "-",
                 info["attention"],
-                f"{info['error']:.1e}" if "error" in info else "-",
+                "-" if info.get("error") is None else f"{info['error']:.1e}",
             ]
         )
     header = [
@@ -208,7 +309,7 @@ def model_table(cases: list[dict], title: str) -> str:
         "attention",
         "error",
     ]
-    return f"#### {title}\n\n" + table(header, lines)
+    return f"#### {cell(title)}\n\n" + table(header, lines)
 
 
 def files_table(cases: list[dict]) -> str:
@@ -224,7 +325,7 @@ def missing_table(results: Results) -> str:
     if not results.missing:
         return ""
     found = results.missing.values()
-    rows = [[case["name"], case["state"], case.get("reason", "").replace("|", "\\|")] for case in found]
+    rows = [[case["name"], case["state"], case.get("reason") or ""] for case in found]
     return "#### Without a time\n\n" + table(["case", "state", "reason"], rows)
 
 
@@ -237,7 +338,7 @@ def by_model(results: Results, op: str) -> dict[str, list[dict]]:
 
 
 def damaged_lines(results: Results) -> str:
-    return "".join(f"- {name} is left out: {' '.join(why.split())}\n" for name, why in results.damaged.items())
+    return "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
 
 
 def targets_table(results: Results) -> str:
@@ -287,7 +388,7 @@ def speed_table(results: Results) -> str:
 
 def gpus(folder: Path) -> list[Results]:
     found = [load(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "local"] if folder.is_dir() else []
-    return [results for results in found if results.measured or results.missing or results.checks or results.curves]
+    return [r for r in found if r.measured or r.missing or r.checks or r.curves or r.damaged]
 
 
 def documents(folder: Path, readme: Path) -> dict[Path, str]:
@@ -327,6 +428,9 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
     args = parser.parse_args(argv)
     if args.targets and not args.folder:
         parser.error("--targets needs --folder DIR")
+    if args.folder and not args.folder.is_dir():
+        print(f"bench/report.py: there is no folder {args.folder}", file=sys.stderr)
+        return 2
     if args.folder:
         found = load(args.folder)
         print(targets_table(found).rstrip() if args.targets else sections(found))

@@ -14,6 +14,9 @@
 # After each step OUT/report.md and OUT/results.tar.gz (logs, results, steps_STAGE.json) are written anew, whole or not at all.
 
 seconds=${VITFAST_SECONDS:-555} # from the start of the script to its end
+case $seconds in
+    '' | *[!0-9]* | ?) echo "bench/gpu.sh: VITFAST_SECONDS must be a whole number of seconds, 10 at least, got '$seconds'" >&2 && exit 2 ;;
+esac
 grace=$((seconds > 100 ? 5 : 1))
 patience=$((seconds > 100 ? 5 : 1)) # with the report
 begun=$EPOCHREALTIME
@@ -40,11 +43,26 @@ start_steps() {
     stage=$1 out=$2
     work=$(mktemp -d)
     export VITFAST_RUN="${work##*/}"
-    trap 'kill_rest; rm -rf "$work" "$out/.results.tar.gz" "$out/.report.md"' EXIT
+    if ! mkdir -p "$out" 2> /dev/null || ! (: > "$out/.report.md") 2> /dev/null; then
+        rm -rf "$work"
+        echo "bench/gpu.sh: cannot write into $out" >&2
+        exit 2
+    fi
+    trap 'kill_rest; leave' EXIT
     trap interrupted INT TERM HUP
-    mkdir -p "$out"
-    if [ -f "$out/results.tar.gz" ]; then tar -xzf "$out/results.tar.gz" -C "$work" || failed=1; fi
+    if [ -f "$out/results.tar.gz" ] && ! tar -xzf "$out/results.tar.gz" -C "$work"; then
+        mv "$out/results.tar.gz" "$out/damaged.tar.gz"
+        failed=1
+    fi
+    export VITFAST_CEILINGS="$work/.ceilings.json" # measured by the first process that needs them
+    if [ "$stage" = first ]; then rm -f "$work/steps_first.json"; fi
 }
+
+leave() { # nothing of this run stays but OUT; what could not be archived is left where it is
+    rm -f "$out/.results.tar.gz" "$out/.report.md" "$probe" "$probe.err"
+    if [ -z "$unarchived" ]; then rm -rf "$work"; else echo "the results are left in $work"; fi
+}
+unarchived=""
 
 interrupted() {
     trap '' INT TERM HUP
@@ -60,7 +78,7 @@ interrupted() {
 
 kill_rest() { # ends what this run has started and is still there
     local path pid
-    for path in $(grep -lsz "^VITFAST_RUN=$VITFAST_RUN\$" /proc/[0-9]*/environ); do
+    for path in $(timeout -k 1 3 grep -lsz "^VITFAST_RUN=$VITFAST_RUN\$" /proc/[0-9]*/environ); do
         pid=${path//[!0-9]/}
         kill -KILL "$pid" 2> /dev/null
     done
@@ -80,6 +98,7 @@ step() {
     limit=$(left "$3")
     shift 3
     state=skipped code=null
+    rm -f "$work/$current".{log,json} # of an earlier run into the same OUT
     if ((limit < least || limit < 1)); then
         record "$current" 0 "$limit"
         return
@@ -100,18 +119,27 @@ step() {
     fi
     running=""
     kill_rest
+    shorten "$work/$current.log"
     if [ "$state" = ok ]; then
         device_errors=0
     else
         ((failed)) || failed=1
-        tail -n 25 "$work/$current.log"
+        tail -n 25 "$work/$current.log" | cut -c 1-300
         if grep -qE "$DEVICE_ERROR" "$work/$current.log"; then device_errors=$((device_errors + 1)); else device_errors=0; fi
     fi
     record "$current" "$taken" "$limit"
 }
 
-# Not "CUDA error: out of memory", after which a process goes on.
-DEVICE_ERROR='CUDA error: ([^o]|o[^u])|illegal memory access|device-side assert|unspecified launch failure|does not answer any more'
+# What breaks a process's context for good; not an error of one call, such as a lack of memory or an argument that is refused.
+DEVICE_ERROR='illegal memory access|misaligned address|illegal instruction|illegal address space|invalid program counter'
+DEVICE_ERROR+='|device-side assert|unspecified launch failure|launch timed out|hardware stack error|uncorrectable'
+DEVICE_ERROR+='|does not answer any more'
+
+shorten() { # shorten FILE: its first and last million bytes, where it has more than three
+    if (($(stat -c %s "$1") > 3000000)); then
+        { head -c 1000000 "$1" && printf '\n...\n' && tail -c 1000000 "$1"; } > "$1.short" && mv "$1.short" "$1"
+    fi
+}
 
 record() { # record NAME TENTHS LIMIT: the step's row; everything so far goes to OUT
     local taken="$(($2 / 10)).$(($2 % 10))"
@@ -128,7 +156,12 @@ record() { # record NAME TENTHS LIMIT: the step's row; everything so far goes to
 
 checks() {
     if [ "$state" = skipped ]; then return; fi
-    named_checks+=("\"$1\": $code")
+    # pytest's exit code is 0 where every test was skipped, and 5 where none was chosen.
+    if ((code == 5)) || { ((code == 0)) && grep -qE '[0-9]+ skipped' "$work/$current.log" && ! grep -qE '[0-9]+ passed' "$work/$current.log"; }; then
+        skipped+=("{\"name\": \"$1\", \"reason\": \"no test ran\"}")
+    else
+        named_checks+=("\"$1\": $code")
+    fi
     renew
 }
 
@@ -157,7 +190,13 @@ renew() { # OUT/report.md and OUT/results.tar.gz from what is there
         echo "the report cannot be written: $(tail -n 1 "$work/report.log")"
         ((failed)) || failed=1
     fi
-    tar -czf "$out/.results.tar.gz" --exclude='./.*' -C "$work" . && mv "$out/.results.tar.gz" "$out/results.tar.gz"
+    if tar -czf "$out/.results.tar.gz" --exclude='./.*' -C "$work" . && mv "$out/.results.tar.gz" "$out/results.tar.gz"; then
+        unarchived=""
+    else
+        echo "the archive cannot be written"
+        unarchived=yes
+        ((failed)) || failed=1
+    fi
 }
 
 finish_steps() {

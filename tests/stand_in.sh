@@ -7,10 +7,13 @@ set -u
 asked=$*
 case "$asked" in
     -c*is_available*)
-        [ ! -f "$REHEARSAL/no_gpu" ] && echo "NVIDIA Rehearsal" && cat "$REHEARSAL/installed"
+        [ ! -f "$REHEARSAL/no_gpu" ] || exit 3
+        [ ! -f "$REHEARSAL/no_triton" ] || { echo "ModuleNotFoundError: No module named 'triton'" >&2 && exit 1; }
+        echo "NVIDIA Rehearsal" && cat "$REHEARSAL/installed"
         exit
         ;;
     *bench/cache.py*) name=cache ;;
+    *bench/report.py*) [ ! -f "$REHEARSAL/no_report" ] || exit 1 ;;&
     *bench/report.py*--targets) echo "TARGETS of" "$(cd "$3" && echo ./*.json)" && exit ;;
     *bench/report.py*) echo "report of" "$(cd "$3" && echo ./*)" && exit ;;
     *"-m pip"*) name=pip ;;

@@ -197,6 +197,166 @@ def bench_conftest():
     return module
 
 
+class Benchmark:
+    """Stands in for pytest-benchmark's fixture: calls once, times nothing."""
+
+    group = stats = None
+
+    def __init__(self):
+        self.extra_info = {}
+
+    def pedantic(self, run, setup=None, rounds=1):
+        run()
+
+
+def test_a_model_too_large_for_the_smallest_batch_says_so(gpu, monkeypatch):
+    """Larger batches that do not fit end the search."""
+    room = 0
+
+    def peer(setting, shape, training):
+        if shape.batch > room:
+            raise torch.cuda.OutOfMemoryError("no room")
+        assert (setting.how, setting.precision, training) == ("eager", "bf16", False)
+        return types.SimpleNamespace(kernels="auto", images=None)
+
+    monkeypatch.setattr(bench_model, "Peer", peer)
+    monkeypatch.setattr(bench_model, "median_seconds", lambda run, rounds: 1.0)
+    search, model = bench_model.best_batch.__wrapped__, next(iter(bench_model.MODELS))
+    with pytest.raises(RuntimeError, match=f"no batch for timm {model}: eager bf16 runs out of memory at 64 images"):
+        search("timm", model)
+    room = 256
+    assert search("timm", model) == 256
+
+
+def test_throughput_says_how_its_batch_was_searched(gpu, monkeypatch):
+    """Compiled cases too: the search is of the eager model in bf16. Latency and a CPU search nothing."""
+    kernels = dict(kernels="auto", check=dict, check_again=dict, backend=None, images=torch.zeros(2))
+
+    class Peer:
+        __call__ = staticmethod(lambda batch: batch)
+
+        def __init__(self, setting, shape, training):
+            vars(self).update(kernels, setting=setting)
+
+    fakes = dict(Peer=Peer, warm_up=lambda *_, **__: None, peak_bytes=lambda *_: 0, allocated=lambda: 0)
+    fakes.update(captured=lambda run: run, facts=lambda *_, **__: {}, best_batch=lambda *_: 2)
+    found = {}
+    fakes.update(describe=lambda *_, **info: found.update(info), measure=lambda *_, **__: 1.0)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(bench_model, name, fake)
+    monkeypatch.setitem(bench_model.CASES, "timm compile bf16", peers.Setting("timm", "compile", "bf16"))
+    model = next(iter(bench_model.MODELS))
+    expected = ((True, "throughput", "eager bf16"), (False, "throughput", None), (True, "latency", "-"))
+    for on_gpu, what, wanted in expected:
+        monkeypatch.setattr(clock, "GPU", on_gpu)
+        found.clear()
+        bench_model.test_inference(Benchmark(), model, "timm compile bf16", what)
+        assert found["op"] == what and found.get("batch_search", "-") == wanted
+    assert "searched with its eager model in bf16" in " ".join(report.HOW_TO_READ.split())
+
+
+def test_ceilings_are_shared_by_the_processes_of_a_run(tmp_path, monkeypatch):
+    """Read where the same run wrote them on this device with this torch, else measured and written anew."""
+    path, measured = tmp_path / ".ceilings.json", []
+
+    def median_seconds(run, warmup):
+        measured.append(run)
+        return 0.5
+
+    runs = dict(copy=(lambda: "copy", 0.0, 8.0), float32=(lambda: "product", 6.0, 0.0))
+    monkeypatch.setattr(machine, "ceiling_runs", lambda: runs)
+    monkeypatch.setattr(machine, "median_seconds", median_seconds)
+    monkeypatch.setenv("VITFAST_RUN", "tmp.1")
+
+    def process() -> int:
+        """How many ceilings a process measures."""
+        measured.clear()
+        assert machine.ceilings.__wrapped__() == dict(copy=16.0, float32=12.0)
+        return len(measured)
+
+    monkeypatch.delenv("VITFAST_CEILINGS", raising=False)
+    assert process() == process() == 2 and not list(tmp_path.iterdir())
+    monkeypatch.setenv("VITFAST_CEILINGS", str(path))
+    assert process() == 2 and process() == 0 and list(tmp_path.iterdir()) == [path]
+    written = json.loads(path.read_text())
+    odd = [written | {key: "other"} for key in ("device", "torch", "run")]
+    odd += [written | dict(ceilings=rates) for rates in (dict(copy=16.0), dict(copy=16.0, float32=None), [], None)]
+    for content in (*map(json.dumps, odd), "[]", path.read_text()[:-9]):
+        path.write_text(content)
+        assert process() == 2 and process() == 0, content
+    monkeypatch.setenv("VITFAST_RUN", "tmp.2")
+    assert process() == 2 and process() == 0
+    monkeypatch.setenv("VITFAST_CEILINGS", str(tmp_path / "nowhere" / "ceilings.json"))
+    assert process() == process() == 2
+    assert "on the same machine" in report.HOW_TO_READ
+
+
+def test_no_case_starts_shortly_before_the_end(monkeypatch):
+    conftest = bench_conftest()
+    monkeypatch.setattr(conftest.time, "time", lambda: 1000.0)
+
+    def skipped(**options) -> str:
+        item = types.SimpleNamespace(config=types.SimpleNamespace(getoption=options.get))
+        try:
+            conftest.pytest_runtest_setup(item)
+        except pytest.skip.Exception as skip:
+            return str(skip)
+        return ""
+
+    assert skipped() == skipped(ends=1015.0) == ""
+    assert skipped(ends=1014.9).startswith("out of time: fewer than 15 s")
+    assert skipped(ends=2000.0, budget=-1.0).startswith("out of time: the budget of -1 s")
+
+
+def test_the_alarm_of_a_case_rings_again(monkeypatch):
+    """A compiler's `except Exception` swallows the first one; after the case it is silent, and 0 is no limit."""
+    conftest = bench_conftest()
+    monkeypatch.setattr(conftest, "ALARM_AGAIN", 0.05)
+    before = signal.getsignal(signal.SIGALRM)
+
+    def case(limit: float):
+        config = types.SimpleNamespace(getoption=dict(case_limit=limit).get)
+        return conftest.pytest_runtest_call(types.SimpleNamespace(config=config))
+
+    running = case(0.05)
+    next(running)
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="took longer than 0.05 s"):
+            time.sleep(5)
+    running.close()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) is before
+    running = case(0)
+    next(running)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    running.close()
+
+
+def test_a_stamp_waits_for_its_event_and_divides_by_the_calls(gpu, monkeypatch):
+    """30 ms between two events around 3 calls: 0.01 s each. Before it has happened an event has no time."""
+    now = iter((10.0, 40.0))
+
+    class Event:
+        done = False
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(now)
+
+        def synchronize(self):
+            self.done = True
+
+        def elapsed_time(self, later):
+            assert later.done, "asked for the time of an event that has not happened yet"
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    reading = clock.clock(3)
+    start = reading()
+    assert reading() - start == pytest.approx(0.01)
+
+
 def test_the_main_shape_comes_first_and_what_compiles_long_last(gpu):
     main, second = list(shapes.SHAPES)[:2]
     assert main == shapes.FOCUS.name
@@ -516,11 +676,11 @@ def entry(name: str, median: float, **info) -> dict:
     return dict(name=name, fullname=f"bench/{name}", stats=dict(median=median, iqr=2e-6), extra_info=common | info)
 
 
-def model_entry(impl: str, speed: float) -> dict:
+def model_entry(impl: str, speed: float, op: str = "train", shape: str = "B/16 224 B256", **more) -> dict:
     precision = "amp" if " amp" in impl else "bf16"
     info = dict(
-        op="train",
-        shape="B/16 224 B256",
+        op=op,
+        shape=shape,
         direction="both",
         impl=impl,
         precision=precision,
@@ -531,7 +691,7 @@ def model_entry(impl: str, speed: float) -> dict:
     info.update(
         mfu_ceiling=0.5, mfu_datasheet=0.4, attention="cudnn", largest_batch={"24 GiB": 90, "80 GiB": 310}, error=0.015
     )
-    return entry(f"train {impl}", 256 / speed, **info)
+    return entry(f"{op} {impl}", 256 / speed, **(info | more))
 
 
 @pytest.fixture
@@ -626,7 +786,12 @@ def test_targets_stand_beside_what_was_measured(results):
 
 def planted_results(*cases: dict) -> report.Results:
     machines = [dict(device="GPU", ceilings=dict(copy=4e12))]
-    return report.Results("h200", machines=machines, measured={str(i): case for i, case in enumerate(cases)})
+    measured = {str(i): dict(ceilings=machines[0]["ceilings"]) | case for i, case in enumerate(cases)}
+    return report.Results("h200", machines=machines, measured=measured)
+
+
+def text_of(figures) -> list[str]:
+    return list(map(str, figures))
 
 
 def test_headlines_compare_equal_precision_and_the_slower_of_two(results):
@@ -656,9 +821,101 @@ def test_headlines_compare_equal_precision_and_the_slower_of_two(results):
     assert both.splitlines()[2].endswith("| error |") and "| cudnn | 1.5e-02 |" in both
 
 
-def op_entry(op: str, impl: str, direction: str, microseconds: float) -> dict:
-    info = dict(op=op, shape="B/16 224 B256", direction=direction, impl=impl)
-    return entry(f"{op} {impl} {direction}", 1e-6 * microseconds, **info)
+def op_entry(op: str, impl: str, direction: str, microseconds: float, shape: str = "B/16 224 B256", **more) -> dict:
+    info = dict(op=op, shape=shape, direction=direction, impl=impl)
+    return entry(f"{op} {impl} {direction}", 1e-6 * microseconds, **(info | more))
+
+
+def test_targets_of_other_models_by_hand():
+    """The fastest of all peers counts, 4,000 of Hugging Face, each model against its own peers."""
+    speeds = {"vitfast compile bf16": 6200.0, "timm compile bf16": 3000.0, "huggingface compile bf16": 4000.0}
+    cases = [model_entry(impl, speed, shape="S/16 224 B512") for impl, speed in speeds.items()]
+    cases += [model_entry("torchvision compile bf16", 9000.0, shape="L/16 224 B128")]
+    cases += [model_entry("vitfast.accelerate(timm) compile amp", 1200.0, shape="H/14 224 B64")]
+    cases += [model_entry("timm compile amp", 1000.0, shape="H/14 224 B64")]
+    without = "(without max-autotune, max-autotune all)"
+    assert text_of(targets.other_models(planted_results(*cases))) == [
+        f"S/16 224 bf16 1.55 {without} (stretch)",
+        f"H/14 224 accelerate amp 1.20 {without} **missed**",
+    ]
+
+
+def test_targets_of_inference_by_hand():
+    """Throughput 1,500 / 1,000 images/s; one image in 1/500 s against 1/250 s: half the latency, 0.8 at most."""
+
+    def cases(ours: float) -> list[dict]:
+        throughput = [("vitfast", 1500.0, "throughput", 256), ("timm", 1000.0, "throughput", 128)]
+        both = [*throughput, ("vitfast", ours, "latency", 1), ("timm", 250.0, "latency", 1)]
+        return [model_entry(f"{of} compile bf16", speed, op, f"B/16 224 B{batch}") for of, speed, op, batch in both]
+
+    without = "(without max-autotune, max-autotune all)"
+    throughput = f"throughput 1.50 {without}"
+    assert text_of(targets.inference(planted_results(*cases(500.0)))) == [
+        throughput,
+        f"latency of one image 0.50 {without}",
+    ]
+    assert text_of(targets.inference(planted_results(*cases(200.0)))) == [
+        throughput,
+        f"latency of one image 1.25 {without} **missed**",
+    ]
+
+
+def test_targets_of_memory_by_hand():
+    """1,220 MiB of 2,000 (amp, at most 0.6) and of 1,900 (bf16, at most 0.65): 0.61 is missed, 0.64 is met."""
+    sizes = {"vitfast compile bf16": 1220.0, "timm compile amp": 2000.0, "timm compile bf16": 1900.0}
+    sizes |= {"timm eager amp": 100.0, "timm max-autotune bf16": 100.0}  # do not count: not compiled as ours is
+    cases = [model_entry(impl, 9000.0 if size == 100.0 else 4000.0, peak_mib=size) for impl, size in sizes.items()]
+    assert text_of(targets.memory(planted_results(*cases))) == [
+        "bf16 of timm amp compiled 0.61 **missed**",
+        "bf16 of timm bf16 compiled 0.64",
+    ]
+
+
+def test_operations_are_compared_at_the_largest_batch():
+    """Smaller ones, of which each shape has some, do not count: there ours would have won by 9."""
+    cases = []
+    for shape, work, ours, theirs in (
+        ("B/16 224 B1", 10, 1, 9),
+        ("B/16 224 B256", 2560, 100, 150),
+        ("B/16 224 B64", 640, 1, 9),
+        ("H/14 224 B64", 99999, 100, 110),
+    ):
+        for impl, duration in (("vitfast", ours), ("sdpa cudnn", theirs), ("sdpa math", 2 * theirs)):
+            cases.append(op_entry("attention", impl, "forward", duration, shape, bytes=work))
+    without = "(without sdpa flash, flash-attn 3, flash-attn 4)"
+    assert text_of(targets.attention(planted_results(*cases))) == [
+        f"attention B/16 224 forward 1.50 {without}",
+        f"attention H/14 224 forward 1.10 {without} **missed**",
+    ]
+
+
+def test_a_share_of_the_copy_rate_is_of_the_ceiling_in_the_file_of_the_case(results):
+    """3,720 GB/s: 93 % where this run's copy reached 4,000 GB/s, whatever a newer file of another op has."""
+    folder = results / "h200"
+    content = json.loads((folder / "b.json").read_text())
+    content["machine_info"]["vitfast"]["ceilings"]["copy"] = 4e12
+    case = op_entry("add_layer_norm", "vitfast", "forward", 100, gigabytes_per_second=3720.0)
+    lost = op_entry("add_layer_norm", "vitfast", "backward", 100, gigabytes_per_second=3400.0)
+    (folder / "b.json").write_text(json.dumps(content | dict(benchmarks=[case, lost])))
+    newer = json.loads((folder / "a.json").read_text())
+    newer["machine_info"]["vitfast"]["ceilings"]["copy"] = 3.8e12
+    (folder / "a.json").write_text(json.dumps(newer))
+    found = report.load(folder)
+    assert found.machines[-1]["ceilings"]["copy"] == 3.8e12
+    figures = text_of(targets.layer_norm(found))
+    assert figures == ["B/16 224 forward 93 %", "B/16 224 backward 85 % **missed**"]
+
+
+def test_targets_of_the_mlp_checks_and_curves_by_hand():
+    cases = [op_entry("mlp_block", impl, "backward", time) for impl, time in (("vitfast", 100), ("compile", 125))]
+    cases += [op_entry("mlp_block", how, "backward", 121) for how in targets.AUTOTUNED]
+    found = planted_results(*cases)
+    assert text_of(targets.mlp(found)) == ["mlp_block B/16 224 backward 1.21"]
+    found.checks.update({"gpu tests": 0, "vitfast doctor": 2})
+    assert text_of(targets.checks(found)) == ["gpu tests 100 %", "vitfast doctor 0 % **missed**"]
+    for distance, end in ((1.9, "1.90"), (2.1, "2.10 **missed**")):
+        found.curves = dict(steps=50, distance=distance, runs=6, planned=6, precision="bf16")
+        assert text_of(targets.loss_curves(found)) == [f"bf16, 50 steps, largest distance in seed deviations {end}"]
 
 
 def test_a_ratio_names_the_peers_that_have_no_time():
@@ -711,6 +968,129 @@ def test_a_damaged_file_is_named_and_the_others_count(results):
     assert "| step train | timed out | exit code 124 after 230.1 s |" in text and "| step tune | skipped |  |" in text
 
 
+def state_file(folder: Path, name: str, date: str, **cases: list[dict]) -> None:
+    """A result file of this date, with cases under benchmarks, failed or skipped."""
+    content = dict(benchmarks=[], failed=[], skipped=[], datetime=date) | cases
+    facts = dict(device="GPU", ceilings=dict(copy=4e12, bfloat16=8e14))
+    (folder / f"{name}.json").write_text(json.dumps(content | dict(machine_info=dict(vitfast=facts))))
+
+
+def test_the_newest_state_of_a_case_counts_but_a_skip_hides_nothing(tmp_path):
+    """By the date in the files: their names are in the opposite order."""
+    case = op_entry("attention", "vitfast", "forward", 100)
+    wrong = dict(name=case["name"], fullname=case["fullname"], params={}, reason="WrongResult: vitfast is wrong")
+    skip = wrong | dict(reason="not run: the process ended before")
+
+    def found(*states: str) -> report.Results:
+        folder = tmp_path / "-".join(states)
+        folder.mkdir()
+        for day, state in enumerate(states):
+            of = dict(time=dict(benchmarks=[case]), failure=dict(failed=[wrong]), skip=dict(skipped=[skip]))[state]
+            state_file(folder, f"{9 - day}", f"2026-01-0{day + 1}T00:00:00.5+00:00", **of)
+        return report.load(folder)
+
+    row = f"| {case['name']} | failed | WrongResult: vitfast is wrong |"
+    for states in (("time", "failure"), ("time", "failure", "skip"), ("failure", "skip"), ("time", "skip", "failure")):
+        results = found(*states)
+        text = report.sections(results)
+        assert not results.measured and not results.damaged and "100 ± 2" not in text, states
+        assert row in text.partition("Without a time")[2], states
+    for states in (("failure", "time"), ("time", "skip"), ("skip", "time"), ("failure", "skip", "time")):
+        results = found(*states)
+        assert list(results.measured) == [case["fullname"]] and not results.missing and not results.damaged, states
+    assert [c["state"] for c in found("skip").missing.values()] == ["skipped"]
+
+
+def test_dates_with_different_offsets_are_compared_as_moments(tmp_path):
+    early, late = (op_entry("attention", "vitfast", "forward", time) for time in (100, 200))
+    state_file(tmp_path, "late", "2026-01-01T23:00:00-05:00", benchmarks=[late])
+    state_file(tmp_path, "early", "2026-01-02T01:00:00+00:00", benchmarks=[early])
+    state_file(tmp_path, "undated", "yesterday", benchmarks=[early])
+    results = report.load(tmp_path)
+    assert results.measured[late["fullname"]]["stats"]["median"] == pytest.approx(200e-6)
+    assert list(results.damaged) == ["undated.json"]
+
+
+def without(case: dict, path: str, *value) -> dict:
+    """The case without extra_info.KEY or stats.KEY, or with another value there."""
+    changed = json.loads(json.dumps(case))
+    part, key = path.split(".")
+    changed[part].pop(key)
+    if value:
+        changed[part][key] = value[0]
+    return changed
+
+
+def test_a_file_without_a_key_that_is_used_is_named_with_the_key(tmp_path, capsys):
+    """Everything else is shown: one odd file does not end the report."""
+    good, train = op_entry("attention", "vitfast", "forward", 100), model_entry("vitfast compile bf16", 4000.0)
+    inference = [model_entry("timm compile bf16", 4000.0, op) for op in ("throughput", "latency")]
+    files = dict(op="train from JPEG files", shape="S/16 224 B256", direction="both", impl="timm")
+    files.update(images_per_second=9.0, images_per_second_in_memory=10.0, waiting_for_data=0.1, workers=8)
+    files = entry("files", 1.0, **files)
+    state_file(tmp_path, "good", "2026-01-01", benchmarks=[good, train, *inference, files])
+    odd = [(good, f"stats.{key}") for key in ("median", "iqr")]
+    odd += [(good, f"extra_info.{key}") for key in report.INFO]
+    for case, kinds in ((train, report.MODEL_INFO), (files, report.FILES_INFO)):
+        odd += [(case, f"extra_info.{key}") for key in kinds if key not in ("error", "largest_batch")]
+    for number, (case, path) in enumerate(odd):
+        state_file(tmp_path, f"odd{number}", "2026-01-02", benchmarks=[without(case, path)])
+    values = dict(median=0.0, iqr="2", images_per_second=None, impl="mine", shape="B/16", largest_batch="90")
+    for key, value in values.items():
+        path = f"{'stats' if key in ('median', 'iqr') else 'extra_info'}.{key}"
+        state_file(tmp_path, f"value-{key}", "2026-01-02", benchmarks=[without(train, path, value)])
+    for name, curves_ in (("steps", dict(distance="abc")), ("distance", "all"), ("list", [1])):
+        if curves_ == "all":
+            curves_ = dict(steps=9, runs=1, planned=2, precision="amp", distance="abc")
+        (tmp_path / f"curves-{name}.json").write_text(json.dumps(dict(curves=curves_)))
+    (tmp_path / "checks.json").write_text(json.dumps(dict(checks={"doctor": 1}, steps=[dict(state="failed")])))
+    nothing = dict(datetime="2026-01-02", benchmarks=[], failed=[], skipped=[])
+    (tmp_path / "no_machine.json").write_text(json.dumps(nothing))
+    results = report.load(tmp_path)
+    for number, (_, path) in enumerate(odd):
+        assert f"{path} is missing" in results.damaged.pop(f"odd{number}.json"), path
+    for key in values:
+        assert f".{key} is " in results.damaged.pop(f"value-{key}.json"), key
+    expected = {
+        "curves-steps.json": "curves.steps is missing",
+        "curves-distance.json": "curves.distance is 'abc'",
+        "curves-list.json": "curves.steps is missing",
+        "checks.json": "steps: name is missing",
+        "no_machine.json": "machine_info is missing",
+    }
+    assert results.damaged == {name: f"ValueError: {why}" for name, why in expected.items()}
+    assert not results.checks and not results.curves and len(results.measured) == 5
+    assert report.main(["--folder", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "- curves-steps.json is left out: ValueError: curves.steps is missing" in text and "100 ± 2" in text
+
+
+def test_a_target_that_cannot_be_computed_says_so_and_the_others_are_shown():
+    found = planted_results(op_entry("mlp_block", "vitfast", "forward", 100))
+    found.curves, found.checks = dict(distance=1.0), {"gpu tests": 0}
+    rows = {what: figures for what, _, figures in targets.target_rows(found)}
+    assert rows["loss curves, ours against timm"] == "cannot be computed: KeyError: 'steps'"
+    assert rows["gpu tests, `vitfast doctor`, compute-sanitizer"] == "gpu tests 100 %"
+    assert len(rows) == len(targets.TARGETS)
+
+
+def test_a_gpu_of_damaged_files_alone_is_named_in_the_report(tmp_path):
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "cut.json").write_text('{"benchmarks": [')
+    text = report.documents(tmp_path, tmp_path / "README.md")[tmp_path / "README.md"]
+    assert "## h200" in text and "no result in h200\n- cut.json is left out: JSONDecodeError" in text
+
+
+def test_names_and_reasons_cannot_break_a_table(tmp_path):
+    case = op_entry("attention", "a|b\nc", "forward", 100)
+    bad = dict(name="one|two\nthree", fullname="x", reason="first|\n\nsecond")
+    state_file(tmp_path, "a", "2026-01-01", benchmarks=[case], failed=[bad])
+    (tmp_path / "a|b.json").write_text("{")
+    text = report.sections(report.load(tmp_path))
+    assert "| one\\|two three | failed | first\\| second |" in text
+    assert "| shape | a\\|b c | % floor |" in text and "- a\\|b.json is left out" in text
+
+
 def test_the_targets_alone_are_printed_without_torch(results, tmp_path):
     script = "import sys, report; code = report.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
 
@@ -725,7 +1105,13 @@ def test_the_targets_alone_are_printed_without_torch(results, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "cut.json").write_text('{"benchmarks": [')
     assert printed(tmp_path / "empty").splitlines()[0] == "no result in empty"
-    assert printed(tmp_path / "nowhere") == "no result in nowhere\n"
+
+
+def test_a_folder_that_does_not_exist_is_one_line_and_exit_2(tmp_path, capsys):
+    for more in ([], ["--targets"]):
+        assert report.main(["--folder", str(tmp_path / "nowhere"), *more]) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and error == f"bench/report.py: there is no folder {tmp_path / 'nowhere'}\n"
 
 
 def test_loss_curves_compare_the_same_training(tmp_path):

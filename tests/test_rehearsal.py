@@ -36,7 +36,7 @@ class Stage:
     """One run of bench/gpu.sh in a copy of its tree, and what came of it."""
 
     def __init__(self, folder: Path):
-        self.folder, self.out = folder, folder / "out"
+        self.folder, self.out, self.besides = folder, folder / "out", []
         for name in ("tree/bench", "tree/vitfast", "tree/kernels", "plan", "home", "tmp"):
             (folder / name).mkdir(parents=True)
         for name in ("gpu.sh", "steps.sh"):
@@ -68,7 +68,7 @@ class Stage:
     def end(self, process: subprocess.Popen, start: float, patience: float = 60) -> int:
         self.text, _ = process.communicate(timeout=patience)
         self.took = time.monotonic() - start
-        assert sorted(os.listdir(self.out)) == ["report.md", "results.tar.gz"]
+        assert sorted(os.listdir(self.out)) == [*self.besides, "report.md", "results.tar.gz"]
         assert os.listdir(self.folder / "tmp") == []
         for line in (self.folder / "listings").read_text().splitlines():
             assert len(line.split()) <= 8
@@ -114,7 +114,7 @@ def test_first_goes_through_all_its_steps(stage):
         assert f"{name}.log" in stage.files
     for name in FIRST[3:-2]:
         assert json.loads(stage.files[f"{name}.json"])["case"] == name
-        assert "--case-limit" in stage.calls[name] and "--budget" in stage.calls[name]
+        assert "--case-limit" in stage.calls[name] and "--ends" in stage.calls[name]
     assert json.loads(stage.files["steps_first.json"])["checks"] == {
         "smoke": 0,
         "vitfast doctor": 0,
@@ -125,13 +125,17 @@ def test_first_goes_through_all_its_steps(stage):
 
 
 def test_a_step_that_hangs_costs_its_own_time(stage):
-    """It ignores SIGINT and SIGTERM, and has a child in a session of its own; later steps still get their turn."""
-    stage.plan(train=HANG)
+    """It ignores SIGINT and SIGTERM, and has a child in a session of its own; later steps still get their turn.
+
+    The other one ends on SIGINT, as pytest does, with what it has to say.
+    """
+    tells = "trap 'echo told by SIGINT; exit 1' INT; trap 'exit 1' TERM; sleep 300 & wait"
+    stage.plan(train=HANG, attention=tells)
     assert stage.run("first", VITFAST_SECONDS="16") == 1
     states = stage.states()
-    assert (
-        states.pop("train") == "timed out" and set(states.values()) <= {"ok", "skipped"} and states["attention"] == "ok"
-    )
+    assert [states.pop("train"), states.pop("attention")] == ["timed out", "timed out"]
+    assert set(states.values()) <= {"ok", "skipped"}
+    assert "told by SIGINT" in stage.files["attention.log"]
     assert (
         stage.took < 16
         and "hangs" in stage.files["train.log"]
@@ -198,16 +202,87 @@ def test_a_wrong_result_of_a_peer_does_not(stage):
 
 
 def test_two_steps_in_a_row_that_break_the_device_end_the_run(stage):
-    stage.plan(train=ILLEGAL, blocks=ILLEGAL, norm_and_patches=ILLEGAL)  # one alone does not
+    stage.plan(attention=ILLEGAL, norm_and_patches=ILLEGAL, accelerate=ILLEGAL)  # one alone does not
     assert stage.run("first") == 1
-    assert list(stage.states()) == FIRST[: FIRST.index("norm_and_patches") + 1]
+    assert list(stage.states()) == FIRST[: FIRST.index("accelerate") + 1]
     assert "two steps in a row broke the device" in stage.text and "TARGETS" in stage.text.splitlines()[-1]
+
+
+def test_a_device_that_ours_breaks_leaves_the_peers_their_numbers(stage):
+    """Ours runs first in its process, and nothing runs after it: the peers get one of their own."""
+    stage.plan(doctor=ILLEGAL, train=ILLEGAL)
+    assert stage.run("first") == 1
+    names, calls = [name for name in FIRST if name != "accelerate"], stage.calls
+    names.insert(names.index("train") + 1, "train_peers")
+    assert list(stage.states()) == names and "and not vitfast" in calls["train_peers"] and "timm" in calls["train_peers"]
+    assert "not vitfast" in calls["inference"] and "not vitfast" not in calls["attention"]
+    stage.plan(train_peers=ILLEGAL)
+    assert stage.run("first") == 1
+    assert list(stage.states())[-1] == "train_peers" and "two steps in a row" in stage.text
 
 
 def test_running_out_of_memory_breaks_no_device(stage):
     oom = "echo 'torch.OutOfMemoryError: CUDA out of memory. RuntimeError: CUDA error: out of memory'; exit 1"
-    stage.plan(train=oom, attention=oom)
+    blas = "echo 'RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`'; exit 1"
+    stage.plan(train=oom, attention=blas, blocks=blas)
     assert stage.run("first") == 1 and list(stage.states()) == FIRST
+
+
+def test_no_case_starts_when_its_step_is_nearly_over(stage):
+    before = time.time()
+    assert stage.run("first") == 0
+    ends = {name: int(re.search(r"--ends (\d+)", call)[1]) - before for name, call in stage.calls.items() if "--ends" in call}
+    assert 225 < ends["train"] < 240 and 75 < ends["attention"] < 90 + stage.took and len(ends) == 7
+
+
+def test_what_an_earlier_run_left_is_not_taken_for_this_ones(stage):
+    assert stage.run("first") == 0 and "train.json" in stage.files
+    stage.plan(train='rm "$json"; exit 9', smoke="")
+    assert stage.run("first") == 1 and "train.json" not in stage.files and "attention.json" in stage.files
+    stage.plan(smoke="exit 1")
+    assert stage.run("first") == 1 and "blocks.json" not in stage.files
+
+
+def test_what_cannot_be_written_or_read_is_said_and_nothing_is_lost(stage):
+    stage.out.write_text("a file")
+    process = stage.start("ops", str(stage.out))
+    text, _ = process.communicate(timeout=30)
+    assert process.returncode == 2 and text.count("\n") == 1 and "cannot write into" in text
+    stage.out.unlink()
+    stage.out.mkdir()
+    (stage.out / "results.tar.gz").write_text("no archive")
+    stage.besides = ["damaged.tar.gz"]
+    assert stage.run("ops") == 1 and "ops_mlp.json" in stage.files
+    assert (stage.out / "damaged.tar.gz").read_text() == "no archive"
+    report = (stage.out / "report.md").read_text()
+    (stage.folder / "no_report").write_text("")
+    assert stage.run("ops") == 1 and "the report cannot be written" in stage.text
+    assert (stage.out / "report.md").read_text() == report
+
+
+@pytest.mark.parametrize("seconds", ["abc", "0", "9", ""])
+def test_a_deadline_that_is_no_number_is_refused(stage, seconds):
+    process = stage.start("ops", str(stage.out), VITFAST_SECONDS=seconds)
+    text, _ = process.communicate(timeout=30)
+    if seconds:
+        assert process.returncode == 2 and "whole number of seconds" in text and not stage.out.exists()
+    else:
+        assert process.returncode == 0  # as not set
+
+
+def test_a_check_of_which_no_test_ran_is_not_passed(stage):
+    stage.plan(sanitizer="echo '2 skipped in 1.00s'", gpu_tests="echo '3 passed, 1 skipped in 1.00s'")
+    assert stage.run("tests") == 0
+    found = json.loads(stage.files["steps_tests.json"])
+    assert found["checks"] == {"vitfast doctor": 0, "gpu tests": 0}
+    assert found["skipped"] == [{"name": "compute-sanitizer", "reason": "no test ran"}]
+
+
+def test_long_logs_are_shortened(stage):
+    stage.plan(attention="head -c 4000000 /dev/zero | tr '\\0' x; echo; echo the end; exit 1")
+    assert stage.run("first") == 1
+    assert 1_900_000 < len(stage.files["attention.log"]) < 2_100_000 and stage.files["attention.log"].endswith("the end\n")
+    assert "the end" in stage.text and max(map(len, stage.text.splitlines())) < 400
 
 
 def test_when_the_smallest_check_fails_there_is_a_diagnosis_and_the_peers(stage):
@@ -516,3 +591,10 @@ def test_no_gpu_or_no_such_stage_is_one_line_and_exit_code_2(stage, arguments, s
     process = stage.start(*arguments, str(stage.out))
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and text.count("\n") == 1 and said in text and not stage.out.exists()
+
+
+def test_what_is_missing_on_the_way_to_the_gpu_is_said(stage):
+    (stage.folder / "no_triton").touch()
+    process = stage.start("first", str(stage.out))
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "cannot use torch and triton: ModuleNotFoundError: No module named 'triton'" in text
