@@ -42,7 +42,6 @@ import torch
 
 from vitfast.errors import both_ends
 
-START = time.monotonic()
 LEAST_SECONDS = 15  # before the end that --ends names: with fewer left no case starts
 ALARM_AGAIN = 5  # seconds; the first TimeoutError may end in somebody's `except Exception`
 NOT_RUN = "not run: the process ended before"
@@ -54,7 +53,6 @@ def pytest_addoption(parser):
     group = parser.getgroup("vitfast benchmarks")
     group.addoption("--shapes", choices=("few", "all"), default="few", help="which shapes the operations are measured at on a GPU (default few)")
     group.addoption("--dtype", choices=("bfloat16", "float16", "float32"), help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)")
-    group.addoption("--budget", type=float, metavar="SECONDS", help="no case starts later than this after the start; it is recorded as skipped")
     group.addoption(
         "--ends",
         type=float,
@@ -102,9 +100,6 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_setup(item):
-    budget = item.config.getoption("budget")
-    if budget is not None and time.monotonic() - START > budget:
-        pytest.skip(f"out of time: the budget of {budget:.0f} s was spent before this case")
     ends = item.config.getoption("ends")
     if ends is not None and time.time() > ends - LEAST_SECONDS:
         pytest.skip(f"out of time: fewer than {LEAST_SECONDS} s were left for this case")

@@ -377,15 +377,18 @@ PLUGINS = "-p stand_in -p no:cacheprovider -p xdist.plugin -p pytest_benchmark.p
 MAIN = "B/16 224 B256"
 
 
-def faithful(stage: Stage, client: Path, options: str = "", **environment: str) -> int:
-    """`first` in this very tree, on the stand-in for a GPU."""
+def faithful(
+    stage: Stage, client: Path, options: str = "", arguments: tuple[str, ...] = ("first",), **environment: str
+) -> int:
+    """A stage in this very tree, on the stand-in for a GPU."""
     (stage.folder / "listings").touch()
     stage.environment |= dict(
         PYTHON=str(client), PYTEST_ADDOPTS=f"{PLUGINS} {options}", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"
     )
     stage.environment |= dict(VITFAST_COMMIT="abc1234", **environment)
     stage.environment.pop("TRITON_INTERPRET", None)
-    start, command = time.monotonic(), ["bash", str(ROOT / "bench" / "gpu.sh"), "first", str(stage.out)]
+    wanted, *given = arguments
+    start, command = time.monotonic(), ["bash", str(ROOT / "bench" / "gpu.sh"), wanted, str(stage.out), *given]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return stage.end(subprocess.Popen(command, env=stage.environment, **pipes), start, patience=400)
 
@@ -475,11 +478,32 @@ def survives_faults(stage: Stage, client: Path) -> None:
     assert {r["op"] for r in wrong} == {"mlp_block"} and stage.states()["smoke"] == "ok"
 
 
-@pytest.mark.slow(45)
-def test_first_on_a_stand_in_for_a_gpu(tmp_path, client):
+def runs_the_other_stages(stage: Stage, client: Path) -> None:
+    """`tests`, `ops` and `tune`, one after the other into the same archive; an operation that is off by a tenth fails."""
+    alone = ("--ignore-glob=*/test_[!g]*", "-k", "same_bits")  # test_gpu.py: reading all tests takes long
+    assert faithful(stage, client, arguments=("tests", *alone)) == 0, stage.text
+    found = json.loads(stage.files["steps_tests.json"])
+    assert found["checks"] == {"vitfast doctor": 0, "gpu tests": 0}  # nobody has a compute-sanitizer here
+    assert "12 passed" in stage.files["gpu_tests.log"] and found["skipped"][0]["name"] == "compute-sanitizer"
+    chosen = ("ops", "-k", "B/16 and 224 and B256 and both and not max-autotune")
+    assert faithful(stage, client, arguments=chosen, VITFAST_PLANT="wrong") == 1
+    files = [f"ops_{name}" for name in ("attention", "layer_norm", "patch_embed", "block", "mlp")]
+    assert [len(cases(stage, name)) for name in files] == [10, 6, 8, 5, 9]
+    assert cases(stage, "ops_block", "failed") == [f"test_mlp_block[{MAIN}-both-vitfast]"]
+    stage.environment.pop("VITFAST_PLANT")
+    assert faithful(stage, client, arguments=("tune", "--only", "gelu")) == 0, stage.text
+    log, table = stage.files["tune.log"], json.loads(stage.files["tiles.json"])
+    assert re.search(r"B/16: \d+ compilations, \d+ results checked, \d+ timings", log) and table["trying"] == []
+    assert all(f"{op} " in log for op in ("gelu_bwd", "linear_gelu_fwd", "dgelu_matmul"))
+    assert {row["gpu"] for row in table["tiles"]} <= {"NVIDIA H100 80GB HBM3"} and "ops_mlp.json" in stage.files
+
+
+@pytest.mark.slow(60)
+def test_every_stage_on_a_stand_in_for_a_gpu(tmp_path, client):
     """One test, so that there is one server."""
     measures_what_it_should(Stage(tmp_path / "right"), client)
     survives_faults(Stage(tmp_path / "faults"), client)
+    runs_the_other_stages(Stage(tmp_path / "others"), client)
 
 
 BREAKS = """

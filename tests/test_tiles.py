@@ -1,4 +1,4 @@
-"""Tile tables: every generation has a tile for everything, a user's table comes first, and the tuner climbs to the best neighbour."""
+"""Tile tables: every generation has a tile for everything, and a user's table comes first."""
 
 import json
 
