@@ -11,7 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "__init__.py").
 TRAIN = ["timm>=1.0.20", "torchvision", "pillow", "pyyaml", "tqdm", "tensorboard", "matplotlib", "scikit-learn", "huggingface_hub"]
 BENCH = ["pytest", "pytest-benchmark", "timm>=1.0.20", "transformers>=5", "torchvision", "matplotlib", "scikit-image"]
 EXPORT = ["onnx", "onnxscript", "onnxruntime"]
-TEST = [*TRAIN, *BENCH, *EXPORT, "pytest-xdist", "hypothesis", "peft", "accelerate", "datasets", "webdataset", "ruff", "setuptools>=77", "wheel"]
+TEST = [*TRAIN, *BENCH, *EXPORT, "pytest-xdist", "hypothesis", "ml_dtypes", "peft", "accelerate", "datasets", "webdataset", "ruff", "setuptools>=77", "wheel"]
 
 setup(
     name="vitfast",

@@ -25,7 +25,8 @@ from costs import Cost, Costs
 from torch import Tensor
 
 from vitfast import ops
-from vitfast.doctor import ATOL, run, worst
+from vitfast.doctor import run, worst
+from vitfast.trial import ATOL
 
 # conftest's --dtype sets another, before the bench files are read.
 DTYPE = torch.bfloat16 if clock.GPU else torch.float32

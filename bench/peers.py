@@ -27,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import vitfast
 from vitfast import ViT, ops
 from vitfast.checkpoint.formats import convert
-from vitfast.doctor import ATOL, exact_fp32, worst
+from vitfast.doctor import worst
 from vitfast.model import preset
+from vitfast.trial import ATOL, exact_fp32
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

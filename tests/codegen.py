@@ -32,11 +32,10 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 from vitfast import doctor, offline, ops  # noqa: E402
-from vitfast.doctor import Sizes  # noqa: E402
 from vitfast.errors import both_ends  # noqa: E402
 from vitfast.kernels import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
-from vitfast.launchers import Draw, launchers  # noqa: E402
+from vitfast.launchers import Draw, Sizes, launchers  # noqa: E402
 
 TABLE = Path(__file__).with_name("codegen.csv")
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -1,8 +1,6 @@
 """Shared set-up: one thread per worker, fixed seeds; without a GPU Triton's interpreter and no `gpu` tests."""
 
-import dataclasses
 import os
-from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # what /proc/cpuinfo says is not tried out by a compiler and a Python for each kind of vector
@@ -13,29 +11,25 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported: kernels run on CPU tensors in mode "on"
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from vitfast import interpreter
+    from vitfast.sanitizer import Sanitizer
 
-def _quick_interpreter() -> None:
-    """Twice the speed: the functions of triton.language are replaced once, not at every launch and call of a helper; integers are not checked for overflow.
-
-    Nothing else here uses triton.language, and tiny shapes cannot overflow (a GPU checks under TRITON_DEBUG only).
-    """
-    from triton.runtime import interpreter
-
-    patch, patched = interpreter._patch_lang, set()
-
-    def patch_once(fn):
-        if id(fn.__globals__) not in patched:
-            patched.add(id(fn.__globals__))
-            patch(fn)
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = patch_once
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter.quicken()
+    interpreter.mend_bfloat16()
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    _quick_interpreter()
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item):
+    """The sanitizer watches what the kernels' own tests launch: a finding fails the test."""
+    if not INTERPRETED or not item.path.name.startswith(("test_kernels_", "test_ops")):
+        yield
+        return
+    with Sanitizer() as watch:
+        outcome = yield
+    if watch.findings and outcome.excinfo is None:
+        outcome.force_exception(AssertionError(f"the sanitizer found:\n{watch}"))
 
 
 # On a GPU what a run that is cut off must not miss comes first; what compiles for long or is nobody's headline, last.

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 from vitfast import ops
-from vitfast.doctor import SMALL_SIZES, Sizes, cases, device, make, run
+from vitfast.doctor import SMALL_SIZES, cases, device, make, run
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import INTERPRETED
+from vitfast.launchers import Sizes
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]
 CHECKERS = ("memcheck", "racecheck")

@@ -251,15 +251,16 @@ def test_a_model_in_one_dtype(dtype):
 
 
 @interpreted
-def test_fp16_autocast_on_kernels():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_on_kernels(dtype):
     pair = accelerated_pair(lambda: timm_vit(init_values=0.5))
     images = torch.randn(2, 3, 16, 16)
     truth = copy.deepcopy(pair[1]).double()(images.double())
     before = launches_made()
-    with ops.use_kernels("on"), torch.autocast("cpu", torch.float16):
+    with ops.use_kernels("on"), torch.autocast("cpu", dtype):
         out, expected = (model(images) for model in pair)
-    assert out.dtype == expected.dtype == torch.float16 and launches_made() - before >= 14
-    assert (out.double() - truth).norm() < 2 * (expected.double() - truth).norm() + 1e-3 * truth.norm()
+    assert out.dtype == expected.dtype == dtype and launches_made() - before >= 14
+    assert (out.double() - truth).norm() < 2 * (expected.double() - truth).norm() + torch.finfo(dtype).eps * truth.norm()
 
 
 # ---- what is left alone

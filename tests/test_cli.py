@@ -335,15 +335,23 @@ def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
     assert names("attention") == ["attention", "attention, N = 300"]
     assert names("attention, N = 300", "mlp") == ["attention, N = 300", "mlp"]
     assert names("_block", "patch") == ["patch_embed", "patch_embed, uint8", "attention_block", "mlp_block"]
-    assert names() == list(doctor.cases(doctor.SMALL_SIZES)) and len(doctor.tasks()) == 2 * len(names())
+    assert names() == list(doctor.cases(doctor.SMALL_SIZES)) and len(doctor.tasks()) == 3 * len(names())
     assert doctor.tasks(["layer_norm"], "float16") == [("layer_norm", "float16")]
+    both = [("layer_norm", d) for d in ("bfloat16", "float16", "float32")] + [("edges of layer_norm", "bfloat16"), ("edges of add + layer_norm", "bfloat16")]
+    assert set(both) <= set(doctor.tasks(["layer_norm"], interpreted=True))
+    assert doctor.tasks(["edges of scaled"], "float32", interpreted=True) == [("edges of scaled rows", "float32")]
+    assert len(doctor.tasks(interpreted=True)) == 3 * len(names()) + len(doctor.edges.names())
 
 
-def test_doctor_refuses_what_does_not_exist_here(capsys):
+def test_doctor_refuses_what_does_not_exist_here(capsys, monkeypatch):
     code, out, err = run_cli(capsys, "doctor", "--only", "mlp", "--only", "nothing")
     assert code == 2 and not out and "no operation has 'nothing' in its name; there are layer_norm;" in err
+    monkeypatch.setattr(doctor.interpreter, "bfloat16_mended", False)
+    monkeypatch.setattr(doctor, "prepare", lambda: None)
     code, _, err = run_cli(capsys, "doctor", "--dtype", "bfloat16")
-    assert code == 2 and "no bfloat16 here, only float16 and float32" in err
+    assert code == 2 and "no bfloat16 here, only float16 and float32" in err and "ml_dtypes" in err
+    code, _, err = run_cli(capsys, "doctor", "--interpreted")
+    assert code == 2 and "doctor --interpreted needs ml_dtypes, which computes bfloat16: pip install ml_dtypes" in err
 
 
 def test_doctor_refuses_no_process_and_no_name(capsys):
@@ -373,7 +381,7 @@ def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatc
     monkeypatch.setattr(launch, "INTERPRETED", False)
     answer = SimpleNamespace(returncode=7)
     monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append((command, env)) or answer)
-    given = ["--jobs=3", "--only=mlp", "--only=layer_norm", "--dtype=float16", "--json", "--untimed", "--debug"]
+    given = ["--jobs=3", "--only=mlp", "--only=layer_norm", "--dtype=float16", "--json", "--untimed", "--debug", "--interpreted"]
     assert run_cli(capsys, "doctor", *given)[0] == 7
     assert commands[0][0][3:] == ["doctor", *given] and commands[0][1]["TRITON_INTERPRET"] == "1"
 
@@ -388,22 +396,22 @@ def test_doctor_keeps_both_ends_of_a_failure_and_shows_the_first_traceback(monke
     code, out, err = run_cli(capsys, "doctor", "--only", "attention, N = 300", "--only", "layer_norm", "--debug", "--json")
     rows = {(r["op"], r["dtype"]): r for r in json.loads(out)["results"]}
     bad = rows["attention, N = 300", "float16"]
-    assert code == 1 and len(rows) == 4 and rows["layer_norm", "float32"]["passed"]
+    assert code == 1 and len(rows) == 6 and rows["layer_norm", "float32"]["passed"]
     assert bad["failure"].startswith("ValueError: where it starts") and bad["failure"].endswith("what is wrong")
     assert len(bad["failure"]) <= 400 and "in broken" in bad["traceback"]
-    assert err.count("Traceback") == 1 and "The first failure, attention, N = 300 in float16:" in err
-    assert "2 of 4 passed" in err
+    assert err.count("Traceback") == 1 and "The first failure, attention, N = 300 in bfloat16:" in err
+    assert "3 of 6 passed" in err
 
 
 def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
-    def interrupted(task, timed):
+    def interrupted(task, timed, watched):
         if task[1] == "float32":
             raise KeyboardInterrupt
         return doctor.Result(*task, 0.0, 0.0, True)
 
     monkeypatch.setattr(doctor, "perform", interrupted)
     code, out, err = run_cli(capsys, "doctor", "--only", "layer_norm", "--json")
-    assert code == 130 and json.loads(out)["not_examined"] == 1 and "1 of 2 passed, 1 not examined: interrupted" in err
+    assert code == 130 and json.loads(out)["not_examined"] == 1 and "2 of 3 passed, 1 not examined: interrupted" in err
 
 
 def deadly(task) -> doctor.Result:

@@ -154,6 +154,47 @@ def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen)
     assert candidates > 5 and not failures and finished and compilations > 3  # the tuner and the compiler understand each other
 
 
+BARRIER = """
+import importlib, json, re, sys, tempfile
+from pathlib import Path
+
+sys.path.insert(0, {tests!r})
+import codegen
+import mutants
+from vitfast.launchers import Draw
+
+def compiled(package, sm):
+    kernels = {{name: importlib.import_module(f"{{package}}.{{name}}") for name in ("attention", "launch", "tiles")}}
+    attention, launch, tiles = kernels.values()
+    q, k, v, o, do = Draw(codegen.torch.bfloat16, codegen.META).values(2, 197, 5, 2, 64).unbind(2)
+    lse = codegen.torch.empty(2, 2, 197, device=codegen.META)
+    phases = tiles.tile(8, 3, "phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)
+    with tiles.targeting(sm), tiles.override("attention_bwd", phases):
+        (found,) = launch.record(lambda: attention.attention_bwd(q, k, v, o, lse, do, 0.125, want_bias_grad=True))
+    asm = codegen.offline.compiled(found, sm).asm
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"]), file.flush()
+        synchronisations = codegen.tool("nvdisasm", "-c", "-ndf", file.name).count("BAR.SYNC")
+    return [part.count("tt.store") for part in re.split("(?:ttg|gpu)[.]barrier", asm["ttgir"])], synchronisations
+
+(mutant,) = [m for m in mutants.MUTANTS if m.what == "no barrier between the phases"]
+with tempfile.TemporaryDirectory() as folder, mutant.made(Path(folder)) as copy:
+    without = copy.__package__ + ".kernels"
+    print(json.dumps({{sm: [*compiled("vitfast.kernels", sm), *compiled(without, sm)] for sm in (90, 120)}}))
+"""
+
+
+@pytest.mark.slow(20)
+def test_the_barrier_between_the_phases_reaches_the_machine_code(codegen):
+    """attention_bwd's "phases": three tensors are stored before it (delta, dQ, its sums), four after it; without it SASS has a BAR less."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = BARRIER.format(tests=str(codegen.TABLE.parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for stores, bars, without, fewer in json.loads(done.stdout).values():
+        assert stores == [3, 4] and without == [7] and fewer == bars - 1
+
+
 def test_the_committed_table_is_of_these_kernels(codegen):
     """`make codegen` writes it anew."""
     now, rows = codegen.cache.source_hash(), codegen.committed()

@@ -11,8 +11,9 @@ import torch
 from checks import randomize
 
 from vitfast import ViT, ops
-from vitfast.doctor import Sizes, cases, examine, make, run
+from vitfast.doctor import cases, examine, make, run
 from vitfast.kernels import tiles
+from vitfast.launchers import Sizes
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

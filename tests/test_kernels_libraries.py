@@ -30,8 +30,8 @@ interpreted = pytest.mark.skipif(
 )
 
 # Added to twice PyTorch's own error, relative to the largest value where that is above 1: some ulp of sums in another
-# order (fp32), one rounding of values up to 4 (16 bit), which PyTorch may do luckily on few elements.
-ATOL = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# order (fp32), one rounding of values up to 4 (fp16) or 2 (bf16), which PyTorch may do luckily on few elements.
+ATOL = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 DTYPES = [pytest.param(d, id=str(d)[6:]) for d in ATOL]
 HALVES = [pytest.param(d, id=str(d)[6:]) for d in (torch.float16, torch.bfloat16)]
 SHAPES = [(1, 64), (50, 32), (50, 64), (50, 72), (50, 80), (197, 64), (197, 80)]
@@ -87,7 +87,11 @@ def compare(actual, theirs, truth, dtype):
         if exact.numel() == 0:
             continue
         error, judge = ((t[name].double() - exact).abs().max().item() for t in (actual, theirs))
-        allowed = 2 * judge + ATOL[dtype] * max(1.0, exact.abs().max().item())
+        scale = max(1.0, exact.abs().max().item())
+        # On a CPU PyTorch's LayerNorm sums columns in 16 bit: what that costs excuses nothing.
+        if dtype != torch.float32:
+            judge = min(judge, torch.finfo(dtype).eps * scale)
+        allowed = 2 * judge + ATOL[dtype] * scale
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"  # a NaN fails too
 
 
@@ -111,7 +115,7 @@ def test_flash_matches_ref(N, D, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N, D", [(1, 64), (50, 32), (50, 72), (197, 80)])
 @pytest.mark.parametrize("forward, backward", [("ours", "flash"), ("flash", "ours")])
 def test_ours_and_flash_mix(forward, backward, N, D, dtype):
@@ -187,7 +191,7 @@ def test_operation_on_a_library(packed):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_block_on_libraries(dtype):
     """Everything in the block that a library can do, done by one."""
     B, N, H, D = 2, 10, 2, 64
@@ -419,13 +423,14 @@ def packages(monkeypatch):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("forward, backward", [("it", "it"), ("ours", "it"), ("it", "ours"), ("flash", "it")])
 @pytest.mark.parametrize("provider", libraries.PACKAGES)
-def test_packages_are_called_as_they_are_written(provider, forward, backward, packages, monkeypatch):
+def test_packages_are_called_as_they_are_written(provider, forward, backward, dtype, packages, monkeypatch):
     assert "needs an NVIDIA GPU" in libraries.unsupported_reason(provider, torch.empty(0), False)  # installed, but
     monkeypatch.setattr(libraries, "unsupported_reason", lambda *_: None)
     chosen = {"it": provider, "ours": "ours", "flash": "flash"}
-    qkv, do = random(2, 50, 2, 72, torch.float16)
+    qkv, do = random(2, 50, 2, 72, dtype)
     with providers(attention_fwd=chosen[forward], attention_bwd=chosen[backward]):
         check_attention(qkv, do)
         assert len(packages) == (forward, backward).count("it")
@@ -512,9 +517,10 @@ class FakeAten:
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("forward, backward", [("it", "it"), ("ours", "it"), ("it", "ours")])
 @pytest.mark.parametrize("provider, lse_axes", [("cudnn", 4), ("cudnn", 3), ("efficient", 3)])
-def test_gpu_operations_are_called_as_their_schema_says(provider, lse_axes, forward, backward, monkeypatch):
+def test_gpu_operations_are_called_as_their_schema_says(provider, lse_axes, forward, backward, dtype, monkeypatch):
     fake = FakeAten(lse_axes)
     monkeypatch.setattr(libraries, "aten", fake)
     monkeypatch.setattr(libraries, "unsupported_reason", lambda *_: None)
@@ -523,7 +529,7 @@ def test_gpu_operations_are_called_as_their_schema_says(provider, lse_axes, forw
     try:
         with providers(attention_fwd=chosen[forward], attention_bwd=chosen[backward]):
             for N, D in ((50, 72), (64, 32)):
-                check_attention(*random(2, N, 2, D, torch.float16))
+                check_attention(*random(2, N, 2, D, dtype))
     finally:
         libraries._cudnn_lse_axes.cache_clear()
     assert any(provider in name for name in fake.called)
@@ -638,6 +644,7 @@ MIXES = [
     pytest.param(torch.float16, torch.float16, torch.float16, id="fp16"),
     pytest.param(torch.bfloat16, torch.bfloat16, torch.bfloat16, id="bf16"),
     pytest.param(torch.float16, torch.float32, torch.float16, id="fp16, fp32 parameters"),
+    pytest.param(torch.bfloat16, torch.float32, torch.bfloat16, id="bf16, fp32 parameters"),
     pytest.param(torch.bfloat16, torch.float32, torch.float32, id="bf16, fp32 parameters and stream"),
     pytest.param(torch.bfloat16, torch.bfloat16, torch.float32, id="bf16, fp32 stream"),
 ]
@@ -657,12 +664,13 @@ def test_torch_layer_norm_at_other_sizes(M, D):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("wanted", ["want_dx", "want_dparams", "want_layer_scale", "want_bias_sum", "want_y"])
-def test_torch_layer_norm_returns_what_our_kernel_returns(wanted):
+def test_torch_layer_norm_returns_what_our_kernel_returns(wanted, dtype):
     """Each result alone, with and without the residual's gradient; without weight or bias, too."""
-    dtype = torch.float16
     t = norm_inputs(6, 64, dtype, dtype, dtype, layer_scale=wanted == "want_layer_scale")
     off = dict(want_dx=False, want_dparams=False, want_layer_scale=False, want_bias_sum=False, want_y=False)
+    tol = 4 * torch.finfo(dtype).eps  # PyTorch's sums are of six terms that were rounded to dtype
     dy, dz = (torch.randn(6, 64).to(dtype) for _ in range(2))
     for parameters in ((t.weight, t.bias), (t.weight, None), (None, t.bias), (None, None)):
         t.weight, t.bias = parameters
@@ -677,11 +685,11 @@ def test_torch_layer_norm_returns_what_our_kernel_returns(wanted):
                     assert (a is None) == (b is None), name
                     if a is not None:
                         assert a.dtype == b.dtype, name
-                        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
+                        torch.testing.assert_close(a, b, atol=tol, rtol=tol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_operations_on_torch_layer_norm(dtype):
     B, N, D = 3, 5, 48
     x, residual = (torch.randn(B, N, D).to(dtype) for _ in range(2))
@@ -732,8 +740,8 @@ def test_a_residual_has_a_shape_class_of_its_own():
     expected = {("layer_norm_fwd", "3x128"): False, ("layer_norm_fwd", "3x128a"): True}
     assert by_torch == expected | {("layer_norm_bwd", f"3x128{end}"): end == "as" for end in ("", "s", "a", "as")}
     for width in (192, 384, 768, 1000, 1024, 1280, 4096):
-        for bits in (torch.float32, torch.float16):
-            like, shape = torch.empty(0, dtype=bits), rows.shape_class(width)
+        for dtype in ATOL:
+            like, shape = torch.empty(0, dtype=dtype), rows.shape_class(width)
             assert tiles.lookup("layer_norm_fwd", like, shape) == tiles.lookup("layer_norm_fwd", like, shape + "a")
             for scaled in ("", "s"):
                 assert tiles.lookup("layer_norm_bwd", like, shape + scaled) == tiles.lookup(

@@ -75,6 +75,8 @@ def test_imports_go_down_the_floors():
 
     floors = [
         "errors",
+        "interpreter",
+        "sanitizer",
         "kernels",
         "ref",
         "positions",
@@ -90,12 +92,13 @@ def test_imports_go_down_the_floors():
         "figures",
         "train",
         "timm_models",
+        "launchers",
+        "trial",
+        "edges",
         "doctor",
         "offline",
         "tuned",
         "search",
-        "launchers",
-        "trial",
         "tune",
         "cli",
     ]

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from vitfast import trial, tune, tuned
-from vitfast.doctor import Sizes
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import launches_made
 from vitfast.kernels.tiles import tile
-from vitfast.launchers import Draw, Launcher, launchers
+from vitfast.launchers import Draw, Launcher, Sizes, launchers
 from vitfast.trial import EPS, errors
 
 TINY = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
@@ -166,7 +165,7 @@ def test_a_result_that_is_off_by_a_percent_is_wrong(dtype):
     assert bench.limits[0][0] < 4 * EPS[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", launchers(TINY))
 def test_every_launcher_computes_its_formula(name, dtype):
     """In float64, within twice PyTorch's own error; and what it does not write is found out."""
@@ -183,7 +182,7 @@ def test_every_launcher_computes_its_formula(name, dtype):
         bench.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_rival_computes_the_same(table, dtype):
     """Every provider that runs here, libraries among them, at every problem of a small model."""
     seen = set()

@@ -122,9 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     names = "an operation such as attention, or those whose name contains this; can be repeated (default: all)"
     sub.add_argument("--only", metavar="NAME", action="append", default=[], help=names)
     sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="", help="default: all that run here")
-    jobs = "processes at once, at most one a CPU; more than one is quicker and shows no times (default 1)"
-    sub.add_argument("--jobs", metavar="N", type=int, default=1, help=jobs)
+    jobs = "processes at once, at most one a CPU; more than one is quicker and shows no times (default 1, interpreted one a CPU)"
+    sub.add_argument("--jobs", metavar="N", type=int, default=None, help=jobs)
     sub.add_argument("--untimed", action="store_true", default=False, help="check only, without times")
+    interpreted = "without any GPU: in Triton's interpreter, at the edges of tiles too, watching for races and wrong accesses"
+    sub.add_argument("--interpreted", action="store_true", default=False, help=interpreted)
     sub = command("tune", "find this GPU's fastest tiles, kernels against libraries, and keep them in your own table", _tune)
     sub.add_argument("--model", metavar="NAME", nargs="+", default=["B/16"], help="whose sizes: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)")
     sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
@@ -312,15 +314,16 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from .kernels.launch import INTERPRETED
 
-    if not torch.cuda.is_available() and not INTERPRETED:  # the interpreter has to be chosen before the kernels are imported
-        command = [sys.executable, "-m", "vitfast", "doctor", f"--jobs={args.jobs}"]
+    if (args.interpreted or not torch.cuda.is_available()) and not INTERPRETED:  # chosen before the kernels are imported
+        command = [sys.executable, "-m", "vitfast", "doctor"]
+        command += [f"--jobs={args.jobs}"] if args.jobs is not None else []
         command += [f"--only={name}" for name in args.only]
         command += [f"--dtype={args.dtype}"] if args.dtype else []
-        command += [f"--{flag}" for flag in ("json", "untimed", "debug") if getattr(args, flag)]
+        command += [f"--{flag}" for flag in ("json", "untimed", "debug", "interpreted") if getattr(args, flag)]
         return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
     from .doctor import doctor
 
-    return doctor(args.json, args.only, args.dtype, args.jobs, not args.untimed, args.debug)
+    return doctor(args.json, args.only, args.dtype, args.jobs, not args.untimed, args.debug, args.interpreted)
 
 
 def _tune(args: argparse.Namespace) -> int:

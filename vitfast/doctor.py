@@ -1,6 +1,10 @@
-"""Is this machine all right? Every kernel against float64 on random inputs, forward and backward, in each dtype; times on a GPU."""
+"""Is this machine all right? Every kernel against float64 on random inputs, forward and backward, in each dtype; times on a GPU.
+
+In Triton's interpreter, on any machine: every launcher at the edges of its tiles too, all accesses to memory watched.
+"""
 
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
@@ -11,32 +15,18 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 
 import torch
 from torch import Tensor
 
-from . import __version__, ops
+from . import __version__, edges, interpreter, ops
 from .errors import InputError, both_ends
 from .kernels.launch import INTERPRETED, launches_made
-
-# What rounding the result alone may cost, relative to the norm of the truth: a few units in the last place of the dtype.
-ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the cases are run at: real shapes on a GPU, small ones in the interpreter."""
-
-    batch: int
-    tokens: int
-    width: int
-    heads: int
-    hidden: int
-    image: int
-    patch: int
-
+from .launchers import Sizes
+from .sanitizer import Sanitizer
+from .trial import EPS, exact_fp32
 
 GPU_SIZES = Sizes(batch=32, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16)
 SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
@@ -56,6 +46,8 @@ class Result:
     gigabytes_per_second: float | None = None
     failure: str = ""
     traceback: str = ""
+    runs: int = 0  # of a launcher: at other shapes, on other layouts, with other tiles
+    findings: list[str] = field(default_factory=list)  # what is wrong: numbers and accesses to memory
 
 
 # What a random input is: its kind ("values", "weight" scaled by its fan-in, "factor" in fp32 without a gradient, "uint8") and its shape.
@@ -125,17 +117,6 @@ def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
     return max(errors)
 
 
-@contextlib.contextmanager
-def exact_fp32() -> Iterator[None]:
-    """PyTorch's own fp32 results are fp32 inside: by default its convolutions may take TF32, and so would any error judged by theirs."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
-
-
 def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True) -> Result:
     """One operation in one dtype: the kernel's error must be at most twice PyTorch's own, plus rounding."""
     generator = torch.Generator().manual_seed(0)
@@ -150,7 +131,7 @@ def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dty
         with ops.use_kernels("on"):
             before = launches_made()
             error = worst(run(function, tensors, upstream), truth)
-            result = Result(name, label, error, peer, error <= 2 * peer + ATOL[dtype])
+            result = Result(name, label, error, peer, error <= 2 * peer + EPS[dtype])
             if launches_made() == before:
                 result.passed, result.failure = False, "no kernel ran"
             if timed and device.type == "cuda":
@@ -175,41 +156,73 @@ def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: l
     result.gigabytes_per_second = moved / result.forward_us / 1e3
 
 
-Task = tuple[str, str]  # an operation and a dtype, by their names
+Task = tuple[str, str]  # an operation (or EDGES and a launcher) and a dtype, by their names
+EDGES = "edges of "
 
 
 def device() -> torch.device:
     """Where the kernels run: the GPU, or the CPU where they are interpreted."""
     if not torch.cuda.is_available() and not INTERPRETED:
         raise RuntimeError("doctor: without a GPU the kernels need TRITON_INTERPRET=1 before vitfast is imported")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cpu" if INTERPRETED else "cuda")
 
 
-def tasks(only: Iterable[str] = (), dtype: str = "") -> list[Task]:
-    """What is to be examined, in every dtype that runs here or in one (the interpreter has no bfloat16).
+def prepare() -> None:
+    """What a process that interprets kernels does before the first."""
+    if INTERPRETED:
+        interpreter.quicken()
+        with contextlib.suppress(ImportError):  # without ml_dtypes there is no bfloat16
+            interpreter.mend_bfloat16()
+
+
+def dtypes(wanted: str = "") -> list[str]:
+    """Those that run here, or the one that is wanted. Raises InputError where it does not run here."""
+    found = ["bfloat16", "float16", "float32"]
+    if INTERPRETED and not interpreter.bfloat16_mended:
+        found.remove("bfloat16")
+    if wanted and wanted not in found:
+        raise InputError(f"no {wanted} here, only {' and '.join(found)}: Triton's interpreter computes it with ml_dtypes, which is not installed")
+    return [wanted] if wanted else found
+
+
+def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
+    """What is to be examined, in every dtype that runs here or in one; `interpreted`: launchers at the edges of their tiles
+    too, in bfloat16 unless a dtype is given.
 
     A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention, N = 300" too,
-    not for "attention_block"), any other for each operation whose name contains it. Raises InputError for one that
-    stands for none.
+    not for "attention_block"), any other for each operation whose name contains it; and for each launcher whose name
+    contains it. Raises InputError for one that stands for none.
     """
-    names, chosen = list(cases(SMALL_SIZES)), set()
+    operations, chosen = list(cases(SMALL_SIZES)), set()
+    at_edges = [EDGES + name for name in edges.names()] if interpreted else []
     for wanted in only:
-        forms = [name for name in names if name.partition(",")[0] == wanted]
-        found = [wanted] if "," in wanted and wanted in names else forms or [name for name in names if wanted in name]
+        forms = [name for name in operations if name.partition(",")[0] == wanted]
+        found = [wanted] if "," in wanted and wanted in operations else forms or [name for name in operations if wanted in name]
+        found += [name for name in at_edges if wanted in name]
         if not found or not wanted:
-            raise InputError(f"no operation has {wanted!r} in its name; there are {'; '.join(names)}")
+            raise InputError(f"no operation has {wanted!r} in its name; there are {'; '.join((*operations, *at_edges))}")
         chosen.update(found)
-    dtypes = ["float16", "float32"] if INTERPRETED else ["bfloat16", "float16", "float32"]
-    if dtype and dtype not in dtypes:
-        raise InputError(f"no {dtype} here, only {' and '.join(dtypes)}: Triton's interpreter computes no bfloat16")
-    return [(name, d) for name in names if not only or name in chosen for d in ([dtype] if dtype else dtypes)]
+    every = [(name, d) for name in operations for d in dtypes(dtype)] + [(name, dtype or "bfloat16") for name in at_edges]
+    return [task for task in every if not only or task[0] in chosen]
 
 
-def perform(task: Task, timed: bool = False) -> Result:
-    """Examines one operation in one dtype: at real shapes, at small ones in the interpreter."""
-    name, dtype = task
+def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
+    """Examines one operation in one dtype: at real shapes, at small ones in the interpreter. watched: by the sanitizer.
+    Of a launcher at the edges of its tiles: the worst error of all runs."""
+    name, dtype = task[0], getattr(torch, task[1])
+    if name.startswith(EDGES):
+        reports = [edges.examine(case) for case in edges.cases(name.removeprefix(EDGES), dtype)]
+        worst = max(reports, key=lambda report: report.error)
+        found = [text for report in reports for text in report.wrong]
+        found += [f"{label}: {finding}" for report in reports for label, finding in report.findings]
+        runs = sum(report.runs for report in reports)
+        return Result(*task, worst.error, worst.torch_error, not found, runs=runs, findings=found)
     function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES)[name]
-    return examine(name, function, inputs, getattr(torch, dtype), device(), timed)
+    with Sanitizer() if watched else contextlib.nullcontext() as watch:
+        result = examine(name, function, inputs, dtype, device(), timed)
+    if watched and watch.findings:
+        result.passed, result.findings = False, [str(finding) for finding in watch.findings]
+    return result
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
@@ -257,6 +270,8 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
 def _serve(connection: Connection, work: Callable[[Task], Result]) -> None:
     """A worker of `in_processes`, until there is nothing left to do or its GPU has failed: then a new one goes on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    torch.set_num_threads(1)  # there are as many of us as CPUs
+    prepare()
     while task := connection.recv():
         result, goes_on = work(task), True
         if not result.passed and torch.cuda.is_available():
@@ -274,62 +289,77 @@ def machine() -> dict[str, str]:
     import triton
 
     facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__, python=platform.python_version(), cuda=str(torch.version.cuda))
-    if torch.cuda.is_available():
+    if INTERPRETED:
+        facts["gpu"] = "none: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        if not interpreter.bfloat16_mended:
+            facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
+    else:
         properties = torch.cuda.get_device_properties(0)
         facts["gpu"] = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
-    else:
-        facts["gpu"] = "none: small shapes in Triton's interpreter, which shows wrong numbers, not races, speed or bfloat16"
     return facts
 
 
-def _row(result: Result) -> str:
-    """A line of the table."""
+SHOWN = 5  # findings under a row
+
+
+def _row(result: Result, width: int) -> list[str]:
+    """A line of the table, and what was found."""
     us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
     rate = "" if result.gigabytes_per_second is None else f"{result.gigabytes_per_second:,.0f}"
     judgement = f"{result.error:>9.1e} {result.torch_error:>9.1e}  {'ok' if result.passed else 'FAILED':<6}"
+    runs = f"{result.runs} run{'s' if result.runs > 1 else ''}" if result.runs else ""
     times = f"{us(result.forward_us):>10} {us(result.both_us):>10} {rate:>7}"
-    return f"{result.op:<20} {result.dtype:<9} {judgement} {times} {result.failure}".rstrip()
+    rest = len(result.findings) - SHOWN
+    found = [f"    {text}" for text in result.findings[:SHOWN]] + ([f"    and {rest} more"] if rest > 0 else [])
+    return [f"{result.op:<{width}} {result.dtype:<9} {judgement} {runs or times} {result.failure}".rstrip(), *found]
 
 
 def doctor(
     as_json: bool = False,
     only: Iterable[str] = (),
     dtype: str = "",
-    jobs: int = 1,
+    jobs: int | None = None,
     timed: bool = True,
     debug: bool = False,
+    interpreted: bool = False,
 ) -> int:
     """Examines this machine and prints a table; 0 when every row passed, 1 when not, 130 when interrupted.
 
     as_json: JSON on stdout, the table on stderr. only, dtype: see `tasks`. jobs: processes, at most one a CPU; with
     more than one nothing is timed. timed: on a GPU. debug: the whole traceback of the first failure follows the table.
+    interpreted: kernels are interpreted, in bfloat16 too, all they read and write is watched, and every launcher runs at
+    the edges of its tiles with every provider; the process needs TRITON_INTERPRET=1, as many others as CPUs do the work.
     Raises InputError for a name or a dtype that does not exist here.
     """
-    if jobs < 1:
+    if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be 1 at least, got {jobs}")
     device()
-    todo = tasks(only, dtype)
-    jobs = min(jobs, len(todo), len(os.sched_getaffinity(0)))
+    prepare()
+    if interpreted and not interpreter.bfloat16_mended:
+        raise InputError("doctor --interpreted needs ml_dtypes, which computes bfloat16: pip install ml_dtypes")
+    todo = tasks(only, dtype, interpreted)
+    cpus = len(os.sched_getaffinity(0))
+    jobs = min(jobs or (cpus if interpreted else 1), len(todo), cpus)
+    work = functools.partial(perform, timed=timed and jobs == 1, watched=interpreted)
     facts, results, interrupted = machine(), [], False
     show = lambda *lines: print(*lines, sep="\n", file=sys.stderr if as_json else sys.stdout, flush=True)  # noqa: E731
     show(*(f"{key:<8} {value}" for key, value in facts.items()), "")
-    header = f"{'operation':<20} {'dtype':<9} {'error':>9} {'torch':>9}"
-    show(f"{header}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
+    width = max(20, *(len(name) for name, _ in todo))
+    header = f"{'operation':<{width}} {'dtype':<9} {'error':>9} {'torch':>9}"
+    show(header if interpreted else f"{header}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
     try:
-        if jobs > 1:
-            by_dtype = sorted(todo, key=lambda task: task[1])  # bfloat16, the most used, first
-            found = in_processes(perform, by_dtype, jobs)
-        else:
-            found = (perform(task, timed) for task in todo)
-        for result in found:
+        by_dtype = sorted(todo, key=lambda task: task[1])  # bfloat16, the most used, first
+        for result in in_processes(work, by_dtype, jobs) if jobs > 1 else map(work, todo):
             results.append(result)
-            show(_row(result))
+            show(*_row(result, width))
     except KeyboardInterrupt:
         interrupted = True
     results.sort(key=lambda r: todo.index((r.op, r.dtype)))
     bad, missed = [r for r in results if not r.passed], len(todo) - len(results)
     if debug and bad:
-        show("", f"The first failure, {bad[0].op} in {bad[0].dtype}:", bad[0].traceback or bad[0].failure)
+        first = bad[0]
+        whole = first.traceback or "\n".join([first.failure, *first.findings]).strip()
+        show("", f"The first failure, {first.op} in {first.dtype}:", whole)
     interruption = f", {missed} not examined: interrupted" if missed else ""
     show("", f"{len(results) - len(bad)} of {len(todo)} passed{interruption}")
     if as_json:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import ref
-from .doctor import Sizes
 from .kernels import attention, layer_norm, linear, mlp, patch_embed, rows, weight_grad
 
 EPS = 1e-6
@@ -20,24 +19,59 @@ MEAN = STD = (0.5, 0.5, 0.5)
 SPLITS = 7  # slices of a weight gradient that are added up
 
 
+# How far from the start of a wider buffer a drawn tensor lies, and how many elements its rows are apart beyond their own.
+LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "odd": (3, 5)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What launchers and operations run at."""
+
+    batch: int
+    tokens: int
+    width: int
+    heads: int
+    hidden: int
+    image: int
+    patch: int
+
+
 @dataclass(frozen=True)
 class Draw:
-    """Draws inputs: random ones, or on the meta device none but their shapes."""
+    """Draws inputs: random ones, or on the meta device none but their shapes.
+
+    layout, of LAYOUTS: "strided" rows lie 16 bytes apart inside of a wider buffer, "odd" ones start anywhere;
+    "channels-last" images have the channels of a pixel side by side.
+    """
 
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator | None = None
+    layout: str = "contiguous"
+
+    def _draw(self, shape: tuple[int, ...], fill: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        """`fill(a wider shape)` cut down to `shape`."""
+        start, gap = LAYOUTS[self.layout]
+        if not gap or 0 in shape:
+            x = fill(shape)
+            return x.contiguous(memory_format=torch.channels_last) if self.layout == "channels-last" and x.dim() == 4 else x
+        return fill((*shape[:-1], shape[-1] + gap))[..., start : start + shape[-1]]
 
     def values(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         """Normal numbers, in the dtype of the products unless another is given."""
+        dtype = dtype or self.dtype
         if self.device.type == "meta":
-            return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        x = torch.randn(shape, generator=self.generator, device=self.device)
-        return (x * scale).to(dtype or self.dtype)
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        normal = lambda s: torch.randn(s, generator=self.generator, device=self.device)  # noqa: E731
+        return self._draw(shape, lambda s: (normal(s) * scale).to(dtype))
 
     def weight(self, *shape: int) -> Tensor:
         """A weight that keeps the size of what it multiplies."""
         return self.values(*shape, scale=(torch.Size(shape).numel() / shape[0]) ** -0.5)
+
+    def workspace(self, *shape: int) -> Tensor:
+        """Normal numbers in fp32 as one kernel leaves them to another: contiguous in every layout."""
+        return self.values(*shape, dtype=torch.float32).contiguous()
 
     def factors(self, count: int) -> Tensor:
         """Between 0.5 and 1.5, in fp32."""
@@ -49,7 +83,8 @@ class Draw:
         """Raw uint8."""
         if self.device.type == "meta":
             return torch.empty(shape, dtype=torch.uint8, device=self.device)
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
+        kind = dict(dtype=torch.uint8, generator=self.generator, device=self.device)
+        return self._draw(shape, lambda s: torch.randint(0, 256, s, **kind))
 
 
 @dataclass(frozen=True)
@@ -333,14 +368,14 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
     for layer, (out, inner) in layers.items():
         add(
             f"weight gradient, {layer}, sum",
-            lambda t, out=out, inner=inner: (t.values(SPLITS, out, inner, dtype=torch.float32), t.values(0)),
+            lambda t, out=out, inner=inner: (t.workspace(SPLITS, out, inner), t.values(0)),
             lambda part, like: weight_grad.sum_products(part, None, like.dtype),
             lambda part, like: part.sum(0),
         )
     for of, count, width, dtype in (("layer_norm", 264, d, None), ("gelu", -(-m // 128), f, torch.float32)):
         add(
             f"column sums, {of}",
-            lambda t, n=count, w=width, k=dtype: (t.values(n, w, dtype=torch.float32), t.values(0, dtype=k)),
+            lambda t, n=count, w=width, k=dtype: (t.workspace(n, w), t.values(0, dtype=k)),
             _column_sums,
             lambda part, like: part.sum(0),
         )

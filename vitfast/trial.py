@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .doctor import exact_fp32
 from .kernels.tiles import Tile
 from .launchers import Draw, Launcher, outputs
 
 # What rounding the result alone may cost: half a unit in the last place, of numbers just above a power of two.
 EPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+# What several roundings one after the other may cost a whole model or a training step, where benchmarks compare them.
+ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ELEMENT = 10  # times what a row may be off by its norm, a single number may be off by the sum of its size and the row's average
 
 
@@ -37,6 +38,17 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
         by_row = max(by_row, (off.norm(dim=1) / norm).max().item())
         by_number = max(by_number, (off / (y.double().abs() + norm[:, None] / t.shape[1] ** 0.5)).max().item())
     return by_row, by_number
+
+
+@contextlib.contextmanager
+def exact_fp32() -> Iterator[None]:
+    """PyTorch's own fp32 results are fp32 inside: by default its convolutions may take TF32, and so would any error judged by theirs."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 @contextlib.contextmanager
@@ -79,37 +91,52 @@ class Problem:
         return f"{self.op} {self.shape}" + ("" if self.bits == "16" else f" {self.bits} bit")
 
 
-class Bench:
-    """The inputs of a problem and their truth, made once; checks a tile and times it."""
+class Judge:
+    """The inputs of a launcher and their truth in float64, made once; judges results by PyTorch's own in the same dtype."""
 
-    def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device):
-        self.problem, launcher = problem, problem.launcher
+    def __init__(self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous"):
         generator = torch.Generator(device).manual_seed(0)
-        self.inputs = launcher.make(Draw(dtype, device, generator))
+        self.inputs = launcher.make(Draw(dtype, device, generator, layout))
         doubles = [t.double() if t.is_floating_point() else t for t in self.inputs]
         with torch.no_grad(), exact_fp32():
             self.truth = outputs(launcher.formula(*doubles))
             plain = outputs(launcher.formula(*self.inputs))
+        self.plain = [errors(result, truth) for result, truth in zip(plain, self.truth, strict=True)]
         self.limits = []
-        for result, truth in zip(plain, self.truth, strict=True):
-            by_row, by_number = errors(result, truth)
+        for by_row, by_number in self.plain:
             by_row = 2 * by_row + EPS[dtype]
             self.limits.append((by_row, max(2 * by_number, ELEMENT * by_row)))
+
+    def judge(self, results: list[Tensor]) -> tuple[float, float]:
+        """The error of a row and PyTorch's own, of the result that comes nearest to its limit. Raises Wrong beyond: twice
+        PyTorch's own, plus rounding."""
+        if len(results) != len(self.truth):
+            raise Wrong(f"{len(results)} results in place of {len(self.truth)}")
+        found = []
+        for result, truth, limits, plain in zip(results, self.truth, self.limits, self.plain):
+            of_result = errors(result, truth)
+            for error, limit, of in zip(of_result, limits, ("a row", "a number")):
+                if not error <= limit:
+                    raise Wrong(f"error of {of} {error:.1e} against float64, limit {limit:.1e}")
+            found.append((of_result[0] / limits[0], of_result[0], plain[0]))
+        return max(found)[1:]
+
+
+class Bench(Judge):
+    """The inputs of a problem and their truth; checks a tile and times it."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device):
+        super().__init__(problem.launcher, dtype, device)
+        self.problem = problem
 
     def run(self):
         """The launcher, once."""
         return self.problem.launcher.call(*self.inputs)
 
     def check(self) -> None:
-        """Raises Wrong where the result with the tile now in force is not within twice PyTorch's own error, plus rounding."""
+        """Raises Wrong where the result with the tile now in force is not right."""
         with poisoned():
-            found = outputs(self.run())
-        if len(found) != len(self.truth):
-            raise Wrong(f"{len(found)} results in place of {len(self.truth)}")
-        for result, truth, limits in zip(found, self.truth, self.limits):
-            for error, limit, of in zip(errors(result, truth), limits, ("a row", "a number")):
-                if not error <= limit:
-                    raise Wrong(f"error of {of} {error:.1e} against float64, limit {limit:.1e}")
+            self.judge(outputs(self.run()))
 
 
 class DeviceClock:

@@ -26,12 +26,11 @@ from dataclasses import dataclass, field
 import torch
 
 from . import tuned
-from .doctor import Sizes
 from .errors import InputError, both_ends, unknown
 from .kernels import tiles
 from .kernels.launch import Launch, record
 from .kernels.tiles import Tile
-from .launchers import Draw, Launcher, launchers
+from .launchers import Draw, Launcher, Sizes, launchers
 from .search import GAIN, Search
 from .trial import Bench, DeviceClock, Problem, Wrong
 

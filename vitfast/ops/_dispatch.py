@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from .. import interpreter
 from ..kernels import tiles
 from ..kernels.launch import INTERPRETED
 
@@ -55,8 +56,8 @@ def _obstacle(x: Tensor, unsupported: str | None) -> str | None:
             return "the GPU is older than compute capability 8.0"
     elif x.device.type != "cpu" or not INTERPRETED:
         return f"tensors on {x.device.type} need TRITON_INTERPRET=1 before vitfast is imported"
-    elif x.dtype == torch.bfloat16:
-        return "Triton's interpreter computes bfloat16 wrongly"
+    elif x.dtype == torch.bfloat16 and not interpreter.bfloat16_mended:
+        return "Triton's interpreter computes bfloat16 wrongly (vitfast.interpreter.mend_bfloat16() mends it)"
     if x.dtype not in KERNEL_DTYPES:
         return f"no kernel computes in {x.dtype}"
     return unsupported

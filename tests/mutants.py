@@ -1,0 +1,321 @@
+"""Bugs put into copies of the kernels, one each, for the sanitizer to find."""
+
+import contextlib
+import importlib
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+# What vitfast.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
+BESIDE = ("edges", "launchers", "ref", "sanitizer", "trial")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` is replaced by `new` where it first occurs in a file of kernels/. The launcher `name` then gives `kind` of finding.
+
+    silent: all results stay right, so that no test of numbers sees the bug.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    name: str
+    kind: str
+    silent: bool = False
+
+    @contextlib.contextmanager
+    def made(self, folder: Path) -> Iterator[ModuleType]:
+        """vitfast.edges of a copy in `folder` that has the bug."""
+        package = "mutant_" + re.sub(r"\W+", "_", self.what)
+        copy = folder / package
+        shutil.copytree(ROOT / "kernels", copy / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in BESIDE:
+            shutil.copy(ROOT / "vitfast" / f"{name}.py", copy)
+        (copy / "__init__.py").touch()
+        path = copy / "kernels" / self.file
+        text = path.read_text()
+        assert self.old in text, f"{self.what}: {self.file} has changed"
+        path.write_text(text.replace(self.old, self.new, 1))
+        sys.path.insert(0, str(folder))
+        try:
+            yield importlib.import_module(f"{package}.edges")
+        finally:
+            sys.path.remove(str(folder))
+            for module in [name for name in sys.modules if name.partition(".")[0] == package]:
+                del sys.modules[module]
+
+
+_STORE_CHUNK = "tl.store(ptr + rows.to(tl.int64) * D + offs_d"
+_LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q, k_head, v_head, whole, N, scale, LAST_N, "
+_GRID = '(triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)'
+_SHORT_GRID = '(max(1, m // tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)'
+_DQ = "common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq={})\n    common |="
+_DELTA = "_common(scale, q=q, k=k, v=v, do=do, dk=dk)\n    common |= dict(dv_ptr=dv, lse_ptr=lse, delta_ptr="
+
+MUTANTS = [
+    # Bounds: of rows, of columns, before the start, through a descriptor, of what lies beside in the same storage.
+    Mutant(
+        "a row past M",
+        "rows.py",
+        "        return rows < M\n",
+        "        return rows <= M\n",
+        "layer_norm",
+        "out of bounds",
+    ),
+    Mutant(
+        "a column past D",
+        "rows.py",
+        "[None, :] < D)\n\n\n",
+        "[None, :] <= D)\n\n\n",
+        "layer_norm backward",
+        "out of bounds",
+    ),
+    Mutant(
+        "a column past the head: k beside q",
+        "attention_parts.py",
+        "mask=in_rows[:, None] & (offs_d < HEAD.dim)[None, :], other",
+        "mask=in_rows[:, None] & (offs_d <= HEAD.dim)[None, :], other",
+        "attention",
+        "out of bounds",
+    ),
+    Mutant(
+        "the last block of keys unmasked",
+        "attention_tiled.py",
+        _LAST_KEYS + "True",
+        _LAST_KEYS + "False",
+        "attention",
+        "out of bounds",
+    ),
+    Mutant(
+        "lse of a query past N",
+        "attention_tiled_bwd.py",
+        "delta_row + rows, mask=rows < N,",
+        "delta_row + rows, mask=rows <= N,",
+        "attention backward, dk and dv",
+        "out of bounds",
+    ),
+    Mutant(
+        "a row of the workspace too many",
+        "rows.py",
+        "        P=programs,\n",
+        "        P=programs + 1,\n",
+        "sum of rows",
+        "out of bounds",
+    ),
+    Mutant(
+        "a sum past D",
+        "rows.py",
+        "tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D",
+        "tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d <= D",
+        "sum of rows",
+        "out of bounds",
+    ),
+    Mutant(
+        "a split too many",
+        "patch_embed_bwd.py",
+        "in range(splits)",
+        "in range(splits + 1)",
+        "patch embedding backward",
+        "out of bounds",
+    ),
+    Mutant(
+        "rows before the first",
+        "patch_embed_bwd.py",
+        "if token >= prefix:",
+        "if token >= 0:",
+        "patch embedding backward",
+        "out of bounds",
+    ),
+    Mutant(
+        "factors of the next image",
+        "rows.py",
+        "rows // rows_per_sample,",
+        "rows // rows_per_sample + 1,",
+        "add + layer_norm, factors",
+        "out of bounds",
+    ),
+    Mutant(
+        "a descriptor a row too long",
+        "product.py",
+        "TensorDescriptor(x, list(x.shape),",
+        "TensorDescriptor(x, [x.shape[0] + 1, x.shape[1]],",
+        "linear, qkv",
+        "out of bounds",
+    ),
+    Mutant(
+        "bias of a column past N",
+        "product.py",
+        "mask=offs_n < N, other",
+        "mask=offs_n <= N, other",
+        "linear + gelu",
+        "out of bounds",
+    ),
+    # Two programs write one element.
+    Mutant(
+        "all splits into one slice",
+        "weight_grad.py",
+        "split.to(tl.int64) * stride_os",
+        "split.to(tl.int64) * 0",
+        "weight gradient, fc1",
+        "write-write race",
+    ),
+    Mutant(
+        "the sums of two heads in one slot",
+        "attention_parts.py",
+        "* H + h) * HEAD.dim",
+        "* H + h // 2) * HEAD.dim",
+        "attention backward",
+        "write-write race",
+    ),
+    Mutant(
+        "tiles of queries that overlap",
+        "attention_tiled_bwd.py",
+        "tile * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)",
+        "tile * (BLOCK_M - 1), N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)",
+        "attention backward, dq",
+        "write-write race",
+        True,
+    ),
+    Mutant(
+        "prefix tokens a row too far",
+        "patch_embed.py",
+        "(prefix + patches) + token)",
+        "(prefix + patches) + token + 1)",
+        "patch embedding",
+        "write-write race",
+    ),
+    Mutant(
+        "rows shared by two programs",
+        "rows.py",
+        "tl.num_programs(0) * BLOCK_M",
+        "tl.num_programs(0)",
+        "scaled rows",
+        "write-write race",
+    ),
+    Mutant(
+        "a row tile of sums for two",
+        "mlp.py",
+        "part_ptr + pid_m.to(tl.int64) * N",
+        "part_ptr + (pid_m // 2).to(tl.int64) * N",
+        "dgelu",
+        "write-write race",
+    ),
+    # One program reads what another writes.
+    Mutant("dQ over K", "attention.py", _DQ.format("dq"), _DQ.format("k"), "attention backward, dq", "read-write race"),
+    Mutant(
+        "o over V",
+        "attention.py",
+        "k=k, v=v, o=o) | dict(lse_ptr=lse)",
+        "k=k, v=v, o=v) | dict(lse_ptr=lse)",
+        "attention",
+        "read-write race",
+    ),
+    # A program reads or writes again what its other threads wrote.
+    Mutant(
+        "no barrier between the phases",
+        "attention_tiled_bwd.py",
+        "    tl.debug_barrier()\n",
+        "",
+        "attention backward",
+        "missing barrier",
+        True,
+    ),
+    Mutant(
+        "rows one element short",
+        "rows.py",
+        _STORE_CHUNK,
+        _STORE_CHUNK.replace("* D", "* (D - 1)"),
+        "layer_norm",
+        "missing barrier",
+    ),
+    # Lanes of one store disagree.
+    Mutant(
+        "two rows in one",
+        "mlp.py",
+        "at = offs_m[:, None] * stride_om",
+        "at = offs_m[:, None] // 2 * stride_om",
+        "linear + gelu",
+        "two values",
+    ),
+    Mutant(
+        "patches one pixel short", "patches.py", "(x * K2)", "(x * (K2 - 1))", "patch embedding backward", "two values"
+    ),
+    # Never written.
+    Mutant("a grid one row tile short", "product.py", _GRID, _SHORT_GRID, "linear + residual, fc2", "left unwritten"),
+    Mutant(
+        "a row of the workspace for nobody",
+        "layer_norm_bwd.py",
+        "torch.empty((programs, D)",
+        "torch.empty((programs + 1, D)",
+        "layer_norm backward",
+        "left unwritten",
+        True,
+    ),
+    Mutant(
+        "the last mean",
+        "layer_norm.py",
+        "mean_ptr + rows, mean, mask=rows < M",
+        "mean_ptr + rows, mean, mask=rows < M - 1",
+        "layer_norm",
+        "left unwritten",
+    ),
+    Mutant(
+        "the last lse",
+        "attention.py",
+        "m + tl.log2(l) * LN2, mask=rows < N)",
+        "m + tl.log2(l) * LN2, mask=rows < N - 1)",
+        "attention",
+        "left unwritten",
+    ),
+    # Read before it is written.
+    Mutant(
+        "delta of nobody",
+        "attention.py",
+        _DELTA + "delta",
+        _DELTA + "torch.empty_like(lse)",
+        "attention backward, dk and dv",
+        "uninitialised read",
+    ),
+    Mutant(
+        "the last folded weight",
+        "patch_embed.py",
+        "channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K",
+        "channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K - 1",
+        "patch embedding, uint8",
+        "uninitialised read",
+    ),
+    # Hints.
+    Mutant(
+        "a hint of 16 for heads of 72",
+        "attention.py",
+        "align = 8 if all(",
+        "align = 16 if all(",
+        "attention",
+        "false hint",
+        True,
+    ),
+    Mutant(
+        "a hint for the rows of odd tensors",
+        "attention.py",
+        "% 8 == 0 for axes",
+        "% 1 == 0 for axes",
+        "attention",
+        "false hint",
+        True,
+    ),
+    Mutant(
+        "an atomic sum",
+        "rows.py",
+        "tl.store(sum_ptr + tl.program_id(0)",
+        "tl.atomic_add(sum_ptr + tl.program_id(0)",
+        "sum of rows",
+        "atomic operation",
+    ),
+]
