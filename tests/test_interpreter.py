@@ -41,7 +41,10 @@ def _arithmetic_kernel(a_ptr, b_ptr, f_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + 12 * N + offs, offs.to(tl.bfloat16))
     tl.store(out_ptr + 13 * N + offs, a.to(tl.float16).to(tl.bfloat16))
     tl.store(out_ptr + 14 * N + offs, tl.exp2(a.to(tl.float32)))
-    tl.store(out_ptr + 15 * N + offs, tl.max(tl.reshape(a, (N // 16, 16)), 1).to(tl.float32)[:, None].broadcast_to(N // 16, 16).reshape(N))
+    tl.store(
+        out_ptr + 15 * N + offs,
+        tl.max(tl.reshape(a, (N // 16, 16)), 1).to(tl.float32)[:, None].broadcast_to(N // 16, 16).reshape(N),
+    )
 
 
 @triton.jit
@@ -137,7 +140,12 @@ with ops.use_kernels("on"):
 
 
 def test_bfloat16_is_refused_until_it_is_mended():
-    done = subprocess.run([sys.executable, "-c", UNMENDED], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", UNMENDED], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
     lines = done.stdout.splitlines()
-    assert "attention: kernels are switched on, but Triton's interpreter computes bfloat16 wrongly (vitfast.interpreter" in lines[0], done.stderr
+    assert (
+        "attention: kernels are switched on, but Triton's interpreter computes bfloat16 wrongly (vitfast.interpreter"
+        in lines[0]
+    ), done.stderr
     assert lines[1] == "[1.0]"

@@ -76,6 +76,7 @@ def test_imports_go_down_the_floors():
     floors = [
         "errors",
         "interpreter",
+        "shadow",
         "sanitizer",
         "kernels",
         "ref",

@@ -249,7 +249,7 @@ def _twice_kernel(y_ptr, N: tl.constexpr, BARRIER: tl.constexpr):
     tl.store(y_ptr + N - 1 - offs, offs.to(tl.float32))
 
 
-@pytest.mark.parametrize("kernel, text", [(_reverse_kernel, "what its other threads read"), (_twice_kernel, "writes again")])
+@pytest.mark.parametrize("kernel, text", [(_reverse_kernel, "what other threads read"), (_twice_kernel, "writes again")])
 def test_a_barrier_lies_before_a_write_to_what_other_threads_read_or_wrote(kernel, text):
     assert not watched(lambda: kernel[(1,)](torch.randn(32), N=32, BARRIER=True))
     found = watched(lambda: kernel[(1,)](torch.randn(32), N=32, BARRIER=False))
@@ -268,7 +268,7 @@ def test_uninitialised_memory(dtype):
     assert not watched(lambda: through_a_workspace(6))
     found = watched(lambda: through_a_workspace(5))
     assert [f.kind for f in found] == ["uninitialised read", "left unwritten"]
-    assert "reads x_ptr[5, 0] of (6, 7), 7 elements, before it is written" in found[0].detail and found[0].program == (1, 0, 0)
+    assert "reads what nothing wrote, x_ptr[5, 0] of (6, 7), 7 elements" in found[0].detail and found[0].program == (1, 0, 0)
     assert found[1].tensor == "y_ptr" and found[1].detail.startswith("y_ptr[5, 0] of (6, 7)") and found[1].program is None
 
 

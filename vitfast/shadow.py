@@ -1,0 +1,194 @@
+"""Shadow memory of one interpreted launch: who has read and written which element of which tensor (for sanitizer.py).
+
+Every pointer carries the number of its kernel argument in its upper 16 bits, which pointer arithmetic leaves alone. An
+address is thus judged by the tensor it was reached through, whatever else lies there.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage
+from triton.runtime.interpreter import TensorHandle
+
+_SHIFT, _ADDRESS = np.uint64(48), np.uint64((1 << 48) - 1)
+_SEVERAL = -1  # in place of a reader's stamp
+
+Program = tuple[int, ...]
+Touched = list[tuple["View", np.ndarray]]
+
+
+def plain(pointers: TensorHandle) -> TensorHandle:
+    """Without the numbers of arguments."""
+    return TensorHandle(pointers.data & _ADDRESS, pointers.dtype)
+
+
+class Memory:
+    """One storage: for each element the stamps of its last writer and reader."""
+
+    def __init__(self, storage: UntypedStorage, itemsize: int):
+        self.start, self.itemsize = storage.data_ptr(), itemsize
+        self.writer, self.reader, self.lane = (np.zeros(storage.nbytes() // itemsize, np.int32) for _ in range(3))
+        self.written = self.read = False
+
+
+class View:
+    """One tensor that a kernel was given: which elements of its memory are its own."""
+
+    def __init__(self, name: str, tensor: Tensor, memory: Memory):
+        self.name, self.memory, self.itemsize = name, memory, tensor.element_size()
+        self.shape, self.strides, self.offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        steps = self.itemsize // memory.itemsize  # more than 1 where the storage is seen in a smaller dtype too
+        self.span = np.arange(steps) if steps > 1 else None
+        inside = torch.zeros(len(memory.writer), dtype=torch.bool)
+        if tensor.numel():
+            inside.as_strided(self.shape, [steps * s for s in self.strides], steps * self.offset).fill_(True)
+        self.inside = inside.numpy()
+
+    def locate(self, addresses: np.ndarray) -> np.ndarray:
+        """Where in its memory the elements at these addresses begin."""
+        return ((addresses & _ADDRESS).view(np.int64) - self.memory.start) // self.memory.itemsize
+
+    def holds(self, at: np.ndarray) -> np.ndarray:
+        """Which of these are elements of the tensor."""
+        within = at.view(np.uint64) < len(self.inside)  # negative ones are huge
+        if within.all():
+            return self.inside[at]
+        return within & self.inside[np.where(within, at, 0)] if len(self.inside) else within
+
+    def element(self, at: int) -> str:
+        """ "x_ptr[1, 5] of (2, 3)": an index that is out of range where `at` is."""
+        rest, index = at * self.memory.itemsize // self.itemsize - self.offset, [0] * len(self.shape)
+        for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
+            if self.strides[axis]:
+                index[axis], rest = divmod(rest, self.strides[axis])
+        beyond = f" + {rest} elements" if rest else ""  # between two elements of a view with gaps
+        return f"{self.name}{index}{beyond} of {self.shape}"
+
+
+class Launch:
+    """What the programs of one launch do to its tensors. What is wrong goes to `report(kind, tensor, detail)`.
+
+    A stamp is a phase of a program, which lasts from its start or a barrier to the next. They rise through the launch.
+    """
+
+    def __init__(self, kernel: str, tensors: list[tuple[str, Tensor]], report: Callable[[str, str, str], None]):
+        self.kernel, self.tensors, self.report = kernel, tensors, report
+        keys = [t.untyped_storage().data_ptr() for _, t in tensors]
+        sizes: dict[int, int] = {}
+        for key, (_, t) in zip(keys, tensors):
+            sizes[key] = min(sizes.get(key, 16), t.element_size())
+        memories = {key: Memory(t.untyped_storage(), sizes[key]) for key, (_, t) in zip(keys, tensors)}
+        self.views = [View(name, t, memories[key]) for key, (name, t) in zip(keys, tensors)]
+        self.programs: list[Program] = [()]  # of each stamp
+        self.now = self.first = 0
+        self.loads: list[tuple[Memory, np.ndarray, np.ndarray]] = []  # of this phase: addresses and masks
+
+    @property
+    def program(self) -> Program:
+        return self.programs[self.now]
+
+    def number(self, pointer: TensorHandle, tensor: object) -> None:
+        """Gives the pointer of an argument its number."""
+        for number, (_, t) in enumerate(self.tensors, 1):
+            if t is tensor:
+                pointer.data = pointer.data | (np.uint64(number) << _SHIFT)
+
+    def next_phase(self, program: Program | None = None) -> None:
+        """A program begins, or (None) has passed a barrier."""
+        self.programs.append(program or self.program)
+        self.now = len(self.programs) - 1
+        self.first = self.now if program else self.first
+        self.loads = []
+
+    def access(self, pointers: np.ndarray, mask: np.ndarray, what: str) -> tuple[np.ndarray, Touched]:
+        """The mask without what lies out of bounds, and what is left of each tensor: where in its memory."""
+        mask = np.broadcast_to(mask, pointers.shape)
+        active = pointers.ravel() if mask.all() else pointers[mask]
+        touched, good = [], np.ones(active.size, bool)
+        numbers = active >> _SHIFT
+        for number in numbers[:1] if (numbers == numbers[:1]).all() else np.unique(numbers):
+            mine = numbers == number
+            if not 0 < number <= len(self.views):
+                self.report("out of bounds", "?", f"{what} through a pointer that comes from no argument")
+                good &= ~mine
+                continue
+            view = self.views[int(number) - 1]
+            at = view.locate(active[mine])
+            inside = view.holds(at)
+            if not inside.all():
+                self.report("out of bounds", view.name, f"{what} {view.element(int(at[~inside][0]))}")
+                good[np.flatnonzero(mine)[~inside]] = False
+                at = at[inside]
+            touched.append((view, at if view.span is None else (at[:, None] + view.span).ravel()))
+        if not good.all():
+            mask = mask.copy()
+            mask[mask] = good
+        return np.ascontiguousarray(mask), touched
+
+    def load(self, pointers: np.ndarray, mask: np.ndarray, touched: Touched) -> None:
+        """Looks for those who write what is read, and keeps who read it."""
+        for view, at in touched:
+            memory = view.memory
+            if memory.written:
+                writer = memory.writer[at]
+                others, mine = (writer > 0) & (writer < self.first), writer == self.now
+                self._found("read-write race", view, at, others, "reads what {} wrote,", writer)
+                self._found("missing barrier", view, at, mine, "reads back without a barrier what it wrote,")
+            reader = memory.reader[at]
+            memory.reader[at] = np.where((reader == 0) | (reader >= self.first), self.now, _SEVERAL)
+            memory.read = True
+            self.loads.append((memory, pointers & _ADDRESS, mask))
+
+    def store(self, pointers: np.ndarray, mask: np.ndarray, touched: Touched, values: np.ndarray) -> None:
+        """Looks for those who read or write what is written, and keeps who wrote it."""
+        for view, at in touched:
+            memory = view.memory
+            if memory.written:
+                writer = memory.writer[at]
+                others, mine = (writer > 0) & (writer < self.first), writer == self.now
+                self._found("write-write race", view, at, others, "writes what {} wrote,", writer)
+                self._found("missing barrier", view, at, mine, "writes again without a barrier what it wrote,")
+            if memory.read:
+                reader = memory.reader[at]
+                others = (reader == _SEVERAL) | (reader > 0) & (reader < self.first)
+                self._found("read-write race", view, at, others, "writes what {} read,", reader)
+                mine = reader == self.now
+                if mine.any() and self._read_otherwise(memory, pointers & _ADDRESS, mask):
+                    self._found("missing barrier", view, at, mine, "writes without a barrier what other threads read,")
+            memory.writer[at] = self.now
+            memory.written = True
+        if len(touched) == 1 and touched[0][0].span is None:
+            self._lanes_agree(*touched[0], np.broadcast_to(values, mask.shape)[mask])
+
+    def _read_otherwise(self, memory: Memory, addresses: np.ndarray, mask: np.ndarray) -> bool:
+        """Whether this phase read any of these through pointers in another order: by other threads, that is."""
+        others = [(a, m) for of, a, m in self.loads if of is memory and not np.array_equal(a, addresses)]
+        return any(np.isin(a[m], addresses[mask]).any() for a, m in others)
+
+    def _lanes_agree(self, view: View, at: np.ndarray, values: np.ndarray) -> None:
+        lanes, last = np.arange(len(at), dtype=np.int32), view.memory.lane
+        last[at] = lanes
+        if (last[at] != lanes).any():
+            bits = np.ascontiguousarray(values).view(f"u{values.itemsize}")
+            self._found("two values", view, at, bits[last[at]] != bits, "lanes disagree on")
+
+    def initialised(self, pointers: np.ndarray, mask: np.ndarray, result: TensorHandle) -> None:
+        """Looks for poison, all bits of a float, in what was loaded."""
+        if result.dtype.scalar.is_floating():
+            bits = result.data.view(f"u{result.data.itemsize}")
+            poison = (bits == np.iinfo(bits.dtype).max) & mask
+            if poison.any():
+                view = self.views[int(pointers[poison][0] >> _SHIFT) - 1]
+                at = view.locate(pointers[poison])
+                self._found("uninitialised read", view, at, view.holds(at), "reads what nothing wrote,")
+
+    def _found(self, kind: str, view: View, at: np.ndarray, wrong: np.ndarray, text: str, stamps=None) -> None:
+        """Reports the first that is wrong of the elements `at`, by whom its stamp names."""
+        if wrong.any():
+            first = np.flatnonzero(wrong)[0]
+            if stamps is not None:
+                stamp = int(stamps[first])
+                text = text.format("several programs" if stamp == _SEVERAL else f"program {self.programs[stamp]}")
+            more = f", {wrong.sum()} elements" if wrong.sum() > 1 else ""
+            self.report(kind, view.name, f"{text} {view.element(int(at[first]))}{more}")
