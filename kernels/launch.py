@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Triton reads the variable when a kernel is decorated: what it was then is what the kernels are.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
 @dataclass

@@ -12,7 +12,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 # What vitfast.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
-BESIDE = ("edges", "launchers", "ref", "sanitizer", "shadow", "trial")
+BESIDE = ("edges", "launchers", "more_launchers", "ref", "sanitizer", "shadow", "trial")
 
 
 @dataclass(frozen=True)

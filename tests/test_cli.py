@@ -337,10 +337,11 @@ def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
     assert names("_block", "patch") == ["patch_embed", "patch_embed, uint8", "attention_block", "mlp_block"]
     assert names() == list(doctor.cases(doctor.SMALL_SIZES)) and len(doctor.tasks()) == 3 * len(names())
     assert doctor.tasks(["layer_norm"], "float16") == [("layer_norm", "float16")]
-    both = [("layer_norm", d) for d in ("bfloat16", "float16", "float32")] + [("edges of layer_norm", "bfloat16"), ("edges of add + layer_norm", "bfloat16")]
+    both = [("layer_norm", d) for d in ("bfloat16", "float16", "float32")]
+    both += [(name, d) for name in ("edges of layer_norm", "edges of add + layer_norm") for d in ("bfloat16", "float32")]
     assert set(both) <= set(doctor.tasks(["layer_norm"], interpreted=True))
-    assert doctor.tasks(["edges of scaled"], "float32", interpreted=True) == [("edges of scaled rows", "float32")]
-    assert len(doctor.tasks(interpreted=True)) == 3 * len(names()) + len(doctor.edges.names())
+    assert doctor.tasks(["column sums, gelu"], "float16", interpreted=True) == [("edges of column sums, gelu", "float16")]
+    assert len(doctor.tasks(interpreted=True)) == 3 * len(names()) + 2 * len(doctor.edges.names())
 
 
 def test_doctor_refuses_what_does_not_exist_here(capsys, monkeypatch):
@@ -351,7 +352,8 @@ def test_doctor_refuses_what_does_not_exist_here(capsys, monkeypatch):
     code, _, err = run_cli(capsys, "doctor", "--dtype", "bfloat16")
     assert code == 2 and "no bfloat16 here, only float16 and float32" in err and "ml_dtypes" in err
     code, _, err = run_cli(capsys, "doctor", "--interpreted")
-    assert code == 2 and "doctor --interpreted needs ml_dtypes, which computes bfloat16: pip install ml_dtypes" in err
+    assert code == 2 and "doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16" in err
+    assert run_cli(capsys, "doctor", "--interpreted", "--dtype", "float32", "--only", "column sums, gelu", "--jobs", "1")[0] == 0
 
 
 def test_doctor_refuses_no_process_and_no_name(capsys):
@@ -411,7 +413,76 @@ def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "perform", interrupted)
     code, out, err = run_cli(capsys, "doctor", "--only", "layer_norm", "--json")
-    assert code == 130 and json.loads(out)["not_examined"] == 1 and "2 of 3 passed, 1 not examined: interrupted" in err
+    assert code == 130 and json.loads(out)["not_examined"] == 1 and "2 of 3 passed, 1 not examined: interrupted in layer_norm in float32" in err
+
+
+def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
+    """Right numbers are not enough: a row too many is read of a workspace, and a sum goes where nobody reads."""
+    from vitfast.kernels import rows
+
+    given = ["doctor", "--interpreted", "--jobs", "1", "--only", "scaled rows", "--only", "sum of rows", "--only", "linear_gelu"]
+    code, out, _ = run_cli(capsys, *given)
+    assert code == 0 and "edges of scaled rows" in out and " runs" in out
+    right = rows.column_sums
+    monkeypatch.setattr(rows, "column_sums", lambda pairs, programs, D, x: right(pairs, programs + 1, D, x))
+    code, out, err = run_cli(capsys, *given, "--json")
+    result = json.loads(out)
+    found = {r["op"] for r in result["results"] if r["findings"]}
+    assert code == 1 and result["not_examined"] == 0
+    assert found == {"edges of scaled rows", "edges of scaled rows, layer scale", "edges of sum of rows"}
+    assert all(r["passed"] == (r["op"] not in found) for r in result["results"])
+    text = next(r for r in result["results"] if r["op"] == "edges of sum of rows")["findings"][0]
+    assert "sum of rows, 3 x 5 x 100, 72, bfloat16, odd: out of bounds: column_sums_kernel, program (0, 0, 0), rows.py:" in text
+    assert "reads ws0_ptr[2, 0] of (2, 100)" in text and "other runs)" in text and text in err
+    assert next(r for r in result["results"] if r["op"] == "linear_gelu")["passed"]
+
+
+def test_doctor_says_where_a_kernel_raises_and_what_is_of_another_kind(monkeypatch, capsys):
+    from vitfast.kernels import layer_norm, rows
+
+    def raises(*args):
+        return undefined_name  # noqa: F821
+
+    given = ["doctor", "--interpreted", "--jobs", "1", "--json", "--only", "edges of sum of rows", "--dtype", "float32"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "column_sums", raises)
+        code, out, err = run_cli(capsys, *given, "--debug")
+    (row,) = json.loads(out)["results"]
+    assert code == 1 and row["error"] is None and row["torch_error"] is not None  # JSON knows no infinity
+    assert "NameError: name 'undefined_name' is not defined at test_cli.py:" in row["findings"][0]
+    assert "in column_sums" not in err and "in raises" in row["traceback"] and row["traceback"] in err
+    forward = layer_norm.layer_norm_fwd
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_norm, "layer_norm_fwd", lambda x, *rest, **options: (forward(x, *rest, **options)[0].double(), *forward(x, *rest, **options)[1:]))
+        assert run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")[0] == 1
+        code, out, _ = run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")
+    assert code == 1 and "result 0 is float64 (2, 5, 64), PyTorch's float16 (2, 5, 64)" in out
+
+
+def test_an_overwritten_input_a_wrong_number_and_no_kernel_fail_at_the_edges(monkeypatch):
+    from vitfast import edges
+    from vitfast.kernels import rows, tiles
+
+    case = next(edges.cases("sum of rows"))
+    assert edges.examine(case).passed
+    right = rows.scale_rows
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (right(x, *rest, **options), x.neg_())[0])
+        assert "input 0 is overwritten" in edges.examine(case).wrong[0]
+        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (None, 1.02 * right(x, *rest, **options)[1]))
+        report = edges.examine(case)
+        assert not report.passed and 0.019 < report.error < 0.021 and "error of a row 2.0e-02" in report.wrong[0]
+        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1])
+        assert "no kernel ran" in edges.examine(case).wrong[0]
+
+
+@pytest.mark.slow(12)
+def test_doctor_interprets_in_processes_of_its_own():
+    """Where the environment says nothing of the interpreter, and whatever GPU there is."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "vitfast", "doctor", "--interpreted", "--only", "column sums", "--only", "gelu backward", "--jobs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "6 of 6 passed" in done.stdout and done.stdout.count(" runs") == 6, done.stdout + done.stderr
 
 
 def deadly(task) -> doctor.Result:

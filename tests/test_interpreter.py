@@ -113,6 +113,24 @@ def test_arithmetic_is_fp32_rounded_once():
     assert not wrong
 
 
+@triton.jit
+def _fma_kernel(a_ptr, b_ptr, c_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, tl.fma(tl.load(a_ptr + offs), tl.load(b_ptr + offs), tl.load(c_ptr + offs)))
+
+
+def test_fma_is_rounded_once():
+    """289 lies half way between 288 and 290: what is added decides, however small."""
+    a, b, c = (
+        torch.tensor([17.0, -17.0, 17, -17, 17, 17, 1, 0] * 2).to(BF16),
+        torch.tensor([17.0, 17, 17, 17, 17, 17, 1, 0] * 2).to(BF16),
+        torch.tensor([2**-30, -(2**-30), -(2**-30), 2**-30, 0, float("inf"), float("nan"), -0.0] * 2).to(BF16),
+    )
+    out = torch.empty(16, dtype=BF16)
+    _fma_kernel[(1,)](a, b, c, out, N=16)
+    assert out[:6].tolist() == [290, -290, 288, -288, 288, float("inf")] and out[6].isnan() and out[7] == 0
+
+
 def test_products_are_summed_in_fp32():
     """Exact where all partial sums are: small integers. Random ones as near as fp32 gets."""
     a, b = (torch.randint(-8, 9, (64, 64)).to(BF16) for _ in range(2))

@@ -94,6 +94,7 @@ def test_imports_go_down_the_floors():
         "train",
         "timm_models",
         "launchers",
+        "more_launchers",
         "trial",
         "edges",
         "doctor",

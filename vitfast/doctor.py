@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -118,7 +119,7 @@ def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
 
 
 def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True) -> Result:
-    """One operation in one dtype: the kernel's error must be at most twice PyTorch's own, plus rounding."""
+    """One operation in one dtype: the kernel's error must be at most twice PyTorch's own, or what one rounding costs."""
     generator = torch.Generator().manual_seed(0)
     tensors = make(inputs, dtype, device, generator)
     doubles = [t.detach().double().requires_grad_() if t.is_floating_point() and t.requires_grad else t for t in tensors]
@@ -127,13 +128,19 @@ def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dty
         with ops.use_kernels("off"), exact_fp32():
             upstream = [torch.randn(o.shape, generator=generator).to(device, torch.float64) for o in run(function, doubles)]
             truth = run(function, doubles, upstream)
-            peer = worst(run(function, tensors, upstream), truth)
+            torchs = run(function, tensors, upstream)
+            peer = worst(torchs, truth)
         with ops.use_kernels("on"):
             before = launches_made()
-            error = worst(run(function, tensors, upstream), truth)
-            result = Result(name, label, error, peer, error <= 2 * peer + EPS[dtype])
+            ours = run(function, tensors, upstream)
+            error = worst(ours, truth)
+            result = Result(name, label, error, peer, error <= max(2 * peer, EPS[dtype]))
             if launches_made() == before:
                 result.passed, result.failure = False, "no kernel ran"
+            for i, (a, b) in enumerate(zip(ours, torchs)):
+                if (a.dtype, a.shape) != (b.dtype, b.shape):
+                    kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in (a, b)]
+                    result.passed, result.failure = False, f"result {i} is {kinds[0]}, PyTorch's {kinds[1]}"
             if timed and device.type == "cuda":
                 _time(result, function, tensors, upstream)
         return result
@@ -187,7 +194,7 @@ def dtypes(wanted: str = "") -> list[str]:
 
 def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
     """What is to be examined, in every dtype that runs here or in one; `interpreted`: launchers at the edges of their tiles
-    too, in bfloat16 unless a dtype is given.
+    too, in bfloat16 and fp32 (fp16 takes bfloat16's tiles) unless a dtype is given.
 
     A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention, N = 300" too,
     not for "attention_block"), any other for each operation whose name contains it; and for each launcher whose name
@@ -202,27 +209,40 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
         if not found or not wanted:
             raise InputError(f"no operation has {wanted!r} in its name; there are {'; '.join((*operations, *at_edges))}")
         chosen.update(found)
-    every = [(name, d) for name in operations for d in dtypes(dtype)] + [(name, dtype or "bfloat16") for name in at_edges]
+    here = dtypes(dtype)
+    every = [(name, d) for name in operations for d in here]
+    every += [(name, d) for name in at_edges for d in here if dtype or d != "float16"]
     return [task for task in every if not only or task[0] in chosen]
 
 
 def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
-    """Examines one operation in one dtype: at real shapes, at small ones in the interpreter. watched: by the sanitizer.
-    Of a launcher at the edges of its tiles: the worst error of all runs."""
+    """Examines one operation in one dtype: at real shapes, at small ones in the interpreter. watched: by the sanitizer."""
     name, dtype = task[0], getattr(torch, task[1])
     if name.startswith(EDGES):
-        reports = [edges.examine(case) for case in edges.cases(name.removeprefix(EDGES), dtype)]
-        worst = max(reports, key=lambda report: report.error)
-        found = [text for report in reports for text in report.wrong]
-        found += [f"{label}: {finding}" for report in reports for label, finding in report.findings]
-        runs = sum(report.runs for report in reports)
-        return Result(*task, worst.error, worst.torch_error, not found, runs=runs, findings=found)
+        return perform_at_edges(task)
     function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES)[name]
     with Sanitizer() if watched else contextlib.nullcontext() as watch:
         result = examine(name, function, inputs, dtype, device(), timed)
-    if watched and watch.findings:
-        result.passed, result.findings = False, [str(finding) for finding in watch.findings]
+    if watched:  # what an exception kept from being written is no finding
+        found = [f for f in watch.findings if not (result.traceback and f.kind == "left unwritten")]
+        result.passed, result.findings = result.passed and not found, [str(f) for f in found]
     return result
+
+
+def perform_at_edges(task: Task) -> Result:
+    """Examines one launcher at the edges of its tiles: the worst error of all runs, and each fault once."""
+    name, dtype = task[0].removeprefix(EDGES), getattr(torch, task[1])
+    reports = [edges.examine(case) for case in edges.cases(name, dtype)]
+    worst = max(reports, key=lambda report: report.error)
+    texts = [text for report in reports for text in report.wrong]
+    places: dict[tuple, list[str]] = {}
+    for report in reports:
+        for label, f in report.findings:
+            places.setdefault((f.kind, f.kernel, f.source, f.tensor), []).append(f"{label}: {f}")
+    texts += [same[0] + (f" (and in {len(same) - 1} other runs)" if len(same) > 1 else "") for same in places.values()]
+    first = next((report.traceback for report in reports if report.traceback), "")
+    runs = sum(report.runs for report in reports)
+    return Result(*task, worst.error, worst.torch_error, not texts, traceback=first, runs=runs, findings=texts)
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
@@ -240,7 +260,8 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
     def start() -> None:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, work), daemon=True)
-        process.start()
+        with _uninterrupted():  # the parent ends it, also while it is still importing
+            process.start()
         theirs.close()  # its end has one owner, so that its death is the end of the pipe
         assign(ours, process)
 
@@ -267,6 +288,19 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
             process.kill()
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """What is started inside does not hear Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _serve(connection: Connection, work: Callable[[Task], Result]) -> None:
     """A worker of `in_processes`, until there is nothing left to do or its GPU has failed: then a new one goes on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
@@ -290,7 +324,7 @@ def machine() -> dict[str, str]:
 
     facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__, python=platform.python_version(), cuda=str(torch.version.cuda))
     if INTERPRETED:
-        facts["gpu"] = "none: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        facts["gpu"] = "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
         if not interpreter.bfloat16_mended:
             facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
     else:
@@ -300,6 +334,11 @@ def machine() -> dict[str, str]:
 
 
 SHOWN = 5  # findings under a row
+
+
+def _finite(value: object) -> object:
+    """As JSON has it: null for what is no number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row(result: Result, width: int) -> list[str]:
@@ -335,8 +374,8 @@ def doctor(
         raise InputError(f"--jobs must be 1 at least, got {jobs}")
     device()
     prepare()
-    if interpreted and not interpreter.bfloat16_mended:
-        raise InputError("doctor --interpreted needs ml_dtypes, which computes bfloat16: pip install ml_dtypes")
+    if interpreted and not interpreter.bfloat16_mended and dtype not in ("float16", "float32"):
+        raise InputError("doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16")
     todo = tasks(only, dtype, interpreted)
     cpus = len(os.sched_getaffinity(0))
     jobs = min(jobs or (cpus if interpreted else 1), len(todo), cpus)
@@ -347,8 +386,8 @@ def doctor(
     width = max(20, *(len(name) for name, _ in todo))
     header = f"{'operation':<{width}} {'dtype':<9} {'error':>9} {'torch':>9}"
     show(header if interpreted else f"{header}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
+    by_dtype = sorted(todo, key=lambda task: task[1]) if jobs > 1 else todo  # bfloat16, the most used, first
     try:
-        by_dtype = sorted(todo, key=lambda task: task[1])  # bfloat16, the most used, first
         for result in in_processes(work, by_dtype, jobs) if jobs > 1 else map(work, todo):
             results.append(result)
             show(*_row(result, width))
@@ -360,8 +399,11 @@ def doctor(
         first = bad[0]
         whole = first.traceback or "\n".join([first.failure, *first.findings]).strip()
         show("", f"The first failure, {first.op} in {first.dtype}:", whole)
-    interruption = f", {missed} not examined: interrupted" if missed else ""
+    done = {(r.op, r.dtype) for r in results}
+    at_work = [f"{name} in {d}" for name, d in by_dtype[: len(results) + jobs] if (name, d) not in done]
+    interruption = f", {missed} not examined: interrupted in {', '.join(at_work)}" if missed else ""
     show("", f"{len(results) - len(bad)} of {len(todo)} passed{interruption}")
     if as_json:
-        print(json.dumps(dict(machine=facts, results=[asdict(r) for r in results], not_examined=missed), indent=2))
+        rows = [{key: _finite(value) for key, value in asdict(r).items()} for r in results]
+        print(json.dumps(dict(machine=facts, results=rows, not_examined=missed), indent=2, allow_nan=False))
     return 130 if interrupted else 1 if bad else 0

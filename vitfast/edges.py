@@ -6,15 +6,20 @@ stores by the sanitizer.
 """
 
 import contextlib
+import dataclasses
+import os
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+import triton
 
-from .kernels import tiles
+from .kernels import attention, rows, tiles
 from .kernels.tiles import Tile
-from .launchers import Sizes, launchers, outputs
+from .launchers import Launcher, Sizes, launchers, outputs
+from .more_launchers import more_launchers
 from .sanitizer import Finding, Sanitizer
 from .trial import Judge, Wrong
 
@@ -22,12 +27,14 @@ CPU = torch.device("cpu")
 # Sequences shorter than a block, one past it, and 3 and 1 past whole ones; heads of one part, of two, and padded.
 TOKENS = (5, 50, 197, 257)
 HEADS = (32, 64, 72, 80)
-MORE_ATTENTION = ((2, 17, 3, 24), (1, 64, 1, 88), (1, 130, 2, 48), (1, 300, 1, 128), (1, 577, 1, 64), (520, 1, 1, 16))
-# For the rest: rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches.
+MORE_ATTENTION = ((2, 17, 3, 24), (1, 64, 1, 88), (1, 130, 2, 48), (2, 300, 1, 128), (1, 577, 2, 64), (520, 1, 1, 16))
+# For the rest: rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches. The last has
+# rows and patches enough for several steps in each slice of a weight gradient.
 ROWS = (
     Sizes(batch=3, tokens=5, width=100, heads=1, hidden=72, image=28, patch=14),
     Sizes(batch=2, tokens=50, width=384, heads=6, hidden=200, image=48, patch=16),
     Sizes(batch=1, tokens=197, width=768, heads=12, hidden=136, image=40, patch=8),
+    Sizes(batch=1, tokens=577, width=100, heads=1, hidden=136, image=92, patch=4),
 )
 MORE_ROWS = (
     Sizes(batch=1, tokens=257, width=1280, heads=16, hidden=520, image=42, patch=14),
@@ -35,6 +42,7 @@ MORE_ROWS = (
     Sizes(batch=70, tokens=1, width=72, heads=1, hidden=768, image=16, patch=8),
     Sizes(batch=3, tokens=65, width=384, heads=6, hidden=1536, image=96, patch=32),
 )
+LIBRARIES = (*tiles.LIBRARIES, "cublas")  # which launch no kernel of ours
 
 Override = tuple[str, Tile, str]  # an operation, its tile, a shape class
 
@@ -48,6 +56,7 @@ class Case:
     dtype: torch.dtype
     layout: str
     sm: int | None = None  # tiles of this GPU generation; None: the default ones, and libraries
+    many_heads: int = attention.MANY_HEADS  # from which on one program takes every query of its head
 
     def __str__(self) -> str:
         s = self.sizes
@@ -72,29 +81,36 @@ class Report:
     findings: list[tuple[str, Finding]] = field(default_factory=list)
     ran: set[tuple[str, str]] = field(default_factory=set)  # operations and their providers
     counts: Counter = field(default_factory=Counter)
+    traceback: str = ""  # of the first exception
 
     @property
     def passed(self) -> bool:
         return not self.wrong and not self.findings
 
 
+def launchers_at(sizes: Sizes) -> dict[str, Launcher]:
+    """Name -> launcher: those of a training step, and more."""
+    return launchers(sizes) | more_launchers(sizes)
+
+
 def names() -> list[str]:
     """Of every launcher."""
-    return list(launchers(ROWS[0]))
+    return list(launchers_at(ROWS[0]))
 
 
 def _sizes(name: str, long: bool) -> list[Sizes]:
     if not name.startswith("attention"):
         return [*ROWS, *(MORE_ROWS if long else ())]
-    shapes = [(2 if n < 100 else 1, n, 2, head) for n in TOKENS for head in HEADS] + [*(MORE_ATTENTION if long else ())]
+    shapes = [(2, n, 2, head) for n in TOKENS for head in HEADS]
+    shapes += [(1, 215, 1, 64), *(MORE_ATTENTION if long else ())]  # 215: no more than three blocks of keys
     return [Sizes(b, n, h * head, h, hidden=16, image=16, patch=8) for b, n, h, head in shapes]
 
 
 def _slow(name: str, sizes: Sizes) -> bool:
     """Takes seconds in the interpreter, to run a kernel that another launcher runs at this width too."""
-    if any(part in name for part in ("qkv", "proj", "stream")):  # their weights are the largest
-        return sizes.width > (100 if name.startswith("weight gradient") else 384)
-    return "uint8" in name and sizes.width > 384
+    if any(part in name for part in ("qkv", "proj", "stream", "scale")) and not name.startswith(("add", "scaled")):
+        return sizes.width > (384 if "layer scale" in name or not name.startswith("weight gradient") else 100)
+    return sizes.width > 384 and "uint8" in name or "oblong" in name and sizes.image > 28
 
 
 def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) -> Iterator[Case]:
@@ -102,31 +118,54 @@ def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) ->
 
     fp16 takes the tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes unless `long`.
     """
-    other = "channels-last" if name.startswith("patch") else "contiguous"
+    layouts = ("odd", "strided", "shifted", "channels-last" if name.startswith("patch") else "contiguous")
     for i, sizes in enumerate(_sizes(name, long)):
+        case = Case(
+            name,
+            sizes,
+            dtype,
+            layouts[(i + 2 * (i // len(HEADS))) % 4],
+            many_heads=(1, attention.MANY_HEADS)[i // 2 % 2],
+        )
         if long:
-            for layout in dict.fromkeys(("contiguous", "strided", "odd", other)):
-                yield Case(name, sizes, dtype, layout)
-            yield from (Case(name, sizes, dtype, "strided", sm) for sm in tiles.GENERATIONS)
-        elif not _slow(name, sizes) and (dtype == torch.bfloat16 or i % (len(HEADS) + 1) == 0):
-            yield Case(name, sizes, dtype, ("odd", "strided", other)[(i + i // len(HEADS)) % 3])
+            for layout in dict.fromkeys((*layouts, "contiguous")):
+                yield dataclasses.replace(case, layout=layout)
+            yield from (dataclasses.replace(case, layout="strided", sm=sm) for sm in tiles.GENERATIONS)
+        elif not _slow(name, sizes) and (dtype == torch.bfloat16 or i % 5 == 0 or (i == 3 and name[:5] != "patch")):
+            yield case
 
 
-def _candidates(used: dict[tuple[str, str, str], Tile], dtype: torch.dtype) -> Iterator[Override]:
-    """What else could do what was done: the tiles of other providers, and where few rows take small tiles, the large ones."""
+def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[Override]:
+    """What else could do what was done: the tiles of other providers; where few rows take small tiles, the large ones; and
+    where there are row tiles enough, groups of two."""
     for op, bits, shape in used:
-        like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype)
+        like = torch.empty(0, dtype=torch.float32 if bits == "32" else case.dtype)
         for rival in tiles.rivals(op, like, shape):
             yield op, rival, shape
         if shape.endswith("-small"):
             yield op, tiles.shipped(op, like, shape.removesuffix("small") + "large"), shape
+        shipped = tiles.shipped(op, like, shape)
+        groups = {block: 2 for block, _ in shipped.blocks if block.startswith("GROUP")}
+        if groups and case.sizes.batch * case.sizes.tokens > 256:
+            yield op, dataclasses.replace(shipped, blocks=tuple((dict(shipped.blocks) | groups).items())), shape
+
+
+@contextlib.contextmanager
+def _small_gpu(case: Case) -> Iterator[None]:
+    """Of two multiprocessors, so that persistent programs go round several times."""
+    before = rows._multiprocessors, attention.MANY_HEADS
+    rows._multiprocessors, attention.MANY_HEADS = (lambda device: 2), case.many_heads
+    try:
+        yield
+    finally:
+        rows._multiprocessors, attention.MANY_HEADS = before
 
 
 def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]]]:
     """With the shipped tiles in force, then with every candidate: the case's name, and the tiles used, to be filled by a run."""
     waiting: list[tuple[Override, ...]] = [()]
     seen: set[Override] = set()
-    with tiles.targeting(case.sm) if case.sm else contextlib.nullcontext():
+    with _small_gpu(case), tiles.targeting(case.sm) if case.sm else contextlib.nullcontext():
         while waiting:
             chosen = waiting.pop(0)
             with contextlib.ExitStack() as stack:
@@ -134,15 +173,29 @@ def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]
                     stack.enter_context(tiles.override(op, tile, shape))
                 with tiles.watching() as used:
                     yield ", ".join([str(case), *(f"{op} by {tile.provider}" for op, tile, _ in chosen)]), used
-            fresh = [candidate for candidate in _candidates(used, case.dtype) if candidate not in seen]
+            fresh = [candidate for candidate in _candidates(used, case) if candidate not in seen]
             seen.update(fresh)
             waiting += [(*chosen, candidate) for candidate in fresh]
 
 
+def _where(problem: BaseException) -> str:
+    """ "NameError: ... at layer_norm.py:68": the cause and the last line outside of Triton, which wraps what a kernel raises."""
+    while problem.__cause__:
+        problem = problem.__cause__
+    lines = [
+        f
+        for f in traceback.extract_tb(problem.__traceback__)
+        if not f.filename.startswith(os.path.dirname(triton.__file__))
+    ]
+    at = f" at {os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else ""
+    return f"{type(problem).__name__}: {problem}{at}"
+
+
 def examine(case: Case) -> Report:
     """Runs a case with its shipped tiles and with every candidate."""
-    report, launcher = Report(case), launchers(case.sizes)[case.name]
+    report, launcher = Report(case), launchers_at(case.sizes)[case.name]
     judge = Judge(launcher, case.dtype, CPU, case.layout)
+    inputs = [t.clone() for t in judge.inputs]
     for label, used in variants(case):
         watch = Sanitizer()
         try:
@@ -151,10 +204,19 @@ def examine(case: Case) -> Report:
             error, torch_error = judge.judge(results)
             if error > report.error:
                 report.error, report.torch_error = error, torch_error
+            if any(tile.provider not in LIBRARIES for tile in used.values()) and not watch.counts["launches"]:
+                raise Wrong("no kernel ran")
+            changed = [i for i, (a, b) in enumerate(zip(judge.inputs, inputs)) if not torch.equal(a, b)]
+            if changed:
+                for i in changed:
+                    judge.inputs[i].copy_(inputs[i])
+                raise Wrong(f"input {changed[0]} is overwritten")
         except Wrong as wrong:
+            report.error = max(report.error, wrong.error)
             report.wrong.append(f"{label}: {wrong}")
         except Exception as problem:  # a kernel that does not run is a failed case, not the end of the plan
-            report.wrong.append(f"{label}: {type(problem).__name__}: {problem}")
+            report.error, report.traceback = float("inf"), report.traceback or traceback.format_exc()
+            report.wrong.append(f"{label}: {_where(problem)}")
         report.runs += 1
         report.counts.update(watch.counts)
         report.findings += [(label, finding) for finding in watch.findings]

@@ -2,8 +2,10 @@
 
 Without `mend_bfloat16` bfloat16 numbers are uint16 bit patterns to NumPy: casts truncate, sums add the patterns, and
 nothing says so. With it they are ml_dtypes.bfloat16, whose numbers NumPy computes with as a GPU does: casts round to
-nearest even, arithmetic is fp32 rounded once, `tl.dot` multiplies and adds in its accumulator's dtype. Not as on a GPU:
-`tl.sum` of bfloat16 itself, which rounds after every addition, in an order of its own (vitfast's kernels sum in fp32).
+nearest even (those from fp64 and integers by way of fp32), arithmetic is fp32 rounded once, `tl.fma` is exact and
+rounded once, `tl.dot` multiplies and adds in its accumulator's dtype. Not as on a GPU: `tl.sum` of bfloat16 itself,
+which rounds after every addition, in an order of its own; `tl.argmax` and `tl.argmin` of NaN; atomic additions of
+bfloat16, which raise. (vitfast sums in fp32 and has neither of the others.)
 
 Upstream: "we just don't support it yet" (triton-lang/triton pull request 11585, September 2026).
 """
@@ -42,11 +44,15 @@ def mend_bfloat16() -> None:
     def load_values(ptrs, mask, other, dtype):
         return load(ptrs, mask, stored(other), stored(np.empty(0, dtype)).dtype).view(dtype)
 
-    def fma_rounded_once(self, x, y, z):  # Triton 3.6 rounds the product too
+    def fma_rounded_once(self, x, y, z):  # Triton 3.6 rounds the product too, and NumPy casts fp64 by way of fp32
         if z.data.dtype != bfloat16:
             return fma(self, x, y, z)
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
-        return TensorHandle(exact.astype(bfloat16), z.dtype.scalar)
+        single = exact.astype(np.float32)
+        tie = (single.view(np.uint32) & 0xFFFF) == 0x8000  # of two bfloat16 numbers; what fp32 rounded off decides
+        beyond = np.where(np.abs(exact) > np.abs(single), np.float32(np.inf), np.float32(0))
+        single = np.where(tie & (exact != single), np.nextafter(single, np.copysign(beyond, single)), single)
+        return TensorHandle(single.astype(bfloat16), z.dtype.scalar)
 
     interpreter._get_np_dtype = value_dtype
     InterpreterBuilder.cast_impl = cast

@@ -19,8 +19,8 @@ MEAN = STD = (0.5, 0.5, 0.5)
 SPLITS = 7  # slices of a weight gradient that are added up
 
 
-# How far from the start of a wider buffer a drawn tensor lies, and how many elements its rows are apart beyond their own.
-LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "odd": (3, 5)}
+# Of a tensor drawn as a view of something wider: how far from its start, and how many elements more from row to row.
+LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "shifted": (3, 24), "odd": (3, 5)}
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class Sizes:
     patch: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draw:
     """Draws inputs: random ones, or on the meta device none but their shapes.
 
-    layout, of LAYOUTS: "strided" rows lie 16 bytes apart inside of a wider buffer, "odd" ones start anywhere;
+    layout, of LAYOUTS. In "strided" tensors rows begin 16 bytes apart where their width allows it, in "odd" ones
+    anywhere; "shifted" ones are strided and begin at an odd address. No two in a row have the same strides.
     "channels-last" images have the channels of a pixel side by side.
     """
 
@@ -48,6 +49,7 @@ class Draw:
     device: torch.device
     generator: torch.Generator | None = None
     layout: str = "contiguous"
+    drawn: int = 0
 
     def _draw(self, shape: tuple[int, ...], fill: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
         """`fill(a wider shape)` cut down to `shape`."""
@@ -55,6 +57,8 @@ class Draw:
         if not gap or 0 in shape:
             x = fill(shape)
             return x.contiguous(memory_format=torch.channels_last) if self.layout == "channels-last" and x.dim() == 4 else x
+        self.drawn += 1
+        gap += 8 * (self.drawn % 3)
         return fill((*shape[:-1], shape[-1] + gap))[..., start : start + shape[-1]]
 
     def values(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
@@ -103,18 +107,18 @@ def outputs(result) -> list[Tensor]:
     return [t for t in found if t is not None and t.numel()]
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
     """fp32, or float64 where x is."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """LayerNorm's mean and rstd of every row."""
-    work = x.to(_wide(x))
+    work = x.to(wide(x))
     return work.mean(-1), (work.var(-1, unbiased=False) + EPS).rsqrt()
 
 
-def _gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> tuple[Tensor, ...]:
+def gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> tuple[Tensor, ...]:
     """Of every leaf, by autograd."""
     leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
     with torch.enable_grad():
@@ -123,12 +127,12 @@ def _gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> t
 
 def _attention_backward(q, k, v, do, scale) -> Tensor:
     """dq, dk and dv, packed (B, N, 3, H, Dh)."""
-    return torch.stack(_gradients(lambda *t: ref.attention(*t, scale=scale), (q, k, v), do), 2)
+    return torch.stack(gradients(lambda *t: ref.attention(*t, scale=scale), (q, k, v), do), 2)
 
 
 def _gelu_backward(dy, pre, approximate="none") -> tuple[Tensor, Tensor]:
-    (dpre,) = _gradients(lambda p: F.gelu(p, approximate=approximate), (pre,), dy)
-    return dpre, dpre.sum(0, dtype=_wide(dpre))
+    (dpre,) = gradients(lambda p: F.gelu(p, approximate=approximate), (pre,), dy)
+    return dpre, dpre.sum(0, dtype=wide(dpre))
 
 
 def launchers(s: Sizes) -> dict[str, Launcher]:
@@ -202,7 +206,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
         return t.values(s.batch, s.tokens, 3, h, head).unbind(2)
 
     def forward(q, k, v):
-        logits = torch.einsum("bnhd,bmhd->bhnm", q.to(_wide(q)), k.to(_wide(k))) * scale
+        logits = torch.einsum("bnhd,bmhd->bhnm", q.to(wide(q)), k.to(wide(k))) * scale
         return ref.attention(q, k, v, scale=scale), logits.logsumexp(-1)
 
     def for_backward(t: Draw) -> tuple:
@@ -211,14 +215,14 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
 
     def with_delta(t: Draw) -> tuple:
         q, k, v, o, lse, do = for_backward(t)
-        delta = (o.to(_wide(o)) * do.to(_wide(o))).sum(-1).transpose(1, 2).contiguous()
+        delta = (o.to(wide(o)) * do.to(wide(o))).sum(-1).transpose(1, 2).contiguous()
         return q, k, v, lse, delta, do
 
     add("attention", qkv_of, lambda q, k, v: attention.attention_fwd(q, k, v, scale), forward)
 
     def backward(q, k, v, o, lse, do):
         dqkv = _attention_backward(q, k, v, do, scale)
-        return dqkv, dqkv.sum((0, 1), dtype=_wide(dqkv)).flatten()
+        return dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()
 
     add(
         "attention backward",
@@ -230,10 +234,10 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
     # LayerNorm, and what goes along rows.
     def normed(t: Draw) -> tuple:
         z = t.values(m, d)
-        return t.values(m, d), z, t.values(d), t.values(d), *_statistics(z)
+        return t.values(m, d), z, t.values(d), t.values(d), *statistics(z)
 
     def layer_norm_backward(dy, z, w, b, *_):
-        return _gradients(lambda z, w, b: ref.layer_norm(z, w, b, EPS), (z, w, b), dy)
+        return gradients(lambda z, w, b: ref.layer_norm(z, w, b, EPS), (z, w, b), dy)
 
     def block_norm_backward(dy, z, w, b, mean, rstd, dz):
         dres, dw, db = layer_norm_backward(dy, z, w, b)
@@ -242,11 +246,11 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
     def add_norm(x, res, w, b, ls=None, drop=None):
         x, res = x.view(shape), res.view(shape)
         y, z = ref.add_layer_norm(x, res, w, b, EPS, layer_scale=ls, drop_path=drop)
-        return y.view(m, d), z.view(m, d), *_statistics(z.view(m, d))
+        return y.view(m, d), z.view(m, d), *statistics(z.view(m, d))
 
     def scaled_norm_backward(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
         dres, dw, db, _ = block_norm_backward(dy, z, w, b, mean, rstd, dz)
-        dropped = (dres.view(shape) * drop.view(-1, 1, 1)).view(m, d).to(_wide(dres))
+        dropped = (dres.view(shape) * drop.view(-1, 1, 1)).view(m, d).to(wide(dres))
         return dres, (dropped * ls).to(dy.dtype), dw, db, (dropped * branch).sum(0)
 
     add(
@@ -259,7 +263,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
         "layer_norm",
         lambda t: (t.values(m, d), t.values(d), t.values(d)),
         lambda x, w, b: layer_norm.layer_norm_fwd(x, w, b, EPS),
-        lambda x, w, b: (ref.layer_norm(x, w, b, EPS), *_statistics(x)),
+        lambda x, w, b: (ref.layer_norm(x, w, b, EPS), *statistics(x)),
     )
     add(
         "layer_norm backward",
@@ -293,7 +297,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
         "sum of rows",
         lambda t: (t.values(m, d),),
         lambda x: rows.scale_rows(x, None, None, s.tokens, want_scaled=False),
-        lambda x: x.sum(0, dtype=_wide(x)),
+        lambda x: x.sum(0, dtype=wide(x)),
     )
     add(
         "scaled rows",
@@ -316,10 +320,10 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
         return ref.patch_embed(images, *tensors, mean=MEAN, std=STD)
 
     def embed_raw_backward(dy, images, *tensors):
-        return _gradients(lambda *t: embed_raw(images, *t), tensors, dy)
+        return gradients(lambda *t: embed_raw(images, *t), tensors, dy)
 
     def embed_backward(dy, images, *tensors):
-        return _gradients(ref.patch_embed, (images, *tensors), dy)
+        return gradients(ref.patch_embed, (images, *tensors), dy)
 
     add(
         "patch embedding, uint8",
@@ -382,8 +386,8 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
 
     def scaled_gradient(g, x, w, b, ls, total):
         product = g.t() @ x
-        wide = product.to(_wide(product))
-        return (ls[:, None] * wide).to(g.dtype), (wide * w).sum(1) + b * total
+        product = product.to(wide(product))
+        return (ls[:, None] * product).to(g.dtype), (product * w).sum(1) + b * total
 
     add(
         "weight gradient, layer scale",
@@ -405,7 +409,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
 
 
 def _scaled(x: Tensor, drop: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    scaled = x.to(_wide(x)) * drop.repeat_interleave(tokens)[:, None]
+    scaled = x.to(wide(x)) * drop.repeat_interleave(tokens)[:, None]
     return scaled.to(x.dtype), scaled.sum(0)
 
 

@@ -1,7 +1,9 @@
-"""A memory sanitizer for Triton kernels in Triton's interpreter: no GPU, any kernel, no change to it.
+"""A memory sanitizer for Triton kernels in Triton's interpreter: no GPU, and no change to the kernels.
 
+    # TRITON_INTERPRET=1 in the environment, before triton is imported; vitfast's operations: with ops.use_kernels("on")
+    interpreter.quicken(), interpreter.mend_bfloat16()  # of vitfast: twice as quick, bfloat16 right
     with Sanitizer() as watch:
-        ...launches...
+        ...launches on CPU tensors...
     print(watch)                                        watch.findings: the same as a list
 
 It looks at each element that a program reads or writes where its mask is true:
@@ -14,12 +16,15 @@ It looks at each element that a program reads or writes where its mask is true:
     two values           the lanes of one store write different values to one element
     uninitialised read   of an element of torch.empty that nothing has written
     left unwritten       such an element at the end, in a tensor that a kernel was given
-    false hint           tl.multiple_of of a number that is none
+    false hint           tl.multiple_of of a number that is none (of a contiguous run, its first)
     atomic operation     vitfast has none: the order of additions would change from run to run, and the bits with it
+
+Lanes that a mask leaves out of a load without `other=` are NaN, as undefined as on a GPU, where the interpreter has zeros.
 
 All of it is about addresses, not about time: the interpreter runs programs one after the other, and what the compiler
 makes of a kernel is not seen. A column too many of a contiguous tensor is the next row's first: run kernels on views of
-wider tensors too. Integers are not watched for uninitialised reads: every pattern may be a value.
+wider tensors too. Pointers must come from arguments, not from memory. Integers are not watched for uninitialised reads:
+every pattern may be a value. One thread launches at a time. All that torch.empty gives inside is kept until the end.
 """
 
 import contextlib
@@ -82,13 +87,14 @@ class Sanitizer:
         self._launch: shadow.Launch | None = None  # the one under way
         self._fresh: dict[int, UntypedStorage] = {}  # poisoned storages by their address
         self._given: dict[int, dict[tuple, tuple[str, str]]] = {}  # storage -> views of it -> the first kernel and name
+        self._open = False  # a hook that somebody has put back after the end does nothing
 
     @property
     def findings(self) -> list[Finding]:
         return list(self._found.values())
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.findings)) or "nothing found"
+        return "\n".join(map(str, self.findings)) or f"nothing found in {self.counts['launches']} launches"
 
     def _report(self, kind: str, tensor: str, detail: str) -> None:
         self._add(Finding(kind, self._launch.kernel, tensor, _source(), self._launch.program, detail))
@@ -99,7 +105,7 @@ class Sanitizer:
 
     def _begin(self, kernel: str, arguments: dict) -> None:
         self.counts["launches"] += 1
-        self._launch = shadow.Launch(kernel, list(_tensors(arguments)), self._report)
+        self._launch = shadow.Launch(kernel, list(_tensors(arguments)), self._fresh, self._report)
         for name, t in self._launch.tensors:
             key = t.untyped_storage().data_ptr()
             if key in self._fresh:
@@ -131,11 +137,12 @@ class Sanitizer:
                     stack.callback(delattr, owner, name)
                 setattr(owner, name, hooked)
             self._restore = stack.pop_all()
+        self._open = True
         return self
 
     def __exit__(self, kind, *_) -> None:
         self._restore.close()
-        self._launch = None
+        self._launch, self._open = None, False
         if kind is None:
             self._unwritten()
         self._fresh.clear()
@@ -163,7 +170,7 @@ class Sanitizer:
             def hooked(argument):
                 result = original(argument)
                 if self._launch and hasattr(argument, "data_ptr"):
-                    self._launch.number(result.handle, argument)
+                    self._launch.number(result.handle, interpreter._unwrap_tensor(argument))
                 return result
 
             return hooked
@@ -184,9 +191,11 @@ class Sanitizer:
             return hooked
 
         def load(original):
-            def hooked(builder, ptrs, mask, *rest, **options):
-                kept, touched = self._launch.access(ptrs.data, mask.data, "reads")
-                result = original(builder, shadow.plain(ptrs), TensorHandle(kept, tl.int1), *rest, **options)
+            def hooked(builder, ptrs, mask, other, *rest, **options):
+                kept, touched = self._launch.access(ptrs, mask.data, "reads")
+                if other is None:
+                    other = _undefined(ptrs)
+                result = original(builder, shadow.plain(ptrs), TensorHandle(kept, tl.int1), other, *rest, **options)
                 self._launch.load(ptrs.data, kept, touched)
                 self._launch.initialised(ptrs.data, kept, result)
                 self._count("reads", touched)
@@ -196,7 +205,7 @@ class Sanitizer:
 
         def store(original):
             def hooked(builder, ptrs, value, mask, *rest, **options):
-                kept, touched = self._launch.access(ptrs.data, mask.data, "writes")
+                kept, touched = self._launch.access(ptrs, mask.data, "writes")
                 self._launch.store(ptrs.data, kept, touched, value.data)
                 self._count("writes", touched)
                 return original(builder, shadow.plain(ptrs), value, TensorHandle(kept, tl.int1), *rest, **options)
@@ -214,10 +223,7 @@ class Sanitizer:
         def set_attribute(original):
             def hooked(handle, key, values):
                 if key == "tt.divisibility":
-                    divisor = max(values)
-                    wrong = handle.data[handle.data % np.asarray(divisor, handle.data.dtype) != 0]
-                    if wrong.size:
-                        self._report("false hint", "tl.multiple_of", f"{wrong.flat[0]} is no multiple of {divisor}")
+                    self._launch.hint(handle.data, values)
                 return original(handle, key, values)
 
             return hooked
@@ -225,10 +231,8 @@ class Sanitizer:
         def allocate(original):
             def hooked(*args, **kwargs):
                 x = original(*args, **kwargs)
-                plain = type(x) is Tensor and x.device.type == "cpu" and x.layout == torch.strided
-                if plain and x.numel() and not torch.compiler.is_compiling():
-                    storage = x.untyped_storage()
-                    self._fresh[storage.data_ptr()] = storage.fill_(255)
+                if self._open and kwargs.get("out") is None and type(x) is Tensor and not torch.compiler.is_compiling():
+                    self._poison(x)
                 return x
 
             return hooked
@@ -245,6 +249,12 @@ class Sanitizer:
         yield InterpreterBuilder, "create_atomic_cas", atomic
         yield from ((owner, name, allocate) for owner, name in _ALLOCATE)
 
+    def _poison(self, x: Tensor) -> None:
+        if x.device.type == "cpu" and x.layout == torch.strided and x.numel():
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # functorch's tensors have no storage
+                storage = x.untyped_storage()
+                self._fresh[storage.data_ptr()] = storage.fill_(255)
+
     def _count(self, what: str, touched: shadow.Touched) -> None:
         self.counts[what] += 1
         self.counts["elements"] += sum(len(at) for _, at in touched)
@@ -258,7 +268,16 @@ def _tensors(arguments: dict) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(value, tuple):
             yield from _tensors({f"{name}[{i}]": v for i, v in enumerate(value)})
         elif hasattr(value, "data_ptr"):
-            yield name, value
+            yield name, interpreter._unwrap_tensor(value)
+
+
+def _undefined(ptrs: TensorHandle) -> TensorHandle:
+    """What a load without `other` may give where its mask is false: poison; zeros of integers."""
+    dtype = ptrs.get_element_ty()
+    values = np.zeros(ptrs.data.shape, interpreter._get_np_dtype(dtype))
+    if dtype.is_floating():
+        values.view(f"u{values.itemsize}").fill(np.iinfo(f"u{values.itemsize}").max)
+    return TensorHandle(values, dtype)
 
 
 def _source() -> str:

@@ -4,7 +4,7 @@ Every pointer carries the number of its kernel argument in its upper 16 bits, wh
 address is thus judged by the tensor it was reached through, whatever else lies there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import numpy as np
 import torch
@@ -35,8 +35,8 @@ class Memory:
 class View:
     """One tensor that a kernel was given: which elements of its memory are its own."""
 
-    def __init__(self, name: str, tensor: Tensor, memory: Memory):
-        self.name, self.memory, self.itemsize = name, memory, tensor.element_size()
+    def __init__(self, name: str, tensor: Tensor, memory: Memory, fresh: bool):
+        self.name, self.memory, self.itemsize, self.fresh = name, memory, tensor.element_size(), fresh
         self.shape, self.strides, self.offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         steps = self.itemsize // memory.itemsize  # more than 1 where the storage is seen in a smaller dtype too
         self.span = np.arange(steps) if steps > 1 else None
@@ -70,16 +70,23 @@ class Launch:
     """What the programs of one launch do to its tensors. What is wrong goes to `report(kind, tensor, detail)`.
 
     A stamp is a phase of a program, which lasts from its start or a barrier to the next. They rise through the launch.
+    fresh: addresses of the storages that were poisoned.
     """
 
-    def __init__(self, kernel: str, tensors: list[tuple[str, Tensor]], report: Callable[[str, str, str], None]):
+    def __init__(
+        self,
+        kernel: str,
+        tensors: list[tuple[str, Tensor]],
+        fresh: Container[int],
+        report: Callable[[str, str, str], None],
+    ):
         self.kernel, self.tensors, self.report = kernel, tensors, report
         keys = [t.untyped_storage().data_ptr() for _, t in tensors]
         sizes: dict[int, int] = {}
         for key, (_, t) in zip(keys, tensors):
             sizes[key] = min(sizes.get(key, 16), t.element_size())
         memories = {key: Memory(t.untyped_storage(), sizes[key]) for key, (_, t) in zip(keys, tensors)}
-        self.views = [View(name, t, memories[key]) for key, (name, t) in zip(keys, tensors)]
+        self.views = [View(name, t, memories[key], key in fresh) for key, (name, t) in zip(keys, tensors)]
         self.programs: list[Program] = [()]  # of each stamp
         self.now = self.first = 0
         self.loads: list[tuple[Memory, np.ndarray, np.ndarray]] = []  # of this phase: addresses and masks
@@ -101,8 +108,12 @@ class Launch:
         self.first = self.now if program else self.first
         self.loads = []
 
-    def access(self, pointers: np.ndarray, mask: np.ndarray, what: str) -> tuple[np.ndarray, Touched]:
-        """The mask without what lies out of bounds, and what is left of each tensor: where in its memory."""
+    def access(self, handle: TensorHandle, mask: np.ndarray, what: str) -> tuple[np.ndarray, Touched]:
+        """The mask without what lies out of bounds, and what is left of each tensor: where in its memory.
+
+        What is reached through a pointer cast to another size is not among the latter: its bounds alone are checked.
+        """
+        pointers, itemsize = handle.data, max(1, handle.get_element_ty().primitive_bitwidth // 8)
         mask = np.broadcast_to(mask, pointers.shape)
         active = pointers.ravel() if mask.all() else pointers[mask]
         touched, good = [], np.ones(active.size, bool)
@@ -120,7 +131,8 @@ class Launch:
                 self.report("out of bounds", view.name, f"{what} {view.element(int(at[~inside][0]))}")
                 good[np.flatnonzero(mine)[~inside]] = False
                 at = at[inside]
-            touched.append((view, at if view.span is None else (at[:, None] + view.span).ravel()))
+            if itemsize == view.itemsize:
+                touched.append((view, at if view.span is None else (at[:, None] + view.span).ravel()))
         if not good.all():
             mask = mask.copy()
             mask[mask] = good
@@ -161,6 +173,17 @@ class Launch:
         if len(touched) == 1 and touched[0][0].span is None:
             self._lanes_agree(*touched[0], np.broadcast_to(values, mask.shape)[mask])
 
+    def hint(self, values: np.ndarray, divisors: list[int]) -> None:
+        """Looks for the first of a contiguous run, along each axis, that is no multiple of its divisor."""
+        for axis, divisor in enumerate(divisors):
+            if divisor > 1:
+                along = np.moveaxis(values, min(axis, values.ndim - 1), 0)
+                first = np.ones(along.shape, bool)
+                first[1:] = along[1:] != along[:-1] + np.ones(1, along.dtype)
+                wrong = along[first & (along % np.asarray(divisor, along.dtype) != 0)]
+                if wrong.size:
+                    self.report("false hint", "tl.multiple_of", f"{wrong.flat[0]} is no multiple of {divisor}")
+
     def _read_otherwise(self, memory: Memory, addresses: np.ndarray, mask: np.ndarray) -> bool:
         """Whether this phase read any of these through pointers in another order: by other threads, that is."""
         others = [(a, m) for of, a, m in self.loads if of is memory and not np.array_equal(a, addresses)]
@@ -181,7 +204,7 @@ class Launch:
             if poison.any():
                 view = self.views[int(pointers[poison][0] >> _SHIFT) - 1]
                 at = view.locate(pointers[poison])
-                self._found("uninitialised read", view, at, view.holds(at), "reads what nothing wrote,")
+                self._found("uninitialised read", view, at, view.holds(at) & view.fresh, "reads what nothing wrote,")
 
     def _found(self, kind: str, view: View, at: np.ndarray, wrong: np.ndarray, text: str, stamps=None) -> None:
         """Reports the first that is wrong of the elements `at`, by whom its stamp names."""

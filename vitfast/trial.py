@@ -67,7 +67,11 @@ def poisoned() -> Iterator[None]:
 
 
 class Wrong(Exception):
-    """A candidate does not compute what it should."""
+    """A candidate does not compute what it should. error: its largest, of a row."""
+
+    def __init__(self, text: str, error: float = math.inf):
+        super().__init__(text)
+        self.error = error
 
 
 @dataclass
@@ -104,12 +108,12 @@ class Judge:
         self.plain = [errors(result, truth) for result, truth in zip(plain, self.truth, strict=True)]
         self.limits = []
         for by_row, by_number in self.plain:
-            by_row = 2 * by_row + EPS[dtype]
+            by_row = max(2 * by_row, EPS[dtype])
             self.limits.append((by_row, max(2 * by_number, ELEMENT * by_row)))
 
     def judge(self, results: list[Tensor]) -> tuple[float, float]:
         """The error of a row and PyTorch's own, of the result that comes nearest to its limit. Raises Wrong beyond: twice
-        PyTorch's own, plus rounding."""
+        PyTorch's own, or what one rounding costs where PyTorch has none."""
         if len(results) != len(self.truth):
             raise Wrong(f"{len(results)} results in place of {len(self.truth)}")
         found = []
@@ -117,7 +121,7 @@ class Judge:
             of_result = errors(result, truth)
             for error, limit, of in zip(of_result, limits, ("a row", "a number")):
                 if not error <= limit:
-                    raise Wrong(f"error of {of} {error:.1e} against float64, limit {limit:.1e}")
+                    raise Wrong(f"error of {of} {error:.1e} against float64, limit {limit:.1e}", of_result[0])
             found.append((of_result[0] / limits[0], of_result[0], plain[0]))
         return max(found)[1:]
 
