@@ -11,7 +11,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "__init__.py").
 TRAIN = ["timm>=1.0.20", "torchvision", "pillow", "pyyaml", "tqdm", "tensorboard", "matplotlib", "scikit-learn", "huggingface_hub"]
 BENCH = ["pytest", "pytest-benchmark", "timm>=1.0.20", "transformers>=5", "torchvision", "matplotlib", "scikit-image"]
 EXPORT = ["onnx", "onnxscript", "onnxruntime"]
-TEST = [*TRAIN, *BENCH, *EXPORT, "pytest-xdist", "hypothesis", "ml_dtypes", "peft", "accelerate", "datasets", "webdataset", "ruff", "setuptools>=77", "wheel"]
+INTERPRETER = ["ml_dtypes"]
+TEST = [*TRAIN, *BENCH, *EXPORT, *INTERPRETER, "pytest-xdist", "hypothesis", "peft", "accelerate", "datasets", "webdataset", "ruff", "setuptools>=77", "wheel"]
 
 setup(
     name="vitfast",
@@ -29,6 +30,7 @@ setup(
         "train": TRAIN,
         "bench": BENCH,
         "export": EXPORT,
+        "interpreter": INTERPRETER,
         "test": TEST,
         "all": sorted({*TRAIN, *BENCH, *TEST}),
     },

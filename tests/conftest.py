@@ -28,8 +28,10 @@ def pytest_runtest_call(item):
         return
     with Sanitizer() as watch:
         outcome = yield
-    if watch.findings and outcome.excinfo is None:
-        outcome.force_exception(AssertionError(f"the sanitizer found:\n{watch}"))
+    if watch.findings:
+        item.add_report_section("call", "sanitizer", str(watch))
+        if outcome.excinfo is None:
+            outcome.force_exception(AssertionError(f"the sanitizer found:\n{watch}"))
 
 
 # On a GPU what a run that is cut off must not miss comes first; what compiles for long or is nobody's headline, last.

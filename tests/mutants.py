@@ -15,10 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("edges", "launchers", "more_launchers", "ref", "sanitizer", "shadow", "trial")
 
 
+NUMBERS = "wrong numbers"
+
+
 @dataclass(frozen=True)
 class Mutant:
     """`old` is replaced by `new` where it first occurs in a file of kernels/. The launcher `name` then gives `kind` of finding.
 
+    Of kind NUMBERS it gives no finding but wrong results, where the plan reaches what is wrong.
     silent: all results stay right, so that no test of numbers sees the bug.
     """
 
@@ -318,4 +322,67 @@ MUTANTS = [
         "sum of rows",
         "atomic operation",
     ),
+    # Of what only some of the plan reaches: loops that go round twice, strides of their own, several images, options.
+    Mutant(
+        "one tile of queries", "attention.py", "in range(QUERY_TILES)", "in range(1)", "attention", "left unwritten"
+    ),
+    Mutant("zeros that nobody asked for", "rows.py", "BLOCK_D), other=0.0)", "BLOCK_D))", "layer_norm", NUMBERS),
+    Mutant(
+        "the last rows' dweight",
+        "layer_norm_bwd.py",
+        "dw = _add(dw, dw_more, CHUNKS)",
+        "dw = dw_more",
+        "layer_norm backward",
+        NUMBERS,
+    ),
+    Mutant(
+        "one slice of dweight",
+        "patch_embed_bwd.py",
+        "        partial_ptrs += D * K\n",
+        "",
+        "patch embedding backward",
+        NUMBERS,
+    ),
+    Mutant(
+        "always the first images",
+        "patch_embed.py",
+        "(block - blocks) // prefix * BLOCK_M",
+        "0 * BLOCK_M",
+        "patch embedding",
+        "left unwritten",
+    ),
+    Mutant(
+        "channels of another order",
+        "patches.py",
+        "(0, 2, 3, 1), 1)",
+        "(0, 2, 3, 1), 2)",
+        "patch embedding, uint8, oblong, no prefix",
+        NUMBERS,
+    ),
+    Mutant(
+        "row tiles of one group",
+        "product.py",
+        "first = pid // (GROUP_M * tiles_n) * GROUP_M",
+        "first = 0",
+        "linear + gelu",
+        "write-write race",
+    ),
+    Mutant(
+        "v by the strides of k",
+        "attention.py",
+        "head_of(v_ptr, v_strides,",
+        "head_of(v_ptr, k_strides,",
+        "attention, peaked, separate tensors",
+        "out of bounds",
+    ),
+    Mutant(
+        "a barrier for the sums alone",
+        "attention_tiled_bwd.py",
+        "    tl.debug_barrier()\n",
+        "    if SUMS:\n        tl.debug_barrier()\n",
+        "attention backward, separate tensors",
+        "missing barrier",
+        True,
+    ),
+    Mutant("a misaligned descriptor", "product.py", " or x.data_ptr() % 16 or", " or", "linear + gelu", NUMBERS),
 ]

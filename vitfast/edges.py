@@ -42,6 +42,7 @@ MORE_ROWS = (
     Sizes(batch=70, tokens=1, width=72, heads=1, hidden=768, image=16, patch=8),
     Sizes(batch=3, tokens=65, width=384, heads=6, hidden=1536, image=96, patch=32),
 )
+MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # than a tile has rows
 LIBRARIES = (*tiles.LIBRARIES, "cublas")  # which launch no kernel of ours
 
 Override = tuple[str, Tile, str]  # an operation, its tile, a shape class
@@ -100,7 +101,8 @@ def names() -> list[str]:
 
 def _sizes(name: str, long: bool) -> list[Sizes]:
     if not name.startswith("attention"):
-        return [*ROWS, *(MORE_ROWS if long else ())]
+        many_images = (MANY_IMAGES,) if name == "patch embedding" else ()
+        return [*ROWS, *many_images, *(MORE_ROWS if long else ())]
     shapes = [(2, n, 2, head) for n in TOKENS for head in HEADS]
     shapes += [(1, 215, 1, 64), *(MORE_ATTENTION if long else ())]  # 215: no more than three blocks of keys
     return [Sizes(b, n, h * head, h, hidden=16, image=16, patch=8) for b, n, h, head in shapes]
@@ -131,6 +133,9 @@ def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) ->
             for layout in dict.fromkeys((*layouts, "contiguous")):
                 yield dataclasses.replace(case, layout=layout)
             yield from (dataclasses.replace(case, layout="strided", sm=sm) for sm in tiles.GENERATIONS)
+        elif "oblong" in name and i == 0:
+            yield case
+            yield dataclasses.replace(case, layout="channels-last")
         elif not _slow(name, sizes) and (dtype == torch.bfloat16 or i % 5 == 0 or (i == 3 and name[:5] != "patch")):
             yield case
 
