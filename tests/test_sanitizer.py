@@ -1,7 +1,10 @@
 """The sanitizer: small kernels for every kind of finding, bugs planted in the project's own, and no false alarm on them as they are."""
 
 import linecache
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -93,7 +96,7 @@ def test_strided_draws_are_views_of_something_wider():
 def test_a_planted_bug_is_found(mutant, tmp_path):
     with mutant.made(tmp_path) as copy:
         right = True
-        for case in copy.cases(mutant.name):
+        for case in sorted(copy.cases(mutant.name), key=lambda case: case.sizes.width):  # the quick ones first
             report = copy.examine(case)
             right &= not report.wrong
             found = [finding for _, finding in report.findings if finding.kind == mutant.kind]
@@ -399,6 +402,26 @@ def test_what_else_comes_as_a_tensor():
         torch.func.grad(lambda x: (torch.empty_like(x).copy_(x)).sum())(torch.ones(3))
 
     assert not watched(others) and storage[4:].eq(1).all()
+
+
+META = """
+import torch
+from vitfast.sanitizer import Sanitizer
+
+def empty_is_meta():
+    with torch.device("meta"):
+        return torch.empty(2).is_meta and torch.empty_like(torch.empty(2)).is_meta
+
+with Sanitizer():
+    print(empty_is_meta())
+print(empty_is_meta())
+"""
+
+
+def test_a_device_context_works_inside_and_afterwards():
+    """torch looks up what it acts on once, whatever stands in the functions' places then."""
+    done = subprocess.run([sys.executable, "-c", META], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
 def test_a_hook_that_is_put_back_later_does_nothing():

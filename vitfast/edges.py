@@ -110,9 +110,13 @@ def _sizes(name: str, long: bool) -> list[Sizes]:
 
 def _slow(name: str, sizes: Sizes) -> bool:
     """Takes seconds in the interpreter, to run a kernel that another launcher runs at this width too."""
-    if any(part in name for part in ("qkv", "proj", "stream", "scale")) and not name.startswith(("add", "scaled")):
-        return sizes.width > (384 if "layer scale" in name or not name.startswith("weight gradient") else 100)
-    return sizes.width > 384 and "uint8" in name or "oblong" in name and sizes.image > 28
+    if name.startswith("patch") and name != "patch embedding":
+        return sizes.width > (100 if "uint8" in name else 384) or "oblong" in name and sizes.image > 28
+    if name.startswith("weight gradient"):
+        return sizes.width > (100 if "qkv" in name or "proj" in name else 768 if "fc2" in name else 384)
+    return sizes.width > 384 and any(
+        part in name for part in ("qkv", "proj", "stream")
+    )  # whose weights are the largest
 
 
 def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) -> Iterator[Case]:
@@ -121,6 +125,7 @@ def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) ->
     fp16 takes the tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes unless `long`.
     """
     layouts = ("odd", "strided", "shifted", "channels-last" if name.startswith("patch") else "contiguous")
+    few = (0, 5, 10, 15) if name.startswith("attention") else (0,) if name.startswith("patch") else (3,)
     for i, sizes in enumerate(_sizes(name, long)):
         case = Case(
             name,
@@ -136,7 +141,7 @@ def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) ->
         elif "oblong" in name and i == 0:
             yield case
             yield dataclasses.replace(case, layout="channels-last")
-        elif not _slow(name, sizes) and (dtype == torch.bfloat16 or i % 5 == 0 or (i == 3 and name[:5] != "patch")):
+        elif not _slow(name, sizes) and (dtype == torch.bfloat16 or i in few):
             yield case
 
 

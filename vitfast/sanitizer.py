@@ -45,6 +45,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import shadow
 
+# torch looks up once which functions a device context acts on: before any of them is replaced here.
+with torch.device("cpu"):
+    torch.empty(0)
+
 _NOT_KERNELS = (os.path.dirname(triton.__file__), __file__, shadow.__file__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALLOCATE = (
