@@ -167,3 +167,17 @@ def test_bfloat16_is_refused_until_it_is_mended():
         in lines[0]
     ), done.stderr
     assert lines[1] == "[1.0]"
+
+
+VALUES = """
+import importlib, os, triton
+from vitfast.kernels import launch
+for value in ("", "0", "1", "true", "True", "false", "off", "on", "no", "2"):
+    os.environ["TRITON_INTERPRET"] = value
+    print(importlib.reload(launch).INTERPRETED == triton.knobs.runtime.interpret)
+"""
+
+
+def test_the_environment_variable_means_what_it_means_to_triton():
+    done = subprocess.run([sys.executable, "-c", VALUES], capture_output=True, text=True)
+    assert done.stdout.split() == ["True"] * 10, done.stdout + done.stderr

@@ -82,7 +82,7 @@ class Sanitizer:
     """Context manager: watches every launch of an interpreted kernel inside. Memory of torch.empty is poisoned.
 
     findings: what was found, complete after the end. counts: of launches, programs, reads, writes and their elements.
-    A read or write out of bounds is found, and not done. Raises RuntimeError inside of another one.
+    A read or write out of bounds is found, and not done; an atomic operation is done. Raises RuntimeError inside of another one.
     """
 
     def __init__(self):
