@@ -24,7 +24,7 @@ demo: $(READY)  ## pre-train and fine-tune a small ViT on handwritten digits; wr
 test: $(READY)  ## every test (those marked gpu only where there is a GPU)
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "not long" tests
 
-long: $(READY)  ## the tests that take minutes each: the demo with other seeds, twenty kills, every launcher on every layout
+long: $(READY)  ## the tests that take minutes each: the demo with other seeds, twenty kills, a longer grid under the sanitizer
 	$(BIN)/python -m pytest -n 2 -q -m long tests
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU

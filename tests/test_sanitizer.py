@@ -46,7 +46,7 @@ def test_every_launcher_at_the_edges_of_its_tiles(name, dtype):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", edges.names())
-def test_every_launcher_on_every_layout_with_the_tiles_of_every_generation(name, dtype):
+def test_every_launcher_on_more_shapes_and_layouts_with_the_tiles_of_other_generations(name, dtype):
     for case in edges.cases(name, dtype, long=True):
         report = edges.examine(case)
         assert report.passed, "\n".join([*report.wrong, *(f"{label}: {found}" for label, found in report.findings)])

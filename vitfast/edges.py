@@ -120,26 +120,23 @@ def _slow(name: str, sizes: Sizes) -> bool:
 
 
 def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) -> Iterator[Case]:
-    """The plan for one launcher: seconds of processor time. long: every layout of more shapes, and each GPU generation's tiles.
+    """The plan for one launcher: seconds of processor time. long, minutes: more shapes, each in another layout and with the
+    tiles of another GPU generation, from one shape to the next.
 
     fp16 takes the tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes unless `long`.
     """
     layouts = ("odd", "strided", "shifted", "channels-last" if name.startswith("patch") else "contiguous")
     few = (0, 5, 10, 15) if name.startswith("attention") else (0,) if name.startswith("patch") else (3,)
+    along_rows = any(part in name for part in ("norm", "rows", "column"))
     for i, sizes in enumerate(_sizes(name, long)):
-        case = Case(
-            name,
-            sizes,
-            dtype,
-            layouts[(i + 2 * (i // len(HEADS))) % 4],
-            many_heads=(1, attention.MANY_HEADS)[i // 2 % 2],
-        )
-        if long and sizes.width >= 1000 and any(part in name for part in ("qkv", "proj")):
-            continue  # a minute each
+        turn = i + 2 * (i // len(HEADS))
+        heads = (1, attention.MANY_HEADS)[i // 2 % 2]
+        case = Case(name, sizes, dtype, layouts[turn % 4], many_heads=heads)
+        if long and sizes.width < (2000 if along_rows else 1000):
+            yield dataclasses.replace(case, layout=layouts[(turn + 1) % 4])
+            yield dataclasses.replace(case, layout=layouts[(turn + 2) % 4], sm=tiles.GENERATIONS[turn % 5])
         elif long:
-            for layout in dict.fromkeys((*layouts, "contiguous")):
-                yield dataclasses.replace(case, layout=layout)
-            yield from (dataclasses.replace(case, layout="strided", sm=sm) for sm in tiles.GENERATIONS)
+            continue
         elif "oblong" in name and i == 0:
             yield case
             yield dataclasses.replace(case, layout="channels-last")
