@@ -40,7 +40,7 @@ MORE_ROWS = (
     Sizes(batch=1, tokens=257, width=1280, heads=16, hidden=520, image=42, patch=14),
     Sizes(batch=7, tokens=5, width=1000, heads=8, hidden=264, image=60, patch=10),
     Sizes(batch=70, tokens=1, width=72, heads=1, hidden=768, image=16, patch=8),
-    Sizes(batch=3, tokens=65, width=384, heads=6, hidden=1536, image=96, patch=32),
+    Sizes(batch=3, tokens=65, width=384, heads=6, hidden=520, image=64, patch=32),
 )
 MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # than a tile has rows
 LIBRARIES = (*tiles.LIBRARIES, "cublas")  # which launch no kernel of ours
