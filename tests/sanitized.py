@@ -1,6 +1,6 @@
 """Every operation once, forward and backward, for NVIDIA's compute-sanitizer to watch.
 
-    python tests/sanitized.py [--only NAME]     runs them: on a GPU in bfloat16, elsewhere small ones in the interpreter
+    python tests/sanitized.py [--only NAME]     runs them in bfloat16: on a GPU, elsewhere small ones in the interpreter
 
 tests/test_gpu.py runs it under `memcheck` and `racecheck`. N is 197 and 257, which ends in the middle of a tile, K is
 at least 768, so that loops run more often than they have stages, and heads are of 32, 64, 80 and 96. Then each
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from vitfast import ops
-from vitfast.doctor import SMALL_SIZES, cases, device, make, run
+from vitfast.doctor import SMALL_SIZES, cases, device, make, prepare, run
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.launchers import Sizes
@@ -47,7 +47,8 @@ def plan() -> dict[str, tuple]:
 
 def run_all(only: str = "") -> None:
     """Runs the plan, with the tiles that are shipped and then with each of their rivals."""
-    dtype, generator = torch.float16 if INTERPRETED else torch.bfloat16, torch.Generator().manual_seed(0)
+    prepare()
+    dtype, generator = torch.bfloat16, torch.Generator().manual_seed(0)
     later, done = [], set()
     with ops.use_kernels("on"):
         for name, (function, inputs) in plan().items():

@@ -110,13 +110,12 @@ def _sizes(name: str, long: bool) -> list[Sizes]:
 
 def _slow(name: str, sizes: Sizes) -> bool:
     """Takes seconds in the interpreter, to run a kernel that another launcher runs at this width too."""
-    if name.startswith("patch") and name != "patch embedding":
-        return sizes.width > (100 if "uint8" in name else 384) or "oblong" in name and sizes.image > 28
+    if name.startswith("patch"):
+        return sizes.width > 100 and name.endswith("uint8, backward") or "oblong" in name and sizes.image > 28
     if name.startswith("weight gradient"):
         return sizes.width > (100 if "qkv" in name or "proj" in name else 768 if "fc2" in name else 384)
-    return sizes.width > 384 and any(
-        part in name for part in ("qkv", "proj", "stream")
-    )  # whose weights are the largest
+    largest = any(part in name for part in ("qkv", "proj", "stream"))  # of the weights
+    return largest and sizes.width > 384
 
 
 def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) -> Iterator[Case]:

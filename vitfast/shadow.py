@@ -142,11 +142,7 @@ class Launch:
         """Looks for those who write what is read, and keeps who read it."""
         for view, at in touched:
             memory = view.memory
-            if memory.written:
-                writer = memory.writer[at]
-                others, mine = (writer > 0) & (writer < self.first), writer == self.now
-                self._found("read-write race", view, at, others, "reads what {} wrote,", writer)
-                self._found("missing barrier", view, at, mine, "reads back without a barrier what it wrote,")
+            self._after_writes(view, at, "read-write race", "reads")
             reader = memory.reader[at]
             memory.reader[at] = np.where((reader == 0) | (reader >= self.first), self.now, _SEVERAL)
             memory.read = True
@@ -156,11 +152,7 @@ class Launch:
         """Looks for those who read or write what is written, and keeps who wrote it."""
         for view, at in touched:
             memory = view.memory
-            if memory.written:
-                writer = memory.writer[at]
-                others, mine = (writer > 0) & (writer < self.first), writer == self.now
-                self._found("write-write race", view, at, others, "writes what {} wrote,", writer)
-                self._found("missing barrier", view, at, mine, "writes again without a barrier what it wrote,")
+            self._after_writes(view, at, "write-write race", "writes")
             if memory.read:
                 reader = memory.reader[at]
                 others = (reader == _SEVERAL) | (reader > 0) & (reader < self.first)
@@ -172,6 +164,14 @@ class Launch:
             memory.written = True
         if len(touched) == 1 and touched[0][0].span is None:
             self._lanes_agree(*touched[0], np.broadcast_to(values, mask.shape)[mask])
+
+    def _after_writes(self, view: View, at: np.ndarray, race: str, verb: str) -> None:
+        """Looks for earlier writes to what is now read or written: of other programs, and of this one's phase."""
+        if view.memory.written:
+            writer = view.memory.writer[at]
+            self._found(race, view, at, (writer > 0) & (writer < self.first), verb + " what {} wrote,", writer)
+            again = f"{verb} again without a barrier what it wrote,"
+            self._found("missing barrier", view, at, writer == self.now, again)
 
     def hint(self, values: np.ndarray, divisors: list[int]) -> None:
         """Looks for the first of a contiguous run, along each axis, that is no multiple of its divisor."""
