@@ -28,36 +28,43 @@ class Tile:
     """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
 
     The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch, "torch" LayerNorm;
-    attention's libraries are attention_libraries.PROVIDERS.
+    attention's libraries are attention_libraries.PROVIDERS. maxnreg: registers a thread may have, so that more programs
+    fit a multiprocessor (of 4 warps: 168 for three, 128 for four); 0 leaves it to the compiler.
     """
 
     num_warps: int = 4
     num_stages: int = 2
     provider: str = "triton"
     blocks: tuple[tuple[str, int], ...] = ()
+    maxnreg: int = 0
 
     @property
     def meta(self) -> dict:
         """Keyword arguments for the launch."""
-        return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages}
+        limit = {"maxnreg": self.maxnreg} if self.maxnreg else {}
+        return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
     def __getitem__(self, name: str) -> int:
         return dict(self.blocks)[name]
 
 
-def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", **blocks: int) -> Tile:
+def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxnreg: int = 0, **blocks: int) -> Tile:
     """`tile(8, 3, BLOCK_M=128, BLOCK_N=128)`."""
-    return Tile(num_warps, num_stages, provider, tuple(sorted(blocks.items())))
+    return Tile(num_warps, num_stages, provider, tuple(sorted(blocks.items())), maxnreg)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Applies to these GPU generations, to "32" or "16" bit dtypes ("*": both), and to shape classes that match `shape` (fnmatch)."""
+    """Applies to these GPU generations, to "32" or "16" bit dtypes ("*": both), and to shape classes that match `shape` (fnmatch).
+
+    variant: of RIVALS, tells several tiles of one provider apart.
+    """
 
     tile: Tile
     sm: tuple[int, ...] = GENERATIONS
     bits: str = "*"
     shape: str = "*"
+    variant: str = ""
 
 
 # A product in pieces: two programs fit a multiprocessor, and nothing spills.
@@ -179,7 +186,7 @@ LIBRARIES = ("torch", *attention_libraries.PROVIDERS)
 _TORCH = (Rule(tile(provider="torch")),)
 _ATTENTION = tuple(Rule(tile(provider=library)) for library in attention_libraries.PROVIDERS)
 
-# What else can do an operation: the tuner tries it, and `make codegen` compiles it, but nothing runs it unasked. First match for each provider.
+# What else can do an operation: the tuner tries it, and `make codegen` compiles it, but nothing runs it unasked. First match for each provider and variant.
 RIVALS: dict[str, tuple[Rule, ...]] = {
     "layer_norm_fwd": _TORCH,
     "layer_norm_bwd": _TORCH,
@@ -308,7 +315,7 @@ def lookup(op: str, x: torch.Tensor, shape: str) -> Tile:
     if reason and forced:
         raise RuntimeError(f"{op}: {found.provider} cannot run here: {reason}")
     if reason:
-        found = next(t for t in _matching(RULES[op], x, shape) if not _unsupported_reason(op, t.provider, x))
+        found = next(r.tile for r in _matching(RULES[op], x, shape) if not _unsupported_reason(op, r.tile.provider, x))
     if _watched is not None:
         _watched[op, _bits(x), shape] = found
     return found
@@ -327,9 +334,9 @@ def _bits(x: torch.Tensor) -> str:
     return "32" if x.dtype == torch.float32 else "16"
 
 
-def _matching(rules: tuple[Rule, ...], x: torch.Tensor, shape: str) -> Iterator[Tile]:
+def _matching(rules: tuple[Rule, ...], x: torch.Tensor, shape: str) -> Iterator[Rule]:
     sm = generation(x.device)
-    return (rule.tile for rule in rules if sm in rule.sm and rule.bits in ("*", _bits(x)) and fnmatch.fnmatchcase(shape, rule.shape))
+    return (rule for rule in rules if sm in rule.sm and rule.bits in ("*", _bits(x)) and fnmatch.fnmatchcase(shape, rule.shape))
 
 
 def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
@@ -342,24 +349,25 @@ def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
 
 def shipped(op: str, x: torch.Tensor, shape: str) -> Tile:
     """The tile of the rules, whatever the user's own table says."""
-    for found in _matching(RULES[op], x, shape):
-        return found
+    for rule in _matching(RULES[op], x, shape):
+        return rule.tile
     raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
 
 
 def rivals(op: str, x: torch.Tensor, shape: str) -> list[Tile]:
-    """The first tile of each other provider that could do on x's device what `lookup` leaves to one."""
-    found: dict[str, Tile] = {}
-    for value in (shipped(op, x, shape), *_matching(RIVALS.get(op, ()), x, shape)):
-        found.setdefault(value.provider, value)
-    left_out = (lookup(op, x, shape).provider, *absent(op, x, shape))
-    return [value for provider, value in found.items() if provider not in left_out]
+    """What else could do on x's device what `lookup` leaves to one tile: the first of each other provider and variant."""
+    found = {(shipped(op, x, shape).provider, ""): shipped(op, x, shape)}
+    for rule in _matching(RIVALS.get(op, ()), x, shape):
+        found.setdefault((rule.tile.provider, rule.variant), rule.tile)
+    now, out = lookup(op, x, shape), absent(op, x, shape)
+    found.pop((now.provider, ""), None)
+    return [tile for tile in dict.fromkeys(found.values()) if tile != now and tile.provider not in out]
 
 
 def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
     """The libraries that do the operation but cannot do it on x, and why: {"flash_attn_3": "not installed"}."""
-    providers = dict.fromkeys(value.provider for value in _matching((*RULES[op], *RIVALS.get(op, ())), x, shape))
-    reasons = {provider: _unsupported_reason(op, provider, x) for provider in providers}
+    rules = _matching((*RULES[op], *RIVALS.get(op, ())), x, shape)
+    reasons = {provider: _unsupported_reason(op, provider, x) for provider in dict.fromkeys(rule.tile.provider for rule in rules)}
     return {provider: reason for provider, reason in reasons.items() if reason}
 
 
@@ -371,4 +379,4 @@ def as_row(op: str, gpu: str, bits: str, shape: str, value: Tile) -> dict:
 
 def from_row(row: dict) -> Tile:
     """The tile of a row of the user's table."""
-    return tile(row["num_warps"], row["num_stages"], row["provider"], **row["blocks"])
+    return tile(row["num_warps"], row["num_stages"], row["provider"], row.get("maxnreg", 0), **row["blocks"])

@@ -15,8 +15,6 @@ import contextlib
 import csv
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,15 +29,17 @@ import cache  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from vitfast import doctor, offline, ops  # noqa: E402
+from vitfast import doctor, machine_code, offline, ops  # noqa: E402
 from vitfast.errors import both_ends  # noqa: E402
 from vitfast.kernels import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
 from vitfast.launchers import Draw, Sizes, launchers  # noqa: E402
 
 TABLE = Path(__file__).with_name("codegen.csv")
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-COLUMNS = ("kernel", "case", "sm", "dtype", "tile", "warps", "stages", "registers", "stack", "spills", "shared", "tensor_core", "programs_per_sm")
+WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
+# hgmma, hmma: how many of each; waits: HGMMAs that wait; notes: of ptxas, on wgmma that it serialised.
+COLUMNS = ("kernel", "case", "sm", "dtype", "tile", "warps", "stages", "registers", "stack", "spills", "shared", "tensor_core")
+COLUMNS += ("hgmma", "waits", "hmma", "notes", "programs_per_sm")
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SHARED_PER_SM = {80: 167_936, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
 WARPS_PER_SM = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
@@ -47,34 +47,27 @@ META = torch.device("meta")
 ARCHIVE_LIMIT = 64 * 2**20  # bytes
 
 
-def tool(name: str, *arguments: str) -> str:
-    return subprocess.run([str(BIN / name), *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def inspect_cubin(cubin: bytes) -> dict:
-    """Registers, stack bytes, local loads and stores, and the tensor-core instruction in the machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = tool("cuobjdump", "-res-usage", file.name)
-        code = tool("nvdisasm", "-c", "-ndf", file.name)  # without its analysis of branches
-    found = next((name for name in ("UTCHMMA", "HGMMA", "HMMA") if name in code), "")
-    return dict(
-        registers=int(re.search(r"REG:(\d+)", usage).group(1)),
-        stack=int(re.search(r"STACK:(\d+)", usage).group(1)),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        tensor_core=found,
-    )
-
-
 def compile_launch(launch: Launch, sm: int) -> dict:
     """One row's measurements."""
     compiled = offline.compiled(launch, sm)
-    row = inspect_cubin(compiled.asm["cubin"])
+    code = machine_code.read(compiled.asm["cubin"])
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
-    by_registers = 65_536 // (-(-row["registers"] // 8) * 8 * 32 * warps)
-    programs = min(by_registers, WARPS_PER_SM[sm] // warps, SHARED_PER_SM[sm] // (shared + 1024), 32)
-    return row | dict(shared=shared, warps=warps, stages=compiled.metadata.num_stages, programs_per_sm=programs)
+    by_registers = 65_536 // (-(-code.registers // 8) * 8 * 32 * warps)
+    hgmma = code.count("HGMMA")
+    return dict(
+        registers=code.registers,
+        stack=code.stack,
+        spills=code.spills,
+        tensor_core=code.tensor_core,
+        hgmma=hgmma,
+        waits=code.waits,
+        hmma=code.count("HMMA"),
+        notes=" ".join(machine_code.assembler_notes(compiled.asm["ptx"], sm)) if hgmma else "",
+        shared=shared,
+        warps=warps,
+        stages=compiled.metadata.num_stages,
+        programs_per_sm=min(by_registers, WARPS_PER_SM[sm] // warps, SHARED_PER_SM[sm] // (shared + 1024), 32),
+    )
 
 
 def launcher_calls(s: Sizes, dtype: torch.dtype, wide: bool) -> dict[str, Callable]:
@@ -88,7 +81,7 @@ def launcher_calls(s: Sizes, dtype: torch.dtype, wide: bool) -> dict[str, Callab
 
 
 def with_rivals(call) -> dict:
-    """The call as it is, and once for each rival provider of an operation in it: " (tma)" and so on. What runs no kernel of ours is left out."""
+    """The call as it is, and once for each rival of an operation in it: " (tma)", " (tma 2)" and so on. What runs no kernel of ours is left out."""
     with tiles.watching() as used:
         runs = {"": call} if record(call) else {}
     for (op, bits, shape), _ in used.items():
@@ -100,7 +93,8 @@ def with_rivals(call) -> dict:
                     with tiles.override(op, rival, shape):
                         call()
 
-                runs[f" ({rival.provider})"] = run
+                earlier = sum(name.startswith(f" ({rival.provider}") for name in runs)
+                runs[f" ({rival.provider} {earlier + 1})" if earlier else f" ({rival.provider})"] = run
     return runs
 
 
@@ -127,16 +121,16 @@ def compile_job(job: tuple) -> dict:
     case, sm, dtype, plain = job
     launch = plain.launch()
     blocks = {k: v for k, v in launch.arguments.items() if k.isupper() and isinstance(v, int) and not isinstance(v, bool)}
-    named = " ".join(f"{k}={v}" for k, v in blocks.items() if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM"))
+    blocks |= {k: launch.arguments[k] for k in ("maxnreg",) if k in launch.arguments}
+    named = " ".join(f"{k}={v}" for k, v in blocks.items() if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "maxnreg"))
     if "HEAD" in launch.arguments:
         named += " head={0.first}+{0.second}".format(launch.arguments["HEAD"])
     row = dict(kernel=launch.kernel.__name__, case=case, sm=sm, dtype=dtype, tile=named)
     try:
         return row | compile_launch(launch, sm)
     except Exception as error:  # the table says which tile does not compile
-        return row | dict(
-            registers=-1, stack=-1, spills=-1, shared=-1, tensor_core=f"{type(error).__name__}: {str(error)[:200]}", warps=0, stages=0, programs_per_sm=0
-        )
+        unknown = dict.fromkeys((name for name in COLUMNS if name not in WORDS), -1) | dict(notes="")
+        return unknown | row | dict(tensor_core=f"{type(error).__name__}: {str(error)[:200]}")
 
 
 QUICK_SIZES = {
@@ -163,11 +157,12 @@ def committed() -> list[dict]:
     """The rows of the table."""
     with open(TABLE, newline="") as file:
         next(file)
-        return [{k: v if k in ("kernel", "case", "dtype", "tile", "tensor_core") else int(v) for k, v in row.items()} for row in csv.DictReader(file)]
+        return [{k: v if k in WORDS else int(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 def problems(rows: list[dict]) -> list[str]:
-    """What no shipped tile may do: not compile, spill in a 16-bit kernel, take too much shared memory, leave a 16-bit product to the scalar units."""
+    """What no tile may do: not compile, take too much shared memory; in 16 bits, spill, leave a product to the scalar units or, on sm_90, have
+    wgmma wait one by one, or leave tiles of 64 rows and more to mma.sync."""
     found = []
     for r in rows:
         name = f"{r['kernel']} ({r['case']}) on sm_{r['sm']} {r['dtype']} {r['tile']}"
@@ -180,7 +175,17 @@ def problems(rows: list[dict]) -> list[str]:
             found.append(f"{name}: {r['shared']} bytes of shared memory, limit {tiles.SHARED_LIMIT[r['sm']]}")
         if not r["tensor_core"] and r["dtype"] != "fp32" and any(word in r["kernel"] for word in PRODUCTS):
             found.append(f"{name}: no tensor-core instruction")
+        if r["hgmma"] and (r["notes"] or (r["hgmma"] > 1 and r["waits"] >= r["hgmma"])):
+            found.append(f"{name}: serialised wgmma, {r['waits']} waits for {r['hgmma']} HGMMA ({r['notes'] or 'ptxas says nothing'})")
+        if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
+            found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
     return found
+
+
+def _rows(tile: str) -> int:
+    """Rows of the largest tile that is multiplied."""
+    sizes = dict(word.split("=") for word in tile.split() if word.startswith("BLOCK"))
+    return max((int(size) for name, size in sizes.items() if name.startswith(("BLOCK_M", "BLOCK_N"))), default=0)
 
 
 # Kernels whose work is a matrix product.

@@ -62,6 +62,27 @@ def test_every_rival_that_runs_here_is_offered():
         assert [t.provider for t in tiles.rivals("linear_fwd", half, "768x2304")] == ["triton"]  # no tensor descriptors before sm_90
 
 
+def test_a_provider_may_have_several_rivals_each_a_variant(monkeypatch):
+    shipped, wide, tma, wide_tma = (tile(8, 3, name, BLOCK_N=n) for name in ("triton", "tma") for n in (128, 256))
+    monkeypatch.setitem(tiles.RULES, "x", (Rule(shipped),))
+    rules = Rule(wide, variant="wide"), Rule(tma), Rule(wide_tma, variant="wide"), Rule(tile(4, 2, "tma", BLOCK_N=64), variant="wide")
+    monkeypatch.setitem(tiles.RIVALS, "x", rules)
+    half = torch.empty(1, dtype=torch.float16)
+    assert tiles.rivals("x", half, "d64") == [wide, tma, wide_tma]
+    with tiles.override("x", wide):
+        assert tiles.rivals("x", half, "d64") == [tma, wide_tma]
+    with tiles.override("x", wide_tma):
+        assert tiles.rivals("x", half, "d64") == [shipped, wide]
+
+
+def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
+    limited = tile(4, 2, maxnreg=168, BLOCK_M=64)
+    assert limited.meta == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168) and "maxnreg" not in tile(4, 2, BLOCK_M=64).meta
+    row = tiles.as_row("x", "Some GPU", "16", "d64", limited)
+    assert tiles.from_row(json.loads(json.dumps(row))) == limited
+    assert tiles.from_row({k: v for k, v in row.items() if k != "maxnreg"}) == tile(4, 2, BLOCK_M=64)  # an older table
+
+
 def test_a_tuned_row_is_kept_beside_the_others(tmp_path, monkeypatch):
     path = tmp_path / "new" / "tiles.json"
     monkeypatch.setenv("VITFAST_TILES", str(path))

@@ -122,6 +122,14 @@ def test_search_keeps_the_tables_tile_within_noise_and_gives_up_slow_providers()
     assert {t.provider for t in search.advance()} == {"triton"} and search.best["BLOCK_M"] == 64
 
 
+def test_search_varies_the_limit_of_registers_where_a_tile_has_one():
+    limits = lambda t: sorted(n.maxnreg for n in search.neighbours(t) if n.maxnreg != t.maxnreg)  # noqa: E731
+    from vitfast import search
+
+    assert limits(tile(4, 2, BLOCK_M=64)) == [] and limits(tile(4, 2, maxnreg=168, BLOCK_M=64)) == [128, 248]
+    assert limits(tile(4, 2, maxnreg=128, BLOCK_M=64)) == [168]
+
+
 def test_search_goes_on_from_a_tile_that_does_not_run():
     search, start = tune.Search([tile(8, 4, BLOCK_M=256)]), tile(8, 4, BLOCK_M=256)
     search.times[start] = None

@@ -19,6 +19,8 @@ LIMITS = {
     "PROGRAMS": (64, 2112),
     "BLOCK_K": (1, 512),
 }
+# Registers a thread may have, where a tile limits them: for four, three or two programs of 4 warps on a multiprocessor.
+REGISTERS = (128, 168, 248)
 STEPS = ("num_stages", "STAGES", "PER_SM")  # one more or fewer; of all others, twice or half
 GAIN = 0.98  # a candidate must take less than this share of the time of the best so far
 # A provider whose best takes longer than this times the best of all is given up: as it is shipped, and once it was searched.
@@ -27,7 +29,7 @@ WAVES = 6
 
 
 def neighbours(tile: Tile) -> Iterator[Tile]:
-    """Tiles one step away: one number doubled or halved, or one more or fewer. None where no kernel of ours would run."""
+    """Tiles one step away: one number doubled or halved, or one more or fewer; the next limit of registers. None where no kernel of ours would run."""
     if not tile.blocks:
         return
     numbers = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dict(tile.blocks)}
@@ -39,6 +41,9 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
                     yield dataclasses.replace(tile, **{name: other})
                 else:
                     yield dataclasses.replace(tile, blocks=tuple(sorted({**dict(tile.blocks), name: other}.items())))
+    if tile.maxnreg in REGISTERS:
+        at = REGISTERS.index(tile.maxnreg)
+        yield from (dataclasses.replace(tile, maxnreg=near) for near in REGISTERS[max(0, at - 1) : at + 2] if near != tile.maxnreg)
 
 
 class Search:

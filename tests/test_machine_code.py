@@ -1,0 +1,73 @@
+"""Reading machine code: instructions, loops and waits of toy kernels whose answer is known, compiled for sm_90 without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from vitfast.machine_code import Code, Loop
+
+TOYS = """
+import json
+import torch, triton
+import triton.language as tl
+from vitfast import machine_code, offline
+from vitfast.kernels.launch import Launch
+
+@triton.jit
+def whole_then_last(a_ptr, b_ptr, out_ptr, N, LAST_FIRST: tl.constexpr):
+    # the pattern that ptxas serialises: a second product after a pipelined loop
+    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    acc = tl.zeros((64, 64), tl.float32)
+    if LAST_FIRST:
+        acc = tl.dot(tl.load(a_ptr + i * 64 + j), tl.load(b_ptr + i * 64 + j), acc)
+    for start in range(0, N):
+        s = tl.dot(tl.load(a_ptr + (start * 64 + i) * 64 + j), tl.load(b_ptr + i * 64 + j))
+        acc = tl.dot(tl.exp2(s).to(tl.bfloat16), tl.load(b_ptr + (start * 64 + i) * 64 + j), acc)
+    if not LAST_FIRST:
+        acc = tl.dot(tl.load(a_ptr + i * 64 + j), tl.load(b_ptr + i * 64 + j), acc)
+    tl.store(out_ptr + i * 64 + j, acc)
+
+@triton.jit
+def nested(x_ptr, out_ptr, N, M):
+    total = tl.zeros((128,), tl.float32)
+    for i in range(N):
+        for j in range(M):
+            total += tl.exp2(tl.load(x_ptr + (i * M + j) * 128 + tl.arange(0, 128)))
+        tl.store(out_ptr + i * 128 + tl.arange(0, 128), total)
+
+def read(kernel, **arguments):
+    compiled = offline.compiled(Launch(kernel, (1,), arguments | dict(num_warps=4, num_stages=3)), 90)
+    code = machine_code.read(compiled.asm["cubin"])
+    notes = machine_code.assembler_notes(compiled.asm["ptx"], 90)
+    return dict(hgmma=code.count("HGMMA"), hmma=code.count("HMMA"), waits=code.waits, core=code.tensor_core, notes=notes, spills=code.spills,
+                registers=code.registers, mufu=code.count("MUFU"), depths=[x.depth for x in code.loops], counts=[x.last - x.first for x in code.loops])
+
+x, y = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
+print(json.dumps([read(nested, x_ptr=y, out_ptr=y, N=3, M=5), *(read(whole_then_last, a_ptr=x, b_ptr=x, out_ptr=y, N=7, LAST_FIRST=f) for f in (True, False))]))
+"""
+
+
+def test_loops_waits_and_notes_of_known_kernels(tmp_path):
+    script = tmp_path / "toys.py"
+    script.write_text(TOYS)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    nested, clean, serialised = json.loads(done.stdout)
+    assert nested["mufu"] > 0 and nested["hgmma"] == nested["hmma"] == nested["waits"] == 0 and nested["core"] == ""
+    assert set(nested["depths"]) == {0, 1}  # ptxas unrolls the inner one, and keeps its rest
+    assert max(c for c, depth in zip(nested["counts"], nested["depths"]) if depth == 1) < max(nested["counts"])
+    for row in (clean, serialised):
+        assert row["hgmma"] >= 12 and row["core"] == "HGMMA" and row["hmma"] == row["spills"] == 0 and row["registers"] > 60
+    assert clean["waits"] <= clean["hgmma"] / 2 and clean["notes"] == []
+    assert serialised["waits"] == serialised["hgmma"] and serialised["notes"] == ["C7515"]
+
+
+def test_names_spills_and_loops_of_a_listing():
+    body = ("MOV R1, c[0x0][0x28]", "STL [R1], R4", "@!P0 LDL.64 R2, [R1]", "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24, gsb0", "@P0 BRA `(.L_x_0)")
+    body += ("BRA `(.L_x_1)",)
+    code = Code(90, 8, body, {".L_x_0": 2, ".L_x_1": 5})
+    assert (code.spills, code.waits, code.count("LDL", "MOV"), code.tensor_core) == (2, 1, 2, "HGMMA")
+    assert code.loops == [Loop(2, 4)]  # and not the trap behind the end, which branches to itself

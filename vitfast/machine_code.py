@@ -1,0 +1,121 @@
+"""Machine code of a compiled kernel, read without a GPU: registers, spills, tensor-core instructions, waits, loops, the assembler's notes.
+
+Read with the cuobjdump, nvdisasm and ptxas that Triton brings along. What is looked for, beside spills (CUDA C++ Programming Guide;
+PTX ISA, "Asynchronous warpgroup level matrix instructions"):
+
+- HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as `gsb0` on the last.
+  Where ptxas cannot tell that nothing touches the accumulators meanwhile, it makes each wait, and notes C7510 to C7519.
+- HMMA on sm_90 is mma.sync, which reaches about half of wgmma's rate.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA")  # of sm_100, sm_90, older ones and sm_120
+
+
+def tool(name: str, *arguments: str) -> str:
+    """What one of Triton's binaries prints; its own error where it fails."""
+    done = subprocess.run([str(BIN / name), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions first..last of the code, from a label to the branch back to it; depth 0 is the outermost."""
+
+    first: int
+    last: int
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kernel's instructions in order, each as "HGMMA.64x128x16.F32 R24, ...", with what its binary says of its resources."""
+
+    registers: int
+    stack: int
+    instructions: tuple[str, ...]
+    labels: dict[str, int]
+
+    def count(self, *names: str) -> int:
+        """How many instructions have one of these names before their first dot."""
+        return sum(name_of(i) in names for i in self.instructions)
+
+    @property
+    def spills(self) -> int:
+        """Loads from and stores to the stack."""
+        return self.count("LDL", "STL")
+
+    @property
+    def waits(self) -> int:
+        """HGMMAs that end in a wait. As many as there are HGMMAs: each waits for the one before it."""
+        return sum(name_of(i) == "HGMMA" and "gsb0" in i for i in self.instructions)
+
+    @property
+    def tensor_core(self) -> str:
+        """The first of TENSOR_CORE that is among the instructions, or ""."""
+        names = Counter(map(name_of, self.instructions))
+        return next((name for name in TENSOR_CORE if names[name]), "")
+
+    @property
+    def loops(self) -> list[Loop]:
+        """In the order of their ends, so that an inner loop comes before the one around it."""
+        found = []
+        for at, instruction in enumerate(self.instructions):
+            target = re.search(r"\bBRA\b[^`]*`\((\.L_x_\w+)\)", instruction)
+            first = self.labels.get(target.group(1), at + 1) if target else at + 1
+            if first < at:  # a branch to itself is the trap behind the code
+                found.append(Loop(first, at))
+        return [
+            Loop(x.first, x.last, sum(y.first <= x.first and x.last <= y.last and y != x for y in found)) for x in found
+        ]
+
+
+def name_of(instruction: str) -> str:
+    """ "HGMMA" of "@P0 HGMMA.64x128x16.F32 R24, ...". """
+    words = instruction.split()
+    return (words[1] if words[0].startswith("@") else words[0]).partition(".")[0]
+
+
+def read(cubin: bytes) -> Code:
+    """The code of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = tool("cuobjdump", "-res-usage", file.name)
+        listing = tool("nvdisasm", "-c", "-ndf", file.name)  # without its analysis of branches
+    instructions, labels = [], {}
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label.group(1)] = len(instructions)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            instructions.append(found.group(1))
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
+    return Code(registers, stack, tuple(instructions), labels)
+
+
+def assembler_notes(ptx: str, capability: int) -> list[str]:
+    """The numbers of ptxas's notes on wgmma, as in ["C7515"]: what it serialised and why. Takes as long as assembling."""
+    from triton.backends.nvidia import compiler
+
+    arch = compiler.sm_arch_from_capability(capability)
+    assembler = Path(compiler.get_ptxas(capability).path)
+    options = ["--regAllocOptLevel=2"] if "regAllocOptLevel" in Path(compiler.__file__).read_text() else []
+    with tempfile.TemporaryDirectory() as folder:
+        source, result = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [str(assembler), "-lineinfo", "-v", *options, f"--gpu-name={arch}", str(source), "-o", str(result)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ptxas failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    return sorted(set(re.findall(r"\bC75\d\d\b", done.stderr)))
