@@ -10,7 +10,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Head(NamedTuple):
-    """What a kernel is compiled for: the size of a head, its two parts (the second may be 0), what its rows are aligned to, how fp32 is multiplied.
+    """What a kernel is compiled for: the size of a head, its two parts (the second may be 0), what its rows are aligned to, whether a head's last row
+    may be 2^31 elements past its first, how fp32 is multiplied.
 
     Its fields are plain numbers in Triton 3.6: what goes on to another function is named a constexpr first.
     """
@@ -19,39 +20,47 @@ class Head(NamedTuple):
     first: int
     second: int
     align: int
+    far: bool
     precision: str
 
 
 @triton.jit
-def head_of(ptr, strides, b, h, HEAD: tl.constexpr):
-    """A head of a batch element of (B, N, H, Dh): where it starts, and the stride of its rows. The hint keeps 16-byte loads where head sizes divide by 8
-    but not by 16."""
+def head_of(x, b, h, HEAD: tl.constexpr):
+    """A head of a batch element of x = (pointer, strides of B, N, H), (B, N, H, Dh): where it starts, and the stride of its rows.
+
+    The hint keeps 16-byte loads where head sizes divide by 8 but not by 16.
+    """
     ALIGN: tl.constexpr = HEAD.align
-    return ptr + tl.multiple_of(b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2], ALIGN), strides[1]
+    return x[0] + tl.multiple_of(b.to(tl.int64) * x[1][0] + h.to(tl.int64) * x[1][2], ALIGN), x[1][1]
 
 
 @triton.jit
-def ptrs_of(head, rows, HEAD: tl.constexpr):
+def part_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
+    """Columns FIRST..FIRST + SIZE of some rows of a head."""
     ALIGN: tl.constexpr = HEAD.align
-    return head[0] + tl.multiple_of(rows.to(tl.int64) * head[1], ALIGN)
+    offs_n = rows.to(tl.int64) * head[1] if HEAD.far else rows * head[1]
+    return head[0] + (tl.multiple_of(offs_n, ALIGN)[:, None] + (FIRST + tl.arange(0, SIZE))[None, :])
 
 
 @triton.jit
-def load_part(row_ptrs, in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """Columns FIRST..FIRST + SIZE of some rows; zeros outside of the head and, with MASK_ROWS, where in_rows is false."""
-    offs_d = FIRST + tl.arange(0, SIZE)
-    ptrs = row_ptrs[:, None] + offs_d[None, :]
-    if MASK_ROWS:
-        if FIRST + SIZE > HEAD.dim:
-            x = tl.load(ptrs, mask=in_rows[:, None] & (offs_d < HEAD.dim)[None, :], other=0.0)
-        else:
-            x = tl.load(ptrs, mask=in_rows[:, None], other=0.0)
+def part_mask(in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
+    """Where in_rows is true, and where the head has that column; only the last part can pass its end."""
+    if FIRST + SIZE > HEAD.dim:
+        return in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :]
     else:
-        if FIRST + SIZE > HEAD.dim:
-            x = tl.load(ptrs, mask=(offs_d < HEAD.dim)[None, :], other=0.0)
-        else:
-            x = tl.load(ptrs)
-    return x
+        return in_rows[:, None]
+
+
+@triton.jit
+def load_part(head, rows, N, FIRST: tl.constexpr, SIZE: tl.constexpr, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Columns FIRST..FIRST + SIZE of some rows of a head; zeros outside of it and, with MASK_ROWS, from row N on."""
+    ptrs = part_ptrs(head, rows, FIRST, SIZE, HEAD)
+    if MASK_ROWS:
+        return tl.load(ptrs, mask=part_mask(rows < N, FIRST, SIZE, HEAD), other=0.0)
+    elif FIRST + SIZE > HEAD.dim:
+        return tl.load(ptrs, mask=(FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :], other=0.0)
+    else:
+        return tl.load(ptrs)
 
 
 @triton.jit
@@ -59,28 +68,28 @@ def load_rows(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
     """Rows of a head as a tuple of its parts: ((rows, first),) or ((rows, first), (rows, second))."""
     D0: tl.constexpr = HEAD.first
     D1: tl.constexpr = HEAD.second
-    row_ptrs = ptrs_of(head, rows, HEAD)
-    in_rows = rows < N
-    first = load_part(row_ptrs, in_rows, 0, D0, MASK_ROWS, HEAD)
+    first = load_part(head, rows, N, 0, D0, MASK_ROWS, HEAD)
     if D1 > 0:
-        return (first, load_part(row_ptrs, in_rows, D0, D1, MASK_ROWS, HEAD))
+        return (first, load_part(head, rows, N, D0, D1, MASK_ROWS, HEAD))
     else:
         return (first,)
 
 
 @triton.jit
-def store_part(row_ptrs, x, in_rows, FIRST: tl.constexpr, HEAD: tl.constexpr):
-    offs_d = FIRST + tl.arange(0, x.shape[1])
-    tl.store(row_ptrs[:, None] + offs_d[None, :], x.to(row_ptrs.dtype.element_ty), mask=in_rows[:, None] & (offs_d < HEAD.dim)[None, :])
+def store_part(head, x, rows, N, FIRST: tl.constexpr, HEAD: tl.constexpr):
+    """Writes columns FIRST.. of rows below N."""
+    SIZE: tl.constexpr = x.shape[1]
+    mask = part_mask(rows < N, FIRST, SIZE, HEAD)
+    tl.store(part_ptrs(head, rows, FIRST, SIZE, HEAD), x.to(head[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_rows(head, x, rows, N, HEAD: tl.constexpr):
     """Writes the parts x of some rows of a head."""
-    row_ptrs = ptrs_of(head, rows, HEAD)
-    store_part(row_ptrs, x[0], rows < N, 0, HEAD)
+    D0: tl.constexpr = HEAD.first
+    store_part(head, x[0], rows, N, 0, HEAD)
     if len(x) > 1:
-        store_part(row_ptrs, x[1], rows < N, x[0].shape[1], HEAD)
+        store_part(head, x[1], rows, N, D0, HEAD)
 
 
 @triton.jit
@@ -106,16 +115,17 @@ def zero_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
 
 @triton.jit
 def add_rows(a, b):
+    """a + b over their parts, fp32."""
     if len(a) > 1:
-        return (a[0] + b[0], a[1] + b[1])
+        return (a[0] + b[0].to(tl.float32), a[1] + b[1].to(tl.float32))
     else:
-        return (a[0] + b[0],)
+        return (a[0] + b[0].to(tl.float32),)
 
 
 @triton.jit
-def outer(a, b, HEAD: tl.constexpr):
-    """a b^T over the parts of the head: (rows of a, rows of b), fp32."""
-    acc = tl.dot(a[0], tl.trans(b[0]), input_precision=HEAD.precision)
+def outer(a, b, HEAD: tl.constexpr, acc=None):
+    """acc + a b^T over the parts of the head: (rows of a, rows of b), fp32."""
+    acc = tl.dot(a[0], tl.trans(b[0]), acc, input_precision=HEAD.precision)
     if len(a) > 1:
         acc = tl.dot(a[1], tl.trans(b[1]), acc, input_precision=HEAD.precision)
     return acc
@@ -133,7 +143,7 @@ def add_product(acc, w, x, HEAD: tl.constexpr):
 
 
 @triton.jit
-def weights(s, lse, scale, DTYPE: tl.constexpr):
+def probabilities(s, lse, scale, DTYPE: tl.constexpr):
     """exp(scale s - lse), lse a column or a row. Inputs in fp32 pay one multiplication per logit more, to be exact for logits in the thousands too:
     there scale s and lse agree to the last bits, which a logarithm in base 2 would round away."""
     if DTYPE == tl.float32:

@@ -1,12 +1,13 @@
 """Attention forward in blocks of keys, for sequences or head sizes that one program cannot hold: online softmax.
 
-A sequence is whole blocks without masks and one short masked block: 577 = 9 x 64 + 16, 257 = 4 x 64 + 16 (the tokens of a square grid and a class token).
+A sequence is one short masked block and whole blocks without masks: 577 = 16 + 9 x 64, 257 = 16 + 4 x 64 (the tokens of a square grid and a class token).
+The short one comes first: after a pipelined loop it would make ptxas wait for every wgmma of the kernel, one by one (its note C7515).
 """
 
 import triton
 import triton.language as tl
 
-from .attention_parts import LN2, LOG2E, add_product, head_of, load_rows, outer, store_rows, weights, zero_rows
+from .attention_parts import LN2, LOG2E, add_product, head_of, load_rows, outer, probabilities, store_rows, zero_rows
 
 
 @triton.jit
@@ -18,7 +19,7 @@ def _fwd_step(acc, l, m, q, k_head, v_head, start, N, scale, KEYS: tl.constexpr,
     if MASK:
         s = tl.where((cols < N)[None, :], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
-    p = weights(s, m_new[:, None], scale, q[0].dtype)
+    p = probabilities(s, m_new[:, None], scale, q[0].dtype)
     decay = tl.exp2((m - m_new) * LOG2E)
     v = load_rows(v_head, cols, N, MASK, HEAD)
     acc = add_product([part * decay[:, None] for part in acc], p, v, HEAD)
@@ -27,17 +28,13 @@ def _fwd_step(acc, l, m, q, k_head, v_head, start, N, scale, KEYS: tl.constexpr,
 
 @triton.jit
 def _attention_fwd_tiled_kernel(
-    q_ptr,  # (B, N, H, Dh)
-    k_ptr,  # (B, N, H, Dh)
-    v_ptr,  # (B, N, H, Dh)
-    o_ptr,  # (B, N, H, Dh)
+    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next three
+    k,
+    v,
+    o,
     lse_ptr,  # (B, H, N)
     N,
     H,
-    q_strides,  # of B, N, H
-    k_strides,
-    v_strides,
-    o_strides,
     scale,
     HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -49,16 +46,16 @@ def _attention_fwd_tiled_kernel(
     pid = tl.program_id(0)
     bh = pid // tiles_m
     b, h = bh // H, bh % H
-    k_head, v_head = head_of(k_ptr, k_strides, b, h, HEAD), head_of(v_ptr, v_strides, b, h, HEAD)
+    k_head, v_head = head_of(k, b, h, HEAD), head_of(v, b, h, HEAD)
     rows = pid % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = load_rows(head_of(q_ptr, q_strides, b, h, HEAD), rows, N, True, HEAD)
+    q_tile = load_rows(head_of(q, b, h, HEAD), rows, N, True, HEAD)
     acc = zero_rows(BLOCK_M, HEAD)
     l = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     whole = N // BLOCK_N * BLOCK_N
-    for start in range(0, whole, BLOCK_N):
-        acc, l, m = _fwd_step(acc, l, m, q, k_head, v_head, start, N, scale, BLOCK_N, False, HEAD)
     if LAST_N > 0:
-        acc, l, m = _fwd_step(acc, l, m, q, k_head, v_head, whole, N, scale, LAST_N, True, HEAD)
-    store_rows(head_of(o_ptr, o_strides, b, h, HEAD), [part * (1 / l)[:, None] for part in acc], rows, N, HEAD)
+        acc, l, m = _fwd_step(acc, l, m, q_tile, k_head, v_head, whole, N, scale, LAST_N, True, HEAD)
+    for start in range(0, whole, BLOCK_N):
+        acc, l, m = _fwd_step(acc, l, m, q_tile, k_head, v_head, start, N, scale, BLOCK_N, False, HEAD)
+    store_rows(head_of(o, b, h, HEAD), [part * (1 / l)[:, None] for part in acc], rows, N, HEAD)
     tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)

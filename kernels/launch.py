@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 
@@ -54,6 +54,20 @@ def settle(kernel) -> None:
         kernel.cache_key  # noqa: B018
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def _tensors(arguments: Iterable[object]) -> Iterator[Tensor]:
+    """The tensors among arguments, in tuples too."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _tensors(argument)
+
+
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     """`kernel[grid](**arguments)` on the device of its tensors; nothing for an empty grid."""
     global _made
@@ -66,7 +80,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     if not INTERPRETED:
         settle(kernel)
     arguments["enable_fp_fusion"] = True  # Triton 3.10 turns a * b + c into two roundings unless it is asked not to
-    device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
+    device = next(_tensors(arguments.values())).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](**arguments)

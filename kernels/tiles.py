@@ -118,9 +118,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64)),
     ),
     "attention_bwd": (
-        Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90, 100), bits="16", shape="d[1-6][2468]n64"),
-        Rule(tile(8, 1, "rows", BLOCK_M=64), sm=(90, 100), bits="16", shape="d[1-6][2468]n128"),
-        Rule(tile(8, 1, "rows", BLOCK_M=32), sm=(90, 100), bits="16", shape="d[1-6][2468]n256"),
+        # One program of 4 warps a head: four, three or two of them on a multiprocessor, by their registers.
+        Rule(tile(4, 1, "head", maxnreg=128, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=0), sm=(90,), bits="16", shape="d[13][26]n[1-6]*"),
+        Rule(tile(4, 1, "head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=0), sm=(90,), bits="16", shape="d[46][48]n[1-6]*"),
+        Rule(tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=1), sm=(90,), bits="16", shape="d[89][06]n[1-6]*"),
         Rule(tile(provider="tiled")),
     ),
     "attention_bwd_dq": (
@@ -196,7 +197,9 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
         *_ATTENTION,
     ),
     "attention_bwd": (
-        Rule(tile(8, 3, "phases", BLOCK_M1=128, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=128), sm=(90,), bits="16", shape="d[1-6][2468]n[1-3]*"),
+        Rule(tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=1), sm=(90,), bits="16", shape="d[1-6][24568]n[1-6]*", variant="exact"),
+        Rule(tile(8, 1, "head", BLOCK_M=64, BLOCK_N=128, STAGES=2, EXACT=0), sm=(90,), bits="16", shape="d[1-6][24568]n[1-6]*", variant="wide"),
+        Rule(tile(4, 3, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=64), sm=(90,), bits="16", shape="d[1-6][24568]n[1-6]*"),
         Rule(tile(provider="tiled")),
         *_ATTENTION,
     ),

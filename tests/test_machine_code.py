@@ -16,17 +16,26 @@ from vitfast import machine_code, offline
 from vitfast.kernels.launch import Launch
 
 @triton.jit
-def whole_then_last(a_ptr, b_ptr, out_ptr, N, LAST_FIRST: tl.constexpr):
-    # the pattern that ptxas serialises: a second product after a pipelined loop
+def step(acc, most, q, k_ptr, v_ptr, start, SIZE: tl.constexpr):
+    i, j = start + tl.arange(0, SIZE)[:, None], tl.arange(0, 64)[None, :]
+    s = tl.dot(q, tl.trans(tl.load(k_ptr + i * 64 + j)))
+    higher = tl.maximum(most, tl.max(s, 1))
+    acc = acc * tl.exp2(most - higher)[:, None]
+    return tl.dot(tl.exp2(s - higher[:, None]).to(tl.bfloat16), tl.load(v_ptr + i * 64 + j), acc), higher
+
+@triton.jit
+def whole_then_last(q_ptr, k_ptr, v_ptr, out_ptr, N, LAST_FIRST: tl.constexpr):
+    # what ptxas serialises: a short block after a pipelined loop that carries an accumulator
     i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    q = tl.load(q_ptr + i * 64 + j)
     acc = tl.zeros((64, 64), tl.float32)
+    most = tl.full((64,), float("-inf"), tl.float32)
     if LAST_FIRST:
-        acc = tl.dot(tl.load(a_ptr + i * 64 + j), tl.load(b_ptr + i * 64 + j), acc)
-    for start in range(0, N):
-        s = tl.dot(tl.load(a_ptr + (start * 64 + i) * 64 + j), tl.load(b_ptr + i * 64 + j))
-        acc = tl.dot(tl.exp2(s).to(tl.bfloat16), tl.load(b_ptr + (start * 64 + i) * 64 + j), acc)
+        acc, most = step(acc, most, q, k_ptr, v_ptr, N, 16)
+    for start in range(0, N, 64):
+        acc, most = step(acc, most, q, k_ptr, v_ptr, start, 64)
     if not LAST_FIRST:
-        acc = tl.dot(tl.load(a_ptr + i * 64 + j), tl.load(b_ptr + i * 64 + j), acc)
+        acc, most = step(acc, most, q, k_ptr, v_ptr, N, 16)
     tl.store(out_ptr + i * 64 + j, acc)
 
 @triton.jit
@@ -45,7 +54,7 @@ def read(kernel, **arguments):
                 registers=code.registers, mufu=code.count("MUFU"), depths=[x.depth for x in code.loops], counts=[x.last - x.first for x in code.loops])
 
 x, y = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
-print(json.dumps([read(nested, x_ptr=y, out_ptr=y, N=3, M=5), *(read(whole_then_last, a_ptr=x, b_ptr=x, out_ptr=y, N=7, LAST_FIRST=f) for f in (True, False))]))
+print(json.dumps([read(nested, x_ptr=y, out_ptr=y, N=3, M=5), *(read(whole_then_last, q_ptr=x, k_ptr=x, v_ptr=x, out_ptr=y, N=197, LAST_FIRST=f) for f in (True, False))]))
 """
 
 
@@ -60,7 +69,7 @@ def test_loops_waits_and_notes_of_known_kernels(tmp_path):
     assert set(nested["depths"]) == {0, 1}  # ptxas unrolls the inner one, and keeps its rest
     assert max(c for c, depth in zip(nested["counts"], nested["depths"]) if depth == 1) < max(nested["counts"])
     for row in (clean, serialised):
-        assert row["hgmma"] >= 12 and row["core"] == "HGMMA" and row["hmma"] == row["spills"] == 0 and row["registers"] > 60
+        assert row["hgmma"] >= 8 and row["core"] == "HGMMA" and row["hmma"] == row["spills"] == 0 and row["registers"] > 60
     assert clean["waits"] <= clean["hgmma"] / 2 and clean["notes"] == []
     assert serialised["waits"] == serialised["hgmma"] and serialised["notes"] == ["C7515"]
 

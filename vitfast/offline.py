@@ -95,6 +95,8 @@ class Job(NamedTuple):
         def plain(value):
             if isinstance(value, TensorDescriptor):
                 return _Descriptor(value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
+            if type(value) is tuple:
+                return tuple(map(plain, value))
             if not isinstance(value, torch.Tensor):
                 return value
             if value.device.type != "meta" and value.data_ptr() % 16:
@@ -110,6 +112,8 @@ class Job(NamedTuple):
             if isinstance(value, _Descriptor):
                 base = torch.empty(1, dtype=value.dtype, device="meta")
                 return TensorDescriptor(base, list(value.shape), list(value.strides), list(value.block_shape))
+            if type(value) is tuple:
+                return tuple(map(whole, value))
             return torch.empty(1, dtype=value, device="meta") if isinstance(value, torch.dtype) else value
 
         kernel = getattr(importlib.import_module(self.module), self.kernel)

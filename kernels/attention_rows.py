@@ -1,0 +1,75 @@
+"""Attention forward, whole rows: every key and value of a head in one program (up to 256 tokens), one softmax without rescaling.
+
+The keys are parts of falling powers of two (197 -> 128 + 64 + 16), so that little is padded; query tiles follow one another.
+"""
+
+import triton
+import triton.language as tl
+
+from .attention_parts import LN2, add_product, head_of, load_rows, outer, probabilities, store_rows, zero_rows
+
+
+@triton.jit
+def load_keys(head, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl.constexpr, HEAD: tl.constexpr):
+    """Every row of a head in one to three blocks of rows; only the last reaches past N."""
+    first = load_rows(head, tl.arange(0, KEYS0), N, KEYS1 == 0, HEAD)
+    if KEYS1 > 0:
+        second = load_rows(head, KEYS0 + tl.arange(0, KEYS1), N, KEYS2 == 0, HEAD)
+        if KEYS2 > 0:
+            return (first, second, load_rows(head, KEYS0 + KEYS1 + tl.arange(0, KEYS2), N, True, HEAD))
+        else:
+            return (first, second)
+    else:
+        return (first,)
+
+
+@triton.jit
+def _attention_fwd_rows_kernel(
+    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next three
+    k,
+    v,
+    o,
+    lse_ptr,  # (B, H, N)
+    N,
+    H,
+    scale,
+    HEAD: tl.constexpr,
+    KEYS0: tl.constexpr,
+    KEYS1: tl.constexpr,
+    KEYS2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+):
+    """QUERY_TILES x BLOCK_M queries of one head against all of its keys."""
+    groups = tl.cdiv(N, BLOCK_M * QUERY_TILES)
+    pid = tl.program_id(0)
+    bh = pid // groups
+    b, h = bh // H, bh % H
+    q_head, o_head = head_of(q, b, h, HEAD), head_of(o, b, h, HEAD)
+    k_parts = load_keys(head_of(k, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
+    v_parts = load_keys(head_of(v, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
+    for tile in range(QUERY_TILES):
+        rows = (pid % groups * QUERY_TILES + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(q_head, rows, N, True, HEAD)
+        s = [outer(q_tile, part, HEAD) for part in k_parts]
+        if KEYS2 > 0:
+            s = (s[0], s[1], tl.where((KEYS0 + KEYS1 + tl.arange(0, KEYS2) < N)[None, :], s[2], float("-inf")))
+            m = tl.maximum(tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1)), tl.max(s[2], 1))
+        elif KEYS1 > 0:
+            s = (s[0], tl.where((KEYS0 + tl.arange(0, KEYS1) < N)[None, :], s[1], float("-inf")))
+            m = tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1))
+        else:
+            s = (tl.where((tl.arange(0, KEYS0) < N)[None, :], s[0], float("-inf")),)
+            m = tl.max(s[0], 1)
+        m = m * scale
+        p = [probabilities(part, m[:, None], scale, q_tile[0].dtype) for part in s]
+        l = tl.sum(p[0], 1)
+        acc = add_product(zero_rows(BLOCK_M, HEAD), p[0], v_parts[0], HEAD)
+        if KEYS1 > 0:
+            l += tl.sum(p[1], 1)
+            acc = add_product(acc, p[1], v_parts[1], HEAD)
+        if KEYS2 > 0:
+            l += tl.sum(p[2], 1)
+            acc = add_product(acc, p[2], v_parts[2], HEAD)
+        store_rows(o_head, [part * (1 / l)[:, None] for part in acc], rows, N, HEAD)
+        tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)
