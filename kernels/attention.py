@@ -195,7 +195,7 @@ def attention_bwd_dkdv(
 def _boxes(x: Tensor, rows: int, parts: tuple[int, int]) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """x (B, H, N, Dh) for the copy engine, in blocks of `rows` rows of a head's parts; None where it cannot read it, or there is no second part."""
     step = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(stride % step or stride <= 0 for stride in x.stride()[:-1]):
+    if x.numel() == 0 or x.data_ptr() % 16 or any(stride % step or stride <= 0 for stride in x.stride()[:-1]):
         return None, None
     shape, strides = list(x.shape), list(x.stride())
     first, second = (TensorDescriptor(x, shape, strides, [1, 1, rows, part]) if part else None for part in parts)

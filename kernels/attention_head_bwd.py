@@ -65,9 +65,9 @@ def add_dq(head, ds, k, rows, N, scale, more, FIRST: tl.constexpr, HEAD: tl.cons
     """
     SIZE: tl.constexpr = k.shape[1]
     if SIZE % 64 == 0:
-        dq = tl.trans(tl.dot(tl.trans(k), ds)) * scale
+        dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=HEAD.precision)) * scale
     else:
-        dq = tl.dot(tl.trans(ds), k) * scale
+        dq = tl.dot(tl.trans(ds), k, input_precision=HEAD.precision) * scale
     # under `if`: a load that is always made would be pipelined, with registers for its addresses
     if more:
         dq += load_part(head, rows, N, FIRST, SIZE, True, HEAD).to(tl.float32)
@@ -109,12 +109,12 @@ def before_parts(
         if LAST_N > 0:
             q_tile = load_part(q, rows, N, 0, WIDE, True, HEAD)
             do_tile = do_parts[0] if WIDE == D0 else load_part(do, rows, N, 0, WIDE, True, HEAD)
-            p = tl.exp2(tl.dot(q_tile, tl.trans(k_tile), nlse[:, None] + bias[None, :]) * (scale * LOG2E))
-            dv_tile = tl.dot(tl.trans(do_tile), p.to(do_tile.dtype), dv_tile)
-            dp = tl.dot(do_tile, tl.trans(v_tile), tl.broadcast_to(ndelta[:, None], (BLOCK_M, LAST_N)))
+            p = tl.exp2(outer((q_tile,), (k_tile,), HEAD, nlse[:, None] + bias[None, :]) * (scale * LOG2E))
+            dp = outer((do_tile,), (v_tile,), HEAD, tl.broadcast_to(ndelta[:, None], (BLOCK_M, LAST_N)))
             ds = (p * dp).to(q_tile.dtype)
-            dk_tile = tl.dot(tl.trans(q_tile), ds, dk_tile)
-            store_part(dq, tl.dot(ds, k_tile) * scale, rows, N, 0, HEAD)
+            dv_tile = tl.dot(tl.trans(do_tile), p.to(do_tile.dtype), dv_tile, input_precision=HEAD.precision)
+            dk_tile = tl.dot(tl.trans(q_tile), ds, dk_tile, input_precision=HEAD.precision)
+            store_part(dq, tl.dot(ds, k_tile, input_precision=HEAD.precision) * scale, rows, N, 0, HEAD)
     if LAST_N > 0:
         store_part(dk, tl.trans(dk_tile * scale), keys, N, 0, HEAD)
         store_part(dv, tl.trans(dv_tile), keys, N, 0, HEAD)

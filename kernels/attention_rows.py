@@ -48,8 +48,9 @@ def _attention_fwd_rows_kernel(
     q_head, o_head = head_of(q, b, h, HEAD), head_of(o, b, h, HEAD)
     k_parts = load_keys(head_of(k, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
     v_parts = load_keys(head_of(v, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
-    for tile in range(QUERY_TILES):
-        rows = (pid % groups * QUERY_TILES + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # disable_licm: addresses are made anew for every tile, which leaves the registers for a third program on a multiprocessor
+    for i in tl.range(0, QUERY_TILES, num_stages=1, disable_licm=True):
+        rows = (pid % groups * QUERY_TILES + i) * BLOCK_M + tl.arange(0, BLOCK_M)
         q_tile = load_rows(q_head, rows, N, True, HEAD)
         s = [outer(q_tile, part, HEAD) for part in k_parts]
         if KEYS2 > 0:

@@ -59,7 +59,7 @@ def queries_bwd(
 
 
 @triton.jit
-def _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, in_keys, N, scale, QUERIES: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr):
+def _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, N, scale, QUERIES: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr):
     """dK / scale += dS^T Q and dV += P^T dO for one block of queries; everything transposed, so that P^T and dS^T are left operands as they come."""
     rows = start + tl.arange(0, QUERIES)
     q = load_rows(q_head, rows, N, MASK, HEAD)
@@ -67,7 +67,6 @@ def _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, in_keys
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
     p = probabilities(outer(k, q, HEAD), lse[None, :], scale, q[0].dtype)
-    p = tl.where(in_keys[:, None], p, 0.0)
     dv = add_product(dv, p, do, HEAD)
     ds = p * (outer(v, do, HEAD) - delta[None, :])
     return add_product(dk, ds, q, HEAD), dv
@@ -90,16 +89,17 @@ def keys_bwd(
     """dK and dV of BLOCK_N keys of a head from `first` on, against blocks of BLOCK_M queries; writes and returns both."""
     q_head, k_head, v_head, do_head = heads
     cols = first + tl.arange(0, BLOCK_N)
-    in_keys = cols < N
     k = load_rows(k_head, cols, N, True, HEAD)
     v = load_rows(v_head, cols, N, True, HEAD)
     dk, dv = zero_rows(BLOCK_N, HEAD), zero_rows(BLOCK_N, HEAD)
     whole = N // BLOCK_M * BLOCK_M
     if LAST_M > 0:
-        dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, whole, in_keys, N, scale, LAST_M, True, HEAD)
+        dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, whole, N, scale, LAST_M, True, HEAD)
     for start in range(0, whole, BLOCK_M):
-        dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, in_keys, N, scale, BLOCK_M, False, HEAD)
-    dk = [part * scale for part in dk]
+        dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, N, scale, BLOCK_M, False, HEAD)
+    # keys past N have had their share of every query, in rows of their own: nothing for the sums
+    dk = [tl.where((cols < N)[:, None], part * scale, 0.0) for part in dk]
+    dv = [tl.where((cols < N)[:, None], part, 0.0) for part in dv]
     store_rows(grad_heads[0], dk, cols, N, HEAD)
     store_rows(grad_heads[1], dv, cols, N, HEAD)
     return dk, dv
@@ -205,13 +205,13 @@ def _attention_bwd_phases_kernel(
     dq_head, kv_grads = head_of(dq, b, h, HEAD), [head_of(x, b, h, HEAD) for x in (dk, dv)]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
     tiles_m, tiles_n = tl.cdiv(N, BLOCK_M1), tl.cdiv(N, BLOCK_N2)
-    for place in range(tiles_m):
+    for place in tl.range(0, tiles_m, num_stages=1, disable_licm=True):
         dq_tile = queries_bwd(inputs, dq_head, lse_row, delta_row, place * BLOCK_M1, N, scale, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1)
         if SUMS:
             store_sums(q_sums_ptr, dq_tile, b * tiles_m + place, h, H, HEAD)
     # delta was written by other threads of this program
     tl.debug_barrier()
-    for place in range(tiles_n):
+    for place in tl.range(0, tiles_n, num_stages=1, disable_licm=True):
         without_o = (inputs[0], inputs[1], inputs[2], inputs[4])
         dk_tile, dv_tile = keys_bwd(without_o, kv_grads, lse_row, delta_row, place * BLOCK_N2, N, scale, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2)
         if SUMS:

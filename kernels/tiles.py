@@ -199,7 +199,7 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
     "attention_bwd": (
         Rule(tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=1), sm=(90,), bits="16", shape="d[1-6][24568]n[1-6]*", variant="exact"),
         Rule(tile(8, 1, "head", BLOCK_M=64, BLOCK_N=128, STAGES=2, EXACT=0), sm=(90,), bits="16", shape="d[1-6][24568]n[1-6]*", variant="wide"),
-        Rule(tile(4, 3, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=64), sm=(90,), bits="16", shape="d[1-6][24568]n[1-6]*"),
+        Rule(tile(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), sm=(90,), bits="16", shape="d[1-6][24568]n[1-6]*"),
         Rule(tile(provider="tiled")),
         *_ATTENTION,
     ),

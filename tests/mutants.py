@@ -57,11 +57,11 @@ class Mutant:
 
 
 _STORE_CHUNK = "tl.store(ptr + rows.to(tl.int64) * D + offs_d"
-_LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q, k_head, v_head, whole, N, scale, LAST_N, "
+_LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q_tile, k_head, v_head, whole, N, scale, LAST_N, "
 _GRID = '(triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)'
 _SHORT_GRID = '(max(1, m // tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)'
 _DQ = "common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq={})\n    common |="
-_DELTA = "_common(scale, q=q, k=k, v=v, do=do, dk=dk)\n    common |= dict(dv_ptr=dv, lse_ptr=lse, delta_ptr="
+_DELTA = "do=do, dk=dk, dv=dv)\n    common |= dict(lse_ptr=lse, delta_ptr="
 
 MUTANTS = [
     # Bounds: of rows, of columns, before the start, through a descriptor, of what lies beside in the same storage.
@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "a column past the head: k beside q",
         "attention_parts.py",
-        "mask=in_rows[:, None] & (offs_d < HEAD.dim)[None, :], other",
-        "mask=in_rows[:, None] & (offs_d <= HEAD.dim)[None, :], other",
+        "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :]",
+        "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) <= HEAD.dim)[None, :]",
         "attention",
         "out of bounds",
     ),
@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "tiles of queries that overlap",
         "attention_tiled_bwd.py",
-        "tile * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)",
-        "tile * (BLOCK_M - 1), N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)",
+        "place * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)",
+        "place * (BLOCK_M - 1), N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)",
         "attention backward, dq",
         "write-write race",
         True,
@@ -232,6 +232,24 @@ MUTANTS = [
         True,
     ),
     Mutant(
+        "no barrier between the parts of keys",
+        "attention_head_bwd.py",
+        "        tl.debug_barrier()\n\n    if SUMS",
+        "\n    if SUMS",
+        "attention backward",
+        "missing barrier",
+        True,
+    ),
+    Mutant(
+        "no barrier before the parts of keys",
+        "attention_head_bwd.py",
+        "    tl.debug_barrier()\n\n    for first",
+        "\n    for first",
+        "attention backward",
+        "missing barrier",
+        True,
+    ),
+    Mutant(
         "rows one element short",
         "rows.py",
         _STORE_CHUNK,
@@ -272,7 +290,7 @@ MUTANTS = [
     ),
     Mutant(
         "the last lse",
-        "attention.py",
+        "attention_rows.py",
         "m + tl.log2(l) * LN2, mask=rows < N)",
         "m + tl.log2(l) * LN2, mask=rows < N - 1)",
         "attention",
@@ -308,8 +326,8 @@ MUTANTS = [
     Mutant(
         "a hint for the rows of odd tensors",
         "attention.py",
-        "% 8 == 0 for axes",
-        "% 1 == 0 for axes",
+        "% 8 == 0 for _, strides",
+        "% 1 == 0 for _, strides",
         "attention",
         "false hint",
         True,
@@ -324,7 +342,7 @@ MUTANTS = [
     ),
     # Of what only some of the plan reaches: loops that go round twice, strides of their own, several images, options.
     Mutant(
-        "one tile of queries", "attention.py", "in range(QUERY_TILES)", "in range(1)", "attention", "left unwritten"
+        "one tile of queries", "attention_rows.py", "range(0, QUERY_TILES,", "range(0, 1,", "attention", "left unwritten"
     ),
     Mutant("zeros that nobody asked for", "rows.py", "BLOCK_D), other=0.0)", "BLOCK_D))", "layer_norm", NUMBERS),
     Mutant(
@@ -369,9 +387,9 @@ MUTANTS = [
     ),
     Mutant(
         "v by the strides of k",
-        "attention.py",
-        "head_of(v_ptr, v_strides,",
-        "head_of(v_ptr, k_strides,",
+        "attention_rows.py",
+        "head_of(v, b, h, HEAD)",
+        "head_of((v[0], k[1]), b, h, HEAD)",
         "attention, peaked, separate tensors",
         "out of bounds",
     ),
@@ -383,6 +401,16 @@ MUTANTS = [
         "attention backward, separate tensors",
         "missing barrier",
         True,
+    ),
+    Mutant("dQ of the last part alone", "attention_head_bwd.py", "if more:", "if rows is None:", "attention backward", NUMBERS),
+    Mutant("k for q in the box", "attention_head_bwd.py", "qkv_rest, b, h, rows", "qkv_rest, b, H + h, rows", "attention backward", NUMBERS),
+    Mutant(
+        "statistics of whole tiles alone",
+        "attention_head_bwd.py",
+        "tl.store(stat[1] + rows, ndelta)",
+        "tl.store(stat[1] + rows, ndelta, mask=rows < N)",
+        "attention backward",
+        "uninitialised read",
     ),
     Mutant("a misaligned descriptor", "product.py", " or x.data_ptr() % 16 or", " or", "linear + gelu", NUMBERS),
 ]

@@ -54,7 +54,8 @@ def read(kernel, **arguments):
                 registers=code.registers, mufu=code.count("MUFU"), depths=[x.depth for x in code.loops], counts=[x.last - x.first for x in code.loops])
 
 x, y = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
-print(json.dumps([read(nested, x_ptr=y, out_ptr=y, N=3, M=5), *(read(whole_then_last, q_ptr=x, k_ptr=x, v_ptr=x, out_ptr=y, N=197, LAST_FIRST=f) for f in (True, False))]))
+attention = [read(whole_then_last, q_ptr=x, k_ptr=x, v_ptr=x, out_ptr=y, N=197, LAST_FIRST=f) for f in (True, False)]
+print(json.dumps([read(nested, x_ptr=y, out_ptr=y, N=3, M=5), *attention]))
 """
 
 
