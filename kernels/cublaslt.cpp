@@ -17,7 +17,8 @@ struct __half;
 struct __nv_bfloat16;
 #include <cublasLt.h>
 
-// In the order of Problem in cublaslt.py. Strides from row to row, in elements; types of cudaDataType; alignments in bytes.
+// In the order of Problem in cublaslt.py. Strides from row to row, in elements; types of cudaDataType; alignments in
+// bytes.
 struct Problem {
   int64_t rows, columns, depth;  // M, N, K
   int64_t stride_x, stride_w, stride_res, stride_out;
@@ -34,7 +35,8 @@ static_assert(sizeof(Choice) == 72, "cublaslt.py holds it as nine 64-bit words")
 namespace {
 
 void check(const char* function, cublasStatus_t status) {
-  if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(function) + " says " + cublasLtGetStatusName(status));
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw std::runtime_error(std::string(function) + " says " + cublasLtGetStatusName(status));
 }
 
 struct Matmul {
@@ -57,13 +59,15 @@ struct Matmul {
     }
   }
 
-  static void layout(cublasLtMatrixLayoutOpaque_t& matrix, cudaDataType type, int64_t rows, int64_t columns, int64_t stride) {
-    check("cublasLtMatrixLayoutInit", cublasLtMatrixLayoutInit(&matrix, type, rows, columns, stride));
+  static void layout(cublasLtMatrixLayoutOpaque_t& m, cudaDataType type, int64_t rows, int64_t columns,
+                     int64_t stride) {
+    check("cublasLtMatrixLayoutInit", cublasLtMatrixLayoutInit(&m, type, rows, columns, stride));
   }
 
   template <typename T>
   void set(cublasLtMatmulDescAttributes_t attribute, T value) {
-    check("cublasLtMatmulDescSetAttribute", cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)));
+    check("cublasLtMatmulDescSetAttribute",
+          cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)));
   }
 };
 
@@ -73,7 +77,7 @@ struct Preference {
   Preference(const Problem& p, uint64_t workspace) {
     check("cublasLtMatmulPreferenceInit", cublasLtMatmulPreferenceInit(&opaque));
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
-    // Slices of K are added up in fp32 and in a fixed order or not at all: the other schemes round them to 16 bit first.
+    // K in slices only where they are added up in fp32, by a second pass: the other schemes round them to 16 bit first.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(p.align_w));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(p.align_x));
@@ -83,7 +87,8 @@ struct Preference {
 
   template <typename T>
   void set(cublasLtMatmulPreferenceAttributes_t attribute, T value) {
-    check("cublasLtMatmulPreferenceSetAttribute", cublasLtMatmulPreferenceSetAttribute(&opaque, attribute, &value, sizeof(value)));
+    check("cublasLtMatmulPreferenceSetAttribute",
+          cublasLtMatmulPreferenceSetAttribute(&opaque, attribute, &value, sizeof(value)));
   }
 };
 
@@ -102,7 +107,8 @@ const char* said(F&& run) {
 }  // namespace
 
 // The best algorithm by cuBLASLt's own judgement that needs no more workspace than this.
-extern "C" const char* vitfast_choose(cublasLtHandle_t handle, const Problem* problem, uint64_t workspace, Choice* choice) {
+extern "C" const char* vitfast_choose(cublasLtHandle_t handle, const Problem* problem, uint64_t workspace,
+                                      Choice* choice) {
   return said([&] {
     // Never read: only the alignment of the address counts.
     Matmul m(*problem, reinterpret_cast<const void*>(problem->align_bias));

@@ -1,6 +1,6 @@
 """cuBLASLt for proj and fc2: out = res + x W^T + b in one pass, D = A B + C + bias with C and D apart.
 
-torch reaches cuBLASLt for x W^T + b alone. This goes through cublaslt.cpp, built when it is first asked for (native.py).
+torch reaches cuBLASLt for x W^T + b alone. This goes through cublaslt.cpp, built when first asked for (native.py).
 """
 
 import ctypes
@@ -19,7 +19,7 @@ TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 
 
 class Problem(NamedTuple):
-    """What decides the algorithm, in the order of the struct in cublaslt.cpp: strides in elements, alignments in bytes."""
+    """What decides the algorithm, in the order of cublaslt.cpp's struct: strides in elements, alignments in bytes."""
 
     rows: int
     columns: int
@@ -125,9 +125,10 @@ def _succeed(message: bytes | None, problem: Problem) -> None:
 
 
 def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + x W^T + b, rounded once: x (M, K), weight (N, K), bias (N,) in fp16 or bfloat16 -> (M, N) in residual's dtype.
+    """residual + x W^T + b, rounded once: x (M, K), weight (N, K), bias (N,) or None in fp16 or bfloat16 -> (M, N).
 
-    residual (M, N) in x's dtype or fp32. Every call takes its workspace from torch's allocator, as CUDA graphs want it.
+    residual (M, N) and the result in x's dtype or fp32. The workspace comes from torch's allocator, so that CUDA graphs
+    own theirs.
     Raises TypeError or ValueError for arguments that do not fit, RuntimeError with the status where cuBLASLt fails.
     """
     _check(x, weight, bias, residual)

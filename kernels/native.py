@@ -53,9 +53,9 @@ def _tools() -> dict[str, str]:
 
 
 def _gist(log: str) -> str:
-    """The first and the last line of an output that speak of an error, or its last line, in one line."""
+    """In one line: the first and the last that the compiler or the linker complains in, or the last there is."""
     lines = log.strip().splitlines() or ["no output"]
-    errors = [line for line in lines if "error" in line.lower()] or lines[-1:]
+    errors = [line for line in lines if "error: " in line or "ld: " in line] or lines[-1:]
     return " ... ".join(line.strip()[:200] for line in dict.fromkeys([errors[0], errors[-1]]))
 
 
@@ -85,9 +85,10 @@ def _run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
 
 
 def build(source: Path, target: Path) -> None:
-    """Compiles `source`, linked to cuBLASLt, into `target`; in a folder beside it, so that who finds it finds all of it.
+    """Compiles `source`, linked to cuBLASLt, into `target`.
 
-    Processes that start together each build it, and the last one stays. Raises RuntimeError or OSError.
+    In a folder beside it, so that whoever finds `target` finds all of it. Of processes that start together each builds
+    it, and the last one's stays. Raises RuntimeError or OSError.
     """
     environment, (library, headers) = _tools(), _cublaslt()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,7 @@ def build(source: Path, target: Path) -> None:
 
 
 def built(source: Path) -> Path:
-    """The library of `source`, among torch's own extensions: one for each text, torch and libcublasLt; built if missing."""
+    """`source` compiled, among torch's own extensions: a file for each text, torch and libcublasLt, built if missing."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     kind = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {_cublaslt()[0]}".encode()).hexdigest()[:16]
     path = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache) / f"vitfast_{source.stem}_{kind}.so"

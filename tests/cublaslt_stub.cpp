@@ -92,7 +92,8 @@ bool consistent(const Operation& o, const Layout& a, const Layout& b, const Layo
          c.type == d.type && (d.type == a.type || d.type == CUDA_R_32F) &&
          (o.transpose_a == CUBLAS_OP_T ? a.fits(k, m) : a.fits(m, k)) &&
          (o.transpose_b == CUBLAS_OP_T ? b.fits(n, k) : b.fits(k, n)) &&
-         (o.epilogue == CUBLASLT_EPILOGUE_DEFAULT || (o.epilogue == CUBLASLT_EPILOGUE_BIAS && o.bias && o.bias_type == d.type));
+         (o.epilogue == CUBLASLT_EPILOGUE_DEFAULT ||
+          (o.epilogue == CUBLASLT_EPILOGUE_BIAS && o.bias && o.bias_type == d.type));
 }
 
 int heuristics = 0;
@@ -110,13 +111,14 @@ const char* cublasLtGetStatusName(cublasStatus_t status) {
          : status == CUBLAS_STATUS_NOT_SUPPORTED ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_EXECUTION_FAILED";
 }
 
-cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t matrix, size_t, cudaDataType type, uint64_t rows,
-                                                 uint64_t columns, int64_t stride) {
+cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t matrix, size_t, cudaDataType type,
+                                                 uint64_t rows, uint64_t columns, int64_t stride) {
   as<Layout>(matrix) = {uint64_t(type), rows, columns, stride};
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t o, size_t, cublasComputeType_t compute, cudaDataType_t scale) {
+cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t o, size_t, cublasComputeType_t compute,
+                                               cudaDataType_t scale) {
   as<Operation>(o) = {compute, scale, CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, ~0ull, nullptr};
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -156,9 +158,9 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
 
 // K = 13: no algorithm; K = 11: none supported.
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
-                                              cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
-                                              cublasLtMatmulPreference_t preference, int wanted,
-                                              cublasLtMatmulHeuristicResult_t* result, int* found) {
+                                              cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
+                                              cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t preference,
+                                              int wanted, cublasLtMatmulHeuristicResult_t* result, int* found) {
   ++heuristics;
   const auto& o = as<Operation>(desc);
   const auto& p = as<Preference>(preference);
@@ -179,9 +181,10 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
 
 // Handle 1: fails.
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
-                              cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout, const void* beta,
-                              const void* c, cublasLtMatrixLayout_t c_layout, void* d, cublasLtMatrixLayout_t d_layout,
-                              const cublasLtMatmulAlgo_t* algorithm, void* workspace, size_t size, cudaStream_t stream) {
+                              cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout,
+                              const void* beta, const void* c, cublasLtMatrixLayout_t c_layout, void* d,
+                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void* workspace,
+                              size_t size, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(handle) == 1) return CUBLAS_STATUS_EXECUTION_FAILED;
   const auto& o = as<Operation>(desc);
   const auto& chosen = as<Algorithm>(algorithm);
@@ -201,7 +204,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
       for (uint64_t l = 0; l < k; ++l)
         sum += load(a, A.type, o.transpose_a == CUBLAS_OP_T ? l + i * A.stride : i + l * A.stride) *
                load(b, B.type, o.transpose_b == CUBLAS_OP_T ? j + l * B.stride : l + j * B.stride);
-      sum = *static_cast<const float*>(alpha) * sum + *static_cast<const float*>(beta) * load(c, C.type, i + j * C.stride);
+      sum *= *static_cast<const float*>(alpha);
+      sum += *static_cast<const float*>(beta) * load(c, C.type, i + j * C.stride);
       if (o.epilogue == CUBLASLT_EPILOGUE_BIAS) sum += load(o.bias, o.bias_type, i);
       store(d, D.type, i + j * D.stride, float(sum));
     }

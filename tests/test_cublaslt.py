@@ -1,6 +1,6 @@
-"""cuBLASLt's linear_residual: the extension builds, loads and refuses; what it asks of cuBLASLt is right on a stand-in for it.
+"""cuBLASLt's linear_residual: the extension builds, loads and refuses; what it asks of cuBLASLt is right.
 
-The stand-in, cublaslt_stub.cpp, computes on the CPU what cuBLASLt's documentation says of the descriptors it is given.
+A stand-in, cublaslt_stub.cpp, computes on the CPU what cuBLASLt's documentation says of the descriptors it is given.
 """
 
 import os
@@ -42,7 +42,7 @@ def check(out, x, weight, bias, residual):
 
 @pytest.fixture(scope="module")
 def extensions(tmp_path_factory):
-    """torch's folder of extensions, with what a killed build leaves; two processes' worth of builds have run in it at once."""
+    """torch's folder of extensions, with what killed builds leave; two builds have run in it at once."""
     folder = tmp_path_factory.mktemp("torch_extensions")
     for name in (".vitfast-build-killed", "extension", "vitfast_cublaslt"):
         (folder / name).mkdir()
@@ -87,11 +87,14 @@ def test_it_builds_once_and_loads(extensions, afresh, monkeypatch):
 
 
 def test_cublaslt_takes_the_descriptors_and_says_what_it_misses(extensions, afresh):
-    """The real library, as far as it goes without a GPU: each attribute has a size that it checks, and there is no handle."""
+    """The real library, as far as it goes without a GPU: it checks each attribute's size, and misses the handle."""
     x, weight, bias, residual = inputs(6, 24, 40, torch.bfloat16)
     for b in (bias, None):
         problem = cublaslt.Problem(6, 24, 40, 40, 40, 24, 24, 14, 14, 256, 256, 16 if b is not None else 0, 256, 256)
-        with pytest.raises(RuntimeError, match=r"linear_residual \(cublaslt\): cublasLtMatmulAlgoGetHeuristic says CUBLAS_STATUS_NOT_INITIALIZED; Problem"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"^linear_residual \(cublaslt\): cublasLtMatmulAlgoGetHeuristic says CUBLAS_STATUS_NOT_INITIALIZED; ",
+        ):
             cublaslt._chosen(CPU, problem, 0)
 
 
@@ -113,12 +116,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("change, error, message", WRONG, ids=[message.partition(", got")[0] for _, _, message in WRONG])
+@pytest.mark.parametrize(
+    "change, error, message", WRONG, ids=[message.partition(", got")[0] for _, _, message in WRONG]
+)
 def test_wrong_arguments_are_refused(change, error, message):
     given = dict(x=(6, 40), weight=(24, 40), bias=(24,), residual=(6, 24))
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in given.items()}
     for name, value in change.items():
-        tensors[name] = torch.zeros(value, dtype=torch.bfloat16) if isinstance(value, tuple) else tensors[name].to(value)
+        tensors[name] = (
+            torch.zeros(value, dtype=torch.bfloat16) if isinstance(value, tuple) else tensors[name].to(value)
+        )
     with pytest.raises(error, match=rf"^linear_residual \(cublaslt\): {message}$"):
         cublaslt.linear_residual(**tensors)
     assert not torch.cuda.is_initialized()
@@ -138,7 +145,10 @@ def only(folder, *names):
 
 @pytest.mark.parametrize(
     "commands, missing",
-    [((), r"ninja is not installed \(pip install vitfast\[native\]\)"), (("ninja",), r"no C\+\+ compiler: c\+\+ is not on PATH")],
+    [
+        ((), r"ninja is not installed \(pip install vitfast\[native\]\)"),
+        (("ninja",), r"no C\+\+ compiler: c\+\+ is not on PATH"),
+    ],
 )
 def test_a_missing_tool_is_one_clear_line(commands, missing, tmp_path, afresh, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "empty"))
@@ -154,14 +164,16 @@ def test_a_missing_tool_is_one_clear_line(commands, missing, tmp_path, afresh, m
 
 def test_a_torch_without_the_library_says_so(tmp_path, afresh, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert cublaslt.unsupported_reason(like_a_gpu).startswith("not built: no libcublasLt.so.None in the nvidia wheels beside torch")
+    assert cublaslt.unsupported_reason(like_a_gpu).startswith(
+        "not built: no libcublasLt.so.None in the nvidia wheels beside torch"
+    )
 
 
 @pytest.mark.slow(6)
 def test_what_the_compiler_says_is_told_in_a_line(tmp_path):
     source = tmp_path / "cublaslt.cpp"
-    source.write_text("#include <cublasLt.h>\nint main() { return nonsense; }\n")
-    with pytest.raises(RuntimeError, match="nonsense.*was not declared|undeclared") as failure:
+    source.write_text("int main() { return nonsense; }\n")
+    with pytest.raises(RuntimeError, match=r"cublaslt.cpp:1:\d+: error: .*nonsense") as failure:
         native.build(source, tmp_path / "out" / "target.so")
     assert "\n" not in str(failure.value) and len(str(failure.value)) < 420
     assert list((tmp_path / "out").iterdir()) == []
@@ -169,8 +181,8 @@ def test_what_the_compiler_says_is_told_in_a_line(tmp_path):
 
 def test_a_build_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
     started = tmp_path / "pid"
-    hang = f"import subprocess; p = subprocess.Popen(['sleep', '600']); open({str(started)!r}, 'w').write(str(p.pid)); p.wait()"
-    monkeypatch.setattr(native, "_BUILD", hang)
+    hang = "import subprocess; p = subprocess.Popen(['sleep', '600']); open({!r}, 'w').write(str(p.pid)); p.wait()"
+    monkeypatch.setattr(native, "_BUILD", hang.format(str(started)))
     monkeypatch.setattr(native, "BUILD_SECONDS", 1.5)
     with pytest.raises(RuntimeError, match="^it took more than 1.5 s$"):
         native.build(cublaslt.SOURCE, tmp_path / "out" / "target.so")
@@ -191,7 +203,9 @@ def test_it_is_a_rival_where_it_can_run(afresh, monkeypatch):
     half, single = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
     offered = lambda x: [tile.provider for tile in tiles.rivals("linear_residual_fwd", x, "768x768")]  # noqa: E731
     assert offered(half) == ["cublas", "tma"]
-    assert tiles.absent("linear_residual_fwd", half, "768x768") == {"cublaslt": "needs an NVIDIA GPU, the tensors are on cpu"}
+    assert tiles.absent("linear_residual_fwd", half, "768x768") == {
+        "cublaslt": "needs an NVIDIA GPU, the tensors are on cpu"
+    }
     assert tiles.absent("linear_residual_fwd", single, "768x768") == tiles.absent("linear_fwd", half, "768x768") == {}
     monkeypatch.setattr(cublaslt, "unsupported_reason", lambda x: None)
     assert offered(half) == ["cublas", "cublaslt", "tma"] and offered(single) == ["cublas"]
@@ -208,7 +222,10 @@ def test_where_it_cannot_run_the_first_rule_does(monkeypatch):
     x, weight, bias, residual = inputs(6, 24, 40, torch.float16)
     arguments = (x, weight, bias, residual, None, None, 6)
     shipped, chosen = linear.linear_residual(*arguments), tiles.tile(provider="cublaslt")
-    with tiles.override("linear_residual_fwd", chosen), pytest.raises(RuntimeError, match="cublaslt cannot run here: needs an NVIDIA GPU"):
+    with (
+        tiles.override("linear_residual_fwd", chosen),
+        pytest.raises(RuntimeError, match="cublaslt cannot run here: needs an NVIDIA GPU"),
+    ):
         linear.linear_residual(*arguments)
     find = tiles._find
     monkeypatch.setattr(tiles, "_find", lambda op, *rest: chosen if op == "linear_residual_fwd" else find(op, *rest))
@@ -279,10 +296,15 @@ def test_an_empty_batch_asks_nothing(stub):
 def test_an_algorithm_is_asked_for_once_for_each_problem(stub, monkeypatch):
     """And for each alignment: one for well-aligned tensors would fail on others."""
     alignment, start = cublaslt._alignment, stub.library.stub_heuristics()
-    monkeypatch.setattr(cublaslt, "_alignment", lambda t: min(64, alignment(t)))  # beyond it the CPU's allocator is at liberty
+    monkeypatch.setattr(
+        cublaslt, "_alignment", lambda t: min(64, alignment(t))
+    )  # beyond it the CPU's allocator is at liberty
     x, weight, bias, residual = inputs(6, 24, 40, torch.bfloat16)
     shifted = torch.empty(6 * 40 + 4, dtype=torch.bfloat16)[4:].view(6, 40).copy_(x)
-    calls = [((x, weight, bias, residual), 1)] * 3 + [((shifted, weight, bias, residual), 2), ((x, weight, None, residual), 3)]
+    calls = [((x, weight, bias, residual), 1)] * 3 + [
+        ((shifted, weight, bias, residual), 2),
+        ((x, weight, None, residual), 3),
+    ]
     for arguments, asked in calls:
         check(cublaslt.linear_residual(*arguments), *arguments)
         assert stub.library.stub_heuristics() - start == asked
@@ -298,11 +320,19 @@ def test_the_stream_is_the_callers(stub):
 
 
 def test_a_status_of_cublaslt_is_told(stub):
-    for k, message in [(13, "AlgoGetHeuristic finds no algorithm"), (11, "AlgoGetHeuristic says CUBLAS_STATUS_NOT_SUPPORTED")]:
-        with pytest.raises(RuntimeError, match=rf"linear_residual \(cublaslt\): cublasLtMatmul{message}; Problem\(rows=6, columns=24, depth={k}, "):
+    for k, message in [
+        (13, "AlgoGetHeuristic finds no algorithm"),
+        (11, "AlgoGetHeuristic says CUBLAS_STATUS_NOT_SUPPORTED"),
+    ]:
+        with pytest.raises(
+            RuntimeError,
+            match=rf"linear_residual \(cublaslt\): cublasLtMatmul{message}; Problem\(rows=6, columns=24, depth={k}, ",
+        ):
             cublaslt.linear_residual(*inputs(6, 24, k, torch.bfloat16))
     stub.handle = 1
-    with pytest.raises(RuntimeError, match=r"linear_residual \(cublaslt\): cublasLtMatmul says CUBLAS_STATUS_EXECUTION_FAILED; Problem"):
+    with pytest.raises(
+        RuntimeError, match=r"linear_residual \(cublaslt\): cublasLtMatmul says CUBLAS_STATUS_EXECUTION_FAILED; Problem"
+    ):
         cublaslt.linear_residual(*inputs(6, 24, 40, torch.bfloat16))
 
 
