@@ -54,8 +54,7 @@ struct Matmul {
     set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
     if (bias) {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out_type);
-      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);  // of D's type
     }
   }
 

@@ -77,15 +77,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
         refuse(TypeError, "x", "torch.float16 or torch.bfloat16", x.dtype)
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         refuse(ValueError, "weight", f"(N, {x.shape[1]})", tuple(weight.shape))
-    m, n = x.shape[0], weight.shape[0]
-    both = (x.dtype, torch.float32)
-    for name, tensor, shape, dtypes in (
-        ("weight", weight, (n, x.shape[1]), both[:1]),
-        ("bias", bias, (n,), both[:1]),
-        ("residual", residual, (m, n), both),
-    ):
-        if tensor is None:
-            continue
+    n = weight.shape[0]
+    wanted = [("weight", weight, (n, x.shape[1]), (x.dtype,))]
+    wanted += [("bias", bias, (n,), (x.dtype,))] if bias is not None else []
+    wanted += [("residual", residual, (x.shape[0], n), (x.dtype, torch.float32))]
+    for name, tensor, shape, dtypes in wanted:
         if tuple(tensor.shape) != shape:
             refuse(ValueError, name, shape, tuple(tensor.shape))
         if tensor.dtype not in dtypes:
@@ -112,7 +108,7 @@ def _alignment(t: Tensor | None) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(device: torch.device, problem: Problem, handle: int) -> tuple[ctypes.Array, ctypes.Array]:
+def _chosen(handle: int, problem: Problem) -> tuple[ctypes.Array, ctypes.Array]:
     """The problem and its algorithm as cublaslt.cpp takes them; the algorithm's first word: bytes of workspace."""
     given, choice = (ctypes.c_int64 * len(problem))(*problem), (ctypes.c_uint64 * 9)()
     _succeed(_library()[0].vitfast_choose(handle, given, WORKSPACE, choice), problem)
@@ -120,6 +116,7 @@ def _chosen(device: torch.device, problem: Problem, handle: int) -> tuple[ctypes
 
 
 def _succeed(message: bytes | None, problem: Problem) -> None:
+    """Raises RuntimeError with what the extension says."""
     if message:
         raise RuntimeError(f"linear_residual (cublaslt): {message.decode()}; {problem}")
 
@@ -128,8 +125,8 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     """residual + x W^T + b, rounded once: x (M, K), weight (N, K), bias (N,) or None in fp16 or bfloat16 -> (M, N).
 
     residual (M, N) and the result in x's dtype or fp32. The workspace comes from torch's allocator, so that CUDA graphs
-    own theirs.
-    Raises TypeError or ValueError for arguments that do not fit, RuntimeError with the status where cuBLASLt fails.
+    own theirs. Raises TypeError or ValueError for arguments that do not fit, RuntimeError with the status where
+    cuBLASLt fails.
     """
     _check(x, weight, bias, residual)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
@@ -143,17 +140,22 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
         if library is None:
             raise RuntimeError(f"linear_residual: cublaslt cannot run here: {reason}")
         problem = Problem(
-            *x.shape[:1],
-            *weight.shape,
-            x.stride(0),
-            weight.stride(0),
-            residual.stride(0),
-            out.stride(0),
-            TYPES[x.dtype],
-            TYPES[out.dtype],
-            *map(_alignment, (x, weight, bias, residual, out)),
+            rows=x.shape[0],
+            columns=weight.shape[0],
+            depth=x.shape[1],
+            stride_x=x.stride(0),
+            stride_w=weight.stride(0),
+            stride_res=residual.stride(0),
+            stride_out=out.stride(0),
+            type=TYPES[x.dtype],
+            out_type=TYPES[out.dtype],
+            align_x=_alignment(x),
+            align_w=_alignment(weight),
+            align_bias=_alignment(bias),
+            align_res=_alignment(residual),
+            align_out=_alignment(out),
         )
-        given, choice = _chosen(x.device, problem, handle)
+        given, choice = _chosen(handle, problem)
         workspace = torch.empty(choice[0], dtype=torch.uint8, device=x.device)
         pointers = (None if t is None else t.data_ptr() for t in (x, weight, bias, residual, out, workspace))
         _succeed(library.vitfast_run(handle, given, choice, *pointers, stream), problem)

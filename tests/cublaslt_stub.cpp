@@ -21,7 +21,7 @@ struct Layout {
 
 struct Operation {
   int64_t compute, scale;
-  uint64_t transpose_a, transpose_b, epilogue, bias_type;
+  uint64_t transpose_a, transpose_b, epilogue;
   const void* bias;
 };
 
@@ -92,8 +92,7 @@ bool consistent(const Operation& o, const Layout& a, const Layout& b, const Layo
          c.type == d.type && (d.type == a.type || d.type == CUDA_R_32F) &&
          (o.transpose_a == CUBLAS_OP_T ? a.fits(k, m) : a.fits(m, k)) &&
          (o.transpose_b == CUBLAS_OP_T ? b.fits(n, k) : b.fits(k, n)) &&
-         (o.epilogue == CUBLASLT_EPILOGUE_DEFAULT ||
-          (o.epilogue == CUBLASLT_EPILOGUE_BIAS && o.bias && o.bias_type == d.type));
+         (o.epilogue == CUBLASLT_EPILOGUE_DEFAULT || (o.epilogue == CUBLASLT_EPILOGUE_BIAS && o.bias));
 }
 
 int heuristics = 0;
@@ -119,7 +118,7 @@ cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t matrix, 
 
 cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t o, size_t, cublasComputeType_t compute,
                                                cudaDataType_t scale) {
-  as<Operation>(o) = {compute, scale, CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, ~0ull, nullptr};
+  as<Operation>(o) = {compute, scale, CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, nullptr};
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -130,7 +129,6 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasL
     case CUBLASLT_MATMUL_DESC_TRANSA: return take(o.transpose_a, value, size, 4);
     case CUBLASLT_MATMUL_DESC_TRANSB: return take(o.transpose_b, value, size, 4);
     case CUBLASLT_MATMUL_DESC_EPILOGUE: return take(o.epilogue, value, size, 4);
-    case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE: return take(o.bias_type, value, size, 4);
     case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return take(o.bias, value, size, 8);
     default: return CUBLAS_STATUS_INVALID_VALUE;
   }
@@ -206,7 +204,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                load(b, B.type, o.transpose_b == CUBLAS_OP_T ? j + l * B.stride : l + j * B.stride);
       sum *= *static_cast<const float*>(alpha);
       sum += *static_cast<const float*>(beta) * load(c, C.type, i + j * C.stride);
-      if (o.epilogue == CUBLASLT_EPILOGUE_BIAS) sum += load(o.bias, o.bias_type, i);
+      if (o.epilogue == CUBLASLT_EPILOGUE_BIAS) sum += load(o.bias, D.type, i);
       store(d, D.type, i + j * D.stride, float(sum));
     }
   return CUBLAS_STATUS_SUCCESS;

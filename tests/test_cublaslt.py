@@ -95,7 +95,7 @@ def test_cublaslt_takes_the_descriptors_and_says_what_it_misses(extensions, afre
             RuntimeError,
             match=r"^linear_residual \(cublaslt\): cublasLtMatmulAlgoGetHeuristic says CUBLAS_STATUS_NOT_INITIALIZED; ",
         ):
-            cublaslt._chosen(CPU, problem, 0)
+            cublaslt._chosen(0, problem)
 
 
 WRONG = [
@@ -167,6 +167,21 @@ def test_a_torch_without_the_library_says_so(tmp_path, afresh, monkeypatch):
     assert cublaslt.unsupported_reason(like_a_gpu).startswith(
         "not built: no libcublasLt.so.None in the nvidia wheels beside torch"
     )
+
+
+def test_the_wheels_of_cuda_12_have_a_folder_each(tmp_path, monkeypatch):
+    for folder in ("cublas/lib", "cublas/include", "cuda_runtime/include", "cu13/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+    for library in ("cublas/lib/libcublasLt.so.12", "cu13/lib/libcublasLt.so.13"):
+        (tmp_path / library).touch()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(
+        native.importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    )
+    library, headers = native._cublaslt()
+    assert library == tmp_path / "cublas/lib/libcublasLt.so.12"
+    assert headers[:2] == [tmp_path / "cublas/include", tmp_path / "cuda_runtime/include"]
+    assert (headers[2] / "crt" / "host_defines.h").is_file()
 
 
 @pytest.mark.slow(6)
