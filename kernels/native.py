@@ -44,8 +44,6 @@ def _tools() -> dict[str, str]:
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     if not shutil.which("ninja", path=path):
         raise RuntimeError("ninja is not installed (pip install vitfast[native])")
-    if importlib.util.find_spec("setuptools") is None:
-        raise RuntimeError("setuptools is not installed (pip install vitfast[native])")
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler, path=path):
         raise RuntimeError(f"no C++ compiler: {compiler} is not on PATH")

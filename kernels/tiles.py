@@ -28,8 +28,9 @@ class Tile:
     """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
 
     The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch, "torch" LayerNorm;
-    "cublaslt" is cublaslt.py, and attention's libraries are attention_libraries.PROVIDERS. maxnreg: registers a thread may have, so that more programs
-    fit a multiprocessor (of 4 warps: 168 for three, 128 for four); 0 leaves it to the compiler.
+    "cublaslt" is cublaslt.py; attention's libraries are attention_libraries.PROVIDERS. maxnreg: registers a thread may
+    have, so that more programs fit a multiprocessor (of 4 warps: 168 for three, 128 for four); 0 leaves it to the
+    compiler.
     """
 
     num_warps: int = 4
