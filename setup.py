@@ -12,7 +12,8 @@ TRAIN = ["timm>=1.0.20", "torchvision", "pillow", "pyyaml", "tqdm", "tensorboard
 BENCH = ["pytest", "pytest-benchmark", "timm>=1.0.20", "transformers>=5", "torchvision", "matplotlib", "scikit-image"]
 EXPORT = ["onnx", "onnxscript", "onnxruntime"]
 INTERPRETER = ["ml_dtypes"]
-TEST = [*TRAIN, *BENCH, *EXPORT, *INTERPRETER, "pytest-xdist", "hypothesis", "peft", "accelerate", "datasets", "webdataset", "ruff", "setuptools>=77", "wheel"]
+NATIVE = ["ninja", "setuptools>=77"]
+TEST = [*TRAIN, *BENCH, *EXPORT, *INTERPRETER, *NATIVE, "pytest-xdist", "hypothesis", "peft", "accelerate", "datasets", "webdataset", "ruff", "wheel"]
 
 setup(
     name="vitfast",
@@ -24,6 +25,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=["vitfast", "vitfast.adapters", "vitfast.checkpoint", "vitfast.ops", "vitfast.timm_models", "vitfast.train", "vitfast.kernels"],
+    package_data={"vitfast.kernels": ["*.cpp"]},
     package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
     extras_require={
@@ -31,6 +33,7 @@ setup(
         "bench": BENCH,
         "export": EXPORT,
         "interpreter": INTERPRETER,
+        "native": NATIVE,
         "test": TEST,
         "all": sorted({*TRAIN, *BENCH, *TEST}),
     },

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import tiles
+from . import cublaslt, tiles
 from .launch import launch
 from .product import column_parts, load_columns, product, product_flags, product_grid, row_operands, shape_class, tile_offsets
 from .rows import vector
@@ -143,7 +143,10 @@ def linear_residual(
     In fp32 up to the result, which has residual's dtype (fp32, or x's). layer_scale (N,), drop_path (M / rows_per_sample,), or None.
     """
     (m, k), n = x.shape, weight.shape[0]
-    tile = tiles.lookup("linear_residual_fwd", x, shape_class(k, n))
+    factors = layer_scale is not None or drop_path is not None
+    tile = tiles.lookup("linear_residual_fwd", x, shape_class(k, n), without=("cublaslt",) if factors else ())
+    if tile.provider == "cublaslt":
+        return cublaslt.linear_residual(x, weight, bias, residual)
     if tile.provider == "cublas":
         branch = F.linear(x, weight, bias)
         branch = branch if layer_scale is None else branch * layer_scale.float()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import attention_libraries
+from . import attention_libraries, cublaslt
 
 GENERATIONS = (80, 89, 90, 100, 120)
 # Shared memory a program may use, bytes.
@@ -28,8 +28,9 @@ class Tile:
     """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
 
     The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch, "torch" LayerNorm;
-    attention's libraries are attention_libraries.PROVIDERS. maxnreg: registers a thread may have, so that more programs
-    fit a multiprocessor (of 4 warps: 168 for three, 128 for four); 0 leaves it to the compiler.
+    "cublaslt" is cublaslt.py; attention's libraries are attention_libraries.PROVIDERS. maxnreg: registers a thread may
+    have, so that more programs fit a multiprocessor (of 4 warps: 168 for three, 128 for four); 0 leaves it to the
+    compiler.
     """
 
     num_warps: int = 4
@@ -183,7 +184,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 # Providers that launch no kernel of ours and cannot be compiled offline.
-LIBRARIES = ("torch", *attention_libraries.PROVIDERS)
+LIBRARIES = ("torch", "cublaslt", *attention_libraries.PROVIDERS)
 _TORCH = (Rule(tile(provider="torch")),)
 _ATTENTION = tuple(Rule(tile(provider=library)) for library in attention_libraries.PROVIDERS)
 
@@ -206,7 +207,7 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
     "linear_fwd": _PRODUCT + _TMA,
     "input_grad": _PRODUCT + _TMA,
     "linear_gelu_fwd": _CUBLAS + _TMA,
-    "linear_residual_fwd": _CUBLAS + _TMA,
+    "linear_residual_fwd": (*_CUBLAS, Rule(tile(provider="cublaslt"), bits="16"), *_TMA),
     "dgelu_matmul": _CUBLAS + _TMA,
     "gelu_bwd": _TORCH,
     "patch_embed_fwd": _CUBLAS,
@@ -306,19 +307,21 @@ def reload_user_table() -> None:
     _user_table.cache_clear()
 
 
-def lookup(op: str, x: torch.Tensor, shape: str) -> Tile:
+def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> Tile:
     """The tile of an operation for x's device and dtype at a shape class such as "d64" or "768x3072".
 
     Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first rule
     that can is taken; inside `override` that is an error, so that nothing is timed or tested under another's name.
+    without: providers that lack what this call asks for beyond its shape class: there too the first other rule is taken.
     """
     forced = _overrides.get((op, shape)) or _overrides.get((op, None))
     found = forced or _find(op, x, shape)
     reason = _unsupported_reason(op, found.provider, x)
     if reason and forced:
         raise RuntimeError(f"{op}: {found.provider} cannot run here: {reason}")
-    if reason:
-        found = next(r.tile for r in _matching(RULES[op], x, shape) if not _unsupported_reason(op, r.tile.provider, x))
+    if reason or found.provider in without:
+        rules = (r.tile for r in _matching(RULES[op], x, shape) if r.tile.provider not in without)
+        found = next(tile for tile in rules if not _unsupported_reason(op, tile.provider, x))
     if _watched is not None:
         _watched[op, _bits(x), shape] = found
     return found
@@ -330,6 +333,8 @@ def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
         return None
     if _target is not None or x.device.type == "meta":
         return "libraries are not compiled offline"
+    if provider == "cublaslt":
+        return cublaslt.unsupported_reason(x)
     return None if provider == "torch" else attention_libraries.unsupported_reason(provider, x, op == "attention_bwd")
 
 

@@ -32,6 +32,7 @@ def test_wheel_works_in_a_clean_environment(dist, tmp_path):
     packages = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "vitfast").rglob("__init__.py")} | {"vitfast.kernels"}
     for package in packages:
         assert f"{package.replace('.', '/')}/__init__.py" in names, package
+    assert "vitfast/kernels/cublaslt.cpp" in names
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
     script = """
@@ -52,14 +53,15 @@ assert not optional, f"the core imports {optional}"
 
 def test_sdist_holds_the_kernels(dist):
     names = tarfile.open(next(dist.glob("*.tar.gz"))).getnames()
-    assert any(name.endswith("/kernels/__init__.py") for name in names) and any(name.endswith("/vitfast/train/loop.py") for name in names)
+    for path in ("kernels/__init__.py", "kernels/cublaslt.cpp", "vitfast/train/loop.py"):
+        assert any(name.endswith(f"/{path}") for name in names), path
 
 
 def test_metadata_has_the_extras(dist):
     archive = zipfile.ZipFile(next(dist.glob("*.whl")))
     metadata = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
     assert "License-Expression: Apache-2.0" in metadata or "License: Apache-2.0" in metadata
-    for extra in ("train", "bench", "test", "all"):
+    for extra in ("train", "bench", "native", "test", "all"):
         assert f"Provides-Extra: {extra}" in metadata
     core = {
         line.split(":")[1].strip().split(">")[0].split(";")[0].strip()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import __version__, edges, interpreter, ops
 from .errors import InputError, both_ends
+from .kernels import cublaslt
 from .kernels.launch import INTERPRETED, launches_made
 from .launchers import Sizes
 from .sanitizer import Sanitizer
@@ -330,6 +331,8 @@ def machine() -> dict[str, str]:
     else:
         properties = torch.cuda.get_device_properties(0)
         facts["gpu"] = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        like = torch.empty(0, dtype=torch.bfloat16, device=device())
+        facts["cublaslt"] = cublaslt.unsupported_reason(like) or "built, for linear_residual"
     return facts
 
 
