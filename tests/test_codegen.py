@@ -133,7 +133,7 @@ def test_what_a_kernel_calls_is_hashed_before_it():
 def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen):
     """Triton's launcher finds every kernel of an archive in another folder, and a compiler that dies or refuses takes nothing along."""
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
-    real = codegen.BIN / "ptxas"
+    real = codegen.machine_code.BIN / "ptxas"
     (tmp_path / "ptxas").write_text(f'#!/bin/sh\ncase "$*" in *version*) exec {real} "$@" ;; esac\nsleep 98765\n')
     (tmp_path / "ptxas").chmod(0o755)
     script = tmp_path / "ahead.py"
