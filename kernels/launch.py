@@ -41,12 +41,15 @@ def _called(code: CodeType, names: dict) -> Iterator[object]:
             yield from _called(constant, names)
 
 
-def settle(kernel) -> None:
-    """Has Triton hash what a kernel calls before the kernel itself, and so on down, before it is launched or compiled.
+def settle(kernel, arguments: tuple = ()) -> None:
+    """Has Triton hash what a kernel calls, or is given to call, before the kernel itself, and so on down, before it is launched or compiled.
 
     Triton 3.6 takes the global values of a called function into the caller's hash only where that function was hashed before. Without this
     a kernel's name in Triton's cache would depend on what else the process has run, and one compiled ahead would not be found.
     """
+    for function in arguments:
+        if hasattr(type(function), "cache_key"):
+            settle(function)
     if kernel.hash is None:
         for function in _called(kernel.fn.__code__, kernel.fn.__globals__):
             if function is not kernel:
@@ -64,9 +67,10 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
         return
     _made += 1
     if not INTERPRETED:
-        settle(kernel)
+        settle(kernel, tuple(arguments.values()))
     arguments["enable_fp_fusion"] = True  # Triton 3.10 turns a * b + c into two roundings unless it is asked not to
-    device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
+    tensors = (a for value in arguments.values() for a in (value if isinstance(value, tuple) else (value,)) if isinstance(a, Tensor))
+    device = next(tensors).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](**arguments)

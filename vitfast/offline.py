@@ -17,7 +17,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .errors import InputError, both_ends
 from .kernels.launch import INTERPRETED, Launch, settle
@@ -55,7 +54,7 @@ def _front_end(capability: int, device: int) -> Iterator[None]:
 
 def _warm_up(launch: Launch):
     """What `launch` in kernels/launch.py would do, up to the launch itself."""
-    settle(launch.kernel)
+    settle(launch.kernel, tuple(launch.arguments.values()))
     return launch.kernel.warmup(grid=launch.grid, **launch.arguments, enable_fp_fusion=True)
 
 
@@ -81,7 +80,8 @@ def key_of(launch: Launch, capability: int) -> tuple[str, str]:
 
 
 class Job(NamedTuple):
-    """A launch as plain data that another process can compile: tensors and descriptors are reduced to what the compiler sees of them."""
+    """A launch as plain data that another process can compile: tensors and descriptors are reduced to what the compiler sees of them,
+    functions to their names."""
 
     module: str
     kernel: str
@@ -93,8 +93,13 @@ class Job(NamedTuple):
         """Raises ValueError for a tensor that does not start at a multiple of 16 bytes, which plain data does not tell."""
 
         def plain(value):
-            if isinstance(value, TensorDescriptor):
-                return _Descriptor(value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
+            if type(value) is tuple:
+                return tuple(map(plain, value))
+            if hasattr(type(value), "cache_key"):
+                return _Function(value.fn.__module__, value.fn.__name__)
+            if hasattr(value, "block_shape"):
+                layout = (value.layout,) if hasattr(value, "layout") else ()  # Gluon's descriptors have one
+                return _Descriptor(type(value), value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape), layout)
             if not isinstance(value, torch.Tensor):
                 return value
             if value.device.type != "meta" and value.data_ptr() % 16:
@@ -107,20 +112,31 @@ class Job(NamedTuple):
         """The launch again, on meta tensors."""
 
         def whole(value):
+            if type(value) is tuple:
+                return tuple(map(whole, value))
+            if isinstance(value, _Function):
+                return getattr(importlib.import_module(value.module), value.name)
             if isinstance(value, _Descriptor):
                 base = torch.empty(1, dtype=value.dtype, device="meta")
-                return TensorDescriptor(base, list(value.shape), list(value.strides), list(value.block_shape))
+                return value.kind(base, list(value.shape), list(value.strides), list(value.block_shape), *value.layout)
             return torch.empty(1, dtype=value, device="meta") if isinstance(value, torch.dtype) else value
 
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         return Launch(kernel, self.grid, {k: whole(v) for k, v in self.arguments.items()})
 
 
+class _Function(NamedTuple):
+    module: str
+    name: str
+
+
 class _Descriptor(NamedTuple):
+    kind: type
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
+    layout: tuple
 
 
 def _work(connection, job: Job, capability: int) -> None:

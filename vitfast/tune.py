@@ -152,7 +152,7 @@ class Tuner:
                     continue
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else self.dtype, device=self.device)
                 start, shipped = tiles.lookup(op, like, shape), tiles.shipped(op, like, shape)
-                starts = dict.fromkeys([start, shipped, *tiles.rivals(op, like, shape)])
+                starts = dict.fromkeys([start, shipped, *tiles.rivals(op, like, shape, unchecked=True)])
                 problem = Problem(op, bits, shape, name, launcher, start, list(starts)[1:], tiles.absent(op, like, shape))
                 found[key] = len(used), problem
         return sorted((problem for _, problem in found.values()), key=lambda p: p.op not in PARTS)
