@@ -1,58 +1,45 @@
-"""The product of product.py for sm_90 in Gluon: persistent, warp-specialised, around the epilogue that it is given.
+"""The product of product.py for sm_90 in Gluon: persistent, its warps specialised, around the epilogue it is given.
 
-One program on each multiprocessor goes from tile to tile of 128 rows. Its warps have parts of their own (as CUTLASS calls them: warp-specialised,
-cooperative): one asks the copy engine for a ring of blocks along K, two groups of four multiply, each the upper or the lower 64 rows, and store. The ring
-runs on from tile to tile: while the two store, the blocks of the next tile come in; and each group stores while the other may still multiply.
+One program on each multiprocessor goes from tile to tile of 128 rows (as in CUTLASS's warp-specialised cooperative
+kernels). One of its warps has the copy engine fill a ring of blocks along K; two groups of four warps multiply, each
+its 64 rows, and store. The ring goes on across tiles: while the two store, the next tile's blocks come in, and either
+may still multiply while the other stores.
 
-Each slot of the ring has two barriers. `full`: its blocks have arrived. `empty`: both groups have read them. A barrier's phase alternates; waiting for the
-phase before the first one, as the producer does at its first round, ends at once.
+Each slot of the ring has two barriers: `full`, its blocks have arrived, and `empty`, both groups have read them. A
+barrier goes through phases 0, 1, 0, ...; who waits for phase 1 of a new one, as the producer does in its first round,
+goes on at once.
 
-Registers: 12 warps with REGISTERS each are what a multiprocessor has. The producer's four (one runs, a register budget is for four) give theirs up, so that
-the two groups have 240 each: 128 of them hold sums.
+The epilogue is a `triton.jit` function that other kernels call too: epilogue(sums (64, columns) in fp32, *pointers,
+row tile, its rows, its columns, M, N, *strides, TANH). Row tiles are of 64 rows, so the last one may lie past M whole.
 
-The epilogue is a `triton.jit` function that other kernels call too: epilogue(sums (64, columns) in fp32, *pointers, row tile, its rows, its columns, M, N,
-*strides, TANH). Row tiles are of 64 rows, two to a program's tile, so the last one may lie past M as a whole.
-
-Gluon has no interpreter. tests/test_gluon.py runs the functions below as Python, under a model of the barriers and the copy engine, and reads the machine
-code; no GPU has run them yet (tiles.UNCHECKED).
+Gluon has no interpreter, and no GPU has run this yet (tiles.UNCHECKED). tests/test_gluon.py runs it as Python, under a
+model of barriers, copy engine and wgmma in which anything may be late, and reads its machine code.
 """
-
-from collections.abc import Callable
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .gluon_names import (
-    Swizzled,
-    TensorDescriptor,
-    async_load,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from .gluon_names import TensorDescriptor, async_load, gl, hopper, jit
 from .launch import launch
 from .product import column_parts
 from .rows import row_programs
 
-ROWS = tl.constexpr(64)  # of a group of four warps: what wgmma multiplies
-REGISTERS = 168  # 65,536 of a multiprocessor over 12 warps of 32, in eights
+ROWS = tl.constexpr(64)  # of one group of warps: wgmma's
+# A multiprocessor's 65,536 registers over 12 warps. One group has what is left: 12 * 168 = 4 * (240 + 240 + 24).
+REGISTERS, CONSUMER, PRODUCER = 168, tl.constexpr(240), tl.constexpr(24)
 
 
 @jit
 def slot_and_phase(step, STAGES: tl.constexpr):
-    # Where block number `step` of a program lies in the ring, and in which phase of that slot's barriers.
+    # Where a program's block number `step` lies in the ring, and the phase of that slot's barriers.
     return step % STAGES, step // STAGES & 1
 
 
 @jit
 def tile_at(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    # Row tile and column tile, column by column within GROUP_M row tiles, which share the right operand in L2.
+    # Row and column of a tile: column by column within GROUP_M rows of tiles, which share the right operand in L2.
     first = number // (GROUP_M * tiles_n) * GROUP_M
     height = min(tiles_m - first, GROUP_M)
     within = number % (GROUP_M * tiles_n)
@@ -88,9 +75,9 @@ def produce(
         tile_m, tile_n = tile_at(number, tiles_m, tiles_n, GROUP_M)
         for k in range(steps):
             slot, phase = slot_and_phase(step, STAGES)
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            # Whole blocks arrive: what lies outside is zeros, and counts.
-            mbarrier.expect(full.index(slot), (2 * ROWS + BLOCK_N) * BLOCK_K * 2)
+            hopper.mbarrier.wait(empty.index(slot), phase ^ 1)
+            # Bytes of whole blocks: outside the matrices the copy engine fills in zeros.
+            hopper.mbarrier.expect(full.index(slot), (2 * ROWS + BLOCK_N) * BLOCK_K * 2)
             async_load(a, [tile_m * 2 * ROWS, k * BLOCK_K], full.index(slot), a_ring.index(slot))
             if KIND == "nt":
                 async_load(b, [tile_n * BLOCK_N, k * BLOCK_K], full.index(slot), b_ring.index(slot))
@@ -101,7 +88,7 @@ def produce(
 
 @jit
 def consume(
-    half: tl.constexpr,  # 0: the upper 64 rows, 1: the lower
+    half: tl.constexpr,  # of a tile's rows: 0 or 1
     ring,
     order,
     output,
@@ -126,19 +113,19 @@ def consume(
         tile_m, tile_n = tile_at(number, tiles_m, tiles_n, GROUP_M)
         for k in range(steps):
             slot, phase = slot_and_phase(step, STAGES)
-            mbarrier.wait(full.index(slot), phase)
+            hopper.mbarrier.wait(full.index(slot), phase)
             a = a_ring.index(slot).slice(half * ROWS, ROWS)
             b = b_ring.index(slot)
             if KIND == "nt":
                 b = b.permute((1, 0))
-            acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
-            # The one before has ended when at most this one runs: only then may its slot be filled again.
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
+            acc = hopper.warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+            # With this product alone under way the one before has ended: its slot may be filled again.
+            acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+            hopper.mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
             before = slot
             step += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(before), count=1)
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        hopper.mbarrier.arrive(empty.index(before), count=1)
         row_tile = 2 * tile_m + half
         offs_m = row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORED)).to(gl.int64)
         parts = pieces(acc, SUBTILES)
@@ -150,9 +137,9 @@ def consume(
 @jit
 def product_gluon_kernel(
     a,  # (M, K), a descriptor
-    b,  # (N, K) of KIND "nt", (K, N) of "nn", a descriptor
-    pointers,  # of the epilogue
-    strides,  # of the epilogue
+    b,  # KIND "nn": (K, N), "nt": (N, K), a descriptor
+    pointers,  # the epilogue's
+    strides,  # the epilogue's
     M,
     N,
     K,
@@ -168,48 +155,45 @@ def product_gluon_kernel(
     gl.static_assert(gl.num_warps() == 4, "a group that multiplies has four warps")
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()  # the copy engine sees the barriers as they are now
+        hopper.mbarrier.init(full.index(i), count=1)
+        hopper.mbarrier.init(empty.index(i), count=2)
+    hopper.fence_async_shared()  # so that the copy engine sees them
     ring = (a_ring, b_ring, full, empty)
     order = (gl.cdiv(M, 2 * ROWS), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K))
     output = (pointers, strides, M, N)
-    warp_specialize(
+    gl.warp_specialize(
         [
             (consume, (0, ring, order, output, EPILOGUE, TANH, KIND, BLOCK_N, GROUP_M, SUBTILES, STAGES)),
             (consume, (1, ring, order, output, EPILOGUE, TANH, KIND, BLOCK_N, GROUP_M, SUBTILES, STAGES)),
             (produce, (a, b, ring, order, KIND, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
         ],
-        [4, 1],  # warps of the second and the third, and their registers; the first has num_warps and what is left
-        [240, 24],
+        [4, 1],  # warps of the second and the third
+        [CONSUMER, PRODUCER],
     )
 
 
 def row_tiles(m: int) -> int:
-    """Row tiles of 64 that the epilogue is called with for m rows, two to each tile of a program."""
+    """How many row tiles of 64 the epilogue is called for with m rows: an even number."""
     return 2 * triton.cdiv(m, 2 * ROWS.value)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int):
-    """x as blocks of 128-byte rows, swizzled as wgmma reads them."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], Swizzled(128, 16, 2))
+    """x in blocks, their rows in pieces of 128 bytes, swizzled as wgmma reads them."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
 
 
-def launch_product(
-    a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue: Callable, pointers: tuple, strides: tuple[int, ...], tanh: bool
-) -> None:
-    """Has `epilogue` store a b: a (M, K) and b (K, N), kind "nn", or its transpose (N, K), "nt"; both as product.describable wants them."""
-    (m, k), n = a.shape, b.shape[1 if kind == "nn" else 0]
+def launch_product(a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, pointers: tuple, strides: tuple, tanh):
+    """`epilogue` stores the product of a (M, K) and b (K, N), kind "nn", or b's transpose (N, K), "nt", both describable."""
+    (m, k), n = a.shape, b.shape[kind == "nn"]
     block_n, block_k = tile["BLOCK_N"], tile["BLOCK_K"]
-    meta = {name: value for name, value in tile.meta.items() if name != "num_stages"}
     launch(
         product_gluon_kernel,
-        (row_programs(a.device, 1, triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, block_n)),),
+        (row_programs(a.device, 1, row_tiles(m) // 2 * triton.cdiv(n, block_n)),),
         a=_descriptor(a, 2 * ROWS.value, block_k),
-        b=_descriptor(b, block_n, block_k) if kind == "nt" else _descriptor(b, block_k, block_n),
+        b=_descriptor(b, block_k, block_n) if kind == "nn" else _descriptor(b, block_n, block_k),
         pointers=pointers,
         strides=strides,
         M=m,
@@ -219,6 +203,7 @@ def launch_product(
         TANH=tanh,
         KIND=kind,
         STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
         maxnreg=REGISTERS,
-        **meta,
+        **dict(tile.blocks),
     )
