@@ -153,6 +153,7 @@ def product_gluon_kernel(
     STAGES: tl.constexpr,
 ):
     gl.static_assert(gl.num_warps() == 4, "a group that multiplies has four warps")
+    gl.static_assert(STAGES > 1, "a slot is freed when the next block is there")
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
@@ -187,7 +188,7 @@ def _descriptor(x: Tensor, rows: int, columns: int):
 
 def launch_product(a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, pointers: tuple, strides: tuple, tanh):
     """`epilogue` stores the product of a (M, K) and b (K, N), kind "nn", or b's transpose (N, K), "nt", both describable."""
-    (m, k), n = a.shape, b.shape[kind == "nn"]
+    (m, k), n = a.shape, b.shape[1 if kind == "nn" else 0]
     block_n, block_k = tile["BLOCK_N"], tile["BLOCK_K"]
     launch(
         product_gluon_kernel,

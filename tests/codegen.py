@@ -147,10 +147,10 @@ ALL_SIZES = QUICK_SIZES | {
 }
 
 
-def rows_of(work: dict[tuple, tuple], processes: int) -> list[dict]:
+def rows_of(work: dict[tuple, tuple], processes: int, chunk: int = 4) -> list[dict]:
     """Compiles every job, several at a time."""
     with ProcessPoolExecutor(processes) as pool:
-        return list(pool.map(compile_job, work.values(), chunksize=4))
+        return list(pool.map(compile_job, work.values(), chunksize=chunk))
 
 
 def committed() -> list[dict]:
