@@ -66,6 +66,9 @@ def compiled(launch: Launch, capability: int):
 
 def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     """(kernel, specialisation): launches with the same key share their machine code. Compiles nothing."""
+    settle(launch.kernel, tuple(launch.arguments.values()))
+    # By name, as it were: Triton 3.6 writes the specialisation as JSON for the hook, which functions are not.
+    named = {k: v.cache_key if hasattr(type(v), "cache_key") else v for k, v in launch.arguments.items()}
     seen = []
     before, triton.knobs.runtime.jit_cache_hook = (
         triton.knobs.runtime.jit_cache_hook,
@@ -73,7 +76,7 @@ def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     )
     try:
         with _front_end(capability, -capability):  # a table of its own, in which nothing is ever compiled
-            _warm_up(launch)
+            _warm_up(Launch(launch.kernel, launch.grid, named))
     finally:
         triton.knobs.runtime.jit_cache_hook = before
     return f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}", seen[0]
