@@ -384,5 +384,5 @@ MUTANTS = [
         "missing barrier",
         True,
     ),
-    Mutant("a misaligned descriptor", "product.py", " or x.data_ptr() % 16 or", " or", "linear + gelu", NUMBERS),
+    Mutant("a misaligned descriptor", "product.py", " and x.data_ptr() % 16 == 0 and", " and", "linear + gelu", NUMBERS),
 ]
