@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 
@@ -41,20 +41,26 @@ def _called(code: CodeType, names: dict) -> Iterator[object]:
             yield from _called(constant, names)
 
 
-def settle(kernel, arguments: tuple = ()) -> None:
-    """Has Triton hash what a kernel calls, or is given to call, before the kernel itself, and so on down, before it is launched or compiled.
+def settle(kernel) -> None:
+    """Has Triton hash what a kernel calls before the kernel itself, and so on down, before it is launched or compiled.
 
     Triton 3.6 takes the global values of a called function into the caller's hash only where that function was hashed before. Without this
     a kernel's name in Triton's cache would depend on what else the process has run, and one compiled ahead would not be found.
     """
-    for function in arguments:
-        if hasattr(type(function), "cache_key"):
-            settle(function)
     if kernel.hash is None:
         for function in _called(kernel.fn.__code__, kernel.fn.__globals__):
             if function is not kernel:
                 settle(function)
         kernel.cache_key  # noqa: B018
+
+
+def _tensors(arguments: Iterable) -> Iterator[Tensor]:
+    """The tensors among arguments and in tuples among them."""
+    for value in arguments:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) is tuple:
+            yield from _tensors(value)
 
 
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
@@ -67,10 +73,9 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
         return
     _made += 1
     if not INTERPRETED:
-        settle(kernel, tuple(arguments.values()))
+        settle(kernel)
     arguments["enable_fp_fusion"] = True  # Triton 3.10 turns a * b + c into two roundings unless it is asked not to
-    tensors = (a for value in arguments.values() for a in (value if isinstance(value, tuple) else (value,)) if isinstance(a, Tensor))
-    device = next(tensors).device
+    device = next(_tensors(arguments.values())).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](**arguments)

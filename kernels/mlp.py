@@ -166,9 +166,11 @@ def gelu_bwd_kernel(
 
 
 def _product_tile(op: str, a: Tensor, b: Tensor, shape: str) -> tiles.Tile:
-    """The tile of a product; the shipped one where Gluon is to do it and the operands' strides do not allow descriptors."""
+    """The tile of a product; the shipped one where Gluon is to do it and the operands allow no descriptors."""
     tile = tiles.lookup(op, a, shape)
-    return tiles.shipped(op, a, shape) if tile.provider == "gluon" and not (describable(a) and describable(b)) else tile
+    if tile.provider == "gluon" and not (describable(a) and describable(b)):
+        return tiles.shipped(op, a, shape)
+    return tile
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, Tensor]:
@@ -234,7 +236,8 @@ def dgelu_matmul(
         return _gelu_bwd(torch.mm(g, weight2), pre, approximate, want_bias_grad, want_act)
     if tile.provider == "gluon":
         dpre, act, part = _dgelu_outputs(pre, row_tiles(m), want_act, want_bias_grad)
-        launch_product(g, weight2, "nn", tile, store_dgelu, (pre, dpre, act, part), (pre.stride(0), n), approximate == "tanh")
+        pointers, strides = (pre, dpre, act, part), (pre.stride(0), n)
+        launch_product(g, weight2, "nn", tile, store_dgelu, pointers, strides, approximate == "tanh")
         return dpre, act, _sum(part)
     dpre, act, part = _dgelu_outputs(pre, triton.cdiv(m, tile["BLOCK_M"]), want_act, want_bias_grad)
     g_ptr, w_ptr, loads = row_operands(g, weight2, tile, "nn")

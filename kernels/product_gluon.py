@@ -1,13 +1,10 @@
 """The product of product.py for sm_90 in Gluon: persistent, its warps specialised, around the epilogue it is given.
 
-One program on each multiprocessor goes from tile to tile of 128 rows (as in CUTLASS's warp-specialised cooperative
-kernels). One of its warps has the copy engine fill a ring of blocks along K; two groups of four warps multiply, each
-its 64 rows, and store. The ring goes on across tiles: while the two store, the next tile's blocks come in, and either
-may still multiply while the other stores.
-
-Each slot of the ring has two barriers: `full`, its blocks have arrived, and `empty`, both groups have read them. A
-barrier goes through phases 0, 1, 0, ...; who waits for phase 1 of a new one, as the producer does in its first round,
-goes on at once.
+One program on each multiprocessor goes from tile to tile of 128 rows, as in CUTLASS's warp-specialised cooperative
+kernels. One of its warps has the copy engine fill a ring of blocks along K; two groups of four warps multiply, each its
+64 rows, and store. The ring goes on across tiles: while the two store, the next tile's blocks come in, and either may
+still multiply while the other stores. Each slot has two barriers: `full`, its blocks have arrived, and `empty`, both
+groups have read them. Phases go 0, 1, 0, ...; the wait for phase 1 of a new barrier, the producer's first, is none.
 
 The epilogue is a `triton.jit` function that other kernels call too: epilogue(sums (64, columns) in fp32, *pointers,
 row tile, its rows, its columns, M, N, *strides, TANH). Row tiles are of 64 rows, so the last one may lie past M whole.
@@ -22,7 +19,7 @@ from torch import Tensor
 
 from . import tiles
 from .gluon_names import TensorDescriptor, async_load, gl, hopper, jit
-from .launch import launch
+from .launch import INTERPRETED, launch, settle
 from .product import column_parts
 from .rows import row_programs
 
@@ -187,9 +184,11 @@ def _descriptor(x: Tensor, rows: int, columns: int):
 
 
 def launch_product(a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, pointers: tuple, strides: tuple, tanh):
-    """`epilogue` stores the product of a (M, K) and b (K, N), kind "nn", or b's transpose (N, K), "nt", both describable."""
+    """`epilogue` stores the product of a (M, K) and b (K, N), kind "nn", or of b's transpose (N, K), kind "nt"."""
     (m, k), n = a.shape, b.shape[1 if kind == "nn" else 0]
     block_n, block_k = tile["BLOCK_N"], tile["BLOCK_K"]
+    if not INTERPRETED:
+        settle(epilogue)
     launch(
         product_gluon_kernel,
         (row_programs(a.device, 1, row_tiles(m) // 2 * triton.cdiv(n, block_n)),),

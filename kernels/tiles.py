@@ -183,8 +183,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
 }
 
-# Compiled and read, but run by no GPU yet: no rule may name them. `lookup` takes them from `override` and from the user's own table alone, into which
-# only the tuner writes, after many checks (trial.py).
+# Compiled and read, but run by no GPU yet: no rule may name them. `lookup` takes them from `override` and from the user's
+# own table alone, into which the tuner writes them after many checks (trial.py). They leave here once a GPU has run them.
 UNCHECKED = ("gluon",)
 # Providers that launch no kernel of ours and cannot be compiled offline.
 LIBRARIES = ("torch", *attention_libraries.PROVIDERS)
@@ -328,7 +328,7 @@ def lookup(op: str, x: torch.Tensor, shape: str) -> Tile:
 
 
 def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
-    """Why a library, or a kernel in Gluon, cannot do the operation on x; None where it can, and for our other kernels and cuBLAS."""
+    """Why a library, or Gluon, cannot do the operation on x; None where it can, and for our other kernels and cuBLAS."""
     if provider == "gluon":
         return gluon_names.unsupported_reason(x, generation(x.device))
     if provider not in LIBRARIES:
@@ -377,7 +377,7 @@ def rivals(op: str, x: torch.Tensor, shape: str, unchecked: bool = False) -> lis
 
 
 def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
-    """The libraries, and kernels in Gluon, that do the operation but cannot do it on x, and why: {"flash_attn_3": "not installed"}."""
+    """What does the operation, but not on x, of libraries and Gluon, and why: {"flash_attn_3": "not installed"}."""
     rules = _matching((*RULES[op], *RIVALS.get(op, ())), x, shape)
     reasons = {provider: _unsupported_reason(op, provider, x) for provider in dict.fromkeys(rule.tile.provider for rule in rules)}
     return {provider: reason for provider, reason in reasons.items() if reason}

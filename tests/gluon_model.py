@@ -1,7 +1,7 @@
 """Runs kernels/product_gluon.py as Python: its partitions as threads, one at a time, in an order drawn at random.
 
-A model of what the PTX ISA promises and no more: mbarriers with phases, copies that arrive whenever they like, and products
-that are read at any moment from their issue to the wait that ends them. A block that is being overwritten is NaN.
+A model of what the PTX ISA promises and no more: mbarriers with phases, copies that arrive whenever they like, and
+products that read their blocks from their issue up to the wait that ends them. A block that is being filled is NaN.
 """
 
 import random
@@ -90,7 +90,9 @@ class Program:
             raise Ended
 
     def warp_specialize(self, functions, warps, registers) -> None:
-        partitions = [types.SimpleNamespace(go=threading.Semaphore(0), ready=lambda: True, over=False) for _ in functions]
+        partitions = [
+            types.SimpleNamespace(go=threading.Semaphore(0), ready=lambda: True, over=False) for _ in functions
+        ]
 
         def body(partition, function, arguments):
             self.here.partition = partition

@@ -1,4 +1,4 @@
-"""The product in Gluon, without a GPU: run as Python under a model of the barriers (gluon_model.py), and its machine code read."""
+"""The product in Gluon, without a GPU: run as Python under a model (gluon_model.py), and its machine code read."""
 
 import contextlib
 import json
@@ -33,7 +33,9 @@ def gluon_tile(op: str) -> tiles.Tile:
 # ---- the schedule
 
 
-def product_of(bug: tuple[str, ...], kind: str, m: int, n: int, k: int, programs: int, seed: int, stages: int = 3, group: int = 2) -> None:
+def product_of(
+    bug: tuple[str, ...], kind: str, m: int, n: int, k: int, programs: int, seed: int, stages: int = 3, group: int = 2
+) -> None:
     """Runs the kernel with an epilogue that stores sums, and compares. Rows of 2, so that a tile is of 4 x 64."""
     copy, generator = gluon_model.module(*bug, rows=2), torch.Generator().manual_seed(seed)
     a = torch.randn(m, k, generator=generator).half()
@@ -41,7 +43,9 @@ def product_of(bug: tuple[str, ...], kind: str, m: int, n: int, k: int, programs
     out, stored = torch.full((m, n), torch.nan, dtype=torch.float64), torch.zeros(m, n)
 
     def epilogue(sums, out, row_tile, offs_m, cols, m, n, stride, tanh):
-        assert sums.shape == (2, 16) and (offs_m == 2 * row_tile + torch.arange(2)).all() and (stride, tanh) == (n, True)
+        assert (
+            sums.shape == (2, 16) and (offs_m == 2 * row_tile + torch.arange(2)).all() and (stride, tanh) == (n, True)
+        )
         offs_m, cols = offs_m[offs_m < m], cols[cols < n]
         out[offs_m[:, None], cols] = sums[: len(offs_m), : len(cols)]
         stored[offs_m[:, None], cols] += 1
@@ -58,7 +62,7 @@ def product_of(bug: tuple[str, ...], kind: str, m: int, n: int, k: int, programs
 
 @pytest.mark.parametrize("kind", ["nt", "nn"])
 def test_every_schedule_gives_the_product(kind):
-    """Rings shorter and longer than a tile's steps, tiles more and fewer than programs, and rows, columns and K that end inside blocks."""
+    """Rings shorter and longer than a tile's steps; M, N and K that end inside blocks; programs with one tile and several."""
     shapes = [(25, 136, 200), (4, 64, 64), (10, 192, 136)]
     for seed, (stages, programs) in enumerate([(2, 1), (2, 2), (3, 2), (4, 3), (7, 1)] * 2):
         product_of((), kind, *shapes[seed % 3], programs, seed, stages, group=1 + seed % 3)
@@ -77,7 +81,10 @@ BUGS = {
     "one group frees a slot for both": ("empty.index(i), count=2", "empty.index(i), count=1"),
     "a slot is freed while it is read": ("hopper.warpgroup_mma_wait(1", "hopper.warpgroup_mma_wait(2"),
     "a slot is freed twice": ("pred=k > 0)", "pred=step > 0)"),
-    "the last slot is not freed": ("empty.index(before), count=1)\n        row", "empty.index(before), count=1, pred=False)\n        row"),
+    "the last slot is not freed": (
+        "empty.index(before), count=1)\n        row",
+        "empty.index(before), count=1, pred=False)\n        row",
+    ),
     "what came is not waited for": ("hopper.mbarrier.wait(full.index(slot), phase)", "pass"),
     "sums go on from the last tile": ("use_acc=k > 0", "use_acc=step > 0"),
     "too few bytes are expected": ("(2 * ROWS + BLOCK_N) * BLOCK_K * 2", "(ROWS + BLOCK_N) * BLOCK_K * 2"),
@@ -101,7 +108,9 @@ def test_every_tile_is_visited_once(tiles_m, tiles_n, group):
 
 
 @triton.jit
-def epilogue_kernel(sums_ptr, p0, p1, p2, p3, pid_m, first_m, first_n, M, N, s0, s1, TANH: tl.constexpr, WIDTH: tl.constexpr):
+def epilogue_kernel(
+    sums_ptr, p0, p1, p2, p3, pid_m, first_m, first_n, M, N, s0, s1, TANH: tl.constexpr, WIDTH: tl.constexpr
+):
     offs_m, cols = first_m + tl.arange(0, 64).to(tl.int64), first_n + tl.arange(0, WIDTH)
     sums = tl.load(sums_ptr + tl.arange(0, 64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
     if s1 is None:
@@ -113,7 +122,11 @@ def epilogue_kernel(sums_ptr, p0, p1, p2, p3, pid_m, first_m, first_n, M, N, s0,
 def interpreted(sums, *rest):
     """The epilogue of fc1 or of dGELU, whichever has these arguments, in Triton's interpreter."""
     count = 4 if len(rest) == 12 else 3
-    pointers, (row_tile, offs_m, cols, m, n), (*strides, tanh) = rest[:count], rest[count : count + 5], rest[count + 5 :]
+    pointers, (row_tile, offs_m, cols, m, n), (*strides, tanh) = (
+        rest[:count],
+        rest[count : count + 5],
+        rest[count + 5 :],
+    )
     (p0, p1, p2, p3), (s0, s1) = (*pointers, None)[:4], (*strides, None)[:2]
     first = dict(pid_m=row_tile, first_m=int(offs_m[0]), first_n=int(cols[0]), M=m, N=n)
     assert len(offs_m) == 64
@@ -132,7 +145,7 @@ def on_cpu(monkeypatch):
 
 
 def made(copy, call, seed: int):
-    """The results of a launcher that is recorded, then run: Gluon's product in the model, what follows in the interpreter."""
+    """The results of a launcher: Gluon's product runs in the model, what follows it in the interpreter."""
     results = []
     found = launch.record(lambda: results.extend(call()))
     assert found[0].kernel is copy.product_gluon_kernel
@@ -152,7 +165,9 @@ def test_fc1_matches_ref(on_cpu, approximate, full):
     with tiles.override("linear_gelu_fwd", gluon_tile("linear_gelu_fwd")):
         act, pre = made(on_cpu, lambda: mlp.linear_gelu(x, w, b if full else None, approximate, full), 0)
     want = x.double() @ w.double().t() + (b.double() if full else 0)
-    torch.testing.assert_close(act.double(), torch.nn.functional.gelu(want, approximate=approximate), atol=1e-2, rtol=2e-3)
+    torch.testing.assert_close(
+        act.double(), torch.nn.functional.gelu(want, approximate=approximate), atol=1e-2, rtol=2e-3
+    )
     assert pre.numel() == (want.numel() if full else 0)
     if full:
         torch.testing.assert_close(pre.double(), want, atol=1e-2, rtol=1e-3)
@@ -215,7 +230,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow(25)
 def test_it_compiles_to_what_it_was_written_for():
-    """For B/16, L/16 and a width of 192, which share their code: wgmma not serialised, nothing spilled, registers handed over."""
+    """B/16, L/16 and a width of 192 share their code: wgmma not serialised, nothing spilled, registers handed over."""
     if gluon_names.MISSING:
         pytest.skip(gluon_names.MISSING)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -228,7 +243,9 @@ def test_it_compiles_to_what_it_was_written_for():
         assert row["kernels"] == 1 and row["kernel"] == "product_gluon_kernel" and row["grid"] == [132]
         assert row["hgmma"] == 8 and row["waits"] == 2 and row["hmma"] == 0 and not row["notes"]
         assert row["spills"] == row["stack"] == 0 and row["registers"] <= product_gluon.REGISTERS
-        assert row["limits"] >= 4 and row["copies"] >= 2, "no warp gives registers up, or the copy engine copies nothing"
+        assert row["limits"] >= 4 and row["copies"] >= 2, (
+            "no warp gives registers up, or the copy engine copies nothing"
+        )
         assert 4 * 48 * 2**10 < row["shared"] <= tiles.SHARED_LIMIT[90] and row["warps"] == 12
         assert row["products"][0] == 4  # of the innermost loop: a block of 64 along K, 16 at a time
 
@@ -249,14 +266,20 @@ def test_nothing_takes_it_unasked(op, monkeypatch):
     monkeypatch.setitem(tiles.RULES, op, (Rule(chosen), *tiles.RULES[op]))
     assert tiles.lookup(op, meta, "768x3072") == tiles.shipped(op, meta, "768x3072") == before
     monkeypatch.setattr(tiles, "_find", lambda *_: chosen)  # the user's own table
-    assert tiles.lookup(op, meta, "768x3072") == chosen and tiles.lookup(op, torch.empty(0, dtype=BF16), "768x3072") == before
+    assert (
+        tiles.lookup(op, meta, "768x3072") == chosen
+        and tiles.lookup(op, torch.empty(0, dtype=BF16), "768x3072") == before
+    )
 
 
 def test_where_it_cannot_run_it_says_why():
     half, whole = torch.empty(0, dtype=BF16), torch.empty(0)
     op, chosen = CASES["fc1"], gluon_tile(CASES["fc1"])
     assert tiles.absent(op, half, "768x3072") == {"gluon": "Gluon has no interpreter"}
-    with tiles.override(op, chosen), pytest.raises(RuntimeError, match="gluon cannot run here: Gluon has no interpreter"):
+    with (
+        tiles.override(op, chosen),
+        pytest.raises(RuntimeError, match="gluon cannot run here: Gluon has no interpreter"),
+    ):
         tiles.lookup(op, half, "768x3072")
     with tiles.targeting(100), tiles.override(op, chosen), pytest.raises(RuntimeError, match="sm_90 and 16 bit"):
         tiles.lookup(op, half.to("meta"), "768x3072")
@@ -285,7 +308,9 @@ assert tiles.absent("dgelu_matmul", x, "768x3072")["gluon"] == f"this Triton ({t
 def test_strides_that_descriptors_cannot_take_leave_it_to_the_shipped_tile():
     meta = torch.device("meta")
     for width, kernel in ((768, "product_gluon_kernel"), (764, "dgelu_matmul_kernel")):
-        g, w2, pre = (torch.empty(*shape, dtype=BF16, device=meta) for shape in ((300, width), (width, 3072), (300, 3072)))
+        g, w2, pre = (
+            torch.empty(*shape, dtype=BF16, device=meta) for shape in ((300, width), (width, 3072), (300, 3072))
+        )
         with tiles.targeting(90), tiles.override("dgelu_matmul", gluon_tile("dgelu_matmul")):
             found = launch.record(lambda: mlp.dgelu_matmul(g, w2, pre, "none", True))[0]  # noqa: B023
         assert found.kernel.fn.__name__ == kernel
@@ -306,7 +331,9 @@ def test_the_tuner_checks_it_many_times_before_it_is_timed(wrong, monkeypatch):
     def launcher(batch: int) -> Launcher:
         def call(x):
             calls.append((batch, float(x[0, 0])))
-            off = dict(zip(("other inputs", "a later run", "a larger size"), (len(calls) == 2, len(calls) == 4, batch == 5)))
+            off = dict(
+                zip(("other inputs", "a later run", "a larger size"), (len(calls) == 2, len(calls) == 4, batch == 5))
+            )
             return (x * 2 + (1e-4 if wrong == "a later run" else 1.0) * off.get(wrong, False),)
 
         return Launcher(lambda t: (t.values(batch, 64),), call, lambda x: (x * 2,), False)

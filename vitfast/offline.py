@@ -52,9 +52,15 @@ def _front_end(capability: int, device: int) -> Iterator[None]:
         config._active = before
 
 
+def _settle(launch: Launch) -> None:
+    for function in (*launch.arguments.values(), launch.kernel):
+        if hasattr(type(function), "cache_key"):
+            settle(function)
+
+
 def _warm_up(launch: Launch):
     """What `launch` in kernels/launch.py would do, up to the launch itself."""
-    settle(launch.kernel, tuple(launch.arguments.values()))
+    _settle(launch)
     return launch.kernel.warmup(grid=launch.grid, **launch.arguments, enable_fp_fusion=True)
 
 
@@ -66,7 +72,7 @@ def compiled(launch: Launch, capability: int):
 
 def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     """(kernel, specialisation): launches with the same key share their machine code. Compiles nothing."""
-    settle(launch.kernel, tuple(launch.arguments.values()))
+    _settle(launch)
     # By name, as it were: Triton 3.6 writes the specialisation as JSON for the hook, which functions are not.
     named = {k: v.cache_key if hasattr(type(v), "cache_key") else v for k, v in launch.arguments.items()}
     seen = []
@@ -83,8 +89,10 @@ def key_of(launch: Launch, capability: int) -> tuple[str, str]:
 
 
 class Job(NamedTuple):
-    """A launch as plain data that another process can compile: tensors and descriptors are reduced to what the compiler sees of them,
-    functions to their names."""
+    """A launch as plain data that another process can compile.
+
+    Tensors and descriptors are reduced to what the compiler sees of them, functions to their names.
+    """
 
     module: str
     kernel: str
@@ -102,7 +110,8 @@ class Job(NamedTuple):
                 return _Function(value.fn.__module__, value.fn.__name__)
             if hasattr(value, "block_shape"):
                 layout = (value.layout,) if hasattr(value, "layout") else ()  # Gluon's descriptors have one
-                return _Descriptor(type(value), value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape), layout)
+                sizes = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
+                return _Descriptor(type(value), value.base.dtype, *sizes, layout)
             if not isinstance(value, torch.Tensor):
                 return value
             if value.device.type != "meta" and value.data_ptr() % 16:

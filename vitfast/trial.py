@@ -143,7 +143,6 @@ class Bench(Judge):
         with poisoned():
             self.judge(outputs(self.run()))
 
-
     def check_unchecked(self, runs: int = 5) -> None:
         """Raises Wrong where other inputs, at a larger size too, do not give what they should, to the same bits in each run.
 
