@@ -15,9 +15,8 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    jit = gluon.jit
     async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
-    MISSING = ""
+    jit, MISSING = gluon.jit, ""
 except (ImportError, AttributeError):
     gl = hopper = TensorDescriptor = async_load = None
     MISSING = f"this Triton ({triton.__version__}) has another Gluon"

@@ -179,8 +179,9 @@ def row_tiles(m: int) -> int:
 
 
 def _descriptor(x: Tensor, rows: int, columns: int):
-    """x in blocks, their rows in pieces of 128 bytes, swizzled as wgmma reads them."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
+    """x in blocks, laid out in shared memory as wgmma reads them."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float16)  # or any other of 16 bit
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
 def launch_product(a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, pointers: tuple, strides: tuple, tanh):

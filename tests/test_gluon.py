@@ -62,7 +62,7 @@ def product_of(
 
 @pytest.mark.parametrize("kind", ["nt", "nn"])
 def test_every_schedule_gives_the_product(kind):
-    """Rings shorter and longer than a tile's steps; M, N and K that end inside blocks; programs with one tile and several."""
+    """Rings shorter and longer than a tile's steps; M, N and K that end inside blocks; one tile and several a program."""
     shapes = [(25, 136, 200), (4, 64, 64), (10, 192, 136)]
     for seed, (stages, programs) in enumerate([(2, 1), (2, 2), (3, 2), (4, 3), (7, 1)] * 2):
         product_of((), kind, *shapes[seed % 3], programs, seed, stages, group=1 + seed % 3)
@@ -222,6 +222,9 @@ if __name__ == "__main__":
     for (_, _, _, job), fact in zip(work.values(), facts):
         code = machine_code.read(offline.compiled(job.launch(), 90).asm["cubin"])  # from Triton's cache
         names = [machine_code.name_of(i) for i in code.instructions]
+        marks = [m for i in code.instructions for m in ("DEPBAR", "BAR.SYNC", "SYNCS.ARRIVE") if m in i]
+        marks = [b for a, b in zip(["", *marks], marks) if a != "BAR.SYNC" or b != a]  # several in a row are one
+        fact["freed"] = [marks[i + 1 : i + 3] for i, mark in enumerate(marks) if mark == "DEPBAR"]
         fact |= dict(limits=code.count("USETMAXREG"), copies=code.count("UTMALDG"))
         fact["products"] = [n for n in (names[x.first : x.last + 1].count("HGMMA") for x in code.loops) if n]
     print(json.dumps(dict(rows=[a | b for a, b in zip(rows, facts)], same=same, problems=codegen.problems(rows))))
@@ -247,6 +250,8 @@ def test_it_compiles_to_what_it_was_written_for():
             "no warp gives registers up, or the copy engine copies nothing"
         )
         assert 4 * 48 * 2**10 < row["shared"] <= tiles.SHARED_LIMIT[90] and row["warps"] == 12
+        # One thread frees a slot for its group: after a barrier, so after the wait of each of its warps.
+        assert row["freed"] == [["BAR.SYNC", "SYNCS.ARRIVE"]] * 4
         assert row["products"][0] == 4  # of the innermost loop: a block of 64 along K, 16 at a time
 
 
@@ -319,6 +324,11 @@ def test_strides_that_descriptors_cannot_take_leave_it_to_the_shipped_tile():
             assert found.arguments["a"].block_shape == [128, 64] and found.arguments["b"].block_shape == [64, 256]
         else:
             assert found.arguments["part_ptr"].shape == (3, 3072)
+
+
+def test_a_launch_finds_the_device_of_tensors_in_tuples():
+    x, y = torch.empty(1), torch.empty(2)
+    assert [t.numel() for t in launch._tensors(dict(a=1, pointers=(None, x, y)).values())] == [1, 2]
 
 
 # ---- the tuner
