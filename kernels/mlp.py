@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from . import tiles
 from .launch import launch
 from .linear import input_grad, linear, linear_residual
-from .product import column_parts, load_columns, product, product_flags, product_grid, row_operands, shape_class, tile_offsets
+from .product import column_parts, describable, load_columns, product, product_flags, product_grid, row_operands, shape_class, tile_offsets
+from .product_gluon import launch_product, row_tiles
 from .rows import column_sums, vector
 
 __all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
@@ -49,6 +50,20 @@ def gelu_slope(p, gate, TANH: tl.constexpr):
 
 
 @triton.jit
+def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, pid_m, offs_m, cols, M, N, stride_om, TANH: tl.constexpr):
+    # pid_m is for the other epilogue, store_dgelu
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    at = offs_m[:, None] * stride_om + cols[None, :]
+    if bias_ptr is not None:
+        pre += load_columns(bias_ptr, cols, N)
+    pre = pre.to(act_ptr.dtype.element_ty)
+    if pre_ptr is not None:
+        tl.store(pre_ptr + at, pre, mask=mask)
+    p = pre.to(tl.float32)
+    tl.store(act_ptr + at, (p * gelu_gate(p, TANH)).to(act_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def linear_gelu_kernel(
     x_ptr,  # (M, K), or its descriptor
     w_ptr,  # (N, K), or its descriptor
@@ -70,22 +85,13 @@ def linear_gelu_kernel(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    pid_m, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = product(x_ptr, w_ptr, first_m, first_n, 0, M, N, K, stride_xm, 1, 1, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
-        at = offs_m[:, None] * stride_om + cols[None, :]
-        pre = parts[i]
-        if bias_ptr is not None:
-            pre += load_columns(bias_ptr, cols, N)
-        pre = pre.to(act_ptr.dtype.element_ty)
-        if pre_ptr is not None:
-            tl.store(pre_ptr + at, pre, mask=mask)
-        p = pre.to(tl.float32)
-        tl.store(act_ptr + at, (p * gelu_gate(p, TANH)).to(act_ptr.dtype.element_ty), mask=mask)
+        store_gelu(parts[i], bias_ptr, pre_ptr, act_ptr, pid_m, offs_m, cols, M, N, stride_om, TANH)
 
 
 @triton.jit
@@ -159,15 +165,26 @@ def gelu_bwd_kernel(
     store_dgelu(dy, pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
 
 
+def _product_tile(op: str, a: Tensor, b: Tensor, shape: str) -> tiles.Tile:
+    """The tile of a product; the shipped one where Gluon is to do it and the operands allow no descriptors."""
+    tile = tiles.lookup(op, a, shape)
+    if tile.provider == "gluon" and not (describable(a) and describable(b)):
+        return tiles.shipped(op, a, shape)
+    return tile
+
+
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, Tensor]:
     """(gelu(pre), pre) with pre = x W^T + b: x (M, K), weight (N, K) -> (M, N) each in x's dtype; pre is an empty (0,) unless `save`."""
     (m, k), n = x.shape, weight.shape[0]
-    tile = tiles.lookup("linear_gelu_fwd", x, shape_class(k, n))
+    tile = _product_tile("linear_gelu_fwd", x, weight, shape_class(k, n))
     if tile.provider == "cublas":
         pre = F.linear(x, weight, bias)
         return F.gelu(pre, approximate=approximate), pre if save else x.new_empty(0)
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pre = torch.empty_like(act) if save else None
+    if tile.provider == "gluon":
+        launch_product(x, weight, "nt", tile, store_gelu, (vector(bias), pre, act), (n,), approximate == "tanh")
+        return act, pre if save else x.new_empty(0)
     x_ptr, w_ptr, loads = row_operands(x, weight, tile, "nt")
     launch(
         linear_gelu_kernel,
@@ -198,11 +215,11 @@ def _sum(part: Tensor | None) -> Tensor | None:
     return total
 
 
-def _dgelu_outputs(pre: Tensor, tile: tiles.Tile, want_act: bool, want_bias_grad: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _dgelu_outputs(pre: Tensor, row_tiles: int, want_act: bool, want_bias_grad: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dpre, act, partial column sums), uninitialised; None for what is not wanted."""
     m, n = pre.shape
     dpre = torch.empty((m, n), dtype=pre.dtype, device=pre.device)
-    part = torch.empty((triton.cdiv(m, tile["BLOCK_M"]), n), dtype=torch.float32, device=pre.device) if want_bias_grad else None
+    part = torch.empty((row_tiles, n), dtype=torch.float32, device=pre.device) if want_bias_grad else None
     return dpre, torch.empty_like(dpre) if want_act else None, part
 
 
@@ -214,10 +231,15 @@ def dgelu_matmul(
     g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype.
     """
     (m, k), n = g.shape, weight2.shape[1]
-    tile = tiles.lookup("dgelu_matmul", g, shape_class(k, n))
+    tile = _product_tile("dgelu_matmul", g, weight2, shape_class(k, n))
     if tile.provider == "cublas":
         return _gelu_bwd(torch.mm(g, weight2), pre, approximate, want_bias_grad, want_act)
-    dpre, act, part = _dgelu_outputs(pre, tile, want_act, want_bias_grad)
+    if tile.provider == "gluon":
+        dpre, act, part = _dgelu_outputs(pre, row_tiles(m), want_act, want_bias_grad)
+        pointers, strides = (pre, dpre, act, part), (pre.stride(0), n)
+        launch_product(g, weight2, "nn", tile, store_dgelu, pointers, strides, approximate == "tanh")
+        return dpre, act, _sum(part)
+    dpre, act, part = _dgelu_outputs(pre, triton.cdiv(m, tile["BLOCK_M"]), want_act, want_bias_grad)
     g_ptr, w_ptr, loads = row_operands(g, weight2, tile, "nn")
     launch(
         dgelu_matmul_kernel,
@@ -248,7 +270,7 @@ def _gelu_bwd(dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, w
         dpre = torch.ops.aten.gelu_backward(dy, pre, approximate=approximate).contiguous()
         dbias = dpre.sum(0, dtype=torch.float32) if want_bias_grad else None
         return dpre, F.gelu(pre, approximate=approximate) if want_act else None, dbias
-    dpre, act, part = _dgelu_outputs(pre, tile, want_act, want_bias_grad)
+    dpre, act, part = _dgelu_outputs(pre, triton.cdiv(m, tile["BLOCK_M"]), want_act, want_bias_grad)
     launch(
         gelu_bwd_kernel,
         (triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"])),

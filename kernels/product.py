@@ -111,9 +111,14 @@ def product_grid(m: int, n: int, tile: tiles.Tile) -> tuple[int]:
     return (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)
 
 
+def describable(x: Tensor) -> bool:
+    """Whether the copy engine can take blocks of a matrix: its rows must start at multiples of 16 bytes."""
+    return x.numel() > 0 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """x (rows, columns) as blocks for the copy engine, which wants them to start at multiples of 16 bytes."""
-    if x.numel() == 0 or x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
+    """x (rows, columns) as blocks for the copy engine."""
+    if not describable(x):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import attention_libraries, cublaslt
+from . import attention_libraries, cublaslt, gluon_names
 
 GENERATIONS = (80, 89, 90, 100, 120)
 # Shared memory a program may use, bytes.
@@ -75,6 +75,8 @@ _PRODUCT = (
     Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
 )
 _TMA = (Rule(tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),)
+# A persistent program of two times 64 rows and a warp that loads (product_gluon.py); SUBTILES: in 8 nothing spills.
+_GLUON = (Rule(tile(4, 4, "gluon", BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=8), sm=(90,), bits="16"),)
 _CUBLAS = (Rule(tile(provider="cublas")),)
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -183,6 +185,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
 }
 
+# Compiled and read, but run by no GPU yet: no rule may name them. `lookup` takes them from `override` and from the user's
+# own table alone, into which the tuner writes them after many checks (trial.py). They leave here once a GPU has run them.
+UNCHECKED = ("gluon",)
 # Providers that launch no kernel of ours and cannot be compiled offline.
 LIBRARIES = ("torch", "cublaslt", *attention_libraries.PROVIDERS)
 _TORCH = (Rule(tile(provider="torch")),)
@@ -206,9 +211,9 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
     ),
     "linear_fwd": _PRODUCT + _TMA,
     "input_grad": _PRODUCT + _TMA,
-    "linear_gelu_fwd": _CUBLAS + _TMA,
+    "linear_gelu_fwd": _CUBLAS + _TMA + _GLUON,
     "linear_residual_fwd": (*_CUBLAS, Rule(tile(provider="cublaslt"), bits="16"), *_TMA),
-    "dgelu_matmul": _CUBLAS + _TMA,
+    "dgelu_matmul": _CUBLAS + _TMA + _GLUON,
     "gelu_bwd": _TORCH,
     "patch_embed_fwd": _CUBLAS,
     "patch_embed_dweight": _CUBLAS,
@@ -320,15 +325,17 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
     if reason and forced:
         raise RuntimeError(f"{op}: {found.provider} cannot run here: {reason}")
     if reason or found.provider in without:
-        rules = (r.tile for r in _matching(RULES[op], x, shape) if r.tile.provider not in without)
-        found = next(tile for tile in rules if not _unsupported_reason(op, tile.provider, x))
+        usable = (r.tile for r in _matching(RULES[op], x, shape) if r.tile.provider not in (*UNCHECKED, *without))
+        found = next(tile for tile in usable if not _unsupported_reason(op, tile.provider, x))
     if _watched is not None:
         _watched[op, _bits(x), shape] = found
     return found
 
 
 def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
-    """Why a library cannot do the operation on x; None where it can, and for our own kernels and cuBLAS."""
+    """Why a library, or Gluon, cannot do the operation on x; None where it can, and for our other kernels and cuBLAS."""
+    if provider == "gluon":
+        return gluon_names.unsupported_reason(x, generation(x.device))
     if provider not in LIBRARIES:
         return None
     if _target is not None or x.device.type == "meta":
@@ -358,22 +365,26 @@ def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
 def shipped(op: str, x: torch.Tensor, shape: str) -> Tile:
     """The tile of the rules, whatever the user's own table says."""
     for rule in _matching(RULES[op], x, shape):
-        return rule.tile
+        if rule.tile.provider not in UNCHECKED:
+            return rule.tile
     raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
 
 
-def rivals(op: str, x: torch.Tensor, shape: str) -> list[Tile]:
-    """What else could do on x's device what `lookup` leaves to one tile: the first of each other provider and variant."""
+def rivals(op: str, x: torch.Tensor, shape: str, unchecked: bool = False) -> list[Tile]:
+    """What else could do on x's device what `lookup` leaves to one tile: the first of each other provider and variant.
+
+    unchecked: those of UNCHECKED too, for who only compiles them, or checks them before anything else.
+    """
     found = {(shipped(op, x, shape).provider, ""): shipped(op, x, shape)}
     for rule in _matching(RIVALS.get(op, ()), x, shape):
         found.setdefault((rule.tile.provider, rule.variant), rule.tile)
-    now, out = lookup(op, x, shape), absent(op, x, shape)
+    now, out = lookup(op, x, shape), (*absent(op, x, shape), *(() if unchecked else UNCHECKED))
     found.pop((now.provider, ""), None)
     return [tile for tile in dict.fromkeys(found.values()) if tile != now and tile.provider not in out]
 
 
 def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
-    """The libraries that do the operation but cannot do it on x, and why: {"flash_attn_3": "not installed"}."""
+    """What does the operation, but not on x, of libraries and Gluon, and why: {"flash_attn_3": "not installed"}."""
     rules = _matching((*RULES[op], *RIVALS.get(op, ())), x, shape)
     reasons = {provider: _unsupported_reason(op, provider, x) for provider in dict.fromkeys(rule.tile.provider for rule in rules)}
     return {provider: reason for provider, reason in reasons.items() if reason}

@@ -86,7 +86,7 @@ def with_rivals(call) -> dict:
         runs = {"": call} if record(call) else {}
     for (op, bits, shape), _ in used.items():
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else torch.bfloat16, device=META)
-        for rival in tiles.rivals(op, like, shape):
+        for rival in tiles.rivals(op, like, shape, unchecked=True):
             if rival.blocks or rival.provider == "tiled":
 
                 def run(op=op, rival=rival, shape=shape):
@@ -147,10 +147,10 @@ ALL_SIZES = QUICK_SIZES | {
 }
 
 
-def rows_of(work: dict[tuple, tuple], processes: int) -> list[dict]:
+def rows_of(work: dict[tuple, tuple], processes: int, chunk: int = 4) -> list[dict]:
     """Compiles every job, several at a time."""
     with ProcessPoolExecutor(processes) as pool:
-        return list(pool.map(compile_job, work.values(), chunksize=4))
+        return list(pool.map(compile_job, work.values(), chunksize=chunk))
 
 
 def committed() -> list[dict]:
@@ -189,7 +189,8 @@ def _rows(tile: str) -> int:
 
 
 # Kernels whose work is a matrix product.
-PRODUCTS = ("linear", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
+PRODUCTS = ("linear", "attention", "dgelu_matmul", "product_gluon", "input_grad", "weight_grad_kernel")
+PRODUCTS += ("patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
 
 
 # ---- an archive of what a run on a GPU launches
@@ -239,7 +240,7 @@ def operations(s: Sizes, dtypes: list[torch.dtype], names: list[str] | None = No
                 found += record(run)
             for (op, bits, shape), _ in used.items() if rivals else ():
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=META)
-                for rival in tiles.rivals(op, like, shape):
+                for rival in tiles.rivals(op, like, shape, unchecked=True):
                     with tiles.override(op, rival, shape):
                         found += record(run)
     return found

@@ -412,5 +412,5 @@ MUTANTS = [
         "attention backward",
         "uninitialised read",
     ),
-    Mutant("a misaligned descriptor", "product.py", " or x.data_ptr() % 16 or", " or", "linear + gelu", NUMBERS),
+    Mutant("a misaligned descriptor", "product.py", " and x.data_ptr() % 16 == 0 and", " and", "linear + gelu", NUMBERS),
 ]

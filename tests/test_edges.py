@@ -37,7 +37,7 @@ def test_every_launcher_on_more_shapes_and_layouts_with_the_tiles_of_other_gener
 
 
 def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
-    """Without running it: every provider that the tables name and that runs here; descriptors where the provider is tma."""
+    """Without running it: every provider that the tables name and that runs here (Gluon's do not); descriptors where the provider is tma."""
     ran, kernels, described, layouts = set(), set(), set(), set()
     for name in edges.names():
         for case in edges.cases(name):
@@ -50,13 +50,14 @@ def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
                 if any(isinstance(value, TensorDescriptor) for entry in made for value in entry.arguments.values()):
                     described.update(op for op, _, _ in used)
     known = {(op, rule.tile.provider) for table in (tiles.RULES, tiles.RIVALS) for op, rules in table.items() for rule in rules}
-    here = {(op, provider) for op, provider in known if provider not in tiles.LIBRARIES or provider == "torch"}
+    here = {(op, provider) for op, provider in known if provider not in (*tiles.LIBRARIES, "gluon") or provider == "torch"}
     assert here <= ran, here - ran
     assert {op for op, provider in known if provider == "tma"} <= described
     for name in edges.names():
         seen = {layout for of, layout in layouts if of == name}
         assert {"odd", "channels-last" if name.startswith("patch") else "contiguous"} <= seen or "oblong" in name, (name, seen)
     assert {layout for _, layout in layouts} == {"contiguous", "strided", "shifted", "odd", "channels-last"}
+    kernels.add("product_gluon_kernel")  # tests/test_gluon.py
     assert kernels == {name for path in (ROOT / "kernels").glob("*.py") for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)}
 
 

@@ -17,7 +17,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .errors import InputError, both_ends
 from .kernels.launch import INTERPRETED, Launch, settle
@@ -53,9 +52,15 @@ def _front_end(capability: int, device: int) -> Iterator[None]:
         config._active = before
 
 
+def _settle(launch: Launch) -> None:
+    for function in (*launch.arguments.values(), launch.kernel):
+        if hasattr(type(function), "cache_key"):
+            settle(function)
+
+
 def _warm_up(launch: Launch):
     """What `launch` in kernels/launch.py would do, up to the launch itself."""
-    settle(launch.kernel)
+    _settle(launch)
     return launch.kernel.warmup(grid=launch.grid, **launch.arguments, enable_fp_fusion=True)
 
 
@@ -67,6 +72,9 @@ def compiled(launch: Launch, capability: int):
 
 def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     """(kernel, specialisation): launches with the same key share their machine code. Compiles nothing."""
+    _settle(launch)
+    # By name, as it were: Triton 3.6 writes the specialisation as JSON for the hook, which functions are not.
+    named = {k: v.cache_key if hasattr(type(v), "cache_key") else v for k, v in launch.arguments.items()}
     seen = []
     before, triton.knobs.runtime.jit_cache_hook = (
         triton.knobs.runtime.jit_cache_hook,
@@ -74,14 +82,17 @@ def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     )
     try:
         with _front_end(capability, -capability):  # a table of its own, in which nothing is ever compiled
-            _warm_up(launch)
+            _warm_up(Launch(launch.kernel, launch.grid, named))
     finally:
         triton.knobs.runtime.jit_cache_hook = before
     return f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}", seen[0]
 
 
 class Job(NamedTuple):
-    """A launch as plain data that another process can compile: tensors and descriptors are reduced to what the compiler sees of them."""
+    """A launch as plain data that another process can compile.
+
+    Tensors and descriptors are reduced to what the compiler sees of them, functions to their names.
+    """
 
     module: str
     kernel: str
@@ -93,10 +104,14 @@ class Job(NamedTuple):
         """Raises ValueError for a tensor that does not start at a multiple of 16 bytes, which plain data does not tell."""
 
         def plain(value):
-            if isinstance(value, TensorDescriptor):
-                return _Descriptor(value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
             if type(value) is tuple:
                 return tuple(map(plain, value))
+            if hasattr(type(value), "cache_key"):
+                return _Function(value.fn.__module__, value.fn.__name__)
+            if hasattr(value, "block_shape"):
+                layout = (value.layout,) if hasattr(value, "layout") else ()  # Gluon's descriptors have one
+                sizes = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
+                return _Descriptor(type(value), value.base.dtype, *sizes, layout)
             if not isinstance(value, torch.Tensor):
                 return value
             if value.device.type != "meta" and value.data_ptr() % 16:
@@ -109,22 +124,31 @@ class Job(NamedTuple):
         """The launch again, on meta tensors."""
 
         def whole(value):
-            if isinstance(value, _Descriptor):
-                base = torch.empty(1, dtype=value.dtype, device="meta")
-                return TensorDescriptor(base, list(value.shape), list(value.strides), list(value.block_shape))
             if type(value) is tuple:
                 return tuple(map(whole, value))
+            if isinstance(value, _Function):
+                return getattr(importlib.import_module(value.module), value.name)
+            if isinstance(value, _Descriptor):
+                base = torch.empty(1, dtype=value.dtype, device="meta")
+                return value.kind(base, list(value.shape), list(value.strides), list(value.block_shape), *value.layout)
             return torch.empty(1, dtype=value, device="meta") if isinstance(value, torch.dtype) else value
 
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         return Launch(kernel, self.grid, {k: whole(v) for k, v in self.arguments.items()})
 
 
+class _Function(NamedTuple):
+    module: str
+    name: str
+
+
 class _Descriptor(NamedTuple):
+    kind: type
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
+    layout: tuple
 
 
 def _work(connection, job: Job, capability: int) -> None:

@@ -86,6 +86,7 @@ class Problem:
     start: Tile
     rivals: list[Tile]
     absent: dict[str, str]  # provider -> why it cannot run here
+    larger: Launcher | None = None  # the launcher at twice the batch and one more
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -98,8 +99,8 @@ class Problem:
 class Judge:
     """The inputs of a launcher and their truth in float64, made once; judges results by PyTorch's own in the same dtype."""
 
-    def __init__(self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous"):
-        generator = torch.Generator(device).manual_seed(0)
+    def __init__(self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0):
+        generator = torch.Generator(device).manual_seed(seed)
         self.inputs = launcher.make(Draw(dtype, device, generator, layout))
         doubles = [t.double() if t.is_floating_point() else t for t in self.inputs]
         with torch.no_grad(), exact_fp32():
@@ -131,7 +132,7 @@ class Bench(Judge):
 
     def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device):
         super().__init__(problem.launcher, dtype, device)
-        self.problem = problem
+        self.problem, self.dtype, self.device = problem, dtype, device
 
     def run(self):
         """The launcher, once."""
@@ -141,6 +142,20 @@ class Bench(Judge):
         """Raises Wrong where the result with the tile now in force is not right."""
         with poisoned():
             self.judge(outputs(self.run()))
+
+    def check_unchecked(self, runs: int = 5) -> None:
+        """Raises Wrong where other inputs, at a larger size too, do not give what they should, to the same bits in each run.
+
+        For tiles of tiles.UNCHECKED: a race may leave a single result right.
+        """
+        for seed, launcher in enumerate((self.problem.launcher, self.problem.larger or self.problem.launcher), 1):
+            judge = Judge(launcher, self.dtype, self.device, seed=seed)
+            with poisoned():
+                first = outputs(launcher.call(*judge.inputs))
+                judge.judge(first)
+                for _ in range(runs - 1):
+                    if not all(map(torch.equal, first, outputs(launcher.call(*judge.inputs)))):
+                        raise Wrong("the same inputs give other bits")
 
 
 class DeviceClock:

@@ -4,9 +4,10 @@ Every tile that a training step or a single operation uses at a model's sizes is
 rivals (other providers: cuBLAS, tensor descriptors, another path of attention, the libraries that are installed) and the neighbours of
 each (one number doubled or halved, more or fewer warps and stages), a wave at a time for as long as that gets faster (search.py). A
 candidate is compiled in a process of its own while others are timed (offline.py), then compared with float64 at the size that is timed (one
-that is wrong gets no time), then timed: its launcher alone, the caches flushed (trial.py). What is faster, and still is when both are tried
-once more, goes into the user's own table (tuned.py) at once, and the operations use it from then on; a run that is interrupted keeps what
-it found, and the next one goes on from there.
+that is wrong gets no time; a provider of tiles.UNCHECKED is compared many times, at a larger size too), then timed: its
+launcher alone, the caches flushed (trial.py). What is faster, and still is when both are tried once more, goes into the
+user's own table (tuned.py) at once, and the operations use it from then on; a run that is interrupted keeps what it found,
+and the next one goes on from there.
 """
 
 import contextlib
@@ -141,6 +142,7 @@ class Tuner:
     def problems(self, sizes: Sizes, only: str = "", done: frozenset = frozenset()) -> list[Problem]:
         """Every tile that the launchers use at these sizes (whose operation's name contains `only`), each with the plainest one that does."""
         found: dict[tuple, tuple[int, Problem]] = {}
+        larger = launchers(dataclasses.replace(sizes, batch=2 * sizes.batch + 1))
         for name, launcher in launchers(sizes).items():
             if launcher.variant:
                 continue
@@ -152,8 +154,9 @@ class Tuner:
                     continue
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else self.dtype, device=self.device)
                 start, shipped = tiles.lookup(op, like, shape), tiles.shipped(op, like, shape)
-                starts = dict.fromkeys([start, shipped, *tiles.rivals(op, like, shape)])
-                problem = Problem(op, bits, shape, name, launcher, start, list(starts)[1:], tiles.absent(op, like, shape))
+                starts = dict.fromkeys([start, shipped, *tiles.rivals(op, like, shape, unchecked=True)])
+                absent = tiles.absent(op, like, shape)
+                problem = Problem(op, bits, shape, name, launcher, start, list(starts)[1:], absent, larger[name])
                 found[key] = len(used), problem
         return sorted((problem for _, problem in found.values()), key=lambda p: p.op not in PARTS)
 
@@ -249,6 +252,8 @@ class Tuner:
                 with self._in_force(attempt, tile) as bench:
                     self.checks += 1
                     bench.check()
+                    if tile.provider in tiles.UNCHECKED and tile not in attempt.search.times:
+                        bench.check_unchecked()
                     self.timings += 1
                     return self.clock.seconds(p, tile, bench.run)
             except NoRoom:
