@@ -3,8 +3,8 @@
     python bench/launch_path.py --against 827d16a
 
 Launchers run on small CPU tensors with their launches recorded: what a launcher does until a kernel would be launched (tiles looked up, outputs
-allocated, arguments put together). What Triton's own `kernel[grid]` does comes on top, equal in both. Prints microseconds a call, the median over the
-rounds of each round's best, and the ratio; what calls libraries alone is left out.
+allocated, arguments put together). What Triton's own `kernel[grid]` does comes on top. Prints microseconds of processor time a call, the median over
+the rounds of each round's best, and the ratio; what calls libraries alone is left out.
 """
 
 import argparse
@@ -40,10 +40,10 @@ for name, launcher in launchers(sizes).items():
     best = float("inf")
     for _ in range(5):
         with recording() as seen:
-            begun = time.perf_counter()
+            begun = time.process_time()
             for _ in range(calls):
                 launcher.call(*inputs)
-            best = min(best, time.perf_counter() - begun)
+            best = min(best, time.process_time() - begun)
     found[name] = [1e6 * best / calls, count]
 print(json.dumps(found))
 """

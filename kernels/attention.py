@@ -10,7 +10,6 @@ A head is one or two power-of-two parts (80 = 64 + 16), so that it is never padd
 """
 
 import functools
-import itertools
 
 import torch
 import triton
@@ -61,20 +60,18 @@ def last_block(n: int, block: int) -> int:
     return max(16, triton.next_power_of_2(rest)) if rest else 0
 
 
-def _view(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """(x, strides of B, N, H), as kernels take a (B, N, H, Dh) tensor."""
-    return x, x.stride()[:3]
-
-
 def _common(scale: float, **tensors: Tensor) -> dict:
-    """What every kernel takes: the (B, N, H, Dh) tensors, sizes, scale, the head. Heads that all start at multiples of 8 elements
-    are said to: Triton would see multiples of 16 only, and load heads of 72 or 88 one element at a time."""
-    q = tensors["q"]
-    views = {name: _view(x) for name, x in tensors.items()}
-    align = 8 if all(stride % 8 == 0 for _, strides in views.values() for stride in strides) else 1
-    far = q.shape[1] * max(strides[1] for _, strides in views.values()) >= 2**31
-    head = Head(q.shape[-1], *head_parts(q.shape[-1]), align, far, fp32_precision())
-    return views | dict(N=q.shape[1], H=q.shape[2], scale=scale, HEAD=head)
+    """What every kernel takes: the (B, N, H, Dh) tensors, each with its strides, sizes, scale, the head. Heads that all start at multiples of 8
+    elements are said to: Triton would see multiples of 16 only, and load heads of 72 or 88 one element at a time."""
+    _, N, H, D = tensors["q"].shape
+    common, misaligned, farthest = {}, 0, 0
+    for name, x in tensors.items():
+        strides = x.stride()[:3]
+        common[name] = x, strides
+        misaligned |= strides[0] | strides[1] | strides[2]
+        farthest = max(farthest, N * strides[1])
+    head = Head(D, *head_parts(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision())
+    return common | dict(N=N, H=H, scale=scale, HEAD=head)
 
 
 def _shape_class(q: Tensor) -> str:
@@ -192,51 +189,47 @@ def attention_bwd_dkdv(
     return dk, dv, partial.sum(0).flatten() if want_sums else None
 
 
-def _boxes(x: Tensor, rows: int, parts: tuple[int, int]) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """x (B, H, N, Dh) for the copy engine, in blocks of `rows` rows of a head's parts; None where it cannot read it, or there is no second part."""
-    step = 16 // x.element_size()
-    if x.numel() == 0 or x.data_ptr() % 16 or any(stride % step or stride <= 0 for stride in x.stride()[:-1]):
-        return None, None
-    shape, strides = list(x.shape), list(x.stride())
-    first, second = (TensorDescriptor(x, shape, strides, [1, 1, rows, part]) if part else None for part in parts)
-    return first, second
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether q, k and v (B, N, H, Dh) are parts of one (B, N, 3, H, Dh) tensor, each after the other."""
+    strides, start = q.stride(), q.storage_offset()
+    step = q.shape[2] * strides[2]
+    if k.storage_offset() != start + step or v.storage_offset() != start + 2 * step or not strides == k.stride() == v.stride():
+        return False
+    return q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """(B, 3 H, N, Dh) over q, k and v where they are parts of one (B, N, 3, H, Dh) tensor, each after the other; else None."""
-    B, N, H, D = q.shape
-    strides, step = q.stride(), H * q.stride(2)
-    offsets = [x.storage_offset() - q.storage_offset() for x in (k, v)]
-    storages = {x.untyped_storage()._cdata for x in (q, k, v)}
-    if offsets != [step, 2 * step] or len(storages) > 1 or not strides == k.stride() == v.stride():
-        return None
-    return q.as_strided((B, 3 * H, N, D), (strides[0], strides[2], strides[1], 1))
+_BOXES = dict.fromkeys(("qkv_box", "qkv_rest", "do_box", "do_rest", "dqkv_box", "dqkv_rest"))
 
 
-def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict:
-    """Descriptors of all that attention_head_bwd.py reads and writes by tiles, or None for each: it then goes by pointers."""
-    names = ("qkv_box", "qkv_rest", "do_box", "do_rest", "dqkv_box", "dqkv_rest")
-    packed = _packed(q, k, v), do.transpose(1, 2), _packed(dq, dk, dv)
-    if tile["BLOCK_M"] != tile["BLOCK_N"] or any(x is None for x in packed):
-        return dict.fromkeys(names)
-    boxes = [_boxes(x, tile["BLOCK_M"], head_parts(q.shape[-1])) for x in packed]
-    if any(first is None for first, _ in boxes):
-        return dict.fromkeys(names)
-    return dict(zip(names, itertools.chain.from_iterable(boxes)))
+def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict[str, TensorDescriptor | None]:
+    """Descriptors, for the copy engine, of what attention_head_bwd.py reads and writes by tiles: (B, heads, N, Dh) in blocks of rows of a head's
+    first and second part. All None, and the kernel goes by pointers, where rows of a head do not start at multiples of 16 bytes, where q, k and v
+    are not one tensor, or tiles of queries and keys differ."""
+    (B, N, H, D), rows, step = q.shape, tile["BLOCK_M"], 16 // q.element_size()
+    if rows != tile["BLOCK_N"] or not q.numel() or not _packed(q, k, v) or not _packed(dq, dk, dv):
+        return _BOXES
+    first, second = head_parts(D)
+    boxes = dict(_BOXES)
+    for name, x, heads in (("qkv", q, 3 * H), ("do", do, H), ("dqkv", dq, 3 * H)):
+        over_b, over_n, over_h, _ = x.stride()
+        if x.data_ptr() % 16 or (over_b | over_n | over_h) % step or not (over_b > 0 and over_n > 0 and over_h > 0):
+            return _BOXES
+        shape, strides = [B, heads, N, D], [over_b, over_h, over_n, 1]
+        boxes[f"{name}_box"] = TensorDescriptor(x, shape, strides, [1, 1, rows, first])
+        if second:
+            boxes[f"{name}_rest"] = TensorDescriptor(x, shape, strides, [1, 1, rows, second])
+    return boxes
 
 
 def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor | None:
     """Our kernels: fills dq, dk, dv (equal strides); -> their sums over B and N, (3 H Dh,) fp32, where wanted."""
     B, N, H, _ = q.shape
     if tile.provider == "head":
-        partial = _sums(q, want_sums, B, 3)
-        padded = cdiv(N, tile["BLOCK_M"]) * tile["BLOCK_M"]
+        partial, padded, rest = _sums(q, want_sums, B, 3), cdiv(N, tile["BLOCK_M"]) * tile["BLOCK_M"], N % tile["BLOCK_N"]
         stat = torch.empty((B, H, 2, padded), dtype=torch.float32, device=q.device)
         common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq, dk=dk, dv=dv)
-        common |= dict(lse_ptr=lse, stat_ptr=stat, sums_ptr=partial, padded=padded, SUMS=want_sums)
-        rest = N % tile["BLOCK_N"]
-        boxes = _head_boxes(q, k, v, do, dq, dk, dv, tile)
-        launch(_attention_bwd_head_kernel, (B * H,), **common, **boxes, LAST_N=16 if 0 < rest <= 16 else 0, **tile.meta)
+        common |= dict(lse_ptr=lse, stat_ptr=stat, sums_ptr=partial, padded=padded, SUMS=want_sums, LAST_N=16 if 0 < rest <= 16 else 0)
+        launch(_attention_bwd_head_kernel, (B * H,), **common, **_head_boxes(q, k, v, do, dq, dk, dv, tile), **tile.meta)
         return partial.sum(0).flatten() if want_sums else None
 
     delta = torch.empty_like(lse)

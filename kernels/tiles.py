@@ -39,14 +39,18 @@ class Tile:
     blocks: tuple[tuple[str, int], ...] = ()
     maxnreg: int = 0
 
-    @property
+    @functools.cached_property
     def meta(self) -> dict:
-        """Keyword arguments for the launch."""
+        """Keyword arguments for the launch; not to be changed."""
         limit = {"maxnreg": self.maxnreg} if self.maxnreg else {}
         return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return dict(self.blocks)
+
     def __getitem__(self, name: str) -> int:
-        return dict(self.blocks)[name]
+        return self._numbers[name]
 
 
 def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxnreg: int = 0, **blocks: int) -> Tile:
@@ -319,7 +323,7 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
     that can is taken; inside `override` that is an error, so that nothing is timed or tested under another's name.
     without: providers that lack what this call asks for beyond its shape class: there too the first other rule is taken.
     """
-    forced = _overrides.get((op, shape)) or _overrides.get((op, None))
+    forced = (_overrides.get((op, shape)) or _overrides.get((op, None))) if _overrides else None
     found = forced or _find(op, x, shape)
     reason = _unsupported_reason(op, found.provider, x)
     if reason and forced:
@@ -354,18 +358,32 @@ def _matching(rules: tuple[Rule, ...], x: torch.Tensor, shape: str) -> Iterator[
     return (rule for rule in rules if sm in rule.sm and rule.bits in ("*", _bits(x)) and fnmatch.fnmatchcase(shape, rule.shape))
 
 
+@functools.cache
+def _gpu_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
 def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
     if x.is_cuda and _target is None and _user_table():
-        found = _user_table().get((op, torch.cuda.get_device_name(x.device), _bits(x), shape))
+        found = _user_table().get((op, _gpu_name(x.device.index), _bits(x), shape))
         if found:
             return found
     return shipped(op, x, shape)
 
 
+# (operation, generation, bits, shape class) -> the rules that were searched, and what was found: a launcher asks at every call.
+_shipped: dict[tuple[str, int, str, str], tuple[tuple[Rule, ...], Tile]] = {}
+
+
 def shipped(op: str, x: torch.Tensor, shape: str) -> Tile:
     """The tile of the rules, whatever the user's own table says."""
+    key = op, generation(x.device), _bits(x), shape
+    known = _shipped.get(key)
+    if known is not None and known[0] is RULES[op]:
+        return known[1]
     for rule in _matching(RULES[op], x, shape):
         if rule.tile.provider not in UNCHECKED:
+            _shipped[key] = RULES[op], rule.tile
             return rule.tile
     raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
 
