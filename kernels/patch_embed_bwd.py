@@ -198,7 +198,7 @@ def _dweight(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, dbias: Ten
     if chosen.provider == "cublas":
         patches = patch_rows(images, weight.shape[2:], dy.dtype, mean, std)
         return torch.mm(dy[:, prefix:].flatten(0, 1).t(), patches).view(weight.shape).to(weight.dtype)
-    tile = chosen.meta
+    tile = dict(chosen.meta)
     blocks = triton.cdiv(width, tile["BLOCK_D"]) * triton.cdiv(k, tile["BLOCK_K"])
     steps = triton.cdiv(rows, tile["BLOCK_M"])
     splits = max(1, min(tile.pop("PROGRAMS") // blocks, steps // 4))
