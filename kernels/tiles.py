@@ -129,6 +129,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 1, "head", maxnreg=128, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=0), sm=(90,), bits="16", shape="d[13][26]n[1-6]*"),
         Rule(tile(4, 1, "head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=0), sm=(90,), bits="16", shape="d[46][48]n[1-6]*"),
         Rule(tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=1), sm=(90,), bits="16", shape="d[89][06]n[1-6]*"),
+        Rule(tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=1), sm=(100,), bits="16", shape="d[1-9][024568]n[1-6]*"),
         Rule(tile(provider="tiled")),
     ),
     "attention_bwd_dq": (
