@@ -215,6 +215,7 @@ def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict[str, TensorDe
         if x.data_ptr() % 16 or (over_b | over_n | over_h) % step or not (over_b > 0 and over_n > 0 and over_h > 0):
             return _BOXES
         shape, strides = [B, heads, N, D], [over_b, over_h, over_n, 1]
+        x = x.as_strided(shape, strides)
         boxes[f"{name}_box"] = TensorDescriptor(x, shape, strides, [1, 1, rows, first])
         if second:
             boxes[f"{name}_rest"] = TensorDescriptor(x, shape, strides, [1, 1, rows, second])

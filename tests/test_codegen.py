@@ -45,6 +45,26 @@ def test_each_kernel_compiles_well_for(codegen, generations):
         assert str(sm) not in generations or any(row["tensor_core"] == instruction for row in result["rows"])
 
 
+def test_a_kernel_that_regresses_is_a_problem(codegen):
+    """Serialised wgmma by its waits or by ptxas' notes, mma.sync beside 64 rows, spills, too much shared memory."""
+    good = dict.fromkeys(codegen.COLUMNS, 0) | dict(kernel="linear_kernel", case="x", sm=90, dtype="bf16", tile="BLOCK_M=64", tensor_core="HGMMA", notes="")
+    good |= dict(registers=168, hgmma=37, waits=10)
+    assert codegen.problems([good]) == []
+    bad = {
+        "serialised wgmma, 37 waits for 37 HGMMA (ptxas says nothing)": dict(waits=37),
+        "serialised wgmma, 10 waits for 37 HGMMA (C7515)": dict(notes="C7515"),
+        "32 HMMA, mma.sync where wgmma fits": dict(hmma=32),
+        "3 local loads and stores": dict(spills=3),
+        "240000 bytes of shared memory, limit 232448": dict(shared=240_000),
+        "no tensor-core instruction": dict(tensor_core="", hgmma=0, waits=0),
+    }
+    for said, change in bad.items():
+        (problem,) = codegen.problems([good | change])
+        assert problem.endswith(said), problem
+    fine = dict(hmma=32, tile="BLOCK_M=32 BLOCK_N=32"), dict(hmma=32, sm=80), dict(spills=3, dtype="fp32"), dict(hgmma=1, waits=1)
+    assert codegen.problems([good | change for change in fine]) == []
+
+
 AHEAD = """
 import json, multiprocessing, os, sys, time, types
 from pathlib import Path
