@@ -99,6 +99,8 @@ def test_imports_go_down_the_floors():
         "edges",
         "doctor",
         "offline",
+        "trace",
+        "ports",
         "tuned",
         "search",
         "tune",
