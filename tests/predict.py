@@ -133,13 +133,14 @@ def step(preset: str, image: int, batch: int, train: bool) -> tuple[list[Launch]
         return list(launches), libraries.found
 
 
-def steps(processes: int) -> tuple[list[dict], list[str]]:
-    """Rows of the table of steps, and what could not be predicted. The update is the optimiser's passes over its state (cost.py)."""
-    recorded = {}
-    for sizes, (preset, image) in PRESETS.items():
-        for train in (False, True):
-            recorded[preset, image, codegen.ALL_SIZES[sizes].batch, train] = step(preset, image, codegen.ALL_SIZES[sizes].batch, train)
-    works = measured([launch for launches, _ in recorded.values() for launch in launches], processes)
+def all_steps() -> dict[tuple, tuple]:
+    """(preset, pixels, batch, whether it trains) -> what `step` returns."""
+    batches = {(*PRESETS[sizes], codegen.ALL_SIZES[sizes].batch) for sizes in PRESETS}
+    return {(*which, train): step(*which, train) for which in sorted(batches) for train in (False, True)}
+
+
+def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) -> list[dict]:
+    """The table of steps: each whole, then by kernel. The update is the optimiser's passes over its state (cost.py)."""
     rows = []
     for (preset, image, batch, train), (launches, libraries) in recorded.items():
         with torch.device("meta"):
@@ -159,7 +160,7 @@ def steps(processes: int) -> tuple[list[dict], list[str]]:
             about |= dict(hidden=model.blocks[0].mlp.fc1.out_features, tokens=model.num_prefix_tokens + model.patch_embed.num_patches)
             rows.append(about | dict(what="step", times=1, predicted_us=f"{1e6 * total:.1f}"))
             rows += [about | dict(what=name, times=times[name] or 1, predicted_us=f"{1e6 * s:.1f}") for name, s in seconds.most_common()]
-    return rows, sorted({work for work in works.values() if isinstance(work, str)})
+    return rows
 
 
 # ---- files
@@ -213,7 +214,7 @@ def order(operation: str, sizes: str, processes: int) -> str:
             call()
         for (op, _, shape), shipped in used.items():
             found = [shipped, *tiles.rivals(op, torch.empty(0, dtype=torch.bfloat16, device="meta"), shape)]
-            for tile in dict.fromkeys([*found, *(near for tile in found for near in search.neighbours(tile))]):
+            for tile in dict.fromkeys([*found, *(near for start in found for near in search.neighbours(start))]):
                 with tiles.override(op, tile, shape), recording() as launches, Libraries() as libraries:
                     call()
                 mark = "shipped" if tile == shipped else "rival" if tile in found else ""
@@ -242,16 +243,17 @@ def main() -> int:
     if args.notes or args.tiles:
         print(notes() if args.notes else order(args.tiles, args.preset, args.processes))
         return 0
-    found = {sizes: cases(sizes) for sizes in PRESETS}
-    works = measured([launch for rows in found.values() for _, launch in rows], args.processes)
+    found, recorded = {sizes: cases(sizes) for sizes in PRESETS}, all_steps()
+    launches = [launch for rows in found.values() for _, launch in rows] + [launch for some, _ in recorded.values() for launch in some]
+    works = measured(launches, args.processes)
     rows = []
-    for sizes, launches in found.items():
-        name = "H/14" if sizes == "Dh 80" else sizes
-        rows += [dict(preset=name) | row(case, launch, works[key_of(launch)]) for case, launch in launches]
+    for sizes, (preset, image) in PRESETS.items():
+        name = preset if image == 224 else f"{preset} {image}"
+        rows += [dict(preset=name) | row(case, launch, works[key_of(launch)]) for case, launch in found[sizes]]
     write(KERNELS, rows, COLUMNS)
-    whole, problems = steps(args.processes)
+    whole = step_rows(recorded, works)
     write(STEPS, whole, tuple(whole[0]))
-    problems += [r["binds"] for r in rows if "predicted_h100_us" not in r]
+    problems = [work for work in works.values() if isinstance(work, str)]
     print(*sorted(set(problems)), sep="\n", end="\n" if problems else "")
     print(f"{len(rows)} predicted launches, {KERNELS}; {len(whole)} rows of predicted steps, {STEPS}")
     return 1 if problems else 0

@@ -99,6 +99,7 @@ def test_imports_go_down_the_floors():
         "edges",
         "doctor",
         "offline",
+        "sass",
         "trace",
         "ports",
         "tuned",

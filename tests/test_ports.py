@@ -364,7 +364,12 @@ def test_cost_shows_predicted_steps_and_calls_them_so(capsys, monkeypatch, tmp_p
     assert half["training"] == pytest.approx(found["training"] / 2)
     line = next(line for line in run_cost(capsys, "--model", "B/16", "--gpu", "H100").splitlines() if "port model" in line)
     assert line.count("predicted") == 2 and f"{1e3 * found['training']:,.1f} ms a training step" in line
-    for other in (["--model", "B/16", "--gpu", "A100"], ["--model", "B/16", "--dtype", "fp32"], ["--model", "B/16", "--img-size", "288"], ["--model", "R50+B/16"]):
+    for other in (
+        ["--model", "B/16", "--gpu", "A100"],
+        ["--model", "B/16", "--dtype", "fp32"],
+        ["--model", "B/16", "--img-size", "288"],
+        ["--model", "R50+B/16"],
+    ):
         assert "port model" not in run_cost(capsys, *other), other
     stale = tmp_path / "predicted.csv"
     stale.write_text(cost.PREDICTED.read_text().replace("kernels ", "kernels 0123", 1))

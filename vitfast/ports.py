@@ -134,11 +134,12 @@ def measure(launch: Launch, tensors: dict[str, int] | None = None) -> Work:
     warps = compiled.metadata.num_warps
     constants, names = trace.parameters(launch, compiled.src.signature, compiled.asm["ptx"])
     tracer = trace.Tracer(code, constants, launch.grid, warps)
-    first = max(0, min(launch.grid[0] // 2, launch.grid[0] - SAMPLE))
-    sampled = [(x, *(n // 2 for n in launch.grid[1:])) for x in range(first, min(first + SAMPLE, launch.grid[0]))]
     grid = Work(math.prod(launch.grid), fitting(code.registers, warps, compiled.metadata.shared), warps)
     if not grid.resident:
         raise ValueError(f"no program of {launch.kernel.__name__} fits a multiprocessor: {code.registers} registers, {compiled.metadata.shared} bytes")
+    sample = SAMPLE if predict(grid, H100).waves > 1 else 1  # the long programs of a single wave are alike
+    first = max(0, min(launch.grid[0] // 2, launch.grid[0] - sample))
+    sampled = [(x, *(n // 2 for n in launch.grid[1:])) for x in range(first, min(first + sample, launch.grid[0]))]
     return count(code, [tracer.run(*program) for program in sampled], tensors or sizes(launch), names, grid)
 
 
