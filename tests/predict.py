@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from vitfast import ViT, cost, offline, ports, search
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import Launch, recording
+from vitfast.launchers import Draw, launchers
 
 ROOT = Path(__file__).parent.parent
 KERNELS, STEPS = ROOT / "tests" / "ports.csv", ROOT / "vitfast" / "predicted.csv"
@@ -207,16 +208,16 @@ def notes() -> str:
 def order(operation: str, sizes: str, processes: int) -> str:
     """The shipped tiles of a launcher, its rivals and the tiles one step from them, by the predicted time of all that the launcher runs."""
     candidates: dict[str, tuple[list[Launch], list]] = {}
+    launcher = launchers(codegen.ALL_SIZES[sizes])[operation]
+    inputs = launcher.make(Draw(torch.bfloat16, codegen.META))
     with tiles.targeting(ports.SM):
-        call = codegen.launcher_calls(codegen.ALL_SIZES[sizes], torch.bfloat16, wide=False).get(operation)
-        call = call or codegen.launcher_calls(codegen.ALL_SIZES[sizes], torch.bfloat16, wide=False)[f"{operation} (triton)"]
         with tiles.watching() as used, recording():
-            call()
+            launcher.call(*inputs)
         for (op, _, shape), shipped in used.items():
             found = [shipped, *tiles.rivals(op, torch.empty(0, dtype=torch.bfloat16, device="meta"), shape)]
             for tile in dict.fromkeys([*found, *(near for start in found for near in search.neighbours(start))]):
                 with tiles.override(op, tile, shape), recording() as launches, Libraries() as libraries:
-                    call()
+                    launcher.call(*inputs)
                 mark = "shipped" if tile == shipped else "rival" if tile in found else ""
                 candidates[f"{mark:<8}{op} {tile.provider} {' '.join(f'{k}={v}' for k, v in tile.meta.items())}"] = list(launches), libraries.found
     works = measured([launch for launches, _ in candidates.values() for launch in launches], processes)
