@@ -293,4 +293,5 @@ PREDICATES: dict[str, Callable] = {
     "ELECT": lambda words, values, flags: [True],  # the lane that is followed is the elected one
     "FCHK": lambda words, values, flags: [False],  # divisions do not take their slow path
     "SYNCS": lambda words, values, flags: [True],  # what is waited for has come
+    "USETMAXREG": lambda words, values, flags: [True],  # as have the registers that another warp gave up
 }

@@ -2,8 +2,8 @@
 
 Loops in machine code do not say how often they turn: ptxas peels and unrolls them. So the integers that decide it are computed as the GPU
 would, from the kernel's parameters: registers and predicates hold a number, or None where a value is not known (whatever comes from
-memory, floating point). A branch on None ends the trace with Untraceable; the kernels here branch on sizes and indices alone. Barriers
-are taken to be passed. Addresses are computed on the way, so that each access to global memory names its tensor.
+memory, floating point). A branch on None ends the trace with Untraceable; the kernels here branch on sizes and indices alone, but for those of
+Gluon, whose warps ask shared memory for their part. Barriers are taken to be passed. Addresses are computed on the way, so that each access to global memory names its tensor.
 
 Nothing here knows a kernel; what the instructions compute is in sass.py.
 """
@@ -257,6 +257,8 @@ class Tracer:
 
 def _maybe(step: Callable, instruction: Instruction, env: dict) -> None:
     """An instruction that may run or not: nobody knows what it leaves where it would change something."""
+    if instruction.name == "EXIT":  # masks of single lanes may be unknown: what follows for some of them counts for the warp
+        return
     written = (*instruction.targets, *instruction.outputs)
     before = [env.get(key) for key in written]
     if step(env) is not None:
