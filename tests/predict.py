@@ -47,6 +47,8 @@ def key_of(launch: Launch) -> str:
     """Launches with the same key do the same work."""
 
     def plain(value):
+        if isinstance(value, tuple):
+            return [plain(part) for part in value]
         value = getattr(value, "base", value)
         return (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else value
 

@@ -119,9 +119,20 @@ def product_of(instruction: str) -> tuple[int, int]:
 
 
 def sizes(launch: Launch) -> dict[str, int]:
-    """Bytes of every tensor among a launch's arguments, also of those behind descriptors."""
-    tensors = {k: v.base if isinstance(v, TensorDescriptor) else v for k, v in launch.arguments.items()}
-    return {k: v.numel() * v.element_size() for k, v in tensors.items() if isinstance(v, Tensor)}
+    """Bytes of every tensor among a launch's arguments, also of those behind descriptors and in tuples ("name[0]")."""
+    found = {}
+
+    def add(name: str, value) -> None:
+        value = value.base if isinstance(value, TensorDescriptor) else value
+        if isinstance(value, Tensor):
+            found[name] = value.numel() * value.element_size()
+        elif isinstance(value, tuple):
+            for i, part in enumerate(value):
+                add(f"{name}[{i}]", part)
+
+    for name, value in launch.arguments.items():
+        add(name, value)
+    return found
 
 
 def measure(launch: Launch, tensors: dict[str, int] | None = None) -> Work:

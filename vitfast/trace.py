@@ -2,8 +2,9 @@
 
 Loops in machine code do not say how often they turn: ptxas peels and unrolls them. So the integers that decide it are computed as the GPU
 would, from the kernel's parameters: registers and predicates hold a number, or None where a value is not known (whatever comes from
-memory, floating point). A branch on None ends the trace with Untraceable; the kernels here branch on sizes and indices alone, but for those of
-Gluon, whose warps ask shared memory for their part. Barriers are taken to be passed. Addresses are computed on the way, so that each access to global memory names its tensor.
+memory, floating point). A branch on None ends the trace with Untraceable; the kernels here branch on sizes and indices alone, but for those
+of Gluon, whose warps ask shared memory for their part. Barriers are taken to be passed. Addresses are computed on the way, so that each
+access to global memory names its tensor.
 
 Nothing here knows a kernel; what the instructions compute is in sass.py.
 """
@@ -49,8 +50,8 @@ def parameters(launch: Launch, signature: dict, ptx: str) -> tuple[bytes, list[s
 
     def add(kind, value, name: str) -> None:
         if isinstance(kind, tuple):
-            for inner, part in zip(kind, value, strict=True):
-                add(inner, part, name)
+            for i, (inner, part) in enumerate(zip(kind, value, strict=True)):
+                add(inner, part, f"{name}[{i}]")
         elif kind.startswith(("*", "tensordesc", "nvTmaDesc")):
             flat.append(len(memory) + 1 << TENSOR)
             memory.append(name)
