@@ -25,7 +25,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=["vitfast", "vitfast.adapters", "vitfast.checkpoint", "vitfast.ops", "vitfast.timm_models", "vitfast.train", "vitfast.kernels"],
-    package_data={"vitfast.kernels": ["*.cpp"]},
+    package_data={"vitfast": ["predicted.csv"], "vitfast.kernels": ["*.cpp"]},
     package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
     extras_require={

@@ -116,15 +116,19 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple
     return found
 
 
+def tile_name(launch: Launch) -> str:
+    """The numbers of a launch's tile, as in "BLOCK_M=128 BLOCK_N=128 head=64+0"."""
+    blocks = {k: v for k, v in launch.arguments.items() if k.isupper() and isinstance(v, int) and not isinstance(v, bool)}
+    blocks |= {k: launch.arguments[k] for k in ("maxnreg",) if k in launch.arguments}
+    named = " ".join(f"{k}={v}" for k, v in blocks.items() if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "maxnreg"))
+    return named + (" head={0.first}+{0.second}".format(launch.arguments["HEAD"]) if "HEAD" in launch.arguments else "")
+
+
 def compile_job(job: tuple) -> dict:
     """One row of the table."""
     case, sm, dtype, plain = job
     launch = plain.launch()
-    blocks = {k: v for k, v in launch.arguments.items() if k.isupper() and isinstance(v, int) and not isinstance(v, bool)}
-    blocks |= {k: launch.arguments[k] for k in ("maxnreg",) if k in launch.arguments}
-    named = " ".join(f"{k}={v}" for k, v in blocks.items() if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "maxnreg"))
-    if "HEAD" in launch.arguments:
-        named += " head={0.first}+{0.second}".format(launch.arguments["HEAD"])
+    named = tile_name(launch)
     row = dict(kernel=launch.kernel.__name__, case=case, sm=sm, dtype=dtype, tile=named)
     try:
         return row | compile_launch(launch, sm)

@@ -12,6 +12,7 @@ what vitfast.ops keeps for the backward pass.
 """
 
 import copy
+import csv
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from .model import ViT
 GIB = 2**30
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number; fp32 products run as TF32, at half the rate
 EFFICIENCY = {"data sheet": 0.7, "measured": 0.85}  # share of the floors' speed that a whole step is assumed to reach
+PREDICTED = Path(__file__).with_name("predicted.csv")  # steps of the presets by the port model (ports.py), none of them measured
 USABLE = 0.9  # share of the GPU's memory for tensors; the rest: context, workspaces, fragments (assumed)
 
 
@@ -273,6 +275,24 @@ def working_bytes(model: ViT, batch: int, size: int = 2) -> int:
 # ---- all of it
 
 
+def port_model(model: ViT, gpu: str, dtype: str, on_each: int) -> dict | None:
+    """Predicted seconds of our kernels on one GPU for `on_each` images, as the port model counts them; None for what it was not run on.
+
+    Its steps are of some presets in bf16 on H100 and H200, at one batch each: the seconds here are taken to grow with the images.
+    """
+    block, tokens = model.blocks[0], model.num_prefix_tokens + model.patch_embed.num_patches
+    sizes = dict(width=model.embed_dim, depth=len(model.blocks), heads=block.attn.num_heads, hidden=block.mlp.fc1.out_features, tokens=tokens)
+    wanted = {k: str(v) for k, v in sizes.items()} | dict(gpu=gpu, img_size=str(model.patch_embed.img_size[0]), what="step")
+    if dtype == "fp32" or isinstance(model.patch_embed, HybridEmbed) or block.attn.proj_drop.p > 0:
+        return None
+    with open(PREDICTED, newline="") as file:
+        made = next(file)
+        rows = [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
+    seconds = {row["direction"]: 1e-6 * float(row["predicted_us"]) * on_each / int(row["batch_size"]) for row in rows}
+    about = f"predicted by the port model, not measured; {made.partition('; ')[2].partition('; written')[0]}"
+    return dict(seconds, source=about) if seconds else None
+
+
 def estimate(
     model: ViT,
     device: Rates,
@@ -326,6 +346,7 @@ def estimate(
         operations=[*rows, update],
         floor=_pace(floor, batch_size, images, gpus),
         predicted=dict(efficiency=efficiency, **_pace(floor / efficiency, batch_size, images, gpus)),
+        port_model=port_model(model, device.gpu, dtype, on_each),
     )
 
 
@@ -359,6 +380,10 @@ def as_text(name: str, found: dict) -> str:
         line = f"{where}, {how}: {1e3 * pace['step_seconds']:,.1f} ms a step, {pace['images_per_second']:,.0f} images/s"
         trained = pace["gpu_days"] is not None
         lines.append(line + (f", {pace['train_seconds'] / 3600:,.1f} hours, {pace['gpu_days']:,.1f} GPU-days" if trained else ""))
+    if ports := found["port_model"]:
+        training, inference = (found["batch_size"] / ports[direction] for direction in ("training", "inference"))
+        times = f"{1e3 * ports['training']:,.1f} ms a training step, {training:,.0f} images/s; inference {inference:,.0f} images/s"
+        lines.append(f"{where}, {ports['source']}: predicted {times}")
     if found["dropout"]:
         lines.append("dropout runs the layers on smaller operations: their further passes over memory are not in these times")
     if found["train_flops"] is not None:
