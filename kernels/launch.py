@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 
@@ -41,6 +41,11 @@ def _called(code: CodeType, names: dict) -> Iterator[object]:
             yield from _called(constant, names)
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def settle(kernel) -> None:
     """Has Triton hash what a kernel calls before the kernel itself, and so on down, before it is launched or compiled.
 
@@ -52,6 +57,16 @@ def settle(kernel) -> None:
             if function is not kernel:
                 settle(function)
         kernel.cache_key  # noqa: B018
+
+
+def _device(values: Iterable[object]) -> torch.device | None:
+    """Where the first tensor lies, in a tuple too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device
+        if type(value) is tuple and (device := _device(value)):
+            return device
+    return None
 
 
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
@@ -66,7 +81,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     if not INTERPRETED:
         settle(kernel)
     arguments["enable_fp_fusion"] = True  # Triton 3.10 turns a * b + c into two roundings unless it is asked not to
-    device = next(a.device for a in arguments.values() if isinstance(a, Tensor))
+    device = _device(arguments.values())
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](**arguments)

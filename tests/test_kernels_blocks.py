@@ -115,14 +115,14 @@ def test_frozen_parameters_cost_nothing(half):
         most = len(record(lambda: call(half, everything[0], everything[1:]).backward(upstream)))
         assert max(counts.values()) < most, (counts, most)
         with torch.no_grad():
-            assert all(t.numel() == 0 for t in forward(half, x, p, save=False)[1:])
+            assert all(t.numel() == 0 for t in forward(half, x, p, keep="none")[1:])
 
 
-def forward(half, x, p, save):
+def forward(half, x, p, keep):
     tensors = [x, *(t.detach() for t in p)]
     if half == "attention":
-        return blocks._attention_fwd(*tensors, None, HEADS, 1e-6, save)
-    return blocks._mlp_fwd(*tensors, None, "none", 1e-6, save)
+        return blocks._attention_fwd(*tensors, None, HEADS, 1e-6, keep)
+    return blocks._mlp_fwd(*tensors, None, "none", 1e-6, keep)
 
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])
@@ -131,14 +131,16 @@ def test_opcheck(half):
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
     option = HEADS if half == "attention" else "tanh"
     operation = blocks._attention_fwd if half == "attention" else blocks._mlp_fwd
-    torch.library.opcheck(operation, (x, *p, torch.rand(2), option, 1e-6, True))
-    torch.library.opcheck(operation, (x.detach(), *(t.detach() for t in p), None, option, 1e-6, False))
-    backward = blocks._attention_bwd if half == "attention" else blocks._mlp_bwd
-    kept = [t.detach() for t in operation(x, *p, None, option, 1e-6, True)][1:]
+    torch.library.opcheck(operation, (x, *p, torch.rand(2), option, 1e-6, "least"))
+    torch.library.opcheck(operation, (x, *p, None, option, 1e-6, "all"))
+    torch.library.opcheck(operation, (x.detach(), *(t.detach() for t in p), None, option, 1e-6, "none"))
+    backward, held = (blocks._attention_bwd, 5) if half == "attention" else (blocks._mlp_bwd, 3)
+    kept = [t.detach() for t in operation(x, *p, None, option, 1e-6, "all")][1:]
     extra = () if half == "attention" else (option,)
     for mask in ([True] * 8, [False, False, False, True, False, True, False, True]):
-        arguments = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None, *kept, *extra, 1e-6, mask)
-        torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
+        for more in (kept[held:], [None] * len(kept[held:])):
+            arguments = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None, *kept[:held], *more, *extra, 1e-6, mask)
+            torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])

@@ -93,6 +93,8 @@ class Job(NamedTuple):
         """Raises ValueError for a tensor that does not start at a multiple of 16 bytes, which plain data does not tell."""
 
         def plain(value):
+            if type(value) is tuple:
+                return tuple(map(plain, value))
             if isinstance(value, TensorDescriptor):
                 return _Descriptor(value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
             if not isinstance(value, torch.Tensor):
@@ -107,6 +109,8 @@ class Job(NamedTuple):
         """The launch again, on meta tensors."""
 
         def whole(value):
+            if type(value) is tuple:
+                return tuple(map(whole, value))
             if isinstance(value, _Descriptor):
                 base = torch.empty(1, dtype=value.dtype, device="meta")
                 return TensorDescriptor(base, list(value.shape), list(value.strides), list(value.block_shape))
