@@ -87,9 +87,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 1, BLOCK_M=8), shape="?x128*"),
         Rule(tile(4, 1, BLOCK_M=16)),
     ),
-    # Backward: a warp has whole rows, or two warps share one, and PER_SM programs fit by the registers that `maxnreg` leaves them. On their
-    # way through shared memory, of dy, z and dz: (STAGES - 1) * BLOCK_M * D * 6 bytes * PER_SM = 90, 108 and 113 KiB of a multiprocessor
-    # at D = 768, 1024 and 1280, all of them with an fp32 residual stream too; a stage less where shared memory has 99 KiB.
+    # Backward: two warps share 768 or 1024 numbers of a row, so that the accumulators of three column sums leave room for PER_SM programs. On
+    # their way through shared memory, of dy, z and dz: (STAGES - 1) * BLOCK_M * D * 6 bytes * PER_SM = 81, 108 and 90 KiB of a multiprocessor
+    # at D = 768, 1024 and 1280, where 72, 72 and 60 were; a stage less where shared memory has 99 KiB. Every program writes a row of each
+    # workspace: many small ones would fit as well, and write more.
     "layer_norm_bwd": (
         Rule(tile(8, 1, BLOCK_M=1, STAGES=1, PER_SM=1), bits="32", shape="?x2048*"),
         Rule(tile(8, 1, BLOCK_M=1, STAGES=2, PER_SM=1), shape="?x2048*"),
@@ -100,17 +101,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 1, BLOCK_M=4, STAGES=2, PER_SM=2), bits="32", shape="?x128*"),
         Rule(tile(4, 1, BLOCK_M=8, STAGES=2, PER_SM=2), bits="32"),
         Rule(tile(4, 1, BLOCK_M=1, STAGES=3, PER_SM=2), shape="5x512*"),
+        Rule(tile(4, 1, BLOCK_M=2, STAGES=4, PER_SM=2), shape="5x*"),
         Rule(tile(4, 1, maxnreg=168, BLOCK_M=1, STAGES=3, PER_SM=3), sm=(89, 120), shape="?x512*"),
         Rule(tile(4, 1, maxnreg=168, BLOCK_M=1, STAGES=4, PER_SM=3), shape="?x512*"),
-        Rule(tile(2, 1, maxnreg=200, BLOCK_M=2, STAGES=3, PER_SM=5), shape="3x256*"),
-        Rule(tile(2, 1, maxnreg=168, BLOCK_M=1, STAGES=3, PER_SM=6), sm=(89, 120), shape="4x256*"),
-        Rule(tile(2, 1, maxnreg=168, BLOCK_M=1, STAGES=4, PER_SM=6), shape="4x256*"),
-        Rule(tile(2, 1, maxnreg=200, BLOCK_M=1, STAGES=3, PER_SM=5), sm=(89, 120), shape="?x256*"),
-        Rule(tile(2, 1, maxnreg=200, BLOCK_M=1, STAGES=4, PER_SM=5), shape="?x256*"),
-        Rule(tile(2, 1, maxnreg=200, BLOCK_M=4, STAGES=3, PER_SM=5), shape="3x128*"),
-        Rule(tile(2, 1, maxnreg=200, BLOCK_M=2, STAGES=3, PER_SM=5), shape="?x128*"),
-        Rule(tile(2, 1, maxnreg=200, BLOCK_M=8, STAGES=3, PER_SM=5), shape="3x64*"),
-        Rule(tile(2, 1, maxnreg=200, BLOCK_M=4, STAGES=3, PER_SM=5)),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=2, STAGES=3, PER_SM=3), sm=(89, 120), shape="4x256*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=2, STAGES=4, PER_SM=3), shape="?x256*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=4, STAGES=4, PER_SM=3), shape="?x128*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=8, STAGES=4, PER_SM=3), shape="?x64*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=16, STAGES=4, PER_SM=3)),
     ),
     "scale_rows": (Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=6)),),
     "column_sums": (Rule(tile(8, 1, BLOCK_P=256, BLOCK_D=16)),),

@@ -376,7 +376,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
             lambda part, like: weight_grad.sum_products(part, None, like.dtype),
             lambda part, like: part.sum(0),
         )
-    for of, count, width, dtype in (("layer_norm", 264, d, None), ("gelu", -(-m // 128), f, torch.float32)):
+    for of, count, width, dtype in (("layer_norm", 396, d, None), ("gelu", -(-m // 128), f, torch.float32)):
         add(
             f"column sums, {of}",
             lambda t, n=count, w=width, k=dtype: (t.workspace(n, w), t.values(0, dtype=k)),
