@@ -214,7 +214,9 @@ def layer_norm_bwd(
         vector_like(want_layer_scale, layer_scale),
         torch.empty(D, dtype=torch.float32, device=z.device) if want_dz_sum else None,
     )
-    workspaces = tuple(None if t is None else torch.empty((programs, D), dtype=torch.float32, device=z.device) for t in sums)
+    workspaces = tuple(
+        None if t is None else torch.empty((programs, D), dtype=torch.float32, device=z.device) for t in sums
+    )
     inputs = dy, z, dz, branch if want_layer_scale else None
     launch(
         layer_norm_bwd_kernel,

@@ -176,7 +176,7 @@ def scale_rows(
     want_sum: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), and g's column sum (D,) in fp32, in one pass. Without factors: a column sum."""
+    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), and g's column sum (D,) in fp32, in one pass."""
     M, D = dout.shape
     tile = tiles.lookup("scale_rows", dout, f"d{D}")
     strips = cdiv(D, tile["BLOCK_D"])

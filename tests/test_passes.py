@@ -1,9 +1,10 @@
-"""Passes over memory of one encoder layer, counted from what it launches: bytes in units of the tokens, u = B N D numbers of 16 bits.
+"""Passes over memory of one encoder layer, counted from what it launches: bytes in units of the tokens, u = B N D numbers
+of 16 bits.
 
-The rule: what a kernel is given it reads or writes once, in full; so does an operation of torch that is no view and no allocation (cuBLAS'
-products). What is as large as the tokens is counted in whole u; the rest (weights and their gradients, statistics, lse,
-workspaces of column sums) is about one u together. By this rule the layer moved 90 u, 30 forward and 60 backward, before LayerNorm's backward
-took the column sums of dout: those were 1 u in each half.
+The rule: what a kernel is given it reads or writes once, in full; so does an operation of torch that is no view and no
+allocation (cuBLAS' products). What is as large as the tokens is counted in whole u; the rest (weights and their gradients,
+statistics, lse, workspaces of column sums) is about one u together. By this rule the layer moved 90 u, 30 forward and 60
+backward, before LayerNorm's backward took the column sums of dout: those were 1 u in each half.
 """
 
 import pytest
@@ -41,7 +42,9 @@ def moved(arguments) -> list[int]:
         if isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage
-            views.setdefault(storage._cdata, {})[tensor.storage_offset(), tensor.shape, tensor.stride()] = tensor.numel() * tensor.itemsize
+            views.setdefault(storage._cdata, {})[tensor.storage_offset(), tensor.shape, tensor.stride()] = (
+                tensor.numel() * tensor.itemsize
+            )
     return [min(storage.nbytes(), sum(views[key].values())) for key, storage in storages.items()]
 
 
@@ -54,7 +57,9 @@ def counted(run) -> tuple[object, float, float]:
     return result, large / (2 * U), (sum(sizes) - large) / (2 * U)
 
 
-def layer(keep: str, mask: list[bool], layer_scale: bool = False, drop_path: bool = False) -> tuple[float, float, float]:
+def layer(
+    keep: str, mask: list[bool], layer_scale: bool = False, drop_path: bool = False
+) -> tuple[float, float, float]:
     """(forward, backward, the rest) of both halves at ViT-B/16, batch 256, on meta tensors."""
 
     def meta(*shape, dtype=torch.bfloat16):
@@ -91,7 +96,18 @@ def test_factors_and_frozen_parameters():
     """drop_path: g = drop_path * dout is written and read in place of dout, the sum comes with it: 2 u a half."""
     assert layer("least", ALL, drop_path=True)[1] == 58 + 4
     assert layer("all", [True] * 8, layer_scale=True)[1] == 52
-    frozen = [True, False, False, False, False, False, False, False]  # dx alone: no weight gradients, LayerNorm's output or activation
+    frozen = [
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]  # dx alone: no weight gradients, LayerNorm's output or activation
     assert layer("least", frozen)[1] == layer("all", frozen)[1] == 58 - 16 - 2 - 4
     biases = [False, False, False, False, True, False, True, False]
-    assert layer("least", biases)[1] == pytest.approx(1 + 2 + 8 + 1 + 9)  # a pass of its own for the sum, where LayerNorm's backward does not run
+    assert layer("least", biases)[1] == pytest.approx(
+        1 + 2 + 8 + 1 + 9
+    )  # a pass of its own for the sum, where LayerNorm's backward does not run

@@ -1,4 +1,4 @@
-"""What the blocks of a ViT keep for backward, and whether there is room to keep all that backward would otherwise write again.
+"""What the blocks of a ViT keep for backward, and whether there is room for all that backward would write again.
 
 keep: "least", "all" (see ops/blocks.py) or "auto": "all" where the memory of the GPU has room for it, found out once.
 """
@@ -26,7 +26,9 @@ def block_bytes(block: nn.Module, rows: int, size: int, keep: str) -> dict[str, 
     return kept | {"norms": 2 * rows * d * size, "activation": rows * f * size} if keep == "all" else kept
 
 
-def choose(blocks: Iterable[nn.Module], parameters: Iterable[nn.Parameter], rows: int, size: int, device: torch.device) -> str:
+def choose(
+    blocks: Iterable[nn.Module], parameters: Iterable[nn.Parameter], rows: int, size: int, device: torch.device
+) -> str:
     """ "all" where it fits into what is free on a GPU, "least" elsewhere.
 
     Parameters without a gradient are taken to get one, and AdamW's two moments, later: 12 bytes each.
