@@ -41,6 +41,11 @@ def _called(code: CodeType, names: dict) -> Iterator[object]:
             yield from _called(constant, names)
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def settle(kernel) -> None:
     """Has Triton hash what a kernel calls before the kernel itself, and so on down, before it is launched or compiled.
 
@@ -52,11 +57,6 @@ def settle(kernel) -> None:
             if function is not kernel:
                 settle(function)
         kernel.cache_key  # noqa: B018
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
 
 
 def _tensors(arguments: Iterable[object]) -> Iterator[Tensor]:

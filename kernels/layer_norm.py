@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import layer_norm_torch, tiles
-from .launch import launch
+from .launch import cdiv, launch
 from .layer_norm_bwd import Grads, layer_norm_bwd
 from .rows import chunk_width, load_rows, row_alignment, row_factor, row_mask, row_stride, scale_rows, shape_class, store_chunk, vector
 
@@ -22,7 +22,7 @@ __all__ = ["MAX_WIDTH", "Grads", "add_layer_norm_fwd", "layer_norm_bwd", "layer_
 MAX_WIDTH = 8192
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "rows_per_sample"])
 def layer_norm_fwd_kernel(
     x_ptr,  # (M, D)
     res_ptr,  # (M, D) or None
@@ -106,7 +106,7 @@ def _forward(x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sa
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     launch(
         layer_norm_fwd_kernel,
-        (triton.cdiv(M, tile["BLOCK_M"]),),
+        (cdiv(M, tile["BLOCK_M"]),),
         x_ptr=x,
         res_ptr=residual,
         ls_ptr=vector(layer_scale),

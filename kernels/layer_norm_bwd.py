@@ -4,7 +4,7 @@ With xhat = (z - mean) * rstd and g = dy * weight:
 
     dres = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dz        (M, D); dz: the gradient that reaches z directly
     dx = drop_path[b] * layer_scale * dres
-    dweight = sum_M(dy * xhat), dbias = sum_M(dy), dlayer_scale = sum_M(drop_path[b] * dres * x), bias_sum = sum_M(dx)
+    dweight = sum_M(dy * xhat), dbias = sum_M(dy), dlayer_scale = sum_M(drop_path[b] * dres * x), dz_sum = sum_M(dz)
 
 Every program adds up its rows' column sums in registers and writes them once to an fp32 workspace that `column_sums` adds in a fixed order:
 the fused backward of Apex and of Triton's tutorial, without their locks and atomics. The next rows are on their way through shared memory
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import layer_norm_torch, tiles
-from .launch import launch
+from .launch import cdiv, launch
 from .rows import chunk_width, column_sums, load_rows, row_alignment, row_factor, row_programs, row_stride, shape_class, store_chunk, vector
 
 
@@ -35,7 +35,7 @@ def _zeros(CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 def _add(total, chunks, CHUNKS: tl.constexpr):
     result = ()
     for i in tl.static_range(CHUNKS):
-        result = result + (total[i] + chunks[i],)
+        result = result + (total[i] + chunks[i].to(tl.float32),)
     return result
 
 
@@ -47,43 +47,35 @@ def _store_sums(ws_ptr, total, D: tl.constexpr, BLOCK_D: tl.constexpr):
         tl.store(ws_ptr + tl.program_id(0) * D + offs_d, tl.sum(total[i], 0), mask=offs_d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "rows_per_sample"])
 def layer_norm_bwd_kernel(
-    dy_ptr,  # (M, D)
-    z_ptr,  # (M, D)
+    in_ptrs,  # dy, z, dz, branch: (M, D), the last two or None
+    strides,  # of their rows
     w_ptr,  # (D,) or None
     b_ptr,  # (D,) or None
     mean_ptr,  # (M,)
     rstd_ptr,  # (M,)
-    dz_ptr,  # (M, D) or None
-    branch_ptr,  # (M, D) or None
     ls_ptr,  # (D,) or None
     dp_ptr,  # (M / rows_per_sample,) or None
-    dres_ptr,  # (M, D) or None
-    dx_ptr,  # (M, D) or None
-    y_ptr,  # (M, D) or None
-    dw_ptr,  # (programs, D) or None
-    db_ptr,  # (programs, D) or None
-    dls_ptr,  # (programs, D) or None
-    sum_ptr,  # (programs, D) or None
+    out_ptrs,  # dres, dx, y: (M, D) or None
+    ws_ptrs,  # dweight, dbias, dlayer_scale, dz_sum: (programs, D) or None
     M,
     rows_per_sample,
-    stride_dy,
-    stride_z,
-    stride_dz,
-    stride_branch,
     D: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    dy_ptr, z_ptr, dz_ptr, branch_ptr = in_ptrs
+    dres_ptr, dx_ptr, y_ptr = out_ptrs
+    dw_ptr, db_ptr, dls_ptr, sum_ptr = ws_ptrs
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    DRES: tl.constexpr = dres_ptr is not None or dx_ptr is not None or dls_ptr is not None or sum_ptr is not None
+    DRES: tl.constexpr = dres_ptr is not None or dx_ptr is not None or dls_ptr is not None
     dw = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
     db = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
     dls = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
-    sums = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
+    dz_sum = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
     block_rows = tl.arange(0, BLOCK_M)[:, None]
     if w_ptr is not None:
         w = load_rows(w_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
@@ -94,31 +86,29 @@ def layer_norm_bwd_kernel(
 
     for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
         rows = start + block_rows
-        dy = load_rows(dy_ptr, rows, M, stride_dy, D, ALIGN, BLOCK_D)
-        z = load_rows(z_ptr, rows, M, stride_z, D, ALIGN, BLOCK_D)
+        dy = load_rows(dy_ptr, rows, M, strides[0], D, ALIGN, BLOCK_D)
+        z = load_rows(z_ptr, rows, M, strides[1], D, ALIGN, BLOCK_D)
         if dz_ptr is not None:
-            dz = load_rows(dz_ptr, rows, M, stride_dz, D, ALIGN, BLOCK_D)
+            dz = load_rows(dz_ptr, rows, M, strides[2], D, ALIGN, BLOCK_D)
         if branch_ptr is not None:
-            branch = load_rows(branch_ptr, rows, M, stride_branch, D, ALIGN, BLOCK_D)
+            branch = load_rows(branch_ptr, rows, M, strides[3], D, ALIGN, BLOCK_D)
         if dp_ptr is not None:
             dp = row_factor(dp_ptr, rows, M, rows_per_sample)
         mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
 
-        # Beyond D and M dy is zero, and so is everything that is summed.
+        # Beyond D and M dy and dz are zero, and so is everything that is summed.
         g_total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         gx_total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        dw_more, db_more = (), ()
+        dw_more = ()
         for i in tl.static_range(CHUNKS):
-            dy_i = dy[i].to(tl.float32)
+            g = dy[i].to(tl.float32)
             xhat = (z[i].to(tl.float32) - mean) * rstd
-            dw_more = dw_more + (dy_i * xhat,)
-            db_more = db_more + (dy_i,)
-            g = dy_i
+            dw_more = dw_more + (g * xhat,)
             y = xhat
             if w_ptr is not None:
-                g = dy_i * w[i].to(tl.float32)
-                y = xhat * w[i].to(tl.float32)
+                g *= w[i].to(tl.float32)
+                y *= w[i].to(tl.float32)
             g_total += g
             gx_total += g * xhat
             if y_ptr is not None:
@@ -128,12 +118,14 @@ def layer_norm_bwd_kernel(
         if dw_ptr is not None:
             dw = _add(dw, dw_more, CHUNKS)
         if db_ptr is not None:
-            db = _add(db, db_more, CHUNKS)
+            db = _add(db, dy, CHUNKS)
+        if sum_ptr is not None:
+            dz_sum = _add(dz_sum, dz, CHUNKS)
 
         if DRES:
             g_mean = tl.sum(g_total, 1, keep_dims=True) / D
             gx_mean = tl.sum(gx_total, 1, keep_dims=True) / D
-            dls_more, sum_more = (), ()
+            dls_more = ()
             for i in tl.static_range(CHUNKS):
                 g = dy[i].to(tl.float32)
                 if w_ptr is not None:
@@ -148,15 +140,12 @@ def layer_norm_bwd_kernel(
                     dres *= dp
                 if branch_ptr is not None:
                     dls_more = dls_more + (dres * branch[i].to(tl.float32),)
-                if ls_ptr is not None:
-                    dres *= ls[i].to(tl.float32)
                 if dx_ptr is not None:
+                    if ls_ptr is not None:
+                        dres *= ls[i].to(tl.float32)
                     store_chunk(dx_ptr, dres, rows, M, i, D, BLOCK_D)
-                sum_more = sum_more + (dres,)
             if dls_ptr is not None:
                 dls = _add(dls, dls_more, CHUNKS)
-            if sum_ptr is not None:
-                sums = _add(sums, sum_more, CHUNKS)
 
     if dw_ptr is not None:
         _store_sums(dw_ptr, dw, D, BLOCK_D)
@@ -165,7 +154,7 @@ def layer_norm_bwd_kernel(
     if dls_ptr is not None:
         _store_sums(dls_ptr, dls, D, BLOCK_D)
     if sum_ptr is not None:
-        _store_sums(sum_ptr, sums, D, BLOCK_D)
+        _store_sums(sum_ptr, dz_sum, D, BLOCK_D)
 
 
 class Grads(NamedTuple):
@@ -176,7 +165,7 @@ class Grads(NamedTuple):
     dweight: Tensor | None
     dbias: Tensor | None
     dlayer_scale: Tensor | None
-    bias_sum: Tensor | None
+    dz_sum: Tensor | None
     y: Tensor | None
 
 
@@ -196,70 +185,58 @@ def layer_norm_bwd(
     want_dx: bool = True,
     want_dparams: bool = True,
     want_layer_scale: bool = False,
-    want_bias_sum: bool = False,
+    want_dz_sum: bool = False,
     want_y: bool = False,
-    sum_dtype: torch.dtype = torch.float32,
 ) -> Grads:
     """One pass over dy, z (and dz, branch), all (M, D) with last stride 1.
 
     dres in z's dtype; dx in dy's, where layer_scale or drop_path is given (it equals dres otherwise); dweight, dbias and dlayer_scale in the dtype of
-    their parameter; bias_sum, the column sum of dx (dres), in sum_dtype; y = LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale.
+    their parameter; dz_sum, the column sum of dz where that is given, in fp32; y = LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale.
     """
     M, D = z.shape
-    tile = tiles.lookup("layer_norm_bwd", dy, shape_class(D, residual=dz is not None, layer_scale=want_layer_scale))
+    tile = tiles.lookup("layer_norm_bwd", dy, shape_class(D, dz is not None, want_layer_scale))
     if tile.provider == "torch":
         given = dy, z, weight, bias, mean, rstd, dz, branch, layer_scale, drop_path, rows_per_sample
-        wanted = want_dx, want_dparams, want_layer_scale, want_bias_sum, want_y
-        return Grads(*layer_norm_torch.backward(*given, *wanted, sum_dtype))
-    programs = row_programs(z.device, tile["PER_SM"], triton.cdiv(M, tile["BLOCK_M"]))
+        return Grads(*layer_norm_torch.backward(*given, want_dx, want_dparams, want_layer_scale, want_dz_sum, want_y))
+    programs = row_programs(z.device, tile["PER_SM"], cdiv(M, tile["BLOCK_M"]))
 
     def matrix(wanted: bool, dtype: torch.dtype) -> Tensor | None:
         return torch.empty((M, D), dtype=dtype, device=z.device) if wanted else None
 
-    def sums(wanted: bool, dtype: torch.dtype | None) -> tuple[Tensor | None, Tensor | None]:
-        if not wanted:
-            return None, None
-        return torch.empty((programs, D), dtype=torch.float32, device=z.device), torch.empty(D, dtype=dtype, device=z.device)
+    def vector_like(wanted: bool, parameter: Tensor | None) -> Tensor | None:
+        return torch.empty(D, dtype=parameter.dtype, device=z.device) if wanted and parameter is not None else None
 
     scaled = layer_scale is not None or drop_path is not None
-    dres = matrix(want_dx, z.dtype)
-    dx = matrix(want_dx and scaled, dy.dtype)
-    y = matrix(want_y, dy.dtype)
-    dw_ws, dweight = sums(want_dparams and weight is not None, weight.dtype if weight is not None else None)
-    db_ws, dbias = sums(want_dparams and bias is not None, bias.dtype if bias is not None else None)
-    dls_ws, dlayer_scale = sums(want_layer_scale, layer_scale.dtype if layer_scale is not None else None)
-    sum_ws, bias_sum = sums(want_bias_sum, sum_dtype)
-    branch = branch if want_layer_scale else None
+    dres, dx, y = matrix(want_dx, z.dtype), matrix(want_dx and scaled, dy.dtype), matrix(want_y, dy.dtype)
+    sums = (
+        vector_like(want_dparams, weight),
+        vector_like(want_dparams, bias),
+        vector_like(want_layer_scale, layer_scale),
+        torch.empty(D, dtype=torch.float32, device=z.device) if want_dz_sum else None,
+    )
+    workspaces = tuple(
+        None if t is None else torch.empty((programs, D), dtype=torch.float32, device=z.device) for t in sums
+    )
+    inputs = dy, z, dz, branch if want_layer_scale else None
     launch(
         layer_norm_bwd_kernel,
         (programs,),
-        dy_ptr=dy,
-        z_ptr=z,
+        in_ptrs=inputs,
+        strides=tuple(map(row_stride, inputs)),
         w_ptr=vector(weight),
         b_ptr=vector(bias) if want_y else None,
         mean_ptr=mean,
         rstd_ptr=rstd,
-        dz_ptr=dz,
-        branch_ptr=branch,
         ls_ptr=vector(layer_scale),
         dp_ptr=vector(drop_path),
-        dres_ptr=dres,
-        dx_ptr=dx,
-        y_ptr=y,
-        dw_ptr=dw_ws,
-        db_ptr=db_ws,
-        dls_ptr=dls_ws,
-        sum_ptr=sum_ws,
+        out_ptrs=(dres, dx, y),
+        ws_ptrs=workspaces,
         M=M,
         rows_per_sample=rows_per_sample,
-        stride_dy=row_stride(dy),
-        stride_z=row_stride(z),
-        stride_dz=row_stride(dz),
-        stride_branch=row_stride(branch),
         D=D,
-        ALIGN=row_alignment(dy, z, dz, branch),
+        ALIGN=row_alignment(*inputs),
         BLOCK_D=chunk_width(D),
         **{name: value for name, value in tile.meta.items() if name != "PER_SM"},
     )
-    column_sums([(dw_ws, dweight), (db_ws, dbias), (dls_ws, dlayer_scale), (sum_ws, bias_sum)], programs, D, z)
-    return Grads(dres, dx, dweight, dbias, dlayer_scale, bias_sum, y)
+    column_sums(list(zip(workspaces, sums)), programs, D, z)
+    return Grads(dres, dx, *sums, y)

@@ -73,16 +73,15 @@ def backward(
     want_dx: bool,
     want_dparams: bool,
     want_layer_scale: bool,
-    want_bias_sum: bool,
+    want_dz_sum: bool,
     want_y: bool,
-    sum_dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
-    """(dres, dx, dweight, dbias, dlayer_scale, bias_sum, y) as layer_norm_bwd returns them, None where not asked for."""
+    """(dres, dx, dweight, dbias, dlayer_scale, dz_sum, y) as layer_norm_bwd returns them, None where not asked for."""
     count, width = z.shape
     statistics = mean[:, None], rstd[:, None]
-    want_dres = want_dx or want_layer_scale or want_bias_sum
+    want_dres = want_dx or want_layer_scale
     wanted = [want_dres, want_dparams and weight is not None, want_dparams and bias is not None]
-    dres = dx = dlayer_scale = bias_sum = dweight = dbias = y = None
+    dres = dx = dlayer_scale = dweight = dbias = y = None
     if any(wanted):
         dtype = _dtype_of(z, dy.dtype, _dtype(weight), _dtype(bias))
         inputs = _as(dtype, dy, z)
@@ -95,8 +94,6 @@ def backward(
         if want_layer_scale:
             dlayer_scale = (scaled * branch.float()).sum(0).to(layer_scale.dtype)
         scaled = scaled if layer_scale is None else scaled * layer_scale.float()
-        if want_bias_sum:
-            bias_sum = scaled.sum(0, dtype=torch.float32).to(sum_dtype)
         if want_dx and scaled is not dres:
             dx = scaled.to(dy.dtype)
     if want_y:
@@ -106,4 +103,5 @@ def backward(
         elif bias is not None:
             y = y.add_(bias)
         y = y.to(dy.dtype)
-    return dres if want_dx else None, dx, dweight, dbias, dlayer_scale, bias_sum, y
+    dz_sum = dz.sum(0, dtype=torch.float32) if want_dz_sum else None
+    return dres if want_dx else None, dx, dweight, dbias, dlayer_scale, dz_sum, y

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .launch import launch
+from .launch import cdiv, launch
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def row_factor(dp_ptr, rows, M, rows_per_sample):
     return tl.load(dp_ptr + rows // rows_per_sample, mask=rows < M, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "rows_per_sample"])
 def scale_rows_kernel(
     dout_ptr,  # (M, D)
     ls_ptr,  # (D,) or None
@@ -99,44 +99,31 @@ def _add_programs(ws_ptr, out_ptr, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BL
     tl.store(out_ptr + offs_d, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def column_sums_kernel(
-    ws0_ptr,  # (P, D)
-    ws1_ptr,  # (P, D) or None, as the next two
-    ws2_ptr,
-    ws3_ptr,
-    out0_ptr,  # (D,)
-    out1_ptr,
-    out2_ptr,
-    out3_ptr,
+    ws_ptrs,  # one to four (P, D)
+    out_ptrs,  # as many (D,)
     P,
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    which = tl.program_id(1)
-    if which == 0:
-        _add_programs(ws0_ptr, out0_ptr, P, D, BLOCK_P, BLOCK_D)
-    if ws1_ptr is not None:
-        if which == 1:
-            _add_programs(ws1_ptr, out1_ptr, P, D, BLOCK_P, BLOCK_D)
-    if ws2_ptr is not None:
-        if which == 2:
-            _add_programs(ws2_ptr, out2_ptr, P, D, BLOCK_P, BLOCK_D)
-    if ws3_ptr is not None:
-        if which == 3:
-            _add_programs(ws3_ptr, out3_ptr, P, D, BLOCK_P, BLOCK_D)
+    for i in tl.static_range(len(ws_ptrs)):
+        if tl.program_id(1) == i:
+            _add_programs(ws_ptrs[i], out_ptrs[i], P, D, BLOCK_P, BLOCK_D)
 
 
+@functools.cache
 def chunk_width(width: int) -> int:
     """BLOCK_D: a power of two of which three to five cover the width with at most a quarter to spare (768 = 3 x 256, 1280 = 5 x 256)."""
-    power = triton.next_power_of_2(width)
+    power = 1 << (width - 1).bit_length()
     return max(16, power // 8 if 8 * width <= 5 * power else power // 4)
 
 
+@functools.cache
 def shape_class(width: int, residual: bool = False, layer_scale: bool = False) -> str:
     """Chunks x BLOCK_D, as in "3x256", what tiles depend on; "3x256as": adds a residual and sums for a layer scale."""
-    return f"{triton.cdiv(width, chunk_width(width))}x{chunk_width(width)}" + "a" * residual + "s" * layer_scale
+    return f"{cdiv(width, chunk_width(width))}x{chunk_width(width)}" + "a" * residual + "s" * layer_scale
 
 
 @functools.cache
@@ -168,12 +155,12 @@ def column_sums(pairs: list[tuple[Tensor | None, Tensor | None]], programs: int,
     if not pairs:
         return
     tile = tiles.lookup("column_sums", x, f"d{D}")
-    padded = pairs + [(None, None)] * (4 - len(pairs))
+    workspaces, outs = zip(*pairs)
     launch(
         column_sums_kernel,
-        (triton.cdiv(D, tile["BLOCK_D"]), len(pairs)),
-        **{f"ws{i}_ptr": ws for i, (ws, _) in enumerate(padded)},
-        **{f"out{i}_ptr": out for i, (_, out) in enumerate(padded)},
+        (cdiv(D, tile["BLOCK_D"]), len(pairs)),
+        ws_ptrs=workspaces,
+        out_ptrs=outs,
         P=programs,
         D=D,
         **tile.meta,
@@ -188,16 +175,15 @@ def scale_rows(
     want_scaled: bool = True,
     want_sum: bool = True,
     out_dtype: torch.dtype | None = None,
-    sum_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), and g's column sum (D,), in one pass. Without factors: a column sum."""
+    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), and g's column sum (D,) in fp32, in one pass."""
     M, D = dout.shape
     tile = tiles.lookup("scale_rows", dout, f"d{D}")
-    strips = triton.cdiv(D, tile["BLOCK_D"])
-    programs = row_programs(dout.device, tile["PER_SM"], triton.cdiv(M, tile["BLOCK_M"]), strips)
+    strips = cdiv(D, tile["BLOCK_D"])
+    programs = row_programs(dout.device, tile["PER_SM"], cdiv(M, tile["BLOCK_M"]), strips)
     g = torch.empty((M, D), dtype=out_dtype or dout.dtype, device=dout.device) if want_scaled else None
     ws = torch.empty((programs, D), dtype=torch.float32, device=dout.device) if want_sum else None
-    total = torch.empty(D, dtype=sum_dtype, device=dout.device) if want_sum else None
+    total = torch.empty(D, dtype=torch.float32, device=dout.device) if want_sum else None
     launch(
         scale_rows_kernel,
         (programs, strips),

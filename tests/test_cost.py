@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitfast import InputError, ViT, cost, ops
+from vitfast import InputError, ViT, cost, keep, ops
 from vitfast.cli import main
 from vitfast.cost import GIB, Rates, estimate, flops_per_image, kept_bytes, operations, rates, state_bytes
 
@@ -143,6 +143,49 @@ def test_floors_of_a_base_layer():
 
 
 # ---- memory
+
+
+@pytest.mark.parametrize("options", [{}, dict(residual_in_fp32=True), dict(global_pool="avg", fc_norm=False)], ids=str)
+def test_memory_is_what_a_run_keeps_with_all_kept(options):
+    model = ViT(**TINY | options, keep="all").half().train()
+    found = kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8))
+    assert found == sum(kept_bytes(model, 3, 2, keep="all").values()) > sum(kept_bytes(model, 3, 2).values())
+    model.set_keep("least")
+    assert kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)) == sum(kept_bytes(model, 3, 2).values())
+
+
+def test_auto_keeps_all_where_it_fits(capsys):
+    """B/16, batch 256: 5.6 GB more on an H200; what fits a 4090 in one part with the least alone stays in one part."""
+    found = json.loads(run(capsys, "--model", "B/16", "--json")[1])
+    u = 256 * 197 * 768 * 2
+    assert found["keep"]["taken"] == "all" and found["keep"]["more_per_image"] * 256 == 12 * 6 * u
+    assert found["memory"]["kept_per_image"]["activation"] * 256 == 12 * 4 * u
+    both = found["keep"]["largest_batch"]
+    assert both["all"] == found["largest_batch"] < both["least"]
+    between = (both["all"] + both["least"]) // 2
+    found = json.loads(run(capsys, "--model", "B/16", "--batch-size", between, "--json")[1])
+    assert (found["keep"]["taken"], found["accumulate"]) == ("least", 1)
+    found = json.loads(run(capsys, "--model", "B/16", "--batch-size", between, "--keep", "all", "--json")[1])
+    assert (found["keep"]["taken"], found["accumulate"]) == ("all", 2)
+    assert "keep='all' taken" in run(capsys, "--model", "B/16")[1]
+
+
+def test_a_model_decides_once(monkeypatch):
+    """By what is free, less what gradients and AdamW will take."""
+    model = ViT(**TINY)
+    needed = sum(sum(keep.block_bytes(block, 21, 2, "all").values()) for block in model.blocks) + 21 * (32 + 2 * 128) * 2
+    needed += 12 * sum(p.numel() for p in model.parameters())
+    gpu = torch.device("cuda")
+    for free, wanted in ((needed / 0.9 + 1, "all"), (needed / 0.9 - 1, "least")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - 2, 0))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3)
+        assert keep.choose(model.blocks, model.parameters(), 21, 2, gpu) == wanted
+    assert keep.choose(model.blocks, model.parameters(), 21, 2, torch.device("cpu")) == "least"
+    model(torch.rand(1, 3, 16, 24))
+    assert model.keep == "auto" and {block.keep for block in model.blocks} == {"least"} and "keep" not in model.config
+    with pytest.raises(InputError, match="keep must be one of 'auto', 'all', 'least', got 'most'"):
+        ViT(**TINY, keep="most")
 
 
 def kept(model: ViT, images: torch.Tensor, autocast: torch.dtype | None = None) -> int:

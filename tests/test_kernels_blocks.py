@@ -72,6 +72,28 @@ def test_blocks_match_float64(half, name, dtype):
         assert error <= 2 * own + TOL[dtype] * size, f"{half} {name}, tensor {i}: {error:.2e}, PyTorch {own:.2e}, size {size:.2e}"
 
 
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_what_is_kept_is_what_would_be_written_again(half):
+    """keep="all": the same bits, and backward writes neither LayerNorm's output nor the activation."""
+    p, written = parameters(half, torch.float16), {}
+    x, upstream = (torch.randn(3, 7, WIDTH).half() for _ in range(2))
+    drop_path = torch.tensor([0.0, 1.25, 2.0])
+    for drop in (None, drop_path):
+        least, everything = (gradients(half, x, p, drop, upstream, "on", keep=keep) for keep in ("least", "all"))
+        assert all(torch.equal(a, b) for a, b in zip(least, everything, strict=True))
+    p = parameters(half, torch.float16, scale=False)  # fp16 scales g in a pass of its own
+    for keep in ("least", "all"):
+        leaves = [t if t is None else t.detach().requires_grad_() for t in (x, *p)]
+        with ops.use_kernels("on"):
+            out = call(half, leaves[0], leaves[1:], keep=keep)
+            launches = {launch.kernel.__name__: launch.arguments for launch in record(lambda out=out: out.backward(upstream))}
+        written[keep] = [launches["layer_norm_bwd_kernel"]["out_ptrs"][2]] + ([launches["dgelu_matmul_kernel"]["act_ptr"]] if half == "mlp" else [])
+        assert launches["layer_norm_bwd_kernel"]["ws_ptrs"][3] is not None and "scale_rows_kernel" not in launches
+    assert all(t is not None for t in written["least"]) and all(t is None for t in written["all"])
+    with pytest.raises(ValueError, match="_block: keep must be 'least' or 'all', got 'auto'"):
+        call(half, x, p, keep="auto")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("half", ["attention", "mlp"])
 def test_fp32_residual_over_16_bit_parameters(half, dtype):
@@ -115,14 +137,14 @@ def test_frozen_parameters_cost_nothing(half):
         most = len(record(lambda: call(half, everything[0], everything[1:]).backward(upstream)))
         assert max(counts.values()) < most, (counts, most)
         with torch.no_grad():
-            assert all(t.numel() == 0 for t in forward(half, x, p, save=False)[1:])
+            assert all(t.numel() == 0 for t in forward(half, x, p, keep="none")[1:])
 
 
-def forward(half, x, p, save):
+def forward(half, x, p, keep):
     tensors = [x, *(t.detach() for t in p)]
     if half == "attention":
-        return blocks._attention_fwd(*tensors, None, HEADS, 1e-6, save)
-    return blocks._mlp_fwd(*tensors, None, "none", 1e-6, save)
+        return blocks._attention_fwd(*tensors, None, HEADS, 1e-6, keep)
+    return blocks._mlp_fwd(*tensors, None, "none", 1e-6, keep)
 
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])
@@ -131,14 +153,16 @@ def test_opcheck(half):
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
     option = HEADS if half == "attention" else "tanh"
     operation = blocks._attention_fwd if half == "attention" else blocks._mlp_fwd
-    torch.library.opcheck(operation, (x, *p, torch.rand(2), option, 1e-6, True))
-    torch.library.opcheck(operation, (x.detach(), *(t.detach() for t in p), None, option, 1e-6, False))
-    backward = blocks._attention_bwd if half == "attention" else blocks._mlp_bwd
-    kept = [t.detach() for t in operation(x, *p, None, option, 1e-6, True)][1:]
+    torch.library.opcheck(operation, (x, *p, torch.rand(2), option, 1e-6, "least"))
+    torch.library.opcheck(operation, (x, *p, None, option, 1e-6, "all"))
+    torch.library.opcheck(operation, (x.detach(), *(t.detach() for t in p), None, option, 1e-6, "none"))
+    backward, held = (blocks._attention_bwd, 5) if half == "attention" else (blocks._mlp_bwd, 3)
+    kept = [t.detach() for t in operation(x, *p, None, option, 1e-6, "all")][1:]
     extra = () if half == "attention" else (option,)
     for mask in ([True] * 8, [False, False, False, True, False, True, False, True]):
-        arguments = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None, *kept, *extra, 1e-6, mask)
-        torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
+        for more in (kept[held:], [None] * len(kept[held:])):
+            arguments = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None, *kept[:held], *more, *extra, 1e-6, mask)
+            torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])

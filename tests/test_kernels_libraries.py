@@ -587,12 +587,12 @@ def norm_truth(t, z, dy, dz, work=None):
     leaves = [leaf for leaf in (stream, x, weight, bias, scale) if leaf is not None]
     gradient = torch.autograd.grad((y, normed), leaves, (dy.to(y.dtype), dz.to(normed.dtype)))
     names = ("dres", "dx", "dweight", "dbias", "dlayer_scale")
-    found = dict(zip(names, gradient)) | {"bias_sum": gradient[1].sum(0), "y": y.detach()}
+    found = dict(zip(names, gradient)) | {"dz_sum": dz.to(normed.dtype).sum(0), "y": y.detach()}
     return found if scale is not None or drop is not None else {name: v for name, v in found.items() if name != "dx"}
 
 
 def torch_norm(t, z, dy, dz, mean, rstd, **options):
-    wants = dict(want_bias_sum=True, want_y=True, want_layer_scale=t.layer_scale is not None) | options
+    wants = dict(want_dz_sum=True, want_y=True, want_layer_scale=t.layer_scale is not None) | options
     factors = dict(branch=t.x, layer_scale=t.layer_scale, drop_path=t.drop_path, rows_per_sample=3)
     return norm.layer_norm_bwd(dy, z, t.weight, t.bias, mean, rstd, dz=dz, **factors, **wants)
 
@@ -665,11 +665,11 @@ def test_torch_layer_norm_at_other_sizes(M, D):
 
 @interpreted
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("wanted", ["want_dx", "want_dparams", "want_layer_scale", "want_bias_sum", "want_y"])
+@pytest.mark.parametrize("wanted", ["want_dx", "want_dparams", "want_layer_scale", "want_dz_sum", "want_y"])
 def test_torch_layer_norm_returns_what_our_kernel_returns(wanted, dtype):
     """Each result alone, with and without the residual's gradient; without weight or bias, too."""
     t = norm_inputs(6, 64, dtype, dtype, dtype, layer_scale=wanted == "want_layer_scale")
-    off = dict(want_dx=False, want_dparams=False, want_layer_scale=False, want_bias_sum=False, want_y=False)
+    off = dict(want_dx=False, want_dparams=False, want_layer_scale=False, want_dz_sum=False, want_y=False)
     tol = 4 * torch.finfo(dtype).eps  # PyTorch's sums are of six terms that were rounded to dtype
     dy, dz = (torch.randn(6, 64).to(dtype) for _ in range(2))
     for parameters in ((t.weight, t.bias), (t.weight, None), (None, t.bias), (None, None)):
@@ -677,10 +677,10 @@ def test_torch_layer_norm_returns_what_our_kernel_returns(wanted, dtype):
         with providers():
             z = t.residual
             _, mean, rstd = norm.layer_norm_fwd(z, t.weight, t.bias, 1e-5)
-            for residual in (dz, None):
-                ours = torch_norm(t, z, dy, residual, mean, rstd, **(off | {wanted: True}), sum_dtype=dtype)
+            for residual in (dz,) if wanted == "want_dz_sum" else (dz, None):
+                ours = torch_norm(t, z, dy, residual, mean, rstd, **(off | {wanted: True}))
                 with providers(layer_norm_bwd="torch"):
-                    theirs = torch_norm(t, z, dy, residual, mean, rstd, **(off | {wanted: True}), sum_dtype=dtype)
+                    theirs = torch_norm(t, z, dy, residual, mean, rstd, **(off | {wanted: True}))
                 for name, a, b in zip(ours._fields, ours, theirs):
                     assert (a is None) == (b is None), name
                     if a is not None:

@@ -167,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--gpus", metavar="N", type=int, default=1, help="that share the batch, at no cost for their talk (default 1)")
     sub.add_argument("--ceilings", metavar="FILE", help="JSON of measured flops_per_second and bytes_per_second, or what bench/ writes, for the data sheet's")
     sub.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the matrix products (default bf16; fp32 as TF32)")
+    sub.add_argument("--keep", choices=("auto", "all", "least"), default="auto", help="what blocks keep for backward; auto: all where it fits (default)")
     sub.add_argument("--efficiency", metavar="X", type=float, help="share of the floors' speed that is reached (default: 0.7, of measured ceilings 0.85)")
     sub.add_argument("--json", action="store_true", default=False, help="print all numbers as JSON")
     sub = command("scaling", "train models of several sizes for several lengths: accuracy against compute", _scaling)
@@ -407,7 +408,7 @@ def _cost(args: argparse.Namespace) -> int:
     with torch.device("meta"):
         model = ViT(**{**preset(given["model"]), **options})
     total = None if epochs is None else epochs * images
-    where = dict(batch_size=given.get("batch_size", 256), gpus=args.gpus, dtype=args.dtype, efficiency=getattr(args, "efficiency", None))
+    where = dict(batch_size=given.get("batch_size", 256), gpus=args.gpus, dtype=args.dtype, efficiency=getattr(args, "efficiency", None), keep=args.keep)
     found = dict(model=given["model"], **estimate(model, device, images=total, **where, **training))
     print(json.dumps(found, indent=2) if args.json else as_text(given["model"], found))
     return 0

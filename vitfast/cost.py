@@ -4,7 +4,7 @@ FLOPs are two per multiply-add of the matrix products; pointwise work counts not
 pass. The operations are counted as they run: no gradient of the images, and attention's backward computes the scores again (2.5 times).
 
 Bytes: every kernel reads its inputs and writes its outputs once, the pointwise work around a product folded into it; left out are row
-statistics and one pass of ours, LayerNorm's backward writing LayerNorm's output again. The floor of an operation is the sum over its
+statistics and one pass of ours, LayerNorm's backward writing LayerNorm's output again (not with keep="all"). The floor of an operation is the sum over its
 kernels of max(FLOPs / rate of the matrix units, bytes / rate of the memory).
 
 Memory is that of vitfast's kernels under autocast: fp32 parameters, gradients and optimiser state, 16-bit copies of the linear layers, and
@@ -22,6 +22,7 @@ import torch
 
 from .errors import InputError, unknown
 from .hybrid import HybridEmbed
+from .keep import KEEPS, USABLE, block_bytes
 from .layers import LayerNorm
 from .model import ViT
 
@@ -29,7 +30,6 @@ GIB = 2**30
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number; fp32 products run as TF32, at half the rate
 EFFICIENCY = {"data sheet": 0.7, "measured": 0.85}  # share of the floors' speed that a whole step is assumed to reach
 PREDICTED = Path(__file__).with_name("predicted.csv")  # steps of the presets by the port model (ports.py), none of them measured
-USABLE = 0.9  # share of the GPU's memory for tensors; the rest: context, workspaces, fragments (assumed)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,11 @@ class Operation:
         return found
 
 
-def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1) -> list[Operation]:
-    """The operations of a training step on `batch` images, in order. size: bytes of a number; pixel_size: bytes of an image's value."""
+def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least") -> list[Operation]:
+    """The operations of a training step on `batch` images, in order. size: bytes of a number; pixel_size: bytes of an image's value.
+
+    keep: "least" or "all".
+    """
 
     def product(m: int, n: int, k: int, extra: int = 0) -> Kernel:  # (m, k) x (k, n); extra: elements read or written besides
         return 2.0 * m * n * k, size * (m * k + k * n + m * n + extra)
@@ -155,8 +158,8 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1) -> li
         linear("projection + residual", depth, m, d, d, u),
         Operation("LayerNorm 2", depth, moved(2 * u + 2 * d), moved(4 * u + 3 * d)),
         linear("fc1 + GELU", depth, m, f, d, m * f),  # writes the pre-activation too
-        # backward reads the pre-activation, writes its gradient and the activation again
-        Operation("fc2 + residual", depth, (product(m, d, f, d + u),), (product(m, f, d, 2 * m * f), product(d, f, m, d))),
+        # backward reads the pre-activation, writes its gradient and, unless it was kept, the activation again
+        Operation("fc2 + residual", depth, (product(m, d, f, d + u),), (product(m, f, d, (1 if keep == "all" else 2) * m * f), product(d, f, m, d))),
     ]
     if isinstance(model.norm, LayerNorm):
         ops.append(Operation("last LayerNorm", 1, moved(2 * u + 2 * d), moved(3 * u + 3 * d)))
@@ -221,10 +224,10 @@ def flops_per_image(model: ViT) -> float:
 # ---- memory
 
 
-def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1) -> dict[str, int]:
+def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least") -> dict[str, int]:
     """What a forward pass that trains keeps for its backward, by kind: the tensors that vitfast.ops saves, without the parameters.
 
-    Where dropout is on, the blocks run on the smaller operations, which keep more: the norms' outputs, the activation, and masks.
+    keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which keep more: the norms' outputs, the activation, and masks.
     """
     _check(model)
     block, depth, d = model.blocks[0], len(model.blocks), model.embed_dim
@@ -234,14 +237,11 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1) -> di
     kept = {
         "images": 0 if isinstance(stem, HybridEmbed) else batch * math.prod(image) * pixel_size,
         "ResNet": _cnn(stem.backbone, batch, image, size)[1] if isinstance(stem, HybridEmbed) else 0,
-        "residual stream": 2 * depth * m * d * (4 if model.residual_in_fp32 else size),  # the input of each half of a layer
-        "statistics": 2 * 4 * (2 * depth * m + (m if norm else rows)),  # mean and 1/std of each row, fp32
-        "qkv": depth * 3 * m * d * size,
-        "attention output": depth * m * d * size,
-        "lse": depth * m * block.attn.num_heads * 4,
-        "pre-activation": depth * m * f * size,
     }
-    if block.attn.proj_drop.p > 0:
+    dropout = block.attn.proj_drop.p > 0
+    kept |= {kind: depth * held for kind, held in block_bytes(block, m, size, "least" if dropout else keep).items()}
+    kept["statistics"] += 2 * 4 * (m if norm else rows)  # of the last norm
+    if dropout:
         kept["norms and activations (dropout)"] = depth * m * (2 * d + f) * size
         kept["masks (dropout)"] = (depth * m * (2 * d + f) + (m * d if model.pos_drop.p > 0 else 0)) * 1
     # The last norm's input, and its output, of which the head reads rows; a mean keeps neither.
@@ -304,26 +304,37 @@ def estimate(
     optimizer: str = "adamw",
     averaged: bool = False,
     efficiency: float | None = None,
+    keep: str = "least",
 ) -> dict:
     """Everything about training this model (on the meta device if you like) there, as JSON holds it. Times in seconds, sizes in bytes.
 
     batch_size: of an optimiser step, over all GPUs; what does not fit into memory is accumulated. images: how many are seen in the whole
     training. efficiency: the share of the floors' speed that is assumed, EFFICIENCY unless given. Every GPU holds the whole state, and
-    their talk is taken to cost nothing, as are the passes that dropout adds. Raises InputError where a number makes no sense.
+    their talk is taken to cost nothing, as are the passes that dropout adds. keep: what blocks keep for backward; "auto" is "all" where that
+    fits without smaller parts of the batch. Raises InputError where a number makes no sense.
     """
     for name, value in (("batch_size", batch_size), ("gpus", gpus), ("images", images), ("efficiency", efficiency)):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise InputError(f"cost: {name} must be positive, got {value}")
     size, efficiency = DTYPES[dtype], efficiency or EFFICIENCY[device.source]
-    one, two, working = kept_bytes(model, 1, size), kept_bytes(model, 2, size), working_bytes(model, 1, size)
-    kept = {kind: two[kind] - one[kind] for kind in one}
-    state = state_bytes(model, size, optimizer, averaged) | {"standardised filters": sum(one.values()) - sum(kept.values())}  # a ResNet's
-    largest = max(0, int((USABLE * device.memory_bytes - sum(state.values())) / (sum(kept.values()) + working)))
-    on_each = math.ceil(batch_size / gpus)
+    if keep not in KEEPS:
+        raise InputError(f"cost: keep must be one of {', '.join(KEEPS)}, got {keep!r}")
+    working, on_each = working_bytes(model, 1, size), math.ceil(batch_size / gpus)
+    choices = {}
+    for choice in ("least", "all"):
+        one, two = (kept_bytes(model, images_, size, keep=choice) for images_ in (1, 2))
+        each = {kind: two[kind] - one[kind] for kind in one}
+        state = state_bytes(model, size, optimizer, averaged) | {"standardised filters": sum(one.values()) - sum(each.values())}  # a ResNet's
+        most = max(0, int((USABLE * device.memory_bytes - sum(state.values())) / (sum(each.values()) + working)))
+        choices[choice] = dict(kept_per_image=each, largest_batch=most)
+    if keep == "auto":
+        keep = "all" if choices["all"]["largest_batch"] >= min(on_each, max(1, choices["least"]["largest_batch"])) else "least"
+    kept, largest = choices[keep]["kept_per_image"], choices[keep]["largest_batch"]
+    more = sum(choices["all"]["kept_per_image"].values()) - sum(choices["least"]["kept_per_image"].values())
     parts = math.ceil(on_each / max(1, min(largest, on_each)))
     micro = math.ceil(on_each / parts)
     parameters, flops = sum(p.numel() for p in model.parameters()), flops_per_image(model)
-    rows = [op.row(device) for op in operations(model, micro, size)]
+    rows = [op.row(device) for op in operations(model, micro, size, keep=keep)]
     update = optimizer_step(parameters, optimizer, averaged).row(device)
     floor = parts * sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows) + update["backward_floor"]
     return dict(
@@ -343,6 +354,7 @@ def estimate(
         largest_batch=largest,
         dropout=model.blocks[0].attn.proj_drop.p,
         memory=dict(state=state, kept_per_image=kept, working_per_image=working),
+        keep=dict(taken=keep, more_per_image=more, largest_batch={choice: found["largest_batch"] for choice, found in choices.items()}),
         operations=[*rows, update],
         floor=_pace(floor, batch_size, images, gpus),
         predicted=dict(efficiency=efficiency, **_pace(floor / efficiency, batch_size, images, gpus)),
@@ -371,6 +383,11 @@ def as_text(name: str, found: dict) -> str:
         lines.append("{:<28}{:>6}{:>20}{:>20}{:>20}".format(row["name"], row["times"], *cells))
     lines += ["", f"fixed memory, GiB: {_listed(memory['state'], GIB)}"]
     lines.append(f"kept for backward, MiB an image: {_listed(memory['kept_per_image'], 2**20)}; {memory['working_per_image'] / 2**20:.2f} more at the peak")
+    keep, largest = found["keep"], found["keep"]["largest_batch"]
+    lines.append(
+        f"keep={keep['taken']!r} taken; 'all' keeps {keep['more_per_image'] / 2**20:.2f} MiB an image more than 'least', which backward "
+        f"then does not write again; largest batch {largest['all']:,} with 'all', {largest['least']:,} with 'least'"
+    )
     speed = f"{device['flops_per_second'] / 1e12:,.0f} TFLOP/s in {found['dtype']}, {device['bytes_per_second'] / 1e9:,.0f} GB/s ({device['source']})"
     fits = f"largest batch on each {found['largest_batch']:,} (estimate)" if found["largest_batch"] else "not even one image fits beside the fixed memory"
     lines += [f"{device['gpu']}: {speed}; {USABLE:.0%} of {device['memory_bytes'] / GIB:.0f} GiB: {fits}", ""]

@@ -241,7 +241,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
 
     def block_norm_backward(dy, z, w, b, mean, rstd, dz):
         dres, dw, db = layer_norm_backward(dy, z, w, b)
-        return dres + dz, dw, db, ref.layer_norm(z, w, b, EPS)
+        return dres + dz, dw, db, dz.sum(0, dtype=wide(dz)), ref.layer_norm(z, w, b, EPS)
 
     def add_norm(x, res, w, b, ls=None, drop=None):
         x, res = x.view(shape), res.view(shape)
@@ -249,14 +249,14 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
         return y.view(m, d), z.view(m, d), *statistics(z.view(m, d))
 
     def scaled_norm_backward(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
-        dres, dw, db, _ = block_norm_backward(dy, z, w, b, mean, rstd, dz)
+        dres, dw, db, *_ = block_norm_backward(dy, z, w, b, mean, rstd, dz)
         dropped = (dres.view(shape) * drop.view(-1, 1, 1)).view(m, d).to(wide(dres))
         return dres, (dropped * ls).to(dy.dtype), dw, db, (dropped * branch).sum(0)
 
     add(
         "layer_norm backward in a block",
         lambda t: (*normed(t), t.values(m, d)),
-        lambda dy, z, w, b, mean, rstd, dz: layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, dz=dz, want_y=True),
+        lambda dy, z, w, b, mean, rstd, dz: layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, dz=dz, want_dz_sum=True, want_y=True),
         block_norm_backward,
     )
     add(
@@ -376,7 +376,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
             lambda part, like: weight_grad.sum_products(part, None, like.dtype),
             lambda part, like: part.sum(0),
         )
-    for of, count, width, dtype in (("layer_norm", 264, d, None), ("gelu", -(-m // 128), f, torch.float32)):
+    for of, count, width, dtype in (("layer_norm", 396, d, None), ("gelu", -(-m // 128), f, torch.float32)):
         add(
             f"column sums, {of}",
             lambda t, n=count, w=width, k=dtype: (t.workspace(n, w), t.values(0, dtype=k)),

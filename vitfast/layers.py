@@ -141,8 +141,10 @@ class Block(nn.Module):
     """One pre-norm encoder layer: (B, N, D) -> (B, N, D).
 
     Two operations, except where dropout sits inside a half, or where a table of relative positions comes with x: that half then runs on the
-    smaller operations and PyTorch's attention.
+    smaller operations and PyTorch's attention. `keep`: what the two operations keep for backward, "least" or "all".
     """
+
+    keep = "least"
 
     def __init__(
         self,
@@ -176,7 +178,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
         """positions: (1, N, D), added to x first. relative: (2n-1, Dh), see positions.relative_logits."""
         x = x if positions is None else x + positions.to(x.dtype)
-        dropout = self.training and self.attn.proj_drop.p > 0
+        dropout, options = self.training and self.attn.proj_drop.p > 0, dict(residual_in_fp32=self.residual_in_fp32, keep=self.keep)
         norm, attn, mlp = self.norm1, self.attn, self.mlp
         if dropout or relative is not None:
             x = self._add_branch(x, attn(self.branch_input(x, norm), relative), self.ls1)
@@ -191,7 +193,7 @@ class Block(nn.Module):
                 attn.proj.bias,
                 num_heads=attn.num_heads,
                 eps=norm.eps,
-                residual_in_fp32=self.residual_in_fp32,
+                **options,
                 **self._factors(x, self.ls1),
             )
         norm = self.norm2
@@ -207,7 +209,7 @@ class Block(nn.Module):
             mlp.fc2.bias,
             eps=norm.eps,
             approximate=mlp.approximate,
-            residual_in_fp32=self.residual_in_fp32,
+            **options,
             **self._factors(x, self.ls2),
         )
 

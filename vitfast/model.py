@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from . import positions
 from .errors import InputError, unknown
 from .hybrid import HybridEmbed
+from .keep import KEEPS, choose
 from .layers import Block, LayerNorm, LayerScale, PatchEmbed, pair
 
 # Table 1 of the paper, and the smaller models of its released code. The number is the patch size.
@@ -93,6 +94,7 @@ class ViT(nn.Module):
     at the start. representation_size: width of the tanh layer of the pre-training head, None for none. act_layer: "gelu" (erf) or
     "gelu_tanh". norm_eps: of every LayerNorm. mean, std: of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the residual stream
     in fp32 when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says, None for a ViT.
+    keep: what blocks keep for backward, see `set_keep`; it is of a run, and not in `config`.
     """
 
     def __init__(
@@ -129,8 +131,9 @@ class ViT(nn.Module):
         residual_in_fp32: bool = False,
         pos_embed_at: str = "stem",
         backbone: str | dict | None = None,
+        keep: str = "auto",
     ):
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        config = {k: v for k, v in locals().items() if k not in ("self", "__class__", "keep")}  # keep is of a run, not of the model
         super().__init__()
         for name, value, known in (
             ("global_pool", global_pool, _POOLS),
@@ -198,6 +201,7 @@ class ViT(nn.Module):
                 for rate in rates
             )
         )
+        self.set_keep(keep)
         self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=max(pair(patch_size))) for i in range(depth)]
         norm_after_pool = global_pool == "avg" if fc_norm is None else fc_norm
         self._config["fc_norm"] = norm_after_pool
@@ -301,6 +305,7 @@ class ViT(nn.Module):
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D)."""
         x, layers = self._embed(images)
+        self._decide_keep(x)
         for block, layer in zip(self.blocks, layers):
             x = self._run(block, x, *layer)
         return self._final(x)
@@ -416,6 +421,27 @@ class ViT(nn.Module):
         self.grad_checkpointing = enable
         if isinstance(self.patch_embed, HybridEmbed):
             self.patch_embed.backbone.set_grad_checkpointing(enable)
+
+    def set_keep(self, keep: str) -> None:
+        """What blocks keep for backward: "least", "all" (see ops.mlp_block), or "auto".
+
+        "auto" becomes "all" or "least" in the first eager training forward on a GPU, by the memory that is free then, and stays what it
+        became; it is "least" while blocks are checkpointed, on CPUs and where torch.compile saw the model first.
+        """
+        if keep not in KEEPS:
+            raise InputError(f"ViT: keep must be one of {', '.join(map(repr, KEEPS))}, got {keep!r}")
+        self.keep = keep
+        for block in self.blocks:
+            block.keep = "all" if keep == "all" else "least"
+
+    def _decide_keep(self, x: Tensor) -> None:
+        """Settles keep="auto" for tokens (B, N, D)."""
+        if self.keep != "auto" or self.grad_checkpointing or not (self.training and torch.is_grad_enabled()):
+            return
+        if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
+            return
+        computed = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self.patch_embed.proj.weight.dtype
+        self.set_keep(choose(self.blocks, self.parameters(), x.shape[:-1].numel(), computed.itemsize, x.device))
 
     def prune_intermediate_layers(self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
         """Drops the blocks after the last one wanted, and the norm and head where asked. Returns the indices kept."""

@@ -64,15 +64,15 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
 
     def every_sum(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
         given = dict(dz=dz, branch=branch, layer_scale=ls, drop_path=drop, rows_per_sample=s.tokens)
-        wanted = dict(want_layer_scale=True, want_bias_sum=True, want_y=True)
+        wanted = dict(want_layer_scale=True, want_dz_sum=True, want_y=True)
         return layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, **given, **wanted)
 
     def every_sum_formula(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
         dres, dw, db = gradients(lambda z, w, b: ref.layer_norm(z, w, b, EPS), (z, w, b), dy)
         dres = dres + dz
         dropped = dres.to(wide(dres)) * drop.repeat_interleave(s.tokens)[:, None]
-        dx = dropped * ls
-        return dres, dx.to(dy.dtype), dw, db, (dropped * branch).sum(0), dx.sum(0), ref.layer_norm(z, w, b, EPS)
+        dls, dz_sum = (dropped * branch).sum(0), dz.sum(0, dtype=wide(dz))
+        return dres, (dropped * ls).to(dy.dtype), dw, db, dls, dz_sum, ref.layer_norm(z, w, b, EPS)
 
     def scaled(x, ls, drop):
         result = x.to(wide(x)) * drop.repeat_interleave(s.tokens)[:, None] * ls

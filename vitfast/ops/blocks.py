@@ -1,7 +1,9 @@
 """The two pre-norm halves of an encoder layer, residual included (Eq. 2 and 3 of the ViT paper): the unit of speed.
 
-Kept for backward: the input, LayerNorm's statistics, qkv, lse and the attention output; or the pre-activation. Recomputed: LayerNorm's
-outputs (in the pass of its backward) and activations (in the epilogue that applies GELU's derivative).
+Kept for backward, keep="least": the input, LayerNorm's statistics, qkv, lse and the attention output; or the pre-activation. LayerNorm's
+output is written again in the pass of its backward, the activation in the epilogue that applies GELU's derivative; keep="all" keeps these two
+too, and backward writes 6 of M x D numbers less a layer. LayerNorm's backward reads dout, the gradient of the output, as the residual's: in
+the same pass it sums dout's columns for the output layer's bias.
 """
 
 import torch
@@ -35,48 +37,70 @@ def _through_scale(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tup
     return g, (weight * layer_scale.float()[:, None]).to(weight.dtype)
 
 
-def _branch_gradient(dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, tokens: int, want_sum: bool) -> tuple[Tensor, Tensor | None]:
-    """(g, column sum of g) for g = drop_path[b] * dout in the dtype of the products; dout itself where nothing changes it."""
+def _branch_gradient(dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, tokens: int, want_sum: bool, norm_sums: bool) -> tuple[Tensor, Tensor | None]:
+    """(g, column sum of g) for g = drop_path[b] * dout in the dtype of the products; dout itself where nothing changes it.
+
+    norm_sums: LayerNorm's backward is to run. It reads dout and can sum it: for g = dout the sum is then left to it, None here.
+    """
     changed = drop_path is not None or dout.dtype != dtype
-    if not changed and not want_sum:
+    if not changed and (norm_sums or not want_sum):
         return dout, None
     g, total = scale_rows(dout, None, drop_path, tokens, want_scaled=changed, want_sum=want_sum, out_dtype=dtype)
     return (g if changed else dout), total
 
 
-def _out_layer_gradients(g, total, inner, weight, bias, layer_scale, mask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dweight, dbias, dlayer_scale) of layer_scale * (inner W^T + b), from g (M, D) and its column sum."""
-    dweight = dscale = dbias = None
+def _out_weight_gradients(g, inner, weight, layer_scale, mask) -> tuple[Tensor | None, Tensor | None]:
+    """(dweight, dlayer_scale without the bias' part) of layer_scale * (inner W^T + b), from g (M, D)."""
     if mask[LAYER_SCALE]:
-        dweight, dscale = weight_grad_scaled(g, inner, weight, bias, layer_scale, total, weight.dtype)
-    elif mask[OUT_WEIGHT]:
-        dweight = weight_grad(g, inner, layer_scale=layer_scale, out_dtype=weight.dtype)
+        return weight_grad_scaled(g, inner, weight, None, layer_scale, None, weight.dtype)
+    return weight_grad(g, inner, layer_scale=layer_scale, out_dtype=weight.dtype) if mask[OUT_WEIGHT] else None, None
+
+
+def _out_vector_gradients(total, dscale, bias, layer_scale, mask) -> tuple[Tensor | None, Tensor | None]:
+    """(dbias, dlayer_scale) from g's column sum and what _out_weight_gradients made of layer_scale."""
+    dbias = None
     if mask[OUT_BIAS]:
         dbias = as_dtype(total if layer_scale is None else total * layer_scale.float(), bias.dtype)
-    return dweight, dbias, None if dscale is None else dscale.to(layer_scale.dtype)
+    if mask[LAYER_SCALE]:
+        dscale = as_dtype(dscale if bias is None else torch.addcmul(dscale, total, bias.float()), layer_scale.dtype)
+    return dbias, dscale
 
 
-def _in_layer_gradients(din, x, dout, norm_weight, norm_bias, mean, rstd, weight, eps, mask) -> tuple:
-    """(dx, dnorm_weight, dnorm_bias, dweight) of in(layer_norm(x)) + the residual, from din (M, F), the gradient of what `in` put out.
+def _in_layer_gradients(din, x, dout, norm_weight, norm_bias, mean, rstd, weight, h, eps, want_sum, mask) -> tuple:
+    """(dx, dnorm_weight, dnorm_bias, dweight, column sum of dout) of in(layer_norm(x)) + the residual, from din (M, F), the gradient of what `in` put out.
 
-    LayerNorm's backward adds the residual's gradient and rewrites LayerNorm's output, which the weight gradient needs, in one pass.
+    LayerNorm's backward adds the residual's gradient, sums it where asked to, and rewrites h, LayerNorm's output, which the weight
+    gradient needs, unless it was kept: all in one pass.
     """
     if not any(mask[X:IN_BIAS]):
-        return None, None, None, None
+        return (None,) * 5
+    dx = dnorm_weight = dnorm_bias = total = None
     if any(mask[X:IN_WEIGHT]):
-        want = dict(want_dx=mask[X], want_dparams=mask[NORM_WEIGHT] or mask[NORM_BIAS], want_y=mask[IN_WEIGHT])
+        want = dict(want_dx=mask[X], want_dparams=mask[NORM_WEIGHT] or mask[NORM_BIAS], want_dz_sum=want_sum, want_y=mask[IN_WEIGHT] and h is None)
         grads = layer_norm_bwd(input_grad(din, weight), x, norm_weight, norm_bias, mean, rstd, dz=dout, **want)
-        dx, dnorm_weight, dnorm_bias, h = grads.dres, grads.dweight, grads.dbias, grads.y
-    else:
-        dx = dnorm_weight = dnorm_bias = None
+        dx, total, h = grads.dres, grads.dz_sum, grads.y if h is None else h
+        dnorm_weight, dnorm_bias = chosen((grads.dweight, grads.dbias), mask[NORM_WEIGHT:IN_WEIGHT])
+    elif h is None:
         h = layer_norm_fwd(x, norm_weight, norm_bias, eps, out_dtype=weight.dtype)[0]
-    dweight = weight_grad(din, h, out_dtype=weight.dtype) if mask[IN_WEIGHT] else None
-    return (
-        dx,
-        as_dtype(dnorm_weight, norm_weight.dtype) if mask[NORM_WEIGHT] else None,
-        as_dtype(dnorm_bias, norm_bias.dtype) if mask[NORM_BIAS] else None,
-        dweight,
-    )
+    return dx, dnorm_weight, dnorm_bias, weight_grad(din, h, out_dtype=weight.dtype) if mask[IN_WEIGHT] else None, total
+
+
+def _sum_wanted(mask: list[bool], out_bias: Tensor | None) -> bool:
+    """Whether a gradient is made of the column sum of g: that of the output layer's bias, or a layer scale's part that is due to this bias."""
+    return mask[OUT_BIAS] or (mask[LAYER_SCALE] and out_bias is not None)
+
+
+def _kept(keep: str, x: Tensor, least: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What forward returns beside its output, with empty tensors for what is not kept. keep: "none", "least" or "all"."""
+    absent = {"none": len(least) + len(more), "least": len(more), "all": 0}[keep]
+    held = (*least, *more)
+    return (*held[: len(held) - absent], *filled(x, *[None] * absent))
+
+
+def _gradients(x: Tensor, in_layer: list[Tensor | None], din_bias: Tensor | None, *out_layer: Tensor | None) -> tuple[Tensor, ...]:
+    """What a backward operation returns: eight gradients in the order of the masks, empty where not asked for."""
+    dx, *rest = in_layer
+    return filled(x, None if dx is None else dx.view(x.shape), *rest, din_bias, *out_layer)
 
 
 # ---- attention half
@@ -95,9 +119,9 @@ def _attention_fwd(
     drop_path: Tensor | None,
     num_heads: int,
     eps: float,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, mean, rstd, qkv, lse, o); all but the first are empty unless `save`."""
+    keep: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, mean, rstd, qkv, lse, o, LayerNorm's output); keep "least": the last is empty, "none": all but the first are."""
     (batch, tokens, _), stream = x.shape, rows(x)
     qkv_weight, proj_weight = rows(qkv_weight), rows(proj_weight)
     h, mean, rstd = layer_norm_fwd(stream, norm_weight, norm_bias, eps, out_dtype=qkv_weight.dtype)
@@ -105,20 +129,17 @@ def _attention_fwd(
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5)
     out = linear_residual(o.view(-1, proj_weight.shape[1]), proj_weight, proj_bias, stream, layer_scale, drop_path, tokens)
     out = shaped(out, *x.shape)
-    return (out, mean, rstd, qkv, lse, o) if save else (out, *filled(x, *[None] * 5))
+    return out, *_kept(keep, x, (mean, rstd, qkv, lse, o), (h,))
 
 
 @_attention_fwd.register_fake
-def _(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, num_heads, eps, save):
+def _(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, num_heads, eps, keep):
     batch, tokens, width = x.shape
-    out = x.new_empty(batch, tokens, width)
-    if not save:
-        return out, *filled(x, *[None] * 5)
-    statistics = x.new_empty(batch * tokens, dtype=torch.float32)
+    statistics = [x.new_empty(batch * tokens, dtype=torch.float32) for _ in range(2)]
     head = qkv_weight.shape[0] // 3 // num_heads
-    qkv = qkv_weight.new_empty(batch, tokens, 3, num_heads, head)
+    qkv, o = (qkv_weight.new_empty(batch, tokens, *packed, num_heads, head) for packed in ((3,), ()))
     lse = x.new_empty(batch, num_heads, tokens, dtype=torch.float32)
-    return out, statistics, torch.empty_like(statistics), qkv, lse, qkv_weight.new_empty(batch, tokens, num_heads, head)
+    return x.new_empty(x.shape), *_kept(keep, x, (*statistics, qkv, lse, o), (qkv_weight.new_empty(batch * tokens, width),))
 
 
 @torch.library.custom_op("vitfast::attention_block_bwd", mutates_args=())
@@ -138,42 +159,49 @@ def _attention_bwd(
     qkv: Tensor,
     lse: Tensor,
     o: Tensor,
+    h: Tensor | None,
     eps: float,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the first eight arguments of the forward in the order of the masks; empty where not asked for."""
+    """Gradients of the first eight arguments of the forward in the order of the masks; empty where not asked for. h: LayerNorm's output, if kept."""
     stream, dout, qkv_weight, proj_weight = rows(x), rows(dout), rows(qkv_weight), rows(proj_weight)
-    g, total = _branch_gradient(dout, qkv.dtype, drop_path, x.shape[1], mask[OUT_BIAS] or mask[LAYER_SCALE])
-    out_layer = _out_layer_gradients(g, total, rows(o.flatten(2)), proj_weight, proj_bias, layer_scale, mask)
-    in_layer, dqkv_bias = (None,) * 4, None
+    want_sum = _sum_wanted(mask, proj_bias)
+    g, total = _branch_gradient(dout, qkv.dtype, drop_path, x.shape[1], want_sum, any(mask[X:IN_WEIGHT]))
+    dproj_weight, dscale = _out_weight_gradients(g, rows(o.flatten(2)), proj_weight, layer_scale, mask)
+    in_layer, dqkv_bias = (None,) * 5, None
     if any(mask[X:OUT_WEIGHT]):
         do = input_grad(*_through_scale(g, proj_weight, layer_scale)).view(o.shape)
         dqkv, dqkv_bias = attention_bwd(*qkv.unbind(2), o, lse, do, qkv.shape[-1] ** -0.5, want_bias_grad=mask[IN_BIAS])
-        in_layer = _in_layer_gradients(rows(dqkv.flatten(2)), stream, dout, norm_weight, norm_bias, mean, rstd, qkv_weight, eps, mask)
-    dx, dnorm_weight, dnorm_bias, dqkv_weight = in_layer
-    dx = None if dx is None else dx.view(x.shape)
-    return filled(x, dx, dnorm_weight, dnorm_bias, dqkv_weight, as_dtype(dqkv_bias, qkv_weight.dtype), *out_layer)
+        wanted = want_sum and total is None, mask
+        in_layer = _in_layer_gradients(rows(dqkv.flatten(2)), stream, dout, norm_weight, norm_bias, mean, rstd, qkv_weight, h, eps, *wanted)
+    *in_layer, dout_sum = in_layer
+    vectors = _out_vector_gradients(dout_sum if total is None else total, dscale, proj_bias, layer_scale, mask)
+    return _gradients(x, in_layer, as_dtype(dqkv_bias, qkv_weight.dtype), dproj_weight, *vectors)
 
 
 @_attention_bwd.register_fake
-def _(dout, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, mean, rstd, qkv, lse, o, eps, mask):
+def _(dout, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, mean, rstd, qkv, lse, o, h, eps, mask):
     return fake_gradients(mask, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale)
 
 
-def _setup(ctx, inputs, output):
-    """Both halves: eight differentiable inputs, drop_path, two numbers or a name, save; what was kept follows the output."""
-    *tensors, ctx.option, ctx.eps, _ = inputs
-    _, *kept = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*kept)
-    ctx.save_for_backward(*tensors, *kept)
+def _setup(held: int):
+    """The setup_context of a half that keeps `held` tensors at least: eight differentiable inputs, drop_path, a number or a name, eps, keep."""
+
+    def setup(ctx, inputs, output):
+        *tensors, ctx.option, ctx.eps, keep = inputs
+        _, *kept = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*kept)
+        ctx.save_for_backward(*tensors, *kept[:held], *(t if keep == "all" else None for t in kept[held:]))
+
+    return setup
 
 
 def _backward(operation):
     """The autograd function of a half: its backward operation with the mask of what is needed, None for all that is not."""
 
     def backward(ctx, dout, *_):
-        unneeded = (None,) * 4  # drop_path, the option, eps, save
+        unneeded = (None,) * 4  # drop_path, the option, eps, keep
         if dout is None:
             return (None,) * 8 + unneeded
         mask = list(ctx.needs_input_grad[:8])
@@ -192,6 +220,18 @@ def _check_stream(op: str, x: Tensor, weight: Tensor, residual_in_fp32: bool, no
     check_norm(op, computed, norm_weight=norm_weight, norm_bias=norm_bias)
 
 
+def _check_keep(op: str, keep: str) -> None:
+    if keep not in ("least", "all"):
+        raise ValueError(f"{op}: keep must be 'least' or 'all', got {keep!r}")
+
+
+def _keeps(keep: str, tensors: tuple[Tensor | None, ...], weights: tuple[Tensor | None, ...]) -> str:
+    """`keep` of a forward operation; what "all" adds serves the gradients of these weights alone."""
+    if not needs_grad(*tensors):
+        return "none"
+    return keep if needs_grad(*weights) else "least"
+
+
 @autocasts
 def attention_block(
     x: Tensor,
@@ -207,12 +247,14 @@ def attention_block(
     layer_scale: Tensor | None = None,
     drop_path: Tensor | None = None,
     residual_in_fp32: bool = False,
+    keep: str = "least",
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * proj(attention(qkv(layer_norm(x)))).
 
     x (B, N, D); norm_weight, norm_bias (D,), in fp32 too; qkv_weight (3D, D), rows [q; k; v], head-major in each; proj_weight (D, D); biases may be
     None; layer_scale (D,) or None; drop_path (B,) factors or None. `residual_in_fp32`: x is fp32 and stays so, whatever the dtype of
-    the parameters (or autocast) that the matrix products run in. Returns (B, N, D) in x's dtype.
+    the parameters (or autocast) that the matrix products run in. `keep`: "least", or "all" for more memory and less traffic: LayerNorm's
+    output is then kept for backward, not written again. Returns (B, N, D) in x's dtype.
     """
     op, width = "attention_block", x.shape[-1]
     check_shape(op, "norm_weight", norm_weight, (width,))
@@ -227,9 +269,10 @@ def attention_block(
     check_factors(op, x, layer_scale, drop_path, width)
     matrices = dict(qkv_weight=qkv_weight, qkv_bias=qkv_bias, proj_weight=proj_weight, proj_bias=proj_bias)
     _check_stream(op, x, qkv_weight, residual_in_fp32, norm_weight, norm_bias, **matrices)
+    _check_keep(op, keep)
     tensors = (x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale)
     if kernels_wanted(op, qkv_weight, head_obstacle(inner // num_heads, 1.0) or width_obstacle(width, drop_path)):
-        return _attention_fwd(*tensors, drop_path, num_heads, eps, needs_grad(*tensors))[0]
+        return _attention_fwd(*tensors, drop_path, num_heads, eps, _keeps(keep, tensors, (qkv_weight,)))[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
     return ref.attention_block(*tensors[:7], num_heads=num_heads, eps=eps, **factors)
 
@@ -250,24 +293,22 @@ def _mlp_fwd(
     drop_path: Tensor | None,
     approximate: str,
     eps: float,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, mean, rstd, pre-activation); all but the first are empty unless `save`."""
+    keep: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, mean, rstd, pre-activation, LayerNorm's output, activation); keep "least": the last two are empty, "none": all but the first are."""
     stream, fc1_weight, fc2_weight = rows(x), rows(fc1_weight), rows(fc2_weight)
     h, mean, rstd = layer_norm_fwd(stream, norm_weight, norm_bias, eps, out_dtype=fc1_weight.dtype)
-    act, pre = linear_gelu(h, fc1_weight, fc1_bias, approximate, save)
+    act, pre = linear_gelu(h, fc1_weight, fc1_bias, approximate, keep != "none")
     out = shaped(linear_residual(act, fc2_weight, fc2_bias, stream, layer_scale, drop_path, x.shape[1]), *x.shape)
-    return (out, mean, rstd, pre) if save else (out, *filled(x, *[None] * 3))
+    return out, *_kept(keep, x, (mean, rstd, pre), (h, act))
 
 
 @_mlp_fwd.register_fake
-def _(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, approximate, eps, save):
+def _(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, approximate, eps, keep):
     batch, tokens, width = x.shape
-    out = x.new_empty(batch, tokens, width)
-    if not save:
-        return out, *filled(x, *[None] * 3)
-    statistics = x.new_empty(batch * tokens, dtype=torch.float32)
-    return out, statistics, torch.empty_like(statistics), fc1_weight.new_empty(batch * tokens, fc1_weight.shape[0])
+    statistics = [x.new_empty(batch * tokens, dtype=torch.float32) for _ in range(2)]
+    h, pre, act = (fc1_weight.new_empty(batch * tokens, n) for n in (width, fc1_weight.shape[0], fc1_weight.shape[0]))
+    return x.new_empty(x.shape), *_kept(keep, x, (*statistics, pre), (h, act))
 
 
 @torch.library.custom_op("vitfast::mlp_block_bwd", mutates_args=())
@@ -285,34 +326,39 @@ def _mlp_bwd(
     mean: Tensor,
     rstd: Tensor,
     pre: Tensor,
+    h: Tensor | None,
+    act: Tensor | None,
     approximate: str,
     eps: float,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the first eight arguments of the forward in the order of the masks; empty where not asked for."""
+    """Gradients of the first eight arguments of the forward in the order of the masks; empty where not asked for. h, act: if kept."""
     stream, dout, fc1_weight, fc2_weight = rows(x), rows(dout), rows(fc1_weight), rows(fc2_weight)
-    g, total = _branch_gradient(dout, pre.dtype, drop_path, x.shape[1], mask[OUT_BIAS] or mask[LAYER_SCALE])
-    want_act, in_layer, dfc1_bias = mask[OUT_WEIGHT] or mask[LAYER_SCALE], (None,) * 4, None
+    want_sum = _sum_wanted(mask, fc2_bias)
+    g, total = _branch_gradient(dout, pre.dtype, drop_path, x.shape[1], want_sum, any(mask[X:IN_WEIGHT]))
+    want_act, dpre, in_layer, dfc1_bias = act is None and (mask[OUT_WEIGHT] or mask[LAYER_SCALE]), None, (None,) * 5, None
     if any(mask[X:OUT_WEIGHT]):
-        dpre, act, dfc1_bias = dgelu_matmul(*_through_scale(g, fc2_weight, layer_scale), pre, approximate, mask[IN_BIAS], want_act=want_act)
-    else:
-        dpre, act = None, F.gelu(pre, approximate=approximate) if want_act else None
-    out_layer = _out_layer_gradients(g, total, act, fc2_weight, fc2_bias, layer_scale, mask)
-    del act
+        dpre, written, dfc1_bias = dgelu_matmul(*_through_scale(g, fc2_weight, layer_scale), pre, approximate, mask[IN_BIAS], want_act=want_act)
+        act = written if want_act else act
+    elif want_act:
+        act = F.gelu(pre, approximate=approximate)
+    dfc2_weight, dscale = _out_weight_gradients(g, act, fc2_weight, layer_scale, mask)
+    act = written = None  # 4 M D numbers, freed before more is allocated
     if dpre is not None:
-        in_layer = _in_layer_gradients(dpre, stream, dout, norm_weight, norm_bias, mean, rstd, fc1_weight, eps, mask)
-    dx, dnorm_weight, dnorm_bias, dfc1_weight = in_layer
-    dx = None if dx is None else dx.view(x.shape)
-    return filled(x, dx, dnorm_weight, dnorm_bias, dfc1_weight, as_dtype(dfc1_bias, fc1_weight.dtype), *out_layer)
+        wanted = want_sum and total is None, mask
+        in_layer = _in_layer_gradients(dpre, stream, dout, norm_weight, norm_bias, mean, rstd, fc1_weight, h, eps, *wanted)
+    *in_layer, dout_sum = in_layer
+    vectors = _out_vector_gradients(dout_sum if total is None else total, dscale, fc2_bias, layer_scale, mask)
+    return _gradients(x, in_layer, as_dtype(dfc1_bias, fc1_weight.dtype), dfc2_weight, *vectors)
 
 
 @_mlp_bwd.register_fake
-def _(dout, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, mean, rstd, pre, approximate, eps, mask):
+def _(dout, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, mean, rstd, pre, h, act, approximate, eps, mask):
     return fake_gradients(mask, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
 
 
-_attention_fwd.register_autograd(_backward(_attention_bwd), setup_context=_setup)
-_mlp_fwd.register_autograd(_backward(_mlp_bwd), setup_context=_setup)
+_attention_fwd.register_autograd(_backward(_attention_bwd), setup_context=_setup(5))
+_mlp_fwd.register_autograd(_backward(_mlp_bwd), setup_context=_setup(3))
 only_once(_attention_bwd, "attention_block")
 only_once(_mlp_bwd, "mlp_block")
 
@@ -332,12 +378,13 @@ def mlp_block(
     layer_scale: Tensor | None = None,
     drop_path: Tensor | None = None,
     residual_in_fp32: bool = False,
+    keep: str = "least",
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * fc2(gelu(fc1(layer_norm(x)))).
 
     x (B, N, D); norm_weight, norm_bias (D,), in fp32 too; fc1_weight (F, D); fc2_weight (D, F); biases may be None; approximate "none" (erf) or
-    "tanh"; layer_scale (D,) or None; drop_path (B,) factors or None; `residual_in_fp32` as in attention_block.
-    Returns (B, N, D) in x's dtype.
+    "tanh"; layer_scale (D,) or None; drop_path (B,) factors or None; `residual_in_fp32` and `keep`, here of the activation too, as in
+    attention_block. Returns (B, N, D) in x's dtype.
     """
     op, width = "mlp_block", x.shape[-1]
     check_shape(op, "norm_weight", norm_weight, (width,))
@@ -350,8 +397,9 @@ def mlp_block(
     check_factors(op, x, layer_scale, drop_path, width)
     matrices = dict(fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight, fc2_bias=fc2_bias)
     _check_stream(op, x, fc1_weight, residual_in_fp32, norm_weight, norm_bias, **matrices)
+    _check_keep(op, keep)
     tensors = (x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
     if kernels_wanted(op, fc1_weight, width_obstacle(width, drop_path)):
-        return _mlp_fwd(*tensors, drop_path, approximate, eps, needs_grad(*tensors))[0]
+        return _mlp_fwd(*tensors, drop_path, approximate, eps, _keeps(keep, tensors, (fc1_weight, fc2_weight, layer_scale)))[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=fc1_weight.dtype)
     return ref.mlp_block(*tensors[:7], eps=eps, approximate=approximate, **factors)
