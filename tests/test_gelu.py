@@ -141,7 +141,7 @@ x, w1, b1, w2, pre = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s 
 with tiles.targeting(90):
     launches = record(lambda: mlp.linear_gelu(x, w1, b1, "none", True)) + record(lambda: mlp.dgelu_matmul(x, w2, pre, "none", True))
 codes = {launch.kernel.__name__: machine_code.read(offline.compiled(launch, 90).asm["cubin"]) for launch in launches[:2]}
-print(json.dumps({name: [len(code.instructions), code.spills] for name, code in codes.items()}))
+print(json.dumps({name: [len(code.instructions), code.spills, code.registers] for name, code in codes.items()}))
 """
 
 
@@ -150,6 +150,7 @@ def test_at_most_73_percent_of_the_instructions_with_erf():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(PYTHONPATH=str(Path(mlp.__file__).parents[2]))
     done = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, (count, spills) in json.loads(done.stdout).items():
+    for name, (count, spills, registers) in json.loads(done.stdout).items():
         before = WITH_ERF.get(triton.__version__, WITH_ERF["3.9.0"])[name]
-        assert spills == 0 and count <= 0.73 * before, f"{name}: {count} instructions, {before} with erf"
+        assert count <= 0.73 * before, f"{name}: {count} instructions, {before} with erf"
+        assert spills == 0 and registers <= 128, name  # 8 warps: two programs on a multiprocessor
