@@ -38,8 +38,8 @@ def linear_kernel(
     SUBTILES: tl.constexpr,
 ):
     _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    first = (first_m, first_n, 0)
-    acc = product(x_ptr, w_ptr, first, (M, N, K), (stride_xm, 1), w_strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    first, sizes, strides = (first_m, first_n, 0), (M, N, K), ((stride_xm, 1), w_strides)
+    acc = product(x_ptr, w_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
@@ -77,8 +77,8 @@ def linear_residual_kernel(
     SUBTILES: tl.constexpr,
 ):
     _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    first = (first_m, first_n, 0)
-    acc = product(x_ptr, w_ptr, first, (M, N, K), (stride_xm, 1), (1, stride_wn), LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    first, sizes, strides = (first_m, first_n, 0), (M, N, K), ((stride_xm, 1), (1, stride_wn))
+    acc = product(x_ptr, w_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):

@@ -35,8 +35,7 @@ def product(
     b,  # (all K, N): a pointer or a descriptor
     first,  # row, column and k that this program begins at
     sizes,  # M, N and K, how many k it sums over
-    a_strides,  # of M, K
-    b_strides,  # of K, N
+    strides,  # of a along M, K and of b along K, N
     LOADS: tl.constexpr,  # pointers: "even" where K divides by BLOCK_K, or "masked"; descriptors: of A B "nn", A and B transposed "nt", A transposed and B "tn"
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -46,6 +45,7 @@ def product(
     # BLOCK_M rows and BLOCK_N columns of A B in fp32; zeros outside.
     first_m, first_n, first_k = first[0], first[1], first[2]
     K = sizes[2]
+    a_strides, b_strides = strides[0], strides[1]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if LOADS == "nn" or LOADS == "nt" or LOADS == "tn":
         for k in range(first_k, first_k + K, BLOCK_K):
@@ -110,7 +110,7 @@ def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
 
 
 def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, int, int], even: bool) -> tuple:
-    """(a, b, LOADS) for `product`; `blocks`: rows, columns and k of a block. Descriptors where the provider is "tma" and the strides allow them.
+    """(a, b, LOADS) for `product`; `blocks`: rows, columns and k of a block. Descriptors for "tma", where strides allow them.
 
     kind "nn": a (M, K) times b (K, N); "nt": times the transpose of b (N, K); "tn": the transpose of a (K, M) times b (K, N).
     """
@@ -124,7 +124,7 @@ def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, 
 
 
 def row_product(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple:
-    """(a, b, grid, constexprs) for a kernel that writes rows a (M, K) times b: (K, N), kind "nn", or the transpose of (N, K), kind "nt"."""
+    """(a, b, grid, constexprs) for a kernel that writes a (M, K) times b (K, N), kind "nn", or times b^T (N, K), kind "nt"."""
     (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
     flags = tile.meta
     blocks = flags["BLOCK_M"], flags["BLOCK_N"], flags["BLOCK_K"]

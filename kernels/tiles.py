@@ -76,13 +76,24 @@ _PRODUCT = (
 _TMA = (Rule(tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),)
 # Three quarters of the reads from L2, but one program on a multiprocessor: nothing hides its epilogue.
 _WIDE = tuple(
-    Rule(tile(8, 4, provider, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16", variant="wide")
+    Rule(
+        tile(8, 4, provider, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
+        sm=(90, 100),
+        bits="16",
+        variant="wide",
+    )
     for provider in ("triton", "tma")
 )
-# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6). Where BLOCK_K does not divide K, masks would spill.
+# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6). Where BLOCK_K does not divide K,
+# masks would spill: only the widths of models.
 _DGELU, _DGELU_TMA = (
     tuple(
-        Rule(tile(8, 3, provider, maxnreg=128, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90,), bits="16", shape=f"{k}x*")
+        Rule(
+            tile(8, 3, provider, maxnreg=128, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
+            sm=(90,),
+            bits="16",
+            shape=f"{k}x*",
+        )
         for k in (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
     )
     + rules
@@ -223,11 +234,16 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
     "patch_embed_fwd": _CUBLAS,
     "patch_embed_dweight": _CUBLAS,
     "patch_embed_dimages": _CUBLAS,
-    # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7; 64 and 192 x 4), or of
-    # one, where they are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
+    # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7;
+    # 64 and 192 x 4), or of one, where they are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
     "weight_grad": (
         *(
-            Rule(tile(8, 3, provider, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=splits, SUBTILES=4), sm=(90, 100), bits="16", shape=shape)
+            Rule(
+                tile(8, 3, provider, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=splits, SUBTILES=4),
+                sm=(90, 100),
+                bits="16",
+                shape=shape,
+            )
             for provider in ("triton", "tma")
             for shape, splits in (("1024x*", 4), ("*", 7))
         ),

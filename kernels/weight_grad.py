@@ -48,8 +48,8 @@ def weight_grad_kernel(
     share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
     start = split * share
     rows = tl.minimum(M - start, share)
-    first = (first_n, first_k, start)
-    acc = product(g_ptr, x_ptr, first, (N, K, rows), (1, stride_gm), (stride_xm, 1), LOADS, PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
+    first, sizes, strides = (first_n, first_k, start), (N, K, rows), ((1, stride_gm), (stride_xm, 1))
+    acc = product(g_ptr, x_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     out_ptr += split.to(tl.int64) * stride_os

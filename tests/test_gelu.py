@@ -1,4 +1,4 @@
-"""GELU and its slope, interpreted, against float64 and against the formula with erf; and how many instructions they take on sm_90."""
+"""GELU and its slope, interpreted, against float64 and the formula with erf; and their instructions on sm_90."""
 
 import json
 import os
@@ -19,7 +19,24 @@ from vitfast.kernels import mlp
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNT, BLOCK = 2**17, 4096
 RANGES = [(-12, -6), (-6, -4), (-4, -2), (-2, 2), (2, 4), (4, 12)]
-EDGES = [0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38, 15.9, -15.9, 16.0, -16.0, 100.0, -100.0, 65504.0, -65504.0, 3e38, -3e38]
+EDGES = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-45,
+    1e-38,
+    -1e-38,
+    15.9,
+    -15.9,
+    16.0,
+    -16.0,
+    100.0,
+    -100.0,
+    65504.0,
+    -65504.0,
+    3e38,
+    -3e38,
+]
 
 
 @triton.jit
@@ -117,7 +134,7 @@ def test_tanh_is_pytorchs():
 
 
 def test_the_coefficients_are_the_fits():
-    """In the fit's own units, and rounded to fp32: within a half of what the fit reaches, and one more unit for the rounding."""
+    """Within a half of what the fit reaches, in its own units, and one more unit for the rounding to fp32."""
     kernels = np.array(mlp.UPPER_TAIL.value, dtype=np.float32).astype(np.float64)
     assert gelu_polynomial.largest_error(kernels) < 1.5 * gelu_polynomial.largest_error(gelu_polynomial.fit(50)) + 1
     slopes = np.polynomial.Polynomial(kernels).deriv()(np.linspace(0, mlp.LARGE.value, 10_000))
@@ -147,7 +164,9 @@ print(json.dumps({name: [len(code.instructions), code.spills, code.registers] fo
 
 @pytest.mark.slow(10)
 def test_at_most_73_percent_of_the_instructions_with_erf():
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(PYTHONPATH=str(Path(mlp.__file__).parents[2]))
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(
+        PYTHONPATH=str(Path(mlp.__file__).parents[2])
+    )
     done = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, (count, spills, registers) in json.loads(done.stdout).items():
