@@ -106,6 +106,11 @@ def record(run: Callable[[], object]) -> list[Launch]:
     return launches
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own is made for kernels, and takes 2 us of a launcher's time."""
+    return -(-a // b)
+
+
 def fp32_precision() -> str:
     """What `tl.dot` on fp32 operands is to use: torch's float32 matmul precision."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from . import cublaslt, tiles
 from .launch import launch
-from .product import column_parts, load_columns, product, product_flags, product_grid, row_operands, shape_class, tile_offsets
+from .product import column_parts, load_columns, product, row_product, shape_class, tile_offsets
 from .rows import vector
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x_ptr,  # (M, K), or its descriptor
     w_ptr,  # (K, N), or its descriptor or its transpose's
@@ -27,8 +27,7 @@ def linear_kernel(
     N,
     K,
     stride_xm,
-    stride_wk,
-    stride_wn,
+    w_strides,  # of K, N
     stride_om,
     LOADS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -39,7 +38,8 @@ def linear_kernel(
     SUBTILES: tl.constexpr,
 ):
     _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = product(x_ptr, w_ptr, first_m, first_n, 0, M, N, K, stride_xm, 1, stride_wk, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    first, sizes, strides = (first_m, first_n, 0), (M, N, K), ((stride_xm, 1), w_strides)
+    acc = product(x_ptr, w_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
@@ -51,7 +51,7 @@ def linear_kernel(
         tl.store(out_ptr + (offs_m[:, None] * stride_om + cols[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_residual_kernel(
     x_ptr,  # (M, K), or its descriptor
     w_ptr,  # (N, K), or its descriptor
@@ -77,7 +77,8 @@ def linear_residual_kernel(
     SUBTILES: tl.constexpr,
 ):
     _, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = product(x_ptr, w_ptr, first_m, first_n, 0, M, N, K, stride_xm, 1, 1, stride_wn, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    first, sizes, strides = (first_m, first_n, 0), (M, N, K), ((stride_xm, 1), (1, stride_wn))
+    acc = product(x_ptr, w_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
@@ -97,12 +98,11 @@ def linear_residual_kernel(
 def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: tiles.Tile, transposed: bool) -> Tensor:
     """x (M, K) times weight (K, N), or times the transpose of weight (N, K); + bias."""
     (m, k), n = x.shape, weight.shape[0 if transposed else 1]
-    stride_wk, stride_wn = reversed(weight.stride()) if transposed else weight.stride()
-    x_ptr, w_ptr, loads = row_operands(x, weight, tile, "nt" if transposed else "nn")
+    x_ptr, w_ptr, grid, flags = row_product(x, weight, tile, "nt" if transposed else "nn")
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     launch(
         linear_kernel,
-        product_grid(m, n, tile),
+        grid,
         x_ptr=x_ptr,
         w_ptr=w_ptr,
         bias_ptr=vector(bias),
@@ -111,10 +111,9 @@ def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: tiles.T
         N=n,
         K=k,
         stride_xm=x.stride(0),
-        stride_wk=stride_wk,
-        stride_wn=stride_wn,
+        w_strides=weight.stride()[::-1] if transposed else weight.stride(),
         stride_om=n,
-        **product_flags(loads, tile),
+        **flags,
     )
     return out
 
@@ -153,10 +152,10 @@ def linear_residual(
         branch = branch if drop_path is None else branch * drop_path.float().repeat_interleave(rows_per_sample, output_size=m)[:, None]
         return (residual + branch).to(residual.dtype)
     out = torch.empty((m, n), dtype=residual.dtype, device=x.device)
-    x_ptr, w_ptr, loads = row_operands(x, weight, tile, "nt")
+    x_ptr, w_ptr, grid, flags = row_product(x, weight, tile, "nt")
     launch(
         linear_residual_kernel,
-        product_grid(m, n, tile),
+        grid,
         x_ptr=x_ptr,
         w_ptr=w_ptr,
         bias_ptr=vector(bias),
@@ -172,6 +171,6 @@ def linear_residual(
         stride_wn=weight.stride(0),
         stride_rm=residual.stride(0),
         stride_om=n,
-        **product_flags(loads, tile),
+        **flags,
     )
     return out

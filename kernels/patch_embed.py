@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import tiles
-from .launch import launch
+from .launch import cdiv, launch
 from .patch_embed_bwd import Gradients, patch_embed_bwd
-from .patches import channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, patch_rows, shape_class
+from .patches import Axes, channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, patch_rows, shape_class
 
 __all__ = ["Gradients", "patch_embed_bwd", "patch_embed_fwd"]
 
@@ -27,24 +27,20 @@ def patch_embed_fold_kernel(
     bias_ptr,  # (D,) or None
     folded_ptr,  # (D, K)
     folded_bias_ptr,  # (D,) fp32
-    stride_d,
-    stride_0,
-    stride_1,
-    stride_2,
+    strides,  # of the weight, D first, its K axis in the image's order
     SCALES: tl.constexpr,
     SHIFTS: tl.constexpr,
     C_INNER: tl.constexpr,
-    K: tl.constexpr,
-    K1: tl.constexpr,
-    K2: tl.constexpr,
+    AXES: tl.constexpr,  # a patches.Axes
     BLOCK_K: tl.constexpr,
 ):
     """W a and bias + sum_k W c for the channels' a (SCALES) and c (SHIFTS); the K axis in the image's order."""
+    K: tl.constexpr = AXES.k
     d = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        w = tl.load(weight_ptr + d * stride_d + k_offsets(k, stride_0, stride_1, stride_2, K1, K2), mask=k < K, other=0.0).to(tl.float32)
+        w = tl.load(weight_ptr + d * strides[0] + k_offsets(k, strides, AXES), mask=k < K, other=0.0).to(tl.float32)
         channel = k // C_INNER % len(SCALES)
         tl.store(folded_ptr + d * K + k, (w * channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K)
         total += w * channel_values(channel, SHIFTS)
@@ -65,7 +61,7 @@ def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_d, mas
     tl.store(out_ptr + out_row[:, None] * D + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "rows"])
 def patch_embed_fwd_kernel(
     image_ptr,  # (B, C, Hi, Wi)
     weight_ptr,  # (D, K)
@@ -77,27 +73,17 @@ def patch_embed_fwd_kernel(
     rows,
     prefix,
     pos_start,
-    grid_w,
-    patches,
-    patches_magic,
-    patches_shift,
-    grid_magic,
-    grid_shift,
-    stride_b,
-    stride_0,
-    stride_1,
-    stride_2,
+    layout,  # a patches.Layout
+    strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
-    UNIT: tl.constexpr,
+    AXES: tl.constexpr,  # a patches.Axes
     D: tl.constexpr,
-    K: tl.constexpr,
-    K1: tl.constexpr,
-    K2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_M patches x BLOCK_D columns. Programs side by side share their patches in L2; the last ones write the prefix tokens."""
+    K: tl.constexpr = AXES.k
     blocks_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     block = tl.program_id(0) // blocks_d
     blocks = (rows + BLOCK_M - 1) // BLOCK_M
@@ -107,11 +93,11 @@ def patch_embed_fwd_kernel(
     if block < blocks:
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = row < rows
-        image, patch, corner = locate(row, grid_w, patches, patches_magic, patches_shift, grid_magic, grid_shift, stride_b, stride_1, stride_2, K1, K2, UNIT)
+        image, patch, corner = locate(row, layout, strides, AXES)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for start in range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
-            x_ptrs = image_ptr + corner[:, None] + k_offsets(k, stride_0, stride_1, stride_2, K1, K2, UNIT)[None, :]
+            x_ptrs = image_ptr + corner[:, None] + k_offsets(k, strides, AXES)[None, :]
             w_ptrs = weight_ptr + offs_d[None, :] * K + k[:, None]
             if K % BLOCK_K == 0:
                 x = load_patches(x_ptrs, mask_m[:, None], weight_ptr.dtype.element_ty)
@@ -134,7 +120,7 @@ def patch_embed_fwd_kernel(
         if pos_ptr is not None:
             if token >= pos_start:
                 value += tl.load(pos_ptr + (token - pos_start) * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        out_ptrs = out_ptr + (image.to(tl.int64) * (prefix + patches) + token)[:, None] * D + offs_d[None, :]
+        out_ptrs = out_ptr + (image.to(tl.int64) * (prefix + layout.patches) + token)[:, None] * D + offs_d[None, :]
         tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty)[None, :], mask=(image < batch)[:, None] & mask_d[None, :])
 
 
@@ -151,14 +137,15 @@ def patch_embed_fwd(
     batch, (width, _, p, q) = images.shape[0], weight.shape
     prefix = 0 if cls_token is None else cls_token.shape[1]
     geometry = geometry_of(images, (p, q), prefix)
+    patches, k = geometry["layout"].patches, geometry["AXES"].k
     tile = tiles.lookup("patch_embed_fwd", weight, shape_class(images, geometry, width))
     if tile.provider == "cublas":
         bias, cls_token, pos_embed = (None if t is None else t.to(weight.dtype) for t in (bias, cls_token, pos_embed))
         tokens = F.linear(patch_rows(images, (p, q), weight.dtype, mean, std), weight.flatten(1), bias)
-        return _with_prefix(tokens.view(batch, geometry["patches"], width), cls_token, pos_embed)
+        return _with_prefix(tokens.view(batch, patches, width), cls_token, pos_embed)
     ordered, c_inner = in_image_order(weight, images)
     if images.dtype == torch.uint8:
-        weight, unfolded = weight.new_empty(width, geometry["K"]), bias
+        weight, unfolded = torch.empty(width, k, device=weight.device, dtype=weight.dtype), bias
         bias = torch.empty(width, device=weight.device, dtype=torch.float32)
         scales, shifts = folding(mean, std)
         launch(
@@ -168,31 +155,26 @@ def patch_embed_fwd(
             bias_ptr=unfolded,
             folded_ptr=weight,
             folded_bias_ptr=bias,
-            stride_d=ordered.stride(0),
-            stride_0=ordered.stride(1),
-            stride_1=ordered.stride(2),
-            stride_2=ordered.stride(3),
+            strides=ordered.stride(),
             SCALES=scales,
             SHIFTS=shifts,
             C_INNER=c_inner,
-            K=geometry["K"],
-            K1=ordered.shape[2],
-            K2=ordered.shape[3],
+            AXES=Axes(k, *ordered.shape[2:]),
             BLOCK_K=512,
             num_warps=4,
         )
-    out = torch.empty(batch, prefix + geometry["patches"], width, device=weight.device, dtype=weight.dtype)
-    blocks = triton.cdiv(geometry["rows"], tile["BLOCK_M"]) + prefix * triton.cdiv(batch, tile["BLOCK_M"])
+    out = torch.empty(batch, prefix + patches, width, device=weight.device, dtype=weight.dtype)
+    blocks = cdiv(geometry["rows"], tile["BLOCK_M"]) + prefix * cdiv(batch, tile["BLOCK_M"])
     launch(
         patch_embed_fwd_kernel,
-        (blocks * triton.cdiv(width, tile["BLOCK_D"]),),
+        (blocks * cdiv(width, tile["BLOCK_D"]),),
         image_ptr=images,
         weight_ptr=weight if images.dtype == torch.uint8 else ordered.contiguous(),
         bias_ptr=None if bias is None else bias.contiguous(),
         prefix_ptr=cls_token.contiguous() if prefix else None,
         pos_ptr=None if pos_embed is None else pos_embed.contiguous(),
         out_ptr=out,
-        pos_start=0 if pos_embed is None else prefix + geometry["patches"] - pos_embed.shape[1],
+        pos_start=0 if pos_embed is None else prefix + patches - pos_embed.shape[1],
         batch=batch,
         D=width,
         **geometry,

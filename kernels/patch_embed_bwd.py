@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .launch import launch
-from .patches import channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, patch_rows, shape_class
+from .launch import cdiv, launch
+from .patches import Axes, channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, patch_rows, shape_class
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def patch_embed_batch_sum_kernel(
     dy_ptr,  # (B, T+N, D)
     sum_ptr,  # (N, D) fp32 or None: the patches' rows, for the bias
@@ -52,7 +52,7 @@ def patch_embed_batch_sum_kernel(
             tl.store(dpos_ptr + (token - pos_start) * D + offs_d, total.to(dpos_ptr.dtype.element_ty), mask=mask_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_per_split"])
 def patch_embed_dweight_kernel(
     dy_ptr,  # (B, T+N, D)
     image_ptr,  # (B, C, Hi, Wi)
@@ -60,39 +60,29 @@ def patch_embed_dweight_kernel(
     rows,
     rows_per_split,
     prefix,
-    grid_w,
-    patches,
-    patches_magic,
-    patches_shift,
-    grid_magic,
-    grid_shift,
-    stride_b,
-    stride_0,
-    stride_1,
-    stride_2,
+    layout,  # a patches.Layout
+    strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
-    UNIT: tl.constexpr,
+    AXES: tl.constexpr,  # a patches.Axes
     D: tl.constexpr,
-    K: tl.constexpr,
-    K1: tl.constexpr,
-    K2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_D x BLOCK_K of sum_rows dy^T patches over one split of the rows, the patches gathered again."""
+    K: tl.constexpr = AXES.k
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     split = tl.program_id(1)
     offs_d = tl.program_id(0) // blocks_k * BLOCK_D + tl.arange(0, BLOCK_D)
     k = tl.program_id(0) % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_d, mask_k = offs_d < D, k < K
-    pixels = k_offsets(k, stride_0, stride_1, stride_2, K1, K2, UNIT)
+    pixels = k_offsets(k, strides, AXES)
     acc = tl.zeros((BLOCK_D, BLOCK_K), tl.float32)
     first = split * rows_per_split
     for start in range(first, tl.minimum(first + rows_per_split, rows), BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         mask_m = row < rows
-        image, patch, corner = locate(row, grid_w, patches, patches_magic, patches_shift, grid_magic, grid_shift, stride_b, stride_1, stride_2, K1, K2, UNIT)
+        image, patch, corner = locate(row, layout, strides, AXES)
         dy_row = (row + (image + 1) * prefix).to(tl.int64)
         dy = tl.load(dy_ptr + dy_row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
         x = load_patches(image_ptr + corner[:, None] + pixels[None, :], mask_m[:, None] & mask_k[None, :], dy_ptr.dtype.element_ty)
@@ -101,25 +91,22 @@ def patch_embed_dweight_kernel(
     tl.store(partial_ptrs, acc, mask=mask_d[:, None] & mask_k[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def patch_embed_dweight_sum_kernel(
     partial_ptr,  # (splits, D, K) fp32
     dbias_ptr,  # (D,) fp32 or None
     dweight_ptr,  # (D, C, P, Q)
     splits,
-    stride_0,
-    stride_1,
-    stride_2,
+    strides,  # of dweight, D first, its K axis in the image's order
     SCALES: tl.constexpr,
     SHIFTS: tl.constexpr,
     C_INNER: tl.constexpr,
+    AXES: tl.constexpr,  # a patches.Axes
     D: tl.constexpr,
-    K: tl.constexpr,
-    K1: tl.constexpr,
-    K2: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Sums the splits in their order; of raw images, a times the sum plus c times the bias's gradient."""
+    K: tl.constexpr = AXES.k
     d = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_K,), tl.float32)
@@ -130,44 +117,34 @@ def patch_embed_dweight_sum_kernel(
     if dbias_ptr is not None:
         channel = k // C_INNER % len(SCALES)
         total = total * channel_values(channel, SCALES) + tl.load(dbias_ptr + d) * channel_values(channel, SHIFTS)
-    offsets = d * K + k_offsets(k, stride_0, stride_1, stride_2, K1, K2)
+    offsets = d * K + k_offsets(k, strides, AXES)
     tl.store(dweight_ptr + offsets, total.to(dweight_ptr.dtype.element_ty), mask=k < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def patch_embed_dimages_kernel(
     dy_ptr,  # (B, T+N, D)
     weight_ptr,  # (D, K)
     dimage_ptr,  # (B, C, Hi, Wi)
     rows,
     prefix,
-    grid_w,
-    patches,
-    patches_magic,
-    patches_shift,
-    grid_magic,
-    grid_shift,
-    stride_b,
-    stride_0,
-    stride_1,
-    stride_2,
+    layout,  # a patches.Layout
+    strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
-    UNIT: tl.constexpr,
+    AXES: tl.constexpr,  # a patches.Axes
     D: tl.constexpr,
-    K: tl.constexpr,
-    K1: tl.constexpr,
-    K2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_M tokens x BLOCK_K pixels of dy W; every pixel belongs to one patch, so plain stores."""
+    K: tl.constexpr = AXES.k
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     row = tl.program_id(0) // blocks_k * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(0) % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_k = k < K
     mask_m = row < rows
-    image, patch, corner = locate(row, grid_w, patches, patches_magic, patches_shift, grid_magic, grid_shift, stride_b, stride_1, stride_2, K1, K2, UNIT)
+    image, patch, corner = locate(row, layout, strides, AXES)
     dy_row = (row + (image + 1) * prefix).to(tl.int64)
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for start in range(0, D, BLOCK_D):
@@ -176,7 +153,7 @@ def patch_embed_dimages_kernel(
         dy = tl.load(dy_ptr + dy_row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
         w = tl.load(weight_ptr + offs_d[:, None] * K + k[None, :], mask=mask_d[:, None] & mask_k[None, :], other=0.0)
         acc = tl.dot(dy, w, acc, input_precision=PRECISION)
-    pixels = corner[:, None] + k_offsets(k, stride_0, stride_1, stride_2, K1, K2, UNIT)[None, :]
+    pixels = corner[:, None] + k_offsets(k, strides, AXES)[None, :]
     tl.store(dimage_ptr + pixels, acc.to(dimage_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_k[None, :])
 
 
@@ -193,15 +170,15 @@ class Gradients(NamedTuple):
 def _dweight(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, dbias: Tensor | None, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(D, C, P, Q); dbias is given for raw images and None for floats."""
     geometry = geometry_of(images, weight.shape[2:], prefix)
-    width, k, rows = weight.shape[0], geometry["K"], geometry["rows"]
-    chosen = tiles.lookup("patch_embed_dweight", dy, shape_class(images, geometry, width))
-    if chosen.provider == "cublas":
+    width, k, rows = weight.shape[0], geometry["AXES"].k, geometry["rows"]
+    tile = tiles.lookup("patch_embed_dweight", dy, shape_class(images, geometry, width))
+    if tile.provider == "cublas":
         patches = patch_rows(images, weight.shape[2:], dy.dtype, mean, std)
         return torch.mm(dy[:, prefix:].flatten(0, 1).t(), patches).view(weight.shape).to(weight.dtype)
-    tile = dict(chosen.meta)
-    blocks = triton.cdiv(width, tile["BLOCK_D"]) * triton.cdiv(k, tile["BLOCK_K"])
-    steps = triton.cdiv(rows, tile["BLOCK_M"])
-    splits = max(1, min(tile.pop("PROGRAMS") // blocks, steps // 4))
+    flags = dict(tile.meta)
+    blocks = cdiv(width, flags["BLOCK_D"]) * cdiv(k, flags["BLOCK_K"])
+    steps = cdiv(rows, flags["BLOCK_M"])
+    splits = max(1, min(flags.pop("PROGRAMS") // blocks, steps // 4))
     partial = torch.empty(splits, width, k, device=dy.device, dtype=torch.float32)
     launch(
         patch_embed_dweight_kernel,
@@ -209,31 +186,27 @@ def _dweight(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, dbias: Ten
         dy_ptr=dy,
         image_ptr=images,
         partial_ptr=partial,
-        rows_per_split=triton.cdiv(steps, splits) * tile["BLOCK_M"],
+        rows_per_split=cdiv(steps, splits) * flags["BLOCK_M"],
         D=width,
         **geometry,
-        **tile,
+        **flags,
     )
     dweight = torch.empty(weight.shape, device=dy.device, dtype=weight.dtype)
     ordered, c_inner = in_image_order(dweight, images)
     scales, shifts = folding(mean, std) if dbias is not None else ((), ())
     launch(
         patch_embed_dweight_sum_kernel,
-        (width, triton.cdiv(k, 512)),
+        (width, cdiv(k, 512)),
         partial_ptr=partial,
         dbias_ptr=dbias,
         dweight_ptr=dweight,
         splits=splits,
-        stride_0=ordered.stride(1),
-        stride_1=ordered.stride(2),
-        stride_2=ordered.stride(3),
+        strides=ordered.stride(),
         SCALES=scales,
         SHIFTS=shifts,
         C_INNER=c_inner,
+        AXES=Axes(k, *ordered.shape[2:]),
         D=width,
-        K=k,
-        K1=ordered.shape[2],
-        K2=ordered.shape[3],
         BLOCK_K=512,
         num_warps=4,
     )
@@ -253,7 +226,7 @@ def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int) -> Tensor:
     geometry = geometry_of(dimages, (p, q), prefix)
     launch(
         patch_embed_dimages_kernel,
-        (triton.cdiv(geometry["rows"], tile["BLOCK_M"]) * triton.cdiv(geometry["K"], tile["BLOCK_K"]),),
+        (cdiv(geometry["rows"], tile["BLOCK_M"]) * cdiv(geometry["AXES"].k, tile["BLOCK_K"]),),
         dy_ptr=dy,
         weight_ptr=weight.contiguous(),
         dimage_ptr=dimages,
@@ -297,7 +270,7 @@ def patch_embed_bwd(
     if want_cls or want_pos or patch_sums is not None:
         launch(
             patch_embed_batch_sum_kernel,
-            (tokens, triton.cdiv(width, 256)),
+            (tokens, cdiv(width, 256)),
             dy_ptr=dy,
             sum_ptr=patch_sums,
             dprefix_ptr=dcls,

@@ -7,8 +7,10 @@ Raw uint8 images u: (u / 255 - mean) / std = x a + c with x = u / 128 - 1, exact
 a is folded into W and c into the bias; the weight's gradient takes a back, and c times the bias's gradient.
 """
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +20,29 @@ from torch import Tensor
 from .launch import fp32_precision
 
 
+class Axes(NamedTuple):
+    """What a kernel is compiled for: the K axis of a patch as three nested axes, (k // (k1 * k2), k1, k2).
+
+    The strides of images and of the first two axes are given in units.
+    """
+
+    k: int
+    k1: int
+    k2: int
+    unit: int = 1
+
+
+class Layout(NamedTuple):
+    """How many patches an image has and how many lie side by side, with the numbers by which a kernel divides by them."""
+
+    patches: int
+    columns: int
+    patches_magic: int
+    patches_shift: int
+    columns_magic: int
+    columns_shift: int
+
+
 @triton.jit
 def divide(x, magic, shift):
     """x // d for 0 <= x < 2^31 with the numbers of `_magic(d)`: a hardware division in the inner loop costs as much as its matrix product."""
@@ -25,36 +50,22 @@ def divide(x, magic, shift):
 
 
 @triton.jit
-def k_offsets(k, stride_0, stride_1, stride_2, K1: tl.constexpr, K2: tl.constexpr, UNIT: tl.constexpr = 1):
-    """Offsets of the K axis, which is three nested axes (K / (K1*K2), K1, K2); the first two strides are given in UNITs."""
-    outer = (k // (K1 * K2)).to(tl.int64) * stride_0 * UNIT
-    middle = (k // K2 % K1).to(tl.int64) * stride_1 * UNIT
-    return outer + middle + (k % K2).to(tl.int64) * stride_2
+def k_offsets(k, strides, AXES: tl.constexpr):
+    """Offsets of the K axis; strides: of a patch or an image, then of its three axes."""
+    outer = (k // (AXES.k1 * AXES.k2)).to(tl.int64) * strides[1] * AXES.unit
+    middle = (k // AXES.k2 % AXES.k1).to(tl.int64) * strides[2] * AXES.unit
+    return outer + middle + (k % AXES.k2).to(tl.int64) * strides[3]
 
 
 @triton.jit
-def locate(
-    row,
-    grid_w,
-    patches,
-    patches_magic,
-    patches_shift,
-    grid_magic,
-    grid_shift,
-    stride_b,
-    stride_1,
-    stride_2,
-    K1: tl.constexpr,
-    K2: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+def locate(row, layout, strides, AXES: tl.constexpr):
     """For each row, one patch of the batch: its image, its place among the image's patches and the offset of its first pixel."""
-    image = divide(row, patches_magic, patches_shift)
-    patch = row - image * patches
-    y = divide(patch, grid_magic, grid_shift)
-    x = patch - y * grid_w
-    corner = image.to(tl.int64) * stride_b * UNIT + (y * K1).to(tl.int64) * stride_1 * UNIT + (x * K2).to(tl.int64) * stride_2
-    return image, patch, corner
+    image = divide(row, layout.patches_magic, layout.patches_shift)
+    patch = row - image * layout.patches
+    y = divide(patch, layout.columns_magic, layout.columns_shift)
+    x = patch - y * layout.columns
+    down = (y * AXES.k1).to(tl.int64) * strides[2] * AXES.unit
+    return image, patch, image.to(tl.int64) * strides[0] * AXES.unit + down + (x * AXES.k2).to(tl.int64) * strides[3]
 
 
 @triton.jit
@@ -87,38 +98,25 @@ def channels_last(images: Tensor) -> bool:
     return chans > 1 and images.stride(1) == 1 and images.stride(3) == chans
 
 
-def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int) -> dict:
-    """How the kernels find a patch's pixels: the arguments that all of them share."""
-    batch, chans, height, width = images.shape
-    p, q = patch
-    grid_w = width // q
-    patches = height // p * grid_w
-    if channels_last(images):
-        strides, runs = (0, images.stride(2), 1), (p, q * chans)
-    else:
-        strides, runs = images.stride()[1:], (p, q)
+@functools.lru_cache
+def _geometry(shape: tuple[int, ...], image_strides: tuple[int, ...], patch: tuple[int, int], last: bool) -> dict:
+    (batch, chans, height, width), (p, q) = shape, patch
+    columns = width // q
+    patches = height // p * columns
+    strides, runs = ((0, image_strides[2], 1), (p, q * chans)) if last else (image_strides[1:], (p, q))
     # Triton knows of an integer argument whether 16 divides it, and nothing less: 14 x 14 patches of 518-pixel rows need the 2 to load in pairs.
-    unit = math.gcd(16, images.stride(0), strides[0], strides[1])
-    (patches_magic, patches_shift), (grid_magic, grid_shift) = _magic(patches), _magic(grid_w)
+    unit = math.gcd(16, image_strides[0], strides[0], strides[1])
     return dict(
         rows=batch * patches,
-        prefix=prefix,
-        grid_w=grid_w,
-        patches=patches,
-        patches_magic=patches_magic,
-        patches_shift=patches_shift,
-        grid_magic=grid_magic,
-        grid_shift=grid_shift,
-        stride_b=images.stride(0) // unit,
-        stride_0=strides[0] // unit,
-        stride_1=strides[1] // unit,
-        stride_2=strides[2],
-        PRECISION=fp32_precision(),
-        UNIT=unit,
-        K=chans * p * q,
-        K1=runs[0],
-        K2=runs[1],
+        layout=Layout(patches, columns, *_magic(patches), *_magic(columns)),
+        strides=(image_strides[0] // unit, strides[0] // unit, strides[1] // unit, strides[2]),
+        AXES=Axes(chans * p * q, *runs, unit),
     )
+
+
+def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int) -> dict:
+    """How the kernels find a patch's pixels: the arguments that all of them share."""
+    return dict(_geometry(images.shape, images.stride(), patch, channels_last(images)), prefix=prefix, PRECISION=fp32_precision())
 
 
 def in_image_order(weight: Tensor, images: Tensor) -> tuple[Tensor, int]:
@@ -135,7 +133,7 @@ def folding(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, .
 def shape_class(images: Tensor, geometry: dict, width: int) -> str:
     """ "u8-even-large": the image's dtype, whether 8 divides its contiguous runs, and whether there are rows enough to fill a GPU with large tiles."""
     kind = "u8" if images.dtype == torch.uint8 else f"f{8 * images.element_size()}"
-    return f"{kind}-{'odd' if geometry['K2'] % 8 else 'even'}-{'large' if geometry['rows'] * width >= 1 << 22 else 'small'}"
+    return f"{kind}-{'odd' if geometry['AXES'].k2 % 8 else 'even'}-{'large' if geometry['rows'] * width >= 1 << 22 else 'small'}"
 
 
 def patch_rows(images: Tensor, patch: tuple[int, int], dtype: torch.dtype, mean: Sequence[float], std: Sequence[float]) -> Tensor:

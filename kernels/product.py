@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiles
-from .launch import fp32_precision
+from .launch import cdiv, fp32_precision
 
 
 @triton.jit
@@ -33,23 +33,19 @@ def tile_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl
 def product(
     a,  # (M, all K): a pointer or a descriptor
     b,  # (all K, N): a pointer or a descriptor
-    first_m,
-    first_n,
-    first_k,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
+    first,  # row, column and k that this program begins at
+    sizes,  # M, N and K, how many k it sums over
+    strides,  # of a along M, K and of b along K, N
     LOADS: tl.constexpr,  # pointers: "even" where K divides by BLOCK_K, or "masked"; descriptors: of A B "nn", A and B transposed "nt", A transposed and B "tn"
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # BLOCK_M rows and BLOCK_N columns of A B, summed over K from first_k on, in fp32; zeros outside.
+    # BLOCK_M rows and BLOCK_N columns of A B in fp32; zeros outside.
+    first_m, first_n, first_k = first[0], first[1], first[2]
+    K = sizes[2]
+    a_strides, b_strides = strides[0], strides[1]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if LOADS == "nn" or LOADS == "nt" or LOADS == "tn":
         for k in range(first_k, first_k + K, BLOCK_K):
@@ -62,19 +58,19 @@ def product(
     else:
         offs_m, offs_n, offs_k = first_m + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_K)
         at_k = first_k + offs_k.to(tl.int64)
-        a_ptrs = a + (offs_m[:, None] * stride_am + at_k[None, :] * stride_ak)
-        b_ptrs = b + (at_k[:, None] * stride_bk + offs_n[None, :] * stride_bn)
-        mask_m, mask_n = offs_m[:, None] < M, offs_n[None, :] < N
+        a_ptrs = a + (offs_m[:, None] * a_strides[0] + at_k[None, :] * a_strides[1])
+        b_ptrs = b + (at_k[:, None] * b_strides[0] + offs_n[None, :] * b_strides[1])
+        mask_m, mask_n = offs_m[:, None] < sizes[0], offs_n[None, :] < sizes[1]
         for k in range(0, K, BLOCK_K):
             if LOADS == "even":
-                a_tile = tl.load(a_ptrs, mask=mask_m, other=0.0)
-                b_tile = tl.load(b_ptrs, mask=mask_n, other=0.0)
+                a_block = tl.load(a_ptrs, mask=mask_m, other=0.0)
+                b_block = tl.load(b_ptrs, mask=mask_n, other=0.0)
             else:
-                a_tile = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
-                b_tile = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
-            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
-            a_ptrs += BLOCK_K * stride_ak
-            b_ptrs += BLOCK_K * stride_bk
+                a_block = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
+                b_block = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
+            acc = tl.dot(a_block, b_block, acc, input_precision=PRECISION)
+            a_ptrs += BLOCK_K * a_strides[1]
+            b_ptrs += BLOCK_K * b_strides[0]
     return acc
 
 
@@ -106,11 +102,6 @@ def shape_class(k: int, n: int) -> str:
     return f"{k}x{n}"
 
 
-def product_grid(m: int, n: int, tile: tiles.Tile) -> tuple[int]:
-    """Programs of a product that writes (m, n)."""
-    return (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)
-
-
 def describable(x: Tensor) -> bool:
     """Whether the copy engine can take blocks of a matrix: its rows must start at multiples of 16 bytes."""
     return x.numel() > 0 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
@@ -123,13 +114,13 @@ def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def operands(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str, sizes: tuple[int, int, int], even: bool) -> tuple:
-    """(a, b, LOADS) for `product`; `sizes`: what of rows, columns and sum one block has. Descriptors where the tile wants and the strides allow them.
+def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, int, int], even: bool) -> tuple:
+    """(a, b, LOADS) for `product`; `blocks`: rows, columns and k of a block. Descriptors for "tma", where strides allow them.
 
     kind "nn": a (M, K) times b (K, N); "nt": times the transpose of b (N, K); "tn": the transpose of a (K, M) times b (K, N).
     """
-    if tile.provider == "tma":
-        m, n, k = sizes
+    if provider == "tma":
+        m, n, k = blocks
         a_desc = _described(a, k, m) if kind == "tn" else _described(a, m, k)
         b_desc = _described(b, n, k) if kind == "nt" else _described(b, k, n)
         if a_desc and b_desc:
@@ -137,11 +128,11 @@ def operands(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str, sizes: tuple[int
     return a, b, "even" if even else "masked"
 
 
-def row_operands(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple:
-    """`operands` of a product of rows a (M, K), kind "nn" or "nt"."""
-    return operands(a, b, tile, kind, (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]), a.shape[1] % tile["BLOCK_K"] == 0)
-
-
-def product_flags(loads: str, tile: tiles.Tile) -> dict:
-    """What every kernel with a product is compiled for."""
-    return dict(LOADS=loads, PRECISION=fp32_precision(), **tile.meta)
+def row_product(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple:
+    """(a, b, grid, constexprs) for a kernel that writes a (M, K) times b (K, N), kind "nn", or times b^T (N, K), kind "nt"."""
+    (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
+    flags = tile.meta
+    blocks = flags["BLOCK_M"], flags["BLOCK_N"], flags["BLOCK_K"]
+    a, b, flags["LOADS"] = operands(a, b, tile.provider, kind, blocks, k % blocks[2] == 0)
+    flags["PRECISION"] = fp32_precision()
+    return a, b, (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),), flags

@@ -81,6 +81,31 @@ _PRODUCT = (
 _TMA = (Rule(tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),)
 # A persistent program of two times 64 rows and a warp that loads (product_gluon.py); SUBTILES: in 8 nothing spills.
 _GLUON = (Rule(tile(4, 4, "gluon", BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=8), sm=(90,), bits="16"),)
+# Three quarters of the reads from L2, but one program on a multiprocessor: nothing hides its epilogue.
+_WIDE = tuple(
+    Rule(
+        tile(8, 4, provider, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
+        sm=(90, 100),
+        bits="16",
+        variant="wide",
+    )
+    for provider in ("triton", "tma")
+)
+# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6). Where BLOCK_K does not divide K,
+# masks would spill: only the widths of models.
+_DGELU, _DGELU_TMA = (
+    tuple(
+        Rule(
+            tile(8, 3, provider, maxnreg=128, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
+            sm=(90,),
+            bits="16",
+            shape=f"{k}x*",
+        )
+        for k in (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+    )
+    + rules
+    for provider, rules in (("triton", _PRODUCT), ("tma", _TMA))
+)
 _CUBLAS = (Rule(tile(provider="cublas")),)
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -190,7 +215,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "input_grad": _CUBLAS,
     "linear_gelu_fwd": _PRODUCT,
     "linear_residual_fwd": _PRODUCT,
-    "dgelu_matmul": _PRODUCT,
+    "dgelu_matmul": _DGELU,
     "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),
     "weight_grad": _CUBLAS,
     "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
@@ -220,23 +245,41 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
         Rule(tile(provider="tiled")),
         *_ATTENTION,
     ),
-    "linear_fwd": _PRODUCT + _TMA,
-    "input_grad": _PRODUCT + _TMA,
-    "linear_gelu_fwd": _CUBLAS + _TMA + _GLUON,
-    "linear_residual_fwd": (*_CUBLAS, Rule(tile(provider="cublaslt"), bits="16"), *_TMA),
-    "dgelu_matmul": _CUBLAS + _TMA + _GLUON,
+    "linear_fwd": _PRODUCT + _TMA + _WIDE,
+    "input_grad": _PRODUCT + _TMA + _WIDE,
+    "linear_gelu_fwd": _CUBLAS + _TMA + _WIDE + _GLUON,
+    "linear_residual_fwd": (*_CUBLAS, Rule(tile(provider="cublaslt"), bits="16"), *_TMA, *_WIDE),
+    "dgelu_matmul": _CUBLAS + _DGELU_TMA + _WIDE + _GLUON,
     "gelu_bwd": _TORCH,
     "patch_embed_fwd": _CUBLAS,
     "patch_embed_dweight": _CUBLAS,
     "patch_embed_dimages": _CUBLAS,
-    # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7; 64 and 192 x 4).
+    # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7;
+    # 64 and 192 x 4), or of one, where they are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
     "weight_grad": (
-        Rule(tile(8, 3, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=4, SUBTILES=4), sm=(90, 100), bits="16", shape="1024x*"),
-        Rule(tile(8, 3, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), sm=(90, 100), bits="16"),
+        *(
+            Rule(
+                tile(8, 3, provider, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=splits, SUBTILES=4),
+                sm=(90, 100),
+                bits="16",
+                shape=shape,
+            )
+            for provider in ("triton", "tma")
+            for shape, splits in (("1024x*", 4), ("*", 7))
+        ),
         Rule(tile(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
         Rule(tile(4, 3, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
-        Rule(tile(8, 3, "tma", BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=4, SUBTILES=4), sm=(90, 100), bits="16", shape="1024x*"),
-        Rule(tile(8, 3, "tma", BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), sm=(90, 100), bits="16"),
+        *(
+            Rule(
+                tile(8, 4, provider, BLOCK_M=64, BLOCK_N=128, BLOCK_K=256, GROUP_N=8, SPLIT_K=splits, SUBTILES=4),
+                sm=(90, 100),
+                bits="16",
+                shape=shape,
+                variant="wide",
+            )
+            for provider in ("triton", "tma")
+            for shape, splits in (("1024x*", 4), ("*", 7))
+        ),
     ),
 }
 

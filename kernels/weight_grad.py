@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .launch import launch
-from .product import column_parts, operands, product, product_flags, shape_class, tile_offsets
+from .launch import cdiv, fp32_precision, launch
+from .product import column_parts, operands, product, shape_class, tile_offsets
 from .rows import vector
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def weight_grad_kernel(
     g_ptr,  # (M, N), or its descriptor
     x_ptr,  # (M, K), or its descriptor
@@ -48,7 +48,8 @@ def weight_grad_kernel(
     share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
     start = split * share
     rows = tl.minimum(M - start, share)
-    acc = product(g_ptr, x_ptr, first_n, first_k, start, N, K, rows, 1, stride_gm, stride_xm, 1, LOADS, PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
+    first, sizes, strides = (first_n, first_k, start), (N, K, rows), ((1, stride_gm), (stride_xm, 1))
+    acc = product(g_ptr, x_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
     parts = column_parts(acc, SUBTILES)
     out_ptr += split.to(tl.int64) * stride_os
@@ -102,12 +103,14 @@ def weight_grad_sum_kernel(
 
 def _partial_products(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype) -> Tensor:
     """(SPLIT_K, N, K) slices that add up to g^T x; in fp32, or in `dtype` where there is one slice."""
-    (m, n), k, splits = g.shape, x.shape[1], tile["SPLIT_K"]
+    (m, n), k = g.shape, x.shape[1]
+    flags = tile.meta
+    splits, blocks = flags["SPLIT_K"], (flags["BLOCK_N"], flags["BLOCK_K"], flags["BLOCK_M"])
     out = torch.empty((splits, n, k), dtype=torch.float32 if splits > 1 else dtype, device=g.device)
-    g_ptr, x_ptr, loads = operands(g, x, tile, "tn", (tile["BLOCK_N"], tile["BLOCK_K"], tile["BLOCK_M"]), even=False)
+    g_ptr, x_ptr, loads = operands(g, x, tile.provider, "tn", blocks, even=False)
     launch(
         weight_grad_kernel,
-        (triton.cdiv(n, tile["BLOCK_N"]) * triton.cdiv(k, tile["BLOCK_K"]), splits),
+        (cdiv(n, blocks[0]) * cdiv(k, blocks[1]), splits),
         g_ptr=g_ptr,
         x_ptr=x_ptr,
         out_ptr=out,
@@ -118,7 +121,9 @@ def _partial_products(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype
         stride_xm=x.stride(0),
         stride_os=n * k,
         stride_on=k,
-        **product_flags(loads, tile),
+        LOADS=loads,
+        PRECISION=fp32_precision(),
+        **flags,
     )
     return out
 
@@ -141,7 +146,7 @@ def sum_products(
     dls = None if weight is None else torch.empty(n, dtype=torch.float32, device=part.device)
     launch(
         weight_grad_sum_kernel,
-        (triton.cdiv(n, tile["BLOCK_N"]),),
+        (cdiv(n, tile["BLOCK_N"]),),
         part_ptr=part,
         w_ptr=weight,
         bias_ptr=vector(bias),

@@ -58,8 +58,8 @@ class Mutant:
 
 _STORE_CHUNK = "tl.store(ptr + rows.to(tl.int64) * D + offs_d"
 _LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q_tile, k_head, v_head, whole, N, scale, LAST_N, "
-_GRID = '(triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)'
-_SHORT_GRID = '(max(1, m // tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)'
+_GRID = "(cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)"
+_SHORT_GRID = "(max(1, m // blocks[0]) * cdiv(n, blocks[1]),)"
 _DQ = "common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq={})\n    common |="
 _DELTA = "do=do, dk=dk, dv=dv)\n    common |= dict(lse_ptr=lse, delta_ptr="
 
@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant(
         "prefix tokens a row too far",
         "patch_embed.py",
-        "(prefix + patches) + token)",
-        "(prefix + patches) + token + 1)",
+        "(prefix + layout.patches) + token)",
+        "(prefix + layout.patches) + token + 1)",
         "patch embedding",
         "write-write race",
     ),
@@ -267,7 +267,7 @@ MUTANTS = [
         "two values",
     ),
     Mutant(
-        "patches one pixel short", "patches.py", "(x * K2)", "(x * (K2 - 1))", "patch embedding backward", "two values"
+        "patches one pixel short", "patches.py", "(x * AXES.k2)", "(x * (AXES.k2 - 1))", "patch embedding backward", "two values"
     ),
     # Never written.
     Mutant("a grid one row tile short", "product.py", _GRID, _SHORT_GRID, "linear + residual, fc2", "left unwritten"),
