@@ -98,7 +98,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
     if tile.provider == "rows":
         per_program = tiles_m if B * H >= MANY_HEADS else 1
         groups = cdiv(tiles_m, max(1, per_program))
-        launch(_attention_fwd_rows_kernel, (B * H * groups,), **common, **key_parts(N), QUERY_TILES=per_program, **tile.meta)
+        launch(_attention_fwd_rows_kernel, (B * H * groups,), **common, **key_parts(N), query_tiles=per_program, **tile.meta)
     else:
         launch(_attention_fwd_tiled_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile["BLOCK_N"]), **tile.meta)
     return o, lse

@@ -23,7 +23,7 @@ def load_keys(head, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl.const
         return (first,)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_tiles"])
 def _attention_fwd_rows_kernel(
     q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next three
     k,
@@ -32,16 +32,16 @@ def _attention_fwd_rows_kernel(
     lse_ptr,  # (B, H, N)
     N,
     H,
+    query_tiles,
     scale,
     HEAD: tl.constexpr,
     KEYS0: tl.constexpr,
     KEYS1: tl.constexpr,
     KEYS2: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    QUERY_TILES: tl.constexpr,
 ):
-    """QUERY_TILES x BLOCK_M queries of one head against all of its keys."""
-    groups = tl.cdiv(N, BLOCK_M * QUERY_TILES)
+    """query_tiles x BLOCK_M queries of one head against all of its keys."""
+    groups = tl.cdiv(N, BLOCK_M * query_tiles)
     pid = tl.program_id(0)
     bh = pid // groups
     b, h = bh // H, bh % H
@@ -49,8 +49,8 @@ def _attention_fwd_rows_kernel(
     k_parts = load_keys(head_of(k, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
     v_parts = load_keys(head_of(v, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
     # disable_licm: addresses are made anew for every tile, which leaves the registers for a third program on a multiprocessor
-    for i in tl.range(0, QUERY_TILES, num_stages=1, disable_licm=True):
-        rows = (pid % groups * QUERY_TILES + i) * BLOCK_M + tl.arange(0, BLOCK_M)
+    for i in tl.range(0, query_tiles, num_stages=1, disable_licm=True):
+        rows = (pid % groups * query_tiles + i) * BLOCK_M + tl.arange(0, BLOCK_M)
         q_tile = load_rows(q_head, rows, N, True, HEAD)
         s = [outer(q_tile, part, HEAD) for part in k_parts]
         if KEYS2 > 0:

@@ -21,9 +21,9 @@ except (ImportError, AttributeError):
     gl = hopper = TensorDescriptor = async_load = None
     MISSING = f"this Triton ({triton.__version__}) has another Gluon"
 
-    def jit(function):
+    def jit(function=None, **_):
         """Leaves a function as it is: none is compiled."""
-        return function
+        return function or (lambda named: named)
 
 
 __all__ = ["TensorDescriptor", "async_load", "gl", "hopper", "jit", "unsupported_reason"]

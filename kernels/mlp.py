@@ -51,8 +51,8 @@ LARGE = tl.constexpr(16.0)  # where Q and the normal density, 2^-189 and less, a
 @triton.jit
 def upper_tail(z):
     """Q(z) = 1 - Phi(z) for 0 <= z <= LARGE, Phi being the normal distribution function."""
-    exponent = tl.full(z.shape, UPPER_TAIL[8], tl.float32)
-    for i in tl.static_range(7, -1, -1):
+    exponent = UPPER_TAIL[8] * z + UPPER_TAIL[7]
+    for i in tl.static_range(6, -1, -1):
         exponent = exponent * z + UPPER_TAIL[i]
     return tl.exp2(exponent)
 

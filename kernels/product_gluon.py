@@ -13,13 +13,12 @@ Gluon has no interpreter, and no GPU has run this yet (tiles.UNCHECKED). tests/t
 model of barriers, copy engine and wgmma in which anything may be late, and reads its machine code.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import tiles
 from .gluon_names import TensorDescriptor, async_load, gl, hopper, jit
-from .launch import INTERPRETED, launch, settle
+from .launch import INTERPRETED, cdiv, launch, settle
 from .product import column_parts
 from .rows import row_programs
 
@@ -131,7 +130,7 @@ def consume(
             EPILOGUE(gl.convert_layout(parts[i], STORED), *pointers, row_tile, offs_m, cols, M, N, *strides, TANH)
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def product_gluon_kernel(
     a,  # (M, K), a descriptor
     b,  # KIND "nn": (K, N), "nt": (N, K), a descriptor
@@ -175,7 +174,7 @@ def product_gluon_kernel(
 
 def row_tiles(m: int) -> int:
     """How many row tiles of 64 the epilogue is called for with m rows: an even number."""
-    return 2 * triton.cdiv(m, 2 * ROWS.value)
+    return 2 * cdiv(m, 2 * ROWS.value)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int):
@@ -192,7 +191,7 @@ def launch_product(a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, 
         settle(epilogue)
     launch(
         product_gluon_kernel,
-        (row_programs(a.device, 1, row_tiles(m) // 2 * triton.cdiv(n, block_n)),),
+        (row_programs(a.device, 1, row_tiles(m) // 2 * cdiv(n, block_n)),),
         a=_descriptor(a, 2 * ROWS.value, block_k),
         b=_descriptor(b, block_k, block_n) if kind == "nn" else _descriptor(b, block_n, block_k),
         pointers=pointers,

@@ -342,7 +342,7 @@ MUTANTS = [
     ),
     # Of what only some of the plan reaches: loops that go round twice, strides of their own, several images, options.
     Mutant(
-        "one tile of queries", "attention_rows.py", "range(0, QUERY_TILES,", "range(0, 1,", "attention", "left unwritten"
+        "one tile of queries", "attention_rows.py", "range(0, query_tiles,", "range(0, 1,", "attention", "left unwritten"
     ),
     Mutant("zeros that nobody asked for", "rows.py", "BLOCK_D), other=0.0)", "BLOCK_D))", "layer_norm", NUMBERS),
     Mutant(

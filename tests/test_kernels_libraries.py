@@ -258,7 +258,7 @@ def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch
 
 def test_rivals_are_those_that_can_run(without_packages):
     half = torch.empty(0, dtype=torch.float16)
-    for op, shape, here in [("attention_fwd", "d64n256", ["tiled", "flash"]), ("attention_bwd", "d80n320", ["flash"])]:
+    for op, shape, here in [("attention_fwd", "d64n256", ["tiled", "flash"]), ("attention_bwd", "d80n320", ["tiled", "flash"])]:
         assert [t.provider for t in tiles.rivals(op, half, shape)] == here
         absent = tiles.absent(op, half, shape)
         assert absent.keys() == set(libraries.PROVIDERS) - {"flash"}
@@ -270,7 +270,7 @@ def test_rivals_are_those_that_can_run(without_packages):
 def test_offline_compilation_knows_no_library():
     meta = torch.empty(0, dtype=torch.bfloat16, device="meta")
     with tiles.targeting(90):
-        assert [t.provider for t in tiles.rivals("attention_bwd", meta, "d64n256")] == ["phases", "tiled"]
+        assert [t.provider for t in tiles.rivals("attention_bwd", meta, "d64n256")] == ["head", "head", "phases", "tiled"]
         assert tiles.rivals("layer_norm_bwd", meta, "3x256as") == []
         assert set(tiles.absent("attention_fwd", meta, "d64n256")) == set(libraries.PROVIDERS)
         with (
@@ -592,7 +592,7 @@ def norm_truth(t, z, dy, dz, work=None):
 
 
 def torch_norm(t, z, dy, dz, mean, rstd, **options):
-    wants = dict(want_dz_sum=True, want_y=True, want_layer_scale=t.layer_scale is not None) | options
+    wants = dict(want_dz_sum=dz is not None, want_y=True, want_layer_scale=t.layer_scale is not None) | options
     factors = dict(branch=t.x, layer_scale=t.layer_scale, drop_path=t.drop_path, rows_per_sample=3)
     return norm.layer_norm_bwd(dy, z, t.weight, t.bias, mean, rstd, dz=dz, **factors, **wants)
 

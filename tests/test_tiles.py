@@ -50,10 +50,10 @@ def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
 def test_every_rival_that_runs_here_is_offered():
     half = torch.empty(1, dtype=torch.float16)
     for op, shape, providers in [
-        ("linear_fwd", "768x2304", ["triton", "tma", "triton", "tma"]),  # of each a wide one
+        ("linear_fwd", "768x2304", ["triton", "tma", "triton", "tma"]),  # and both again with wide tiles
         ("linear_gelu_fwd", "768x3072", ["cublas", "tma", "triton", "tma"]),
         ("weight_grad", "768x3072", ["triton", "tma", "triton", "tma"]),
-        ("attention_bwd", "d64n256", ["phases", "tiled", "flash"]),
+        ("attention_bwd", "d64n256", ["head", "head", "phases", "tiled", "flash"]),
         ("attention_fwd", "d64nlong", ["flash"]),
         ("layer_norm_bwd", "3x256as", ["torch"]),
     ]:
