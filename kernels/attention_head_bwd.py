@@ -8,6 +8,8 @@ For sequences of a few tiles (N up to 320), in 16 bits. Four warps and 64 x 64 t
 2. Over parts of keys, and within over tiles of queries, keys x queries: P^T and dS^T feed dV and dK from registers as they come; dQ^T = K^T dS^T is
    added in fp32 to what dQ has, which is written again in 16 bits: one program has the head, so no atomics and no fp32 dQ.
 
+disable_licm: addresses are made anew in each loop rather than before it, which saves the registers that a third program needs.
+
 Rows of softmax sum to one: the sum of dV over the keys is that of dO over the queries. Those of dS sum to zero: so does dK. Only dQ is summed up.
 The layout is FlashAttention-3's (Shah et al., 2024) for a sequence that one program holds, dQ as in FlashAttention-2 (Dao, 2023).
 """
@@ -90,7 +92,7 @@ def statistics(o, do, rows, lse_row, stat, N, scale, HEAD: tl.constexpr):
 def before_parts(
     inputs, grads, lse_row, stat, N, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_N: tl.constexpr, HEAD: tl.constexpr
 ):
-    """Step 1: the statistics of every query, the gradients of the last LAST_N keys and what they add to dQ; returns sums of dO's rows, BLOCK_M apart.
+    """Step 1, with heads for inputs and gradients: the statistics of every query, the gradients of the last LAST_N keys and what they add to dQ.
 
     The last keys see a head padded to 64 or 128 columns: no product is too narrow for wgmma.
     """
@@ -156,23 +158,24 @@ def _attention_bwd_head_kernel(
     DTYPE: tl.constexpr = q[0].dtype.element_ty
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
-    q, k, v, o, do = [head_of(x, b, h, HEAD) for x in (q, k, v, o, do)]
-    dq, dk, dv = [head_of(x, b, h, HEAD) for x in (dq, dk, dv)]
+    q_head, k_head, v_head, o_head, do_head = [head_of(x, b, h, HEAD) for x in (q, k, v, o, do)]
+    dq_head, dk_head, dv_head = [head_of(x, b, h, HEAD) for x in (dq, dk, dv)]
+    inputs, grads = (q_head, k_head, v_head, o_head, do_head), (dq_head, dk_head, dv_head)
     stat = (stat_ptr + bh.to(tl.int64) * (2 * padded), stat_ptr + (bh.to(tl.int64) * (2 * padded) + padded))
     lse_row = lse_ptr + bh.to(tl.int64) * N
-    before_parts((q, k, v, o, do), (dq, dk, dv), lse_row, stat, N, scale, BLOCK_M, BLOCK_N, LAST_N, HEAD)
+    before_parts(inputs, grads, lse_row, stat, N, scale, BLOCK_M, BLOCK_N, LAST_N, HEAD)
     # the statistics, and dq, were written by other threads of this program
     tl.debug_barrier()
 
     for first in tl.range(0, N // BLOCK_N * BLOCK_N if LAST_N > 0 else N, BLOCK_N, num_stages=1, disable_licm=True):
         keys = first + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, qkv_box, qkv_rest, b, H + h, keys, first, N, HEAD)
-        v_tile = load_tile(v, qkv_box, qkv_rest, b, 2 * H + h, keys, first, N, HEAD)
+        k_tile = load_tile(k_head, qkv_box, qkv_rest, b, H + h, keys, first, N, HEAD)
+        v_tile = load_tile(v_head, qkv_box, qkv_rest, b, 2 * H + h, keys, first, N, HEAD)
         dk_tile, dv_tile = zero_rows(BLOCK_N, HEAD), zero_rows(BLOCK_N, HEAD)
         for start in tl.range(0, padded, BLOCK_M, num_stages=STAGES, disable_licm=True):
             rows = start + tl.arange(0, BLOCK_M)
-            q_tile = load_tile(q, qkv_box, qkv_rest, b, h, rows, start, N, HEAD)
-            do_tile = load_tile(do, do_box, do_rest, b, h, rows, start, N, HEAD)
+            q_tile = load_tile(q_head, qkv_box, qkv_rest, b, h, rows, start, N, HEAD)
+            do_tile = load_tile(do_head, do_box, do_rest, b, h, rows, start, N, HEAD)
             nlse = tl.load(stat[0] + rows)[None, :]
             if LAST_N > 0:
                 nlse = tl.broadcast_to(nlse, (BLOCK_N, BLOCK_M))
@@ -185,11 +188,11 @@ def _attention_bwd_head_kernel(
             dk_tile = add_product(dk_tile, ds, q_tile, HEAD)
             # what the part before wrote, or the last keys
             more = N > 0 if LAST_N > 0 else first > 0
-            add_dq(dq, ds, k_tile[0], rows, N, scale, more, 0, HEAD)
+            add_dq(dq_head, ds, k_tile[0], rows, N, scale, more, 0, HEAD)
             if len(k_tile) > 1:
-                add_dq(dq, ds, k_tile[1], rows, N, scale, more, D0, HEAD)
-        store_tile(dk, dqkv_box, dqkv_rest, b, H + h, [part * scale for part in dk_tile], keys, first, N, HEAD)
-        store_tile(dv, dqkv_box, dqkv_rest, b, 2 * H + h, dv_tile, keys, first, N, HEAD)
+                add_dq(dq_head, ds, k_tile[1], rows, N, scale, more, D0, HEAD)
+        store_tile(dk_head, dqkv_box, dqkv_rest, b, H + h, [part * scale for part in dk_tile], keys, first, N, HEAD)
+        store_tile(dv_head, dqkv_box, dqkv_rest, b, 2 * H + h, dv_tile, keys, first, N, HEAD)
         # dq was written by other threads than will read it
         tl.debug_barrier()
 
@@ -197,8 +200,8 @@ def _attention_bwd_head_kernel(
         dq_sums, do_sums = zero_rows(16, HEAD), zero_rows(16, HEAD)
         for start in tl.range(0, N, 16, num_stages=1, disable_licm=True):
             rows = start + tl.arange(0, 16)
-            dq_sums = add_rows(dq_sums, load_rows(dq, rows, N, True, HEAD))
-            do_sums = add_rows(do_sums, load_rows(do, rows, N, True, HEAD))
+            dq_sums = add_rows(dq_sums, load_rows(dq_head, rows, N, True, HEAD))
+            do_sums = add_rows(do_sums, load_rows(do_head, rows, N, True, HEAD))
         store_sums(sums_ptr, dq_sums, b * 3, h, H, HEAD)
         store_sums(sums_ptr, zero_rows(1, HEAD), b * 3 + 1, h, H, HEAD)
         store_sums(sums_ptr, do_sums, b * 3 + 2, h, H, HEAD)
