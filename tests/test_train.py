@@ -48,6 +48,14 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert resolve("pretrain", yaml.safe_load((tmp_path / "config.yaml").read_text())) == digits(tmp_path, steps=6, batch_size=32)
 
 
+def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compiled(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ViT, "decide_keep", lambda self, batch, dtype=None: asked.append((batch, dtype)))
+    monkeypatch.setattr(ViT, "compile", lambda self: asked.append("compile"))
+    Trainer(digits(tmp_path, steps=1, batch_size=30, accumulate=4, compile=True))
+    assert asked == [(8, None), "compile"]
+
+
 @pytest.mark.parametrize(
     "fields", [{}, dict(optimizer="sgd", lr=0.1, ema_decay=0.9, mixup=0.3, dropout=0.1, drop_path=0.1, accumulate=2)], ids=["plain", "all"]
 )

@@ -426,7 +426,7 @@ class ViT(nn.Module):
         """What blocks keep for backward: "least", "all" (see ops.mlp_block), or "auto".
 
         "auto" becomes "all" or "least" in the first eager training forward on a GPU, by the memory that is free then, and stays what it
-        became; it is "least" while blocks are checkpointed, on CPUs and where torch.compile saw the model first.
+        became; it is "least" while blocks are checkpointed, on CPUs and where torch.compile saw the model first: call `decide_keep` before it.
         """
         if keep not in KEEPS:
             raise InputError(f"ViT: keep must be one of {', '.join(map(repr, KEEPS))}, got {keep!r}")
@@ -434,14 +434,19 @@ class ViT(nn.Module):
         for block in self.blocks:
             block.keep = "all" if keep == "all" else "least"
 
+    def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
+        """Settles keep="auto" for training on `batch` images at a time in `dtype` (the parameters' unless given); returns what is kept now."""
+        device = self.patch_embed.proj.weight.device
+        if self.keep == "auto" and device.type == "cuda" and not self.grad_checkpointing:
+            rows = batch * (self.num_prefix_tokens + self.patch_embed.num_patches)
+            size = (dtype or self.patch_embed.proj.weight.dtype).itemsize
+            self.set_keep(choose(self.blocks, self.parameters(), rows, size, device))
+        return self.blocks[0].keep
+
     def _decide_keep(self, x: Tensor) -> None:
-        """Settles keep="auto" for tokens (B, N, D)."""
-        if self.keep != "auto" or self.grad_checkpointing or not (self.training and torch.is_grad_enabled()):
-            return
-        if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
-            return
-        computed = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self.patch_embed.proj.weight.dtype
-        self.set_keep(choose(self.blocks, self.parameters(), x.shape[:-1].numel(), computed.itemsize, x.device))
+        """The same for tokens (B, N, D) of an eager training forward."""
+        if self.keep == "auto" and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and isinstance(x, Tensor) and x.is_cuda:
+            self.decide_keep(x.shape[0], torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None)
 
     def prune_intermediate_layers(self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
         """Drops the blocks after the last one wanted, and the norm and head where asked. Returns the indices kept."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import ref
 from ..errors import InputError
+from ..model import ViT
 from .data import seed_everything
 from .objectives import OBJECTIVES
 from .optim import learning_rate, make_optimizer
@@ -48,6 +49,8 @@ class Learner:
             if self.ema:
                 shard(self.ema.module, dtype)
         self.optimizer = make_optimizer(config, model)
+        if isinstance(model, ViT):  # before torch.compile, for which it is a constant
+            model.decide_keep(-(-config.batch_size // (config.accumulate * ranks.world)), dtype)
         if config.compile if config.compile is not None else device.type == "cuda":
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
                 module.compile()
