@@ -95,7 +95,7 @@ def keys_bwd(
     whole = N // BLOCK_M * BLOCK_M
     if LAST_M > 0:
         dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, whole, N, scale, LAST_M, True, HEAD)
-    for start in range(0, whole, BLOCK_M):
+    for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
         dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, N, scale, BLOCK_M, False, HEAD)
     # keys past N have had their share of every query, in rows of their own: nothing for the sums
     dk = [tl.where((cols < N)[:, None], part * scale, 0.0) for part in dk]
