@@ -131,8 +131,7 @@ def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, 
 def row_product(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple:
     """(a, b, grid, constexprs) for a kernel that writes a (M, K) times b (K, N), kind "nn", or times b^T (N, K), kind "nt"."""
     (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
-    flags = tile.meta
-    blocks = flags["BLOCK_M"], flags["BLOCK_N"], flags["BLOCK_K"]
-    a, b, flags["LOADS"] = operands(a, b, tile.provider, kind, blocks, k % blocks[2] == 0)
-    flags["PRECISION"] = fp32_precision()
+    blocks = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    a, b, loads = operands(a, b, tile.provider, kind, blocks, k % blocks[2] == 0)
+    flags = tile.meta | dict(LOADS=loads, PRECISION=fp32_precision())
     return a, b, (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),), flags
