@@ -23,7 +23,7 @@ from .attention_rows import _attention_fwd_rows_kernel
 from .attention_tiled import _attention_fwd_tiled_kernel
 from .attention_tiled_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel
 from .launch import cdiv, fp32_precision, launch
-from .rows import scale_rows
+from .rows import row_programs, scale_rows
 
 HEAD_SIZES = tuple(range(16, 129, 8))
 # (batch, head) pairs from which one program takes every query of its head: about two programs for each of ~132 multiprocessors, twice.
@@ -224,13 +224,17 @@ def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict[str, TensorDe
 
 def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor | None:
     """Our kernels: fills dq, dk, dv (equal strides); -> their sums over B and N, (3 H Dh,) fp32, where wanted."""
-    B, N, H, _ = q.shape
+    B, N, H, D = q.shape
     if tile.provider == "head":
-        partial, padded, rest = _sums(q, want_sums, B, 3), cdiv(N, tile["BLOCK_M"]) * tile["BLOCK_M"], N % tile["BLOCK_N"]
-        stat = torch.empty((B, H, 2, padded), dtype=torch.float32, device=q.device)
+        block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
+        programs, padded = row_programs(q.device, tile["PER_SM"], B * H), cdiv(N, block_m) * block_m
+        partial, scratch = _sums(q, want_sums, B, 3), dict(dtype=torch.float32, device=q.device)
         common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq, dk=dk, dv=dv)
-        common |= dict(lse_ptr=lse, stat_ptr=stat, sums_ptr=partial, padded=padded, SUMS=want_sums, LAST_N=16 if 0 < rest <= 16 else 0)
-        launch(_attention_bwd_head_kernel, (B * H,), **common, **_head_boxes(q, k, v, do, dq, dk, dv, tile), **tile.meta)
+        common |= dict(lse_ptr=lse, sums_ptr=partial, heads=B * H, padded=padded, SUMS=want_sums)
+        common |= dict(stat_ptr=torch.empty((programs, 2, padded), **scratch), dq_acc_ptr=torch.empty((programs, N, D), **scratch))
+        last = 16 if N > block_n and 0 < N % block_n <= 16 else 0
+        flags = {name: value for name, value in tile.meta.items() if name != "PER_SM"}
+        launch(_attention_bwd_head_kernel, (programs,), **common, **_head_boxes(q, k, v, do, dq, dk, dv, tile), LAST_N=last, **flags)
         return partial.sum(0).flatten() if want_sums else None
 
     delta = torch.empty_like(lse)

@@ -184,7 +184,7 @@ import mutants
 from vitfast.launchers import Draw
 
 PHASES = dict(num_warps=8, num_stages=3, provider="phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)
-HEAD = dict(num_warps=4, num_stages=1, provider="head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=0)
+HEAD = dict(num_warps=4, num_stages=1, provider="head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3, EXACT=0)
 # What the mutants lack, of which backward, for which GPU generations.
 LACKING = {{"no barrier between the phases": (PHASES, (90, 120)), "no barrier before the parts of keys": (HEAD, (90,)),
            "no barrier between the parts of keys": (HEAD, (90,))}}

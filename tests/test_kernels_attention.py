@@ -25,7 +25,7 @@ HALVES = DTYPES[1:]
 
 WHOLE = {
     "attention_fwd": tiles.tile(4, 1, "rows", BLOCK_M=64),
-    "attention_bwd": tiles.tile(4, 1, "head", BLOCK_M=32, BLOCK_N=32, STAGES=1, EXACT=0),
+    "attention_bwd": tiles.tile(4, 1, "head", BLOCK_M=32, BLOCK_N=32, STAGES=1, PER_SM=1, EXACT=0),
 }
 TILED = {
     "attention_fwd": tiles.tile(4, 1, "tiled", BLOCK_M=64, BLOCK_N=64),
