@@ -60,7 +60,9 @@ def measure(tree: Path, names: list[str]) -> dict[str, list]:
 
 def checked_out(revision: str, folder: Path) -> Path:
     """That commit's kernels and package in `folder`, laid out so that they import as they are."""
-    archive = subprocess.run(["git", "archive", revision, "kernels", "vitfast"], cwd=ROOT, capture_output=True, check=True)
+    archive = subprocess.run(["git", "archive", revision, "kernels", "vitfast"], cwd=ROOT, capture_output=True)
+    if archive.returncode:
+        raise SystemExit(f"launch_path: --against {revision}: {archive.stderr.decode().strip()}")
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     (folder / "kernels").rename(folder / "vitfast" / "kernels")
     return folder
@@ -85,11 +87,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
         trees = dict(before=checked_out(args.against, Path(before)), after=laid_out(Path(after)))
         rounds = [{name: measure(tree, args.only) for name, tree in trees.items()} for _ in range(args.rounds)]
+    names = [name for name in rounds[0]["after"] if name in rounds[0]["before"]]
+    if unknown := [name for name in args.only if name not in names]:
+        raise SystemExit(f"launch_path: --only: no kernels are launched in both trees by {', '.join(map(repr, unknown))}")
     print(f"{'us a call, against ' + args.against:44}{'launches':>10}{'before':>9}{'after':>9}{'ratio':>8}")
     ratios = []
-    for name in rounds[0]["after"]:
-        if name not in rounds[0]["before"]:
-            continue
+    for name in names:
         old, new = (statistics.median(r[tree][name][0] for r in rounds) for tree in ("before", "after"))
         ratios.append(new / old)
         print(f"{name:44}{rounds[0]['after'][name][1]:>10}{old:>9.1f}{new:>9.1f}{new / old:>8.2f}")

@@ -51,7 +51,12 @@ def load(path: Path) -> ctypes.CDLL:
 def _library() -> tuple[ctypes.CDLL | None, str]:
     """(the extension, ""), or (None, why there is none)."""
     try:
-        return load(native.built(SOURCE)), ""
+        path = native.built(SOURCE)
+        try:
+            return load(path), ""
+        except OSError:  # the file is damaged
+            native.build(SOURCE, path)
+            return load(path), ""
     except (RuntimeError, OSError) as error:
         return None, f"not built: {error}"
 

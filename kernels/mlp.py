@@ -6,7 +6,9 @@
 
 "none": gelu(p) = p Phi(p) = max(p, 0) - |p| Q(|p|), Phi the normal distribution function and Q = 1 - Phi its upper tail,
 computed as two to the power of a polynomial of |p|: two fifths fewer instructions in fc1's kernel than with erf (sm_90,
-Triton 3.9), and digits in the negative tail, where 1 + erf cancels (tests/test_gelu.py).
+Triton 3.9), and digits in the negative tail, where 1 + erf cancels (tests/test_gelu.py): fp32 gelu's relative error is
+2e-4 at -4, 1.6e-3 at -5, 1e-2 at -6, 0.15 at -7 (with erf 6e-3 at -4, 0.2 at -5, 1 from -6 on); below -9, where |gelu| is
+1e-18 and less, no digit is left.
 "tanh": p times the logistic function of 2 sqrt(2/pi) (p + 0.044715 p^3) (Hendrycks & Gimpel, 2016).
 GELU acts on `pre` as it is rounded for storing, so that training, evaluation and backward agree.
 dgelu_matmul rewrites the activation that the second layer's weight gradient needs, so that forward need not keep it. Bias gradients are
@@ -45,7 +47,7 @@ UPPER_TAIL = tl.constexpr(
         -1.50350067e-06,
     )
 )
-LARGE = tl.constexpr(16.0)  # where Q and the normal density, 2^-189 and less, are zero in fp32
+LARGE = tl.constexpr(16.0)  # where Q, 2^-190, and the normal density, 2^-186, are zero in fp32
 
 
 @triton.jit

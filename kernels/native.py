@@ -7,6 +7,8 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,8 +23,13 @@ import triton
 BUILD_SECONDS = 120
 
 # Run by a process of its own: what hangs can be ended, and what is killed leaves no lock that others wait for
-# (pytorch/pytorch#189245, mended in torch 2.15).
-_BUILD = "import json, sys; from torch.utils.cpp_extension import load; load(**json.loads(sys.argv[1]))"
+# (pytorch/pytorch#189245, mended in torch 2.15). torch hands the folder of its own libraries to the shell as it is.
+_BUILD = """
+import json, shlex, sys
+from torch.utils import cpp_extension
+cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+cpp_extension.load(**json.loads(sys.argv[1]))
+"""
 
 
 def _cublaslt() -> tuple[Path, list[Path]]:
@@ -89,13 +96,14 @@ def build(source: Path, target: Path) -> None:
     it, and the last one's stays. Raises RuntimeError or OSError.
     """
     environment, (library, headers) = _tools(), _cublaslt()
+    flags = f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}"
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".vitfast-build-", dir=target.parent) as folder:
         arguments = dict(
             name="extension",
             sources=[str(source)],
             extra_include_paths=[str(path) for path in headers],
-            extra_ldflags=[f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}"],
+            extra_ldflags=[shlex.quote(flag) for flag in flags],
             build_directory=folder,
             with_cuda=False,
             is_python_module=False,
@@ -105,10 +113,15 @@ def build(source: Path, target: Path) -> None:
 
 
 def built(source: Path) -> Path:
-    """`source` compiled, among torch's own extensions: a file for each text, torch and libcublasLt, built if missing."""
+    """`source` compiled, among torch's own extensions, built if missing.
+
+    A file for each text, torch, libcublasLt and kind of processor: machines may share a home folder.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
-    kind = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {_cublaslt()[0]}".encode()).hexdigest()[:16]
-    path = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache) / f"vitfast_{source.stem}_{kind}.so"
+    made_for = f"{torch.__version__} {_cublaslt()[0]} {platform.machine()}"
+    kind = hashlib.sha256(source.read_bytes() + made_for.encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache).absolute()  # ninja runs in another
+    path = folder / f"vitfast_{source.stem}_{kind}.so"
     if not path.exists():
         build(source, path)
     return path

@@ -10,6 +10,7 @@ import fnmatch
 import functools
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,6 +289,21 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
     ),
 }
 
+
+def _fault(op: str, value: Tile, blocks: bool = True) -> str:
+    """Why no launcher of the operation takes this tile: its provider or (`blocks`) the names of its numbers; else ""."""
+    known: dict[str, list[set[str]]] = {}
+    for rule in (*RULES.get(op, ()), *RIVALS.get(op, ())):
+        known.setdefault(rule.tile.provider, []).append({name for name, _ in rule.tile.blocks})
+    if value.provider not in known:
+        return f"{op} has no provider {value.provider!r}, only {', '.join(known)}" if known else f"no operation {op!r}"
+    names, wanted = {name for name, _ in value.blocks}, known[value.provider]
+    if blocks and names not in wanted:
+        spelt = lambda names: " ".join(sorted(names)) or "no numbers"  # noqa: E731
+        return f"{op} by {value.provider} takes {spelt(wanted[0])}, not {spelt(names)}"
+    return ""
+
+
 _target: int | None = None
 
 
@@ -327,7 +343,12 @@ _watched: dict[tuple[str, str, str], Tile] | None = None
 
 @contextlib.contextmanager
 def override(op: str, value: Tile, shape: str | None = None) -> Iterator[None]:
-    """Uses one tile for the launches of `op` inside (of one shape class, where given): for tuning and for tests."""
+    """Uses one tile for the launches of `op` inside (of one shape class, where given): for tuning and for tests.
+
+    Raises ValueError for an operation or a provider that does not exist.
+    """
+    if fault := _fault(op, value, blocks=False):
+        raise ValueError(f"tiles.override: {fault}")
     before = dict(_overrides)
     _overrides[op, shape] = value
     try:
@@ -355,15 +376,26 @@ def user_table_path() -> Path:
 
 @functools.cache
 def _user_table() -> dict[tuple[str, str, str, str], Tile]:
-    """(op, GPU name, bits, shape class) -> Tile, as the tuning script wrote them."""
+    """(op, GPU name, bits, shape class) -> Tile, as the tuning script wrote them, without those no launcher takes."""
     path = user_table_path()
     if not path.is_file():
         return {}
     try:
         rows = json.loads(path.read_text())["tiles"]
-        return {(r["op"], r["gpu"], r["bits"], r["shape"]): from_row(r) for r in rows}
+        found = {(r["op"], r["gpu"], r["bits"], r["shape"]): from_row(r) for r in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the tile table {path} is damaged ({error}); remove it") from None
+    return {key: value for key, value in found.items() if not _left_out(path, key, value)}
+
+
+@functools.cache
+def _left_out(path: Path, key: tuple[str, str, str, str], value: Tile) -> bool:
+    """Whether no launcher takes a row of the user's table, of another version of vitfast; warns of it, once."""
+    op, gpu, bits, shape = key
+    if fault := _fault(op, value):
+        row = f"the row of {op} at {shape}, {bits} bits, {gpu}, is left out: run vitfast tune again, or remove it"
+        warnings.warn(f"the tile table {path}: {fault}; {row}", stacklevel=2)
+    return bool(fault)
 
 
 def reload_user_table() -> None:
@@ -376,7 +408,8 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
 
     Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first rule
     that can is taken; inside `override` that is an error, so that nothing is timed or tested under another's name.
-    without: providers that lack what this call asks for beyond its shape class: there too the first other rule is taken.
+    without: providers that lack what this call asks for beyond its shape class, as cublaslt lacks a layer scale: the first
+    other rule is taken, inside `override` too, since what it covers has calls with and without; `watching` tells which ran.
     """
     forced = (_overrides.get((op, shape)) or _overrides.get((op, None))) if _overrides else None
     found = forced or _find(op, x, shape)

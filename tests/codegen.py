@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import csv
 import json
+import math
 import os
 import sys
 import tempfile
@@ -165,8 +166,8 @@ def committed() -> list[dict]:
 
 
 def problems(rows: list[dict]) -> list[str]:
-    """What no tile may do: not compile, take too much shared memory; in 16 bits, spill, leave a product to the scalar units or, on sm_90, have
-    wgmma wait one by one, or leave tiles of 64 rows and more to mma.sync."""
+    """What no tile may do: not compile, fit no multiprocessor; in 16 bits, spill, leave a product to the scalar units or, on sm_90, have
+    wgmma wait one by one, or leave tiles of 64 rows and more, on sm_100 any product, to mma.sync."""
     found = []
     for r in rows:
         name = f"{r['kernel']} ({r['case']}) on sm_{r['sm']} {r['dtype']} {r['tile']}"
@@ -175,23 +176,32 @@ def problems(rows: list[dict]) -> list[str]:
             continue
         if r["spills"] and r["dtype"] != "fp32":
             found.append(f"{name}: {r['spills']} local loads and stores")
+        elif r["stack"] and r["dtype"] != "fp32":
+            found.append(f"{name}: {r['stack']} bytes of stack")
         if r["shared"] > tiles.SHARED_LIMIT[r["sm"]]:
             found.append(f"{name}: {r['shared']} bytes of shared memory, limit {tiles.SHARED_LIMIT[r['sm']]}")
-        if not r["tensor_core"] and r["dtype"] != "fp32" and any(word in r["kernel"] for word in PRODUCTS):
+        elif r["programs_per_sm"] < 1:
+            found.append(f"{name}: no program fits a multiprocessor")
+        product = r["dtype"] != "fp32" and any(word in r["kernel"] for word in PRODUCTS)
+        if product and not r["tensor_core"]:
             found.append(f"{name}: no tensor-core instruction")
-        if r["hgmma"] and (r["notes"] or (r["hgmma"] > 1 and r["waits"] >= r["hgmma"])):
+        if r["hgmma"] and (r["notes"] or (r["hgmma"] > 1 and r["waits"] > WAITING * r["hgmma"])):
             found.append(f"{name}: serialised wgmma, {r['waits']} waits for {r['hgmma']} HGMMA ({r['notes'] or 'ptxas says nothing'})")
         if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
+        if r["sm"] == 100 and r["hmma"] and product:
+            found.append(f"{name}: {r['hmma']} HMMA, mma.sync where tcgen05 fits")
     return found
 
 
 def _rows(tile: str) -> int:
-    """Rows of the largest tile that is multiplied."""
+    """Rows of the largest tile that is multiplied; infinitely many where its name does not say."""
     sizes = dict(word.split("=") for word in tile.split() if word.startswith("BLOCK"))
-    return max((int(size) for name, size in sizes.items() if name.startswith(("BLOCK_M", "BLOCK_N"))), default=0)
+    return max((int(size) for name, size in sizes.items() if name.startswith(("BLOCK_M", "BLOCK_N"))), default=math.inf)
 
 
+# Of a kernel's HGMMAs, the share that may wait: at most 0.52 do (14 of 27, "phases" at heads of 32; Triton 3.9).
+WAITING = 2 / 3
 # Kernels whose work is a matrix product.
 PRODUCTS = ("linear", "attention", "dgelu_matmul", "product_gluon", "input_grad", "weight_grad_kernel")
 PRODUCTS += ("patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")

@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import triton
 
 import vitfast.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
+from vitfast.kernels import tiles
 from vitfast.kernels.launch import settle
 
 
@@ -46,22 +49,30 @@ def test_each_kernel_compiles_well_for(codegen, generations):
 
 
 def test_a_kernel_that_regresses_is_a_problem(codegen):
-    """Serialised wgmma by its waits or by ptxas' notes, mma.sync beside 64 rows, spills, too much shared memory."""
+    """Serialised wgmma by its waits or by ptxas' notes, mma.sync where more fits, spills, too much shared memory."""
     good = dict.fromkeys(codegen.COLUMNS, 0) | dict(kernel="linear_kernel", case="x", sm=90, dtype="bf16", tile="BLOCK_M=64", tensor_core="HGMMA", notes="")
-    good |= dict(registers=168, hgmma=37, waits=10)
+    good |= dict(registers=168, hgmma=37, waits=10, programs_per_sm=1)
     assert codegen.problems([good]) == []
+    tcgen05 = dict(sm=100, tensor_core="UTCHMMA", hgmma=0, waits=0)
     bad = {
         "serialised wgmma, 37 waits for 37 HGMMA (ptxas says nothing)": dict(waits=37),
+        "serialised wgmma, 63 waits for 64 HGMMA (ptxas says nothing)": dict(waits=63, hgmma=64),
+        "serialised wgmma, 3 waits for 4 HGMMA (ptxas says nothing)": dict(waits=3, hgmma=4),
         "serialised wgmma, 10 waits for 37 HGMMA (C7515)": dict(notes="C7515"),
         "32 HMMA, mma.sync where wgmma fits": dict(hmma=32),
-        "3 local loads and stores": dict(spills=3),
+        "31 HMMA, mma.sync where wgmma fits": dict(hmma=31, tile="SUBTILES=4"),
+        "16 HMMA, mma.sync where tcgen05 fits": dict(tcgen05, hmma=16, tile="BLOCK_M=32"),
+        "8 bytes of stack": dict(stack=8),
+        "no program fits a multiprocessor": dict(programs_per_sm=0),
+        "3 local loads and stores": dict(spills=3, stack=8),
         "240000 bytes of shared memory, limit 232448": dict(shared=240_000),
         "no tensor-core instruction": dict(tensor_core="", hgmma=0, waits=0),
     }
     for said, change in bad.items():
         (problem,) = codegen.problems([good | change])
         assert problem.endswith(said), problem
-    fine = dict(hmma=32, tile="BLOCK_M=32 BLOCK_N=32"), dict(hmma=32, sm=80), dict(spills=3, dtype="fp32"), dict(hgmma=1, waits=1)
+    fine = [dict(hmma=32, tile="BLOCK_M=32 BLOCK_N=32"), dict(hmma=32, sm=80), dict(spills=3, stack=8, dtype="fp32"), dict(hgmma=1, waits=1)]
+    fine += [tcgen05, dict(tcgen05, hmma=16, dtype="fp32"), dict(tcgen05, hmma=16, kernel="column_sums_kernel"), dict(hgmma=27, waits=14)]
     assert codegen.problems([good | change for change in fine]) == []
 
 
@@ -233,5 +244,9 @@ def test_the_committed_table_is_of_these_kernels(codegen):
     now, rows = codegen.cache.source_hash(), codegen.committed()
     assert codegen.TABLE.read_text().startswith(f"# kernels {now},"), f"tests/codegen.csv is stale (kernels are {now}): run make codegen"
     assert {row["sm"] for row in rows} == {80, 89, 90, 100, 120} and {row["dtype"] for row in rows} >= {"bf16", "fp32"}
+    text = "".join(path.read_text() for path in Path(tiles.__file__).parent.glob("*.py"))
+    assert set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)) == {row["kernel"] for row in rows}
+    rivals = {rule.tile.provider for rules in tiles.RIVALS.values() for rule in rules if rule.tile.blocks or rule.tile.provider == "tiled"}
+    assert rivals == {word for row in rows for word in re.findall(r" \((\w+)(?: \d+)?\)$", row["case"])}
     problems = codegen.problems(rows)
     assert not problems, "\n".join(problems)

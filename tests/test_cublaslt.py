@@ -3,6 +3,7 @@
 A stand-in, cublaslt_stub.cpp, computes on the CPU what cuBLASLt's documentation says of the descriptors it is given.
 """
 
+import ctypes
 import os
 import subprocess
 import time
@@ -52,9 +53,19 @@ def afresh():
 
 @pytest.mark.slow(12)
 def test_it_builds_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch):
-    """Two builds at once, beside what killed ones leave; then the real library, as far as it goes without a GPU."""
+    """Two builds at once, beside what killed ones leave; then the real library, as far as it goes without a GPU.
+
+    In an environment whose path has a space, into a relative folder.
+    """
     before = torch.cuda.is_initialized()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    packages, environment = Path(torch.__file__).parents[1], tmp_path.with_name("an environment")
+    environment.symlink_to(packages)
+    library, headers = native._cublaslt()
+    spaced = lambda path: environment / path.relative_to(packages)  # noqa: E731
+    monkeypatch.setattr(native, "_cublaslt", lambda: (spaced(library), [spaced(path) for path in headers]))
+    monkeypatch.setenv("PYTHONPATH", str(environment))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", tmp_path.name)
     for name in (".vitfast-build-killed", "extension", "vitfast_cublaslt"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").touch()
@@ -71,6 +82,60 @@ def test_it_builds_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch):
         with pytest.raises(RuntimeError, match=says):
             cublaslt._chosen(0, problem)
     assert torch.cuda.is_initialized() == before
+
+
+@pytest.fixture
+def pretended(afresh, tmp_path, monkeypatch):
+    """The paths of what is built, in the place of a build; what is loaded is the path."""
+    builds = []
+
+    def build(source, path):
+        builds.append(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("good")
+
+    monkeypatch.setattr(native, "build", build)
+    monkeypatch.setattr(cublaslt, "load", lambda path: path)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return builds
+
+
+def test_a_damaged_file_is_built_again_once(pretended, monkeypatch):
+    path = native.built(cublaslt.SOURCE)
+    path.write_bytes(b"")
+    with pytest.raises(OSError):  # what the real loader says of it
+        ctypes.CDLL(str(path))
+
+    def load(path):
+        if path.read_text() != "good":
+            raise OSError("file too short")
+        return path
+
+    monkeypatch.setattr(cublaslt, "load", load)
+    assert cublaslt._library() == (path, "") and pretended == [path] * 2
+    cublaslt._library.cache_clear()
+    assert cublaslt._library() == (path, "") and len(pretended) == 2
+    cublaslt._library.cache_clear()
+    path.write_bytes(b"")
+    monkeypatch.setattr(native, "build", lambda source, path: pretended.append(path))  # in vain
+    assert cublaslt._library() == (None, "not built: file too short") and len(pretended) == 3
+
+
+def test_each_kind_of_processor_has_a_file(pretended, monkeypatch):
+    paths = set()
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(native.platform, "machine", lambda machine=machine: machine)
+        paths.add(native.built(cublaslt.SOURCE))
+    assert len(paths) == 2 and set(pretended) == paths
+
+
+@pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
+def test_a_relative_folder_is_taken_from_where_the_process_runs(variable, pretended, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv(variable, "cache")
+    monkeypatch.chdir(tmp_path)
+    path = native.built(cublaslt.SOURCE)
+    assert path.is_absolute() and tmp_path / "cache" in path.parents
 
 
 WRONG = [
@@ -193,13 +258,13 @@ def test_a_build_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
 def test_it_is_a_rival_where_it_can_run(afresh, monkeypatch):
     half, single = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
     offered = lambda x: [tile.provider for tile in tiles.rivals("linear_residual_fwd", x, "768x768")]  # noqa: E731
-    assert offered(half) == ["cublas", "tma"]
+    assert offered(half) == ["cublas", "tma", "triton", "tma"]  # and wide tiles of both
     assert tiles.absent("linear_residual_fwd", half, "768x768") == {
         "cublaslt": "needs an NVIDIA GPU, the tensors are on cpu"
     }
     assert tiles.absent("linear_residual_fwd", single, "768x768") == tiles.absent("linear_fwd", half, "768x768") == {}
     monkeypatch.setattr(cublaslt, "unsupported_reason", lambda x: None)
-    assert offered(half) == ["cublas", "cublaslt", "tma"] and offered(single) == ["cublas"]
+    assert offered(half) == ["cublas", "cublaslt", "tma", "triton", "tma"] and offered(single) == ["cublas"]
 
 
 def test_what_it_does_not_compute():

@@ -1,6 +1,8 @@
 """Tile tables: every generation has a tile for everything, and a user's table comes first."""
 
 import json
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,10 +36,10 @@ def test_lookup_takes_the_first_match(monkeypatch):
 def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
     monkeypatch.setenv("VITFAST_TILES", str(path))
-    row = tiles.as_row("attention_fwd", "Some GPU", "16", "d64", tile(8, 3, BLOCK_M=32))
+    row = tiles.as_row("attention_fwd", "Some GPU", "16", "d64", tile(8, 3, "rows", BLOCK_M=32))
     path.write_text(json.dumps({"tiles": [row]}))
     tiles._user_table.cache_clear()
-    assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): tile(8, 3, BLOCK_M=32)}
+    assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): tile(8, 3, "rows", BLOCK_M=32)}
     path.write_text('{"tiles": [{"op": 1}]}')
     tiles._user_table.cache_clear()
     with pytest.raises(ValueError, match="tiles.json is damaged"):
@@ -45,6 +47,48 @@ def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     path.unlink()
     tiles._user_table.cache_clear()
     assert tiles._user_table() == {}
+
+
+def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, monkeypatch):
+    path = tmp_path / "tiles.json"
+    monkeypatch.setenv("VITFAST_TILES", str(path))
+    monkeypatch.setattr(tiles, "_gpu_name", lambda index: "Some GPU")
+    monkeypatch.setattr(tiles, "generation", lambda device: 90)
+    product = dict(tiles.RULES["linear_gelu_fwd"][0].tile.blocks)
+    rows = [
+        ("attention_bwd", tile(8, 2, "rows", BLOCK_M=64), "attention_bwd has no provider 'rows', only head, tiled, phases, "),
+        ("linear_gelu_fwd", tile(8, 3, "tma", BLOCK_M=64), "linear_gelu_fwd by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not BLOCK_M; "),
+        ("weight_grad", tile(8, 3, "cublas", BLOCK_M=64), "weight_grad by cublas takes no numbers, not BLOCK_M; "),
+        ("softmax_fwd", tile(), "no operation 'softmax_fwd'; "),
+        ("dgelu_matmul", tile(4, 2, **product), ""),
+        ("linear_residual_fwd", tile(provider="cublas"), ""),
+    ]
+    path.write_text(json.dumps({"tiles": [tiles.as_row(op, "Some GPU", "16", "768x3072", value) for op, value, _ in rows]}))
+    tiles.reload_user_table()
+    gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for op, value, fault in rows:
+                if op in tiles.RULES:
+                    found = tiles._find(op, gpu, "768x3072")
+                    assert found == (tiles.shipped(op, gpu, "768x3072") if fault else value), op
+            tiles.reload_user_table()
+    said, faults = [str(warning.message) for warning in said], [(op, fault) for op, _, fault in rows if fault]
+    assert len(said) == len(faults)
+    for message, (op, fault) in zip(said, faults):
+        assert message.startswith(f"the tile table {path}: {fault}")
+        assert f"the row of {op} at 768x3072, 16 bits, Some GPU, is left out: run vitfast tune again" in message
+    path.unlink()
+    tiles.reload_user_table()
+
+
+def test_what_is_forced_must_exist():
+    with pytest.raises(ValueError, match="linear_residual_fwd has no provider 'nonsense', only triton, cublas, cublaslt, tma$"):
+        tiles.override("linear_residual_fwd", tile(provider="nonsense")).__enter__()
+    with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
+        tiles.override("linear_residual", tile()).__enter__()
+    assert not tiles._overrides
 
 
 def test_every_rival_that_runs_here_is_offered():

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitfast import trial, tune, tuned
+from vitfast import search, trial, tune, tuned
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import launches_made
 from vitfast.kernels.tiles import tile
@@ -124,8 +124,6 @@ def test_search_keeps_the_tables_tile_within_noise_and_gives_up_slow_providers()
 
 def test_search_varies_the_limit_of_registers_where_a_tile_has_one():
     limits = lambda t: sorted(n.maxnreg for n in search.neighbours(t) if n.maxnreg != t.maxnreg)  # noqa: E731
-    from vitfast import search
-
     assert limits(tile(4, 2, BLOCK_M=64)) == [] and limits(tile(4, 2, maxnreg=168, BLOCK_M=64)) == [128, 248]
     assert limits(tile(4, 2, maxnreg=128, BLOCK_M=64)) == [168]
 
@@ -135,6 +133,12 @@ def test_search_goes_on_from_a_tile_that_does_not_run():
     search.times[start] = None
     search.times |= {t: 1.0 if t["BLOCK_M"] == 128 else None for t in search.advance()}
     assert search.best == tile(8, 4, BLOCK_M=128)
+
+
+def test_a_flag_is_turned():
+    flags = [{n["EXACT"] for n in search.neighbours(tile(4, 1, "head", BLOCK_M=64, EXACT=flag))} for flag in (0, 1)]
+    turned = [[n for n in search.neighbours(tile(4, 1, EXACT=flag)) if n.num_warps == 4 and n.num_stages == 1] for flag in (0, 1)]
+    assert flags == [{0, 1}] * 2 and turned == [[tile(4, 1, EXACT=1)], [tile(4, 1, EXACT=0)]]
 
 
 # ---- right or wrong

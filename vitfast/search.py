@@ -21,26 +21,33 @@ LIMITS = {
 }
 # Registers a thread may have, where a tile limits them: for four, three or two programs of 4 warps on a multiprocessor.
 REGISTERS = (128, 168, 248)
-STEPS = ("num_stages", "STAGES", "PER_SM")  # one more or fewer; of all others, twice or half
+STEPS = ("num_stages", "STAGES", "PER_SM")  # one more or fewer; of all others but flags, twice or half
+FLAGS = ("EXACT",)  # 0 or 1
 GAIN = 0.98  # a candidate must take less than this share of the time of the best so far
 # A provider whose best takes longer than this times the best of all is given up: as it is shipped, and once it was searched.
 REACH_AT_FIRST, REACH = 2.0, 1.25
 WAVES = 6
 
 
+def _near(name: str, value: int) -> list[int]:
+    """What a number may become in one step."""
+    if name in FLAGS:
+        return [1 - value]
+    low, high = LIMITS.get(name, (1, 256))
+    return [n for n in ((value - 1, value + 1) if name in STEPS else (value // 2, value * 2)) if low <= n <= high]
+
+
 def neighbours(tile: Tile) -> Iterator[Tile]:
-    """Tiles one step away: one number doubled or halved, or one more or fewer; the next limit of registers. None where no kernel of ours would run."""
+    """Tiles one step away: one number, flag or limit of registers changed. None where no kernel of ours would run."""
     if not tile.blocks:
         return
     numbers = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dict(tile.blocks)}
     for name, value in numbers.items():
-        low, high = LIMITS.get(name, (1, 256))
-        for other in (value - 1, value + 1) if name in STEPS else (value // 2, value * 2):
-            if value and low <= other <= high:
-                if name in ("num_warps", "num_stages"):
-                    yield dataclasses.replace(tile, **{name: other})
-                else:
-                    yield dataclasses.replace(tile, blocks=tuple(sorted({**dict(tile.blocks), name: other}.items())))
+        for other in _near(name, value):
+            if name in ("num_warps", "num_stages"):
+                yield dataclasses.replace(tile, **{name: other})
+            else:
+                yield dataclasses.replace(tile, blocks=tuple(sorted({**dict(tile.blocks), name: other}.items())))
     if tile.maxnreg in REGISTERS:
         at = REGISTERS.index(tile.maxnreg)
         yield from (dataclasses.replace(tile, maxnreg=near) for near in REGISTERS[max(0, at - 1) : at + 2] if near != tile.maxnreg)
