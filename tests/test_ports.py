@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import vitfast.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
 from vitfast import ViT, cost, ports, trace
 from vitfast.cli import main
+from vitfast.kernels.launch import Launch
 from vitfast.machine_code import Code
 from vitfast.ports import GPUS, H100, H200, Work, predict
 
@@ -357,6 +359,33 @@ def test_predicted_steps_add_up_and_stay_above_their_floor(script):
         directions = ("forward", "backward") if r["direction"] == "training" else ("forward",)
         floor = sum(row["times"] * row[f"{direction}_floor"] for row in floors for direction in directions)
         assert 1 < float(r["predicted_us"]) * 1e-6 / floor < 4, r
+
+
+def test_a_step_with_a_kernel_that_has_no_prediction_is_not_written(script, capsys, monkeypatch, tmp_path):
+    """Nor is it a success: its time would lack that kernel's."""
+
+    @dataclasses.dataclass
+    class Named:
+        __name__: str
+
+    recorded = {
+        ("Nano/8", 32, 4, train): ([Launch(Named(name), (1,), {}) for name in names], [("aten::mm", 1e9, 10**6)])
+        for train, names in ((False, ["a"]), (True, ["a", "b"]))
+    }
+    works = {script.key_of(launch): Work(1320, 2, 4, issue=1000) for launches, _ in recorded.values() for launch in launches}
+    for name, path in (("KERNELS", tmp_path / "ports.csv"), ("STEPS", tmp_path / "predicted.csv")):
+        monkeypatch.setattr(script, name, path)
+    for name, value in (("PRESETS", {}), ("all_steps", lambda: recorded), ("measured", lambda launches, processes: works)):
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(sys, "argv", ["predict.py"])
+
+    def written() -> Counter:
+        return Counter((row["direction"], row["what"]) for row in script.read(script.STEPS))
+
+    assert script.main() == 0 and written()["training", "step"] == written()["training", "b"] == 2
+    works[script.key_of(recorded["Nano/8", 32, 4, True][0][1])] = "b: Untraceable"
+    assert script.main() == 1 and "b: Untraceable" in capsys.readouterr().out
+    assert {direction for direction, _ in written()} == {"inference"} and written()["inference", "step"] == 2
 
 
 def run_cost(capsys, *args) -> str:
