@@ -66,7 +66,7 @@ def _work(job: tuple) -> ports.Work | str:
 
 def measured(launches: list[Launch], processes: int) -> dict[str, ports.Work | str]:
     """The work of every distinct launch, or why nobody knows, by key_of."""
-    distinct = {key_of(launch): (offline.Job.of(launch), ports.sizes(launch)) for launch in launches}
+    distinct = {key_of(launch): (offline.Job.of(launch), ports.views(launch)) for launch in launches}
     with ProcessPoolExecutor(processes) as pool:
         return dict(zip(distinct, pool.map(_work, distinct.values(), chunksize=2)))
 

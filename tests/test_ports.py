@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import vitfast.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
 from vitfast import ViT, cost, ports, trace
 from vitfast.cli import main
 from vitfast.kernels.launch import Launch
 from vitfast.machine_code import Code
-from vitfast.ports import GPUS, H100, H200, Work, predict
+from vitfast.ports import GPUS, H100, H200, View, Work, predict
 
 TESTS = Path(__file__).parent
 
@@ -188,7 +189,7 @@ def test_the_work_of_a_small_kernel_by_hand():
     """)
     constants = b"".join((i + 1 << trace.TENSOR).to_bytes(8, "little") for i in range(3))
     runs = [trace.Tracer(found, constants, (100,), 4).run(program) for program in (50, 51)]
-    tensors = {"x": 10**6, "y": 2 * 10**6, "w": 1000}
+    tensors = {name: View(size, i, 0, size) for i, (name, size) in enumerate({"x": 10**6, "y": 2 * 10**6, "w": 1000}.items())}
     work = ports.count(found, runs, tensors, ["x", "y", "w"], Work(100, 4, 4))
     assert (work.issue, work.mufu, work.flops) == (4 * 10 / 4, 4 * 2, 2 * 64 * 64 * 16)
     assert (work.tensor, work.operands, work.accesses, work.fills) == (32, 32, 16, 0)
@@ -196,6 +197,45 @@ def test_the_work_of_a_small_kernel_by_hand():
     assert (work.hbm, work.hbm_waited) == (3_001_000, 1_001_000)
     with pytest.raises(trace.Untraceable, match="reaches"):
         ports.count(found, [dataclasses.replace(runs[0], moved={(3, -1): 1})], tensors, ["x", "y", "w"], Work(100, 4, 4))
+
+
+def test_views_of_one_memory_count_once():
+    """q, k and v lie between one another in one tensor, which a descriptor reaches whole; their gradients in another."""
+    qkv = torch.empty(2, 7, 3, 4, 16, dtype=torch.bfloat16, device="meta")
+    packed = qkv.permute(0, 2, 3, 1, 4).flatten(1, 2)
+    u = 2 * 2 * 7 * 4 * 16
+    q, k, v = (View.of(x) for x in qkv.unbind(2))
+    box = View.of(TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]).base, [1, 1, 4, 16])
+    assert (q.bytes, box.bytes, box.box) == (u, 3 * u, 4 * 16 * 2)
+    for found, wanted in (((q,), u), ((q, q), u), ((q, k, v), 3 * u), ((q, k, v, box), 3 * u), ((box, k), 3 * u), ((q, View.of(torch.empty_like(qkv))), 4 * u)):
+        assert ports.distinct(found) == wanted
+    part, rest = (View.of(x) for x in torch.empty(10, device="meta").split([4, 6]))
+    assert ports.distinct([part, rest]) == 40 and not part.meets(rest) and q.meets(k) and ports.distinct([]) == 0
+    launch = Launch(None, (1,), dict(q=(qkv[:, :, 0], 1, 2), box=TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]), n=7))
+    assert ports.views(launch) == {"q[0]": q, "box": box}
+
+
+def test_what_a_kernel_wrote_is_no_input():
+    """A tensor is written and then read, one is read and then written, both by loads; a descriptor's boxes are what it stores."""
+    found = code("""
+    LDC.64 R2, c[0x0][0x210]
+    LDC.64 R4, c[0x0][0x218]
+    STG.E.128 desc[UR4][R2.64], R8
+    LDG.E.128 R8, desc[UR4][R2.64]
+    LDG.E.128 R8, desc[UR4][R4.64]
+    STG.E.128 desc[UR4][R4.64], R8
+    EXIT
+    """)
+    constants = b"".join((i + 1 << trace.TENSOR).to_bytes(8, "little") for i in range(2))
+    runs = [trace.Tracer(found, constants, (100,), 4).run(50)]
+    own, again = View(10**6, 0, 0, 10**6), View(3 * 10**6, 1, 0, 3 * 10**6)
+    work = ports.count(found, runs, dict(own=own, again=again), ["own", "again"], Work(100, 4, 4))
+    assert (work.hbm, work.hbm_waited) == (10**6 + 2 * 3 * 10**6, 3 * 10**6)
+    stored = code("UTMASTG.3D [UR8], [UR4]\n EXIT")
+    run = dataclasses.replace(runs[0], counts=Counter(), moved=Counter({(0, 0): 6}))
+    for size, wanted in ((10**6, 6 * 1024), (10**5, 1000)):  # the second: a box hangs over the edge
+        view = View(size, 0, 0, size, box=1024)
+        assert ports.count(stored, [run], dict(y=view), ["y"], Work(100, 4, 4)).l2 == wanted
 
 
 # ---- predictions
@@ -265,6 +305,7 @@ def main():
         ("linear + gelu", ("linear_gelu_fwd", tiles.tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4))),
         ("linear + gelu, descriptors", ("linear_gelu_fwd", tiles.tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4))),
         ("attention", ("attention_fwd", tiles.tile(4, 1, "rows", BLOCK_M=64))),
+        ("attention backward", ("attention_bwd", tiles.tile(4, 1, "head", 168, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=0))),
         ("layer_norm", ("layer_norm_fwd", tiles.tile(4, 1, BLOCK_M=4))),
     ])
     found = {{}}
@@ -313,6 +354,13 @@ def test_real_kernels_do_what_their_formulas_say():
     assert attention.programs * attention.flops == 2 * weights * 2 * 64
     assert weights <= attention.programs * attention.mufu * 16 <= 1.1 * weights  # an exponential a weight; a reciprocal and a logarithm a row
     assert attention.hbm == 4 * m * d * bf16 + heads * 197 * 4
+
+    backward = Work(**found["attention backward"])
+    padded, u = 256, m * d * bf16
+    statistics = heads * 4 * (197 + 2 * padded + 3 * 64)  # lse is read; -lse / scale and -delta, read again here, and sums are written
+    assert backward.programs == heads and backward.hbm == 8 * u + statistics  # qkv, o, do -> dqkv
+    assert backward.hbm_waited < 6 * u and backward.l2 * heads >= backward.hbm
+    assert backward.resident * 132 * 3 * 197 * 64 * bf16 < 50e6  # q, do and dq of those that run at a time, which are read again, stay in L2
 
     norm = Work(**found["layer_norm"])
     assert norm.programs == m // 4 and norm.flops == norm.tensor == 0
