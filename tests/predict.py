@@ -27,9 +27,10 @@ from vitfast import ViT, cost, offline, ports, search
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import Launch, recording
 from vitfast.launchers import Draw, launchers
+from vitfast.predicted import STEPS, UPDATE
 
 ROOT = Path(__file__).parent.parent
-KERNELS, STEPS = ROOT / "tests" / "ports.csv", ROOT / "vitfast" / "predicted.csv"
+KERNELS = ROOT / "tests" / "ports.csv"
 PRESETS = {  # name of the sizes in codegen: preset, pixels
     "S/16": ("S/16", 224),
     "B/32": ("B/32", 224),
@@ -160,7 +161,7 @@ def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) 
             seconds = Counter()
             for launch, work in known:
                 seconds[launch.kernel.__name__] += ports.predict(work, gpu).total
-            for name, flops, moved in [*libraries, *(("clipping + update", *kernel) for kernel in update)]:
+            for name, flops, moved in [*libraries, *((UPDATE, *kernel) for kernel in update)]:
                 seconds[name] += ports.library(flops, moved, gpu)
             times = Counter(launch.kernel.__name__ for launch in launches) + Counter(name for name, _, _ in libraries)
             total = sum(seconds.values())

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import vitfast.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
-from vitfast import ViT, cost, ports, trace
+from vitfast import ViT, cost, ports, predicted, trace
 from vitfast.cli import main
 from vitfast.kernels.launch import Launch
 from vitfast.machine_code import Code
@@ -441,24 +442,90 @@ def run_cost(capsys, *args) -> str:
     return capsys.readouterr().out
 
 
-def test_cost_shows_predicted_steps_and_calls_them_so(capsys, monkeypatch, tmp_path):
+def test_cost_shows_predicted_steps_and_calls_them_so(capsys):
     found = json.loads(run_cost(capsys, "--model", "B/16", "--gpu", "H100", "--json"))["port_model"]
-    half = json.loads(run_cost(capsys, "--model", "B/16", "--gpu", "H100", "--batch-size", "128", "--json"))["port_model"]
-    assert 0 < found["inference"] < found["training"] and "predicted" in found["source"] and "not measured" in found["source"]
-    assert half["training"] == pytest.approx(found["training"] / 2)
+    assert 0 < found["inference"] < found["training"]
+    assert all(words in found["source"] for words in ("predicted", "not measured", "keep='least'", "kernels ", "triton "))
     line = next(line for line in run_cost(capsys, "--model", "B/16", "--gpu", "H100").splitlines() if "port model" in line)
     assert line.count("predicted") == 2 and f"{1e3 * found['training']:,.1f} ms a training step" in line
     for other in (
         ["--model", "B/16", "--gpu", "A100"],
         ["--model", "B/16", "--dtype", "fp32"],
+        ["--model", "B/16", "--dtype", "fp16"],
         ["--model", "B/16", "--img-size", "288"],
+        ["--model", "B/16", "--batch-size", "127"],
+        ["--model", "B/16", "--batch-size", "513"],
         ["--model", "R50+B/16"],
+        ["--recipe", "finetune/cifar10"],
     ):
         assert "port model" not in run_cost(capsys, *other), other
-    stale = tmp_path / "predicted.csv"
-    stale.write_text(cost.PREDICTED.read_text().replace("kernels ", "kernels 0123", 1))
-    monkeypatch.setattr(cost, "PREDICTED", stale)
-    assert "kernels 0123" in run_cost(capsys, "--model", "B/16", "--gpu", "H100")
+
+
+def test_a_prediction_grows_with_the_images_but_for_launches_and_the_update(script):
+    rows = [r for r in script.read(script.STEPS) if (r["preset"], r["img_size"], r["gpu"], r["direction"]) == ("B/16", "224", "H100", "training")]
+    table = {r["what"]: (1e-6 * float(r["predicted_us"]), int(r["times"])) for r in rows}
+    whole, update = table.pop("step")[0], table[predicted.UPDATE][0]
+    model = preset()
+    at = {batch: predicted.step(model, "H100", batch)["training"] for batch in (128, 256, 512)}
+    launches = 3e-6 * sum(times for what, (_, times) in table.items() if what != predicted.UPDATE)
+    assert at[256] == pytest.approx(whole, rel=1e-4) and launches > 1e-4 < update
+    for batch in (128, 512):
+        assert at[batch] == pytest.approx(update + launches + (whole - update - launches) * batch / 256, rel=1e-4)
+    assert predicted.step(model, "H100", 256, parts=3)["training"] == pytest.approx(3 * (whole - update) + update, rel=1e-4)
+    assert predicted.step(model, "H100", 1) is predicted.step(model, "H100", 600) is None
+    parts = cost.estimate(preset(), dataclasses.replace(cost.rates("H100"), memory_bytes=30 * cost.GIB), batch_size=8 * 1024, gpus=8)
+    micro, several = parts["micro_batch"], parts["accumulate"]
+    assert parts["port_model"]["training"] == predicted.step(model, "H100", micro, several)["training"] and several > 1
+
+
+def preset(**options) -> ViT:
+    with torch.device("meta"):
+        return ViT.from_preset("B/16", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_classes=10),
+        dict(init_values=0.1),
+        dict(drop_path_rate=0.1),
+        dict(act_layer="gelu_tanh"),
+        dict(residual_in_fp32=True),
+        dict(global_pool="avg"),
+        dict(qkv_bias=False),
+        dict(in_chans=1),
+        dict(num_heads=8),
+        dict(proj_drop_rate=0.1),
+    ],
+    ids=str,
+)
+def test_no_prediction_for_other_models_than_the_presets(options):
+    assert predicted.step(preset(**options), "H100", 256) is None
+
+
+def test_no_prediction_for_other_optimizers():
+    for options, wanted in (({}, True), (dict(mean=0.4), True), (dict(optimizer="sgd"), False), (dict(averaged=True), False)):
+        model = preset(mean=options.pop("mean", 0.5))
+        assert bool(cost.estimate(model, cost.rates("H100"), **options)["port_model"]) == wanted, options
+
+
+def test_no_prediction_lies_below_the_floor(monkeypatch):
+    monkeypatch.setattr(predicted, "step", lambda *_: dict(training=1e-9, inference=1e-9, source="predicted"))
+    found = cost.estimate(preset(), cost.rates("H100"))
+    forward = sum(row["times"] * row["forward_floor"] for row in found["operations"])
+    assert found["port_model"]["training"] == found["floor"]["step_seconds"]
+    assert found["port_model"]["inference"] == pytest.approx(forward) and forward < found["floor"]["step_seconds"]
+
+
+def test_a_stale_table_says_so(script, monkeypatch, tmp_path):
+    assert predicted.source_hash() == script.codegen.cache.source_hash()
+    first, _, rest = predicted.STEPS.read_text().partition("\n")
+    other = re.sub("kernels [0-9a-f]+", "kernels {}", first)
+    monkeypatch.setattr(predicted, "STEPS", tmp_path / "predicted.csv")
+    for kernels, stale in ((predicted.source_hash(), False), ("0123", True)):
+        predicted.STEPS.write_text(other.format(kernels) + "\n" + rest)
+        source = predicted.step(preset(), "H100", 256)["source"]
+        assert f"kernels {kernels}," in source and ("stale" in source) == stale
 
 
 def test_everything_printed_says_predicted(script):

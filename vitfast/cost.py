@@ -12,7 +12,6 @@ what vitfast.ops keeps for the backward pass.
 """
 
 import copy
-import csv
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from . import predicted
 from .errors import InputError, unknown
 from .hybrid import HybridEmbed
 from .keep import KEEPS, USABLE, block_bytes
@@ -29,7 +29,6 @@ from .model import ViT
 GIB = 2**30
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number; fp32 products run as TF32, at half the rate
 EFFICIENCY = {"data sheet": 0.7, "measured": 0.85}  # share of the floors' speed that a whole step is assumed to reach
-PREDICTED = Path(__file__).with_name("predicted.csv")  # steps of the presets by the port model (ports.py), none of them measured
 
 
 @dataclass(frozen=True)
@@ -281,24 +280,6 @@ def working_bytes(model: ViT, batch: int, size: int = 2) -> int:
 # ---- all of it
 
 
-def port_model(model: ViT, gpu: str, dtype: str, on_each: int) -> dict | None:
-    """Predicted seconds of our kernels on one GPU for `on_each` images, as the port model counts them; None for what it was not run on.
-
-    Its steps are of some presets in bf16 on H100 and H200, at one batch each: the seconds here are taken to grow with the images.
-    """
-    block, tokens = model.blocks[0], model.num_prefix_tokens + model.patch_embed.num_patches
-    sizes = dict(width=model.embed_dim, depth=len(model.blocks), heads=block.attn.num_heads, hidden=block.mlp.fc1.out_features, tokens=tokens)
-    wanted = {k: str(v) for k, v in sizes.items()} | dict(gpu=gpu, img_size=str(model.patch_embed.img_size[0]), what="step")
-    if dtype == "fp32" or isinstance(model.patch_embed, HybridEmbed) or block.attn.proj_drop.p > 0:
-        return None
-    with open(PREDICTED, newline="") as file:
-        made = next(file)
-        rows = [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
-    seconds = {row["direction"]: 1e-6 * float(row["predicted_us"]) * on_each / int(row["batch_size"]) for row in rows}
-    about = f"predicted by the port model, not measured; {made.partition('; ')[2].partition('; written')[0]}"
-    return dict(seconds, source=about) if seconds else None
-
-
 def estimate(
     model: ViT,
     device: Rates,
@@ -344,7 +325,11 @@ def estimate(
     parameters, flops = sum(p.numel() for p in model.parameters()), flops_per_image(model)
     rows = [op.row(device) for op in operations(model, micro, size, keep=keep)]
     update = optimizer_step(parameters, optimizer, averaged).row(device)
+    inference = parts * sum(row["times"] * row["forward_floor"] for row in rows)
     floor = parts * sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows) + update["backward_floor"]
+    ports = predicted.step(model, device.gpu, micro, parts) if (dtype, optimizer, averaged) == ("bf16", "adamw", False) else None
+    if ports:  # no step is faster than its floor, whatever the model says
+        ports |= dict(training=max(ports["training"], floor), inference=max(ports["inference"], inference))
     return dict(
         img_size=list(model.patch_embed.img_size),
         tokens=model.num_prefix_tokens + model.patch_embed.num_patches,
@@ -366,7 +351,7 @@ def estimate(
         operations=[*rows, update],
         floor=_pace(floor, batch_size, images, gpus),
         predicted=dict(efficiency=efficiency, **_pace(floor / efficiency, batch_size, images, gpus)),
-        port_model=port_model(model, device.gpu, dtype, on_each),
+        port_model=ports,
     )
 
 

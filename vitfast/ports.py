@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import machine_code, offline, trace
 from .kernels.launch import Launch
 from .machine_code import Code, name_of
+from .predicted import LAUNCH
 
 SM = 90
 
@@ -49,7 +50,7 @@ class Gpu:
     shared_bytes: int = 128  # a clock: 32 banks of 4 bytes (as above)
     # 5.5 to 7e12 on a PCIe card with 114 multiprocessors (Chips and Cheese, 2023, "Nvidia's H100"); the upper one x 132 / 114.
     l2_bytes_per_second: float = 8.1e12
-    launch: float = 3e-6  # seconds from the end of one kernel to the first work of the next (assumed)
+    launch: float = LAUNCH  # seconds
     library_flops_per_second: float = 615e12  # cuBLAS at the shapes of ViTs: 580 to 650 published
 
 
