@@ -27,9 +27,10 @@ from vitfast import ViT, cost, offline, ports, search
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import Launch, recording
 from vitfast.launchers import Draw, launchers
+from vitfast.predicted import STEPS, UPDATE
 
 ROOT = Path(__file__).parent.parent
-KERNELS, STEPS = ROOT / "tests" / "ports.csv", ROOT / "vitfast" / "predicted.csv"
+KERNELS = ROOT / "tests" / "ports.csv"
 PRESETS = {  # name of the sizes in codegen: preset, pixels
     "S/16": ("S/16", 224),
     "B/32": ("B/32", 224),
@@ -41,6 +42,7 @@ PRESETS = {  # name of the sizes in codegen: preset, pixels
 COLUMNS = ("preset", "case", "kernel", "tile", "programs", "resident", "waves")
 COLUMNS += tuple(f"{port}_us" for port in ("tensor", "mufu", "issue", "shared", "l2", "hbm"))
 COLUMNS += ("binds", "predicted_h100_us", "predicted_h200_us")
+STEP_COLUMNS = ("preset", "img_size", "batch_size", "gpu", "direction", "width", "depth", "heads", "hidden", "tokens", "what", "times", "predicted_us")
 
 
 def key_of(launch: Launch) -> str:
@@ -65,7 +67,7 @@ def _work(job: tuple) -> ports.Work | str:
 
 def measured(launches: list[Launch], processes: int) -> dict[str, ports.Work | str]:
     """The work of every distinct launch, or why nobody knows, by key_of."""
-    distinct = {key_of(launch): (offline.Job.of(launch), ports.sizes(launch)) for launch in launches}
+    distinct = {key_of(launch): (offline.Job.of(launch), ports.views(launch)) for launch in launches}
     with ProcessPoolExecutor(processes) as pool:
         return dict(zip(distinct, pool.map(_work, distinct.values(), chunksize=2)))
 
@@ -143,18 +145,23 @@ def all_steps() -> dict[tuple, tuple]:
 
 
 def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) -> list[dict]:
-    """The table of steps: each whole, then by kernel. The update is the optimiser's passes over its state (cost.py)."""
+    """The table of steps: each whole, then by kernel; a step in which a kernel has no prediction has no rows.
+
+    The update is the optimiser's passes over its state (cost.py).
+    """
     rows = []
     for (preset, image, batch, train), (launches, libraries) in recorded.items():
+        known = [(launch, works[key_of(launch)]) for launch in launches]
+        if any(isinstance(work, str) for _, work in known):
+            continue
         with torch.device("meta"):
             model = ViT.from_preset(preset, img_size=image)
         update = cost.optimizer_step(sum(p.numel() for p in model.parameters())).backward if train else ()
         for gpu in ports.GPUS:
-            known = [(x, works[key_of(x)]) for x in launches]
             seconds = Counter()
             for launch, work in known:
-                seconds[launch.kernel.__name__] += 0.0 if isinstance(work, str) else ports.predict(work, gpu).total
-            for name, flops, moved in [*libraries, *(("clipping + update", *kernel) for kernel in update)]:
+                seconds[launch.kernel.__name__] += ports.predict(work, gpu).total
+            for name, flops, moved in [*libraries, *((UPDATE, *kernel) for kernel in update)]:
                 seconds[name] += ports.library(flops, moved, gpu)
             times = Counter(launch.kernel.__name__ for launch in launches) + Counter(name for name, _, _ in libraries)
             total = sum(seconds.values())
@@ -255,13 +262,12 @@ def main() -> int:
         rows += [dict(preset=name) | row(case, launch, works[key_of(launch)]) for case, launch in found[sizes]]
     write(KERNELS, rows, COLUMNS)
     whole = step_rows(recorded, works)
-    write(STEPS, whole, tuple(whole[0]))
+    write(STEPS, whole, STEP_COLUMNS)
     problems = {work for work in works.values() if isinstance(work, str)}
-    # A rival may have no prediction, a step not.
-    missing = [x for some, _ in recorded.values() for x in some if isinstance(works[key_of(x)], str)]
+    missing = len(recorded) * len(ports.GPUS) - sum(row["what"] == "step" for row in whole)
     print(*sorted(problems), sep="\n", end="\n" if problems else "")
-    print(f"{len(rows)} predicted launches, {KERNELS}; {len(whole)} rows of predicted steps, {STEPS}")
-    return 1 if missing else 0
+    print(f"{len(rows)} predicted launches, {KERNELS}; {len(whole)} rows of predicted steps, {missing} steps without, {STEPS}")
+    return 1 if missing else 0  # a rival may have no prediction, a step not
 
 
 if __name__ == "__main__":

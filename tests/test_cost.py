@@ -170,6 +170,16 @@ def test_auto_keeps_all_where_it_fits(capsys):
     assert "keep='all' taken" in run(capsys, "--model", "B/16")[1]
 
 
+def test_keep_has_no_effect_with_dropout():
+    """Its blocks run on the smaller operations: nothing that backward writes goes away."""
+    model = on_meta("B/16", proj_drop_rate=0.1)
+    assert operations(model, 2, keep="all") == operations(model, 2, keep="least") != operations(on_meta("B/16"), 2, keep="all")
+    found = [estimate(model, rates("H200"), keep=choice) for choice in keep.KEEPS]
+    assert found[0] == found[1] == found[2] and found[0]["keep"]["taken"] == "least" and found[0]["keep"]["more_per_image"] == 0
+    text = cost.as_text("B/16", found[0])
+    assert "keep has no effect with dropout" in text and "'all'" not in text and "keep=" in cost.as_text("B/16", estimate(on_meta("B/16"), rates()))
+
+
 def test_a_model_decides_once(monkeypatch):
     """By what is free, less what gradients and AdamW will take."""
     model = ViT(**TINY)

@@ -4,18 +4,22 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import vitfast.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
-from vitfast import ViT, cost, ports, trace
+from vitfast import ViT, cost, ports, predicted, trace
 from vitfast.cli import main
+from vitfast.kernels.launch import Launch
 from vitfast.machine_code import Code
-from vitfast.ports import GPUS, H100, H200, Work, predict
+from vitfast.ports import GPUS, H100, H200, View, Work, predict
 
 TESTS = Path(__file__).parent
 
@@ -186,7 +190,7 @@ def test_the_work_of_a_small_kernel_by_hand():
     """)
     constants = b"".join((i + 1 << trace.TENSOR).to_bytes(8, "little") for i in range(3))
     runs = [trace.Tracer(found, constants, (100,), 4).run(program) for program in (50, 51)]
-    tensors = {"x": 10**6, "y": 2 * 10**6, "w": 1000}
+    tensors = {name: View(size, i, 0, size) for i, (name, size) in enumerate({"x": 10**6, "y": 2 * 10**6, "w": 1000}.items())}
     work = ports.count(found, runs, tensors, ["x", "y", "w"], Work(100, 4, 4))
     assert (work.issue, work.mufu, work.flops) == (4 * 10 / 4, 4 * 2, 2 * 64 * 64 * 16)
     assert (work.tensor, work.operands, work.accesses, work.fills) == (32, 32, 16, 0)
@@ -194,6 +198,45 @@ def test_the_work_of_a_small_kernel_by_hand():
     assert (work.hbm, work.hbm_waited) == (3_001_000, 1_001_000)
     with pytest.raises(trace.Untraceable, match="reaches"):
         ports.count(found, [dataclasses.replace(runs[0], moved={(3, -1): 1})], tensors, ["x", "y", "w"], Work(100, 4, 4))
+
+
+def test_views_of_one_memory_count_once():
+    """q, k and v lie between one another in one tensor, which a descriptor reaches whole; their gradients in another."""
+    qkv = torch.empty(2, 7, 3, 4, 16, dtype=torch.bfloat16, device="meta")
+    packed = qkv.permute(0, 2, 3, 1, 4).flatten(1, 2)
+    u = 2 * 2 * 7 * 4 * 16
+    q, k, v = (View.of(x) for x in qkv.unbind(2))
+    box = View.of(TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]).base, [1, 1, 4, 16])
+    assert (q.bytes, box.bytes, box.box) == (u, 3 * u, 4 * 16 * 2)
+    for found, wanted in (((q,), u), ((q, q), u), ((q, k, v), 3 * u), ((q, k, v, box), 3 * u), ((box, k), 3 * u), ((q, View.of(torch.empty_like(qkv))), 4 * u)):
+        assert ports.distinct(found) == wanted
+    part, rest = (View.of(x) for x in torch.empty(10, device="meta").split([4, 6]))
+    assert ports.distinct([part, rest]) == 40 and not part.meets(rest) and q.meets(k) and ports.distinct([]) == 0
+    launch = Launch(None, (1,), dict(q=(qkv[:, :, 0], 1, 2), box=TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]), n=7))
+    assert ports.views(launch) == {"q[0]": q, "box": box}
+
+
+def test_what_a_kernel_wrote_is_no_input():
+    """A tensor is written and then read, one is read and then written, both by loads; a descriptor's boxes are what it stores."""
+    found = code("""
+    LDC.64 R2, c[0x0][0x210]
+    LDC.64 R4, c[0x0][0x218]
+    STG.E.128 desc[UR4][R2.64], R8
+    LDG.E.128 R8, desc[UR4][R2.64]
+    LDG.E.128 R8, desc[UR4][R4.64]
+    STG.E.128 desc[UR4][R4.64], R8
+    EXIT
+    """)
+    constants = b"".join((i + 1 << trace.TENSOR).to_bytes(8, "little") for i in range(2))
+    runs = [trace.Tracer(found, constants, (100,), 4).run(50)]
+    own, again = View(10**6, 0, 0, 10**6), View(3 * 10**6, 1, 0, 3 * 10**6)
+    work = ports.count(found, runs, dict(own=own, again=again), ["own", "again"], Work(100, 4, 4))
+    assert (work.hbm, work.hbm_waited) == (10**6 + 2 * 3 * 10**6, 3 * 10**6)
+    stored = code("UTMASTG.3D [UR8], [UR4]\n EXIT")
+    run = dataclasses.replace(runs[0], counts=Counter(), moved=Counter({(0, 0): 6}))
+    for size, wanted in ((10**6, 6 * 1024), (10**5, 1000)):  # the second: a box hangs over the edge
+        view = View(size, 0, 0, size, box=1024)
+        assert ports.count(stored, [run], dict(y=view), ["y"], Work(100, 4, 4)).l2 == wanted
 
 
 # ---- predictions
@@ -263,6 +306,7 @@ def main():
         ("linear + gelu", ("linear_gelu_fwd", tiles.tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4))),
         ("linear + gelu, descriptors", ("linear_gelu_fwd", tiles.tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4))),
         ("attention", ("attention_fwd", tiles.tile(4, 1, "rows", BLOCK_M=64))),
+        ("attention backward", ("attention_bwd", tiles.tile(4, 1, "head", 168, BLOCK_M=64, BLOCK_N=64, STAGES=2, EXACT=0))),
         ("layer_norm", ("layer_norm_fwd", tiles.tile(4, 1, BLOCK_M=4))),
     ])
     found = {{}}
@@ -312,6 +356,13 @@ def test_real_kernels_do_what_their_formulas_say():
     assert weights <= attention.programs * attention.mufu * 16 <= 1.1 * weights  # an exponential a weight; a reciprocal and a logarithm a row
     assert attention.hbm == 4 * m * d * bf16 + heads * 197 * 4
 
+    backward = Work(**found["attention backward"])
+    padded, u = 256, m * d * bf16
+    statistics = heads * 4 * (197 + 2 * padded + 3 * 64)  # lse is read; -lse / scale and -delta, read again here, and sums are written
+    assert backward.programs == heads and backward.hbm == 8 * u + statistics  # qkv, o, do -> dqkv
+    assert backward.hbm_waited < 6 * u and backward.l2 * heads >= backward.hbm
+    assert backward.resident * 132 * 3 * 197 * 64 * bf16 < 50e6  # q, do and dq of those that run at a time, which are read again, stay in L2
+
     norm = Work(**found["layer_norm"])
     assert norm.programs == m // 4 and norm.flops == norm.tensor == 0
     assert norm.hbm == 2 * m * d * bf16 + 2 * d * bf16 + 2 * m * 4
@@ -359,29 +410,122 @@ def test_predicted_steps_add_up_and_stay_above_their_floor(script):
         assert 1 < float(r["predicted_us"]) * 1e-6 / floor < 4, r
 
 
+def test_a_step_with_a_kernel_that_has_no_prediction_is_not_written(script, capsys, monkeypatch, tmp_path):
+    """Nor is it a success: its time would lack that kernel's."""
+
+    @dataclasses.dataclass
+    class Named:
+        __name__: str
+
+    recorded = {
+        ("Nano/8", 32, 4, train): ([Launch(Named(name), (1,), {}) for name in names], [("aten::mm", 1e9, 10**6)])
+        for train, names in ((False, ["a"]), (True, ["a", "b"]))
+    }
+    works = {script.key_of(launch): Work(1320, 2, 4, issue=1000) for launches, _ in recorded.values() for launch in launches}
+    for name, path in (("KERNELS", tmp_path / "ports.csv"), ("STEPS", tmp_path / "predicted.csv")):
+        monkeypatch.setattr(script, name, path)
+    for name, value in (("PRESETS", {}), ("all_steps", lambda: recorded), ("measured", lambda launches, processes: works)):
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(sys, "argv", ["predict.py"])
+
+    def written() -> Counter:
+        return Counter((row["direction"], row["what"]) for row in script.read(script.STEPS))
+
+    assert script.main() == 0 and written()["training", "step"] == written()["training", "b"] == 2
+    works[script.key_of(recorded["Nano/8", 32, 4, True][0][1])] = "b: Untraceable"
+    assert script.main() == 1 and "b: Untraceable" in capsys.readouterr().out
+    assert {direction for direction, _ in written()} == {"inference"} and written()["inference", "step"] == 2
+
+
 def run_cost(capsys, *args) -> str:
     assert main(["cost", *args]) == 0
     return capsys.readouterr().out
 
 
-def test_cost_shows_predicted_steps_and_calls_them_so(capsys, monkeypatch, tmp_path):
+def test_cost_shows_predicted_steps_and_calls_them_so(capsys):
     found = json.loads(run_cost(capsys, "--model", "B/16", "--gpu", "H100", "--json"))["port_model"]
-    half = json.loads(run_cost(capsys, "--model", "B/16", "--gpu", "H100", "--batch-size", "128", "--json"))["port_model"]
-    assert 0 < found["inference"] < found["training"] and "predicted" in found["source"] and "not measured" in found["source"]
-    assert half["training"] == pytest.approx(found["training"] / 2)
+    assert 0 < found["inference"] < found["training"]
+    assert all(words in found["source"] for words in ("predicted", "not measured", "keep='least'", "kernels ", "triton "))
     line = next(line for line in run_cost(capsys, "--model", "B/16", "--gpu", "H100").splitlines() if "port model" in line)
     assert line.count("predicted") == 2 and f"{1e3 * found['training']:,.1f} ms a training step" in line
     for other in (
         ["--model", "B/16", "--gpu", "A100"],
         ["--model", "B/16", "--dtype", "fp32"],
+        ["--model", "B/16", "--dtype", "fp16"],
         ["--model", "B/16", "--img-size", "288"],
+        ["--model", "B/16", "--batch-size", "127"],
+        ["--model", "B/16", "--batch-size", "513"],
         ["--model", "R50+B/16"],
+        ["--recipe", "finetune/cifar10"],
     ):
         assert "port model" not in run_cost(capsys, *other), other
-    stale = tmp_path / "predicted.csv"
-    stale.write_text(cost.PREDICTED.read_text().replace("kernels ", "kernels 0123", 1))
-    monkeypatch.setattr(cost, "PREDICTED", stale)
-    assert "kernels 0123" in run_cost(capsys, "--model", "B/16", "--gpu", "H100")
+
+
+def test_a_prediction_grows_with_the_images_but_for_launches_and_the_update(script):
+    rows = [r for r in script.read(script.STEPS) if (r["preset"], r["img_size"], r["gpu"], r["direction"]) == ("B/16", "224", "H100", "training")]
+    table = {r["what"]: (1e-6 * float(r["predicted_us"]), int(r["times"])) for r in rows}
+    whole, update = table.pop("step")[0], table[predicted.UPDATE][0]
+    model = preset()
+    at = {batch: predicted.step(model, "H100", batch)["training"] for batch in (128, 256, 512)}
+    launches = 3e-6 * sum(times for what, (_, times) in table.items() if what != predicted.UPDATE)
+    assert at[256] == pytest.approx(whole, rel=1e-4) and launches > 1e-4 < update
+    for batch in (128, 512):
+        assert at[batch] == pytest.approx(update + launches + (whole - update - launches) * batch / 256, rel=1e-4)
+    assert predicted.step(model, "H100", 256, parts=3)["training"] == pytest.approx(3 * (whole - update) + update, rel=1e-4)
+    assert predicted.step(model, "H100", 1) is predicted.step(model, "H100", 600) is None
+    parts = cost.estimate(preset(), dataclasses.replace(cost.rates("H100"), memory_bytes=30 * cost.GIB), batch_size=8 * 1024, gpus=8)
+    micro, several = parts["micro_batch"], parts["accumulate"]
+    assert parts["port_model"]["training"] == predicted.step(model, "H100", micro, several)["training"] and several > 1
+
+
+def preset(**options) -> ViT:
+    with torch.device("meta"):
+        return ViT.from_preset("B/16", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_classes=10),
+        dict(init_values=0.1),
+        dict(drop_path_rate=0.1),
+        dict(act_layer="gelu_tanh"),
+        dict(residual_in_fp32=True),
+        dict(global_pool="avg"),
+        dict(qkv_bias=False),
+        dict(in_chans=1),
+        dict(num_heads=8),
+        dict(proj_drop_rate=0.1),
+    ],
+    ids=str,
+)
+def test_no_prediction_for_other_models_than_the_presets(options):
+    assert predicted.step(preset(**options), "H100", 256) is None
+
+
+def test_no_prediction_for_other_optimizers():
+    for options, wanted in (({}, True), (dict(mean=0.4), True), (dict(optimizer="sgd"), False), (dict(averaged=True), False)):
+        model = preset(mean=options.pop("mean", 0.5))
+        assert bool(cost.estimate(model, cost.rates("H100"), **options)["port_model"]) == wanted, options
+
+
+def test_no_prediction_lies_below_the_floor(monkeypatch):
+    monkeypatch.setattr(predicted, "step", lambda *_: dict(training=1e-9, inference=1e-9, source="predicted"))
+    found = cost.estimate(preset(), cost.rates("H100"))
+    forward = sum(row["times"] * row["forward_floor"] for row in found["operations"])
+    assert found["port_model"]["training"] == found["floor"]["step_seconds"]
+    assert found["port_model"]["inference"] == pytest.approx(forward) and forward < found["floor"]["step_seconds"]
+
+
+def test_a_stale_table_says_so(script, monkeypatch, tmp_path):
+    assert predicted.source_hash() == script.codegen.cache.source_hash()
+    first, _, rest = predicted.STEPS.read_text().partition("\n")
+    other = re.sub("kernels [0-9a-f]+", "kernels {}", first)
+    monkeypatch.setattr(predicted, "STEPS", tmp_path / "predicted.csv")
+    for kernels, stale in ((predicted.source_hash(), False), ("0123", True)):
+        predicted.STEPS.write_text(other.format(kernels) + "\n" + rest)
+        source = predicted.step(preset(), "H100", 256)["source"]
+        assert f"kernels {kernels}," in source and ("stale" in source) == stale
 
 
 def test_everything_printed_says_predicted(script):

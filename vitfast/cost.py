@@ -12,7 +12,6 @@ what vitfast.ops keeps for the backward pass.
 """
 
 import copy
-import csv
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from . import predicted
 from .errors import InputError, unknown
 from .hybrid import HybridEmbed
 from .keep import KEEPS, USABLE, block_bytes
@@ -29,7 +29,6 @@ from .model import ViT
 GIB = 2**30
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number; fp32 products run as TF32, at half the rate
 EFFICIENCY = {"data sheet": 0.7, "measured": 0.85}  # share of the floors' speed that a whole step is assumed to reach
-PREDICTED = Path(__file__).with_name("predicted.csv")  # steps of the presets by the port model (ports.py), none of them measured
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Operation:
 def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least") -> list[Operation]:
     """The operations of a training step on `batch` images, in order. size: bytes of a number; pixel_size: bytes of an image's value.
 
-    keep: "least" or "all".
+    keep: "least" or "all", which dropout overrules.
     """
 
     def product(m: int, n: int, k: int, extra: int = 0) -> Kernel:  # (m, k) x (k, n); extra: elements read or written besides
@@ -143,6 +142,7 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
 
     stem, block, depth = model.patch_embed, model.blocks[0], len(model.blocks)
     _check(model)
+    keep = "least" if _dropout(model) else keep
     d, f, tokens = model.embed_dim, block.mlp.fc1.out_features, model.num_prefix_tokens + stem.num_patches
     m, rows = batch * tokens, batch if model.global_pool else batch * tokens  # rows: what the head reads
     u = m * d
@@ -210,6 +210,11 @@ def _check(model: ViT) -> None:
         raise InputError("cost: relative positions run on PyTorch's attention, which is not counted; plain and hybrid ViTs with other positions are")
 
 
+def _dropout(model: ViT) -> float:
+    """Of the blocks: where it is on they run on the smaller operations, and `keep` has no effect."""
+    return model.blocks[0].attn.proj_drop.p
+
+
 def optimizer_step(parameters: int, optimizer: str = "adamw", averaged: bool = False) -> Operation:
     """Clipping by norm and the update, fp32: gradients are read for their norm; p, g, m (and v) are read, p, m (and v) written; then the average."""
     passes = (8 if optimizer == "adamw" else 6) + (3 if averaged else 0)
@@ -238,7 +243,7 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
         "images": 0 if isinstance(stem, HybridEmbed) else batch * math.prod(image) * pixel_size,
         "ResNet": _cnn(stem.backbone, batch, image, size)[1] if isinstance(stem, HybridEmbed) else 0,
     }
-    dropout = block.attn.proj_drop.p > 0
+    dropout = _dropout(model) > 0
     kept |= {kind: depth * held for kind, held in block_bytes(block, m, size, "least" if dropout else keep).items()}
     kept["statistics"] += 2 * 4 * (m if norm else rows)  # of the last norm
     if dropout:
@@ -275,24 +280,6 @@ def working_bytes(model: ViT, batch: int, size: int = 2) -> int:
 # ---- all of it
 
 
-def port_model(model: ViT, gpu: str, dtype: str, on_each: int) -> dict | None:
-    """Predicted seconds of our kernels on one GPU for `on_each` images, as the port model counts them; None for what it was not run on.
-
-    Its steps are of some presets in bf16 on H100 and H200, at one batch each: the seconds here are taken to grow with the images.
-    """
-    block, tokens = model.blocks[0], model.num_prefix_tokens + model.patch_embed.num_patches
-    sizes = dict(width=model.embed_dim, depth=len(model.blocks), heads=block.attn.num_heads, hidden=block.mlp.fc1.out_features, tokens=tokens)
-    wanted = {k: str(v) for k, v in sizes.items()} | dict(gpu=gpu, img_size=str(model.patch_embed.img_size[0]), what="step")
-    if dtype == "fp32" or isinstance(model.patch_embed, HybridEmbed) or block.attn.proj_drop.p > 0:
-        return None
-    with open(PREDICTED, newline="") as file:
-        made = next(file)
-        rows = [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
-    seconds = {row["direction"]: 1e-6 * float(row["predicted_us"]) * on_each / int(row["batch_size"]) for row in rows}
-    about = f"predicted by the port model, not measured; {made.partition('; ')[2].partition('; written')[0]}"
-    return dict(seconds, source=about) if seconds else None
-
-
 def estimate(
     model: ViT,
     device: Rates,
@@ -327,7 +314,9 @@ def estimate(
         state = state_bytes(model, size, optimizer, averaged) | {"standardised filters": sum(one.values()) - sum(each.values())}  # a ResNet's
         most = max(0, int((USABLE * device.memory_bytes - sum(state.values())) / (sum(each.values()) + working)))
         choices[choice] = dict(kept_per_image=each, largest_batch=most)
-    if keep == "auto":
+    if _dropout(model):
+        keep = "least"
+    elif keep == "auto":
         keep = "all" if choices["all"]["largest_batch"] >= min(on_each, max(1, choices["least"]["largest_batch"])) else "least"
     kept, largest = choices[keep]["kept_per_image"], choices[keep]["largest_batch"]
     more = sum(choices["all"]["kept_per_image"].values()) - sum(choices["least"]["kept_per_image"].values())
@@ -336,7 +325,11 @@ def estimate(
     parameters, flops = sum(p.numel() for p in model.parameters()), flops_per_image(model)
     rows = [op.row(device) for op in operations(model, micro, size, keep=keep)]
     update = optimizer_step(parameters, optimizer, averaged).row(device)
+    inference = parts * sum(row["times"] * row["forward_floor"] for row in rows)
     floor = parts * sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows) + update["backward_floor"]
+    ports = predicted.step(model, device.gpu, micro, parts) if (dtype, optimizer, averaged) == ("bf16", "adamw", False) else None
+    if ports:  # no step is faster than its floor, whatever the model says
+        ports |= dict(training=max(ports["training"], floor), inference=max(ports["inference"], inference))
     return dict(
         img_size=list(model.patch_embed.img_size),
         tokens=model.num_prefix_tokens + model.patch_embed.num_patches,
@@ -352,13 +345,13 @@ def estimate(
         micro_batch=micro,
         accumulate=parts,
         largest_batch=largest,
-        dropout=model.blocks[0].attn.proj_drop.p,
+        dropout=_dropout(model),
         memory=dict(state=state, kept_per_image=kept, working_per_image=working),
         keep=dict(taken=keep, more_per_image=more, largest_batch={choice: found["largest_batch"] for choice, found in choices.items()}),
         operations=[*rows, update],
         floor=_pace(floor, batch_size, images, gpus),
         predicted=dict(efficiency=efficiency, **_pace(floor / efficiency, batch_size, images, gpus)),
-        port_model=port_model(model, device.gpu, dtype, on_each),
+        port_model=ports,
     )
 
 
@@ -384,10 +377,9 @@ def as_text(name: str, found: dict) -> str:
     lines += ["", f"fixed memory, GiB: {_listed(memory['state'], GIB)}"]
     lines.append(f"kept for backward, MiB an image: {_listed(memory['kept_per_image'], 2**20)}; {memory['working_per_image'] / 2**20:.2f} more at the peak")
     keep, largest = found["keep"], found["keep"]["largest_batch"]
-    lines.append(
-        f"keep={keep['taken']!r} taken; 'all' keeps {keep['more_per_image'] / 2**20:.2f} MiB an image more than 'least', which backward "
-        f"then does not write again; largest batch {largest['all']:,} with 'all', {largest['least']:,} with 'least'"
-    )
+    more = f"'all' keeps {keep['more_per_image'] / 2**20:.2f} MiB an image more than 'least', which backward then does not write again"
+    batches = f"largest batch {largest['all']:,} with 'all', {largest['least']:,} with 'least'"
+    lines.append("keep has no effect with dropout" if found["dropout"] else f"keep={keep['taken']!r} taken; {more}; {batches}")
     speed = f"{device['flops_per_second'] / 1e12:,.0f} TFLOP/s in {found['dtype']}, {device['bytes_per_second'] / 1e9:,.0f} GB/s ({device['source']})"
     fits = f"largest batch on each {found['largest_batch']:,} (estimate)" if found["largest_batch"] else "not even one image fits beside the fixed memory"
     lines += [f"{device['gpu']}: {speed}; {USABLE:.0%} of {device['memory_bytes'] / GIB:.0f} GiB: {fits}", ""]

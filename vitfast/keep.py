@@ -1,6 +1,6 @@
 """What the blocks of a ViT keep for backward, and whether there is room for all that backward would write again.
 
-keep: "least", "all" (see ops/blocks.py) or "auto": "all" where the memory of the GPU has room for it, found out once.
+keep: "least", "all" (see ops/blocks.py) or "auto": "all" where the memory of the GPU has room for it, found out for the most tokens seen.
 """
 
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 KEEPS = ("auto", "all", "least")
+ASKED = ("cuda",)  # types of devices that say how much memory is free
 USABLE = 0.9  # share of the GPU's memory for tensors; the rest: context, workspaces, fragments (assumed)
 
 
@@ -33,7 +34,7 @@ def choose(
 
     Parameters without a gradient are taken to get one, and AdamW's two moments, later: 12 bytes each.
     """
-    if device.type != "cuda":
+    if device.type not in ASKED:
         return "least"
     blocks = list(blocks)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

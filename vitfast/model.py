@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from . import positions
 from .errors import InputError, unknown
 from .hybrid import HybridEmbed
-from .keep import KEEPS, choose
+from .keep import ASKED, KEEPS, choose
 from .layers import Block, LayerNorm, LayerScale, PatchEmbed, pair
 
 # Table 1 of the paper, and the smaller models of its released code. The number is the patch size.
@@ -96,6 +96,10 @@ class ViT(nn.Module):
     in fp32 when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says, None for a ViT.
     keep: what blocks keep for backward, see `set_keep`; it is of a run, and not in `config`.
     """
+
+    # Of the class too: models pickled before there was a choice have neither.
+    keep = "auto"
+    _keep_rows = 0  # tokens of the batch for which "auto" was settled
 
     def __init__(
         self,
@@ -346,6 +350,7 @@ class ViT(nn.Module):
             raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         take = _take(indices, len(self.blocks))
         (x, layers), outputs = self._embed(images), []
+        self._decide_keep(x)
         for i, block in enumerate(self.blocks[: max(take) + 1] if stop_early else self.blocks):
             x = self._run(block, x, *layers[i])
             if i in take:
@@ -418,35 +423,46 @@ class ViT(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in backward in place of keeping what it computed; a hybrid's CNN each of its stages."""
-        self.grad_checkpointing = enable
+        changed, self.grad_checkpointing = enable != self.grad_checkpointing, enable
+        if changed and self.keep == "auto":
+            self.set_keep("auto")  # what was settled was for the other mode
         if isinstance(self.patch_embed, HybridEmbed):
             self.patch_embed.backbone.set_grad_checkpointing(enable)
 
     def set_keep(self, keep: str) -> None:
         """What blocks keep for backward: "least", "all" (see ops.mlp_block), or "auto".
 
-        "auto" becomes "all" or "least" in the first eager training forward on a GPU, by the memory that is free then, and stays what it
-        became; it is "least" while blocks are checkpointed, on CPUs and where torch.compile saw the model first: call `decide_keep` before it.
+        "auto" is settled on "all" or "least" in the first eager training forward on a GPU, by the memory that is free then, and again in one
+        with more tokens than any before. Until then, while blocks are checkpointed and on CPUs it is "least". torch.compile takes what it
+        finds: call `decide_keep` before it.
         """
         if keep not in KEEPS:
             raise InputError(f"ViT: keep must be one of {', '.join(map(repr, KEEPS))}, got {keep!r}")
-        self.keep = keep
-        for block in self.blocks:
-            block.keep = "all" if keep == "all" else "least"
+        self.keep, self._keep_rows = keep, 0
+        self._set_blocks("all" if keep == "all" else "least")
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
         """Settles keep="auto" for training on `batch` images at a time in `dtype` (the parameters' unless given); returns what is kept now."""
-        device = self.patch_embed.proj.weight.device
-        if self.keep == "auto" and device.type == "cuda" and not self.grad_checkpointing:
-            rows = batch * (self.num_prefix_tokens + self.patch_embed.num_patches)
-            size = (dtype or self.patch_embed.proj.weight.dtype).itemsize
-            self.set_keep(choose(self.blocks, self.parameters(), rows, size, device))
+        self._settle(batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
         return self.blocks[0].keep
 
     def _decide_keep(self, x: Tensor) -> None:
-        """The same for tokens (B, N, D) of an eager training forward."""
-        if self.keep == "auto" and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and isinstance(x, Tensor) and x.is_cuda:
-            self.decide_keep(x.shape[0], torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None)
+        """The same for tokens (B, N, D) of an eager training forward, where they are more than ever before."""
+        if self.keep != "auto" or not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+            return
+        rows, kind = x.shape[0] * x.shape[1], x.device.type
+        if kind in ASKED and rows > self._keep_rows:
+            self._settle(rows, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+
+    def _settle(self, rows: int, dtype: torch.dtype | None) -> None:
+        weight = self.patch_embed.proj.weight
+        if self.keep == "auto" and weight.device.type in ASKED and not self.grad_checkpointing:
+            self._keep_rows = rows
+            self._set_blocks(choose(self.blocks, self.parameters(), rows, (dtype or weight.dtype).itemsize, weight.device))
+
+    def _set_blocks(self, keep: str) -> None:
+        for block in self.blocks:
+            block.keep = keep
 
     def prune_intermediate_layers(self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
         """Drops the blocks after the last one wanted, and the norm and head where asked. Returns the indices kept."""

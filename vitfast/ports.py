@@ -2,7 +2,10 @@
 
 A launch is compiled for sm_90, and a few of its programs are traced (trace.py): how often each instruction runs is then known, not
 estimated. Six ports share the work: tensor cores, MUFU (exponentials, reciprocals), issue slots, shared memory, L2, and the GPU's memory
-(HBM), which reads and writes every tensor once. Nothing here knows a kernel.
+(HBM), which reads and writes every byte once, whatever the number of arguments that reach it. What is read again, and what a kernel reads of
+its own results, is taken to lie in L2. That holds where the programs running at a time share what they read again, as those of a product do,
+or have little of it: attention's backward in one program a head reads q, do and dq again, 3 N Dh numbers a program, 30 of 50 MB at N = 197;
+not all that it touches has to stay. The counting knows no kernel.
 
     port      its work over the whole grid / its rate; of the first four, on the multiprocessor that gets the most programs
     busy      the longest of the ports
@@ -11,13 +14,15 @@ estimated. Six ports share the work: tensor cores, MUFU (exponentials, reciproca
     predicted = launch + max(busy, alone of all / the programs that run on a multiprocessor at a time)
 
 What the model cannot see: latencies beyond that, barriers, bank conflicts, uncoalesced access (lanes are taken to read side by side), what
-TMA descriptors cost, the clock under load. 16-bit kernels alone. Expect +-25 %. Every number from here is a prediction; none was measured.
+TMA descriptors cost, the clock under load. 16-bit kernels alone.
+Every number from here is a prediction; none was measured. An error of +-25 % is assumed; one estimate by hand lies 40 % off.
 """
 
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -25,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import machine_code, offline, trace
 from .kernels.launch import Launch
 from .machine_code import Code, name_of
+from .predicted import LAUNCH
 
 SM = 90
 
@@ -44,7 +50,7 @@ class Gpu:
     shared_bytes: int = 128  # a clock: 32 banks of 4 bytes (as above)
     # 5.5 to 7e12 on a PCIe card with 114 multiprocessors (Chips and Cheese, 2023, "Nvidia's H100"); the upper one x 132 / 114.
     l2_bytes_per_second: float = 8.1e12
-    launch: float = 3e-6  # seconds from the end of one kernel to the first work of the next (assumed)
+    launch: float = LAUNCH  # seconds
     library_flops_per_second: float = 615e12  # cuBLAS at the shapes of ViTs: 580 to 650 published
 
 
@@ -57,6 +63,28 @@ L1_BYTES = 64 * 1024  # a tensor up to this size is read from L2 once by each mu
 SAMPLE = 4  # neighbouring programs in the middle of the grid that are traced: the tiles of one head, the last of them cut off
 REGISTERS, SHARED, WARPS, PROGRAMS = 65_536, 233_472, 64, 32  # of a multiprocessor of compute capability 9.0
 SHARED_ACCESS = ("LDS", "STS", "LDSM", "STSM", "LDL", "STL")  # spilled registers lie in the L1 of the same banks
+
+
+@dataclass(frozen=True)
+class View:
+    """Where the numbers of a launch's tensor lie."""
+
+    bytes: int  # of its numbers
+    storage: int
+    start: int  # the first byte in the storage,
+    end: int  # one past the last; a strided view does not fill what lies between
+    box: int = field(default=0, compare=False)  # bytes that a descriptor moves at a time; 0: no descriptor
+
+    @classmethod
+    def of(cls, tensor: Tensor, block: Sequence[int] = ()) -> "View":
+        size = tensor.element_size()
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+        start = tensor.storage_offset() * size
+        return cls(tensor.numel() * size, tensor.untyped_storage()._cdata, start, start + extent * size, math.prod(block) * size if block else 0)
+
+    def meets(self, other: "View") -> bool:
+        """Whether the two may share bytes; q and k packed into one tensor lie between one another, and count as if they did."""
+        return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
 @dataclass(frozen=True)
@@ -76,7 +104,7 @@ class Work:
     l2: float = 0.0  # bytes,
     l2_waited: float = 0.0  # those of loads into registers
     once: float = 0.0  # bytes that every multiprocessor reads from L2 once
-    hbm: float = 0.0  # bytes of the whole grid: each tensor once read and once written,
+    hbm: float = 0.0  # bytes of the whole grid: each once read and once written,
     hbm_waited: float = 0.0  # those loaded into registers
 
 
@@ -118,14 +146,15 @@ def product_of(instruction: str) -> tuple[int, int]:
     return 2 * m * n * k // 4, (right + (left if both else 0)) // 4  # four warps share one
 
 
-def sizes(launch: Launch) -> dict[str, int]:
-    """Bytes of every tensor among a launch's arguments, also of those behind descriptors and in tuples ("name[0]")."""
+def views(launch: Launch) -> dict[str, View]:
+    """Every tensor among a launch's arguments, also those behind descriptors and in tuples ("name[0]")."""
     found = {}
 
     def add(name: str, value) -> None:
-        value = value.base if isinstance(value, TensorDescriptor) else value
-        if isinstance(value, Tensor):
-            found[name] = value.numel() * value.element_size()
+        if isinstance(value, TensorDescriptor):
+            found[name] = View.of(value.base, value.block_shape)
+        elif isinstance(value, Tensor):
+            found[name] = View.of(value)
         elif isinstance(value, tuple):
             for i, part in enumerate(value):
                 add(f"{name}[{i}]", part)
@@ -135,10 +164,23 @@ def sizes(launch: Launch) -> dict[str, int]:
     return found
 
 
-def measure(launch: Launch, tensors: dict[str, int] | None = None) -> Work:
+def distinct(found: Iterable[View]) -> int:
+    """Bytes that these views reach, each counted once: of views that overlap at most what lies between their ends."""
+    total, together, end = 0, [], 0
+    for view in [*sorted(set(found), key=lambda view: (view.storage, view.start)), None]:
+        if together and (view is None or view.storage != together[0].storage or view.start >= end):
+            total += min(sum(one.bytes for one in together), end - together[0].start)
+            together, end = [], 0
+        if view:
+            together.append(view)
+            end = max(end, view.end)
+    return total
+
+
+def measure(launch: Launch, tensors: dict[str, View] | None = None) -> Work:
     """Compiles a launch (on meta tensors) for sm_90 and counts its work. Raises trace.Untraceable where it branches on data.
 
-    tensors: bytes of every tensor, where those of the launch are smaller stand-ins (offline.Job).
+    tensors: `views` of the launch, where its tensors are smaller stand-ins (offline.Job).
     """
     compiled = offline.compiled(launch, SM)
     code = machine_code.read(compiled.asm["cubin"])
@@ -151,13 +193,13 @@ def measure(launch: Launch, tensors: dict[str, int] | None = None) -> Work:
     sample = SAMPLE if predict(grid, H100).waves > 1 else 1  # the long programs of a single wave are alike
     first = max(0, min(launch.grid[0] // 2, launch.grid[0] - sample))
     sampled = [(x, *(n // 2 for n in launch.grid[1:])) for x in range(first, min(first + sample, launch.grid[0]))]
-    return count(code, [tracer.run(*program) for program in sampled], tensors or sizes(launch), names, grid)
+    return count(code, [tracer.run(*program) for program in sampled], tensors or views(launch), names, grid)
 
 
-def count(code: Code, traces: list[trace.Trace], tensors: dict[str, int], names: list[str], grid: Work) -> Work:
-    """`grid` with the work in it, by traces of some programs. tensors: bytes of each; names: of the arguments that are memory, in order."""
+def count(code: Code, traces: list[trace.Trace], tensors: dict[str, View], names: list[str], grid: Work) -> Work:
+    """`grid` with the work in it, by traces of some programs. names: of the arguments that are memory, in order."""
     found: dict[str, float] = defaultdict(float)
-    loaded, copied, written = set(), set(), set()
+    loaded, copied, written = set(), set(), set()  # names; what was written before it was read is no input
     for run in traces:
         for at, times in run.counts.items():
             text = code.instructions[at]
@@ -172,33 +214,37 @@ def count(code: Code, traces: list[trace.Trace], tensors: dict[str, int], names:
                 found["operands"] += times * operands / H100.shared_bytes
             elif name in SHARED_ACCESS:
                 found["accesses"] += times * 32 * width(text) / H100.shared_bytes
-        for (at, argument), times in run.moved.items():
+        for (at, argument), times in run.moved.items():  # in the order of the first time
             text = code.instructions[at]
             if argument < 0:
                 raise trace.Untraceable(f"nobody knows what this reaches: {text}")
             name, tensor, moved = name_of(text), names[argument], times * 32 * width(text)
-            small = tensors[tensor] <= L1_BYTES
-            {"LDG": loaded, "LDGSTS": copied, "UTMALDG": copied}.get(name, written).add(tensor)
+            view = tensors[tensor]
+            if name == "UTMASTG":  # what lies outside of the tensor is not written
+                moved = min(times * view.box, view.bytes / grid.programs)
+            small = view.bytes <= L1_BYTES
+            if name not in ("LDG", "LDGSTS", "UTMALDG"):
+                written.add(tensor)
+            elif not any(view.meets(tensors[other]) for other in written):
+                (loaded if name == "LDG" else copied).add(tensor)
             if name == "LDG" and not small:
                 found["l2"] += moved
                 found["l2_waited"] += moved
             elif name == "LDGSTS":
                 found["l2"] += moved
                 found["fills"] += moved / H100.shared_bytes
-            elif name == "UTMASTG":  # every element is written once, whatever the boxes
-                found["l2"] += tensors[tensor] / grid.programs * times
             elif name not in ("LDG", "UTMALDG"):
                 found["l2"] += moved
         found["l2"] += run.copied
         found["fills"] += run.copied / H100.shared_bytes
 
     def total(which: set[str]) -> int:
-        return sum(tensors[tensor] for tensor in which)
+        return distinct(tensors[tensor] for tensor in which)
 
     return replace(
         grid,
         **{name: value / len(traces) for name, value in found.items()},
-        once=sum(tensors[tensor] for tensor in loaded if tensors[tensor] <= L1_BYTES),
+        once=sum(tensors[tensor].bytes for tensor in loaded if tensors[tensor].bytes <= L1_BYTES),
         hbm=total(loaded | copied) + total(written),
         hbm_waited=total(loaded),
     )

@@ -49,8 +49,9 @@ class Learner:
             if self.ema:
                 shard(self.ema.module, dtype)
         self.optimizer = make_optimizer(config, model)
-        if isinstance(model, ViT):  # before torch.compile, for which it is a constant
-            model.decide_keep(-(-config.batch_size // (config.accumulate * ranks.world)), dtype)
+        vit = model.vit if self.masked else model
+        if isinstance(vit, ViT):  # before torch.compile, for which it is a constant
+            vit.decide_keep(-(-config.batch_size // (config.accumulate * ranks.world)), dtype)
         if config.compile if config.compile is not None else device.type == "cuda":
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
                 module.compile()

@@ -120,6 +120,7 @@ class MaskedPatches(nn.Module):
         x = torch.cat([*(t.to(x.dtype).expand(len(x), -1, -1) for t in (vit.cls_token, vit.reg_token) if t is not None), x], dim=1)
         x = vit.pos_drop(x if table is None or alone else x + table.to(x.dtype))
         x = x.float() if vit.residual_in_fp32 else x
+        vit._decide_keep(x)
         for block, layer in zip(vit.blocks, layers):
             x = vit._run(block, x, *layer)
         return vit.fc_norm(vit._final(x))[:, vit.num_prefix_tokens :]  # where the norm comes after pooling, patches have none but that one
