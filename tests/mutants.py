@@ -334,8 +334,8 @@ MUTANTS = [
     Mutant(
         "a hint of 16 for heads of 72",
         "attention.py",
-        "align = 8 if all(",
-        "align = 16 if all(",
+        "1 if misaligned % 8 else 8,",
+        "1 if misaligned % 8 else 16,",
         "attention",
         "false hint",
         True,
@@ -343,8 +343,8 @@ MUTANTS = [
     Mutant(
         "a hint for the rows of odd tensors",
         "attention.py",
-        "% 8 == 0 for _, strides",
-        "% 1 == 0 for _, strides",
+        "1 if misaligned % 8 else 8,",
+        "8,",
         "attention",
         "false hint",
         True,
