@@ -90,6 +90,7 @@ def test_imports_go_down_the_floors():
         "model",
         "checkpoint",
         "inspect",
+        "predicted",
         "cost",
         "export",
         "figures",
@@ -112,6 +113,7 @@ def test_imports_go_down_the_floors():
     height = {name: i for i, name in enumerate(floors)} | {
         "adapters": floors.index("layers"),
         "checkpoint": floors.index("inspect"),
+        "predicted": floors.index("inspect"),
         "cost": floors.index("inspect"),
     }
     wrong = []

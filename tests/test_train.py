@@ -48,11 +48,12 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert resolve("pretrain", yaml.safe_load((tmp_path / "config.yaml").read_text())) == digits(tmp_path, steps=6, batch_size=32)
 
 
-def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compiled(tmp_path, monkeypatch):
+@pytest.mark.parametrize("objective", ["softmax", "masked"])
+def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compiled(tmp_path, monkeypatch, objective):
     asked = []
     monkeypatch.setattr(ViT, "decide_keep", lambda self, batch, dtype=None: asked.append((batch, dtype)))
-    monkeypatch.setattr(ViT, "compile", lambda self: asked.append("compile"))
-    Trainer(digits(tmp_path, steps=1, batch_size=30, accumulate=4, compile=True))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: asked.append("compile"))
+    Trainer(digits(tmp_path, steps=1, batch_size=30, accumulate=4, compile=True, objective=objective))
     assert asked == [(8, None), "compile"]
 
 
