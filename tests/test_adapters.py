@@ -77,7 +77,7 @@ def test_kernels_run_and_equal_the_original(library):
     with ops.use_kernels("on"):
         results = run_both(pair, images)
     made = launches_made() - before
-    assert made >= 40, made  # two layers: 4 + 3 launches forward, twice as many and more backward, patches and the last norm
+    assert made >= 34, made  # two layers: 4 + 3 launches forward, more backward, patches and the last norm
     assert_same(results)
 
 

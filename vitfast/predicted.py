@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
+from . import kernels
 from .model import ViT
 
 STEPS = Path(__file__).with_name("predicted.csv")
-KERNELS = Path(__file__).with_name("kernels")
+KERNELS = Path(kernels.__file__).parent
 LAUNCH = 3e-6  # seconds from the end of one kernel to the first work of the next (assumed)
 UPDATE = "clipping + update"  # the row of a step that does not grow with the batch
 RANGE = 2  # a batch may be this many times larger or smaller than the table's: in between, kernels are taken to grow with the images
