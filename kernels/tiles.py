@@ -180,6 +180,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="*nlong"),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*"),
+        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="d32*"),
         Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=32), shape="d128*"),
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="d96*"),
         Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), shape="d80*"),
