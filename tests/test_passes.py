@@ -87,9 +87,10 @@ ALL = [True] * 7 + [False]
 
 def test_a_layer_moves_88_u_and_82_where_all_is_kept():
     forward, backward, rest = layer("least", ALL)
-    assert (forward, backward) == (30, 58) and rest < 1.1
+    # beside it weights, statistics and workspaces, a quarter of a u of which is attention's scratch for dQ, made to stay in L2
+    assert (forward, backward) == (30, 58) and rest < 1.3
     forward, backward, rest = layer("all", ALL)
-    assert (forward, backward) == (30, 52) and rest < 1.1
+    assert (forward, backward) == (30, 52) and rest < 1.3
 
 
 def test_factors_and_frozen_parameters():
