@@ -433,7 +433,7 @@ def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
     assert all(r["passed"] == (r["op"] not in found) for r in result["results"])
     text = next(r for r in result["results"] if r["op"] == "edges of sum of rows")["findings"][0]
     assert "sum of rows, 3 x 5 x 100, 72, bfloat16, odd: out of bounds: column_sums_kernel, program (0, 0, 0), rows.py:" in text
-    assert "reads ws0_ptr[2, 0] of (2, 100)" in text and "other runs)" in text and text in err
+    assert "reads ws_ptrs[0][2, 0] of (2, 100)" in text and "other runs)" in text and text in err
     assert next(r for r in result["results"] if r["op"] == "linear_gelu")["passed"]
 
 

@@ -111,8 +111,9 @@ def test_all_paths_agree(N, D):
             o, lse = attention_fwd(*qkv.unbind(2), 0.2)
             results.append((o, lse, *attention_bwd(*qkv.unbind(2), o, lse, do, 0.2, True)))
     for first, *others in zip(*results):
+        atol = 4e-5 if first.dim() == 1 else 2e-5  # sums over N: by identity, or one by one
         for other in others:
-            torch.testing.assert_close(first, other, atol=4e-5, rtol=1e-5)  # sums over N by identity, or one by one
+            torch.testing.assert_close(first, other, atol=atol, rtol=1e-5)
 
 
 def test_lse_is_the_logarithm_of_the_sum(each_path):
@@ -158,8 +159,6 @@ def by_flash(qkv, scale=None):
 @pytest.mark.parametrize("size", [30.0, 0.0, -1.0], ids=["peaked", "flat", "far below zero"])
 def test_peaked_and_flat_rows(size, dtype, each_path, poison, dots_rounded_once):
     """Logits of +-3e4, all equal, and all near -1e4 (where a padded key's logit of 0 would win)."""
-    if (each_path, dtype, size) == ("whole", torch.float32, 30.0):
-        pytest.skip("one program a head is for 16 bits: in fp32 an accumulator that starts at -lse / scale costs digits of such logits")
     qkv, do = random(1, 75, 1, 64, dtype)
     if size < 0:
         qkv[:, :, 0], qkv[:, :, 1] = 13, -12
@@ -169,7 +168,11 @@ def test_peaked_and_flat_rows(size, dtype, each_path, poison, dots_rounded_once)
     # In fp16 the weight of a lone key is 1 up to lse's rounding in base 2, so that o, and delta with it, may lie one
     # rounding beside: that error times k. bf16 is too coarse to show it.
     rounding = torch.finfo(dtype).eps / 2 * (qkv[:, :, 2].float() * do.float()).norm(dim=-1).max().item() * qkv[:, :, :2].abs().max().item()
-    compare(qkv, do, scale=1.0, judge=by_flash, slack=rounding if dtype == torch.float16 else 0.0)
+    with contextlib.ExitStack() as stack:
+        if (each_path, dtype, size) == ("whole", torch.float32, 30.0):
+            # One program a head is for 16 bits: in fp32 an accumulator that starts at -lse / scale costs digits of such logits.
+            stack.enter_context(tiles.override("attention_bwd", TILED["attention_bwd"]))
+        compare(qkv, do, scale=1.0, judge=by_flash, slack=rounding if dtype == torch.float16 else 0.0)
 
 
 def test_padded_tokens_reach_nothing(each_path):

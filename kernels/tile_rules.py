@@ -1,0 +1,279 @@
+"""Frozen tile configurations: per operation, GPU generation, dtype and shape class, chosen by measurement (or, where none is at hand yet, by
+offline compilation: no spills, shared memory within the limit). Data only; the first rule that matches wins. tiles.py looks them up.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from . import attention_libraries
+
+GENERATIONS = (80, 89, 90, 100, 120)
+# Shared memory a program may use, bytes.
+SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
+
+    The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch, "torch" LayerNorm;
+    "cublaslt" is cublaslt.py; attention's libraries are attention_libraries.PROVIDERS. maxnreg: registers a thread may
+    have, so that more programs fit a multiprocessor (of 4 warps: 168 for three, 128 for four); 0 leaves it to the
+    compiler.
+    """
+
+    num_warps: int = 4
+    num_stages: int = 2
+    provider: str = "triton"
+    blocks: tuple[tuple[str, int], ...] = ()
+    maxnreg: int = 0
+
+    @functools.cached_property
+    def meta(self) -> dict:
+        """Keyword arguments for the launch; not to be changed."""
+        limit = {"maxnreg": self.maxnreg} if self.maxnreg else {}
+        return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return dict(self.blocks)
+
+    def __getitem__(self, name: str) -> int:
+        return self._numbers[name]
+
+
+def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxnreg: int = 0, **blocks: int) -> Tile:
+    """`tile(8, 3, BLOCK_M=128, BLOCK_N=128)`."""
+    return Tile(num_warps, num_stages, provider, tuple(sorted(blocks.items())), maxnreg)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Applies to these GPU generations, to "32" or "16" bit dtypes ("*": both), and to shape classes that match `shape` (fnmatch).
+
+    variant: of RIVALS, tells several tiles of one provider apart.
+    """
+
+    tile: Tile
+    sm: tuple[int, ...] = GENERATIONS
+    bits: str = "*"
+    shape: str = "*"
+    variant: str = ""
+
+
+# A product in pieces: two programs fit a multiprocessor, and nothing spills.
+_PRODUCT = (
+    Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
+    Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+)
+_TMA = (Rule(tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),)
+# A persistent program of two times 64 rows and a warp that loads (product_gluon.py); SUBTILES: in 8 nothing spills.
+_GLUON = (Rule(tile(4, 4, "gluon", BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=8), sm=(90,), bits="16"),)
+# Three quarters of the reads from L2, but one program on a multiprocessor: nothing hides its epilogue.
+_WIDE = tuple(
+    Rule(
+        tile(8, 4, provider, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
+        sm=(90, 100),
+        bits="16",
+        variant="wide",
+    )
+    for provider in ("triton", "tma")
+)
+# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6). Where BLOCK_K does not divide K,
+# masks would spill: only the widths of models.
+_DGELU, _DGELU_TMA = (
+    tuple(
+        Rule(
+            tile(8, 3, provider, maxnreg=128, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
+            sm=(90,),
+            bits="16",
+            shape=f"{k}x*",
+        )
+        for k in (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+    )
+    + rules
+    for provider, rules in (("triton", _PRODUCT), ("tma", _TMA))
+)
+_CUBLAS = (Rule(tile(provider="cublas")),)
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    # Shape classes of LayerNorm: chunks x BLOCK_D of the row (rows.shape_class), with an "a" where a residual (backward: its
+    # gradient) is added, an "s" where backward sums for a layer scale.
+    "layer_norm_fwd": (
+        Rule(tile(8, 1, BLOCK_M=1), shape="?x2048*"),
+        Rule(tile(4, 1, BLOCK_M=1), shape="?x1024*"),
+        Rule(tile(4, 1, BLOCK_M=2), shape="?x512*"),
+        Rule(tile(4, 1, BLOCK_M=4), shape="?x256*"),
+        Rule(tile(4, 1, BLOCK_M=8), shape="?x128*"),
+        Rule(tile(4, 1, BLOCK_M=16)),
+    ),
+    # Backward: two warps share 768 or 1024 numbers of a row, so that the accumulators of three column sums leave room
+    # for PER_SM programs. On their way through shared memory, of dy, z and dz: (STAGES - 1) * BLOCK_M * D * 6 bytes *
+    # PER_SM = 81, 108 and 90 KiB of a multiprocessor at D = 768, 1024 and 1280, where 72, 72 and 60 were; a stage less
+    # where shared memory has 99 KiB. Every program writes a row of each workspace: many small ones would write more.
+    "layer_norm_bwd": (
+        Rule(tile(8, 1, BLOCK_M=1, STAGES=1, PER_SM=1), bits="32", shape="?x2048*"),
+        Rule(tile(8, 1, BLOCK_M=1, STAGES=2, PER_SM=1), shape="?x2048*"),
+        Rule(tile(8, 1, maxnreg=128, BLOCK_M=1, STAGES=3, PER_SM=2), bits="16", shape="3x1024*"),
+        Rule(tile(8, 1, BLOCK_M=1, STAGES=2, PER_SM=1), shape="?x1024*"),
+        Rule(tile(4, 1, BLOCK_M=1, STAGES=2, PER_SM=2), bits="32", shape="?x512*"),
+        Rule(tile(4, 1, BLOCK_M=2, STAGES=2, PER_SM=2), bits="32", shape="?x256*"),
+        Rule(tile(4, 1, BLOCK_M=4, STAGES=2, PER_SM=2), bits="32", shape="?x128*"),
+        Rule(tile(4, 1, BLOCK_M=8, STAGES=2, PER_SM=2), bits="32"),
+        Rule(tile(4, 1, BLOCK_M=1, STAGES=3, PER_SM=2), shape="5x512*"),
+        Rule(tile(4, 1, BLOCK_M=2, STAGES=4, PER_SM=2), shape="5x*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=1, STAGES=3, PER_SM=3), sm=(89, 120), shape="?x512*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=1, STAGES=4, PER_SM=3), shape="?x512*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=2, STAGES=3, PER_SM=3), sm=(89, 120), shape="4x256*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=2, STAGES=4, PER_SM=3), shape="?x256*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=4, STAGES=4, PER_SM=3), shape="?x128*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=8, STAGES=4, PER_SM=3), shape="?x64*"),
+        Rule(tile(4, 1, maxnreg=168, BLOCK_M=16, STAGES=4, PER_SM=3)),
+    ),
+    "scale_rows": (Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=6)),),
+    "column_sums": (Rule(tile(8, 1, BLOCK_P=256, BLOCK_D=16)),),
+    # Shape classes of attention: padded head size, tokens up to 64, 128, 256, 320 or "long"; provider: which of the two paths runs.
+    "attention_fwd": (
+        Rule(tile(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*nlong"),
+        Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
+        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d128*"),
+        Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90, 100)),
+        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128*"),
+        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d96*"),
+        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64)),
+    ),
+    "attention_bwd": (
+        # One program of 4 warps a head: four, three or two of them on a multiprocessor, by their registers.
+        Rule(tile(4, 1, "head", maxnreg=128, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=4, EXACT=0), sm=(90,), bits="16", shape="d[13][26]n[1-6]*"),
+        Rule(tile(4, 1, "head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3, EXACT=0), sm=(90,), bits="16", shape="d[46][48]n[1-6]*"),
+        Rule(tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1), sm=(90,), bits="16", shape="d[89][06]n[1-6]*"),
+        Rule(tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1), sm=(100,), bits="16", shape="d[1-9][024568]n[1-6]*"),
+        Rule(tile(provider="tiled")),
+    ),
+    "attention_bwd_dq": (
+        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="d128*"),
+        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
+        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n64"),
+        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90, 100)),
+        Rule(tile(4, 1, BLOCK_M=32, BLOCK_N=32), shape="d128*"),
+        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=32), shape="d96*"),
+        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=32)),
+    ),
+    "attention_bwd_dkdv": (
+        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d128*"),
+        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="*nlong"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*"),
+        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="d32*"),
+        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=32), shape="d128*"),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="d96*"),
+        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), shape="d80*"),
+        Rule(tile(4, 2, BLOCK_M=32, BLOCK_N=64)),
+    ),
+    # Shape classes: "u8-even-large", see patch_embed.shape_class. PROGRAMS: how many the split of the rows aims at.
+    "patch_embed_fwd": (
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=16), bits="32", shape="f32-even-*"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=16), bits="32", shape="u8-*"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=32), bits="32"),
+        Rule(tile(8, 4, BLOCK_M=128, BLOCK_D=256, BLOCK_K=32), sm=(90,), shape="f32-odd-large"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=256, BLOCK_K=64), sm=(90, 100), shape="*-large"),
+        Rule(tile(8, 4, BLOCK_M=128, BLOCK_D=128, BLOCK_K=32), sm=(80,), shape="*-large"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=128, BLOCK_K=32), shape="*-large"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),
+    ),
+    "patch_embed_dweight": (
+        Rule(tile(4, 3, BLOCK_M=16, BLOCK_D=64, BLOCK_K=64, PROGRAMS=264), bits="32", shape="u8-*"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=64, PROGRAMS=264), bits="32"),
+        Rule(tile(8, 3, BLOCK_M=64, BLOCK_D=256, BLOCK_K=128, PROGRAMS=132), sm=(90,), shape="*-large"),
+        Rule(tile(8, 2, BLOCK_M=64, BLOCK_D=256, BLOCK_K=128, PROGRAMS=132), sm=(100,), shape="*-large"),
+        Rule(tile(8, 3, BLOCK_M=32, BLOCK_D=128, BLOCK_K=128, PROGRAMS=132), shape="*-large"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=64, PROGRAMS=264), sm=(80, 89, 120)),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64, PROGRAMS=264)),
+    ),
+    "patch_embed_dimages": (
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=32, BLOCK_K=64), bits="32"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=32, BLOCK_K=128), sm=(89,), shape="*-large"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=64, BLOCK_K=128), shape="*-large"),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=32), sm=(80, 89, 120)),
+        Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),
+    ),
+    # Products, shape class "KxN" (product.py): cuBLAS where no epilogue saves a pass (kernels.md).
+    "linear_fwd": _CUBLAS,
+    "input_grad": _CUBLAS,
+    "linear_gelu_fwd": _PRODUCT,
+    "linear_residual_fwd": _PRODUCT,
+    "dgelu_matmul": _DGELU,
+    "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),
+    "weight_grad": _CUBLAS,
+    "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
+}
+
+# Compiled and read, but run by no GPU yet: no rule may name them. `lookup` takes them from `override` and from the user's
+# own table alone, into which the tuner writes them after many checks (trial.py). They leave here once a GPU has run them.
+UNCHECKED = ("gluon",)
+# Providers that launch no kernel of ours and cannot be compiled offline.
+LIBRARIES = ("torch", "cublaslt", *attention_libraries.PROVIDERS)
+_TORCH = (Rule(tile(provider="torch")),)
+_ATTENTION = tuple(Rule(tile(provider=library)) for library in attention_libraries.PROVIDERS)
+
+_SHORT = "d[1-6][24568]n[1-6]*"  # attention over at most 320 tokens, heads of one part or 32 + 16
+
+# What else can do an operation: the tuner tries it, and `make codegen` compiles it, but nothing runs it unasked. First match for each provider and variant.
+RIVALS: dict[str, tuple[Rule, ...]] = {
+    "layer_norm_fwd": _TORCH,
+    "layer_norm_bwd": _TORCH,
+    "attention_fwd": (
+        Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), bits="16"),
+        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), bits="16"),
+        *_ATTENTION,
+    ),
+    "attention_bwd": (
+        *(
+            Rule(tile(warps, 1, "head", registers, BLOCK_M=64, BLOCK_N=keys, STAGES=2, PER_SM=programs, EXACT=exact), (90,), "16", _SHORT, variant)
+            for variant, warps, registers, keys, programs, exact in (("exact", 4, 248, 64, 2, 1), ("wide", 8, 0, 128, 1, 0))
+        ),
+        Rule(tile(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), sm=(90,), bits="16", shape=_SHORT),
+        Rule(tile(provider="tiled")),
+        *_ATTENTION,
+    ),
+    "linear_fwd": _PRODUCT + _TMA + _WIDE,
+    "input_grad": _PRODUCT + _TMA + _WIDE,
+    "linear_gelu_fwd": _CUBLAS + _TMA + _WIDE + _GLUON,
+    "linear_residual_fwd": (*_CUBLAS, Rule(tile(provider="cublaslt"), bits="16"), *_TMA, *_WIDE),
+    "dgelu_matmul": _CUBLAS + _DGELU_TMA + _WIDE + _GLUON,
+    "gelu_bwd": _TORCH,
+    "patch_embed_fwd": _CUBLAS,
+    "patch_embed_dweight": _CUBLAS,
+    "patch_embed_dimages": _CUBLAS,
+    # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7;
+    # 64 and 192 x 4), or of one, where they are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
+    "weight_grad": (
+        *(
+            Rule(
+                tile(8, 3, provider, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=splits, SUBTILES=4),
+                sm=(90, 100),
+                bits="16",
+                shape=shape,
+            )
+            for provider in ("triton", "tma")
+            for shape, splits in (("1024x*", 4), ("*", 7))
+        ),
+        Rule(tile(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
+        *(
+            Rule(
+                tile(8, 4, provider, BLOCK_M=64, BLOCK_N=128, BLOCK_K=256, GROUP_N=8, SPLIT_K=splits, SUBTILES=4),
+                sm=(90, 100),
+                bits="16",
+                shape=shape,
+                variant="wide",
+            )
+            for provider in ("triton", "tma")
+            for shape, splits in (("1024x*", 4), ("*", 7))
+        ),
+    ),
+}
