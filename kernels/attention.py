@@ -5,7 +5,7 @@ Flash style (Dao et al., 2022; the softmax in base 2 and the logits never in mem
   the other; forward, tiled (attention_tiled.py): online softmax over blocks of keys;
 - backward, one program for a head (attention_head_bwd.py): 5 matrix products; backward, tiled (attention_tiled_bwd.py): one kernel for dQ (which also
   leaves delta = rowsum(o do)), one for dK and dV; or both in one program per head, one after the other ("phases"): 7 matrix products.
-  No atomics and no fp32 dQ.
+  No atomics: dQ's fp32 sums, where keys are the outer loop, lie in a scratch of the one program that adds to them.
 A head is one or two power-of-two parts (80 = 64 + 16), so that it is never padded to 128. Which path runs is data, in tile_rules.py.
 """
 
