@@ -149,6 +149,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 1, "head", maxnreg=128, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=4, EXACT=0), sm=(90,), bits="16", shape="d[13][26]n[1-6]*"),
         Rule(tile(4, 1, "head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3, EXACT=0), sm=(90,), bits="16", shape="d[46][48]n[1-6]*"),
         Rule(tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1), sm=(90,), bits="16", shape="d[89][06]n[1-6]*"),
+        Rule(tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=1, PER_SM=4, EXACT=1), sm=(100,), bits="16", shape="d64n64"),
         Rule(tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1), sm=(100,), bits="16", shape="d[1-9][024568]n[1-6]*"),
         Rule(tile(provider="tiled")),
     ),
@@ -196,7 +197,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "patch_embed_dimages": (
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=32, BLOCK_K=64), bits="32"),
-        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=32, BLOCK_K=128), sm=(89,), shape="*-large"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=32, BLOCK_K=128), sm=(89, 120), shape="*-large"),
         Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=64, BLOCK_K=128), shape="*-large"),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=32), sm=(80, 89, 120)),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),
@@ -206,7 +207,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "input_grad": _CUBLAS,
     "linear_gelu_fwd": _PRODUCT,
     "linear_residual_fwd": _PRODUCT,
-    "dgelu_matmul": _DGELU,
+    # A wider tile takes all of 255 registers there, and spills with one of Triton 3.6 and 3.9.
+    "dgelu_matmul": (
+        Rule(tile(4, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2), sm=(89, 120), bits="16"),
+        *_DGELU,
+    ),
     "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),
     "weight_grad": _CUBLAS,
     "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),

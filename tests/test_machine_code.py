@@ -81,3 +81,19 @@ def test_names_spills_and_loops_of_a_listing():
     code = Code(90, 8, body, {".L_x_0": 2, ".L_x_1": 5})
     assert (code.spills, code.waits, code.count("LDL", "MOV"), code.tensor_core) == (2, 1, 2, "HGMMA")
     assert code.loops == [Loop(2, 4)]  # and not the trap behind the end, which branches to itself
+
+
+def test_a_group_is_no_wait_where_some_run_on():
+    """As Triton 3.6 has it where wgmma reads registers, and as ptxas serialises."""
+    group = ("WARPGROUP.ARRIVE", "HGMMA.64x256x16.F32.BF16 R24, R164, gdesc[UR8], R24, gsb0", "I2F R3, R4")
+    left = {count: f"WARPGROUP.DEPBAR.LE gsb0, 0x{count:x}" for count in (0, 1, 3)}
+    inside = ("HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24",)
+    for body, waits in [
+        ((*group, left[3]) * 4, 0),
+        ((*group, left[3]) * 3 + (*group, left[0]), 1),
+        ((*group, left[0]) * 4, 4),
+        ((*group, left[1], left[0]) * 2, 0),  # the first wait counts: what follows it runs beside the rest
+        (group * 2, 2),  # nothing said: a wait
+        ((*inside, *inside, *group, left[0]), 1),
+    ]:
+        assert Code(90, 0, body, {}).waits == waits, body

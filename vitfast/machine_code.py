@@ -3,7 +3,8 @@
 Read with the cuobjdump, nvdisasm and ptxas that Triton brings along. What is looked for, beside spills (CUDA C++ Programming Guide;
 PTX ISA, "Asynchronous warpgroup level matrix instructions"):
 
-- HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as `gsb0` on the last.
+- HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as `gsb0` on the last
+  and WARPGROUP.DEPBAR, with how many groups may still run.
   Where ptxas cannot tell that nothing touches the accumulators meanwhile, it makes each wait, and notes C7510 to C7519.
 - HMMA on sm_90 is mma.sync, which reaches about half of wgmma's rate.
 """
@@ -58,8 +59,14 @@ class Code:
 
     @property
     def waits(self) -> int:
-        """HGMMAs that end in a wait. As many as there are HGMMAs: each waits for the one before it."""
-        return sum(name_of(i) == "HGMMA" and "gsb0" in i for i in self.instructions)
+        """HGMMAs that end in a wait for all before them. As many as there are HGMMAs: each waits for the one before it.
+
+        A group (`gsb0`) after which some may still run is none: where wgmma reads registers, Triton 3.6 makes each a group of its own, lets three run on,
+        and so waits only until the registers of the fourth before are free.
+        """
+        at = [i for i, text in enumerate(self.instructions) if name_of(text) == "HGMMA"]
+        pieces = [self.instructions[first:last] for first, last in zip(at, [*at[1:], len(self.instructions)])]
+        return sum("gsb0" in piece[0] and not _some_run_on(piece[1:]) for piece in pieces)
 
     @property
     def tensor_core(self) -> str:
@@ -79,6 +86,12 @@ class Code:
         return [
             Loop(x.first, x.last, sum(y.first <= x.first and x.last <= y.last and y != x for y in found)) for x in found
         ]
+
+
+def _some_run_on(instructions: tuple[str, ...]) -> bool:
+    """Whether the first wait among them is over while wgmma still run."""
+    left = (re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", i) for i in instructions)
+    return next((int(found.group(1), 16) > 0 for found in left if found), False)
 
 
 def name_of(instruction: str) -> str:
