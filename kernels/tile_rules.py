@@ -197,7 +197,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "patch_embed_dimages": (
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=32, BLOCK_K=64), bits="32"),
-        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=32, BLOCK_K=128), sm=(89, 120), shape="*-large"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=32, BLOCK_K=128), sm=(89,), shape="*-large"),
+        Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=64, BLOCK_K=64), sm=(120,), shape="*-large"),
         Rule(tile(8, 3, BLOCK_M=128, BLOCK_D=64, BLOCK_K=128), shape="*-large"),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=32), sm=(80, 89, 120)),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=64)),

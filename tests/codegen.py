@@ -200,7 +200,7 @@ def _rows(tile: str) -> int:
     return max((int(size) for name, size in sizes.items() if name.startswith(("BLOCK_M", "BLOCK_N"))), default=math.inf)
 
 
-# Of a kernel's HGMMAs, the share that may wait for all before them: at most 0.52 do (14 of 27, "phases" at heads of 32; Triton 3.9).
+# Of a kernel's HGMMAs, the share that may wait for all before them: at most 0.52 do (14 of 27, "phases" at heads of 32; Triton 3.6 and 3.9).
 WAITING = 2 / 3
 # Kernels whose work is a matrix product.
 PRODUCTS = ("linear", "attention", "dgelu_matmul", "product_gluon", "input_grad", "weight_grad_kernel")

@@ -233,7 +233,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow(25)
 def test_it_compiles_to_what_it_was_written_for():
-    """B/16, L/16 and a width of 192 share their code: wgmma not serialised, nothing spilled, registers handed over."""
+    """B/16, L/16 and a width of 192 share their code: wgmma not serialised (four always run on), nothing spilled, registers handed over."""
     if gluon_names.MISSING:
         pytest.skip(gluon_names.MISSING)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -244,7 +244,7 @@ def test_it_compiles_to_what_it_was_written_for():
     assert not result["problems"] and all(result["same"]), result
     for row in result["rows"]:
         assert row["kernels"] == 1 and row["kernel"] == "product_gluon_kernel" and row["grid"] == [132]
-        assert row["hgmma"] == 8 and row["waits"] == 2 and row["hmma"] == 0 and not row["notes"]
+        assert row["hgmma"] == 8 and row["waits"] == 0 and row["hmma"] == 0 and not row["notes"]
         assert row["spills"] == row["stack"] == 0 and row["registers"] <= product_gluon.REGISTERS
         assert row["limits"] >= 4 and row["copies"] >= 2, (
             "no warp gives registers up, or the copy engine copies nothing"
