@@ -149,6 +149,9 @@ ALL_SIZES = QUICK_SIZES | {
     "L/16": Sizes(batch=128, tokens=197, width=1024, heads=16, hidden=4096, image=224, patch=16),
     "Dh 32": Sizes(batch=64, tokens=197, width=192, heads=6, hidden=768, image=224, patch=16),
     "Dh 128": Sizes(batch=64, tokens=197, width=1024, heads=8, hidden=4096, image=224, patch=16),
+    "Ti/16": Sizes(batch=1024, tokens=197, width=192, heads=3, hidden=768, image=224, patch=16),
+    "S/32": Sizes(batch=1024, tokens=50, width=384, heads=6, hidden=1536, image=224, patch=32),
+    "L/32": Sizes(batch=512, tokens=50, width=1024, heads=16, hidden=4096, image=224, patch=32),
 }
 
 

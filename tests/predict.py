@@ -31,11 +31,6 @@ from vitfast.predicted import STEPS, UPDATE
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "tests" / "ports.csv"
-SIZES = codegen.ALL_SIZES | {  # those that make codegen compiles, and the other presets'
-    "Ti/16": codegen.Sizes(batch=1024, tokens=197, width=192, heads=3, hidden=768, image=224, patch=16),
-    "S/32": codegen.Sizes(batch=1024, tokens=50, width=384, heads=6, hidden=1536, image=224, patch=32),
-    "L/32": codegen.Sizes(batch=512, tokens=50, width=1024, heads=16, hidden=4096, image=224, patch=32),
-}
 PRESETS = {  # name of the sizes: preset, pixels
     "Ti/16": ("Ti/16", 224),
     "S/32": ("S/32", 224),
@@ -86,7 +81,7 @@ def measured(launches: list[Launch], processes: int) -> dict[str, ports.Work | s
 def cases(sizes: str) -> list[tuple[str, Launch]]:
     """What each launcher launches at a preset's shape on sm_90, and each of its rivals."""
     with tiles.targeting(ports.SM):
-        calls = codegen.launcher_calls(SIZES[sizes], torch.bfloat16, wide=False)
+        calls = codegen.launcher_calls(codegen.ALL_SIZES[sizes], torch.bfloat16, wide=False)
         return [(case, launch) for case, call in calls.items() for launch in codegen.record(call)]
 
 
@@ -148,7 +143,7 @@ def step(preset: str, image: int, batch: int, train: bool) -> tuple[list[Launch]
 
 def all_steps() -> dict[tuple, tuple]:
     """(preset, pixels, batch, whether it trains) -> what `step` returns."""
-    batches = {(*PRESETS[sizes], SIZES[sizes].batch) for sizes in PRESETS}
+    batches = {(*PRESETS[sizes], codegen.ALL_SIZES[sizes].batch) for sizes in PRESETS}
     return {(*which, train): step(*which, train) for which in sorted(batches) for train in (False, True)}
 
 
@@ -225,7 +220,7 @@ def notes() -> str:
 def order(operation: str, sizes: str, processes: int) -> str:
     """The shipped tiles of a launcher, its rivals and the tiles one step from them, by the predicted time of all that the launcher runs."""
     candidates: dict[str, tuple[list[Launch], list]] = {}
-    launcher = launchers(SIZES[sizes])[operation]
+    launcher = launchers(codegen.ALL_SIZES[sizes])[operation]
     inputs = launcher.make(Draw(torch.bfloat16, codegen.META))
     with tiles.targeting(ports.SM):
         with tiles.watching() as used, recording():
@@ -255,7 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--notes", action="store_true", help="print the tables of NOTES.md from what is written")
     parser.add_argument("--tiles", metavar="OPERATION", help='of launchers.py, such as "linear + gelu"')
-    parser.add_argument("--preset", default="B/16", help=f"for --tiles: {' '.join(SIZES)} (default B/16)")
+    parser.add_argument("--preset", default="B/16", help=f"for --tiles: {' '.join(codegen.ALL_SIZES)} (default B/16)")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     if args.notes or args.tiles:

@@ -20,6 +20,30 @@ def measured(row: dict) -> tuple:
     return tuple(sorted((k, v) for k, v in row.items() if k != "case"))
 
 
+# Programs that are to fit a multiprocessor of sm_90 in 16 bits, whatever the Triton: the tiles launch as many (PER_SM), and count on as many.
+PROGRAMS = {
+    "_attention_fwd_rows_kernel": {("B/16 attention", "L/16 attention"): 3},
+    "_attention_bwd_head_kernel": {
+        ("B/16 attention backward", "B/32 attention backward", "L/16 attention backward"): 3,
+        ("Dh 80 attention backward",): 2,
+        ("Dh 32 attention backward",): 4,
+    },
+    "layer_norm_bwd_kernel": {
+        tuple(f"{size} layer_norm backward in a block" for size in ("S/16", "B/16", "L/16", "Dh 32")): 3,
+        tuple(f"{size} add + layer_norm backward, factors" for size in ("S/16", "B/16", "L/16", "Dh 32")): 3,
+        ("Dh 80 layer_norm backward in a block",): 2,
+    },
+}
+
+
+def too_few_programs(rows: list[dict]) -> tuple[set[tuple[str, str]], list[dict]]:
+    """(kernel, case) that PROGRAMS names among the rows, and the rows in which fewer programs fit."""
+    wanted = {(kernel, case): count for kernel, by_case in PROGRAMS.items() for cases, count in by_case.items() for case in cases}
+    found = [r for r in rows if (r["sm"], r["dtype"]) == (90, "bf16") and (r["kernel"], r["case"]) in wanted]
+    few = [r for r in found if r["programs_per_sm"] < wanted[r["kernel"], r["case"]]]
+    return wanted.keys() - {(r["kernel"], r["case"]) for r in found}, few
+
+
 @pytest.fixture(scope="module")
 def codegen():
     """The script as a module, for what it does not compile."""
@@ -39,6 +63,7 @@ def test_each_kernel_compiles_well_for(codegen, generations):
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert not result["problems"], "\n".join(result["problems"])
+    assert not too_few_programs(result["rows"])[1]
     kernels = {row["kernel"] for row in result["rows"]}
     assert len(kernels) >= 12, kernels
     if f"triton {triton.__version__};" in codegen.TABLE.read_text().partition("\n")[0]:
@@ -250,3 +275,6 @@ def test_the_committed_table_is_of_these_kernels(codegen):
     assert rivals == {word for row in rows for word in re.findall(r" \((\w+)(?: \d+)?\)$", row["case"])}
     problems = codegen.problems(rows)
     assert not problems, "\n".join(problems)
+    assert too_few_programs(rows) == (set(), [])
+    few = [r | dict(programs_per_sm=r["programs_per_sm"] - 1) for r in rows if r["kernel"] == "_attention_bwd_head_kernel"]
+    assert len(too_few_programs(few)[1]) == 5

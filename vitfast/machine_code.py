@@ -62,7 +62,7 @@ class Code:
         """HGMMAs that end in a wait for all before them. As many as there are HGMMAs: each waits for the one before it.
 
         A group (`gsb0`) after which some may still run is none: where wgmma reads registers, Triton 3.6 makes each a group of its own, lets three run on,
-        and so waits only until the registers of the fourth before are free.
+        and so waits only for the third before.
         """
         at = [i for i, text in enumerate(self.instructions) if name_of(text) == "HGMMA"]
         pieces = [self.instructions[first:last] for first, last in zip(at, [*at[1:], len(self.instructions)])]
