@@ -35,8 +35,9 @@ codegen: $(READY)  ## compile every kernel for every GPU generation, predict its
 	$(BIN)/python tests/codegen.py
 	$(BIN)/python tests/predict.py
 
-lint: $(READY)  ## ruff
+lint: $(READY)  ## ruff: its checks and its format
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 clean:  ## removes .venv, runs and caches
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache

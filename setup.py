@@ -8,12 +8,36 @@ from setuptools import setup
 HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "__init__.py").read_text()).group(1)
 
-TRAIN = ["timm>=1.0.20", "torchvision", "pillow", "pyyaml", "tqdm", "tensorboard", "matplotlib", "scikit-learn", "huggingface_hub"]
+TRAIN = [
+    "timm>=1.0.20",
+    "torchvision",
+    "pillow",
+    "pyyaml",
+    "tqdm",
+    "tensorboard",
+    "matplotlib",
+    "scikit-learn",
+    "huggingface_hub",
+]
 BENCH = ["pytest", "pytest-benchmark", "timm>=1.0.20", "transformers>=5", "torchvision", "matplotlib", "scikit-image"]
 EXPORT = ["onnx", "onnxscript", "onnxruntime"]
 INTERPRETER = ["ml_dtypes"]
 NATIVE = ["ninja", "setuptools>=77"]
-TEST = [*TRAIN, *BENCH, *EXPORT, *INTERPRETER, *NATIVE, "pytest-xdist", "hypothesis", "peft", "accelerate", "datasets", "webdataset", "ruff", "wheel"]
+TEST = [
+    *TRAIN,
+    *BENCH,
+    *EXPORT,
+    *INTERPRETER,
+    *NATIVE,
+    "pytest-xdist",
+    "hypothesis",
+    "peft",
+    "accelerate",
+    "datasets",
+    "webdataset",
+    "ruff",
+    "wheel",
+]
 
 setup(
     name="vitfast",
@@ -24,7 +48,15 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=["vitfast", "vitfast.adapters", "vitfast.checkpoint", "vitfast.ops", "vitfast.timm_models", "vitfast.train", "vitfast.kernels"],
+    packages=[
+        "vitfast",
+        "vitfast.adapters",
+        "vitfast.checkpoint",
+        "vitfast.ops",
+        "vitfast.timm_models",
+        "vitfast.train",
+        "vitfast.kernels",
+    ],
     package_data={"vitfast": ["predicted.csv"], "vitfast.kernels": ["*.cpp"]},
     package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],

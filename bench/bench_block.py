@@ -18,7 +18,15 @@ def case_of(half: str, s: Shape) -> Case:
     first, second = ((3 * d, d), (d, d)) if half == "attention_block" else ((s.hidden, d), (d, s.hidden))
 
     def make():
-        return [values(s.batch, s.tokens, d), values(d), values(d), weight(*first), values(first[0]), weight(*second), values(d)]
+        return [
+            values(s.batch, s.tokens, d),
+            values(d),
+            values(d),
+            weight(*first),
+            values(first[0]),
+            weight(*second),
+            values(d),
+        ]
 
     return Case(half, s.name, _partial(ref, half, s), make, 1, getattr(costs, half)(s, values(1).element_size()))
 

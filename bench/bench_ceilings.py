@@ -19,7 +19,11 @@ STEPS = {
     for s in ((Shape("B/16", 224, 256), Shape("L/16", 224, 128), Shape("H/14", 224, 64)) if clock.GPU else (CPU_SHAPE,))
 }
 # A pass of a linear layer -> what it computes from x (M, K), W (N, K) and dY (M, N).
-PASSES = {"forward": lambda x, w, b, dy: F.linear(x, w, b), "dX": lambda x, w, b, dy: dy @ w, "dW": lambda x, w, b, dy: dy.t() @ x}
+PASSES = {
+    "forward": lambda x, w, b, dy: F.linear(x, w, b),
+    "dX": lambda x, w, b, dy: dy @ w,
+    "dW": lambda x, w, b, dy: dy.t() @ x,
+}
 LAYERS = {"qkv": (1, 3), "proj": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}  # in and out, in units of D
 
 
@@ -31,7 +35,16 @@ def test_ceiling(benchmark, what):
     warm_up(run, 10)
     seconds = measure(benchmark, run, functools.partial(cold, lead_of(run)))
     cost = costs.Cost(((flops, moved),))
-    describe(benchmark, "library", cost, seconds, DTYPE if name == "copy" else name, op="ceiling", shape=what, direction="forward")
+    describe(
+        benchmark,
+        "library",
+        cost,
+        seconds,
+        DTYPE if name == "copy" else name,
+        op="ceiling",
+        shape=what,
+        direction="forward",
+    )
 
 
 @pytest.mark.parametrize("which", PASSES)
@@ -45,6 +58,8 @@ def test_gemm(benchmark, shape, layer, which):
         return [t.detach() for t in (values(m, k), weight(n, k), values(n), values(m, n))]
 
     size = values(1).element_size()
-    cost = dict(forward=costs.product(m, n, k, size, n), dX=costs.product(m, k, n, size), dW=costs.product(n, k, m, size))[which]
+    cost = dict(
+        forward=costs.product(m, n, k, size, n), dX=costs.product(m, k, n, size), dW=costs.product(n, k, m, size)
+    )[which]
     case = Case("gemm", f"{shape} {layer}", PASSES[which], make, 0, costs.Costs(cost, cost, cost))
     bench(benchmark, case, "cublas" if clock.GPU else "cpu library", PASSES[which], "forward", direction=which)

@@ -21,9 +21,21 @@ def case_of(op: str, s: Shape) -> Case:
 
 @pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS))
 def test_layer_norm(benchmark, shape, direction, impl):
-    bench(benchmark, case_of("layer_norm", SHAPES[shape]), impl, implementation(impl, ops.layer_norm, ref.layer_norm), direction)
+    bench(
+        benchmark,
+        case_of("layer_norm", SHAPES[shape]),
+        impl,
+        implementation(impl, ops.layer_norm, ref.layer_norm),
+        direction,
+    )
 
 
 @pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS, cpu=("vitfast", "eager", "compile"), compile_at=MAIN))
 def test_add_layer_norm(benchmark, shape, direction, impl):
-    bench(benchmark, case_of("add_layer_norm", SHAPES[shape]), impl, implementation(impl, ops.add_layer_norm, ref.add_layer_norm), direction)
+    bench(
+        benchmark,
+        case_of("add_layer_norm", SHAPES[shape]),
+        impl,
+        implementation(impl, ops.add_layer_norm, ref.add_layer_norm),
+        direction,
+    )

@@ -21,13 +21,22 @@ def case_of(op: str, s: Shape, **options) -> Case:
         return [values(s.batch, s.tokens, d), *fc1, *(fc2 if op == "mlp" else [])]
 
     name = " ".join([op, *options.values()])
-    return Case(name, s.name, functools.partial(getattr(ref, op), **options), make, 1, getattr(costs, op)(s, values(1).element_size()))
+    return Case(
+        name,
+        s.name,
+        functools.partial(getattr(ref, op), **options),
+        make,
+        1,
+        getattr(costs, op)(s, values(1).element_size()),
+    )
 
 
 @pytest.mark.parametrize("op", ["linear_gelu", "mlp"])
 @pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS))
 def test_mlp(benchmark, op, shape, direction, impl):
-    bench(benchmark, case_of(op, SHAPES[shape]), impl, implementation(impl, getattr(ops, op), getattr(ref, op)), direction)
+    bench(
+        benchmark, case_of(op, SHAPES[shape]), impl, implementation(impl, getattr(ops, op), getattr(ref, op)), direction
+    )
 
 
 def addmm_activation(x: torch.Tensor, fc1_weight: torch.Tensor, fc1_bias: torch.Tensor) -> torch.Tensor:
@@ -35,7 +44,10 @@ def addmm_activation(x: torch.Tensor, fc1_weight: torch.Tensor, fc1_bias: torch.
     return torch._addmm_activation(fc1_bias, x.flatten(0, 1), fc1_weight.t(), use_gelu=True).unflatten(0, x.shape[:2])
 
 
-@pytest.mark.parametrize("shape, direction, impl", grid("vitfast", "eager", "compile", "_addmm_activation", forward_only=("_addmm_activation",)))
+@pytest.mark.parametrize(
+    "shape, direction, impl",
+    grid("vitfast", "eager", "compile", "_addmm_activation", forward_only=("_addmm_activation",)),
+)
 def test_linear_gelu_tanh(benchmark, shape, direction, impl):
     ours, formula = (functools.partial(place.linear_gelu, approximate="tanh") for place in (ops, ref))
     function = addmm_activation if impl == "_addmm_activation" else implementation(impl, ours, formula)

@@ -49,7 +49,10 @@ LIBRARIES = ("vitfast", "timm", "vitfast.accelerate(timm)", "huggingface", "torc
 HOW = ("eager", "compile", "max-autotune")
 EVERY = tuple(Setting(library, how, precision) for how in HOW for precision in ("bf16", "amp") for library in LIBRARIES)
 SETTINGS = tuple(dict.fromkeys((*LEADING, *EVERY)))
-CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in ("vitfast", "timm", "huggingface", "torchvision", "vitfast.accelerate(timm)"))
+CPU_SETTINGS = tuple(
+    Setting(library, "eager", "fp32")
+    for library in ("vitfast", "timm", "huggingface", "torchvision", "vitfast.accelerate(timm)")
+)
 MODELS = {  # the batch of the training step
     "B/16 224": Shape("B/16", 224, 256),
     "S/16 224": Shape("S/16", 224, 512),
@@ -135,9 +138,13 @@ def test_train(benchmark, model, setting):
         seconds = measure(benchmark, run, calls=len(images), rounds=max(3, clock.ROUNDS // 3))
         errors |= peer.check_again()
     size = peer.setting.dtype.itemsize
-    work = costs.model(shape, size).of("both") + costs.optimizer(sum(p.numel() for p in parameters), parameters[0].element_size())
+    work = costs.model(shape, size).of("both") + costs.optimizer(
+        sum(p.numel() for p in parameters), parameters[0].element_size()
+    )
     largest = {f"{gib} GiB": largest_batch(shape.batch, held, peak, gib) for gib in (24, 80)} if clock.GPU else None
-    info = dict(op="train", direction="both", largest_batch=largest, **facts(shape, peer, seconds, training=True), **errors)
+    info = dict(
+        op="train", direction="both", largest_batch=largest, **facts(shape, peer, seconds, training=True), **errors
+    )
     describe(benchmark, setting, work, seconds, peer.setting.dtype, peak, **info)
 
 

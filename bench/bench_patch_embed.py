@@ -24,10 +24,23 @@ def case_of(pixels: str, s: Shape) -> Case:
             images = torch.randint(0, 256, size, dtype=torch.uint8, device=clock.DEVICE)
         else:
             images = torch.randn(size, device=clock.DEVICE).to(DTYPE)
-        return [images, weight(s.width, 3, s.patch, s.patch), values(s.width), values(1, 1, s.width), values(1, s.tokens, s.width)]
+        return [
+            images,
+            weight(s.width, 3, s.patch, s.patch),
+            values(s.width),
+            values(1, 1, s.width),
+            values(1, s.tokens, s.width),
+        ]
 
     size = values(1).element_size()
-    return Case(f"patch_embed {pixels}", s.name, _normalising(ref.patch_embed, raw), make, 1, costs.patch_embed(s, size, 1 if raw else size))
+    return Case(
+        f"patch_embed {pixels}",
+        s.name,
+        _normalising(ref.patch_embed, raw),
+        make,
+        1,
+        costs.patch_embed(s, size, 1 if raw else size),
+    )
 
 
 def _normalising(function, raw: bool):

@@ -90,7 +90,9 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
         device=clock.DEVICE,
     )
     with clock.DEVICE:
-        model = VisionTransformer(img_size=s.image, num_classes=len(list((folder / "train").iterdir())), **preset(s.model))
+        model = VisionTransformer(
+            img_size=s.image, num_classes=len(list((folder / "train").iterdir())), **preset(s.model)
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
     function = torch.compile(model) if clock.GPU else model
 
@@ -132,5 +134,9 @@ def test_train_from_files(benchmark, photographs, model, impl):
     speed = STEPS * s.batch / seconds
     dtype = torch.bfloat16 if clock.GPU else torch.float32
     info = dict(op="train from JPEG files", shape=model, direction="both", batch=s.batch, workers=WORKERS)
-    info.update(images_per_second=speed, images_per_second_in_memory=STEPS * s.batch / alone, waiting_for_data=max(0.0, 1 - alone / seconds))
+    info.update(
+        images_per_second=speed,
+        images_per_second_in_memory=STEPS * s.batch / alone,
+        waiting_for_data=max(0.0, 1 - alone / seconds),
+    )
     describe(benchmark, impl, costs.model(s, dtype.itemsize).of("both") * STEPS, seconds, dtype, **info)

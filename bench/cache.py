@@ -35,7 +35,9 @@ def source_hash() -> str:
 def made_with() -> dict[str, str]:
     """What must be the same where the archive is used."""
     key = hashlib.sha256(triton_key().encode()).hexdigest()[:16]
-    return dict(triton=triton.__version__, python=".".join(platform.python_version_tuple()[:2]), key=key, kernels=source_hash())
+    return dict(
+        triton=triton.__version__, python=".".join(platform.python_version_tuple()[:2]), key=key, kernels=source_hash()
+    )
 
 
 def pack(folder: Path, archive: Path, **facts) -> int:
@@ -70,9 +72,13 @@ def unpack(archive: Path, folder: Path | None = None) -> tuple[int, str]:
     here = made_with()
     if made["key"] != here["key"]:
         versions = "made with Triton {triton} on Python {python}".format(**made)
-        return len(groups), f"{versions}, this is Triton {here['triton']} on Python {here['python']}: nothing in it will be found"
+        return len(
+            groups
+        ), f"{versions}, this is Triton {here['triton']} on Python {here['python']}: nothing in it will be found"
     if made["kernels"] != here["kernels"]:
-        return len(groups), f"made from other kernels ({made['kernels']}, here {here['kernels']}): what has changed will not be found"
+        return len(
+            groups
+        ), f"made from other kernels ({made['kernels']}, here {here['kernels']}): what has changed will not be found"
     return len(groups), ""
 
 

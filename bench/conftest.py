@@ -51,15 +51,26 @@ _constant: dict = {}
 
 def pytest_addoption(parser):
     group = parser.getgroup("vitfast benchmarks")
-    group.addoption("--shapes", choices=("few", "all"), default="few", help="which shapes the operations are measured at on a GPU (default few)")
-    group.addoption("--dtype", choices=("bfloat16", "float16", "float32"), help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)")
+    group.addoption(
+        "--shapes",
+        choices=("few", "all"),
+        default="few",
+        help="which shapes the operations are measured at on a GPU (default few)",
+    )
+    group.addoption(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
     group.addoption(
         "--ends",
         type=float,
         metavar="EPOCH_SECONDS",
         help=f"no case starts later than {LEAST_SECONDS} s before this moment; it is recorded as skipped",
     )
-    group.addoption("--case-limit", type=int, default=0, metavar="SECONDS", help="a case that takes longer is recorded as failed")
+    group.addoption(
+        "--case-limit", type=int, default=0, metavar="SECONDS", help="a case that takes longer is recorded as failed"
+    )
 
 
 def pytest_configure(config):
@@ -96,7 +107,9 @@ def pytest_collection_finish(session):
     for item in session.items:
         if "benchmark" in getattr(item, "fixturenames", ()):
             params = {k: str(v) for k, v in item.callspec.params.items()} if hasattr(item, "callspec") else {}
-            _cases[item.nodeid] = dict(name=item.name, fullname=item.nodeid, params=params, state="skipped", reason=NOT_RUN)
+            _cases[item.nodeid] = dict(
+                name=item.name, fullname=item.nodeid, params=params, state="skipped", reason=NOT_RUN
+            )
 
 
 def pytest_runtest_setup(item):
@@ -152,14 +165,18 @@ def _leave_nothing_behind(request):
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    machine_info["vitfast"] = dict(machine.facts(), ceilings=machine.ceilings(), datasheet_bf16_flops=machine.datasheet_flops(machine.name()))
+    machine_info["vitfast"] = dict(
+        machine.facts(), ceilings=machine.ceilings(), datasheet_bf16_flops=machine.datasheet_flops(machine.name())
+    )
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
     bad = {nodeid for nodeid, case in _cases.items() if case["state"] != "passed"}
     output_json["benchmarks"] = [b for b in output_json["benchmarks"] if b["fullname"] not in bad]
     for state in ("failed", "skipped"):
-        output_json[state] = [{k: v for k, v in case.items() if k != "state"} for case in _cases.values() if case["state"] == state]
+        output_json[state] = [
+            {k: v for k, v in case.items() if k != "state"} for case in _cases.values() if case["state"] == state
+        ]
 
 
 def _save(config) -> None:
@@ -167,7 +184,9 @@ def _save(config) -> None:
     option = config.getoption("benchmark_json", None)
     if not option or not _cases:
         return
-    path = Path(option if isinstance(option, (str, os.PathLike)) else option.name)  # older pytest-benchmarks open the file themselves
+    path = Path(
+        option if isinstance(option, (str, os.PathLike)) else option.name
+    )  # older pytest-benchmarks open the file themselves
     hook = config.hook
     if not _constant:
         _constant.update(machine_info=hook.pytest_benchmark_generate_machine_info(config=config))

@@ -146,7 +146,11 @@ def patch_embed(s: Shape, size: int, pixel_size: int) -> Costs:
 
 def model(s: Shape, size: int, classes: int = 1000) -> Costs:
     """The whole ViT: patch embedding, every layer, and the head on the class token."""
-    return patch_embed(s, size, size) + (attention_block(s, size) + mlp_block(s, size)) * s.depth + linear(s.batch, classes, s.width, size)
+    return (
+        patch_embed(s, size, size)
+        + (attention_block(s, size) + mlp_block(s, size)) * s.depth
+        + linear(s.batch, classes, s.width, size)
+    )
 
 
 def optimizer(parameters: int, size: int) -> Cost:

@@ -111,7 +111,9 @@ def main(argv: list[str] | None = None) -> int:
         "compile" if clock.GPU else "eager",
         {"vitfast": [], "timm": []},
     )
-    facts = dict(model=args.model, image=args.image, batch=args.batch, steps=args.steps, window=WINDOW, precision=args.precision)
+    facts = dict(
+        model=args.model, image=args.image, batch=args.batch, steps=args.steps, window=WINDOW, precision=args.precision
+    )
     facts.update(seeds=args.seeds, planned=args.seeds * len(runs))
     path = args.out / "curves.json"
     args.out.mkdir(parents=True, exist_ok=True)

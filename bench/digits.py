@@ -30,12 +30,18 @@ def masked(seeds: int) -> dict:
     rows = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            pretrained = train(resolve("pretrain", COMMON | MASKED | dict(seed=seed, eval_every=1000, output=f"{folder}/masked")))
+            pretrained = train(
+                resolve("pretrain", COMMON | MASKED | dict(seed=seed, eval_every=1000, output=f"{folder}/masked"))
+            )
             few = COMMON | FEW | dict(seed=seed, eval_every=FEW["steps"])
             weights = f"{folder}/masked/checkpoints/last"
             with_it = train(resolve("pretrain", few | dict(output=f"{folder}/fine", weights=weights)))
             without = train(resolve("pretrain", few | dict(output=f"{folder}/scratch")))
-        rows.append(dict(seed=seed, masked=with_it["accuracy"], scratch=without["accuracy"], colours_right=pretrained["accuracy"]))
+        rows.append(
+            dict(
+                seed=seed, masked=with_it["accuracy"], scratch=without["accuracy"], colours_right=pretrained["accuracy"]
+            )
+        )
         print(rows[-1], flush=True)
     means = {kind: statistics.mean(row[kind] for row in rows) for kind in ("masked", "scratch")}
     spread = {f"{kind}_stdev": statistics.stdev(row[kind] for row in rows) if seeds > 1 else 0.0 for kind in means}

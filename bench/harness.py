@@ -119,7 +119,9 @@ def implementation(impl: str, ours: Callable, formula: Callable) -> Callable:
 
 def _copies(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """Leaves with the same values, the floating ones in `dtype`."""
-    return [t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors]
+    return [
+        t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors
+    ]
 
 
 class Check:
@@ -205,7 +207,9 @@ def measure(
     return benchmark.stats.stats.median if benchmark.stats else float("nan")
 
 
-def describe(benchmark, impl: str, cost: Cost, seconds: float, dtype: torch.dtype | str, peak: int | None = None, **more) -> None:
+def describe(
+    benchmark, impl: str, cost: Cost, seconds: float, dtype: torch.dtype | str, peak: int | None = None, **more
+) -> None:
     """The extra_info that every case has, whatever it measures. dtype: whose ceiling counts."""
     dtype, top = str(dtype).removeprefix("torch."), machine.ceilings()
     floor = cost.floor(top[dtype], top["copy"])

@@ -52,7 +52,9 @@ print(json.dumps(found))
 def measure(tree: Path, names: list[str]) -> dict[str, list]:
     """Launcher -> [microseconds, launches] of one process."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(tree)}
-    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(names)], cwd=tree, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(names)], cwd=tree, env=env, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"launch_path: {tree} fails:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout)
@@ -89,7 +91,9 @@ def main() -> int:
         rounds = [{name: measure(tree, args.only) for name, tree in trees.items()} for _ in range(args.rounds)]
     names = [name for name in rounds[0]["after"] if name in rounds[0]["before"]]
     if unknown := [name for name in args.only if name not in names]:
-        raise SystemExit(f"launch_path: --only: no kernels are launched in both trees by {', '.join(map(repr, unknown))}")
+        raise SystemExit(
+            f"launch_path: --only: no kernels are launched in both trees by {', '.join(map(repr, unknown))}"
+        )
     print(f"{'us a call, against ' + args.against:44}{'launches':>10}{'before':>9}{'after':>9}{'ratio':>8}")
     ratios = []
     for name in names:

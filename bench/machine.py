@@ -55,7 +55,9 @@ def datasheet_flops(device: str) -> float | None:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=os.path.dirname(__file__)).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, cwd=os.path.dirname(__file__)
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -85,7 +87,9 @@ def facts() -> dict[str, str]:
         size = f"{p.total_memory / 2**30:.0f} GiB, {p.multi_processor_count} multiprocessors, L2 {p.L2_cache_size / 2**20:.0f} MiB"
         found["gpu"] = f"sm_{p.major}{p.minor}, {size}, CUDA {torch.version.cuda}"
         fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        values = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0").split(", ")
+        values = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0").split(
+            ", "
+        )
         found.update(zip(fields, values))
     return found
 
@@ -106,7 +110,9 @@ def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
     def product_fp8():
         a, b = (torch.randn(n, n, device=clock.DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
         one = torch.ones((), device=clock.DEVICE)
-        return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return lambda: torch._scaled_mm(
+            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     makers = {
         str(d).removeprefix("torch."): functools.partial(product, d)

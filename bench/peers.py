@@ -96,7 +96,9 @@ def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool)
     for name in ("flash", "cudnn", "efficient"):
         function = forced(sdpa, name)
         with contextlib.suppress(RuntimeError):  # a backend that cannot run here
-            times[name] = median_seconds(lambda f=function: torch.autograd.grad(f(qkv), qkv, upstream) if training else f(qkv), rounds=10)
+            times[name] = median_seconds(
+                lambda f=function: torch.autograd.grad(f(qkv), qkv, upstream) if training else f(qkv), rounds=10
+            )
     return min(times, key=times.get, default="math")
 
 
@@ -175,7 +177,9 @@ def _hugging_face(s: Shape) -> nn.Module:
 def _torchvision(s: Shape) -> nn.Module:
     from torchvision.models.vision_transformer import VisionTransformer
 
-    return VisionTransformer(s.image, s.patch, num_layers=s.depth, num_heads=s.heads, hidden_dim=s.width, mlp_dim=s.hidden)
+    return VisionTransformer(
+        s.image, s.patch, num_layers=s.depth, num_heads=s.heads, hidden_dim=s.width, mlp_dim=s.hidden
+    )
 
 
 def _ours(s: Shape) -> nn.Module:
@@ -210,7 +214,9 @@ class Peer:
         if setting.how.startswith("max-autotune"):
             harness.gemm_backends(setting.how)  # may skip the case, before anything is built
         model = build(setting.library, shape).train(training)
-        self.state = {k: v.detach().clone() for k, v in convert(model.state_dict())[0].items()}  # fp32, timm's names: what the truth is made of
+        self.state = {
+            k: v.detach().clone() for k, v in convert(model.state_dict())[0].items()
+        }  # fp32, timm's names: what the truth is made of
         images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE)
         self.model, self.images = setting.cast(model, images)
         ours = setting.library.startswith("vitfast")

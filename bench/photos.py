@@ -9,7 +9,14 @@ from PIL import Image
 
 PHOTOS = {
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
-    "skimage": ("data/astronaut.png", "data/coffee.png", "data/chelsea.png", "data/rocket.jpg", "data/motorcycle_left.png", "data/hubble_deep_field.jpg"),
+    "skimage": (
+        "data/astronaut.png",
+        "data/coffee.png",
+        "data/chelsea.png",
+        "data/rocket.jpg",
+        "data/motorcycle_left.png",
+        "data/hubble_deep_field.jpg",
+    ),
 }
 
 

@@ -31,7 +31,13 @@ def roofline(results: Results, op: str, axes) -> None:
     for impl in impls:
         mine = [c["extra_info"] for c in cases if c["extra_info"]["impl"] == impl]
         x = [i["flops"] / i["bytes"] if flops else i["bytes"] / 1e6 for i in mine]
-        axes.scatter(x, [i["tflops"] if flops else i["gigabytes_per_second"] for i in mine], label=impl, color=colour(impl, impls), alpha=0.8)
+        axes.scatter(
+            x,
+            [i["tflops"] if flops else i["gigabytes_per_second"] for i in mine],
+            label=impl,
+            color=colour(impl, impls),
+            alpha=0.8,
+        )
         xs += x
     ends = [min(xs) / 1.5, max(xs) * 1.5]
     steps = [ends[0] * (ends[1] / ends[0]) ** (i / 100) for i in range(101)]
@@ -49,7 +55,12 @@ def bars(results: Results, op: str, key: str, scale: float, label: str, axes) ->
     impls = list(dict.fromkeys(c["extra_info"]["impl"] for cases in groups.values() for c in cases))
     width = 0.85 / len(impls)
     for i, impl in enumerate(impls):
-        found = {m: c["extra_info"][key] for m, cases in groups.items() for c in cases if c["extra_info"]["impl"] == impl and c["extra_info"][key] is not None}
+        found = {
+            m: c["extra_info"][key]
+            for m, cases in groups.items()
+            for c in cases
+            if c["extra_info"]["impl"] == impl and c["extra_info"][key] is not None
+        }
         places = [list(groups).index(model) + i * width for model in found]
         axes.bar(places, [value * scale for value in found.values()], width, label=impl, color=colour(impl, impls))
     axes.set_xticks([g + width * (len(impls) - 1) / 2 for g in range(len(groups))], list(groups))
@@ -63,7 +74,11 @@ def draw(results: Results, folder: Path) -> None:
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         kind, _, what = name.removesuffix(".svg").partition("-")
         if kind == "roofline":
-            roofline(results, next(o for c in results.measured.values() if (o := c["extra_info"]["op"]).replace(" ", "-") == what), axes)
+            roofline(
+                results,
+                next(o for c in results.measured.values() if (o := c["extra_info"]["op"]).replace(" ", "-") == what),
+                axes,
+            )
         elif kind == "speed":
             bars(results, what, "images_per_second", 1.0, "images/s", axes)
         else:

@@ -67,7 +67,9 @@ def machine_lines(results: Results) -> str:
     """A line for each machine, versions and commit, with the range of each ceiling over its files."""
     runs = {}
     for facts in results.machines:
-        words = ", ".join(f"{k} {v}" for k, v in facts.items() if k not in ("ceilings", "device", "datasheet_bf16_flops"))
+        words = ", ".join(
+            f"{k} {v}" for k, v in facts.items() if k not in ("ceilings", "device", "datasheet_bf16_flops")
+        )
         sheet = facts.get("datasheet_bf16_flops")
         promised = f" (bf16 by the data sheet: {number(sheet / 1e12)})" if sheet else ""
         runs.setdefault((facts["device"], words, promised), []).append(facts["ceilings"])
@@ -142,8 +144,12 @@ def files_table(cases: list[dict]) -> str:
     for case in cases:
         info = case["extra_info"]
         speeds = [number(info[key]) for key in ("images_per_second", "images_per_second_in_memory")]
-        lines.append([f"{info['shape']} {info['impl']}", *speeds, f"{info['waiting_for_data']:.0%}", str(info["workers"])])
-    return "#### Training from JPEG files\n\n" + table(["case", "images/s", "the same in memory", "waiting for data", "loader processes"], lines)
+        lines.append(
+            [f"{info['shape']} {info['impl']}", *speeds, f"{info['waiting_for_data']:.0%}", str(info["workers"])]
+        )
+    return "#### Training from JPEG files\n\n" + table(
+        ["case", "images/s", "the same in memory", "waiting for data", "loader processes"], lines
+    )
 
 
 def missing_table(results: Results) -> str:
@@ -197,22 +203,33 @@ def speed_table(results: Results) -> str:
                 best = {}
                 for info in infos:
                     key = library(info) if library(info).startswith("vitfast") else "peer"
-                    if info["precision"] == precision and (key not in best or info["images_per_second"] > best[key]["images_per_second"]):
+                    if info["precision"] == precision and (
+                        key not in best or info["images_per_second"] > best[key]["images_per_second"]
+                    ):
                         best[key] = info
                 speeds = {key: info["images_per_second"] for key, info in best.items()}
                 peer = f"{number(speeds.get('peer'))} ({best['peer']['impl']})" if "peer" in best else "-"
                 ours = [number(speeds.get(name)) for name in LIBRARIES[:2]]
-                ratios = [f"{speeds[name] / speeds['peer']:.2f}" if {name, "peer"} <= set(speeds) else "-" for name in LIBRARIES[:2]]
+                ratios = [
+                    f"{speeds[name] / speeds['peer']:.2f}" if {name, "peer"} <= set(speeds) else "-"
+                    for name in LIBRARIES[:2]
+                ]
                 lines.append([f"{op} {model} {precision}", *ours, peer, *ratios])
     header = ["images/s", "vitfast", "accelerate(timm)", "fastest peer", "vitfast ÷ peer", "accelerate ÷ peer"]
-    return machine_lines(results) + "\n" + (table(header, lines) if lines else "No whole model has been measured on it.\n")
+    return (
+        machine_lines(results) + "\n" + (table(header, lines) if lines else "No whole model has been measured on it.\n")
+    )
 
 
 # ---- files
 
 
 def gpus(folder: Path) -> list[Results]:
-    found = [load(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "local"] if folder.is_dir() else []
+    found = (
+        [load(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "local"]
+        if folder.is_dir()
+        else []
+    )
     return [r for r in found if r.measured or r.missing or r.checks or r.curves or r.damaged]
 
 
@@ -223,14 +240,19 @@ def documents(folder: Path, readme: Path) -> dict[Path, str]:
     wanted = {folder / "README.md": f"# Results\n\n{HOW_TO_READ}\n{body}"}
     text = readme.read_text() if readme.is_file() else ""
     if START in text and END in text:
-        speed = "\n".join(f"{speed_table(r)}\nEverything: [bench/results](bench/results/README.md).\n" for r in found) or NOTHING
+        speed = (
+            "\n".join(f"{speed_table(r)}\nEverything: [bench/results](bench/results/README.md).\n" for r in found)
+            or NOTHING
+        )
         wanted[readme] = text[: text.index(START) + len(START)] + f"\n\n{speed}\n" + text[text.index(END) :]
     return wanted
 
 
 def plotted(results: Results) -> list[str]:
     """Names of the plots that this GPU's results give."""
-    ops = dict.fromkeys(c["extra_info"]["op"] for c in results.measured.values() if "images_per_second" not in c["extra_info"])
+    ops = dict.fromkeys(
+        c["extra_info"]["op"] for c in results.measured.values() if "images_per_second" not in c["extra_info"]
+    )
     models = [f"{what}-{op}" for op in ("train", "throughput") if results.of(op) for what in ("speed", "memory")]
     return [f"{name}.svg".replace(" ", "-") for name in ([f"roofline-{op}" for op in ops] + models)]
 
@@ -241,11 +263,20 @@ def pictures(folder: Path, results: Results) -> str:
 
 def stale(folder: Path, readme: Path) -> list[str]:
     """What has to be written again."""
-    texts = [str(path) for path, text in documents(folder, readme).items() if not path.is_file() or path.read_text() != text]
-    return texts + [str(folder / r.name / name) for r in gpus(folder) for name in plotted(r) if not (folder / r.name / name).is_file()]
+    texts = [
+        str(path) for path, text in documents(folder, readme).items() if not path.is_file() or path.read_text() != text
+    ]
+    return texts + [
+        str(folder / r.name / name)
+        for r in gpus(folder)
+        for name in plotted(r)
+        if not (folder / r.name / name).is_file()
+    ]
 
 
-def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md") -> int:
+def main(
+    argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md"
+) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something is stale")
     parser.add_argument("--folder", type=Path, help="print the tables of this folder")

@@ -58,10 +58,19 @@ class Shape:
 CPU_SHAPE = Shape("Ti/16", 64, 2)
 FOCUS = Shape("B/16", 224, 256)  # where everything runs
 MAIN = (FOCUS, Shape("S/16", 224, 512), Shape("B/16", 384, 64), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
-FEW = (*MAIN, Shape("B/16", 224, 1), Shape("B/16", 224, 32), Shape("Ti/16", 224, 512), Shape("L/16", 512, 16), Shape("H/14", 518, 8))
+FEW = (
+    *MAIN,
+    Shape("B/16", 224, 1),
+    Shape("B/16", 224, 32),
+    Shape("Ti/16", 224, 512),
+    Shape("L/16", 512, 16),
+    Shape("H/14", 518, 8),
+)
 SIZES = {"Ti/16": (224, 384), "S/16": (224, 384), "B/16": (224, 384, 512), "L/16": (224, 384, 512), "H/14": (224, 518)}
 ROWS = 128 * 1025  # more than this many rows of D do not come up in training on one GPU
-ALL = tuple(Shape(model, image, batch) for model, images in SIZES.items() for image in images for batch in (1, 8, 64, 256, 512))
+ALL = tuple(
+    Shape(model, image, batch) for model, images in SIZES.items() for image in images for batch in (1, 8, 64, 256, 512)
+)
 
 SHAPES: dict[str, Shape] = {}
 
@@ -86,7 +95,12 @@ def _runs_at(impl: str, shape: Shape, direction: str, compile_at: tuple[Shape, .
     return shape in MAIN or direction != "backward"
 
 
-def grid(*impls: str, cpu: tuple[str, ...] = ("vitfast", "eager"), compile_at: tuple[Shape, ...] = (FOCUS,), forward_only: tuple[str, ...] = ()) -> list:
+def grid(
+    *impls: str,
+    cpu: tuple[str, ...] = ("vitfast", "eager"),
+    compile_at: tuple[Shape, ...] = (FOCUS,),
+    forward_only: tuple[str, ...] = (),
+) -> list:
     """Parameters (shape, direction, impl) of a bench file's cases. cpu: the implementations that run on a CPU."""
     wanted = [
         (name, direction, impl)

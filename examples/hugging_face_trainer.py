@@ -36,7 +36,15 @@ def main(argv: list[str] | None = None) -> tuple[list[float], float]:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
 
-    config = ViTConfig(image_size=32, patch_size=8, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_labels=10)
+    config = ViTConfig(
+        image_size=32,
+        patch_size=8,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_labels=10,
+    )
     model = ViTForImageClassification(config)  # or .from_pretrained("google/vit-base-patch16-224-in21k", num_labels=10)
     if not args.plain:
         vitfast.accelerate(model)
@@ -58,7 +66,9 @@ def main(argv: list[str] | None = None) -> tuple[list[float], float]:
         use_cpu=not gpu,
     )
     data = digits()
-    trainer = Trainer(model=model, args=arguments, train_dataset=data[:1500], eval_dataset=data[1500:], compute_metrics=accuracy)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=data[:1500], eval_dataset=data[1500:], compute_metrics=accuracy
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, trainer.evaluate()["eval_accuracy"]

@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> tuple[list[float], float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     # or torchvision.models.vit_b_16(weights="DEFAULT")
-    model = VisionTransformer(image_size=32, patch_size=8, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=256, num_classes=10)
+    model = VisionTransformer(
+        image_size=32, patch_size=8, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=256, num_classes=10
+    )
     if not args.plain:
         vitfast.accelerate(model)
         print(vitfast.acceleration_report(model))

@@ -98,9 +98,22 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
     if tile.provider == "rows":
         per_program = tiles_m if B * H >= MANY_HEADS else 1
         groups = cdiv(tiles_m, max(1, per_program))
-        launch(_attention_fwd_rows_kernel, (B * H * groups,), **common, **key_parts(N), query_tiles=per_program, **tile.meta)
+        launch(
+            _attention_fwd_rows_kernel,
+            (B * H * groups,),
+            **common,
+            **key_parts(N),
+            query_tiles=per_program,
+            **tile.meta,
+        )
     else:
-        launch(_attention_fwd_tiled_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile["BLOCK_N"]), **tile.meta)
+        launch(
+            _attention_fwd_tiled_kernel,
+            (B * H * tiles_m,),
+            **common,
+            LAST_N=last_block(N, tile["BLOCK_N"]),
+            **tile.meta,
+        )
     return o, lse
 
 
@@ -118,7 +131,9 @@ def attention_bwd(
     return dqkv, _backward(tile, q, k, v, o, lse, do, scale, *dqkv.unbind(2), want_bias_grad)
 
 
-def attention_bwd_separate(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attention_bwd_separate(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, each (B, N, H, Dh) and contiguous."""
     tile = tiles.lookup("attention_bwd", q, _shape_class(q))
     if tile.provider in attention_libraries.PROVIDERS:
@@ -193,7 +208,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether q, k and v (B, N, H, Dh) are parts of one (B, N, 3, H, Dh) tensor, each after the other."""
     strides, start = q.stride(), q.storage_offset()
     step = q.shape[2] * strides[2]
-    if k.storage_offset() != start + step or v.storage_offset() != start + 2 * step or not strides == k.stride() == v.stride():
+    if (
+        k.storage_offset() != start + step
+        or v.storage_offset() != start + 2 * step
+        or not strides == k.stride() == v.stride()
+    ):
         return False
     return q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
 
@@ -231,17 +250,28 @@ def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor
         partial, scratch = _sums(q, want_sums, B, 3), dict(dtype=torch.float32, device=q.device)
         common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq, dk=dk, dv=dv)
         common |= dict(lse_ptr=lse, sums_ptr=partial, heads=B * H, padded=padded, SUMS=want_sums)
-        common |= dict(stat_ptr=torch.empty((programs, 2, padded), **scratch), dq_acc_ptr=torch.empty((programs, N, D), **scratch))
+        common |= dict(
+            stat_ptr=torch.empty((programs, 2, padded), **scratch), dq_acc_ptr=torch.empty((programs, N, D), **scratch)
+        )
         last = 16 if N > block_n and 0 < N % block_n <= 16 else 0
         flags = {name: value for name, value in tile.meta.items() if name != "PER_SM"}
-        launch(_attention_bwd_head_kernel, (programs,), **common, **_head_boxes(q, k, v, do, dq, dk, dv, tile), LAST_N=last, **flags)
+        launch(
+            _attention_bwd_head_kernel,
+            (programs,),
+            **common,
+            **_head_boxes(q, k, v, do, dq, dk, dv, tile),
+            LAST_N=last,
+            **flags,
+        )
         return partial.sum(0).flatten() if want_sums else None
 
     delta = torch.empty_like(lse)
     if tile.provider == "phases":
         q_sums = _sums(q, want_sums, B * cdiv(N, tile["BLOCK_M1"]))
         kv_sums = _sums(q, want_sums, B * cdiv(N, tile["BLOCK_N2"]), 2)
-        common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq, dk=dk, dv=dv) | dict(lse_ptr=lse, delta_ptr=delta, SUMS=want_sums)
+        common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq, dk=dk, dv=dv) | dict(
+            lse_ptr=lse, delta_ptr=delta, SUMS=want_sums
+        )
         blocks = dict(LAST_N1=last_block(N, tile["BLOCK_N1"]), LAST_M2=last_block(N, tile["BLOCK_M2"]), **tile.meta)
         launch(_attention_bwd_phases_kernel, (B * H,), **common, q_sums_ptr=q_sums, kv_sums_ptr=kv_sums, **blocks)
         return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None

@@ -20,7 +20,20 @@ The layout is FlashAttention-3's (Shah et al., 2024) for a sequence that one pro
 import triton
 import triton.language as tl
 
-from .attention_parts import LOG2E, add_product, add_rows, head_of, load_part, load_rows, outer, row_dot, store_part, store_rows, store_sums, zero_rows
+from .attention_parts import (
+    LOG2E,
+    add_product,
+    add_rows,
+    head_of,
+    load_part,
+    load_rows,
+    outer,
+    row_dot,
+    store_part,
+    store_rows,
+    store_sums,
+    zero_rows,
+)
 
 
 @triton.jit
@@ -93,7 +106,16 @@ def statistics(o, do, rows, lse_row, stat, N, scale, HEAD: tl.constexpr):
 
 @triton.jit
 def before_parts(
-    inputs, grads, lse_row, stat, N, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_N: tl.constexpr, HEAD: tl.constexpr
+    inputs,
+    grads,
+    lse_row,
+    stat,
+    N,
+    scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LAST_N: tl.constexpr,
+    HEAD: tl.constexpr,
 ):
     """Step 1: the statistics of every query, the gradients of the last LAST_N keys and what they add to dQ. grads: dQ's scratch, heads of dK and dV.
 

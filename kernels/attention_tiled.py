@@ -11,7 +11,9 @@ from .attention_parts import LN2, LOG2E, add_product, head_of, load_rows, outer,
 
 
 @triton.jit
-def _fwd_step(acc, l, m, q, k_head, v_head, start, N, scale, KEYS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr):
+def _fwd_step(
+    acc, l, m, q, k_head, v_head, start, N, scale, KEYS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr
+):
     """One block of keys of the online softmax; m is the largest scaled logit so far."""
     cols = start + tl.arange(0, KEYS)
     k = load_rows(k_head, cols, N, MASK, HEAD)

@@ -8,11 +8,23 @@ Blocks as in attention_tiled.py: a short masked one, then whole ones without mas
 import triton
 import triton.language as tl
 
-from .attention_parts import add_product, head_of, load_rows, outer, probabilities, row_dot, store_rows, store_sums, zero_rows
+from .attention_parts import (
+    add_product,
+    head_of,
+    load_rows,
+    outer,
+    probabilities,
+    row_dot,
+    store_rows,
+    store_sums,
+    zero_rows,
+)
 
 
 @triton.jit
-def _dq_step(dq, q, do, lse, delta, k_head, v_head, start, N, scale, KEYS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr):
+def _dq_step(
+    dq, q, do, lse, delta, k_head, v_head, start, N, scale, KEYS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr
+):
     """dQ / scale += dS K for one block of keys."""
     cols = start + tl.arange(0, KEYS)
     k = load_rows(k_head, cols, N, MASK, HEAD)
@@ -59,7 +71,22 @@ def queries_bwd(
 
 
 @triton.jit
-def _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, N, scale, QUERIES: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr):
+def _dkdv_step(
+    dk,
+    dv,
+    k,
+    v,
+    q_head,
+    do_head,
+    lse_row,
+    delta_row,
+    start,
+    N,
+    scale,
+    QUERIES: tl.constexpr,
+    MASK: tl.constexpr,
+    HEAD: tl.constexpr,
+):
     """dK / scale += dS^T Q and dV += P^T dO for one block of queries; everything transposed, so that P^T and dS^T are left operands as they come."""
     rows = start + tl.arange(0, QUERIES)
     q = load_rows(q_head, rows, N, MASK, HEAD)
@@ -132,7 +159,9 @@ def _attention_bwd_dq_kernel(
     b, h = bh // H, bh % H
     inputs = [head_of(x, b, h, HEAD) for x in (q, k, v, o, do)]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    dq_tile = queries_bwd(inputs, head_of(dq, b, h, HEAD), lse_row, delta_row, place * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)
+    dq_tile = queries_bwd(
+        inputs, head_of(dq, b, h, HEAD), lse_row, delta_row, place * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N
+    )
     if SUMS:
         store_sums(sums_ptr, dq_tile, b * tiles_m + place, h, H, HEAD)
 
@@ -165,7 +194,9 @@ def _attention_bwd_dkdv_kernel(
     inputs = [head_of(x, b, h, HEAD) for x in (q, k, v, do)]
     grads = [head_of(x, b, h, HEAD) for x in (dk, dv)]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    dk_tile, dv_tile = keys_bwd(inputs, grads, lse_row, delta_row, place * BLOCK_N, N, scale, HEAD, BLOCK_N, BLOCK_M, LAST_M)
+    dk_tile, dv_tile = keys_bwd(
+        inputs, grads, lse_row, delta_row, place * BLOCK_N, N, scale, HEAD, BLOCK_N, BLOCK_M, LAST_M
+    )
     if SUMS:
         slot = (b * tiles_n + place) * 2
         store_sums(sums_ptr, dk_tile, slot, h, H, HEAD)
@@ -206,14 +237,18 @@ def _attention_bwd_phases_kernel(
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
     tiles_m, tiles_n = tl.cdiv(N, BLOCK_M1), tl.cdiv(N, BLOCK_N2)
     for place in tl.range(0, tiles_m, num_stages=1, disable_licm=True):
-        dq_tile = queries_bwd(inputs, dq_head, lse_row, delta_row, place * BLOCK_M1, N, scale, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1)
+        dq_tile = queries_bwd(
+            inputs, dq_head, lse_row, delta_row, place * BLOCK_M1, N, scale, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1
+        )
         if SUMS:
             store_sums(q_sums_ptr, dq_tile, b * tiles_m + place, h, H, HEAD)
     # delta was written by other threads of this program
     tl.debug_barrier()
     for place in tl.range(0, tiles_n, num_stages=1, disable_licm=True):
         without_o = (inputs[0], inputs[1], inputs[2], inputs[4])
-        dk_tile, dv_tile = keys_bwd(without_o, kv_grads, lse_row, delta_row, place * BLOCK_N2, N, scale, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2)
+        dk_tile, dv_tile = keys_bwd(
+            without_o, kv_grads, lse_row, delta_row, place * BLOCK_N2, N, scale, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2
+        )
         if SUMS:
             slot = (b * tiles_n + place) * 2
             store_sums(kv_sums_ptr, dk_tile, slot, h, H, HEAD)

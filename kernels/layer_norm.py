@@ -15,7 +15,18 @@ from torch import Tensor
 from . import layer_norm_torch, tiles
 from .launch import cdiv, launch
 from .layer_norm_bwd import Grads, layer_norm_bwd
-from .rows import chunk_width, load_rows, row_alignment, row_factor, row_mask, row_stride, scale_rows, shape_class, store_chunk, vector
+from .rows import (
+    chunk_width,
+    load_rows,
+    row_alignment,
+    row_factor,
+    row_mask,
+    row_stride,
+    scale_rows,
+    shape_class,
+    store_chunk,
+    vector,
+)
 
 __all__ = ["MAX_WIDTH", "Grads", "add_layer_norm_fwd", "layer_norm_bwd", "layer_norm_fwd", "scale_rows"]
 
@@ -130,7 +141,9 @@ def _forward(x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sa
     return y, z, mean, rstd
 
 
-def layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, D), last stride 1 -> y (M, D) in out_dtype (x's), mean and rstd (M,) fp32."""
     y, _, mean, rstd = _forward(x, None, weight, bias, eps, None, None, 1, out_dtype)
     return y, mean, rstd

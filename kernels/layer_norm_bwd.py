@@ -20,7 +20,18 @@ from torch import Tensor
 
 from . import layer_norm_torch, tiles
 from .launch import cdiv, launch
-from .rows import chunk_width, column_sums, load_rows, row_alignment, row_factor, row_programs, row_stride, shape_class, store_chunk, vector
+from .rows import (
+    chunk_width,
+    column_sums,
+    load_rows,
+    row_alignment,
+    row_factor,
+    row_programs,
+    row_stride,
+    shape_class,
+    store_chunk,
+    vector,
+)
 
 
 @triton.jit

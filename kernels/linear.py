@@ -135,7 +135,13 @@ def input_grad(g: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, rows_per_sample: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    rows_per_sample: int,
 ) -> Tensor:
     """residual + drop_path[row // rows_per_sample] * layer_scale * (x W^T + b): x (M, K), weight (N, K), residual (M, N) -> (M, N).
 
@@ -149,7 +155,11 @@ def linear_residual(
     if tile.provider == "cublas":
         branch = F.linear(x, weight, bias)
         branch = branch if layer_scale is None else branch * layer_scale.float()
-        branch = branch if drop_path is None else branch * drop_path.float().repeat_interleave(rows_per_sample, output_size=m)[:, None]
+        branch = (
+            branch
+            if drop_path is None
+            else branch * drop_path.float().repeat_interleave(rows_per_sample, output_size=m)[:, None]
+        )
         return (residual + branch).to(residual.dtype)
     out = torch.empty((m, n), dtype=residual.dtype, device=x.device)
     x_ptr, w_ptr, grid, flags = row_product(x, weight, tile, "nt")

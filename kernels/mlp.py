@@ -142,7 +142,9 @@ def linear_gelu_kernel(
 
 
 @triton.jit
-def store_dgelu(dact, pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH: tl.constexpr):
+def store_dgelu(
+    dact, pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH: tl.constexpr
+):
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     p = tl.load(pre_ptr + (offs_m[:, None] * stride_pm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
@@ -186,7 +188,9 @@ def dgelu_matmul_kernel(
     parts = column_parts(acc, SUBTILES)
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-        store_dgelu(parts[i], pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
+        store_dgelu(
+            parts[i], pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH
+        )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -263,7 +267,9 @@ def _sum(part: Tensor | None) -> Tensor | None:
     return total
 
 
-def _dgelu_outputs(pre: Tensor, row_tiles: int, want_act: bool, want_bias_grad: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _dgelu_outputs(
+    pre: Tensor, row_tiles: int, want_act: bool, want_bias_grad: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dpre, act, partial column sums), uninitialised; None for what is not wanted."""
     m, n = pre.shape
     dpre = torch.empty((m, n), dtype=pre.dtype, device=pre.device)
@@ -312,7 +318,9 @@ def dgelu_matmul(
     return dpre, act, _sum(part)
 
 
-def _gelu_bwd(dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _gelu_bwd(
+    dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     m, n = pre.shape
     tile = tiles.lookup("gelu_bwd", pre, f"d{n}")
     if tile.provider == "torch":

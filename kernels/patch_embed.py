@@ -16,7 +16,18 @@ from torch.nn import functional as F
 from . import tiles
 from .launch import cdiv, launch
 from .patch_embed_bwd import Gradients, patch_embed_bwd
-from .patches import Axes, channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, patch_rows, shape_class
+from .patches import (
+    Axes,
+    channel_values,
+    folding,
+    geometry_of,
+    in_image_order,
+    k_offsets,
+    load_patches,
+    locate,
+    patch_rows,
+    shape_class,
+)
 
 __all__ = ["Gradients", "patch_embed_bwd", "patch_embed_fwd"]
 
@@ -42,7 +53,9 @@ def patch_embed_fold_kernel(
         k = start + tl.arange(0, BLOCK_K)
         w = tl.load(weight_ptr + d * strides[0] + k_offsets(k, strides, AXES), mask=k < K, other=0.0).to(tl.float32)
         channel = k // C_INNER % len(SCALES)
-        tl.store(folded_ptr + d * K + k, (w * channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K)
+        tl.store(
+            folded_ptr + d * K + k, (w * channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K
+        )
         total += w * channel_values(channel, SHIFTS)
     bias = tl.sum(total, 0)
     if bias_ptr is not None:

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from . import tiles
 from .launch import cdiv, launch
-from .patches import Axes, channel_values, folding, geometry_of, in_image_order, k_offsets, load_patches, locate, patch_rows, shape_class
+from .patches import (
+    Axes,
+    channel_values,
+    folding,
+    geometry_of,
+    in_image_order,
+    k_offsets,
+    load_patches,
+    locate,
+    patch_rows,
+    shape_class,
+)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -39,7 +50,9 @@ def patch_embed_batch_sum_kernel(
     for start in range(0, batch, BLOCK_B):
         image = start + tl.arange(0, BLOCK_B)
         row = image.to(tl.int64) * tokens + token
-        acc += tl.load(dy_ptr + row[:, None] * D + offs_d[None, :], mask=(image < batch)[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+        acc += tl.load(
+            dy_ptr + row[:, None] * D + offs_d[None, :], mask=(image < batch)[:, None] & mask_d[None, :], other=0.0
+        ).to(tl.float32)
     total = tl.sum(acc, 0)
     if sum_ptr is not None:
         if token >= prefix:
@@ -85,7 +98,9 @@ def patch_embed_dweight_kernel(
         image, patch, corner = locate(row, layout, strides, AXES)
         dy_row = (row + (image + 1) * prefix).to(tl.int64)
         dy = tl.load(dy_ptr + dy_row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
-        x = load_patches(image_ptr + corner[:, None] + pixels[None, :], mask_m[:, None] & mask_k[None, :], dy_ptr.dtype.element_ty)
+        x = load_patches(
+            image_ptr + corner[:, None] + pixels[None, :], mask_m[:, None] & mask_k[None, :], dy_ptr.dtype.element_ty
+        )
         acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
     partial_ptrs = partial_ptr + (split.to(tl.int64) * D + offs_d[:, None]) * K + k[None, :]
     tl.store(partial_ptrs, acc, mask=mask_d[:, None] & mask_k[None, :])
@@ -167,7 +182,15 @@ class Gradients(NamedTuple):
     dpos: Tensor | None
 
 
-def _dweight(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, dbias: Tensor | None, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def _dweight(
+    dy: Tensor,
+    images: Tensor,
+    weight: Tensor,
+    prefix: int,
+    dbias: Tensor | None,
+    mean: Sequence[float],
+    std: Sequence[float],
+) -> Tensor:
     """(D, C, P, Q); dbias is given for raw images and None for floats."""
     geometry = geometry_of(images, weight.shape[2:], prefix)
     width, k, rows = weight.shape[0], geometry["AXES"].k, geometry["rows"]
@@ -217,7 +240,9 @@ def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int) -> Tensor:
     """(B, C, Hi, Wi), contiguous whatever the layout of the images."""
     batch, chans, height, columns = images.shape
     p, q = weight.shape[2:]
-    tile = tiles.lookup("patch_embed_dimages", dy, shape_class(images, geometry_of(images, (p, q), prefix), weight.shape[0]))
+    tile = tiles.lookup(
+        "patch_embed_dimages", dy, shape_class(images, geometry_of(images, (p, q), prefix), weight.shape[0])
+    )
     if tile.provider == "cublas":
         patches = torch.mm(dy[:, prefix:].flatten(0, 1), weight.flatten(1))
         grid = patches.view(batch, height // p, columns // q, chans, p, q).permute(0, 3, 1, 4, 2, 5)

@@ -116,7 +116,11 @@ def _geometry(shape: tuple[int, ...], image_strides: tuple[int, ...], patch: tup
 
 def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int) -> dict:
     """How the kernels find a patch's pixels: the arguments that all of them share."""
-    return dict(_geometry(images.shape, images.stride(), patch, channels_last(images)), prefix=prefix, PRECISION=fp32_precision())
+    return dict(
+        _geometry(images.shape, images.stride(), patch, channels_last(images)),
+        prefix=prefix,
+        PRECISION=fp32_precision(),
+    )
 
 
 def in_image_order(weight: Tensor, images: Tensor) -> tuple[Tensor, int]:
@@ -136,7 +140,9 @@ def shape_class(images: Tensor, geometry: dict, width: int) -> str:
     return f"{kind}-{'odd' if geometry['AXES'].k2 % 8 else 'even'}-{'large' if geometry['rows'] * width >= 1 << 22 else 'small'}"
 
 
-def patch_rows(images: Tensor, patch: tuple[int, int], dtype: torch.dtype, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def patch_rows(
+    images: Tensor, patch: tuple[int, int], dtype: torch.dtype, mean: Sequence[float], std: Sequence[float]
+) -> Tensor:
     """(M, C*P*Q): every patch written out, c before p before q, raw images normalised: what a library's product reads."""
     if images.dtype == torch.uint8:
         mean, std = (torch.tensor(x, dtype=torch.float32, device=images.device).view(-1, 1, 1) for x in (mean, std))

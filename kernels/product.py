@@ -56,7 +56,11 @@ def product(
             else:
                 acc = tl.dot(tl.trans(a.load([k, first_m])), b.load([k, first_n]), acc, input_precision=PRECISION)
     else:
-        offs_m, offs_n, offs_k = first_m + tl.arange(0, BLOCK_M).to(tl.int64), first_n + tl.arange(0, BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_K)
+        offs_m, offs_n, offs_k = (
+            first_m + tl.arange(0, BLOCK_M).to(tl.int64),
+            first_n + tl.arange(0, BLOCK_N).to(tl.int64),
+            tl.arange(0, BLOCK_K),
+        )
         at_k = first_k + offs_k.to(tl.int64)
         a_ptrs = a + (offs_m[:, None] * a_strides[0] + at_k[None, :] * a_strides[1])
         b_ptrs = b + (at_k[:, None] * b_strides[0] + offs_n[None, :] * b_strides[1])

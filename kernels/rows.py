@@ -44,7 +44,9 @@ def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_
 def store_chunk(ptr, value, rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     # Chunk i of rows of a contiguous (M, D) matrix.
     offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    tl.store(ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=row_mask(rows, M, i, D, BLOCK_D))
+    tl.store(
+        ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=row_mask(rows, M, i, D, BLOCK_D)
+    )
 
 
 @triton.jit
@@ -76,7 +78,9 @@ def scale_rows_kernel(
     for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)[:, None]
         mask = (rows < M) & mask_d
-        g = tl.load(dout_ptr + rows.to(tl.int64) * (stride_dout // ALIGN * ALIGN) + offs_d, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dout_ptr + rows.to(tl.int64) * (stride_dout // ALIGN * ALIGN) + offs_d, mask=mask, other=0.0).to(
+            tl.float32
+        )
         if dp_ptr is not None:
             g *= row_factor(dp_ptr, rows, M, rows_per_sample)
         if ls_ptr is not None:

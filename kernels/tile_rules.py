@@ -146,11 +146,36 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "attention_bwd": (
         # One program of 4 warps a head: four, three or two of them on a multiprocessor, by their registers.
-        Rule(tile(4, 1, "head", maxnreg=128, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=4, EXACT=0), sm=(90,), bits="16", shape="d[13][26]n[1-6]*"),
-        Rule(tile(4, 1, "head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3, EXACT=0), sm=(90,), bits="16", shape="d[46][48]n[1-6]*"),
-        Rule(tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1), sm=(90,), bits="16", shape="d[89][06]n[1-6]*"),
-        Rule(tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=1, PER_SM=4, EXACT=1), sm=(100,), bits="16", shape="d64n64"),
-        Rule(tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1), sm=(100,), bits="16", shape="d[1-9][024568]n[1-6]*"),
+        Rule(
+            tile(4, 1, "head", maxnreg=128, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=4, EXACT=0),
+            sm=(90,),
+            bits="16",
+            shape="d[13][26]n[1-6]*",
+        ),
+        Rule(
+            tile(4, 1, "head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3, EXACT=0),
+            sm=(90,),
+            bits="16",
+            shape="d[46][48]n[1-6]*",
+        ),
+        Rule(
+            tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1),
+            sm=(90,),
+            bits="16",
+            shape="d[89][06]n[1-6]*",
+        ),
+        Rule(
+            tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=1, PER_SM=4, EXACT=1),
+            sm=(100,),
+            bits="16",
+            shape="d64n64",
+        ),
+        Rule(
+            tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1),
+            sm=(100,),
+            bits="16",
+            shape="d[1-9][024568]n[1-6]*",
+        ),
         Rule(tile(provider="tiled")),
     ),
     "attention_bwd_dq": (
@@ -239,10 +264,21 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
     ),
     "attention_bwd": (
         *(
-            Rule(tile(warps, 1, "head", registers, BLOCK_M=64, BLOCK_N=keys, STAGES=2, PER_SM=programs, EXACT=exact), (90,), "16", _SHORT, variant)
-            for variant, warps, registers, keys, programs, exact in (("exact", 4, 248, 64, 2, 1), ("wide", 8, 0, 128, 1, 0))
+            Rule(
+                tile(warps, 1, "head", registers, BLOCK_M=64, BLOCK_N=keys, STAGES=2, PER_SM=programs, EXACT=exact),
+                (90,),
+                "16",
+                _SHORT,
+                variant,
+            )
+            for variant, warps, registers, keys, programs, exact in (
+                ("exact", 4, 248, 64, 2, 1),
+                ("wide", 8, 0, 128, 1, 0),
+            )
         ),
-        Rule(tile(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), sm=(90,), bits="16", shape=_SHORT),
+        Rule(
+            tile(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), sm=(90,), bits="16", shape=_SHORT
+        ),
         Rule(tile(provider="tiled")),
         *_ATTENTION,
     ),

@@ -64,7 +64,11 @@ def generation(device: torch.device) -> int:
     """80, 89, 90, 100 or 120 (0: older than any of them); tensors without a GPU take sm_90's tiles."""
     if _target is not None:
         return _target
-    return _generation(device.index if device.index is not None else torch.cuda.current_device()) if device.type == "cuda" else 90
+    return (
+        _generation(device.index if device.index is not None else torch.cuda.current_device())
+        if device.type == "cuda"
+        else 90
+    )
 
 
 _overrides: dict[tuple[str, str | None], Tile] = {}
@@ -101,7 +105,10 @@ def watching() -> Iterator[dict[tuple[str, str, str], Tile]]:
 
 def user_table_path() -> Path:
     """Where the user's own table lies."""
-    return Path(os.environ.get("VITFAST_TILES") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vitfast" / "tiles.json")
+    return Path(
+        os.environ.get("VITFAST_TILES")
+        or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vitfast" / "tiles.json"
+    )
 
 
 @functools.cache
@@ -173,7 +180,11 @@ def _bits(x: torch.Tensor) -> str:
 
 def _matching(rules: tuple[Rule, ...], x: torch.Tensor, shape: str) -> Iterator[Rule]:
     sm = generation(x.device)
-    return (rule for rule in rules if sm in rule.sm and rule.bits in ("*", _bits(x)) and fnmatch.fnmatchcase(shape, rule.shape))
+    return (
+        rule
+        for rule in rules
+        if sm in rule.sm and rule.bits in ("*", _bits(x)) and fnmatch.fnmatchcase(shape, rule.shape)
+    )
 
 
 @functools.cache
@@ -222,7 +233,10 @@ def rivals(op: str, x: torch.Tensor, shape: str, unchecked: bool = False) -> lis
 def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
     """What does the operation, but not on x, of libraries and Gluon, and why: {"flash_attn_3": "not installed"}."""
     rules = _matching((*RULES[op], *RIVALS.get(op, ())), x, shape)
-    reasons = {provider: _unsupported_reason(op, provider, x) for provider in dict.fromkeys(rule.tile.provider for rule in rules)}
+    reasons = {
+        provider: _unsupported_reason(op, provider, x)
+        for provider in dict.fromkeys(rule.tile.provider for rule in rules)
+    }
     return {provider: reason for provider, reason in reasons.items() if reason}
 
 

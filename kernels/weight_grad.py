@@ -56,7 +56,9 @@ def weight_grad_kernel(
     for i in tl.static_range(SUBTILES):
         cols = first_k + i * (BLOCK_K // SUBTILES) + tl.arange(0, BLOCK_K // SUBTILES)
         mask = (offs_n[:, None] < N) & (cols[None, :] < K)
-        tl.store(out_ptr + (offs_n[:, None] * stride_on + cols[None, :]), parts[i].to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            out_ptr + (offs_n[:, None] * stride_on + cols[None, :]), parts[i].to(out_ptr.dtype.element_ty), mask=mask
+        )
 
 
 @triton.jit
@@ -97,7 +99,9 @@ def weight_grad_sum_kernel(
     if w_ptr is not None:
         dls = tl.sum(dot, 1)
         if bias_ptr is not None:
-            dls += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) * tl.load(colsum_ptr + offs_n, mask=mask_n, other=0.0)
+            dls += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) * tl.load(
+                colsum_ptr + offs_n, mask=mask_n, other=0.0
+            )
         tl.store(dls_ptr + offs_n, dls, mask=mask_n)
 
 
@@ -166,7 +170,9 @@ def sum_products(
     return out, dls
 
 
-def weight_grad(g: Tensor, x: Tensor, *, layer_scale: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def weight_grad(
+    g: Tensor, x: Tensor, *, layer_scale: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """layer_scale[:, None] * g^T x: g (M, N), x (M, K) -> (N, K) in `out_dtype` (g's unless given), summed in fp32."""
     dtype = out_dtype or g.dtype
     tile = tiles.lookup("weight_grad", g, shape_class(x.shape[1], g.shape[1]))
@@ -182,7 +188,13 @@ def weight_grad(g: Tensor, x: Tensor, *, layer_scale: Tensor | None = None, out_
 
 
 def weight_grad_scaled(
-    g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor, colsum: Tensor | None, out_dtype: torch.dtype | None = None
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer_scale: Tensor,
+    colsum: Tensor | None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dW, dlayer_scale) of layer_scale * (x W^T + b), from g (M, N), the gradient of that product's output *before* the scale.
 
@@ -198,4 +210,6 @@ def _cublas_fp32(g: Tensor, x: Tensor) -> Tensor:
     """(1, N, K): g^T x in fp32. Only CUDA has the product of 16-bit matrices with an fp32 result."""
     if g.dtype == torch.float32:
         return torch.mm(g.t(), x)[None]
-    return (torch.mm(g.t(), x, out_dtype=torch.float32) if g.device.type != "cpu" else torch.mm(g.float().t(), x.float()))[None]
+    return (
+        torch.mm(g.t(), x, out_dtype=torch.float32) if g.device.type != "cpu" else torch.mm(g.float().t(), x.float())
+    )[None]

@@ -17,7 +17,9 @@ def timm_vit(**options) -> nn.Module:
 
 
 def timm_clip(act: str) -> nn.Module:
-    return timm_vit(pre_norm=True, norm_layer=partial(nn.LayerNorm, eps=1e-5), act_layer=act, global_pool="avg", fc_norm=False)
+    return timm_vit(
+        pre_norm=True, norm_layer=partial(nn.LayerNorm, eps=1e-5), act_layer=act, global_pool="avg", fc_norm=False
+    )
 
 
 def timm_deit_distilled() -> nn.Module:
@@ -37,7 +39,9 @@ def timm_resnet_hybrid() -> nn.Module:
 
     stem = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.ReLU())
     stem.num_features = 8
-    return timm_vit(embed_layer=lambda **options: HybridEmbed(stem, feature_size=(4, 4), **{**options, "patch_size": 2}))
+    return timm_vit(
+        embed_layer=lambda **options: HybridEmbed(stem, feature_size=(4, 4), **{**options, "patch_size": 2})
+    )
 
 
 def hf_vit(model: str = "ViTForImageClassification", **options) -> nn.Module:
@@ -89,24 +93,48 @@ MODELS = {
         (16, 16),
         [],
     ),
-    "timm DINOv2: registers, layer scale, no embed class": (partial(timm_vit, reg_tokens=4, init_values=0.5, no_embed_class=True), (16, 16), []),
+    "timm DINOv2: registers, layer scale, no embed class": (
+        partial(timm_vit, reg_tokens=4, init_values=0.5, no_embed_class=True),
+        (16, 16),
+        [],
+    ),
     "timm dynamic size": (partial(timm_vit, dynamic_img_size=True), (24, 32), []),
     "timm dynamic size, padded": (partial(timm_vit, dynamic_img_size=True, dynamic_img_pad=True), (21, 30), []),
     "timm CLIP, quick GELU": (partial(timm_clip, "quick_gelu"), (16, 16), ["QuickGELU"] * 2),
     "timm CLIP, tanh GELU": (partial(timm_clip, "gelu_tanh"), (16, 16), []),
     "timm q and k norm": (partial(timm_vit, qk_norm=True), (16, 16), ["q_norm"] * 2),
     "timm SwiGLU": (timm_swiglu, (16, 16), ["mlp is timm.layers.mlp.SwiGLU"] * 2),
-    "timm drop path, patch dropout": (partial(timm_vit, img_size=(32, 16), drop_path_rate=0.5, patch_drop_rate=0.3, init_values=0.5), (32, 16), []),
-    "timm dropout": (partial(timm_vit, proj_drop_rate=0.2, pos_drop_rate=0.1, drop_rate=0.1), (16, 16), ["active in training"] * 4),
+    "timm drop path, patch dropout": (
+        partial(timm_vit, img_size=(32, 16), drop_path_rate=0.5, patch_drop_rate=0.3, init_values=0.5),
+        (32, 16),
+        [],
+    ),
+    "timm dropout": (
+        partial(timm_vit, proj_drop_rate=0.2, pos_drop_rate=0.1, drop_rate=0.1),
+        (16, 16),
+        ["active in training"] * 4,
+    ),
     "timm attention dropout": (partial(timm_vit, attn_drop_rate=0.2), (16, 16), ["active in training"] * 2),
     "timm DeiT distilled": (timm_deit_distilled, (16, 16), []),
     "timm hybrid": (timm_resnet_hybrid, (16, 16), []),
     "HF ViT": (hf_vit, (16, 16), []),
-    "HF ViTModel, no qkv bias, tanh GELU": (partial(hf_vit, "ViTModel", qkv_bias=False, hidden_act="gelu_pytorch_tanh"), (16, 16), []),
+    "HF ViTModel, no qkv bias, tanh GELU": (
+        partial(hf_vit, "ViTModel", qkv_bias=False, hidden_act="gelu_pytorch_tanh"),
+        (16, 16),
+        [],
+    ),
     "HF ViT, ReLU": (partial(hf_vit, hidden_act="relu"), (16, 16), ["activation_fn"] * 2),
     "HF ViT, eager attention": (partial(hf_vit, attn_implementation="eager"), (16, 16), []),
-    "HF ViT dropout": (partial(hf_vit, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.1), (16, 16), ["active in training"] * 4),
-    "HF ViT attention dropout": (partial(hf_vit, attention_probs_dropout_prob=0.1), (16, 16), ["attention dropout is active in training"] * 2),
+    "HF ViT dropout": (
+        partial(hf_vit, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.1),
+        (16, 16),
+        ["active in training"] * 4,
+    ),
+    "HF ViT attention dropout": (
+        partial(hf_vit, attention_probs_dropout_prob=0.1),
+        (16, 16),
+        ["attention dropout is active in training"] * 2,
+    ),
     "HF DeiT with teacher": (hf_deit, (16, 16), []),
     "HF DINOv2, drop path": (partial(hf_dinov2, drop_path_rate=0.4), (24, 16), []),
     "HF DINOv2, SwiGLU": (partial(hf_dinov2, use_swiglu_ffn=True), (16, 16), ["SwiGLU"] * 2),
@@ -114,7 +142,11 @@ MODELS = {
     "torchvision": (tv_vit, (16, 16), []),
     "torchvision, hidden layer in the head": (partial(tv_vit, representation_size=12), (16, 16), []),
     "torchvision, convolutional stem": (tv_conv_stem, (16, 16), ["Sequential is nothing"]),
-    "torchvision attention dropout": (partial(tv_vit, attention_dropout=0.1), (16, 16), ["attention dropout is active in training"] * 2),
+    "torchvision attention dropout": (
+        partial(tv_vit, attention_dropout=0.1),
+        (16, 16),
+        ["attention dropout is active in training"] * 2,
+    ),
     "torchvision dropout": (partial(tv_vit, dropout=0.2, attention_dropout=0.1), (16, 16), ["active in training"] * 4),
 }
 

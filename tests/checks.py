@@ -8,7 +8,10 @@ def randomize(model: nn.Module, std: float = 0.1) -> nn.Module:
     """Random values in every parameter, LayerNorm and tokens included: a fresh model hides mix-ups behind its zeros and ones."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * std + (1.0 if parameter.dim() == 1 and "norm" in name and "weight" in name else 0.0))
+            parameter.copy_(
+                torch.randn_like(parameter) * std
+                + (1.0 if parameter.dim() == 1 and "norm" in name and "weight" in name else 0.0)
+            )
     return model
 
 

@@ -39,7 +39,20 @@ from vitfast.launchers import Draw, Sizes, launchers  # noqa: E402
 TABLE = Path(__file__).with_name("codegen.csv")
 WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
 # hgmma, hmma: how many of each; waits: HGMMAs that wait; notes: of ptxas, on wgmma that it serialised.
-COLUMNS = ("kernel", "case", "sm", "dtype", "tile", "warps", "stages", "registers", "stack", "spills", "shared", "tensor_core")
+COLUMNS = (
+    "kernel",
+    "case",
+    "sm",
+    "dtype",
+    "tile",
+    "warps",
+    "stages",
+    "registers",
+    "stack",
+    "spills",
+    "shared",
+    "tensor_core",
+)
 COLUMNS += ("hgmma", "waits", "hmma", "notes", "programs_per_sm")
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SHARED_PER_SM = {80: 167_936, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
@@ -106,11 +119,19 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple
         for model, s in sizes.items():
             for dtype in dtypes:
                 with tiles.targeting(sm):
-                    launches = [(case, launch) for case, call in launcher_calls(s, dtype, wide).items() for launch in record(call)]
+                    launches = [
+                        (case, launch)
+                        for case, call in launcher_calls(s, dtype, wide).items()
+                        for launch in record(call)
+                    ]
                 for case, launch in launches:
                     if not wide and model != "B/16" and not case.startswith("attention"):
                         continue  # the quick look takes the second size for its head of 80 alone,
-                    if not wide and case.endswith(")") and any(key[:2] == (sm, launch.kernel.__name__) for key in found):
+                    if (
+                        not wide
+                        and case.endswith(")")
+                        and any(key[:2] == (sm, launch.kernel.__name__) for key in found)
+                    ):
                         continue  # and rivals only where nothing else compiles their kernel
                     key = (sm, launch.kernel.__name__, *offline.key_of(launch, sm))
                     found.setdefault(key, (f"{model} {case}", sm, TYPES[dtype], offline.Job.of(launch)))
@@ -119,9 +140,15 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple
 
 def tile_name(launch: Launch) -> str:
     """The numbers of a launch's tile, as in "BLOCK_M=128 BLOCK_N=128 head=64+0"."""
-    blocks = {k: v for k, v in launch.arguments.items() if k.isupper() and isinstance(v, int) and not isinstance(v, bool)}
+    blocks = {
+        k: v for k, v in launch.arguments.items() if k.isupper() and isinstance(v, int) and not isinstance(v, bool)
+    }
     blocks |= {k: launch.arguments[k] for k in ("maxnreg",) if k in launch.arguments}
-    named = " ".join(f"{k}={v}" for k, v in blocks.items() if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "maxnreg"))
+    named = " ".join(
+        f"{k}={v}"
+        for k, v in blocks.items()
+        if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "maxnreg")
+    )
     return named + (" head={0.first}+{0.second}".format(launch.arguments["HEAD"]) if "HEAD" in launch.arguments else "")
 
 
@@ -189,7 +216,9 @@ def problems(rows: list[dict]) -> list[str]:
         if product and not r["tensor_core"]:
             found.append(f"{name}: no tensor-core instruction")
         if r["hgmma"] and (r["notes"] or (r["hgmma"] > 1 and r["waits"] > WAITING * r["hgmma"])):
-            found.append(f"{name}: serialised wgmma, {r['waits']} waits for {r['hgmma']} HGMMA ({r['notes'] or 'ptxas says nothing'})")
+            found.append(
+                f"{name}: serialised wgmma, {r['waits']} waits for {r['hgmma']} HGMMA ({r['notes'] or 'ptxas says nothing'})"
+            )
         if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
         if r["sm"] == 100 and r["hmma"] and product:
@@ -241,7 +270,9 @@ def _meta(inputs: list[doctor.Input], dtype: torch.dtype) -> list[torch.Tensor]:
     return [t.requires_grad_() if kind not in kinds else t for t, (kind, _) in zip(tensors, inputs)]
 
 
-def operations(s: Sizes, dtypes: list[torch.dtype], names: list[str] | None = None, rivals: bool = False) -> list[Launch]:
+def operations(
+    s: Sizes, dtypes: list[torch.dtype], names: list[str] | None = None, rivals: bool = False
+) -> list[Launch]:
     """What doctor's cases launch at these sizes: forward without gradients, forward and backward with them, and every rival provider."""
     found = []
     for name, (function, inputs) in doctor.cases(s).items():
@@ -304,8 +335,16 @@ def everything(sm: int) -> list[Launch]:
     sys.path.insert(0, str(Path(__file__).parent))
     import test_gpu
 
-    wanted, half, bf16 = [torch.float32, torch.float16, torch.bfloat16], [torch.float16, torch.bfloat16], [torch.bfloat16]
-    marks = {mark.args[0]: mark.args[1] for mark in test_gpu.test_attention_around_tile_edges.pytestmark if mark.name == "parametrize"}
+    wanted, half, bf16 = (
+        [torch.float32, torch.float16, torch.bfloat16],
+        [torch.float16, torch.bfloat16],
+        [torch.bfloat16],
+    )
+    marks = {
+        mark.args[0]: mark.args[1]
+        for mark in test_gpu.test_attention_around_tile_edges.pytestmark
+        if mark.name == "parametrize"
+    }
     with tiles.targeting(sm), launching_on_meta():
         found = operations(doctor.GPU_SIZES, wanted)
         for s in ALL_SIZES.values():
@@ -318,10 +357,18 @@ def everything(sm: int) -> list[Launch]:
             for head in marks["head"]:
                 s = Sizes(batch=2, tokens=tokens, width=3 * head, heads=3, hidden=64, image=32, patch=16)
                 found += operations(s, bf16, ["attention"])
-        for preset, image, batch in (("B/16", 224, 256), ("S/16", 224, 512), ("L/16", 224, 128), ("H/14", 224, 64), ("B/16", 384, 64)):
+        for preset, image, batch in (
+            ("B/16", 224, 256),
+            ("S/16", 224, 512),
+            ("L/16", 224, 128),
+            ("H/14", 224, 64),
+            ("B/16", 384, 64),
+        ):
             for amp in (False, True):
                 found += training_step(preset, image, batch, True, amp)
-                found += [x for count in (1, 64, 128, 256, 512) for x in training_step(preset, image, count, False, amp)]
+                found += [
+                    x for count in (1, 64, 128, 256, 512) for x in training_step(preset, image, count, False, amp)
+                ]
         return found
 
 
@@ -341,7 +388,11 @@ def write_cache(archive: Path, sm: int, processes: int, found: list[Launch]) -> 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         with ProcessPoolExecutor(processes) as pool:
-            failures = [f for f in pool.map(compile_only, [(offline.Job.of(x), sm) for x in launches.values()], chunksize=4) if f]
+            failures = [
+                f
+                for f in pool.map(compile_only, [(offline.Job.of(x), sm) for x in launches.values()], chunksize=4)
+                if f
+            ]
         size = cache.pack(Path(folder), archive, sm=sm)
     print(*failures, sep="\n", end="\n" if failures else "")
     made = f"Triton {triton.__version__}, Python {sys.version.split()[0]}"

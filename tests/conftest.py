@@ -3,7 +3,9 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # what /proc/cpuinfo says is not tried out by a compiler and a Python for each kind of vector
+os.environ.setdefault(
+    "TORCHINDUCTOR_VEC_ISA_OK", "1"
+)  # what /proc/cpuinfo says is not tried out by a compiler and a Python for each kind of vector
 
 import pytest
 import torch

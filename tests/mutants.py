@@ -56,7 +56,7 @@ class Mutant:
                 del sys.modules[module]
 
 
-_STORE_CHUNK = "tl.store(ptr + rows.to(tl.int64) * D + offs_d"
+_STORE_CHUNK = "ptr + rows.to(tl.int64) * D + offs_d"
 _LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q_tile, k_head, v_head, whole, N, scale, LAST_N, "
 _GRID = "(cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)"
 _SHORT_GRID = "(max(1, m // blocks[0]) * cdiv(n, blocks[1]),)"
@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "tiles of queries that overlap",
         "attention_tiled_bwd.py",
-        "place * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)",
-        "place * (BLOCK_M - 1), N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)",
+        "place * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N\n",
+        "place * (BLOCK_M - 1), N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N\n",
         "attention backward, dq",
         "write-write race",
         True,
@@ -284,7 +284,12 @@ MUTANTS = [
         "two values",
     ),
     Mutant(
-        "patches one pixel short", "patches.py", "(x * AXES.k2)", "(x * (AXES.k2 - 1))", "patch embedding backward", "two values"
+        "patches one pixel short",
+        "patches.py",
+        "(x * AXES.k2)",
+        "(x * (AXES.k2 - 1))",
+        "patch embedding backward",
+        "two values",
     ),
     # Never written.
     Mutant("a grid one row tile short", "product.py", _GRID, _SHORT_GRID, "linear + residual, fc2", "left unwritten"),
@@ -359,7 +364,12 @@ MUTANTS = [
     ),
     # Of what only some of the plan reaches: loops that go round twice, strides of their own, several images, options.
     Mutant(
-        "one tile of queries", "attention_rows.py", "range(0, query_tiles,", "range(0, 1,", "attention", "left unwritten"
+        "one tile of queries",
+        "attention_rows.py",
+        "range(0, query_tiles,",
+        "range(0, 1,",
+        "attention",
+        "left unwritten",
     ),
     Mutant("zeros that nobody asked for", "rows.py", "BLOCK_D), other=0.0)", "BLOCK_D))", "layer_norm", NUMBERS),
     Mutant(
@@ -419,8 +429,22 @@ MUTANTS = [
         "missing barrier",
         True,
     ),
-    Mutant("dQ of the last part alone", "attention_head_bwd.py", "if before:", "if rows is None:", "attention backward", NUMBERS),
-    Mutant("k for q in the box", "attention_head_bwd.py", "qkv_rest, b, h, rows", "qkv_rest, b, H + h, rows", "attention backward", NUMBERS),
+    Mutant(
+        "dQ of the last part alone",
+        "attention_head_bwd.py",
+        "if before:",
+        "if rows is None:",
+        "attention backward",
+        NUMBERS,
+    ),
+    Mutant(
+        "k for q in the box",
+        "attention_head_bwd.py",
+        "qkv_rest, b, h, rows",
+        "qkv_rest, b, H + h, rows",
+        "attention backward",
+        NUMBERS,
+    ),
     Mutant(
         "statistics of whole tiles alone",
         "attention_head_bwd.py",
@@ -429,5 +453,7 @@ MUTANTS = [
         "attention backward",
         "uninitialised read",
     ),
-    Mutant("a misaligned descriptor", "product.py", " and x.data_ptr() % 16 == 0 and", " and", "linear + gelu", NUMBERS),
+    Mutant(
+        "a misaligned descriptor", "product.py", " and x.data_ptr() % 16 == 0 and", " and", "linear + gelu", NUMBERS
+    ),
 ]

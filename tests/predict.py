@@ -45,7 +45,21 @@ PRESETS = {  # name of the sizes: preset, pixels
 COLUMNS = ("preset", "case", "kernel", "tile", "programs", "resident", "waves")
 COLUMNS += tuple(f"{port}_us" for port in ("tensor", "mufu", "issue", "shared", "l2", "hbm"))
 COLUMNS += ("binds", "predicted_h100_us", "predicted_h200_us")
-STEP_COLUMNS = ("preset", "img_size", "batch_size", "gpu", "direction", "width", "depth", "heads", "hidden", "tokens", "what", "times", "predicted_us")
+STEP_COLUMNS = (
+    "preset",
+    "img_size",
+    "batch_size",
+    "gpu",
+    "direction",
+    "width",
+    "depth",
+    "heads",
+    "hidden",
+    "tokens",
+    "what",
+    "times",
+    "predicted_us",
+)
 
 
 def key_of(launch: Launch) -> str:
@@ -108,7 +122,9 @@ class Libraries(TorchDispatchMode):
         self.found: list[tuple[str, float, int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "vitfast":  # on meta tensors its own launchers run, and what they leave to libraries is counted here
+        if (
+            func.namespace == "vitfast"
+        ):  # on meta tensors its own launchers run, and what they leave to libraries is counted here
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
         if func.overloadpacket not in flop_registry:
@@ -120,10 +136,20 @@ class Libraries(TorchDispatchMode):
         aliases = [x.alias_info for x in func._schema.returns]
         view = any(alias is not None and not alias.is_write for alias in aliases)
         name = func._schema.name
-        if name.startswith("aten::") and not view and not any(word in name for word in ("empty", "detach", "_unsafe_view", "resize")):
-            flops = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out) if func.overloadpacket in flop_registry else 0
+        if (
+            name.startswith("aten::")
+            and not view
+            and not any(word in name for word in ("empty", "detach", "_unsafe_view", "resize"))
+        ):
+            flops = (
+                flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+                if func.overloadpacket in flop_registry
+                else 0
+            )
             tensors = torch.utils._pytree.tree_leaves((args, kwargs, out))
-            self.found.append((name, flops, sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))))
+            self.found.append(
+                (name, flops, sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)))
+            )
         return out
 
 
@@ -168,11 +194,23 @@ def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) 
                 seconds[name] += ports.library(flops, moved, gpu)
             times = Counter(launch.kernel.__name__ for launch in launches) + Counter(name for name, _, _ in libraries)
             total = sum(seconds.values())
-            about = dict(preset=preset, img_size=image, batch_size=batch, gpu=gpu.name, direction="training" if train else "inference")
+            about = dict(
+                preset=preset,
+                img_size=image,
+                batch_size=batch,
+                gpu=gpu.name,
+                direction="training" if train else "inference",
+            )
             about |= dict(width=model.embed_dim, depth=len(model.blocks), heads=model.blocks[0].attn.num_heads)
-            about |= dict(hidden=model.blocks[0].mlp.fc1.out_features, tokens=model.num_prefix_tokens + model.patch_embed.num_patches)
+            about |= dict(
+                hidden=model.blocks[0].mlp.fc1.out_features,
+                tokens=model.num_prefix_tokens + model.patch_embed.num_patches,
+            )
             rows.append(about | dict(what="step", times=1, predicted_us=f"{1e6 * total:.1f}"))
-            rows += [about | dict(what=name, times=times[name] or 1, predicted_us=f"{1e6 * s:.1f}") for name, s in seconds.most_common()]
+            rows += [
+                about | dict(what=name, times=times[name] or 1, predicted_us=f"{1e6 * s:.1f}")
+                for name, s in seconds.most_common()
+            ]
     return rows
 
 
@@ -182,7 +220,9 @@ def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) 
 def write(path: Path, rows: list[dict], columns: tuple[str, ...]) -> None:
     """A table whose first line says that it is predicted, and for which kernels."""
     with open(path, "w", newline="") as file:
-        file.write(f"# predicted, nothing in it was measured; kernels {codegen.cache.source_hash()}, triton {triton.__version__}; written by make codegen\n")
+        file.write(
+            f"# predicted, nothing in it was measured; kernels {codegen.cache.source_hash()}, triton {triton.__version__}; written by make codegen\n"
+        )
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -201,19 +241,36 @@ def notes() -> str:
     both = {r["what"]: {} for r in rows}
     for r in rows:
         both[r["what"]][r["gpu"]] = r
-    lines = ["| B/16, batch 256, a training step | launches | predicted, H100, ms | predicted, H200, ms |", "|---|---|---|---|"]
+    lines = [
+        "| B/16, batch 256, a training step | launches | predicted, H100, ms | predicted, H200, ms |",
+        "|---|---|---|---|",
+    ]
     for what, on in both.items():
         h100, h200 = (float(on[gpu]["predicted_us"]) / 1e3 for gpu in ("H100", "H200"))
         if h100 >= 0.1:
             lines.append(f"| {what} | {on['H100']['times']} | {h100:.2f} | {h200:.2f} |")
-    lines += ["", "| preset, batch | predicted on | inference, images/s | training step, ms | training, images/s |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| preset, batch | predicted on | inference, images/s | training step, ms | training, images/s |",
+        "|---|---|---|---|---|",
+    ]
     whole = [r for r in read(STEPS) if r["what"] == "step"]
     for r in whole:
         if r["direction"] == "training":
-            same = [x for x in whole if all(x[k] == r[k] for k in ("preset", "img_size", "gpu")) and x["direction"] == "inference"]
-            batch, seconds, inference = int(r["batch_size"]), float(r["predicted_us"]) / 1e6, float(same[0]["predicted_us"]) / 1e6
+            same = [
+                x
+                for x in whole
+                if all(x[k] == r[k] for k in ("preset", "img_size", "gpu")) and x["direction"] == "inference"
+            ]
+            batch, seconds, inference = (
+                int(r["batch_size"]),
+                float(r["predicted_us"]) / 1e6,
+                float(same[0]["predicted_us"]) / 1e6,
+            )
             size = "" if r["img_size"] == "224" else f" {r['img_size']} px"
-            lines.append(f"| {r['preset']}{size}, {batch} | {r['gpu']} | {batch / inference:,.0f} | {1e3 * seconds:.1f} | {batch / seconds:,.0f} |")
+            lines.append(
+                f"| {r['preset']}{size}, {batch} | {r['gpu']} | {batch / inference:,.0f} | {1e3 * seconds:.1f} | {batch / seconds:,.0f} |"
+            )
     return "\n".join(lines)
 
 
@@ -231,7 +288,10 @@ def order(operation: str, sizes: str, processes: int) -> str:
                 with tiles.override(op, tile, shape), recording() as launches, Libraries() as libraries:
                     launcher.call(*inputs)
                 mark = "shipped" if tile == shipped else "rival" if tile in found else ""
-                candidates[f"{mark:<8}{op} {tile.provider} {' '.join(f'{k}={v}' for k, v in tile.meta.items())}"] = list(launches), libraries.found
+                candidates[f"{mark:<8}{op} {tile.provider} {' '.join(f'{k}={v}' for k, v in tile.meta.items())}"] = (
+                    list(launches),
+                    libraries.found,
+                )
     works = measured([launch for launches, _ in candidates.values() for launch in launches], processes)
     rows = []
     for name, (launches, libraries) in candidates.items():
@@ -239,11 +299,26 @@ def order(operation: str, sizes: str, processes: int) -> str:
         if any(isinstance(work, str) for work in found):
             continue  # it does not compile, does not fit, or cannot be followed
         predictions = [ports.predict(work, ports.H100) for work in found]
-        total = sum(p.total for p in predictions) + sum(ports.library(flops, moved, ports.H100) for _, flops, moved in libraries)
+        total = sum(p.total for p in predictions) + sum(
+            ports.library(flops, moved, ports.H100) for _, flops, moved in libraries
+        )
         # What binds is often the same for several tiles: then the one with the fewest instructions comes first.
-        rows.append((round(1e6 * total), sum(p.ports["issue"] for p in predictions), name, " ".join(p.binds for p in predictions) or "library"))
+        rows.append(
+            (
+                round(1e6 * total),
+                sum(p.ports["issue"] for p in predictions),
+                name,
+                " ".join(p.binds for p in predictions) or "library",
+            )
+        )
     lines = [f"{operation}, {sizes}, bf16, H100: predicted by the port model, not measured"]
-    return "\n".join(lines + [f"predicted {total:5} us ({binds:>8}, issue {1e6 * issue:5.0f})  {name}" for total, issue, name, binds in sorted(rows)])
+    return "\n".join(
+        lines
+        + [
+            f"predicted {total:5} us ({binds:>8}, issue {1e6 * issue:5.0f})  {name}"
+            for total, issue, name, binds in sorted(rows)
+        ]
+    )
 
 
 def main() -> int:
@@ -257,7 +332,9 @@ def main() -> int:
         print(notes() if args.notes else order(args.tiles, args.preset, args.processes))
         return 0
     found, recorded = {sizes: cases(sizes) for sizes in PRESETS}, all_steps()
-    launches = [launch for rows in found.values() for _, launch in rows] + [launch for some, _ in recorded.values() for launch in some]
+    launches = [launch for rows in found.values() for _, launch in rows] + [
+        launch for some, _ in recorded.values() for launch in some
+    ]
     works = measured(launches, args.processes)
     rows = []
     for sizes, (preset, image) in PRESETS.items():
@@ -269,7 +346,9 @@ def main() -> int:
     problems = {work for work in works.values() if isinstance(work, str)}
     missing = len(recorded) * len(ports.GPUS) - sum(row["what"] == "step" for row in whole)
     print(*sorted(problems), sep="\n", end="\n" if problems else "")
-    print(f"{len(rows)} predicted launches, {KERNELS}; {len(whole)} rows of predicted steps, {missing} steps without, {STEPS}")
+    print(
+        f"{len(rows)} predicted launches, {KERNELS}; {len(whole)} rows of predicted steps, {missing} steps without, {STEPS}"
+    )
     return 1 if missing else 0  # a rival may have no prediction, a step not
 
 

@@ -16,7 +16,9 @@ import tempfile
 import torch
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload("pytest sklearn.datasets sklearn.model_selection torch.distributed.fsdp torch.utils.tensorboard vitfast.train.loop".split())
+SERVER.set_forkserver_preload(
+    "pytest sklearn.datasets sklearn.model_selection torch.distributed.fsdp torch.utils.tensorboard vitfast.train.loop".split()
+)
 
 
 class Child:
@@ -24,7 +26,9 @@ class Child:
 
     def __init__(self, function, *args, **environment):
         self.files = [tempfile.NamedTemporaryFile("r+"), tempfile.NamedTemporaryFile("r+")]
-        self.process = SERVER.Process(target=_run, args=([file.name for file in self.files], environment, function, args))
+        self.process = SERVER.Process(
+            target=_run, args=([file.name for file in self.files], environment, function, args)
+        )
         self.process.start()
         self.pid = self.process.pid
         atexit.register(self.process.kill)  # multiprocessing would wait for one that a failed test has left

@@ -117,17 +117,21 @@ timm_options = st.fixed_dictionaries(
         "act_layer": st.sampled_from(["gelu", "quick_gelu", "silu"]),
     }
 ).map(lambda options: (timm_vit, options))
-hf_options = st.fixed_dictionaries({"qkv_bias": st.booleans(), "hidden_act": st.sampled_from(["gelu", "relu"])}).map(lambda options: (hf_vit, options))
-dinov2_options = st.fixed_dictionaries({"use_swiglu_ffn": st.booleans(), "drop_path_rate": st.sampled_from([0.0, 0.2])}).map(
-    lambda options: (hf_dinov2, options)
+hf_options = st.fixed_dictionaries({"qkv_bias": st.booleans(), "hidden_act": st.sampled_from(["gelu", "relu"])}).map(
+    lambda options: (hf_vit, options)
 )
-tv_options = st.fixed_dictionaries({"representation_size": st.sampled_from([None, 8]), "dropout": st.sampled_from([0.0, 0.1])}).map(
-    lambda options: (tv_vit, options)
-)
+dinov2_options = st.fixed_dictionaries(
+    {"use_swiglu_ffn": st.booleans(), "drop_path_rate": st.sampled_from([0.0, 0.2])}
+).map(lambda options: (hf_dinov2, options))
+tv_options = st.fixed_dictionaries(
+    {"representation_size": st.sampled_from([None, 8]), "dropout": st.sampled_from([0.0, 0.1])}
+).map(lambda options: (tv_vit, options))
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.one_of(timm_options, hf_options, dinov2_options, tv_options), st.sampled_from([None, True, False]), st.booleans())
+@given(
+    st.one_of(timm_options, hf_options, dinov2_options, tv_options), st.sampled_from([None, True, False]), st.booleans()
+)
 def test_parameters_are_never_copied_reordered_or_renamed(chosen, residual_in_fp32, frozen):
     make, options = chosen
     model = make(**options)
@@ -179,7 +183,11 @@ def test_a_model_around_a_backbone():
 def block_dtypes(model, run):
     """The dtype that each block puts out, and the output's."""
     seen = []
-    hooks = [m.register_forward_hook(lambda _, __, out: seen.append(out.dtype)) for m in model.modules() if type(m).__name__ in BLOCKS]
+    hooks = [
+        m.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+        for m in model.modules()
+        if type(m).__name__ in BLOCKS
+    ]
     seen.append(tensor(run(model)).dtype)
     for hook in hooks:
         hook.remove()
@@ -189,8 +197,12 @@ def block_dtypes(model, run):
 BLOCKS = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock")
 DTYPE_MODELS = {
     "timm": timm_vit,
-    "timm without positions": lambda: timm_vit(pos_embed="none", class_token=False, global_pool="avg"),  # the stream starts in autocast's dtype
-    "timm layer scale without positions": lambda: timm_vit(pos_embed="none", class_token=False, global_pool="avg", init_values=0.5),
+    "timm without positions": lambda: timm_vit(
+        pos_embed="none", class_token=False, global_pool="avg"
+    ),  # the stream starts in autocast's dtype
+    "timm layer scale without positions": lambda: timm_vit(
+        pos_embed="none", class_token=False, global_pool="avg", init_values=0.5
+    ),
     "HF ViT": hf_vit,
     "HF DINOv2": hf_dinov2,
     "torchvision": tv_vit,
@@ -216,7 +228,9 @@ def test_autocast_gives_the_originals_dtypes_and_accuracy(name):
         errors.append((out.double() - truth).norm() / truth.norm())
         grads = gradients(model, out, upstream.to(out.dtype))
         assert all(grads[key].dtype == torch.float32 for key in wanted)
-        gradient_errors.append(sum((grads[key] - wanted[key]).norm() for key in wanted) / sum(g.norm() for g in wanted.values()))
+        gradient_errors.append(
+            sum((grads[key] - wanted[key]).norm() for key in wanted) / sum(g.norm() for g in wanted.values())
+        )
     # bf16 has 8 bits: both lie at about 1e-2 of the truth.
     assert errors[0] < 2 * errors[1] + 1e-3 and errors[1] < 0.05
     assert gradient_errors[0] < 2 * gradient_errors[1] + 1e-3
@@ -232,7 +246,9 @@ def test_residual_dtype_can_be_chosen_under_autocast():
     bf16, fp32 = torch.bfloat16, torch.float32
     assert block_dtypes(vitfast.accelerate(timm_vit()), run) == [fp32, fp32, bf16]
     assert block_dtypes(vitfast.accelerate(timm_vit(), residual_in_fp32=False), run) == [bf16, bf16, bf16]
-    assert block_dtypes(vitfast.accelerate(DTYPE_MODELS["timm without positions"](), residual_in_fp32=True), run)[:2] == [fp32, fp32]
+    assert block_dtypes(vitfast.accelerate(DTYPE_MODELS["timm without positions"](), residual_in_fp32=True), run)[
+        :2
+    ] == [fp32, fp32]
     model = vitfast.accelerate(vitfast.accelerate(timm_vit(), residual_in_fp32=False))
     assert block_dtypes(model, run)[0] == fp32, "the last call decides"
 
@@ -260,7 +276,9 @@ def test_autocast_on_kernels(dtype):
     with ops.use_kernels("on"), torch.autocast("cpu", dtype):
         out, expected = (model(images) for model in pair)
     assert out.dtype == expected.dtype == dtype and launches_made() - before >= 14
-    assert (out.double() - truth).norm() < 2 * (expected.double() - truth).norm() + torch.finfo(dtype).eps * truth.norm()
+    assert (out.double() - truth).norm() < 2 * (expected.double() - truth).norm() + torch.finfo(
+        dtype
+    ).eps * truth.norm()
 
 
 # ---- what is left alone
@@ -293,9 +311,17 @@ def test_log_and_report_say_what_was_done(caplog):
     with caplog.at_level(logging.INFO, "vitfast"):
         vitfast.accelerate(model)
     [record] = caplog.records
-    assert record.name == "vitfast" and record.levelname == "INFO" and "2 x attention half" in record.message and "QuickGELU" in record.message
+    assert (
+        record.name == "vitfast"
+        and record.levelname == "INFO"
+        and "2 x attention half" in record.message
+        and "QuickGELU" in record.message
+    )
     text = str(vitfast.acceleration_report(model))
-    assert "blocks.0 ... blocks.1 (2) (Block), attention half" in text and "MLP half: mlp.act is timm.layers.activations.QuickGELU" in text
+    assert (
+        "blocks.0 ... blocks.1 (2) (Block), attention half" in text
+        and "MLP half: mlp.act is timm.layers.activations.QuickGELU" in text
+    )
 
 
 def test_a_subclass_with_code_of_its_own_is_left():
@@ -308,7 +334,9 @@ def test_a_subclass_with_code_of_its_own_is_left():
     model = timm_vit(block_fn=Doubled)
     types = [type(b) for b in model.blocks]
     vitfast.accelerate(model)
-    assert [type(b) for b in model.blocks] == types and "Doubled may have code of its own" in str(vitfast.acceleration_report(model))
+    assert [type(b) for b in model.blocks] == types and "Doubled may have code of its own" in str(
+        vitfast.acceleration_report(model)
+    )
 
 
 def test_a_layer_with_a_part_that_is_not_known_is_left():
@@ -368,7 +396,12 @@ def test_odd_layers_run_the_original(change):
 
 def test_bad_input_is_the_originals_error():
     pair = accelerated_pair(timm_vit)
-    for images in (torch.randn(2, 3, 16, 24), torch.randn(2, 4, 16, 16), torch.zeros(2, 3, 16, 16, dtype=torch.uint8), torch.randn(2, 3, 16, 16).double()):
+    for images in (
+        torch.randn(2, 3, 16, 24),
+        torch.randn(2, 4, 16, 16),
+        torch.zeros(2, 3, 16, 16, dtype=torch.uint8),
+        torch.randn(2, 3, 16, 16).double(),
+    ):
         errors = []
         for model in pair:
             with pytest.raises(Exception) as error:
@@ -376,7 +409,9 @@ def test_bad_input_is_the_originals_error():
             errors.append((error.type, str(error.value)))
         assert errors[0] == errors[1]
     hf = accelerated_pair(hf_vit)  # its convolution drops what is left of the last patch
-    out, expected = (model.vit.embeddings.patch_embeddings(torch.randn(1, 3, 19, 17, generator=torch.manual_seed(0))) for model in hf)
+    out, expected = (
+        model.vit.embeddings.patch_embeddings(torch.randn(1, 3, 19, 17, generator=torch.manual_seed(0))) for model in hf
+    )
     assert_close(out, expected, atol=1e-6)
     for function in (vitfast.accelerate, vitfast.restore, vitfast.acceleration_report):
         with pytest.raises(InputError, match="must be a torch.nn.Module, got dict"):
@@ -407,14 +442,20 @@ def test_a_library_that_computes_its_layer_in_another_way_is_left(monkeypatch):
 
     forward = Block.forward
     try:
-        for change in (lambda self, x, **kwargs: 1.01 * forward(self, x, **kwargs), lambda self, x, rope: x, lambda self, x: (x,)):
+        for change in (
+            lambda self, x, **kwargs: 1.01 * forward(self, x, **kwargs),
+            lambda self, x, rope: x,
+            lambda self, x: (x,),
+        ):
             registry._adapter.cache_clear()
             monkeypatch.setattr(Block, "forward", change)
             state = torch.get_rng_state()
             model = vitfast.accelerate(timm_vit())
             assert type(model.blocks[0]) is Block
             report = vitfast.acceleration_report(model)
-            assert [e.why for e in report.left] == [f"timm {timm.__version__} computes it in another way than vitfast"] * 2
+            assert [e.why for e in report.left] == [
+                f"timm {timm.__version__} computes it in another way than vitfast"
+            ] * 2
             assert not torch.equal(state, torch.get_rng_state()), "the model's own weights"
             state = torch.get_rng_state()
             registry._adapter.cache_clear()

@@ -40,7 +40,9 @@ def test_equals_sdpa():
 
 
 def test_any_model_of_the_registry_and_from_the_config():
-    config = CLIPVisionConfig(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    config = CLIPVisionConfig(
+        image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
     for model in (randomize(CLIPVisionModel(config)).eval(), randomize(hf_dinov2("Dinov2Model")).eval()):
         expected = model(IMAGES).last_hidden_state
         model.set_attn_implementation("vitfast")
@@ -49,7 +51,9 @@ def test_any_model_of_the_registry_and_from_the_config():
     assert hf_vit(attn_implementation="vitfast").config._attn_implementation == "vitfast"
 
 
-@pytest.mark.parametrize("case", ["mask", "dropout", "causal", "causal module", "fewer keys", "longer keys", "float mask", "scale", "plain"])
+@pytest.mark.parametrize(
+    "case", ["mask", "dropout", "causal", "causal module", "fewer keys", "longer keys", "float mask", "scale", "plain"]
+)
 def test_what_it_does_not_do_is_sdpas(case):
     q, k, v = torch.randn(3, 2, 4, 5, 8)
     module, arguments = nn.Module(), dict(attention_mask=None, dropout=0.0, scaling=None)
@@ -101,5 +105,7 @@ assert "vitfast.adapters.hugging_face" not in sys.modules and "timm" not in sys.
 
 
 def test_import_vitfast_after_transformers_is_enough():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr

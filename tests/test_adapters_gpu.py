@@ -21,7 +21,9 @@ HF = dict(image_size=64, patch_size=16, hidden_size=384, num_attention_heads=6)
 MODELS = {
     "timm": lambda: timm_vit(**TIMM),
     "timm layer scale": lambda: timm_vit(**TIMM, init_values=0.5),
-    "timm without positions": lambda: timm_vit(**TIMM, pos_embed="none", class_token=False, global_pool="avg", fc_norm=False),
+    "timm without positions": lambda: timm_vit(
+        **TIMM, pos_embed="none", class_token=False, global_pool="avg", fc_norm=False
+    ),
     "HF ViT": lambda: hf_vit(**HF, intermediate_size=1536),
     "HF DINOv2": lambda: hf_dinov2(**HF),
     "torchvision": lambda: tv_vit(image_size=64, patch_size=16, hidden_dim=384, num_heads=6, mlp_dim=1536),
@@ -32,7 +34,11 @@ def dtypes(model, images):
     """What each block and the last norm put out, and the model."""
     seen = []
     kinds = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock", "LayerNorm")
-    chosen = [m for name, m in model.named_modules() if type(m).__name__ in kinds and "norm1" not in name and "norm2" not in name]
+    chosen = [
+        m
+        for name, m in model.named_modules()
+        if type(m).__name__ in kinds and "norm1" not in name and "norm2" not in name
+    ]
     outer = [m for m in chosen if not any(m is not other and m in other.modules() for other in chosen)]
     hooks = [m.register_forward_hook(lambda _, __, out: seen.append(out.dtype)) for m in outer]
     seen.append(tensor(model(images)).dtype)
@@ -70,7 +76,11 @@ def test_dtypes_numbers_and_gradients(name, autocast, weights):
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("make", [lambda: timm_vit(**TIMM, drop_path_rate=0.5), lambda: hf_dinov2(**HF, drop_path_rate=0.5)], ids=["timm", "HF"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: timm_vit(**TIMM, drop_path_rate=0.5), lambda: hf_dinov2(**HF, drop_path_rate=0.5)],
+    ids=["timm", "HF"],
+)
 def test_drop_path_draws_what_the_original_draws(make, autocast):
     original = randomize(make(), std=0.05).to(DEVICE).train()
     model = vitfast.accelerate(copy.deepcopy(original))

@@ -23,7 +23,11 @@ from vitfast.kernels.launch import launches_made
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
 IMAGES = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
 MAKERS = {"timm": timm_vit, "Hugging Face": hf_vit, "torchvision": tv_vit}
-SHALLOW = {"timm": lambda: timm_vit(depth=1), "Hugging Face": lambda: hf_vit(num_hidden_layers=1), "torchvision": lambda: tv_vit(num_layers=1)}
+SHALLOW = {
+    "timm": lambda: timm_vit(depth=1),
+    "Hugging Face": lambda: hf_vit(num_hidden_layers=1),
+    "torchvision": lambda: tv_vit(num_layers=1),
+}
 ALL_PARTS = 6  # of a model with two layers: the patch projection, four halves, the last norm
 
 
@@ -51,14 +55,19 @@ def assert_equal_models(model, original, atol=1e-5):
 
 
 @pytest.mark.parametrize("order", ["accelerate first", "LoRA first"])
-@pytest.mark.parametrize("library, targets", [("timm", ["qkv"]), ("timm", ["qkv", "proj", "fc1", "fc2"]), ("Hugging Face", ["q_proj", "v_proj"])])
+@pytest.mark.parametrize(
+    "library, targets",
+    [("timm", ["qkv"]), ("timm", ["qkv", "proj", "fc1", "fc2"]), ("Hugging Face", ["q_proj", "v_proj"])],
+)
 def test_lora(library, targets, order):
     peft = pytest.importorskip("peft")
     base = randomize(MAKERS[library]())
 
     def adapted(model):
         torch.manual_seed(2)
-        return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False))
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
+        )
 
     original = adapted(copy.deepcopy(base))
     if order == "accelerate first":
@@ -83,7 +92,9 @@ def test_lora_on_the_patch_projection():
     peft = pytest.importorskip("peft")
     model = vitfast.accelerate(randomize(timm_vit()))
     before = model(IMAGES)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["patch_embed.proj"], init_lora_weights=True))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["patch_embed.proj"], init_lora_weights=True)
+    )
     assert_close(model(IMAGES), before, atol=1e-5)
 
 
@@ -91,7 +102,10 @@ def test_lora_on_the_patch_projection():
 @pytest.mark.parametrize("library", MAKERS)
 def test_parametrisation_and_hooks_after_accelerate(library):
     pair = pair_of(MAKERS[library])
-    linears = [[m for m in model.modules() if type(m) is nn.Linear and m.out_features == (128 if library == "timm" else 64)] for model in pair]
+    linears = [
+        [m for m in model.modules() if type(m) is nn.Linear and m.out_features == (128 if library == "timm" else 64)]
+        for model in pair
+    ]
     for fc1, *_ in linears:
         nn.utils.parametrizations.weight_norm(fc1)
         fc1.parametrizations.weight.original0.data.mul_(1.5)
@@ -111,7 +125,9 @@ def test_a_parametrised_leaf_is_restored():
     assert running(model) == ALL_PARTS
     assert_equal_models(model, original)
     vitfast.restore(model)
-    assert type(model.patch_embed.proj) is not type(original.patch_embed.proj) and isinstance(model.patch_embed.proj, nn.Conv2d)
+    assert type(model.patch_embed.proj) is not type(original.patch_embed.proj) and isinstance(
+        model.patch_embed.proj, nn.Conv2d
+    )
     for m in (model, original):
         nn.utils.parametrize.remove_parametrizations(m.patch_embed.proj, "weight")
     assert type(model.patch_embed.proj) is nn.Conv2d
@@ -135,7 +151,12 @@ def test_every_kind_of_hook_is_called():
     assert running(pair[0]) == ALL_PARTS - 2
     assert_equal_models(*pair)
     logs = list(seen.values())
-    assert logs[0] == logs[1] and {kind for kind, _ in logs[0]} == {"attention", "fc1", "block", "patches"}  # dropout is not called with fused attention
+    assert logs[0] == logs[1] and {kind for kind, _ in logs[0]} == {
+        "attention",
+        "fc1",
+        "block",
+        "patches",
+    }  # dropout is not called with fused attention
     for handle in handles:
         handle.remove()
     assert running(pair[0]) == ALL_PARTS
@@ -166,7 +187,9 @@ def test_a_forward_set_on_the_instance():
     vitfast.restore(model)
     types = [type(m) for m in model.modules()]
     vitfast.accelerate(model)
-    assert type(block) is types[[id(m) for m in model.modules()].index(id(block))], "a block that brings its own forward keeps its class"
+    assert type(block) is types[[id(m) for m in model.modules()].index(id(block))], (
+        "a block that brings its own forward keeps its class"
+    )
     assert "set on the instance" in str(vitfast.acceleration_report(model))
 
 
@@ -195,7 +218,9 @@ def test_copies_pickles_and_state(library):
     expected = tensor(model(IMAGES))
     vitfast.accelerate(model, residual_in_fp32=False)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert running(twin) == ALL_PARTS and {id(p) for p in twin.parameters()}.isdisjoint(id(p) for p in model.parameters())
+        assert running(twin) == ALL_PARTS and {id(p) for p in twin.parameters()}.isdisjoint(
+            id(p) for p in model.parameters()
+        )
         assert_close(tensor(twin(IMAGES)), expected, atol=1e-5)
         with torch.no_grad():
             next(twin.parameters()).add_(1)
@@ -222,7 +247,9 @@ def test_an_average_of_weights_follows_an_accelerated_model():
             p.mul_(2)
     ema.update(model)
     weights = dict(model.named_parameters())
-    assert running(ema.module) == ALL_PARTS and all(torch.allclose(p, weights[name] * 0.75) for name, p in ema.module.named_parameters())
+    assert running(ema.module) == ALL_PARTS and all(
+        torch.allclose(p, weights[name] * 0.75) for name, p in ema.module.named_parameters()
+    )
 
 
 # ---- compile, checkpointing, export
@@ -282,7 +309,10 @@ def test_a_compiled_model_sees_a_replaced_layer():
 def test_checkpointing_gives_the_same_bits():
     timm_model = timm_vit(drop_path_rate=0.5)
     hf_model = hf_vit()
-    for model, enable in ((timm_model, timm_model.set_grad_checkpointing), (hf_model, hf_model.gradient_checkpointing_enable)):
+    for model, enable in (
+        (timm_model, timm_model.set_grad_checkpointing),
+        (hf_model, hf_model.gradient_checkpointing_enable),
+    ):
         randomize(model).train()
         results = []
         for step in range(3):

@@ -85,14 +85,20 @@ def test_launchers_are_timed_against_another_tree(monkeypatch, capsys):
     import launch_path
 
     def slower(revision, folder):
-        shutil.copytree(launch_path.ROOT / "vitfast", folder / "vitfast", ignore=shutil.ignore_patterns("__pycache__", "kernels"))
-        shutil.copytree(launch_path.ROOT / "kernels", folder / "vitfast" / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            launch_path.ROOT / "vitfast", folder / "vitfast", ignore=shutil.ignore_patterns("__pycache__", "kernels")
+        )
+        shutil.copytree(
+            launch_path.ROOT / "kernels", folder / "vitfast" / "kernels", ignore=shutil.ignore_patterns("__pycache__")
+        )
         with open(folder / "vitfast" / "kernels" / "launch.py", "a") as file:
             file.write(SLOW)
         return folder
 
     monkeypatch.setattr(launch_path, "checked_out", slower)
-    monkeypatch.setattr(sys, "argv", ["launch_path.py", "--against", "slower", "--rounds", "1", "--only", "layer_norm", "dgelu"])
+    monkeypatch.setattr(
+        sys, "argv", ["launch_path.py", "--against", "slower", "--rounds", "1", "--only", "layer_norm", "dgelu"]
+    )
     assert launch_path.main() == 0
     rows = {line[:44].strip(): line[44:].split() for line in capsys.readouterr().out.splitlines()[1:]}
     assert rows.keys() == {"layer_norm", "dgelu", "geometric mean"}

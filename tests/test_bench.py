@@ -101,9 +101,22 @@ def test_double(benchmark, impl):
 
 
 def run_pytest(*arguments, **variables) -> subprocess.CompletedProcess:
-    outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # xdist's worker would switch benchmarks off
+    outside = {
+        k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")
+    }  # xdist's worker would switch benchmarks off
     environment = {**outside, "PYTHONPATH": str(ROOT / "bench"), "CUDA_VISIBLE_DEVICES": "", **variables}
-    command = [sys.executable, "-m", "pytest", "-q", "--benchmark-only", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--benchmark-only",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -112,7 +125,15 @@ def planted(tmp_path_factory) -> dict:
     """The JSON file of a run over the planted implementations, the last of which ends the process."""
     folder = tmp_path_factory.mktemp("planted")
     (folder / "bench_planted.py").write_text(PLANTED)
-    run = run_pytest(folder / "bench_planted.py", "-p", "conftest", "--case-limit", 8, f"--benchmark-json={folder / 'out.json'}", VITFAST_COMMIT="abc1234")
+    run = run_pytest(
+        folder / "bench_planted.py",
+        "-p",
+        "conftest",
+        "--case-limit",
+        8,
+        f"--benchmark-json={folder / 'out.json'}",
+        VITFAST_COMMIT="abc1234",
+    )
     assert run.returncode == 9, run.stdout + run.stderr
     return json.loads((folder / "out.json").read_text())
 
@@ -120,7 +141,10 @@ def planted(tmp_path_factory) -> dict:
 def test_a_wrong_result_gets_no_time(planted):
     reasons = {case["params"]["impl"]: case["reason"] for case in planted["failed"]}
     for impl, direction in (("last_sample", "forward"), ("gradient", "backward"), ("nan", "forward")):
-        assert f"{impl} is wrong on double cpu small B9 {direction}" in reasons[impl] and "it gets no time" in reasons[impl]
+        assert (
+            f"{impl} is wrong on double cpu small B9 {direction}" in reasons[impl]
+            and "it gets no time" in reasons[impl]
+        )
     assert {case["params"]["impl"] for case in planted["benchmarks"]} == {"quick", "slow"}
 
 
@@ -151,23 +175,49 @@ def test_no_case_is_dropped(planted):
     failed = {case["params"]["impl"]: case for case in planted["failed"]}
     assert set(failed) == {"last_sample", "gradient", "nan", "raises", "explains", "tires", "hangs"}
     assert failed["raises"]["name"] == "test_double[raises]" and "cannot be multiplied" in failed["raises"]["reason"]
-    assert "took longer than 8 s" in failed["hangs"]["reason"] and not any("\n" in case["reason"] for case in failed.values())
-    assert [(case["name"], case["reason"]) for case in planted["skipped"]] == [("test_double[dies]", "not run: the process ended before")]
+    assert "took longer than 8 s" in failed["hangs"]["reason"] and not any(
+        "\n" in case["reason"] for case in failed.values()
+    )
+    assert [(case["name"], case["reason"]) for case in planted["skipped"]] == [
+        ("test_double[dies]", "not run: the process ended before")
+    ]
 
 
 def test_json_schema(planted):
     facts = planted["machine_info"]["vitfast"]
-    assert facts["commit"] == "abc1234" and facts["torch"] == torch.__version__.partition("+")[0] and facts["device"] == "cpu"
+    assert (
+        facts["commit"] == "abc1234"
+        and facts["torch"] == torch.__version__.partition("+")[0]
+        and facts["device"] == "cpu"
+    )
     ceilings = facts["ceilings"]
     assert set(ceilings) == {"copy", "float32"} and all(rate > 1e8 for rate in ceilings.values())
     for case in planted["benchmarks"]:
         info, median = case["extra_info"], case["stats"]["median"]
-        assert (info["impl"], info["device"], info["flops"], info["bytes"]) == (case["params"]["impl"], "cpu", 6_000_000, 5_000)
-        assert (info["op"], info["shape"], info["direction"], info["dtype"]) == ("double", "cpu small B9", "forward", "float32")
+        assert (info["impl"], info["device"], info["flops"], info["bytes"]) == (
+            case["params"]["impl"],
+            "cpu",
+            6_000_000,
+            5_000,
+        )
+        assert (info["op"], info["shape"], info["direction"], info["dtype"]) == (
+            "double",
+            "cpu small B9",
+            "forward",
+            "float32",
+        )
         floor = max(6e6 / ceilings["float32"], 5e3 / ceilings["copy"])
-        assert info["floor_us"] == pytest.approx(1e6 * floor) and info["percent_of_floor"] == pytest.approx(100 * floor / median)
-        assert info["tflops"] == pytest.approx(6e-6 / median) and info["gigabytes_per_second"] == pytest.approx(5e-6 / median)
-        assert 0 <= info["error"] <= info["error_limit"] < 1e-5 and case["stats"]["iqr"] >= 0 and case["stats"]["rounds"] >= 5
+        assert info["floor_us"] == pytest.approx(1e6 * floor) and info["percent_of_floor"] == pytest.approx(
+            100 * floor / median
+        )
+        assert info["tflops"] == pytest.approx(6e-6 / median) and info["gigabytes_per_second"] == pytest.approx(
+            5e-6 / median
+        )
+        assert (
+            0 <= info["error"] <= info["error_limit"] < 1e-5
+            and case["stats"]["iqr"] >= 0
+            and case["stats"]["rounds"] >= 5
+        )
 
 
 def test_every_case_on_a_cpu_says_so_and_one_that_would_start_too_late_is_recorded(tmp_path):
@@ -483,12 +533,16 @@ def test_a_step_is_counted_as_vitfast_cost_counts_it():
         theirs = [(op.name, op.times, kernel) for op in listed for kernel in getattr(op, direction)]
         assert ours.flops == sum(times * flops for _, times, (flops, _) in theirs)
         # Theirs has the last LayerNorm too, which only the class tokens need; ours reads the class token and the head's few operands.
-        assert ours.bytes == pytest.approx(sum(times * moved for name, times, (_, moved) in theirs if name != "last LayerNorm"), rel=1e-4)
+        assert ours.bytes == pytest.approx(
+            sum(times * moved for name, times, (_, moved) in theirs if name != "last LayerNorm"), rel=1e-4
+        )
 
 
 def test_datasheet_names_one_device_each():
     assert machine.datasheet_flops("NVIDIA H200") == machine.datasheet_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert machine.datasheet_flops("NVIDIA A100-SXM4-80GB") == 312e12 and machine.datasheet_flops("NVIDIA L40S") == 362e12
+    assert (
+        machine.datasheet_flops("NVIDIA A100-SXM4-80GB") == 312e12 and machine.datasheet_flops("NVIDIA L40S") == 362e12
+    )
     for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "cpu"):
         assert machine.datasheet_flops(other) is None
 
@@ -510,8 +564,14 @@ def test_peers_compute_the_same_function(library):
 def test_a_peer_that_computes_something_else_gets_no_time(monkeypatch):
     from timm.models.vision_transformer import VisionTransformer
 
-    setting, size = peers.Setting("timm", "eager", "fp32"), dict(img_size=16, patch_size=8, embed_dim=64, depth=4, num_heads=4)
-    for training, options in ((False, dict(act_layer="gelu_tanh")), (True, dict(norm_layer=lambda d, **_: torch.nn.LayerNorm(d, eps=1e-3)))):
+    setting, size = (
+        peers.Setting("timm", "eager", "fp32"),
+        dict(img_size=16, patch_size=8, embed_dim=64, depth=4, num_heads=4),
+    )
+    for training, options in (
+        (False, dict(act_layer="gelu_tanh")),
+        (True, dict(norm_layer=lambda d, **_: torch.nn.LayerNorm(d, eps=1e-3))),
+    ):
         monkeypatch.setitem(peers.BUILDERS, "timm", lambda s, options=options: VisionTransformer(**size, **options))
         with pytest.raises(WrongResult, match="timm eager fp32 is wrong"):
             peers.Peer(setting, NANO, training).check()
@@ -661,7 +721,9 @@ def test_photographs_are_real_and_repeatable(tmp_path):
 
     one, two = (photos.write(tmp_path / name, 16, (64, 48)) for name in "ab")
     files = sorted(path.relative_to(one) for path in one.rglob("*.jpg"))
-    assert len([f for f in files if f.parts[0] == "train"]) == 16 and {f.parts[1] for f in files} == set(photos.sources())
+    assert len([f for f in files if f.parts[0] == "train"]) == 16 and {f.parts[1] for f in files} == set(
+        photos.sources()
+    )
     assert all((one / f).read_bytes() == (two / f).read_bytes() for f in files)
     with Image.open(one / files[0]) as image:
         assert image.format == "JPEG" and image.size == (64, 48) and len(set(image.convert("L").tobytes())) > 50
@@ -671,7 +733,15 @@ def test_photographs_are_real_and_repeatable(tmp_path):
 
 
 def entry(name: str, median: float, **info) -> dict:
-    common = dict(device="GPU", dtype="bfloat16", flops=10**9, bytes=10**7, floor_us=50.0, percent_of_floor=5e-3 / median, peak_mib=2048.0)
+    common = dict(
+        device="GPU",
+        dtype="bfloat16",
+        flops=10**9,
+        bytes=10**7,
+        floor_us=50.0,
+        percent_of_floor=5e-3 / median,
+        peak_mib=2048.0,
+    )
     common.update(tflops=1e-3 / median, gigabytes_per_second=1e-2 / median)
     return dict(name=name, fullname=f"bench/{name}", stats=dict(median=median, iqr=2e-6), extra_info=common | info)
 
@@ -697,26 +767,47 @@ def model_entry(impl: str, speed: float, op: str = "train", shape: str = "B/16 2
 @pytest.fixture
 def results(tmp_path) -> Path:
     """Two files of one GPU: attention won forward and lost in both directions, a case that failed at first and ran later, one that failed."""
-    facts = dict(device="GPU", torch="2.11", commit="abc", ceilings=dict(copy=4e12, bfloat16=8e14), datasheet_bf16_flops=989e12)
+    facts = dict(
+        device="GPU", torch="2.11", commit="abc", ceilings=dict(copy=4e12, bfloat16=8e14), datasheet_bf16_flops=989e12
+    )
 
     def case(impl, direction, median):
-        return entry(f"attention {impl} {direction}", median, op="attention", shape="B/16 224 B256", direction=direction, impl=impl)
+        return entry(
+            f"attention {impl} {direction}",
+            median,
+            op="attention",
+            shape="B/16 224 B256",
+            direction=direction,
+            impl=impl,
+        )
 
     def missing(name, reason):
         return dict(name=name, fullname=f"bench/{name}", params={}, reason=reason)
 
     ours = [case("vitfast", "forward", 100e-6), case("vitfast", "both", 400e-6)]
-    theirs = [case("sdpa cudnn", "forward", 150e-6), case("sdpa cudnn", "both", 200e-6), case("sdpa flash", "both", 300e-6)]
+    theirs = [
+        case("sdpa cudnn", "forward", 150e-6),
+        case("sdpa cudnn", "both", 200e-6),
+        case("sdpa flash", "both", 300e-6),
+    ]
     old = dict(
         benchmarks=ours,
-        failed=[missing("attention sdpa cudnn both", "OutOfMemoryError: once"), missing("attention sdpa math both", "OutOfMemoryError: no room")],
+        failed=[
+            missing("attention sdpa cudnn both", "OutOfMemoryError: once"),
+            missing("attention sdpa math both", "OutOfMemoryError: no room"),
+        ],
     )
-    new = dict(benchmarks=[*theirs, model_entry("vitfast compile bf16", 4000.0), model_entry("timm compile bf16", 5000.0)], failed=[])
+    new = dict(
+        benchmarks=[*theirs, model_entry("vitfast compile bf16", 4000.0), model_entry("timm compile bf16", 5000.0)],
+        failed=[],
+    )
     folder = tmp_path / "results" / "h200"
     folder.mkdir(parents=True)
     for name, date, content in (("a", "2026-01-02", new), ("b", "2026-01-01", old)):
         own = dict(facts, ceilings=facts["ceilings"] | dict(copy=4e12 if name == "a" else 4.1e12))
-        whole = dict(content, skipped=[missing("train max", "out of time")], datetime=date, machine_info=dict(vitfast=own))
+        whole = dict(
+            content, skipped=[missing("train max", "out of time")], datetime=date, machine_info=dict(vitfast=own)
+        )
         (folder / f"{name}.json").write_text(json.dumps(whole))
     return tmp_path / "results"
 
@@ -730,7 +821,10 @@ def test_report_shows_what_is_lost_and_what_failed(results, tmp_path, capsys):
     assert "| B/16 224 B256 forward | 100 ± 2 | 150 ± 2 | - | 50 % | 1.50 |" in text
     assert "| B/16 224 B256 both | 400 ± 2 | 200 ± 2 | 300 ± 2 | 12 % | 0.50 |" in text
     assert "copy 4,000 to 4,100 GB/s, bfloat16 800 TFLOP/s (bf16 by the data sheet: 989)" in text
-    assert "| attention sdpa math both | failed | OutOfMemoryError: no room |" in text and "OutOfMemoryError: once" not in text
+    assert (
+        "| attention sdpa math both | failed | OutOfMemoryError: no room |" in text
+        and "OutOfMemoryError: once" not in text
+    )
     assert "| train max | skipped | out of time |" in text
     assert text.index("| timm compile bf16 | 256 | 5,000 |") < text.index("| vitfast compile bf16 | 256 | 4,000 |")
     assert "| 50.0 | 40.0 | 2.0 | 90 / 310 | cudnn |" in text
@@ -755,7 +849,9 @@ def test_check_finds_what_is_stale(results, tmp_path, capsys):
         path.write_text(before)
         return capsys.readouterr().out
 
-    assert "results/README.md is stale" in stale((results / "h200" / "a.json", lambda t: t.replace("0.00015", "0.00016")))
+    assert "results/README.md is stale" in stale(
+        (results / "h200" / "a.json", lambda t: t.replace("0.00015", "0.00016"))
+    )
     assert "README.md is stale" in stale((readme, lambda t: t.replace("0.80", "1.80")))
     assert "speed-train.svg is stale" in stale((results / "h200" / "speed-train.svg", None))
     assert report.main(["--check"], results, readme) == 0
@@ -769,7 +865,9 @@ def test_targets_stand_beside_what_was_measured(results):
     """Numbers worked out by hand from the planted results; what has no result says so."""
     folder = results / "h200"
     (folder / "checks.json").write_text(json.dumps(dict(checks={"vitfast doctor": 0, "gpu tests": 1})))
-    (folder / "curves.json").write_text(json.dumps(dict(curves=dict(steps=1000, distance=0.31, runs=4, planned=6, precision="amp"))))
+    (folder / "curves.json").write_text(
+        json.dumps(dict(curves=dict(steps=1000, distance=0.31, runs=4, planned=6, precision="amp")))
+    )
     text = report.sections(report.load(folder))
     # attention: 150 / 100 us forward; nothing was measured of the backward alone, nor of flash forward
     measured = row_of(text, "attention N = 197")
@@ -780,7 +878,14 @@ def test_targets_stand_beside_what_was_measured(results):
     assert "vitfast doctor 100 %; gpu tests 0 % **missed**" in row_of(text, "gpu tests")
     assert "| amp, 1000 steps, 4 of 6 runs, largest distance in seed deviations 0.31 |" in row_of(text, "loss curves")
     assert "| bf16 of timm bf16 compiled 1.00 **missed** |" in row_of(text, "peak memory")
-    for what in ("S/16, L/16", "B/16 inference", "residual add", "fc1 + GELU", "patch embedding", "`vitfast.accelerate"):
+    for what in (
+        "S/16, L/16",
+        "B/16 inference",
+        "residual add",
+        "fc1 + GELU",
+        "patch embedding",
+        "`vitfast.accelerate",
+    ):
         assert row_of(text, what).endswith("| not measured yet |"), what
 
 
@@ -1116,12 +1221,28 @@ def test_a_folder_that_does_not_exist_is_one_line_and_exit_2(tmp_path, capsys):
 
 def test_loss_curves_compare_the_same_training(tmp_path):
     """The same weights, images and optimiser: on a CPU in fp32 the curves are one; and the distance is what it says."""
-    assert curves.distance([[1.0, 2.0], [3.0, 2.0]], [[2.0, 2.5], [4.0, 2.5]]) == pytest.approx(0.5 / 1e-3)  # no spread there: 1e-3 at least
+    assert curves.distance([[1.0, 2.0], [3.0, 2.0]], [[2.0, 2.5], [4.0, 2.5]]) == pytest.approx(
+        0.5 / 1e-3
+    )  # no spread there: 1e-3 at least
     assert curves.distance([[1.0], [3.0]], [[2.0], [4.0]]) == pytest.approx(1 / 2**0.5)
     generator = torch.Generator().manual_seed(0)
     images, labels = curves.gratings(generator, 64, 32)
     assert images.shape == (64, 3, 32, 32) and labels.unique().numel() > 30 and 0.9 < images.std() < 1.3
-    command = [str(tmp_path), "--model", "Ti/16", "--image", "32", "--batch", "4", "--steps", "3", "--seeds", "1", "--precision", "fp32"]
+    command = [
+        str(tmp_path),
+        "--model",
+        "Ti/16",
+        "--image",
+        "32",
+        "--batch",
+        "4",
+        "--steps",
+        "3",
+        "--seeds",
+        "1",
+        "--precision",
+        "fp32",
+    ]
     assert curves.main(command) == 0
     found = json.loads((tmp_path / "curves.json").read_text())["curves"]
     ours, theirs = (found["losses"][name][0] for name in ("vitfast", "timm"))
@@ -1159,7 +1280,9 @@ def test_without_a_result_the_report_says_so(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"{report.START}{report.END}")
     assert report.main([], tmp_path / "results", readme) == 0
-    assert all("No GPU result is committed yet" in path.read_text() for path in (readme, tmp_path / "results" / "README.md"))
+    assert all(
+        "No GPU result is committed yet" in path.read_text() for path in (readme, tmp_path / "results" / "README.md")
+    )
 
 
 def test_the_committed_report_is_up_to_date():
@@ -1168,7 +1291,9 @@ def test_the_committed_report_is_up_to_date():
 
 def test_script_without_a_gpu_is_one_line_and_exit_2(tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
-    run = subprocess.run(["bash", ROOT / "bench" / "gpu.sh", "ops", tmp_path / "out"], env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        ["bash", ROOT / "bench" / "gpu.sh", "ops", tmp_path / "out"], env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1 and "no NVIDIA GPU" in run.stderr
     assert not (tmp_path / "out").exists()
     run = subprocess.run(["bash", ROOT / "bench" / "gpu.sh", "op"], env=environment, capture_output=True, text=True)

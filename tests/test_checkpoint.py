@@ -10,7 +10,28 @@ import timm
 import torch
 import torchvision
 import transformers
-from checkpoints import CLASSES, DEPTH, HEADS, HF, IMAGENET, SIZE, SMALL, TOL, D, F, N, P, agree, google, images, logits, pick, randomised, small_timm, stacked
+from checkpoints import (
+    CLASSES,
+    DEPTH,
+    HEADS,
+    HF,
+    IMAGENET,
+    SIZE,
+    SMALL,
+    TOL,
+    D,
+    F,
+    N,
+    P,
+    agree,
+    google,
+    images,
+    logits,
+    pick,
+    randomised,
+    small_timm,
+    stacked,
+)
 from timm.models import vision_transformer as timm_vit
 from timm.models._hub import save_for_hf
 
@@ -67,7 +88,9 @@ def test_timm_hub_folder(tmp_path):
     timm.models.register_model(vit_vitfast_checkpoint_test)
     mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
     args = dict(SMALL, img_size=(32, 16), act_layer="gelu_tanh")
-    truth = randomised(timm.create_model("vit_vitfast_checkpoint_test", pretrained_cfg_overlay=dict(mean=mean, std=std), **args))
+    truth = randomised(
+        timm.create_model("vit_vitfast_checkpoint_test", pretrained_cfg_overlay=dict(mean=mean, std=std), **args)
+    )
     save_for_hf(truth, tmp_path, safe_serialization=True, model_args=args)
     model = ViT.from_pretrained(tmp_path)
     agree(model, truth, images(32, 16))
@@ -79,7 +102,9 @@ def vit_vitfast_checkpoint_test(pretrained=False, **kwargs):
     return timm_vit._create_vision_transformer("vit_vitfast_checkpoint_test", pretrained=pretrained, **kwargs)
 
 
-@pytest.mark.parametrize("name, act", [("vit_base_patch16_siglip_gap_224", "gelu_tanh"), ("vit_base_patch16_224", "gelu")])
+@pytest.mark.parametrize(
+    "name, act", [("vit_base_patch16_siglip_gap_224", "gelu_tanh"), ("vit_base_patch16_224", "gelu")]
+)
 def test_timm_flat_config(tmp_path, name, act):
     """The older config.json of timm is flat; SigLIP's activation is known by the model's name alone."""
     truth = small_timm(class_token=False, global_pool="avg", fc_norm=False, act_layer=act)
@@ -95,12 +120,18 @@ def test_timm_flat_config(tmp_path, name, act):
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "model."])
 def test_wrappers(tmp_path, wrapper, prefix):
     truth, other = small_timm(), small_timm()
-    content = {wrapper: {prefix + k: v for k, v in truth.state_dict().items()}, "epoch": 3, "args": argparse.Namespace(lr=0.1)}
+    content = {
+        wrapper: {prefix + k: v for k, v in truth.state_dict().items()},
+        "epoch": 3,
+        "args": argparse.Namespace(lr=0.1),
+    }
     if wrapper.endswith("ema"):
         content["state_dict"] = other.state_dict()
     torch.save(content, tmp_path / "last.pth.tar")
     loaded = load_checkpoint(tmp_path / "last.pth.tar")
-    assert all(torch.equal(loaded[k], v) for k, v in truth.state_dict().items()) and len(loaded) == len(truth.state_dict())
+    assert all(torch.equal(loaded[k], v) for k, v in truth.state_dict().items()) and len(loaded) == len(
+        truth.state_dict()
+    )
 
 
 def test_mlp_ratio_survives_rounding(tmp_path):
@@ -115,7 +146,9 @@ def test_mlp_ratio_survives_rounding(tmp_path):
 
 def test_deit3_layer_scale(tmp_path):
     truth = small_timm(init_values=1e-5, no_embed_class=True)
-    state = {k.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): v for k, v in truth.state_dict().items()}
+    state = {
+        k.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): v for k, v in truth.state_dict().items()
+    }
     torch.save({"model": state}, tmp_path / "deit_3.pth")
     agree(ViT.from_pretrained(tmp_path / "deit_3.pth", num_heads=HEADS), truth)
 
@@ -138,7 +171,13 @@ def test_deit3_layer_scale(tmp_path):
 def test_google_npz_as_timm_reads_it(tmp_path, big_vision, prefix, stack):
     w = google(big_vision)
     w = stacked(w) if stack else w
-    extra = {"opt/state/step": np.array(7)} if "opt" in prefix else {"params/t": np.zeros(1, np.float32)} if "img" in prefix else {}
+    extra = (
+        {"opt/state/step": np.array(7)}
+        if "opt" in prefix
+        else {"params/t": np.zeros(1, np.float32)}
+        if "img" in prefix
+        else {}
+    )
     np.savez(tmp_path / "w.npz", **{prefix + k: v for k, v in w.items()}, **extra)
     truth = timm_vit.VisionTransformer(**SMALL, no_embed_class=big_vision, act_layer="gelu_tanh").eval()
     truth.load_pretrained(str(tmp_path / "w.npz"))
@@ -155,7 +194,10 @@ def test_google_npz_as_timm_reads_it(tmp_path, big_vision, prefix, stack):
 
 def test_google_pre_logits(tmp_path):
     """The 21k head: tanh(x W + b) before the last layer, which timm drops."""
-    w = google() | {"pre_logits/kernel": np.random.rand(D, 40).astype("f4"), "pre_logits/bias": np.random.rand(40).astype("f4")}
+    w = google() | {
+        "pre_logits/kernel": np.random.rand(D, 40).astype("f4"),
+        "pre_logits/bias": np.random.rand(40).astype("f4"),
+    }
     w["head/kernel"] = np.random.rand(40, CLASSES).astype("f4")
     np.savez(tmp_path / "w.npz", **w)
     model, x = ViT.from_pretrained(tmp_path / "w.npz").eval(), images()
@@ -170,7 +212,11 @@ def test_google_pre_logits(tmp_path):
 def test_big_vision_computed_positions(tmp_path, cls):
     """No table in the file: big_vision's posemb_sincos_2d, written out here entry by entry. Without a class token it pools after the norm."""
     table = [
-        [fun(at / 10_000 ** (j / (D // 4 - 1))) for at, fun in ((i % 4, np.sin), (i % 4, np.cos), (i // 4, np.sin), (i // 4, np.cos)) for j in range(D // 4)]
+        [
+            fun(at / 10_000 ** (j / (D // 4 - 1)))
+            for at, fun in ((i % 4, np.sin), (i % 4, np.cos), (i // 4, np.sin), (i // 4, np.cos))
+            for j in range(D // 4)
+        ]
         for i in range(N)
     ]
     w = google(big_vision=True, cls=cls, table=False)
@@ -188,7 +234,10 @@ def test_big_vision_computed_positions(tmp_path, cls):
 def test_bfloat16_npz(tmp_path):
     """NumPy stores bfloat16 as two raw bytes; the values are the upper halves of the floats."""
     w = {k: (v.view(np.uint32) & 0xFFFF0000).view(np.float32) for k, v in google().items()}
-    np.savez(tmp_path / "w.npz", **{k: (np.ascontiguousarray(v).view(np.uint32) >> 16).astype(np.uint16).view("V2") for k, v in w.items()})
+    np.savez(
+        tmp_path / "w.npz",
+        **{k: (np.ascontiguousarray(v).view(np.uint32) >> 16).astype(np.uint16).view("V2") for k, v in w.items()},
+    )
     np.savez(tmp_path / "full.npz", **w)
     state, full = load_checkpoint(tmp_path / "w.npz"), load_checkpoint(tmp_path / "full.npz")
     assert state["cls_token"].dtype == torch.bfloat16 and all(torch.equal(state[k].float(), v) for k, v in full.items())
@@ -221,7 +270,10 @@ def test_hugging_face_vit(tmp_path, layout):
     truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF)))
     path = store(truth, tmp_path, layout)
     if layout == "on disk":
-        assert any(k.startswith("vit.encoder.layer.0.attention.attention.query") for k in safetensors.torch.load_file(path / "model.safetensors"))
+        assert any(
+            k.startswith("vit.encoder.layer.0.attention.attention.query")
+            for k in safetensors.torch.load_file(path / "model.safetensors")
+        )
     model = ViT.from_pretrained(path, num_heads=HEADS)
     agree(model, truth)
     assert pick(model.config, "norm_eps", "act_layer") == dict(norm_eps=1e-12, act_layer="gelu")
@@ -241,7 +293,14 @@ def test_hugging_face_vit_without_head_or_prefix(tmp_path, layout):
 
 def test_hugging_face_config_is_heard(tmp_path):
     """Other than the defaults: eps, activation, heads, image size, channels, no qkv bias, pixel statistics."""
-    changes = dict(image_size=[32, 16], num_channels=2, layer_norm_eps=0.1, hidden_act="gelu_new", qkv_bias=False, num_attention_heads=6)
+    changes = dict(
+        image_size=[32, 16],
+        num_channels=2,
+        layer_norm_eps=0.1,
+        hidden_act="gelu_new",
+        qkv_bias=False,
+        num_attention_heads=6,
+    )
     truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF | changes)))
     truth.save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(image_mean=[0.3, 0.4], image_std=[0.2, 0.1])))
@@ -258,7 +317,11 @@ def test_hugging_face_deit(tmp_path, layout):
     truth = randomised(transformers.DeiTForImageClassification(transformers.DeiTConfig(**HF)))
     model = ViT.from_pretrained(store(truth, tmp_path, layout), num_heads=HEADS)
     agree(model, truth)
-    assert model.config["norm_eps"] == 1e-12 and pick(model.config, *IMAGENET) == IMAGENET and model.config["reg_tokens"] == 1
+    assert (
+        model.config["norm_eps"] == 1e-12
+        and pick(model.config, *IMAGENET) == IMAGENET
+        and model.config["reg_tokens"] == 1
+    )
 
 
 @LAYOUTS
@@ -291,7 +354,9 @@ def test_distilled_deit_of_timm(tmp_path):
 @pytest.mark.parametrize("kind", ["Dinov2", "Dinov2WithRegisters"])
 def test_hugging_face_dinov2(tmp_path, layout, kind):
     """The backbone. Its classifier reads the class token beside the mean of the patches: the ViT's cannot."""
-    truth = randomised(getattr(transformers, f"{kind}ForImageClassification")(getattr(transformers, f"{kind}Config")(**HF)))
+    truth = randomised(
+        getattr(transformers, f"{kind}ForImageClassification")(getattr(transformers, f"{kind}Config")(**HF))
+    )
     path, x = store(truth, tmp_path, layout), images()
     with pytest.raises(InputError, match="class token beside the mean of the patches.*num_classes="):
         ViT.from_pretrained(path, num_heads=HEADS)
@@ -311,7 +376,9 @@ def test_hugging_face_dinov2(tmp_path, layout, kind):
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("representation_size", [None, 40])
 def test_torchvision(tmp_path, older, representation_size):
-    args = dict(image_size=SIZE, patch_size=P, num_layers=DEPTH, num_heads=HEADS, hidden_dim=D, mlp_dim=F, num_classes=CLASSES)
+    args = dict(
+        image_size=SIZE, patch_size=P, num_layers=DEPTH, num_heads=HEADS, hidden_dim=D, mlp_dim=F, num_classes=CLASSES
+    )
     truth = randomised(torchvision.models.VisionTransformer(**args, representation_size=representation_size))
     state = truth.state_dict()
     if older:

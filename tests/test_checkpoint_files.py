@@ -10,7 +10,23 @@ import safetensors.torch
 import torch
 import torchvision
 import transformers
-from checkpoints import CLASSES, HEADS, HF, SIZE, SMALL, TOL, D, P, agree, google, images, logits, pick, randomised, small_timm
+from checkpoints import (
+    CLASSES,
+    HEADS,
+    HF,
+    SIZE,
+    SMALL,
+    TOL,
+    D,
+    P,
+    agree,
+    google,
+    images,
+    logits,
+    pick,
+    randomised,
+    small_timm,
+)
 from timm.layers import resample_abs_pos_embed
 from timm.models import vision_transformer as timm_vit
 
@@ -24,9 +40,23 @@ from vitfast.checkpoint import read, save, write_atomically
     "changes",
     [
         dict(),
-        dict(act_layer="gelu_tanh", norm_eps=1e-3, mean=(0.1, 0.2, 0.3), std=0.7, residual_in_fp32=True, drop_path_rate=0.1),
+        dict(
+            act_layer="gelu_tanh",
+            norm_eps=1e-3,
+            mean=(0.1, 0.2, 0.3),
+            std=0.7,
+            residual_in_fp32=True,
+            drop_path_rate=0.1,
+        ),
         dict(pos_embed="sincos2d", class_token=False, global_pool="avg", img_size=(32, 16), patch_size=(8, 4)),
-        dict(representation_size=40, init_values=0.1, reg_tokens=3, no_embed_class=True, weight_init="jax", head_init_bias=-1.0),
+        dict(
+            representation_size=40,
+            init_values=0.1,
+            reg_tokens=3,
+            no_embed_class=True,
+            weight_init="jax",
+            head_init_bias=-1.0,
+        ),
         dict(num_classes=0, dynamic_img_size=True, global_pool=""),
     ],
     ids=["plain", "numbers", "sincos", "head", "features"],
@@ -40,7 +70,10 @@ def test_round_trip(tmp_path, changes):
     assert [*again.state_dict()] == [*model.state_dict()]
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in again.state_dict().items())
     assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"model.safetensors", "config.json"}
-    for x in (images(*model.patch_embed.img_size), torch.randint(0, 256, (2, 3, *model.patch_embed.img_size), dtype=torch.uint8)):
+    for x in (
+        images(*model.patch_embed.img_size),
+        torch.randint(0, 256, (2, 3, *model.patch_embed.img_size), dtype=torch.uint8),
+    ):
         assert torch.equal(logits(again, x), logits(model, x))
     content = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
     assert pick(content, "library", "architecture") == dict(library="vitfast", architecture="ViT")
@@ -130,7 +163,10 @@ def small_timm_like(saved):
 
 
 def test_new_head_replaces_the_hidden_layer_too(tmp_path):
-    np.savez(tmp_path / "w.npz", **google() | {"pre_logits/kernel": np.ones((D, D), "f4"), "pre_logits/bias": np.ones(D, "f4")})
+    np.savez(
+        tmp_path / "w.npz",
+        **google() | {"pre_logits/kernel": np.ones((D, D), "f4"), "pre_logits/bias": np.ones(D, "f4")},
+    )
     model = ViT.from_pretrained(tmp_path / "w.npz", num_classes=2)
     assert model.config["representation_size"] is None and not any("pre_logits" in k for k in model.state_dict())
 
@@ -175,7 +211,9 @@ def test_hub(tmp_path, offline):
 
 
 def test_hub_errors(tmp_path, offline, monkeypatch):
-    with pytest.raises(InputError, match="^hf-hub:owner/nobody: no model.safetensors or pytorch_model.bin .*HF_HUB_OFFLINE"):
+    with pytest.raises(
+        InputError, match="^hf-hub:owner/nobody: no model.safetensors or pytorch_model.bin .*HF_HUB_OFFLINE"
+    ):
         load_checkpoint("hf-hub:owner/nobody")
     with pytest.raises(InputError, match="^hf-hub:no/such/form: the hub did not give"):
         load_checkpoint("hf-hub:no/such/form")
@@ -292,14 +330,26 @@ def test_not_yet(tmp_path, key, what):
     "overrides, message",
     [
         (dict(), "how many heads there are, and no preset has embed_dim=48, depth=2; pass num_heads="),
-        (dict(num_heads=3, embed_dim=64), "a timm checkpoint with embed_dim=48, .*expected embed_dim=64, not 48.*cls_token is .1, 1, 48. for .1, 1, 64."),
-        (dict(num_heads=3, depth=3), "expected depth=3, not 2; missing blocks.2.norm1.weight, .* and 9 more; unexpected none"),
-        (dict(num_heads=3, depth=1), "expected depth=1, not 2; missing none; unexpected blocks.1.norm1.weight, .* and 9 more"),
+        (
+            dict(num_heads=3, embed_dim=64),
+            "a timm checkpoint with embed_dim=48, .*expected embed_dim=64, not 48.*cls_token is .1, 1, 48. for .1, 1, 64.",
+        ),
+        (
+            dict(num_heads=3, depth=3),
+            "expected depth=3, not 2; missing blocks.2.norm1.weight, .* and 9 more; unexpected none",
+        ),
+        (
+            dict(num_heads=3, depth=1),
+            "expected depth=1, not 2; missing none; unexpected blocks.1.norm1.weight, .* and 9 more",
+        ),
         (dict(num_heads=3, patch_size=16), "expected patch_size=16, not 8"),
         (dict(num_heads=3, in_chans=1), "reads in_chans=3 channels, expected in_chans=1"),
         (dict(num_heads=3, mlp_ratio=4.0), "expected mlp_ratio=4.0, not 2.0"),
         (dict(num_heads=3, init_values=1e-5), "expected init_values=1e-05, not None; missing blocks.0.ls1.gamma"),
-        (dict(num_heads=3, global_pool="avg", fc_norm=True), "expected fc_norm=True, not False; missing fc_norm.weight"),
+        (
+            dict(num_heads=3, global_pool="avg", fc_norm=True),
+            "expected fc_norm=True, not False; missing fc_norm.weight",
+        ),
         (dict(num_heads=3, img_size=33), "image size 33 x 33 is no multiple"),
         (dict(num_heads=3, num_clases=2), "unknown argument of from_pretrained 'num_clases'; did you mean num_classes"),
     ],
@@ -330,9 +380,15 @@ def test_positions_that_are_no_square(tmp_path):
         ("[1]", "config.json: expected a JSON object, got a list"),
         ('{"library": "vitfast", "warp": 9}', "config.json has 'warp', which vitfast .* does not know"),
         ('{"model_type": "vit", "hidden_act": "quick_gelu"}', "activation 'quick_gelu' is not supported"),
-        ('{"model_type": "vit", "image_size": {"height": 32}}', "config.json is not one of timm, Hugging Face or vitfast"),
+        (
+            '{"model_type": "vit", "image_size": {"height": 32}}',
+            "config.json is not one of timm, Hugging Face or vitfast",
+        ),
         ('{"architecture": "vit_base", "global_pool": "max"}', "global_pool='max' is not supported"),
-        ('{"architecture": "vit_base_patch16_rpn_224"}', "vit_base_patch16_rpn_224 has blocks that vitfast does not have"),
+        (
+            '{"architecture": "vit_base_patch16_rpn_224"}',
+            "vit_base_patch16_rpn_224 has blocks that vitfast does not have",
+        ),
     ],
 )
 def test_config_files_that_do_not_fit(tmp_path, content, message):
@@ -344,7 +400,12 @@ def test_config_files_that_do_not_fit(tmp_path, content, message):
 
 
 def test_tensors_of_odd_shapes(tmp_path):
-    for key, shape in (("embedding/kernel", (P * P * 3, D)), ("Transformer/encoderblock_0/LayerNorm_0/scale", (7,)), ("cls", (D,)), ("head/bias", ())):
+    for key, shape in (
+        ("embedding/kernel", (P * P * 3, D)),
+        ("Transformer/encoderblock_0/LayerNorm_0/scale", (7,)),
+        ("cls", (D,)),
+        ("head/bias", ()),
+    ):
         np.savez(tmp_path / "w.npz", **{**google(), key: np.zeros(shape, "f4")})
         with pytest.raises(InputError, match="w.npz: "):
             ViT.from_pretrained(tmp_path / "w.npz")

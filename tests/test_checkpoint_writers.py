@@ -40,7 +40,9 @@ def run(capsys, *args):
         dict(),
         dict(reg_tokens=3, no_embed_class=True, init_values=0.1, act_layer="gelu_tanh", mean=0.1, img_size=(32, 16)),
         dict(class_token=False, global_pool="avg", qkv_bias=False, proj_bias=False, pos_embed="sincos2d", in_chans=2),
-        dict(global_pool="avg", num_classes=0, fc_norm=False, pos_embed="none", dynamic_img_size=True, patch_size=(8, 4)),
+        dict(
+            global_pool="avg", num_classes=0, fc_norm=False, pos_embed="none", dynamic_img_size=True, patch_size=(8, 4)
+        ),
     ],
     ids=["plain", "registers", "average", "features"],
 )
@@ -64,7 +66,12 @@ def test_timm_loads_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(img_size=(32, 16), act_layer="gelu_tanh", norm_eps=0.1, qkv_bias=False, mean=(0.1, 0.2, 0.3), std=0.3)], ids=["plain", "told"]
+    "changes",
+    [
+        dict(),
+        dict(img_size=(32, 16), act_layer="gelu_tanh", norm_eps=0.1, qkv_bias=False, mean=(0.1, 0.2, 0.3), std=0.3),
+    ],
+    ids=["plain", "told"],
 )
 def test_hugging_face_loads_the_folder(tmp_path, changes):
     model = small(**changes)
@@ -76,14 +83,18 @@ def test_hugging_face_loads_the_folder(tmp_path, changes):
     ours, theirs = (safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
     assert same(ours, theirs)
     pixels = torch.randint(0, 256, (1, 3, *model.patch_embed.img_size), dtype=torch.uint8)
-    prepared = transformers.ViTImageProcessor.from_pretrained(tmp_path / "out")(pixels[0], return_tensors="pt")["pixel_values"]
+    prepared = transformers.ViTImageProcessor.from_pretrained(tmp_path / "out")(pixels[0], return_tensors="pt")[
+        "pixel_values"
+    ]
     torch.testing.assert_close(logits(model, pixels), logits(truth, prepared), **TOL)
 
 
 def test_hugging_face_loads_a_model_without_head(tmp_path):
     model = small(num_classes=0)
     write(model, tmp_path / "out", "huggingface")
-    truth, info = transformers.ViTModel.from_pretrained(tmp_path / "out", add_pooling_layer=False, output_loading_info=True)
+    truth, info = transformers.ViTModel.from_pretrained(
+        tmp_path / "out", add_pooling_layer=False, output_loading_info=True
+    )
     assert not any(info.values()), info
     x = images()
     torch.testing.assert_close(model.forward_features(x), truth.eval()(x).last_hidden_state, **TOL)
@@ -108,7 +119,9 @@ def test_torchvision_loads_the_state_dict(tmp_path, suffix):
     notes = write(model, path, "torchvision", force=True)
     assert any("mean=(0.5, 0.5, 0.5): its readers take (0.485, 0.456, 0.406)" in note for note in notes)
     state = torch.load(path, weights_only=True) if suffix == ".pth" else safetensors.torch.load_file(path)
-    sizes = dict(image_size=SIZE, patch_size=P, num_layers=DEPTH, num_heads=HEADS, hidden_dim=D, mlp_dim=F, num_classes=CLASSES)
+    sizes = dict(
+        image_size=SIZE, patch_size=P, num_layers=DEPTH, num_heads=HEADS, hidden_dim=D, mlp_dim=F, num_classes=CLASSES
+    )
     truth = torchvision.models.VisionTransformer(**sizes, representation_size=40)
     truth.load_state_dict(state, strict=True)
     agree(model, truth.eval())
@@ -122,7 +135,9 @@ def test_every_format_in_a_row_returns_the_first_bits(tmp_path, capsys):
     np.savez(tmp_path / "0.npz", **google())
     chain = ["0.npz", "1", "2", "3.safetensors", "4", "5.safetensors", "6.npz"]
     for source, target, form in zip(chain, chain[1:], ("huggingface", "timm", "timm", "vitfast", "torchvision", "npz")):
-        code, out, err = run(capsys, "convert", tmp_path / source, tmp_path / target, "--format", form, "--num-heads", HEADS)
+        code, out, err = run(
+            capsys, "convert", tmp_path / source, tmp_path / target, "--format", form, "--num-heads", HEADS
+        )
         assert code == 0 and f"wrote {tmp_path / target}" in out, err
     first, last = (dict(np.load(tmp_path / name)) for name in ("0.npz", "6.npz"))
     assert first.keys() == last.keys() and all(np.array_equal(last[k], v) for k, v in first.items())
@@ -134,7 +149,9 @@ def test_every_format_in_a_row_returns_the_first_bits(tmp_path, capsys):
     }
     np.savez(tmp_path / "h.npz", **google() | hidden)
     for source, target, form in (("h.npz", "h", "vitfast"), ("h", "h.pth", "torchvision"), ("h.pth", "i.npz", "npz")):
-        assert run(capsys, "convert", tmp_path / source, tmp_path / target, "--format", form, "--num-heads", HEADS)[0] == 0
+        assert (
+            run(capsys, "convert", tmp_path / source, tmp_path / target, "--format", form, "--num-heads", HEADS)[0] == 0
+        )
     assert all(np.array_equal(np.load(tmp_path / "i.npz")[k], v) for k, v in hidden.items())
 
 
@@ -144,13 +161,27 @@ def test_the_dtype_of_the_file_stays(tmp_path, capsys):
     for form in ("timm", "huggingface"):
         assert run(capsys, "convert", tmp_path / "in", tmp_path / form, "--format", form)[0] == 0
         assert same(load_checkpoint(tmp_path / form), model.state_dict())
-    assert run(capsys, "convert", tmp_path / "in", tmp_path / "w.npz", "--format", "npz")[0] == 0  # NumPy has no bfloat16
+    assert (
+        run(capsys, "convert", tmp_path / "in", tmp_path / "w.npz", "--format", "npz")[0] == 0
+    )  # NumPy has no bfloat16
     assert same(load_checkpoint(tmp_path / "w.npz"), {k: v.float() for k, v in model.state_dict().items()})
 
 
 def test_convert_changes_size_and_classes(tmp_path, capsys):
     save(small(), tmp_path / "in")
-    code, *_ = run(capsys, "convert", tmp_path / "in", tmp_path / "out", "--format", "huggingface", "--img-size", 64, 32, "--num-classes", 9)
+    code, *_ = run(
+        capsys,
+        "convert",
+        tmp_path / "in",
+        tmp_path / "out",
+        "--format",
+        "huggingface",
+        "--img-size",
+        64,
+        32,
+        "--num-classes",
+        9,
+    )
     truth = transformers.ViTForImageClassification.from_pretrained(tmp_path / "out").eval()
     assert code == 0 and truth.config.num_labels == 9
     agree(ViT.from_pretrained(tmp_path / "in", img_size=(64, 32), num_classes=9), truth, images(64, 32))
@@ -172,7 +203,9 @@ def test_google_means_the_tanh_gelu(tmp_path):
 
 
 def test_timm_cannot_say_the_eps(tmp_path):
-    assert write(small(norm_eps=1e-12), tmp_path / "out", "timm") == ["timm does not say norm_eps=1e-12: its readers take 1e-06"]
+    assert write(small(norm_eps=1e-12), tmp_path / "out", "timm") == [
+        "timm does not say norm_eps=1e-12: its readers take 1e-06"
+    ]
 
 
 _CLASSIC = ("register tokens", "LayerScale", "a model without positions", "a norm after pooling", "proj_bias")
@@ -227,7 +260,10 @@ def test_nothing_is_replaced_without_force(tmp_path, capsys, form):
 
 def test_a_wrong_writer_is_found_out(tmp_path, monkeypatch):
     """Keys and values exchanged: the file would load, and compute something else. Nothing of it stays, and what was there does."""
-    names = tuple((old, new.replace("key", "value") if "key" in new else new.replace("value", "key")) for old, new in writers.GOOGLE_NAMES)
+    names = tuple(
+        (old, new.replace("key", "value") if "key" in new else new.replace("value", "key"))
+        for old, new in writers.GOOGLE_NAMES
+    )
     monkeypatch.setattr(writers, "GOOGLE_NAMES", names)
     (tmp_path / "w.npz").write_text("old")
     with pytest.raises(RuntimeError, match="npz: what was written does not read back the same .blocks.0.attn.qkv.bias"):
@@ -258,7 +294,9 @@ def test_targets_that_do_not_suit(tmp_path, capsys, target, form, message):
 def test_bad_input_leaves_nothing(tmp_path, capsys):
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "no.pth")
     code, _, err = run(capsys, "convert", tmp_path / "no.pth", tmp_path / "made" / "out", "--format", "timm")
-    assert code == 2 and "no.pth: not a Vision Transformer" in err and [p.name for p in tmp_path.iterdir()] == ["no.pth"]
+    assert (
+        code == 2 and "no.pth: not a Vision Transformer" in err and [p.name for p in tmp_path.iterdir()] == ["no.pth"]
+    )
     with pytest.raises(SystemExit):
         cli.main(["convert", "in", "out", "--format", "hugging"])
     told = capsys.readouterr().err
@@ -270,8 +308,14 @@ def test_bad_input_leaves_nothing(tmp_path, capsys):
 def test_hugging_face_config_is_theirs(tmp_path):
     """Every field that transformers itself writes for this model and that its defaults would not give is there, with its value."""
     write(small(), tmp_path / "out", "huggingface")
-    transformers.ViTForImageClassification(transformers.ViTConfig(**HF | dict(layer_norm_eps=1e-6))).save_pretrained(tmp_path / "theirs")
+    transformers.ViTForImageClassification(transformers.ViTConfig(**HF | dict(layer_norm_eps=1e-6))).save_pretrained(
+        tmp_path / "theirs"
+    )
     ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "theirs"))
     defaults = transformers.ViTConfig().to_dict()
-    wanted = {k: v for k, v in theirs.items() if defaults.get(k) != v and k not in ("transformers_version", "mlp_ratio", "pooler_output_size")}
+    wanted = {
+        k: v
+        for k, v in theirs.items()
+        if defaults.get(k) != v and k not in ("transformers_version", "mlp_ratio", "pooler_output_size")
+    }
     assert {k: ours.get(k) for k in wanted} == wanted

@@ -70,10 +70,29 @@ def test_module_and_script_are_the_same():
 def test_flags_win_over_the_config_file(capsys, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("recipe: digits\nlr: 0.5\nseed: 7\nbetas: [0.8, 0.9]\n")
-    code, out, _ = run_cli(capsys, "pretrain", "--config", path, "--lr", 0.25, "--set", "warmup_steps=3", "hflip=0.5", "--set", "seed=9", "--print-config")
+    code, out, _ = run_cli(
+        capsys,
+        "pretrain",
+        "--config",
+        path,
+        "--lr",
+        0.25,
+        "--set",
+        "warmup_steps=3",
+        "hflip=0.5",
+        "--set",
+        "seed=9",
+        "--print-config",
+    )
     config = yaml.safe_load(out)
     assert code == 0
-    assert (config["lr"], config["seed"], config["warmup_steps"], config["hflip"], config["betas"]) == (0.25, 9, 3, 0.5, [0.8, 0.9])
+    assert (config["lr"], config["seed"], config["warmup_steps"], config["hflip"], config["betas"]) == (
+        0.25,
+        9,
+        3,
+        0.5,
+        [0.8, 0.9],
+    )
     path.write_text(out)
     assert run_cli(capsys, "pretrain", "--config", path, "--print-config")[1] == out
 
@@ -81,7 +100,8 @@ def test_flags_win_over_the_config_file(capsys, tmp_path):
 def test_recipes_as_json(capsys):
     rows = json.loads(run_cli(capsys, "recipes", "--json")[1])
     fields = (
-        "name model batch_size lr lr_decay warmup_steps weight_decay dropout optimizer momentum betas clip_norm img_size label_smoothing ema_decay sweep_lr"
+        "name model batch_size lr lr_decay warmup_steps weight_decay dropout optimizer momentum betas clip_norm "
+        "img_size label_smoothing ema_decay sweep_lr"
     )
     for row in rows:
         assert set(fields.split()) <= set(row) and isinstance(row["lr"], float) and isinstance(row["img_size"], int)
@@ -94,13 +114,29 @@ def test_folder_pretrain_finetune_eval(capsys, tmp_path):
     code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", data, "--output", tmp_path / "a", *RUN)
     assert code == 0 and "accuracy" in out, err
     last = tmp_path / "a" / "checkpoints" / "last"
-    code, out, err = run_cli(capsys, "finetune", "--weights", last, "--data", data, "--output", tmp_path / "b", "--img-size", 24, *RUN[4:])
+    code, out, err = run_cli(
+        capsys, "finetune", "--weights", last, "--data", data, "--output", tmp_path / "b", "--img-size", 24, *RUN[4:]
+    )
     assert code == 0, err
-    code, out, err = run_cli(capsys, "eval", "--weights", tmp_path / "b" / "checkpoints" / "last", "--data", data, "--device", "cpu", "--json")
+    code, out, err = run_cli(
+        capsys,
+        "eval",
+        "--weights",
+        tmp_path / "b" / "checkpoints" / "last",
+        "--data",
+        data,
+        "--device",
+        "cpu",
+        "--json",
+    )
     assert code == 0, err
     result = json.loads(out)
     rows = list(csv.DictReader(open(tmp_path / "b" / "metrics.csv")))
-    assert result["images"] == 18 and result["accuracy"] == float(rows[-1]["accuracy"]) and result["loss"] == pytest.approx(float(rows[-1]["loss"]))
+    assert (
+        result["images"] == 18
+        and result["accuracy"] == float(rows[-1]["accuracy"])
+        and result["loss"] == pytest.approx(float(rows[-1]["loss"]))
+    )
     assert ViT.from_pretrained(tmp_path / "b" / "checkpoints" / "last").patch_embed.img_size == (24, 24)
     code, _, err = run_cli(capsys, "eval", "--weights", last, "--data", "digits")
     assert code == 2 and "3 classes" in err and "10" in err
@@ -127,7 +163,9 @@ def test_webdataset_shards(capsys, tmp_path):
                         info = tarfile.TarInfo(f"{shard}{i:03d}.{extension}")
                         info.size = len(content)
                         tar.addfile(info, io.BytesIO(content))
-    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", f"wds/{tmp_path}", "--output", tmp_path / "run", *RUN)
+    code, out, err = run_cli(
+        capsys, "pretrain", "--recipe", "digits", "--data", f"wds/{tmp_path}", "--output", tmp_path / "run", *RUN
+    )
     assert code == 0, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["classes"] == 3 and summary["train_images"] == 12 and summary["val_images"] == 6
@@ -137,12 +175,16 @@ def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = make_folder(tmp_path / "data", splits=("train", "test"))
-    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", f"hfds/{data}", "--output", tmp_path / "run", *RUN)
+    code, out, err = run_cli(
+        capsys, "pretrain", "--recipe", "digits", "--data", f"hfds/{data}", "--output", tmp_path / "run", *RUN
+    )
     assert code == 0, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["classes"] == 3 and summary["train_images"] == summary["val_images"] == 18
     source = open_sources(f"hfds/{data}", "", (8, 8), (8, 8), 4, 0)[0]
-    assert known_labels(Part(source, [5, 17, 0])) == [source[i][1] for i in (5, 17, 0)]  # from the column, no image is read
+    assert known_labels(Part(source, [5, 17, 0])) == [
+        source[i][1] for i in (5, 17, 0)
+    ]  # from the column, no image is read
 
 
 CARD = """---
@@ -162,19 +204,25 @@ def test_streamed_hugging_face_dataset(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = make_folder(tmp_path / "data", splits=("train", "validation"))
     (data / "README.md").write_text(CARD)
-    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "run", *RUN)
+    code, out, err = run_cli(
+        capsys, "pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "run", *RUN
+    )
     assert code == 0, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["classes"] == 3 and summary["val_images"] == 18
     assert summary["train_images"] == 20  # timm rounds an epoch of a stream up to whole batches
     (data / "README.md").unlink()
-    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "other", *RUN)
+    code, out, err = run_cli(
+        capsys, "pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "other", *RUN
+    )
     assert code == 2 and "length is unknown" in err and err.count("\n") == 1 and not (tmp_path / "other").exists()
 
 
 def test_tensorflow_dataset_without_tensorflow(capsys, tmp_path):
     """The reader is timm's; where its library is not installed the one line says which."""
-    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", "tfds/mnist", "--output", tmp_path / "run", *RUN)
+    code, out, err = run_cli(
+        capsys, "pretrain", "--recipe", "digits", "--data", "tfds/mnist", "--output", tmp_path / "run", *RUN
+    )
     assert code == 2 and "tfds/mnist" in err and "tensorflow" in err and err.count("\n") == 1
 
 
@@ -189,7 +237,9 @@ def test_torchvision_dataset_on_disk(capsys, tmp_path, monkeypatch):
             self.class_to_idx = {str(i): i for i in range(10)}
 
     monkeypatch.setitem(__import__("timm.data.dataset_factory", fromlist=["x"])._TORCH_BASIC_DS, "cifar10", Tiny)
-    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", "torch/cifar10", "--output", tmp_path / "run", *RUN)
+    code, out, err = run_cli(
+        capsys, "pretrain", "--recipe", "digits", "--data", "torch/cifar10", "--output", tmp_path / "run", *RUN
+    )
     assert code == 0, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["classes"] == 10 and summary["train_images"] == 24 and summary["val_images"] == 10
@@ -213,15 +263,39 @@ def spoil(name: str, root: Path) -> tuple[list, str]:
         data.write_text("x")
         return base, "is a file"
     if name == "unknown preset":
-        return ["pretrain", "--recipe", "digits", "--data", "digits", "--model", "B/17"], "unknown preset 'B/17'; did you mean B/16"
+        return [
+            "pretrain",
+            "--recipe",
+            "digits",
+            "--data",
+            "digits",
+            "--model",
+            "B/17",
+        ], "unknown preset 'B/17'; did you mean B/16"
     if name == "unknown recipe":
         return ["pretrain", "--recipe", "digitz", "--data", "digits"], "unknown recipe 'digitz'; did you mean digits"
     if name == "image size":
-        return ["pretrain", "--recipe", "digits", "--data", "digits", "--img-size", "30"], "image size 30 x 30 is no multiple of the patch size 8 x 8"
+        return [
+            "pretrain",
+            "--recipe",
+            "digits",
+            "--data",
+            "digits",
+            "--img-size",
+            "30",
+        ], "image size 30 x 30 is no multiple of the patch size 8 x 8"
     if name == "image smaller than a patch by size":
         return ["pretrain", "--recipe", "digits", "--data", "digits", "--img-size", "4"], "image size 4 x 4"
     if name == "unknown setting":
-        return ["pretrain", "--recipe", "digits", "--data", "digits", "--set", "learning_rat=1"], "unknown setting 'learning_rat'"
+        return [
+            "pretrain",
+            "--recipe",
+            "digits",
+            "--data",
+            "digits",
+            "--set",
+            "learning_rat=1",
+        ], "unknown setting 'learning_rat'"
     if name == "config file":
         (root / "c.yaml").write_text("[1, 2")
         return ["pretrain", "--config", root / "c.yaml"], "c.yaml cannot be read as YAML"
@@ -317,7 +391,15 @@ def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path, name):
 
 
 def test_debug_shows_the_traceback(tmp_path):
-    (said,) = done([Child(command_line, ["pretrain", "--recipe", "nope", "--data", "digits", "--output", str(tmp_path / "r"), "--debug"])], code=1)
+    (said,) = done(
+        [
+            Child(
+                command_line,
+                ["pretrain", "--recipe", "nope", "--data", "digits", "--output", str(tmp_path / "r"), "--debug"],
+            )
+        ],
+        code=1,
+    )
     assert "Traceback" in said and "unknown recipe" in said
 
 
@@ -338,9 +420,13 @@ def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
     assert names() == list(doctor.cases(doctor.SMALL_SIZES)) and len(doctor.tasks()) == 3 * len(names())
     assert doctor.tasks(["layer_norm"], "float16") == [("layer_norm", "float16")]
     both = [("layer_norm", d) for d in ("bfloat16", "float16", "float32")]
-    both += [(name, d) for name in ("edges of layer_norm", "edges of add + layer_norm") for d in ("bfloat16", "float32")]
+    both += [
+        (name, d) for name in ("edges of layer_norm", "edges of add + layer_norm") for d in ("bfloat16", "float32")
+    ]
     assert set(both) <= set(doctor.tasks(["layer_norm"], interpreted=True))
-    assert doctor.tasks(["column sums, gelu"], "float16", interpreted=True) == [("edges of column sums, gelu", "float16")]
+    assert doctor.tasks(["column sums, gelu"], "float16", interpreted=True) == [
+        ("edges of column sums, gelu", "float16")
+    ]
     assert len(doctor.tasks(interpreted=True)) == 3 * len(names()) + 2 * len(doctor.edges.names())
 
 
@@ -352,12 +438,23 @@ def test_doctor_refuses_what_does_not_exist_here(capsys, monkeypatch):
     code, _, err = run_cli(capsys, "doctor", "--dtype", "bfloat16")
     assert code == 2 and "no bfloat16 here, only float16 and float32" in err and "ml_dtypes" in err
     code, _, err = run_cli(capsys, "doctor", "--interpreted")
-    assert code == 2 and "doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16" in err
-    assert run_cli(capsys, "doctor", "--interpreted", "--dtype", "float32", "--only", "column sums, gelu", "--jobs", "1")[0] == 0
+    assert (
+        code == 2
+        and "doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16" in err
+    )
+    assert (
+        run_cli(capsys, "doctor", "--interpreted", "--dtype", "float32", "--only", "column sums, gelu", "--jobs", "1")[
+            0
+        ]
+        == 0
+    )
 
 
 def test_doctor_refuses_no_process_and_no_name(capsys):
-    for given, said in ((["--jobs", "0"], "--jobs must be 1 at least, got 0"), (["--only", ""], "no operation has '' in its name")):
+    for given, said in (
+        (["--jobs", "0"], "--jobs must be 1 at least, got 0"),
+        (["--only", ""], "no operation has '' in its name"),
+    ):
         code, _, err = run_cli(capsys, "doctor", *given)
         assert code == 2 and said in err
 
@@ -383,7 +480,16 @@ def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatc
     monkeypatch.setattr(launch, "INTERPRETED", False)
     answer = SimpleNamespace(returncode=7)
     monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append((command, env)) or answer)
-    given = ["--jobs=3", "--only=mlp", "--only=layer_norm", "--dtype=float16", "--json", "--untimed", "--debug", "--interpreted"]
+    given = [
+        "--jobs=3",
+        "--only=mlp",
+        "--only=layer_norm",
+        "--dtype=float16",
+        "--json",
+        "--untimed",
+        "--debug",
+        "--interpreted",
+    ]
     assert run_cli(capsys, "doctor", *given)[0] == 7
     assert commands[0][0][3:] == ["doctor", *given] and commands[0][1]["TRITON_INTERPRET"] == "1"
 
@@ -395,7 +501,9 @@ def test_doctor_keeps_both_ends_of_a_failure_and_shows_the_first_traceback(monke
         raise ValueError("where it starts" + 400 * " and so on" + " what is wrong")
 
     monkeypatch.setattr(attention, "attention_fwd", broken)
-    code, out, err = run_cli(capsys, "doctor", "--only", "attention, N = 300", "--only", "layer_norm", "--debug", "--json")
+    code, out, err = run_cli(
+        capsys, "doctor", "--only", "attention, N = 300", "--only", "layer_norm", "--debug", "--json"
+    )
     rows = {(r["op"], r["dtype"]): r for r in json.loads(out)["results"]}
     bad = rows["attention, N = 300", "float16"]
     assert code == 1 and len(rows) == 6 and rows["layer_norm", "float32"]["passed"]
@@ -413,14 +521,29 @@ def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "perform", interrupted)
     code, out, err = run_cli(capsys, "doctor", "--only", "layer_norm", "--json")
-    assert code == 130 and json.loads(out)["not_examined"] == 1 and "2 of 3 passed, 1 not examined: interrupted in layer_norm in float32" in err
+    assert (
+        code == 130
+        and json.loads(out)["not_examined"] == 1
+        and "2 of 3 passed, 1 not examined: interrupted in layer_norm in float32" in err
+    )
 
 
 def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
     """Right numbers are not enough: a row too many is read of a workspace, and a sum goes where nobody reads."""
     from vitfast.kernels import rows
 
-    given = ["doctor", "--interpreted", "--jobs", "1", "--only", "scaled rows", "--only", "sum of rows", "--only", "linear_gelu"]
+    given = [
+        "doctor",
+        "--interpreted",
+        "--jobs",
+        "1",
+        "--only",
+        "scaled rows",
+        "--only",
+        "sum of rows",
+        "--only",
+        "linear_gelu",
+    ]
     code, out, _ = run_cli(capsys, *given)
     assert code == 0 and "edges of scaled rows" in out and " runs" in out
     right = rows.column_sums
@@ -432,7 +555,10 @@ def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
     assert found == {"edges of scaled rows", "edges of scaled rows, layer scale", "edges of sum of rows"}
     assert all(r["passed"] == (r["op"] not in found) for r in result["results"])
     text = next(r for r in result["results"] if r["op"] == "edges of sum of rows")["findings"][0]
-    assert "sum of rows, 3 x 5 x 100, 72, bfloat16, odd: out of bounds: column_sums_kernel, program (0, 0, 0), rows.py:" in text
+    assert (
+        "sum of rows, 3 x 5 x 100, 72, bfloat16, odd: out of bounds: column_sums_kernel, program (0, 0, 0), rows.py:"
+        in text
+    )
     assert "reads ws_ptrs[0][2, 0] of (2, 100)" in text and "other runs)" in text and text in err
     assert next(r for r in result["results"] if r["op"] == "linear_gelu")["passed"]
 
@@ -453,7 +579,11 @@ def test_doctor_says_where_a_kernel_raises_and_what_is_of_another_kind(monkeypat
     assert "in column_sums" not in err and "in raises" in row["traceback"] and row["traceback"] in err
     forward = layer_norm.layer_norm_fwd
     with monkeypatch.context() as patch:
-        patch.setattr(layer_norm, "layer_norm_fwd", lambda x, *rest, **options: (forward(x, *rest, **options)[0].double(), *forward(x, *rest, **options)[1:]))
+        patch.setattr(
+            layer_norm,
+            "layer_norm_fwd",
+            lambda x, *rest, **options: (forward(x, *rest, **options)[0].double(), *forward(x, *rest, **options)[1:]),
+        )
         assert run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")[0] == 1
         code, out, _ = run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")
     assert code == 1 and "result 0 is float64 (2, 5, 64), PyTorch's float16 (2, 5, 64)" in out
@@ -472,7 +602,9 @@ def test_an_overwritten_input_a_wrong_number_and_no_kernel_fail_at_the_edges(mon
         patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (None, 1.02 * right(x, *rest, **options)[1]))
         report = edges.examine(case)
         assert not report.passed and 0.019 < report.error < 0.021 and "error of a row 2.0e-02" in report.wrong[0]
-        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1])
+        patch.setattr(
+            rows, "scale_rows", lambda x, *rest, **options: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]
+        )
         assert "no kernel ran" in edges.examine(case).wrong[0]
 
 
@@ -480,9 +612,23 @@ def test_an_overwritten_input_a_wrong_number_and_no_kernel_fail_at_the_edges(mon
 def test_doctor_interprets_in_processes_of_its_own():
     """Where the environment says nothing of the interpreter, and whatever GPU there is."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "vitfast", "doctor", "--interpreted", "--only", "column sums", "--only", "gelu backward", "--jobs", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "vitfast",
+        "doctor",
+        "--interpreted",
+        "--only",
+        "column sums",
+        "--only",
+        "gelu backward",
+        "--jobs",
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0 and "6 of 6 passed" in done.stdout and done.stdout.count(" run") == 6, done.stdout + done.stderr
+    assert done.returncode == 0 and "6 of 6 passed" in done.stdout and done.stdout.count(" run") == 6, (
+        done.stdout + done.stderr
+    )
 
 
 def deadly(task) -> doctor.Result:

@@ -38,7 +38,12 @@ PROGRAMS = {
 
 def too_few_programs(rows: list[dict]) -> tuple[set[tuple[str, str]], list[dict]]:
     """(kernel, case) that PROGRAMS names among the rows, and the rows in which fewer programs fit."""
-    wanted = {(kernel, case): count for kernel, by_case in PROGRAMS.items() for cases, count in by_case.items() for case in cases}
+    wanted = {
+        (kernel, case): count
+        for kernel, by_case in PROGRAMS.items()
+        for cases, count in by_case.items()
+        for case in cases
+    }
     found = [r for r in rows if (r["sm"], r["dtype"]) == (90, "bf16") and (r["kernel"], r["case"]) in wanted]
     few = [r for r in found if r["programs_per_sm"] < wanted[r["kernel"], r["case"]]]
     return wanted.keys() - {(r["kernel"], r["case"]) for r in found}, few
@@ -75,7 +80,9 @@ def test_each_kernel_compiles_well_for(codegen, generations):
 
 def test_a_kernel_that_regresses_is_a_problem(codegen):
     """Serialised wgmma by its waits or by ptxas' notes, mma.sync where more fits, spills, too much shared memory."""
-    good = dict.fromkeys(codegen.COLUMNS, 0) | dict(kernel="linear_kernel", case="x", sm=90, dtype="bf16", tile="BLOCK_M=64", tensor_core="HGMMA", notes="")
+    good = dict.fromkeys(codegen.COLUMNS, 0) | dict(
+        kernel="linear_kernel", case="x", sm=90, dtype="bf16", tile="BLOCK_M=64", tensor_core="HGMMA", notes=""
+    )
     good |= dict(registers=168, hgmma=37, waits=10, programs_per_sm=1)
     assert codegen.problems([good]) == []
     tcgen05 = dict(sm=100, tensor_core="UTCHMMA", hgmma=0, waits=0)
@@ -96,8 +103,18 @@ def test_a_kernel_that_regresses_is_a_problem(codegen):
     for said, change in bad.items():
         (problem,) = codegen.problems([good | change])
         assert problem.endswith(said), problem
-    fine = [dict(hmma=32, tile="BLOCK_M=32 BLOCK_N=32"), dict(hmma=32, sm=80), dict(spills=3, stack=8, dtype="fp32"), dict(hgmma=1, waits=1)]
-    fine += [tcgen05, dict(tcgen05, hmma=16, dtype="fp32"), dict(tcgen05, hmma=16, kernel="column_sums_kernel"), dict(hgmma=27, waits=14)]
+    fine = [
+        dict(hmma=32, tile="BLOCK_M=32 BLOCK_N=32"),
+        dict(hmma=32, sm=80),
+        dict(spills=3, stack=8, dtype="fp32"),
+        dict(hgmma=1, waits=1),
+    ]
+    fine += [
+        tcgen05,
+        dict(tcgen05, hmma=16, dtype="fp32"),
+        dict(tcgen05, hmma=16, kernel="column_sums_kernel"),
+        dict(hgmma=27, waits=14),
+    ]
     assert codegen.problems([good | change for change in fine]) == []
 
 
@@ -177,7 +194,12 @@ def test_what_a_kernel_calls_is_hashed_before_it():
             return self.hash
 
     names: dict = {}
-    for name, body in (("store", "x"), ("scale", "store(x)"), ("load", "x + scale(x)"), ("kernel", "[load(i) for i in x], store(x), len(x)")):
+    for name, body in (
+        ("store", "x"),
+        ("scale", "store(x)"),
+        ("load", "x + scale(x)"),
+        ("kernel", "[load(i) for i in x], store(x), len(x)"),
+    ):
         names[name] = Function(name, body, names)
     settle(names["kernel"])
     assert hashed == ["store", "scale", "load", "kernel"]
@@ -200,14 +222,21 @@ def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["code"], found["obstacle"], found["same"]) == (0, "", True) and found["count"] >= 10
-    assert {"linear_gelu_kernel", "_attention_fwd_rows_kernel", "_attention_bwd_dq_kernel", "gelu_bwd_kernel"} <= set(found["kernels"])
+    assert {"linear_gelu_kernel", "_attention_fwd_rows_kernel", "_attention_bwd_dq_kernel", "gelu_bwd_kernel"} <= set(
+        found["kernels"]
+    )
     assert len(found["shared"]) > found["count"] and f"{found['count']} kernels for sm_90" in done.stdout
     assert found["ahead"]["right"] == [found["shared"][0], ""]
-    assert "num_warps" in found["ahead"]["refused"][1] and found["ahead"]["dies"] == [0, "the compiler died with exit code 3"]
+    assert "num_warps" in found["ahead"]["refused"][1] and found["ahead"]["dies"] == [
+        0,
+        "the compiler died with exit code 3",
+    ]
     assert "nothing in it will be found" in found["other"] and "made from other kernels" in found["changed"]
     assert found["ahead"]["sleeps"] == [0, "compiling took longer than 2 s"] and found["ahead"]["left"] == 0
     candidates, failures, finished, compilations = found["tuned"]
-    assert candidates > 5 and not failures and finished and compilations > 3  # the tuner and the compiler understand each other
+    assert (
+        candidates > 5 and not failures and finished and compilations > 3
+    )  # the tuner and the compiler understand each other
 
 
 BARRIER = """
@@ -267,14 +296,23 @@ def test_attentions_barriers_reach_the_machine_code(codegen):
 def test_the_committed_table_is_of_these_kernels(codegen):
     """`make codegen` writes it anew."""
     now, rows = codegen.cache.source_hash(), codegen.committed()
-    assert codegen.TABLE.read_text().startswith(f"# kernels {now},"), f"tests/codegen.csv is stale (kernels are {now}): run make codegen"
+    assert codegen.TABLE.read_text().startswith(f"# kernels {now},"), (
+        f"tests/codegen.csv is stale (kernels are {now}): run make codegen"
+    )
     assert {row["sm"] for row in rows} == {80, 89, 90, 100, 120} and {row["dtype"] for row in rows} >= {"bf16", "fp32"}
     text = "".join(path.read_text() for path in Path(tiles.__file__).parent.glob("*.py"))
     assert set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)) == {row["kernel"] for row in rows}
-    rivals = {rule.tile.provider for rules in tiles.RIVALS.values() for rule in rules if rule.tile.blocks or rule.tile.provider == "tiled"}
+    rivals = {
+        rule.tile.provider
+        for rules in tiles.RIVALS.values()
+        for rule in rules
+        if rule.tile.blocks or rule.tile.provider == "tiled"
+    }
     assert rivals == {word for row in rows for word in re.findall(r" \((\w+)(?: \d+)?\)$", row["case"])}
     problems = codegen.problems(rows)
     assert not problems, "\n".join(problems)
     assert too_few_programs(rows) == (set(), [])
-    few = [r | dict(programs_per_sm=r["programs_per_sm"] - 1) for r in rows if r["kernel"] == "_attention_bwd_head_kernel"]
+    few = [
+        r | dict(programs_per_sm=r["programs_per_sm"] - 1) for r in rows if r["kernel"] == "_attention_bwd_head_kernel"
+    ]
     assert len(too_few_programs(few)[1]) == 5

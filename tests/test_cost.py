@@ -97,19 +97,30 @@ def test_an_operation_by_hand():
     assert qkv.forward == ((2 * m * n * d, 2 * (x + w + bias + y)),)
     assert qkv.backward == ((2 * m * n * d, 2 * (y + w + x)), (2 * m * n * d, 2 * (y + x + w + bias)))
     attention = found["attention"]
-    assert attention.forward == ((2 * (2 * 2 * 2 * 7 * 7 * 16), 2 * (3 + 1) * 14 * 32),)  # two products for 2 images and 2 heads of 16
+    assert attention.forward == (
+        (2 * (2 * 2 * 2 * 7 * 7 * 16), 2 * (3 + 1) * 14 * 32),
+    )  # two products for 2 images and 2 heads of 16
     assert attention.backward == ((5 * (2 * 2 * 2 * 7 * 7 * 16), 2 * (3 + 1 + 1 + 3) * 14 * 32),)  # qkv, o, do -> dqkv
     row = qkv.row(Rates("", 1e6, 1e5, GIB, "measured"))
     assert row["forward_floor"] == pytest.approx(max(2 * m * n * d / 1e6, 2 * (x + w + bias + y) / 1e5))
     slow = qkv.row(Rates("", 1e6, 1e3, GIB, "measured"))
-    assert slow["backward_floor"] == pytest.approx(2 * (2 * (x + w + y) + bias) / 1e3) and slow["backward_floor"] > row["backward_floor"]
+    assert (
+        slow["backward_floor"] == pytest.approx(2 * (2 * (x + w + y) + bias) / 1e3)
+        and slow["backward_floor"] > row["backward_floor"]
+    )
 
 
 def test_a_convolution_by_hand():
     """The stem of a hybrid whose ResNet has one unit: 7 x 7 filters at half the size, 1 x 1 and 3 x 3 ones at a quarter."""
     found = {op.name: op for op in operations(ViT(**TINY | dict(backbone=dict(layers=[1]))), 2)}
     image, half, quarter = 16 * 24, 8 * 12, 4 * 6  # pixels
-    products = [(3 * 49, 64, image, half), (64, 256, quarter, quarter), (64, 64, quarter, quarter), (64 * 9, 64, quarter, quarter), (64, 256, quarter, quarter)]
+    products = [
+        (3 * 49, 64, image, half),
+        (64, 256, quarter, quarter),
+        (64, 64, quarter, quarter),
+        (64 * 9, 64, quarter, quarter),
+        (64, 256, quarter, quarter),
+    ]
     flops = [2 * 2 * pixels * k * n for k, n, _, pixels in products]
     assert sorted(f for f, _ in found["ResNet"].forward if f) == sorted(map(float, flops))
     assert sum(f for f, _ in found["ResNet"].backward) == 2 * sum(flops) - flops[0]  # no gradient of the images
@@ -151,7 +162,9 @@ def test_memory_is_what_a_run_keeps_with_all_kept(options):
     found = kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8))
     assert found == sum(kept_bytes(model, 3, 2, keep="all").values()) > sum(kept_bytes(model, 3, 2).values())
     model.set_keep("least")
-    assert kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)) == sum(kept_bytes(model, 3, 2).values())
+    assert kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)) == sum(
+        kept_bytes(model, 3, 2).values()
+    )
 
 
 def test_auto_keeps_all_where_it_fits(capsys):
@@ -173,17 +186,31 @@ def test_auto_keeps_all_where_it_fits(capsys):
 def test_keep_has_no_effect_with_dropout():
     """Its blocks run on the smaller operations: nothing that backward writes goes away."""
     model = on_meta("B/16", proj_drop_rate=0.1)
-    assert operations(model, 2, keep="all") == operations(model, 2, keep="least") != operations(on_meta("B/16"), 2, keep="all")
+    assert (
+        operations(model, 2, keep="all")
+        == operations(model, 2, keep="least")
+        != operations(on_meta("B/16"), 2, keep="all")
+    )
     found = [estimate(model, rates("H200"), keep=choice) for choice in keep.KEEPS]
-    assert found[0] == found[1] == found[2] and found[0]["keep"]["taken"] == "least" and found[0]["keep"]["more_per_image"] == 0
+    assert (
+        found[0] == found[1] == found[2]
+        and found[0]["keep"]["taken"] == "least"
+        and found[0]["keep"]["more_per_image"] == 0
+    )
     text = cost.as_text("B/16", found[0])
-    assert "keep has no effect with dropout" in text and "'all'" not in text and "keep=" in cost.as_text("B/16", estimate(on_meta("B/16"), rates()))
+    assert (
+        "keep has no effect with dropout" in text
+        and "'all'" not in text
+        and "keep=" in cost.as_text("B/16", estimate(on_meta("B/16"), rates()))
+    )
 
 
 def test_a_model_decides_once(monkeypatch):
     """By what is free, less what gradients and AdamW will take."""
     model = ViT(**TINY)
-    needed = sum(sum(keep.block_bytes(block, 21, 2, "all").values()) for block in model.blocks) + 21 * (32 + 2 * 128) * 2
+    needed = (
+        sum(sum(keep.block_bytes(block, 21, 2, "all").values()) for block in model.blocks) + 21 * (32 + 2 * 128) * 2
+    )
     needed += 12 * sum(p.numel() for p in model.parameters())
     gpu = torch.device("cuda")
     for free, wanted in ((needed / 0.9 + 1, "all"), (needed / 0.9 - 1, "least")):
@@ -209,7 +236,11 @@ def kept(model: ViT, images: torch.Tensor, autocast: torch.dtype | None = None) 
             storages[storage.data_ptr()] = storage
         return tensor
 
-    with ops.use_kernels("on"), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with (
+        ops.use_kernels("on"),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        torch.autocast("cpu", autocast, enabled=autocast is not None),
+    ):
         logits = model(images)
     assert logits.requires_grad
     return sum(storage.nbytes() for storage in storages.values())
@@ -253,12 +284,18 @@ def test_memory_under_autocast_has_copies_of_the_linear_layers():
 def test_state_is_that_of_the_optimizer():
     model = ViT(**TINY)
     model(torch.rand(1, 3, 16, 24)).sum().backward()
-    for name, optimizer in (("adamw", torch.optim.AdamW(model.parameters(), lr=0.1)), ("sgd", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))):
+    for name, optimizer in (
+        ("adamw", torch.optim.AdamW(model.parameters(), lr=0.1)),
+        ("sgd", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
+    ):
         optimizer.step()
         tensors = [t for state in optimizer.state.values() for t in state.values() if t is not None and t.dim() > 0]
         found = state_bytes(model, 4, name)
         assert found["optimiser state"] == sum(t.nbytes for t in tensors)
-        assert found["parameters"] == found["gradients"] == sum(p.grad.nbytes for p in model.parameters()) and not found["16-bit copies"]
+        assert (
+            found["parameters"] == found["gradients"] == sum(p.grad.nbytes for p in model.parameters())
+            and not found["16-bit copies"]
+        )
 
 
 def test_relative_positions_are_refused():
@@ -272,7 +309,9 @@ def test_the_largest_batch_is_the_last_that_fits():
     largest, usable = found["largest_batch"], cost.USABLE * 40 * GIB
 
     def needed(batch):
-        return sum(state_bytes(model).values()) + sum(kept_bytes(model, batch).values()) + cost.working_bytes(model, batch)
+        return (
+            sum(state_bytes(model).values()) + sum(kept_bytes(model, batch).values()) + cost.working_bytes(model, batch)
+        )
 
     assert needed(largest) <= usable < needed(largest + 1)
     assert found["micro_batch"] <= largest and found["micro_batch"] * found["accumulate"] >= 10**6
@@ -285,14 +324,18 @@ def test_the_largest_batch_is_the_last_that_fits():
 def test_days_follow_from_the_step():
     found = estimate(on_meta("L/16"), rates("H100"), batch_size=4096, gpus=8, images=14 * 303e6, efficiency=0.5)
     seconds = 14 * 303e6 / 4096 * found["floor"]["step_seconds"]
-    assert found["floor"]["train_seconds"] == pytest.approx(seconds) and found["predicted"]["train_seconds"] == pytest.approx(2 * seconds)
+    assert found["floor"]["train_seconds"] == pytest.approx(seconds) and found["predicted"][
+        "train_seconds"
+    ] == pytest.approx(2 * seconds)
     assert found["predicted"]["gpu_days"] == pytest.approx(2 * seconds * 8 / 86400)
     one = estimate(on_meta("L/16"), rates("H100"), batch_size=512)  # an eighth of the work, and the same update
     assert found["micro_batch"] == 512 and one["floor"]["step_seconds"] == pytest.approx(found["floor"]["step_seconds"])
     parts = estimate(on_meta("L/16"), rates("A100-40"), batch_size=4096)
     update = parts["operations"][-1]["backward_floor"]
     rest = sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in parts["operations"][:-1])
-    assert parts["accumulate"] > 1 and parts["floor"]["step_seconds"] == pytest.approx(parts["accumulate"] * rest + update)
+    assert parts["accumulate"] > 1 and parts["floor"]["step_seconds"] == pytest.approx(
+        parts["accumulate"] * rest + update
+    )
 
 
 def test_recipe_gives_model_and_length(capsys):
@@ -300,7 +343,12 @@ def test_recipe_gives_model_and_length(capsys):
     assert code == 0, err
     found = json.loads(out)
     assert found["params"] == 22_050_664 - 384 - 197 * 384  # no class token, fixed positions
-    assert (found["model"], found["batch_size"], found["train_images"], found["device"]["gpu"]) == ("S/16", 1024, 90 * 1_281_167, "4090")
+    assert (found["model"], found["batch_size"], found["train_images"], found["device"]["gpu"]) == (
+        "S/16",
+        1024,
+        90 * 1_281_167,
+        "4090",
+    )
     code, out, err = run(capsys, "--recipe", "finetune/cifar10", "--model", "L/16", "--json")
     found = json.loads(out)
     assert (found["model"], found["img_size"], found["train_images"], found["memory"]["state"]["optimiser state"]) == (
@@ -336,11 +384,18 @@ def test_ceilings_of_a_file(capsys, tmp_path):
     for content in (
         dict(flops_per_second=6e14, bytes_per_second=4e12),
         dict(ceilings=dict(flops_per_second=6e14, bytes_per_second=4e12), other=[1]),
-        dict(machine_info=dict(vitfast=dict(device="x", ceilings=dict(copy=4e12, bfloat16=6e14, float16=5e14, float8=None))), benchmarks=[]),
+        dict(
+            machine_info=dict(
+                vitfast=dict(device="x", ceilings=dict(copy=4e12, bfloat16=6e14, float16=5e14, float8=None))
+            ),
+            benchmarks=[],
+        ),
     ):
         path.write_text(json.dumps(content))
         found = json.loads(run(capsys, "--model", "B/16", "--ceilings", path, "--gpu", "4090", "--json")[1])
-        assert found["device"] == dict(gpu="4090", flops_per_second=6e14, bytes_per_second=4e12, memory_bytes=24 * GIB, source="measured")
+        assert found["device"] == dict(
+            gpu="4090", flops_per_second=6e14, bytes_per_second=4e12, memory_bytes=24 * GIB, source="measured"
+        )
         assert wanted in (None, found["floor"])
         wanted = found["floor"]
 
@@ -391,4 +446,6 @@ def test_memory_of_a_run_on_a_gpu():
         held = torch.cuda.memory_allocated() - before
         del logits
     wanted = kept_bytes(model, 32)
-    assert held == pytest.approx(sum(wanted.values()) - wanted["images"] + state_bytes(model)["16-bit copies"], rel=0.02)
+    assert held == pytest.approx(
+        sum(wanted.values()) - wanted["images"] + state_bytes(model)["16-bit copies"], rel=0.02
+    )

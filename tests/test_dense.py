@@ -24,7 +24,12 @@ class Pyramid(nn.Module):
         def up(chans):
             return nn.ConvTranspose2d(chans, out, 2, stride=2)
 
-        scales = (nn.Sequential(up(width), nn.GELU(), up(out)), up(width), nn.Conv2d(width, out, 1), nn.Conv2d(width, out, 2, stride=2))
+        scales = (
+            nn.Sequential(up(width), nn.GELU(), up(out)),
+            up(width),
+            nn.Conv2d(width, out, 1),
+            nn.Conv2d(width, out, 2, stride=2),
+        )
         self.scales = nn.ModuleList(scales)
 
     def forward(self, images):
@@ -33,7 +38,9 @@ class Pyramid(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "size, options", [((64, 96), dict(img_size=(64, 96))), ((96, 32), dict(dynamic_img_size=True, reg_tokens=2))], ids=["non-square", "dynamic"]
+    "size, options",
+    [((64, 96), dict(img_size=(64, 96))), ((96, 32), dict(dynamic_img_size=True, reg_tokens=2))],
+    ids=["non-square", "dynamic"],
 )
 def test_feature_pyramid_trains_as_on_timm(size, options):
     """Maps, and after a random gradient those of every parameter, are timm's; a step along them lowers the loss."""
@@ -75,7 +82,9 @@ def test_one_model_gives_maps_of_every_size():
         fixed.load_state_dict(model.state_dict())
         fixed.set_input_size(size)
         x = torch.randn(1, 3, *size)
-        (a,), (b,) = (m.eval().forward_intermediates(x, indices=[2], norm=True, intermediates_only=True) for m in (model, fixed))
+        (a,), (b,) = (
+            m.eval().forward_intermediates(x, indices=[2], norm=True, intermediates_only=True) for m in (model, fixed)
+        )
         assert_close(a, b, **TOL)
         tokens = fixed.forward_intermediates(x, indices=[2], norm=True, intermediates_only=True, output_fmt="NLC")[0]
         row, column = size[0] // 16 - 1, 1
@@ -109,7 +118,10 @@ def test_attention_maps_are_exact(model):
     x = torch.randn(2, 3, 64, 64)
     truth = by_hand(model, x)
     assert max(m.max().item() for m in truth) > 0.5  # peaked enough to tell heads and layers apart
-    for ours, tolerance in ((copy.deepcopy(model).double().attention_maps(x.double()), 1e-10), (model.attention_maps(x), 1e-4)):
+    for ours, tolerance in (
+        (copy.deepcopy(model).double().attention_maps(x.double()), 1e-10),
+        (model.attention_maps(x), 1e-4),
+    ):
         assert len(ours) == 4
         for layer, (a, b) in enumerate(zip(ours, truth)):
             assert a.shape == (2, 3, 18, 18) and not a.requires_grad

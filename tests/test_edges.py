@@ -42,23 +42,39 @@ def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
     for name in edges.names():
         for case in edges.cases(name):
             layouts.add((name, case.layout))
-            inputs = edges.launchers_at(case.sizes)[name].make(Draw(case.dtype, edges.CPU, torch.Generator(), case.layout))
+            inputs = edges.launchers_at(case.sizes)[name].make(
+                Draw(case.dtype, edges.CPU, torch.Generator(), case.layout)
+            )
             for _, used in edges.variants(case):
                 made = launch.record(lambda: edges.launchers_at(case.sizes)[name].call(*inputs))  # noqa: B023
                 ran.update((op, tile.provider) for (op, _, _), tile in used.items())
                 kernels.update(entry.kernel.fn.__name__ for entry in made)
                 if any(isinstance(value, TensorDescriptor) for entry in made for value in entry.arguments.values()):
                     described.update(op for op, _, _ in used)
-    known = {(op, rule.tile.provider) for table in (tiles.RULES, tiles.RIVALS) for op, rules in table.items() for rule in rules}
-    here = {(op, provider) for op, provider in known if provider not in (*tiles.LIBRARIES, "gluon") or provider == "torch"}
+    known = {
+        (op, rule.tile.provider)
+        for table in (tiles.RULES, tiles.RIVALS)
+        for op, rules in table.items()
+        for rule in rules
+    }
+    here = {
+        (op, provider) for op, provider in known if provider not in (*tiles.LIBRARIES, "gluon") or provider == "torch"
+    }
     assert here <= ran, here - ran
     assert {op for op, provider in known if provider == "tma"} <= described
     for name in edges.names():
         seen = {layout for of, layout in layouts if of == name}
-        assert {"odd", "channels-last" if name.startswith("patch") else "contiguous"} <= seen or "oblong" in name, (name, seen)
+        assert {"odd", "channels-last" if name.startswith("patch") else "contiguous"} <= seen or "oblong" in name, (
+            name,
+            seen,
+        )
     assert {layout for _, layout in layouts} == {"contiguous", "strided", "shifted", "odd", "channels-last"}
     kernels.add("product_gluon_kernel")  # tests/test_gluon.py
-    assert kernels == {name for path in (ROOT / "kernels").glob("*.py") for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)}
+    assert kernels == {
+        name
+        for path in (ROOT / "kernels").glob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)
+    }
 
 
 def test_strided_draws_are_views_of_something_wider():
@@ -101,7 +117,9 @@ def test_a_planted_bug_is_found(mutant, tmp_path):
     assert len(first.program) == 3
     file, line = first.source.split(" < ")[0].split(":")
     (path,) = tmp_path.glob(f"*/kernels/{file}")
-    assert re.search(r"tl\.load|tl\.store|\.load\(|multiple_of|atomic", "".join(linecache.getline(str(path), int(line)))), first
+    assert re.search(
+        r"tl\.load|tl\.store|\.load\(|multiple_of|atomic", "".join(linecache.getline(str(path), int(line)))
+    ), first
     if mutant.kind not in ("false hint", "atomic operation"):
         assert f"{first.tensor}[" in first.detail and " of (" in first.detail
 

@@ -29,12 +29,28 @@ def photos(tmp_path_factory):
 
 
 def config(photos, **fields):
-    return resolve("pretrain", dict(recipe="digits", data=str(photos), output="unused", device="cpu", batch_size=6, steps=3, hflip=0.5, workers=0, **fields))
+    return resolve(
+        "pretrain",
+        dict(
+            recipe="digits",
+            data=str(photos),
+            output="unused",
+            device="cpu",
+            batch_size=6,
+            steps=3,
+            hflip=0.5,
+            workers=0,
+            **fields,
+        ),
+    )
 
 
 def test_images_decoded_on_the_device_are_those_of_the_host(photos):
     """The same crops and flips; pixels differ by the rounding of two resamplers."""
-    sides = [list(open_data(config(photos, decode=where), (32, 32), (8, 8), CPU).train_batches(0, 3)) for where in ("host", "device")]
+    sides = [
+        list(open_data(config(photos, decode=where), (32, 32), (8, 8), CPU).train_batches(0, 3))
+        for where in ("host", "device")
+    ]
     for (host, labels, _), (device, others, told) in zip(*sides):
         assert torch.equal(labels, others) and device.dtype == torch.uint8 and device.shape == host.shape and not told
         difference = (host.int() - device.int()).abs().float()

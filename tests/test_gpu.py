@@ -44,7 +44,9 @@ def test_every_rival_computes_the_same(shape, op, dtype):
     with tiles.watching() as used:
         examine(op, *cases(SIZES[shape])[op], dtype, GPU, timed=False)
     for name, bits, shape_class in used:
-        for rival in tiles.rivals(name, torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=GPU), shape_class):
+        for rival in tiles.rivals(
+            name, torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=GPU), shape_class
+        ):
             with tiles.override(name, rival, shape_class):
                 result = examine(op, *cases(SIZES[shape])[op], dtype, GPU, timed=False)
             assert result.passed, (name, rival, result)
@@ -90,7 +92,10 @@ def test_attention_and_gemm_beyond_2_31_elements():
         del qkv
         rows = 2**31 // 3072 + 1000
         x = torch.randn(1024, 768, device=GPU, dtype=torch.bfloat16).repeat(-(-rows // 1024), 1)[:rows]
-        w, b = torch.randn(3072, 768, device=GPU, dtype=torch.bfloat16) * 0.03, torch.randn(3072, device=GPU, dtype=torch.bfloat16)
+        w, b = (
+            torch.randn(3072, 768, device=GPU, dtype=torch.bfloat16) * 0.03,
+            torch.randn(3072, device=GPU, dtype=torch.bfloat16),
+        )
         out = ops.linear_gelu(x, w, b)[-300:]
         torch.testing.assert_close(out, ops.linear_gelu(x[-300:].clone(), w, b), atol=1e-2, rtol=1e-2)
 
@@ -101,12 +106,21 @@ def test_training_follows_plain_pytorch(compiled):
     from sklearn.datasets import load_digits
 
     scans = load_digits()
-    images = torch.tensor(scans.images / 16 * 255).byte()[:, None].repeat(1, 3, 1, 1).repeat_interleave(4, 2).repeat_interleave(4, 3).to(GPU)
+    images = (
+        torch.tensor(scans.images / 16 * 255)
+        .byte()[:, None]
+        .repeat(1, 3, 1, 1)
+        .repeat_interleave(4, 2)
+        .repeat_interleave(4, 3)
+        .to(GPU)
+    )
     labels = torch.tensor(scans.target).to(GPU)
     curves = {}
     for mode in ("on", "off"):
         torch.manual_seed(0)
-        model = ViT(img_size=32, patch_size=4, embed_dim=128, depth=3, num_heads=2, num_classes=10, weight_init="jax").to(GPU)
+        model = ViT(
+            img_size=32, patch_size=4, embed_dim=128, depth=3, num_heads=2, num_classes=10, weight_init="jax"
+        ).to(GPU)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         step = torch.compile(model) if compiled else model
         losses = []

@@ -21,7 +21,15 @@ from vitfast.checkpoint import write
 from vitfast.export import export
 
 LAYERS, WIDTH = (1, 2), 0.5  # a narrow ResNet, 1/8 of the image's size
-NARROW = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5, backbone=dict(layers=LAYERS, width=WIDTH))
+NARROW = dict(
+    img_size=32,
+    patch_size=8,
+    embed_dim=48,
+    depth=2,
+    num_heads=3,
+    num_classes=5,
+    backbone=dict(layers=LAYERS, width=WIDTH),
+)
 SMALLEST = {**NARROW, "img_size": 16, "patch_size": 4, "depth": 1, "backbone": dict(layers=[1], width=WIDTH)}
 TOL = dict(atol=1e-4, rtol=1e-5)  # fp32, in another order of sums
 
@@ -37,8 +45,18 @@ def random(model):
 
 
 def timm_narrow(**changes) -> VisionTransformer:
-    cnn = ResNetV2(LAYERS, num_classes=0, global_pool="", width_factor=WIDTH, preact=False, stem_type="same", conv_layer=partial(StdConv2dSame, eps=1e-8))
-    args = {k: v for k, v in NARROW.items() if k != "backbone"} | dict(patch_size=1, embed_layer=partial(TimmEmbed, backbone=cnn))
+    cnn = ResNetV2(
+        LAYERS,
+        num_classes=0,
+        global_pool="",
+        width_factor=WIDTH,
+        preact=False,
+        stem_type="same",
+        conv_layer=partial(StdConv2dSame, eps=1e-8),
+    )
+    args = {k: v for k, v in NARROW.items() if k != "backbone"} | dict(
+        patch_size=1, embed_layer=partial(TimmEmbed, backbone=cnn)
+    )
     return VisionTransformer(**args | changes)
 
 
@@ -55,25 +73,42 @@ def count(model) -> int:
 
 
 def test_presets_have_the_papers_parameters():
-    plain = {"B": 88_224_232 - 768 * (3 * 32 * 32 + 1), "L": 306_535_400 - 1024 * (3 * 32 * 32 + 1)}  # .../32 without patch projection
+    plain = {
+        "B": 88_224_232 - 768 * (3 * 32 * 32 + 1),
+        "L": 306_535_400 - 1024 * (3 * 32 * 32 + 1),
+    }  # .../32 without patch projection
     cnn = 328_994_856 - plain["L"] - 1024 * (2048 + 1)  # R50+L/32's
     expected = {
         "R50+B/16": 98_659_112,
         "R50+L/32": 328_994_856,
         "R50+B/32": cnn + plain["B"] + 768 * (2048 + 1),
-        "R50+L/16": 98_659_112 - 86_567_656 + 768 * 3 * 16 * 16 - 768 * 1024 + 304_326_632 - 1024 * 3 * 16 * 16 + 1024 * 1024,
+        "R50+L/16": 98_659_112
+        - 86_567_656
+        + 768 * 3 * 16 * 16
+        - 768 * 1024
+        + 304_326_632
+        - 1024 * 3 * 16 * 16
+        + 1024 * 1024,
     }
     with torch.device("meta"):
         models = {name: ViT.from_preset(name) for name in expected}
-        theirs = {"R50+B/16": timm.create_model("vit_base_r50_s16_384", img_size=224), "R50+L/32": timm.create_model("vit_large_r50_s32_224")}
+        theirs = {
+            "R50+B/16": timm.create_model("vit_base_r50_s16_384", img_size=224),
+            "R50+L/32": timm.create_model("vit_large_r50_s32_224"),
+        }
     for name, model in models.items():
         assert count(model) == expected[name], name
         units, patch = ([3, 4, 9], 16) if name.endswith("16") else ([3, 4, 6, 3], 32)
         assert [len(stage.blocks) for stage in model.patch_embed.backbone.stages] == units
-        assert model.patch_embed.patch_size == (patch, patch) and model.patch_embed.grid_size == (224 // patch, 224 // patch)
+        assert model.patch_embed.patch_size == (patch, patch) and model.patch_embed.grid_size == (
+            224 // patch,
+            224 // patch,
+        )
         assert model.feature_info[-1]["reduction"] == patch and model.patch_embed.feat_ratio() == patch
     for name, peer in theirs.items():
-        assert {k: v.shape for k, v in models[name].state_dict().items()} == {k: v.shape for k, v in peer.state_dict().items()}
+        assert {k: v.shape for k, v in models[name].state_dict().items()} == {
+            k: v.shape for k, v in peer.state_dict().items()
+        }
         models[name].load_state_dict(peer.state_dict(), strict=True)
         peer.load_state_dict(models[name].state_dict(), strict=True)
 
@@ -119,8 +154,13 @@ def test_intermediates_maps_and_groups(pair):
     theirs(x)
     for mine, expected in zip(ours.attention_maps(x), seen):
         assert_close(mine, expected, **TOL)
-    groups, expected = (param_groups_layer_decay(m, 0.05, no_weight_decay_list=m.no_weight_decay(), layer_decay=0.75) for m in pair)
-    told = [[(g["lr_scale"], g["weight_decay"], sum(p.numel() for p in g["params"])) for g in made] for made in (groups, expected)]
+    groups, expected = (
+        param_groups_layer_decay(m, 0.05, no_weight_decay_list=m.no_weight_decay(), layer_decay=0.75) for m in pair
+    )
+    told = [
+        [(g["lr_scale"], g["weight_decay"], sum(p.numel() for p in g["params"])) for g in made]
+        for made in (groups, expected)
+    ]
     assert told[0] == told[1]
 
 
@@ -156,12 +196,20 @@ def test_other_sizes_saved_and_loaded(pair, tmp_path):
         again.set_input_size(28)
     torch.save(timm_narrow().state_dict(), tmp_path / "timm.pth")  # a bare state dict says all but the heads
     bare = ViT.from_pretrained(tmp_path / "timm.pth", num_heads=3)
-    assert bare.config["backbone"] == ours.config["backbone"] and bare.config["patch_size"] == 8 and bare.config["img_size"] == 32
+    assert (
+        bare.config["backbone"] == ours.config["backbone"]
+        and bare.config["patch_size"] == 8
+        and bare.config["img_size"] == 32
+    )
     stronger = ViT.from_pretrained(tmp_path, backbone=dict(layers=LAYERS, width=WIDTH, eps=1.0)).eval()
     assert not torch.allclose(stronger(x), ours(x), atol=1e-3)
 
 
-@pytest.mark.parametrize("options", [dict(pos_embed="relative"), dict(pos_embed="learn2d", pos_embed_at="layers", reg_tokens=2), dict(patch_size=16)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [dict(pos_embed="relative"), dict(pos_embed="learn2d", pos_embed_at="layers", reg_tokens=2), dict(patch_size=16)],
+    ids=str,
+)
 def test_other_positions_and_larger_patches_of_the_map(pair, options):
     """As a ViT on the feature map that timm's backbone makes."""
     _, theirs = pair
@@ -205,7 +253,9 @@ def test_meta_model_materialises_like_a_fresh_one():
         fresh = ViT(**NARROW, weight_init=mode)
         for (name, a), b in zip(model.state_dict().items(), fresh.state_dict().values()):
             assert a.isfinite().all() and abs(a.std(unbiased=False) - b.std(unbiased=False)) < 0.03, name
-        assert all((unit.norm3.weight == 0).all() for stage in model.patch_embed.backbone.stages for unit in stage.blocks)
+        assert all(
+            (unit.norm3.weight == 0).all() for stage in model.patch_embed.backbone.stages for unit in stage.blocks
+        )
 
 
 # ---- Google's files
@@ -253,7 +303,9 @@ def from_the_formulas(w: dict[str, np.ndarray], x: torch.Tensor, google_eps: boo
     def conv(x, name, stride=1):
         k = w[f"{name}/kernel"]  # (h, w, in, out)
         k = k - k.mean((0, 1, 2))
-        k = k / (k.std((0, 1, 2), unbiased=False) + 1e-5 if google_eps else (k.var((0, 1, 2), unbiased=False) + 1e-8).sqrt())
+        k = k / (
+            k.std((0, 1, 2), unbiased=False) + 1e-5 if google_eps else (k.var((0, 1, 2), unbiased=False) + 1e-8).sqrt()
+        )
         return F.conv2d(padded(x, len(k), stride), k.permute(3, 2, 0, 1), stride=stride)
 
     def norm(x, name):
@@ -300,7 +352,9 @@ def test_googles_root_alone_and_other_cnns_are_refused(tmp_path):
     np.savez(tmp_path / "r.npz", **{k: v for k, v in google_hybrid().items() if not k.startswith("block")})
     with pytest.raises(InputError, match="r.npz: a hybrid of a ResNet's root alone is not supported yet"):
         load_checkpoint(tmp_path / "r.npz")
-    torch.save({**timm_narrow().state_dict(), "patch_embed.backbone.conv1.0.weight": torch.zeros(2)}, tmp_path / "d.pth")
+    torch.save(
+        {**timm_narrow().state_dict(), "patch_embed.backbone.conv1.0.weight": torch.zeros(2)}, tmp_path / "d.pth"
+    )
     with pytest.raises(InputError, match="d.pth: a hybrid with another CNN than the paper's ResNet"):
         load_checkpoint(tmp_path / "d.pth")
     with pytest.raises(InputError, match="the format npz has no place for the ResNet of a hybrid"):

@@ -55,7 +55,9 @@ def peaked(model: ViT, shift: int = 0) -> ViT:
         model.pos_embed.copy_(rows.repeat(1, HEADS))
         for block in model.blocks:
             block.norm1.weight.fill_(1)
-            block.attn.qkv.weight.copy_(torch.cat([100 * torch.block_diag(*[turn] * HEADS), torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)]))
+            block.attn.qkv.weight.copy_(
+                torch.cat([100 * torch.block_diag(*[turn] * HEADS), torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)])
+            )
     return model
 
 
@@ -68,7 +70,9 @@ def all_distances(grid=GRID, patch=PATCH) -> np.ndarray:
 # ---- filters and positions
 
 
-@pytest.mark.parametrize("options", [{}, dict(embed_dim=12, num_heads=2), dict(in_chans=1)], ids=["wide", "few filters", "grey"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(embed_dim=12, num_heads=2), dict(in_chans=1)], ids=["wide", "few filters", "grey"]
+)
 def test_filters_are_scikit_learns_components(options):
     from sklearn.decomposition import PCA
 
@@ -98,13 +102,17 @@ def test_filters_stop_at_their_rank():
     assert len(inspect.filter_components(model)[0]) == 0
 
 
-@pytest.mark.parametrize("options", [{}, dict(reg_tokens=2), dict(no_embed_class=True), dict(pos_embed="sincos2d", **POOLED)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(reg_tokens=2), dict(no_embed_class=True), dict(pos_embed="sincos2d", **POOLED)], ids=str
+)
 def test_similarity_is_scikit_learns(options):
     from sklearn.metrics.pairwise import cosine_similarity
 
     model = vit(**options)
     table = model.pos_embed[0].detach().double().numpy()[-PATCHES:]  # prefix tokens come first
-    np.testing.assert_allclose(inspect.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6)
+    np.testing.assert_allclose(
+        inspect.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6
+    )
 
 
 def test_similarity_of_two_tables_and_of_layers():
@@ -114,7 +122,9 @@ def test_similarity_of_two_tables_and_of_layers():
     model = vit(pos_embed="learn2d", pos_embed_at="layers")
     x, y = model.pos_embed_x[0].detach().numpy(), model.pos_embed_y[0].detach().numpy()
     table = np.array([np.concatenate([x[column], y[row]]) for row in range(GRID[0]) for column in range(GRID[1])])
-    np.testing.assert_allclose(inspect.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6)
+    np.testing.assert_allclose(
+        inspect.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6
+    )
     for kind in ("none", "relative"):
         with pytest.raises(InputError, match="no position embeddings"):
             inspect.position_similarity(vit(pos_embed=kind))
@@ -158,13 +168,19 @@ def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
     for layer, maps in enumerate(model.attention_maps(x)):
         maps = maps.double().numpy()[:, :, 2:, 2:]
         for head in range(HEADS):
-            truth[layer, head] = np.mean([np.average(distances[q], weights=maps[b, head, q]) for b in range(5) for q in range(PATCHES)])
+            truth[layer, head] = np.mean(
+                [np.average(distances[q], weights=maps[b, head, q]) for b in range(5) for q in range(PATCHES)]
+            )
     assert np.ptp(truth) > 0.5
     whole = inspect.attention_distance(model, x)
     np.testing.assert_allclose(whole, truth, rtol=TOL)
     monkeypatch.setattr(inspect, "HELD", 2 * 4 * HEADS * (PATCHES + 2) ** 2)  # two images at a time
     parts = []
-    monkeypatch.setattr(ViT, "each_attention_map", lambda self, part, each=ViT.each_attention_map: (parts.append(len(part)), each(self, part))[1])
+    monkeypatch.setattr(
+        ViT,
+        "each_attention_map",
+        lambda self, part, each=ViT.each_attention_map: (parts.append(len(part)), each(self, part))[1],
+    )
     np.testing.assert_allclose(inspect.attention_distance(model, x), truth, rtol=TOL)
     assert parts == [2, 2, 1]
 
@@ -188,7 +204,9 @@ def test_rollout_of_a_shift_is_binomial():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(reg_tokens=2), POOLED, dict(global_pool="avg")], ids=["class token", "registers", "average", "average beside a class token"]
+    "options",
+    [{}, dict(reg_tokens=2), POOLED, dict(global_pool="avg")],
+    ids=["class token", "registers", "average", "average beside a class token"],
 )
 def test_rollout_of_uniform_attention_is_even(options):
     rollout = inspect.attention_rollout(uniform(vit(**options)), images())
@@ -246,7 +264,9 @@ def pictures(tmp_path_factory):
     rng = np.random.default_rng(0)
     (folder / "cat").mkdir()
     for name, shape in (("a.png", (20, 30, 3)), ("cat/b.JPG", (40, 18, 3)), ("cat/c.bmp", (16, 16))):
-        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(folder / name, "JPEG" if name.endswith("JPG") else None)
+        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(
+            folder / name, "JPEG" if name.endswith("JPG") else None
+        )
     (folder / "notes.txt").write_text("no image")
     return folder
 
@@ -258,13 +278,23 @@ def run(capsys, *args) -> tuple[int, str]:
 
 
 def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tmp_path):
-    code, said = run(capsys, "--weights", weights, "--data", pictures, "--output", tmp_path / "new" / "look", "--img-size", 16, 24)
+    code, said = run(
+        capsys, "--weights", weights, "--data", pictures, "--output", tmp_path / "new" / "look", "--img-size", 16, 24
+    )
     output = tmp_path / "new" / "look"
     assert code == 0 and str(output / "report.html") in said
     names = ("filters", "positions", "distance", "rollout")
-    assert {p.name for p in output.iterdir()} == {"report.html", "numbers.json", "distance.csv", "arrays.npz", *(f"{n}.png" for n in names)}
+    assert {p.name for p in output.iterdir()} == {
+        "report.html",
+        "numbers.json",
+        "distance.csv",
+        "arrays.npz",
+        *(f"{n}.png" for n in names),
+    }
     page = Page((output / "report.html").read_text())
-    assert not page.links and len(page.sources) == 4 and all(s.startswith("data:image/png;base64,") for s in page.sources)
+    assert (
+        not page.links and len(page.sources) == 4 and all(s.startswith("data:image/png;base64,") for s in page.sources)
+    )
     embedded = {base64.b64decode(s.partition(",")[2]) for s in page.sources}
     assert embedded == {(output / f"{n}.png").read_bytes() for n in names}
     for name in names:
@@ -274,7 +304,11 @@ def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tm
 
     model = ViT.from_pretrained(weights, img_size=SIZE).eval()
     numbers, arrays = json.loads((output / "numbers.json").read_text()), np.load(output / "arrays.npz")
-    assert numbers["images"] == f"3 of {pictures}" and numbers["not_drawn"] == [] and numbers["rollout_from"] == "class token"
+    assert (
+        numbers["images"] == f"3 of {pictures}"
+        and numbers["not_drawn"] == []
+        and numbers["rollout_from"] == "class token"
+    )
     assert numbers["distance_pixels_spread_evenly"] == pytest.approx(all_distances().mean())
     rows = list(csv.DictReader(open(output / "distance.csv")))
     assert [(r["layer"], r["head"]) for r in rows] == [(str(i), str(j)) for i in (1, 2, 3) for j in (1, 2)]
@@ -301,7 +335,11 @@ def test_command_without_positions_on_digits(capsys, tmp_path):
     assert code == 0, said
     assert not (output / "positions.png").exists() and "no position embeddings" in (output / "report.html").read_text()
     numbers = json.loads((output / "numbers.json").read_text())
-    assert numbers["not_drawn"] == ["positions"] and numbers["rollout_from"] == "mean of the patches" and numbers["images"] == "2 of digits"
+    assert (
+        numbers["not_drawn"] == ["positions"]
+        and numbers["rollout_from"] == "mean of the patches"
+        and numbers["images"] == "2 of digits"
+    )
     assert not list(output.glob(".*"))
 
 
@@ -326,7 +364,11 @@ def test_bad_input_is_one_line(capsys, weights, pictures, tmp_path, change, told
     (tmp_path / "BROKEN" / "bad.png").write_bytes(b"not a picture")
     (tmp_path / "FILE.safetensors").write_bytes(b"neither")
     places = {"EMPTY": tmp_path / "EMPTY", "BROKEN": tmp_path / "BROKEN", "FILE": tmp_path / "FILE.safetensors"}
-    options = {"weights": weights, "data": pictures, "output": tmp_path / "out", "images": 1} | {k: places.get(v, v) for k, v in change.items()}
-    code, said = run(capsys, *(part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)))
+    options = {"weights": weights, "data": pictures, "output": tmp_path / "out", "images": 1} | {
+        k: places.get(v, v) for k, v in change.items()
+    }
+    code, said = run(
+        capsys, *(part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value))
+    )
     assert code == 2 and told in said and said.count("\n") == 1, said
     assert not (tmp_path / "out").exists()

@@ -56,7 +56,9 @@ def poison(monkeypatch):
     """What a kernel leaves unwritten is NaN."""
     for name in ("empty", "empty_like"):
         allocate = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, _allocate=allocate, **kwargs: _allocate(*args, **kwargs).fill_(float("nan")))
+        monkeypatch.setattr(
+            torch, name, lambda *args, _allocate=allocate, **kwargs: _allocate(*args, **kwargs).fill_(float("nan"))
+        )
 
 
 def run(function, qkv, do, scale=None):
@@ -82,7 +84,10 @@ def compare(qkv, do, scale=None, judge=by_ref, slack=0.0):
     torchs = run(judge, qkv, do, scale)
     for name, ours, theirs, exact in zip(("o", "dqkv"), run(by_kernels, qkv, do, scale), torchs, truth):
         assert (ours.is_contiguous() or name != "o") and ours.dtype == qkv.dtype and ours.shape == exact.shape
-        error, allowed = (ours - exact).abs().max().item(), 2 * (theirs - exact).abs().max().item() + ATOL[qkv.dtype] + slack
+        error, allowed = (
+            (ours - exact).abs().max().item(),
+            2 * (theirs - exact).abs().max().item() + ATOL[qkv.dtype] + slack,
+        )
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"  # a NaN fails too
 
 
@@ -144,7 +149,9 @@ def dots_rounded_once(monkeypatch):
     """The interpreter's BLAS sums in an order that depends on the tile; a GPU's fp32 dot has one order, and backward finds forward's logits again."""
 
     def create_dot(self, a, b, d, *_):
-        return interpreter.TensorHandle((a.data.astype(float) @ b.data.astype(float) + d.data).astype(d.data.dtype), d.dtype.scalar)
+        return interpreter.TensorHandle(
+            (a.data.astype(float) @ b.data.astype(float) + d.data).astype(d.data.dtype), d.dtype.scalar
+        )
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
@@ -167,7 +174,12 @@ def test_peaked_and_flat_rows(size, dtype, each_path, poison, dots_rounded_once)
         qkv[:, :, :2] *= size
     # In fp16 the weight of a lone key is 1 up to lse's rounding in base 2, so that o, and delta with it, may lie one
     # rounding beside: that error times k. bf16 is too coarse to show it.
-    rounding = torch.finfo(dtype).eps / 2 * (qkv[:, :, 2].float() * do.float()).norm(dim=-1).max().item() * qkv[:, :, :2].abs().max().item()
+    rounding = (
+        torch.finfo(dtype).eps
+        / 2
+        * (qkv[:, :, 2].float() * do.float()).norm(dim=-1).max().item()
+        * qkv[:, :, :2].abs().max().item()
+    )
     with contextlib.ExitStack() as stack:
         if (each_path, dtype, size) == ("whole", torch.float32, 30.0):
             # One program a head is for 16 bits: in fp32 an accumulator that starts at -lse / scale costs digits of such logits.
@@ -190,7 +202,9 @@ def test_strided_qkv(D, each_path, poison):
     compare(torch.randn(N, B, 3, H, D).transpose(0, 1), do)
     compare(torch.randn(B, N, H, 3, D).transpose(2, 3), do)
     compare(torch.randn(B, N, 3, H, D + 3)[..., 3:], do)  # rows that start anywhere: no 16-byte loads
-    compare(torch.randn(B, N, 3, D, H).transpose(3, 4), torch.randn(B, N, D, H).transpose(2, 3))  # no unit last stride: copied
+    compare(
+        torch.randn(B, N, 3, D, H).transpose(3, 4), torch.randn(B, N, D, H).transpose(2, 3)
+    )  # no unit last stride: copied
     compare(torch.randn(B, N, 3, H, D), torch.randn(B, 1, 1, D).expand(B, N, H, D))
 
 
@@ -283,7 +297,9 @@ def test_without_gradients_only_the_forward_runs():
 
 
 def test_what_no_kernel_covers_is_named():
-    with pytest.raises(RuntimeError, match="attention: kernels are switched on, but head size 20 is not one of 16, 24, ..., 128"):
+    with pytest.raises(
+        RuntimeError, match="attention: kernels are switched on, but head size 20 is not one of 16, 24, ..., 128"
+    ):
         by_kernels(torch.randn(1, 3, 3, 1, 20))
     with pytest.raises(RuntimeError, match="scale -1.0 is not positive"):
         by_kernels(torch.randn(1, 3, 3, 1, 16), scale=-1.0)
@@ -305,14 +321,32 @@ def test_key_parts_cover_the_keys_with_little_waste(n):
 
 
 def test_head_parts_and_last_blocks():
-    parts = {24: (32, 0), 40: (32, 16), 48: (32, 16), 56: (64, 0), 64: (64, 0), 72: (64, 16), 80: (64, 16), 88: (64, 32), 96: (64, 32), 104: (128, 0)}
+    parts = {
+        24: (32, 0),
+        40: (32, 16),
+        48: (32, 16),
+        56: (64, 0),
+        64: (64, 0),
+        72: (64, 16),
+        80: (64, 16),
+        88: (64, 32),
+        96: (64, 32),
+        104: (128, 0),
+    }
     assert {d: kernels.head_parts(d) for d in parts} == parts
     assert [kernels.last_block(n, 64) for n in (64, 257, 577, 1370, 63)] == [0, 16, 16, 32, 64]
     assert [sum(kernels.key_parts(n).values()) for n in (50, 145, 197, 256)] == [64, 160, 208, 256]
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(st.integers(1, 2), st.integers(1, 150), st.integers(1, 2), st.sampled_from(HEAD_SIZES), st.sampled_from(list(ATOL)), st.sampled_from(list(PATHS)))
+@given(
+    st.integers(1, 2),
+    st.integers(1, 150),
+    st.integers(1, 2),
+    st.sampled_from(HEAD_SIZES),
+    st.sampled_from(list(ATOL)),
+    st.sampled_from(list(PATHS)),
+)
 def test_random_shapes(B, N, H, D, dtype, name):
     torch.manual_seed(N)
     with path(name):

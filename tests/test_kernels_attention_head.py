@@ -20,7 +20,9 @@ def problem(B, N, H, D, dtype, size=1.0):
     exact = [x.double().requires_grad_() for x in qkv.unbind(2)]
     o = ref.attention(*exact, scale=D**-0.5)
     logits = torch.einsum("bnhd,bmhd->bhnm", *exact[:2]) * D**-0.5
-    return (*qkv.unbind(2), o.detach().to(dtype), logits.logsumexp(-1).float().detach(), do), torch.autograd.grad(o, exact, do.double())
+    return (*qkv.unbind(2), o.detach().to(dtype), logits.logsumexp(-1).float().detach(), do), torch.autograd.grad(
+        o, exact, do.double()
+    )
 
 
 def relative(ours, exact) -> float:
@@ -49,7 +51,9 @@ def test_each_gradient_is_as_exact_as_pytorchs(tile, N, D, dtype):
     for name, ours, theirs, truth in zip(("dq", "dk", "dv"), dqkv.unbind(2), by_pytorch(*given[:3], given[-1]), exact):
         assert relative(ours, truth) <= 2 * relative(theirs, truth), name
     total = torch.stack([x.sum((0, 1)) for x in exact]).flatten()
-    rounding = torch.finfo(dtype).eps * torch.stack([x.norm(dim=(0, 1)) for x in exact]).flatten()  # of N stored numbers, as they add up
+    rounding = (
+        torch.finfo(dtype).eps * torch.stack([x.norm(dim=(0, 1)) for x in exact]).flatten()
+    )  # of N stored numbers, as they add up
     assert ((sums - total).abs() <= 2 * rounding + 1e-5).all()
     assert torch.equal(sums.view(3, 2, D)[1], torch.zeros(2, D))  # rows of dS sum to zero
 
@@ -131,8 +135,17 @@ def test_descriptors_where_rows_start_at_16_bytes_and_pointers_elsewhere():
 def test_a_head_of_two_parts_has_two_descriptors():
     (q, k, v, o, lse, do), _ = problem(1, 20, 2, 72, torch.bfloat16)
     found = launched(q, k, v, o, lse, do)
-    assert [found[name].block_shape for name in ("qkv_box", "qkv_rest", "dqkv_rest")] == [[1, 1, 64, 64], [1, 1, 64, 16], [1, 1, 64, 16]]
-    assert list(found["qkv_rest"].shape) == [1, 6, 20, 72] and found["qkv_rest"].strides == [20 * 3 * 144, 72, 3 * 144, 1]
+    assert [found[name].block_shape for name in ("qkv_box", "qkv_rest", "dqkv_rest")] == [
+        [1, 1, 64, 64],
+        [1, 1, 64, 16],
+        [1, 1, 64, 16],
+    ]
+    assert list(found["qkv_rest"].shape) == [1, 6, 20, 72] and found["qkv_rest"].strides == [
+        20 * 3 * 144,
+        72,
+        3 * 144,
+        1,
+    ]
 
 
 def test_heads_whose_rows_lie_far_apart_take_64_bit_offsets():

@@ -22,7 +22,15 @@ def parameters(half: str, dtype, *, bias: bool = True, scale: bool = True) -> li
     vector = lambda n: torch.randn(n).to(dtype).requires_grad_()  # noqa: E731
     matrix = lambda n, k: (torch.randn(n, k) * k**-0.5).to(dtype).requires_grad_()  # noqa: E731
     biases = [vector(n) if bias else None for n in (WIDTH, rows, WIDTH)]
-    return [vector(WIDTH), biases[0], matrix(rows, WIDTH), biases[1], matrix(WIDTH, inner), biases[2], vector(WIDTH) if scale else None]
+    return [
+        vector(WIDTH),
+        biases[0],
+        matrix(rows, WIDTH),
+        biases[1],
+        matrix(WIDTH, inner),
+        biases[2],
+        vector(WIDTH) if scale else None,
+    ]
 
 
 def call(half: str, x, p, drop_path=None, **options):
@@ -69,7 +77,9 @@ def test_blocks_match_float64(half, name, dtype):
     for i, (a, b, t) in enumerate(zip(mine, peer, truth, strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape
         error, own, size = (a - t).abs().max(), (b - t).abs().max(), t.abs().max()
-        assert error <= 2 * own + TOL[dtype] * size, f"{half} {name}, tensor {i}: {error:.2e}, PyTorch {own:.2e}, size {size:.2e}"
+        assert error <= 2 * own + TOL[dtype] * size, (
+            f"{half} {name}, tensor {i}: {error:.2e}, PyTorch {own:.2e}, size {size:.2e}"
+        )
 
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])
@@ -86,8 +96,12 @@ def test_what_is_kept_is_what_would_be_written_again(half):
         leaves = [t if t is None else t.detach().requires_grad_() for t in (x, *p)]
         with ops.use_kernels("on"):
             out = call(half, leaves[0], leaves[1:], keep=keep)
-            launches = {launch.kernel.__name__: launch.arguments for launch in record(lambda out=out: out.backward(upstream))}
-        written[keep] = [launches["layer_norm_bwd_kernel"]["out_ptrs"][2]] + ([launches["dgelu_matmul_kernel"]["act_ptr"]] if half == "mlp" else [])
+            launches = {
+                launch.kernel.__name__: launch.arguments for launch in record(lambda out=out: out.backward(upstream))
+            }
+        written[keep] = [launches["layer_norm_bwd_kernel"]["out_ptrs"][2]] + (
+            [launches["dgelu_matmul_kernel"]["act_ptr"]] if half == "mlp" else []
+        )
         assert launches["layer_norm_bwd_kernel"]["ws_ptrs"][3] is not None and "scale_rows_kernel" not in launches
     assert all(t is not None for t in written["least"]) and all(t is None for t in written["all"])
     with pytest.raises(ValueError, match="_block: keep must be 'least' or 'all', got 'auto'"):
@@ -161,7 +175,17 @@ def test_opcheck(half):
     extra = () if half == "attention" else (option,)
     for mask in ([True] * 8, [False, False, False, True, False, True, False, True]):
         for more in (kept[held:], [None] * len(kept[held:])):
-            arguments = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None, *kept[:held], *more, *extra, 1e-6, mask)
+            arguments = (
+                torch.randn(2, 3, WIDTH),
+                x.detach(),
+                *(t.detach() for t in p),
+                None,
+                *kept[:held],
+                *more,
+                *extra,
+                1e-6,
+                mask,
+            )
             torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -189,7 +213,10 @@ def test_edges(half):
 
 def test_head_sizes_without_a_kernel():
     x, w = torch.randn(1, 2, 20), torch.randn(60, 20)
-    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="attention_block: kernels are switched on, but .*head size"):
+    with (
+        ops.use_kernels("on"),
+        pytest.raises(RuntimeError, match="attention_block: kernels are switched on, but .*head size"),
+    ):
         ops.attention_block(x, torch.ones(20), None, w, None, torch.randn(20, 20), None, num_heads=2)
     assert_close(
         ops.attention_block(x, torch.ones(20), None, w, None, torch.eye(20), None, num_heads=2),

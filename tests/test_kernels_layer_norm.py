@@ -40,7 +40,11 @@ def _poison(monkeypatch):
 @pytest.fixture(autouse=True)
 def _few_sums():
     """The interpreter pays per program, not per element: one program for 1024 sums. (A GPU takes the shipped tiles.)"""
-    with tiles.override("column_sums", tiles.tile(8, 1, BLOCK_P=256, BLOCK_D=1024)) if DEVICE == "cpu" else contextlib.nullcontext():
+    with (
+        tiles.override("column_sums", tiles.tile(8, 1, BLOCK_P=256, BLOCK_D=1024))
+        if DEVICE == "cpu"
+        else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -67,7 +71,9 @@ def inputs(shape, dtype, weight=True, bias=True, layer_scale=False, drop_path=Fa
         weight=rand(D, dtype=dtype, std=0.3, mean=1) if weight else None,
         bias=rand(D, dtype=dtype) if bias else None,
         layer_scale=rand(D) if layer_scale else None,
-        drop_path=torch.tensor([0.0, 1.25], device=DEVICE)[torch.arange(shape[0], device=DEVICE) % 2] if drop_path else None,
+        drop_path=torch.tensor([0.0, 1.25], device=DEVICE)[torch.arange(shape[0], device=DEVICE) % 2]
+        if drop_path
+        else None,
     )
 
 
@@ -148,17 +154,34 @@ def test_optional_arguments(weight, bias, layer_scale, drop_path):
     given = inputs(shape, torch.float32, weight, bias, layer_scale, drop_path)
     check(given, upstream_of(shape, torch.float32), torch.float32)
     if not (layer_scale or drop_path):
-        check(inputs(shape, torch.float32, weight, bias, residual=False), upstream_of(shape, torch.float32), torch.float32)
+        check(
+            inputs(shape, torch.float32, weight, bias, residual=False), upstream_of(shape, torch.float32), torch.float32
+        )
 
 
-FROZEN = [("weight", "bias"), ("bias",), ("weight",), ("x",), ("residual",), ("layer_scale",), ("x", "residual"), ("x", "residual", "layer_scale"), NAMES]
+FROZEN = [
+    ("weight", "bias"),
+    ("bias",),
+    ("weight",),
+    ("x",),
+    ("residual",),
+    ("layer_scale",),
+    ("x", "residual"),
+    ("x", "residual", "layer_scale"),
+    NAMES,
+]
 
 
 @pytest.mark.parametrize("factors", [True, False], ids=["factors", "plain"])
 @pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
 def test_frozen_arguments_match_ref(frozen, factors):
     shape = (2, 4, 48)
-    check(inputs(shape, torch.float32, layer_scale=factors, drop_path=factors), upstream_of(shape, torch.float32), torch.float32, frozen)
+    check(
+        inputs(shape, torch.float32, layer_scale=factors, drop_path=factors),
+        upstream_of(shape, torch.float32),
+        torch.float32,
+        frozen,
+    )
     if not factors:
         check(inputs(shape, torch.float32, residual=False), upstream_of(shape, torch.float32), torch.float32, frozen)
 
@@ -174,7 +197,12 @@ def written(frozen, residual):
     with recording() as launches:
         y.backward(torch.ones_like(y))
     names = dict(out_ptrs=("dres", "dx", "y"), ws_ptrs=("dweight", "dbias", "dlayer_scale", "dz_sum"))
-    return len(launches), {n for tuple_, of in names.items() for n, t in zip(of, launches[0].arguments[tuple_], strict=True) if t is not None}
+    return len(launches), {
+        n
+        for tuple_, of in names.items()
+        for n, t in zip(of, launches[0].arguments[tuple_], strict=True)
+        if t is not None
+    }
 
 
 def test_frozen_arguments_cost_nothing():
@@ -188,7 +216,10 @@ def test_frozen_arguments_cost_nothing():
 
 
 def test_layer_scale_alone_keeps_the_branch():
-    given = {name: None if t is None else t.requires_grad_() for name, t in inputs((2, 4, 48), torch.float32, layer_scale=True).items()}
+    given = {
+        name: None if t is None else t.requires_grad_()
+        for name, t in inputs((2, 4, 48), torch.float32, layer_scale=True).items()
+    }
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ops.add_layer_norm(*(given[n] for n in NAMES[:4]), layer_scale=given["layer_scale"].detach())
@@ -204,7 +235,9 @@ def test_one_output_used(used):
 
     def grads(module, double=False):
         leaves = {n: (t.double() if double else t).detach().requires_grad_(n in NAMES) for n, t in given.items()}
-        out = module.add_layer_norm(*(leaves[n] for n in NAMES[:4]), layer_scale=leaves["layer_scale"], drop_path=leaves["drop_path"])
+        out = module.add_layer_norm(
+            *(leaves[n] for n in NAMES[:4]), layer_scale=leaves["layer_scale"], drop_path=leaves["drop_path"]
+        )
         out[used].backward(g.to(out[used].dtype))
         return {n: leaves[n].grad for n in NAMES}
 
@@ -220,17 +253,25 @@ def test_one_output_used(used):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided(dtype):
     given = inputs((3, 6, 200), dtype, layer_scale=True, drop_path=True)
-    strided = dict(given, x=rand(3, 200, 6, dtype=dtype).transpose(1, 2), residual=rand(3, 7, 216, dtype=dtype)[:, 1:, 8:208])
+    strided = dict(
+        given, x=rand(3, 200, 6, dtype=dtype).transpose(1, 2), residual=rand(3, 7, 216, dtype=dtype)[:, 1:, 8:208]
+    )
     strided["weight"], strided["layer_scale"] = rand(400, dtype=dtype)[::2], rand(1).expand(200)
     upstream = rand(3, 200, 6, dtype=dtype).transpose(1, 2), rand(1, 1, 200, dtype=dtype).expand(3, 6, 200)
     check(strided, upstream, dtype)
-    check(dict(given, x=rand(5, 203, dtype=dtype)[:, 3:], residual=None, layer_scale=None, drop_path=None), upstream_of((5, 200), dtype), dtype)
+    check(
+        dict(given, x=rand(5, 203, dtype=dtype)[:, 3:], residual=None, layer_scale=None, drop_path=None),
+        upstream_of((5, 200), dtype),
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_mean(dtype):
     given = inputs((6, 768), dtype, residual=False)
-    given["x"] = rand(6, 768, dtype=dtype, mean=1e4) if dtype == torch.float32 else rand(6, 768, dtype=dtype, std=20, mean=2e3)
+    given["x"] = (
+        rand(6, 768, dtype=dtype, mean=1e4) if dtype == torch.float32 else rand(6, 768, dtype=dtype, std=20, mean=2e3)
+    )
     check(given, upstream_of((6, 768), dtype), dtype)
     y = ops.layer_norm(given["x"], None, None)
     assert y.double().mean(-1).abs().max() < 2e-3  # half an fp32 ulp of the mean, 5e-4, is all that may be left
@@ -244,7 +285,10 @@ def test_constant_rows_are_bias():
 
 def test_persistent_loop_gives_the_same(monkeypatch):
     """Two programs run over 50 rows what one program a block did."""
-    given, upstream = inputs((2, 25, 192), torch.float32, layer_scale=True, drop_path=True), upstream_of((2, 25, 192), torch.float32)
+    given, upstream = (
+        inputs((2, 25, 192), torch.float32, layer_scale=True, drop_path=True),
+        upstream_of((2, 25, 192), torch.float32),
+    )
     monkeypatch.setattr(rows, "_multiprocessors", lambda device: 1)
     check(given, upstream, torch.float32)
 
@@ -274,7 +318,20 @@ def test_launchers_for_the_blocks(fp32_stream, dtype):
     truth["dlayer_scale"] = (dres * dp.double().repeat_interleave(n)[:, None] * x.double()).sum(0)
     truth["dweight"] = (dy.double() * (truth_y.detach() - b) / w).sum(0)
     grads = kernels.layer_norm_bwd(
-        dy, z, w, b, mean, rstd, dz=dz, branch=x, layer_scale=ls, drop_path=dp, rows_per_sample=n, want_layer_scale=True, want_dz_sum=True, want_y=True
+        dy,
+        z,
+        w,
+        b,
+        mean,
+        rstd,
+        dz=dz,
+        branch=x,
+        layer_scale=ls,
+        drop_path=dp,
+        rows_per_sample=n,
+        want_layer_scale=True,
+        want_dz_sum=True,
+        want_y=True,
     )
     assert grads.dres.dtype == stream and grads.dx.dtype == grads.y.dtype == y.dtype == dtype
     assert all(t.dtype == torch.float32 for t in (grads.dweight, grads.dbias, grads.dlayer_scale, grads.dz_sum))
@@ -337,18 +394,31 @@ def test_opcheck():
     d = [t.detach() for t in (x, r, w, b, ls)]
     check_op(torch.ops.vitfast.layer_norm_backward, (d[0], d[1], d[2], d[3], mean, rstd, [True, True, True]))
     check_op(torch.ops.vitfast.layer_norm_backward, (d[0], d[1], d[2], d[3], mean, rstd, [True, False, False]))
-    check_op(torch.ops.vitfast.add_layer_norm_backward, (d[0], d[1], d[0], mean, rstd, d[1], d[2], d[3], d[4], dp, [True] * 5))
-    check_op(torch.ops.vitfast.add_layer_norm_backward, (d[0], None, d[0], mean, rstd, None, d[2], d[3], None, None, [False, True, True, False, False]))
+    check_op(
+        torch.ops.vitfast.add_layer_norm_backward,
+        (d[0], d[1], d[0], mean, rstd, d[1], d[2], d[3], d[4], dp, [True] * 5),
+    )
+    check_op(
+        torch.ops.vitfast.add_layer_norm_backward,
+        (d[0], None, d[0], mean, rstd, None, d[2], d[3], None, None, [False, True, True, False, False]),
+    )
 
 
 def test_compile_equals_eager():
-    given, upstream = inputs((2, 5, 48), torch.float32, layer_scale=True, drop_path=True), upstream_of((2, 5, 48), torch.float32)
+    given, upstream = (
+        inputs((2, 5, 48), torch.float32, layer_scale=True, drop_path=True),
+        upstream_of((2, 5, 48), torch.float32),
+    )
 
     class Compiled:
         layer_norm = staticmethod(torch.compile(ops.layer_norm, fullgraph=True))
         add_layer_norm = staticmethod(torch.compile(ops.add_layer_norm, fullgraph=True))
 
-    for case in (given, dict(given, residual=None, layer_scale=None, drop_path=None), dict(given, layer_scale=None, drop_path=None)):
+    for case in (
+        given,
+        dict(given, residual=None, layer_scale=None, drop_path=None),
+        dict(given, layer_scale=None, drop_path=None),
+    ):
         eager, compiled = run(ops, case, upstream), run(Compiled, case, upstream)
         assert eager.keys() == compiled.keys() and all(torch.equal(eager[name], compiled[name]) for name in eager)
 
@@ -365,7 +435,10 @@ def test_autocast_returns_gradients_in_the_parameters_dtype(dtype):
 
 def test_twice_differentiated_says_so():
     x, w = rand(3, 24).requires_grad_(), rand(24).requires_grad_()
-    for op, out in (("layer_norm", ops.layer_norm(x, w, None)), ("add_layer_norm", ops.add_layer_norm(x, x, w, None)[0])):
+    for op, out in (
+        ("layer_norm", ops.layer_norm(x, w, None)),
+        ("add_layer_norm", ops.add_layer_norm(x, x, w, None)[0]),
+    ):
         (g,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
         with pytest.raises(RuntimeError, match=f"{op}: cannot be differentiated twice"):
             g.sum().backward()
@@ -375,7 +448,9 @@ def test_what_no_kernel_covers_says_so():
     with pytest.raises(RuntimeError, match="layer_norm: kernels are switched on, but width above 8192"):
         ops.layer_norm(rand(1, 8200), None, None)
     with pytest.raises(RuntimeError, match="add_layer_norm: kernels are switched on, but drop_path needs a gradient"):
-        ops.add_layer_norm(rand(1, 8), rand(1, 8), None, None, drop_path=torch.ones(1, device=DEVICE, requires_grad=True))
+        ops.add_layer_norm(
+            rand(1, 8), rand(1, 8), None, None, drop_path=torch.ones(1, device=DEVICE, requires_grad=True)
+        )
     with pytest.raises(RuntimeError, match="no kernel computes in torch.float64"):
         ops.layer_norm(rand(1, 8).double(), None, None)
 
@@ -392,7 +467,9 @@ def test_bf16_at_real_shapes(shape, monkeypatch):
     monkeypatch.setitem(TOL, torch.bfloat16, 3e-2)
     given = inputs(shape, torch.bfloat16, layer_scale=True, drop_path=True)
     check(given, upstream_of(shape, torch.bfloat16), torch.bfloat16)
-    check(dict(given, residual=None, layer_scale=None, drop_path=None), upstream_of(shape, torch.bfloat16), torch.bfloat16)
+    check(
+        dict(given, residual=None, layer_scale=None, drop_path=None), upstream_of(shape, torch.bfloat16), torch.bfloat16
+    )
 
 
 @pytest.mark.gpu

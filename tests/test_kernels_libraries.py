@@ -258,7 +258,10 @@ def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch
 
 def test_rivals_are_those_that_can_run(without_packages):
     half = torch.empty(0, dtype=torch.float16)
-    for op, shape, here in [("attention_fwd", "d64n256", ["tiled", "flash"]), ("attention_bwd", "d80n320", ["tiled", "flash"])]:
+    for op, shape, here in [
+        ("attention_fwd", "d64n256", ["tiled", "flash"]),
+        ("attention_bwd", "d80n320", ["tiled", "flash"]),
+    ]:
         assert [t.provider for t in tiles.rivals(op, half, shape)] == here
         absent = tiles.absent(op, half, shape)
         assert absent.keys() == set(libraries.PROVIDERS) - {"flash"}
@@ -270,7 +273,12 @@ def test_rivals_are_those_that_can_run(without_packages):
 def test_offline_compilation_knows_no_library():
     meta = torch.empty(0, dtype=torch.bfloat16, device="meta")
     with tiles.targeting(90):
-        assert [t.provider for t in tiles.rivals("attention_bwd", meta, "d64n256")] == ["head", "head", "phases", "tiled"]
+        assert [t.provider for t in tiles.rivals("attention_bwd", meta, "d64n256")] == [
+            "head",
+            "head",
+            "phases",
+            "tiled",
+        ]
         assert tiles.rivals("layer_norm_bwd", meta, "3x256as") == []
         assert set(tiles.absent("attention_fwd", meta, "d64n256")) == set(libraries.PROVIDERS)
         with (

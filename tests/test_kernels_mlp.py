@@ -59,7 +59,9 @@ def run(op, values: dict, dtype: torch.dtype, upstream: torch.Tensor, frozen=(),
     factors = {k: leaves.pop(k) for k in ("layer_scale", "drop_path") if k in leaves}
     out = op(*leaves.values(), **factors, **kwargs)
     out.backward(upstream.to(dtype))
-    return {"out": out.detach()} | {f"d{k}": v.grad for k, v in (leaves | factors).items() if v is not None and k not in frozen}
+    return {"out": out.detach()} | {
+        f"d{k}": v.grad for k, v in (leaves | factors).items() if v is not None and k not in frozen
+    }
 
 
 def compare(op, values: dict, dtype: torch.dtype, upstream: torch.Tensor, frozen=(), **kwargs) -> None:
@@ -222,11 +224,20 @@ def test_fp32_residual_over_16_bit_product(provider, dtype):
     ],
 )
 def test_weight_grad(dtype, splits, m):
-    g, x, w, b, scale = rand(m, 72).to(dtype), rand(m, 200).to(dtype), rand(72, 200).to(dtype), rand(72).to(dtype), rand(72).float()
+    g, x, w, b, scale = (
+        rand(m, 72).to(dtype),
+        rand(m, 200).to(dtype),
+        rand(72, 200).to(dtype),
+        rand(72).to(dtype),
+        rand(72).float(),
+    )
     product = g.double().t() @ x.double()
     for provider in ("triton", "tma", "cublas"):
         tile = tiles.tile(provider=provider, BLOCK_M=32, BLOCK_N=64, BLOCK_K=128, GROUP_N=2, SPLIT_K=splits, SUBTILES=2)
-        with tiles.override("weight_grad", tile), tiles.override("weight_grad_sum", tiles.tile(BLOCK_N=16, BLOCK_K=128)):
+        with (
+            tiles.override("weight_grad", tile),
+            tiles.override("weight_grad_sum", tiles.tile(BLOCK_N=16, BLOCK_K=128)),
+        ):
             plain, exact = weight_grad(g, x), weight_grad(g, x, out_dtype=torch.float32)
             scaled = weight_grad(g, x, layer_scale=scale)
             dweight, dscale = weight_grad_scaled(g, x, w, b, scale, g.float().sum(0))
@@ -252,7 +263,9 @@ def test_cublas_in_the_place_of_every_kernel_agrees():
                 stack.enter_context(tiles.override(op, tiles.tile(provider="cublas")))
             actual = run(ops.mlp, values, torch.float32, upstream)
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, atol=1e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, atol=1e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -281,7 +294,9 @@ def test_strided_inputs_and_gradients():
         expected = ref.linear_gelu(*plain)
         expected.backward(upstream)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=0, msg=name)
-        torch.testing.assert_close(residual, ref.linear_residual(*plain, tensors[0][..., :48]), atol=1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(
+            residual, ref.linear_residual(*plain, tensors[0][..., :48]), atol=1e-5, rtol=0, msg=name
+        )
         for a, e in zip(actual, plain):
             if e is not None:
                 torch.testing.assert_close(a.grad, e.grad, atol=1e-4, rtol=0, msg=name)
@@ -313,7 +328,12 @@ FROZEN_RESIDUAL = {
     ("weight", "bias", "layer_scale"): ["scale_rows_kernel", "linear_kernel"],
     ("x", "weight", "layer_scale"): ["scale_rows_kernel", "column_sums_kernel"],
     ("x", "bias", "layer_scale"): ["scale_rows_kernel", "weight_grad_kernel", "weight_grad_sum_kernel"],
-    ("x", "weight", "bias"): ["scale_rows_kernel", "column_sums_kernel", "weight_grad_kernel", "weight_grad_sum_kernel"],
+    ("x", "weight", "bias"): [
+        "scale_rows_kernel",
+        "column_sums_kernel",
+        "weight_grad_kernel",
+        "weight_grad_sum_kernel",
+    ],
 }
 FROZEN_MLP = {
     ("w1", "b1", "w2", "b2"): ["dgelu_matmul_kernel", "linear_kernel"],
@@ -358,7 +378,9 @@ def test_opcheck():
     dout, pre, ops_ = rand(2, 3, 32).float(), rand(6, 32).float(), torch.ops.vitfast
     with ops.use_kernels("on"):
         for save in (True, False):
-            torch.library.opcheck(ops_.linear_gelu, (x, w, b, "none", save), test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(
+                ops_.linear_gelu, (x, w, b, "none", save), test_utils=("test_schema", "test_faketensor")
+            )
         torch.library.opcheck(ops_.linear_gelu, (x, w, b, "tanh", True))
         torch.library.opcheck(ops_.linear_residual, (x, w, b, r, scale, drop))
         torch.library.opcheck(ops_.linear_residual, (x, w, None, r, None, None))
@@ -366,13 +388,21 @@ def test_opcheck():
         plain = [t.detach() for t in (x, w, b, w2, b2)]
         for mask in (True, False):
             torch.library.opcheck(ops_.linear_gelu_bwd, (dout, *plain[:3], pre, "none", [mask, True, not mask]))
-            torch.library.opcheck(ops_.linear_residual_bwd, (dout, *plain[:3], scale.detach(), drop, [mask, True, not mask, mask]))
-            torch.library.opcheck(ops_.mlp_bwd, (rand(2, 3, 64).float(), *plain, pre, "none", [mask, True, not mask, True, mask]))
+            torch.library.opcheck(
+                ops_.linear_residual_bwd, (dout, *plain[:3], scale.detach(), drop, [mask, True, not mask, mask])
+            )
+            torch.library.opcheck(
+                ops_.mlp_bwd, (rand(2, 3, 64).float(), *plain, pre, "none", [mask, True, not mask, True, mask])
+            )
 
 
 def test_compiled_equals_eager():
     """Every parameter is used once: a sum of three gradients may be added up in another order."""
-    values = [*layer((2, 5), 64, 48).values(), *list(two_layers((), 48, 96, 40).values())[1:], *list(layer((), 40, 64).values())[1:]]
+    values = [
+        *layer((2, 5), 64, 48).values(),
+        *list(two_layers((), 48, 96, 40).values())[1:],
+        *list(layer((), 40, 64).values())[1:],
+    ]
     factors, upstream = dict(layer_scale=rand(64).float(), drop_path=torch.tensor([0.0, 2.0])), rand(2, 5, 64).float()
 
     def net(x, w0, b0, w1, b1, w2, b2, w3, b3):
@@ -400,7 +430,10 @@ def test_second_derivative_raises():
 
 def test_drop_path_is_a_constant_to_the_kernel():
     x, w = leaf(rand(2, 64)), leaf(rand(64, 64))
-    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="linear_residual: kernels are switched on, but drop_path"):
+    with (
+        ops.use_kernels("on"),
+        pytest.raises(RuntimeError, match="linear_residual: kernels are switched on, but drop_path"),
+    ):
         ops.linear_residual(x, w, None, x, drop_path=leaf(torch.ones(2)))
     assert ops.linear_residual(x, w, None, x, drop_path=leaf(torch.ones(2))).requires_grad
 
@@ -411,7 +444,12 @@ def test_drop_path_is_a_constant_to_the_kernel():
 def test_real_shapes_on_gpu(dtype, tokens, width):
     torch.manual_seed(1)
     x, drop = torch.randn(8, tokens, width), torch.tensor([0.0, 1.25] * 4)
-    parameters = [torch.randn(4 * width, width) * width**-0.5, torch.randn(4 * width), torch.randn(width, 4 * width) * 0.5 * width**-0.5, torch.randn(width)]
+    parameters = [
+        torch.randn(4 * width, width) * width**-0.5,
+        torch.randn(4 * width),
+        torch.randn(width, 4 * width) * 0.5 * width**-0.5,
+        torch.randn(width),
+    ]
     upstream = torch.randn(8, tokens, width)
 
     def results(kind, mode):

@@ -56,7 +56,16 @@ def test_fifty_training_steps_follow_plain_pytorch():
     images, labels = torch.randn(50, 2, 3, 8, 8), torch.randint(0, 5, (50, 2))
     for mode in ("on", "off"):
         torch.manual_seed(1)
-        model = ViT(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=1, num_classes=5, weight_init="jax", drop_path_rate=0.1)
+        model = ViT(
+            img_size=8,
+            patch_size=4,
+            embed_dim=16,
+            depth=2,
+            num_heads=1,
+            num_classes=5,
+            weight_init="jax",
+            drop_path_rate=0.1,
+        )
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         losses[mode] = []
         with ops.use_kernels(mode):
@@ -123,7 +132,9 @@ def test_activation_checkpointing_gives_the_same_bits():
 def test_export_traces_plain_pytorch_with_a_dynamic_batch():
     model = randomize(ViT(**SMALL)).eval()
     with ops.use_kernels("on"):
-        program = torch.export.export(model, (torch.randn(2, 3, 16, 16),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+        program = torch.export.export(
+            model, (torch.randn(2, 3, 16, 16),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
+        )
     assert not any("vitfast" in str(node.target) for node in program.graph.nodes)
     x = torch.randn(4, 3, 16, 16)
     assert_close(program.module()(x), model(x), atol=1e-5)
@@ -186,15 +197,21 @@ def test_doctor_passes_here(capsys):
 def test_doctor_takes_the_interpreter_by_itself():
     """Where the environment says nothing of it, and for one operation, in its three dtypes and two forms."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "vitfast", "doctor", "--only", "linear_gelu"], capture_output=True, text=True, env=env)
-    assert done.returncode == 0 and "6 of 6 passed" in done.stdout and "interpreter" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "vitfast", "doctor", "--only", "linear_gelu"], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0 and "6 of 6 passed" in done.stdout and "interpreter" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert "attention" not in done.stdout
 
 
 def test_doctor_names_the_operations_there_are(capsys):
     assert main(["doctor", "--only", "atention"]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("vitfast: error: no operation has 'atention' in its name; there are layer_norm; add_layer_norm; attention;")
+    assert not out and err.startswith(
+        "vitfast: error: no operation has 'atention' in its name; there are layer_norm; add_layer_norm; attention;"
+    )
 
 
 def test_doctor_finds_a_planted_error(monkeypatch, capsys):
@@ -202,7 +219,9 @@ def test_doctor_finds_a_planted_error(monkeypatch, capsys):
     from vitfast.kernels import attention
 
     right = attention.attention_fwd
-    monkeypatch.setattr(doctor, "cases", lambda sizes, all_cases=doctor.cases: {"attention": all_cases(sizes)["attention"]})
+    monkeypatch.setattr(
+        doctor, "cases", lambda sizes, all_cases=doctor.cases: {"attention": all_cases(sizes)["attention"]}
+    )
     assert doctor.doctor() == 0
     monkeypatch.setattr(attention, "attention_fwd", lambda *args: (right(*args)[0] * 1.01, right(*args)[1]))
     assert doctor.doctor() == 1

@@ -28,7 +28,9 @@ def tiny_tiles():
     """Tiles so small that a few patches already need several programs and several steps."""
     with contextlib.ExitStack() as stack:
         for name in OPERATIONS:
-            stack.enter_context(tiles.override(name, tiles.tile(4, 1, **dict(TINY.blocks), PROGRAMS=8) if "dweight" in name else TINY))
+            stack.enter_context(
+                tiles.override(name, tiles.tile(4, 1, **dict(TINY.blocks), PROGRAMS=8) if "dweight" in name else TINY)
+            )
         yield
 
 
@@ -115,7 +117,10 @@ def check(tensors):
     own, own_grads, _ = run(ref.patch_embed, tensors, upstream)
     truth, true_grads, _ = run(ref.patch_embed, tensors, upstream, upcast=True)
     assert out.dtype == dtype and out.is_contiguous()
-    for name, given_, torchs, true in [("output", out, own, truth), *((n, grads[n], own_grads[n], true_grads[n]) for n in grads)]:
+    for name, given_, torchs, true in [
+        ("output", out, own, truth),
+        *((n, grads[n], own_grads[n], true_grads[n]) for n in grads),
+    ]:
         assert given_.shape == true.shape and given_.dtype == torchs.dtype, name
         if given_.numel():
             allowed = 2 * (torchs.double() - true).abs().max() + ATOL[dtype] * max(1, true.abs().max() / 8)
@@ -215,7 +220,11 @@ def launched(monkeypatch, tensors):
     names, launch = set(), backward_module.launch
     out = on(*(tensors[n] for n in NAMES), **normalisation(tensors))
     with monkeypatch.context() as patch:
-        patch.setattr(backward_module, "launch", lambda kernel, *a, **k: (names.add(k.get("_", kernel.__name__)), launch(kernel, *a, **k)))
+        patch.setattr(
+            backward_module,
+            "launch",
+            lambda kernel, *a, **k: (names.add(k.get("_", kernel.__name__)), launch(kernel, *a, **k)),
+        )
         out.backward(torch.randn_like(out))
     return {name.removeprefix("patch_embed_").removesuffix("_kernel") for name in names}
 
@@ -266,7 +275,9 @@ def test_patch_embed_opcheck(images):
     given_ = [t.detach() for t in (torch.randn(2, 7, 24), tensors["images"], tensors["weight"])]
     tests = ("test_schema", "test_faketensor")  # the others ask for a derivative of the derivative, which is refused
     for needed in ([floats, True, True, True, True], [False, False, True, False, False]):
-        torch.library.opcheck(torch.ops.vitfast.patch_embed_bwd.default, (*given_, *norm, 1, 7, *dtypes, needed), test_utils=tests)
+        torch.library.opcheck(
+            torch.ops.vitfast.patch_embed_bwd.default, (*given_, *norm, 1, 7, *dtypes, needed), test_utils=tests
+        )
 
 
 @pytest.mark.parametrize("images", [F32, U8], ids=str)
@@ -299,7 +310,9 @@ def test_patch_embed_errors():
     (grad,) = torch.autograd.grad(out, tensors["images"], torch.randn_like(out).requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="patch_embed: cannot be differentiated twice"):
         grad.sum().backward()
-    with pytest.raises(RuntimeError, match="patch_embed: kernels are switched on, but no kernel computes in torch.float64"):
+    with pytest.raises(
+        RuntimeError, match="patch_embed: kernels are switched on, but no kernel computes in torch.float64"
+    ):
         on(*(t.double() for t in tensors.values()))
     with pytest.raises(RuntimeError, match="patch_embed: kernels are switched on, but no kernel reads torch.float64"):
         on(tensors["images"].double(), *list(tensors.values())[1:])
@@ -324,7 +337,11 @@ REAL = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nchw", "channels last"])
-@pytest.mark.parametrize("dtype, images", [(torch.bfloat16, F32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, U8), (F16, U8), (F32, F32)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, images",
+    [(torch.bfloat16, F32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, U8), (F16, U8), (F32, F32)],
+    ids=str,
+)
 @pytest.mark.parametrize("model", REAL)
 def test_patch_embed_real_shapes(model, dtype, images, layout):
     check(make(**REAL[model], dtype=dtype, images=images, layout=layout, device="cuda"))

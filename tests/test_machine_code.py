@@ -62,7 +62,9 @@ print(json.dumps([read(nested, x_ptr=y, out_ptr=y, N=3, M=5), *attention]))
 def test_loops_waits_and_notes_of_known_kernels(tmp_path):
     script = tmp_path / "toys.py"
     script.write_text(TOYS)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(Path(__file__).parent.parent)
+    }
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
     nested, clean, serialised = json.loads(done.stdout)
@@ -70,13 +72,21 @@ def test_loops_waits_and_notes_of_known_kernels(tmp_path):
     assert set(nested["depths"]) == {0, 1}  # ptxas unrolls the inner one, and keeps its rest
     assert max(c for c, depth in zip(nested["counts"], nested["depths"]) if depth == 1) < max(nested["counts"])
     for row in (clean, serialised):
-        assert row["hgmma"] >= 8 and row["core"] == "HGMMA" and row["hmma"] == row["spills"] == 0 and row["registers"] > 60
+        assert (
+            row["hgmma"] >= 8 and row["core"] == "HGMMA" and row["hmma"] == row["spills"] == 0 and row["registers"] > 60
+        )
     assert clean["waits"] <= clean["hgmma"] / 2 and clean["notes"] == []
     assert serialised["waits"] == serialised["hgmma"] and serialised["notes"] == ["C7515"]
 
 
 def test_names_spills_and_loops_of_a_listing():
-    body = ("MOV R1, c[0x0][0x28]", "STL [R1], R4", "@!P0 LDL.64 R2, [R1]", "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24, gsb0", "@P0 BRA `(.L_x_0)")
+    body = (
+        "MOV R1, c[0x0][0x28]",
+        "STL [R1], R4",
+        "@!P0 LDL.64 R2, [R1]",
+        "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24, gsb0",
+        "@P0 BRA `(.L_x_0)",
+    )
     body += ("BRA `(.L_x_1)",)
     code = Code(90, 8, body, {".L_x_0": 2, ".L_x_1": 5})
     assert (code.spills, code.waits, code.count("LDL", "MOV"), code.tensor_core) == (2, 1, 2, "HGMMA")

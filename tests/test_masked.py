@@ -10,7 +10,15 @@ from checks import assert_close, randomize
 
 from vitfast import InputError, ViT
 from vitfast.train.data import open_data
-from vitfast.train.masked import TARGETS, Corruption, MaskedPatches, colour_classes, corruption, evaluate_masked, fixed_noise
+from vitfast.train.masked import (
+    TARGETS,
+    Corruption,
+    MaskedPatches,
+    colour_classes,
+    corruption,
+    evaluate_masked,
+    fixed_noise,
+)
 from vitfast.train.optim import make_optimizer
 from vitfast.train.recipes import resolve
 
@@ -22,7 +30,12 @@ VARIANTS = [
     dict(global_pool="avg", class_token=False, pos_embed="sincos2d"),
     dict(pos_embed="none", residual_in_fp32=True, representation_size=16),
 ]
-OTHERS = [dict(pos_embed="learn2d"), dict(pos_embed_at="layers"), dict(pos_embed="relative"), dict(backbone=dict(layers=[1], width=0.5))]
+OTHERS = [
+    dict(pos_embed="learn2d"),
+    dict(pos_embed_at="layers"),
+    dict(pos_embed="relative"),
+    dict(backbone=dict(layers=[1], width=0.5)),
+]
 
 
 def make(target: str = "mean", share: float = 0.5, **options) -> MaskedPatches:
@@ -36,7 +49,9 @@ def pixels(count: int, size: int = 32) -> torch.Tensor:
 def cut(images: torch.Tensor, patch: int) -> np.ndarray:
     """(B, C, H, W) -> (B, N, C, P, P), row by row, by slicing."""
     images, side = images.numpy(), images.shape[-1] // patch
-    rows = [images[:, :, y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] for y in range(side) for x in range(side)]
+    rows = [
+        images[:, :, y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] for y in range(side) for x in range(side)
+    ]
     return np.stack(rows, axis=1)
 
 
@@ -74,7 +89,10 @@ def test_corruption_has_its_shares(patches, share, count):
         total = images * count
         assert abs(what.sum() - expected * total) < 5 * math.sqrt(total * expected * (1 - expected))
     offsets = ((source - own) % patches)[swapped] - 1
-    for bins in (np.bincount(chosen.ravel(), minlength=patches), np.bincount(offsets, minlength=patches - 1)):  # all patches, all others alike
+    for bins in (
+        np.bincount(chosen.ravel(), minlength=patches),
+        np.bincount(offsets, minlength=patches - 1),
+    ):  # all patches, all others alike
         expected = bins.sum() / len(bins)
         assert ((bins - expected) ** 2 / expected).sum() < len(bins) + 6 * math.sqrt(2 * len(bins))
     for row, moved in zip(source, swapped):
@@ -83,7 +101,11 @@ def test_corruption_has_its_shares(patches, share, count):
 
 def by_hand(vit: ViT, images: torch.Tensor, mask_token: torch.Tensor, plan: Corruption) -> torch.Tensor:
     """The patches after corruption, positions added, in front of the encoder."""
-    x = F.conv2d((images.float() / 255 - 0.5) / 0.5, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias, stride=8).flatten(2).transpose(1, 2)
+    x = (
+        F.conv2d((images.float() / 255 - 0.5) / 0.5, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias, stride=8)
+        .flatten(2)
+        .transpose(1, 2)
+    )
     clean = x.clone()
     for b in range(len(x)):
         for n in range(x.shape[1]):
@@ -103,7 +125,9 @@ def by_hand(vit: ViT, images: torch.Tensor, mask_token: torch.Tensor, plan: Corr
 def test_without_corruption_it_is_the_vit(options):
     model, images = make(**options), pixels(8)
     vit = model.vit
-    nothing = Corruption(torch.zeros(8, 0, dtype=torch.int64), torch.zeros(8, 16, dtype=torch.bool), torch.arange(16).expand(8, -1))
+    nothing = Corruption(
+        torch.zeros(8, 0, dtype=torch.int64), torch.zeros(8, 16, dtype=torch.bool), torch.arange(16).expand(8, -1)
+    )
     with torch.no_grad():
         own = vit.fc_norm(vit.forward_features(images))[:, vit.num_prefix_tokens :]
         assert_close(model.encode(images), own, atol=1e-5)
@@ -119,7 +143,9 @@ def test_patches_are_corrupted_before_they_get_their_positions(options):
     with torch.no_grad():
         plan = corruption(torch.rand(8, 3, 16), 0.5)
         assert (plan.source != torch.arange(16)).any() and plan.masked.any()
-        expected = vit.fc_norm(vit.norm(vit.blocks(by_hand(vit, images, model.mask_token, plan))))[:, vit.num_prefix_tokens :]
+        expected = vit.fc_norm(vit.norm(vit.blocks(by_hand(vit, images, model.mask_token, plan))))[
+            :, vit.num_prefix_tokens :
+        ]
         assert_close(model.encode(images, plan), expected, atol=1e-4)
 
 
@@ -131,7 +157,9 @@ def test_the_targets_are_those_of_the_corrupted_patches(target):
     if target == "pixels":
         perfect = torch.from_numpy((patches / 255 - 0.5) / 0.5).float().flatten(2)
     else:
-        perfect = 50.0 * F.one_hot(torch.from_numpy(colours(patches, 1 if target == "mean" else 4)), 512).float().flatten(2)
+        perfect = 50.0 * F.one_hot(
+            torch.from_numpy(colours(patches, 1 if target == "mean" else 4)), 512
+        ).float().flatten(2)
     model.predict = torch.nn.Identity()
     model.encode = lambda images, plan: perfect
     loss, share = model(images)
@@ -143,7 +171,11 @@ def test_the_targets_are_those_of_the_corrupted_patches(target):
 
 def test_losses_of_one_colour_are_known():
     images = torch.tensor([200, 100, 10], dtype=torch.uint8)[:, None, None].expand(2, 3, 32, 32)
-    for target, known in (("mean", math.log(512)), ("downsized", math.log(512)), ("pixels", np.mean((np.array([200, 100, 10]) / 127.5 - 1) ** 2))):
+    for target, known in (
+        ("mean", math.log(512)),
+        ("downsized", math.log(512)),
+        ("pixels", np.mean((np.array([200, 100, 10]) / 127.5 - 1) ** 2)),
+    ):
         model = make(target)
         torch.nn.init.zeros_(model.predict.weight)
         torch.nn.init.zeros_(model.predict.bias)
@@ -163,9 +195,13 @@ def test_every_parameter_has_a_gradient(target, options):
     loss, _ = model(pixels(4))
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert all(p.grad.abs().max() > 0 for p in (model.mask_token, model.predict.weight, model.vit.patch_embed.proj.weight))
+    assert all(
+        p.grad.abs().max() > 0 for p in (model.mask_token, model.predict.weight, model.vit.patch_embed.proj.weight)
+    )
     model.mask_token.grad = None
-    plan = corruption(torch.cat([torch.rand(2, 1, 16), torch.full((2, 1, 16), 0.95), torch.rand(2, 1, 16)], 1), 0.5)  # all left as they are
+    plan = corruption(
+        torch.cat([torch.rand(2, 1, 16), torch.full((2, 1, 16), 0.95), torch.rand(2, 1, 16)], 1), 0.5
+    )  # all left as they are
     model(pixels(2), plan)[0].backward()
     assert (model.mask_token.grad == 0).all()
 
@@ -220,7 +256,8 @@ def colour_images(count: int) -> torch.Tensor:
 
 # Without the other patches the best loss is log(64) = 4.16 and one patch in 64 is right; of pixels, the variance of the colours, 0.31.
 @pytest.mark.parametrize(
-    "target, steps, batch, loss_below, share_above", [("mean", 90, 64, 1.8, 0.5), ("downsized", 40, 16, 3.5, 0.1), ("pixels", 40, 32, 0.08, 0.1)]
+    "target, steps, batch, loss_below, share_above",
+    [("mean", 90, 64, 1.8, 0.5), ("downsized", 40, 16, 3.5, 0.1), ("pixels", 40, 32, 0.08, 0.1)],
 )
 def test_it_learns_what_the_other_patches_say(target, steps, batch, loss_below, share_above):
     model = MaskedPatches(ViT.from_preset("Nano/8", img_size=32, depth=2), target).train()
@@ -244,8 +281,12 @@ def test_evaluation_is_always_the_same():
         torch.manual_seed(size)
         results.append(evaluate_masked(model.train(), open_data(config, (32, 32), (8, 8), CPU), CPU, None))
     assert results[0]["images"] == 360 and model.training
-    assert results[0]["accuracy"] == pytest.approx(results[1]["accuracy"], abs=1e-7) and results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-6)
-    assert not torch.equal(*fixed_noise([1, 2], 16)) and torch.equal(fixed_noise([1, 2], 16)[1], fixed_noise([2], 16)[0])
+    assert results[0]["accuracy"] == pytest.approx(results[1]["accuracy"], abs=1e-7) and results[0][
+        "loss"
+    ] == pytest.approx(results[1]["loss"], rel=1e-6)
+    assert not torch.equal(*fixed_noise([1, 2], 16)) and torch.equal(
+        fixed_noise([1, 2], 16)[1], fixed_noise([2], 16)[0]
+    )
 
 
 def test_what_is_saved_is_an_ordinary_vit(tmp_path):

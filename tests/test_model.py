@@ -172,7 +172,9 @@ def test_sincos_table_from_the_formula():
         sincos_2d((2, 2), 10)
 
 
-@pytest.mark.parametrize("options", [{}, dict(reg_tokens=2), dict(no_embed_class=True), dict(pos_embed="sincos2d")], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(reg_tokens=2), dict(no_embed_class=True), dict(pos_embed="sincos2d")], ids=str
+)
 @pytest.mark.parametrize("size", [(48, 48), (16, 56)], ids=str)
 def test_set_input_size_and_dynamic_size_agree_with_timm(options, size):
     model = randomize(ViT(**SMALL, **options))
@@ -212,9 +214,13 @@ def test_intermediates_equal_timm(options):
         assert len(flat(mine)) == len(flat(expected))
         for a, b in zip(flat(mine), flat(expected)):
             assert_close(a, b, **TOL)
-    mine, expected = (m.forward_intermediates(x, 2, output_dict=True, return_prefix_tokens=True) for m in (ours, theirs))
+    mine, expected = (
+        m.forward_intermediates(x, 2, output_dict=True, return_prefix_tokens=True) for m in (ours, theirs)
+    )
     assert mine.keys() == expected.keys()
-    for a, b in zip(ours.get_intermediate_layers(x, 2, reshape=True), theirs.get_intermediate_layers(x, 2, reshape=True)):
+    for a, b in zip(
+        ours.get_intermediate_layers(x, 2, reshape=True), theirs.get_intermediate_layers(x, 2, reshape=True)
+    ):
         assert_close(a, b, **TOL)
     with pytest.raises(ValueError, match="indices"):
         ours.forward_intermediates(x, indices=[9])
@@ -256,7 +262,14 @@ def test_drop_path_keeps_or_drops_whole_samples():
     x = torch.randn(64, 5, 48)
     full = block.eval()(x)
     attention_only = vitfast.ref.attention_block(
-        x, block.norm1.weight, block.norm1.bias, block.attn.qkv.weight, block.attn.qkv.bias, block.attn.proj.weight, block.attn.proj.bias, num_heads=3
+        x,
+        block.norm1.weight,
+        block.norm1.bias,
+        block.attn.qkv.weight,
+        block.attn.qkv.bias,
+        block.attn.proj.weight,
+        block.attn.proj.bias,
+        num_heads=3,
     )
     out = block.train()(x)
     kept = (out - x).flatten(1).abs().amax(1) > 0
@@ -271,8 +284,13 @@ def test_drop_path_keeps_or_drops_whole_samples():
 
 
 def test_drop_path_rates_rise_linearly_like_timms():
-    ours, theirs = ViT(**{**SMALL, "depth": 5}, drop_path_rate=0.2), VisionTransformer(**{**SMALL, "depth": 5}, drop_path_rate=0.2)
-    assert [b.drop_path_rate for b in ours.blocks] == pytest.approx([getattr(b.drop_path1, "drop_prob", 0.0) for b in theirs.blocks])
+    ours, theirs = (
+        ViT(**{**SMALL, "depth": 5}, drop_path_rate=0.2),
+        VisionTransformer(**{**SMALL, "depth": 5}, drop_path_rate=0.2),
+    )
+    assert [b.drop_path_rate for b in ours.blocks] == pytest.approx(
+        [getattr(b.drop_path1, "drop_prob", 0.0) for b in theirs.blocks]
+    )
 
 
 def test_dropout_sits_where_the_paper_says():
@@ -419,7 +437,9 @@ def test_compiled_code_of_uint8_in_training_equals_eager():
 
 def test_export_has_a_dynamic_batch():
     model = randomize(ViT(**SMALL)).eval()
-    program = torch.export.export(model, (torch.randn(2, 3, 32, 32),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+    program = torch.export.export(
+        model, (torch.randn(2, 3, 32, 32),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
+    )
     x = torch.randn(5, 3, 32, 32)
     assert_close(program.module()(x), model(x), **TOL)
 
@@ -427,7 +447,11 @@ def test_export_has_a_dynamic_batch():
 def test_fx_traces_each_operation_as_a_leaf():
     model = randomize(ViT(**SMALL)).eval()
     traced = torch.fx.symbolic_trace(model)
-    names = [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function" and hasattr(node.target, "__name__")]
+    names = [
+        node.target.__name__
+        for node in traced.graph.nodes
+        if node.op == "call_function" and hasattr(node.target, "__name__")
+    ]
     assert names.count("attention_block") == names.count("mlp_block") == 2 and "patch_embed" in names
     x = torch.randn(2, 3, 32, 32)
     assert_close(traced(x), model(x), atol=0)
@@ -443,7 +467,9 @@ def test_autocast_and_fp32_residual():
         randomize(model)
         truth = copy.deepcopy(model).double()(x.double()).detach() if truth is None else truth
         streams = []
-        model.blocks[3].register_forward_hook(lambda module, args, output, streams=streams: streams.append(output.dtype))
+        model.blocks[3].register_forward_hook(
+            lambda module, args, output, streams=streams: streams.append(output.dtype)
+        )
         with torch.autocast("cpu", torch.bfloat16):
             out = model(x)
         assert out.dtype == torch.bfloat16 and streams == [torch.float32 if fp32 else torch.bfloat16]
@@ -460,7 +486,9 @@ def test_optimiser_helpers_have_timms_meaning():
     assert ours.no_weight_decay() <= theirs.no_weight_decay()
     groups = timm.optim.param_groups_layer_decay(ours, 0.05, layer_decay=0.75)
     expected = timm.optim.param_groups_layer_decay(theirs, 0.05, layer_decay=0.75)
-    assert [(g["lr_scale"], g["weight_decay"], len(g["params"])) for g in groups] == [(g["lr_scale"], g["weight_decay"], len(g["params"])) for g in expected]
+    assert [(g["lr_scale"], g["weight_decay"], len(g["params"])) for g in groups] == [
+        (g["lr_scale"], g["weight_decay"], len(g["params"])) for g in expected
+    ]
     assert ours.get_classifier() is ours.head and ours.num_features == 48
     assert ours.prune_intermediate_layers(1) == [1] and len(ours.blocks) == 2
 

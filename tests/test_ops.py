@@ -48,7 +48,14 @@ def test_layer_norm_is_its_formula():
 
 
 def test_add_layer_norm_is_its_formula():
-    x, r, w, b, scale, drop = rand(B, N, D), rand(B, N, D), rand(D), rand(D), rand(D), torch.tensor([0.0, 1.25], dtype=torch.float64)
+    x, r, w, b, scale, drop = (
+        rand(B, N, D),
+        rand(B, N, D),
+        rand(D),
+        rand(D),
+        rand(D),
+        torch.tensor([0.0, 1.25], dtype=torch.float64),
+    )
     y, z = ops.add_layer_norm(x, r, w, b, 1e-5, layer_scale=scale, drop_path=drop)
     assert_close(z, r + drop[:, None, None] * scale * x, **TOL)
     assert_close(y, norm(z, w, b, 1e-5), **TOL)
@@ -80,7 +87,14 @@ def test_mlp_operations_are_their_formulas(approximate):
 
 def test_blocks_are_their_formulas():
     x, w, b = rand(B, N, D), rand(D), rand(D)
-    qkv_w, qkv_b, proj_w, proj_b, scale, drop = rand(3 * D, D), rand(3 * D), rand(D, D), rand(D), rand(D), torch.tensor([2.0, 0.0], dtype=torch.float64)
+    qkv_w, qkv_b, proj_w, proj_b, scale, drop = (
+        rand(3 * D, D),
+        rand(3 * D),
+        rand(D, D),
+        rand(D),
+        rand(D),
+        torch.tensor([2.0, 0.0], dtype=torch.float64),
+    )
     q, k, v = (norm(x, w, b, 1e-6) @ qkv_w.T + qkv_b).view(B, N, 3, H, D // H).unbind(2)
     branch = attend(q, k, v, (D // H) ** -0.5).reshape(B, N, D) @ proj_w.T + proj_b
     out = ops.attention_block(x, w, b, qkv_w, qkv_b, proj_w, proj_b, num_heads=H, layer_scale=scale, drop_path=drop)
@@ -101,7 +115,11 @@ def test_patch_embed_is_its_formula(patch):
     assert_close(ops.patch_embed(images, weight, bias), tokens, **TOL)
     full = torch.cat([prefix.expand(B, -1, -1), tokens], 1)
     assert_close(ops.patch_embed(images, weight, bias, prefix, pos_all), full + pos_all, **TOL)
-    assert_close(ops.patch_embed(images, weight, bias, prefix, pos_patches), torch.cat([prefix.expand(B, -1, -1), tokens + pos_patches], 1), **TOL)
+    assert_close(
+        ops.patch_embed(images, weight, bias, prefix, pos_patches),
+        torch.cat([prefix.expand(B, -1, -1), tokens + pos_patches], 1),
+        **TOL,
+    )
     raw = torch.randint(0, 256, images.shape, dtype=torch.uint8)
     mean, std = torch.tensor([0.4, 0.6], dtype=torch.float64), torch.tensor([0.2, 0.3], dtype=torch.float64)
     normalised = (raw.double() / 255 - mean.view(2, 1, 1)) / std.view(2, 1, 1)
@@ -119,7 +137,11 @@ def test_upcast_computes_in_float64(dtype):
 
 
 def test_autocast_casts_to_its_dtype_and_gradients_come_back():
-    x, w, b = torch.randn(B, N, D, requires_grad=True), torch.randn(F, D, requires_grad=True), torch.randn(F, requires_grad=True)
+    x, w, b = (
+        torch.randn(B, N, D, requires_grad=True),
+        torch.randn(F, D, requires_grad=True),
+        torch.randn(F, requires_grad=True),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         out = ops.linear_gelu(x, w, b)
         assert ops.layer_norm(x, None, None).dtype == torch.bfloat16
@@ -133,7 +155,9 @@ def test_autocast_casts_to_its_dtype_and_gradients_come_back():
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("mode", ["off", pytest.param("on", marks=pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels"))])
+@pytest.mark.parametrize(
+    "mode", ["off", pytest.param("on", marks=pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels"))]
+)
 def test_autocast_leaves_layer_norms_parameters_in_fp32(mode, dtype):
     """As torch's own autocast does: one rounding, of the result, and gradients that were never 16 bit."""
     x = torch.randn(9, 64).to(dtype).float()
@@ -151,7 +175,9 @@ def test_autocast_leaves_layer_norms_parameters_in_fp32(mode, dtype):
     for mine, theirs in zip((w, b), exact):
         assert_close(mine.grad.double(), theirs.grad, atol=1e-5)
     # and through a block, whose products are 16 bit
-    shapes = dict(norm_weight=(16,), norm_bias=(16,), fc1_weight=(32, 16), fc1_bias=(32,), fc2_weight=(16, 32), fc2_bias=(16,))
+    shapes = dict(
+        norm_weight=(16,), norm_bias=(16,), fc1_weight=(32, 16), fc1_bias=(32,), fc2_weight=(16, 32), fc2_bias=(16,)
+    )
     parameters = {name: (torch.randn(shape) / 4).requires_grad_() for name, shape in shapes.items()}
     with ops.use_kernels(mode), torch.autocast("cpu", dtype):
         ops.mlp_block(torch.randn(2, 3, 16), **parameters).backward(torch.randn(2, 3, 16).to(dtype))
@@ -202,34 +228,104 @@ X, W = torch.randn(B, N, D), torch.randn(D)
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        bad(lambda: ops.layer_norm(X, torch.randn(12), W), ValueError, r"layer_norm: weight must be \(24,\), got \(12,\)"),
-        bad(lambda: ops.layer_norm(X, W, torch.randn(2, 24)), ValueError, r"layer_norm: bias must be \(24,\), got \(2, 24\)"),
-        bad(lambda: ops.layer_norm(X, W.half(), W), TypeError, "layer_norm: weight must be torch.float32 like x, got torch.float16"),
+        bad(
+            lambda: ops.layer_norm(X, torch.randn(12), W),
+            ValueError,
+            r"layer_norm: weight must be \(24,\), got \(12,\)",
+        ),
+        bad(
+            lambda: ops.layer_norm(X, W, torch.randn(2, 24)),
+            ValueError,
+            r"layer_norm: bias must be \(24,\), got \(2, 24\)",
+        ),
+        bad(
+            lambda: ops.layer_norm(X, W.half(), W),
+            TypeError,
+            "layer_norm: weight must be torch.float32 like x, got torch.float16",
+        ),
         bad(lambda: ops.layer_norm(X.long(), None, None), TypeError, "layer_norm: x must be floating point"),
-        bad(lambda: ops.layer_norm(X, W.to("meta"), W), ValueError, "layer_norm: weight must be on cpu like x, got meta"),
-        bad(lambda: ops.add_layer_norm(X, X[:1], W, W), ValueError, r"add_layer_norm: residual must be \(2, 5, 24\), got \(1, 5, 24\)"),
-        bad(lambda: ops.add_layer_norm(X, X, W, W, drop_path=torch.ones(3)), ValueError, r"add_layer_norm: drop_path must be \(2,\), got \(3,\)"),
+        bad(
+            lambda: ops.layer_norm(X, W.to("meta"), W), ValueError, "layer_norm: weight must be on cpu like x, got meta"
+        ),
+        bad(
+            lambda: ops.add_layer_norm(X, X[:1], W, W),
+            ValueError,
+            r"add_layer_norm: residual must be \(2, 5, 24\), got \(1, 5, 24\)",
+        ),
+        bad(
+            lambda: ops.add_layer_norm(X, X, W, W, drop_path=torch.ones(3)),
+            ValueError,
+            r"add_layer_norm: drop_path must be \(2,\), got \(3,\)",
+        ),
         bad(lambda: ops.attention(X), ValueError, r"attention: qkv must be \(B, N, 3, H, Dh\), got \(2, 5, 24\)"),
         bad(lambda: ops.attention(X, X), ValueError, "attention: give qkv alone, or q, k and v"),
-        bad(lambda: ops.attention(*(torch.randn(1, n, 2, 8) for n in (4, 4, 5))), ValueError, r"attention: v must be \(1, 4, 2, 8\), got \(1, 5, 2, 8\)"),
-        bad(lambda: ops.linear_gelu(X, torch.randn(F, 12), None), ValueError, r"linear_gelu: weight must be \(\*, 24\), got \(40, 12\)"),
-        bad(lambda: ops.linear_gelu(X, torch.randn(F, D), None, approximate="erf"), ValueError, "linear_gelu: approximate must be 'none'"),
-        bad(lambda: ops.linear_residual(X, torch.randn(F, D), None, X), ValueError, r"linear_residual: residual must be \(2, 5, 40\)"),
-        bad(lambda: ops.linear_residual(X, torch.randn(D, D), None, X, layer_scale=torch.ones(3)), ValueError, "linear_residual: layer_scale must be"),
-        bad(lambda: ops.mlp(X, torch.randn(F, D), None, torch.randn(D, 7), None), ValueError, r"mlp: fc2_weight must be \(\*, 40\)"),
         bad(
-            lambda: ops.attention_block(X, W, W, torch.randn(72, D), None, torch.randn(D, D), None, num_heads=5), ValueError, "attention_block: qkv_weight must"
+            lambda: ops.attention(*(torch.randn(1, n, 2, 8) for n in (4, 4, 5))),
+            ValueError,
+            r"attention: v must be \(1, 4, 2, 8\), got \(1, 5, 2, 8\)",
         ),
-        bad(lambda: ops.mlp_block(X[0], W, W, torch.randn(F, D), None, torch.randn(D, F), None), ValueError, r"mlp_block: x must be \(B, N, D\)"),
-        bad(lambda: ops.patch_embed(torch.randn(1, 3, 9, 8), torch.randn(D, 3, 4, 4), None), ValueError, "multiples of the patch 4 x 4, got 9 x 8"),
-        bad(lambda: ops.patch_embed(torch.randn(1, 1, 8, 8), torch.randn(D, 3, 4, 4), None), ValueError, r"images must be \(\*, 3, \*, \*\)"),
-        bad(lambda: ops.patch_embed(torch.ones(1, 3, 8, 8).int(), torch.randn(D, 3, 4, 4), None), TypeError, "floating point or uint8, got torch.int32"),
         bad(
-            lambda: ops.patch_embed(torch.randn(1, 3, 8, 8), torch.randn(D, 3, 4, 4), None, pos_embed=torch.randn(1, 5, D)),
+            lambda: ops.linear_gelu(X, torch.randn(F, 12), None),
+            ValueError,
+            r"linear_gelu: weight must be \(\*, 24\), got \(40, 12\)",
+        ),
+        bad(
+            lambda: ops.linear_gelu(X, torch.randn(F, D), None, approximate="erf"),
+            ValueError,
+            "linear_gelu: approximate must be 'none'",
+        ),
+        bad(
+            lambda: ops.linear_residual(X, torch.randn(F, D), None, X),
+            ValueError,
+            r"linear_residual: residual must be \(2, 5, 40\)",
+        ),
+        bad(
+            lambda: ops.linear_residual(X, torch.randn(D, D), None, X, layer_scale=torch.ones(3)),
+            ValueError,
+            "linear_residual: layer_scale must be",
+        ),
+        bad(
+            lambda: ops.mlp(X, torch.randn(F, D), None, torch.randn(D, 7), None),
+            ValueError,
+            r"mlp: fc2_weight must be \(\*, 40\)",
+        ),
+        bad(
+            lambda: ops.attention_block(X, W, W, torch.randn(72, D), None, torch.randn(D, D), None, num_heads=5),
+            ValueError,
+            "attention_block: qkv_weight must",
+        ),
+        bad(
+            lambda: ops.mlp_block(X[0], W, W, torch.randn(F, D), None, torch.randn(D, F), None),
+            ValueError,
+            r"mlp_block: x must be \(B, N, D\)",
+        ),
+        bad(
+            lambda: ops.patch_embed(torch.randn(1, 3, 9, 8), torch.randn(D, 3, 4, 4), None),
+            ValueError,
+            "multiples of the patch 4 x 4, got 9 x 8",
+        ),
+        bad(
+            lambda: ops.patch_embed(torch.randn(1, 1, 8, 8), torch.randn(D, 3, 4, 4), None),
+            ValueError,
+            r"images must be \(\*, 3, \*, \*\)",
+        ),
+        bad(
+            lambda: ops.patch_embed(torch.ones(1, 3, 8, 8).int(), torch.randn(D, 3, 4, 4), None),
+            TypeError,
+            "floating point or uint8, got torch.int32",
+        ),
+        bad(
+            lambda: ops.patch_embed(
+                torch.randn(1, 3, 8, 8), torch.randn(D, 3, 4, 4), None, pos_embed=torch.randn(1, 5, D)
+            ),
             ValueError,
             "must have 4 or 4 positions, got 5",
         ),
-        bad(lambda: ops.patch_embed(torch.ones(1, 3, 8, 8).byte(), torch.randn(D, 3, 4, 4), None, mean=(1, 2)), ValueError, "mean must be one number or 3"),
+        bad(
+            lambda: ops.patch_embed(torch.ones(1, 3, 8, 8).byte(), torch.randn(D, 3, 4, 4), None, mean=(1, 2)),
+            ValueError,
+            "mean must be one number or 3",
+        ),
         bad(lambda: ops.use_kernels("yes"), ValueError, "use_kernels: mode must be one of auto, on, off"),
     ],
 )
@@ -239,7 +335,12 @@ def test_wrong_arguments_are_named(call, error, message):
 
 
 def test_kernels_on_raises_where_none_can_run():
-    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="layer_norm: kernels are switched on, but no kernel computes in torch.float64"):
+    with (
+        ops.use_kernels("on"),
+        pytest.raises(
+            RuntimeError, match="layer_norm: kernels are switched on, but no kernel computes in torch.float64"
+        ),
+    ):
         ops.layer_norm(X.double(), None, None)
     ops.layer_norm(X.double(), None, None)
     setter = ops.use_kernels("on")
@@ -250,7 +351,9 @@ def test_kernels_on_raises_where_none_can_run():
 
 
 def test_kernels_on_raises_outside_the_interpreter():
-    script = "import torch; from vitfast import ops; ops.use_kernels('on'); ops.layer_norm(torch.randn(2, 8), None, None)"
+    script = (
+        "import torch; from vitfast import ops; ops.use_kernels('on'); ops.layer_norm(torch.randn(2, 8), None, None)"
+    )
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
     assert "layer_norm: kernels are switched on, but tensors on cpu need TRITON_INTERPRET=1" in run.stderr
@@ -267,13 +370,18 @@ def test_an_uncovered_case_on_a_gpu_warns_once_and_raises_in_mode_on(monkeypatch
     monkeypatch.setattr(_dispatch.tiles, "generation", lambda device: 90)
     monkeypatch.setattr(_dispatch, "_warned", set())
     assert _dispatch.kernels_wanted("attention", on_gpu(torch.bfloat16))
-    with pytest.warns(UserWarning, match="vitfast attention: head size 20 is odd; plain PyTorch runs in its place") as seen:
+    with pytest.warns(
+        UserWarning, match="vitfast attention: head size 20 is odd; plain PyTorch runs in its place"
+    ) as seen:
         for _ in range(3):
             assert not _dispatch.kernels_wanted("attention", on_gpu(torch.bfloat16), "head size 20 is odd")
     assert len(seen) == 1
     with pytest.warns(UserWarning, match="no kernel computes in torch.float64"):
         assert not _dispatch.kernels_wanted("attention", on_gpu(torch.float64))
-    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="attention: kernels are switched on, but head size 20 is odd"):
+    with (
+        ops.use_kernels("on"),
+        pytest.raises(RuntimeError, match="attention: kernels are switched on, but head size 20 is odd"),
+    ):
         _dispatch.kernels_wanted("attention", on_gpu(torch.bfloat16), "head size 20 is odd")
     with ops.use_kernels("off"):
         assert not _dispatch.kernels_wanted("attention", on_gpu(torch.bfloat16))

@@ -18,7 +18,16 @@ def dist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"
     source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in", "vitfast", "kernels"):
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "MANIFEST.in",
+        "vitfast",
+        "kernels",
+    ):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
     script = "from setuptools import build_meta as b; b.build_wheel('..'); b.build_sdist('..')"
     subprocess.run([sys.executable, "-c", script], cwd=source, check=True, capture_output=True)
@@ -29,12 +38,17 @@ def dist(tmp_path_factory):
 def test_wheel_works_in_a_clean_environment(dist, tmp_path):
     wheel = next(dist.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
-    packages = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "vitfast").rglob("__init__.py")} | {"vitfast.kernels"}
+    packages = {
+        str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "vitfast").rglob("__init__.py")
+    } | {"vitfast.kernels"}
     for package in packages:
         assert f"{package.replace('.', '/')}/__init__.py" in names, package
     assert "vitfast/kernels/cublaslt.cpp" in names
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)],
+        check=True,
+    )
     script = """
 import sys, torch, triton, safetensors.torch
 before = set(sys.modules)
@@ -46,7 +60,9 @@ optional = {"timm", "torchvision", "transformers", "matplotlib", "sklearn", "yam
 assert not optional, f"the core imports {optional}"
 """
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path / "site")], cwd=tmp_path, env=env, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "site")], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "(2, 5)"
 
@@ -122,18 +138,31 @@ def test_imports_go_down_the_floors():
         if place in ("__init__", "__main__"):
             continue
         tree = ast.parse(path.read_text())
-        inside = {id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)}
+        inside = {
+            id(node)
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef)
+            for node in ast.walk(function)
+        }
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or id(node) in inside:  # late imports in functions may point up
                 continue
             depth = len(path.relative_to(ROOT / "vitfast").parts)
             if node.level == depth:
                 targets = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-                wrong += [f"{path.name} -> {t}" for t in targets if t in height and t != place and height[t] > height[place]]
+                wrong += [
+                    f"{path.name} -> {t}" for t in targets if t in height and t != place and height[t] > height[place]
+                ]
     assert not wrong
     for path in (ROOT / "kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             assert not any(name.split(".")[0] == "vitfast" for name in names), path
 
 

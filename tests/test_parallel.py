@@ -26,7 +26,18 @@ from vitfast.train.parallel import FAILED, Ranks
 from vitfast.train.recipes import resolve
 
 # 35 images a step are 18 and 17 on two ranks, each in two micro-batches: nothing divides.
-COMMON = dict(recipe="digits", data="digits", device="cpu", steps=6, batch_size=35, accumulate=2, clip_norm=0.1, log_every=2, save_every=3, warmup_steps=2)
+COMMON = dict(
+    recipe="digits",
+    data="digits",
+    device="cpu",
+    steps=6,
+    batch_size=35,
+    accumulate=2,
+    clip_norm=0.1,
+    log_every=2,
+    save_every=3,
+    warmup_steps=2,
+)
 
 
 def config(output: Path, **fields):
@@ -40,8 +51,27 @@ def start(output: Path, torchrun: bool = False, **fields) -> list:
     argv = ["pretrain", *chosen, "--output", str(output), "--set", *(f"{k}={v}" for k, v in settings.items())]
     if not torchrun:
         return ranks(2, command_line, argv)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), "-m", "vitfast", *argv]
-    return [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        free_port(),
+        "-m",
+        "vitfast",
+        *argv,
+    ]
+    return [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    ]
 
 
 def tensors(run: Path) -> dict:
@@ -72,9 +102,16 @@ def test_two_ranks_equal_one_process(one, tmp_path, parallel):
     rows = [[r for r in csv.DictReader(open(r / "metrics.csv")) if r["split"] == "train"] for r in (one, run)]
     assert [r["step"] for r in rows[0]] == [r["step"] for r in rows[1]] == ["2", "3", "4", "6"]
     for mine, theirs in zip(*rows):
-        assert float(mine["loss"]) == pytest.approx(float(theirs["loss"]), abs=1e-5) and mine["accuracy"] == theirs["accuracy"]
+        assert (
+            float(mine["loss"]) == pytest.approx(float(theirs["loss"]), abs=1e-5)
+            and mine["accuracy"] == theirs["accuracy"]
+        )
     summary, alone = (json.loads((r / "summary.json").read_text()) for r in (run, one))
-    assert summary["ranks"] == 2 and summary["val_images"] == alone["val_images"] == 360 and summary["parameters"] == alone["parameters"]
+    assert (
+        summary["ranks"] == 2
+        and summary["val_images"] == alone["val_images"] == 360
+        and summary["parameters"] == alone["parameters"]
+    )
     assert summary["accuracy"] == alone["accuracy"] and summary["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
@@ -82,7 +119,10 @@ def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(tmp_path):
     """Under autocast FSDP2 gathers parameters and reduces gradients in bf16; what it updates and saves stays fp32."""
     train(config(tmp_path / "one", amp="bf16", steps=3, lr=1e-4, log_every=1))
     done(start(tmp_path / "two", parallel="fsdp", amp="bf16", steps=3, lr=1e-4, log_every=1))
-    losses = [[float(r["loss"]) for r in csv.DictReader(open(tmp_path / run / "metrics.csv")) if r["split"] == "train"] for run in ("one", "two")]
+    losses = [
+        [float(r["loss"]) for r in csv.DictReader(open(tmp_path / run / "metrics.csv")) if r["split"] == "train"]
+        for run in ("one", "two")
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     for name, value in two.items():
@@ -167,7 +207,9 @@ def test_ranks_share_the_stream_and_the_validation_set():
     assert [sum(batches, []) for batches in zip(*parts)] == whole and {len(b) for p in parts for b in p} == {2, 3}
     seen, counts = [], []
     for rank in range(7):
-        data = open_data(config(Path("unused"), eval_batch_size=16), (32, 32), (8, 8), torch.device("cpu"), Ranks(rank, 7))
+        data = open_data(
+            config(Path("unused"), eval_batch_size=16), (32, 32), (8, 8), torch.device("cpu"), Ranks(rank, 7)
+        )
         batches = list(data.eval_batches())
         counts.append([len(b[1]) for b in batches])
         seen += [label for _, labels in batches for label in labels.tolist()]

@@ -44,7 +44,9 @@ def code(text: str) -> Code:
     return Code(64, 0, tuple(instructions), labels)
 
 
-def traced(text: str, constants: bytes = b"", program: tuple = (0,), grid: tuple = (8,), warps: int = 4) -> dict[str, int]:
+def traced(
+    text: str, constants: bytes = b"", program: tuple = (0,), grid: tuple = (8,), warps: int = 4
+) -> dict[str, int]:
     found = code(text)
     return dict(trace.named(found, trace.Tracer(found, constants, grid, warps).run(*program)))
 
@@ -167,8 +169,18 @@ def test_products_by_hand(instruction, flops, operands):
 
 @pytest.mark.parametrize(
     "instruction, size",
-    [("LDG.E.128 R4, desc[UR4][R2.64]", 16), ("STS.64 [R2], R4", 8), ("LDS R2, [R4]", 4), ("LDG.E.U16 R4, desc[UR4][R2.64]", 2)]
-    + [("LDSM.16.M88.4 R4, [R2]", 16), ("LDSM.16.MT88.2 R4, [R2]", 8), ("LDSM.16.M88 R4, [R2]", 4), ("LDGSTS.E.BYPASS.128 [R2], desc[UR4][R2.64], P0", 16)],
+    [
+        ("LDG.E.128 R4, desc[UR4][R2.64]", 16),
+        ("STS.64 [R2], R4", 8),
+        ("LDS R2, [R4]", 4),
+        ("LDG.E.U16 R4, desc[UR4][R2.64]", 2),
+    ]
+    + [
+        ("LDSM.16.M88.4 R4, [R2]", 16),
+        ("LDSM.16.MT88.2 R4, [R2]", 8),
+        ("LDSM.16.M88 R4, [R2]", 4),
+        ("LDGSTS.E.BYPASS.128 [R2], desc[UR4][R2.64], P0", 16),
+    ],
 )
 def test_widths_by_hand(instruction, size):
     assert ports.width(instruction) == size
@@ -190,14 +202,18 @@ def test_the_work_of_a_small_kernel_by_hand():
     """)
     constants = b"".join((i + 1 << trace.TENSOR).to_bytes(8, "little") for i in range(3))
     runs = [trace.Tracer(found, constants, (100,), 4).run(program) for program in (50, 51)]
-    tensors = {name: View(size, i, 0, size) for i, (name, size) in enumerate({"x": 10**6, "y": 2 * 10**6, "w": 1000}.items())}
+    tensors = {
+        name: View(size, i, 0, size) for i, (name, size) in enumerate({"x": 10**6, "y": 2 * 10**6, "w": 1000}.items())
+    }
     work = ports.count(found, runs, tensors, ["x", "y", "w"], Work(100, 4, 4))
     assert (work.issue, work.mufu, work.flops) == (4 * 10 / 4, 4 * 2, 2 * 64 * 64 * 16)
     assert (work.tensor, work.operands, work.accesses, work.fills) == (32, 32, 16, 0)
     assert (work.l2, work.l2_waited, work.once) == (2 * 2048, 2048, 1000)
     assert (work.hbm, work.hbm_waited) == (3_001_000, 1_001_000)
     with pytest.raises(trace.Untraceable, match="reaches"):
-        ports.count(found, [dataclasses.replace(runs[0], moved={(3, -1): 1})], tensors, ["x", "y", "w"], Work(100, 4, 4))
+        ports.count(
+            found, [dataclasses.replace(runs[0], moved={(3, -1): 1})], tensors, ["x", "y", "w"], Work(100, 4, 4)
+        )
 
 
 def test_views_of_one_memory_count_once():
@@ -206,13 +222,30 @@ def test_views_of_one_memory_count_once():
     packed = qkv.permute(0, 2, 3, 1, 4).flatten(1, 2)
     u = 2 * 2 * 7 * 4 * 16
     q, k, v = (View.of(x) for x in qkv.unbind(2))
-    box = View.of(TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]).base, [1, 1, 4, 16])
+    box = View.of(
+        TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]).base, [1, 1, 4, 16]
+    )
     assert (q.bytes, box.bytes, box.box) == (u, 3 * u, 4 * 16 * 2)
-    for found, wanted in (((q,), u), ((q, q), u), ((q, k, v), 3 * u), ((q, k, v, box), 3 * u), ((box, k), 3 * u), ((q, View.of(torch.empty_like(qkv))), 4 * u)):
+    for found, wanted in (
+        ((q,), u),
+        ((q, q), u),
+        ((q, k, v), 3 * u),
+        ((q, k, v, box), 3 * u),
+        ((box, k), 3 * u),
+        ((q, View.of(torch.empty_like(qkv))), 4 * u),
+    ):
         assert ports.distinct(found) == wanted
     part, rest = (View.of(x) for x in torch.empty(10, device="meta").split([4, 6]))
     assert ports.distinct([part, rest]) == 40 and not part.meets(rest) and q.meets(k) and ports.distinct([]) == 0
-    launch = Launch(None, (1,), dict(q=(qkv[:, :, 0], 1, 2), box=TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]), n=7))
+    launch = Launch(
+        None,
+        (1,),
+        dict(
+            q=(qkv[:, :, 0], 1, 2),
+            box=TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]),
+            n=7,
+        ),
+    )
     assert ports.views(launch) == {"q[0]": q, "box": box}
 
 
@@ -333,7 +366,9 @@ if __name__ == "__main__":
 def test_real_kernels_do_what_their_formulas_say():
     """FLOPs with padding, bytes of operands and bytes of memory, counted in machine code and by hand."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", REAL.format(tests=str(TESTS))], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", REAL.format(tests=str(TESTS))], capture_output=True, text=True, env=env
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     m, d, f, bf16 = 32 * 197, 768, 3072, 2
@@ -353,21 +388,29 @@ def test_real_kernels_do_what_their_formulas_say():
     keys = 128 + 64 + 16
     heads, weights = 32 * 12, 32 * 12 * 256 * keys
     assert attention.programs * attention.flops == 2 * weights * 2 * 64
-    assert weights <= attention.programs * attention.mufu * 16 <= 1.1 * weights  # an exponential a weight; a reciprocal and a logarithm a row
+    assert (
+        weights <= attention.programs * attention.mufu * 16 <= 1.1 * weights
+    )  # an exponential a weight; a reciprocal and a logarithm a row
     assert attention.hbm == 4 * m * d * bf16 + heads * 197 * 4
 
     backward = Work(**found["attention backward"])
     padded, u = 256, m * d * bf16
-    statistics = heads * 4 * (197 + 2 * padded + 3 * 64)  # lse is read; -lse / scale and -delta, read again here, and sums are written
+    statistics = (
+        heads * 4 * (197 + 2 * padded + 3 * 64)
+    )  # lse is read; -lse / scale and -delta, read again here, and sums are written
     scratch = heads * 197 * 64 * 4  # of dQ, one for each program, of which there are no more than heads here
     assert backward.programs == heads and backward.hbm == 8 * u + statistics + scratch  # qkv, o, do -> dqkv
     assert backward.hbm_waited < 6 * u and backward.l2 * heads >= backward.hbm
-    assert backward.resident * 132 * 4 * 197 * 64 * bf16 < 50e6  # q, do and dQ's scratch of those that run at a time, which are read again, stay in L2
+    assert (
+        backward.resident * 132 * 4 * 197 * 64 * bf16 < 50e6
+    )  # q, do and dQ's scratch of those that run at a time, which are read again, stay in L2
 
     norm = Work(**found["layer_norm"])
     assert norm.programs == m // 4 and norm.flops == norm.tensor == 0
     assert norm.hbm == 2 * m * d * bf16 + 2 * d * bf16 + 2 * m * 4
-    assert norm.l2_waited == 4 * d * bf16 and 0 <= norm.l2 - 2 * 4 * d * bf16 <= 2 * 4 * 128  # statistics: every lane of a warp counts
+    assert (
+        norm.l2_waited == 4 * d * bf16 and 0 <= norm.l2 - 2 * 4 * d * bf16 <= 2 * 4 * 128
+    )  # statistics: every lane of a warp counts
 
     m, d, f = 8 * 197, 384, 1536
     assert found["library"] == 12 * 2 * m * d * (3 * d + d + 2 * f) + 2 * 8 * d * 1000
@@ -386,9 +429,13 @@ def test_the_committed_predictions_are_of_these_kernels(script):
 
 def test_the_table_of_kernels_is_whole_and_consistent(script):
     rows = script.read(script.KERNELS)
-    assert {r["preset"] for r in rows} == {name + (f" {size}" if size != 224 else "") for name, size in script.PRESETS.values()}
+    assert {r["preset"] for r in rows} == {
+        name + (f" {size}" if size != 224 else "") for name, size in script.PRESETS.values()
+    }
     for r in rows:
-        if not r["predicted_h100_us"]:  # the reason stands where the port would: a rival whose control flow cannot be followed
+        if not r[
+            "predicted_h100_us"
+        ]:  # the reason stands where the port would: a rival whose control flow cannot be followed
             assert "Untraceable" in r["binds"] and r["case"].endswith(")"), r
             continue
         on_ports = {port: float(r[f"{port}_us"]) for port in ("tensor", "mufu", "issue", "shared", "l2", "hbm")}
@@ -401,7 +448,11 @@ def test_the_table_of_kernels_is_whole_and_consistent(script):
 def test_predicted_steps_add_up_and_stay_above_their_floor(script):
     rows = script.read(script.STEPS)
     for r in (row for row in rows if row["what"] == "step"):
-        same = [x for x in rows if all(x[k] == r[k] for k in ("preset", "img_size", "gpu", "direction")) and x["what"] != "step"]
+        same = [
+            x
+            for x in rows
+            if all(x[k] == r[k] for k in ("preset", "img_size", "gpu", "direction")) and x["what"] != "step"
+        ]
         assert sum(float(x["predicted_us"]) for x in same) == pytest.approx(float(r["predicted_us"]), rel=1e-3)
         with torch.device("meta"):
             model = ViT.from_preset(r["preset"], img_size=int(r["img_size"]))
@@ -422,10 +473,16 @@ def test_a_step_with_a_kernel_that_has_no_prediction_is_not_written(script, caps
         ("Nano/8", 32, 4, train): ([Launch(Named(name), (1,), {}) for name in names], [("aten::mm", 1e9, 10**6)])
         for train, names in ((False, ["a"]), (True, ["a", "b"]))
     }
-    works = {script.key_of(launch): Work(1320, 2, 4, issue=1000) for launches, _ in recorded.values() for launch in launches}
+    works = {
+        script.key_of(launch): Work(1320, 2, 4, issue=1000) for launches, _ in recorded.values() for launch in launches
+    }
     for name, path in (("KERNELS", tmp_path / "ports.csv"), ("STEPS", tmp_path / "predicted.csv")):
         monkeypatch.setattr(script, name, path)
-    for name, value in (("PRESETS", {}), ("all_steps", lambda: recorded), ("measured", lambda launches, processes: works)):
+    for name, value in (
+        ("PRESETS", {}),
+        ("all_steps", lambda: recorded),
+        ("measured", lambda launches, processes: works),
+    ):
         monkeypatch.setattr(script, name, value)
     monkeypatch.setattr(sys, "argv", ["predict.py"])
 
@@ -446,8 +503,12 @@ def run_cost(capsys, *args) -> str:
 def test_cost_shows_predicted_steps_and_calls_them_so(capsys):
     found = json.loads(run_cost(capsys, "--model", "B/16", "--gpu", "H100", "--json"))["port_model"]
     assert 0 < found["inference"] < found["training"]
-    assert all(words in found["source"] for words in ("predicted", "not measured", "keep='least'", "kernels ", "triton "))
-    line = next(line for line in run_cost(capsys, "--model", "B/16", "--gpu", "H100").splitlines() if "port model" in line)
+    assert all(
+        words in found["source"] for words in ("predicted", "not measured", "keep='least'", "kernels ", "triton ")
+    )
+    line = next(
+        line for line in run_cost(capsys, "--model", "B/16", "--gpu", "H100").splitlines() if "port model" in line
+    )
     assert line.count("predicted") == 2 and f"{1e3 * found['training']:,.1f} ms a training step" in line
     for other in (
         ["--model", "B/16", "--gpu", "A100"],
@@ -463,7 +524,11 @@ def test_cost_shows_predicted_steps_and_calls_them_so(capsys):
 
 
 def test_a_prediction_grows_with_the_images_but_for_launches_and_the_update(script):
-    rows = [r for r in script.read(script.STEPS) if (r["preset"], r["img_size"], r["gpu"], r["direction"]) == ("B/16", "224", "H100", "training")]
+    rows = [
+        r
+        for r in script.read(script.STEPS)
+        if (r["preset"], r["img_size"], r["gpu"], r["direction"]) == ("B/16", "224", "H100", "training")
+    ]
     table = {r["what"]: (1e-6 * float(r["predicted_us"]), int(r["times"])) for r in rows}
     whole, update = table.pop("step")[0], table[predicted.UPDATE][0]
     model = preset()
@@ -472,9 +537,13 @@ def test_a_prediction_grows_with_the_images_but_for_launches_and_the_update(scri
     assert at[256] == pytest.approx(whole, rel=1e-4) and launches > 1e-4 < update
     for batch in (128, 512):
         assert at[batch] == pytest.approx(update + launches + (whole - update - launches) * batch / 256, rel=1e-4)
-    assert predicted.step(model, "H100", 256, parts=3)["training"] == pytest.approx(3 * (whole - update) + update, rel=1e-4)
+    assert predicted.step(model, "H100", 256, parts=3)["training"] == pytest.approx(
+        3 * (whole - update) + update, rel=1e-4
+    )
     assert predicted.step(model, "H100", 1) is predicted.step(model, "H100", 600) is None
-    parts = cost.estimate(preset(), dataclasses.replace(cost.rates("H100"), memory_bytes=30 * cost.GIB), batch_size=8 * 1024, gpus=8)
+    parts = cost.estimate(
+        preset(), dataclasses.replace(cost.rates("H100"), memory_bytes=30 * cost.GIB), batch_size=8 * 1024, gpus=8
+    )
     micro, several = parts["micro_batch"], parts["accumulate"]
     assert parts["port_model"]["training"] == predicted.step(model, "H100", micro, several)["training"] and several > 1
 
@@ -505,7 +574,12 @@ def test_no_prediction_for_other_models_than_the_presets(options):
 
 
 def test_no_prediction_for_other_optimizers():
-    for options, wanted in (({}, True), (dict(mean=0.4), True), (dict(optimizer="sgd"), False), (dict(averaged=True), False)):
+    for options, wanted in (
+        ({}, True),
+        (dict(mean=0.4), True),
+        (dict(optimizer="sgd"), False),
+        (dict(averaged=True), False),
+    ):
         model = preset(mean=options.pop("mean", 0.5))
         assert bool(cost.estimate(model, cost.rates("H100"), **options)["port_model"]) == wanted, options
 

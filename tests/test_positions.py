@@ -24,7 +24,9 @@ KINDS = {
     "learn, shared": dict(pos_embed_at="layers_shared", reg_tokens=1),
     "learn2d, stem": dict(pos_embed="learn2d"),
     "learn2d, layers": dict(pos_embed="learn2d", pos_embed_at="layers", reg_tokens=1),
-    "learn2d, shared, average": dict(pos_embed="learn2d", pos_embed_at="layers_shared", class_token=False, global_pool="avg"),
+    "learn2d, shared, average": dict(
+        pos_embed="learn2d", pos_embed_at="layers_shared", class_token=False, global_pool="avg"
+    ),
     "relative": dict(pos_embed="relative", reg_tokens=1, init_values=0.3),
     "relative, average": dict(pos_embed="relative", class_token=False, global_pool="avg"),
     "none": dict(pos_embed="none"),
@@ -90,7 +92,9 @@ def truth(p: dict[str, torch.Tensor], options: dict, images: torch.Tensor) -> tu
         x = x + y * p.get(b + "ls1.gamma", 1.0)
         y = torch.einsum("bnd,ed->bne", norm(x, b + "norm2"), p[b + "mlp.fc1.weight"]) + p[b + "mlp.fc1.bias"]
         y = y * (1 + torch.erf(y / 2**0.5)) / 2
-        x = x + (torch.einsum("bnd,ed->bne", y, p[b + "mlp.fc2.weight"]) + p[b + "mlp.fc2.bias"]) * p.get(b + "ls2.gamma", 1.0)
+        x = x + (torch.einsum("bnd,ed->bne", y, p[b + "mlp.fc2.weight"]) + p[b + "mlp.fc2.bias"]) * p.get(
+            b + "ls2.gamma", 1.0
+        )
     average = options.get("global_pool") == "avg"
     out = norm(x[:, first:].mean(1), "fc_norm") if average else norm(x[:, 0], "norm")
     return torch.einsum("bd,cd->bc", out, p["head.weight"]) + p["head.bias"], maps
@@ -150,10 +154,14 @@ def test_relative_logits_know_offsets_alone():
     assert (logits[:, :, 0] == 0).all() and (logits[:, :, :, 0] == 0).all()  # a class token has no place
     assert_close(logits[:, :, 2:, 2:], logits[:, :, 1:-1, 1:-1], atol=1e-6)  # shifted along the sequence
     back = [0, 6, 5, 4, 3, 2, 1]  # the patches from last to first: every offset changes its sign
-    assert_close(relative_logits(q[:, back], table.flip(0)), relative_logits(q, table)[:, :, back][..., back], atol=1e-6)
+    assert_close(
+        relative_logits(q[:, back], table.flip(0)), relative_logits(q, table)[:, :, back][..., back], atol=1e-6
+    )
     model = made("relative, average")
     with torch.no_grad():
-        model.pos_embed_rel.copy_(torch.randn(3, 1, 8).expand(-1, 11, -1))  # the same for every offset: softmax takes it away
+        model.pos_embed_rel.copy_(
+            torch.randn(3, 1, 8).expand(-1, 11, -1)
+        )  # the same for every offset: softmax takes it away
     without = ViT(**SMALL, **{**KINDS["relative, average"], "pos_embed": "none"})
     without.load_state_dict({k: v for k, v in model.state_dict().items() if k != "pos_embed_rel"})
     x = torch.randn(2, 3, 16, 24)
@@ -166,7 +174,9 @@ def test_two_tables_resize_as_their_2d_table_does_in_timm():
     def joined(x, y):
         return torch.stack([torch.cat([x[:, j], y[:, i]], -1) for i in range(y.shape[1]) for j in range(x.shape[1])], 1)
 
-    expected = torch.cat([resample_abs_pos_embed(t[None], new_size=[5, 7], old_size=[2, 3], num_prefix_tokens=0) for t in joined(x, y)])
+    expected = torch.cat(
+        [resample_abs_pos_embed(t[None], new_size=[5, 7], old_size=[2, 3], num_prefix_tokens=0) for t in joined(x, y)]
+    )
     mine = joined(resize_table("pos_embed_x", x, (2, 3), (5, 7), 1), resize_table("pos_embed_y", y, (2, 3), (5, 7), 1))
     assert_close(mine, expected, atol=1e-6)
 
@@ -174,7 +184,9 @@ def test_two_tables_resize_as_their_2d_table_does_in_timm():
 def test_offsets_resize_through_their_displacements():
     table, old, new = torch.randn(2, 11, 4), (2, 3), (3, 5)
     plane = torch.stack([table[:, dy * 3 + dx + 5] for dy in range(-1, 2) for dx in range(-2, 3)], 1)
-    plane = torch.cat([resample_abs_pos_embed(t[None], new_size=[5, 9], old_size=[3, 5], num_prefix_tokens=0) for t in plane]).unflatten(1, (5, 9))
+    plane = torch.cat(
+        [resample_abs_pos_embed(t[None], new_size=[5, 9], old_size=[3, 5], num_prefix_tokens=0) for t in plane]
+    ).unflatten(1, (5, 9))
     places = [(row, column) for row in range(3) for column in range(5)]
     seen = {}
     for i, q in enumerate(places):  # every pair of patches of the new grid
@@ -194,7 +206,10 @@ def test_saved_loaded_and_resized(name, tmp_path):
     model, x, other = made(name).eval(), torch.randn(2, 3, 16, 24), torch.randn(2, 3, 32, 24)
     model.save_pretrained(tmp_path)
     again = ViT.from_pretrained(tmp_path).eval()
-    assert again.config == model.config and json.loads((tmp_path / "config.json").read_text())["pos_embed_at"] == model.config["pos_embed_at"]
+    assert (
+        again.config == model.config
+        and json.loads((tmp_path / "config.json").read_text())["pos_embed_at"] == model.config["pos_embed_at"]
+    )
     assert_close(again(x), model(x), atol=0)
     dynamic = ViT.from_pretrained(tmp_path, dynamic_img_size=True).eval()
     assert_close(dynamic(x), model(x), atol=0)
@@ -225,7 +240,9 @@ def test_other_numbers_and_pixels(name):
         assert out.dtype == torch.bfloat16 and set(streams) == {torch.float32 if fp32 else torch.bfloat16}
         assert (out.double() - exact).norm() < 0.05 * exact.norm()
         found = gradients(model, out, torch.randn_like(out))
-        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values()) and found.keys() >= set(model._tables)
+        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values()) and found.keys() >= set(
+            model._tables
+        )
         assert copy.deepcopy(model).bfloat16()(floats).dtype == torch.bfloat16
 
 
@@ -252,7 +269,9 @@ def test_compiles_in_one_graph():
 
 def test_exports_with_a_free_batch():
     model = made("learn2d, layers", depth=2).eval()
-    program = torch.export.export(model, (torch.randn(2, 3, 16, 24),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+    program = torch.export.export(
+        model, (torch.randn(2, 3, 16, 24),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
+    )
     x = torch.randn(3, 3, 16, 24)
     assert_close(program.module()(x), model(x), **TOL)
 

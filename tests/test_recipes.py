@@ -28,7 +28,9 @@ CPU = torch.device("cpu")
 
 
 def digits(output="unused", **fields):
-    return resolve("pretrain", {**dict(recipe="digits", data="digits", output=str(output), device="cpu", batch_size=32), **fields})
+    return resolve(
+        "pretrain", {**dict(recipe="digits", data="digits", output=str(output), device="cpu", batch_size=32), **fields}
+    )
 
 
 # Table 3 of arXiv 2010.11929, typed in from the paper: models, data set, epochs, base rate, decay, weight decay, dropout.
@@ -67,8 +69,20 @@ def test_every_row_of_table_3_and_4_is_a_recipe():
         for model in models.split():
             r = RECIPES[f"{model}/{data}"]
             seen.add(r.name)
-            assert (r.epochs, r.lr, r.lr_decay, r.weight_decay, r.dropout) == (int(epochs), float(lr), decay, float(weight_decay), float(dropout)), r.name
-            assert (r.batch_size, r.img_size, r.betas, r.warmup_steps, r.optimizer) == (4096, 224, (0.9, 0.999), 10_000, "adamw")
+            assert (r.epochs, r.lr, r.lr_decay, r.weight_decay, r.dropout) == (
+                int(epochs),
+                float(lr),
+                decay,
+                float(weight_decay),
+                float(dropout),
+            ), r.name
+            assert (r.batch_size, r.img_size, r.betas, r.warmup_steps, r.optimizer) == (
+                4096,
+                224,
+                (0.9, 0.999),
+                10_000,
+                "adamw",
+            )
             assert r.clip_norm == (1.0 if data == "imagenet" else None) and r.steps is None
             assert r.name in r.about and r.about.startswith("vitfast pretrain --recipe")
     assert seen == {name for name in RECIPES if name.startswith(("vit-", "bit-"))}
@@ -76,8 +90,19 @@ def test_every_row_of_table_3_and_4_is_a_recipe():
         data, steps, rates = (part.strip() for part in line.split("|"))
         r = RECIPES[f"finetune/{data}"]
         assert (r.steps, r.sweep_lr) == (int(steps), tuple(map(float, rates.split()))) and r.lr in r.sweep_lr
-        assert (r.optimizer, r.momentum, r.lr_decay, r.batch_size, r.weight_decay, r.clip_norm, r.img_size) == ("sgd", 0.9, "cosine", 512, 0, 1.0, 384)
-    held = {name: RECIPES[f"finetune/{name}"].sweep_hold_out for name in ("pets", "flowers", "cifar10", "cifar100", "imagenet")}
+        assert (r.optimizer, r.momentum, r.lr_decay, r.batch_size, r.weight_decay, r.clip_norm, r.img_size) == (
+            "sgd",
+            0.9,
+            "cosine",
+            512,
+            0,
+            1.0,
+            384,
+        )
+    held = {
+        name: RECIPES[f"finetune/{name}"].sweep_hold_out
+        for name in ("pets", "flowers", "cifar10", "cifar100", "imagenet")
+    }
     assert held == dict(pets=0.1, flowers=0.1, cifar10=0.02, cifar100=0.02, imagenet=0.01)
     for name in ("finetune/imagenet-512", "finetune/imagenet-518"):
         assert RECIPES[name].ema_decay == 0.9999 and RECIPES[name].img_size == int(name[-3:])
@@ -88,7 +113,9 @@ def test_every_recipe_resolves_and_the_command_line_lists_it(capsys):
         assert resolve("pretrain", dict(recipe=name)).name == name
     assert main(["recipes", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == list(RECIPES) and all(isinstance(row["lr"], float) and isinstance(row["img_size"], int) for row in rows)
+    assert [row["name"] for row in rows] == list(RECIPES) and all(
+        isinstance(row["lr"], float) and isinstance(row["img_size"], int) for row in rows
+    )
     assert main(["recipes", "vit-l16/jft-14ep"]) == 0
     assert "87.12 %" in capsys.readouterr().out
     assert main(["recipes", "vit-l16/jft-15ep"]) == 2
@@ -101,14 +128,20 @@ def test_the_rate_scales_with_the_batch_only_when_asked():
 
 def test_layer_decay_is_what_timm_does_to_its_own_vit():
     ours = ViT.from_preset("Nano/8", img_size=32, num_classes=10, reg_tokens=2)
-    theirs = VisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=4, num_heads=2, num_classes=10, reg_tokens=2)
+    theirs = VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=64, depth=4, num_heads=2, num_classes=10, reg_tokens=2
+    )
     found = make_optimizer(digits(layer_decay=0.5, weight_decay=0.1), ours).param_groups
     wanted = param_groups_layer_decay(theirs, 0.1, no_weight_decay_list=theirs.no_weight_decay(), layer_decay=0.5)
     rules = []
     for model, groups in ((ours, found), (theirs, wanted)):
         names = {id(p): name for name, p in model.named_parameters()}
         rules.append({names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]})
-    assert rules[0] == rules[1] and rules[0]["head.weight"] == (1.0, 0.1) and len({scale for scale, _ in rules[0].values()}) == len(ours.blocks) + 2
+    assert (
+        rules[0] == rules[1]
+        and rules[0]["head.weight"] == (1.0, 0.1)
+        and len({scale for scale, _ in rules[0].values()}) == len(ours.blocks) + 2
+    )
 
 
 def test_erasing_changes_one_rectangle_of_its_share():
@@ -139,27 +172,40 @@ def test_parts_of_a_data_set():
 
 
 def test_masked_pretraining_then_few_labels(tmp_path):
-    summary = train(digits(tmp_path / "masked", objective="masked", steps=12, hidden_head=False, train_images=700, eval_every=6))
+    summary = train(
+        digits(tmp_path / "masked", objective="masked", steps=12, hidden_head=False, train_images=700, eval_every=6)
+    )
     rows = [r for r in csv.DictReader(open(tmp_path / "masked" / "metrics.csv"))]
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) and summary["top5"] is None and summary["val_images"] == 360
     weights = tmp_path / "masked" / "checkpoints" / "last"
     assert not any("mask_token" in key or "predict" in key for key in load_file(weights / "model.safetensors"))
     assert any("mask_token" in key for key in load_file(weights / "state" / "state.safetensors"))
-    again = Trainer(digits(tmp_path / "masked", objective="masked", steps=14, hidden_head=False, train_images=700, eval_every=6))
+    again = Trainer(
+        digits(tmp_path / "masked", objective="masked", steps=14, hidden_head=False, train_images=700, eval_every=6)
+    )
     assert again.step == 12 and again.fit()["steps"] == 14
-    fine = resolve("finetune", dict(data="digits", weights=str(weights), output=str(tmp_path / "fine"), device="cpu", steps=2, shots=5))
+    fine = resolve(
+        "finetune",
+        dict(data="digits", weights=str(weights), output=str(tmp_path / "fine"), device="cpu", steps=2, shots=5),
+    )
     assert train(fine)["train_images"] == 50
 
 
 def test_a_resnet_trains_in_the_same_loop_and_resumes(tmp_path):
-    config = digits(tmp_path / "run", model="timm:test_resnet", steps=4, save_every=2, ema_decay=0.5, eval_every=4, lr=1e-3)
+    config = digits(
+        tmp_path / "run", model="timm:test_resnet", steps=4, save_every=2, ema_decay=0.5, eval_every=4, lr=1e-3
+    )
     trainer = Trainer(config)
     step = trainer.learner.train_step
-    trainer.learner.train_step = lambda images, labels, number, total: 1 / 0 if number == 3 else step(images, labels, number, total)
+    trainer.learner.train_step = lambda images, labels, number, total: (
+        1 / 0 if number == 3 else step(images, labels, number, total)
+    )
     with pytest.raises(ZeroDivisionError):
         trainer.fit()
     assert train(config)["steps"] == 4
-    whole = digits(tmp_path / "whole", model="timm:test_resnet", steps=4, save_every=2, ema_decay=0.5, eval_every=4, lr=1e-3)
+    whole = digits(
+        tmp_path / "whole", model="timm:test_resnet", steps=4, save_every=2, ema_decay=0.5, eval_every=4, lr=1e-3
+    )
     train(whole)
     a, b = (load_file(tmp_path / run / "checkpoints" / "last" / "model.safetensors") for run in ("run", "whole"))
     assert all(torch.equal(a[k], b[k]) for k in b)
@@ -171,7 +217,9 @@ def test_baselines_take_raw_images_and_are_timms():
     with torch.device("meta"):
         for name, theirs in (("R50x1", "resnetv2_50x1_bit"), ("R152x2", "resnetv2_152x2_bit")):
             ours, known = baseline(name, 21843), timm.create_model(theirs, num_classes=21843)
-            assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in known.state_dict().items()}
+            assert {k: v.shape for k, v in ours.state_dict().items()} == {
+                k: v.shape for k, v in known.state_dict().items()
+            }
     model = randomize(baseline("timm:test_resnet", 5)).eval()
     raw = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, std = (torch.tensor(v).reshape(3, 1, 1) for v in (model.mean, model.std))
@@ -187,7 +235,14 @@ def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeyp
     train(digits(tmp_path / "pre", steps=3))
     config = resolve(
         "finetune",
-        dict(data="digits", weights=str(tmp_path / "pre/checkpoints/last"), output=str(tmp_path / "fine"), device="cpu", steps=2, sweep_lr="0.001,0.01,0.1"),
+        dict(
+            data="digits",
+            weights=str(tmp_path / "pre/checkpoints/last"),
+            output=str(tmp_path / "fine"),
+            device="cpu",
+            steps=2,
+            sweep_lr="0.001,0.01,0.1",
+        ),
     )
     seen = []
     fake = {0.001: 0.5, 0.01: 0.9, 0.1: 0.9}
@@ -199,7 +254,12 @@ def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeyp
 
     monkeypatch.setattr(experiments, "train", run)
     summary = sweep(config)
-    assert seen == [(0.001, 0.1, "lr-0.001"), (0.01, 0.1, "lr-0.01"), (0.1, 0.1, "lr-0.1"), (0.01, 0.0, "fine")]  # of equals the smaller
+    assert seen == [
+        (0.001, 0.1, "lr-0.001"),
+        (0.01, 0.1, "lr-0.01"),
+        (0.1, 0.1, "lr-0.1"),
+        (0.01, 0.0, "fine"),
+    ]  # of equals the smaller
     assert summary["train_images"] == 1437
     told = json.loads((tmp_path / "fine" / "sweep.json").read_text())
     assert told["lr"] == 0.01 and [row["held_out_accuracy"] for row in told["tried"]] == [0.5, 0.9, 0.9]
@@ -214,4 +274,6 @@ def test_scaling_counts_compute_as_the_paper_does(tmp_path):
     assert exaflops == pytest.approx(1567, rel=0.03)  # Table 6
     rows = scaling(digits(tmp_path, eval_batch_size=360), ["Nano/8", "timm:test_vit"], [0.05])
     assert [row["model"] for row in rows] == ["Nano/8", "timm:test_vit"] and rows[0]["exaflops"] > 0
-    assert (tmp_path / "scaling.png").stat().st_size > 5000 and len(list(csv.DictReader(open(tmp_path / "scaling.csv")))) == 2
+    assert (tmp_path / "scaling.png").stat().st_size > 5000 and len(
+        list(csv.DictReader(open(tmp_path / "scaling.csv")))
+    ) == 2

@@ -214,7 +214,9 @@ def test_a_device_that_ours_breaks_leaves_the_peers_their_numbers(stage):
     assert stage.run("first") == 1
     names, calls = [name for name in FIRST if name != "accelerate"], stage.calls
     names.insert(names.index("train") + 1, "train_peers")
-    assert list(stage.states()) == names and "and not vitfast" in calls["train_peers"] and "timm" in calls["train_peers"]
+    assert (
+        list(stage.states()) == names and "and not vitfast" in calls["train_peers"] and "timm" in calls["train_peers"]
+    )
     assert "not vitfast" in calls["inference"] and "not vitfast" not in calls["attention"]
     stage.plan(train_peers=ILLEGAL)
     assert stage.run("first") == 1
@@ -231,7 +233,11 @@ def test_running_out_of_memory_breaks_no_device(stage):
 def test_no_case_starts_when_its_step_is_nearly_over(stage):
     before = time.time()
     assert stage.run("first") == 0
-    ends = {name: int(re.search(r"--ends (\d+)", call)[1]) - before for name, call in stage.calls.items() if "--ends" in call}
+    ends = {
+        name: int(re.search(r"--ends (\d+)", call)[1]) - before
+        for name, call in stage.calls.items()
+        if "--ends" in call
+    }
     assert 225 < ends["train"] < 240 and 75 < ends["attention"] < 90 + stage.took and len(ends) == 7
 
 
@@ -281,7 +287,9 @@ def test_a_check_of_which_no_test_ran_is_not_passed(stage):
 def test_long_logs_are_shortened(stage):
     stage.plan(attention="head -c 4000000 /dev/zero | tr '\\0' x; echo; echo the end; exit 1")
     assert stage.run("first") == 1
-    assert 1_900_000 < len(stage.files["attention.log"]) < 2_100_000 and stage.files["attention.log"].endswith("the end\n")
+    assert 1_900_000 < len(stage.files["attention.log"]) < 2_100_000 and stage.files["attention.log"].endswith(
+        "the end\n"
+    )
     assert "the end" in stage.text and max(map(len, stage.text.splitlines())) < 400
 
 
@@ -621,4 +629,6 @@ def test_what_is_missing_on_the_way_to_the_gpu_is_said(stage):
     (stage.folder / "no_triton").touch()
     process = stage.start("first", str(stage.out))
     text, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "cannot use torch and triton: ModuleNotFoundError: No module named 'triton'" in text
+    assert (
+        process.returncode == 2 and "cannot use torch and triton: ModuleNotFoundError: No module named 'triton'" in text
+    )

@@ -22,7 +22,12 @@ from vitfast.train.recipes import resolve
 
 
 def digits(output: Path, **fields):
-    return resolve("pretrain", dict(recipe="digits", data="digits", output=str(output), device="cpu", **{"steps": 6, "batch_size": 32, **fields}))
+    return resolve(
+        "pretrain",
+        dict(
+            recipe="digits", data="digits", output=str(output), device="cpu", **{"steps": 6, "batch_size": 32, **fields}
+        ),
+    )
 
 
 def photos(root: Path, per_class: int = 12) -> Path:
@@ -32,12 +37,26 @@ def photos(root: Path, per_class: int = 12) -> Path:
         for split in ("train", "val"):
             (root / split / name).mkdir(parents=True)
             for i in range(per_class):
-                Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(root / split / name / f"{i:02d}.jpg", quality=90)
+                Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(
+                    root / split / name / f"{i:02d}.jpg", quality=90
+                )
     return root
 
 
 def folder_config(data: Path, output: Path, **fields):
-    return resolve("pretrain", dict(recipe="digits", data=str(data), output=str(output), device="cpu", steps=9, batch_size=4, workers=0, **fields))
+    return resolve(
+        "pretrain",
+        dict(
+            recipe="digits",
+            data=str(data),
+            output=str(output),
+            device="cpu",
+            steps=9,
+            batch_size=4,
+            workers=0,
+            **fields,
+        ),
+    )
 
 
 def test_broken_and_vanished_images_are_counted_and_replaced_up_to_a_limit(tmp_path, caplog):
@@ -72,7 +91,21 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(state, "save_file", full)
-    command = ["pretrain", "--recipe", "digits", "--data", "digits", "--device", "cpu", "--steps", "6", "--batch-size", "32", "--output", str(tmp_path)]
+    command = [
+        "pretrain",
+        "--recipe",
+        "digits",
+        "--data",
+        "digits",
+        "--device",
+        "cpu",
+        "--steps",
+        "6",
+        "--batch-size",
+        "32",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(command) == 1
     err = capsys.readouterr().err
     assert "No space left on device" in err and "Traceback" not in err
@@ -93,7 +126,9 @@ def test_out_of_memory_says_what_fits(tmp_path, monkeypatch, room, wanted):
         return forward(self, images)
 
     monkeypatch.setattr(ViT, "forward", limited)
-    with pytest.raises(TrainingError, match=f"out of memory in step 1 with 32 images at once.*{wanted}.*no checkpoint yet"):
+    with pytest.raises(
+        TrainingError, match=f"out of memory in step 1 with 32 images at once.*{wanted}.*no checkpoint yet"
+    ):
         train(digits(tmp_path))
 
 

@@ -24,7 +24,9 @@ def watched(run):
 
 
 @triton.jit
-def _copy_kernel(x_ptr, y_ptr, stride_x, stride_y, M, D, FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def _copy_kernel(
+    x_ptr, y_ptr, stride_x, stride_y, M, D, FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     offs_d = FIRST + tl.arange(0, BLOCK_D)[None, :]
     mask = (rows < M) & (offs_d < D)
@@ -77,7 +79,9 @@ def test_two_programs_write_one_element():
     found = watched(lambda: copy(torch.randn(6, 7), torch.zeros(6, 7), stride_y=0))
     assert {"write-write race", "two values"} == {f.kind for f in found}
     race = next(f for f in found if f.kind == "write-write race")
-    assert race.program == (1, 0, 0) and "what program (0, 0, 0) wrote, y_ptr[0, 0] of (6, 7), 14 elements" in race.detail
+    assert (
+        race.program == (1, 0, 0) and "what program (0, 0, 0) wrote, y_ptr[0, 0] of (6, 7), 14 elements" in race.detail
+    )
 
 
 def test_lanes_that_write_the_same_value_agree():
@@ -129,7 +133,11 @@ def test_a_barrier_lies_between_a_write_and_its_reading_by_other_threads():
     assert not watched(lambda: _turn_kernel[(1,)](x, torch.empty(32), y, N=32, BARRIER=True))
     assert torch.equal(y, x.flip(0))
     found = watched(lambda: _turn_kernel[(1,)](x, torch.empty(32), y, N=32, BARRIER=False))
-    assert [f.kind for f in found] == ["missing barrier"] and found[0].tensor == "work_ptr" and "reads again" in found[0].detail
+    assert (
+        [f.kind for f in found] == ["missing barrier"]
+        and found[0].tensor == "work_ptr"
+        and "reads again" in found[0].detail
+    )
 
 
 @triton.jit
@@ -150,7 +158,9 @@ def _twice_kernel(y_ptr, N: tl.constexpr, BARRIER: tl.constexpr):
     tl.store(y_ptr + N - 1 - offs, offs.to(tl.float32))
 
 
-@pytest.mark.parametrize("kernel, text", [(_reverse_kernel, "what other threads read"), (_twice_kernel, "writes again")])
+@pytest.mark.parametrize(
+    "kernel, text", [(_reverse_kernel, "what other threads read"), (_twice_kernel, "writes again")]
+)
 def test_a_barrier_lies_before_a_write_to_what_other_threads_read_or_wrote(kernel, text):
     assert not watched(lambda: kernel[(1,)](torch.randn(32), N=32, BARRIER=True))
     found = watched(lambda: kernel[(1,)](torch.randn(32), N=32, BARRIER=False))
@@ -169,8 +179,14 @@ def test_uninitialised_memory(dtype):
     assert not watched(lambda: through_a_workspace(6))
     found = watched(lambda: through_a_workspace(5))
     assert [f.kind for f in found] == ["uninitialised read", "left unwritten"]
-    assert "reads what nothing wrote, x_ptr[5, 0] of (6, 7), 7 elements" in found[0].detail and found[0].program == (1, 0, 0)
-    assert found[1].tensor == "y_ptr" and found[1].detail.startswith("y_ptr[5, 0] of (6, 7)") and found[1].program is None
+    assert "reads what nothing wrote, x_ptr[5, 0] of (6, 7), 7 elements" in found[0].detail and found[0].program == (
+        1,
+        0,
+        0,
+    )
+    assert (
+        found[1].tensor == "y_ptr" and found[1].detail.startswith("y_ptr[5, 0] of (6, 7)") and found[1].program is None
+    )
 
 
 def test_what_torch_writes_is_written():
@@ -211,7 +227,9 @@ def _tuple_kernel(pair, N: tl.constexpr):
 def test_tensors_in_tuples():
     assert not watched(lambda: _tuple_kernel[(1,)]((torch.randn(16), torch.empty(16)), N=16))
     found = watched(lambda: _tuple_kernel[(1,)]((torch.randn(15), torch.empty(16)), N=16))
-    assert found[0].kind == "out of bounds" and found[0].tensor == "pair[0]" and "pair[0][15] of (15,)" in found[0].detail
+    assert (
+        found[0].kind == "out of bounds" and found[0].tensor == "pair[0]" and "pair[0][15] of (15,)" in found[0].detail
+    )
 
 
 @triton.jit
@@ -234,7 +252,12 @@ def _atomic_kernel(x_ptr, y_ptr):
 def test_atomic_operations_are_named_and_done():
     y = torch.zeros(1)
     found = watched(lambda: _atomic_kernel[(5,)](torch.ones(5), y))
-    assert [f.kind for f in found] == ["atomic operation"] and found[0].count == 5 and "5 times" in str(found[0]) and y == 5
+    assert (
+        [f.kind for f in found] == ["atomic operation"]
+        and found[0].count == 5
+        and "5 times" in str(found[0])
+        and y == 5
+    )
 
 
 @triton.jit
@@ -312,7 +335,9 @@ print(empty_is_meta())
 
 def test_a_device_context_works_inside_and_afterwards():
     """torch looks up what it acts on once, whatever stands in the functions' places then."""
-    done = subprocess.run([sys.executable, "-c", META], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", META], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 

@@ -56,14 +56,24 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
     monkeypatch.setattr(tiles, "generation", lambda device: 90)
     product = dict(tiles.RULES["linear_gelu_fwd"][0].tile.blocks)
     rows = [
-        ("attention_bwd", tile(8, 2, "rows", BLOCK_M=64), "attention_bwd has no provider 'rows', only head, tiled, phases, "),
-        ("linear_gelu_fwd", tile(8, 3, "tma", BLOCK_M=64), "linear_gelu_fwd by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not BLOCK_M; "),
+        (
+            "attention_bwd",
+            tile(8, 2, "rows", BLOCK_M=64),
+            "attention_bwd has no provider 'rows', only head, tiled, phases, ",
+        ),
+        (
+            "linear_gelu_fwd",
+            tile(8, 3, "tma", BLOCK_M=64),
+            "linear_gelu_fwd by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not BLOCK_M; ",
+        ),
         ("weight_grad", tile(8, 3, "cublas", BLOCK_M=64), "weight_grad by cublas takes no numbers, not BLOCK_M; "),
         ("softmax_fwd", tile(), "no operation 'softmax_fwd'; "),
         ("dgelu_matmul", tile(4, 2, **product), ""),
         ("linear_residual_fwd", tile(provider="cublas"), ""),
     ]
-    path.write_text(json.dumps({"tiles": [tiles.as_row(op, "Some GPU", "16", "768x3072", value) for op, value, _ in rows]}))
+    path.write_text(
+        json.dumps({"tiles": [tiles.as_row(op, "Some GPU", "16", "768x3072", value) for op, value, _ in rows]})
+    )
     tiles.reload_user_table()
     gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
     with warnings.catch_warnings(record=True) as said:
@@ -84,7 +94,9 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
 
 
 def test_what_is_forced_must_exist():
-    with pytest.raises(ValueError, match="linear_residual_fwd has no provider 'nonsense', only triton, cublas, cublaslt, tma$"):
+    with pytest.raises(
+        ValueError, match="linear_residual_fwd has no provider 'nonsense', only triton, cublas, cublaslt, tma$"
+    ):
         tiles.override("linear_residual_fwd", tile(provider="nonsense")).__enter__()
     with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
         tiles.override("linear_residual", tile()).__enter__()
@@ -103,13 +115,20 @@ def test_every_rival_that_runs_here_is_offered():
     ]:
         assert [t.provider for t in tiles.rivals(op, half, shape)] == providers, op
     with tiles.targeting(80):
-        assert [t.provider for t in tiles.rivals("linear_fwd", half, "768x2304")] == ["triton"]  # no tensor descriptors before sm_90
+        assert [t.provider for t in tiles.rivals("linear_fwd", half, "768x2304")] == [
+            "triton"
+        ]  # no tensor descriptors before sm_90
 
 
 def test_a_provider_may_have_several_rivals_each_a_variant(monkeypatch):
     shipped, wide, tma, wide_tma = (tile(8, 3, name, BLOCK_N=n) for name in ("triton", "tma") for n in (128, 256))
     monkeypatch.setitem(tiles.RULES, "x", (Rule(shipped),))
-    rules = Rule(wide, variant="wide"), Rule(tma), Rule(wide_tma, variant="wide"), Rule(tile(4, 2, "tma", BLOCK_N=64), variant="wide")
+    rules = (
+        Rule(wide, variant="wide"),
+        Rule(tma),
+        Rule(wide_tma, variant="wide"),
+        Rule(tile(4, 2, "tma", BLOCK_N=64), variant="wide"),
+    )
     monkeypatch.setitem(tiles.RIVALS, "x", rules)
     half = torch.empty(1, dtype=torch.float16)
     assert tiles.rivals("x", half, "d64") == [wide, tma, wide_tma]
@@ -121,7 +140,10 @@ def test_a_provider_may_have_several_rivals_each_a_variant(monkeypatch):
 
 def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
     limited = tile(4, 2, maxnreg=168, BLOCK_M=64)
-    assert limited.meta == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168) and "maxnreg" not in tile(4, 2, BLOCK_M=64).meta
+    assert (
+        limited.meta == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168)
+        and "maxnreg" not in tile(4, 2, BLOCK_M=64).meta
+    )
     row = tiles.as_row("x", "Some GPU", "16", "d64", limited)
     assert tiles.from_row(json.loads(json.dumps(row))) == limited
     assert tiles.from_row({k: v for k, v in row.items() if k != "maxnreg"}) == tile(4, 2, BLOCK_M=64)  # an older table

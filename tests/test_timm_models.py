@@ -56,10 +56,21 @@ def test_names_and_twins():
         cfg, twin = timm.get_pretrained_cfg(name), name.replace("fast_", "")
         assert cfg.input_size == timm.get_pretrained_cfg(twin).input_size == (3, int(name[-3:]), int(name[-3:]))
         with torch.device("meta"):
-            ours, theirs = (timm.create_model(n, num_classes=1000) for n in (name, twin))  # timm's huge one comes without head
-        assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}, name
-        assert ours.default_cfg["first_conv"] + ".weight" in ours.state_dict() and ours.default_cfg["classifier"] == "head"
-        assert (ours.num_classes, ours.num_features, ours.head_hidden_size, ours.in_chans) == (1000, theirs.num_features, theirs.embed_dim, 3)
+            ours, theirs = (
+                timm.create_model(n, num_classes=1000) for n in (name, twin)
+            )  # timm's huge one comes without head
+        assert {k: v.shape for k, v in ours.state_dict().items()} == {
+            k: v.shape for k, v in theirs.state_dict().items()
+        }, name
+        assert (
+            ours.default_cfg["first_conv"] + ".weight" in ours.state_dict() and ours.default_cfg["classifier"] == "head"
+        )
+        assert (ours.num_classes, ours.num_features, ours.head_hidden_size, ours.in_chans) == (
+            1000,
+            theirs.num_features,
+            theirs.embed_dim,
+            3,
+        )
 
 
 def test_weights_of_the_twin_load(weights):
@@ -82,12 +93,16 @@ def test_google_weights_load(tmp_path):
     for changes in (dict(checkpoint_path=tmp_path / "w.npz"), dict(pretrained=True, pretrained_cfg_overlay=overlay)):
         torch.testing.assert_close(make(**sizes, **changes)(x), make(TWIN, **sizes, **changes)(x), **TOL)
     other = make(**sizes, num_classes=9, img_size=48, checkpoint_path=tmp_path / "w.npz")
-    torch.testing.assert_close(other.pos_embed, make(TWIN, **sizes, img_size=48, checkpoint_path=tmp_path / "w.npz").pos_embed, **TOL)
+    torch.testing.assert_close(
+        other.pos_embed, make(TWIN, **sizes, img_size=48, checkpoint_path=tmp_path / "w.npz").pos_embed, **TOL
+    )
     assert other.head.weight.std() > 0
 
 
 def test_own_weights_there_are_none():
-    with pytest.raises(InputError, match=f"{NAME}: vitfast has no weights of its own; those of timm's {TWIN} fit: checkpoint_path="):
+    with pytest.raises(
+        InputError, match=f"{NAME}: vitfast has no weights of its own; those of timm's {TWIN} fit: checkpoint_path="
+    ):
         timm.create_model(NAME, pretrained=True)
 
 
@@ -98,7 +113,9 @@ def test_every_parameter_has_timms_gradient(weights):
     truth.zero_grad()
     truth(x).backward(upstream)
     for (name, ours), theirs in zip(model.named_parameters(), truth.parameters()):
-        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_what_timms_factory_and_optimisers_rely_on():
@@ -110,7 +127,9 @@ def test_what_timms_factory_and_optimisers_rely_on():
     model.reset_classifier(0)
     model.reset_classifier(2)
     head = model.get_classifier()
-    assert (head.weight.device.type, head.weight.dtype) == ("meta", torch.float64) and not any(m.training for m in model.modules())
+    assert (head.weight.device.type, head.weight.dtype) == ("meta", torch.float64) and not any(
+        m.training for m in model.modules()
+    )
     assert len(set(group_parameters(model, model.group_matcher(), reverse=True).values())) == SMALL["depth"] + 2
     model = make(drop_path_rate=0.3).requires_grad_(False)
     model.reset_classifier(0)
@@ -139,9 +158,18 @@ def test_timm_saves_it_after_changes(tmp_path, weights, change):
 def test_features(weights):
     path, x = weights[1], images(48, 32)
     for kwargs in (dict(), dict(out_indices=(0, 2))):
-        args = dict(features_only=True, pretrained=True, pretrained_cfg_overlay=dict(file=str(path), input_size=(3, 32, 32)), img_size=(48, 32), **kwargs)
+        args = dict(
+            features_only=True,
+            pretrained=True,
+            pretrained_cfg_overlay=dict(file=str(path), input_size=(3, 32, 32)),
+            img_size=(48, 32),
+            **kwargs,
+        )
         ours, theirs = make(**args).train(), make(TWIN, **args).train()
-        assert ours.feature_info.channels() == theirs.feature_info.channels() and ours.feature_info.reduction() == theirs.feature_info.reduction()
+        assert (
+            ours.feature_info.channels() == theirs.feature_info.channels()
+            and ours.feature_info.reduction() == theirs.feature_info.reduction()
+        )
         maps = ours(x)
         for a, b in zip(maps, theirs(x), strict=True):
             torch.testing.assert_close(a, b, **TOL)
@@ -156,7 +184,9 @@ def test_intermediates_end_in_the_features(weights):
         model.set_grad_checkpointing(enable)
         final, maps = model.forward_intermediates(x)
         assert torch.equal(final, model.forward_features(x))
-        assert [m.shape[1] for m in maps] == FeatureInfo(model.feature_info, len(maps)).channels() and len(maps) == SMALL["depth"]
+        assert [m.shape[1] for m in maps] == FeatureInfo(model.feature_info, len(maps)).channels() and len(
+            maps
+        ) == SMALL["depth"]
 
 
 def test_pruned_models_keep_their_maps_and_train(weights):
@@ -188,13 +218,28 @@ def test_a_script_runs_with_the_models_known(tmp_path):
     script += "print(sys.argv[1:], type(neighbour.make(sys.argv[2], img_size=32, depth=1)).__name__)\nsys.exit(3)"
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "vitfast.timm_models"]
-    result = subprocess.run([*command, str(tmp_path / "train.py"), "--model", NAME], capture_output=True, text=True, cwd=tmp_path)
+    result = subprocess.run(
+        [*command, str(tmp_path / "train.py"), "--model", NAME], capture_output=True, text=True, cwd=tmp_path
+    )
     assert result.returncode == 3 and result.stdout == f"['--model', '{NAME}'] TimmViT\n", result.stderr
 
 
-@pytest.mark.skipif("TIMM_TESTS" not in os.environ, reason="TIMM_TESTS does not name timm's tests/test_models.py (the docstring says how to get it)")
+@pytest.mark.skipif(
+    "TIMM_TESTS" not in os.environ,
+    reason="TIMM_TESTS does not name timm's tests/test_models.py (the docstring says how to get it)",
+)
 def test_timms_own_tests():
     """All but TorchScript: the operations choose kernels or plain PyTorch in Python, which torch.jit.script cannot take."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "vitfast.timm_models", "-p", "no:cacheprovider", os.environ["TIMM_TESTS"]]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "vitfast.timm_models",
+        "-p",
+        "no:cacheprovider",
+        os.environ["TIMM_TESTS"],
+    ]
     result = subprocess.run([*command, "-k", f"{NAME} and not torchscript"], capture_output=True, text=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-5000:]

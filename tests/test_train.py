@@ -23,7 +23,10 @@ from vitfast.train.recipes import resolve
 
 
 def digits(output: Path, **fields):
-    return resolve("pretrain", dict(recipe="digits", data="digits", output=str(output), device="cpu", log_every=2, eval_every=100, **fields))
+    return resolve(
+        "pretrain",
+        dict(recipe="digits", data="digits", output=str(output), device="cpu", log_every=2, eval_every=100, **fields),
+    )
 
 
 def weights(run: Path) -> dict:
@@ -38,14 +41,22 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     summary = train(digits(tmp_path, steps=6, batch_size=32))
     rows = list(csv.DictReader(open(tmp_path / "metrics.csv")))
     assert list(rows[0])[:7] == ["step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second"]
-    assert [r["step"] for r in rows if r["split"] == "train"] == ["2", "4", "6"] and [r["step"] for r in rows if r["split"] == "val"] == ["6"]
+    assert [r["step"] for r in rows if r["split"] == "train"] == ["2", "4", "6"] and [
+        r["step"] for r in rows if r["split"] == "val"
+    ] == ["6"]
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["lr"] == 2e-3
     assert any((tmp_path / "tensorboard").iterdir())
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert summary["accuracy"] == float(rows[-1]["accuracy"]) and summary["train_images"] == 1437 and summary["images_per_second"] > 0
+    assert (
+        summary["accuracy"] == float(rows[-1]["accuracy"])
+        and summary["train_images"] == 1437
+        and summary["images_per_second"] > 0
+    )
     model = ViT.from_pretrained(tmp_path / "checkpoints" / "last")
     assert model.num_classes == 10 and model.config["representation_size"] == 64
-    assert resolve("pretrain", yaml.safe_load((tmp_path / "config.yaml").read_text())) == digits(tmp_path, steps=6, batch_size=32)
+    assert resolve("pretrain", yaml.safe_load((tmp_path / "config.yaml").read_text())) == digits(
+        tmp_path, steps=6, batch_size=32
+    )
 
 
 @pytest.mark.parametrize("objective", ["softmax", "masked"])
@@ -58,7 +69,9 @@ def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compi
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, dict(optimizer="sgd", lr=0.1, ema_decay=0.9, mixup=0.3, dropout=0.1, drop_path=0.1, accumulate=2)], ids=["plain", "all"]
+    "fields",
+    [{}, dict(optimizer="sgd", lr=0.1, ema_decay=0.9, mixup=0.3, dropout=0.1, drop_path=0.1, accumulate=2)],
+    ids=["plain", "all"],
 )
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, fields):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -93,7 +106,23 @@ def wait_for(path: Path, seconds: float = 90) -> None:
 @pytest.mark.slow(7)
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
-    command = ["pretrain", "--recipe", "digits", "--data", "digits", "--steps", 60, "--batch-size", 32, "--device", "cpu", "--save-every", 3, "--output", run]
+    command = [
+        "pretrain",
+        "--recipe",
+        "digits",
+        "--data",
+        "digits",
+        "--steps",
+        60,
+        "--batch-size",
+        32,
+        "--device",
+        "cpu",
+        "--save-every",
+        3,
+        "--output",
+        run,
+    ]
     process = Child(command_line, [str(c) for c in command])
     wait_for(run / "checkpoints" / "last")
     process.send_signal(signal.SIGTERM)
@@ -120,7 +149,10 @@ def test_the_progress_bar_says_what_one_waits_for(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     train(digits(tmp_path, steps=8, batch_size=32))
     line = sys.stderr.getvalue().replace("\r", "\n").strip().splitlines()[-1]
-    assert re.search(r"pretrain: 100%.* 8/8 \[\d\d:\d\d<\d\d:\d\d, .*step/s, loss \d\.\d+, [\d,]+ images/s, \d+% waiting for data\]", line), line
+    assert re.search(
+        r"pretrain: 100%.* 8/8 \[\d\d:\d\d<\d\d:\d\d, .*step/s, loss \d\.\d+, [\d,]+ images/s, \d+% waiting for data\]",
+        line,
+    ), line
 
 
 def test_other_settings_do_not_continue_a_run(tmp_path):
@@ -147,7 +179,9 @@ def test_a_damaged_state_is_refused(tmp_path):
 def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path):
     results = []
     for parts in (1, 4):
-        trainer = Trainer(digits(tmp_path / str(parts), steps=4, batch_size=32, accumulate=parts, optimizer="sgd", lr=0.1))
+        trainer = Trainer(
+            digits(tmp_path / str(parts), steps=4, batch_size=32, accumulate=parts, optimizer="sgd", lr=0.1)
+        )
         loss, correct = trainer.learner.train_step(*next(trainer.data.train_batches(0, 1))[:2], 0, 4)
         results.append((loss, correct, {k: v.clone() for k, v in trainer.learner.model.state_dict().items()}))
     assert torch.allclose(results[0][0], results[1][0], atol=1e-6) and results[0][1] == results[1][1]
@@ -192,10 +226,23 @@ def test_every_way_of_training_takes_steps(tmp_path, fields):
 
 def test_finetuning_starts_from_a_zero_head_at_the_new_size(tmp_path):
     train(digits(tmp_path / "pre", steps=3, batch_size=32))
-    config = resolve("finetune", dict(data="digits", weights=str(tmp_path / "pre/checkpoints/last"), output=str(tmp_path / "fine"), device="cpu", steps=3))
+    config = resolve(
+        "finetune",
+        dict(
+            data="digits",
+            weights=str(tmp_path / "pre/checkpoints/last"),
+            output=str(tmp_path / "fine"),
+            device="cpu",
+            steps=3,
+        ),
+    )
     trainer = Trainer(config)
     model = trainer.learner.model
-    assert model.patch_embed.img_size == (48, 48) and (model.head.weight == 0).all() and isinstance(model.pre_logits, torch.nn.Identity)
+    assert (
+        model.patch_embed.img_size == (48, 48)
+        and (model.head.weight == 0).all()
+        and isinstance(model.pre_logits, torch.nn.Identity)
+    )
     assert model.pos_embed.shape[1] == 37
     assert trainer.fit()["steps"] == 3
     with pytest.raises(InputError, match="starts from weights"):
@@ -204,13 +251,26 @@ def test_finetuning_starts_from_a_zero_head_at_the_new_size(tmp_path):
 
 def test_synthetic_data_feeds_any_model(tmp_path):
     summary = train(
-        resolve("pretrain", dict(recipe="digits", data="synthetic", output=str(tmp_path), steps=2, batch_size=8, device="cpu", eval_batch_size=512))
+        resolve(
+            "pretrain",
+            dict(
+                recipe="digits",
+                data="synthetic",
+                output=str(tmp_path),
+                steps=2,
+                batch_size=8,
+                device="cpu",
+                eval_batch_size=512,
+            ),
+        )
     )
     assert summary["classes"] == 1000 and summary["val_images"] == 512
 
 
 @pytest.mark.slow(70)
-@pytest.mark.parametrize("seed, wanted", [(0, 0.97), *(pytest.param(seed, 0.96, marks=pytest.mark.long) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed, wanted", [(0, 0.97), *(pytest.param(seed, 0.96, marks=pytest.mark.long) for seed in (1, 2))]
+)
 def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
     from vitfast.train.demo import demo
 
@@ -222,10 +282,20 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
     assert summary["test_images"] == 360 and summary["device"] == "cpu" and summary["seconds"] > 0
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 4 and "http" not in page and f"{summary['finetune_accuracy']:.4f}" in page
+    assert (
+        page.count("data:image/png;base64,") == 4
+        and "http" not in page
+        and f"{summary['finetune_accuracy']:.4f}" in page
+    )
     for task in ("pretrain", "finetune"):
         assert any((tmp_path / task / "tensorboard").iterdir()) and (tmp_path / task / "metrics.csv").exists()
         ViT.from_pretrained(tmp_path / task / "checkpoints" / "last")
-    assert (tmp_path / "metrics.csv").read_text().startswith("task,step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\npretrain,")
+    assert (
+        (tmp_path / "metrics.csv")
+        .read_text()
+        .startswith("task,step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\npretrain,")
+    )
     before = time.process_time()
-    assert demo(tmp_path, seed, "cpu") == summary and time.process_time() - before < 20  # finished: only the report is written again
+    assert (
+        demo(tmp_path, seed, "cpu") == summary and time.process_time() - before < 20
+    )  # finished: only the report is written again

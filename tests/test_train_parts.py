@@ -27,7 +27,9 @@ def test_learning_rate_follows_the_paper():
     assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
     assert rates[60] == pytest.approx(0.5) and rates[-1] == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.99)))
     linear = digits(lr=1.0, warmup_steps=10, lr_decay="linear", lr_end=1e-5)
-    assert learning_rate(linear, 60, 110) == pytest.approx(1e-5 + (1 - 1e-5) * 0.5) and learning_rate(linear, 110, 110) == pytest.approx(1e-5)
+    assert learning_rate(linear, 60, 110) == pytest.approx(1e-5 + (1 - 1e-5) * 0.5) and learning_rate(
+        linear, 110, 110
+    ) == pytest.approx(1e-5)
     assert learning_rate(digits(lr=0.3, warmup_steps=0, lr_decay="constant"), 99, 100) == 0.3
 
 
@@ -42,14 +44,24 @@ def test_cosine_without_warm_up_equals_torchs_scheduler():
 
 
 def test_only_kernels_decay_and_frozen_parameters_are_left_out():
-    model = ViT.from_preset("Nano/8", img_size=32, num_classes=10, reg_tokens=2, init_values=0.1, representation_size=64)
+    model = ViT.from_preset(
+        "Nano/8", img_size=32, num_classes=10, reg_tokens=2, init_values=0.1, representation_size=64
+    )
     model.patch_embed.proj.weight.requires_grad_(False)
     optimizer = make_optimizer(digits(weight_decay=0.3), model)
     names = {id(p): n for n, p in model.named_parameters()}
     decayed, rest = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
     assert optimizer.param_groups[0]["weight_decay"] == 0.3 and optimizer.param_groups[1]["weight_decay"] == 0
-    assert decayed == {n for n in names.values() if n.endswith("weight") and "norm" not in n and n != "patch_embed.proj.weight"}
-    assert {"cls_token", "reg_token", "pos_embed", "blocks.0.ls1.gamma", "head.bias"} <= rest and "patch_embed.proj.weight" not in decayed | rest
+    assert decayed == {
+        n for n in names.values() if n.endswith("weight") and "norm" not in n and n != "patch_embed.proj.weight"
+    }
+    assert {
+        "cls_token",
+        "reg_token",
+        "pos_embed",
+        "blocks.0.ls1.gamma",
+        "head.bias",
+    } <= rest and "patch_embed.proj.weight" not in decayed | rest
 
 
 def test_objectives_are_their_formulas():
@@ -100,7 +112,9 @@ def test_digits_split_is_fixed_and_disjoint():
     data = open_data(digits(seed=4), (32, 32), (8, 8), CPU)
     train, test = set(data.train.indices), set(data.val.indices)
     assert not train & test and len(train | test) == 1797 and len(test) == 360
-    assert np.array_equal(data.val.pixels[5], (load_digits().images[data.val.indices[5]] * (255 / 16)).round().astype(np.uint8))
+    assert np.array_equal(
+        data.val.pixels[5], (load_digits().images[data.val.indices[5]] * (255 / 16)).round().astype(np.uint8)
+    )
     assert set(open_data(digits(seed=5), (32, 32), (8, 8), CPU).val.indices) == test
     images, labels = next(iter(data.eval_batches()))
     assert images.dtype == torch.uint8 and len(labels) == 256 and set(labels.tolist()) == set(range(10))
@@ -108,13 +122,25 @@ def test_digits_split_is_fixed_and_disjoint():
 
 def test_settings_layer_over_each_other():
     config = resolve(
-        "pretrain", dict(recipe="digits", data="digits", lr=0.1, seed=3), dict(lr=0.2), {"betas": "0.8,0.99", "clip_norm": "none", "compile": "no"}
+        "pretrain",
+        dict(recipe="digits", data="digits", lr=0.1, seed=3),
+        dict(lr=0.2),
+        {"betas": "0.8,0.99", "clip_norm": "none", "compile": "no"},
     )
-    assert (config.lr, config.seed, config.betas, config.clip_norm, config.compile) == (0.2, 3, (0.8, 0.99), None, False)
+    assert (config.lr, config.seed, config.betas, config.clip_norm, config.compile) == (
+        0.2,
+        3,
+        (0.8, 0.99),
+        None,
+        False,
+    )
     assert config.model == "Nano/8" and config.task == "pretrain"
     assert resolve("pretrain", dict(recipe="digits", steps=5)).epochs is None
     assert resolve("pretrain", dict(recipe="finetune/cifar10", epochs=2)).steps is None
-    assert resolve("finetune", dict(data="digits")).name == "finetune/digits" and resolve("pretrain", dict(data="x")).name == "vit-b16/imagenet"
+    assert (
+        resolve("finetune", dict(data="digits")).name == "finetune/digits"
+        and resolve("pretrain", dict(data="x")).name == "vit-b16/imagenet"
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +156,10 @@ def test_settings_layer_over_each_other():
         (dict(recipe="digits", steps=0), "steps must be positive"),
         (dict(recipe="digits", optimizer="lion"), "optimizer must be one of adamw, sgd"),
         (dict(recipe="digits", dropout=1.5), r"dropout must lie in \[0, 1\)"),
-        (dict(recipe="digits", objective="masked", mixup=0.5), "masked patch prediction takes its targets from the images"),
+        (
+            dict(recipe="digits", objective="masked", mixup=0.5),
+            "masked patch prediction takes its targets from the images",
+        ),
         (dict(recipe="digits", epochs="none"), "the run has no length"),
     ],
     ids=str,

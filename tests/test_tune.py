@@ -81,10 +81,16 @@ def table(tmp_path, monkeypatch):
     """A user's own table, read on a CPU too."""
     monkeypatch.setenv("VITFAST_TILES", str(tmp_path / "tiles.json"))
     monkeypatch.setattr(
-        tiles, "_find", lambda op, x, shape: tiles._user_table().get((op, "GPU", tiles._bits(x), shape)) or tiles.shipped(op, x, shape)
+        tiles,
+        "_find",
+        lambda op, x, shape: tiles._user_table().get((op, "GPU", tiles._bits(x), shape)) or tiles.shipped(op, x, shape),
     )
     tiles.reload_user_table()
-    yield lambda: json.loads((tmp_path / "tiles.json").read_text())["tiles"] if (tmp_path / "tiles.json").is_file() else []
+    yield (
+        lambda: (
+            json.loads((tmp_path / "tiles.json").read_text())["tiles"] if (tmp_path / "tiles.json").is_file() else []
+        )
+    )
     tiles.reload_user_table()
 
 
@@ -110,7 +116,9 @@ def test_search_keeps_the_tables_tile_within_noise_and_gives_up_slow_providers()
     search = tune.Search([start, cublas, slow])
     search.times |= {start: 1.0, cublas: 0.99, slow: 2.1}
     wave = search.advance()
-    assert search.best == start and wave and {t.provider for t in wave} == {"triton"}  # nothing of cuBLAS or of the slow one to vary
+    assert (
+        search.best == start and wave and {t.provider for t in wave} == {"triton"}
+    )  # nothing of cuBLAS or of the slow one to vary
     search.times |= dict.fromkeys(wave, 1.0)
     assert search.advance() == [] and search.best == start
     search.times[cublas] = 0.9
@@ -137,7 +145,10 @@ def test_search_goes_on_from_a_tile_that_does_not_run():
 
 def test_a_flag_is_turned():
     flags = [{n["EXACT"] for n in search.neighbours(tile(4, 1, "head", BLOCK_M=64, EXACT=flag))} for flag in (0, 1)]
-    turned = [[n for n in search.neighbours(tile(4, 1, EXACT=flag)) if n.num_warps == 4 and n.num_stages == 1] for flag in (0, 1)]
+    turned = [
+        [n for n in search.neighbours(tile(4, 1, EXACT=flag)) if n.num_warps == 4 and n.num_stages == 1]
+        for flag in (0, 1)
+    ]
     assert flags == [{0, 1}] * 2 and turned == [[tile(4, 1, EXACT=1)], [tile(4, 1, EXACT=0)]]
 
 
@@ -167,11 +178,16 @@ def test_a_result_that_is_off_by_a_percent_is_wrong(dtype):
     (truth,) = bench.truth
 
     def judged(result):
-        bench.problem = dataclasses.replace(bench.problem, launcher=dataclasses.replace(launcher, call=lambda *_: result))
+        bench.problem = dataclasses.replace(
+            bench.problem, launcher=dataclasses.replace(launcher, call=lambda *_: result)
+        )
         bench.check()
 
     judged(truth.to(dtype))
-    for wrong in ((1.012 * truth).to(dtype), truth.to(dtype).index_put((torch.tensor(77), torch.tensor(3)), torch.tensor(9.0, dtype=dtype))):
+    for wrong in (
+        (1.012 * truth).to(dtype),
+        truth.to(dtype).index_put((torch.tensor(77), torch.tensor(3)), torch.tensor(9.0, dtype=dtype)),
+    ):
         with pytest.raises(tune.Wrong, match="against float64"):
             judged(wrong)
     assert bench.limits[0][0] < 4 * EPS[dtype]
@@ -204,8 +220,18 @@ def test_every_rival_computes_the_same(table, dtype):
             with tiles.override(problem.op, rival, problem.shape):
                 bench.check()
             seen.add((problem.op, rival.provider))
-    wanted = {("attention_fwd", "flash"), ("attention_bwd", "flash"), ("layer_norm_fwd", "torch"), ("layer_norm_bwd", "torch")}
-    wanted |= {("gelu_bwd", "torch"), ("patch_embed_fwd", "cublas"), ("patch_embed_dweight", "cublas"), ("patch_embed_dimages", "cublas")}
+    wanted = {
+        ("attention_fwd", "flash"),
+        ("attention_bwd", "flash"),
+        ("layer_norm_fwd", "torch"),
+        ("layer_norm_bwd", "torch"),
+    }
+    wanted |= {
+        ("gelu_bwd", "torch"),
+        ("patch_embed_fwd", "cublas"),
+        ("patch_embed_dweight", "cublas"),
+        ("patch_embed_dimages", "cublas"),
+    }
     wanted |= {(op, "triton") for op in ("linear_fwd", "input_grad", "weight_grad")} | {("dgelu_matmul", "cublas")}
     assert wanted <= seen, wanted - seen
 
@@ -231,7 +257,11 @@ def test_problems_are_what_a_training_step_uses_each_with_its_plainest_launcher(
     found = {(p.op, p.name) for p in tuner(Clock()).problems(TINY)}
     ops = {op for op, _ in found}
     assert ops == set(tiles.RULES), ops ^ set(tiles.RULES)
-    assert {("column_sums", "column sums, layer_norm"), ("attention_bwd", "attention backward"), ("weight_grad_sum", "weight gradient, fc2, sum")} <= found
+    assert {
+        ("column_sums", "column sums, layer_norm"),
+        ("attention_bwd", "attention backward"),
+        ("weight_grad_sum", "weight gradient, fc2, sum"),
+    } <= found
     keys = [p.key for p in tuner(Clock()).problems(TINY)]
     assert len(keys) == len(set(keys))
     only = tuner(Clock()).problems(TINY, "gelu", frozenset(key for key in keys if key[0] == "gelu_bwd"))
@@ -256,9 +286,13 @@ def test_a_planted_gain_of_ten_percent_in_one_product_is_found_and_kept(table):
     (row,) = table()
     assert (row["op"], row["gpu"], row["shape"], row["blocks"]["GROUP_M"]) == ("linear_gelu_fwd", "GPU", "64x96", 16)
     changed = [s for s in settled if s.best != s.problem.start]
-    assert [s.problem.op for s in changed] == ["linear_gelu_fwd"] and changed[0].before / changed[0].after == pytest.approx(1 / 0.9)
+    assert [s.problem.op for s in changed] == ["linear_gelu_fwd"] and changed[0].before / changed[
+        0
+    ].after == pytest.approx(1 / 0.9)
     assert "1.11x" in str(changed[0]) and all(s.finished for s in settled)
-    assert tiles.lookup("linear_gelu_fwd", torch.empty(0, dtype=torch.float16), "64x96")["GROUP_M"] == 16  # in force at once
+    assert (
+        tiles.lookup("linear_gelu_fwd", torch.empty(0, dtype=torch.float16), "64x96")["GROUP_M"] == 16
+    )  # in force at once
 
 
 def wrong_with(problem, wrong):
@@ -319,7 +353,12 @@ def test_memory_that_a_candidate_lacks_refuses_it_and_memory_that_inputs_lack_is
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     (settled,) = tuner(Clock(), bench=no_room).run([problem])
-    assert not settled.finished and "64x96" in str(settled) and "its inputs do not fit" in str(settled) and "--batch-size" in str(settled)
+    assert (
+        not settled.finished
+        and "64x96" in str(settled)
+        and "its inputs do not fit" in str(settled)
+        and "--batch-size" in str(settled)
+    )
 
 
 def test_too_much_shared_memory_is_refused_before_the_launch(table):
@@ -335,27 +374,40 @@ def test_too_much_shared_memory_is_refused_before_the_launch(table):
 
 def test_an_interruption_loses_nothing_and_the_next_run_goes_on(table):
     def planted(problem, t):  # each further stage gains
-        return 1.0 if t.provider != "triton" or problem.op != "linear_gelu_fwd" else 2.0 - 0.2 * t.num_stages - 0.1 * math.log2(t["GROUP_M"])
+        return (
+            1.0
+            if t.provider != "triton" or problem.op != "linear_gelu_fwd"
+            else 2.0 - 0.2 * t.num_stages - 0.1 * math.log2(t["GROUP_M"])
+        )
 
     work = tuner(Clock(planted, stop_after=30))
     with pytest.raises(KeyboardInterrupt):
         list(work.run(work.problems(TINY, "linear_gelu")))
     (row,) = table()
     kept = tiles.from_row(row)
-    assert json.loads(tiles.user_table_path().read_text())["trying"] == []  # the interruption is not the candidate's fault
+    assert (
+        json.loads(tiles.user_table_path().read_text())["trying"] == []
+    )  # the interruption is not the candidate's fault
     again = tuner(Clock(planted))
     (problem,) = again.problems(TINY, "linear_gelu")
     assert problem.start == kept and tiles.shipped(*problem_key(problem)) in problem.rivals
     (settled,) = again.run([problem])
-    assert settled.before == planted(problem, kept) and settled.after == pytest.approx(planted(problem, tile(1, 6, GROUP_M=32)), abs=1e-9)
+    assert settled.before == planted(problem, kept) and settled.after == pytest.approx(
+        planted(problem, tile(1, 6, GROUP_M=32)), abs=1e-9
+    )
 
 
 def test_what_is_faster_is_kept_before_the_next_candidate_is_tried(table):
-    clock = Clock(lambda problem, t: 0.5 if t.provider == "cublas" else 1.0, stop_after=4)  # the start, cuBLAS, and both again
+    clock = Clock(
+        lambda problem, t: 0.5 if t.provider == "cublas" else 1.0, stop_after=4
+    )  # the start, cuBLAS, and both again
     work = tuner(clock)
     with pytest.raises(KeyboardInterrupt):
         list(work.run(work.problems(TINY, "linear_gelu")))
-    assert [row["provider"] for row in table()] == ["cublas"] and [t.provider for _, t in clock.timed] == ["triton", "cublas"] * 2
+    assert [row["provider"] for row in table()] == ["cublas"] and [t.provider for _, t in clock.timed] == [
+        "triton",
+        "cublas",
+    ] * 2
 
 
 def test_the_shipped_tile_is_tried_again_when_the_table_has_another(table):
@@ -365,7 +417,9 @@ def test_the_shipped_tile_is_tried_again_when_the_table_has_another(table):
     tuned.keep(tiles.as_row(problem.op, "GPU", problem.bits, problem.shape, far))
     again = tuner(Clock(lambda p, t: 0.5 if t == problem.start else 1.0))
     (settled,) = again.run(again.problems(TINY, "linear_gelu"))
-    assert settled.problem.start == far and settled.best == problem.start and tiles.from_row(table()[0]) == problem.start
+    assert (
+        settled.problem.start == far and settled.best == problem.start and tiles.from_row(table()[0]) == problem.start
+    )
 
 
 def problem_key(problem):
@@ -382,7 +436,11 @@ def test_a_lucky_measurement_is_not_kept_and_hides_no_real_gain(table):
         luck = iter([0.5])
         work = tuner(Clock(planted))
         (settled,) = work.run(work.problems(TINY, "linear_gelu"))
-        assert (settled.best.num_stages == 4 and settled.after == 0.8) if real else (settled.best == settled.problem.start and table() == [])
+        assert (
+            (settled.best.num_stages == 4 and settled.after == 0.8)
+            if real
+            else (settled.best == settled.problem.start and table() == [])
+        )
 
 
 def test_what_is_wrong_only_at_times_is_not_kept(table):
@@ -399,12 +457,17 @@ def test_what_is_wrong_only_at_times_is_not_kept(table):
         return act, pre
 
     (settled,) = work.run([dataclasses.replace(problem, launcher=dataclasses.replace(problem.launcher, call=call))])
-    assert table() == [] and settled.best == problem.start and "against float64" in next(iter(settled.failures.values()))
+    assert (
+        table() == [] and settled.best == problem.start and "against float64" in next(iter(settled.failures.values()))
+    )
 
 
 def test_the_tables_tile_is_tried_whatever_the_compiler_says(table):
     """Else any slower library would take its place for good."""
-    work = tuner(Clock(lambda problem, t: 1.0 if t.provider == "triton" else 5.0), Compiler(lambda launch: "died with exit code -9"))
+    work = tuner(
+        Clock(lambda problem, t: 1.0 if t.provider == "triton" else 5.0),
+        Compiler(lambda launch: "died with exit code -9"),
+    )
     (settled,) = work.run(work.problems(TINY, "linear_gelu"))
     assert settled.before == 1.0 and settled.best == settled.problem.start and table() == [] and settled.failures
 
@@ -419,12 +482,19 @@ def test_nothing_is_kept_where_the_tables_tile_only_lacked_memory(table):
         return problem.launcher.call(*inputs)
 
     (settled,) = work.run([dataclasses.replace(problem, launcher=dataclasses.replace(problem.launcher, call=call))])
-    assert table() == [] and "does not run as it was" in str(settled) and "out of memory" in str(settled) and "inf" not in str(settled)
+    assert (
+        table() == []
+        and "does not run as it was" in str(settled)
+        and "out of memory" in str(settled)
+        and "inf" not in str(settled)
+    )
 
 
 def test_parts_are_settled_before_what_runs_them(table):
     ops = [p.op for p in tuner(Clock()).problems(TINY)]
-    assert max(ops.index(op) for op in tune.PARTS) < min(ops.index(op) for op in ("weight_grad", "dgelu_matmul", "attention_bwd", "layer_norm_bwd"))
+    assert max(ops.index(op) for op in tune.PARTS) < min(
+        ops.index(op) for op in ("weight_grad", "dgelu_matmul", "attention_bwd", "layer_norm_bwd")
+    )
 
 
 def test_one_compilation_that_takes_long_does_not_hold_up_the_others(table):
@@ -446,7 +516,9 @@ def test_one_compilation_that_takes_long_does_not_hold_up_the_others(table):
     work = tuner(clock := Clock(), Stuck(), seconds=50)
     (settled,) = work.run(work.problems(TINY, "linear_gelu"))
     assert len(clock.timed) > 10 and clock.time == 50 and not settled.finished
-    assert [t.num_warps for t in settled.failures] == [16] and "before it was compiled" in next(iter(settled.failures.values()))
+    assert [t.num_warps for t in settled.failures] == [16] and "before it was compiled" in next(
+        iter(settled.failures.values())
+    )
 
 
 def test_when_the_time_is_up_nothing_more_is_begun(table):
@@ -528,7 +600,9 @@ def test_a_candidate_that_hangs_is_noticed_and_not_tried_again(table):
     (settled,) = work.run(work.problems(TINY, "linear_gelu"))
     assert go_on.is_set() and settled.finished
     path = tiles.user_table_path()
-    left = tiles.as_row("linear_gelu_fwd", "GPU", "16", "64x96", tile(16, 1, BLOCK_M=16)) | {"pid": 2**22 + 1}  # of no process
+    left = tiles.as_row("linear_gelu_fwd", "GPU", "16", "64x96", tile(16, 1, BLOCK_M=16)) | {
+        "pid": 2**22 + 1
+    }  # of no process
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trying": [left]}))
     assert list(tuned.refused("GPU")) == [("linear_gelu_fwd", "16", "64x96", tile(16, 1, BLOCK_M=16))]
     assert json.loads(path.read_text())["trying"] == []
@@ -587,7 +661,9 @@ def test_the_clock_takes_the_median_of_calls_that_are_launched_behind_a_busy_dev
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: told.append("lead" if cycles > 2e9 * 0.01 else "short lead"))
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda cycles: told.append("lead" if cycles > 2e9 * 0.01 else "short lead")
+    )
     clock = trial.DeviceClock.__new__(trial.DeviceClock)
     clock.rounds, clock.flushed = 3, SimpleNamespace(zero_=lambda: told.append("flush"))
 
@@ -623,7 +699,9 @@ class World:
 
     def submit(self, launch):
         """Launches that differ in nothing share a compilation, as in offline.Compiler."""
-        seen = {name: value.dtype if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()}
+        seen = {
+            name: value.dtype if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()
+        }
         key = f"{launch.kernel.__name__} {sorted(seen.items(), key=str)}"
         if key in self.jobs:
             return self.jobs[key]
@@ -645,7 +723,9 @@ class World:
             top = math.log2(start[name]) + draw.choice((-1, 0, 0, 0, 1))
             base *= 1 + 0.08 * abs(math.log2(numbers[name]) - top)
         took = base * random.Random(f"{self.seed} {self.timings}").uniform(0.99, 1.01)
-        self.time += 18 * (took + 3e-4) + 0.02  # two to warm up, one for the lead, fifteen rounds, each after a flush and a lead
+        self.time += (
+            18 * (took + 3e-4) + 0.02
+        )  # two to warm up, one for the lead, fifteen rounds, each after a flush and a lead
         return took
 
 
@@ -683,7 +763,9 @@ def test_b16_is_settled_in_400_seconds_by_its_own_count(table, seed):
     work = tune.Tuner(torch.bfloat16, CPU, "GPU", world, world, seconds=400, bench=Looked)
     problems = work.problems(tune.MODELS["B/16"])
     settled = list(work.run(problems))
-    print(f"{len(problems)} problems, {world.compilations} compilations, {work.checks} checks, {work.timings} timings, {world.time:.0f} s")
+    print(
+        f"{len(problems)} problems, {world.compilations} compilations, {work.checks} checks, {work.timings} timings, {world.time:.0f} s"
+    )
     assert len(settled) == len(problems) > 25 and all(s.finished for s in settled)
     assert world.time < 400 and work.timings == world.timings
     gains = [s.before / s.after for s in settled]
@@ -693,7 +775,9 @@ def test_b16_is_settled_in_400_seconds_by_its_own_count(table, seed):
 
 def test_drawn_inputs_are_random_but_on_meta():
     draw = Draw(torch.float16, CPU, torch.Generator().manual_seed(0))
-    assert draw.values(50, 50).std() == pytest.approx(1, abs=0.1) and draw.weight(10, 400).std() == pytest.approx(0.05, abs=0.01)
+    assert draw.values(50, 50).std() == pytest.approx(1, abs=0.1) and draw.weight(10, 400).std() == pytest.approx(
+        0.05, abs=0.01
+    )
     assert 0.5 <= draw.factors(100).min() and draw.factors(100).max() <= 1.5 and draw.pixels(99).dtype == torch.uint8
     assert Draw(torch.float16, torch.device("meta")).pixels(2, 3).shape == (2, 3)
 
@@ -762,10 +846,25 @@ def test_the_command_goes_on_in_a_new_process_when_a_candidate_breaks_the_gpu(ta
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
-    wanted = ["-m", "vitfast", "tune", "--model", "B/16", "--dtype", "float16", "--only", "gelu", "--batch-size", "2", "--deterministic"]
+    wanted = [
+        "-m",
+        "vitfast",
+        "tune",
+        "--model",
+        "B/16",
+        "--dtype",
+        "float16",
+        "--only",
+        "gelu",
+        "--batch-size",
+        "2",
+        "--deterministic",
+    ]
     assert became[0][1:] == wanted and "has broken the GPU's context" in capsys.readouterr().err
     state = json.loads(os.environ[tune.GOES_ON])
-    assert state["left"] == 500 - clock.time and [key[0] for key in state["done"]] == ["gelu_bwd"] and state["kept"] == []
+    assert (
+        state["left"] == 500 - clock.time and [key[0] for key in state["done"]] == ["gelu_bwd"] and state["kept"] == []
+    )
     assert [key[3].num_warps for key in tuned.refused("GPU")] == [16]
     assert command(monkeypatch, again := Clock(), "--only", "gelu") == 0  # which takes up what was handed over
     assert {key[0] for key, _ in again.timed} == {"linear_gelu_fwd", "dgelu_matmul"} and tune.GOES_ON not in os.environ
@@ -778,14 +877,26 @@ def test_a_problem_that_one_model_did_not_reach_is_the_next_ones(table, monkeypa
             return super().seconds(problem, t, run)
 
     monkeypatch.setitem(tune.MODELS, "S/16", TINY)
-    assert command(monkeypatch, clock := Slow(), "--only", "linear_gelu", "--seconds", "20", "--model", "B/16", "S/16") == 0
+    assert (
+        command(monkeypatch, clock := Slow(), "--only", "linear_gelu", "--seconds", "20", "--model", "B/16", "S/16")
+        == 0
+    )
     out = capsys.readouterr().out
     assert out.count("linear_gelu_fwd") == 2 and "the same command goes on from here" in out and 20 <= clock.time <= 22
 
 
 def test_deterministic_leaves_out_libraries_that_may_add_in_any_order(table, monkeypatch, capsys):
     try:
-        assert command(monkeypatch, Clock(lambda problem, t: 0.5 if t.provider == "flash" else 1.0), "--only", "attention", "--deterministic") == 0
+        assert (
+            command(
+                monkeypatch,
+                Clock(lambda problem, t: 0.5 if t.provider == "flash" else 1.0),
+                "--only",
+                "attention",
+                "--deterministic",
+            )
+            == 0
+        )
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
@@ -797,12 +908,16 @@ def test_a_damaged_table_is_one_line(table, monkeypatch, capsys):
     tiles.user_table_path().write_text('{"tiles": [{"op": 1}]}')
     assert command(monkeypatch, Clock()) == 2
     assert "tiles.json is damaged" in capsys.readouterr().err
-    tiles.user_table_path().write_text('{"tiles": [], "refused": [{"num_warps": 4, "num_stages": 2, "provider": "x", "blocks": {}}]}')
+    tiles.user_table_path().write_text(
+        '{"tiles": [], "refused": [{"num_warps": 4, "num_stages": 2, "provider": "x", "blocks": {}}]}'
+    )
     assert command(monkeypatch, Clock()) == 2
     assert "tiles.json is damaged (KeyError: 'op'); remove it" in capsys.readouterr().err
 
 
 def test_an_interrupted_command_says_what_was_kept(table, monkeypatch, capsys):
-    assert command(monkeypatch, Clock(lambda problem, t: 1 / t.num_warps, stop_after=40), "--only", "linear_gelu") == 130
+    assert (
+        command(monkeypatch, Clock(lambda problem, t: 1 / t.num_warps, stop_after=40), "--only", "linear_gelu") == 130
+    )
     said = capsys.readouterr()
     assert "1 tiles faster than before, kept in" in said.out and "interrupted" in said.err and len(table()) == 1

@@ -31,10 +31,23 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file of settings, such as a run folder's config.yaml; flags win over it")
     add("--recipe", metavar="NAME", help="where the settings start from; `vitfast recipes` lists them")
-    add("--model", metavar="NAME", help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and the like; R50x1 and the like; timm:NAME")
-    add("--data", metavar="SPEC", help="folder with train/<class>/* and val/<class>/*, 'digits', 'synthetic', or torch/..., hfds/..., wds/...")
+    add(
+        "--model",
+        metavar="NAME",
+        help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and the like; R50x1 and the like; timm:NAME",
+    )
+    add(
+        "--data",
+        metavar="SPEC",
+        help="folder with train/<class>/* and val/<class>/*, 'digits', 'synthetic', or torch/..., hfds/..., wds/...",
+    )
     add("--output", metavar="DIR", help="run folder: settings, metrics, checkpoints, summary.json")
-    add("--img-size", metavar="N", type=int, help="side of the images in pixels; positions are interpolated where it changes")
+    add(
+        "--img-size",
+        metavar="N",
+        type=int,
+        help="side of the images in pixels; positions are interpolated where it changes",
+    )
     add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all devices")
     add("--epochs", metavar="N", type=float, help="length of the run in passes over the data")
     add("--steps", metavar="N", type=int, help="length of the run in optimiser steps")
@@ -43,14 +56,25 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--save-every", metavar="STEPS", type=int, help="steps between checkpoints (default: at each evaluation)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on cuda)")
-    add("--set", metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help="any other setting; pretrain --print-config shows them")
+    add(
+        "--set",
+        metavar="FIELD=VALUE",
+        nargs="+",
+        action="extend",
+        type=_set_pair,
+        help="any other setting; pretrain --print-config shows them",
+    )
 
 
 def _add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> None:
     _add_run_options(parser)
     parser.add_argument("--weights", metavar="PATH", help=weights_help)
-    parser.add_argument("--resume", metavar="auto|never|PATH", default="auto", help="auto: go on where the run folder stopped (default)")
-    parser.add_argument("--print-config", action="store_true", default=False, help="print the settings of this run as YAML and stop")
+    parser.add_argument(
+        "--resume", metavar="auto|never|PATH", default="auto", help="auto: go on where the run folder stopped (default)"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", default=False, help="print the settings of this run as YAML and stop"
+    )
 
 
 def _add_evaluation_options(parser: argparse.ArgumentParser, data: str = "") -> None:
@@ -59,9 +83,21 @@ def _add_evaluation_options(parser: argparse.ArgumentParser, data: str = "") -> 
     if data:
         add("--data", metavar="SPEC", required=True, help=data)
     add("--img-size", metavar="N", type=int, help="default: the model's own")
-    add("--batch-size", metavar="N", type=int, help="images at once (default 256)" if data else "images at once; of finetune, per optimiser step")
+    add(
+        "--batch-size",
+        metavar="N",
+        type=int,
+        help="images at once (default 256)" if data else "images at once; of finetune, per optimiser step",
+    )
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--set", metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help="such as amp=none or data_dir=/data")
+    add(
+        "--set",
+        metavar="FIELD=VALUE",
+        nargs="+",
+        action="extend",
+        type=_set_pair,
+        help="such as amp=none or data_dir=/data",
+    )
     add("--json", action="store_true", default=False, help="print the result as JSON")
 
 
@@ -70,48 +106,123 @@ def _shots(text: str) -> int | None:
 
 
 def _add_weights_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-heads", metavar="N", type=int, help="where neither the weights nor a preset of their size tell")
-    parser.add_argument("--img-size", metavar="N", type=int, nargs="+", help="side, or height and width; positions are interpolated where it changes")
+    parser.add_argument(
+        "--num-heads", metavar="N", type=int, help="where neither the weights nor a preset of their size tell"
+    )
+    parser.add_argument(
+        "--img-size",
+        metavar="N",
+        type=int,
+        nargs="+",
+        help="side, or height and width; positions are interpolated where it changes",
+    )
     parser.add_argument("--force", action="store_true", default=False, help="replace what is there")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vitfast", description="Vision Transformers, trained and run fast.", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="vitfast",
+        description="Vision Transformers, trained and run fast.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"vitfast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, text: str, run) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", argument_default=argparse.SUPPRESS)
+        sub = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", argument_default=argparse.SUPPRESS
+        )
         sub.set_defaults(run=run)
         sub.add_argument("--debug", action="store_true", default=False, help="show the traceback of an error")
         return sub
 
     _add_training_options(
-        command("pretrain", "train a ViT, from scratch or from weights whose head it keeps", _train), "start from these weights instead of from scratch"
+        command("pretrain", "train a ViT, from scratch or from weights whose head it keeps", _train),
+        "start from these weights instead of from scratch",
     )
-    sub = command("finetune", "adapt trained weights to other data: the head is replaced by a zero linear layer", _train)
+    sub = command(
+        "finetune", "adapt trained weights to other data: the head is replaced by a zero linear layer", _train
+    )
     _add_training_options(sub, "file, folder or hf-hub:owner/name (required)")
-    sub.add_argument("--sweep", action="store_true", default=False, help="try the recipe's learning rates on a held-out part of the training set first")
+    sub.add_argument(
+        "--sweep",
+        action="store_true",
+        default=False,
+        help="try the recipe's learning rates on a held-out part of the training set first",
+    )
     sub = command("eval", "measure a model's accuracy on the validation split of some data", _eval)
     _add_evaluation_options(sub, data="as for pretrain; its validation split is used")
-    sub.add_argument("--real", metavar="FILE", nargs="?", const="", help="count ImageNet's reassessed labels too: their real.json, or timm's copy of it")
-    sub = command("fewshot", "measure a model's frozen features: a closed-form classifier from few images, k-NN or a linear probe", _fewshot)
-    _add_evaluation_options(sub, data="as for pretrain; learned on its training split, measured on its validation split")
-    sub.add_argument("--method", choices=("ridge", "knn", "linear"), default="ridge", help="ridge: regularised least squares (default)")
-    sub.add_argument("--shots", metavar="N", nargs="+", type=_shots, default=None, help="training images a class, or all (ridge: 1 5 10 25, others: all)")
+    sub.add_argument(
+        "--real",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="count ImageNet's reassessed labels too: their real.json, or timm's copy of it",
+    )
+    sub = command(
+        "fewshot",
+        "measure a model's frozen features: a closed-form classifier from few images, k-NN or a linear probe",
+        _fewshot,
+    )
+    _add_evaluation_options(
+        sub, data="as for pretrain; learned on its training split, measured on its validation split"
+    )
+    sub.add_argument(
+        "--method",
+        choices=("ridge", "knn", "linear"),
+        default="ridge",
+        help="ridge: regularised least squares (default)",
+    )
+    sub.add_argument(
+        "--shots",
+        metavar="N",
+        nargs="+",
+        type=_shots,
+        default=None,
+        help="training images a class, or all (ridge: 1 5 10 25, others: all)",
+    )
     sub.add_argument("--seeds", metavar="N", type=int, default=3, help="draws of each number of images (default 3)")
-    sub.add_argument("--l2", metavar="X", type=float, default=None, help="regularisation (default ridge: 1024, linear: 1)")
+    sub.add_argument(
+        "--l2", metavar="X", type=float, default=None, help="regularisation (default ridge: 1024, linear: 1)"
+    )
     sub = command("vtab", "fine-tune or probe the same weights on many small tasks, 1000 images each: one table", _vtab)
     _add_evaluation_options(sub)
     given = sub.add_mutually_exclusive_group(required=True)
-    given.add_argument("--root", metavar="DIR", type=Path, default=None, help="folder that holds VTAB's data sets, such as wds_vtab-pets/")
-    given.add_argument("--tasks", metavar="FILE", type=Path, default=None, help="YAML list of other tasks: SPECs, or name, group, data and settings")
-    sub.add_argument("--output", metavar="DIR", type=Path, required=True, help="for vtab.txt, .csv and .json, and the runs of finetune")
-    sub.add_argument("--method", choices=("finetune", "ridge", "knn", "linear"), default="finetune", help="default finetune")
-    sub.add_argument("--examples", metavar="N", type=int, default=1000, help="training images of each task (default 1000)")
-    sub.add_argument("--l2", metavar="X", type=float, default=None, help="of ridge and linear (default: chosen on a fifth of the images)")
+    given.add_argument(
+        "--root",
+        metavar="DIR",
+        type=Path,
+        default=None,
+        help="folder that holds VTAB's data sets, such as wds_vtab-pets/",
+    )
+    given.add_argument(
+        "--tasks",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        help="YAML list of other tasks: SPECs, or name, group, data and settings",
+    )
+    sub.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="for vtab.txt, .csv and .json, and the runs of finetune",
+    )
+    sub.add_argument(
+        "--method", choices=("finetune", "ridge", "knn", "linear"), default="finetune", help="default finetune"
+    )
+    sub.add_argument(
+        "--examples", metavar="N", type=int, default=1000, help="training images of each task (default 1000)"
+    )
+    sub.add_argument(
+        "--l2",
+        metavar="X",
+        type=float,
+        default=None,
+        help="of ridge and linear (default: chosen on a fifth of the images)",
+    )
     sub.add_argument("--recipe", metavar="NAME", help="of finetune (default finetune/vtab)")
     sub = command("demo", "pre-train and fine-tune a small ViT on handwritten digits, and write a report", _demo)
     sub.add_argument("--output", metavar="DIR", default="runs/demo", help="default runs/demo")
@@ -121,59 +232,168 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", default=False, help="print the results as JSON")
     names = "an operation such as attention, or those whose name contains this; can be repeated (default: all)"
     sub.add_argument("--only", metavar="NAME", action="append", default=[], help=names)
-    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="", help="default: all that run here")
+    sub.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="", help="default: all that run here"
+    )
     jobs = "processes at once, at most one a CPU; more than one is quicker and shows no times (default 1, interpreted one a CPU)"
     sub.add_argument("--jobs", metavar="N", type=int, default=None, help=jobs)
     sub.add_argument("--untimed", action="store_true", default=False, help="check only, without times")
-    interpreted = "without any GPU: in Triton's interpreter, at the edges of tiles too, watching for races and wrong accesses"
+    interpreted = (
+        "without any GPU: in Triton's interpreter, at the edges of tiles too, watching for races and wrong accesses"
+    )
     sub.add_argument("--interpreted", action="store_true", default=False, help=interpreted)
-    sub = command("tune", "find this GPU's fastest tiles, kernels against libraries, and keep them in your own table", _tune)
-    sub.add_argument("--model", metavar="NAME", nargs="+", default=["B/16"], help="whose sizes: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)")
+    sub = command(
+        "tune", "find this GPU's fastest tiles, kernels against libraries, and keep them in your own table", _tune
+    )
+    sub.add_argument(
+        "--model",
+        metavar="NAME",
+        nargs="+",
+        default=["B/16"],
+        help="whose sizes: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)",
+    )
     sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
-    sub.add_argument("--only", metavar="NAME", default="", help="operations whose name contains this, such as attention or gelu")
-    sub.add_argument("--seconds", metavar="N", type=float, default=None, help="in all (default 400 a model); what is found by then is kept")
-    sub.add_argument("--batch-size", metavar="N", type=int, default=None, help="of the shapes that are timed (default: 48 to 240 by model)")
+    sub.add_argument(
+        "--only", metavar="NAME", default="", help="operations whose name contains this, such as attention or gelu"
+    )
+    sub.add_argument(
+        "--seconds",
+        metavar="N",
+        type=float,
+        default=None,
+        help="in all (default 400 a model); what is found by then is kept",
+    )
+    sub.add_argument(
+        "--batch-size",
+        metavar="N",
+        type=int,
+        default=None,
+        help="of the shapes that are timed (default: 48 to 240 by model)",
+    )
     deterministic = "leave out libraries whose backward may give other bits each time; ours never does"
     sub.add_argument("--deterministic", action="store_true", default=False, help=deterministic)
-    sub = command("convert", "write weights of any format in another one: vitfast, timm, huggingface, npz (Google's) or torchvision", _convert)
+    sub = command(
+        "convert",
+        "write weights of any format in another one: vitfast, timm, huggingface, npz (Google's) or torchvision",
+        _convert,
+    )
     sub.add_argument("source", metavar="IN", help="file, folder or hf-hub:owner/name")
     sub.add_argument("path", metavar="OUT", help="a folder, or a file whose suffix suits the format")
-    sub.add_argument("--format", dest="form", required=True, choices=("vitfast", "timm", "huggingface", "npz", "torchvision"))
+    sub.add_argument(
+        "--format", dest="form", required=True, choices=("vitfast", "timm", "huggingface", "npz", "torchvision")
+    )
     _add_weights_options(sub)
-    sub.add_argument("--num-classes", metavar="N", type=int, help="other than the weights' own: a new head of zeros, 0 for none")
+    sub.add_argument(
+        "--num-classes", metavar="N", type=int, help="other than the weights' own: a new head of zeros, 0 for none"
+    )
     sub = command("export", "write a model as a file that runs without vitfast, and check its numbers", _export)
     sub.add_argument("--weights", metavar="PATH", required=True, help="file, folder or hf-hub:owner/name")
-    sub.add_argument("--output", metavar="FILE", type=Path, required=True, help=".onnx for onnx, .pt2 for torch and aoti")
-    sub.add_argument("--format", dest="form", required=True, choices=("onnx", "torch", "aoti"), help="aoti: compiled for this machine")
+    sub.add_argument(
+        "--output", metavar="FILE", type=Path, required=True, help=".onnx for onnx, .pt2 for torch and aoti"
+    )
+    sub.add_argument(
+        "--format",
+        dest="form",
+        required=True,
+        choices=("onnx", "torch", "aoti"),
+        help="aoti: compiled for this machine",
+    )
     _add_weights_options(sub)
-    sub.add_argument("--uint8", action="store_true", default=False, help="take raw pixels in place of normalised floats")
+    sub.add_argument(
+        "--uint8", action="store_true", default=False, help="take raw pixels in place of normalised floats"
+    )
     sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it will run (default cpu)")
-    sub = command("inspect", "draw what a model learned: its filters, positions, attention distances and attention rollout on images", _inspect)
-    sub.add_argument("--weights", metavar="PATH", required=True, help="file, folder or hf-hub:owner/name, in any format")
-    sub.add_argument("--data", metavar="SPEC", required=True, help="a folder of images, in class folders or not, or as for eval")
-    sub.add_argument("--output", metavar="DIR", required=True, help="for report.html, the figures as PNG, and the numbers")
+    sub = command(
+        "inspect",
+        "draw what a model learned: its filters, positions, attention distances and attention rollout on images",
+        _inspect,
+    )
+    sub.add_argument(
+        "--weights", metavar="PATH", required=True, help="file, folder or hf-hub:owner/name, in any format"
+    )
+    sub.add_argument(
+        "--data", metavar="SPEC", required=True, help="a folder of images, in class folders or not, or as for eval"
+    )
+    sub.add_argument(
+        "--output", metavar="DIR", required=True, help="for report.html, the figures as PNG, and the numbers"
+    )
     sub.add_argument("--images", metavar="N", type=int, default=32, help="evenly spread over the data (default 32)")
-    sub.add_argument("--img-size", metavar="N", type=int, nargs="+", help="side, or height and width; positions are interpolated where it changes")
-    sub.add_argument("--num-heads", metavar="N", type=int, help="where neither the weights nor a preset of their size tell")
+    sub.add_argument(
+        "--img-size",
+        metavar="N",
+        type=int,
+        nargs="+",
+        help="side, or height and width; positions are interpolated where it changes",
+    )
+    sub.add_argument(
+        "--num-heads", metavar="N", type=int, help="where neither the weights nor a preset of their size tell"
+    )
     sub.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")
-    sub = command("cost", "tell what training a model costs: parameters, FLOPs, memory, floor times, and time on a named GPU", _cost)
-    sub.add_argument("--model", metavar="NAME", help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and such (required without --recipe)")
+    sub = command(
+        "cost",
+        "tell what training a model costs: parameters, FLOPs, memory, floor times, and time on a named GPU",
+        _cost,
+    )
+    sub.add_argument(
+        "--model",
+        metavar="NAME",
+        help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and such (required without --recipe)",
+    )
     sub.add_argument("--recipe", metavar="NAME", help="take model, size, batch and length from it; other flags win")
     sub.add_argument("--img-size", metavar="N", type=int, help="side of the images in pixels (default 224)")
-    sub.add_argument("--batch-size", metavar="N", type=int, help="images per optimiser step, over all GPUs (default 256)")
-    sub.add_argument("--epochs", metavar="N", type=float, help="passes over the data, for the cost of the whole training")
+    sub.add_argument(
+        "--batch-size", metavar="N", type=int, help="images per optimiser step, over all GPUs (default 256)"
+    )
+    sub.add_argument(
+        "--epochs", metavar="N", type=float, help="passes over the data, for the cost of the whole training"
+    )
     sub.add_argument("--images", metavar="N", type=float, help="images in an epoch, such as 303e6")
-    sub.add_argument("--gpu", metavar="NAME", default="H200", help="A10 L4 L40S A100 A100-40 H100 H100-PCIe H200 B200 3090 4090 5090 (default H200)")
-    sub.add_argument("--gpus", metavar="N", type=int, default=1, help="that share the batch, at no cost for their talk (default 1)")
-    sub.add_argument("--ceilings", metavar="FILE", help="JSON of measured flops_per_second and bytes_per_second, or what bench/ writes, for the data sheet's")
-    sub.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the matrix products (default bf16; fp32 as TF32)")
-    sub.add_argument("--keep", choices=("auto", "all", "least"), default="auto", help="what blocks keep for backward; auto: all where it fits (default)")
-    sub.add_argument("--efficiency", metavar="X", type=float, help="share of the floors' speed that is reached (default: 0.7, of measured ceilings 0.85)")
+    sub.add_argument(
+        "--gpu",
+        metavar="NAME",
+        default="H200",
+        help="A10 L4 L40S A100 A100-40 H100 H100-PCIe H200 B200 3090 4090 5090 (default H200)",
+    )
+    sub.add_argument(
+        "--gpus", metavar="N", type=int, default=1, help="that share the batch, at no cost for their talk (default 1)"
+    )
+    sub.add_argument(
+        "--ceilings",
+        metavar="FILE",
+        help="JSON of measured flops_per_second and bytes_per_second, or what bench/ writes, for the data sheet's",
+    )
+    sub.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="of the matrix products (default bf16; fp32 as TF32)",
+    )
+    sub.add_argument(
+        "--keep",
+        choices=("auto", "all", "least"),
+        default="auto",
+        help="what blocks keep for backward; auto: all where it fits (default)",
+    )
+    sub.add_argument(
+        "--efficiency",
+        metavar="X",
+        type=float,
+        help="share of the floors' speed that is reached (default: 0.7, of measured ceilings 0.85)",
+    )
     sub.add_argument("--json", action="store_true", default=False, help="print all numbers as JSON")
     sub = command("scaling", "train models of several sizes for several lengths: accuracy against compute", _scaling)
     _add_run_options(sub)
-    sub.add_argument("--models", metavar="NAME", nargs="+", required=True, help="presets, R50x1 and the like, or timm:NAME")
-    sub.add_argument("--lengths", metavar="EPOCHS", nargs="+", type=float, required=True, help="every model is trained this long, from the start each time")
+    sub.add_argument(
+        "--models", metavar="NAME", nargs="+", required=True, help="presets, R50x1 and the like, or timm:NAME"
+    )
+    sub.add_argument(
+        "--lengths",
+        metavar="EPOCHS",
+        nargs="+",
+        type=float,
+        required=True,
+        help="every model is trained this long, from the start each time",
+    )
     sub = command("positions", "train with every kind of position embedding (the paper's Table 8)", _positions)
     _add_run_options(sub)
     sub.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each kind (default 3)")
@@ -187,7 +407,11 @@ def _layers(args: argparse.Namespace) -> list[dict]:
     """Settings from the weakest to the strongest: config file, flags, --set."""
     import yaml
 
-    given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "debug", "resume", "print_config", "config", "set", "json", "sweep")}
+    given = {
+        k: v
+        for k, v in vars(args).items()
+        if k not in ("command", "run", "debug", "resume", "print_config", "config", "set", "json", "sweep")
+    }
     layers = [given, dict(getattr(args, "set", []))]
     if getattr(args, "config", None):
         path = Path(args.config)
@@ -223,7 +447,9 @@ def _train(args: argparse.Namespace) -> int:
     finally:
         leave()
     if summary["finished"] and os.environ.get("RANK", "0") == "0":
-        print(f"accuracy {summary['accuracy']:.4f}, {summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s, in {config.output}")
+        print(
+            f"accuracy {summary['accuracy']:.4f}, {summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s, in {config.output}"
+        )
     return 0
 
 
@@ -253,7 +479,10 @@ def _fewshot(args: argparse.Namespace) -> int:
 
     layers, options = _evaluation(args, "method", "shots", "seeds", "l2")
     result = few_shot(resolve("eval", *layers), img_size=getattr(args, "img_size", None), **options)
-    lines = [f"{r['shots']:>4} images a class: accuracy {r['accuracy']:.4f} ({' '.join(f'{a:.4f}' for a in r['accuracies'])})" for r in result["results"]]
+    lines = [
+        f"{r['shots']:>4} images a class: accuracy {r['accuracy']:.4f} ({' '.join(f'{a:.4f}' for a in r['accuracies'])})"
+        for r in result["results"]
+    ]
     print(json.dumps(result) if args.json else "\n".join(lines))
     return 0
 
@@ -291,7 +520,9 @@ def _scaling(args: argparse.Namespace) -> int:
     from .train.experiments import scaling
 
     for row in _experiment(args, scaling, "models", "lengths") or ():
-        print(f"{row['model']:<10} {row['epochs']:>6g} epochs  {row['exaflops']:.4g} exaFLOPs  accuracy {row['accuracy']:.4f}")
+        print(
+            f"{row['model']:<10} {row['epochs']:>6g} epochs  {row['exaflops']:.4g} exaFLOPs  accuracy {row['accuracy']:.4f}"
+        )
     return 0
 
 
@@ -315,7 +546,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from .kernels.launch import INTERPRETED
 
-    if (args.interpreted or not torch.cuda.is_available()) and not INTERPRETED:  # chosen before the kernels are imported
+    if (
+        args.interpreted or not torch.cuda.is_available()
+    ) and not INTERPRETED:  # chosen before the kernels are imported
         command = [sys.executable, "-m", "vitfast", "doctor"]
         command += [f"--jobs={args.jobs}"] if args.jobs is not None else []
         command += [f"--only={name}" for name in args.only]
@@ -362,7 +595,11 @@ def _export(args: argparse.Namespace) -> int:
         raise InputError("--device cuda: no CUDA device here")
     model = ViT.from_pretrained(args.weights, **_overrides(args)).to(args.device)
     difference = export(model, args.output, args.form, uint8=args.uint8, force=args.force)
-    checked = "not checked, onnxruntime is not installed" if difference is None else f"max difference {difference:.2g} from PyTorch"
+    checked = (
+        "not checked, onnxruntime is not installed"
+        if difference is None
+        else f"max difference {difference:.2g} from PyTorch"
+    )
     print(f"wrote {args.output}: {checked}")
     return 0
 
@@ -375,7 +612,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: no CUDA device here")
-    model = ViT.from_pretrained(args.weights, **_overrides(args)).to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = ViT.from_pretrained(args.weights, **_overrides(args)).to(
+        args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    )
     images = read_images(args.data, args.images, model.patch_embed.img_size, model.in_chans)
     print(f"wrote {write_inspection(model, images, args.output, args.weights, args.data)}")
     return 0
@@ -389,7 +628,12 @@ def _cost(args: argparse.Namespace) -> int:
 
     device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
     given = {k: getattr(args, k) for k in ("model", "img_size", "batch_size", "epochs", "recipe") if hasattr(args, k)}
-    epochs, images, options, training = given.get("epochs"), getattr(args, "images", None), {"img_size": given.get("img_size", 224)}, {}
+    epochs, images, options, training = (
+        given.get("epochs"),
+        getattr(args, "images", None),
+        {"img_size": given.get("img_size", 224)},
+        {},
+    )
     if "recipe" in given:
         from .train.build import model_arguments
         from .train.recipes import resolve
@@ -408,7 +652,13 @@ def _cost(args: argparse.Namespace) -> int:
     with torch.device("meta"):
         model = ViT(**{**preset(given["model"]), **options})
     total = None if epochs is None else epochs * images
-    where = dict(batch_size=given.get("batch_size", 256), gpus=args.gpus, dtype=args.dtype, efficiency=getattr(args, "efficiency", None), keep=args.keep)
+    where = dict(
+        batch_size=given.get("batch_size", 256),
+        gpus=args.gpus,
+        dtype=args.dtype,
+        efficiency=getattr(args, "efficiency", None),
+        keep=args.keep,
+    )
     found = dict(model=given["model"], **estimate(model, device, images=total, **where, **training))
     print(json.dumps(found, indent=2) if args.json else as_text(given["model"], found))
     return 0
@@ -422,7 +672,11 @@ def _recipes(args: argparse.Namespace) -> int:
     if args.recipe:
         found = dataclasses.asdict(get(args.recipe))
         about = found.pop("about")
-        print(json.dumps(found | dict(about=about), indent=2) if args.json else "\n".join([about, *(f"  {k}: {v}" for k, v in found.items())]))
+        print(
+            json.dumps(found | dict(about=about), indent=2)
+            if args.json
+            else "\n".join([about, *(f"  {k}: {v}" for k, v in found.items())])
+        )
         return 0
     rows = [dataclasses.asdict(recipe) for recipe in RECIPES.values()]
     if args.json:
@@ -430,7 +684,9 @@ def _recipes(args: argparse.Namespace) -> int:
         return 0
     for row in rows:
         length = f"{row['steps']} steps" if row["steps"] else f"{row['epochs']:g} epochs"
-        print(f"{row['name']:<26} {row['model']:<8} {row['img_size']:>4} px  batch {row['batch_size']:<5} {length:<12} {row['optimizer']:<6} lr {row['lr']:g}")
+        print(
+            f"{row['name']:<26} {row['model']:<8} {row['img_size']:>4} px  batch {row['batch_size']:<5} {length:<12} {row['optimizer']:<6} lr {row['lr']:g}"
+        )
     return 0
 
 
@@ -458,7 +714,10 @@ def _tell(error: Exception) -> int:
         print(f"vitfast: error: {text}", file=sys.stderr)
         return 2
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("vitfast"):
-        print(f"vitfast: error: {error.name} is not installed; this command needs pip install 'vitfast[train]'", file=sys.stderr)
+        print(
+            f"vitfast: error: {error.name} is not installed; this command needs pip install 'vitfast[train]'",
+            file=sys.stderr,
+        )
         return 2
     if type(error).__name__ == "TrainingError" or isinstance(error, OSError):
         print(f"vitfast: error: {text}", file=sys.stderr)

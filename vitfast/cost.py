@@ -56,7 +56,12 @@ GPUS = {
 }
 
 # Data sets of the paper's pre-training and ours: training images, classes.
-DATASETS = {"imagenet": (1_281_167, 1000), "imagenet21k": (14_197_122, 21_843), "jft": (303_000_000, 18_291), "digits": (1_437, 10)}
+DATASETS = {
+    "imagenet": (1_281_167, 1000),
+    "imagenet21k": (14_197_122, 21_843),
+    "jft": (303_000_000, 18_291),
+    "digits": (1_437, 10),
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,13 @@ def rates(gpu: str = "H200", dtype: str = "bf16", ceilings: str | Path | None = 
     sheet = GPUS[name]
     if ceilings is not None:
         return Rates(name, *_measured(Path(ceilings), dtype), sheet.memory_gib * GIB, "measured")
-    return Rates(name, sheet.teraflops * 1e12 / (2 if dtype == "fp32" else 1), sheet.gigabytes_per_second * 1e9, sheet.memory_gib * GIB, "data sheet")
+    return Rates(
+        name,
+        sheet.teraflops * 1e12 / (2 if dtype == "fp32" else 1),
+        sheet.gigabytes_per_second * 1e9,
+        sheet.memory_gib * GIB,
+        "data sheet",
+    )
 
 
 def _measured(path: Path, dtype: str) -> tuple[float, float]:
@@ -97,7 +108,9 @@ def _measured(path: Path, dtype: str) -> tuple[float, float]:
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"--ceilings {path} cannot be read as a JSON object ({error})") from None
     if not all(isinstance(rate, (int, float)) and rate > 0 for rate in both):
-        raise InputError(f"--ceilings {path} must hold positive numbers flops_per_second and bytes_per_second, got {both[0]} and {both[1]}")
+        raise InputError(
+            f"--ceilings {path} must hold positive numbers flops_per_second and bytes_per_second, got {both[0]} and {both[1]}"
+        )
     return both
 
 
@@ -121,7 +134,9 @@ class Operation:
         for direction, kernels in (("forward", self.forward), ("backward", self.backward)):
             found[f"{direction}_flops"] = sum(flops for flops, _ in kernels)
             found[f"{direction}_bytes"] = sum(moved for _, moved in kernels)
-            found[f"{direction}_floor"] = sum(max(flops / device.flops_per_second, moved / device.bytes_per_second) for flops, moved in kernels)
+            found[f"{direction}_floor"] = sum(
+                max(flops / device.flops_per_second, moved / device.bytes_per_second) for flops, moved in kernels
+            )
         return found
 
 
@@ -131,10 +146,14 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
     keep: "least" or "all", which dropout overrules.
     """
 
-    def product(m: int, n: int, k: int, extra: int = 0) -> Kernel:  # (m, k) x (k, n); extra: elements read or written besides
+    def product(
+        m: int, n: int, k: int, extra: int = 0
+    ) -> Kernel:  # (m, k) x (k, n); extra: elements read or written besides
         return 2.0 * m * n * k, size * (m * k + k * n + m * n + extra)
 
-    def linear(name: str, times: int, m: int, n: int, k: int, extra: int = 0) -> Operation:  # (m, k) -> (m, n); dX, then dW with db
+    def linear(
+        name: str, times: int, m: int, n: int, k: int, extra: int = 0
+    ) -> Operation:  # (m, k) -> (m, n); dX, then dW with db
         return Operation(name, times, (product(m, n, k, n + extra),), (product(m, k, n), product(n, k, m, n)))
 
     def moved(elements: int) -> tuple[Kernel]:
@@ -148,18 +167,32 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
     u = m * d
     patches, length = batch * stem.num_patches, stem.proj.weight[0].numel()
     hybrid = isinstance(stem, HybridEmbed)
-    embed = (2.0 * patches * d * length, (size if hybrid else pixel_size) * patches * length + size * (u + d * length + tokens * d))
+    embed = (
+        2.0 * patches * d * length,
+        (size if hybrid else pixel_size) * patches * length + size * (u + d * length + tokens * d),
+    )
     ops = [_cnn(stem.backbone, batch, (model.in_chans, *stem.img_size), size)[0]] if hybrid else []
     ops += [
-        Operation("patch embedding", 1, (embed,), (embed, embed) if hybrid else (embed,)),  # a map wants a gradient, images do not
-        Operation("LayerNorm 1", depth, moved(2 * u + 2 * d), moved(4 * u + 3 * d)),  # backward: dy, x, the residual's gradient -> dx
+        Operation(
+            "patch embedding", 1, (embed,), (embed, embed) if hybrid else (embed,)
+        ),  # a map wants a gradient, images do not
+        Operation(
+            "LayerNorm 1", depth, moved(2 * u + 2 * d), moved(4 * u + 3 * d)
+        ),  # backward: dy, x, the residual's gradient -> dx
         linear("QKV", depth, m, 3 * d, d),
-        Operation("attention", depth, ((4.0 * m * tokens * d, size * 4 * u),), ((10.0 * m * tokens * d, size * 8 * u),)),
+        Operation(
+            "attention", depth, ((4.0 * m * tokens * d, size * 4 * u),), ((10.0 * m * tokens * d, size * 8 * u),)
+        ),
         linear("projection + residual", depth, m, d, d, u),
         Operation("LayerNorm 2", depth, moved(2 * u + 2 * d), moved(4 * u + 3 * d)),
         linear("fc1 + GELU", depth, m, f, d, m * f),  # writes the pre-activation too
         # backward reads the pre-activation, writes its gradient and, unless it was kept, the activation again
-        Operation("fc2 + residual", depth, (product(m, d, f, d + u),), (product(m, f, d, (1 if keep == "all" else 2) * m * f), product(d, f, m, d))),
+        Operation(
+            "fc2 + residual",
+            depth,
+            (product(m, d, f, d + u),),
+            (product(m, f, d, (1 if keep == "all" else 2) * m * f), product(d, f, m, d)),
+        ),
     ]
     if isinstance(model.norm, LayerNorm):
         ops.append(Operation("last LayerNorm", 1, moved(2 * u + 2 * d), moved(3 * u + 3 * d)))
@@ -187,10 +220,14 @@ def _cnn(backbone: torch.nn.Module, batch: int, image: tuple[int, int, int], siz
         moved = size * (x.numel() + output.numel() + (module.weight.numel() if convolution else 0))
         first = convolution and not forward  # the images want no gradient
         forward.append((work, moved))
-        backward.extend([(work, moved)] * (1 if first else 2) if convolution else [(0.0, size * (2 * x.numel() + output.numel()))])
+        backward.extend(
+            [(work, moved)] * (1 if first else 2) if convolution else [(0.0, size * (2 * x.numel() + output.numel()))]
+        )
 
     def keep(tensor):
-        kept[tensor.untyped_storage()._cdata] = tensor  # held: a storage that is gone would give its place to the next one
+        kept[tensor.untyped_storage()._cdata] = (
+            tensor  # held: a storage that is gone would give its place to the next one
+        )
         return tensor
 
     backbone = copy.deepcopy(backbone).to("meta").train()
@@ -207,7 +244,9 @@ def _cnn(backbone: torch.nn.Module, batch: int, image: tuple[int, int, int], siz
 
 def _check(model: ViT) -> None:
     if model.config.get("pos_embed") == "relative":
-        raise InputError("cost: relative positions run on PyTorch's attention, which is not counted; plain and hybrid ViTs with other positions are")
+        raise InputError(
+            "cost: relative positions run on PyTorch's attention, which is not counted; plain and hybrid ViTs with other positions are"
+        )
 
 
 def _dropout(model: ViT) -> float:
@@ -251,14 +290,21 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
         kept["masks (dropout)"] = (depth * m * (2 * d + f) + (m * d if model.pos_drop.p > 0 else 0)) * 1
     # The last norm's input, and its output, of which the head reads rows; a mean keeps neither.
     pooled = rows * d if model.global_pool == "avg" else m * d
-    kept["head"] = size * ((m * d if norm else pooled) + pooled + (rows * model.head_hidden_size if hasattr(model.pre_logits, "fc") else 0))
+    kept["head"] = size * (
+        (m * d if norm else pooled) + pooled + (rows * model.head_hidden_size if hasattr(model.pre_logits, "fc") else 0)
+    )
     return kept
 
 
 def state_bytes(model: ViT, size: int = 2, optimizer: str = "adamw", averaged: bool = False) -> dict[str, int]:
     """What stays from step to step: fp32 parameters, gradients, optimiser state and running average, and 16-bit copies of the linear layers."""
     total = sum(p.numel() for p in model.parameters())
-    copied = sum(p.numel() for layer in model.modules() if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)) for p in layer.parameters())
+    copied = sum(
+        p.numel()
+        for layer in model.modules()
+        if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))
+        for p in layer.parameters()
+    )
     return {
         "parameters": 4 * total,
         "gradients": 4 * total,
@@ -274,7 +320,9 @@ def working_bytes(model: ViT, batch: int, size: int = 2) -> int:
     An estimate, not measured.
     """
     m, f = batch * (model.num_prefix_tokens + model.patch_embed.num_patches), model.blocks[0].mlp.fc1.out_features
-    return m * (model.embed_dim * (4 if model.residual_in_fp32 else size) + 2 * f * size) + batch * model.num_classes * (2 * size + 2 * 4)
+    return m * (
+        model.embed_dim * (4 if model.residual_in_fp32 else size) + 2 * f * size
+    ) + batch * model.num_classes * (2 * size + 2 * 4)
 
 
 # ---- all of it
@@ -311,13 +359,19 @@ def estimate(
     for choice in ("least", "all"):
         one, two = (kept_bytes(model, images_, size, keep=choice) for images_ in (1, 2))
         each = {kind: two[kind] - one[kind] for kind in one}
-        state = state_bytes(model, size, optimizer, averaged) | {"standardised filters": sum(one.values()) - sum(each.values())}  # a ResNet's
+        state = state_bytes(model, size, optimizer, averaged) | {
+            "standardised filters": sum(one.values()) - sum(each.values())
+        }  # a ResNet's
         most = max(0, int((USABLE * device.memory_bytes - sum(state.values())) / (sum(each.values()) + working)))
         choices[choice] = dict(kept_per_image=each, largest_batch=most)
     if _dropout(model):
         keep = "least"
     elif keep == "auto":
-        keep = "all" if choices["all"]["largest_batch"] >= min(on_each, max(1, choices["least"]["largest_batch"])) else "least"
+        keep = (
+            "all"
+            if choices["all"]["largest_batch"] >= min(on_each, max(1, choices["least"]["largest_batch"]))
+            else "least"
+        )
     kept, largest = choices[keep]["kept_per_image"], choices[keep]["largest_batch"]
     more = sum(choices["all"]["kept_per_image"].values()) - sum(choices["least"]["kept_per_image"].values())
     parts = math.ceil(on_each / max(1, min(largest, on_each)))
@@ -326,8 +380,15 @@ def estimate(
     rows = [op.row(device) for op in operations(model, micro, size, keep=keep)]
     update = optimizer_step(parameters, optimizer, averaged).row(device)
     inference = parts * sum(row["times"] * row["forward_floor"] for row in rows)
-    floor = parts * sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows) + update["backward_floor"]
-    ports = predicted.step(model, device.gpu, micro, parts) if (dtype, optimizer, averaged) == ("bf16", "adamw", False) else None
+    floor = (
+        parts * sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows)
+        + update["backward_floor"]
+    )
+    ports = (
+        predicted.step(model, device.gpu, micro, parts)
+        if (dtype, optimizer, averaged) == ("bf16", "adamw", False)
+        else None
+    )
     if ports:  # no step is faster than its floor, whatever the model says
         ports |= dict(training=max(ports["training"], floor), inference=max(ports["inference"], inference))
     return dict(
@@ -347,7 +408,11 @@ def estimate(
         largest_batch=largest,
         dropout=_dropout(model),
         memory=dict(state=state, kept_per_image=kept, working_per_image=working),
-        keep=dict(taken=keep, more_per_image=more, largest_batch={choice: found["largest_batch"] for choice, found in choices.items()}),
+        keep=dict(
+            taken=keep,
+            more_per_image=more,
+            largest_batch={choice: found["largest_batch"] for choice, found in choices.items()},
+        ),
         operations=[*rows, update],
         floor=_pace(floor, batch_size, images, gpus),
         predicted=dict(efficiency=efficiency, **_pace(floor / efficiency, batch_size, images, gpus)),
@@ -372,31 +437,51 @@ def as_text(name: str, found: dict) -> str:
     ]
     for row in found["operations"]:
         pairs = (("flops", 1e-9, ",.1f"), ("bytes", 1e-6, ",.0f"), ("floor", 1e6, ",.0f"))
-        cells = (f"{row[f'forward_{key}'] * scale:{form}} / {row[f'backward_{key}'] * scale:{form}}" for key, scale, form in pairs)
+        cells = (
+            f"{row[f'forward_{key}'] * scale:{form}} / {row[f'backward_{key}'] * scale:{form}}"
+            for key, scale, form in pairs
+        )
         lines.append("{:<28}{:>6}{:>20}{:>20}{:>20}".format(row["name"], row["times"], *cells))
     lines += ["", f"fixed memory, GiB: {_listed(memory['state'], GIB)}"]
-    lines.append(f"kept for backward, MiB an image: {_listed(memory['kept_per_image'], 2**20)}; {memory['working_per_image'] / 2**20:.2f} more at the peak")
+    lines.append(
+        f"kept for backward, MiB an image: {_listed(memory['kept_per_image'], 2**20)}; {memory['working_per_image'] / 2**20:.2f} more at the peak"
+    )
     keep, largest = found["keep"], found["keep"]["largest_batch"]
     more = f"'all' keeps {keep['more_per_image'] / 2**20:.2f} MiB an image more than 'least', which backward then does not write again"
     batches = f"largest batch {largest['all']:,} with 'all', {largest['least']:,} with 'least'"
-    lines.append("keep has no effect with dropout" if found["dropout"] else f"keep={keep['taken']!r} taken; {more}; {batches}")
+    lines.append(
+        "keep has no effect with dropout" if found["dropout"] else f"keep={keep['taken']!r} taken; {more}; {batches}"
+    )
     speed = f"{device['flops_per_second'] / 1e12:,.0f} TFLOP/s in {found['dtype']}, {device['bytes_per_second'] / 1e9:,.0f} GB/s ({device['source']})"
-    fits = f"largest batch on each {found['largest_batch']:,} (estimate)" if found["largest_batch"] else "not even one image fits beside the fixed memory"
+    fits = (
+        f"largest batch on each {found['largest_batch']:,} (estimate)"
+        if found["largest_batch"]
+        else "not even one image fits beside the fixed memory"
+    )
     lines += [f"{device['gpu']}: {speed}; {USABLE:.0%} of {device['memory_bytes'] / GIB:.0f} GiB: {fits}", ""]
     where = f"batch {found['batch_size']:,} on {found['gpus']} x {device['gpu']}"
     where += f" in {found['accumulate']} parts of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
-    for how, pace in (("the floors", found["floor"]), (f"{found['predicted']['efficiency']:.0%} of that (assumed)", found["predicted"])):
+    for how, pace in (
+        ("the floors", found["floor"]),
+        (f"{found['predicted']['efficiency']:.0%} of that (assumed)", found["predicted"]),
+    ):
         line = f"{where}, {how}: {1e3 * pace['step_seconds']:,.1f} ms a step, {pace['images_per_second']:,.0f} images/s"
         trained = pace["gpu_days"] is not None
-        lines.append(line + (f", {pace['train_seconds'] / 3600:,.1f} hours, {pace['gpu_days']:,.1f} GPU-days" if trained else ""))
+        lines.append(
+            line + (f", {pace['train_seconds'] / 3600:,.1f} hours, {pace['gpu_days']:,.1f} GPU-days" if trained else "")
+        )
     if ports := found["port_model"]:
         training, inference = (found["batch_size"] / ports[direction] for direction in ("training", "inference"))
         times = f"{1e3 * ports['training']:,.1f} ms a training step, {training:,.0f} images/s; inference {inference:,.0f} images/s"
         lines.append(f"{where}, {ports['source']}: predicted {times}")
     if found["dropout"]:
-        lines.append("dropout runs the layers on smaller operations: their further passes over memory are not in these times")
+        lines.append(
+            "dropout runs the layers on smaller operations: their further passes over memory are not in these times"
+        )
     if found["train_flops"] is not None:
-        lines.append(f"the whole training: {found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP")
+        lines.append(
+            f"the whole training: {found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP"
+        )
     return "\n".join(lines)
 
 

@@ -65,24 +65,46 @@ def cases(s: Sizes) -> dict[str, tuple[Callable, list[Input]]]:
     def weight(*shape: int) -> Input:
         return "weight", shape
 
-    x, vector, drop, head, grid = values(s.batch, s.tokens, s.width), values(s.width), ("factor", (s.batch,)), s.width // s.heads, (s.image // s.patch) ** 2
-    fc1, fc2, square = [weight(s.hidden, s.width), values(s.hidden)], [weight(s.width, s.hidden), vector], [weight(s.width, s.width), vector]
+    x, vector, drop, head, grid = (
+        values(s.batch, s.tokens, s.width),
+        values(s.width),
+        ("factor", (s.batch,)),
+        s.width // s.heads,
+        (s.image // s.patch) ** 2,
+    )
+    fc1, fc2, square = (
+        [weight(s.hidden, s.width), values(s.hidden)],
+        [weight(s.width, s.hidden), vector],
+        [weight(s.width, s.width), vector],
+    )
     pixels = s.batch, 3, s.image, s.image
     embed = [weight(s.width, 3, s.patch, s.patch), vector, values(1, 1, s.width), values(1, 1 + grid, s.width)]
     attention_half = [x, vector, vector, weight(3 * s.width, s.width), values(3 * s.width), *square, vector, drop]
     return {
         "layer_norm": (ops.layer_norm, [x, vector, vector]),
-        "add_layer_norm": (lambda a, r, w, b, ls, dp: ops.add_layer_norm(a, r, w, b, layer_scale=ls, drop_path=dp), [x, x, vector, vector, vector, drop]),
+        "add_layer_norm": (
+            lambda a, r, w, b, ls, dp: ops.add_layer_norm(a, r, w, b, layer_scale=ls, drop_path=dp),
+            [x, x, vector, vector, vector, drop],
+        ),
         "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, head)]),
         "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, approximate="tanh"), [x, *fc1]),
-        "linear_residual": (lambda a, w, b, r, ls, dp: ops.linear_residual(a, w, b, r, layer_scale=ls, drop_path=dp), [x, *square, x, vector, drop]),
+        "linear_residual": (
+            lambda a, w, b, r, ls, dp: ops.linear_residual(a, w, b, r, layer_scale=ls, drop_path=dp),
+            [x, *square, x, vector, drop],
+        ),
         "mlp": (ops.mlp, [x, *fc1, *fc2]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
-        "attention_block": (lambda *t: ops.attention_block(*t[:7], num_heads=s.heads, layer_scale=t[7], drop_path=t[8]), attention_half),
-        "mlp_block": (lambda *t: ops.mlp_block(*t[:7], layer_scale=t[7], drop_path=t[8]), [x, vector, vector, *fc1, *fc2, vector, drop]),
+        "attention_block": (
+            lambda *t: ops.attention_block(*t[:7], num_heads=s.heads, layer_scale=t[7], drop_path=t[8]),
+            attention_half,
+        ),
+        "mlp_block": (
+            lambda *t: ops.mlp_block(*t[:7], layer_scale=t[7], drop_path=t[8]),
+            [x, vector, vector, *fc1, *fc2, vector, drop],
+        ),
     }
 
 
@@ -106,7 +128,9 @@ def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     if upstream is None:
         return outputs
-    gradients = torch.autograd.grad(outputs, [t for t in tensors if t.requires_grad], [u.to(o.dtype) for u, o in zip(upstream, outputs)])
+    gradients = torch.autograd.grad(
+        outputs, [t for t in tensors if t.requires_grad], [u.to(o.dtype) for u, o in zip(upstream, outputs)]
+    )
     return [*outputs, *gradients]
 
 
@@ -119,15 +143,21 @@ def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
     return max(errors)
 
 
-def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True) -> Result:
+def examine(
+    name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True
+) -> Result:
     """One operation in one dtype: the kernel's error must be at most twice PyTorch's own, or what one rounding costs."""
     generator = torch.Generator().manual_seed(0)
     tensors = make(inputs, dtype, device, generator)
-    doubles = [t.detach().double().requires_grad_() if t.is_floating_point() and t.requires_grad else t for t in tensors]
+    doubles = [
+        t.detach().double().requires_grad_() if t.is_floating_point() and t.requires_grad else t for t in tensors
+    ]
     label = str(dtype).removeprefix("torch.")
     try:
         with ops.use_kernels("off"), exact_fp32():
-            upstream = [torch.randn(o.shape, generator=generator).to(device, torch.float64) for o in run(function, doubles)]
+            upstream = [
+                torch.randn(o.shape, generator=generator).to(device, torch.float64) for o in run(function, doubles)
+            ]
             truth = run(function, doubles, upstream)
             torchs = run(function, tensors, upstream)
             peer = worst(torchs, truth)
@@ -145,7 +175,9 @@ def examine(name: str, function: Callable, inputs: list[Input], dtype: torch.dty
             if timed and device.type == "cuda":
                 _time(result, function, tensors, upstream)
         return result
-    except Exception as problem:  # a kernel that does not compile or run is a failed row, not the end of the examination
+    except (
+        Exception
+    ) as problem:  # a kernel that does not compile or run is a failed row, not the end of the examination
         return failed(name, label, f"{type(problem).__name__}: {problem}", traceback.format_exc())
 
 
@@ -189,7 +221,9 @@ def dtypes(wanted: str = "") -> list[str]:
     if INTERPRETED and not interpreter.bfloat16_mended:
         found.remove("bfloat16")
     if wanted and wanted not in found:
-        raise InputError(f"no {wanted} here, only {' and '.join(found)}: Triton's interpreter computes it with ml_dtypes, which is not installed")
+        raise InputError(
+            f"no {wanted} here, only {' and '.join(found)}: Triton's interpreter computes it with ml_dtypes, which is not installed"
+        )
     return [wanted] if wanted else found
 
 
@@ -205,10 +239,16 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
     at_edges = [EDGES + name for name in edges.names()] if interpreted else []
     for wanted in only:
         forms = [name for name in operations if name.partition(",")[0] == wanted]
-        found = [wanted] if "," in wanted and wanted in operations else forms or [name for name in operations if wanted in name]
+        found = (
+            [wanted]
+            if "," in wanted and wanted in operations
+            else forms or [name for name in operations if wanted in name]
+        )
         found += [name for name in at_edges if wanted in name]
         if not found or not wanted:
-            raise InputError(f"no operation has {wanted!r} in its name; there are {'; '.join((*operations, *at_edges))}")
+            raise InputError(
+                f"no operation has {wanted!r} in its name; there are {'; '.join((*operations, *at_edges))}"
+            )
         chosen.update(found)
     here = dtypes(dtype)
     every = [(name, d) for name in operations for d in here]
@@ -323,14 +363,24 @@ def machine() -> dict[str, str]:
     """Versions and the GPU."""
     import triton
 
-    facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__, python=platform.python_version(), cuda=str(torch.version.cuda))
+    facts = dict(
+        vitfast=__version__,
+        torch=torch.__version__,
+        triton=triton.__version__,
+        python=platform.python_version(),
+        cuda=str(torch.version.cuda),
+    )
     if INTERPRETED:
-        facts["gpu"] = "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        facts["gpu"] = (
+            "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        )
         if not interpreter.bfloat16_mended:
             facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
     else:
         properties = torch.cuda.get_device_properties(0)
-        facts["gpu"] = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        facts["gpu"] = (
+            f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        )
         like = torch.empty(0, dtype=torch.bfloat16, device=device())
         facts["cublaslt"] = cublaslt.unsupported_reason(like) or "built, for linear_residual"
     return facts
@@ -378,7 +428,9 @@ def doctor(
     device()
     prepare()
     if interpreted and not interpreter.bfloat16_mended and dtype not in ("float16", "float32"):
-        raise InputError("doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16")
+        raise InputError(
+            "doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16"
+        )
     todo = tasks(only, dtype, interpreted)
     cpus = len(os.sched_getaffinity(0))
     jobs = min(jobs or (cpus if interpreted else 1), len(todo), cpus)

@@ -29,12 +29,16 @@ def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, forc
     path = Path(path).expanduser()
     check_target(path, form, force)
     if form == "onnx" and model.patch_embed.proj.weight.dtype == torch.bfloat16:
-        raise InputError("export: NumPy and onnxruntime's CPU have no bfloat16; call model.float() or model.half() before an ONNX export")
+        raise InputError(
+            "export: NumPy and onnxruntime's CPU have no bfloat16; call model.float() or model.half() before an ONNX export"
+        )
     training = model.training
     model.eval()
     try:
         with staged(path, force) as scratch, torch.no_grad(), use_kernels("off"):
-            program = torch.export.export(model, (_images(model, 2, uint8),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+            program = torch.export.export(
+                model, (_images(model, 2, uint8),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
+            )
             images = _images(model, 3, uint8)
             run = _WRITERS[form](program, scratch)
             return None if run is None else _difference(run(images), model(images))
@@ -53,7 +57,9 @@ def check_target(path: Path, form: str, force: bool) -> None:
 
 def _images(model: ViT, batch: int, uint8: bool) -> Tensor:
     weight = model.patch_embed.proj.weight
-    raw = torch.randint(0, 256, (batch, model.in_chans, *model.patch_embed.img_size), dtype=torch.uint8, device=weight.device)
+    raw = torch.randint(
+        0, 256, (batch, model.in_chans, *model.patch_embed.img_size), dtype=torch.uint8, device=weight.device
+    )
     return raw if uint8 else (raw / 255 * 2 - 1).to(weight.dtype)
 
 
@@ -63,7 +69,9 @@ def _difference(ours: Tensor, truth: Tensor) -> float:
     exact = truth.dtype == torch.float32 and truth.device.type == "cpu"
     allowed = (1e-4 if exact else 1e-2) * max(1.0, truth.abs().max().item())
     if not difference <= allowed:
-        raise RuntimeError(f"export: the file gives other logits than the model (max difference {difference:.3g}); nothing was written")
+        raise RuntimeError(
+            f"export: the file gives other logits than the model (max difference {difference:.3g}); nothing was written"
+        )
     return difference
 
 
@@ -73,7 +81,9 @@ def _onnx(program: torch.export.ExportedProgram, path: Path) -> Runner | None:
             __import__(name)
         except ImportError as error:
             raise InputError(f"export: ONNX needs the package {name}; pip install 'vitfast[export]'") from error
-    torch.onnx.export(program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False).save(str(path))
+    torch.onnx.export(program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False).save(
+        str(path)
+    )
     try:
         import onnxruntime
     except ImportError:
@@ -95,7 +105,9 @@ def _aoti(program: torch.export.ExportedProgram, path: Path) -> Runner:
         aoti_compile_and_package(program, package_path=os.fspath(path))
     except (CppCompileError, InductorError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"export: AOTInductor could not compile ({reason}); it needs a C++ compiler: g++, or what CXX names") from error
+        raise InputError(
+            f"export: AOTInductor could not compile ({reason}); it needs a C++ compiler: g++, or what CXX names"
+        ) from error
     return aoti_load_package(os.fspath(path))
 
 

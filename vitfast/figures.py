@@ -42,7 +42,10 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
         raise InputError(f"--images must be at least 1, got {count}")
     length, opened = _folder(Path(spec)) if Path(spec).exists() else _named(spec, size)
     chosen = np.unique(np.linspace(0, length - 1, min(count, length)).round().astype(int))
-    fitted = [ImageOps.fit(opened(i).convert("RGB" if chans == 3 else "L"), size[::-1], Image.Resampling.BICUBIC) for i in chosen]
+    fitted = [
+        ImageOps.fit(opened(i).convert("RGB" if chans == 3 else "L"), size[::-1], Image.Resampling.BICUBIC)
+        for i in chosen
+    ]
     pixels = np.stack([np.asarray(image).reshape(*size, chans) for image in fitted])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
@@ -70,7 +73,9 @@ def _named(spec: str, size: tuple[int, int]) -> tuple[int, Callable[[int], Image
 
     source = open_sources(spec, "", size, (1, 1), 1, 0)[1]
     if not hasattr(source, "__getitem__"):
-        raise InputError(f"--data {spec} is read in order only; give a folder of images, 'digits', torch/... or hfds/...")
+        raise InputError(
+            f"--data {spec} is read in order only; give a folder of images, 'digits', torch/... or hfds/..."
+        )
 
     def opened(index: int) -> Image.Image:
         image = source[int(index)][0]
@@ -115,7 +120,9 @@ def draw_filters(components: np.ndarray) -> Figure:
     low, high = (reduce(components, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
     scaled = np.ones((rows * columns, *components.shape[1:]))
     scaled[:n] = (components - low) / np.maximum(high - low, 1e-30)
-    tiles = scaled.transpose(0, 2, 3, 1).repeat(3 // components.shape[1], axis=-1).reshape(rows, columns, height, width, 3)
+    tiles = (
+        scaled.transpose(0, 2, 3, 1).repeat(3 // components.shape[1], axis=-1).reshape(rows, columns, height, width, 3)
+    )
     figure = Figure(figsize=(columns, rows * height / width))
     _blank(figure)[0, 0].imshow(np.nan_to_num(mosaic(tiles), nan=1.0), interpolation="nearest")
     return figure
@@ -125,7 +132,9 @@ def draw_similarity(similarity: np.ndarray) -> Figure:
     """A grid of grids from (h, w, h, w): the tile of each patch shows its position's cosine similarity to all others."""
     rows, columns = similarity.shape[:2]
     picture = mosaic(similarity)
-    side = max(5.4, 1.7 * max(picture.shape) / DPI)  # beside the margins a pixel for each number at least, or gaps would vanish
+    side = max(
+        5.4, 1.7 * max(picture.shape) / DPI
+    )  # beside the margins a pixel for each number at least, or gaps would vanish
     figure = Figure(figsize=(side * min(1, columns / rows) + 1, side * min(1, rows / columns)))
     axis = figure.subplots()
     shown = axis.imshow(picture, vmin=-1, vmax=1, interpolation="nearest")
@@ -145,7 +154,13 @@ def draw_distance(distance: np.ndarray, uniform: float) -> Figure:
     figure = Figure(figsize=(7, 4.5))
     axis = figure.subplots()
     for head in range(heads):
-        axis.scatter(np.arange(1, layers + 1), distance[:, head], s=18, label=f"head {head + 1}", color=colormaps["viridis"](head / max(1, heads - 1)))
+        axis.scatter(
+            np.arange(1, layers + 1),
+            distance[:, head],
+            s=18,
+            label=f"head {head + 1}",
+            color=colormaps["viridis"](head / max(1, heads - 1)),
+        )
     axis.axhline(uniform, color="0.5", linewidth=1, linestyle="--", label="spread evenly")
     axis.set(xlabel="layer", ylabel="mean attention distance (pixels)", ylim=(0, 1.05 * max(uniform, distance.max())))
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -164,7 +179,9 @@ def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
         above, below = axes[i // 8 * 2 : i // 8 * 2 + 2, i % 8]
         above.imshow(image if image.shape[-1] == 3 else image[..., 0], cmap="gray")
         below.imshow(image.mean(-1), cmap="gray")
-        below.imshow(weights, cmap="inferno", alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="bicubic")
+        below.imshow(
+            weights, cmap="inferno", alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="bicubic"
+        )
     figure.subplots_adjust(wspace=0.05, hspace=0.05)
     return figure
 
@@ -174,13 +191,22 @@ def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
 
 def table(facts: dict[str, str]) -> str:
     """Names and values as rows."""
-    return "<table>" + "".join(f"<tr><td>{html.escape(k)}</td><td class=n>{html.escape(v)}</td></tr>" for k, v in facts.items()) + "</table>"
+    return (
+        "<table>"
+        + "".join(f"<tr><td>{html.escape(k)}</td><td class=n>{html.escape(v)}</td></tr>" for k, v in facts.items())
+        + "</table>"
+    )
 
 
 def page(title: str, facts: dict[str, str], sections: dict[str, tuple[str, str]]) -> str:
     """An HTML document. sections: heading -> (what is to be seen, an <img> or "")."""
-    body = "".join(f'<h2>{html.escape(name)}</h2>\n<p class="small">{html.escape(text)}</p>\n{image}\n' for name, (text, image) in sections.items())
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
+    body = "".join(
+        f'<h2>{html.escape(name)}</h2>\n<p class="small">{html.escape(text)}</p>\n{image}\n'
+        for name, (text, image) in sections.items()
+    )
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
+    )
     return f'<!doctype html><html lang="en">{head}\n<style>{STYLE}</style>\n<h1>{html.escape(title)}</h1>\n{table(facts)}\n{body}</html>\n'
 
 
@@ -212,7 +238,10 @@ def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: st
         distance_pixels_spread_evenly=uniform,
         not_drawn=[name for name in SECTIONS if name not in pngs],
     )
-    sections = {heading: (text, embed(pngs[name], heading)) if name in pngs else (absent, "") for name, (heading, text, absent) in SECTIONS.items()}
+    sections = {
+        heading: (text, embed(pngs[name], heading)) if name in pngs else (absent, "")
+        for name, (heading, text, absent) in SECTIONS.items()
+    }
     files = {f"{name}.png": png for name, png in pngs.items()}
     files["distance.csv"] = _csv(arrays["distance"]).encode()
     files["arrays.npz"] = _npz(arrays)
@@ -253,7 +282,10 @@ SECTIONS = dict(
 
 
 def _draw(arrays: dict[str, np.ndarray], images: np.ndarray, uniform: float) -> dict[str, Figure]:
-    figures = dict(distance=draw_distance(arrays["distance"], uniform), rollout=draw_attention(images[:SHOWN], arrays["rollout"][:SHOWN]))
+    figures = dict(
+        distance=draw_distance(arrays["distance"], uniform),
+        rollout=draw_attention(images[:SHOWN], arrays["rollout"][:SHOWN]),
+    )
     if "filters" in arrays:
         figures["filters"] = draw_filters(arrays["filters"])
     if "positions" in arrays:
@@ -262,7 +294,9 @@ def _draw(arrays: dict[str, np.ndarray], images: np.ndarray, uniform: float) -> 
 
 
 def _csv(distance: np.ndarray) -> str:
-    rows = (f"{layer},{head},{pixels:.6g}" for layer, row in enumerate(distance, 1) for head, pixels in enumerate(row, 1))
+    rows = (
+        f"{layer},{head},{pixels:.6g}" for layer, row in enumerate(distance, 1) for head, pixels in enumerate(row, 1)
+    )
     return "\n".join(("layer,head,pixels", *rows, ""))
 
 

@@ -36,16 +36,22 @@ def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
             raise unknown("backbone", backbone, BACKBONES)
         options = BACKBONES[backbone]
         if patch[0] != patch[1] or patch[0] not in options:
-            raise InputError(f"backbone {backbone!r} makes patches of {' or '.join(map(str, options))} pixels, got patch_size {patch[0]} x {patch[1]}")
+            raise InputError(
+                f"backbone {backbone!r} makes patches of {' or '.join(map(str, options))} pixels, got patch_size {patch[0]} x {patch[1]}"
+            )
         return dict(layers=list(options[patch[0]]), **_DEFAULTS)
     if not isinstance(backbone, dict) or "layers" not in backbone or backbone.keys() - {"layers", *_DEFAULTS}:
-        raise InputError(f"backbone must be one of {', '.join(map(repr, BACKBONES))}, or a dict with layers and, if you like, width and eps; got {backbone!r}")
+        raise InputError(
+            f"backbone must be one of {', '.join(map(repr, BACKBONES))}, or a dict with layers and, if you like, width and eps; got {backbone!r}"
+        )
     made = {**_DEFAULTS, **backbone, "layers": list(backbone["layers"])}
     if not 1 <= len(made["layers"]) <= len(_CHANNELS) or min(made["layers"]) < 1:
         raise InputError(f"backbone: layers must be the units of one to {len(_CHANNELS)} stages, got {made['layers']}")
     shrink = reduction(made["layers"])
     if any(side % shrink for side in patch):
-        raise InputError(f"backbone: {len(made['layers'])} stages make a map {shrink} times smaller, no divisor of patch_size {patch[0]} x {patch[1]}")
+        raise InputError(
+            f"backbone: {len(made['layers'])} stages make a map {shrink} times smaller, no divisor of patch_size {patch[0]} x {patch[1]}"
+        )
     return made
 
 
@@ -64,7 +70,9 @@ def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
         raise InputError("a hybrid's ResNet is timm's: pip install timm") from error
     try:
         plain = dict(num_classes=0, global_pool="", preact=False, stem_type="same", zero_init_last=True)
-        return ResNetV2(layers, in_chans=in_chans, width_factor=width, conv_layer=partial(StdConv2dSame, eps=eps), **plain)
+        return ResNetV2(
+            layers, in_chans=in_chans, width_factor=width, conv_layer=partial(StdConv2dSame, eps=eps), **plain
+        )
     except ValueError as error:  # channels that 32 groups do not divide
         raise InputError(f"backbone: width {width} does not fit a ResNet ({error})") from error
 
@@ -73,7 +81,9 @@ def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
 def _pixels(images: Tensor, patch: tuple[int, int], weight: Tensor, mean, std) -> Tensor:
     """Images in the dtype of weight, raw ones normalised: the CNN pads with the zero of normalised pixels. ValueError where patches do not fit."""
     if images.shape[2] % patch[0] or images.shape[3] % patch[1]:
-        raise ValueError(f"HybridEmbed: images must have sides that are multiples of {patch[0]} x {patch[1]} pixels, got {tuple(images.shape)}")
+        raise ValueError(
+            f"HybridEmbed: images must have sides that are multiples of {patch[0]} x {patch[1]} pixels, got {tuple(images.shape)}"
+        )
     return ref.normalize(images, mean, std, weight.dtype) if images.dtype == torch.uint8 else images.to(weight.dtype)
 
 
@@ -96,5 +106,9 @@ class HybridEmbed(PatchEmbed):
         """Initialises the CNN as timm does, and as Google: the last GroupNorm of each unit starts at 0."""
         self.backbone.init_weights(zero_init_last=True)
 
-    def forward(self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None) -> Tensor:
-        return super().forward(self.backbone(_pixels(images, self.patch_size, self.proj.weight, mean, std)), prefix, pos_embed)
+    def forward(
+        self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
+    ) -> Tensor:
+        return super().forward(
+            self.backbone(_pixels(images, self.patch_size, self.proj.weight, mean, std)), prefix, pos_embed
+        )

@@ -76,7 +76,9 @@ def attention_distance(model: ViT, images: Tensor) -> Tensor:
             attention = attention[:, :, prefix:, prefix:]
             distances = patch_distances(images.shape[-2:], grid).to(attention)
             reached = torch.einsum("bhqk,qk->bhq", attention, distances)
-            layers.append((reached / attention.sum(-1).clamp_min(torch.finfo(attention.dtype).tiny)).mean(-1).sum(0).double())
+            layers.append(
+                (reached / attention.sum(-1).clamp_min(torch.finfo(attention.dtype).tiny)).mean(-1).sum(0).double()
+            )
         total = total + torch.stack(layers)
     return total / len(images)
 

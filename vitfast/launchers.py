@@ -56,7 +56,11 @@ class Draw:
         start, gap = LAYOUTS[self.layout]
         if not gap or 0 in shape:
             x = fill(shape)
-            return x.contiguous(memory_format=torch.channels_last) if self.layout == "channels-last" and x.dim() == 4 else x
+            return (
+                x.contiguous(memory_format=torch.channels_last)
+                if self.layout == "channels-last" and x.dim() == 4
+                else x
+            )
         self.drawn += 1
         gap += 8 * (self.drawn % 3)
         return fill((*shape[:-1], shape[-1] + gap))[..., start : start + shape[-1]]
@@ -256,7 +260,9 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
     add(
         "layer_norm backward in a block",
         lambda t: (*normed(t), t.values(m, d)),
-        lambda dy, z, w, b, mean, rstd, dz: layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, dz=dz, want_dz_sum=True, want_y=True),
+        lambda dy, z, w, b, mean, rstd, dz: layer_norm.layer_norm_bwd(
+            dy, z, w, b, mean, rstd, dz=dz, want_dz_sum=True, want_y=True
+        ),
         block_norm_backward,
     )
     add(
@@ -391,14 +397,28 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
 
     add(
         "weight gradient, layer scale",
-        lambda t: (t.values(m, d), t.values(m, f), t.weight(d, f), t.values(d), t.values(d), t.values(d, dtype=torch.float32)),
+        lambda t: (
+            t.values(m, d),
+            t.values(m, f),
+            t.weight(d, f),
+            t.values(d),
+            t.values(d),
+            t.values(d, dtype=torch.float32),
+        ),
         weight_grad.weight_grad_scaled,
         scaled_gradient,
         variant=True,
     )
     add(
         "linear + residual, factors, fp32 stream",
-        lambda t: (t.values(m, d), t.weight(d, d), t.values(d), t.values(m, d, dtype=torch.float32), t.values(d), t.factors(s.batch)),
+        lambda t: (
+            t.values(m, d),
+            t.weight(d, d),
+            t.values(d),
+            t.values(m, d, dtype=torch.float32),
+            t.values(d),
+            t.factors(s.batch),
+        ),
         lambda x, w, b, res, ls, drop: linear.linear_residual(x, w, b, res, ls, drop, s.tokens),
         lambda x, w, b, res, ls, drop: ref.linear_residual(
             x.view(shape), w, b, res.view(shape), layer_scale=ls, drop_path=drop

@@ -10,7 +10,16 @@ from .ops import attention, attention_block, layer_norm, linear_gelu, mlp_block,
 from .positions import relative_attention, relative_probs
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
-for _leaf in ("attention", "attention_block", "layer_norm", "linear_gelu", "mlp_block", "patch_embed", "relative_attention", "sample_drop_path"):
+for _leaf in (
+    "attention",
+    "attention_block",
+    "layer_norm",
+    "linear_gelu",
+    "mlp_block",
+    "patch_embed",
+    "relative_attention",
+    "sample_drop_path",
+):
     torch.fx.wrap(_leaf)
 
 
@@ -56,7 +65,9 @@ class PatchEmbed(nn.Module):
             if side < patch or side % patch:
                 p, q = self.patch_size
                 near = tuple(max(1, round(s / n)) * n for s, n in zip(size, self.patch_size))
-                raise InputError(f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; the nearest that fits is {near[0]} x {near[1]}")
+                raise InputError(
+                    f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; the nearest that fits is {near[0]} x {near[1]}"
+                )
         self.img_size = size
 
     @property
@@ -76,7 +87,9 @@ class PatchEmbed(nn.Module):
         """How much smaller the grid is than the image (timm's name)."""
         return max(self.patch_size) if as_scalar else self.patch_size
 
-    def forward(self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None) -> Tensor:
+    def forward(
+        self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
+    ) -> Tensor:
         return patch_embed(images, self.proj.weight, self.proj.bias, prefix, pos_embed, mean=mean, std=std)
 
 
@@ -178,7 +191,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
         """positions: (1, N, D), added to x first. relative: (2n-1, Dh), see positions.relative_logits."""
         x = x if positions is None else x + positions.to(x.dtype)
-        dropout, options = self.training and self.attn.proj_drop.p > 0, dict(residual_in_fp32=self.residual_in_fp32, keep=self.keep)
+        dropout, options = (
+            self.training and self.attn.proj_drop.p > 0,
+            dict(residual_in_fp32=self.residual_in_fp32, keep=self.keep),
+        )
         norm, attn, mlp = self.norm1, self.attn, self.mlp
         if dropout or relative is not None:
             x = self._add_branch(x, attn(self.branch_input(x, norm), relative), self.ls1)
@@ -215,7 +231,9 @@ class Block(nn.Module):
 
     def attention_map(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
         """The attention matrices (B, H, N, N), in fp32 at least, of `forward` with these arguments."""
-        return self.attn.probs(self.branch_input(x if positions is None else x + positions.to(x.dtype), self.norm1), relative)
+        return self.attn.probs(
+            self.branch_input(x if positions is None else x + positions.to(x.dtype), self.norm1), relative
+        )
 
     def branch_input(self, x: Tensor, norm: nn.Module) -> Tensor:
         """norm(x) as the matrix products take it; an fp32 residual stream is normalised in fp32."""

@@ -95,7 +95,7 @@ def _some_run_on(instructions: tuple[str, ...]) -> bool:
 
 
 def name_of(instruction: str) -> str:
-    """ "HGMMA" of "@P0 HGMMA.64x128x16.F32 R24, ...". """
+    """ "HGMMA" of "@P0 HGMMA.64x128x16.F32 R24, ..."."""
     words = instruction.split()
     return (words[1] if words[0].startswith("@") else words[0]).partition(".")[0]
 

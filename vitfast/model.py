@@ -24,7 +24,9 @@ PRESETS = {
     "L/16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
     "L/32": dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16),
     "H/14": dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16),
-    "Nano/8": dict(patch_size=8, embed_dim=64, depth=4, num_heads=4),  # ours, for the demo and for tests: not in the paper
+    "Nano/8": dict(
+        patch_size=8, embed_dim=64, depth=4, num_heads=4
+    ),  # ours, for the demo and for tests: not in the paper
 }
 # A ResNet-50 under the ViT: the number is the total down-sampling, which for a plain ViT is the patch size.
 PRESETS |= {f"R50+{name}": {**PRESETS[name], "backbone": "r50"} for name in ("B/32", "B/16", "L/32", "L/16")}
@@ -57,12 +59,16 @@ def _checked(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor
     """Raises ValueError unless images are (B, chans, *size); size None leaves it open."""
     if images.dim() != 4 or images.shape[1] != chans or (size is not None and tuple(images.shape[2:]) != size):
         want = "(B, {}, {}, {})".format(chans, *(size or ("H", "W")))
-        raise ValueError(f"ViT: images must be {want}, got {tuple(images.shape)}; set_input_size or dynamic_img_size=True takes other sizes")
+        raise ValueError(
+            f"ViT: images must be {want}, got {tuple(images.shape)}; set_input_size or dynamic_img_size=True takes other sizes"
+        )
     return images
 
 
 @torch.fx.wrap
-def _at_grid(name: str, table: Tensor, images: Tensor, patch: tuple[int, int], grid: tuple[int, int], prefix: int) -> Tensor:
+def _at_grid(
+    name: str, table: Tensor, images: Tensor, patch: tuple[int, int], grid: tuple[int, int], prefix: int
+) -> Tensor:
     """A table of positions at the grid that these images give."""
     return positions.resize_table(name, table, grid, (images.shape[2] // patch[0], images.shape[3] // patch[1]), prefix)
 
@@ -137,7 +143,9 @@ class ViT(nn.Module):
         backbone: str | dict | None = None,
         keep: str = "auto",
     ):
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__", "keep")}  # keep is of a run, not of the model
+        config = {
+            k: v for k, v in locals().items() if k not in ("self", "__class__", "keep")
+        }  # keep is of a run, not of the model
         super().__init__()
         for name, value, known in (
             ("global_pool", global_pool, _POOLS),
@@ -154,11 +162,15 @@ class ViT(nn.Module):
         if embed_dim % num_heads:
             raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if pos_embed_at != "stem" and pos_embed not in ("learn", "learn2d"):
-            raise InputError(f"ViT: pos_embed_at={pos_embed_at!r} is for pos_embed='learn' or 'learn2d', got pos_embed={pos_embed!r}")
+            raise InputError(
+                f"ViT: pos_embed_at={pos_embed_at!r} is for pos_embed='learn' or 'learn2d', got pos_embed={pos_embed!r}"
+            )
         if pos_embed == "learn2d" and embed_dim % 2:
             raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {embed_dim}")
         if global_pool == "token" and not class_token:
-            raise InputError("ViT: global_pool='token' needs class_token=True; without a class token use global_pool='avg'")
+            raise InputError(
+                "ViT: global_pool='token' needs class_token=True; without a class token use global_pool='avg'"
+            )
 
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.embed_dim = self.num_features = embed_dim
@@ -206,7 +218,9 @@ class ViT(nn.Module):
             )
         )
         self.set_keep(keep)
-        self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=max(pair(patch_size))) for i in range(depth)]
+        self.feature_info = [
+            dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=max(pair(patch_size))) for i in range(depth)
+        ]
         norm_after_pool = global_pool == "avg" if fc_norm is None else fc_norm
         self._config["fc_norm"] = norm_after_pool
         self.norm = nn.Identity() if norm_after_pool else LayerNorm(embed_dim, eps=norm_eps)
@@ -286,7 +300,9 @@ class ViT(nn.Module):
         if self.dynamic_img_size:
             sizes = self.patch_embed.patch_size, self.patch_embed.grid_size, self._pos_prefix
             tables = {name: _at_grid(name, table, images, *sizes) for name, table in tables.items()}
-        return positions.distribute(tables, self._config["pos_embed_at"], len(self.blocks), self.num_prefix_tokens - self._pos_prefix)
+        return positions.distribute(
+            tables, self._config["pos_embed_at"], len(self.blocks), self.num_prefix_tokens - self._pos_prefix
+        )
 
     def _embed(self, images: Tensor) -> tuple[Tensor, list[tuple]]:
         """(B, C, H, W) -> (B, T+N, D), positions added, dropped out; and what each block takes besides."""
@@ -370,10 +386,17 @@ class ViT(nn.Module):
         return maps if intermediates_only else (self._final(x), maps)
 
     def get_intermediate_layers(
-        self, images: Tensor, n: int | Sequence[int] = 1, reshape: bool = False, return_prefix_tokens: bool = False, norm: bool = False
+        self,
+        images: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
     ) -> list:
         """DINO's name for forward_intermediates: (B, N, D) each, or (B, D, H/P, W/Q) with `reshape`."""
-        return self.forward_intermediates(images, n, return_prefix_tokens, norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True)
+        return self.forward_intermediates(
+            images, n, return_prefix_tokens, norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True
+        )
 
     def attention_maps(self, images: Tensor, indices: int | Sequence[int] | None = None) -> list[Tensor]:
         """The exact attention matrices, one (B, H, N, N) per layer in fp32 at least, prefix tokens first; rows sum to 1.
@@ -403,7 +426,11 @@ class ViT(nn.Module):
             self.global_pool = global_pool
         weight = self.patch_embed.proj.weight
         self.num_classes, self.head_hidden_size, self.pre_logits = num_classes, self.embed_dim, nn.Identity()
-        self.head = nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype) if num_classes > 0 else nn.Identity()
+        self.head = (
+            nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype)
+            if num_classes > 0
+            else nn.Identity()
+        )
         if num_classes > 0:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
@@ -418,7 +445,9 @@ class ViT(nn.Module):
         for name in self._tables:
             before = getattr(self, name)
             table = positions.resize_table(name, before.detach(), old, self.patch_embed.grid_size, self._pos_prefix)
-            setattr(self, name, nn.Parameter(table, before.requires_grad) if isinstance(before, nn.Parameter) else table)
+            setattr(
+                self, name, nn.Parameter(table, before.requires_grad) if isinstance(before, nn.Parameter) else table
+            )
         self._config["img_size"] = self.patch_embed.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -448,7 +477,13 @@ class ViT(nn.Module):
 
     def _decide_keep(self, x: Tensor) -> None:
         """The same for tokens (B, N, D) of an eager training forward, where they are more than ever before."""
-        if self.keep != "auto" or not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        if (
+            self.keep != "auto"
+            or not self.training
+            or not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not isinstance(x, Tensor)
+        ):
             return
         rows, kind = x.shape[0] * x.shape[1], x.device.type
         if kind in ASKED and rows > self._keep_rows:
@@ -458,13 +493,17 @@ class ViT(nn.Module):
         weight = self.patch_embed.proj.weight
         if self.keep == "auto" and weight.device.type in ASKED and not self.grad_checkpointing:
             self._keep_rows = rows
-            self._set_blocks(choose(self.blocks, self.parameters(), rows, (dtype or weight.dtype).itemsize, weight.device))
+            self._set_blocks(
+                choose(self.blocks, self.parameters(), rows, (dtype or weight.dtype).itemsize, weight.device)
+            )
 
     def _set_blocks(self, keep: str) -> None:
         for block in self.blocks:
             block.keep = keep
 
-    def prune_intermediate_layers(self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
         """Drops the blocks after the last one wanted, and the norm and head where asked. Returns the indices kept."""
         take = _take(indices, len(self.blocks))
         self.blocks = self.blocks[: max(take) + 1]
@@ -492,7 +531,9 @@ class ViT(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict:
         """Patterns that sort parameters into layers, for layer-wise learning rates."""
-        return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
+        return dict(
+            stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]
+        )
 
 
 def _take(indices: int | Sequence[int] | None, depth: int) -> list[int]:
@@ -524,7 +565,9 @@ def _init_module(module: nn.Module, name: str, mode: str, needs_reset: bool) -> 
         else:
             nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
-            nn.init.normal_(module.bias, std=1e-6) if mode.startswith("jax") and ".mlp." in name else nn.init.zeros_(module.bias)
+            nn.init.normal_(module.bias, std=1e-6) if mode.startswith("jax") and ".mlp." in name else nn.init.zeros_(
+                module.bias
+            )
     elif isinstance(module, nn.Conv2d) and mode.startswith("jax"):
         std = math.sqrt(1 / module.weight[0].numel()) / 0.87962566103423978  # LeCun's, after the cut at two deviations
         nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)

@@ -118,7 +118,12 @@ class Job(NamedTuple):
                 raise ValueError(f"{launch.kernel.__name__}: a tensor starts at no multiple of 16 bytes")
             return value.dtype
 
-        return cls(launch.kernel.fn.__module__, launch.kernel.__name__, launch.grid, {k: plain(v) for k, v in launch.arguments.items()})
+        return cls(
+            launch.kernel.fn.__module__,
+            launch.kernel.__name__,
+            launch.grid,
+            {k: plain(v) for k, v in launch.arguments.items()},
+        )
 
     def launch(self) -> Launch:
         """The launch again, on meta tensors."""
@@ -180,7 +185,9 @@ class Compiler:
         self.capability = capability
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.processes = processes or max(1, min(14, cores - 2))
-        self.context = multiprocessing.get_context("forkserver")  # forked from a process that has imported this and touched no GPU
+        self.context = multiprocessing.get_context(
+            "forkserver"
+        )  # forked from a process that has imported this and touched no GPU
         self.context.set_forkserver_preload([__name__])
         self.threads = ThreadPoolExecutor(self.processes)
         self.running: set = set()

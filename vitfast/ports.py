@@ -42,10 +42,14 @@ class Gpu:
     name: str
     memory_bytes_per_second: float
     multiprocessors: int = 132  # of the SXM cards (NVIDIA, Hopper architecture in depth, 2022)
-    clock: float = 1.755e9  # Hz; the maximum is 1.98e9 and the data sheet's peak is at 1.83e9, long products draw it below both
+    clock: float = (
+        1.755e9  # Hz; the maximum is 1.98e9 and the data sheet's peak is at 1.83e9, long products draw it below both
+    )
     flops: int = 4096  # dense bf16 a clock by wgmma: 989.4e12 of the data sheet / 132 / 1.83e9
     mma_sync: float = 0.62  # share of that by mma.sync (Luo et al., 2024, "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture")
-    mufu: int = 16  # a clock (CUDA C++ Programming Guide, throughput of native arithmetic instructions, compute capability 9.0)
+    mufu: int = (
+        16  # a clock (CUDA C++ Programming Guide, throughput of native arithmetic instructions, compute capability 9.0)
+    )
     issue: int = 4  # instructions of warps a clock: four schedulers (as above)
     shared_bytes: int = 128  # a clock: 32 banks of 4 bytes (as above)
     # 5.5 to 7e12 on a PCIe card with 114 multiprocessors (Chips and Cheese, 2023, "Nvidia's H100"); the upper one x 132 / 114.
@@ -80,7 +84,13 @@ class View:
         size = tensor.element_size()
         extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
         start = tensor.storage_offset() * size
-        return cls(tensor.numel() * size, tensor.untyped_storage()._cdata, start, start + extent * size, math.prod(block) * size if block else 0)
+        return cls(
+            tensor.numel() * size,
+            tensor.untyped_storage()._cdata,
+            start,
+            start + extent * size,
+            math.prod(block) * size if block else 0,
+        )
 
     def meets(self, other: "View") -> bool:
         """Whether the two may share bytes; q and k packed into one tensor lie between one another, and count as if they did."""
@@ -189,7 +199,9 @@ def measure(launch: Launch, tensors: dict[str, View] | None = None) -> Work:
     tracer = trace.Tracer(code, constants, launch.grid, warps)
     grid = Work(math.prod(launch.grid), fitting(code.registers, warps, compiled.metadata.shared), warps)
     if not grid.resident:
-        raise ValueError(f"no program of {launch.kernel.__name__} fits a multiprocessor: {code.registers} registers, {compiled.metadata.shared} bytes")
+        raise ValueError(
+            f"no program of {launch.kernel.__name__} fits a multiprocessor: {code.registers} registers, {compiled.metadata.shared} bytes"
+        )
     sample = SAMPLE if predict(grid, H100).waves > 1 else 1  # the long programs of a single wave are alike
     first = max(0, min(launch.grid[0] // 2, launch.grid[0] - sample))
     sampled = [(x, *(n // 2 for n in launch.grid[1:])) for x in range(first, min(first + sample, launch.grid[0]))]
@@ -261,10 +273,14 @@ def predict(work: Work, gpu: Gpu) -> Prediction:
     busy = max(ports.values())
     products = max(work.tensor, work.operands)
     others = max(work.issue * max(1, 2 * gpu.issue / work.warps), work.mufu)
-    waited = max((work.l2_waited * work.programs + once) / gpu.l2_bytes_per_second, work.hbm_waited / gpu.memory_bytes_per_second)
+    waited = max(
+        (work.l2_waited * work.programs + once) / gpu.l2_bytes_per_second, work.hbm_waited / gpu.memory_bytes_per_second
+    )
     alone = (most / gpu.clock * (products + others + work.accesses) + waited) / min(work.resident, most)
     binds = max(ports, key=ports.get) if busy >= alone else "latency"
-    return Prediction(gpu.launch + max(busy, alone), ports, work.programs / (work.resident * gpu.multiprocessors), binds)
+    return Prediction(
+        gpu.launch + max(busy, alone), ports, work.programs / (work.resident * gpu.multiprocessors), binds
+    )
 
 
 def library(flops: float, moved: int, gpu: Gpu) -> float:

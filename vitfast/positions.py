@@ -20,7 +20,9 @@ KINDS = ("learn", "learn2d", "sincos2d", "relative", "none", "")
 PLACES = ("stem", "layers", "layers_shared")
 
 
-def table_shapes(kind: str, place: str, grid: Grid, dim: int, head_dim: int, depth: int, prefix: int) -> dict[str, tuple[int, ...]]:
+def table_shapes(
+    kind: str, place: str, grid: Grid, dim: int, head_dim: int, depth: int, prefix: int
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tables of one kind. prefix: tokens before the patches that have a slot (in "learn" and "sincos2d")."""
     (height, width), count = grid, depth if place == "layers" else 1
     if kind in ("learn", "sincos2d"):
@@ -94,7 +96,9 @@ def sincos_2d(grid: Grid, dim: int, prefix: int = 0, temperature: float = 10_000
     """
     if dim % 4 or dim < 8:
         raise ValueError(f"sine-cosine positions need a width that is a multiple of 4 and at least 8, got {dim}")
-    y, x = torch.meshgrid(torch.arange(grid[0], dtype=torch.float64), torch.arange(grid[1], dtype=torch.float64), indexing="ij")
+    y, x = torch.meshgrid(
+        torch.arange(grid[0], dtype=torch.float64), torch.arange(grid[1], dtype=torch.float64), indexing="ij"
+    )
     omega = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
     x, y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
     table = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
@@ -109,7 +113,9 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
     if tuple(old) == tuple(new):
         return pos_embed
     if pos_embed.shape[1] != prefix + old[0] * old[1]:
-        raise ValueError(f"resample: pos_embed must have {prefix} + {old[0]} x {old[1]} positions, got {pos_embed.shape[1]}")
+        raise ValueError(
+            f"resample: pos_embed must have {prefix} + {old[0]} x {old[1]} positions, got {pos_embed.shape[1]}"
+        )
     first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
     table = table.float().unflatten(1, old).permute(0, 3, 1, 2)
     table = F.interpolate(table, size=new, mode="bicubic", antialias=True)
@@ -126,10 +132,14 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
     if tuple(old) == tuple(new):
         return table
     if table.shape[1] != 2 * old[0] * old[1] - 1:
-        raise ValueError(f"resample_offsets: the table must have {2 * old[0] * old[1] - 1} offsets for a grid of {old[0]} x {old[1]}, got {table.shape[1]}")
+        raise ValueError(
+            f"resample_offsets: the table must have {2 * old[0] * old[1] - 1} offsets for a grid of {old[0]} x {old[1]}, got {table.shape[1]}"
+        )
     (before, _), (after, pairs) = (_displacements(grid, table.device) for grid in (old, new))
     plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new)).float()
-    made = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2]).index_add(1, after, plane * pairs[:, None])
+    made = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2]).index_add(
+        1, after, plane * pairs[:, None]
+    )
     return (made / pairs.new_zeros(made.shape[1]).index_add(0, after, pairs)[:, None]).to(table.dtype)
 
 

@@ -43,7 +43,9 @@ def step(model: ViT, gpu: str, batch: int, parts: int = 1) -> dict | None:
             constant = row["what"] == UPDATE
             grown = launches + max(0.0, whole - launches) * batch / int(row["batch_size"])
             seconds[row["direction"]] += whole if constant else parts * grown
-    about = f"predicted by the port model, not measured; keep='least', {made.partition('; ')[2].partition('; written')[0]}"
+    about = (
+        f"predicted by the port model, not measured; keep='least', {made.partition('; ')[2].partition('; written')[0]}"
+    )
     stale = "" if f"kernels {source_hash()}," in made else " (stale: the kernels have changed since)"
     return dict(seconds, source=about + stale)
 
@@ -64,4 +66,6 @@ def _of_preset(name: str, img_size: int) -> dict:
 
 def _plain(model: ViT) -> dict:
     """The arguments that make a model, without those that only start it or read raw images."""
-    return {k: v for k, v in model.config.items() if k not in ("weight_init", "head_init_bias", "mean", "std")} | dict(img_size=model.patch_embed.img_size)
+    return {k: v for k, v in model.config.items() if k not in ("weight_init", "head_init_bias", "mean", "std")} | dict(
+        img_size=model.patch_embed.img_size
+    )

@@ -126,13 +126,27 @@ def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *, approximate="none"):
 
 @_upcastable
 def attention_block(
-    x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, *, num_heads, eps=1e-6, layer_scale=None, drop_path=None, compute_dtype=None
+    x,
+    norm_weight,
+    norm_bias,
+    qkv_weight,
+    qkv_bias,
+    proj_weight,
+    proj_bias,
+    *,
+    num_heads,
+    eps=1e-6,
+    layer_scale=None,
+    drop_path=None,
+    compute_dtype=None,
 ):
     """x + drop_path[b] * layer_scale * proj(attention(qkv(layer_norm(x)))): (B, N, D) -> (B, N, D), in x's dtype."""
     h = layer_norm(x, norm_weight, norm_bias, eps)
     qkv = linear(h if compute_dtype is None else h.to(compute_dtype), qkv_weight, qkv_bias)
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    return linear_residual(attention(q, k, v).flatten(2), proj_weight, proj_bias, x, layer_scale=layer_scale, drop_path=drop_path)
+    return linear_residual(
+        attention(q, k, v).flatten(2), proj_weight, proj_bias, x, layer_scale=layer_scale, drop_path=drop_path
+    )
 
 
 @_upcastable

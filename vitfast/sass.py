@@ -44,7 +44,12 @@ def operand(word: str) -> Reader:
         return lambda env: 0
     if found := re.fullmatch(r"([-~|]?)(U?R(?:\d+|Z))\|?", word):
         sign, name = found.groups()
-        change = {"": lambda x: x, "-": lambda x: (1 << 32) - x, "~": lambda x: WORD - x, "|": lambda x: abs(signed(x))}[sign]
+        change = {
+            "": lambda x: x,
+            "-": lambda x: (1 << 32) - x,
+            "~": lambda x: WORD - x,
+            "|": lambda x: abs(signed(x)),
+        }[sign]
         return lambda env: None if env.get(name, 0) is None else change(env.get(name, 0))
     if found := re.fullmatch(r"c\[0x0\]\[(0x[0-9a-f]+)\]", word):
         at = int(found.group(1), 16)
@@ -78,7 +83,9 @@ def pair(word: str) -> Reader:
 
 # ---- instructions in parts
 
-UNIFORM = "IADD3 IMAD LEA SHF LOP3 MOV SEL SGXT ISETP PLOP3 PRMT LDC".split()  # with a U before it: on registers that a warp shares
+UNIFORM = (
+    "IADD3 IMAD LEA SHF LOP3 MOV SEL SGXT ISETP PLOP3 PRMT LDC".split()
+)  # with a U before it: on registers that a warp shares
 WIDTHS = {"128": 4, "64": 2, "WIDE": 2}
 
 
@@ -129,7 +136,9 @@ def parse(text: str) -> Instruction:
         readers = [operand(str(np.float16(float(x)).view(np.uint16))) for x in values[2:4]]
     flags = tuple(predicate(x) for x in sources if is_predicate(x))
     kept = tuple(x for x in outputs if x not in ("PT", "UPT"))
-    return Instruction(whole, guard, name, words, operands, targets, kept if name != "ISETP" else tuple(outputs), tuple(readers), flags)
+    return Instruction(
+        whole, guard, name, words, operands, targets, kept if name != "ISETP" else tuple(outputs), tuple(readers), flags
+    )
 
 
 def _targets(name: str, words: tuple[str, ...], first: str) -> tuple[str, ...]:
@@ -273,7 +282,9 @@ def _compare(words, values: Values, flags):
     if a is not None and b is not None:
         a, b = (a & WORD, b & WORD) if "U32" in words else (signed(a), signed(b))
         found = {"GE": a >= b, "GT": a > b, "LE": a <= b, "LT": a < b, "EQ": a == b, "NE": a != b}[words[1]]
-        result = flags[1] if "EX" in words and a == b else found  # EX: of upper words; where they are equal the lower ones decide
+        result = (
+            flags[1] if "EX" in words and a == b else found
+        )  # EX: of upper words; where they are equal the lower ones decide
     if "AND" in words:
         return [both(result, flags[0]), None]
     return [True if True in (result, flags[0]) else None if None in (result, flags[0]) else False, None]

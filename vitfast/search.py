@@ -50,7 +50,11 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
                 yield dataclasses.replace(tile, blocks=tuple(sorted({**dict(tile.blocks), name: other}.items())))
     if tile.maxnreg in REGISTERS:
         at = REGISTERS.index(tile.maxnreg)
-        yield from (dataclasses.replace(tile, maxnreg=near) for near in REGISTERS[max(0, at - 1) : at + 2] if near != tile.maxnreg)
+        yield from (
+            dataclasses.replace(tile, maxnreg=near)
+            for near in REGISTERS[max(0, at - 1) : at + 2]
+            if near != tile.maxnreg
+        )
 
 
 class Search:

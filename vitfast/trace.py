@@ -37,7 +37,9 @@ class Trace:
     """What one program does: executions of each instruction, summed over its warps, and which argument each access reaches."""
 
     counts: Counter = field(default_factory=Counter)  # index of the instruction -> executions by warps
-    moved: Counter = field(default_factory=Counter)  # (index of an access to global memory, argument; -1: unknown) -> those not masked
+    moved: Counter = field(
+        default_factory=Counter
+    )  # (index of an access to global memory, argument; -1: unknown) -> those not masked
     copied: int = 0  # bytes that the copy engine (TMA) was told to expect
 
 
@@ -62,9 +64,14 @@ def parameters(launch: Launch, signature: dict, ptx: str) -> tuple[bytes, list[s
 
     for name, kind in signature.items():
         add(kind, launch.arguments.get(name), name)
-    sizes = [int(bits) // 8 * int(count or 1) for bits, count in re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\n]*?_param_\d+(?:\[(\d+)\])?,?\n", ptx)]
+    sizes = [
+        int(bits) // 8 * int(count or 1)
+        for bits, count in re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\n]*?_param_\d+(?:\[(\d+)\])?,?\n", ptx)
+    ]
     if len(sizes) != len(flat) + 2:  # two more: Triton's scratch memory
-        raise Untraceable(f"{launch.kernel.__name__}: {len(sizes)} parameters in the code, {len(flat)} + 2 in the launch")
+        raise Untraceable(
+            f"{launch.kernel.__name__}: {len(sizes)} parameters in the code, {len(flat)} + 2 in the launch"
+        )
     bank = bytearray()
     for size, value in zip(sizes, flat):
         bank.extend(bytes(-(PARAMETERS + len(bank)) % min(size, 64)))
@@ -258,7 +265,9 @@ class Tracer:
 
 def _maybe(step: Callable, instruction: Instruction, env: dict) -> None:
     """An instruction that may run or not: nobody knows what it leaves where it would change something."""
-    if instruction.name == "EXIT":  # masks of single lanes may be unknown: what follows for some of them counts for the warp
+    if (
+        instruction.name == "EXIT"
+    ):  # masks of single lanes may be unknown: what follows for some of them counts for the warp
         return
     written = (*instruction.targets, *instruction.outputs)
     before = [env.get(key) for key in written]

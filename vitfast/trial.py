@@ -99,7 +99,9 @@ class Problem:
 class Judge:
     """The inputs of a launcher and their truth in float64, made once; judges results by PyTorch's own in the same dtype."""
 
-    def __init__(self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0):
+    def __init__(
+        self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0
+    ):
         generator = torch.Generator(device).manual_seed(seed)
         self.inputs = launcher.make(Draw(dtype, device, generator, layout))
         doubles = [t.double() if t.is_floating_point() else t for t in self.inputs]
@@ -187,7 +189,9 @@ class DeviceClock:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         run()
-        lead = int(2e9 * min(0.02, 2 * (time.perf_counter() - begun) + 5e-5))  # in clock cycles: twice what Python takes to launch it
+        lead = int(
+            2e9 * min(0.02, 2 * (time.perf_counter() - begun) + 5e-5)
+        )  # in clock cycles: twice what Python takes to launch it
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
         for start, end in events:
             self.flushed.zero_()

@@ -127,7 +127,14 @@ class Tuner:
         hung: Callable[[], None] | None = None,
         hangs: float = HANGS,
     ):
-        self.dtype, self.device, self.gpu, self.clock, self.compiler, self.bench = dtype, device, gpu, clock, compiler, bench
+        self.dtype, self.device, self.gpu, self.clock, self.compiler, self.bench = (
+            dtype,
+            device,
+            gpu,
+            clock,
+            compiler,
+            bench,
+        )
         self.hung, self.hangs = hung, hangs
         self.deadline = clock.now() + seconds
         self.refused = tuned.refused(gpu)
@@ -264,7 +271,9 @@ class Tuner:
                 attempt.unsure |= tile == p.start and isinstance(error, torch.cuda.OutOfMemoryError)
                 if not isinstance(error, Wrong) and self.clock.lost():
                     tuned.refuse(row, text)
-                    raise DeviceLost(f"{p}: {tile} has broken the GPU's context ({text}); it is not tried again") from error
+                    raise DeviceLost(
+                        f"{p}: {tile} has broken the GPU's context ({text}); it is not tried again"
+                    ) from error
                 return None
 
     @contextlib.contextmanager
@@ -409,11 +418,15 @@ def tune(
                     finished &= settled.finished
                     say(str(settled))
                     bar.update()
-                    bar.set_postfix_str(f"{len(tuner.kept)} faster, {tuner.timings} timed, at most {max(0.0, tuner.left):.0f} s more")
+                    bar.set_postfix_str(
+                        f"{len(tuner.kept)} faster, {tuner.timings} timed, at most {max(0.0, tuner.left):.0f} s more"
+                    )
             finished &= not tuner.unreached
             kept |= tuner.kept
             took = clock.now() - begun
-            print(f"{model}: {compiler.compilations} compilations, {tuner.checks} results checked, {tuner.timings} timings, {took:.0f} s")
+            print(
+                f"{model}: {compiler.compilations} compilations, {tuner.checks} results checked, {tuner.timings} timings, {took:.0f} s"
+            )
     except DeviceLost as error:
         print(f"vitfast: {error}", file=sys.stderr, flush=True)
         go_on()

@@ -25,7 +25,10 @@ def _read(path: Path) -> dict[str, list[dict]]:
         for name in ("tiles", "refused", "trying"):
             for row in table.get(name, []) if name != "tiles" else table[name]:
                 tiles.from_row(row)
-                [row[key] for key in (*KEY, *(["reason"] if name == "refused" else ["pid"] if name == "trying" else []))]
+                [
+                    row[key]
+                    for key in (*KEY, *(["reason"] if name == "refused" else ["pid"] if name == "trying" else []))
+                ]
         return table
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the tile table {path} is damaged ({type(error).__name__}: {error}); remove it") from None
@@ -92,7 +95,9 @@ def refused(gpu: str) -> dict[tuple, str]:
         left = [r for r in table.get("trying", []) if r["pid"] == os.getpid() or not _alive(r["pid"])]
         if left:
             table["trying"] = [r for r in table["trying"] if r not in left]
-            rows = [{k: v for k, v in r.items() if k != "pid"} | {"reason": "a run ended in the middle of it"} for r in left]
+            rows = [
+                {k: v for k, v in r.items() if k != "pid"} | {"reason": "a run ended in the middle of it"} for r in left
+            ]
             table.setdefault("refused", []).extend(rows)
         rows = [row for row in table.get("refused", []) if row["gpu"] == gpu]
     return {(row["op"], row["bits"], row["shape"], tiles.from_row(row)): row["reason"] for row in rows}

@@ -13,7 +13,11 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from .. import ops
 from .halves import plain, takes
 
-_HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")  # they reach the attention and change nothing in it
+_HARMLESS = (
+    "output_hidden_states",
+    "return_dict",
+    "num_items_in_batch",
+)  # they reach the attention and change nothing in it
 
 
 def changes(kwargs: dict) -> bool:
@@ -39,14 +43,27 @@ def vitfast_attention_forward(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     same = query.shape == key.shape == value.shape and query.dtype == key.dtype == value.dtype
-    if attention_mask is not None or dropout > 0 or causal or not same or not (takes(query) and plain(key, value)) or changes(kwargs):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+    if (
+        attention_mask is not None
+        or dropout > 0
+        or causal
+        or not same
+        or not (takes(query) and plain(key, value))
+        or changes(kwargs)
+    ):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
     return ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=scaling), None
 
 
 def _mask(**kwargs) -> Tensor | None:
     """sdpa's mask; but none where nothing is masked, which transformers writes out while torch 2.11 compiles (it takes that for an export)."""
-    if kwargs.get("attention_mask") is None and kwargs.get("mask_function") is bidirectional_mask_function and kwargs.get("allow_is_bidirectional_skip"):
+    if (
+        kwargs.get("attention_mask") is None
+        and kwargs.get("mask_function") is bidirectional_mask_function
+        and kwargs.get("allow_is_bidirectional_skip")
+    ):
         return None
     return sdpa_mask(**kwargs)
 

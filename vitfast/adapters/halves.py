@@ -65,7 +65,9 @@ def takes(x: Tensor) -> bool:
 def layout(modules: dict[str, type | tuple[type, ...]]) -> tuple[tuple[str, str, str, tuple[type, ...]], ...]:
     """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name in the parent, types)."""
     split = ((path, path.rpartition("."), kinds) for path, kinds in modules.items())
-    return tuple((path, above, name, kinds if isinstance(kinds, tuple) else (kinds,)) for path, (above, _, name), kinds in split)
+    return tuple(
+        (path, above, name, kinds if isinstance(kinds, tuple) else (kinds,)) for path, (above, _, name), kinds in split
+    )
 
 
 def full_name(cls: type) -> str:
@@ -109,7 +111,9 @@ def look(half: Half, block: nn.Module) -> tuple[Parts, list[Tensor | None]] | st
     weights, dtype = [], None
     for path, name in half.weights:
         held = parts[path]._parameters
-        weight = held[name] if name in held else getattr(parts[path], name, None)  # FSDP of old puts views in the place of parameters
+        weight = (
+            held[name] if name in held else getattr(parts[path], name, None)
+        )  # FSDP of old puts views in the place of parameters
         weights.append(weight)
         if weight is None:
             continue
@@ -118,7 +122,9 @@ def look(half: Half, block: nn.Module) -> tuple[Parts, list[Tensor | None]] | st
         if dtype is not None and weight.dtype != dtype:
             return "its weights have several dtypes"
         dtype = weight.dtype
-    return (parts, weights) if weights[0] is not None and weights[0].dim() == 1 else "LayerNorm has no weight per channel"
+    return (
+        (parts, weights) if weights[0] is not None and weights[0].dim() == 1 else "LayerNorm has no weight per channel"
+    )
 
 
 def stranger(block: nn.Module, halves: tuple[Half, ...]) -> str | None:

@@ -22,13 +22,30 @@ try:
 except ImportError:  # without it any hook counts
     _active_collector = None
 
-_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "vitfast")
+_IMPLEMENTATIONS = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+    "vitfast",
+)
 
 
 def _only_captures(module: nn.Module) -> bool:
     """True where all hooks are transformers' own, which stay once output_attentions was asked for, and it is not asked for now."""
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__
-    if _active_collector is None or others or any(h.__module__ != "transformers.utils.output_capturing" for h in module._forward_hooks.values()):
+    others = (
+        module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+    if (
+        _active_collector is None
+        or others
+        or any(h.__module__ != "transformers.utils.output_capturing" for h in module._forward_hooks.values())
+    ):
         return False
     return "attentions" not in (_active_collector.get() or ())
 
@@ -61,10 +78,18 @@ def _mlp_obstacle(parts: Parts) -> str | None:
 def _pack(weights: list) -> list:
     """q, k and v as one layer."""
     norm_weight, norm_bias, q, k, v, q_bias, k_bias, v_bias, *out = weights
-    return [norm_weight, norm_bias, torch.cat([q, k, v]), None if q_bias is None else torch.cat([q_bias, k_bias, v_bias]), *out]
+    return [
+        norm_weight,
+        norm_bias,
+        torch.cat([q, k, v]),
+        None if q_bias is None else torch.cat([q_bias, k_bias, v_bias]),
+        *out,
+    ]
 
 
-def _halves(attention: type, mlp: type, norms: tuple[str, str], behind: tuple[dict, dict], scales=(None, None), drop_path=None) -> tuple[Half, Half]:
+def _halves(
+    attention: type, mlp: type, norms: tuple[str, str], behind: tuple[dict, dict], scales=(None, None), drop_path=None
+) -> tuple[Half, Half]:
     """Both halves of a layer. norms: the names of its norms; behind: what else the branches go through; scales, drop_path: as in Half."""
     norm1, norm2 = norms
     affine = [tuple((norm, name) for name in ("weight", "bias")) for norm in norms]
@@ -87,7 +112,16 @@ def _halves(attention: type, mlp: type, norms: tuple[str, str], behind: tuple[di
         Half(
             "MLP half",
             ops.mlp_block,
-            layout({norm2: nn.LayerNorm, "mlp": mlp, "mlp.fc1": nn.Linear, "mlp.activation_fn": (GELUActivation, GELUTanh), "mlp.fc2": nn.Linear, **behind[1]}),
+            layout(
+                {
+                    norm2: nn.LayerNorm,
+                    "mlp": mlp,
+                    "mlp.fc1": nn.Linear,
+                    "mlp.activation_fn": (GELUActivation, GELUTanh),
+                    "mlp.fc2": nn.Linear,
+                    **behind[1],
+                }
+            ),
             (*affine[1], *((f"mlp.{layer}", name) for layer in ("fc1", "fc2") for name in ("weight", "bias"))),
             options=lambda parts: dict(eps=parts[norm2].eps, approximate=_approximate(parts["mlp.activation_fn"])),
             layer_scale=scales[1],
@@ -130,7 +164,11 @@ class _Dinov2Form(nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs) -> Tensor:
         x, (attention, mlp) = hidden_states, self.halves
         y = None if attention_mask is not None or changes(kwargs) else run(attention, self, x)
-        x = self.drop_path(self.layer_scale1(self.attention(self.norm1(x), attention_mask, **kwargs)[0])) + x if y is None else y
+        x = (
+            self.drop_path(self.layer_scale1(self.attention(self.norm1(x), attention_mask, **kwargs)[0])) + x
+            if y is None
+            else y
+        )
         y = run(mlp, self, x)
         return self.drop_path(self.layer_scale2(self.mlp(self.norm2(x)))) + x if y is None else y
 
@@ -168,7 +206,9 @@ BLOCKS = {
     ViTLayer: lambda: vit.ViTLayer(vit.ViTConfig(**_SMALL, intermediate_size=16)),
     DeiTLayer: lambda: deit.DeiTLayer(deit.DeiTConfig(**_SMALL, intermediate_size=16)),
     Dinov2Layer: lambda: dinov2.Dinov2Layer(dinov2.Dinov2Config(**_SMALL, mlp_ratio=1)),
-    Dinov2WithRegistersLayer: lambda: registers.Dinov2WithRegistersLayer(registers.Dinov2WithRegistersConfig(**_SMALL, mlp_ratio=1)),
+    Dinov2WithRegistersLayer: lambda: registers.Dinov2WithRegistersLayer(
+        registers.Dinov2WithRegistersConfig(**_SMALL, mlp_ratio=1)
+    ),
 }
 LEAVES = ()
 PLACES = {

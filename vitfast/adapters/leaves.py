@@ -10,7 +10,13 @@ from .halves import plain, takes
 
 def is_patch_projection(conv: nn.Conv2d) -> bool:
     """True for a convolution that cuts the image into patches: stride equal to the kernel, above 1, and nothing else."""
-    return min(conv.stride) > 1 and conv.stride == conv.kernel_size and conv.dilation == (1, 1) and conv.groups == 1 and conv.padding in ((0, 0), "valid")
+    return (
+        min(conv.stride) > 1
+        and conv.stride == conv.kernel_size
+        and conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.padding in ((0, 0), "valid")
+    )
 
 
 class Conv2d(nn.Conv2d):
@@ -37,7 +43,13 @@ def _projects(x: Tensor, weight: Tensor) -> bool:
 def normalize(norm: nn.LayerNorm, x: Tensor) -> Tensor | None:
     """norm(x) by `ops.layer_norm`; None where PyTorch's must run: no weight, several axes, mixed dtypes, 16 bits under autocast."""
     weight, bias = norm.weight, norm.bias
-    if not takes(x) or weight is None or weight.dim() != 1 or not plain(weight, bias) or {x.dtype} != {t.dtype for t in (weight, bias) if t is not None}:
+    if (
+        not takes(x)
+        or weight is None
+        or weight.dim() != 1
+        or not plain(weight, bias)
+        or {x.dtype} != {t.dtype for t in (weight, bias) if t is not None}
+    ):
         return None
     device = x.device.type
     if not torch.is_autocast_enabled(device):

@@ -53,7 +53,13 @@ def _agrees(cls: type, make: Callable[[], nn.Module]) -> bool:
 
     Versions of a library differ; what this one does is found out once, on a layer of width 16 and three tokens.
     """
-    quiet = torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad(), use_kernels("off")
+    quiet = (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.no_grad(),
+        use_kernels("off"),
+    )
     with contextlib.ExitStack() as stack:
         for context in quiet:
             stack.enter_context(context)
@@ -117,7 +123,9 @@ def candidates(model: nn.Module, found: Known) -> dict[str, nn.Module]:
     for name, module in parts.items():
         if isinstance(module, blocks) or full_name(type(module)) in found.left:
             chosen[name] = module
-        for child in (child for parent, children in found.places.items() if isinstance(module, parent) for child in children):
+        for child in (
+            child for parent, children in found.places.items() if isinstance(module, parent) for child in children
+        ):
             leaf = parts.get(f"{name}.{child}".lstrip("."))
             if leaf is not None and not isinstance(leaf, nn.Identity):
                 chosen[f"{name}.{child}".lstrip(".")] = leaf

@@ -61,7 +61,9 @@ def describe(model: nn.Module) -> Report:
     found = known(model)
     theirs = {own: cls for cls, own in found.ours.items()}
     chosen = candidates(model, found)
-    entries = [Entry("", "", "", why) for name, why in found.left.items() if "." not in name]  # of a library that could not be served
+    entries = [
+        Entry("", "", "", why) for name, why in found.left.items() if "." not in name
+    ]  # of a library that could not be served
     covered: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(above) for above in covered):
@@ -91,5 +93,8 @@ def _of_candidate(name: str, module: nn.Module, found, theirs) -> list[Entry]:
         looks = [(half.name, look(half, module)) for half in module.halves]
         # Between calls fully_shard keeps shards, which a half cannot read; in the call they are whole.
         sharded = getattr(module, "_is_fsdp_managed_module", False)
-        return [Entry(name, kind, part, why if isinstance(why, str) and not (sharded and "DTensor" in why) else None) for part, why in looks]
+        return [
+            Entry(name, kind, part, why if isinstance(why, str) and not (sharded and "DTensor" in why) else None)
+            for part, why in looks
+        ]
     return [Entry(name, kind, "patch projection" if isinstance(module, nn.Conv2d) else "norm", None)]

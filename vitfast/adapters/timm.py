@@ -84,7 +84,9 @@ MLP = Half(
         }
     ),
     tuple((path, name) for path in ("norm2", "mlp.fc1", "mlp.fc2") for name in ("weight", "bias")),
-    options=lambda parts: dict(eps=parts["norm2"].eps, approximate=_APPROXIMATE[type(parts["mlp.act"])] or parts["mlp.act"].approximate),
+    options=lambda parts: dict(
+        eps=parts["norm2"].eps, approximate=_APPROXIMATE[type(parts["mlp.act"])] or parts["mlp.act"].approximate
+    ),
     layer_scale=("ls2", "gamma"),
     drop_path=lambda parts, batch, device, _: _drop_path(parts["drop_path2"], batch, device),
     obstacle=lambda parts: _fast_norm(parts["norm2"]),

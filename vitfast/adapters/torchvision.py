@@ -11,7 +11,12 @@ from .halves import Half, Parts, layout, run
 
 def _attention_obstacle(parts: Parts) -> str | None:
     attention = parts["self_attention"]
-    if not attention.batch_first or attention.bias_k is not None or attention.add_zero_attn or attention.in_proj_weight is None:
+    if (
+        not attention.batch_first
+        or attention.bias_k is not None
+        or attention.add_zero_attn
+        or attention.in_proj_weight is None
+    ):
         return "self_attention is not batch-first self-attention alone"
     if attention.dropout > 0 and attention.training:
         return "attention dropout is active in training"
@@ -41,7 +46,17 @@ ATTENTION = Half(
 MLP = Half(
     "MLP half",
     ops.mlp_block,
-    layout({"ln_2": nn.LayerNorm, "mlp": vit.MLPBlock, "mlp.0": nn.Linear, "mlp.1": nn.GELU, "mlp.2": nn.Dropout, "mlp.3": nn.Linear, "mlp.4": nn.Dropout}),
+    layout(
+        {
+            "ln_2": nn.LayerNorm,
+            "mlp": vit.MLPBlock,
+            "mlp.0": nn.Linear,
+            "mlp.1": nn.GELU,
+            "mlp.2": nn.Dropout,
+            "mlp.3": nn.Linear,
+            "mlp.4": nn.Dropout,
+        }
+    ),
     tuple((path, name) for path in ("ln_2", "mlp.0", "mlp.3") for name in ("weight", "bias")),
     options=lambda parts: dict(eps=parts["ln_2"].eps, approximate=parts["mlp.1"].approximate),
 )

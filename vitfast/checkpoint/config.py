@@ -13,7 +13,9 @@ from .files import Files
 from .formats import Format
 
 OURS = ("library", "library_version", "architecture")  # what our config.json holds besides constructor arguments
-_ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
+_ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(
+    ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"
+)
 
 
 def infer(state: dict[str, Tensor], form: Format, facts: dict, files: Files, known: dict) -> dict:
@@ -26,13 +28,19 @@ def infer(state: dict[str, Tensor], form: Format, facts: dict, files: Files, kno
     if files.config.get("library") == "vitfast":
         return shapes | from_ours(files.config)
     try:
-        told = _from_timm(files.config) if {"architecture", "pretrained_cfg"} & files.config.keys() else _from_hugging_face(files)
+        told = (
+            _from_timm(files.config)
+            if {"architecture", "pretrained_cfg"} & files.config.keys()
+            else _from_hugging_face(files)
+        )
         size = told.pop("img_size")
         size = pair(size) if size else None
     except InputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"config.json is not one of timm, Hugging Face or vitfast ({type(error).__name__}: {error}); mend or remove it") from error
+        raise InputError(
+            f"config.json is not one of timm, Hugging Face or vitfast ({type(error).__name__}: {error}); mend or remove it"
+        ) from error
     config = form.defaults | shapes | facts | {k: v for k, v in told.items() if v is not None}
     config |= _positions(state, config, size, known.get("img_size"))
     config["num_heads"] = config.get("num_heads") or known.get("num_heads") or _preset_heads(config)
@@ -80,8 +88,14 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
 
 def _units(state: dict[str, Tensor]) -> list[int]:
     """How many units each stage of a hybrid's ResNet has."""
-    found = {(int(m[1]), int(m[2])) for k in state if (m := re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", k))}
-    return [sum(1 for stage, _ in found if stage == i) for i in range(1 + max((stage for stage, _ in found), default=0))]
+    found = {
+        (int(m[1]), int(m[2]))
+        for k in state
+        if (m := re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", k))
+    }
+    return [
+        sum(1 for stage, _ in found if stage == i) for i in range(1 + max((stage for stage, _ in found), default=0))
+    ]
 
 
 def _from_hugging_face(files: Files) -> dict:
@@ -137,7 +151,11 @@ def _positions(state: dict[str, Tensor], config: dict, told: tuple[int, int] | N
     if "pos_embed" not in state:
         size = told or asked
         return dict(img_size=size) if size else {}
-    patch, prefix, length = pair(config["patch_size"]), int(config["class_token"]) + config["reg_tokens"], state["pos_embed"].shape[1]
+    patch, prefix, length = (
+        pair(config["patch_size"]),
+        int(config["class_token"]) + config["reg_tokens"],
+        state["pos_embed"].shape[1],
+    )
     patches = {False: length - prefix, True: length}  # how many, by no_embed_class
     if "no_embed_class" in config:
         patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
@@ -153,7 +171,9 @@ def _positions(state: dict[str, Tensor], config: dict, told: tuple[int, int] | N
         no_embed = fits(size)
         if no_embed is not None:
             return dict(img_size=size[0] if size[0] == size[1] else size, no_embed_class=bool(no_embed and prefix))
-    raise InputError(f"a position table of {length} entries is no square grid; pass img_size=(height, width) of the checkpoint")
+    raise InputError(
+        f"a position table of {length} entries is no square grid; pass img_size=(height, width) of the checkpoint"
+    )
 
 
 def _preset_heads(config: dict) -> int:
@@ -162,7 +182,9 @@ def _preset_heads(config: dict) -> int:
     for made in PRESETS.values():
         if (made["embed_dim"], made["depth"]) == (dim, depth):
             return made["num_heads"]
-    raise InputError(f"nothing here says how many heads there are, and no preset has embed_dim={dim}, depth={depth}; pass num_heads=")
+    raise InputError(
+        f"nothing here says how many heads there are, and no preset has embed_dim={dim}, depth={depth}; pass num_heads="
+    )
 
 
 def _ratio(hidden: int, dim: int) -> float:

@@ -45,7 +45,11 @@ def locate(source: str | Path) -> Files:
         return _in_folder(path, source)
     if path.is_file():
         return _with_json(path) if path.name in WEIGHTS else Files(path)
-    hint = f"; for a repository of the Hugging Face hub write {HUB}{source}" if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)) else ""
+    hint = (
+        f"; for a repository of the Hugging Face hub write {HUB}{source}"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source))
+        else ""
+    )
     raise InputError(f"{source}: no such file or folder{hint}")
 
 
@@ -63,10 +67,16 @@ def read_tensors(path: Path) -> dict:
         raise
     except Exception as error:
         if re.search("Unsupported|allow_pickle", str(error)):
-            raise InputError(f"{path}: holds Python objects, which are never run ({_line(error, 'Unsupported')}); save model.state_dict() alone") from error
-        raise InputError(f"{path}: not a whole {path.suffix} file ({_line(error)}); copy or download it again") from error
+            raise InputError(
+                f"{path}: holds Python objects, which are never run ({_line(error, 'Unsupported')}); save model.state_dict() alone"
+            ) from error
+        raise InputError(
+            f"{path}: not a whole {path.suffix} file ({_line(error)}); copy or download it again"
+        ) from error
     if not isinstance(content, dict):
-        raise InputError(f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors; save model.state_dict()")
+        raise InputError(
+            f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors; save model.state_dict()"
+        )
     return content
 
 
@@ -103,7 +113,9 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         yield Path(scratch) / path.name
-        made = sorted((p for p in Path(scratch).rglob("*") if p.is_file()), reverse=True)  # path.data before path, which names it
+        made = sorted(
+            (p for p in Path(scratch).rglob("*") if p.is_file()), reverse=True
+        )  # path.data before path, which names it
         for file in made:
             target = path.parent / file.relative_to(scratch)
             target.parent.mkdir(exist_ok=True)
@@ -128,7 +140,9 @@ def _in_folder(folder: Path, source: str | Path) -> Files:
     if len(found) == 1:
         return _with_json(found[0])
     if found:
-        raise InputError(f"{source}: several weights files ({', '.join(p.name for p in found[:3])}); give the path of one")
+        raise InputError(
+            f"{source}: several weights files ({', '.join(p.name for p in found[:3])}); give the path of one"
+        )
     raise InputError(f"{source}: no weights in this folder; expected {' or '.join(WEIGHTS[:2])}")
 
 
@@ -165,15 +179,21 @@ def _download(source: str) -> Path:
         except EntryNotFoundError as error:
             absent[name] = error
         except Exception as error:
-            raise InputError(f"{source}: the hub did not give {name} ({_line(error)}); check the name and the network") from error
+            raise InputError(
+                f"{source}: the hub did not give {name} ({_line(error)}); check the name and the network"
+            ) from error
 
     weights = get(WEIGHTS[0]) or get(WEIGHTS[1])
     if weights is None:
         why = absent[WEIGHTS[0]]
-        raise InputError(f"{source}: no {' or '.join(WEIGHTS[:2])} ({_line(why)}); check the name, the network and HF_HUB_OFFLINE") from why
+        raise InputError(
+            f"{source}: no {' or '.join(WEIGHTS[:2])} ({_line(why)}); check the name, the network and HF_HUB_OFFLINE"
+        ) from why
     # A config.json that the cache merely lacks would leave the weights with defaults that may not be theirs.
     if get("config.json") is None and isinstance(absent["config.json"], LocalEntryNotFoundError):
-        raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from absent["config.json"]
+        raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from absent[
+            "config.json"
+        ]
     get("preprocessor_config.json")
     return weights.parent
 

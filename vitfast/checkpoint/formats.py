@@ -156,10 +156,26 @@ _ERF = dict(act_layer="gelu", norm_eps=1e-6)
 
 # The first whose mark is found is it.
 FORMATS = (
-    Format("Google npz", r"(^|/)Transformer/encoderblock(_\d+)?/", GOOGLE_RENAMES, prepare=_prepare_google, defaults=dict(_ERF, act_layer="gelu_tanh", **HALF)),
+    Format(
+        "Google npz",
+        r"(^|/)Transformer/encoderblock(_\d+)?/",
+        GOOGLE_RENAMES,
+        prepare=_prepare_google,
+        defaults=dict(_ERF, act_layer="gelu_tanh", **HALF),
+    ),
     Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", **_HUGGING_FACE, defaults=_ERF | IMAGENET),
-    Format("Hugging Face DeiT", r"(^deit\.|^)embeddings\.distillation_token$", **_HUGGING_FACE, defaults=dict(_ERF, norm_eps=1e-12) | IMAGENET),
-    Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", **_HUGGING_FACE, defaults=dict(_ERF, norm_eps=1e-12) | HALF),
+    Format(
+        "Hugging Face DeiT",
+        r"(^deit\.|^)embeddings\.distillation_token$",
+        **_HUGGING_FACE,
+        defaults=dict(_ERF, norm_eps=1e-12) | IMAGENET,
+    ),
+    Format(
+        "Hugging Face ViT",
+        r"(^|\.)embeddings\.patch_embeddings\.",
+        **_HUGGING_FACE,
+        defaults=dict(_ERF, norm_eps=1e-12) | HALF,
+    ),
     Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, defaults=_ERF | IMAGENET),
     Format("Facebook DINOv2", r"^(mask_token|register_tokens)$", ignored=r"^mask_token$", defaults=_ERF | IMAGENET),
     Format("timm", r"^blocks\.\d+\.attn\.qkv\.weight$", TIMM_RENAMES, defaults=_ERF | HALF),
@@ -169,7 +185,14 @@ FORMATS = (
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
 ALWAYS = ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
-RANKS = {"patch_embed.proj.weight": 4, "pos_embed": 3, "cls_token": 3, "reg_token": 3, "register_tokens": 3, "head.weight": 2}
+RANKS = {
+    "patch_embed.proj.weight": 4,
+    "pos_embed": 3,
+    "cls_token": 3,
+    "reg_token": 3,
+    "register_tokens": 3,
+    "head.weight": 2,
+}
 
 
 def unwrap(content: dict) -> State:
@@ -208,7 +231,9 @@ def convert(content: dict) -> tuple[State, Format, dict]:
         raise InputError(f"a {form.name} file without a whole ViT; {listing(ALWAYS, state)}")
     for key, rank in RANKS.items():
         if key in state and state[key].dim() != rank:
-            raise InputError(f"a {form.name} file with {key} of shape {tuple(state[key].shape)}, expected {rank} axes; export it again")
+            raise InputError(
+                f"a {form.name} file with {key} of shape {tuple(state[key].shape)}, expected {rank} axes; export it again"
+            )
     if "register_tokens" in state:
         facts["no_embed_class"] = True
         _fold_class_position(state)
@@ -227,7 +252,10 @@ def _renamed(source: State, form: Format) -> State:
 
 def listing(expected, found) -> str:
     """ "missing a, b, c and 2 more; unexpected d", three names of each."""
-    return "; ".join(f"{what} {_first(names)}" for what, names in (("missing", _without(expected, found)), ("unexpected", _without(found, expected))))
+    return "; ".join(
+        f"{what} {_first(names)}"
+        for what, names in (("missing", _without(expected, found)), ("unexpected", _without(found, expected)))
+    )
 
 
 def _without(names, others) -> list[str]:

@@ -17,8 +17,26 @@ from .formats import convert, listing
 
 _HEAD = ("head.", "head_dist.", "pre_logits.")
 # Arguments that the tensors fix, and how two values of one compare.
-_FIXED = dict.fromkeys(("in_chans", "embed_dim", "depth", "num_heads", "class_token", "reg_tokens", "no_embed_class", "fc_norm", "representation_size"))
-_FIXED |= {"qkv_bias": bool, "proj_bias": bool, "patch_size": pair, "init_values": bool, "pos_embed": lambda kind: kind in ("none", "")}
+_FIXED = dict.fromkeys(
+    (
+        "in_chans",
+        "embed_dim",
+        "depth",
+        "num_heads",
+        "class_token",
+        "reg_tokens",
+        "no_embed_class",
+        "fc_norm",
+        "representation_size",
+    )
+)
+_FIXED |= {
+    "qkv_bias": bool,
+    "proj_bias": bool,
+    "patch_size": pair,
+    "init_values": bool,
+    "pos_embed": lambda kind: kind in ("none", ""),
+}
 
 
 @dataclass
@@ -72,7 +90,9 @@ def build(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
     found = _open(source, overrides)
     for name in found.config:
         if name not in names:
-            raise InputError(f"{source}: config.json has {name!r}, which vitfast {__version__} does not know; use the vitfast that wrote it")
+            raise InputError(
+                f"{source}: config.json has {name!r}, which vitfast {__version__} does not know; use the vitfast that wrote it"
+            )
 
     classes = overrides.get("num_classes", found.config["num_classes"])
     changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes")}
@@ -125,14 +145,18 @@ def _check_head(found: Checkpoint) -> None:
         raise InputError(f"{found}; a distilled DeiT has two heads, the ViT has one; {way_out}")
     width = found.config.get("representation_size") or found.config["embed_dim"]
     if "head.weight" in found.state and found.state["head.weight"].shape[1] == 2 * width:
-        raise InputError(f"{found}; its head reads the class token beside the mean of the patches, the ViT's reads one of them; {way_out}")
+        raise InputError(
+            f"{found}; its head reads the class token beside the mean of the patches, the ViT's reads one of them; {way_out}"
+        )
 
 
 def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
     """Refuses changes of what the tensors fix."""
     config = found.config
     if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
-        raise InputError(f"{found}; its patch projection reads in_chans={config['in_chans']} channels, expected in_chans={changes['in_chans']}")
+        raise InputError(
+            f"{found}; its patch projection reads in_chans={config['in_chans']} channels, expected in_chans={changes['in_chans']}"
+        )
     hidden = int(config["embed_dim"] * config["mlp_ratio"])
     same = _FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio) == hidden}
     wrong = {}
@@ -149,11 +173,17 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
         differences = _differences(expected, found.state)
     except InputError as error:
         differences = str(error)
-    raise InputError(f"{found}; expected {', '.join(f'{k}={v}, not {config.get(k)}' for k, v in wrong.items())}; {differences}")
+    raise InputError(
+        f"{found}; expected {', '.join(f'{k}={v}, not {config.get(k)}' for k, v in wrong.items())}; {differences}"
+    )
 
 
 def _differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
     """What keeps a state dict from loading, "" where nothing does."""
     names = listing(expected, state) if expected.keys() != state.keys() else ""
-    shapes = [f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}" for k, v in expected.items() if k in state and state[k].shape != v.shape]
+    shapes = [
+        f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}"
+        for k, v in expected.items()
+        if k in state and state[k].shape != v.shape
+    ]
     return "; ".join(part for part in (names, ", ".join(shapes[:3])) if part)

@@ -27,7 +27,12 @@ def save(model, folder: str | Path) -> None:
     except (FileExistsError, NotADirectoryError) as error:
         raise InputError(f"{folder}: a file is in the way; give a folder") from error
     state = tensors(model)
-    config = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__, **model.config}
+    config = {
+        "library": "vitfast",
+        "library_version": __version__,
+        "architecture": type(model).__name__,
+        **model.config,
+    }
     write_atomically(folder / "model.safetensors", lambda path: write_tensors(state, path))
     write_atomically(folder / "config.json", lambda path: write_json(config, path))
 
@@ -43,7 +48,11 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
     path = Path(path).expanduser()
     _check_target(path, form, force)
     config = model.config
-    cannot = [what for key, (what, present) in OBSTACLES.items() if form in WRITERS and key in WRITERS[form].cannot and present(config)]
+    cannot = [
+        what
+        for key, (what, present) in OBSTACLES.items()
+        if form in WRITERS and key in WRITERS[form].cannot and present(config)
+    ]
     if cannot:
         raise InputError(f"the format {form} has no place for {', '.join(cannot)}; the format vitfast has")
     with staged(path, force) as scratch:
@@ -85,9 +94,15 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     missing = {*ours, *again.state_dict()} ^ {*state}
     wrong = missing or {key for key, value in ours.items() if not _same(value, state[key])}
     if wrong:
-        raise RuntimeError(f"{form}: what was written does not read back the same ({', '.join(sorted(wrong)[:3])}); please report this")
+        raise RuntimeError(
+            f"{form}: what was written does not read back the same ({', '.join(sorted(wrong)[:3])}); please report this"
+        )
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
-    return notes + [f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}" for name in _MEANING if mine[name] != theirs[name]]
+    return notes + [
+        f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}"
+        for name in _MEANING
+        if mine[name] != theirs[name]
+    ]
 
 
 def _same(ours, theirs) -> bool:

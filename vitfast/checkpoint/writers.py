@@ -103,9 +103,15 @@ OBSTACLES: dict[str, tuple[str, Callable[[dict], bool]]] = {
     "registers": ("register tokens", lambda c: c["reg_tokens"] > 0),
     "layer_scale": ("LayerScale", lambda c: bool(c["init_values"])),
     "no_class_token": ("a model without class token", lambda c: not c["class_token"]),
-    "patch_positions": ("positions for patches alone (no_embed_class)", lambda c: c["class_token"] and c["no_embed_class"]),
+    "patch_positions": (
+        "positions for patches alone (no_embed_class)",
+        lambda c: c["class_token"] and c["no_embed_class"],
+    ),
     "no_positions": ("a model without positions", lambda c: c["pos_embed"] in ("none", "")),
-    "positions": ("other positions than one table at the stem", lambda c: c["pos_embed"] in ("learn2d", "relative") or c["pos_embed_at"] != "stem"),
+    "positions": (
+        "other positions than one table at the stem",
+        lambda c: c["pos_embed"] in ("learn2d", "relative") or c["pos_embed_at"] != "stem",
+    ),
     "hybrid": ("the ResNet of a hybrid", lambda c: c["backbone"] is not None),
     "fc_norm": ("a norm after pooling (fc_norm)", lambda c: bool(c["fc_norm"])),
     "pre_logits": ("the hidden layer of a pre-training head (pre_logits)", lambda c: bool(c["representation_size"])),
@@ -113,7 +119,10 @@ OBSTACLES: dict[str, tuple[str, Callable[[dict], bool]]] = {
     "no_bias": ("linear layers without bias (proj_bias)", lambda c: not c["proj_bias"]),
     "pooling": ("another pooling than the class token", lambda c: c["num_classes"] > 0 and c["global_pool"] != "token"),
     "no_head": ("a model without head", lambda c: c["num_classes"] == 0),
-    "no_square": ("images or patches that are no squares", lambda c: any(h != w for h, w in (pair(c["img_size"]), pair(c["patch_size"])))),
+    "no_square": (
+        "images or patches that are no squares",
+        lambda c: any(h != w for h, w in (pair(c["img_size"]), pair(c["patch_size"]))),
+    ),
     "channels": ("other than 3 channels", lambda c: c["in_chans"] != 3),
 }
 
@@ -176,7 +185,12 @@ def _write_timm(state: State, config: dict, path: Path) -> None:
         classifier="head",
     )
     name = TIMM_NAMES.get((config["patch_size"], config["embed_dim"], config["depth"]), "vit_base_patch16_224")
-    content = dict(architecture=name, num_classes=config["num_classes"], num_features=config["embed_dim"], global_pool=config["global_pool"])
+    content = dict(
+        architecture=name,
+        num_classes=config["num_classes"],
+        num_features=config["embed_dim"],
+        global_pool=config["global_pool"],
+    )
     write_json(content | dict(model_args=model_args, pretrained_cfg=pretrained), path / "config.json")
     write_tensors(state, path / "model.safetensors")
 
@@ -229,7 +243,13 @@ def _write_google(state: State, config: dict, path: Path) -> None:
         arrays = _renamed(arrays, BIG_VISION_NAMES)
     for pattern, turn in GOOGLE_LAYOUTS:
         arrays |= {key: turn(value, config["num_heads"]) for key, value in arrays.items() if re.search(pattern, key)}
-    np.savez(path, **{key: (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy() for key, value in arrays.items()})
+    np.savez(
+        path,
+        **{
+            key: (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy()
+            for key, value in arrays.items()
+        },
+    )
 
 
 def _write_torchvision(state: State, config: dict, path: Path) -> None:
@@ -243,7 +263,11 @@ WRITERS = {
     "timm": Writer(("", ".safetensors", ".pth"), _write_timm, (*_OURS, "pre_logits")),
     "huggingface": Writer(("",), _write_hugging_face, (*_CLASSIC, *_CLASS_TOKEN_ONLY, "pre_logits")),
     "npz": Writer((".npz",), _write_google, (*_CLASSIC, "no_qkv_bias")),
-    "torchvision": Writer((".safetensors", ".pth"), _write_torchvision, (*_CLASSIC, *_CLASS_TOKEN_ONLY, "no_qkv_bias", "no_head", "no_square", "channels")),
+    "torchvision": Writer(
+        (".safetensors", ".pth"),
+        _write_torchvision,
+        (*_CLASSIC, *_CLASS_TOKEN_ONLY, "no_qkv_bias", "no_head", "no_square", "channels"),
+    ),
 }
 
 

@@ -76,7 +76,9 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     if obstacle is None:
         return True
     if _mode == "on":
-        raise RuntimeError(f"{op}: kernels are switched on, but {obstacle}; use_kernels('auto') runs plain PyTorch there")
+        raise RuntimeError(
+            f"{op}: kernels are switched on, but {obstacle}; use_kernels('auto') runs plain PyTorch there"
+        )
     if not torch.compiler.is_compiling() and (op, obstacle) not in _warned:
         _warned.add((op, obstacle))
         warnings.warn(f"vitfast {op}: {obstacle}; plain PyTorch runs in its place", stacklevel=4)
@@ -112,10 +114,16 @@ def autocasts(function=None, *, keep: tuple[str, ...] = ()):
         stream = names[0] if kwargs.get("residual_in_fp32", False) else None
 
         def cast(name, a):
-            return a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() and name not in kept and name != stream else a
+            return (
+                a.to(dtype)
+                if isinstance(a, Tensor) and a.is_floating_point() and name not in kept and name != stream
+                else a
+            )
 
         with torch.autocast(device, enabled=False):
-            given = [cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)]  # too many are for the function to refuse
+            given = [
+                cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)
+            ]  # too many are for the function to refuse
             return function(*given, **{name: cast(name, a) for name, a in kwargs.items()})
 
     return wrapper
@@ -147,7 +155,16 @@ def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None
 
 def check_norm(op: str, x: Tensor, **parameters: Tensor | None) -> None:
     """LayerNorm's parameters lie on x's device, in x's dtype or in fp32."""
-    check_same(op, "x", x, **{name: p for name, p in parameters.items() if p is not None and (p.dtype != torch.float32 or p.device != x.device)})
+    check_same(
+        op,
+        "x",
+        x,
+        **{
+            name: p
+            for name, p in parameters.items()
+            if p is not None and (p.dtype != torch.float32 or p.device != x.device)
+        },
+    )
 
 
 def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, width: int) -> None:

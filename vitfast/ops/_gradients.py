@@ -30,7 +30,10 @@ def chosen(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor | N
 def fake_gradients(needed: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Contiguous gradients shaped and typed like what they belong to, empty where not needed."""
     like = tensors[0]
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else like.new_empty(0) for t, need in zip(tensors, needed))
+    return tuple(
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else like.new_empty(0)
+        for t, need in zip(tensors, needed)
+    )
 
 
 def as_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:

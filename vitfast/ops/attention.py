@@ -43,7 +43,9 @@ def _packed_backward(qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: flo
 
 
 @torch.library.custom_op("vitfast::attention_separate_backward", mutates_args=())
-def _separate_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _separate_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, do = map(_unit_rows, (q, k, v, do))
     return kernels.attention_bwd_separate(q, k, v, o, lse, do, scale)
 

@@ -16,7 +16,17 @@ from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, scale_rows
 from ..kernels.linear import input_grad, linear, linear_residual
 from ..kernels.mlp import dgelu_matmul, linear_gelu
 from ..kernels.weight_grad import weight_grad, weight_grad_scaled
-from ._dispatch import autocasts, check_approximate, check_factors, check_norm, check_same, check_shape, kernels_wanted, needs_grad, only_once
+from ._dispatch import (
+    autocasts,
+    check_approximate,
+    check_factors,
+    check_norm,
+    check_same,
+    check_shape,
+    kernels_wanted,
+    needs_grad,
+    only_once,
+)
 from ._gradients import as_dtype, chosen, fake_gradients, filled, rows, shaped
 from .attention import obstacle as head_obstacle
 from .layer_norm import obstacle as width_obstacle
@@ -37,7 +47,9 @@ def _through_scale(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tup
     return g, (weight * layer_scale.float()[:, None]).to(weight.dtype)
 
 
-def _branch_gradient(dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, tokens: int, want_sum: bool, norm_sums: bool) -> tuple[Tensor, Tensor | None]:
+def _branch_gradient(
+    dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, tokens: int, want_sum: bool, norm_sums: bool
+) -> tuple[Tensor, Tensor | None]:
     """(g, column sum of g) for g = drop_path[b] * dout in the dtype of the products; dout itself where nothing changes it.
 
     norm_sums: LayerNorm's backward is to run. It reads dout and can sum it: for g = dout the sum is then left to it, None here.
@@ -76,7 +88,12 @@ def _in_layer_gradients(din, x, dout, norm_weight, norm_bias, mean, rstd, weight
         return (None,) * 5
     dx = dnorm_weight = dnorm_bias = total = None
     if any(mask[X:IN_WEIGHT]):
-        want = dict(want_dx=mask[X], want_dparams=mask[NORM_WEIGHT] or mask[NORM_BIAS], want_dz_sum=want_sum, want_y=mask[IN_WEIGHT] and h is None)
+        want = dict(
+            want_dx=mask[X],
+            want_dparams=mask[NORM_WEIGHT] or mask[NORM_BIAS],
+            want_dz_sum=want_sum,
+            want_y=mask[IN_WEIGHT] and h is None,
+        )
         grads = layer_norm_bwd(input_grad(din, weight), x, norm_weight, norm_bias, mean, rstd, dz=dout, **want)
         dx, total, h = grads.dres, grads.dz_sum, grads.y if h is None else h
         dnorm_weight, dnorm_bias = chosen((grads.dweight, grads.dbias), mask[NORM_WEIGHT:IN_WEIGHT])
@@ -97,7 +114,9 @@ def _kept(keep: str, x: Tensor, least: tuple[Tensor, ...], more: tuple[Tensor, .
     return (*held[: len(held) - absent], *filled(x, *[None] * absent))
 
 
-def _gradients(x: Tensor, in_layer: list[Tensor | None], din_bias: Tensor | None, *out_layer: Tensor | None) -> tuple[Tensor, ...]:
+def _gradients(
+    x: Tensor, in_layer: list[Tensor | None], din_bias: Tensor | None, *out_layer: Tensor | None
+) -> tuple[Tensor, ...]:
     """What a backward operation returns: eight gradients in the order of the masks, empty where not asked for."""
     dx, *rest = in_layer
     return filled(x, None if dx is None else dx.view(x.shape), *rest, din_bias, *out_layer)
@@ -127,19 +146,36 @@ def _attention_fwd(
     h, mean, rstd = layer_norm_fwd(stream, norm_weight, norm_bias, eps, out_dtype=qkv_weight.dtype)
     qkv = linear(h, qkv_weight, qkv_bias).view(batch, tokens, 3, num_heads, proj_weight.shape[1] // num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5)
-    out = linear_residual(o.view(-1, proj_weight.shape[1]), proj_weight, proj_bias, stream, layer_scale, drop_path, tokens)
+    out = linear_residual(
+        o.view(-1, proj_weight.shape[1]), proj_weight, proj_bias, stream, layer_scale, drop_path, tokens
+    )
     out = shaped(out, *x.shape)
     return out, *_kept(keep, x, (mean, rstd, qkv, lse, o), (h,))
 
 
 @_attention_fwd.register_fake
-def _(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, num_heads, eps, keep):
+def _(
+    x,
+    norm_weight,
+    norm_bias,
+    qkv_weight,
+    qkv_bias,
+    proj_weight,
+    proj_bias,
+    layer_scale,
+    drop_path,
+    num_heads,
+    eps,
+    keep,
+):
     batch, tokens, width = x.shape
     statistics = [x.new_empty(batch * tokens, dtype=torch.float32) for _ in range(2)]
     head = qkv_weight.shape[0] // 3 // num_heads
     qkv, o = (qkv_weight.new_empty(batch, tokens, *packed, num_heads, head) for packed in ((3,), ()))
     lse = x.new_empty(batch, num_heads, tokens, dtype=torch.float32)
-    return x.new_empty(x.shape), *_kept(keep, x, (*statistics, qkv, lse, o), (qkv_weight.new_empty(batch * tokens, width),))
+    return x.new_empty(x.shape), *_kept(
+        keep, x, (*statistics, qkv, lse, o), (qkv_weight.new_empty(batch * tokens, width),)
+    )
 
 
 @torch.library.custom_op("vitfast::attention_block_bwd", mutates_args=())
@@ -173,14 +209,35 @@ def _attention_bwd(
         do = input_grad(*_through_scale(g, proj_weight, layer_scale)).view(o.shape)
         dqkv, dqkv_bias = attention_bwd(*qkv.unbind(2), o, lse, do, qkv.shape[-1] ** -0.5, want_bias_grad=mask[IN_BIAS])
         wanted = want_sum and total is None, mask
-        in_layer = _in_layer_gradients(rows(dqkv.flatten(2)), stream, dout, norm_weight, norm_bias, mean, rstd, qkv_weight, h, eps, *wanted)
+        in_layer = _in_layer_gradients(
+            rows(dqkv.flatten(2)), stream, dout, norm_weight, norm_bias, mean, rstd, qkv_weight, h, eps, *wanted
+        )
     *in_layer, dout_sum = in_layer
     vectors = _out_vector_gradients(dout_sum if total is None else total, dscale, proj_bias, layer_scale, mask)
     return _gradients(x, in_layer, as_dtype(dqkv_bias, qkv_weight.dtype), dproj_weight, *vectors)
 
 
 @_attention_bwd.register_fake
-def _(dout, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, drop_path, mean, rstd, qkv, lse, o, h, eps, mask):
+def _(
+    dout,
+    x,
+    norm_weight,
+    norm_bias,
+    qkv_weight,
+    qkv_bias,
+    proj_weight,
+    proj_bias,
+    layer_scale,
+    drop_path,
+    mean,
+    rstd,
+    qkv,
+    lse,
+    o,
+    h,
+    eps,
+    mask,
+):
     return fake_gradients(mask, x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale)
 
 
@@ -211,7 +268,15 @@ def _backward(operation):
     return backward
 
 
-def _check_stream(op: str, x: Tensor, weight: Tensor, residual_in_fp32: bool, norm_weight: Tensor, norm_bias: Tensor | None, **matrices: Tensor | None) -> None:
+def _check_stream(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    residual_in_fp32: bool,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    **matrices: Tensor | None,
+) -> None:
     """The residual stream x is fp32 where it is asked to be, else it has the matrices' dtype."""
     if x.dim() != 3:
         raise ValueError(f"{op}: x must be (B, N, D), got {tuple(x.shape)}")
@@ -262,7 +327,9 @@ def attention_block(
     check_shape(op, "qkv_weight", qkv_weight, (None, width))
     inner = qkv_weight.shape[0] // 3
     if num_heads < 1 or qkv_weight.shape[0] != 3 * inner or inner % num_heads:
-        raise ValueError(f"{op}: qkv_weight must have 3 * num_heads * head size rows with num_heads {num_heads}, got {qkv_weight.shape[0]}")
+        raise ValueError(
+            f"{op}: qkv_weight must have 3 * num_heads * head size rows with num_heads {num_heads}, got {qkv_weight.shape[0]}"
+        )
     check_shape(op, "qkv_bias", qkv_bias, (3 * inner,))
     check_shape(op, "proj_weight", proj_weight, (width, inner))
     check_shape(op, "proj_bias", proj_bias, (width,))
@@ -304,7 +371,20 @@ def _mlp_fwd(
 
 
 @_mlp_fwd.register_fake
-def _(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, approximate, eps, keep):
+def _(
+    x,
+    norm_weight,
+    norm_bias,
+    fc1_weight,
+    fc1_bias,
+    fc2_weight,
+    fc2_bias,
+    layer_scale,
+    drop_path,
+    approximate,
+    eps,
+    keep,
+):
     batch, tokens, width = x.shape
     statistics = [x.new_empty(batch * tokens, dtype=torch.float32) for _ in range(2)]
     h, pre, act = (fc1_weight.new_empty(batch * tokens, n) for n in (width, fc1_weight.shape[0], fc1_weight.shape[0]))
@@ -336,9 +416,16 @@ def _mlp_bwd(
     stream, dout, fc1_weight, fc2_weight = rows(x), rows(dout), rows(fc1_weight), rows(fc2_weight)
     want_sum = _sum_wanted(mask, fc2_bias)
     g, total = _branch_gradient(dout, pre.dtype, drop_path, x.shape[1], want_sum, any(mask[X:IN_WEIGHT]))
-    want_act, dpre, in_layer, dfc1_bias = act is None and (mask[OUT_WEIGHT] or mask[LAYER_SCALE]), None, (None,) * 5, None
+    want_act, dpre, in_layer, dfc1_bias = (
+        act is None and (mask[OUT_WEIGHT] or mask[LAYER_SCALE]),
+        None,
+        (None,) * 5,
+        None,
+    )
     if any(mask[X:OUT_WEIGHT]):
-        dpre, written, dfc1_bias = dgelu_matmul(*_through_scale(g, fc2_weight, layer_scale), pre, approximate, mask[IN_BIAS], want_act=want_act)
+        dpre, written, dfc1_bias = dgelu_matmul(
+            *_through_scale(g, fc2_weight, layer_scale), pre, approximate, mask[IN_BIAS], want_act=want_act
+        )
         act = written if want_act else act
     elif want_act:
         act = F.gelu(pre, approximate=approximate)
@@ -346,14 +433,35 @@ def _mlp_bwd(
     act = written = None  # 4 M D numbers, freed before more is allocated
     if dpre is not None:
         wanted = want_sum and total is None, mask
-        in_layer = _in_layer_gradients(dpre, stream, dout, norm_weight, norm_bias, mean, rstd, fc1_weight, h, eps, *wanted)
+        in_layer = _in_layer_gradients(
+            dpre, stream, dout, norm_weight, norm_bias, mean, rstd, fc1_weight, h, eps, *wanted
+        )
     *in_layer, dout_sum = in_layer
     vectors = _out_vector_gradients(dout_sum if total is None else total, dscale, fc2_bias, layer_scale, mask)
     return _gradients(x, in_layer, as_dtype(dfc1_bias, fc1_weight.dtype), dfc2_weight, *vectors)
 
 
 @_mlp_bwd.register_fake
-def _(dout, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, drop_path, mean, rstd, pre, h, act, approximate, eps, mask):
+def _(
+    dout,
+    x,
+    norm_weight,
+    norm_bias,
+    fc1_weight,
+    fc1_bias,
+    fc2_weight,
+    fc2_bias,
+    layer_scale,
+    drop_path,
+    mean,
+    rstd,
+    pre,
+    h,
+    act,
+    approximate,
+    eps,
+    mask,
+):
     return fake_gradients(mask, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
 
 
@@ -400,6 +508,8 @@ def mlp_block(
     _check_keep(op, keep)
     tensors = (x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
     if kernels_wanted(op, fc1_weight, width_obstacle(width, drop_path)):
-        return _mlp_fwd(*tensors, drop_path, approximate, eps, _keeps(keep, tensors, (fc1_weight, fc2_weight, layer_scale)))[0]
+        return _mlp_fwd(
+            *tensors, drop_path, approximate, eps, _keeps(keep, tensors, (fc1_weight, fc2_weight, layer_scale))
+        )[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=fc1_weight.dtype)
     return ref.mlp_block(*tensors[:7], eps=eps, approximate=approximate, **factors)

@@ -32,7 +32,16 @@ def _layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias; `needed` says which."""
-    grads = kernels.layer_norm_bwd(rows(dy), rows(x), weight, bias if needed[2] else None, mean, rstd, want_dx=needed[0], want_dparams=needed[1] or needed[2])
+    grads = kernels.layer_norm_bwd(
+        rows(dy),
+        rows(x),
+        weight,
+        bias if needed[2] else None,
+        mean,
+        rstd,
+        want_dx=needed[0],
+        want_dparams=needed[1] or needed[2],
+    )
     dx = None if grads.dres is None else grads.dres.view(x.shape)
     return filled(x, *chosen([dx, grads.dweight, grads.dbias], needed))
 
@@ -64,11 +73,19 @@ only_once(_layer_norm_backward, "layer_norm")
 
 @torch.library.custom_op("vitfast::add_layer_norm", mutates_args=())
 def _add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer_scale: Tensor | None, drop_path: Tensor | None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual (B, ..., D) -> y and z like x, mean and rstd (M,) in fp32."""
     rows_per_sample = max(1, x[:1].numel() // x.shape[-1])
-    y, z, mean, rstd = kernels.add_layer_norm_fwd(rows(x), rows(residual), weight, bias, eps, layer_scale, drop_path, rows_per_sample)
+    y, z, mean, rstd = kernels.add_layer_norm_fwd(
+        rows(x), rows(residual), weight, bias, eps, layer_scale, drop_path, rows_per_sample
+    )
     return shaped(y, *x.shape), shaped(z, *x.shape), mean, rstd
 
 

@@ -11,7 +11,16 @@ from .. import ref
 from ..kernels import mlp as kernels
 from ..kernels.rows import scale_rows
 from ..kernels.weight_grad import weight_grad, weight_grad_scaled
-from ._dispatch import autocasts, check_approximate, check_factors, check_same, check_shape, kernels_wanted, needs_grad, only_once
+from ._dispatch import (
+    autocasts,
+    check_approximate,
+    check_factors,
+    check_same,
+    check_shape,
+    kernels_wanted,
+    needs_grad,
+    only_once,
+)
 from ._gradients import as_dtype, chosen, fake_gradients, filled, rows, shaped
 
 # gelu(x W^T + b)
@@ -70,8 +79,17 @@ only_once(_linear_gelu_bwd, "linear_gelu")
 
 
 @torch.library.custom_op("vitfast::linear_residual", mutates_args=())
-def _linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None) -> Tensor:
-    out = kernels.linear_residual(rows(x), rows(weight), bias, rows(residual), layer_scale, drop_path, _rows_per_sample(x))
+def _linear_residual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+) -> Tensor:
+    out = kernels.linear_residual(
+        rows(x), rows(weight), bias, rows(residual), layer_scale, drop_path, _rows_per_sample(x)
+    )
     return shaped(out, *residual.shape)
 
 
@@ -117,7 +135,13 @@ def _linear_residual_bwd(
         dweight = weight_grad(g, rows(x), layer_scale=layer_scale)
     if need_bias:
         dbias = colsum if layer_scale is None else colsum * layer_scale.float()
-    return filled(x, dx, dweight if need_weight else None, as_dtype(dbias, x.dtype), None if dscale is None else dscale.to(layer_scale.dtype))
+    return filled(
+        x,
+        dx,
+        dweight if need_weight else None,
+        as_dtype(dbias, x.dtype),
+        None if dscale is None else dscale.to(layer_scale.dtype),
+    )
 
 
 @_linear_residual_bwd.register_fake
@@ -151,7 +175,13 @@ only_once(_linear_residual_bwd, "linear_residual")
 
 @torch.library.custom_op("vitfast::mlp", mutates_args=())
 def _mlp(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, approximate: str, save: bool
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    approximate: str,
+    save: bool,
 ) -> tuple[Tensor, Tensor]:
     """(output (..., D'), pre-activation (M, F)); the second is empty unless `save`."""
     act, pre = kernels.linear_gelu(rows(x), rows(fc1_weight), fc1_bias, approximate, save)
@@ -181,7 +211,9 @@ def _mlp_bwd(
     g = rows(dout)
     dx = dfc1_weight = dfc1_bias = dfc2_weight = dfc2_bias = None
     if need_x or need_fc1_weight or need_fc1_bias:
-        dpre, act, dfc1_bias = kernels.dgelu_matmul(g, rows(fc2_weight), pre, approximate, need_fc1_bias, want_act=need_fc2_weight)
+        dpre, act, dfc1_bias = kernels.dgelu_matmul(
+            g, rows(fc2_weight), pre, approximate, need_fc1_bias, want_act=need_fc2_weight
+        )
         dx = kernels.input_grad(dpre, rows(fc1_weight)).view(x.shape) if need_x else None
         dfc1_weight = weight_grad(dpre, rows(x)) if need_fc1_weight else None
     else:
@@ -262,7 +294,15 @@ def linear_residual(
 
 
 @autocasts
-def mlp(x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, *, approximate: str = "none") -> Tensor:
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
+    approximate: str = "none",
+) -> Tensor:
     """gelu(x W1^T + b1) W2^T + b2. x (..., D); fc1_weight (F, D); fc2_weight (D', F). Returns (..., D')."""
     _check_linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
     check_shape("mlp", "fc2_weight", fc2_weight, (None, fc1_weight.shape[0]))
@@ -270,5 +310,13 @@ def mlp(x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tens
     check_same("mlp", "x", x, fc2_weight=fc2_weight, fc2_bias=fc2_bias)
     check_approximate("mlp", approximate)
     if kernels_wanted("mlp", x):
-        return _mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, approximate, needs_grad(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias))[0]
+        return _mlp(
+            x,
+            fc1_weight,
+            fc1_bias,
+            fc2_weight,
+            fc2_bias,
+            approximate,
+            needs_grad(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias),
+        )[0]
     return ref.mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, approximate=approximate)

@@ -12,7 +12,13 @@ from ._dispatch import KERNEL_DTYPES, autocasts, check_shape, kernels_wanted, on
 
 @torch.library.custom_op("vitfast::patch_embed", mutates_args=())
 def _forward(
-    images: Tensor, weight: Tensor, bias: Tensor | None, cls_token: Tensor | None, pos_embed: Tensor | None, mean: Sequence[float], std: Sequence[float]
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cls_token: Tensor | None,
+    pos_embed: Tensor | None,
+    mean: Sequence[float],
+    std: Sequence[float],
 ) -> Tensor:
     return patch_embed_fwd(images, weight, bias, cls_token, pos_embed, mean, std)
 
@@ -111,7 +117,9 @@ def patch_embed(
     check_shape("patch_embed", "images", images, (None, chans, None, None))
     height, length = images.shape[-2:]
     if height % p or length % q or not height or not length:
-        raise ValueError(f"patch_embed: images must have sides that are multiples of the patch {p} x {q}, got {height} x {length}")
+        raise ValueError(
+            f"patch_embed: images must have sides that are multiples of the patch {p} x {q}, got {height} x {length}"
+        )
     if not images.is_floating_point() and images.dtype != torch.uint8:
         raise TypeError(f"patch_embed: images must be floating point or uint8, got {images.dtype}")
     check_shape("patch_embed", "bias", bias, (width,))
@@ -119,7 +127,9 @@ def patch_embed(
     check_shape("patch_embed", "pos_embed", pos_embed, (1, None, width))
     patches, prefix = (height // p) * (length // q), 0 if cls_token is None else cls_token.shape[1]
     if pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
-        raise ValueError(f"patch_embed: pos_embed must have {patches + prefix} or {patches} positions, got {pos_embed.shape[1]}")
+        raise ValueError(
+            f"patch_embed: pos_embed must have {patches + prefix} or {patches} positions, got {pos_embed.shape[1]}"
+        )
     for name, value in (("mean", mean), ("std", std)):
         if isinstance(value, Sequence) and len(value) not in (1, chans):
             raise ValueError(f"patch_embed: {name} must be one number or {chans}, got {len(value)}")

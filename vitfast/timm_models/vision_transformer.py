@@ -73,7 +73,12 @@ class TimmViT(ViT):
         """
         state = checkpoint_filter_fn(load_checkpoint(checkpoint_path), self, interpolation="bilinear", antialias=False)
         ours = self.state_dict()
-        self.load_state_dict({k: ours[k] if k.startswith("head.") and k in ours and ours[k].shape != v.shape else v for k, v in state.items()})
+        self.load_state_dict(
+            {
+                k: ours[k] if k.startswith("head.") and k in ours and ours[k].shape != v.shape else v
+                for k, v in state.items()
+            }
+        )
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         super().reset_classifier(num_classes, global_pool)

@@ -62,7 +62,14 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
     """
     if name in RESNETS:
         layers, width = RESNETS[name]
-        model = ResNetV2(layers, num_classes=num_classes, width_factor=width, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8), **arguments)
+        model = ResNetV2(
+            layers,
+            num_classes=num_classes,
+            width_factor=width,
+            stem_type="fixed",
+            conv_layer=partial(StdConv2d, eps=1e-8),
+            **arguments,
+        )
         architecture = f"resnetv2_{name[1:].lower()}_bit"
     else:
         architecture = name.removeprefix(TIMM)
@@ -70,7 +77,9 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
             model = timm.create_model(architecture, num_classes=num_classes, **arguments)
         except (RuntimeError, TypeError, ValueError) as error:
             near = timm.list_models(f"*{architecture.split('.')[0][:8]}*")[:3]
-            raise InputError(f"timm cannot build {architecture!r} ({str(error).splitlines()[0]}){'; near: ' + ', '.join(near) if near else ''}") from None
+            raise InputError(
+                f"timm cannot build {architecture!r} ({str(error).splitlines()[0]}){'; near: ' + ', '.join(near) if near else ''}"
+            ) from None
     if img_size is not None and hasattr(model, "set_input_size"):
         model.set_input_size(img_size)
     told = getattr(model, "pretrained_cfg", None) or {}
@@ -82,13 +91,21 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
 
 def _normalize_raw(model: nn.Module, args: tuple) -> tuple | None:
     images = args[0]
-    return (ref.normalize(images, model.mean, model.std, torch.float32), *args[1:]) if images.dtype == torch.uint8 else None
+    return (
+        (ref.normalize(images, model.mean, model.std, torch.float32), *args[1:])
+        if images.dtype == torch.uint8
+        else None
+    )
 
 
 def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
     """model.safetensors, and config.json as timm's hub files have it."""
-    save_file({k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}, Path(folder) / "model.safetensors")
-    config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=dict(mean=model.mean, std=model.std))
+    save_file(
+        {k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}, Path(folder) / "model.safetensors"
+    )
+    config = dict(
+        architecture=architecture, num_classes=model.num_classes, pretrained_cfg=dict(mean=model.mean, std=model.std)
+    )
     (Path(folder) / "config.json").write_text(json.dumps(config, indent=2))
 
 

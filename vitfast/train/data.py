@@ -86,7 +86,14 @@ class StreamSampler(Sampler):
     """Yields lists of (epoch, index): this rank's part of the batches of steps `start` to `stop` of the endless stream."""
 
     def __init__(self, length: int, batch_size: int, seed: int, start: int, stop: int, ranks: Ranks = ONE):
-        self.length, self.batch_size, self.seed, self.start, self.stop, self.ranks = length, batch_size, seed, start, stop, ranks
+        self.length, self.batch_size, self.seed, self.start, self.stop, self.ranks = (
+            length,
+            batch_size,
+            seed,
+            start,
+            stop,
+            ranks,
+        )
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -149,10 +156,14 @@ class Data:
         if self.config.decode == "device":
             from . import jpeg
 
-            loader = self._loader(jpeg.EncodedSamples(jpeg.Paths(self.train), self.config), batch_sampler=sampler, collate_fn=jpeg.hand_on)
+            loader = self._loader(
+                jpeg.EncodedSamples(jpeg.Paths(self.train), self.config), batch_sampler=sampler, collate_fn=jpeg.hand_on
+            )
             yield from jpeg.batches(_raising(loader), self.img_size, self.device)
             return
-        yield from _raising(self._loader(Samples(self.train, self.train_transform, self.config.seed), batch_sampler=sampler))
+        yield from _raising(
+            self._loader(Samples(self.train, self.train_transform, self.config.seed), batch_sampler=sampler)
+        )
 
     def _stream(self, start: int, stop: int) -> Iterator[Batch]:
         """An iterable data set, epoch after epoch. Steps before `start` are read and thrown away: shards have no other position."""
@@ -188,7 +199,9 @@ class Data:
         mine = [(0, i) for i in range(self.ranks.rank, len(self.val), self.ranks.world)]
         mine += [(PADDING, 0)] * (-(-len(self.val) // self.ranks.world) - len(mine))
         keys = [mine[first : first + size] for first in range(0, len(mine), size)]
-        for images, labels, _ in _raising(self._loader(Samples(self.val, self.eval_transform, None), batch_sampler=keys)):
+        for images, labels, _ in _raising(
+            self._loader(Samples(self.val, self.eval_transform, None), batch_sampler=keys)
+        ):
             yield images, labels
 
 
@@ -219,9 +232,13 @@ class Erase:
     def __call__(self, image: Tensor) -> Tensor:
         if random.random() >= self.share:
             return image
-        top, left, height, width, _ = RandomErasing.get_params(image, scale=(0.02, 1 / 3), ratio=(0.3, 3.3), value=[0.0])
+        top, left, height, width, _ = RandomErasing.get_params(
+            image, scale=(0.02, 1 / 3), ratio=(0.3, 3.3), value=[0.0]
+        )
         image = image.clone()
-        image[:, top : top + height, left : left + width] = torch.randn(len(image), height, width).mul(64).add(127.5).clamp(0, 255)
+        image[:, top : top + height, left : left + width] = (
+            torch.randn(len(image), height, width).mul(64).add(127.5).clamp(0, 255)
+        )
         return image
 
 
@@ -230,7 +247,9 @@ def select(config: Config, train, val):
     if not (config.hold_out or config.shots or config.train_images):
         return train, val
     if isinstance(train, Shards):
-        raise InputError(f"hold_out, shots and train_images need a data set that is read by index; {config.data!r} is read in order")
+        raise InputError(
+            f"hold_out, shots and train_images need a data set that is read by index; {config.data!r} is read in order"
+        )
     if config.hold_out:
         held, kept = split_by_class(labels_of(train), lambda n: max(1, round(n * config.hold_out)), 0)
         train, val = Part(train, kept), Part(train, held)
@@ -257,13 +276,19 @@ def transforms(config: Config, img_size: tuple[int, int]):
     )
     if config.random_erasing:
         train.transforms.append(Erase(config.random_erasing))
-    evaluate = create_transform((3, *img_size), is_training=False, use_prefetcher=True, interpolation="bicubic", crop_pct=1.0)
+    evaluate = create_transform(
+        (3, *img_size), is_training=False, use_prefetcher=True, interpolation="bicubic", crop_pct=1.0
+    )
     return train, evaluate
 
 
-def open_data(config: Config, img_size: tuple[int, int], patch_size: tuple[int, int], device: torch.device, ranks: Ranks = ONE) -> Data:
+def open_data(
+    config: Config, img_size: tuple[int, int], patch_size: tuple[int, int], device: torch.device, ranks: Ranks = ONE
+) -> Data:
     """The data of a run, checked as far as it can be before anything is written. Raises InputError."""
-    train, val = select(config, *open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed))
+    train, val = select(
+        config, *open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
+    )
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")

@@ -14,7 +14,9 @@ def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config,
     shared = dict(data="digits", seed=seed, device=device)
     pretrain = resolve("pretrain", dict(recipe="digits", output=str(output / "pretrain"), **shared))
     weights = str(output / "pretrain" / "checkpoints" / "last")
-    return pretrain, resolve("finetune", dict(recipe="finetune/digits", output=str(output / "finetune"), weights=weights, **shared))
+    return pretrain, resolve(
+        "finetune", dict(recipe="finetune/digits", output=str(output / "finetune"), weights=weights, **shared)
+    )
 
 
 def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
@@ -45,8 +47,12 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
     from .report import write_report
 
     path = write_report(output, summary)
-    print(f"test accuracy: {summary['pretrain_accuracy']:.4f} after pre-training, {summary['finetune_accuracy']:.4f} after fine-tuning at 48 px")
-    print(f"{summary['seconds']:.0f} s, {summary['images_per_second']:,.0f} images/s on {summary['device']}; open {path}")
+    print(
+        f"test accuracy: {summary['pretrain_accuracy']:.4f} after pre-training, {summary['finetune_accuracy']:.4f} after fine-tuning at 48 px"
+    )
+    print(
+        f"{summary['seconds']:.0f} s, {summary['images_per_second']:,.0f} images/s on {summary['device']}; open {path}"
+    )
     return summary
 
 

@@ -16,7 +16,13 @@ from .recipes import Config
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Data, device: torch.device, dtype: torch.dtype | None, saw: Callable[[Tensor], None] | None = None) -> dict:
+def evaluate(
+    model: nn.Module,
+    data: Data,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    saw: Callable[[Tensor], None] | None = None,
+) -> dict:
     """Mean cross-entropy, top-1 and top-5 accuracy over the validation set, one pass; every rank takes its part of it.
 
     `saw` is called with the logits of each batch, in the order of the set.
@@ -51,14 +57,18 @@ def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
     try:
         counter = RealLabelsImagenet(names, path or None, topk=(1,))
     except AssertionError:
-        raise InputError(f"--real: {path or 'ImageNet'} has labels for another number of images than the {len(names)} of {data.config.data}") from None
+        raise InputError(
+            f"--real: {path or 'ImageNet'} has labels for another number of images than the {len(names)} of {data.config.data}"
+        ) from None
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"--real {path} cannot be read as ImageNet's reassessed labels: {error}") from None
     if not all(isinstance(labels, list) for labels in counter.real_labels.values()):
         raise InputError(f"--real {path} must hold one list of classes for each image")
     strange = next((name for name in names if name not in counter.real_labels), None)
     if strange:
-        raise InputError(f"--real tells images by ImageNet's names (ILSVRC2012_val_00000001.JPEG), and {data.config.data} has {strange}")
+        raise InputError(
+            f"--real tells images by ImageNet's names (ILSVRC2012_val_00000001.JPEG), and {data.config.data} has {strange}"
+        )
     return counter
 
 
@@ -78,7 +88,9 @@ def evaluate_weights(config: Config, img_size: int | None = None, real: str | No
     """
     model, data, device, dtype = open_weights(config, img_size)
     if model.num_classes != len(data.classes):
-        raise InputError(f"{config.weights} has {model.num_classes} classes and {config.data} has {len(data.classes)}; fine-tune it on this data first")
+        raise InputError(
+            f"{config.weights} has {model.num_classes} classes and {config.data} has {len(data.classes)}; fine-tune it on this data first"
+        )
     if real is None:
         return evaluate(model, data, device, dtype)
     counter = real_labels(data, real)

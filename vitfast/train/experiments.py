@@ -51,19 +51,26 @@ def sweep(config: Config, resume: str = "auto") -> dict:
     if resume not in ("auto", "never"):
         raise InputError(f"a sweep is several runs: --resume takes auto or never with it, got {resume}")
     if len(config.sweep_lr) < 2:
-        raise InputError(f"recipe {config.name!r} has no learning rates to try; give some with --set sweep_lr=0.003,0.01,0.03")
+        raise InputError(
+            f"recipe {config.name!r} has no learning rates to try; give some with --set sweep_lr=0.003,0.01,0.03"
+        )
     if not config.sweep_hold_out:
         raise InputError("a sweep needs a part of the training set to choose on; set sweep_hold_out, such as 0.1")
     output, accuracies = Path(config.output), {}
     for lr in config.sweep_lr:
-        tried = dataclasses.replace(config, lr=lr, hold_out=config.sweep_hold_out, output=str(output / "sweep" / f"lr-{lr:g}"))
+        tried = dataclasses.replace(
+            config, lr=lr, hold_out=config.sweep_hold_out, output=str(output / "sweep" / f"lr-{lr:g}")
+        )
         accuracies[lr] = _finished(tried, resume)["accuracy"]
         logger.info("lr %g: accuracy %.4f on the held-out part", lr, accuracies[lr])
     best = max(accuracies, key=lambda lr: (accuracies[lr], -lr))
     logger.info("lr %g is best; training on the whole training set", best)
     summary = _finished(dataclasses.replace(config, lr=best), resume)
     tried = [dict(lr=lr, held_out_accuracy=accuracy) for lr, accuracy in accuracies.items()]
-    _write(output / "sweep.json", json.dumps(dict(lr=best, hold_out=config.sweep_hold_out, tried=tried, accuracy=summary["accuracy"]), indent=2))
+    _write(
+        output / "sweep.json",
+        json.dumps(dict(lr=best, hold_out=config.sweep_hold_out, tried=tried, accuracy=summary["accuracy"]), indent=2),
+    )
     return summary
 
 
@@ -89,7 +96,12 @@ def scaling(config: Config, models: list[str], lengths: list[float]) -> list[dic
         summary = _finished(one)
         flops = training_flops(one, summary["classes"]) * summary["steps"] * config.batch_size
         row = dict(
-            model=model, epochs=epochs, parameters=summary["parameters"], exaflops=flops / 1e18, accuracy=summary["accuracy"], seconds=summary["seconds"]
+            model=model,
+            epochs=epochs,
+            parameters=summary["parameters"],
+            exaflops=flops / 1e18,
+            accuracy=summary["accuracy"],
+            seconds=summary["seconds"],
         )
         rows.append(row)
         logger.info("%s, %g epochs: %.4g exaFLOPs, accuracy %.4f", model, epochs, row["exaflops"], row["accuracy"])
@@ -107,9 +119,15 @@ def positions(config: Config, seeds: int = 3) -> list[dict]:
         accuracies = []
         for seed in range(config.seed, config.seed + seeds):
             run = output / f"{kind}-{place}-seed{seed}"
-            accuracies.append(_finished(dataclasses.replace(config, pos_embed=kind, pos_embed_at=place, seed=seed, output=str(run)))["accuracy"])
+            accuracies.append(
+                _finished(dataclasses.replace(config, pos_embed=kind, pos_embed_at=place, seed=seed, output=str(run)))[
+                    "accuracy"
+                ]
+            )
         spread = statistics.stdev(accuracies) if seeds > 1 else 0.0
-        rows.append(dict(positions=kind, at=place, accuracy=statistics.mean(accuracies), stdev=spread, accuracies=accuracies))
+        rows.append(
+            dict(positions=kind, at=place, accuracy=statistics.mean(accuracies), stdev=spread, accuracies=accuracies)
+        )
         logger.info("%s at %s: accuracy %.4f", NAMES[kind], place, rows[-1]["accuracy"])
     _write_rows(output / "positions", rows)
     _write(output / "positions.md", positions_table(rows))
@@ -121,7 +139,9 @@ def positions_table(rows: list[dict]) -> str:
     found = {(row["positions"], row["at"]): row for row in rows}
     lines = ["| positions | at the stem | at every layer | at every layer, shared |", "|---|---|---|---|"]
     for kind in POSITIONS:
-        cells = [f"{r['accuracy']:.4f} ± {r['stdev']:.4f}" if (r := found.get((kind, place))) else "" for place in PLACES]
+        cells = [
+            f"{r['accuracy']:.4f} ± {r['stdev']:.4f}" if (r := found.get((kind, place))) else "" for place in PLACES
+        ]
         lines.append(f"| {NAMES[kind]} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

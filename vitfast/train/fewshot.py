@@ -70,7 +70,9 @@ def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
     return np.concatenate([order[:shots] for order in orders])
 
 
-def training_features(model, data: Data, shots: list[int | None], seeds: int, device, dtype) -> tuple[Tensor, Tensor, dict]:
+def training_features(
+    model, data: Data, shots: list[int | None], seeds: int, device, dtype
+) -> tuple[Tensor, Tensor, dict]:
     """Features and labels of the training images that any draw takes, and per (shots, seed) the rows it takes.
 
     Where the labels are known beforehand only those images are read; `None` shots are all images.
@@ -120,4 +122,12 @@ def few_shot(
             accuracies.append((found.cpu() == truth).double().mean().item())
         results.append(dict(shots=n or "all", accuracy=sum(accuracies) / len(accuracies), accuracies=accuracies))
     used = dict(l2=L2[method] if l2 is None else l2) if method in L2 else {}
-    return dict(weights=config.weights, data=config.data, method=method, **used, classes=len(data.classes), images=len(truth), results=results)
+    return dict(
+        weights=config.weights,
+        data=config.data,
+        method=method,
+        **used,
+        classes=len(data.classes),
+        images=len(truth),
+        results=results,
+    )

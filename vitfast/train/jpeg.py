@@ -29,7 +29,9 @@ def check(config: Config, source) -> None:
         raise InputError(f"decode=device reads JPEG files from a folder; {config.data!r} is none, leave decode=host")
     other = [name for name in ("auto_augment", "color_jitter", "random_erasing") if getattr(config, name)]
     if other:
-        raise InputError(f"decode=device crops and flips only; set {other[0]}={'none' if other[0] == 'auto_augment' else 0}, or decode=host")
+        raise InputError(
+            f"decode=device crops and flips only; set {other[0]}={'none' if other[0] == 'auto_augment' else 0}, or decode=host"
+        )
     if not hasattr(torchvision.io, "decode_jpeg"):
         raise InputError(f"torchvision {torchvision.__version__} has no JPEG decoder any more; leave decode=host")
 
@@ -98,8 +100,13 @@ def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Bat
         whole = [i for i, image in enumerate(images) if image is not None]
         if not whole:
             raise InputError(f"none of the {len(images)} images of a batch can be decoded")
-        chosen = [i if image is not None else min(whole, key=lambda j, i=i: (j - i) % len(images)) for i, image in enumerate(images)]
+        chosen = [
+            i if image is not None else min(whole, key=lambda j, i=i: (j - i) % len(images))
+            for i, image in enumerate(images)
+        ]
         told += [f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i, j in enumerate(chosen) if i != j]
-        resized = (F.resized_crop(images[i], *crops[i], size, InterpolationMode.BICUBIC, antialias=True) for i in chosen)
+        resized = (
+            F.resized_crop(images[i], *crops[i], size, InterpolationMode.BICUBIC, antialias=True) for i in chosen
+        )
         stacked = torch.stack([image.flip(-1) if flips[i] else image for i, image in zip(chosen, resized)])
         yield stacked, torch.tensor([labels[i] for i in chosen]), told

@@ -24,9 +24,19 @@ class Learner:
     `model` is the plain module (sharded in place under FSDP2), `runner` what gradients flow through (DDP's wrapper where there is one).
     """
 
-    def __init__(self, config: Config, model: nn.Module, classes: int, device: torch.device, dtype: torch.dtype | None, ranks: Ranks):
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        classes: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        ranks: Ranks,
+    ):
         if config.batch_size < config.accumulate * ranks.world:
-            raise InputError(f"batch_size {config.batch_size} is less than one image for each of {ranks.world} ranks and {config.accumulate} micro-batches")
+            raise InputError(
+                f"batch_size {config.batch_size} is less than one image for each of {ranks.world} ranks and {config.accumulate} micro-batches"
+            )
         mixing = config.mixup or config.cutmix
         if mixing and config.batch_size % (2 * config.accumulate * ranks.world):
             raise InputError(
@@ -38,7 +48,11 @@ class Learner:
         self.model = self.runner = model
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.objective = None if self.masked else OBJECTIVES[config.objective]
-        self.mixup = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes) if mixing else None
+        self.mixup = (
+            Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes)
+            if mixing
+            else None
+        )
         self.ema = ModelEmaV3(model, decay=config.ema_decay) if config.ema_decay else None
         sharded = ranks.world > 1 and config.parallel == "fsdp"
         if sharded and dtype == torch.float16:

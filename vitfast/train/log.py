@@ -30,7 +30,9 @@ def read_metrics(run: Path) -> list[dict]:
     if not path.exists():
         return []
     with open(path, newline="") as file:
-        return [{k: v if k == "split" else float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
+        return [
+            {k: v if k == "split" else float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)
+        ]
 
 
 class Metrics:
@@ -75,7 +77,14 @@ class Progress:
     """A bar with loss, images/s and time left on a terminal; a line every tenth of the run elsewhere."""
 
     def __init__(self, name: str, start: int, total: int, speaks: bool = True):
-        self.bar = tqdm(total=total, initial=start, desc=name, unit="step", dynamic_ncols=True, disable=not (speaks and sys.stderr.isatty()))
+        self.bar = tqdm(
+            total=total,
+            initial=start,
+            desc=name,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not (speaks and sys.stderr.isatty()),
+        )
         self.name, self.total, self.tenth = name, total, start * 10 // total
 
     def step(self, step: int, text: str = "") -> None:
@@ -122,7 +131,12 @@ class Meter:
         seconds = max(time.perf_counter() - self.window, 1e-9)
         if self.windows == 1:  # from the second window on the first one is forgotten
             self.spent, self.images, self.waited = 0.0, 0, 0.0
-        self.windows, self.spent, self.images, self.waited = self.windows + 1, self.spent + seconds, self.images + images, self.waited + self.window_wait
+        self.windows, self.spent, self.images, self.waited = (
+            self.windows + 1,
+            self.spent + seconds,
+            self.images + images,
+            self.waited + self.window_wait,
+        )
         self.speed, self.waiting_share = self.images / self.spent, self.waited / self.spent
         self.start_window()
         return images / seconds

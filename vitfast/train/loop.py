@@ -67,7 +67,9 @@ def _changed(config: Config, run: Path) -> None:
     other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and k in saved and saved[k] != now[k]]
     if other:
         shown = "; ".join(f"{k}: {saved.get(k)} there, {now[k]} now" for k in other[:3])
-        raise InputError(f"{run} holds a run with other settings ({shown}); choose another --output, or --resume never to start it again")
+        raise InputError(
+            f"{run} holds a run with other settings ({shown}); choose another --output, or --resume never to start it again"
+        )
 
 
 def find_start(config: Config, resume: str) -> Path | None:
@@ -82,7 +84,9 @@ def find_start(config: Config, resume: str) -> Path | None:
         return checkpoint
     checkpoint = state.find_checkpoint(Path(resume))
     if checkpoint is None:
-        raise InputError(f"--resume {resume}: no checkpoint there; give a run folder or one of its checkpoints/step-... folders")
+        raise InputError(
+            f"--resume {resume}: no checkpoint there; give a run folder or one of its checkpoints/step-... folders"
+        )
     return checkpoint
 
 
@@ -145,9 +149,13 @@ class Trainer:
     def _count_unreadable(self, names: list[str]) -> None:
         for text in names:
             self.unreadable += 1
-            logger.warning("replaced by the next image (%d of at most %d): %s", self.unreadable, self.config.max_unreadable, text)
+            logger.warning(
+                "replaced by the next image (%d of at most %d): %s", self.unreadable, self.config.max_unreadable, text
+            )
         if self.unreadable > self.config.max_unreadable:
-            raise InputError(f"{self.unreadable} images could not be read, more than max_unreadable {self.config.max_unreadable}; the last: {names[-1]}")
+            raise InputError(
+                f"{self.unreadable} images could not be read, more than max_unreadable {self.config.max_unreadable}; the last: {names[-1]}"
+            )
 
     def _learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         result = None
@@ -206,7 +214,10 @@ class Trainer:
         per_epoch = self.data.train_length / config.batch_size
         eval_every = config.eval_every or max(1, round(max(per_epoch, self.total / 20)))
         save_every = config.save_every or eval_every
-        metrics, progress = Metrics(self.run if self.ranks.first else None, self.step), Progress(config.task, self.step, self.total, self.ranks.first)
+        metrics, progress = (
+            Metrics(self.run if self.ranks.first else None, self.step),
+            Progress(config.task, self.step, self.total, self.ranks.first),
+        )
         window, result, stopping = [], None, False
         self.learner.model.train()
         try:
@@ -229,13 +240,31 @@ class Trainer:
                         self._check(losses.tolist())
                         seen = len(window) * config.batch_size
                         window, speed, rate = [], meter.end_window(seen), self.learner.rate
-                        row = dict(loss=losses.mean().item(), accuracy=correct.sum().item() / seen, lr=rate, images_per_second=speed)
-                        metrics.write(step=self.step, epoch=epoch, split="train", **row, waiting_for_data=round(meter.waiting_share, 4))
-                        progress.step(self.step, f"loss {row['loss']:.3f}, {speed:,.0f} images/s, {meter.waiting_share:.0%} waiting for data")
+                        row = dict(
+                            loss=losses.mean().item(),
+                            accuracy=correct.sum().item() / seen,
+                            lr=rate,
+                            images_per_second=speed,
+                        )
+                        metrics.write(
+                            step=self.step,
+                            epoch=epoch,
+                            split="train",
+                            **row,
+                            waiting_for_data=round(meter.waiting_share, 4),
+                        )
+                        progress.step(
+                            self.step,
+                            f"loss {row['loss']:.3f}, {speed:,.0f} images/s, {meter.waiting_share:.0%} waiting for data",
+                        )
                     if evaluating:
                         result = self.evaluate()
-                        metrics.write(step=self.step, epoch=epoch, split="val", loss=result["loss"], accuracy=result["accuracy"])
-                        progress.say(f"epoch {epoch:.1f}: validation accuracy {result['accuracy']:.4f}, loss {result['loss']:.4f}")
+                        metrics.write(
+                            step=self.step, epoch=epoch, split="val", loss=result["loss"], accuracy=result["accuracy"]
+                        )
+                        progress.say(
+                            f"epoch {epoch:.1f}: validation accuracy {result['accuracy']:.4f}, loss {result['loss']:.4f}"
+                        )
                     if saving:
                         self.seconds += meter.take_seconds()
                         self.save()
@@ -290,5 +319,10 @@ def _finished(config: Config, resume: str) -> dict | None:
     wanted = config.steps or max(1, round((config.epochs or 0) * summary["train_images"] / config.batch_size))
     if not summary.get("finished") or summary["steps"] < wanted:
         return None
-    logger.info("%s is finished: %d steps, accuracy %.4f; --resume never starts it again", config.output, summary["steps"], summary["accuracy"])
+    logger.info(
+        "%s is finished: %d steps, accuracy %.4f; --resume never starts it again",
+        config.output,
+        summary["steps"],
+        summary["accuracy"],
+    )
     return summary

@@ -44,13 +44,17 @@ def corruption(noise: Tensor, share: float) -> Corruption:
     # Others come from the next patch of a random circle: none is taken twice, so that no gradient depends on the order of atomic additions.
     circle = order.argsort(dim=1, stable=True)
     other = torch.empty_like(circle).scatter(1, circle, circle.roll(1, 1))
-    source = torch.where((what >= MASKED) & (what < MASKED + SWAPPED), other, torch.arange(patches, device=noise.device))
+    source = torch.where(
+        (what >= MASKED) & (what < MASKED + SWAPPED), other, torch.arange(patches, device=noise.device)
+    )
     return Corruption(chosen, what < MASKED, source)
 
 
 def fixed_noise(samples: Iterable[int], patches: int, seed: int = 0) -> Tensor:
     """The noise (B, 3, N), on the CPU, that belongs to these samples: the same in every evaluation and at every batch size."""
-    return torch.stack([torch.rand(3, patches, generator=torch.Generator().manual_seed(mix_seed(seed, i))) for i in samples])
+    return torch.stack(
+        [torch.rand(3, patches, generator=torch.Generator().manual_seed(mix_seed(seed, i))) for i in samples]
+    )
 
 
 def colour_classes(patches: Tensor, cells: int) -> Tensor:
@@ -117,13 +121,17 @@ class MaskedPatches(nn.Module):
         table, layers = vit._positions(images)
         alone = table is not None and table.shape[1] == x.shape[1]  # positions of the patches, none of the prefix
         x = x + table.to(x.dtype) if alone else x
-        x = torch.cat([*(t.to(x.dtype).expand(len(x), -1, -1) for t in (vit.cls_token, vit.reg_token) if t is not None), x], dim=1)
+        x = torch.cat(
+            [*(t.to(x.dtype).expand(len(x), -1, -1) for t in (vit.cls_token, vit.reg_token) if t is not None), x], dim=1
+        )
         x = vit.pos_drop(x if table is None or alone else x + table.to(x.dtype))
         x = x.float() if vit.residual_in_fp32 else x
         vit._decide_keep(x)
         for block, layer in zip(vit.blocks, layers):
             x = vit._run(block, x, *layer)
-        return vit.fc_norm(vit._final(x))[:, vit.num_prefix_tokens :]  # where the norm comes after pooling, patches have none but that one
+        return vit.fc_norm(vit._final(x))[
+            :, vit.num_prefix_tokens :
+        ]  # where the norm comes after pooling, patches have none but that one
 
     def forward(self, images: Tensor, corrupted: Corruption | None = None) -> tuple[Tensor, Tensor]:
         """Raw uint8 images (B, C, H, W) -> (mean loss over the corrupted patches, share of them whose colours are right).
@@ -133,9 +141,13 @@ class MaskedPatches(nn.Module):
         """
         vit = self.vit
         if images.dtype != torch.uint8:
-            raise TypeError(f"MaskedPatches: images must be raw uint8, whose colours are the targets, got {images.dtype}")
+            raise TypeError(
+                f"MaskedPatches: images must be raw uint8, whose colours are the targets, got {images.dtype}"
+            )
         if tuple(images.shape[1:]) != (vit.in_chans, *vit.patch_embed.img_size):
-            raise ValueError(f"MaskedPatches: images must be (B, {vit.in_chans}, {', '.join(map(str, vit.patch_embed.img_size))}), got {tuple(images.shape)}")
+            raise ValueError(
+                f"MaskedPatches: images must be (B, {vit.in_chans}, {', '.join(map(str, vit.patch_embed.img_size))}), got {tuple(images.shape)}"
+            )
         if corrupted is None:
             noise = torch.rand(len(images), 3, vit.patch_embed.num_patches, device=images.device)
             corrupted = corruption(noise, self.share)

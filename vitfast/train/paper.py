@@ -9,9 +9,26 @@ bias of -10, weight decay is decoupled and on kernels only, fine-tuning warms up
 from .settings import Recipe
 
 JFT_IMAGES = 303e6
-_PRETRAIN = dict(optimizer="adamw", betas=(0.9, 0.999), batch_size=4096, warmup_steps=10_000, img_size=224, hidden_head=True, weight_init="jax")
+_PRETRAIN = dict(
+    optimizer="adamw",
+    betas=(0.9, 0.999),
+    batch_size=4096,
+    warmup_steps=10_000,
+    img_size=224,
+    hidden_head=True,
+    weight_init="jax",
+)
 _JFT = dict(objective="sigmoid", head_init_bias=-10.0, lr_decay="linear", lr_end=1e-5, weight_decay=0.1, **_PRETRAIN)
-_IMAGENET21K = dict(objective="sigmoid", head_init_bias=-10.0, lr=1e-3, lr_decay="linear", lr_end=1e-5, weight_decay=0.03, dropout=0.1, **_PRETRAIN)
+_IMAGENET21K = dict(
+    objective="sigmoid",
+    head_init_bias=-10.0,
+    lr=1e-3,
+    lr_decay="linear",
+    lr_end=1e-5,
+    weight_decay=0.03,
+    dropout=0.1,
+    **_PRETRAIN,
+)
 _IMAGENET = dict(epochs=300, lr=3e-3, lr_decay="cosine", weight_decay=0.3, dropout=0.1, clip_norm=1.0, **_PRETRAIN)
 _RESNET = dict(hidden_head=False, weight_init="")
 
@@ -26,7 +43,12 @@ def _pretrain(model: str, data: str, published: str = "", **fields) -> Recipe:
     resnet = model.startswith("R") and "+" not in model
     name = f"{'bit' if resnet else 'vit'}-{_short(model)}/{data}"
     command = f"vitfast pretrain --recipe {name} --data DIR --output runs/{name.replace('/', '-')}"
-    return Recipe(name=name, model=model, about=f"{command}\n{published or 'Table 3.'}", **{**fields, **(_RESNET if resnet else {})})
+    return Recipe(
+        name=name,
+        model=model,
+        about=f"{command}\n{published or 'Table 3.'}",
+        **{**fields, **(_RESNET if resnet else {})},
+    )
 
 
 def _after_jft(imagenet: float, cifar100: float, exaflops: int) -> str:
@@ -54,14 +76,31 @@ _JFT_ROWS = (
 _SCRATCH = {"B/32": 69.19, "B/16": 74.79, "L/32": 66.90, "L/16": 72.59}
 
 
-def _finetune(data: str, steps: int, rates: tuple[float, ...], hold_out: float, spec: str, published: str = "", **fields) -> Recipe:
+def _finetune(
+    data: str, steps: int, rates: tuple[float, ...], hold_out: float, spec: str, published: str = "", **fields
+) -> Recipe:
     """Table 4: SGD with momentum, cosine, batch 512, no weight decay, clipped at 1."""
     name = f"finetune/{data}"
     command = f"vitfast finetune --recipe {name} --weights L_16.npz --data {spec} --output runs/{data}{' --sweep' if len(rates) > 1 else ''}"
-    settings = dict(optimizer="sgd", momentum=0.9, lr_decay="cosine", batch_size=512, clip_norm=1.0, img_size=384, warmup_steps=500, crop_scale=(0.05, 1.0))
+    settings = dict(
+        optimizer="sgd",
+        momentum=0.9,
+        lr_decay="cosine",
+        batch_size=512,
+        clip_norm=1.0,
+        img_size=384,
+        warmup_steps=500,
+        crop_scale=(0.05, 1.0),
+    )
     lr = rates[len(rates) // 2]
     return Recipe(
-        name=name, about=f"{command}\n{published or 'Table 4.'}", steps=steps, lr=lr, sweep_lr=rates, sweep_hold_out=hold_out, **{**settings, **fields}
+        name=name,
+        about=f"{command}\n{published or 'Table 4.'}",
+        steps=steps,
+        lr=lr,
+        sweep_lr=rates,
+        sweep_hold_out=hold_out,
+        **{**settings, **fields},
     )
 
 
@@ -86,7 +125,12 @@ PAPER = (
     *(_pretrain(model, "imagenet21k", epochs=90, **_IMAGENET21K) for model in ("B/32", "B/16", "L/32", "L/16")),
     *(_pretrain(model, "imagenet21k-30ep", epochs=30, **_IMAGENET21K) for model in ("L/32", "L/16")),
     *(
-        _pretrain(model, "imagenet", f"Table 3; {top1} % on ImageNet before fine-tuning (from the authors' issue tracker).", **_IMAGENET)
+        _pretrain(
+            model,
+            "imagenet",
+            f"Table 3; {top1} % on ImageNet before fine-tuning (from the authors' issue tracker).",
+            **_IMAGENET,
+        )
         for model, top1 in _SCRATCH.items()
     ),
     Recipe(
@@ -102,13 +146,40 @@ B.1.2: masked patch prediction, mean colours; 79.9 % on ImageNet after fine-tuni
         **{**_PRETRAIN, "hidden_head": False},
     ),
     _finetune("imagenet", 20_000, _LARGE, 0.01, "DIR", "Table 4; L/16 after JFT-300M (14 epochs): 87.12 %."),
-    _finetune("imagenet-512", 20_000, _LARGE, 0.01, "DIR", "Table 2: L/16 at 512 px with Polyak averaging, 87.76 %.", img_size=512, ema_decay=0.9999),
-    _finetune("imagenet-518", 20_000, _LARGE, 0.01, "DIR", "Table 2: H/14 at 518 px with Polyak averaging, 88.55 %.", img_size=518, ema_decay=0.9999),
+    _finetune(
+        "imagenet-512",
+        20_000,
+        _LARGE,
+        0.01,
+        "DIR",
+        "Table 2: L/16 at 512 px with Polyak averaging, 87.76 %.",
+        img_size=512,
+        ema_decay=0.9999,
+    ),
+    _finetune(
+        "imagenet-518",
+        20_000,
+        _LARGE,
+        0.01,
+        "DIR",
+        "Table 2: H/14 at 518 px with Polyak averaging, 88.55 %.",
+        img_size=518,
+        ema_decay=0.9999,
+    ),
     _finetune("cifar100", 10_000, _SMALL, 0.02, "torch/cifar100", "Table 4; L/16 after JFT-300M (14 epochs): 94.04 %."),
     _finetune("cifar10", 10_000, _SMALL, 0.02, "torch/cifar10", "Table 4; L/16 after JFT-300M (14 epochs): 99.38 %."),
     _finetune("pets", 500, _SMALL, 0.1, "DIR", "Table 4; L/16 after JFT-300M (14 epochs): 97.11 %.", warmup_steps=50),
-    _finetune("flowers", 500, _SMALL, 0.1, "DIR", "Table 4; L/16 after JFT-300M (14 epochs): 99.66 %.", warmup_steps=50),
-    _finetune("vtab", 2_500, (0.01,), 0.0, "DIR", "Table 4, for each of VTAB's 19 tasks of 1000 training images (`vitfast vtab`)."),
+    _finetune(
+        "flowers", 500, _SMALL, 0.1, "DIR", "Table 4; L/16 after JFT-300M (14 epochs): 99.66 %.", warmup_steps=50
+    ),
+    _finetune(
+        "vtab",
+        2_500,
+        (0.01,),
+        0.0,
+        "DIR",
+        "Table 4, for each of VTAB's 19 tasks of 1000 training images (`vitfast vtab`).",
+    ),
     *(
         Recipe(
             name=f"plain-s16/imagenet-{epochs}ep",

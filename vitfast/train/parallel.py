@@ -64,7 +64,9 @@ def join(device: torch.device) -> tuple[Ranks, torch.device]:
     if device.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
-            raise InputError(f"rank {os.environ.get('RANK')} wants GPU {local} of {torch.cuda.device_count()}; lower --nproc-per-node")
+            raise InputError(
+                f"rank {os.environ.get('RANK')} wants GPU {local} of {torch.cuda.device_count()}; lower --nproc-per-node"
+            )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -94,7 +96,9 @@ def shard(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 def data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
     """DDP around the model: its gradients are averaged in buckets while backward goes on."""
-    return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
 
 
 @contextmanager
@@ -142,7 +146,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """A whole optimiser state into one whose parameters may be sharded: parameters count in the order of the groups on any number of ranks."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
-        index: {name: like(v, parameters[index]) if isinstance(v, Tensor) and v.shape == parameters[index].shape else v for name, v in entry.items()}
+        index: {
+            name: like(v, parameters[index]) if isinstance(v, Tensor) and v.shape == parameters[index].shape else v
+            for name, v in entry.items()
+        }
         for index, entry in saved["state"].items()
     }
     optimizer.load_state_dict({**saved, "state": state})

@@ -43,7 +43,11 @@ def draw_predictions(images: np.ndarray, labels: list[int], predicted: list[int]
     for axis, image, label, guess in zip(axes.flat, images, labels, predicted):
         axis.imshow(image.transpose(1, 2, 0))
         right = label == guess
-        axis.set_title(classes[guess] if right else f"{classes[guess]}, is {classes[label]}", color="black" if right else ORANGE, fontsize=11)
+        axis.set_title(
+            classes[guess] if right else f"{classes[guess]}, is {classes[label]}",
+            color="black" if right else ORANGE,
+            fontsize=11,
+        )
     for axis in axes.flat:
         axis.axis("off")
     return figure
@@ -69,7 +73,10 @@ def write_report(output: Path, summary: dict) -> Path:
     runs = {name: read_metrics(output / name) for name in ("pretrain", "finetune")}
     figures = dict(
         curves=_image(draw_curves(runs), "loss and accuracy against epochs"),
-        predictions=_image(draw_predictions(images[shown].numpy(), labels[shown].tolist(), predicted[shown].tolist(), data.classes), "test images"),
+        predictions=_image(
+            draw_predictions(images[shown].numpy(), labels[shown].tolist(), predicted[shown].tolist(), data.classes),
+            "test images",
+        ),
         attention=_image(draw_attention(eight.numpy(), attention_rollout(model, eight).numpy()), "attention maps"),
         similarity=_image(draw_similarity(position_similarity(model).numpy()), "similarity of position embeddings"),
     )

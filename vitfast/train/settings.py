@@ -90,7 +90,20 @@ class Config(Recipe):
 
 # What another value of does not change the course of a run that is continued.
 RUN_ONLY = frozenset(
-    {"output", "device", "compile", "workers", "eval_batch_size", "eval_every", "log_every", "save_every", "data_dir", "parallel", "max_unreadable", "decode"}
+    {
+        "output",
+        "device",
+        "compile",
+        "workers",
+        "eval_batch_size",
+        "eval_every",
+        "log_every",
+        "save_every",
+        "data_dir",
+        "parallel",
+        "max_unreadable",
+        "decode",
+    }
 )
 
 _TYPES = typing.get_type_hints(Config)
@@ -108,7 +121,9 @@ def coerce(field: str, value):
     try:
         return _convert(kind, value)
     except (TypeError, ValueError):
-        shown = getattr(kind, "__name__", str(kind)) if typing.get_origin(kind) is None else "numbers, such as 0.9,0.999"
+        shown = (
+            getattr(kind, "__name__", str(kind)) if typing.get_origin(kind) is None else "numbers, such as 0.9,0.999"
+        )
         raise InputError(f"{field} must be {shown}, got {value!r}") from None
 
 

@@ -198,12 +198,16 @@ def _reader(folder: Path) -> ReaderImageFolder:
     try:
         return ReaderImageFolder(str(folder))
     except RuntimeError:
-        raise InputError(f"no images in {folder}: expected class folders with .jpg, .jpeg or .png files in them") from None
+        raise InputError(
+            f"no images in {folder}: expected class folders with .jpg, .jpeg or .png files in them"
+        ) from None
 
 
 def _held_out(reader: ReaderImageFolder) -> tuple[list[int], list[int]]:
     """Indices to train on and to validate on: a fixed tenth of every class, at least one image where a class has two."""
-    val, train = split_by_class([label for _, label in reader.samples], lambda n: max(round(n * HELD_OUT), int(n > 1)), 0)
+    val, train = split_by_class(
+        [label for _, label in reader.samples], lambda n: max(round(n * HELD_OUT), int(n > 1)), 0
+    )
     return train, val
 
 
@@ -211,10 +215,14 @@ def _folder(root: Path, min_size: tuple[int, int]) -> tuple[Files, Files]:
     if not root.is_dir():
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     train_root = root / "train" if (root / "train").is_dir() else root
-    val_root = next((root / name for name in ("val", "validation", "test") if train_root != root and (root / name).is_dir()), None)
+    val_root = next(
+        (root / name for name in ("val", "validation", "test") if train_root != root and (root / name).is_dir()), None
+    )
     reader = _reader(train_root)
     if len(reader.class_to_idx) < 2:
-        raise InputError(f"{train_root} has one class only ({next(iter(reader.class_to_idx))!r}); expected a folder for each class")
+        raise InputError(
+            f"{train_root} has one class only ({next(iter(reader.class_to_idx))!r}); expected a folder for each class"
+        )
     if val_root is None:
         train, val = _held_out(reader)
         return Files(reader, train, min_size), Files(reader, val, min_size)
@@ -223,7 +231,9 @@ def _folder(root: Path, min_size: tuple[int, int]) -> tuple[Files, Files]:
     extra = [c for c in val_reader.class_to_idx if c not in reader.class_to_idx]
     if missing or extra:
         found = (("missing in validation", missing), ("only in validation", extra))
-        told = "; ".join(f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for what, names in found if names)
+        told = "; ".join(
+            f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for what, names in found if names
+        )
         raise InputError(f"{val_root} and {train_root} must have the same class folders; {told}")
     return Files(reader, list(range(len(reader))), min_size), Files(val_reader, list(range(len(val_reader))), min_size)
 
@@ -272,7 +282,9 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
         return create_dataset(spec, root=root, split=split, **options)
     except (Exception, SystemExit) as error:  # each library raises its own
         text = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"data set {spec!r}, split {split!r}{f' in {root}' if root else ''} cannot be opened: {text[0]}") from error
+        raise InputError(
+            f"data set {spec!r}, split {split!r}{f' in {root}' if root else ''} cannot be opened: {text[0]}"
+        ) from error
 
 
 def _shards(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
@@ -292,7 +304,9 @@ def _shards(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shard
     return Shards(spec, both[0], names), Shards(spec, both[1], names)
 
 
-def open_sources(spec: str, data_dir: str, img_size: tuple[int, int], patch_size: tuple[int, int], batch_size: int, seed: int):
+def open_sources(
+    spec: str, data_dir: str, img_size: tuple[int, int], patch_size: tuple[int, int], batch_size: int, seed: int
+):
     """(training source, validation source) of a data SPEC; raises InputError with what is wrong and where.
 
     Map-style sources have `len`, `source[i] -> (image, label)`, `classes` and `name(i)`; Shards are read in order.
@@ -313,5 +327,7 @@ def open_sources(spec: str, data_dir: str, img_size: tuple[int, int], patch_size
             val = Named(spec, _open_named(spec, data_dir, "test"))
         return train, val
     if not Path(spec).exists():
-        raise InputError(f"no folder {spec}; --data takes an existing folder, 'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}")
+        raise InputError(
+            f"no folder {spec}; --data takes an existing folder, 'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
+        )
     return _folder(Path(spec), patch_size)

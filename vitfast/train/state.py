@@ -98,12 +98,16 @@ def load_state(checkpoint: Path) -> dict:
     """The state that save_checkpoint wrote into this checkpoint. Raises InputError where it is not whole."""
     folder = checkpoint / "state"
     if not folder.is_dir():
-        raise InputError(f"{checkpoint} holds no training state (no state/ folder); --resume takes a run folder or one of its checkpoints")
+        raise InputError(
+            f"{checkpoint} holds no training state (no state/ folder); --resume takes a run folder or one of its checkpoints"
+        )
     try:
         tensors = load_file(folder / "state.safetensors")
         return _unflatten(json.loads((folder / "state.json").read_text()), tensors)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise InputError(f"the training state in {folder} is damaged ({error}); start again with --resume never") from None
+        raise InputError(
+            f"the training state in {folder} is damaged ({error}); start again with --resume never"
+        ) from None
 
 
 def find_checkpoint(path: Path) -> Path | None:

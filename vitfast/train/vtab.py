@@ -84,7 +84,9 @@ def tasks_in(root: Path) -> list[Task]:
             shards = any([*folder.glob("train*.tar"), *folder.glob("train/*.tar")])
             found.append(Task(name, group, dict(data=f"wds/{folder}" if shards else str(folder))))
     if not found:
-        raise InputError(f"no task of VTAB in {root}; it takes folders such as {root / 'wds_vtab-pets'}: {GET.format('wds_vtab-pets', root)}")
+        raise InputError(
+            f"no task of VTAB in {root}; it takes folders such as {root / 'wds_vtab-pets'}: {GET.format('wds_vtab-pets', root)}"
+        )
     if missing:
         logger.info("not in %s: %s", root, ", ".join(missing))
     return found
@@ -97,7 +99,9 @@ def read_tasks(path: Path) -> list[Task]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"--tasks {path} cannot be read as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, list) or not content:
-        raise InputError(f"--tasks {path} must hold a list of tasks such as '- {{name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}}'")
+        raise InputError(
+            f"--tasks {path} must hold a list of tasks such as '- {{name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}}'"
+        )
     tasks = []
     for item in content:
         settings = dict(item) if isinstance(item, dict) else dict(data=str(item))
@@ -147,7 +151,9 @@ def best_l2(method: str, x: Tensor, y: Tensor, classes: int) -> float:
     return max(L2[method], key=right)
 
 
-def evaluate_frozen(config: Config, method: str, examples: int, l2: float | None = None, img_size: int | None = None) -> dict:
+def evaluate_frozen(
+    config: Config, method: str, examples: int, l2: float | None = None, img_size: int | None = None
+) -> dict:
     """Accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
     model, data, device, dtype = open_weights(config, img_size)
     source = take(data.train, examples)
@@ -161,7 +167,9 @@ def evaluate_frozen(config: Config, method: str, examples: int, l2: float | None
 def fine_tune(config: Config, examples: int) -> dict | None:
     """Accuracy after fine-tuning on `examples` training images; None where it was asked to stop on the way. A finished run is only measured."""
     steps = config.steps or max(1, round(config.epochs * examples / config.batch_size))
-    trainer = Trainer(dataclasses.replace(config, steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5)))
+    trainer = Trainer(
+        dataclasses.replace(config, steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5))
+    )
     trainer.data = dataclasses.replace(trainer.data, train=take(trainer.data.train, examples))
     summary = trainer.fit()
     if not summary["finished"]:
@@ -169,7 +177,9 @@ def fine_tune(config: Config, examples: int) -> dict | None:
     return dict(accuracy=summary["accuracy"], train_images=summary["train_images"], test_images=summary["val_images"])
 
 
-def vtab(tasks: list[Task], method: str, layers: list[dict], output: Path, examples: int = EXAMPLES, l2: float | None = None) -> dict | None:
+def vtab(
+    tasks: list[Task], method: str, layers: list[dict], output: Path, examples: int = EXAMPLES, l2: float | None = None
+) -> dict | None:
     """Every task by `method` ("finetune" or one of fewshot.METHODS); `layers` are settings as `resolve` takes them, `weights` among them.
 
     Writes output/vtab.txt, .csv and .json, and what a fine-tuning leaves into output/<task>-<examples>/; the same call again goes on where
@@ -192,13 +202,19 @@ def vtab(tasks: list[Task], method: str, layers: list[dict], output: Path, examp
     rows = []
     for task, given, config in zip(tasks, settings, configs):
         size = next((layer["img_size"] for layer in reversed(given) if "img_size" in layer), None)
-        result = fine_tune(config, examples) if method == "finetune" else evaluate_frozen(config, method, examples, l2, size)
+        result = (
+            fine_tune(config, examples) if method == "finetune" else evaluate_frozen(config, method, examples, l2, size)
+        )
         if result is None:
             return None
         rows.append(dict(task=task.name, group=task.group, **result))
         logger.info("%s: accuracy %.4f", task.name, result["accuracy"])
-    groups = {group: _mean([r for r in rows if r["group"] == group]) for group in dict.fromkeys(r["group"] for r in rows)}
-    summary = dict(weights=configs[0].weights, method=method, examples=examples, mean=_mean(rows), groups=groups, tasks=rows)
+    groups = {
+        group: _mean([r for r in rows if r["group"] == group]) for group in dict.fromkeys(r["group"] for r in rows)
+    }
+    summary = dict(
+        weights=configs[0].weights, method=method, examples=examples, mean=_mean(rows), groups=groups, tasks=rows
+    )
     _write(output, summary)
     return summary
 
@@ -225,4 +241,9 @@ def table(summary: dict) -> str:
     """The results as lines of text."""
     rows = [(row["task"], row["group"], row["accuracy"]) for row in summary["tasks"]]
     rows += [("mean", group, accuracy) for group, accuracy in _means(summary)]
-    return "\n".join([f"{'task':<24}{'group':<14}accuracy", *(f"{task:<24}{group:<14}{accuracy:.4f}" for task, group, accuracy in rows)])
+    return "\n".join(
+        [
+            f"{'task':<24}{'group':<14}accuracy",
+            *(f"{task:<24}{group:<14}{accuracy:.4f}" for task, group, accuracy in rows),
+        ]
+    )
