@@ -31,7 +31,7 @@ bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small 
 	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then PYTHON=$(BIN)/python bench/gpu.sh all bench/results/local; \
 	else $(BIN)/python -m pytest bench --benchmark-only -q; fi
 
-codegen: $(READY)  ## compile every kernel for every GPU generation, predict its time: tests/codegen.csv, tests/ports.csv, vitfast/predicted.csv
+codegen: $(READY)  ## compile every kernel for every GPU generation, predict its time: tests/codegen.csv, tests/ports.csv, vitfast/cost/predicted.csv
 	$(BIN)/python tests/codegen.py
 	$(BIN)/python tests/predict.py
 

@@ -3,10 +3,10 @@
 import pathlib
 import re
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 HERE = pathlib.Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "__init__.py").read_text()).group(1)
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "version.py").read_text()).group(1)
 
 TRAIN = [
     "timm>=1.0.20",
@@ -48,16 +48,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=[
-        "vitfast",
-        "vitfast.adapters",
-        "vitfast.checkpoint",
-        "vitfast.ops",
-        "vitfast.timm_models",
-        "vitfast.train",
-        "vitfast.kernels",
-    ],
-    package_data={"vitfast": ["predicted.csv"], "vitfast.kernels": ["*.cpp"]},
+    packages=[*find_packages(include=["vitfast", "vitfast.*"]), "vitfast.kernels"],
+    package_data={"vitfast.cost": ["predicted.csv"], "vitfast.kernels": ["*.cpp"]},
     package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
     extras_require={

@@ -37,8 +37,8 @@ def photographs(tmp_path_factory):
 
 def ours(folder, s: Shape) -> tuple[Iterator, Callable]:
     """(batches, step) of vitfast.train's loop."""
-    from vitfast.train.loop import Trainer
     from vitfast.train.recipes import resolve
+    from vitfast.train.trainer import Trainer
 
     config = resolve(
         "pretrain",
@@ -72,7 +72,7 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
     from timm.data import create_dataset, create_loader
     from timm.models.vision_transformer import VisionTransformer
 
-    from vitfast.model import preset
+    from vitfast.presets import preset
 
     loader = create_loader(
         create_dataset("", root=str(folder / "train")),

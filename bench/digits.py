@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from vitfast.train.experiments import positions
-from vitfast.train.loop import train
+from vitfast.experiments.runs import positions
 from vitfast.train.recipes import resolve
+from vitfast.train.trainer import train
 
 RESULTS = Path(__file__).parent / "results" / "digits"
 COMMON = dict(recipe="digits", data="digits", device="cpu", hidden_head=False, label_smoothing=0.0)

@@ -26,7 +26,7 @@
 # network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot. VITFAST_COMMIT: the commit, where the copy has no
 # git. VITFAST_CACHE (else bench/cache/*.tar.xz): compiled kernels from `tests/codegen.py --cache`, for Triton's cache (bench/cache.py).
 #
-# tests/test_rehearsal.py runs all this without a GPU. It cannot show what compiles or how fast anything is, whether cuDNN's or flash's
+# tests/bench/test_rehearsal.py runs all this without a GPU. It cannot show what compiles or how fast anything is, whether cuDNN's or flash's
 # backends of SDPA accept a case, whether CUDA graphs capture, what a hung GPU does to SIGKILL, memory, or whether the limits are right.
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -168,7 +168,7 @@ first() {
     broken && return
     bench inference 30 110 60 bench/bench_model.py -k "$main and $inference$ours"
     broken && return
-    step gpu_tests 30 200 "$python" -m pytest tests/test_gpu.py -m gpu -n "$workers" --dist load -q -ra \
+    step gpu_tests 30 200 "$python" -m pytest tests/kernels/test_gpu.py -m gpu -n "$workers" --dist load -q -ra \
         -k "same_bits or training_follows or (every_shape and bfloat16 and 224 and (B/16 or H/14))"
     checks "first gpu tests"
     bench attention_separate 25 60 40 bench/bench_attention.py -k "$main and B256 and separate"
@@ -198,7 +198,7 @@ case "$wanted" in
         step gpu_tests 30 330 "$python" -m pytest tests -m gpu -n "$workers" --dist load -q -ra -k 'not sanitizer' "$@"
         checks "gpu tests"
         step sanitizer 150 555 env VITFAST_SANITIZER_SECONDS=$(($(left) - 50)) \
-            "$python" -m pytest tests/test_gpu.py -m gpu -n 2 -q -ra -k sanitizer
+            "$python" -m pytest tests/kernels/test_gpu.py -m gpu -n 2 -q -ra -k sanitizer
         checks "compute-sanitizer"
         ;;
     ops) # a process for each file: an illegal access in one kernel spoils that file alone

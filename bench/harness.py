@@ -25,8 +25,7 @@ from costs import Cost, Costs
 from torch import Tensor
 
 from vitfast import ops
-from vitfast.doctor import run, worst
-from vitfast.trial import ATOL
+from vitfast.verify import ATOL, run, worst
 
 # conftest's --dtype sets another, before the bench files are read.
 DTYPE = torch.bfloat16 if clock.GPU else torch.float32

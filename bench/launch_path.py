@@ -23,7 +23,7 @@ CHILD = """
 import json, sys, time
 import torch
 from vitfast.kernels.launch import record, recording
-from vitfast.launchers import Draw, Sizes, launchers
+from vitfast.verify.launchers import Draw, Sizes, launchers
 
 torch.set_num_threads(1)
 sizes = Sizes(batch=2, tokens=197, width=128, heads=2, hidden=256, image=32, patch=16)

@@ -27,9 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import vitfast
 from vitfast import ViT, ops
 from vitfast.checkpoint.formats import convert
-from vitfast.doctor import worst
-from vitfast.model import preset
-from vitfast.trial import ATOL, exact_fp32
+from vitfast.presets import preset
+from vitfast.verify import ATOL, exact_fp32, worst
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -7,8 +7,7 @@ import matplotlib
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "vitfast"  # the same data give the same file
 import matplotlib.pyplot as plt  # noqa: E402
-from report import by_model, plotted  # noqa: E402
-from result_files import Results  # noqa: E402
+from result_files import Results, by_model, plotted  # noqa: E402
 
 COLOURS = {"vitfast": "#0b6e4f", "vitfast.accelerate(timm)": "#6bbf59"}  # of ours; everybody else gets greys and blues
 OTHERS = ("#33415c", "#5c677d", "#7d8597", "#979dac", "#a9b4c2", "#3a6ea5", "#6fa8dc", "#9fc5e8")

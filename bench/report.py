@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from result_files import Results, load
+from result_files import Results, by_model, load, plotted
 from targets import LIBRARIES, counted, library, target_rows
 
 HERE = Path(__file__).parent
@@ -160,14 +160,6 @@ def missing_table(results: Results) -> str:
     return "#### Without a time\n\n" + table(["case", "state", "reason"], rows)
 
 
-def by_model(results: Results, op: str) -> dict[str, list[dict]]:
-    """Model and resolution -> its cases. The batch is not part of the key: each library has its own best one."""
-    groups = {}
-    for case in results.of(op):
-        groups.setdefault(case["extra_info"]["shape"].rpartition(" B")[0], []).append(case)
-    return groups
-
-
 def damaged_lines(results: Results) -> str:
     return "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
 
@@ -246,15 +238,6 @@ def documents(folder: Path, readme: Path) -> dict[Path, str]:
         )
         wanted[readme] = text[: text.index(START) + len(START)] + f"\n\n{speed}\n" + text[text.index(END) :]
     return wanted
-
-
-def plotted(results: Results) -> list[str]:
-    """Names of the plots that this GPU's results give."""
-    ops = dict.fromkeys(
-        c["extra_info"]["op"] for c in results.measured.values() if "images_per_second" not in c["extra_info"]
-    )
-    models = [f"{what}-{op}" for op in ("train", "throughput") if results.of(op) for what in ("speed", "memory")]
-    return [f"{name}.svg".replace(" ", "-") for name in ([f"roofline-{op}" for op in ops] + models)]
 
 
 def pictures(folder: Path, results: Results) -> str:

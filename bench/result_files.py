@@ -183,3 +183,20 @@ def load(folder: Path) -> Results:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             results.damaged[name] = f"{type(error).__name__}: {error}"
     return results
+
+
+def by_model(results: Results, op: str) -> dict[str, list[dict]]:
+    """Model and resolution -> its cases. The batch is not part of the key: each library has its own best one."""
+    groups = {}
+    for case in results.of(op):
+        groups.setdefault(case["extra_info"]["shape"].rpartition(" B")[0], []).append(case)
+    return groups
+
+
+def plotted(results: Results) -> list[str]:
+    """Names of the plots that this GPU's results give."""
+    ops = dict.fromkeys(
+        c["extra_info"]["op"] for c in results.measured.values() if "images_per_second" not in c["extra_info"]
+    )
+    models = [f"{what}-{op}" for op in ("train", "throughput") if results.of(op) for what in ("speed", "memory")]
+    return [f"{name}.svg".replace(" ", "-") for name in ([f"roofline-{op}" for op in ops] + models)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import clock
 import pytest
 
-from vitfast.model import preset
+from vitfast.presets import preset
 
 WHERE = "" if clock.GPU else "cpu small "
 

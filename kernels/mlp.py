@@ -6,7 +6,7 @@
 
 "none": gelu(p) = p Phi(p) = max(p, 0) - |p| Q(|p|), Phi the normal distribution function and Q = 1 - Phi its upper tail,
 computed as two to the power of a polynomial of |p|: two fifths fewer instructions in fc1's kernel than with erf (sm_90,
-Triton 3.9), and digits in the negative tail, where 1 + erf cancels (tests/test_gelu.py): fp32 gelu's relative error is
+Triton 3.9), and digits in the negative tail, where 1 + erf cancels (tests/kernels/test_gelu.py): fp32 gelu's relative error is
 2e-4 at -4, 1.6e-3 at -5, 1e-2 at -6, 0.15 at -7 (with erf 6e-3 at -4, 0.2 at -5, 1 from -6 on); below -9, where |gelu| is
 1e-18 and less, no digit is left.
 "tanh": p times the logistic function of 2 sqrt(2/pi) (p + 0.044715 p^3) (Hendrycks & Gimpel, 2016).
@@ -33,7 +33,7 @@ from .rows import column_sums, vector
 __all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
 
 
-# log2 Q(z) = c0 + c1 z + ..., lowest power first: the minimax fit of tests/gelu_polynomial.py.
+# log2 Q(z) = c0 + c1 z + ..., lowest power first: the minimax fit of tests/helpers/gelu_polynomial.py.
 UPPER_TAIL = tl.constexpr(
     (
         -0.999999922,

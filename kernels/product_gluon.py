@@ -9,7 +9,7 @@ groups have read them. Phases go 0, 1, 0, ...; the wait for phase 1 of a new bar
 The epilogue is a `triton.jit` function that other kernels call too: epilogue(sums (64, columns) in fp32, *pointers,
 row tile, its rows, its columns, M, N, *strides, TANH). Row tiles are of 64 rows, so the last one may lie past M whole.
 
-Gluon has no interpreter, and no GPU has run this yet (tiles.UNCHECKED). tests/test_gluon.py runs it as Python, under a
+Gluon has no interpreter, and no GPU has run this yet (tiles.UNCHECKED). tests/kernels/test_gluon.py runs it as Python, under a
 model of barriers, copy engine and wgmma in which anything may be late, and reads its machine code.
 """
 

@@ -30,11 +30,14 @@ import cache  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from vitfast import doctor, machine_code, offline, ops  # noqa: E402
+from vitfast import doctor, ops  # noqa: E402
 from vitfast.errors import both_ends  # noqa: E402
 from vitfast.kernels import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
-from vitfast.launchers import Draw, Sizes, launchers  # noqa: E402
+from vitfast.machine_code import compiler as offline
+from vitfast.machine_code import cubin as machine_code  # noqa: E402
+from vitfast.verify import Input, cases  # noqa: E402
+from vitfast.verify.launchers import Draw, Sizes, launchers  # noqa: E402
 
 TABLE = Path(__file__).with_name("codegen.csv")
 WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
@@ -263,8 +266,8 @@ def launching_on_meta() -> Iterator[None]:
             op._abstract_fn = fake
 
 
-def _meta(inputs: list[doctor.Input], dtype: torch.dtype) -> list[torch.Tensor]:
-    """What doctor.make draws, on the meta device."""
+def _meta(inputs: list[Input], dtype: torch.dtype) -> list[torch.Tensor]:
+    """What verify.make draws, on the meta device."""
     kinds = dict(uint8=torch.uint8, factor=torch.float32)
     tensors = [torch.empty(shape, dtype=kinds.get(kind, dtype), device=META) for kind, shape in inputs]
     return [t.requires_grad_() if kind not in kinds else t for t, (kind, _) in zip(tensors, inputs)]
@@ -275,14 +278,14 @@ def operations(
 ) -> list[Launch]:
     """What doctor's cases launch at these sizes: forward without gradients, forward and backward with them, and every rival provider."""
     found = []
-    for name, (function, inputs) in doctor.cases(s).items():
+    for name, (function, inputs) in cases(s, ops).items():
         for dtype in dtypes if names is None or name in names else ():
             tensors = _meta(inputs, dtype)
 
             def run(function=function, tensors=tensors):
                 with torch.no_grad():
                     function(*tensors)
-                return doctor.run(function, tensors, [torch.empty_like(o) for o in doctor.run(function, tensors)])
+                return run(function, tensors, [torch.empty_like(o) for o in run(function, tensors)])
 
             with tiles.watching() as used:
                 found += record(run)
@@ -318,7 +321,7 @@ def fp32_stream(s: Sizes) -> list[Launch]:
     """What the two halves launch where `accelerate` keeps timm's fp32 residual stream under autocast."""
     found = []
     for name, function in (("attention_block", ops.attention_block), ("mlp_block", ops.mlp_block)):
-        x, w, b, *matrices = _meta(doctor.cases(s)[name][1], torch.bfloat16)[:7]
+        x, w, b, *matrices = _meta(cases(s, ops)[name][1], torch.bfloat16)[:7]
         stream = [t.detach().float().requires_grad_() for t in (x, w, b)]
         options = dict(num_heads=s.heads) if name == "attention_block" else {}
 
@@ -332,7 +335,7 @@ def fp32_stream(s: Sizes) -> list[Launch]:
 
 def everything(sm: int) -> list[Launch]:
     """What doctor, the gpu tests, and the benchmarks of operations and models launch on a GPU of this generation."""
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("kernels", "helpers")]
     import test_gpu
 
     wanted, half, bf16 = (

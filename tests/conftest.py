@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from vitfast import interpreter
-    from vitfast.sanitizer import Sanitizer
+    from vitfast.verify.sanitizer import Sanitizer
 
     interpreter.quicken()
     interpreter.mend_bfloat16()
@@ -25,7 +25,7 @@ if INTERPRETED:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item):
     """The sanitizer watches what the kernels' own tests launch: a finding fails the test."""
-    if not INTERPRETED or not item.path.name.startswith(("test_kernels_", "test_ops")):
+    if not INTERPRETED or item.path.parent.name not in ("kernels", "ops"):
         yield
         return
     with Sanitizer() as watch:
@@ -37,8 +37,8 @@ def pytest_runtest_call(item):
 
 
 # On a GPU what a run that is cut off must not miss comes first; what compiles for long or is nobody's headline, last.
-GPU_ORDER = ("_same_bits", "_every_rival", "_around_tile_edges", "test_gpu.py", "test_kernels_")
-GPU_ORDER += ("test_adapters", "test_export")
+GPU_ORDER = ("_same_bits", "_every_rival", "_around_tile_edges", "kernels/test_gpu.py", "tests/kernels/")
+GPU_ORDER += ("tests/adapters/", "test_export")
 
 
 def urgency(nodeid: str) -> int:

@@ -23,11 +23,14 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from vitfast import ViT, cost, offline, ports, search
+from vitfast import ViT, cost
+from vitfast.cost.predicted import STEPS, UPDATE
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import Launch, recording
-from vitfast.launchers import Draw, launchers
-from vitfast.predicted import STEPS, UPDATE
+from vitfast.machine_code import compiler as offline
+from vitfast.machine_code import ports
+from vitfast.tune import search
+from vitfast.verify.launchers import Draw, launchers
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "tests" / "ports.csv"

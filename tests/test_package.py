@@ -1,5 +1,7 @@
 """The package as users get it: a wheel and an sdist that hold the kernels, and a core that needs the core dependencies only."""
 
+import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -69,7 +71,7 @@ assert not optional, f"the core imports {optional}"
 
 def test_sdist_holds_the_kernels(dist):
     names = tarfile.open(next(dist.glob("*.tar.gz"))).getnames()
-    for path in ("kernels/__init__.py", "kernels/cublaslt.cpp", "vitfast/train/loop.py"):
+    for path in ("kernels/__init__.py", "kernels/cublaslt.cpp", "vitfast/train/trainer.py"):
         assert any(name.endswith(f"/{path}") for name in names), path
 
 
@@ -87,85 +89,76 @@ def test_metadata_has_the_extras(dist):
     assert core == {"torch", "triton", "numpy", "safetensors"}
 
 
-def test_imports_go_down_the_floors():
-    """The house of the architecture: a file imports from floors below its own only, and kernels never import vitfast."""
-    import ast
+# From the ground up. A place is a file or a folder of vitfast/; it imports from the floors below its own.
+FLOORS = (
+    {"errors", "version", "interpreter", "ref", "kernels"},
+    {"ops", "positions", "presets", "config", "device", "keep", "machine_code"},
+    {"layers", "adapters", "checkpoint"},
+    {"model", "hybrid", "distributed"},
+    {"data", "cost", "verify", "baselines"},
+    {"eval", "convert", "export", "inspect", "tune", "doctor"},
+    {"train"},
+    {"experiments", "timm_models"},
+    {"cli"},
+)
+ONE_PLACE = {"hybrid": "model"}  # hybrid.py is a part of the model
 
-    floors = [
-        "errors",
-        "interpreter",
-        "shadow",
-        "sanitizer",
-        "kernels",
-        "ref",
-        "positions",
-        "ops",
-        "layers",
-        "hybrid",
-        "adapters",
-        "model",
-        "checkpoint",
-        "inspect",
-        "predicted",
-        "cost",
-        "export",
-        "figures",
-        "train",
-        "timm_models",
-        "launchers",
-        "more_launchers",
-        "trial",
-        "edges",
-        "doctor",
-        "offline",
-        "sass",
-        "trace",
-        "ports",
-        "tuned",
-        "search",
-        "tune",
-        "cli",
-    ]
-    height = {name: i for i, name in enumerate(floors)} | {
-        "adapters": floors.index("layers"),
-        "checkpoint": floors.index("inspect"),
-        "predicted": floors.index("inspect"),
-        "cost": floors.index("inspect"),
-    }
-    wrong = []
-    for path in sorted((ROOT / "vitfast").rglob("*.py")):
-        place = path.relative_to(ROOT / "vitfast").parts[0].removesuffix(".py")
-        if place in ("__init__", "__main__"):
-            continue
-        tree = ast.parse(path.read_text())
-        inside = {
-            id(node)
-            for function in ast.walk(tree)
-            if isinstance(function, ast.FunctionDef)
-            for node in ast.walk(function)
-        }
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ImportFrom) or id(node) in inside:  # late imports in functions may point up
-                continue
-            depth = len(path.relative_to(ROOT / "vitfast").parts)
-            if node.level == depth:
-                targets = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-                wrong += [
-                    f"{path.name} -> {t}" for t in targets if t in height and t != place and height[t] > height[place]
-                ]
-    assert not wrong
-    for path in (ROOT / "kernels").rglob("*.py"):
+
+def imports() -> dict[str, set[str]]:
+    """What each file imports of the repository, inside functions too: "vitfast.train.step" -> {"vitfast.model", ...}."""
+    paths = {**_modules("vitfast", "vitfast"), **_modules("kernels", "vitfast.kernels"), **_modules("bench", "")}
+    found = {}
+    for name, path in paths.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found[name] = set()
         for node in ast.walk(ast.parse(path.read_text())):
-            names = (
-                [a.name for a in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-            assert not any(name.split(".")[0] == "vitfast" for name in names), path
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                named = [module if (module := f"{base}.{alias.name}") in paths else base for alias in node.names]
+            else:
+                continue
+            found[name].update(module for module in named if module in paths and module != name)
+    return found
+
+
+def _modules(folder: str, package: str) -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        names = [*package.split("."), *path.relative_to(ROOT / folder).with_suffix("").parts]
+        found[".".join(name for name in names if name not in ("", "__init__"))] = path
+    return found
+
+
+def test_imports_go_down_the_floors():
+    heights = {place: i for i, floor in enumerate(FLOORS) for place in floor}
+    place = lambda module: ONE_PLACE.get(module.split(".")[1], module.split(".")[1])  # noqa: E731
+    wrong = []
+    for name, targets in imports().items():
+        if not name.startswith("vitfast.") or place(name) == "__main__":
+            continue
+        for target in targets:
+            assert target.startswith("vitfast.") and place(target) in heights, f"{name} -> {target} has no floor"
+            if place(target) != place(name) and heights[place(target)] >= heights[place(name)]:
+                wrong.append(f"{name} -> {target}")
+    assert not wrong
+    assert not [
+        name
+        for name, targets in imports().items()
+        if name.startswith("vitfast.kernels") and any(not t.startswith("vitfast.kernels") for t in targets)
+    ]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    try:
+        list(graphlib.TopologicalSorter(imports()).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 def test_lint():
-    run = subprocess.run([sys.executable, "-m", "ruff", "check", str(ROOT)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
+    for command in (["check"], ["format", "--check"]):
+        run = subprocess.run([sys.executable, "-m", "ruff", *command, str(ROOT)], capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout

@@ -22,13 +22,14 @@ from multiprocessing.connection import Connection, wait
 import torch
 from torch import Tensor
 
-from . import __version__, edges, interpreter, ops
+from . import interpreter, ops
 from .errors import InputError, both_ends
 from .kernels import cublaslt
 from .kernels.launch import INTERPRETED, launches_made
-from .launchers import Sizes
-from .sanitizer import Sanitizer
-from .trial import EPS, exact_fp32
+from .verify import EPS, Input, cases, edges, exact_fp32, make, run, worst
+from .verify.launchers import Sizes
+from .verify.sanitizer import Sanitizer
+from .version import __version__
 
 GPU_SIZES = Sizes(batch=32, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16)
 SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
@@ -50,97 +51,6 @@ class Result:
     traceback: str = ""
     runs: int = 0  # of a launcher: at other shapes, on other layouts, with other tiles
     findings: list[str] = field(default_factory=list)  # what is wrong: numbers and accesses to memory
-
-
-# What a random input is: its kind ("values", "weight" scaled by its fan-in, "factor" in fp32 without a gradient, "uint8") and its shape.
-Input = tuple[str, tuple[int, ...]]
-
-
-def cases(s: Sizes) -> dict[str, tuple[Callable, list[Input]]]:
-    """Operation -> (function of tensors, its inputs)."""
-
-    def values(*shape: int) -> Input:
-        return "values", shape
-
-    def weight(*shape: int) -> Input:
-        return "weight", shape
-
-    x, vector, drop, head, grid = (
-        values(s.batch, s.tokens, s.width),
-        values(s.width),
-        ("factor", (s.batch,)),
-        s.width // s.heads,
-        (s.image // s.patch) ** 2,
-    )
-    fc1, fc2, square = (
-        [weight(s.hidden, s.width), values(s.hidden)],
-        [weight(s.width, s.hidden), vector],
-        [weight(s.width, s.width), vector],
-    )
-    pixels = s.batch, 3, s.image, s.image
-    embed = [weight(s.width, 3, s.patch, s.patch), vector, values(1, 1, s.width), values(1, 1 + grid, s.width)]
-    attention_half = [x, vector, vector, weight(3 * s.width, s.width), values(3 * s.width), *square, vector, drop]
-    return {
-        "layer_norm": (ops.layer_norm, [x, vector, vector]),
-        "add_layer_norm": (
-            lambda a, r, w, b, ls, dp: ops.add_layer_norm(a, r, w, b, layer_scale=ls, drop_path=dp),
-            [x, x, vector, vector, vector, drop],
-        ),
-        "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, head)]),
-        "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, head)]),
-        "linear_gelu": (ops.linear_gelu, [x, *fc1]),
-        "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, approximate="tanh"), [x, *fc1]),
-        "linear_residual": (
-            lambda a, w, b, r, ls, dp: ops.linear_residual(a, w, b, r, layer_scale=ls, drop_path=dp),
-            [x, *square, x, vector, drop],
-        ),
-        "mlp": (ops.mlp, [x, *fc1, *fc2]),
-        "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
-        "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
-        "attention_block": (
-            lambda *t: ops.attention_block(*t[:7], num_heads=s.heads, layer_scale=t[7], drop_path=t[8]),
-            attention_half,
-        ),
-        "mlp_block": (
-            lambda *t: ops.mlp_block(*t[:7], layer_scale=t[7], drop_path=t[8]),
-            [x, vector, vector, *fc1, *fc2, vector, drop],
-        ),
-    }
-
-
-def make(inputs: list[Input], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> list[Tensor]:
-    """Random leaves; weights are scaled so that products keep the size of what goes in."""
-    tensors = []
-    for kind, shape in inputs:
-        if kind == "uint8":
-            tensors.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device))
-        elif kind == "factor":
-            tensors.append(torch.rand(shape, generator=generator).to(device) + 0.5)
-        else:
-            scale = math.prod(shape[1:]) ** -0.5 if kind == "weight" else 1.0
-            tensors.append((torch.randn(shape, generator=generator) * scale).to(device, dtype).requires_grad_())
-    return tensors
-
-
-def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None = None) -> list[Tensor]:
-    """The outputs, and with `upstream` the gradients of every leaf that has one."""
-    outputs = function(*tensors)
-    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-    if upstream is None:
-        return outputs
-    gradients = torch.autograd.grad(
-        outputs, [t for t in tensors if t.requires_grad], [u.to(o.dtype) for u, o in zip(upstream, outputs)]
-    )
-    return [*outputs, *gradients]
-
-
-def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
-    """The largest relative error over pairs of tensors, by norm; infinite where a value is not finite."""
-    errors = []
-    for a, t in zip(actual, truth, strict=True):
-        error = (a.double() - t.double()).norm() / t.double().norm().clamp_min(1e-30)
-        errors.append(error.item() if a.isfinite().all() else float("inf"))
-    return max(errors)
 
 
 def examine(
@@ -235,7 +145,7 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
     not for "attention_block"), any other for each operation whose name contains it; and for each launcher whose name
     contains it. Raises InputError for one that stands for none.
     """
-    operations, chosen = list(cases(SMALL_SIZES)), set()
+    operations, chosen = list(cases(SMALL_SIZES, ops)), set()
     at_edges = [EDGES + name for name in edges.names()] if interpreted else []
     for wanted in only:
         forms = [name for name in operations if name.partition(",")[0] == wanted]
@@ -261,7 +171,7 @@ def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
     name, dtype = task[0], getattr(torch, task[1])
     if name.startswith(EDGES):
         return perform_at_edges(task)
-    function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES)[name]
+    function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES, ops)[name]
     with Sanitizer() if watched else contextlib.nullcontext() as watch:
         result = examine(name, function, inputs, dtype, device(), timed)
     if watched:  # what an exception kept from being written is no finding

@@ -5,7 +5,7 @@ Of a ResNet-50 the paper takes (i) the output of stage 4, 1/32 of the image's si
 
 A standardised convolution divides by the deviation of a filter: Google's by std + 1e-5, timm's, which this is, by sqrt(var + eps) with eps 1e-8.
 Their GroupNorms have eps 1e-6 and 1e-5. Weights of both load; the norms undo nearly all of the difference: over three random units a map moves by
-5e-5 of its size where filters deviate by 0.05, by 5e-4 where they deviate by 0.003 (tests/test_hybrid.py has both forms in float64).
+5e-5 of its size where filters deviate by 0.05, by 5e-4 where they deviate by 0.003 (tests/model/test_hybrid.py has both forms in float64).
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,11 @@ from torch import Tensor
 
 from . import ref
 from .errors import InputError, unknown
-from .layers import PatchEmbed, pair
+from .layers import PatchEmbed
+from .presets import BACKBONES, pair, reduction
 
-# Units of each stage, by how much smaller the map is than the image: the paper's options (ii) and (i).
-BACKBONES = {"r50": {16: (3, 4, 9), 32: (3, 4, 6, 3)}}
-ROOT, _CHANNELS = 64, (256, 512, 1024, 2048)  # channels of the root and of the stages, at width 1
+_CHANNELS = (256, 512, 1024, 2048)  # of the stages, at width 1
 _DEFAULTS = dict(width=1, eps=1e-8)
-
-
-def reduction(layers: Sequence[int]) -> int:
-    """How much smaller than the image the map of a ResNet with these stages is: 4 in its root and first stage, 2 in each other."""
-    return 2 ** (len(layers) + 1)
 
 
 def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
@@ -53,12 +47,6 @@ def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
             f"backbone: {len(made['layers'])} stages make a map {shrink} times smaller, no divisor of patch_size {patch[0]} x {patch[1]}"
         )
     return made
-
-
-def shorthand(layers: Sequence[int], width: float, patch: int) -> str | dict:
-    """The name of a backbone with these stages under patches of so many pixels, else what `resolve` takes."""
-    names = (name for name, options in BACKBONES.items() if width == 1 and tuple(layers) == options.get(patch))
-    return next(names, dict(layers=list(layers), width=width))
 
 
 def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):

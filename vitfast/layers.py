@@ -8,6 +8,7 @@ from . import ref
 from .errors import InputError
 from .ops import attention, attention_block, layer_norm, linear_gelu, mlp_block, patch_embed
 from .positions import relative_attention, relative_probs
+from .presets import pair
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
 for _leaf in (
@@ -21,14 +22,6 @@ for _leaf in (
     "sample_drop_path",
 ):
     torch.fx.wrap(_leaf)
-
-
-def pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    """n -> (n, n); a pair stays one."""
-    if isinstance(value, int):
-        return value, value
-    height, width = value
-    return int(height), int(width)
 
 
 def sample_drop_path(x: Tensor, rate: float) -> Tensor:

@@ -9,38 +9,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import positions
-from .errors import InputError, unknown
+from .checkpoint import build, save
+from .errors import InputError
 from .hybrid import HybridEmbed
 from .keep import ASKED, KEEPS, choose
-from .layers import Block, LayerNorm, LayerScale, PatchEmbed, pair
-
-# Table 1 of the paper, and the smaller models of its released code. The number is the patch size.
-PRESETS = {
-    "Ti/16": dict(patch_size=16, embed_dim=192, depth=12, num_heads=3),
-    "S/16": dict(patch_size=16, embed_dim=384, depth=12, num_heads=6),
-    "S/32": dict(patch_size=32, embed_dim=384, depth=12, num_heads=6),
-    "B/16": dict(patch_size=16, embed_dim=768, depth=12, num_heads=12),
-    "B/32": dict(patch_size=32, embed_dim=768, depth=12, num_heads=12),
-    "L/16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
-    "L/32": dict(patch_size=32, embed_dim=1024, depth=24, num_heads=16),
-    "H/14": dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16),
-    "Nano/8": dict(
-        patch_size=8, embed_dim=64, depth=4, num_heads=4
-    ),  # ours, for the demo and for tests: not in the paper
-}
-# A ResNet-50 under the ViT: the number is the total down-sampling, which for a plain ViT is the patch size.
-PRESETS |= {f"R50+{name}": {**PRESETS[name], "backbone": "r50"} for name in ("B/32", "B/16", "L/32", "L/16")}
+from .layers import Block, LayerNorm, LayerScale, PatchEmbed
+from .presets import pair, preset
 
 _POOLS = ("token", "avg", "")
 _ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # timm's names -> torch's `approximate`
 _INITS = ("", "jax", "jax_nlhb", "moco", "reset", "skip")
-
-
-def preset(name: str) -> dict:
-    """The constructor arguments of a preset. Raises InputError for an unknown name, with the nearest ones."""
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
-    return dict(PRESETS[name])
 
 
 def _per_channel(name: str, value: float | Sequence[float], chans: int) -> tuple[float, ...]:
@@ -245,14 +223,10 @@ class ViT(nn.Module):
         Constructor arguments override what the checkpoint says: another `img_size` resamples the positions, another `num_classes`
         replaces the whole head by a zero linear layer. Raises InputError where the weights do not fit, naming the keys.
         """
-        from .checkpoint import build
-
         return build(cls, source, overrides)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes `folder/model.safetensors` (timm's naming) and `folder/config.json`, each replaced atomically."""
-        from .checkpoint import save
-
         save(self, folder)
 
     @property

@@ -6,6 +6,6 @@ what a checkpoint says about its model is found in `config`; bytes are in `files
 
 from .files import write_atomically
 from .load import build, load_checkpoint, read
-from .save import FORMATS, convert, save, write
+from .save import save
 
-__all__ = ["FORMATS", "build", "convert", "load_checkpoint", "read", "save", "write", "write_atomically"]
+__all__ = ["build", "load_checkpoint", "read", "save", "write_atomically"]

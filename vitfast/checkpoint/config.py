@@ -6,9 +6,7 @@ import re
 from torch import Tensor
 
 from ..errors import InputError
-from ..hybrid import ROOT, reduction, shorthand
-from ..layers import pair
-from ..model import PRESETS
+from ..presets import PRESETS, ROOT, pair, reduction, shorthand
 from .files import Files
 from .formats import Format
 

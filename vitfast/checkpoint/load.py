@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import __version__, positions
+from .. import positions
 from ..errors import InputError, unknown
-from ..layers import pair
+from ..presets import pair
+from ..version import __version__
 from .config import infer
 from .files import locate, read_tensors
 from .formats import convert, listing

@@ -2,18 +2,10 @@
 
 from pathlib import Path
 
-import torch
-
-from .. import __version__
-from ..errors import InputError, unknown
-from ..model import ViT
-from .files import check_free, staged, write_atomically
-from .load import build, read
-from .writers import OBSTACLES, WRITERS, file_suffix, tensors, write_json, write_tensors
-
-FORMATS = ("vitfast", *WRITERS)
-# Arguments that change what the model computes and that a format may leave unsaid.
-_MEANING = ("num_heads", "act_layer", "norm_eps", "global_pool", "fc_norm", "no_embed_class", "img_size", "mean", "std")
+from ..errors import InputError
+from ..version import __version__
+from .files import write_atomically
+from .writers import tensors, write_json, write_tensors
 
 
 def save(model, folder: str | Path) -> None:
@@ -35,76 +27,3 @@ def save(model, folder: str | Path) -> None:
     }
     write_atomically(folder / "model.safetensors", lambda path: write_tensors(state, path))
     write_atomically(folder / "config.json", lambda path: write_json(config, path))
-
-
-def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
-    """Writes a ViT in one of FORMATS; returns what the format leaves unsaid or its readers assume otherwise, one line each.
-
-    form: "vitfast" (a folder), "timm" (a folder for `timm.create_model("local-dir:...")`, or a bare .safetensors or .pth), "huggingface"
-    (a folder for `from_pretrained`), "npz" (Google's; a .npz), "torchvision" (a bare .safetensors or .pth). bfloat16 becomes float32 in an npz.
-    What was written is read back and compared bit for bit before it moves to `path`: whole or not at all. Raises InputError where the
-    format has no place for something the model has, for a wrong suffix, and where `path` is there already, unless `force`.
-    """
-    path = Path(path).expanduser()
-    _check_target(path, form, force)
-    config = model.config
-    cannot = [
-        what
-        for key, (what, present) in OBSTACLES.items()
-        if form in WRITERS and key in WRITERS[form].cannot and present(config)
-    ]
-    if cannot:
-        raise InputError(f"the format {form} has no place for {', '.join(cannot)}; the format vitfast has")
-    with staged(path, force) as scratch:
-        if form == "vitfast":
-            save(model, scratch)
-        else:
-            WRITERS[form].files(tensors(model), config, scratch)
-        return _read_back(model, scratch, form)
-
-
-def convert(source: str | Path, path: str | Path, form: str, *, force: bool = False, **overrides) -> list[str]:
-    """Reads a checkpoint of any format as `ViT.from_pretrained` does, overrides included, and writes it as `write` does, in its own dtype."""
-    _check_target(Path(path).expanduser(), form, force)
-    return write(build(ViT, source, overrides, keep_dtype=True), path, form, force)
-
-
-def _check_target(path: Path, form: str, force: bool) -> None:
-    if form not in FORMATS:
-        raise unknown("format", form, FORMATS)
-    suffixes, suffix = WRITERS[form].suffixes if form in WRITERS else ("",), file_suffix(path)
-    if suffix not in suffixes:
-        raise InputError(f"{path}: the format {form} is written as {' or '.join(s or 'a folder' for s in suffixes)}")
-    if path.is_dir() if suffix else path.is_file():
-        raise InputError(f"{path}: a {'folder' if suffix else 'file'} is in the way")
-    check_free(path, force)
-
-
-def _read_back(model, path: Path, form: str) -> list[str]:
-    """Reads what was written and compares; returns the notes of `write`."""
-    notes = []
-    try:
-        state, config = read(path)
-    except InputError as error:  # heads or an image size that only the reader can tell
-        notes.append(str(error).replace(str(path), path.name))
-        state, config = read(path, **{name: model.config[name] for name in ("num_heads", "img_size")})
-    with torch.device("meta"):
-        again = ViT(**config)
-    ours = tensors(model)
-    missing = {*ours, *again.state_dict()} ^ {*state}
-    wrong = missing or {key for key, value in ours.items() if not _same(value, state[key])}
-    if wrong:
-        raise RuntimeError(
-            f"{form}: what was written does not read back the same ({', '.join(sorted(wrong)[:3])}); please report this"
-        )
-    mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
-    return notes + [
-        f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}"
-        for name in _MEANING
-        if mine[name] != theirs[name]
-    ]
-
-
-def _same(ours, theirs) -> bool:
-    """Equal values, NaN to NaN, whatever wider dtype the file has."""
-    return ours.shape == theirs.shape and torch.allclose(ours, theirs.to(ours.dtype), rtol=0, atol=0, equal_nan=True)

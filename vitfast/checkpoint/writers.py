@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..layers import pair
+from ..presets import pair
 from .files import READERS
 from .formats import Renames, State
 

@@ -13,7 +13,8 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 
 from ..checkpoint import load_checkpoint
 from ..errors import InputError
-from ..model import ViT, preset
+from ..model import ViT
+from ..presets import preset
 
 __all__ = ["TimmViT"]
 

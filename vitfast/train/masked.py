@@ -5,7 +5,6 @@ patch, 10 % stay as they are. Prefix tokens and positions are added afterwards (
 adds the positions), so a corrupted patch still knows its place. The output of every corrupted patch predicts what was there.
 """
 
-import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ref
+from ..data.loader import Data
+from ..data.samples import PADDING, mix_seed
+from ..device import autocast
 from ..errors import InputError, unknown
 from ..model import ViT
-from .data import PADDING, Data, mix_seed
 
 MASKED, SWAPPED = 0.8, 0.1  # of the corrupted patches: [mask], another patch; the rest stays
 CELLS = {"mean": 1, "downsized": 4}  # a side of the small picture whose colours are predicted
@@ -181,7 +182,7 @@ def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtyp
         noise = fixed_noise(range(position, position + len(images) * data.ranks.world, data.ranks.world), patches)
         position += len(images) * data.ranks.world
         drawn = Corruption(*(part.to(device) for part in corruption(noise, model.share)))
-        with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
+        with autocast(device, dtype):
             result = model(images.to(device, non_blocking=True), drawn)
         sums += torch.stack([*result, torch.ones_like(result[0])]).double() * count
     model.train(was_training)

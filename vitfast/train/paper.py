@@ -6,7 +6,7 @@ bias of -10, weight decay is decoupled and on kernels only, fine-tuning warms up
 `about` has the command and the published top-1 accuracy.
 """
 
-from .settings import Recipe
+from ..config import Recipe
 
 JFT_IMAGES = 303e6
 _PRETRAIN = dict(

@@ -1,8 +1,8 @@
 """The recipes by name, and a run's Config out of a recipe, a file and flags."""
 
+from ..config import RUN_ONLY, Config, Recipe, as_plain, check, coerce
 from ..errors import unknown
 from .paper import PAPER
-from .settings import RUN_ONLY, Config, Recipe, as_plain, check, coerce
 
 __all__ = ["RECIPES", "RUN_ONLY", "Config", "Recipe", "as_plain", "default_recipe", "get", "resolve"]
 

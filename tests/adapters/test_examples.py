@@ -1,0 +1,30 @@
+"""The examples run, and their losses are those without vitfast."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 8
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["hugging_face_trainer", "timm_model", "torchvision_model"])
+def test_example(name, tmp_path, capsys):
+    if "trainer" in name:
+        pytest.importorskip("accelerate", reason="Trainer needs Hugging Face's accelerate")
+    module = load(name)
+    arguments = ["--steps", str(STEPS)] + (["--output", str(tmp_path)] if "trainer" in name else [])
+    losses, accuracy = module.main(arguments)
+    assert "10 parts on vitfast, 0 left" in capsys.readouterr().out
+    plain_losses, plain_accuracy = module.main([*arguments, "--plain"])
+    assert "on vitfast" not in capsys.readouterr().out
+    assert len(losses) == STEPS and losses == pytest.approx(plain_losses, abs=2e-3)  # Trainer logs four digits
+    assert accuracy == pytest.approx(plain_accuracy, abs=0.02)

@@ -1,0 +1,92 @@
+"""Feeding the device: JPEG bytes to the device against the host's path, and images that stay raw until the kernel."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter
+
+from vitfast import InputError
+from vitfast.data.loader import open_data
+from vitfast.train.recipes import resolve
+from vitfast.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Two classes of smooth JPEGs of many sizes."""
+    root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in "ab":
+            (root / split / name).mkdir(parents=True)
+            for i in range(8):
+                noise = Image.fromarray(rng.integers(0, 256, (60 + 7 * i, 90 - 3 * i, 3), dtype=np.uint8))
+                noise.filter(ImageFilter.GaussianBlur(3)).save(root / split / name / f"{i}.jpg", quality=95)
+    return root
+
+
+def config(photos, **fields):
+    return resolve(
+        "pretrain",
+        dict(
+            recipe="digits",
+            data=str(photos),
+            output="unused",
+            device="cpu",
+            batch_size=6,
+            steps=3,
+            hflip=0.5,
+            workers=0,
+            **fields,
+        ),
+    )
+
+
+def test_images_decoded_on_the_device_are_those_of_the_host(photos):
+    """The same crops and flips; pixels differ by the rounding of two resamplers."""
+    sides = [
+        list(open_data(config(photos, decode=where), (32, 32), (8, 8), CPU).train_batches(0, 3))
+        for where in ("host", "device")
+    ]
+    for (host, labels, _), (device, others, told) in zip(*sides):
+        assert torch.equal(labels, others) and device.dtype == torch.uint8 and device.shape == host.shape and not told
+        difference = (host.int() - device.int()).abs().float()
+        assert difference.mean() < 1.5 and difference.amax() <= 16, (difference.mean(), difference.amax())
+    assert (sides[0][0][0].float() - sides[0][1][0].float()).abs().mean() > 5  # other crops would show
+
+
+def test_a_broken_jpeg_is_replaced_by_the_next_of_its_batch(photos, tmp_path):
+    import shutil
+
+    root = tmp_path / "data"
+    shutil.copytree(photos, root)
+    path = root / "train" / "a" / "3.jpg"
+    header = path.read_bytes()
+    path.write_bytes(header[: len(header) // 3] + b"\xff\xd9")
+    data = open_data(dataclasses.replace(config(root, decode="device"), batch_size=16), (32, 32), (8, 8), CPU)
+    (images, labels, told), *_ = data.train_batches(0, 1)
+    assert len(images) == 16 and len(told) <= 1  # a decoder may save what is there
+    trainer = Trainer(dataclasses.replace(config(root, decode="device"), output=str(tmp_path / "run")))
+    assert trainer.fit()["finished"]
+    path.write_bytes(header[:700] + bytes(3000))
+    (images, labels, told), *_ = data.train_batches(0, 1)
+    assert len(images) == 16 and images.float().std(dim=(1, 2, 3)).min() > 0
+
+
+def test_what_the_device_path_cannot_do_is_said(photos):
+    with pytest.raises(InputError, match="decode=device reads JPEG files from a folder; 'digits' is none"):
+        open_data(config("digits", decode="device"), (32, 32), (8, 8), CPU)
+    with pytest.raises(InputError, match="crops and flips only; set auto_augment=none"):
+        open_data(config(photos, decode="device", auto_augment="rand-m5-n2"), (32, 32), (8, 8), CPU)
+
+
+def test_images_reach_the_model_raw(photos, tmp_path):
+    """No float image on the host: what the model is called with is uint8."""
+    trainer = Trainer(dataclasses.replace(config(photos), output=str(tmp_path / "run")))
+    seen = []
+    trainer.learner.model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    trainer.fit()
+    assert seen and set(seen) == {torch.uint8}

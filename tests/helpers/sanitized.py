@@ -1,0 +1,110 @@
+"""Every operation once, forward and backward, for NVIDIA's compute-sanitizer to watch.
+
+    python tests/sanitized.py [--only NAME]     runs them in bfloat16: on a GPU, elsewhere small ones in the interpreter
+
+tests/kernels/test_gpu.py runs it under `memcheck` and `racecheck`. N is 197 and 257, which ends in the middle of a tile, K is
+at least 768, so that loops run more often than they have stages, and heads are of 32, 64, 80 and 96. Then each
+operation runs with every rival of its tiles. A name is printed when it is done: it shows how far a run came.
+"""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from vitfast import ops
+from vitfast.doctor import SMALL_SIZES, device, prepare
+from vitfast.kernels import tiles
+from vitfast.kernels.launch import INTERPRETED
+from vitfast.verify import cases, make, run
+from vitfast.verify.launchers import Sizes
+
+COMMAND = [sys.executable, str(Path(__file__).resolve())]
+CHECKERS = ("memcheck", "racecheck")
+FOUND = 9  # the exit code of compute-sanitizer where it found something
+# Substrings of the names of cuBLAS's and cuDNN's kernels: they are not ours, and racecheck complains of some.
+FOREIGN = ("gemm", "cutlass", "nvjet", "cublas", "cudnn", "splitK", "xmma", "gemv")
+B16 = Sizes(batch=1, tokens=197, width=768, heads=12, hidden=1536, image=224, patch=16)
+H14 = Sizes(batch=1, tokens=257, width=1280, heads=16, hidden=1280, image=224, patch=14)
+
+
+def plan() -> dict[str, tuple]:
+    """What runs, by name: (function, inputs) as in vitfast.doctor.cases."""
+    if INTERPRETED:
+        return cases(dataclasses.replace(SMALL_SIZES, batch=1), ops)
+    found = {f"{name}, H/14": case for name, case in cases(H14, ops).items()}
+    found |= cases(B16, ops)
+    for head in (32, 96):
+        for tokens in (197, 257):
+            sizes = dataclasses.replace(B16, tokens=tokens, width=2 * head, heads=2)
+            found[f"attention, N = {tokens}, heads of {head}"] = cases(sizes, ops)["attention"]
+    return found
+
+
+def run_all(only: str = "") -> None:
+    """Runs the plan, with the tiles that are shipped and then with each of their rivals."""
+    prepare()
+    dtype, generator = torch.bfloat16, torch.Generator().manual_seed(0)
+    later, done = [], set()
+    with ops.use_kernels("on"):
+        for name, (function, inputs) in plan().items():
+            if only not in name:
+                continue
+            tensors = make(inputs, dtype, device(), generator)
+            with tiles.watching() as used:
+                upstream = [torch.randn_like(o) for o in run(function, tensors)]
+                run(function, tensors, upstream)
+            print(name, flush=True)
+            later.append((name, function, tensors, upstream, list(used)))
+        for name, function, tensors, upstream, used in later:
+            for op, bits, shape in used:
+                like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device())
+                for rival in tiles.rivals(op, like, shape):
+                    if (op, bits, shape, rival) in done:
+                        continue
+                    done.add((op, bits, shape, rival))
+                    with tiles.override(op, rival, shape):
+                        run(function, tensors, upstream)
+                    print(name, op, rival, flush=True)
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def find() -> str | None:
+    """Where compute-sanitizer is: on PATH, or where the CUDA toolkit puts it."""
+    homes = [home for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    places = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes)]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+
+
+def check(checker: str, seconds: float = 200) -> tuple[int | None, str]:
+    """The exit code of one checker (None: it took longer than `seconds`) and what was printed.
+
+    The script runs by itself first, so that compilation is not watched. memcheck sees each tensor's own allocation:
+    in one block of torch's allocator the neighbour's memory would be there to be read.
+    """
+    together = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    plain = subprocess.run(COMMAND, **together)
+    if plain.returncode:
+        return plain.returncode, f"without the sanitizer:\n{plain.stdout}"
+    command, environment = [find(), "--tool", checker, "--error-exitcode", str(FOUND)], dict(os.environ)
+    if checker == "memcheck":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    else:
+        command += ["--kernel-name-exclude", ",".join(f"kns={name}" for name in FOREIGN)]
+    try:
+        watched = subprocess.run([*command, *COMMAND], timeout=seconds, env=environment, **together)
+    except subprocess.TimeoutExpired as error:
+        return None, (error.stdout or b"").decode()
+    return watched.returncode, watched.stdout
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAME", default="", help="the operations whose name contains this")
+    run_all(parser.parse_args().only)

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# The $PYTHON of bench/gpu.sh in tests/bench/test_rehearsal.py: does nothing, quickly, and notes what it was asked to do.
+#
+# $REHEARSAL/calls gets a line for each step: its name, a tab, its arguments; $REHEARSAL/listings what was in OUT then. A
+# benchmark's JSON gets its name. $REHEARSAL/plan/NAME, where there is one, is what that step does, in bash.
+set -u
+asked=$*
+case "$asked" in
+    -c*is_available*)
+        [ ! -f "$REHEARSAL/no_gpu" ] || exit 3
+        [ ! -f "$REHEARSAL/no_triton" ] || { echo "ModuleNotFoundError: No module named 'triton'" >&2 && exit 1; }
+        echo "NVIDIA Rehearsal" && cat "$REHEARSAL/installed"
+        exit
+        ;;
+    *bench/cache.py*) name=cache ;;
+    *bench/report.py*) [ ! -f "$REHEARSAL/no_report" ] || exit 1 ;;&
+    *bench/report.py*--targets) echo "TARGETS of" "$(cd "$3" && echo ./*.json)" && exit ;;
+    *bench/report.py*) echo "report of" "$(cd "$3" && echo ./*)" && exit ;;
+    *"-m pip"*) name=pip ;;
+    *"-m vitfast doctor"*) name=$(basename "$(readlink /proc/$$/fd/1)" .json) ;;
+    *"-m vitfast tune"*) name=tune ;;
+    *"-k sanitizer"*) name=sanitizer ;;
+    *"-m pytest tests"*) name=gpu_tests ;;
+    *--benchmark-json=*)
+        json=${asked##*--benchmark-json=}
+        json=${json%% --*}
+        name=$(basename "$json" .json)
+        echo "{\"benchmarks\": [], \"case\": \"$name\"}" > "$json"
+        ;;
+    *) name=unexpected ;;
+esac
+printf '%s\t%s\n' "$name" "$*" >> "$REHEARSAL/calls"
+# shellcheck disable=SC2012
+ls -A "$REHEARSAL/out" 2> /dev/null | tr '\n' ' ' >> "$REHEARSAL/listings" && echo >> "$REHEARSAL/listings"
+case "$*" in *"vitfast doctor"*) echo '{"results": []}' ;; *) echo "output of $name" ;; esac
+# shellcheck disable=SC1090
+if [ -f "$REHEARSAL/plan/$name" ]; then . "$REHEARSAL/plan/$name"; fi

@@ -1,0 +1,110 @@
+"""What a launch costs in Python. Another batch size compiles nothing new: counted for every launcher and its rivals, on meta tensors, without
+compiling."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vitfast.kernels import launch
+from vitfast.verify.launchers import Sizes, launchers
+
+TESTS = Path(__file__).parents[1]
+BATCHES = (1, 3, 8, 62, 64, 100, 255, 256)  # 62: 96 row tiles of 128
+MODEL = dict(tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16)
+COUNTING = f"""
+import json, sys
+
+sys.path.insert(0, {str(TESTS)!r})
+import codegen
+from codegen import Sizes, offline, record, tiles
+
+found = {{}}
+for batch in {BATCHES}:
+    with tiles.targeting(90):
+        for name, call in codegen.launcher_calls(Sizes(batch=batch, **{MODEL}), codegen.torch.bfloat16, True).items():
+            with tiles.watching() as used:
+                launches = record(call)
+            keys = sorted({{" ".join(offline.key_of(launch, 90)) for launch in launches}})
+            same_tiles = found.setdefault(name, {{}}).setdefault(str(sorted(used.items())), [])
+            if keys not in same_tiles:
+                same_tiles.append(keys)
+print(json.dumps({{name: list(by_tiles.values()) for name, by_tiles in found.items()}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled_for():
+    """Launcher "name (rival)" -> for each choice of tiles, the sets of specialisations that the batches asked for."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(PYTHONPATH=str(TESTS.parent))
+    done = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("launcher", launchers(Sizes(batch=3, **MODEL)))
+def test_another_batch_size_compiles_nothing_new(compiled_for, launcher):
+    sets = {name: by_tiles for name, by_tiles in compiled_for.items() if name.partition(" (")[0] == launcher}
+    assert sets and all(keys for by_tiles in sets.values() for same_tiles in by_tiles for keys in same_tiles)
+    grows = {name: same_tiles for name, by_tiles in sets.items() for same_tiles in by_tiles if len(same_tiles) > 1}
+    assert not grows, {
+        name: sorted(set(map(str, same_tiles[0])) ^ set(map(str, same_tiles[1]))) for name, same_tiles in grows.items()
+    }
+
+
+def test_no_launcher_pays_for_what_is_made_for_kernels():
+    """triton.cdiv, which takes 2 us where launch.cdiv takes a tenth of one."""
+    paths = sorted(Path(launch.__file__).parent.glob("*.py"))
+    assert len(paths) > 20 and not [path.name for path in paths if "triton.cdiv" in path.read_text()]
+    assert [launch.cdiv(n, 64) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+SLOW = """
+
+import time
+
+_plain = launch
+
+def launch(*kernel, **arguments):
+    end = time.process_time() + 3e-4
+    while time.process_time() < end:
+        pass
+    _plain(*kernel, **arguments)
+"""
+
+
+@pytest.mark.slow(20)
+def test_launchers_are_timed_against_another_tree(monkeypatch, capsys):
+    """The benchmark, against launches that take 300 us more; a name that is no launcher is refused."""
+    monkeypatch.syspath_prepend(TESTS.parent / "bench")
+    import launch_path
+
+    def slower(revision, folder):
+        shutil.copytree(
+            launch_path.ROOT / "vitfast", folder / "vitfast", ignore=shutil.ignore_patterns("__pycache__", "kernels")
+        )
+        shutil.copytree(
+            launch_path.ROOT / "kernels", folder / "vitfast" / "kernels", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        with open(folder / "vitfast" / "kernels" / "launch.py", "a") as file:
+            file.write(SLOW)
+        return folder
+
+    monkeypatch.setattr(launch_path, "checked_out", slower)
+    monkeypatch.setattr(
+        sys, "argv", ["launch_path.py", "--against", "slower", "--rounds", "1", "--only", "layer_norm", "dgelu"]
+    )
+    assert launch_path.main() == 0
+    rows = {line[:44].strip(): line[44:].split() for line in capsys.readouterr().out.splitlines()[1:]}
+    assert rows.keys() == {"layer_norm", "dgelu", "geometric mean"}
+    for name, count in (("layer_norm", 1), ("dgelu", 2)):
+        launches, before, after, ratio = map(float, rows[name])
+        assert launches == count and before - after > 270 * count and abs(ratio - after / before) < 0.01
+    monkeypatch.setattr(sys, "argv", ["launch_path.py", "--rounds", "1", "--only", "nonsense"])
+    with pytest.raises(SystemExit, match="no kernels are launched in both trees by 'nonsense'"):
+        launch_path.main()

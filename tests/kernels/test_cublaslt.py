@@ -1,0 +1,453 @@
+"""cuBLASLt's linear_residual: the extension builds, loads and refuses; what it asks of cuBLASLt is right.
+
+A stand-in, cublaslt_stub.cpp, computes on the CPU what cuBLASLt's documentation says of the descriptors it is given.
+"""
+
+import ctypes
+import os
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vitfast import ref
+from vitfast.kernels import cublaslt, linear, native, tiles
+from vitfast.kernels.launch import INTERPRETED
+from vitfast.verify.launchers import LAYOUTS, Draw
+
+CPU = torch.device("cpu")
+# One rounding of the result to 16 bit (2^-8, 2^-11), or none; the sums of 40 products are exact to 1e-6.
+TOL = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6}
+HALF = [torch.bfloat16, torch.float16]
+like_a_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+
+
+def inputs(m, n, k, dtype, out_dtype=None, layout="contiguous", device=CPU):
+    draw = Draw(dtype, device, torch.Generator(device).manual_seed(m * n + k), layout)
+    return draw.values(m, k), draw.weight(n, k), draw.values(n), draw.values(m, n, dtype=out_dtype or dtype)
+
+
+def check(out, x, weight, bias, residual):
+    truth = ref.linear_residual(x.double(), weight.double(), None if bias is None else bias.double(), residual.double())
+    assert out.shape == residual.shape and out.dtype == residual.dtype and out.is_contiguous()
+    tol = TOL[out.dtype]
+    torch.testing.assert_close(out.double(), truth, atol=tol, rtol=tol)
+
+
+# ---- built as users get it
+
+
+@pytest.fixture
+def afresh():
+    """Nothing is known of the extension, before and after."""
+    cublaslt._library.cache_clear()
+    cublaslt._chosen.cache_clear()
+    yield
+    cublaslt._library.cache_clear()
+    cublaslt._chosen.cache_clear()
+
+
+@pytest.mark.slow(12)
+def test_it_builds_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch):
+    """Two builds at once, beside what killed ones leave; then the real library, as far as it goes without a GPU.
+
+    In an environment whose path has a space, into a relative folder.
+    """
+    before = torch.cuda.is_initialized()
+    packages, environment = Path(torch.__file__).parents[1], tmp_path.with_name("an environment")
+    environment.symlink_to(packages)
+    library, headers = native._cublaslt()
+    spaced = lambda path: environment / path.relative_to(packages)  # noqa: E731
+    monkeypatch.setattr(native, "_cublaslt", lambda: (spaced(library), [spaced(path) for path in headers]))
+    monkeypatch.setenv("PYTHONPATH", str(environment))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", tmp_path.name)
+    for name in (".vitfast-build-killed", "extension", "vitfast_cublaslt"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    with ThreadPoolExecutor(2) as both:
+        one, other = both.map(native.built, [cublaslt.SOURCE] * 2)
+    assert one == other and [path for path in tmp_path.iterdir() if path.is_file()] == [one]
+    assert [path.name for path in tmp_path.glob(".vitfast-build-*")] == [".vitfast-build-killed"]
+    monkeypatch.setattr(native, "build", lambda *_: pytest.fail("it is there"))
+    assert cublaslt.unsupported_reason(like_a_gpu) is None
+    for align_bias in (16, 0):
+        # it has checked the size of each attribute before it misses the handle
+        problem = cublaslt.Problem(6, 24, 40, 40, 40, 24, 24, 14, 14, 256, 256, align_bias, 256, 256)
+        says = r"^linear_residual \(cublaslt\): cublasLtMatmulAlgoGetHeuristic says CUBLAS_STATUS_NOT_INITIALIZED; "
+        with pytest.raises(RuntimeError, match=says):
+            cublaslt._chosen(0, problem)
+    assert torch.cuda.is_initialized() == before
+
+
+@pytest.fixture
+def pretended(afresh, tmp_path, monkeypatch):
+    """The paths of what is built, in the place of a build; what is loaded is the path."""
+    builds = []
+
+    def build(source, path):
+        builds.append(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("good")
+
+    monkeypatch.setattr(native, "build", build)
+    monkeypatch.setattr(cublaslt, "load", lambda path: path)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return builds
+
+
+def test_a_damaged_file_is_built_again_once(pretended, monkeypatch):
+    path = native.built(cublaslt.SOURCE)
+    path.write_bytes(b"")
+    with pytest.raises(OSError):  # what the real loader says of it
+        ctypes.CDLL(str(path))
+
+    def load(path):
+        if path.read_text() != "good":
+            raise OSError("file too short")
+        return path
+
+    monkeypatch.setattr(cublaslt, "load", load)
+    assert cublaslt._library() == (path, "") and pretended == [path] * 2
+    cublaslt._library.cache_clear()
+    assert cublaslt._library() == (path, "") and len(pretended) == 2
+    cublaslt._library.cache_clear()
+    path.write_bytes(b"")
+    monkeypatch.setattr(native, "build", lambda source, path: pretended.append(path))  # in vain
+    assert cublaslt._library() == (None, "not built: file too short") and len(pretended) == 3
+
+
+def test_each_kind_of_processor_has_a_file(pretended, monkeypatch):
+    paths = set()
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(native.platform, "machine", lambda machine=machine: machine)
+        paths.add(native.built(cublaslt.SOURCE))
+    assert len(paths) == 2 and set(pretended) == paths
+
+
+@pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
+def test_a_relative_folder_is_taken_from_where_the_process_runs(variable, pretended, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv(variable, "cache")
+    monkeypatch.chdir(tmp_path)
+    path = native.built(cublaslt.SOURCE)
+    assert path.is_absolute() and tmp_path / "cache" in path.parents
+
+
+WRONG = [
+    (dict(x=(2, 3, 40)), ValueError, r"x must be \(M, K\), got \(2, 3, 40\)"),
+    (dict(x=torch.float32), TypeError, "x must be torch.float16 or torch.bfloat16, got torch.float32"),
+    (dict(weight=(24, 48)), ValueError, r"weight must be \(N, 40\), got \(24, 48\)"),
+    (dict(weight=(24, 40, 1)), ValueError, r"weight must be \(N, 40\), got \(24, 40, 1\)"),
+    (dict(weight=torch.float16), TypeError, "weight must be torch.bfloat16, got torch.float16"),
+    (dict(weight="meta"), ValueError, "weight must be on cpu like x, got meta"),
+    (dict(bias=(25,)), ValueError, r"bias must be \(24,\), got \(25,\)"),
+    (dict(bias=torch.float32), TypeError, "bias must be torch.bfloat16, got torch.float32"),
+    (dict(bias="meta"), ValueError, "bias must be on cpu like x, got meta"),
+    (dict(residual=(6, 25)), ValueError, r"residual must be \(6, 24\), got \(6, 25\)"),
+    (dict(residual=(24,)), ValueError, r"residual must be \(6, 24\), got \(24,\)"),
+    (dict(residual=torch.float16), TypeError, "residual must be torch.bfloat16 or torch.float32, got torch.float16"),
+    (dict(residual="meta"), ValueError, "residual must be on cpu like x, got meta"),
+    (dict(), ValueError, "x must be on an NVIDIA GPU, got cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    "change, error, message", WRONG, ids=[message.partition(", got")[0] for _, _, message in WRONG]
+)
+def test_wrong_arguments_are_refused(change, error, message):
+    given = dict(x=(6, 40), weight=(24, 40), bias=(24,), residual=(6, 24))
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in given.items()}
+    for name, value in change.items():
+        tensors[name] = (
+            torch.zeros(value, dtype=torch.bfloat16) if isinstance(value, tuple) else tensors[name].to(value)
+        )
+    before = torch.cuda.is_initialized()
+    with pytest.raises(error, match=rf"^linear_residual \(cublaslt\): {message}$"):
+        cublaslt.linear_residual(**tensors)
+    assert torch.cuda.is_initialized() == before
+
+
+# ---- why it cannot be built
+
+
+def only(folder, *names):
+    """A folder for PATH that holds these commands alone."""
+    for name in names:
+        path = folder / name
+        path.write_text("#!/bin/sh\nexit 1\n")
+        path.chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "commands, missing",
+    [
+        ((), r"ninja is not installed \(pip install vitfast\[native\]\)"),
+        (("ninja",), r"no C\+\+ compiler: c\+\+ is not on PATH"),
+    ],
+)
+def test_a_missing_tool_is_one_clear_line(commands, missing, tmp_path, afresh, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("PATH", only(tmp_path, *commands))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native.sysconfig, "get_path", lambda name: "")
+    with pytest.raises(RuntimeError, match=f"^{missing}$"):
+        native.built(cublaslt.SOURCE)
+    reason = cublaslt.unsupported_reason(like_a_gpu)
+    assert reason.startswith("not built: ") and "\n" not in reason
+    assert not (tmp_path / "empty").exists()
+
+
+def test_a_torch_without_the_library_says_so(tmp_path, afresh, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cublaslt.unsupported_reason(like_a_gpu).startswith(
+        "not built: no libcublasLt.so.None in the nvidia wheels beside torch"
+    )
+
+
+def test_the_wheels_of_cuda_12_have_a_folder_each(tmp_path, monkeypatch):
+    for folder in ("cublas/lib", "cublas/include", "cuda_runtime/include", "cu13/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+    for library in ("cublas/lib/libcublasLt.so.12", "cu13/lib/libcublasLt.so.13"):
+        (tmp_path / library).touch()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(
+        native.importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    )
+    library, headers = native._cublaslt()
+    assert library == tmp_path / "cublas/lib/libcublasLt.so.12"
+    assert headers[:2] == [tmp_path / "cublas/include", tmp_path / "cuda_runtime/include"]
+    assert (headers[2] / "crt" / "host_defines.h").is_file()
+
+
+@pytest.mark.slow(6)
+def test_what_the_compiler_says_is_told_in_a_line(tmp_path):
+    source = tmp_path / "cublaslt.cpp"
+    source.write_text("int main() { return nonsense; }\n")
+    with pytest.raises(RuntimeError, match=r"cublaslt.cpp:1:\d+: error: .*nonsense") as failure:
+        native.build(source, tmp_path / "out" / "target.so")
+    assert "\n" not in str(failure.value) and len(str(failure.value)) < 420
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_build_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
+    started = tmp_path / "pid"
+    hang = "import subprocess; p = subprocess.Popen(['sleep', '600']); open({!r}, 'w').write(str(p.pid)); p.wait()"
+    monkeypatch.setattr(native, "_BUILD", hang.format(str(started)))
+    monkeypatch.setattr(native, "BUILD_SECONDS", 1.5)
+    with pytest.raises(RuntimeError, match="^it took more than 1.5 s$"):
+        native.build(cublaslt.SOURCE, tmp_path / "out" / "target.so")
+    stat = Path(f"/proc/{started.read_text()}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the compiler outlived the build")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# ---- as a provider
+
+
+def test_it_is_a_rival_where_it_can_run(afresh, monkeypatch):
+    half, single = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
+    offered = lambda x: [tile.provider for tile in tiles.rivals("linear_residual_fwd", x, "768x768")]  # noqa: E731
+    assert offered(half) == ["cublas", "tma", "triton", "tma"]  # and wide tiles of both
+    assert tiles.absent("linear_residual_fwd", half, "768x768") == {
+        "cublaslt": "needs an NVIDIA GPU, the tensors are on cpu"
+    }
+    assert tiles.absent("linear_residual_fwd", single, "768x768") == tiles.absent("linear_fwd", half, "768x768") == {}
+    monkeypatch.setattr(cublaslt, "unsupported_reason", lambda x: None)
+    assert offered(half) == ["cublas", "cublaslt", "tma", "triton", "tma"] and offered(single) == ["cublas"]
+
+
+def test_what_it_does_not_compute():
+    reason = cublaslt.unsupported_reason(SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32))
+    assert reason == "does not compute in torch.float32"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the interpreter alone")
+def test_where_it_cannot_run_the_first_rule_does(monkeypatch):
+    """A table that names it gets our kernel; a test or a measurement gets an error."""
+    x, weight, bias, residual = inputs(6, 24, 40, torch.float16)
+    arguments = (x, weight, bias, residual, None, None, 6)
+    shipped, chosen = linear.linear_residual(*arguments), tiles.tile(provider="cublaslt")
+    with (
+        tiles.override("linear_residual_fwd", chosen),
+        pytest.raises(RuntimeError, match="cublaslt cannot run here: needs an NVIDIA GPU"),
+    ):
+        linear.linear_residual(*arguments)
+    find = tiles._find
+    monkeypatch.setattr(tiles, "_find", lambda op, *rest: chosen if op == "linear_residual_fwd" else find(op, *rest))
+    with tiles.watching() as used:
+        assert torch.equal(linear.linear_residual(*arguments), shipped)
+    assert [tile.provider for tile in used.values()] == ["triton"]
+
+
+# ---- what it asks of cuBLASLt
+
+
+@pytest.fixture(scope="module")
+def compiled_with_the_stub(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stub") / "stub.so"
+    sources = [str(cublaslt.SOURCE), str(Path(__file__).parents[1] / "helpers" / "cublaslt_stub.cpp")]
+    headers = [part for folder in native._cublaslt()[1] for part in ("-isystem", str(folder))]
+    compiler = os.environ.get("CXX", "c++")
+    # -Bsymbolic: what the extension calls is the stand-in's, whatever torch has loaded under the same names
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-Wl,-Bsymbolic,-z,defs"]
+    subprocess.run([compiler, *flags, *headers, *sources, "-o", str(path)], check=True)
+    return cublaslt.load(path)
+
+
+@pytest.fixture
+def stub(compiled_with_the_stub, afresh, monkeypatch):
+    """cublaslt.linear_residual on CPU tensors, by the stand-in."""
+    found = SimpleNamespace(library=compiled_with_the_stub, handle=0, stream=0)
+    monkeypatch.setattr(cublaslt, "_library", lambda: (compiled_with_the_stub, ""))
+    monkeypatch.setattr(cublaslt, "_handle_and_stream", lambda x: (found.handle, found.stream))
+    monkeypatch.setattr(cublaslt, "unsupported_reason", lambda x: None)
+    yield found
+    monkeypatch.undo()  # before `afresh` clears the cache of what was replaced
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "channels-last"])
+@pytest.mark.parametrize("stream_dtype", [None, torch.float32], ids=["residual in 16 bit", "in fp32"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_linear_residual_matches_ref(dtype, stream_dtype, layout, with_bias, stub):
+    for m, n, k in [(6, 24, 40), (1, 24, 40), (6, 1, 40), (6, 24, 1), (33, 17, 39)]:
+        x, weight, bias, residual = inputs(m, n, k, dtype, stream_dtype, layout)
+        bias = bias if with_bias else None
+        before = [t.clone() for t in (x, weight, residual)]
+        check(cublaslt.linear_residual(x, weight, bias, residual), x, weight, bias, residual)
+        assert all(torch.equal(a, b) for a, b in zip(before, (x, weight, residual)))
+
+
+def test_linear_residual_takes_any_strides(stub):
+    x, weight, bias, residual = inputs(40, 24, 40, torch.bfloat16)
+    wide = torch.stack([bias, bias], 1)[:, 0]
+    for arguments in [
+        (x.t(), weight, bias, residual),
+        (x, weight.t().contiguous().t(), bias, residual),
+        (x, weight, wide, residual),
+        (x, weight, bias, residual[:1].expand(40, 24)),  # rows that lie on one another
+        (x[::2], weight, bias, residual[1::2]),
+    ]:
+        check(cublaslt.linear_residual(*arguments), *arguments)
+
+
+def test_an_empty_batch_asks_nothing(stub):
+    x, weight, bias, residual = inputs(6, 24, 40, torch.bfloat16)
+    before = stub.library.stub_heuristics()
+    assert cublaslt.linear_residual(x[:0], weight, bias, residual[:0]).shape == (0, 24)
+    assert stub.library.stub_heuristics() == before
+
+
+def test_an_algorithm_is_asked_for_once_for_each_problem(stub, monkeypatch):
+    """And for each alignment: one for well-aligned tensors would fail on others."""
+    alignment, start = cublaslt._alignment, stub.library.stub_heuristics()
+    monkeypatch.setattr(
+        cublaslt, "_alignment", lambda t: min(64, alignment(t))
+    )  # beyond it the CPU's allocator is at liberty
+    x, weight, bias, residual = inputs(6, 24, 40, torch.bfloat16)
+    shifted = torch.empty(6 * 40 + 4, dtype=torch.bfloat16)[4:].view(6, 40).copy_(x)
+    calls = [((x, weight, bias, residual), 1)] * 3 + [
+        ((shifted, weight, bias, residual), 2),
+        ((x, weight, None, residual), 3),
+    ]
+    for arguments, asked in calls:
+        check(cublaslt.linear_residual(*arguments), *arguments)
+        assert stub.library.stub_heuristics() - start == asked
+    assert cublaslt._chosen.cache_info().maxsize == 1024
+
+
+def test_the_stream_is_the_callers(stub):
+    stub.library.stub_stream.restype = cublaslt.ctypes.c_void_p
+    stub.stream = 0x5EED
+    arguments = inputs(6, 24, 40, torch.bfloat16)
+    check(cublaslt.linear_residual(*arguments), *arguments)
+    assert stub.library.stub_stream() == 0x5EED
+
+
+def test_a_status_of_cublaslt_is_told(stub):
+    for k, message in [
+        (13, "AlgoGetHeuristic finds no algorithm"),
+        (11, "AlgoGetHeuristic says CUBLAS_STATUS_NOT_SUPPORTED"),
+    ]:
+        with pytest.raises(
+            RuntimeError,
+            match=rf"linear_residual \(cublaslt\): cublasLtMatmul{message}; Problem\(rows=6, columns=24, depth={k}, ",
+        ):
+            cublaslt.linear_residual(*inputs(6, 24, k, torch.bfloat16))
+    stub.handle = 1
+    with pytest.raises(
+        RuntimeError, match=r"linear_residual \(cublaslt\): cublasLtMatmul says CUBLAS_STATUS_EXECUTION_FAILED; Problem"
+    ):
+        cublaslt.linear_residual(*inputs(6, 24, 40, torch.bfloat16))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the interpreter alone")
+def test_factors_are_left_to_the_first_rule(stub):
+    """cuBLASLt's epilogue has none: with them the launcher takes our kernel, and says so."""
+    x, weight, bias, residual = inputs(6, 24, 40, torch.float16)
+    scale, drop = torch.rand(24) + 0.5, torch.tensor([0.0, 1.25])
+    with tiles.override("linear_residual_fwd", tiles.tile(provider="cublaslt")):
+        for layer_scale, drop_path in [(None, None), (scale, None), (None, drop), (scale, drop)]:
+            with tiles.watching() as used:
+                out = linear.linear_residual(x, weight, bias, residual, layer_scale, drop_path, 3)
+            plain = layer_scale is None and drop_path is None
+            assert [tile.provider for tile in used.values()] == ["cublaslt" if plain else "triton"]
+            branch = x.double() @ weight.double().t() + bias
+            branch = branch if layer_scale is None else branch * layer_scale
+            branch = branch if drop_path is None else branch * drop_path.repeat_interleave(3)[:, None]
+            torch.testing.assert_close(out.double(), residual + branch, atol=2**-10, rtol=2**-10)
+
+
+# ---- on a GPU
+
+
+@pytest.fixture
+def gpu():
+    reason = cublaslt.unsupported_reason(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
+    assert reason is None, reason
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "shifted"])
+@pytest.mark.parametrize("stream_dtype", [None, torch.float32], ids=["residual in 16 bit", "in fp32"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("k", [768, 3072])
+def test_linear_residual_matches_ref_on_a_gpu(k, dtype, stream_dtype, layout, with_bias, gpu):
+    x, weight, bias, residual = inputs(7 * 197, 768, k, dtype, stream_dtype, layout, gpu)
+    bias = bias if with_bias else None
+    out = cublaslt.linear_residual(x, weight, bias, residual)
+    truth = ref.linear_residual(x.double(), weight.double(), None if bias is None else bias.double(), residual.double())
+    tol = max(TOL[out.dtype], 1e-5)  # 3,072 products added up in fp32
+    torch.testing.assert_close(out.double(), truth, atol=tol, rtol=tol)
+    assert torch.equal(out, cublaslt.linear_residual(x, weight, bias, residual))
+
+
+@pytest.mark.gpu
+def test_linear_residual_in_a_graph_on_a_gpu(gpu):
+    x, weight, bias, residual = inputs(7 * 197, 768, 3072, torch.bfloat16, device=gpu)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        cublaslt.linear_residual(x, weight, bias, residual)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = cublaslt.linear_residual(x, weight, bias, residual)
+    for _ in range(2):
+        x.normal_()
+        residual.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, x, weight, bias, residual)

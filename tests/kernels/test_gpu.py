@@ -1,0 +1,160 @@
+"""What only a GPU shows: bfloat16, real shapes, offsets beyond 2^31, the same bits twice, training beside plain PyTorch, the sanitizer.
+
+pytest tests -m gpu
+"""
+
+import os
+
+import pytest
+import sanitized
+import torch
+from checks import randomize
+
+from vitfast import ViT, ops
+from vitfast.doctor import examine
+from vitfast.kernels import tiles
+from vitfast.verify import cases, make, run
+from vitfast.verify.launchers import Sizes
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+SIZES = {
+    "S/16 224": Sizes(batch=9, tokens=197, width=384, heads=6, hidden=1536, image=224, patch=16),
+    "B/16 224": Sizes(batch=7, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16),
+    "B/32 224": Sizes(batch=7, tokens=50, width=768, heads=12, hidden=3072, image=224, patch=32),
+    "B/16 384": Sizes(batch=3, tokens=577, width=768, heads=12, hidden=3072, image=384, patch=16),
+    "L/16 224": Sizes(batch=5, tokens=197, width=1024, heads=16, hidden=4096, image=224, patch=16),
+    "H/14 224": Sizes(batch=3, tokens=257, width=1280, heads=16, hidden=5120, image=224, patch=14),
+    "H/14 518": Sizes(batch=1, tokens=1370, width=1280, heads=16, hidden=5120, image=518, patch=14),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", list(cases(SIZES["B/16 224"], ops)))
+@pytest.mark.parametrize("shape", SIZES)
+def test_every_operation_at_every_shape(shape, op, dtype):
+    result = examine(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
+    assert result.passed, result
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", list(cases(SIZES["B/16 224"], ops)))
+@pytest.mark.parametrize("shape", ["B/16 224", "H/14 224"])
+def test_every_rival_computes_the_same(shape, op, dtype):
+    """What the tuner may choose: tensor descriptors, our products in the place of cuBLAS and the other way round, the other paths of attention."""
+    with tiles.watching() as used:
+        examine(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
+    for name, bits, shape_class in used:
+        for rival in tiles.rivals(
+            name, torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=GPU), shape_class
+        ):
+            with tiles.override(name, rival, shape_class):
+                result = examine(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
+            assert result.passed, (name, rival, result)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 258, 511, 512, 513])
+@pytest.mark.parametrize("head", [16, 32, 40, 64, 72, 80, 96, 128])
+def test_attention_around_tile_edges(tokens, head):
+    sizes = Sizes(batch=2, tokens=tokens, width=3 * head, heads=3, hidden=64, image=32, patch=16)
+    result = examine("attention", *cases(sizes)["attention"], torch.bfloat16, GPU, timed=False)
+    assert result.passed, result
+
+
+@pytest.mark.parametrize("op", list(cases(SIZES["B/16 224"], ops)))
+def test_the_same_inputs_give_the_same_bits(op):
+    function, inputs = cases(SIZES["B/16 224"], ops)[op]
+    generator = torch.Generator().manual_seed(1)
+    tensors = make(inputs, torch.bfloat16, GPU, generator)
+    with ops.use_kernels("on"):
+        upstream = [torch.randn(o.shape, generator=generator).to(GPU) for o in run(function, tensors)]
+        first = run(function, tensors, upstream)
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(first, run(function, tensors, upstream)))
+
+
+def test_layer_norm_beyond_2_31_elements():
+    rows = 2**31 // 768 + 1000
+    x = torch.randn(1024, 768, device=GPU, dtype=torch.bfloat16).repeat(-(-rows // 1024), 1)[:rows].requires_grad_()
+    w, b = torch.randn(768, device=GPU, dtype=torch.bfloat16), torch.randn(768, device=GPU, dtype=torch.bfloat16)
+    with ops.use_kernels("on"):
+        y = ops.layer_norm(x, w, b)
+        expected = ops.layer_norm(x[-500:].detach(), w, b)
+        assert torch.equal(y[-500:], expected)
+        y.backward(torch.ones_like(y))
+    assert x.grad[-500:].isfinite().all()
+
+
+def test_attention_and_gemm_beyond_2_31_elements():
+    batch = 2**31 // (197 * 2304) + 10
+    qkv = torch.randn(64, 197, 3, 12, 64, device=GPU, dtype=torch.bfloat16).repeat(-(-batch // 64), 1, 1, 1, 1)[:batch]
+    with ops.use_kernels("on"), torch.no_grad():
+        assert torch.equal(ops.attention(qkv)[-5:], ops.attention(qkv[-5:].clone()))
+        del qkv
+        rows = 2**31 // 3072 + 1000
+        x = torch.randn(1024, 768, device=GPU, dtype=torch.bfloat16).repeat(-(-rows // 1024), 1)[:rows]
+        w, b = (
+            torch.randn(3072, 768, device=GPU, dtype=torch.bfloat16) * 0.03,
+            torch.randn(3072, device=GPU, dtype=torch.bfloat16),
+        )
+        out = ops.linear_gelu(x, w, b)[-300:]
+        torch.testing.assert_close(out, ops.linear_gelu(x[-300:].clone(), w, b), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
+def test_training_follows_plain_pytorch(compiled):
+    """200 AdamW steps of a small ViT on the digits in bf16: the loss curve stays within bf16 noise of plain PyTorch's."""
+    from sklearn.datasets import load_digits
+
+    scans = load_digits()
+    images = (
+        torch.tensor(scans.images / 16 * 255)
+        .byte()[:, None]
+        .repeat(1, 3, 1, 1)
+        .repeat_interleave(4, 2)
+        .repeat_interleave(4, 3)
+        .to(GPU)
+    )
+    labels = torch.tensor(scans.target).to(GPU)
+    curves = {}
+    for mode in ("on", "off"):
+        torch.manual_seed(0)
+        model = ViT(
+            img_size=32, patch_size=4, embed_dim=128, depth=3, num_heads=2, num_classes=10, weight_init="jax"
+        ).to(GPU)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        step = torch.compile(model) if compiled else model
+        losses = []
+        with ops.use_kernels(mode):
+            for i in range(200):
+                chosen = torch.arange(i * 64, (i + 1) * 64, device=GPU) % len(labels)
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = torch.nn.functional.cross_entropy(step(images[chosen]).float(), labels[chosen])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        curves[mode] = torch.stack(losses).view(10, 20).mean(1)
+        torch._dynamo.reset()
+    assert curves["on"][-1] < 0.5 * curves["on"][0]
+    assert (curves["on"] - curves["off"]).abs().max() < 0.08, curves
+
+
+def test_model_in_bf16_under_cuda_graphs():
+    model = randomize(ViT.from_preset("S/16", depth=3), std=0.02).to(GPU).bfloat16().eval()
+    images = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8, device=GPU)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    with torch.inference_mode():
+        expected = model(images)
+        for _ in range(4):
+            out = compiled(images).clone()
+    torch.testing.assert_close(out, expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.skipif(sanitized.find() is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("checker", sanitized.CHECKERS)
+def test_sanitizer_finds_nothing(checker):
+    code, text = sanitized.check(checker, float(os.environ.get("VITFAST_SANITIZER_SECONDS", "200")))
+    if "Device not supported" in text:
+        pytest.skip(f"compute-sanitizer does not work on this machine: {text[-300:]}")
+    assert code == 0, f"exit code {code} (None: out of time)\n{text[-4000:]}"

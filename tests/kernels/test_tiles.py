@@ -1,0 +1,161 @@
+"""Tile tables: every generation has a tile for everything, and a user's table comes first."""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vitfast.kernels import tiles
+from vitfast.kernels.tiles import Rule, tile
+from vitfast.tune import user_table as tuned
+
+
+def test_every_operation_ends_with_a_rule_for_everything():
+    for op, rules in tiles.RULES.items():
+        last = rules[-1]
+        assert last.sm == tiles.GENERATIONS and last.bits == "*" and last.shape == "*", op
+
+
+def test_lookup_takes_the_first_match(monkeypatch):
+    a, b, c = tile(4, 1, BLOCK_M=1), tile(4, 1, BLOCK_M=2), tile(4, 1, BLOCK_M=4)
+    monkeypatch.setitem(tiles.RULES, "x", (Rule(a, sm=(80,), bits="16"), Rule(b, shape="d6*"), Rule(c)))
+    half, single = torch.empty(1, dtype=torch.float16), torch.empty(1)
+    with tiles.targeting(80):
+        assert tiles.lookup("x", half, "d64") == a and tiles.lookup("x", single, "d64") == b
+    assert tiles.lookup("x", half, "d64") == b and tiles.lookup("x", half, "d80") == c
+    with tiles.override("x", a), tiles.override("x", c, "d64"), tiles.watching() as used:
+        assert tiles.lookup("x", half, "d64") == c and tiles.lookup("x", half, "d80") == a
+    assert used == {("x", "16", "d64"): c, ("x", "16", "d80"): a} and tiles.lookup("x", half, "d80") == c
+    monkeypatch.setitem(tiles.RULES, "x", (Rule(a, sm=(80,)),))
+    with pytest.raises(KeyError, match="no tile for x on sm_90, 16 bits, shape d64"):
+        tiles.lookup("x", half, "d64")
+
+
+def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
+    path = tmp_path / "tiles.json"
+    monkeypatch.setenv("VITFAST_TILES", str(path))
+    row = tiles.as_row("attention_fwd", "Some GPU", "16", "d64", tile(8, 3, "rows", BLOCK_M=32))
+    path.write_text(json.dumps({"tiles": [row]}))
+    tiles._user_table.cache_clear()
+    assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): tile(8, 3, "rows", BLOCK_M=32)}
+    path.write_text('{"tiles": [{"op": 1}]}')
+    tiles._user_table.cache_clear()
+    with pytest.raises(ValueError, match="tiles.json is damaged"):
+        tiles._user_table()
+    path.unlink()
+    tiles._user_table.cache_clear()
+    assert tiles._user_table() == {}
+
+
+def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, monkeypatch):
+    path = tmp_path / "tiles.json"
+    monkeypatch.setenv("VITFAST_TILES", str(path))
+    monkeypatch.setattr(tiles, "_gpu_name", lambda index: "Some GPU")
+    monkeypatch.setattr(tiles, "generation", lambda device: 90)
+    product = dict(tiles.RULES["linear_gelu_fwd"][0].tile.blocks)
+    rows = [
+        (
+            "attention_bwd",
+            tile(8, 2, "rows", BLOCK_M=64),
+            "attention_bwd has no provider 'rows', only head, tiled, phases, ",
+        ),
+        (
+            "linear_gelu_fwd",
+            tile(8, 3, "tma", BLOCK_M=64),
+            "linear_gelu_fwd by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not BLOCK_M; ",
+        ),
+        ("weight_grad", tile(8, 3, "cublas", BLOCK_M=64), "weight_grad by cublas takes no numbers, not BLOCK_M; "),
+        ("softmax_fwd", tile(), "no operation 'softmax_fwd'; "),
+        ("dgelu_matmul", tile(4, 2, **product), ""),
+        ("linear_residual_fwd", tile(provider="cublas"), ""),
+    ]
+    path.write_text(
+        json.dumps({"tiles": [tiles.as_row(op, "Some GPU", "16", "768x3072", value) for op, value, _ in rows]})
+    )
+    tiles.reload_user_table()
+    gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for op, value, fault in rows:
+                if op in tiles.RULES:
+                    found = tiles._find(op, gpu, "768x3072")
+                    assert found == (tiles.shipped(op, gpu, "768x3072") if fault else value), op
+            tiles.reload_user_table()
+    said, faults = [str(warning.message) for warning in said], [(op, fault) for op, _, fault in rows if fault]
+    assert len(said) == len(faults)
+    for message, (op, fault) in zip(said, faults):
+        assert message.startswith(f"the tile table {path}: {fault}")
+        assert f"the row of {op} at 768x3072, 16 bits, Some GPU, is left out: run vitfast tune again" in message
+    path.unlink()
+    tiles.reload_user_table()
+
+
+def test_what_is_forced_must_exist():
+    with pytest.raises(
+        ValueError, match="linear_residual_fwd has no provider 'nonsense', only triton, cublas, cublaslt, tma$"
+    ):
+        tiles.override("linear_residual_fwd", tile(provider="nonsense")).__enter__()
+    with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
+        tiles.override("linear_residual", tile()).__enter__()
+    assert not tiles._overrides
+
+
+def test_every_rival_that_runs_here_is_offered():
+    half = torch.empty(1, dtype=torch.float16)
+    for op, shape, providers in [
+        ("linear_fwd", "768x2304", ["triton", "tma", "triton", "tma"]),  # and both again with wide tiles
+        ("linear_gelu_fwd", "768x3072", ["cublas", "tma", "triton", "tma"]),
+        ("weight_grad", "768x3072", ["triton", "tma", "triton", "tma"]),
+        ("attention_bwd", "d64n256", ["head", "head", "phases", "tiled", "flash"]),
+        ("attention_fwd", "d64nlong", ["flash"]),
+        ("layer_norm_bwd", "3x256as", ["torch"]),
+    ]:
+        assert [t.provider for t in tiles.rivals(op, half, shape)] == providers, op
+    with tiles.targeting(80):
+        assert [t.provider for t in tiles.rivals("linear_fwd", half, "768x2304")] == [
+            "triton"
+        ]  # no tensor descriptors before sm_90
+
+
+def test_a_provider_may_have_several_rivals_each_a_variant(monkeypatch):
+    shipped, wide, tma, wide_tma = (tile(8, 3, name, BLOCK_N=n) for name in ("triton", "tma") for n in (128, 256))
+    monkeypatch.setitem(tiles.RULES, "x", (Rule(shipped),))
+    rules = (
+        Rule(wide, variant="wide"),
+        Rule(tma),
+        Rule(wide_tma, variant="wide"),
+        Rule(tile(4, 2, "tma", BLOCK_N=64), variant="wide"),
+    )
+    monkeypatch.setitem(tiles.RIVALS, "x", rules)
+    half = torch.empty(1, dtype=torch.float16)
+    assert tiles.rivals("x", half, "d64") == [wide, tma, wide_tma]
+    with tiles.override("x", wide):
+        assert tiles.rivals("x", half, "d64") == [tma, wide_tma]
+    with tiles.override("x", wide_tma):
+        assert tiles.rivals("x", half, "d64") == [shipped, wide]
+
+
+def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
+    limited = tile(4, 2, maxnreg=168, BLOCK_M=64)
+    assert (
+        limited.meta == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168)
+        and "maxnreg" not in tile(4, 2, BLOCK_M=64).meta
+    )
+    row = tiles.as_row("x", "Some GPU", "16", "d64", limited)
+    assert tiles.from_row(json.loads(json.dumps(row))) == limited
+    assert tiles.from_row({k: v for k, v in row.items() if k != "maxnreg"}) == tile(4, 2, BLOCK_M=64)  # an older table
+
+
+def test_a_tuned_row_is_kept_beside_the_others(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "tiles.json"
+    monkeypatch.setenv("VITFAST_TILES", str(path))
+    row = tiles.as_row("attention_fwd", "Some GPU", "16", "d64n256", tile(8, 3, "rows", BLOCK_M=32))
+    for changed in (row, row | {"bits": "32"}, row | {"num_warps": 4}):
+        tuned.keep(changed)
+    assert json.loads(path.read_text())["tiles"] == [row | {"bits": "32"}, row | {"num_warps": 4}]
+    tiles._user_table.cache_clear()
+    assert tiles._user_table()["attention_fwd", "Some GPU", "16", "d64n256"] == tile(4, 3, "rows", BLOCK_M=32)
+    tiles._user_table.cache_clear()

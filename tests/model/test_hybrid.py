@@ -1,0 +1,407 @@
+"""The hybrids against timm's models, timm's loader of Google's files, the formulas in float64, and the paper's numbers."""
+
+import builtins
+from functools import partial
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from checkpoints import google
+from checks import assert_close, gradients
+from timm.layers import HybridEmbed as TimmEmbed
+from timm.layers import StdConv2dSame
+from timm.models.resnetv2 import ResNetV2
+from timm.models.vision_transformer import VisionTransformer, _load_weights
+from timm.optim import param_groups_layer_decay
+
+from vitfast import InputError, ViT, load_checkpoint, ops
+from vitfast.convert import write
+from vitfast.export import export
+
+LAYERS, WIDTH = (1, 2), 0.5  # a narrow ResNet, 1/8 of the image's size
+NARROW = dict(
+    img_size=32,
+    patch_size=8,
+    embed_dim=48,
+    depth=2,
+    num_heads=3,
+    num_classes=5,
+    backbone=dict(layers=LAYERS, width=WIDTH),
+)
+SMALLEST = {**NARROW, "img_size": 16, "patch_size": 4, "depth": 1, "backbone": dict(layers=[1], width=WIDTH)}
+TOL = dict(atol=1e-4, rtol=1e-5)  # fp32, in another order of sums
+
+
+def random(model):
+    """Random values everywhere: the last norm of each unit starts at 0 and would hide its convolutions."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(std=0.1)
+            if p.dim() == 1 and "norm" in name and name.endswith("weight"):
+                p.add_(1)
+    return model.eval()
+
+
+def timm_narrow(**changes) -> VisionTransformer:
+    cnn = ResNetV2(
+        LAYERS,
+        num_classes=0,
+        global_pool="",
+        width_factor=WIDTH,
+        preact=False,
+        stem_type="same",
+        conv_layer=partial(StdConv2dSame, eps=1e-8),
+    )
+    args = {k: v for k, v in NARROW.items() if k != "backbone"} | dict(
+        patch_size=1, embed_layer=partial(TimmEmbed, backbone=cnn)
+    )
+    return VisionTransformer(**args | changes)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.manual_seed(0)
+    ours, theirs = ViT(**NARROW).eval(), random(timm_narrow())
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return ours, theirs
+
+
+def count(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_presets_have_the_papers_parameters():
+    plain = {
+        "B": 88_224_232 - 768 * (3 * 32 * 32 + 1),
+        "L": 306_535_400 - 1024 * (3 * 32 * 32 + 1),
+    }  # .../32 without patch projection
+    cnn = 328_994_856 - plain["L"] - 1024 * (2048 + 1)  # R50+L/32's
+    expected = {
+        "R50+B/16": 98_659_112,
+        "R50+L/32": 328_994_856,
+        "R50+B/32": cnn + plain["B"] + 768 * (2048 + 1),
+        "R50+L/16": 98_659_112
+        - 86_567_656
+        + 768 * 3 * 16 * 16
+        - 768 * 1024
+        + 304_326_632
+        - 1024 * 3 * 16 * 16
+        + 1024 * 1024,
+    }
+    with torch.device("meta"):
+        models = {name: ViT.from_preset(name) for name in expected}
+        theirs = {
+            "R50+B/16": timm.create_model("vit_base_r50_s16_384", img_size=224),
+            "R50+L/32": timm.create_model("vit_large_r50_s32_224"),
+        }
+    for name, model in models.items():
+        assert count(model) == expected[name], name
+        units, patch = ([3, 4, 9], 16) if name.endswith("16") else ([3, 4, 6, 3], 32)
+        assert [len(stage.blocks) for stage in model.patch_embed.backbone.stages] == units
+        assert model.patch_embed.patch_size == (patch, patch) and model.patch_embed.grid_size == (
+            224 // patch,
+            224 // patch,
+        )
+        assert model.feature_info[-1]["reduction"] == patch and model.patch_embed.feat_ratio() == patch
+    for name, peer in theirs.items():
+        assert {k: v.shape for k, v in models[name].state_dict().items()} == {
+            k: v.shape for k, v in peer.state_dict().items()
+        }
+        models[name].load_state_dict(peer.state_dict(), strict=True)
+        peer.load_state_dict(models[name].state_dict(), strict=True)
+
+
+def test_r50_b16_equals_timms_model():
+    with torch.device("meta"):
+        theirs, ours = timm.create_model("vit_base_r50_s16_384", img_size=64), ViT.from_preset("R50+B/16", img_size=64)
+    theirs, ours = random(theirs.to_empty(device="cpu")), ours.eval()
+    ours.load_state_dict(theirs.state_dict(), strict=True, assign=True)
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert_close(ours(x), theirs(x), **TOL)
+
+
+def test_logits_and_gradients_equal_timms(pair):
+    ours, theirs = pair
+    x, upstream = torch.randn(2, 3, 32, 32), torch.randn(2, 5)
+    ya, yb = ours(x), theirs(x)
+    assert_close(ya, yb, **TOL)
+    mine, expected = gradients(ours, ya, upstream), gradients(theirs, yb, upstream)
+    assert mine.keys() == expected.keys() == dict(ours.named_parameters()).keys()
+    for key in expected:
+        assert expected[key].abs().max() > 0, key
+        assert_close(mine[key], expected[key], atol=1e-4 * max(1.0, expected[key].abs().max().item()), name=key)
+    ours.set_grad_checkpointing()
+    assert ours.grad_checkpointing and all(stage.grad_checkpointing for stage in ours.patch_embed.backbone.stages)
+    for key, again in gradients(ours, ours(x), upstream).items():
+        assert_close(again, mine[key], atol=1e-5 * max(1.0, mine[key].abs().max().item()), name=key)
+    ours.set_grad_checkpointing(False)
+
+
+def test_intermediates_maps_and_groups(pair):
+    ours, theirs = pair
+    x = torch.randn(2, 3, 32, 32)
+    (a, ours_maps), (b, theirs_maps) = (m.forward_intermediates(x) for m in pair)
+    for mine, expected in zip([a, *ours_maps], [b, *theirs_maps]):
+        assert_close(mine, expected, **TOL)
+    assert ours_maps[0].shape == (2, 48, 4, 4)
+    seen = []
+    for block in theirs.blocks:
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_hook(lambda module, args, output: seen.append(output))
+    theirs(x)
+    for mine, expected in zip(ours.attention_maps(x), seen):
+        assert_close(mine, expected, **TOL)
+    groups, expected = (
+        param_groups_layer_decay(m, 0.05, no_weight_decay_list=m.no_weight_decay(), layer_decay=0.75) for m in pair
+    )
+    told = [
+        [(g["lr_scale"], g["weight_decay"], sum(p.numel() for p in g["params"])) for g in made]
+        for made in (groups, expected)
+    ]
+    assert told[0] == told[1]
+
+
+def test_raw_pixels_are_normalised_before_the_cnn(pair):
+    ours, theirs = pair
+    ours.mean, ours.std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+    raw = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    floats = (raw / 255 - torch.tensor(ours.mean).view(3, 1, 1)) / torch.tensor(ours.std).view(3, 1, 1)
+    assert_close(ours(raw), theirs(floats), **TOL)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ours(raw)
+    assert out.dtype == torch.bfloat16 and (out - theirs(floats)).norm() < 0.1 * out.norm()
+    ours.mean = ours.std = (0.5, 0.5, 0.5)
+
+
+def test_other_sizes_saved_and_loaded(pair, tmp_path):
+    ours, _ = pair
+    x, other = torch.randn(2, 3, 32, 32), torch.randn(2, 3, 24, 48)
+    ours.save_pretrained(tmp_path)
+    again = ViT.from_pretrained(tmp_path).eval()
+    assert again.config == ours.config and again.config["backbone"] == dict(layers=list(LAYERS), width=WIDTH, eps=1e-8)
+    assert_close(again(x), ours(x), atol=0)
+    peer = timm_narrow()
+    peer.load_state_dict(ours.state_dict())
+    peer.set_input_size((24, 48))
+    dynamic = ViT.from_pretrained(tmp_path, dynamic_img_size=True).eval()
+    again.set_input_size((24, 48))
+    for model in (again, dynamic, ViT.from_pretrained(tmp_path, img_size=(24, 48)).eval()):
+        assert_close(model(other), peer.eval()(other), **TOL)
+    with pytest.raises(ValueError, match="multiples of 8 x 8 pixels, got .2, 3, 28, 48"):
+        dynamic(torch.randn(2, 3, 28, 48))
+    with pytest.raises(InputError, match="no multiple of the patch size 8 x 8"):
+        again.set_input_size(28)
+    torch.save(timm_narrow().state_dict(), tmp_path / "timm.pth")  # a bare state dict says all but the heads
+    bare = ViT.from_pretrained(tmp_path / "timm.pth", num_heads=3)
+    assert (
+        bare.config["backbone"] == ours.config["backbone"]
+        and bare.config["patch_size"] == 8
+        and bare.config["img_size"] == 32
+    )
+    stronger = ViT.from_pretrained(tmp_path, backbone=dict(layers=LAYERS, width=WIDTH, eps=1.0)).eval()
+    assert not torch.allclose(stronger(x), ours(x), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(pos_embed="relative"), dict(pos_embed="learn2d", pos_embed_at="layers", reg_tokens=2), dict(patch_size=16)],
+    ids=str,
+)
+def test_other_positions_and_larger_patches_of_the_map(pair, options):
+    """As a ViT on the feature map that timm's backbone makes."""
+    _, theirs = pair
+    model = random(ViT(**{**NARROW, **options}))
+    model.patch_embed.backbone.load_state_dict(theirs.patch_embed.backbone.state_dict())
+    side = 4 if "patch_size" not in options else 2
+    on_map = {**NARROW, **options, "img_size": 4, "patch_size": 4 // side, "in_chans": 256, "backbone": None}
+    plain = ViT(**on_map)
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "backbone" not in k})
+    x = torch.randn(2, 3, 32, 32)
+    assert_close(model(x), plain.eval()(theirs.patch_embed.backbone(x)), **TOL)
+    model.set_input_size(64)
+    plain.set_input_size(8)
+    x = torch.randn(1, 3, 64, 64)
+    assert_close(model(x), plain(theirs.patch_embed.backbone(x)), **TOL)
+
+
+def test_projection_and_blocks_run_on_the_kernels():
+    """Interpreted: a 1 x 1 patch of a map with many channels is one of the patch embedding's."""
+    model = random(ViT(**SMALLEST))
+    x, upstream = torch.randn(1, 3, 16, 16), torch.randn(1, 5)
+    out = model(x)
+    expected = gradients(model, out, upstream)
+    with ops.use_kernels("on"):
+        again = model(x)
+        mine = gradients(model, again, upstream)
+    assert_close(again, out, atol=1e-3)
+    for key in expected:
+        assert_close(mine[key], expected[key], atol=1e-3 * max(1.0, expected[key].abs().max().item()), name=key)
+
+
+def test_meta_model_materialises_like_a_fresh_one():
+    with torch.device("meta"):
+        model = ViT(**NARROW)
+    model = model.to_empty(device="cpu")
+    for mode in ("", "jax"):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float("nan"))
+        model.init_weights(mode)
+        fresh = ViT(**NARROW, weight_init=mode)
+        for (name, a), b in zip(model.state_dict().items(), fresh.state_dict().values()):
+            assert a.isfinite().all() and abs(a.std(unbiased=False) - b.std(unbiased=False)) < 0.03, name
+        assert all(
+            (unit.norm3.weight == 0).all() for stage in model.patch_embed.backbone.stages for unit in stage.blocks
+        )
+
+
+# ---- Google's files
+
+
+def google_hybrid(old: bool = False) -> dict[str, np.ndarray]:
+    """Random arrays as the paper's code names and shapes them. old: norms as (1, 1, 1, C)."""
+    rng = np.random.default_rng(1)
+    w = google()
+
+    def conv(name, *shape):
+        w[f"{name}/kernel"] = rng.normal(scale=0.05, size=shape).astype(np.float32)
+
+    def norm(name, chans):
+        shape = (1, 1, 1, chans) if old else (chans,)
+        w[f"{name}/scale"] = (1 + 0.2 * rng.normal(size=shape)).astype(np.float32)
+        w[f"{name}/bias"] = (0.2 * rng.normal(size=shape)).astype(np.float32)
+
+    conv("conv_root", 7, 7, 3, 32)
+    norm("gn_root", 32)
+    before = 32
+    for stage, units in enumerate(LAYERS):
+        inner = 32 * 2**stage
+        for unit in range(units):
+            name = f"block{stage + 1}/unit{unit + 1}/"
+            if unit == 0:
+                conv(name + "conv_proj", 1, 1, before, 4 * inner)
+                norm(name + "gn_proj", 4 * inner)
+            for i, shape in enumerate([(1, 1, before, inner), (3, 3, inner, inner), (1, 1, inner, 4 * inner)], 1):
+                conv(f"{name}conv{i}", *shape)
+                norm(f"{name}gn{i}", shape[-1])
+            before = 4 * inner
+    conv("embedding", 1, 1, before, 48)
+    return w
+
+
+def from_the_formulas(w: dict[str, np.ndarray], x: torch.Tensor, google_eps: bool) -> torch.Tensor:
+    """The feature map in float64, (B, C, H, W), with the small numbers of Google's code or of timm's."""
+    w = {k: torch.from_numpy(v).double() for k, v in w.items()}
+
+    def padded(x, kernel, stride, value=0.0):
+        sides = [max((-(-n // stride) - 1) * stride + kernel - n, 0) for n in x.shape[-2:]]
+        return F.pad(x, (sides[1] // 2, sides[1] - sides[1] // 2, sides[0] // 2, sides[0] - sides[0] // 2), value=value)
+
+    def conv(x, name, stride=1):
+        k = w[f"{name}/kernel"]  # (h, w, in, out)
+        k = k - k.mean((0, 1, 2))
+        k = k / (
+            k.std((0, 1, 2), unbiased=False) + 1e-5 if google_eps else (k.var((0, 1, 2), unbiased=False) + 1e-8).sqrt()
+        )
+        return F.conv2d(padded(x, len(k), stride), k.permute(3, 2, 0, 1), stride=stride)
+
+    def norm(x, name):
+        groups = x.unflatten(1, (32, -1))
+        groups = groups - groups.mean((2, 3, 4), keepdim=True)
+        groups = groups / (groups.square().mean((2, 3, 4), keepdim=True) + (1e-6 if google_eps else 1e-5)).sqrt()
+        return groups.flatten(1, 2) * w[f"{name}/scale"].reshape(-1, 1, 1) + w[f"{name}/bias"].reshape(-1, 1, 1)
+
+    x = norm(conv(x, "conv_root", 2), "gn_root").relu()
+    x = F.max_pool2d(padded(x, 3, 2, -torch.inf), 3, 2)
+    for stage, units in enumerate(LAYERS):
+        for unit in range(units):
+            name, stride = f"block{stage + 1}/unit{unit + 1}/", 2 if stage and not unit else 1
+            y = norm(conv(x, name + "conv1"), name + "gn1").relu()
+            y = norm(conv(y, name + "conv2", stride), name + "gn2").relu()
+            y = norm(conv(y, name + "conv3"), name + "gn3")
+            x = norm(conv(x, name + "conv_proj", stride), name + "gn_proj") if unit == 0 else x
+            x = (x + y).relu()
+    return x
+
+
+@pytest.mark.parametrize("prefix, old", [("", False), ("opt/target/", True)])
+def test_googles_files_load_as_in_timm(tmp_path, prefix, old):
+    arrays = google_hybrid(old)
+    np.savez(tmp_path / "R50_B_16.npz", **{prefix + k: v for k, v in arrays.items()})
+    theirs = timm_narrow(mlp_ratio=2)
+    with torch.no_grad():
+        _load_weights(theirs, str(tmp_path / "R50_B_16.npz"))
+    state = load_checkpoint(tmp_path / "R50_B_16.npz")
+    assert state.keys() == theirs.state_dict().keys()
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(state[key], value), key
+    model = ViT.from_pretrained(tmp_path / "R50_B_16.npz").eval()
+    assert model.config["act_layer"] == "gelu_tanh" and model.mean == (0.5, 0.5, 0.5) and model.config["img_size"] == 32
+    assert model.patch_embed.backbone.stages[1].blocks[1].conv2.weight.shape == (64, 64, 3, 3)
+    x = torch.randn(2, 3, 32, 32)
+    found = model.patch_embed.backbone(x)
+    assert_close(found, from_the_formulas(arrays, x.double(), google_eps=False).float(), atol=1e-4)
+    google_map = from_the_formulas(arrays, x.double(), google_eps=True)
+    assert 0 < (found - google_map).norm() / google_map.norm() < 1e-3  # filters of deviation 0.05
+
+
+def test_googles_root_alone_and_other_cnns_are_refused(tmp_path):
+    np.savez(tmp_path / "r.npz", **{k: v for k, v in google_hybrid().items() if not k.startswith("block")})
+    with pytest.raises(InputError, match="r.npz: a hybrid of a ResNet's root alone is not supported yet"):
+        load_checkpoint(tmp_path / "r.npz")
+    torch.save(
+        {**timm_narrow().state_dict(), "patch_embed.backbone.conv1.0.weight": torch.zeros(2)}, tmp_path / "d.pth"
+    )
+    with pytest.raises(InputError, match="d.pth: a hybrid with another CNN than the paper's ResNet"):
+        load_checkpoint(tmp_path / "d.pth")
+    with pytest.raises(InputError, match="the format npz has no place for the ResNet of a hybrid"):
+        write(ViT(**NARROW), tmp_path / "x.npz", "npz")
+
+
+# ---- tools
+
+
+def test_compiles_in_one_graph():
+    model = random(ViT(**SMALLEST))
+    torch._dynamo.reset()
+    x = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), model(x), **TOL)
+
+
+def test_exports(tmp_path):
+    """`export` runs what it wrote, here in onnxruntime, and compares."""
+    assert export(random(ViT(**SMALLEST)), tmp_path / "m.onnx", "onnx", uint8=True) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(backbone="r51"), "unknown backbone 'r51'; did you mean r50"),
+        (dict(backbone="r50"), "'r50' makes patches of 16 or 32 pixels, got patch_size 8 x 8"),
+        (dict(backbone=dict(layers=(1, 1, 1))), "3 stages make a map 16 times smaller, no divisor of patch_size 8 x 8"),
+        (dict(backbone=dict(layers=(1, 0))), "layers must be the units of one to 4 stages"),
+        (dict(backbone=dict(layers=(1, 1), width=0.3)), "width 0.3 does not fit"),
+        (dict(backbone=dict(units=(1, 1))), "a dict with layers"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        ViT(**{**NARROW, **options})
+
+
+def test_timm_is_asked_for_when_it_is_missing(monkeypatch):
+    real = builtins.__import__
+
+    def without_timm(name, *args, **kwargs):
+        if name.split(".")[0] == "timm":
+            raise ModuleNotFoundError("No module named 'timm'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_timm)
+    with pytest.raises(InputError, match="a hybrid's ResNet is timm's: pip install timm"):
+        ViT(**NARROW)
+    ViT(**{**NARROW, "backbone": None})

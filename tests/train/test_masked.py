@@ -1,0 +1,314 @@
+"""Masked patch prediction: its targets, its corruption, what it computes, and that it learns what the other patches say."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import assert_close, randomize
+
+from vitfast import InputError, ViT
+from vitfast.data.loader import open_data
+from vitfast.train.masked import (
+    TARGETS,
+    Corruption,
+    MaskedPatches,
+    colour_classes,
+    corruption,
+    evaluate_masked,
+    fixed_noise,
+)
+from vitfast.train.optim import make_optimizer
+from vitfast.train.recipes import resolve
+
+CPU = torch.device("cpu")
+SHAPE = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+VARIANTS = [
+    dict(),
+    dict(reg_tokens=2, no_embed_class=True),
+    dict(global_pool="avg", class_token=False, pos_embed="sincos2d"),
+    dict(pos_embed="none", residual_in_fp32=True, representation_size=16),
+]
+OTHERS = [
+    dict(pos_embed="learn2d"),
+    dict(pos_embed_at="layers"),
+    dict(pos_embed="relative"),
+    dict(backbone=dict(layers=[1], width=0.5)),
+]
+
+
+def make(target: str = "mean", share: float = 0.5, **options) -> MaskedPatches:
+    return MaskedPatches(randomize(ViT(**{**SHAPE, **options})).eval(), target, share)
+
+
+def pixels(count: int, size: int = 32) -> torch.Tensor:
+    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
+
+
+def cut(images: torch.Tensor, patch: int) -> np.ndarray:
+    """(B, C, H, W) -> (B, N, C, P, P), row by row, by slicing."""
+    images, side = images.numpy(), images.shape[-1] // patch
+    rows = [
+        images[:, :, y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] for y in range(side) for x in range(side)
+    ]
+    return np.stack(rows, axis=1)
+
+
+def colours(patches: np.ndarray, cells: int) -> np.ndarray:
+    """(..., C, P, P) -> (..., cells * cells) by whole numbers alone. Areas of an odd patch overlap by a pixel, as adaptive pooling has it."""
+    size, found = patches.shape[-1], []
+    for y in range(cells):
+        for x in range(cells):
+            rows, columns = (slice(i * size // cells, -(-(i + 1) * size // cells)) for i in (y, x))
+            area = patches[..., rows, columns].astype(np.int64)
+            mean = area.sum((-1, -2)) // (area.shape[-1] * area.shape[-2]) >> 5
+            found.append(mean[..., 0] * 64 + mean[..., 1] * 8 + mean[..., 2])
+    return np.stack(found, axis=-1)
+
+
+@pytest.mark.parametrize("patch, cells", [(8, 1), (16, 1), (16, 4), (14, 4), (32, 1)])
+def test_colour_classes_are_three_bits_a_channel(patch, cells):
+    patches = np.random.default_rng(0).integers(0, 256, (40, 3, patch, patch), dtype=np.uint8)
+    edge = np.arange(40, dtype=np.uint8)[:, None, None] % 8 * 32  # on the edge between two classes, and one below it
+    patches[:20, 0], patches[20:, 1] = edge[:20], np.maximum(edge[20:], 1) - 1
+    assert np.array_equal(colour_classes(torch.from_numpy(patches), cells).numpy(), colours(patches, cells))
+
+
+@pytest.mark.parametrize("patches, share, count", [(16, 0.5, 8), (16, 0.15, 2), (49, 0.5, 24), (3, 0.1, 1)])
+def test_corruption_has_its_shares(patches, share, count):
+    images = 3000
+    chosen, masked, source = (t.numpy() for t in corruption(torch.rand(images, 3, patches), share))
+    assert chosen.shape == (images, count) and all(len(set(row)) == count for row in chosen)
+    own = np.broadcast_to(np.arange(patches), source.shape)
+    hit = np.zeros((images, patches), bool)
+    np.put_along_axis(hit, chosen, True, 1)
+    swapped = source != own
+    assert not (masked & ~hit).any() and not (swapped & ~hit).any() and not (masked & swapped).any()
+    for what, expected in ((masked, 0.8), (swapped, 0.1), (hit & ~masked & ~swapped, 0.1)):
+        total = images * count
+        assert abs(what.sum() - expected * total) < 5 * math.sqrt(total * expected * (1 - expected))
+    offsets = ((source - own) % patches)[swapped] - 1
+    for bins in (
+        np.bincount(chosen.ravel(), minlength=patches),
+        np.bincount(offsets, minlength=patches - 1),
+    ):  # all patches, all others alike
+        expected = bins.sum() / len(bins)
+        assert ((bins - expected) ** 2 / expected).sum() < len(bins) + 6 * math.sqrt(2 * len(bins))
+    for row, moved in zip(source, swapped):
+        assert len(set(row[moved])) == moved.sum()  # no patch is taken twice
+
+
+def by_hand(vit: ViT, images: torch.Tensor, mask_token: torch.Tensor, plan: Corruption) -> torch.Tensor:
+    """The patches after corruption, positions added, in front of the encoder."""
+    x = (
+        F.conv2d((images.float() / 255 - 0.5) / 0.5, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias, stride=8)
+        .flatten(2)
+        .transpose(1, 2)
+    )
+    clean = x.clone()
+    for b in range(len(x)):
+        for n in range(x.shape[1]):
+            x[b, n] = mask_token[0, 0] if plan.masked[b, n] else clean[b, plan.source[b, n]]
+    prefix = vit.num_prefix_tokens
+    if vit.pos_embed is not None:
+        x = x + vit.pos_embed[:, 0 if vit.no_embed_class else prefix :]
+    first = [t for t in (vit.cls_token, vit.reg_token) if t is not None]
+    if first:
+        first = torch.cat(first, 1)
+        first = first if vit.pos_embed is None or vit.no_embed_class else first + vit.pos_embed[:, :prefix]
+        x = torch.cat([first.expand(len(x), -1, -1), x], 1)
+    return x
+
+
+@pytest.mark.parametrize("options", [*VARIANTS, *OTHERS], ids=str)
+def test_without_corruption_it_is_the_vit(options):
+    model, images = make(**options), pixels(8)
+    vit = model.vit
+    nothing = Corruption(
+        torch.zeros(8, 0, dtype=torch.int64), torch.zeros(8, 16, dtype=torch.bool), torch.arange(16).expand(8, -1)
+    )
+    with torch.no_grad():
+        own = vit.fc_norm(vit.forward_features(images))[:, vit.num_prefix_tokens :]
+        assert_close(model.encode(images), own, atol=1e-5)
+        assert_close(model.encode(images, nothing), own, atol=1e-5)
+        changed = model.encode(images, corruption(torch.rand(8, 3, 16), 0.5))
+        assert (changed - own).abs().amax((1, 2)).min() > 0.01
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_patches_are_corrupted_before_they_get_their_positions(options):
+    model, images = make(**options), pixels(8)
+    vit = model.vit
+    with torch.no_grad():
+        plan = corruption(torch.rand(8, 3, 16), 0.5)
+        assert (plan.source != torch.arange(16)).any() and plan.masked.any()
+        expected = vit.fc_norm(vit.norm(vit.blocks(by_hand(vit, images, model.mask_token, plan))))[
+            :, vit.num_prefix_tokens :
+        ]
+        assert_close(model.encode(images, plan), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_targets_are_those_of_the_corrupted_patches(target):
+    """A perfect prediction for each patch in place of the encoder: no loss; the same ones a patch further on: a large one."""
+    model, images = make(target), pixels(4)
+    patches = cut(images, 8)
+    if target == "pixels":
+        perfect = torch.from_numpy((patches / 255 - 0.5) / 0.5).float().flatten(2)
+    else:
+        perfect = 50.0 * F.one_hot(
+            torch.from_numpy(colours(patches, 1 if target == "mean" else 4)), 512
+        ).float().flatten(2)
+    model.predict = torch.nn.Identity()
+    model.encode = lambda images, plan: perfect
+    loss, share = model(images)
+    assert loss < 1e-6 and share > 0.97
+    model.encode = lambda images, plan: perfect.roll(1, 1)
+    loss, share = model(images)
+    assert loss > 0.3 and share < 0.5
+
+
+def test_losses_of_one_colour_are_known():
+    images = torch.tensor([200, 100, 10], dtype=torch.uint8)[:, None, None].expand(2, 3, 32, 32)
+    for target, known in (
+        ("mean", math.log(512)),
+        ("downsized", math.log(512)),
+        ("pixels", np.mean((np.array([200, 100, 10]) / 127.5 - 1) ** 2)),
+    ):
+        model = make(target)
+        torch.nn.init.zeros_(model.predict.weight)
+        torch.nn.init.zeros_(model.predict.bias)
+        loss, share = model(images)
+        assert loss.item() == pytest.approx(known, rel=1e-5) and share == 0
+    model = make("mean")
+    torch.nn.init.zeros_(model.predict.weight)
+    model.predict.bias.data[6 * 64 + 3 * 8 + 0] = 30.0
+    loss, share = model(images)
+    assert loss < 1e-6 and share == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("options", [dict(depth=1), VARIANTS[1], VARIANTS[2]], ids=str)
+def test_every_parameter_has_a_gradient(target, options):
+    model = make(target, **options)
+    loss, _ = model(pixels(4))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(
+        p.grad.abs().max() > 0 for p in (model.mask_token, model.predict.weight, model.vit.patch_embed.proj.weight)
+    )
+    model.mask_token.grad = None
+    plan = corruption(
+        torch.cat([torch.rand(2, 1, 16), torch.full((2, 1, 16), 0.95), torch.rand(2, 1, 16)], 1), 0.5
+    )  # all left as they are
+    model(pixels(2), plan)[0].backward()
+    assert (model.mask_token.grad == 0).all()
+
+
+def test_mask_and_positions_do_not_decay():
+    model = make()
+    config = resolve("pretrain", dict(recipe="digits", data="digits", weight_decay=0.1))
+    decayed, rest = ({id(p) for p in group["params"]} for group in make_optimizer(config, model).param_groups[:2])
+    assert {id(model.mask_token), id(model.vit.pos_embed), id(model.vit.cls_token), id(model.predict.bias)} <= rest
+    assert {id(model.predict.weight), id(model.vit.patch_embed.proj.weight)} <= decayed
+
+
+def test_the_global_generator_decides():
+    model, images = make(), pixels(4)
+    losses = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        losses.append(model(images)[0].item())
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_compiled():
+    """In one graph, on the same random numbers. Lowering is left out: it costs half a minute and knows nothing of this file."""
+    model, images = make("mean", depth=1), pixels(4)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    results = []
+    for run in (model, compiled):
+        torch.manual_seed(5)
+        model.zero_grad()
+        loss, share = run(images)
+        loss.backward()
+        results.append((loss.detach(), share, model.mask_token.grad.clone()))
+    for got, expected in zip(*results):
+        assert_close(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_autocast(target):
+    model, images = make(target), pixels(4)
+    plan = corruption(torch.rand(4, 3, 16), 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        low, _ = model(images, plan)
+    low.backward()
+    assert low.dtype == torch.float32 and low.item() == pytest.approx(model(images, plan)[0].item(), rel=0.02)
+
+
+def colour_images(count: int) -> torch.Tensor:
+    """One of 64 colours an image, with some noise: only the other patches of the same image tell the colour of a masked one."""
+    colour = torch.randint(0, 4, (count, 3, 1, 1)) * 64 + 16
+    return (colour + torch.randint(-8, 9, (count, 3, 32, 32))).to(torch.uint8)
+
+
+# Without the other patches the best loss is log(64) = 4.16 and one patch in 64 is right; of pixels, the variance of the colours, 0.31.
+@pytest.mark.parametrize(
+    "target, steps, batch, loss_below, share_above",
+    [("mean", 90, 64, 1.8, 0.5), ("downsized", 40, 16, 3.5, 0.1), ("pixels", 40, 32, 0.08, 0.1)],
+)
+def test_it_learns_what_the_other_patches_say(target, steps, batch, loss_below, share_above):
+    model = MaskedPatches(ViT.from_preset("Nano/8", img_size=32, depth=2), target).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        model(colour_images(batch))[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    noise = fixed_noise(range(200), 16)
+    noise[:, 1] = 0  # every corrupted patch is masked
+    with torch.no_grad():
+        loss, share = model.eval()(colour_images(200), corruption(noise, 0.5))
+    assert loss < loss_below and share > share_above, (loss, share)
+
+
+def test_evaluation_is_always_the_same():
+    model = make(depth=1)
+    results = []
+    for size in (256, 50):
+        config = resolve("pretrain", dict(recipe="digits", data="digits", eval_batch_size=size))
+        torch.manual_seed(size)
+        results.append(evaluate_masked(model.train(), open_data(config, (32, 32), (8, 8), CPU), CPU, None))
+    assert results[0]["images"] == 360 and model.training
+    assert results[0]["accuracy"] == pytest.approx(results[1]["accuracy"], abs=1e-7) and results[0][
+        "loss"
+    ] == pytest.approx(results[1]["loss"], rel=1e-6)
+    assert not torch.equal(*fixed_noise([1, 2], 16)) and torch.equal(
+        fixed_noise([1, 2], 16)[1], fixed_noise([2], 16)[0]
+    )
+
+
+def test_what_is_saved_is_an_ordinary_vit(tmp_path):
+    model = make(representation_size=16)
+    model.save_pretrained(tmp_path)
+    loaded = ViT.from_pretrained(tmp_path, num_classes=7)
+    assert loaded.num_classes == 7 and (loaded.head.weight == 0).all()
+    images = pixels(2)
+    with torch.no_grad():
+        assert_close(loaded.eval().forward_features(images), model.vit.forward_features(images), atol=1e-6)
+    other = make(representation_size=16)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.mask_token, model.mask_token) and torch.equal(other.predict.weight, model.predict.weight)
+
+
+def test_wrong_input_is_named():
+    model = make()
+    with pytest.raises(TypeError, match="raw uint8, whose colours are the targets, got torch.float32"):
+        model(torch.rand(2, 3, 32, 32))
+    with pytest.raises(ValueError, match=r"images must be \(B, 3, 32, 32\), got \(2, 3, 16, 16\)"):
+        model(pixels(2, 16))
+    with pytest.raises(InputError, match="unknown target of masked patches 'means'; did you mean mean"):
+        make("means")
+    with pytest.raises(InputError, match=r"must lie in \(0, 1\], got 0"):
+        make(share=0)

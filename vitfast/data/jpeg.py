@@ -1,0 +1,112 @@
+"""JPEG files decoded, cropped and resized where they are used: the loader hands on their bytes, nvJPEG does the rest (`--set decode=device`).
+
+A CPU core decodes some hundreds of photographs a second, a B/16 on a large GPU wants thousands. The crops are those of the CPU path, drawn from the same
+(seed, epoch, sample); the pixels differ by the resampling's rounding. Crop and flip only: other augmentations need the CPU path.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from ..config import Config
+from ..errors import InputError
+from .datasets import Files, Part
+from .samples import Batch, Samples, seed_everything
+
+
+def check(config: Config, source) -> None:
+    """Raises InputError where this path cannot do what the settings ask."""
+    while isinstance(source, Part):
+        source = source.source
+    if not isinstance(source, Files):
+        raise InputError(f"decode=device reads JPEG files from a folder; {config.data!r} is none, leave decode=host")
+    other = [name for name in ("auto_augment", "color_jitter", "random_erasing") if getattr(config, name)]
+    if other:
+        raise InputError(
+            f"decode=device crops and flips only; set {other[0]}={'none' if other[0] == 'auto_augment' else 0}, or decode=host"
+        )
+    if not hasattr(torchvision.io, "decode_jpeg"):
+        raise InputError(f"torchvision {torchvision.__version__} has no JPEG decoder any more; leave decode=host")
+
+
+class EncodedSamples(Samples):
+    """(epoch, index) -> (bytes (n,) uint8, label, unreadable, crop (top, left, height, width), flip)."""
+
+    def __init__(self, source, config: Config):
+        super().__init__(source, None, config.seed)
+        self.config = config
+
+    def __getitem__(self, key: tuple[int, int]):
+        epoch, index = key
+        try:
+            path, label, unreadable = self._read(index)
+        except InputError as error:
+            return error
+        seed_everything(self.seed, epoch, index)
+        with Image.open(path) as image:  # its header: the size
+            crop = RandomResizedCropAndInterpolation.get_params(image, self.config.crop_scale, self.config.crop_ratio)
+        flip = torch.rand(1).item() < self.config.hflip if self.config.hflip else False
+        return torch.from_numpy(np.fromfile(path, dtype=np.uint8)), label, unreadable, crop, flip
+
+
+class Paths:
+    """The files of a source, in place of its images."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        return self.source.path(index)
+
+
+def hand_on(samples: list) -> list | InputError:
+    """A batch as a list; the first error instead."""
+    return next((sample for sample in samples if isinstance(sample, InputError)), samples)
+
+
+def decode(encoded: list[Tensor], device: torch.device) -> list[Tensor | None]:
+    """JPEG bytes -> uint8 (3, H, W) on the device; None where an image is broken. What is no JPEG is decoded on the host."""
+    try:
+        return torchvision.io.decode_jpeg(encoded, mode=torchvision.io.ImageReadMode.RGB, device=device)
+    except RuntimeError:  # one of them, and it does not say which
+        return [_decode_one(content, device) for content in encoded]
+
+
+def _decode_one(content: Tensor, device: torch.device) -> Tensor | None:
+    for function in (torchvision.io.decode_jpeg, torchvision.io.decode_image):
+        try:
+            return function(content, mode=torchvision.io.ImageReadMode.RGB).to(device)
+        except RuntimeError:
+            pass
+    return None
+
+
+def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Batch]:
+    """What the loader hands on as batches of uint8 images (B, 3, H, W) on the device. A broken image is replaced by the next of its batch."""
+    for samples in loaded:
+        content, labels, unreadable, crops, flips = zip(*samples)
+        told = [text for texts in unreadable for text in texts]
+        images = decode(list(content), device)
+        whole = [i for i, image in enumerate(images) if image is not None]
+        if not whole:
+            raise InputError(f"none of the {len(images)} images of a batch can be decoded")
+        chosen = [
+            i if image is not None else min(whole, key=lambda j, i=i: (j - i) % len(images))
+            for i, image in enumerate(images)
+        ]
+        told += [f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i, j in enumerate(chosen) if i != j]
+        resized = (
+            F.resized_crop(images[i], *crops[i], size, InterpolationMode.BICUBIC, antialias=True) for i in chosen
+        )
+        stacked = torch.stack([image.flip(-1) if flips[i] else image for i, image in zip(chosen, resized)])
+        yield stacked, torch.tensor([labels[i] for i in chosen]), told

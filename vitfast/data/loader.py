@@ -1,0 +1,142 @@
+"""From data sets to batches of raw uint8 images, on one rank or on many."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..config import Config
+from ..distributed import Ranks
+from ..errors import InputError
+from . import jpeg
+from .datasets import Part, Shards, labels_of, open_sources, split_by_class
+from .samples import ONE, PADDING, Batch, Samples, StreamSampler, collate, mix_seed, raising, seed_everything, unchanged
+from .transforms import transforms
+
+
+@dataclass
+class Data:
+    """The data of a run, this rank's part of it. `train_batches(start, stop)` are the batches of those steps; `eval_batches()` the validation set once.
+
+    Ranks take turns in the validation set and all get as many batches; what fills up the last has the label PADDING.
+    """
+
+    config: Config
+    train: object
+    val: object
+    train_transform: object
+    eval_transform: object
+    classes: list[str]
+    img_size: tuple[int, int]
+    workers: int
+    device: torch.device
+    ranks: Ranks = ONE
+
+    @property
+    def train_length(self) -> int:
+        return len(self.train)
+
+    def _loader(self, dataset, **options) -> DataLoader:
+        if self.workers:
+            options.update(num_workers=self.workers, prefetch_factor=4)
+        return DataLoader(dataset, pin_memory=self.device.type == "cuda", **{"collate_fn": collate, **options})
+
+    def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
+        if isinstance(self.train, Shards):
+            yield from self._stream(start, stop)
+            return
+        sampler = StreamSampler(len(self.train), self.config.batch_size, self.config.seed, start, stop, self.ranks)
+        if self.config.decode == "device":
+            loader = self._loader(
+                jpeg.EncodedSamples(jpeg.Paths(self.train), self.config), batch_sampler=sampler, collate_fn=jpeg.hand_on
+            )
+            yield from jpeg.batches(raising(loader), self.img_size, self.device)
+            return
+        yield from raising(
+            self._loader(Samples(self.train, self.train_transform, self.config.seed), batch_sampler=sampler)
+        )
+
+    def _stream(self, start: int, stop: int) -> Iterator[Batch]:
+        """An iterable data set, epoch after epoch. Steps before `start` are read and thrown away: shards have no other position."""
+        dataset, (first, last) = self.train.dataset, self.ranks.share(self.config.batch_size)
+        size = last - first  # timm's reader gives every rank its own shards
+        dataset.transform = lambda image: np.asarray(self.train_transform(image))
+        dataset.set_loader_cfg(num_workers=self.workers)
+        step, epoch, kept = 0, 0, []
+        while step < stop:
+            dataset.set_epoch(epoch)
+            seed_everything(self.config.seed, epoch)
+            before = step, len(kept)
+            for sample in DataLoader(dataset, batch_size=None, num_workers=self.workers, collate_fn=unchanged):
+                kept.append((*sample, []))
+                if len(kept) < size:
+                    continue
+                if step >= start:
+                    yield collate(kept)
+                step, kept = step + 1, []
+                if step == stop:
+                    return
+            if (step, len(kept)) == before:
+                raise InputError(f"data set {self.train.spec!r} gave no training image")
+            epoch += 1
+
+    def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self.config.eval_batch_size
+        if isinstance(self.val, Shards):
+            self.val.dataset.transform = lambda image: np.asarray(self.eval_transform(image))
+            for samples in DataLoader(self.val.dataset, batch_size=size, collate_fn=unchanged):
+                yield collate([(*sample, []) for sample in samples])[:2]
+            return
+        mine = [(0, i) for i in range(self.ranks.rank, len(self.val), self.ranks.world)]
+        mine += [(PADDING, 0)] * (-(-len(self.val) // self.ranks.world) - len(mine))
+        keys = [mine[first : first + size] for first in range(0, len(mine), size)]
+        for images, labels, _ in raising(
+            self._loader(Samples(self.val, self.eval_transform, None), batch_sampler=keys)
+        ):
+            yield images, labels
+
+
+def default_workers(config: Config) -> int:
+    """Loader processes where the config names none: none for data that is in memory, else one per core, at most 8."""
+    if config.workers is not None:
+        return config.workers
+    return 0 if config.data in ("digits", "synthetic") else min(8, len(os.sched_getaffinity(0)))
+
+
+def select(config: Config, train, val):
+    """The parts of a data set that the settings name: `hold_out` validates on training images, `shots` and `train_images` train on fewer."""
+    if not (config.hold_out or config.shots or config.train_images):
+        return train, val
+    if isinstance(train, Shards):
+        raise InputError(
+            f"hold_out, shots and train_images need a data set that is read by index; {config.data!r} is read in order"
+        )
+    if config.hold_out:
+        held, kept = split_by_class(labels_of(train), lambda n: max(1, round(n * config.hold_out)), 0)
+        train, val = Part(train, kept), Part(train, held)
+    if config.shots:
+        train = Part(train, split_by_class(labels_of(train), lambda n: config.shots, mix_seed(config.seed, 1))[0])
+    if config.train_images and config.train_images < len(train):
+        generator = torch.Generator().manual_seed(mix_seed(config.seed, 2))
+        train = Part(train, sorted(torch.randperm(len(train), generator=generator)[: config.train_images].tolist()))
+    return train, val
+
+
+def open_data(
+    config: Config, img_size: tuple[int, int], patch_size: tuple[int, int], device: torch.device, ranks: Ranks = ONE
+) -> Data:
+    """The data of a run, checked as far as it can be before anything is written. Raises InputError."""
+    train, val = select(
+        config, *open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
+    )
+    classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
+    if not classes:
+        raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
+    if config.decode == "device":
+        jpeg.check(config, train)
+    chain = (None, None) if getattr(train, "transformed", False) else transforms(config, img_size)
+    return Data(config, train, val, *chain, classes, img_size, default_workers(config), device, ranks)

@@ -1,0 +1,29 @@
+"""Where a model runs and in which dtype its matrix products do."""
+
+import contextlib
+
+import torch
+
+from .errors import InputError
+
+
+def choose_device(name: str) -> torch.device:
+    """The named device, or CUDA where there is one; InputError where it is not there."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise InputError(f"unknown device {name!r}; use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("no CUDA device here; use --device cpu")
+    return device
+
+
+def autocast_dtype(amp: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of the matrix products under autocast, None for plain fp32. amp: "auto" (bf16 on CUDA), "bf16", "fp16" or "none"."""
+    name = amp if amp != "auto" else "bf16" if device.type == "cuda" else "none"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}[name]
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """torch.autocast in `dtype`, nothing where that is None."""
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()

@@ -1,0 +1,1 @@
+"""Measuring trained weights: accuracy on a validation set, and what frozen features can do."""

@@ -1,0 +1,133 @@
+"""Few-shot evaluation of frozen features: regularised least squares in closed form, as big_vision does it, and k-NN and a linear probe beside it."""
+
+import dataclasses
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import Config
+from ..data.datasets import Part, known_labels
+from ..data.loader import Data
+from ..errors import InputError
+from .accuracy import open_weights
+from .probe import features, knn, linear, whitening
+
+SHOTS = (1, 5, 10, 25)
+BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
+
+
+class Ridge:
+    """Least squares from whitened features and a constant onto {-1, 1}^K, for any regularisation after one eigen-decomposition.
+
+    The released evaluator of the ViT's authors (big_vision, fewshot_lsr): minimises |X W - Y|^2 + l2 |W|^2, the constant's weights
+    included. x (n, D), y (n,) class numbers; float64 on the CPU.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, classes: int):
+        self.whiten = whitening(x)
+        a, target = self._design(x), 2.0 * F.one_hot(y, classes).double() - 1
+        # The smaller of A^T A (D+1, D+1) and A A^T (n, n): both give the same W.
+        if len(a) >= a.shape[1]:
+            self.eigenvalues, self.left = torch.linalg.eigh(a.T @ a)
+            self.right = self.left.T @ (a.T @ target)
+        else:
+            self.eigenvalues, vectors = torch.linalg.eigh(a @ a.T)
+            self.left, self.right = a.T @ vectors, vectors.T @ target
+
+    def _design(self, x: Tensor) -> Tensor:
+        return F.pad(self.whiten(x), (0, 1), value=BIAS)
+
+    def weights(self, l2: float) -> Tensor:
+        """W (D + 1, K) in float64, the constant's row last."""
+        return (self.left / (self.eigenvalues + l2)) @ self.right
+
+    def predict(self, queries: Tensor, l2: float) -> Tensor:
+        """The classes (m,) of features (m, D)."""
+        return (self._design(queries) @ self.weights(l2)).argmax(1)
+
+
+def ridge(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float = 2.0**10) -> Tensor:
+    """`Ridge` at one regularisation, as `probe`'s functions are called."""
+    return Ridge(x, y, classes).predict(queries, l2)
+
+
+METHODS = {"ridge": ridge, "knn": knn, "linear": linear}
+L2 = {"ridge": 2.0**10, "linear": 1.0}  # where the caller gives none
+
+
+def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float | None = None) -> Tensor:
+    """Classes (m,) of the queries by a method of METHODS; `l2` is for those in L2."""
+    options = dict(l2=L2[method] if l2 is None else l2) if method in L2 else {}
+    return METHODS[method](x, y, queries, classes, **options)
+
+
+def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
+    """Indices of `shots` images of every class (all of a class that has fewer). Of one seed, fewer shots are part of more."""
+    generator = np.random.default_rng(seed)
+    orders = [generator.permutation(np.flatnonzero(labels == k)) for k in range(classes)]
+    return np.concatenate([order[:shots] for order in orders])
+
+
+def training_features(
+    model, data: Data, shots: list[int | None], seeds: int, device, dtype
+) -> tuple[Tensor, Tensor, dict]:
+    """Features and labels of the training images that any draw takes, and per (shots, seed) the rows it takes.
+
+    Where the labels are known beforehand only those images are read; `None` shots are all images.
+    """
+
+    def rows(labels: np.ndarray) -> dict:
+        every = {(None, 0): np.arange(len(labels))} if None in shots else {}
+        return every | {(n, s): draw(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
+
+    labels = None if None in shots else known_labels(data.train)
+    if labels is None:
+        x, y = features(model, dataclasses.replace(data, val=data.train).eval_batches(), device, dtype)
+        return x, y, rows(y.numpy())
+    drawn = rows(np.array(labels))
+    kept = np.unique(np.concatenate(list(drawn.values())))
+    x, y = features(model, dataclasses.replace(data, val=Part(data.train, kept.tolist())).eval_batches(), device, dtype)
+    return x, y, {key: np.searchsorted(kept, indices) for key, indices in drawn.items()}
+
+
+def few_shot(
+    config: Config,
+    method: str = "ridge",
+    shots: list[int | None] | None = None,
+    seeds: int = 3,
+    l2: float | None = None,
+    img_size: int | None = None,
+) -> dict:
+    """Accuracy on the validation split of `config.data` of `config.weights`, frozen, with few labelled training images a class.
+
+    method: a name of METHODS. shots: numbers of images a class, None for all of them (the default of knn and linear). seeds: draws of
+    each number. Raises InputError for wrong input.
+    """
+    shots = shots or (list(SHOTS) if method == "ridge" else [None])
+    if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not l2 > 0):
+        raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive l2")
+    if l2 is not None and method not in L2:
+        raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
+    model, data, device, dtype = open_weights(config, img_size)
+    x, y, drawn = training_features(model, data, shots, seeds, device, dtype)
+    queries, truth = features(model, data.eval_batches(), device, dtype)
+    at = device if method == "knn" else torch.device("cpu")
+    results = []
+    for n in shots:
+        accuracies = []
+        for rows in (rows for (number, _), rows in drawn.items() if number == n):
+            found = classify(method, x[rows].to(at), y[rows].to(at), queries.to(at), len(data.classes), l2)
+            accuracies.append((found.cpu() == truth).double().mean().item())
+        results.append(dict(shots=n or "all", accuracy=sum(accuracies) / len(accuracies), accuracies=accuracies))
+    used = dict(l2=L2[method] if l2 is None else l2) if method in L2 else {}
+    return dict(
+        weights=config.weights,
+        data=config.data,
+        method=method,
+        **used,
+        classes=len(data.classes),
+        images=len(truth),
+        results=results,
+    )

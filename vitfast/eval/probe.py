@@ -1,0 +1,63 @@
+"""What frozen features can do: a weighted k-NN and a linear probe, on matrices of features.
+
+x (n, D) features, y (n,) class numbers 0 .. K-1. Every function takes the training pairs and the features of the images to classify,
+and returns their classes (m,).
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..device import autocast
+from ..errors import InputError
+from ..model import ViT
+
+CHUNK = 1024  # images compared with all training images at a time
+
+
+@torch.inference_mode()
+def features(model: ViT, batches: Iterable, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """What the model's last linear layer sees (`pre_logits`), for batches (images, labels): fp32 (n, D) and labels (n,), on the CPU."""
+    was_training = model.training
+    model.eval()
+    xs, ys = [], []
+    for images, labels in batches:
+        with autocast(device, dtype):
+            x = model.forward_head(model.forward_features(images.to(device, non_blocking=True)), pre_logits=True)
+        xs.append(x.float().cpu())
+        ys.append(labels)
+    model.train(was_training)
+    if not xs:
+        raise InputError("no images to take features of")
+    return torch.cat(xs), torch.cat(ys)
+
+
+def whitening(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes the columns of x mean 0 and deviation 1 (1e-5 added to it), for any features, in float64."""
+    mean, scale = x.double().mean(0), x.double().std(0, correction=0) + 1e-5
+    return lambda features: (features.double() - mean) / scale
+
+
+def knn(x: Tensor, y: Tensor, queries: Tensor, classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:
+    """The k nearest training images by cosine vote, each with exp(similarity / temperature) (Wu et al., 2018; numbers of DINO, 2021)."""
+    x, y, votes = F.normalize(x.float(), dim=1), y.to(x.device), []
+    for part in queries.split(CHUNK):
+        similarity, nearest = (F.normalize(part.float(), dim=1) @ x.T).topk(min(k, len(x)))
+        votes.append((F.one_hot(y[nearest], classes) * (similarity / temperature).exp()[..., None]).sum(1).argmax(1))
+    return torch.cat(votes)
+
+
+def linear(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float = 1.0) -> Tensor:
+    """Multinomial logistic regression on whitened features by L-BFGS (scikit-learn's), with l2 / 2 |W|^2 beside the summed loss.
+
+    Raises InputError where the training images are of one class.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    if len(y.unique()) < 2:
+        raise InputError("a linear probe needs training images of two classes at least")
+    whiten = whitening(x)
+    model = LogisticRegression(C=1 / l2, max_iter=1000).fit(whiten(x).numpy(), y.numpy())
+    return torch.from_numpy(model.predict(whiten(queries).numpy()))

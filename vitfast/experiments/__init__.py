@@ -1,0 +1,1 @@
+"""Runs of runs: sweeps, accuracy against compute, position embeddings, VTAB, and the demo."""

@@ -1,0 +1,65 @@
+"""The demo: the paper's way in small. Pre-train on digits, fine-tune at a higher resolution, report."""
+
+import csv
+from pathlib import Path
+
+from ..errors import InputError
+from ..train.log import COLUMNS, write_summary, write_text
+from ..train.recipes import Config, resolve
+from ..train.trainer import train
+
+
+def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config, Config]:
+    """The two runs of the demo: pre-training at 32 px, fine-tuning of its result at 48 px."""
+    shared = dict(data="digits", seed=seed, device=device)
+    pretrain = resolve("pretrain", dict(recipe="digits", output=str(output / "pretrain"), **shared))
+    weights = str(output / "pretrain" / "checkpoints" / "last")
+    return pretrain, resolve(
+        "finetune", dict(recipe="finetune/digits", output=str(output / "finetune"), weights=weights, **shared)
+    )
+
+
+def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
+    """Runs the demo into `output`, or goes on with it. Returns its summary, None where it was asked to stop on the way."""
+    if output.exists() and not output.is_dir():
+        raise InputError(f"--output {output} is a file; give a folder")
+    print(f"vitfast demo: a 4-layer ViT learns handwritten digits from scratch; results in {output}/")
+    summaries = {}
+    for config in demo_configs(output, seed, device):
+        print(f"{config.task}: {config.img_size} px, {config.epochs:g} epochs")
+        summaries[config.task] = train(config)
+        if not summaries[config.task]["finished"]:
+            return None
+    first, second = summaries["pretrain"], summaries["finetune"]
+    summary = dict(
+        pretrain_accuracy=first["accuracy"],
+        finetune_accuracy=second["accuracy"],
+        images_per_second=first["images_per_second"],
+        device=first["device"],
+        seconds=round(first["seconds"] + second["seconds"], 2),
+        seed=seed,
+        test_images=second["val_images"],
+        pretrain=first,
+        finetune=second,
+    )
+    _merge_metrics(output)
+    write_summary(output, summary)
+    from .demo_report import write_report
+
+    path = write_report(output, summary)
+    print(
+        f"test accuracy: {summary['pretrain_accuracy']:.4f} after pre-training, {summary['finetune_accuracy']:.4f} after fine-tuning at 48 px"
+    )
+    print(
+        f"{summary['seconds']:.0f} s, {summary['images_per_second']:,.0f} images/s on {summary['device']}; open {path}"
+    )
+    return summary
+
+
+def _merge_metrics(output: Path) -> None:
+    """metrics.csv of both runs in one, with the task as its first column."""
+    lines = [",".join(("task", *COLUMNS))]
+    for task in ("pretrain", "finetune"):
+        with open(output / task / "metrics.csv", newline="") as file:
+            lines += [",".join((task, *row)) for row in list(csv.reader(file))[1:]]
+    write_text(output / "metrics.csv", "\n".join(lines) + "\n")

@@ -1,0 +1,249 @@
+"""VTAB-style evaluation: the same weights on many small tasks, 1000 training images each, and one table of the results.
+
+The protocol is VTAB-1k's ("A Large-scale Study of Representation Learning with the Visual Task Adaptation Benchmark", Zhai et al., 2019):
+every task is learned from 1000 images, measured on its whole test set, and counts alike in the mean of its group and of all. The method is
+fine-tuning (Table 4 of the ViT paper) or a classifier on frozen features, whose regularisation is chosen with 800 of the images on the other 200.
+"""
+
+import dataclasses
+import itertools
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from ..data.datasets import Part, Shards
+from ..errors import InputError
+from ..eval.accuracy import open_weights
+from ..eval.fewshot import Ridge, classify
+from ..eval.probe import features, linear
+from ..train.log import write_text
+from ..train.recipes import Config, resolve
+from ..train.trainer import Trainer
+
+logger = logging.getLogger("vitfast")
+
+EXAMPLES = 1000
+# The 19 tasks by group, and the data set of huggingface.co/clip-benchmark that holds each, labels derived as VTAB does, as train/*.tar and
+# test/*.tar. wds_sun397 has no training shards there: put class folders in its place.
+VTAB = {
+    "natural": dict(
+        caltech101="wds_vtab-caltech101",
+        cifar100="wds_vtab-cifar100",
+        dtd="wds_vtab-dtd",
+        flowers102="wds_vtab-flowers",
+        pets="wds_vtab-pets",
+        sun397="wds_sun397",
+        svhn="wds_vtab-svhn",
+    ),
+    "specialized": dict(
+        patch_camelyon="wds_vtab-pcam",
+        eurosat="wds_vtab-eurosat",
+        resisc45="wds_vtab-resisc45",
+        diabetic_retinopathy="wds_vtab-diabetic_retinopathy",
+    ),
+    "structured": dict(
+        clevr_count="wds_vtab-clevr_count_all",
+        clevr_distance="wds_vtab-clevr_closest_object_distance",
+        dmlab="wds_vtab-dmlab",
+        kitti_distance="wds_vtab-kitti_closest_vehicle_distance",
+        dsprites_location="wds_vtab-dsprites_label_x_position",
+        dsprites_orientation="wds_vtab-dsprites_label_orientation",
+        smallnorb_azimuth="wds_vtab-smallnorb_label_azimuth",
+        smallnorb_elevation="wds_vtab-smallnorb_label_elevation",
+    ),
+}
+GET = "hf download --repo-type dataset clip-benchmark/{0} --local-dir {1}/{0}"
+# What is tried where no l2 is given; of equals the first, the most regularised.
+L2 = {"ridge": [4.0**k for k in range(10, -4, -1)], "linear": [10.0**k for k in range(3, -3, -1)]}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One data set: `settings` are fields of Config, `data` (a SPEC) at least."""
+
+    name: str
+    group: str
+    settings: dict = field(default_factory=dict)
+
+
+def tasks_in(root: Path) -> list[Task]:
+    """Those of the 19 tasks that lie in `root`, each in a folder of its own name or its data set's: shards, or train/ and test/ class folders."""
+    found, missing = [], []
+    for group, tasks in VTAB.items():
+        for name, repository in tasks.items():
+            folder = next((root / f for f in (name, repository) if (root / f).is_dir()), None)
+            if folder is None:
+                missing.append(name)
+                continue
+            shards = any([*folder.glob("train*.tar"), *folder.glob("train/*.tar")])
+            found.append(Task(name, group, dict(data=f"wds/{folder}" if shards else str(folder))))
+    if not found:
+        raise InputError(
+            f"no task of VTAB in {root}; it takes folders such as {root / 'wds_vtab-pets'}: {GET.format('wds_vtab-pets', root)}"
+        )
+    if missing:
+        logger.info("not in %s: %s", root, ", ".join(missing))
+    return found
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Tasks of a YAML list. Each is a SPEC, or `data` with an optional `name` and `group` and any other setting, such as `data_dir`."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"--tasks {path} cannot be read as YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, list) or not content:
+        raise InputError(
+            f"--tasks {path} must hold a list of tasks such as '- {{name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}}'"
+        )
+    tasks = []
+    for item in content:
+        settings = dict(item) if isinstance(item, dict) else dict(data=str(item))
+        if not settings.get("data"):
+            raise InputError(f"--tasks {path}: a task without data: {item}")
+        name = str(settings.pop("name", Path(str(settings["data"])).name))
+        tasks.append(Task(name, str(settings.pop("group", "tasks")), settings))
+    if len({task.name for task in tasks}) < len(tasks):
+        raise InputError(f"--tasks {path}: two tasks have the same name")
+    return tasks
+
+
+class Listed:
+    """Images and labels in memory, as a source."""
+
+    def __init__(self, spec: str, samples: list, classes: list[str]):
+        self.spec, self.samples, self.classes = spec, samples, classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int):
+        return self.samples[index]
+
+    def name(self, index: int) -> str:
+        return f"{self.spec}[{index}]"
+
+
+def take(source, count: int):
+    """`count` images of a training source, always the same, or all where it has no more."""
+    if isinstance(source, Shards):
+        source.dataset.transform = None
+        return Listed(source.spec, list(itertools.islice(source.dataset, count)), source.classes)
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
+    return Part(source, order[:count].tolist())
+
+
+def best_l2(method: str, x: Tensor, y: Tensor, classes: int) -> float:
+    """The regularisation in L2 that, trained on four fifths, is right most often on the rest."""
+    cut = len(x) * 4 // 5
+    solver = Ridge(x[:cut], y[:cut], classes) if method == "ridge" else None
+
+    def right(l2: float) -> int:
+        found = solver.predict(x[cut:], l2) if solver else linear(x[:cut], y[:cut], x[cut:], classes, l2)
+        return int((found == y[cut:]).sum())
+
+    return max(L2[method], key=right)
+
+
+def evaluate_frozen(
+    config: Config, method: str, examples: int, l2: float | None = None, img_size: int | None = None
+) -> dict:
+    """Accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
+    model, data, device, dtype = open_weights(config, img_size)
+    source = take(data.train, examples)
+    x, y = features(model, dataclasses.replace(data, val=source).eval_batches(), device, dtype)
+    queries, truth = features(model, data.eval_batches(), device, dtype)
+    used = {} if method not in L2 else dict(l2=best_l2(method, x, y, len(data.classes)) if l2 is None else l2)
+    found = classify(method, x, y, queries, len(data.classes), **used)
+    return dict(accuracy=(found == truth).double().mean().item(), train_images=len(x), test_images=len(truth), **used)
+
+
+def fine_tune(config: Config, examples: int) -> dict | None:
+    """Accuracy after fine-tuning on `examples` training images; None where it was asked to stop on the way. A finished run is only measured."""
+    steps = config.steps or max(1, round(config.epochs * examples / config.batch_size))
+    trainer = Trainer(
+        dataclasses.replace(config, steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5))
+    )
+    trainer.data = dataclasses.replace(trainer.data, train=take(trainer.data.train, examples))
+    summary = trainer.fit()
+    if not summary["finished"]:
+        return None
+    return dict(accuracy=summary["accuracy"], train_images=summary["train_images"], test_images=summary["val_images"])
+
+
+def vtab(
+    tasks: list[Task], method: str, layers: list[dict], output: Path, examples: int = EXAMPLES, l2: float | None = None
+) -> dict | None:
+    """Every task by `method` ("finetune" or one of fewshot.METHODS); `layers` are settings as `resolve` takes them, `weights` among them.
+
+    Writes output/vtab.txt, .csv and .json, and what a fine-tuning leaves into output/<task>-<examples>/; the same call again goes on where
+    it stopped. Returns what vtab.json holds, None where a fine-tuning was asked to stop. Raises InputError.
+    """
+    if output.exists() and not output.is_dir():
+        raise InputError(f"--output {output} is a file; give a folder")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
+    if examples < 1 or (l2 is not None and not l2 > 0):
+        raise InputError("vtab takes a positive number of examples and a positive l2")
+    if l2 is not None and method not in L2:
+        raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
+    kind = "finetune" if method == "finetune" else "eval"
+    settings = [[task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
+    for given in settings:
+        if kind == "finetune" and not any("recipe" in layer for layer in given):
+            given.insert(0, {"recipe": "finetune/vtab"})
+    configs = [resolve(kind, *given) for given in settings]  # all are right before the first begins
+    rows = []
+    for task, given, config in zip(tasks, settings, configs):
+        size = next((layer["img_size"] for layer in reversed(given) if "img_size" in layer), None)
+        result = (
+            fine_tune(config, examples) if method == "finetune" else evaluate_frozen(config, method, examples, l2, size)
+        )
+        if result is None:
+            return None
+        rows.append(dict(task=task.name, group=task.group, **result))
+        logger.info("%s: accuracy %.4f", task.name, result["accuracy"])
+    groups = {
+        group: _mean([r for r in rows if r["group"] == group]) for group in dict.fromkeys(r["group"] for r in rows)
+    }
+    summary = dict(
+        weights=configs[0].weights, method=method, examples=examples, mean=_mean(rows), groups=groups, tasks=rows
+    )
+    _write(output, summary)
+    return summary
+
+
+def _write(output: Path, summary: dict) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    columns = ("task", "group", "accuracy", "train_images", "test_images", "l2")
+    lines = [columns, *([row.get(c, "") for c in columns] for row in summary["tasks"])]
+    lines += [("mean", group, accuracy, "", "", "") for group, accuracy in _means(summary)]
+    write_text(output / "vtab.csv", "".join(",".join(map(str, line)) + "\n" for line in lines))
+    write_text(output / "vtab.txt", table(summary) + "\n")
+    write_text(output / "vtab.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _mean(rows: list[dict]) -> float:
+    return sum(row["accuracy"] for row in rows) / len(rows)
+
+
+def _means(summary: dict) -> list[tuple[str, float]]:
+    return [*summary["groups"].items(), ("all", summary["mean"])]
+
+
+def table(summary: dict) -> str:
+    """The results as lines of text."""
+    rows = [(row["task"], row["group"], row["accuracy"]) for row in summary["tasks"]]
+    rows += [("mean", group, accuracy) for group, accuracy in _means(summary)]
+    return "\n".join(
+        [
+            f"{'task':<24}{'group':<14}accuracy",
+            *(f"{task:<24}{group:<14}{accuracy:.4f}" for task, group, accuracy in rows),
+        ]
+    )

@@ -1,0 +1,228 @@
+"""Compiles launches without making them: for `make codegen`, its archives of compiled kernels, and the tuner.
+
+Triton's own front end decides what a launch is compiled for, under a driver that knows nothing but the GPU generation. What it compiles
+therefore lies in Triton's cache (TRITON_CACHE_DIR) under the very key by which a later launch on a GPU looks for it.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import triton_key
+
+from ..errors import InputError, both_ends
+from ..kernels.launch import INTERPRETED, Launch, settle
+
+SECONDS = 25  # of one compilation, which takes one or two, after which it counts as failed
+triton_key()  # half a second, once, and not again in every process that is forked from one that has imported this
+
+
+class _Driver:
+    """Stands in for a GPU's driver: the front end asks it for the target, and which device's table of kernels to use."""
+
+    def __init__(self, capability: int, device: int):
+        self.capability, self.device = capability, device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _front_end(capability: int, device: int) -> Iterator[None]:
+    config = triton.runtime.driver
+    before = config._active  # its own reset looks for a GPU
+    config.set_active(_Driver(capability, device))
+    try:
+        yield
+    finally:
+        config._active = before
+
+
+def _settle(launch: Launch) -> None:
+    for function in (*launch.arguments.values(), launch.kernel):
+        if hasattr(type(function), "cache_key"):
+            settle(function)
+
+
+def _warm_up(launch: Launch):
+    """What `launch` in kernels/launch.py would do, up to the launch itself."""
+    _settle(launch)
+    return launch.kernel.warmup(grid=launch.grid, **launch.arguments, enable_fp_fusion=True)
+
+
+def compiled(launch: Launch, capability: int):
+    """Triton's compiled kernel of a launch for a GPU of compute capability 90 (9.0), say; from Triton's cache where it is there."""
+    with _front_end(capability, capability):
+        return _warm_up(launch)
+
+
+def key_of(launch: Launch, capability: int) -> tuple[str, str]:
+    """(kernel, specialisation): launches with the same key share their machine code. Compiles nothing."""
+    _settle(launch)
+    # By name, as it were: Triton 3.6 writes the specialisation as JSON for the hook, which functions are not.
+    named = {k: v.cache_key if hasattr(type(v), "cache_key") else v for k, v in launch.arguments.items()}
+    seen = []
+    before, triton.knobs.runtime.jit_cache_hook = (
+        triton.knobs.runtime.jit_cache_hook,
+        lambda **details: seen.append(str(details["key"])) or True,  # True: go no further
+    )
+    try:
+        with _front_end(capability, -capability):  # a table of its own, in which nothing is ever compiled
+            _warm_up(Launch(launch.kernel, launch.grid, named))
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+    return f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}", seen[0]
+
+
+class Job(NamedTuple):
+    """A launch as plain data that another process can compile.
+
+    Tensors and descriptors are reduced to what the compiler sees of them, functions to their names.
+    """
+
+    module: str
+    kernel: str
+    grid: tuple
+    arguments: dict
+
+    @classmethod
+    def of(cls, launch: Launch) -> "Job":
+        """Raises ValueError for a tensor that does not start at a multiple of 16 bytes, which plain data does not tell."""
+
+        def plain(value):
+            if type(value) is tuple:
+                return tuple(map(plain, value))
+            if hasattr(type(value), "cache_key"):
+                return _Function(value.fn.__module__, value.fn.__name__)
+            if hasattr(value, "block_shape"):
+                layout = (value.layout,) if hasattr(value, "layout") else ()  # Gluon's descriptors have one
+                sizes = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
+                return _Descriptor(type(value), value.base.dtype, *sizes, layout)
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.device.type != "meta" and value.data_ptr() % 16:
+                raise ValueError(f"{launch.kernel.__name__}: a tensor starts at no multiple of 16 bytes")
+            return value.dtype
+
+        return cls(
+            launch.kernel.fn.__module__,
+            launch.kernel.__name__,
+            launch.grid,
+            {k: plain(v) for k, v in launch.arguments.items()},
+        )
+
+    def launch(self) -> Launch:
+        """The launch again, on meta tensors."""
+
+        def whole(value):
+            if type(value) is tuple:
+                return tuple(map(whole, value))
+            if isinstance(value, _Function):
+                return getattr(importlib.import_module(value.module), value.name)
+            if isinstance(value, _Descriptor):
+                base = torch.empty(1, dtype=value.dtype, device="meta")
+                return value.kind(base, list(value.shape), list(value.strides), list(value.block_shape), *value.layout)
+            return torch.empty(1, dtype=value, device="meta") if isinstance(value, torch.dtype) else value
+
+        kernel = getattr(importlib.import_module(self.module), self.kernel)
+        return Launch(kernel, self.grid, {k: whole(v) for k, v in self.arguments.items()})
+
+
+class _Function(NamedTuple):
+    module: str
+    name: str
+
+
+class _Descriptor(NamedTuple):
+    kind: type
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: tuple
+
+
+def _work(connection, job: Job, capability: int) -> None:
+    """Compiles in a process of its own, and says how much shared memory the kernel takes, or why there is none."""
+    os.setsid()  # so that ptxas, which it starts, is ended with it
+    try:
+        connection.send((compiled(job.launch(), capability).metadata.shared, ""))
+    except BaseException as error:  # whatever a compiler raises is this candidate's end, not the tuner's
+        connection.send((0, both_ends(f"{type(error).__name__}: {error}")))
+
+
+def _end(process) -> None:
+    """Kills a process and what it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
+class Compiler:
+    """Compiles ahead in processes that die alone: `submit(launch)` -> a future of (bytes of shared memory, "" or what went wrong).
+
+    Launches that share machine code share the future; `compilations` counts the others.
+    """
+
+    def __init__(self, capability: int, processes: int = 0):
+        """`processes`: all cores but two unless given, 14 at most."""
+        if INTERPRETED:
+            raise InputError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled; unset it")
+        self.capability = capability
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.processes = processes or max(1, min(14, cores - 2))
+        self.context = multiprocessing.get_context(
+            "forkserver"
+        )  # forked from a process that has imported this and touched no GPU
+        self.context.set_forkserver_preload([__name__])
+        self.threads = ThreadPoolExecutor(self.processes)
+        self.running: set = set()
+        self.futures: dict[tuple, Future] = {}
+
+    @property
+    def compilations(self) -> int:
+        return len(self.futures)
+
+    def submit(self, launch: Launch) -> "Future[tuple[int, str]]":
+        """Raises what Triton's front end raises for a launch that it refuses."""
+        key = key_of(launch, self.capability)
+        if key not in self.futures:
+            self.futures[key] = self.threads.submit(self.run, Job.of(launch))
+        return self.futures[key]
+
+    def run(self, job: Job) -> tuple[int, str]:
+        """Compiles a job in a process of its own, and waits for it."""
+        receiver, sender = self.context.Pipe(duplex=False)
+        process = self.context.Process(target=_work, args=(sender, job, self.capability), daemon=True)
+        process.start()
+        self.running.add(process)
+        sender.close()
+        try:
+            return receiver.recv() if receiver.poll(SECONDS) else (0, f"compiling took longer than {SECONDS} s")
+        except EOFError:
+            process.join()
+            return 0, f"the compiler died with exit code {process.exitcode}"
+        finally:
+            self.running.discard(process)
+            _end(process)
+            process.join()
+
+    def close(self) -> None:
+        """Forgets what has not begun, and stops what has."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for process in list(self.running):
+            _end(process)

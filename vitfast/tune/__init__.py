@@ -1,0 +1,1 @@
+"""Finding the fastest tiles on the GPU at hand: `vitfast tune`."""

@@ -1,0 +1,108 @@
+"""The trial of a tile: its launcher's result against float64 at the size that is timed, then its time."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.tiles import Tile
+from ..verify import Judge, Wrong, poisoned
+from ..verify.launchers import Launcher, outputs
+
+
+@dataclass
+class Problem:
+    """One tile to choose: of an operation at one shape class, and the launcher that is run with it."""
+
+    op: str
+    bits: str
+    shape: str
+    name: str
+    launcher: Launcher
+    start: Tile
+    rivals: list[Tile]
+    absent: dict[str, str]  # provider -> why it cannot run here
+    larger: Launcher | None = None  # the launcher at twice the batch and one more
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.op, self.bits, self.shape
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.shape}" + ("" if self.bits == "16" else f" {self.bits} bit")
+
+
+class Bench(Judge):
+    """The inputs of a problem and their truth; checks a tile and times it."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device):
+        super().__init__(problem.launcher, dtype, device)
+        self.problem, self.dtype, self.device = problem, dtype, device
+
+    def run(self):
+        """The launcher, once."""
+        return self.problem.launcher.call(*self.inputs)
+
+    def check(self) -> None:
+        """Raises Wrong where the result with the tile now in force is not right."""
+        with poisoned():
+            self.judge(outputs(self.run()))
+
+    def check_unchecked(self, runs: int = 5) -> None:
+        """Raises Wrong where other inputs, at a larger size too, do not give what they should, to the same bits in each run.
+
+        For tiles of tiles.UNCHECKED: a race may leave a single result right.
+        """
+        for seed, launcher in enumerate((self.problem.launcher, self.problem.larger or self.problem.launcher), 1):
+            judge = Judge(launcher, self.dtype, self.device, seed=seed)
+            with poisoned():
+                first = outputs(launcher.call(*judge.inputs))
+                judge.judge(first)
+                for _ in range(runs - 1):
+                    if not all(map(torch.equal, first, outputs(launcher.call(*judge.inputs)))):
+                        raise Wrong("the same inputs give other bits")
+
+
+class DeviceClock:
+    """Times on the device: events around a call that is launched while the device is still busy, so that Python does not count."""
+
+    def __init__(self, device: torch.device, rounds: int = 15):
+        self.rounds = rounds
+        self.flushed = torch.empty(256 * 2**20, dtype=torch.int8, device=device)  # twice the largest L2 there is
+        square, begun = torch.randn(4096, 4096, dtype=torch.float16, device=device), self.now()
+        while self.now() - begun < 1.0:  # until the chip has its clocks up
+            square @ square
+            torch.cuda.synchronize()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def lost(self) -> bool:
+        """Whether the device has stopped answering: an illegal access breaks all that follows in a process, whoever made it."""
+        try:
+            torch.cuda.synchronize()
+            return torch.ones(1, device=self.flushed.device).item() != 1
+        except Exception:
+            return True
+
+    def seconds(self, problem: Problem, tile: Tile, run: Callable[[], object]) -> float:
+        """The median of one call's seconds, warm, from cold caches."""
+        for _ in range(2):
+            run()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        lead = int(
+            2e9 * min(0.02, 2 * (time.perf_counter() - begun) + 5e-5)
+        )  # in clock cycles: twice what Python takes to launch it
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
+        for start, end in events:
+            self.flushed.zero_()
+            torch.cuda._sleep(lead)
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
