@@ -91,7 +91,7 @@ def test_metadata_has_the_extras(dist):
 
 # From the ground up. A place is a file or a folder of vitfast/; it imports from the floors below its own.
 FLOORS = (
-    {"errors", "version", "interpreter", "ref", "kernels"},
+    {"errors", "files", "version", "interpreter", "ref", "kernels"},
     {"ops", "positions", "presets", "config", "device", "keep", "machine_code"},
     {"layers", "adapters", "checkpoint"},
     {"model", "hybrid", "distributed"},

@@ -31,7 +31,8 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import InputError, ViT, load_checkpoint
-from vitfast.checkpoint import read, save, write_atomically
+from vitfast.checkpoint import read, save
+from vitfast.files import write_atomically
 
 # ---- ours
 

@@ -4,8 +4,7 @@
 what a checkpoint says about its model is found in `config`; bytes are in `files`.
 """
 
-from .files import write_atomically
 from .load import build, load_checkpoint, read
 from .save import save
 
-__all__ = ["build", "load_checkpoint", "read", "save", "write_atomically"]
+__all__ = ["build", "load_checkpoint", "read", "save"]

@@ -4,11 +4,10 @@ import argparse
 import json
 import os
 import re
-import secrets
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..files import sync
 
 HUB = "hf-hub:"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
@@ -80,22 +80,6 @@ def read_tensors(path: Path) -> dict:
     return content
 
 
-def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a temporary file in the same folder, then puts it, synced to disk, in the place of `path`.
-
-    Whoever reads `path` sees the old file or the new one, never a part; where `write` raises, the old file stays.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        write(temporary)
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def check_free(path: Path, force: bool) -> None:
     """Raises InputError where something is at `path` already (an empty folder is nothing), unless `force`."""
     if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
@@ -119,18 +103,10 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
         for file in made:
             target = path.parent / file.relative_to(scratch)
             target.parent.mkdir(exist_ok=True)
-            _sync(file)
+            sync(file)
             os.replace(file, target)
         for folder in {path.parent, *(path.parent / p.relative_to(scratch).parent for p in made)}:
-            _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(folder)
 
 
 def _in_folder(folder: Path, source: str | Path) -> Files:

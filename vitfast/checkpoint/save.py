@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from ..errors import InputError
+from ..files import write_atomically
 from ..version import __version__
-from .files import write_atomically
 from .writers import tensors, write_json, write_tensors
 
 

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from ..checkpoint import write_atomically
 from ..errors import InputError
+from ..files import write_atomically
 from ..model import ViT
 from .measures import examine, patch_distances, reads_class_token
 

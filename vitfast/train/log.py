@@ -3,25 +3,16 @@
 import csv
 import json
 import logging
-import os
 import sys
 import time
 from pathlib import Path
 
 from tqdm import tqdm
 
+from ..files import write_text
+
 COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second", "waiting_for_data")
 logger = logging.getLogger("vitfast")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one rename."""
-    work = path.with_name(f".{path.name}.writing")
-    with open(work, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(work, path)
 
 
 def read_metrics(run: Path) -> list[dict]:

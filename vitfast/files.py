@@ -1,0 +1,36 @@
+"""Files that are whole or absent: whoever reads one sees the old content or the new, never a part."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` fill a temporary file in the same folder, then puts it, synced to disk, in the place of `path`.
+
+    Where `write` raises, the old file stays.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Replaces a file by `text`, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
