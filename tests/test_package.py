@@ -158,6 +158,28 @@ def test_no_files_import_each_other_in_a_circle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def sources(*folders: str) -> list[Path]:
+    return [
+        path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in path.parts
+    ]
+
+
+def test_no_file_is_longer_than_one_reads_in_one_sitting():
+    lengths = {path: len(path.read_text().splitlines()) for path in sources("vitfast", "kernels", "bench", "tests")}
+    assert not {str(path): length for path, length in lengths.items() if length > 400}
+
+
+def test_docstrings_say_in_one_short_line_what_a_thing_is():
+    wrong = []
+    for path in sources("vitfast", "kernels", "bench"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+                first = text.splitlines()[0]
+                if len(first) >= 100 or first.startswith("What "):
+                    wrong.append(f"{path.relative_to(ROOT)}: {first}")
+    assert not wrong
+
+
 def test_lint():
     for command in (["check"], ["format", "--check"]):
         run = subprocess.run([sys.executable, "-m", "ruff", *command, str(ROOT)], capture_output=True, text=True)
