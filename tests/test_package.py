@@ -29,6 +29,9 @@ def dist(tmp_path_factory):
         "MANIFEST.in",
         "vitfast",
         "kernels",
+        "docs",
+        "examples",
+        "mkdocs.yml",
     ):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
     script = "from setuptools import build_meta as b; b.build_wheel('..'); b.build_sdist('..')"
@@ -69,9 +72,15 @@ assert not optional, f"the core imports {optional}"
     assert run.stdout.strip() == "(2, 5)"
 
 
-def test_sdist_holds_the_kernels(dist):
+def test_sdist_holds_the_kernels_and_the_documentation(dist):
     names = tarfile.open(next(dist.glob("*.tar.gz"))).getnames()
-    for path in ("kernels/__init__.py", "kernels/cublaslt.cpp", "vitfast/train/trainer.py"):
+    for path in (
+        "kernels/__init__.py",
+        "kernels/cublaslt.cpp",
+        "vitfast/train/trainer.py",
+        "docs/images/mlp.svg",
+        "mkdocs.yml",
+    ):
         assert any(name.endswith(f"/{path}") for name in names), path
 
 
@@ -79,7 +88,7 @@ def test_metadata_has_the_extras(dist):
     archive = zipfile.ZipFile(next(dist.glob("*.whl")))
     metadata = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
     assert "License-Expression: Apache-2.0" in metadata or "License: Apache-2.0" in metadata
-    for extra in ("train", "bench", "native", "test", "all"):
+    for extra in ("train", "bench", "native", "docs", "test", "all"):
         assert f"Provides-Extra: {extra}" in metadata
     core = {
         line.split(":")[1].strip().split(">")[0].split(";")[0].strip()
