@@ -1,1 +1,1 @@
-"""Looking inside a model: its filters, positions and attention, as numbers and as figures."""
+"""What a model learned: its filters, positions and attention, as numbers and as figures."""
