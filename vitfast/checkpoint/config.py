@@ -1,4 +1,4 @@
-"""The constructor arguments that a checkpoint determines: from the shapes of its tensors, from the JSON beside it, from its format."""
+"""The constructor arguments that a checkpoint determines: by its tensors' shapes, its JSON, its format."""
 
 import math
 import re
@@ -19,8 +19,9 @@ _ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(
 def infer(state: dict[str, Tensor], form: Format, facts: dict, files: Files, known: dict) -> dict:
     """Constructor arguments of a converted state dict.
 
-    facts: what the conversion saw. known: what the caller says, used only for what nothing else tells (`num_heads`, `img_size`).
-    A config.json of ours is taken as it is. Raises InputError where something is left open, naming the argument to pass.
+    facts: what the conversion saw. known: what the caller says, used only for what nothing else tells (`num_heads`,
+    `img_size`). A config.json of ours is taken as it is. Raises InputError where something is left open, naming the
+    argument to pass.
     """
     shapes = _from_shapes(state)
     if files.config.get("library") == "vitfast":
@@ -36,8 +37,9 @@ def infer(state: dict[str, Tensor], form: Format, facts: dict, files: Files, kno
     except InputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
         raise InputError(
-            f"config.json is not one of timm, Hugging Face or vitfast ({type(error).__name__}: {error}); mend or remove it"
+            f"config.json is not one of timm, Hugging Face or vitfast ({said}); mend or remove it"
         ) from error
     config = form.defaults | shapes | facts | {k: v for k, v in told.items() if v is not None}
     config |= _positions(state, config, size, known.get("img_size"))
@@ -86,14 +88,10 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
 
 def _units(state: dict[str, Tensor]) -> list[int]:
     """How many units each stage of a hybrid's ResNet has."""
-    found = {
-        (int(m[1]), int(m[2]))
-        for k in state
-        if (m := re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", k))
-    }
-    return [
-        sum(1 for stage, _ in found if stage == i) for i in range(1 + max((stage for stage, _ in found), default=0))
-    ]
+    pattern = r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\."
+    found = {(int(m[1]), int(m[2])) for k in state if (m := re.match(pattern, k))}
+    stages = [stage for stage, _ in found]
+    return [stages.count(i) for i in range(1 + max(stages, default=0))]
 
 
 def _from_hugging_face(files: Files) -> dict:
@@ -149,11 +147,8 @@ def _positions(state: dict[str, Tensor], config: dict, told: tuple[int, int] | N
     if "pos_embed" not in state:
         size = told or asked
         return dict(img_size=size) if size else {}
-    patch, prefix, length = (
-        pair(config["patch_size"]),
-        int(config["class_token"]) + config["reg_tokens"],
-        state["pos_embed"].shape[1],
-    )
+    patch, length = pair(config["patch_size"]), state["pos_embed"].shape[1]
+    prefix = int(config["class_token"]) + config["reg_tokens"]
     patches = {False: length - prefix, True: length}  # how many, by no_embed_class
     if "no_embed_class" in config:
         patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
