@@ -1,4 +1,4 @@
-"""`inspect`: filters, positions, distances and rollout of models whose answer is known, and the files that show them."""
+"""`inspect`: filters, positions, distances and rollout of models whose answer is known, and the files."""
 
 import base64
 import csv
@@ -43,9 +43,9 @@ def uniform(model: ViT) -> ViT:
 def peaked(model: ViT, shift: int = 0) -> ViT:
     """Attention that is a permutation: token i attends to token i + shift (cyclic) alone, in every head and layer.
 
-    The patch projection is zero and the layers add nothing, so that every layer sees the positions: in each head's part, token i has row
-    i of a Hadamard matrix, orthogonal to the others and with mean 0 (the first row is left out), which LayerNorm leaves as it is. k is
-    that row, q 100 times the row of token i + shift.
+    The patch projection is zero and the layers add nothing, so that every layer sees the positions: in the columns of
+    each head, token i has row i of a Hadamard matrix, orthogonal to the others and with mean 0 (the first row is left
+    out), which LayerNorm leaves as it is. k is that row, q 100 times the row of token i + shift.
     """
     tokens, head = PATCHES + model.num_prefix_tokens, WIDTH // HEADS
     rows = torch.tensor(hadamard(head), dtype=torch.float32)[1 : tokens + 1]
@@ -117,7 +117,7 @@ def test_similarity_is_scikit_learns(options):
 
 
 def test_similarity_of_two_tables_and_of_layers():
-    """Columns and rows apart: the table that is added is their concatenation; where each layer has its own, the first is shown."""
+    """Columns and rows apart: the table that is added is their concatenation; of several, the first is shown."""
     from sklearn.metrics.pairwise import cosine_similarity
 
     model = vit(pos_embed="learn2d", pos_embed_at="layers")
@@ -159,7 +159,7 @@ def test_attention_to_one_token_has_its_distance(shift):
 
 
 def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
-    """Sharp random attention, class token and registers, several parts: against loops in float64 over the attention maps."""
+    """Sharp random attention, class token and registers, several batches: against loops in float64."""
     model, x = vit(reg_tokens=1), images(5)
     with torch.no_grad():
         for block in model.blocks:
@@ -176,14 +176,15 @@ def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
     whole = inspect.attention_distance(model, x)
     np.testing.assert_allclose(whole, truth, rtol=TOL)
     monkeypatch.setattr(inspect, "HELD", 2 * 4 * HEADS * (PATCHES + 2) ** 2)  # two images at a time
-    parts = []
-    monkeypatch.setattr(
-        ViT,
-        "each_attention_map",
-        lambda self, part, each=ViT.each_attention_map: (parts.append(len(part)), each(self, part))[1],
-    )
+    sizes, each_attention_map = [], ViT.each_attention_map
+
+    def counted(self, batch):
+        sizes.append(len(batch))
+        return each_attention_map(self, batch)
+
+    monkeypatch.setattr(ViT, "each_attention_map", counted)
     np.testing.assert_allclose(inspect.attention_distance(model, x), truth, rtol=TOL)
-    assert parts == [2, 2, 1]
+    assert sizes == [2, 2, 1]
 
 
 # ---- rollout
@@ -196,7 +197,7 @@ def test_rollout_of_identity_attention_stays_where_it_is():
 
 
 def test_rollout_of_a_shift_is_binomial():
-    """((I + S) / 2)^L with S a shift by one: from the class token, token 0, the patch k places on gets binomial(L, k) / 2^L."""
+    """((I + S) / 2)^L with S a shift by one: from token 0, token k gets binomial(L, k) / 2^L."""
     model = peaked(vit(), 1)
     rollout = inspect.attention_rollout(model, images(2)).flatten(1)
     weights = np.array([math.comb(3, k) for k in range(1, 4)])  # k = 0 is the class token itself

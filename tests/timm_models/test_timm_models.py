@@ -1,8 +1,8 @@
-"""The timm entry points, held to what timm's own tests demand of a model, and to timm's VisionTransformer with the same weights.
+"""The timm entry points, held to timm's own tests and to its VisionTransformer with the same weights.
 
 timm's tests themselves run where TIMM_TESTS names them:
     pip download --no-binary timm --no-deps timm && tar xf timm-*.tar.gz
-    TIMM_TESTS=$PWD/timm-*/tests/test_models.py pytest tests/test_timm_models.py -k own_tests
+    TIMM_TESTS=$PWD/timm-*/tests/test_models.py pytest tests/timm_models -k own_tests
 """
 
 import os
@@ -212,7 +212,7 @@ def test_fx_is_bit_equal_and_trains(weights):
 
 
 def test_a_script_runs_with_the_models_known(tmp_path):
-    """`python -m vitfast.timm_models SCRIPT ...`: main, arguments and neighbouring modules as if Python had been given the script."""
+    """`python -m vitfast.timm_models SCRIPT ...`: main, arguments and neighbouring modules as Python has them."""
     (tmp_path / "neighbour.py").write_text("import timm\nmake = timm.create_model")
     script = "import sys, neighbour\nassert __name__ == '__main__'\n"
     script += "print(sys.argv[1:], type(neighbour.make(sys.argv[2], img_size=32, depth=1)).__name__)\nsys.exit(3)"
@@ -229,7 +229,7 @@ def test_a_script_runs_with_the_models_known(tmp_path):
     reason="TIMM_TESTS does not name timm's tests/test_models.py (the docstring says how to get it)",
 )
 def test_timms_own_tests():
-    """All but TorchScript: the operations choose kernels or plain PyTorch in Python, which torch.jit.script cannot take."""
+    """All but TorchScript: the operations choose kernels in Python, which torch.jit.script cannot take."""
     command = [
         sys.executable,
         "-m",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State
 
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 HALF = dict(mean=0.5, std=0.5)
+NONE = r"(?!)"  # matches no key
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class Format:
 
     name: str
     mark: str
-    renames: Renames = ()
-    ignored: str = r"(?!)"
-    defaults: dict = field(default_factory=dict)
+    renames: Renames
+    ignored: str
+    defaults: dict
     prepare: Callable[[State], tuple[State, dict]] = lambda state: (state, {})
 
 
@@ -81,7 +82,6 @@ HUGGING_FACE_RENAMES: Renames = (
     (r"\.attention\.([qkv])_proj\.", r".attn.\1."),
     (r"\.attention\.o_proj\.", ".attn.proj."),
 )
-HUGGING_FACE_IGNORED = r"^(mask_token$|pooler\.|decoder\.)"
 
 TORCHVISION_RENAMES: Renames = (
     *to_ours(TORCHVISION),
@@ -121,48 +121,28 @@ def _unit(found: re.Match) -> str:
     return f"patch_embed/backbone/stages/{int(found[1]) - 1}/blocks/{int(found[2]) - 1}/"
 
 
-_HUGGING_FACE = dict(renames=HUGGING_FACE_RENAMES, ignored=HUGGING_FACE_IGNORED)
+_HUGGING_FACE = (HUGGING_FACE_RENAMES, r"^(mask_token$|pooler\.|decoder\.)")
 _ERF = dict(act_layer="gelu", norm_eps=1e-6)
+_ERF_1E_12 = dict(act_layer="gelu", norm_eps=1e-12)
+_TANH = dict(act_layer="gelu_tanh", norm_eps=1e-6)
 
 # The first whose mark is found is it.
 FORMATS = (
-    Format(
-        "Google npz",
-        r"(^|/)Transformer/encoderblock(_\d+)?/",
-        GOOGLE_RENAMES,
-        prepare=_prepare_google,
-        defaults=dict(_ERF, act_layer="gelu_tanh", **HALF),
-    ),
-    Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", **_HUGGING_FACE, defaults=_ERF | IMAGENET),
-    Format(
-        "Hugging Face DeiT",
-        r"(^deit\.|^)embeddings\.distillation_token$",
-        **_HUGGING_FACE,
-        defaults=dict(_ERF, norm_eps=1e-12) | IMAGENET,
-    ),
-    Format(
-        "Hugging Face ViT",
-        r"(^|\.)embeddings\.patch_embeddings\.",
-        **_HUGGING_FACE,
-        defaults=dict(_ERF, norm_eps=1e-12) | HALF,
-    ),
-    Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, defaults=_ERF | IMAGENET),
-    Format("Facebook DINOv2", r"^(mask_token|register_tokens)$", ignored=r"^mask_token$", defaults=_ERF | IMAGENET),
-    Format("timm", r"^blocks\.\d+\.attn\.qkv\.weight$", TIMM_RENAMES, defaults=_ERF | HALF),
+    Format("Google npz", r"(^|/)Transformer/encoderblock(_\d+)?/", GOOGLE_RENAMES, NONE, _TANH | HALF, _prepare_google),
+    Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET),
+    Format("Hugging Face DeiT", r"(^deit\.|^)embeddings\.distillation_token$", *_HUGGING_FACE, _ERF_1E_12 | IMAGENET),
+    Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", *_HUGGING_FACE, _ERF_1E_12 | HALF),
+    Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, NONE, _ERF | IMAGENET),
+    Format("Facebook DINOv2", r"^(mask_token|register_tokens)$", (), r"^mask_token$", _ERF | IMAGENET),
+    Format("timm", r"^blocks\.\d+\.attn\.qkv\.weight$", TIMM_RENAMES, NONE, _ERF | HALF),
 )
 
 # In the order in which a wrapper is looked into: averaged weights before raw ones, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
 ALWAYS = ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
-RANKS = {
-    "patch_embed.proj.weight": 4,
-    "pos_embed": 3,
-    "cls_token": 3,
-    "reg_token": 3,
-    "register_tokens": 3,
-    "head.weight": 2,
-}
+RANKS = {"patch_embed.proj.weight": 4, "head.weight": 2}
+RANKS |= dict.fromkeys(("pos_embed", "cls_token", "reg_token", "register_tokens"), 3)
 
 
 def unwrap(content: dict) -> State:

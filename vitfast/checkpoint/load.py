@@ -17,16 +17,10 @@ from .files import locate, read_tensors
 from .formats import listing, to_timm_names
 
 _HEAD = ("head.", "head_dist.", "pre_logits.")
-# Arguments that the tensors fix, and how two values of one compare.
-_FIXED = dict.fromkeys(
-    "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
-) | {
-    "qkv_bias": bool,
-    "proj_bias": bool,
-    "patch_size": pair,
-    "init_values": bool,
-    "pos_embed": lambda kind: kind in ("none", ""),
-}
+# Arguments that the tensors fix: two values are the same where these are.
+_EXACT = "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
+_FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
+_FIXED |= {"patch_size": pair, "pos_embed": lambda kind: kind in ("none", "")}
 
 
 @dataclass
@@ -82,10 +76,8 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
     found = _open(source, overrides)
     for name in found.config:
         if name not in names:
-            wrote = (
-                f"config.json has {name!r}, which vitfast {__version__} does not know; use the vitfast that wrote it"
-            )
-            raise InputError(f"{source}: {wrote}")
+            has = f"config.json has {name!r}, which vitfast {__version__} does not know"
+            raise InputError(f"{source}: {has}; use the vitfast that wrote it")
 
     classes = overrides.get("num_classes", found.config["num_classes"])
     changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes")}
@@ -150,12 +142,8 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
         raise InputError(f"{found}; {reads}, expected in_chans={changes['in_chans']}")
     hidden = int(config["embed_dim"] * config["mlp_ratio"])
     same = _FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio) == hidden}
-    wrong = {}
-    for name, key in same.items():
-        if name in changes and not (name == "fc_norm" and changes[name] is None):
-            ours, theirs = config.get(name), changes[name]
-            if (key(ours) != key(theirs)) if key else (ours != theirs):
-                wrong[name] = theirs
+    asked = {k: v for k, v in changes.items() if k in same and not (k == "fc_norm" and v is None)}
+    wrong = {k: v for k, v in asked.items() if same[k](config.get(k)) != same[k](v)}
     if not wrong:
         return
     try:

@@ -235,7 +235,7 @@ def _split_qkv(state: State) -> State:
     """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
     apart: dict[str, Tensor] = {}
     for key, value in state.items():
-        names = [key.replace(".qkv.", f".{part}.") for part in "qkv"] if ".attn.qkv." in key else [key]
+        names = [key.replace(".qkv.", f".{name}.") for name in "qkv"] if ".attn.qkv." in key else [key]
         apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
     return {key: value.contiguous() for key, value in apart.items()}
 

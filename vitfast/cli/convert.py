@@ -4,7 +4,7 @@ or torchvision.
 
 import argparse
 
-from .options import add_force, add_heads, add_sizes, overrides
+from .options import add_shared, overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,9 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("path", metavar="OUT", help="a folder, or a file whose suffix suits the format")
     formats = ("vitfast", "timm", "huggingface", "npz", "torchvision")
     add("--format", dest="form", required=True, choices=formats)
-    add_heads(parser)
-    add_sizes(parser)
-    add_force(parser)
+    add_shared(parser, "--num-heads")
+    add_shared(parser, "--img-size")
+    add_shared(parser, "--force")
     classes = "other than the weights' own: a new head of zeros, 0 for none"
     add("--num-classes", metavar="N", type=int, help=classes)
 

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from ..errors import InputError
-from .options import add_json
+from .options import add_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", choices=("auto", "all", "least"), default="auto", help=keep)
     efficiency = "share of the floors' speed that is reached (default: 0.7, of measured ceilings 0.85)"
     add("--efficiency", metavar="X", type=float, help=efficiency)
-    add_json(parser, "print all numbers as JSON")
+    add_shared(parser, "--json", help="print all numbers as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,13 +3,13 @@
 import argparse
 from pathlib import Path
 
-from .options import add_device
+from .options import add_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", default="runs/demo", help="default runs/demo")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="default 0")
-    add_device(parser, default="")
+    add_shared(parser, "--device", default="")
 
 
 def run(args: argparse.Namespace) -> int:

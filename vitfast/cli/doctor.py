@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 
-from .options import add_json
+from .options import add_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_json(parser, "print the results as JSON")
+    add_shared(parser, "--json", help="print the results as JSON")
     only = "an operation such as attention, or those whose name contains this; can be repeated (default: all)"
     add("--only", metavar="NAME", action="append", default=[], help=only)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="", help="default: all that run here")

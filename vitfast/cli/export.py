@@ -3,18 +3,18 @@
 import argparse
 from pathlib import Path
 
-from .options import add_force, add_heads, add_sizes, add_weights, check_device, overrides
+from .options import add_shared, check_device, overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_weights(parser)
+    add_shared(parser, "--weights")
     add("--output", metavar="FILE", type=Path, required=True, help=".onnx for onnx, .pt2 for torch and aoti")
     formats = ("onnx", "torch", "aoti")
     add("--format", dest="form", required=True, choices=formats, help="aoti: compiled for this machine")
-    add_heads(parser)
-    add_sizes(parser)
-    add_force(parser)
+    add_shared(parser, "--num-heads")
+    add_shared(parser, "--img-size")
+    add_shared(parser, "--force")
     add("--uint8", action="store_true", default=False, help="take raw pixels in place of normalised floats")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where it will run (default cpu)")
 

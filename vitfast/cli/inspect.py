@@ -4,18 +4,18 @@ on images.
 
 import argparse
 
-from .options import add_device, add_heads, add_sizes, add_weights, check_device, overrides
+from .options import add_shared, check_device, overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_weights(parser, ", in any format")
+    add_shared(parser, "--weights", help="file, folder or hf-hub:owner/name, in any format")
     add("--data", metavar="SPEC", required=True, help="a folder of images, in class folders or not, or as for eval")
     add("--output", metavar="DIR", required=True, help="for report.html, the figures as PNG, and the numbers")
     add("--images", metavar="N", type=int, default=32, help="evenly spread over the data (default 32)")
-    add_sizes(parser)
-    add_heads(parser)
-    add_device(parser, default="")
+    add_shared(parser, "--img-size")
+    add_shared(parser, "--num-heads")
+    add_shared(parser, "--device", default="")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,8 +5,24 @@ from pathlib import Path
 
 from ..errors import InputError
 
+INTERPOLATED = "positions are interpolated where it changes"
 # The flags that are fields of a run's Config, in any command.
 SETTINGS = "recipe model data output img_size batch_size epochs steps lr seed save_every device compile weights".split()
+
+
+_SHARED = {
+    "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
+    "--device": dict(choices=("cpu", "cuda"), help="default: cuda where there is one"),
+    "--json": dict(action="store_true", default=False, help="print the result as JSON"),
+    "--num-heads": dict(metavar="N", type=int, help="where neither the weights nor a preset of their size tell"),
+    "--img-size": dict(metavar="N", type=int, nargs="+", help=f"side, or height and width; {INTERPOLATED}"),
+    "--force": dict(action="store_true", default=False, help="replace what is there"),
+}
+
+
+def add_shared(parser: argparse.ArgumentParser, name: str, **changes) -> None:
+    """An option that several commands have, with its keywords changed where they differ."""
+    parser.add_argument(name, **_SHARED[name] | changes)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +41,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="folder with train/<class>/* and val/<class>/*, 'digits', 'synthetic', or torch/..., hfds/..., wds/...",
     )
     add("--output", metavar="DIR", help="run folder: settings, metrics, checkpoints, summary.json")
-    size = "side of the images in pixels; positions are interpolated where it changes"
-    add("--img-size", metavar="N", type=int, help=size)
+    add("--img-size", metavar="N", type=int, help=f"side of the images in pixels; {INTERPOLATED}")
     add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all devices")
     add("--epochs", metavar="N", type=float, help="length of the run in passes over the data")
     add("--steps", metavar="N", type=int, help="length of the run in optimiser steps")
     add("--lr", metavar="X", type=float, help="learning rate after the warm-up")
     add("--seed", metavar="N", type=int, help="of initialisation, order and augmentation (default 0)")
     add("--save-every", metavar="STEPS", type=int, help="steps between checkpoints (default: at each evaluation)")
-    add_device(parser)
+    add_shared(parser, "--device")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on cuda)")
     _add_set(parser, "any other setting; pretrain --print-config shows them")
 
@@ -50,43 +65,16 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> 
 
 def add_evaluation_options(parser: argparse.ArgumentParser, data: str = "") -> None:
     """The settings of an evaluation; data: the help of --data, "" for no such option (vtab, which also fine-tunes)."""
-    add_weights(parser)
+    add_shared(parser, "--weights")
     add = parser.add_argument
     if data:
         add("--data", metavar="SPEC", required=True, help=data)
     add("--img-size", metavar="N", type=int, help="default: the model's own")
     at_once = "images at once (default 256)" if data else "images at once; of finetune, per optimiser step"
     add("--batch-size", metavar="N", type=int, help=at_once)
-    add_device(parser)
+    add_shared(parser, "--device")
     _add_set(parser, "such as amp=none or data_dir=/data")
-    add_json(parser, "print the result as JSON")
-
-
-def add_weights(parser: argparse.ArgumentParser, note: str = "") -> None:
-    parser.add_argument("--weights", metavar="PATH", required=True, help=f"file, folder or hf-hub:owner/name{note}")
-
-
-def add_device(parser: argparse.ArgumentParser, **default) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one", **default)
-
-
-def add_json(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--json", action="store_true", default=False, help=text)
-
-
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """The image size of a model that is read, one number or two."""
-    size = "side, or height and width; positions are interpolated where it changes"
-    parser.add_argument("--img-size", metavar="N", type=int, nargs="+", help=size)
-
-
-def add_heads(parser: argparse.ArgumentParser) -> None:
-    heads = "where neither the weights nor a preset of their size tell"
-    parser.add_argument("--num-heads", metavar="N", type=int, help=heads)
-
-
-def add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", default=False, help="replace what is there")
+    add_shared(parser, "--json")
 
 
 def setting_layers(args: argparse.Namespace) -> list[dict]:

@@ -4,12 +4,12 @@ import argparse
 import dataclasses
 import json
 
-from .options import add_json
+from .options import add_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="NAME", nargs="?", default=None)
-    add_json(parser, "as a list of objects with every field")
+    add_shared(parser, "--json", help="as a list of objects with every field")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,14 +36,11 @@ _MODELS = {
 
 
 def _cfg(size: int) -> dict:
-    """What timm wants to know of a model, with the pixels' normalisation of its own ViTs."""
+    """What timm wants to know of a model beyond its defaults; the normalisation is that of its own ViTs."""
     return dict(
         url="",
-        num_classes=1000,
         input_size=(3, size, size),
-        pool_size=None,
         crop_pct=0.9 if size < 384 else 1.0,
-        interpolation="bicubic",
         fixed_input_size=True,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
