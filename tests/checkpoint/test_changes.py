@@ -4,20 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from checkpoints import (
-    CLASSES,
-    HEADS,
-    SIZE,
-    SMALL,
-    TOL,
-    D,
-    P,
-    agree,
-    google,
-    images,
-    logits,
-    small_timm,
-)
+from checkpoints import CLASSES, HEADS, SIZE, SMALL, TOL, D, P, agree, google, images, logits, small_timm
 from timm.layers import resample_abs_pos_embed
 from timm.models import vision_transformer as timm_vit
 

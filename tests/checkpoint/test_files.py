@@ -9,19 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoints import (
-    HF,
-    SMALL,
-    D,
-    P,
-    agree,
-    google,
-    images,
-    logits,
-    pick,
-    randomised,
-    small_timm,
-)
+from checkpoints import HF, SMALL, D, P, agree, google, images, logits, pick, randomised, small_timm
 
 from vitfast import InputError, ViT, load_checkpoint
 from vitfast.checkpoint import save

@@ -3,21 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
-    CLASSES,
-    HEADS,
-    SIZE,
-    SMALL,
-    TOL,
-    D,
-    N,
-    agree,
-    google,
-    images,
-    logits,
-    pick,
-    stacked,
-)
+from checkpoints import CLASSES, HEADS, SIZE, SMALL, TOL, D, N, agree, google, images, logits, pick, stacked
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import ViT, load_checkpoint

@@ -6,18 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoints import (
-    HEADS,
-    HF,
-    IMAGENET,
-    SMALL,
-    TOL,
-    agree,
-    images,
-    logits,
-    pick,
-    randomised,
-)
+from checkpoints import HEADS, HF, IMAGENET, SMALL, TOL, agree, images, logits, pick, randomised
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import InputError, ViT, load_checkpoint
