@@ -20,7 +20,7 @@ Runner = Callable[[Tensor], Tensor]
 
 
 def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, force: bool = False) -> float | None:
-    """Writes `model` for inference, images (B, C, H, W) -> logits, with a free batch and the model's own image size.
+    """Writes `model` for inference: images (B, C, H, W) of the model's size, B free -> logits.
 
     form: "onnx" (the exporter's newest default opset; weights beyond 2 GB lie beside it in `path.data`), "torch"
     (torch.export, a .pt2 for `torch.export.load`) or "aoti" (a .pt2 for `torch._inductor.aoti_load_package`, compiled

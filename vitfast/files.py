@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a temporary file in the same folder, then puts it, synced to disk, in the place of `path`.
+    """Lets `write` fill a temporary file beside `path`, then puts it, synced, in its place.
 
     Where `write` raises, the old file stays.
     """

@@ -1,4 +1,4 @@
-"""Weights of timm, torchvision and Facebook's DINOv2, judged by their libraries' logits, on random weights."""
+"""Weights of timm, torchvision and Facebook's DINOv2, judged by their libraries' logits."""
 
 import argparse
 import json

@@ -58,7 +58,7 @@ def test_hugging_face_vit_without_head_or_prefix(tmp_path, layout):
 
 
 def test_hugging_face_config_is_heard(tmp_path):
-    """Other than the defaults: eps, activation, heads, image size, channels, no qkv bias, pixel statistics."""
+    """Not the defaults: eps, activation, heads, image size, channels, no qkv bias, pixel statistics."""
     changes = dict(
         image_size=[32, 16],
         num_channels=2,
@@ -109,7 +109,7 @@ def test_distilled_deit_with_two_heads(tmp_path, layout):
 @LAYOUTS
 @pytest.mark.parametrize("kind", ["Dinov2", "Dinov2WithRegisters"])
 def test_hugging_face_dinov2(tmp_path, layout, kind):
-    """The backbone. Its classifier reads the class token beside the mean of the patches: the ViT's cannot."""
+    """The backbone. Its classifier reads class token and mean of the patches: the ViT's cannot."""
     truth = randomised(
         getattr(transformers, f"{kind}ForImageClassification")(getattr(transformers, f"{kind}Config")(**HF))
     )

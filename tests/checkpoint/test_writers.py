@@ -198,7 +198,7 @@ def test_convert_changes_size_and_classes(tmp_path, capsys):
 
 
 def test_google_means_the_tanh_gelu(tmp_path):
-    """The same bits for timm and for us; the logits part by the activation alone, which ours takes from the format."""
+    """The same bits for timm and us; logits differ by the activation, which ours has from the format."""
     model = small()
     notes = write(model, tmp_path / "w.npz", "npz")
     assert notes == ["npz does not say act_layer='gelu': its readers take 'gelu_tanh'"]

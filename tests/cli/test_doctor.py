@@ -132,7 +132,7 @@ def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
 
 
 def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
-    """Right numbers are not enough: a row too many is read of a workspace, and a sum goes where nobody reads."""
+    """Right numbers are not enough: a row too many is read of a workspace, whose sum nobody reads."""
     from vitfast.kernels import rows
 
     given = [
@@ -235,7 +235,7 @@ def test_doctor_interprets_in_processes_of_its_own():
 
 
 def deadly(task) -> doctor.Result:
-    """What a worker of the doctor can do to itself."""
+    """Work that ends its own process."""
     if task[0] == "exits":
         os._exit(3)
     if task[0] == "crashes":

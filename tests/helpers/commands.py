@@ -1,4 +1,4 @@
-"""What the tests of commands share: a command in this process, and small folders of images."""
+"""A command in this process, and small folders of images for it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`inspect`: filters, positions, distances and rollout of models whose answer is known, and the files."""
+"""`inspect`: measures of models whose answer is known, and the files that it writes."""
 
 import base64
 import csv
@@ -41,11 +41,12 @@ def uniform(model: ViT) -> ViT:
 
 
 def peaked(model: ViT, shift: int = 0) -> ViT:
-    """Attention that is a permutation: token i attends to token i + shift (cyclic) alone, in every head and layer.
+    """Attention that is a permutation: token i attends to token i + shift (cyclic) alone.
 
-    The patch projection is zero and the layers add nothing, so that every layer sees the positions: in the columns of
-    each head, token i has row i of a Hadamard matrix, orthogonal to the others and with mean 0 (the first row is left
-    out), which LayerNorm leaves as it is. k is that row, q 100 times the row of token i + shift.
+    That is so in every head and layer. The patch projection is zero and the layers add nothing, so that every layer
+    sees the positions: in the columns of each head, token i has row i of a Hadamard matrix, orthogonal to the others
+    and with mean 0 (the first row is left out), which LayerNorm leaves as it is. k is that row, q 100 times the row of
+    token i + shift.
     """
     tokens, head = PATCHES + model.num_prefix_tokens, WIDTH // HEADS
     rows = torch.tensor(hadamard(head), dtype=torch.float32)[1 : tokens + 1]
@@ -117,7 +118,7 @@ def test_similarity_is_scikit_learns(options):
 
 
 def test_similarity_of_two_tables_and_of_layers():
-    """Columns and rows apart: the table that is added is their concatenation; of several, the first is shown."""
+    """Columns and rows apart: the table is their concatenation; of several, the first is shown."""
     from sklearn.metrics.pairwise import cosine_similarity
 
     model = vit(pos_embed="learn2d", pos_embed_at="layers")
@@ -261,7 +262,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A plain folder: one image at the top, two in class folders, of several kinds and sizes, and what is no image."""
+    """A folder with an image at the top, two in a class folder, of other kinds and sizes, and a text."""
     folder = tmp_path_factory.mktemp("pictures")
     rng = np.random.default_rng(0)
     (folder / "cat").mkdir()

@@ -49,7 +49,7 @@ def images(*size, batch=2, chans=3):
 
 
 def test_names_and_twins():
-    """Every entry point has timm's configuration, and the keys and shapes of the timm model that it is named after."""
+    """Every entry point has the configuration, keys and shapes of the timm model it is named after."""
     names = [n for n in vitfast.timm_models.__all__ if n.startswith("vit_")]
     assert sorted(names) == timm.list_models("vit_fast_*", module="vision_transformer") and len(names) == 11
     for name in names:
@@ -143,7 +143,7 @@ def test_what_timms_factory_and_optimisers_rely_on():
 
 @pytest.mark.parametrize("change", [dict(size=(48, 32)), dict(pool="avg")], ids=str)
 def test_timm_saves_it_after_changes(tmp_path, weights, change):
-    """save_for_hf writes what create_model needs to make this very model again, and vitfast reads the folder too."""
+    """create_model makes this very model again of what save_for_hf wrote, and vitfast reads it too."""
     model = make(checkpoint_path=weights[1])
     model.set_input_size(img_size=change.get("size", (32, 32)))
     model.reset_classifier(3, change.get("pool"))
@@ -212,7 +212,7 @@ def test_fx_is_bit_equal_and_trains(weights):
 
 
 def test_a_script_runs_with_the_models_known(tmp_path):
-    """`python -m vitfast.timm_models SCRIPT ...`: main, arguments and neighbouring modules as Python has them."""
+    """`python -m vitfast.timm_models SCRIPT ...`: main, arguments and neighbours as Python has them."""
     (tmp_path / "neighbour.py").write_text("import timm\nmake = timm.create_model")
     script = "import sys, neighbour\nassert __name__ == '__main__'\n"
     script += "print(sys.argv[1:], type(neighbour.make(sys.argv[2], img_size=32, depth=1)).__name__)\nsys.exit(3)"

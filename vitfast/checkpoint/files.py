@@ -1,4 +1,4 @@
-"""Weights as bytes: finding them (file, folder, hub), reading them, putting what was written in its place.
+"""Weights as bytes: found (file, folder, hub), read, and put in their place when written.
 
 No pickle is ever run.
 """
@@ -79,7 +79,7 @@ def read_tensors(path: Path) -> dict:
 
 
 def check_free(path: Path, force: bool) -> None:
-    """Raises InputError where something is at `path` already (an empty folder is nothing), unless `force`."""
+    """Raises InputError where `path` is there already (but for an empty folder), unless `force`."""
     if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
         raise InputError(f"{path}: is there already; add --force (force=True) to replace it")
 

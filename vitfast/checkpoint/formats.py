@@ -174,9 +174,9 @@ def detect(state: State) -> Format:
 
 
 def to_timm_names(content: dict) -> tuple[State, Format, dict]:
-    """What a file holds, in any format -> the state dict in timm's names, and its format.
+    """The content of a file in any format -> the state dict in timm's names, the format, and arguments.
 
-    The third is the constructor arguments that only the source could tell. Raises InputError as `detect` does, and
+    Those are the constructor arguments that only the source could tell. Raises InputError as `detect` does, and
     where the tensors of a ViT are missing.
     """
     source = unwrap(content)

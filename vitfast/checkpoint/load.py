@@ -157,7 +157,7 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
 
 
 def _differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
-    """What keeps a state dict from loading, "" where nothing does."""
+    """The names and shapes that keep a state dict from loading, "" where it fits."""
     names = listing(expected, state) if expected.keys() != state.keys() else ""
     shapes = [
         f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}"

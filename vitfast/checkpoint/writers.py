@@ -1,4 +1,4 @@
-"""The formats that are written, ours and other libraries': what each lacks, its names, layouts, files."""
+"""The formats that are written: what each has no place for, its names, layouts and files."""
 
 import json
 import re
@@ -96,7 +96,7 @@ class Writer:
 
 
 def tensors(model) -> State:
-    """The state dict of a model on the CPU, contiguous, no two in the same memory (safetensors has no such)."""
+    """The state dict on the CPU, contiguous, no two tensors in the same memory (for safetensors)."""
     state, storages = {}, set()
     for name, value in model.state_dict().items():
         value = value.detach().cpu().contiguous()
@@ -124,7 +124,7 @@ def _write_json(content: dict, path: Path) -> None:
 
 
 def save(model, folder: str | Path) -> None:
-    """Writes `folder/model.safetensors` and `folder/config.json`, each replaced atomically; makes the folder.
+    """Writes model.safetensors and config.json, each replaced atomically; makes the folder.
 
     The state dict is written as it is (dtypes too), from any device; config.json holds `model.config`, the library and
     its version.

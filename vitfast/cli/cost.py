@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_flags(args: argparse.Namespace) -> tuple[str, dict, float | None, float | None, dict]:
-    """What is trained: preset, its other arguments, epochs, images in one, and how, as `estimate` takes it."""
+    """Preset, its other arguments, epochs, images in an epoch, and what else `estimate` takes."""
     given = vars(args)
     if "model" not in given:
         raise InputError("cost of what? give --model NAME or --recipe NAME")

@@ -1,4 +1,4 @@
-"""What commands share: options, and what is made of them before anything runs."""
+"""Options of several commands, and the settings and arguments that are made of them."""
 
 import argparse
 from pathlib import Path
@@ -64,7 +64,7 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> 
 
 
 def add_evaluation_options(parser: argparse.ArgumentParser, data: str = "") -> None:
-    """The settings of an evaluation; data: the help of --data, "" for no such option (vtab, which also fine-tunes)."""
+    """The settings of an evaluation. data: the help of --data; "" for vtab, which has no such option."""
     add_shared(parser, "--weights")
     add = parser.add_argument
     if data:
@@ -111,7 +111,7 @@ def experiment_config(args: argparse.Namespace):
 
 
 def unless_stopped(function, *args):
-    """function(*args), a run or several, None where it was asked to stop; leaves the process group in any case."""
+    """function(*args), or None where a run in it was asked to stop; then leaves the process group."""
     from ..distributed import leave
     from ..experiments.runs import Stopped
 

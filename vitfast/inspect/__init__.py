@@ -1,1 +1,1 @@
-"""What a model learned: its filters, positions and attention, as numbers and as figures."""
+"""A model's filters, positions and attention, as numbers and as figures."""

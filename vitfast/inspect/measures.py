@@ -1,4 +1,4 @@
-"""What a model's filters, positions and attention learned, as numbers (the ViT paper, 4.5, D.7, D.8).
+"""Measures of learned filters, positions and attention (the ViT paper, 4.5, D.7, D.8).
 
 Images are (B, C, H, W), raw uint8 or normalised floats, on any device. One layer's attention over a few images is held
 at a time.
@@ -19,7 +19,7 @@ HELD = 2**28  # bytes of one layer's attention matrices
 
 @torch.no_grad()
 def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
-    """Principal components of the D patch filters, (n, C, P, Q), and the share of the variance of each, (n,).
+    """Principal components of the patch filters, (n, C, P, Q), and their shares of the variance, (n,).
 
     They have unit length. Largest share first; the entry of largest size is positive, the sign being free. n is
     `count`, or the rank of the centred filters where that is smaller. Float64 inside. Figure 7, left.
@@ -35,7 +35,7 @@ def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
 
 
 def _positions(model: ViT) -> Tensor | None:
-    """What is added to the patches, (N, D); where every layer has a table of its own, before the first."""
+    """The table that is added to the patches, (N, D); of several, that before the first layer."""
     table = positions.absolute({name: getattr(model, name) for name in model._tables})
     return None if table is None else table[0, -model.patch_embed.num_patches :]
 

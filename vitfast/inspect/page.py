@@ -15,7 +15,7 @@ def picture(png: bytes, alt: str) -> str:
 
 
 def page(title: str, facts: dict[str, str], sections: dict[str, tuple[str, str]], introduction: str = "") -> str:
-    """An HTML document: the introduction, the facts as a table, then each heading -> (note, `picture` or "")."""
+    """An HTML document. sections: heading -> (note, `picture` or ""); the facts come as a table."""
     rows = (f"<tr><td>{html.escape(k)}</td><td class=n>{html.escape(v)}</td></tr>" for k, v in facts.items())
     lines = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',

@@ -1,4 +1,4 @@
-"""What `inspect` writes: the figures as PNG files, their numbers, and one page with all of it."""
+"""The files that `inspect` writes: figures as PNG, their numbers, and one page with all of it."""
 
 import io
 import json

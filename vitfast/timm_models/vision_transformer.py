@@ -36,7 +36,7 @@ _MODELS = {
 
 
 def _cfg(size: int) -> dict:
-    """What timm wants to know of a model beyond its defaults; the normalisation is that of its own ViTs."""
+    """The entries of timm's pretrained_cfg beyond its defaults; the normalisation is that of its ViTs."""
     return dict(
         url="",
         input_size=(3, size, size),
