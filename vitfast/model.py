@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import positions
-from .checkpoint import build, save
+from .checkpoint import load_model, save
 from .errors import InputError
 from .hybrid import HybridEmbed
 from .keep import ASKED, KEEPS, choose
@@ -223,7 +223,7 @@ class ViT(nn.Module):
         Constructor arguments override what the checkpoint says: another `img_size` resamples the positions, another `num_classes`
         replaces the whole head by a zero linear layer. Raises InputError where the weights do not fit, naming the keys.
         """
-        return build(cls, source, overrides)
+        return load_model(cls, source, overrides)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes `folder/model.safetensors` (timm's naming) and `folder/config.json`, each replaced atomically."""
