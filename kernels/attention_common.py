@@ -1,4 +1,7 @@
-"""Heads of the attention kernels: one or two power-of-two chunks of columns, as in 80 = 64 + 16."""
+"""Heads of the attention kernels: one or two power-of-two chunks of columns, as in 80 = 64 + 16.
+
+The kernels list their arguments, and find their head, in the same lines each: Triton takes arguments by name.
+"""
 
 from typing import NamedTuple
 

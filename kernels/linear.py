@@ -42,7 +42,7 @@ def linear_kernel(
     SUBTILES: tl.constexpr,
 ):
     _, offs_m, first_n, pieces = output_block(
-        a_ptr, b_ptr, 0, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
     )
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)

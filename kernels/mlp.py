@@ -131,7 +131,7 @@ def linear_gelu_kernel(
     SUBTILES: tl.constexpr,
 ):
     index_m, offs_m, first_n, pieces = output_block(
-        a_ptr, b_ptr, 0, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
     )
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
@@ -179,7 +179,7 @@ def dgelu_matmul_kernel(
     SUBTILES: tl.constexpr,
 ):
     index_m, offs_m, first_n, pieces = output_block(
-        a_ptr, b_ptr, 0, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
     )
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
@@ -292,22 +292,10 @@ def _gelu_bwd(
         return dpre, F.gelu(pre, approximate=approximate) if want_act else None, dbias
     blocks = cdiv(m, tile["BLOCK_M"])
     dpre, act, sums = _dgelu_outputs(pre, blocks, want_act, want_bias_grad)
-    launch(
-        gelu_bwd_kernel,
-        (blocks, cdiv(n, tile["BLOCK_N"])),
-        dy_ptr=dy,
-        pre_ptr=pre,
-        dpre_ptr=dpre,
-        act_ptr=act,
-        sums_ptr=sums,
-        M=m,
-        N=n,
-        stride_ym=dy.stride(0),
-        stride_pm=pre.stride(0),
-        stride_om=n,
-        TANH=approximate == "tanh",
-        **tile.meta,
-    )
+    grid, tanh = (blocks, cdiv(n, tile["BLOCK_N"])), approximate == "tanh"
+    pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
+    strides = dict(stride_ym=dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
+    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, TANH=tanh, **tile.meta)
     return dpre, act, _bias_grad(sums)
 
 

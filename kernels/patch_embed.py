@@ -26,6 +26,7 @@ from .patches import (
     locate,
     patch_class,
     patch_matrix,
+    token_row,
 )
 from .rows import vector
 
@@ -53,8 +54,8 @@ def patch_embed_fold_kernel(
         k = start + tl.arange(0, BLOCK_K)
         w = tl.load(weight_ptr + d * strides[0] + k_offsets(k, strides, AXES), mask=k < K, other=0.0).to(tl.float32)
         channel = k // C_INNER % len(SCALES)
-        folded = w * channel_values(channel, SCALES)
-        tl.store(folded_ptr + d * K + k, folded.to(folded_ptr.dtype.element_ty), mask=k < K)
+        ptrs, folded = folded_ptr + d * K + k, w * channel_values(channel, SCALES)
+        tl.store(ptrs, folded.to(folded_ptr.dtype.element_ty), mask=k < K)
         total += w * channel_values(channel, SHIFTS)
     bias = tl.sum(total, 0)
     if bias_ptr is not None:
@@ -105,7 +106,7 @@ def patch_embed_fwd_kernel(
     if block < blocks:
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = row < rows
-        out_row, patch, corner = locate(row, layout, prefix, strides, AXES)
+        image, patch, corner = locate(row, layout, strides, AXES)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for start in range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
@@ -121,7 +122,7 @@ def patch_embed_fwd_kernel(
         # In two halves: positions and accumulator together are more than the registers hold.
         half: tl.constexpr = BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))
-        pos_row = patch + prefix - pos_start
+        out_row, pos_row = token_row(row, image, prefix), patch + prefix - pos_start
         offs_half = start_d + tl.arange(0, half)
         _store_tokens(left, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half, mask_m, D)
         _store_tokens(right, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half + half, mask_m, D)

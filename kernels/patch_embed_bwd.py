@@ -24,6 +24,7 @@ from .patches import (
     locate,
     patch_class,
     patch_matrix,
+    token_row,
 )
 
 
@@ -63,10 +64,9 @@ def patch_embed_batch_sum_kernel(
 
 
 @triton.jit
-def load_tokens(dy_ptr, row, mask_row, offs_d, D: tl.constexpr):
-    """Some columns of some rows of dy (B, T+N, D); zeros outside."""
-    mask = mask_row[:, None] & (offs_d < D)[None, :]
-    return tl.load(dy_ptr + row[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
+def load_tokens(dy_ptr, row, offs_d, mask_m, mask_d, D: tl.constexpr):
+    """Some columns of some rows of dy (B, T+N, D); zeros where masked."""
+    return tl.load(dy_ptr + row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_split"])
@@ -99,8 +99,8 @@ def patch_embed_dweight_kernel(
     for start in range(first, tl.minimum(first + rows_per_split, rows), BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         mask_m = row < rows
-        dy_row, _, corner = locate(row, layout, prefix, strides, AXES)
-        dy = load_tokens(dy_ptr, dy_row, mask_m, offs_d, D)
+        image, _, corner = locate(row, layout, strides, AXES)
+        dy = load_tokens(dy_ptr, token_row(row, image, prefix), offs_d, mask_m, mask_d, D)
         x_ptrs = image_ptr + corner[:, None] + pixels[None, :]
         x = load_patches(x_ptrs, mask_m[:, None] & mask_k[None, :], dy_ptr.dtype.element_ty)
         acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
@@ -161,13 +161,14 @@ def patch_embed_dimages_kernel(
     k = tl.program_id(0) % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_k = k < K
     mask_m = row < rows
-    dy_row, _, corner = locate(row, layout, prefix, strides, AXES)
+    image, _, corner = locate(row, layout, strides, AXES)
+    dy_row = token_row(row, image, prefix)
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
-        dy = load_tokens(dy_ptr, dy_row, mask_m, offs_d, D)
-        mask = (offs_d < D)[:, None] & mask_k[None, :]
-        w = tl.load(weight_ptr + offs_d[:, None] * K + k[None, :], mask=mask, other=0.0)
+        mask_d = offs_d < D
+        dy = load_tokens(dy_ptr, dy_row, offs_d, mask_m, mask_d, D)
+        w = tl.load(weight_ptr + offs_d[:, None] * K + k[None, :], mask=mask_d[:, None] & mask_k[None, :], other=0.0)
         acc = tl.dot(dy, w, acc, input_precision=PRECISION)
     pixels = corner[:, None] + k_offsets(k, strides, AXES)[None, :]
     tl.store(dimage_ptr + pixels, acc.to(dimage_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_k[None, :])

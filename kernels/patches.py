@@ -5,7 +5,7 @@ together, so that a run of Q or Q*C numbers is contiguous. Images may have any s
 
 Raw uint8 images u: (u / 255 - mean) / std = x a + c with x = u / 128 - 1, exact in every dtype, a = 128 / (255 std),
 c = (128 / 255 - mean) / std. a is folded into W and c into the bias; the weight's gradient takes a back, and c times
-the bias's gradient.
+the bias's gradient. Every kernel lists `geometry_of`'s arguments once more: Triton takes them by name.
 """
 
 import functools
@@ -59,15 +59,20 @@ def k_offsets(k, strides, AXES: tl.constexpr):
 
 
 @triton.jit
-def locate(row, layout, prefix, strides, AXES: tl.constexpr):
-    """A patch's row among all tokens, its number in its image and the offset of its first pixel."""
+def locate(row, layout, strides, AXES: tl.constexpr):
+    """For each row, one patch of the batch: its image, its number there, the offset of its first pixel."""
     image = divide(row, layout.patches_magic, layout.patches_shift)
     patch = row - image * layout.patches
     y = divide(patch, layout.columns_magic, layout.columns_shift)
     x = patch - y * layout.columns
     down = (y * AXES.k1).to(tl.int64) * strides[2] * AXES.unit
-    corner = image.to(tl.int64) * strides[0] * AXES.unit + down + (x * AXES.k2).to(tl.int64) * strides[3]
-    return (row + (image + 1) * prefix).to(tl.int64), patch, corner
+    return image, patch, image.to(tl.int64) * strides[0] * AXES.unit + down + (x * AXES.k2).to(tl.int64) * strides[3]
+
+
+@triton.jit
+def token_row(row, image, prefix):
+    """The row of a patch among all tokens, (B, T+N, D): every image has `prefix` tokens more."""
+    return (row + (image + 1) * prefix).to(tl.int64)
 
 
 @triton.jit

@@ -20,6 +20,19 @@ from .launch import cdiv, fp32_precision
 
 
 @triton.jit
+def block_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """This program's block of the output: its index along M, first row and column."""
+    pid = tl.program_id(0)
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    # column by column within GROUP_M rows of blocks
+    first = pid // (GROUP_M * blocks_n) * GROUP_M
+    height = min(blocks_m - first, GROUP_M)
+    within = pid % (GROUP_M * blocks_n)
+    index_m = first + within % height
+    return index_m, index_m * BLOCK_M, within // height * BLOCK_N
+
+
+@triton.jit
 def product(
     a,  # (M, all K): a pointer or a descriptor
     b,  # (all K, N): a pointer or a descriptor
@@ -90,9 +103,8 @@ def split_columns(acc, SUBTILES: tl.constexpr):
 
 @triton.jit
 def output_block(
-    a,  # as in `product`, and the next four
+    a,  # as in `product`, and the next three
     b,
-    first_k,
     sizes,
     strides,
     LOADS: tl.constexpr,
@@ -104,15 +116,8 @@ def output_block(
     SUBTILES: tl.constexpr,
 ):
     """This program's block of A B: its index along M, its rows, its first column, its sums in pieces."""
-    pid = tl.program_id(0)
-    blocks_m, blocks_n = tl.cdiv(sizes[0], BLOCK_M), tl.cdiv(sizes[1], BLOCK_N)
-    # column by column within a group of rows of blocks
-    first = pid // (GROUP_M * blocks_n) * GROUP_M
-    height = min(blocks_m - first, GROUP_M)
-    within = pid % (GROUP_M * blocks_n)
-    index_m = first + within % height
-    first_m, first_n = index_m * BLOCK_M, within // height * BLOCK_N
-    acc = product(a, b, (first_m, first_n, first_k), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    index_m, first_m, first_n = block_offsets(sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
+    acc = product(a, b, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     return index_m, offs_m, first_n, split_columns(acc, SUBTILES)
 

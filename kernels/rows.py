@@ -167,15 +167,8 @@ def column_sums(pairs: list[tuple[Tensor | None, Tensor | None]], programs: int,
         return
     tile = tiles.lookup("column_sums", x, f"d{D}")
     workspaces, outs = zip(*pairs)
-    launch(
-        column_sums_kernel,
-        (cdiv(D, tile["BLOCK_D"]), len(pairs)),
-        ws_ptrs=workspaces,
-        out_ptrs=outs,
-        P=programs,
-        D=D,
-        **tile.meta,
-    )
+    grid = (cdiv(D, tile["BLOCK_D"]), len(pairs))
+    launch(column_sums_kernel, grid, ws_ptrs=workspaces, out_ptrs=outs, P=programs, D=D, **tile.meta)
 
 
 def scale_rows(

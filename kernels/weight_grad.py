@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import tiles
 from .launch import cdiv, fp32_precision, launch
-from .product import operands, output_block, product_class
+from .product import block_offsets, operands, product, product_class, split_columns
 from .rows import vector
 
 
@@ -44,14 +44,15 @@ def weight_grad_kernel(
     SUBTILES: tl.constexpr,
 ):
     """BLOCK_N x BLOCK_K of the output, BLOCK_M rows at a time."""
+    _, first_n, first_k = block_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
     split = tl.program_id(1)
     share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
     start = split * share
     rows = tl.minimum(M - start, share)
-    sizes, strides = (N, K, rows), ((1, stride_gm), (stride_xm, 1))
-    _, offs_n, first_k, pieces = output_block(
-        g_ptr, x_ptr, start, sizes, strides, LOADS, PRECISION, BLOCK_N, BLOCK_K, BLOCK_M, GROUP_N, SUBTILES
-    )
+    first, sizes, strides = (first_n, first_k, start), (N, K, rows), ((1, stride_gm), (stride_xm, 1))
+    acc = product(g_ptr, x_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
+    offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
+    pieces = split_columns(acc, SUBTILES)
     out_ptr += split.to(tl.int64) * stride_os
     for i in tl.static_range(SUBTILES):
         cols = first_k + i * (BLOCK_K // SUBTILES) + tl.arange(0, BLOCK_K // SUBTILES)

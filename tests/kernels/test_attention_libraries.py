@@ -181,7 +181,7 @@ def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch
         assert torch.equal(fallen_back[name], value), name
 
 
-def test_rivals_are_those_that_can_run(without_packages):
+def test_candidates_are_those_that_can_run(without_packages):
     half = torch.empty(0, dtype=torch.float16)
     for op, shape, here in [
         ("attention_fwd", "d64n256", ["tiled", "flash"]),
@@ -213,7 +213,7 @@ def test_offline_compilation_knows_no_library():
             norm.layer_norm_fwd(torch.empty(2, 64, device="meta"), None, None, 1e-6)
 
 
-def test_what_the_table_ships_is_a_rival_of_what_a_user_chose(monkeypatch):
+def test_what_the_table_ships_is_a_candidate_beside_what_a_user_chose(monkeypatch):
     flash, half = tiles.tile(provider="flash"), torch.empty(0, dtype=torch.float16)
     monkeypatch.setattr(tiles, "_find", lambda *_: flash)
     assert [t.provider for t in tiles.candidates("attention_fwd", half, "d64n256")] == ["rows", "tiled"]

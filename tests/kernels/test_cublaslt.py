@@ -72,7 +72,7 @@ def test_wrong_arguments_are_refused(change, error, message):
     assert torch.cuda.is_initialized() == before
 
 
-def test_it_is_a_rival_where_it_can_run(afresh, monkeypatch):
+def test_it_is_a_candidate_where_it_can_run(afresh, monkeypatch):
     half, single = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
     offered = lambda x: [tile.provider for tile in tiles.candidates("linear_residual_fwd", x, "768x768")]  # noqa: E731
     assert offered(half) == ["cublas", "tma", "triton", "tma"]  # and wide tiles of both

@@ -103,7 +103,7 @@ def test_what_is_forced_must_exist():
     assert not tiles._overrides
 
 
-def test_every_rival_that_runs_here_is_offered():
+def test_every_candidate_that_runs_here_is_offered():
     half = torch.empty(1, dtype=torch.float16)
     for op, shape, providers in [
         ("linear_fwd", "768x2304", ["triton", "tma", "triton", "tma"]),  # and both again with wide tiles
@@ -120,7 +120,7 @@ def test_every_rival_that_runs_here_is_offered():
         ]  # no tensor descriptors before sm_90
 
 
-def test_a_provider_may_have_several_rivals_each_a_variant(monkeypatch):
+def test_a_provider_may_have_several_candidates_each_a_variant(monkeypatch):
     shipped, wide, tma, wide_tma = (tile(8, 3, name, BLOCK_N=n) for name in ("triton", "tma") for n in (128, 256))
     monkeypatch.setitem(tiles.RULES, "x", (Rule(shipped),))
     rules = (
