@@ -28,6 +28,12 @@ from .patches import (
 )
 
 
+@triton.jit
+def load_tokens(dy_ptr, row, offs_d, mask_m, mask_d, D: tl.constexpr):
+    """Some columns of some rows of dy (B, T+N, D); zeros where masked."""
+    return tl.load(dy_ptr + row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["batch"])
 def patch_embed_batch_sum_kernel(
     dy_ptr,  # (B, T+N, D)
@@ -49,8 +55,8 @@ def patch_embed_batch_sum_kernel(
     acc = tl.zeros((BLOCK_B, BLOCK_D), tl.float32)
     for start in range(0, batch, BLOCK_B):
         image = start + tl.arange(0, BLOCK_B)
-        ptrs = dy_ptr + (image.to(tl.int64) * tokens + token)[:, None] * D + offs_d[None, :]
-        acc += tl.load(ptrs, mask=(image < batch)[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+        row = image.to(tl.int64) * tokens + token
+        acc += load_tokens(dy_ptr, row, offs_d, image < batch, mask_d, D).to(tl.float32)
     total = tl.sum(acc, 0)
     if sum_ptr is not None:
         if token >= prefix:
@@ -61,12 +67,6 @@ def patch_embed_batch_sum_kernel(
     if dpos_ptr is not None:
         if token >= pos_start:
             tl.store(dpos_ptr + (token - pos_start) * D + offs_d, total.to(dpos_ptr.dtype.element_ty), mask=mask_d)
-
-
-@triton.jit
-def load_tokens(dy_ptr, row, offs_d, mask_m, mask_d, D: tl.constexpr):
-    """Some columns of some rows of dy (B, T+N, D); zeros where masked."""
-    return tl.load(dy_ptr + row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_split"])
@@ -167,7 +167,7 @@ def patch_embed_dimages_kernel(
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
         mask_d = offs_d < D
-        dy = load_tokens(dy_ptr, dy_row, offs_d, mask_m, mask_d, D)
+        dy = tl.load(dy_ptr + dy_row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
         w = tl.load(weight_ptr + offs_d[:, None] * K + k[None, :], mask=mask_d[:, None] & mask_k[None, :], other=0.0)
         acc = tl.dot(dy, w, acc, input_precision=PRECISION)
     pixels = corner[:, None] + k_offsets(k, strides, AXES)[None, :]
