@@ -103,7 +103,7 @@ def with_rivals(call) -> dict:
         runs = {"": call} if record(call) else {}
     for (op, bits, shape), _ in used.items():
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else torch.bfloat16, device=META)
-        for rival in tiles.rivals(op, like, shape, unchecked=True):
+        for rival in tiles.candidates(op, like, shape, unchecked=True):
             if rival.blocks or rival.provider == "tiled":
 
                 def run(op=op, rival=rival, shape=shape):
@@ -291,7 +291,7 @@ def operations(
                 found += record(run)
             for (op, bits, shape), _ in used.items() if rivals else ():
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=META)
-                for rival in tiles.rivals(op, like, shape, unchecked=True):
+                for rival in tiles.candidates(op, like, shape, unchecked=True):
                     with tiles.override(op, rival, shape):
                         found += record(run)
     return found
