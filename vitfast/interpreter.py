@@ -1,5 +1,6 @@
-"""Triton's interpreter, made right for bfloat16 and twice as quick. It runs kernels in NumPy where TRITON_INTERPRET=1.
+"""Triton's interpreter, made right for bfloat16 and twice as fast.
 
+It runs kernels in NumPy where TRITON_INTERPRET=1.
 Without `mend_bfloat16` bfloat16 numbers are uint16 bit patterns to NumPy: casts truncate, sums add the patterns, and
 nothing says so. With it they are ml_dtypes.bfloat16, whose numbers NumPy computes with as a GPU does: casts round to
 nearest even (those from fp64 and integers by way of fp32), arithmetic is fp32 rounded once, `tl.fma` is exact and

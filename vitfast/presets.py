@@ -41,11 +41,11 @@ def preset(name: str) -> dict:
 
 
 def reduction(layers: Sequence[int]) -> int:
-    """How much smaller than the image the map of a ResNet with these stages is: 4 in its root and first stage, 2 in each other."""
+    """How much smaller than the image a ResNet's map is: 4 in its root and first stage, 2 in each other."""
     return 2 ** (len(layers) + 1)
 
 
 def shorthand(layers: Sequence[int], width: float, patch: int) -> str | dict:
-    """The name of a backbone with these stages under patches of so many pixels, else what `resolve` takes."""
+    """The name of a backbone with these stages under patches of so many pixels, else a dict as hybrid.py takes it."""
     names = (name for name, options in BACKBONES.items() if width == 1 and tuple(layers) == options.get(patch))
     return next(names, dict(layers=list(layers), width=width))

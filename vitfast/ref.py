@@ -1,7 +1,8 @@
-"""The plain PyTorch twin of every operation: what runs without kernels, and with `upcast=True` the float64 truth.
+"""The plain PyTorch twin of every operation: the way without kernels, and with `upcast=True` the float64 truth.
 
-B batch, N tokens, D width, H heads, Dh head size, F MLP width, C channels, P x Q patch, T prefix tokens. The activation's dtype
-is the dtype of the computation and the parameters follow it; factors (`layer_scale`, `drop_path`) act in fp32 at least.
+B batch, N tokens, D width, H heads, Dh head size, F MLP width, C channels, P x Q patch, T prefix tokens. The
+activation's dtype is the dtype of the computation and the parameters follow it; factors (`layer_scale`, `drop_path`)
+act in fp32 at least.
 """
 
 import functools
@@ -42,19 +43,21 @@ def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
 
 @_upcastable
 def patch_embed(images, weight, bias, cls_token=None, pos_embed=None, *, mean=None, std=None):
-    """(B, C, Hi, Wi) floats or uint8 -> (B, T+N, D): Eq. 1 of the paper. Computes in the dtype of `weight` (D, C, P, Q)."""
+    """(B, C, Hi, Wi) floats or uint8 -> (B, T+N, D): Eq. 1 of the paper. Computes in `weight`'s dtype; (D, C, P, Q)."""
     dtype = weight.dtype
     images = normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
     x = F.conv2d(images, weight, _like(bias, weight), stride=weight.shape[-2:]).flatten(2).transpose(1, 2)
-    prefix = 0 if cls_token is None else cls_token.shape[1]
-    patches_only = pos_embed is not None and prefix > 0 and pos_embed.shape[1] == x.shape[1]
+    return with_prefix_and_positions(x, [] if cls_token is None else [cls_token], pos_embed).contiguous()
+
+
+def with_prefix_and_positions(x: Tensor, prefix: list[Tensor], pos_embed: Tensor | None) -> Tensor:
+    """Patches (B, N, D) -> tokens (B, T+N, D): behind the prefix tokens, with positions of all or of the patches."""
+    patches_only = pos_embed is not None and pos_embed.shape[1] == x.shape[1]
     if patches_only:
-        x = x + pos_embed.to(dtype)
+        x = x + pos_embed.to(x.dtype)
     if prefix:
-        x = torch.cat([cls_token.to(dtype).expand(x.shape[0], -1, -1), x], dim=1)
-    if pos_embed is not None and not patches_only:
-        x = x + pos_embed.to(dtype)
-    return x.contiguous()
+        x = torch.cat([*(token.to(x.dtype).expand(x.shape[0], -1, -1) for token in prefix), x], dim=1)
+    return x if pos_embed is None or patches_only else x + pos_embed.to(x.dtype)
 
 
 @_upcastable
@@ -93,7 +96,7 @@ def attention(q, k, v, *, scale=None):
 
 
 @_upcastable
-def attention_probs(q, k, *, scale=None):
+def attention_probabilities(q, k, *, scale=None):
     """The attention matrix itself, softmax(q k^T * scale): (B, N, H, Dh) twice -> (B, H, N, N) in fp32 at least."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = (q.transpose(1, 2) * scale) @ k.permute(0, 2, 3, 1)

@@ -173,19 +173,10 @@ def test_opcheck(half):
     backward, held = (blocks._attention_bwd, 5) if half == "attention" else (blocks._mlp_bwd, 3)
     kept = [t.detach() for t in operation(x, *p, None, option, 1e-6, "all")][1:]
     extra = () if half == "attention" else (option,)
-    for mask in ([True] * 8, [False, False, False, True, False, True, False, True]):
+    inputs = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None)
+    for needs in ([True] * 8, [False, False, False, True, False, True, False, True]):
         for more in (kept[held:], [None] * len(kept[held:])):
-            arguments = (
-                torch.randn(2, 3, WIDTH),
-                x.detach(),
-                *(t.detach() for t in p),
-                None,
-                *kept[:held],
-                *more,
-                *extra,
-                1e-6,
-                mask,
-            )
+            arguments = (*inputs, *kept[:held], *more, *extra, 1e-6, needs)
             torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
