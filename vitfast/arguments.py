@@ -59,7 +59,7 @@ def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> 
 
 
 def block_indices(indices: int | Sequence[int] | None, depth: int) -> list[int]:
-    """Block numbers from the last n (int), these (negative from the end), or all (None), as timm names them."""
+    """Block numbers from timm's: the last n, a list (negative from the end), or None for all."""
     if indices is None:
         return list(range(depth))
     if isinstance(indices, int):

@@ -26,7 +26,7 @@ _DEFAULTS = dict(width=1, eps=1e-8)
 
 
 def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
-    """dict(layers, width, eps) of a backbone under a ViT whose patches are so many pixels. Raises InputError."""
+    """dict(layers, width, eps) of a backbone under patches of so many pixels, or InputError."""
     if isinstance(backbone, str):
         if backbone not in BACKBONES:
             raise unknown("backbone", backbone, BACKBONES)
@@ -55,7 +55,7 @@ def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
 
 
 def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
-    """timm's ResNetV2 as the stem of a ViT has it, without head. timm is imported here: a ViT does without."""
+    """timm's ResNetV2 without head; timm is imported here, as a plain ViT does without."""
     try:
         from timm.layers import StdConv2dSame
         from timm.models.resnetv2 import ResNetV2
@@ -72,7 +72,7 @@ def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
 
 @torch.fx.wrap
 def _pixels(images: Tensor, patch: tuple[int, int], weight: Tensor, mean, std) -> Tensor:
-    """Images in the dtype of weight, raw ones normalised: the CNN pads with the zero of normalised pixels.
+    """Images in the dtype of weight, raw ones normalised, as the CNN pads with zeros.
 
     Raises ValueError where patches do not fit.
     """
@@ -85,12 +85,12 @@ def _pixels(images: Tensor, patch: tuple[int, int], weight: Tensor, mean, std) -
 
 
 class HybridEmbed(PatchEmbed):
-    """`backbone`, a CNN, and the projection of patches of its map, `proj` (D, C', p, p); names are timm's.
+    """`backbone`, a CNN, and the projection of its map's patches, `proj` (D, C', p, p).
 
-    patch_size: pixels of the image that make a patch, a multiple of the backbone's reduction; p is what the backbone
-    leaves of it, 1 in the paper's models. backbone: "r50", or dict(layers=units of each stage, width=1, eps=1e-8):
-    width multiplies all channels, eps is added to the variance of a filter (see above). Convolutions are PyTorch's;
-    projection, tokens and positions are vitfast's `patch_embed` on the map.
+    Names are timm's. patch_size: pixels of the image that make a patch, a multiple of the backbone's reduction; p is
+    what the backbone leaves of it, 1 in the paper's models. backbone: "r50", or dict(layers=units of each stage,
+    width=1, eps=1e-8): width multiplies all channels, eps is added to the variance of a filter (see above).
+    Convolutions are PyTorch's; projection, tokens and positions are vitfast's `patch_embed` on the map.
     """
 
     def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, backbone: str | dict):

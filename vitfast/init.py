@@ -12,7 +12,7 @@ from .layers import LayerScale
 
 @torch.no_grad()
 def init_weights(vit: nn.Module, mode: str, needs_reset: bool) -> None:
-    """Initialises every weight of a ViT. needs_reset: also modules that PyTorch initialises when they are made."""
+    """Initialises every weight; needs_reset: of modules that PyTorch has initialised too."""
     config = vit.config
     for name in vit._tables:
         if isinstance(getattr(vit, name), nn.Parameter):

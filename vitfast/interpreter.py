@@ -18,7 +18,10 @@ bfloat16_mended = quickened = False
 
 
 def mend_bfloat16() -> None:
-    """Kernels interpreted from now on compute bfloat16 as a GPU does. Raises ImportError where ml_dtypes is missing."""
+    """Makes kernels interpreted from now on compute bfloat16 as a GPU does.
+
+    Raises ImportError where ml_dtypes is missing.
+    """
     global bfloat16_mended
     if bfloat16_mended:
         return
@@ -65,7 +68,7 @@ def mend_bfloat16() -> None:
 
 
 def quicken() -> None:
-    """Twice the speed: triton.language is patched once for good, and integers are not checked for overflow.
+    """Doubles the speed: patches triton.language once, leaves integer overflow unchecked.
 
     The interpreter replaces triton.language's functions at every launch and every call of a helper, and puts them back.
     A process in which kernels are compiled too must not call this.

@@ -1,4 +1,4 @@
-"""What the blocks of a ViT keep for backward, and whether there is room for all that backward would write again.
+"""What the blocks of a ViT keep for backward, and whether there is memory to keep more.
 
 keep: "least", "all" (see ops/blocks.py) or "auto": "all" where the memory of the GPU has room for it, found out for the
 most tokens seen.

@@ -1,4 +1,4 @@
-"""The modules of the ViT: parameters under timm's names, and calls of the operations. No mathematics lives here."""
+"""The modules of the ViT: parameters under timm's names, and calls of the operations."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ for _leaf in _LEAVES.split():
 
 
 def sample_drop_path(x: Tensor, rate: float) -> Tensor:
-    """(B,) factors for the samples of x: 0 with probability `rate`, else 1 / (1 - rate). Huang et al., 2016."""
+    """(B,) factors: 0 with probability `rate`, else 1 / (1 - rate) (Huang et al., 2016)."""
     keep = 1 - rate
     factors = torch.empty(x.shape[0], device=x.device, dtype=torch.float32)
     return factors.bernoulli_(keep).div_(keep) if keep > 0 else factors.zero_()
@@ -94,10 +94,7 @@ class Attention(nn.Module):
         return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
 
     def probabilities(self, x: Tensor, relative: Tensor | None = None) -> Tensor:
-        """The attention matrix itself, (B, H, N, N) in fp32 at least.
-
-        relative: offsets' embeddings, see positions.relative_logits.
-        """
+        """The attention matrix (B, H, N, N), fp32 at least. relative: see positions.relative_logits."""
         q, k, _ = self.split(x).unbind(2)
         return ref.attention_probabilities(q, k) if relative is None else relative_probabilities(q, k, relative)
 
@@ -108,7 +105,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Parameters of the two dense layers: `fc1` (F, D), `fc2` (D, F). approximate: GELU's, "none" (erf) or "tanh"."""
+    """`fc1` (F, D) and `fc2` (D, F). approximate: GELU's, "none" (erf) or "tanh"."""
 
     def __init__(self, dim: int, hidden: int, approximate: str, proj_bias: bool, drop: float):
         super().__init__()
@@ -198,35 +195,15 @@ class Block(nn.Module):
         if dropout or relative is not None:
             x = self._add_branch(x, attn(self.branch_input(x, norm), relative), self.ls1)
         else:
-            x = attention_block(
-                x,
-                norm.weight,
-                norm.bias,
-                attn.qkv.weight,
-                attn.qkv.bias,
-                attn.proj.weight,
-                attn.proj.bias,
-                num_heads=attn.num_heads,
-                eps=norm.eps,
-                **options,
-                **self._factors(x, self.ls1),
-            )
+            weights = (norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias)
+            factors = self._factors(x, self.ls1)
+            x = attention_block(x, *weights, num_heads=attn.num_heads, eps=norm.eps, **options, **factors)
         norm = self.norm2
         if dropout:
             return self._add_branch(x, mlp(self.branch_input(x, norm)), self.ls2)
-        return mlp_block(
-            x,
-            norm.weight,
-            norm.bias,
-            mlp.fc1.weight,
-            mlp.fc1.bias,
-            mlp.fc2.weight,
-            mlp.fc2.bias,
-            eps=norm.eps,
-            approximate=mlp.approximate,
-            **options,
-            **self._factors(x, self.ls2),
-        )
+        weights = (norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
+        factors = self._factors(x, self.ls2)
+        return mlp_block(x, *weights, eps=norm.eps, approximate=mlp.approximate, **options, **factors)
 
     def attention_map(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
         """The attention matrices (B, H, N, N), in fp32 at least, of `forward` with these arguments."""

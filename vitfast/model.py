@@ -1,4 +1,4 @@
-"""The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's names and state_dict."""
+"""The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's names."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -141,20 +141,21 @@ class ViT(nn.Module):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ViT":
-        """`ViT.from_preset("B/16", num_classes=10)`; names are the paper's, any constructor argument overrides."""
+        """`ViT.from_preset("B/16", num_classes=10)`: the paper's names; arguments override."""
         return cls(**{**preset(name), **overrides})
 
     @classmethod
     def from_pretrained(cls, source: str | Path, **overrides) -> "ViT":
-        """A model with the weights of a file, a folder or `hf-hub:owner/name`, in a format that load_checkpoint reads.
+        """A model with the weights of a file, a folder or `hf-hub:owner/name`.
 
-        Constructor arguments override what the checkpoint says: another `img_size` resamples the positions, another
-        `num_classes` replaces the whole head by a zero linear layer. InputError names the keys that do not fit.
+        In any format that load_checkpoint reads. Constructor arguments override what the checkpoint says: another
+        `img_size` resamples the positions, another `num_classes` replaces the whole head by a zero linear layer.
+        InputError names the keys that do not fit.
         """
         return build(cls, source, overrides)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes `folder/model.safetensors` (timm's naming) and `folder/config.json`, each replaced atomically."""
+        """Writes `folder/model.safetensors` (timm's names) and `folder/config.json`, atomically."""
         save(self, folder)
 
     @property
@@ -338,7 +339,7 @@ class ViT(nn.Module):
         self._config["img_size"] = self.patch_embed.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in backward in place of keeping what it computed; a hybrid's CNN each of its stages."""
+        """Recomputes blocks in backward in place of keeping their values; of a CNN, its stages."""
         changed, self.grad_checkpointing = enable != self.grad_checkpointing, enable
         if changed and self.keep == "auto":
             self.set_keep("auto")  # it was settled for the other mode
@@ -368,7 +369,7 @@ class ViT(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops the blocks after the last one wanted, and the norm and head where asked. Returns the indices kept."""
+        """Drops blocks after the last one wanted, and norm and head if told; returns those kept."""
         take = block_indices(indices, len(self.blocks))
         self.blocks = self.blocks[: max(take) + 1]
         for name in self._tables:

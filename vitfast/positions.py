@@ -1,4 +1,4 @@
-"""Position embeddings (the ViT paper, D.4 and Table 8): each kind's tables, resized when the resolution changes.
+"""Position embeddings (the ViT paper, D.4 and Table 8), and their resizing.
 
 "learn"     one table in raster order, a slot for each prefix token too (the paper's 1-D, its default)
 "learn2d"   a table of columns and one of rows, D/2 wide each, concatenated; patches only: a class token has no
@@ -47,7 +47,7 @@ def resize_table(name: str, table: Tensor, old: Grid, new: Grid, prefix: int) ->
 
 
 def table_for_images(name: str, table: Tensor, images: Tensor, patch: Grid, grid: Grid, prefix: int) -> Tensor:
-    """The table of that name, made for `grid`, at the grid that these images give in patches of so many pixels."""
+    """The table of that name, made for `grid`, at the grid of these images; patch: in pixels."""
     return resize_table(name, table, grid, (images.shape[2] // patch[0], images.shape[3] // patch[1]), prefix)
 
 
@@ -60,7 +60,7 @@ def absolute(tables: dict[str, Tensor]) -> Tensor | None:
 
 
 def distribute(tables: dict[str, Tensor], place: str, depth: int, prefix: int) -> tuple[Tensor | None, list[tuple]]:
-    """The table added at the stem, and for each block its arguments besides tokens: positions, or relative ones.
+    """The table added at the stem, and each block's arguments: positions, or relative ones.
 
     The first is (1, T+N, D), or (1, N, D) for patches alone. prefix: tokens before the patches that no table has a slot
     for.
@@ -121,9 +121,10 @@ def sincos_2d(grid: Grid, dim: int, prefix: int = 0, temperature: float = 10_000
 
 
 def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor:
-    """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one, prefix positions untouched.
+    """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one.
 
-    Bicubic with antialias, in fp32 whatever the dtype, which is kept (the ViT paper, 3.2; the filter is timm's).
+    Prefix positions stay. Bicubic with antialias, in fp32 whatever the dtype, which is kept (the ViT paper, 3.2; the
+    filter is timm's).
     """
     if tuple(old) == tuple(new):
         return pos_embed
@@ -138,12 +139,12 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
 
 
 def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
-    """Embeddings (L, 2N-1, Dh) of the raster-order offsets in an `old` (h, w) grid, N = h*w, -> those of a `new` one.
+    """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> a `new` one's.
 
-    An offset o stands for displacements (dy, dx) with o = w*dy + dx, which another grid numbers otherwise; interpolated
-    along o, columns would turn into rows. So the table is laid out over all displacements, resampled there in 2-D as
-    `resample` does, centre on centre, and gathered again: where several displacements share a new offset, their mean,
-    weighted by how many pairs of patches lie so.
+    A grid is (h, w), N = h*w. An offset o stands for displacements (dy, dx) with o = w*dy + dx, which another grid
+    numbers otherwise; interpolated along o, columns would turn into rows. So the table is laid out over all
+    displacements, resampled there in 2-D as `resample` does, centre on centre, and gathered again: where several
+    displacements share a new offset, their mean, weighted by how many pairs of patches lie so.
     """
     if tuple(old) == tuple(new):
         return table
@@ -160,7 +161,10 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
 
 
 def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each of the (2h-1)(2w-1) displacements in a grid: its offset's index, and its number of pairs of patches."""
+    """The index of each displacement's offset, and how many pairs of patches lie so.
+
+    There are (2h-1)(2w-1) displacements in a grid; indices start at 0.
+    """
     dy, dx = (torch.arange(1 - n, n, device=device) for n in grid)
     offsets = dy[:, None] * grid[1] + dx + grid[0] * grid[1] - 1
     pairs = (grid[0] - dy.abs())[:, None] * (grid[1] - dx.abs())

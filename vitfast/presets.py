@@ -1,4 +1,4 @@
-"""The sizes of the named models: the ViT paper's, those of its released code, and the ResNets of its hybrids."""
+"""The sizes of the named models: the ViT paper's, its released code's, its hybrids'."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def preset(name: str) -> dict:
-    """The constructor arguments of a preset. Raises InputError for an unknown name, with the nearest ones."""
+    """The constructor arguments of a preset; InputError with the nearest names for others."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
     return dict(PRESETS[name])
@@ -46,6 +46,6 @@ def reduction(layers: Sequence[int]) -> int:
 
 
 def shorthand(layers: Sequence[int], width: float, patch: int) -> str | dict:
-    """The name of a backbone with these stages under patches of so many pixels, else a dict as hybrid.py takes it."""
+    """A backbone with these stages under such patches: its name, or the dict for hybrid.py."""
     names = (name for name, options in BACKBONES.items() if width == 1 and tuple(layers) == options.get(patch))
     return next(names, dict(layers=list(layers), width=width))

@@ -1,4 +1,4 @@
-"""accelerate with the tools of others: LoRA, parametrisations, hooks, quantisation, copies, moving averages."""
+"""accelerate with LoRA, parametrisations, hooks, quantisation, copies, moving averages."""
 
 import copy
 import io

@@ -1,4 +1,7 @@
-"""Exported files, run by what they are for (onnxruntime, torch.export, AOTInductor), against the model in PyTorch."""
+"""Exported files, run by their readers, against the model in PyTorch.
+
+onnxruntime, torch.export, AOTInductor.
+"""
 
 import copy
 import sys

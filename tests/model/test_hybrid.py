@@ -1,4 +1,4 @@
-"""The hybrids against timm's models, timm's loader of Google's files, the formulas in float64, and the paper's numbers."""
+"""The hybrids against timm's models and loader, float64 formulas, the paper's numbers."""
 
 import builtins
 from functools import partial

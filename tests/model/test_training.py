@@ -85,7 +85,10 @@ def test_checkpointing_changes_nothing_but_memory():
 
 @pytest.fixture
 def settled(monkeypatch):
-    """Keep="auto" settles on this device as it would on a GPU, with room for 100 tokens; the list holds (tokens, bytes of a number)."""
+    """Settles keep="auto" on this device as on a GPU with room for 100 tokens.
+
+    The list holds (tokens, bytes of a number).
+    """
     asked = []
 
     def choose(blocks, parameters, rows, size, device):

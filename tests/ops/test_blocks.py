@@ -1,4 +1,7 @@
-"""The two halves of an encoder layer on interpreted kernels against float64: values, every gradient, frozen parameters, torch's machinery."""
+"""The two fused blocks of an encoder layer on interpreted kernels against float64.
+
+Values, every gradient, frozen parameters, torch's machinery.
+"""
 
 import pytest
 import torch
@@ -17,7 +20,10 @@ WIDTH, HEADS, HIDDEN = 48, 3, 80
 
 
 def parameters(half: str, dtype, *, bias: bool = True, scale: bool = True) -> list:
-    """norm_weight, norm_bias, in_weight, in_bias, out_weight, out_bias, layer_scale: leaves of one dtype, matrices scaled by their fan-in."""
+    """Parameters of a block: leaves of one dtype, matrices scaled by their fan-in.
+
+    norm_weight, norm_bias, in_weight, in_bias, out_weight, out_bias, layer_scale.
+    """
     rows, inner = (3 * WIDTH, WIDTH) if half == "attention" else (HIDDEN, HIDDEN)
     vector = lambda n: torch.randn(n).to(dtype).requires_grad_()  # noqa: E731
     matrix = lambda n, k: (torch.randn(n, k) * k**-0.5).to(dtype).requires_grad_()  # noqa: E731
@@ -40,7 +46,10 @@ def call(half: str, x, p, drop_path=None, **options):
 
 
 def gradients(half, x, p, drop_path, upstream, mode, dtype=None, **options):
-    """Output and gradients of x and of each parameter that is there, in `dtype` (fresh leaves) under a mode."""
+    """Output and gradients of x and of each parameter that is there, under a mode.
+
+    dtype: that of fresh leaves.
+    """
     leaf = lambda t: None if t is None else (t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_()  # noqa: E731
     x, p = leaf(x), [leaf(t) for t in p]
     with ops.use_kernels(mode):

@@ -1,4 +1,4 @@
-"""The public operations against formulas written out by hand, their argument checks, and what autocast does to them."""
+"""The public operations against formulas written out by hand; argument checks; autocast."""
 
 import math
 import os

@@ -102,7 +102,10 @@ def test_a_layer_moves_88_u_and_82_where_all_is_kept():
 
 
 def test_factors_and_frozen_parameters():
-    """drop_path: g = drop_path * dout is written and read in place of dout, the sum comes with it: 2 u a block."""
+    """drop_path: g = drop_path * dout is written and read in place of dout: 2 u a block.
+
+    Its sum comes with it.
+    """
     assert layer("least", ALL, drop_path=True)[1] == 58 + 4
     assert layer("all", WITH_SCALE, layer_scale=True)[1] == 52
     frozen = NONE._replace(x=True)  # no weight gradients, LayerNorm's output or activation

@@ -1,4 +1,4 @@
-"""`accelerate`: vitfast's operations under an existing timm, Hugging Face or torchvision ViT, in place.
+"""`accelerate`: vitfast's operations under a timm, Hugging Face or torchvision ViT, in place.
 
 A layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and
 calls the library's modules where it cannot. Parameters, names, hooks, copies, pickles, isinstance and what was wrapped
@@ -36,7 +36,7 @@ def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
 
 
 def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Module:
-    """Puts vitfast's operations under the ViT layers of a model, anywhere in it, in place; returns the model.
+    """Puts vitfast's operations under the ViT layers of a model, in place; returns the model.
 
     timm's VisionTransformer and its relatives of the same Block (1.0 and later), transformers' ViT, DeiT and DINOv2 (5,
     with q_proj, k_proj, v_proj), torchvision's vit_*. Parameters are the same objects under the same names. What a

@@ -1,9 +1,9 @@
-"""`model.set_attn_implementation("vitfast")`: the attention operation in transformers' registry, for any model of it.
+"""`model.set_attn_implementation("vitfast")`: the attention operation for transformers.
 
-Registered when this module is imported: by `import vitfast` where transformers was imported before, else by
-`vitfast.accelerate` of a transformers model or by `import vitfast.adapters.hugging_face`. A model that is accelerated
-needs it in one case: compiled by torch 2.11, where transformers makes a mask of ones for "sdpa" and the attention block
-would run the library's code.
+It is in transformers' registry, for any model that uses it. Registered when this module is imported: by `import
+vitfast` where transformers was imported before, else by `vitfast.accelerate` of a transformers model or by `import
+vitfast.adapters.hugging_face`. A model that is accelerated needs it in one case: compiled by torch 2.11, where
+transformers makes a mask of ones for "sdpa" and the attention block would run the library's code.
 """
 
 from torch import Tensor, nn
@@ -50,10 +50,7 @@ def vitfast_attention_forward(
 
 
 def _mask(**kwargs) -> Tensor | None:
-    """sdpa's mask; None where nothing is masked.
-
-    transformers writes that mask out while torch 2.11 compiles, which it takes for an export.
-    """
+    """sdpa's mask; None where nothing is masked: torch 2.11 compiling, transformers writes one."""
     if (
         kwargs.get("attention_mask") is None
         and kwargs.get("mask_function") is bidirectional_mask_function

@@ -1,7 +1,8 @@
-"""Runs an attention or MLP block of a library's encoder layer as one operation, where it gives the same result.
+"""Runs an attention or MLP block of a library's encoder layer as one operation.
 
-Everything is looked up at the call and nothing is kept: a layer that LoRA has replaced, a hook or a weight norm added a
-minute ago is seen. Modules are read through their dictionaries, which takes a tenth of the time of attribute access.
+Where that cannot give the same result, the library's own modules run. Everything is looked up at the call and nothing
+is kept: a layer that LoRA has replaced, a hook or a weight norm added a minute ago is seen. Modules are read through
+their dictionaries, which takes a tenth of the time of attribute access.
 """
 
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def find(block: FusedBlock, layer: nn.Module) -> tuple[Modules, list[Tensor | No
 
 
 def unknown_member_reason(layer: nn.Module, blocks: tuple[FusedBlock, ...]) -> str | None:
-    """Names what this version of the library has in its layer that no fused block lists; `accelerate` asks once."""
+    """The member of a layer that no fused block lists, as text; `accelerate` asks once."""
     known = {"": (type(layer),)}
     known.update((path, types) for block in blocks for path, _, _, types in block.modules)
     for path in sorted({parent for block in blocks for _, parent, _, _ in block.modules}):
@@ -142,7 +143,7 @@ def unknown_member_reason(layer: nn.Module, blocks: tuple[FusedBlock, ...]) -> s
 
 
 def _stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32: bool | None) -> torch.dtype | None:
-    """The dtype of the residual stream after a fused block; None where the operation cannot follow the original.
+    """The residual stream's dtype after a fused block; None where the original's is another.
 
     Outside autocast x and the weights agree. Under it the matrix products run in its dtype and `residual + branch`
     promotes.

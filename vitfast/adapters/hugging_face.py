@@ -22,19 +22,11 @@ try:
 except ImportError:  # without it any hook counts
     _active_collector = None
 
-_IMPLEMENTATIONS = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-    "vitfast",
-)
+_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "vitfast", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 
 
 def _only_captures(module: nn.Module) -> bool:
-    """True where all hooks are transformers' own and idle: they stay once output_attentions was asked for."""
+    """Whether all hooks are transformers' own, for attentions that are not asked for now."""
     if _active_collector is None or "forward" in module.__dict__:
         return False
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
@@ -79,7 +71,7 @@ def _pack(weights: list) -> list:
 def _fused_blocks(
     attention: type, mlp: type, norms: tuple[str, str], behind: tuple[dict, dict], scales=(None, None), **drop_path
 ) -> tuple[FusedBlock, FusedBlock]:
-    """Both blocks of a layer. behind: what else the branches go through; scales, drop_path: as in FusedBlock."""
+    """Both fused blocks of a layer. behind: what else the branches go through."""
     norm1, norm2 = norms
     qkvo = {f"attention.{name}_proj": nn.Linear for name in "qkvo"}
     qkv = tuple((f"attention.{layer}_proj", name) for name in ("weight", "bias") for layer in "qkv")

@@ -1,4 +1,4 @@
-"""The patch projection and the LayerNorms outside the blocks: leaves, whose class alone is replaced. Hooks run."""
+"""The patch projection and the LayerNorms outside the blocks: only their class is replaced."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from .fused_blocks import are_plain, is_supported_input
 
 
 def is_patch_projection(conv: nn.Conv2d) -> bool:
-    """True for a convolution that cuts the image into patches: stride equal to the kernel and above 1, no padding."""
+    """Whether a convolution cuts the image into patches: its stride, above 1, is its kernel."""
     return (
         min(conv.stride) > 1
         and conv.stride == conv.kernel_size
@@ -31,7 +31,7 @@ class Conv2d(nn.Conv2d):
 
 
 def _projects(x: Tensor, weight: Tensor) -> bool:
-    """True where the operation takes what the convolution would; the rest, errors too, is the convolution's."""
+    """Whether the operation takes what the convolution would, whose own errors stay."""
     p, q = weight.shape[2:]
     if x.dim() != 4 or x.shape[1] != weight.shape[1] or min(x.shape[2:]) == 0 or x.shape[2] % p or x.shape[3] % q:
         return False

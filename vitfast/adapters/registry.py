@@ -1,4 +1,4 @@
-"""The classes of other libraries that vitfast has a subclass of, and how a module's class is replaced by it."""
+"""The classes that vitfast has a subclass of, and how a module gets it."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ def library_class(cls: type) -> type:
 
 @functools.cache
 def _adapter(library: str) -> tuple[ModuleType | None, dict[type, type], dict[str, str]]:
-    """(the adapter, None if it cannot be imported; library class -> ours; full name of a class -> why it is left)."""
+    """(adapter, None if not importable; library class -> ours; full name -> why it is left)."""
     version = f"{library} {getattr(sys.modules[library], '__version__', 'of this version')}"
     try:
         adapter = importlib.import_module(f".{_ADAPTERS[library]}", __package__)
@@ -54,7 +54,7 @@ def _adapter(library: str) -> tuple[ModuleType | None, dict[type, type], dict[st
 
 
 def _agrees(cls: type, make: Callable[[], nn.Module]) -> bool:
-    """True where our class gives a small layer's numbers, both by the operations and by the library's modules.
+    """Whether our class gives a small layer's numbers, by the operations and by the modules.
 
     Versions of a library differ; what this one does is found out once, on a layer of width 16 and three tokens.
     """
@@ -118,7 +118,7 @@ def _mixed(cls: type, below: type) -> type:
 
 
 def replaceable_modules(model: nn.Module, known: Known) -> dict[str, nn.Module]:
-    """Modules that are replaced or reported as left, by name: blocks, leaves at their places, and classes in `left`."""
+    """Blocks anywhere, leaves at their places, and classes listed in `left`, by name."""
     blocks = tuple(cls for cls, own in known.ours.items() if hasattr(own, "fused_blocks"))
     modules, found = dict(model.named_modules()), {}
     for name, module in modules.items():

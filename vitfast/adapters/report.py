@@ -1,4 +1,4 @@
-"""What of a model runs on vitfast's operations, and what does not and why: read from the model as it is now."""
+"""What of a model runs on vitfast's operations, and what does not and why, as it is now."""
 
 from collections import Counter
 from typing import NamedTuple

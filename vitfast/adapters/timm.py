@@ -1,7 +1,4 @@
-"""timm's VisionTransformer and its relatives of the same Block.
-
-DeiT, DINOv2 and CLIP weights, registers, hybrids.
-"""
+"""timm's VisionTransformer and its relatives of the same Block (DeiT, DINOv2, CLIP, hybrids)."""
 
 import torch
 from timm.layers import DropPath, Mlp
@@ -97,7 +94,7 @@ MLP = FusedBlock(
 
 
 class Block(vit.Block):
-    """timm's pre-norm block; masks, causal attention and what a fused block cannot take run on timm's modules."""
+    """timm's pre-norm block; what a fused block cannot take, masks too, runs on timm's modules."""
 
     fused_blocks = (ATTENTION, MLP)
     residual_in_fp32 = None

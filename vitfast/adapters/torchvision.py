@@ -1,4 +1,4 @@
-"""torchvision's VisionTransformer (vit_b_16 and its relatives): nn.MultiheadAttention holds q, k and v packed."""
+"""torchvision's VisionTransformer; its nn.MultiheadAttention holds q, k and v packed."""
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear

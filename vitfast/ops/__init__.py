@@ -1,7 +1,4 @@
-"""The operations a ViT spends its time on.
-
-Each validates its arguments, then runs a kernel or its plain PyTorch twin.
-"""
+"""The operations a ViT spends its time on: checks, then a kernel or its plain PyTorch twin."""
 
 from ._dispatch import use_kernels
 from .attention import attention

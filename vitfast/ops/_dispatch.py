@@ -1,4 +1,4 @@
-"""Which implementation runs (kernels or ref), what autocast casts, and the checks every operation shares."""
+"""Which implementation runs, what autocast casts, and the checks that the operations share."""
 
 import functools
 import inspect
@@ -64,10 +64,11 @@ def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
 
 
 def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
-    """True when the kernel of `op` is to run on x. unsupported: why no kernel covers the other arguments, if so.
+    """Whether the kernel of `op` is to run on x.
 
-    A CUDA case that no kernel covers runs plain PyTorch with one warning; in mode "on" it raises RuntimeError, as CPU
-    tensors do outside the interpreter. Export (torch.export, ONNX) always traces plain PyTorch.
+    unsupported: why no kernel covers the other arguments, if so. A CUDA case that no kernel covers runs plain PyTorch
+    with one warning; in mode "on" it raises RuntimeError, as CPU tensors do outside the interpreter. Export
+    (torch.export, ONNX) always traces plain PyTorch.
     """
     # torch 2.11's Dynamo takes is_exporting() for true while it compiles; the flag behind it is right in every version.
     if _mode == "off" or (_mode == "auto" and x.device.type != "cuda") or torch.compiler._is_exporting_flag:
@@ -98,7 +99,7 @@ def only_once(backward_op, name: str) -> None:
 
 
 def autocasts(function=None, *, keep: tuple[str, ...] = ()):
-    """Casts floating tensor arguments to autocast's dtype, but those in `keep`, and leaves autocast for `function`."""
+    """Runs `function` outside autocast, on arguments cast to its dtype but for those in `keep`."""
     if function is None:
         return functools.partial(autocasts, keep=keep)
     names, kept = tuple(inspect.signature(function).parameters), _KEPT.union(keep)

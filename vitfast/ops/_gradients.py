@@ -1,4 +1,4 @@
-"""What the backward operations share: which gradients are needed, and how an operation gets its derivative.
+"""What the operations share: their schemas, masks of needed gradients, and derivatives.
 
 Custom operations take and return tensors only: a gradient that nobody needs is an empty tensor there, None to autograd.
 """
@@ -12,11 +12,17 @@ from ._dispatch import only_once
 
 
 class Needs(NamedTuple):
-    """Which gradients of a LayerNorm or a linear layer are needed; a list[bool] to torch.library, like all Needs."""
+    """Which gradients of a LayerNorm or a linear layer are needed; to torch.library a list[bool]."""
 
     x: bool
     weight: bool
     bias: bool
+
+
+def operation(name: str, arguments: str, outputs: int):
+    """Decorates a custom operation that takes `arguments` and returns so many tensors."""
+    schema = f"({arguments}) -> {'Tensor' if outputs == 1 else '(' + ', '.join(['Tensor'] * outputs) + ')'}"
+    return torch.library.custom_op(f"vitfast::{name}", mutates_args=(), schema=schema)
 
 
 def as_matrix(x: Tensor | None) -> Tensor | None:
@@ -27,7 +33,7 @@ def as_matrix(x: Tensor | None) -> Tensor | None:
     return x.reshape(-1, x.shape[-1])
 
 
-def rows_per_sample(x: Tensor) -> int:
+def sample_rows(x: Tensor) -> int:
     """Rows of the matrix of x (B, ..., D) that share a drop path factor."""
     return max(1, x.shape[1:-1].numel())
 

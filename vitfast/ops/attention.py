@@ -1,4 +1,4 @@
-"""Softmax attention on packed or separate q, k, v (Vaswani et al., 2017; computed flash-style, Dao et al., 2022)."""
+"""Softmax attention, flash-style (Vaswani et al., 2017; Dao et al., 2022)."""
 
 import torch
 from torch import Tensor

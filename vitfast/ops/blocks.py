@@ -32,7 +32,7 @@ from ._dispatch import (
     kernels_wanted,
     needs_grad,
 )
-from ._gradients import as_dtype, as_matrix, chosen, differentiable, filled, shaped
+from ._gradients import as_dtype, as_matrix, chosen, differentiable, filled, operation, shaped
 from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
@@ -77,17 +77,10 @@ class BlockNeeds(NamedTuple):
         return ResidualNeeds(below, self.out_weight, self.out_bias, self.layer_scale)
 
 
-# Schemas of the operations. torch.library would read them from annotated signatures of twelve to eighteen arguments.
 _INPUTS = (
     "Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor in_weight, Tensor? in_bias, "
     "Tensor out_weight, Tensor? out_bias, Tensor? layer_scale, Tensor? drop_path"
 )
-
-
-def _operation(name: str, arguments: str, outputs: int):
-    """Decorates a custom operation that takes these arguments and returns so many tensors."""
-    schema = f"({arguments}) -> ({', '.join(['Tensor'] * outputs)})"
-    return torch.library.custom_op(f"vitfast::{name}", mutates_args=(), schema=schema)
 
 
 def _split(arguments: tuple) -> tuple[Inputs, tuple]:
@@ -97,16 +90,16 @@ def _split(arguments: tuple) -> tuple[Inputs, tuple]:
 
 
 def _kept(keep: str, x: Tensor, least: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What forward returns beside its output, empty tensors for what is not kept. keep: "none", "least" or "all"."""
+    """What forward returns beside its output, empty where not kept; keep: none, least or all."""
     absent = {"none": len(least) + len(more), "least": len(more), "all": 0}[keep]
     held = (*least, *more)
     return (*held[: len(held) - absent], *filled(x, *[None] * absent))
 
 
 def _output_gradient(dout: Tensor, t: Inputs, dtype: torch.dtype, needs: BlockNeeds) -> tuple:
-    """(g, column sum of g, whether that is left to LayerNorm's backward) for g = drop_path[b] * dout in `dtype`.
+    """(g, column sum of g, whether LayerNorm's backward takes that), g = drop_path[b] * dout.
 
-    Where g is dout itself, LayerNorm's backward, which reads dout, sums it in the same pass.
+    dtype: of g. Where g is dout itself, LayerNorm's backward, which reads dout, sums it in the same pass.
     """
     want_sum = needs.out.column_sum(t.out_bias)
     norm_sums = want_sum and needs.norm and t.drop_path is None and dout.dtype == dtype
@@ -122,10 +115,11 @@ def _in_layer_gradients(
     want_sum: bool,
     needs: BlockNeeds,
 ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-    """(gradients of in(layer_norm(x)) + the residual by name, column sum of dout) from din (M, K), that of its output.
+    """Gradients of in(layer_norm(x)) and the residual by name, and the column sum of dout.
 
-    kept: LayerNorm's mean, rstd and output h. Its backward adds the residual's gradient, sums it where asked to, and
-    rewrites h, which the weight gradient needs, unless it was kept: all in one pass.
+    din (M, K): the gradient of what `in` put out. kept: LayerNorm's mean, rstd and output h. Its backward adds the
+    residual's gradient, sums it where asked to, and rewrites h, which the weight gradient needs, unless it was kept:
+    all in one pass.
     """
     (mean, rstd, h), x, weight, grads, total = kept, as_matrix(t.x), as_matrix(t.in_weight), {}, None
     if needs.norm:
@@ -159,7 +153,7 @@ def _in_order(grads: dict[str, Tensor | None], t: Inputs, needs: BlockNeeds) -> 
 # ---- attention block
 
 
-@_operation("attention_block_fwd", f"{_INPUTS}, int num_heads, float eps, str keep", 7)
+@operation("attention_block_fwd", f"{_INPUTS}, SymInt num_heads, float eps, str keep", 7)
 def _attention_fwd(*arguments):
     """(out, mean, rstd, qkv, lse, o, LayerNorm's output).
 
@@ -187,7 +181,7 @@ def _(*arguments):
     return t.x.new_empty(t.x.shape), *_kept(keep, t.x, least, (new(batch * tokens, width),))
 
 
-@_operation(
+@operation(
     "attention_block_bwd",
     f"Tensor dout, {_INPUTS}, Tensor mean, Tensor rstd, Tensor qkv, Tensor lse, Tensor o, Tensor? h, "
     "float eps, bool[] needs",
@@ -214,7 +208,7 @@ def _attention_bwd(dout, *arguments):
 # ---- MLP block
 
 
-@_operation("mlp_block_fwd", f"{_INPUTS}, str approximate, float eps, str keep", 6)
+@operation("mlp_block_fwd", f"{_INPUTS}, str approximate, float eps, str keep", 6)
 def _mlp_fwd(*arguments):
     """(out, mean, rstd, pre-activation, LayerNorm's output, activation).
 
@@ -236,7 +230,7 @@ def _(*arguments):
     return t.x.new_empty(t.x.shape), *_kept(keep, t.x, (*fake_statistics(t.x), pre), (h, act))
 
 
-@_operation(
+@operation(
     "mlp_block_bwd",
     f"Tensor dout, {_INPUTS}, Tensor mean, Tensor rstd, Tensor pre, Tensor? h, Tensor? act, "
     "str approximate, float eps, bool[] needs",

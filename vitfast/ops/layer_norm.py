@@ -1,4 +1,4 @@
-"""LayerNorm, and LayerNorm after a residual add (Ba et al., 2016; pre-norm blocks of the ViT paper, Eq. 2 and 3)."""
+"""LayerNorm (Ba et al., 2016), alone and after a residual add (the ViT paper, Eq. 2 and 3)."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ref
 from ..kernels import layer_norm as kernels
 from ._dispatch import autocasts, check_factors, check_norm, check_same, check_shape, kernels_wanted, only_once
-from ._gradients import Needs, as_matrix, chosen, differentiable, fake_gradients, filled, rows_per_sample, shaped
+from ._gradients import Needs, as_matrix, chosen, differentiable, fake_gradients, filled, operation, sample_rows, shaped
 
 
 def fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ differentiable(_layer_norm, _layer_norm_backward, "layer_norm", Needs)
 
 
 class AddNeeds(NamedTuple):
-    """Which gradients of add_layer_norm are made. Without factors that of x is that of the residual, and made once."""
+    """Which gradients of add_layer_norm are made; that of x where it is not the residual's."""
 
     x: bool
     residual: bool
@@ -54,18 +54,14 @@ class AddNeeds(NamedTuple):
     layer_scale: bool
 
 
-@torch.library.custom_op("vitfast::add_layer_norm", mutates_args=())
-def _add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operation(
+    "add_layer_norm",
+    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, Tensor? layer_scale, Tensor? drop_path",
+    4,
+)
+def _add_layer_norm(x, residual, weight, bias, eps, layer_scale, drop_path):
     """x, residual (B, ..., D) -> y and z like x, mean and rstd (M,) in fp32."""
-    factors = layer_scale, drop_path, rows_per_sample(x)
+    factors = layer_scale, drop_path, sample_rows(x)
     y, z, mean, rstd = kernels.add_layer_norm_fwd(as_matrix(x), as_matrix(residual), weight, bias, eps, *factors)
     return shaped(y, *x.shape), shaped(z, *x.shape), mean, rstd
 
@@ -75,20 +71,13 @@ def _(x, residual, weight, bias, eps, layer_scale, drop_path):
     return x.new_empty(x.shape), x.new_empty(x.shape), *fake_statistics(x)
 
 
-@torch.library.custom_op("vitfast::add_layer_norm_backward", mutates_args=())
-def _add_layer_norm_backward(
-    dy: Tensor,
-    dz: Tensor | None,
-    z: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operation(
+    "add_layer_norm_backward",
+    "Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? x, Tensor? weight, Tensor? bias, "
+    "Tensor? layer_scale, Tensor? drop_path, bool[] needs",
+    5,
+)
+def _add_layer_norm_backward(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needs):
     """dx, dresidual, dweight, dbias, dlayer_scale; empty where not needed. x: for dlayer_scale."""
     needs = AddNeeds(*needs)
     grads = kernels.layer_norm_bwd(
@@ -102,7 +91,7 @@ def _add_layer_norm_backward(
         branch=as_matrix(x),
         layer_scale=layer_scale,
         drop_path=drop_path,
-        rows_per_sample=rows_per_sample(z),
+        rows_per_sample=sample_rows(z),
         want_dx=needs.x or needs.residual,
         want_dparams=needs.weight or needs.bias,
         want_layer_scale=needs.layer_scale,

@@ -1,4 +1,4 @@
-"""The output layer of a residual branch: a linear layer with factors and the residual added, and its gradient.
+"""The output layer of a residual branch: linear, factors, residual; and its gradient.
 
     out = residual + drop_path[b] * layer_scale * (x W^T + b)
     g = drop_path[b] * dout,  dx = (layer_scale * g) W
@@ -27,7 +27,7 @@ from ._dispatch import (
     needs_grad,
     only_once,
 )
-from ._gradients import as_dtype, as_matrix, chosen, fake_gradients, filled, rows_per_sample, shaped
+from ._gradients import as_dtype, as_matrix, chosen, fake_gradients, filled, operation, sample_rows, shaped
 
 
 class ResidualNeeds(NamedTuple):
@@ -39,26 +39,26 @@ class ResidualNeeds(NamedTuple):
     layer_scale: bool
 
     def column_sum(self, bias: Tensor | None) -> bool:
-        """Whether the column sum of g is needed: for the bias, or for layer_scale's part that is due to the bias."""
+        """Whether the column sum of g is needed, for the bias or for the bias' part of layer_scale."""
         return self.bias or (self.layer_scale and bias is not None)
 
 
 def branch_gradient(
-    dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, sample_rows: int, want_sum: bool
+    dout: Tensor, dtype: torch.dtype, drop_path: Tensor | None, rows_per_sample: int, want_sum: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(g, column sum of g) for g = drop_path[b] * dout in the products' dtype; dout itself where they are equal."""
+    """(g, column sum of g) for g = drop_path[b] * dout in `dtype`; dout itself where equal."""
     changed = drop_path is not None or dout.dtype != dtype
     if not (changed or want_sum):
         return dout, None
-    g, total = scale_rows(dout, None, drop_path, sample_rows, changed, want_sum, out_dtype=dtype)
+    g, total = scale_rows(dout, None, drop_path, rows_per_sample, changed, want_sum, out_dtype=dtype)
     return (g if changed else dout), total
 
 
 def through_scale(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(g, diag(layer_scale) W), whose product is dx: scaling the weight (D, K) moves less than scaling g (M, D).
+    """(g, diag(layer_scale) W), whose product is dx.
 
-    In fp16 g is scaled after all: a layer scale near its start, 1e-5 say, would push the weight below fp16's smallest
-    numbers.
+    Scaling the weight (D, K) moves less than scaling g (M, D). In fp16 g is scaled after all: a layer scale near its
+    start, 1e-5 say, would push the weight below fp16's smallest numbers.
     """
     if layer_scale is None:
         return g, weight
@@ -92,17 +92,14 @@ def vector_gradients(
     return dbias, as_dtype(dlayer_scale, layer_scale.dtype) if needs.layer_scale else None
 
 
-@torch.library.custom_op("vitfast::linear_residual", mutates_args=())
-def _linear_residual(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-) -> Tensor:
+@operation(
+    "linear_residual",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor? layer_scale, Tensor? drop_path",
+    1,
+)
+def _linear_residual(x, weight, bias, residual, layer_scale, drop_path):
     matrices = as_matrix(x), as_matrix(weight), bias, as_matrix(residual)
-    return shaped(linear_residual_fwd(*matrices, layer_scale, drop_path, rows_per_sample(x)), *residual.shape)
+    return shaped(linear_residual_fwd(*matrices, layer_scale, drop_path, sample_rows(x)), *residual.shape)
 
 
 @_linear_residual.register_fake
@@ -110,20 +107,16 @@ def _(x, weight, bias, residual, *_):
     return torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
 
 
-@torch.library.custom_op("vitfast::linear_residual_bwd", mutates_args=())
-def _linear_residual_bwd(
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operation(
+    "linear_residual_bwd",
+    "Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? layer_scale, Tensor? drop_path, bool[] needs",
+    4,
+)
+def _linear_residual_bwd(dout, x, weight, bias, layer_scale, drop_path, needs):
     """Gradients of x, weight, bias and layer_scale; empty where not needed."""
     needs, w = ResidualNeeds(*needs), as_matrix(weight)
     want_sum = needs.column_sum(bias)
-    g, total = branch_gradient(as_matrix(dout), x.dtype, drop_path, rows_per_sample(x), want_sum)
+    g, total = branch_gradient(as_matrix(dout), x.dtype, drop_path, sample_rows(x), want_sum)
     dx = input_grad(*through_scale(g, w, layer_scale)).view(x.shape) if needs.x else None
     dweight, dlayer_scale = weight_gradients(g, as_matrix(x), w, layer_scale, needs)
     grads = dx, dweight, *vector_gradients(total, dlayer_scale, bias, layer_scale, needs)

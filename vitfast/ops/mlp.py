@@ -1,4 +1,4 @@
-"""Linear layers with bias and GELU (Hendrycks & Gimpel, 2016), alone and followed by a second linear layer.
+"""Linear layers with bias and GELU (Hendrycks & Gimpel, 2016), one or two.
 
 Kept for backward: the inputs and the pre-activation; the activation is computed again where it is needed.
 """
@@ -16,7 +16,7 @@ from ..kernels.mlp import linear_gelu as linear_gelu_fwd
 from ..kernels.rows import scale_rows
 from ..kernels.weight_grad import weight_grad
 from ._dispatch import autocasts, check_approximate, check_linear, check_same, check_shape, kernels_wanted, needs_grad
-from ._gradients import Needs, as_dtype, as_matrix, differentiable, filled, shaped
+from ._gradients import Needs, as_dtype, as_matrix, differentiable, filled, operation, shaped
 
 # gelu(x W^T + b)
 
@@ -65,16 +65,11 @@ class MlpNeeds(NamedTuple):
     fc2_bias: bool
 
 
-@torch.library.custom_op("vitfast::mlp", mutates_args=())
-def _mlp(
-    x: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    approximate: str,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
+_LAYERS = "Tensor x, Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias"
+
+
+@operation("mlp", f"{_LAYERS}, str approximate, bool save", 2)
+def _mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, approximate, save):
     """(output (..., D'), pre-activation (M, F)); the second is empty unless `save`."""
     act, pre = linear_gelu_fwd(as_matrix(x), as_matrix(fc1_weight), fc1_bias, approximate, save)
     return shaped(linear(act, as_matrix(fc2_weight), fc2_bias), *x.shape[:-1], fc2_weight.shape[0]), pre
@@ -85,18 +80,8 @@ def _(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, approximate, save):
     return x.new_empty(*x.shape[:-1], fc2_weight.shape[0]), _fake_pre(x, fc1_weight, save)
 
 
-@torch.library.custom_op("vitfast::mlp_bwd", mutates_args=())
-def _mlp_bwd(
-    dout: Tensor,
-    x: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    pre: Tensor,
-    approximate: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operation("mlp_bwd", f"Tensor dout, {_LAYERS}, Tensor pre, str approximate, bool[] needs", 5)
+def _mlp_bwd(dout, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, pre, approximate, needs):
     """Gradients of the five tensors; empty where not needed."""
     needs, g = MlpNeeds(*needs), as_matrix(dout)
     dx = dfc1_weight = dfc1_bias = act = None

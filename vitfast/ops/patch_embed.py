@@ -1,4 +1,4 @@
-"""Images to tokens (Eq. 1 of the ViT paper): patch projection, prefix tokens and positions in one operation."""
+"""Images to tokens (Eq. 1 of the ViT paper): patch projection, prefix tokens, positions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ref
 from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
 from ._dispatch import KERNEL_DTYPES, autocasts, check_shape, kernels_wanted, only_once
-from ._gradients import chosen, filled
+from ._gradients import chosen, filled, operation
 
 
 class EmbedNeeds(NamedTuple):
@@ -22,16 +22,12 @@ class EmbedNeeds(NamedTuple):
     pos_embed: bool
 
 
-@torch.library.custom_op("vitfast::patch_embed", mutates_args=())
-def _forward(
-    images: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cls_token: Tensor | None,
-    pos_embed: Tensor | None,
-    mean: Sequence[float],
-    std: Sequence[float],
-) -> Tensor:
+@operation(
+    "patch_embed",
+    "Tensor images, Tensor weight, Tensor? bias, Tensor? cls_token, Tensor? pos_embed, float[] mean, float[] std",
+    1,
+)
+def _forward(images, weight, bias, cls_token, pos_embed, mean, std):
     return patch_embed_fwd(images, weight, bias, cls_token, pos_embed, mean, std)
 
 
@@ -43,20 +39,13 @@ def _(images, weight, bias, cls_token, pos_embed, mean, std):
     return weight.new_empty(images.shape[0], tokens, width)
 
 
-@torch.library.custom_op("vitfast::patch_embed_bwd", mutates_args=())
-def _backward(
-    dy: Tensor,
-    images: Tensor | None,
-    weight: Tensor,
-    mean: Sequence[float],
-    std: Sequence[float],
-    prefix: int,
-    pos_len: int,
-    bias_dtype: torch.dtype | None,
-    cls_dtype: torch.dtype | None,
-    pos_dtype: torch.dtype | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operation(
+    "patch_embed_bwd",
+    "Tensor dy, Tensor? images, Tensor weight, float[] mean, float[] std, SymInt prefix, SymInt pos_len, "
+    "ScalarType? bias_dtype, ScalarType? cls_dtype, ScalarType? pos_dtype, bool[] needs",
+    5,
+)
+def _backward(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
     """Gradients of the five tensors, those of the last three in the dtypes given; empty where not needed."""
     needs = EmbedNeeds(*needs)
     grads = patch_embed_bwd(
