@@ -1,4 +1,4 @@
-"""What the blocks of a ViT keep for backward, and whether there is memory to keep more.
+"""The tensors that the blocks of a ViT keep for backward, by the memory there is.
 
 keep: "least", "all" (see ops/blocks.py) or "auto": "all" where the memory of the GPU has room for it, found out for the
 most tokens seen.
@@ -15,7 +15,7 @@ USABLE = 0.9  # share of the GPU's memory for tensors; the rest: context, worksp
 
 
 def block_bytes(block: nn.Module, rows: int, size: int, keep: str) -> dict[str, int]:
-    """What one layer keeps of `rows` tokens, by kind. size: bytes of a number; keep: "least" or "all"."""
+    """Bytes that one layer keeps of `rows` tokens, by kind. size: of a number; keep: "least" or "all"."""
     d, f = block.norm1.normalized_shape[0], block.mlp.fc1.out_features
     kept = {
         "residual stream": 2 * rows * d * (4 if block.residual_in_fp32 else size),  # the input of each fused block

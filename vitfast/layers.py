@@ -70,7 +70,7 @@ class PatchEmbed(nn.Module):
         return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        """How much smaller the grid is than the image (timm's name)."""
+        """The image's size over the grid's (timm's name)."""
         return max(self.patch_size) if as_scalar else self.patch_size
 
     def forward(

@@ -31,7 +31,7 @@ MODELS = {
 
 
 def dtypes(model, images):
-    """What each block and the last norm put out, and the model."""
+    """Dtypes of the outputs of each block, the last norm and the model."""
     seen = []
     kinds = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock", "LayerNorm")
     chosen = [

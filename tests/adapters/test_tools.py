@@ -147,7 +147,7 @@ def test_global_hooks_see_every_module():
 
 
 def test_a_forward_set_on_the_instance():
-    """What Hugging Face Accelerate and many recipes do."""
+    """As Hugging Face Accelerate and many recipes do."""
     model = randomize(timm_vit())
     before, seen = model(IMAGES), []
     vitfast.accelerate(model)

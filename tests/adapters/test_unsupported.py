@@ -108,7 +108,7 @@ def test_masks_and_causal_attention_run_the_original():
 
 @pytest.mark.parametrize("change", ["scale", "affine", "bias", "dtype"])
 def test_odd_layers_run_the_original(change):
-    """What the types of the modules do not tell."""
+    """Differences that the types of the modules do not tell."""
 
     def make():
         model = timm_vit()

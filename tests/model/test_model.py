@@ -222,6 +222,17 @@ def test_intermediates_equal_timm(options):
         ours.forward_intermediates(x, indices=[9])
 
 
+def test_patches_may_be_changed_before_they_get_prefix_and_positions():
+    x, flip = torch.randn(2, 3, 32, 32), lambda patches: patches.flip(1)
+    for options in (dict(reg_tokens=2), dict(no_embed_class=True), dict(pos_embed="none")):
+        model = randomize(ViT(**SMALL, **options))
+        plain, flipped = model.forward_features(x), model.forward_features(x, change_patches=flip)
+        assert_close(model.forward_features(x, change_patches=lambda patches: patches), plain, **TOL)
+        prefix = model.num_prefix_tokens
+        back = torch.cat([flipped[:, :prefix], flipped[:, prefix:].flip(1)], 1)
+        assert torch.allclose(back, plain, **TOL) == ("pos_embed" in options)  # only positions know the order
+
+
 def test_attention_maps_are_the_attention_that_ran():
     model = randomize(ViT(**SMALL, reg_tokens=1))
     x = torch.randn(2, 3, 32, 32)

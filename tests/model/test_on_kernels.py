@@ -201,7 +201,7 @@ def test_doctor_passes_here(capsys):
 
 
 def test_doctor_takes_the_interpreter_by_itself():
-    """Where the environment says nothing of it, and for one operation, in its three dtypes and two forms."""
+    """Without TRITON_INTERPRET in the environment; for one operation, in its three dtypes and two forms."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "vitfast", "doctor", "--only", "linear_gelu"], capture_output=True, text=True, env=env

@@ -53,13 +53,12 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     """
     _require_module("accelerate", model)
     known = known_classes(model)
-    originals = {own: cls for cls, own in known.ours.items()}
     modules = replaceable_modules(model, known).values()
     _set_classes(
         [
             (module, replacement_class(type(module), known.ours))
             for module in modules
-            if replacement_class(type(module), originals) is None and unsupported_reason(module, known) is None
+            if replacement_class(type(module), known.originals) is None and unsupported_reason(module, known) is None
         ]
     )
     for module in modules:
@@ -75,7 +74,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
 def restore(model: nn.Module) -> nn.Module:
     """Undoes `accelerate`: every module has the class it came with; returns the model."""
     _require_module("restore", model)
-    originals = {own: cls for cls, own in known_classes(model).ours.items()}
+    originals = known_classes(model).originals
     classes = [(module, replacement_class(type(module), originals)) for module in model.modules()]
     classes = [(module, cls) for module, cls in classes if cls is not None]
     for module, _ in classes:
@@ -85,7 +84,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def acceleration_report(model: nn.Module) -> Report:
-    """What of a model runs on vitfast's operations now, and what does not and why.
+    """The parts of a model that run on vitfast's operations now, and those that do not and why.
 
     Print it; `.replaced` and `.left` are lists of entries.
     """

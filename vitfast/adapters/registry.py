@@ -30,6 +30,11 @@ class Known(NamedTuple):
     places: dict[type, tuple[str, ...]]
     left: dict[str, str]
 
+    @property
+    def originals(self) -> dict[type, type]:
+        """Our subclass -> the library's class."""
+        return {own: cls for cls, own in self.ours.items()}
+
 
 def library_class(cls: type) -> type:
     """The library's class that one of ours is a subclass of."""

@@ -1,4 +1,4 @@
-"""What of a model runs on vitfast's operations, and what does not and why, as it is now."""
+"""The parts of a model that run on vitfast's operations now, and those that do not and why."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -63,7 +63,6 @@ def _looks_like_attention(module: nn.Module) -> bool:
 def describe(model: nn.Module) -> Report:
     """The report on a model as it is now."""
     known = known_classes(model)
-    originals = {own: cls for cls, own in known.ours.items()}
     replaceable = replaceable_modules(model, known)
     # Names without a dot are libraries that could not be imported.
     entries = [Entry("", "", "", why) for name, why in known.left.items() if "." not in name]
@@ -74,8 +73,8 @@ def describe(model: nn.Module) -> Report:
         kind = type(module).__name__
         if name in replaceable:
             covered.append(f"{name}.")
-            entries += _entries_of(name, module, known, originals)
-        elif type(module).__module__.startswith("vitfast.") and type(module) not in originals:
+            entries += _entries_of(name, module, known)
+        elif type(module).__module__.startswith("vitfast.") and type(module) not in known.originals:
             covered.append(f"{name}." if name else "")
             entries.append(Entry(name, kind, "", "vitfast's own"))
         elif _looks_like_attention(module):
@@ -88,10 +87,10 @@ def describe(model: nn.Module) -> Report:
     return report
 
 
-def _entries_of(name: str, module: nn.Module, known: Known, originals: dict[type, type]) -> list[Entry]:
+def _entries_of(name: str, module: nn.Module, known: Known) -> list[Entry]:
     """Entries of a replaceable module: one, or one for each of its fused blocks."""
     kind = type(module).__name__
-    if replacement_class(type(module), originals) is None:
+    if replacement_class(type(module), known.originals) is None:
         return [Entry(name, kind, "", unsupported_reason(module, known) or "vitfast.accelerate(model) was not called")]
     if not hasattr(module, "fused_blocks"):
         return [Entry(name, kind, "patch projection" if isinstance(module, nn.Conv2d) else "norm", None)]

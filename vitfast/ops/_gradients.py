@@ -1,4 +1,4 @@
-"""What the operations share: their schemas, masks of needed gradients, and derivatives.
+"""Shared by the operations: schemas, masks of needed gradients, and derivatives.
 
 Custom operations take and return tensors only: a gradient that nobody needs is an empty tensor there, None to autograd.
 """

@@ -90,7 +90,7 @@ def _split(arguments: tuple) -> tuple[Inputs, tuple]:
 
 
 def _kept(keep: str, x: Tensor, least: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What forward returns beside its output, empty where not kept; keep: none, least or all."""
+    """Forward's outputs beside the first, empty where not kept. keep: "none", "least" or "all"."""
     absent = {"none": len(least) + len(more), "least": len(more), "all": 0}[keep]
     held = (*least, *more)
     return (*held[: len(held) - absent], *filled(x, *[None] * absent))
@@ -146,7 +146,7 @@ def _in_layer_gradients(
 
 
 def _in_order(grads: dict[str, Tensor | None], t: Inputs, needs: BlockNeeds) -> tuple[Tensor, ...]:
-    """What a backward operation returns: a gradient for each field of BlockNeeds, empty where not needed."""
+    """A backward operation's outputs: a gradient for each field of BlockNeeds, empty where not needed."""
     return filled(t.x, *chosen([grads.get(name) for name in needs._fields], needs))
 
 

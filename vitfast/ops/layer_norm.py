@@ -12,7 +12,7 @@ from ._gradients import Needs, as_matrix, chosen, differentiable, fake_gradients
 
 
 def fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the fakes return for mean and rstd: (M,) in fp32."""
+    """The fakes' mean and rstd: (M,) in fp32."""
     count = x.shape[:-1].numel()
     return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.float32)
 
