@@ -253,15 +253,15 @@ def launching_on_meta() -> Iterator[None]:
     from vitfast.ops import _dispatch
 
     ours = [op for name, op in OPDEFS.items() if name.startswith("vitfast::")]
-    fakes, obstacle = [op._abstract_fn for op in ours], _dispatch._obstacle
+    fakes, reason = [op._abstract_fn for op in ours], _dispatch._unsupported_reason
     for op in ours:
         op._abstract_fn = op._init_fn
-    _dispatch._obstacle = lambda x, unsupported: unsupported
+    _dispatch._unsupported_reason = lambda x, unsupported: unsupported
     try:
         with ops.use_kernels("on"):
             yield
     finally:
-        _dispatch._obstacle = obstacle
+        _dispatch._unsupported_reason = reason
         for op, fake in zip(ours, fakes):
             op._abstract_fn = fake
 

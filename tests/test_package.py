@@ -102,15 +102,15 @@ def test_metadata_has_the_extras(dist):
 FLOORS = (
     {"errors", "files", "version", "interpreter", "ref", "kernels"},
     {"ops", "positions", "presets", "config", "device", "keep", "machine_code"},
-    {"layers", "adapters", "checkpoint"},
-    {"model", "hybrid", "distributed"},
+    {"layers", "adapters", "checkpoint", "arguments"},
+    {"model", "hybrid", "init", "distributed"},
     {"data", "cost", "verify", "baselines"},
     {"eval", "convert", "export", "inspect", "tune", "doctor"},
     {"train"},
     {"experiments", "timm_models"},
     {"cli"},
 )
-ONE_PLACE = {"hybrid": "model"}  # hybrid.py is a part of the model
+ONE_PLACE = {"hybrid": "model", "init": "model"}  # parts of the model
 
 
 def imports() -> dict[str, set[str]]:
