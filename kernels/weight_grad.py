@@ -2,7 +2,8 @@
 
     dW = g^T x                                                     g (M, N), x (M, K) -> (N, K)
     with a layer scale s on the output, out = s * (x W^T + b) and g = d out without s, G = g^T x:
-    dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)       the branch's output need not be kept
+    dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)       the branch's output need not be kept; the bias' part of
+                                                                   ds is the caller's, who has the column sum
 
 An output of 768 x 3072 is 72 to 144 blocks, too few for 132 multiprocessors and M = 50,000 rows: SPLIT_K programs share
 a block, each sums a range of rows into its own slice of an fp32 workspace, and a second kernel adds the slices in a
@@ -65,8 +66,6 @@ def weight_grad_kernel(
 def weight_grad_sum_kernel(
     part_ptr,  # (SPLITS, N, K)
     w_ptr,  # (N, K); None where no dls is wanted
-    bias_ptr,  # (N,) or None
-    colsum_ptr,  # (N,), where bias_ptr is
     ls_ptr,  # (N,) or None
     out_ptr,  # (N, K)
     dls_ptr,  # (N,), where w_ptr is
@@ -97,11 +96,7 @@ def weight_grad_sum_kernel(
             total *= ls
         tl.store(out_ptr + (offs_n[:, None] * stride_on + cols), total.to(out_ptr.dtype.element_ty), mask=mask)
     if w_ptr is not None:
-        dls = tl.sum(dot, 1)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-            dls += bias * tl.load(colsum_ptr + offs_n, mask=mask_n, other=0.0)
-        tl.store(dls_ptr + offs_n, dls, mask=mask_n)
+        tl.store(dls_ptr + offs_n, tl.sum(dot, 1), mask=mask_n)
 
 
 def _slices(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype) -> Tensor:
@@ -135,17 +130,11 @@ def _slices(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype) -> Tenso
 
 
 def sum_products(
-    part: Tensor,
-    layer_scale: Tensor | None,
-    dtype: torch.dtype,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    colsum: Tensor | None = None,
+    part: Tensor, layer_scale: Tensor | None, dtype: torch.dtype, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """(dW, dlayer_scale) from slices `part` (S, N, K) of g^T x in fp32.
 
-    dW (N, K) in `dtype`, dlayer_scale (N,) in fp32, None without a weight. The other arguments: as in
-    weight_grad_scaled.
+    dW (N, K) in `dtype`, dlayer_scale (N,) in fp32, None without a weight.
     """
     splits, n, k = part.shape
     tile = tiles.lookup("weight_grad_sum", part, product_class(k, n))
@@ -156,8 +145,6 @@ def sum_products(
         (cdiv(n, tile["BLOCK_N"]),),
         part_ptr=part,
         w_ptr=weight,
-        bias_ptr=vector(bias),
-        colsum_ptr=None if bias is None else colsum,
         ls_ptr=vector(layer_scale),
         out_ptr=out,
         dls_ptr=dls,
@@ -188,20 +175,13 @@ def weight_grad(
 
 
 def weight_grad_scaled(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    layer_scale: Tensor,
-    colsum: Tensor | None,
-    out_dtype: torch.dtype | None = None,
+    g: Tensor, x: Tensor, weight: Tensor, layer_scale: Tensor, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dW, dlayer_scale) of layer_scale * (x W^T + b).
+    """(dW, dlayer_scale) of layer_scale * x W^T.
 
-    g (M, N): the gradient of that product's output *before* the scale; x (M, K), weight (N, K); colsum (N,) fp32, the
-    column sum of g, is read where there is a bias. dW (N, K) in `out_dtype` (g's unless given), dlayer_scale (N,) in
-    fp32.
+    g (M, N): the gradient of that product's output *before* the scale; x (M, K), weight (N, K). dW (N, K) in
+    `out_dtype` (g's unless given), dlayer_scale (N,) in fp32; a bias adds b * colsum(g) to the latter.
     """
     tile = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
     part = _slices(g, x, tile, torch.float32)
-    return sum_products(part, layer_scale, out_dtype or g.dtype, weight, bias, colsum)
+    return sum_products(part, layer_scale, out_dtype or g.dtype, weight)

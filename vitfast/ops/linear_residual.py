@@ -72,7 +72,7 @@ def weight_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K)."""
     if needs.layer_scale:
-        return weight_grad_scaled(g, x, weight, None, layer_scale, None, weight.dtype)
+        return weight_grad_scaled(g, x, weight, layer_scale, weight.dtype)
     return weight_grad(g, x, layer_scale=layer_scale, out_dtype=weight.dtype) if needs.weight else None, None
 
 
