@@ -469,7 +469,7 @@ def test_what_fp32_is_judged_by_is_fp32(monkeypatch):
 
     before = torch.backends.cudnn.allow_tf32
     inputs = doctor.cases(doctor.SMALL_SIZES, doctor.ops)["patch_embed"][1]
-    assert doctor.examine("patch_embed", embed, inputs, torch.float32, torch.device("cpu"), timed=False).passed
+    assert doctor.check_operation("patch_embed", embed, inputs, torch.float32, torch.device("cpu"), timed=False).passed
     assert [tf32 for mode, tf32 in seen if mode == "off"] == [False] * 3 and torch.backends.cudnn.allow_tf32 == before
 
 
@@ -594,18 +594,18 @@ def test_an_overwritten_input_a_wrong_number_and_no_kernel_fail_at_the_edges(mon
     from vitfast.verify import edges
 
     case = next(edges.cases("sum of rows"))
-    assert edges.examine(case).passed
+    assert edges.check(case).passed
     right = rows.scale_rows
     with monkeypatch.context() as patch:
         patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (right(x, *rest, **options), x.neg_())[0])
-        assert "input 0 is overwritten" in edges.examine(case).wrong[0]
+        assert "input 0 is overwritten" in edges.check(case).wrong[0]
         patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (None, 1.02 * right(x, *rest, **options)[1]))
-        report = edges.examine(case)
+        report = edges.check(case)
         assert not report.passed and 0.019 < report.error < 0.021 and "error of a row 2.0e-02" in report.wrong[0]
         patch.setattr(
             rows, "scale_rows", lambda x, *rest, **options: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]
         )
-        assert "no kernel ran" in edges.examine(case).wrong[0]
+        assert "no kernel ran" in edges.check(case).wrong[0]
 
 
 @pytest.mark.slow(12)

@@ -22,7 +22,7 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow(10) if name in SLOW else ()) 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_launcher_at_the_edges_of_its_tiles(name, dtype):
     for case in edges.cases(name, dtype):
-        report = edges.examine(case)
+        report = edges.check(case)
         assert report.passed, "\n".join([*report.wrong, *(f"{label}: {found}" for label, found in report.findings)])
         assert report.counts["reads"] or all(provider in edges.LIBRARIES for _, provider in report.ran)
 
@@ -32,7 +32,7 @@ def test_every_launcher_at_the_edges_of_its_tiles(name, dtype):
 @pytest.mark.parametrize("name", edges.names())
 def test_every_launcher_on_more_shapes_and_layouts_with_the_tiles_of_other_generations(name, dtype):
     for case in edges.cases(name, dtype, long=True):
-        report = edges.examine(case)
+        report = edges.check(case)
         assert report.passed, "\n".join([*report.wrong, *(f"{label}: {found}" for label, found in report.findings)])
 
 
@@ -98,7 +98,7 @@ def test_a_planted_bug_is_found(mutant, tmp_path):
     with mutant.made(tmp_path) as copy:
         right = True
         for case in sorted(copy.cases(mutant.name), key=lambda case: case.sizes.width):  # the quick ones first
-            report = copy.examine(case)
+            report = copy.check(case)
             right &= not report.wrong
             found = [finding for _, finding in report.findings if finding.kind == mutant.kind]
             if found or (mutant.kind == NUMBERS and report.wrong):
