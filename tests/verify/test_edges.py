@@ -1,4 +1,4 @@
-"""Every launcher at the edges of its tiles under the sanitizer, the plan that says where those are, and bugs planted for it to find."""
+"""Every launcher at the edges of its tiles under the sanitizer, the plan of those edges, and planted bugs."""
 
 import linecache
 import re
@@ -37,7 +37,7 @@ def test_every_launcher_on_more_shapes_and_layouts_with_the_tiles_of_other_gener
 
 
 def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
-    """Without running it: every provider that the tables name and that runs here (Gluon's do not); descriptors where the provider is tma."""
+    """Without running it: every provider of the tables that runs here (Gluon's do not); descriptors where it is tma."""
     ran, kernels, described, layouts = set(), set(), set(), set()
     for name in edges.names():
         for case in edges.cases(name):
@@ -125,7 +125,8 @@ def test_a_planted_bug_is_found(mutant, tmp_path):
 
 
 def test_there_are_planted_bugs_of_every_kind():
-    kinds = "out of bounds, write-write race, read-write race, missing barrier, two values, left unwritten, uninitialised read, false hint, atomic operation"
+    kinds = "out of bounds, write-write race, read-write race, missing barrier, two values, left unwritten, "
+    kinds += "uninitialised read, false hint, atomic operation"
     assert {mutant.kind for mutant in MUTANTS} == {*kinds.split(", "), NUMBERS}
     assert len(MUTANTS) >= 20 and len({mutant.what for mutant in MUTANTS}) == len(MUTANTS)
     assert sum(mutant.silent for mutant in MUTANTS) >= 5

@@ -563,7 +563,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _tune(args: argparse.Namespace) -> int:
     import torch
 
-    from ..tune.tuner import tune
+    from ..tune import tune
 
     return tune(args.model, getattr(torch, args.dtype), args.only, args.seconds, args.batch_size, args.deterministic)
 
