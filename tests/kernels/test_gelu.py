@@ -149,8 +149,7 @@ WITH_ERF = {
 COUNTING = """
 import json
 import torch
-from vitfast.machine_code import compiler as offline
-from vitfast.machine_code import cubin as machine_code
+from vitfast.machine_code import compiler, cubin
 from vitfast.kernels import mlp, tiles
 from vitfast.kernels.launch import record
 
@@ -158,7 +157,7 @@ m, d, f = 256 * 197, 768, 3072
 x, w1, b1, w2, pre = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((m, d), (f, d), (f,), (d, f), (m, f)))
 with tiles.targeting(90):
     launches = record(lambda: mlp.linear_gelu(x, w1, b1, "none", True)) + record(lambda: mlp.dgelu_matmul(x, w2, pre, "none", True))
-codes = {launch.kernel.__name__: machine_code.read(offline.compiled(launch, 90).asm["cubin"]) for launch in launches[:2]}
+codes = {launch.kernel.__name__: cubin.read(compiler.compiled(launch, 90).asm["cubin"]) for launch in launches[:2]}
 print(json.dumps({name: [len(code.instructions), code.spills, code.registers] for name, code in codes.items()}))
 """
 

@@ -199,8 +199,7 @@ COMPILED = """
 import json, sys
 sys.path.insert(0, {tests!r})
 import codegen
-from vitfast.machine_code import compiler as offline
-from vitfast.machine_code import cubin as machine_code
+from vitfast.machine_code import compiler, cubin
 from vitfast.kernels import tiles
 from vitfast.verify.launchers import Draw, Sizes, launchers
 
@@ -216,16 +215,16 @@ with tiles.targeting(90):
             launcher = launchers(s)[name]
             with tiles.override(op, rival):
                 found = codegen.record(lambda: launcher.call(*launcher.make(Draw(like.dtype, codegen.META))))[0]
-            job = offline.Job.of(found)
-            keys.add(offline.key_of(job.launch(), 90))
-            same.append(offline.key_of(job.launch(), 90) == offline.key_of(found, 90))
+            job = compiler.Job.of(found)
+            keys.add(compiler.key_of(job.launch(), 90))
+            same.append(compiler.key_of(job.launch(), 90) == compiler.key_of(found, 90))
         work[name] = (f"{{name}} (gluon)", 90, "bf16", job)
         facts.append(dict(kernels=len(keys), grid=found.grid))
 if __name__ == "__main__":
     rows = codegen.rows_of(work, 2, 1)
     for (_, _, _, job), fact in zip(work.values(), facts):
-        code = machine_code.read(offline.compiled(job.launch(), 90).asm["cubin"])  # from Triton's cache
-        names = [machine_code.name_of(i) for i in code.instructions]
+        code = cubin.read(compiler.compiled(job.launch(), 90).asm["cubin"])  # from Triton's cache
+        names = [cubin.name_of(i) for i in code.instructions]
         marks = [m for i in code.instructions for m in ("DEPBAR", "BAR.SYNC", "SYNCS.ARRIVE") if m in i]
         marks = [b for a, b in zip(["", *marks], marks) if a != "BAR.SYNC" or b != a]  # several in a row are one
         fact["freed"] = [marks[i + 1 : i + 3] for i, mark in enumerate(marks) if mark == "DEPBAR"]
