@@ -4,8 +4,8 @@
         runs them in bfloat16: on a GPU, elsewhere small ones in the interpreter
 
 tests/kernels/test_gpu.py runs it under `memcheck` and `racecheck`. N is 197 and 257, which ends in the middle of a
-tile, K is at least 768, so that loops run more often than they have stages, and heads are of 32, 64, 80 and 96. Then each
-operation runs with every candidate for its tiles. A name is printed when it is done: it shows how far a run came.
+tile, K is at least 768, so that loops run more often than they have stages, and heads are of 32, 64, 80 and 96. Then
+each operation runs with every candidate for its tiles. A name is printed when it is done: it shows how far a run came.
 """
 
 import argparse

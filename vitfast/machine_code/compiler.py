@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -91,7 +92,8 @@ def key_of(launch: Launch, capability: int) -> tuple[str, str]:
 class Job(NamedTuple):
     """A launch as plain data that another process can compile.
 
-    Tensors and descriptors are reduced to what the compiler sees of them, functions to their names.
+    Functions are reduced to their names, tensors and descriptors to what the compiler sees of them: calls, not yet
+    made, that give them back on the meta device.
     """
 
     module: str
@@ -107,16 +109,16 @@ class Job(NamedTuple):
             if type(value) is tuple:
                 return tuple(map(plain, value))
             if _is_jit_function(value):
-                return _Function(value.fn.__module__, value.fn.__name__)
+                return partial(_function, value.fn.__module__, value.fn.__name__)
             if hasattr(value, "block_shape"):
                 layout = (value.layout,) if hasattr(value, "layout") else ()  # Gluon's descriptors have one
-                sizes = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
-                return _Descriptor(type(value), value.base.dtype, *sizes, layout)
+                sizes = list(value.shape), list(value.strides), list(value.block_shape)
+                return partial(_descriptor, type(value), value.base.dtype, *sizes, *layout)
             if not isinstance(value, torch.Tensor):
                 return value
             if value.device.type != "meta" and value.data_ptr() % 16:
                 raise ValueError(f"{launch.kernel.__name__}: a tensor starts at no multiple of 16 bytes")
-            return value.dtype
+            return partial(_tensor, value.dtype)
 
         arguments = {k: plain(v) for k, v in launch.arguments.items()}
         return cls(launch.kernel.fn.__module__, launch.kernel.__name__, launch.grid, arguments)
@@ -127,29 +129,22 @@ class Job(NamedTuple):
         def whole(value):
             if type(value) is tuple:
                 return tuple(map(whole, value))
-            if isinstance(value, _Function):
-                return getattr(importlib.import_module(value.module), value.name)
-            if isinstance(value, _Descriptor):
-                base = torch.empty(1, dtype=value.dtype, device="meta")
-                return value.kind(base, list(value.shape), list(value.strides), list(value.block_shape), *value.layout)
-            return torch.empty(1, dtype=value, device="meta") if isinstance(value, torch.dtype) else value
+            return value() if isinstance(value, partial) else value
 
-        kernel = getattr(importlib.import_module(self.module), self.kernel)
-        return Launch(kernel, self.grid, {k: whole(v) for k, v in self.arguments.items()})
+        arguments = {k: whole(v) for k, v in self.arguments.items()}
+        return Launch(_function(self.module, self.kernel), self.grid, arguments)
 
 
-class _Function(NamedTuple):
-    module: str
-    name: str
+def _function(module: str, name: str):
+    return getattr(importlib.import_module(module), name)
 
 
-class _Descriptor(NamedTuple):
-    kind: type
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
-    layout: tuple
+def _tensor(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(1, dtype=dtype, device="meta")
+
+
+def _descriptor(kind: type, dtype: torch.dtype, *sizes_and_layout):
+    return kind(_tensor(dtype), *sizes_and_layout)
 
 
 def _work(connection, job: Job, capability: int) -> None:

@@ -171,15 +171,6 @@ def _packed(found: Instruction) -> Callable:
     return pack if found.name == "P2R" else unpack
 
 
-def _special(found: Instruction) -> Callable:
-    name = found.operands[1]
-
-    def step(env):
-        env[found.targets[0]] = env["special"].get(name)
-
-    return step
-
-
 def _step(found: Instruction, at: int, labels: dict[str, int]) -> Callable:
     """What one instruction does: step(env)."""
     if found.name in ("BRA", "CALL") and "DIV" not in found.words:
@@ -191,7 +182,7 @@ def _step(found: Instruction, at: int, labels: dict[str, int]) -> Callable:
     if found.name in ACCESSES:
         return _access(found, at)
     if found.name in ("S2R", "S2UR"):
-        return _special(found)
+        return lambda env: env.update({found.targets[0]: env["special"].get(found.operands[1])})
     if found.name in ("P2R", "R2P"):
         return _packed(found)
     if found.name == "SYNCS" and "ARRIVE" in found.words and len(found.values) == 2:

@@ -216,7 +216,13 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
         dres, dw, db = layer_norm_gradients(dy, z, w, b, mean, rstd)
         return dres + dz, dw, db, dz.sum(0, dtype=wide(dz)), ref.layer_norm(z, w, b, EPS)
 
+    def rows_and_parameters(t: Draw) -> tuple:
+        return t.values(m, d), t.values(m, d), t.values(d), t.values(d)
+
     def add_norm(x, res, w, b, ls=None, drop=None):
+        return layer_norm.add_layer_norm_fwd(x, res, w, b, EPS, ls, drop, s.tokens)
+
+    def add_norm_formula(x, res, w, b, ls=None, drop=None):
         x, res = x.view(shape), res.view(shape)
         y, z = ref.add_layer_norm(x, res, w, b, EPS, layer_scale=ls, drop_path=drop)
         return y.view(m, d), z.view(m, d), *statistics(z.view(m, d))
@@ -233,15 +239,11 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
             layer_norm_formula,
         ),
         "layer_norm backward": Launcher(normed, layer_norm.layer_norm_bwd, layer_norm_gradients),
-        "add + layer_norm": Launcher(
-            lambda t: (t.values(m, d), t.values(m, d), t.values(d), t.values(d)),
-            lambda x, res, w, b: layer_norm.add_layer_norm_fwd(x, res, w, b, EPS, None, None, s.tokens),
-            add_norm,
-        ),
+        "add + layer_norm": Launcher(rows_and_parameters, add_norm, add_norm_formula),
         "add + layer_norm, factors": Launcher(
-            lambda t: (t.values(m, d), t.values(m, d), t.values(d), t.values(d), t.values(d), t.factors(s.batch)),
-            lambda x, res, w, b, ls, drop: layer_norm.add_layer_norm_fwd(x, res, w, b, EPS, ls, drop, s.tokens),
+            lambda t: (*rows_and_parameters(t), t.values(d), t.factors(s.batch)),
             add_norm,
+            add_norm_formula,
             variant=True,
         ),
         "add + layer_norm backward, factors": Launcher(
