@@ -266,17 +266,11 @@ def machine() -> dict[str, str]:
     """Versions and the GPU."""
     import triton
 
-    facts = dict(
-        vitfast=__version__,
-        torch=torch.__version__,
-        triton=triton.__version__,
-        python=platform.python_version(),
-        cuda=str(torch.version.cuda),
-    )
+    facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
+    facts |= dict(python=platform.python_version(), cuda=str(torch.version.cuda))
     if INTERPRETED:
-        facts["gpu"] = (
-            "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
-        )
+        shown = "wrong numbers and accesses, not speed"
+        facts["gpu"] = f"not used: small shapes in Triton's interpreter, which shows {shown}"
         if not interpreter.bfloat16_mended:
             facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
         return facts

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from vitfast.kernels import launch
-from vitfast.verify.launchers import Sizes, launchers
+from vitfast.verify.draw import Sizes
+from vitfast.verify.launchers import launchers
 
 TESTS = Path(__file__).parents[1]
 BATCHES = (1, 3, 8, 62, 64, 100, 255, 256)  # 62: 96 row tiles of 128

@@ -17,7 +17,7 @@ import torch
 from vitfast import ref
 from vitfast.kernels import cublaslt, linear, native, tiles
 from vitfast.kernels.launch import INTERPRETED
-from vitfast.verify.launchers import LAYOUTS, Draw
+from vitfast.verify.draw import LAYOUTS, Draw
 
 CPU = torch.device("cpu")
 # One rounding of the result to 16 bit (2^-8, 2^-11), or none; the sums of 40 products are exact to 1e-6.

@@ -20,7 +20,8 @@ from vitfast.tune import user_table
 from vitfast.tune.search import Search
 from vitfast.tune.trial import Problem
 from vitfast.tune.tuner import Attempt, Tuner
-from vitfast.verify.launchers import Draw, Launcher, Sizes
+from vitfast.verify.draw import Draw, Sizes
+from vitfast.verify.launchers import Launcher
 
 BF16 = torch.bfloat16
 CASES = {"fc1": "linear_gelu_fwd", "dgelu": "dgelu_matmul"}
@@ -201,7 +202,8 @@ sys.path.insert(0, {tests!r})
 import codegen
 from vitfast.machine_code import compiler, cubin
 from vitfast.kernels import tiles
-from vitfast.verify.launchers import Draw, Sizes, launchers
+from vitfast.verify.draw import Draw, Sizes
+from vitfast.verify.launchers import launchers
 
 work, facts, same = {{}}, [], []
 with tiles.targeting(90):

@@ -14,7 +14,7 @@ from vitfast import ViT, ops
 from vitfast.doctor import check_operation
 from vitfast.kernels import tiles
 from vitfast.verify import cases, make, run
-from vitfast.verify.launchers import Sizes
+from vitfast.verify.draw import Sizes
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
