@@ -3,9 +3,8 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "TORCHINDUCTOR_VEC_ISA_OK", "1"
-)  # what /proc/cpuinfo says is not tried out by a compiler and a Python for each kind of vector
+# Inductor believes /proc/cpuinfo: it would try each kind of vector with a compiler and another Python.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
@@ -36,8 +35,8 @@ def pytest_runtest_call(item):
             outcome.force_exception(AssertionError(f"the sanitizer found:\n{watch}"))
 
 
-# On a GPU what a run that is cut off must not miss comes first; what compiles for long or is nobody's headline, last.
-GPU_ORDER = ("_same_bits", "_every_rival", "_around_tile_edges", "kernels/test_gpu.py", "tests/kernels/")
+# On a GPU: first what a run that is cut off must not miss, last what compiles for long.
+GPU_ORDER = ("_same_bits", "_computes_the_same", "_around_tile_edges", "kernels/test_gpu.py", "tests/kernels/")
 GPU_ORDER += ("tests/adapters/", "test_export")
 
 

@@ -1,12 +1,15 @@
-"""Predicted times of every kernel and of whole steps on H100 and H200, by the port model (vitfast/ports.py): part of `make codegen`.
+"""Predicted times of every kernel and of whole steps on H100 and H200, by the port model: part of `make codegen`.
 
-    python tests/predict.py                     writes tests/ports.csv (kernels at the presets' shapes: the ports, which binds, predicted time)
-                                                and vitfast/predicted.csv (predicted steps of the presets, which `vitfast cost` shows)
-    python tests/predict.py --notes             from these two files: the tables of bench/results/NOTES.md for the kernels as they are
+    python tests/predict.py
+        writes tests/ports.csv (kernels at the presets' shapes: the ports, which binds, predicted time) and
+        vitfast/cost/predicted.csv (predicted steps of the presets, which `vitfast cost` shows)
+    python tests/predict.py --notes
+        from these two files: the tables of bench/results/NOTES.md for the kernels as they are
     python tests/predict.py --tiles "linear + gelu" --preset B/16
-                                                the shipped tile of an operation, its rivals and all tiles one step away, by predicted time
+        the shipped tile of an operation, its candidates and all tiles one step away, by predicted time
 
-Nothing here was measured. TRITON_INTERPRET must be unset; what `make codegen` has compiled before is not compiled again.
+The model is vitfast/machine_code/ports.py. Nothing here was measured. TRITON_INTERPRET must be unset; what `make
+codegen` has compiled before is not compiled again.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from pathlib import Path
 import codegen
 import torch
 import triton
+from meta_launches import META, launching_on_meta
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -27,10 +31,10 @@ from vitfast import ViT, cost
 from vitfast.cost.predicted import STEPS, UPDATE
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import Launch, recording
-from vitfast.machine_code import compiler as offline
-from vitfast.machine_code import ports
-from vitfast.tune import search
-from vitfast.verify.launchers import Draw, launchers
+from vitfast.machine_code import compiler, ports
+from vitfast.tune.search import neighbours
+from vitfast.verify.draw import Draw
+from vitfast.verify.launchers import launchers
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "tests" / "ports.csv"
@@ -87,7 +91,7 @@ def _work(job: tuple) -> ports.Work | str:
 
 def measured(launches: list[Launch], processes: int) -> dict[str, ports.Work | str]:
     """The work of every distinct launch, or why nobody knows, by key_of."""
-    distinct = {key_of(launch): (offline.Job.of(launch), ports.views(launch)) for launch in launches}
+    distinct = {key_of(launch): (compiler.Job.of(launch), ports.views(launch)) for launch in launches}
     with ProcessPoolExecutor(processes) as pool:
         return dict(zip(distinct, pool.map(_work, distinct.values(), chunksize=2)))
 
@@ -96,14 +100,14 @@ def measured(launches: list[Launch], processes: int) -> dict[str, ports.Work | s
 
 
 def cases(sizes: str) -> list[tuple[str, Launch]]:
-    """What each launcher launches at a preset's shape on sm_90, and each of its rivals."""
+    """What each launcher launches at a preset's shape on sm_90, with its tile and with each candidate's."""
     with tiles.targeting(ports.SM):
         calls = codegen.launcher_calls(codegen.ALL_SIZES[sizes], torch.bfloat16, wide=False)
         return [(case, launch) for case, call in calls.items() for launch in codegen.record(call)]
 
 
 def row(case: str, launch: Launch, work: ports.Work | str) -> dict:
-    """A row of the table of kernels, without its preset."""
+    """An entry of the table of kernels, without its preset."""
     found = dict(case=case, kernel=launch.kernel.__name__, tile=codegen.tile_name(launch))
     if isinstance(work, str):
         return found | dict(binds=work)
@@ -125,9 +129,7 @@ class Libraries(TorchDispatchMode):
         self.found: list[tuple[str, float, int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if (
-            func.namespace == "vitfast"
-        ):  # on meta tensors its own launchers run, and what they leave to libraries is counted here
+        if func.namespace == "vitfast":  # on meta tensors our launchers run; what they leave to libraries counts here
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
         if func.overloadpacket not in flop_registry:
@@ -138,28 +140,20 @@ class Libraries(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         aliases = [x.alias_info for x in func._schema.returns]
         view = any(alias is not None and not alias.is_write for alias in aliases)
-        name = func._schema.name
-        if (
-            name.startswith("aten::")
-            and not view
-            and not any(word in name for word in ("empty", "detach", "_unsafe_view", "resize"))
-        ):
-            flops = (
-                flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-                if func.overloadpacket in flop_registry
-                else 0
-            )
-            tensors = torch.utils._pytree.tree_leaves((args, kwargs, out))
-            self.found.append(
-                (name, flops, sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)))
-            )
+        name, nothing = func._schema.name, ("empty", "detach", "_unsafe_view", "resize")
+        if name.startswith("aten::") and not view and not any(word in name for word in nothing):
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs, out))
+            moved = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor))
+            self.found.append((name, flops, moved))
         return out
 
 
 def step(preset: str, image: int, batch: int, train: bool) -> tuple[list[Launch], list[tuple[str, float, int]]]:
     """(our launches, what libraries run) in a training step, or an inference, of a preset in bf16."""
     libraries = Libraries()
-    with tiles.targeting(ports.SM), codegen.launching_on_meta():
+    with tiles.targeting(ports.SM), launching_on_meta():
         with torch.device("meta"):
             model = ViT.from_preset(preset, img_size=image).bfloat16().train(train)
         images = torch.empty(batch, 3, image, image, dtype=torch.bfloat16, device="meta")
@@ -177,9 +171,9 @@ def all_steps() -> dict[tuple, tuple]:
 
 
 def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) -> list[dict]:
-    """The table of steps: each whole, then by kernel; a step in which a kernel has no prediction has no rows.
+    """The table of steps: each whole, then by kernel; a step in which a kernel has no prediction is left out.
 
-    The update is the optimiser's passes over its state (cost.py).
+    The update is the optimiser's passes over its state (vitfast/cost).
     """
     rows = []
     for (preset, image, batch, train), (launches, libraries) in recorded.items():
@@ -197,18 +191,11 @@ def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) 
                 seconds[name] += ports.library(flops, moved, gpu)
             times = Counter(launch.kernel.__name__ for launch in launches) + Counter(name for name, _, _ in libraries)
             total = sum(seconds.values())
-            about = dict(
-                preset=preset,
-                img_size=image,
-                batch_size=batch,
-                gpu=gpu.name,
-                direction="training" if train else "inference",
-            )
-            about |= dict(width=model.embed_dim, depth=len(model.blocks), heads=model.blocks[0].attn.num_heads)
-            about |= dict(
-                hidden=model.blocks[0].mlp.fc1.out_features,
-                tokens=model.num_prefix_tokens + model.patch_embed.num_patches,
-            )
+            direction, block = "training" if train else "inference", model.blocks[0]
+            about = dict(preset=preset, img_size=image, batch_size=batch, gpu=gpu.name, direction=direction)
+            about |= dict(width=model.embed_dim, depth=len(model.blocks), heads=block.attn.num_heads)
+            tokens = model.num_prefix_tokens + model.patch_embed.num_patches
+            about |= dict(hidden=block.mlp.fc1.out_features, tokens=tokens)
             rows.append(about | dict(what="step", times=1, predicted_us=f"{1e6 * total:.1f}"))
             rows += [
                 about | dict(what=name, times=times[name] or 1, predicted_us=f"{1e6 * s:.1f}")
@@ -223,9 +210,8 @@ def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) 
 def write(path: Path, rows: list[dict], columns: tuple[str, ...]) -> None:
     """A table whose first line says that it is predicted, and for which kernels."""
     with open(path, "w", newline="") as file:
-        file.write(
-            f"# predicted, nothing in it was measured; kernels {codegen.cache.source_hash()}, triton {triton.__version__}; written by make codegen\n"
-        )
+        made = f"kernels {codegen.cache.source_hash()}, triton {triton.__version__}"
+        file.write(f"# predicted, nothing in it was measured; {made}; written by make codegen\n")
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -258,70 +244,49 @@ def notes() -> str:
         "|---|---|---|---|---|",
     ]
     whole = [r for r in read(STEPS) if r["what"] == "step"]
+    of = lambda r: (r["preset"], r["img_size"], r["gpu"])  # noqa: E731
+    inference = {of(r): float(r["predicted_us"]) / 1e6 for r in whole if r["direction"] == "inference"}
     for r in whole:
         if r["direction"] == "training":
-            same = [
-                x
-                for x in whole
-                if all(x[k] == r[k] for k in ("preset", "img_size", "gpu")) and x["direction"] == "inference"
-            ]
-            batch, seconds, inference = (
-                int(r["batch_size"]),
-                float(r["predicted_us"]) / 1e6,
-                float(same[0]["predicted_us"]) / 1e6,
-            )
-            size = "" if r["img_size"] == "224" else f" {r['img_size']} px"
-            lines.append(
-                f"| {r['preset']}{size}, {batch} | {r['gpu']} | {batch / inference:,.0f} | {1e3 * seconds:.1f} | {batch / seconds:,.0f} |"
-            )
+            batch, seconds = int(r["batch_size"]), float(r["predicted_us"]) / 1e6
+            name = r["preset"] + ("" if r["img_size"] == "224" else f" {r['img_size']} px")
+            each = f"{batch / inference[of(r)]:,.0f} | {1e3 * seconds:.1f} | {batch / seconds:,.0f}"
+            lines.append(f"| {name}, {batch} | {r['gpu']} | {each} |")
     return "\n".join(lines)
 
 
 def order(operation: str, sizes: str, processes: int) -> str:
-    """The shipped tiles of a launcher, its rivals and the tiles one step from them, by the predicted time of all that the launcher runs."""
-    candidates: dict[str, tuple[list[Launch], list]] = {}
+    """A launcher's shipped tiles, their candidates and the tiles one step away, by its whole predicted time."""
+    tried: dict[str, tuple[list[Launch], list]] = {}
     launcher = launchers(codegen.ALL_SIZES[sizes])[operation]
-    inputs = launcher.make(Draw(torch.bfloat16, codegen.META))
+    inputs = launcher.make(Draw(torch.bfloat16, META))
     with tiles.targeting(ports.SM):
         with tiles.watching() as used, recording():
             launcher.call(*inputs)
         for (op, _, shape), shipped in used.items():
             found = [shipped, *tiles.candidates(op, torch.empty(0, dtype=torch.bfloat16, device="meta"), shape)]
-            for tile in dict.fromkeys([*found, *(near for start in found for near in search.neighbours(start))]):
+            for tile in dict.fromkeys([*found, *(near for start in found for near in neighbours(start))]):
                 with tiles.override(op, tile, shape), recording() as launches, Libraries() as libraries:
                     launcher.call(*inputs)
-                mark = "shipped" if tile == shipped else "rival" if tile in found else ""
-                candidates[f"{mark:<8}{op} {tile.provider} {' '.join(f'{k}={v}' for k, v in tile.meta.items())}"] = (
-                    list(launches),
-                    libraries.found,
-                )
-    works = measured([launch for launches, _ in candidates.values() for launch in launches], processes)
-    rows = []
-    for name, (launches, libraries) in candidates.items():
+                mark = "shipped" if tile == shipped else "other" if tile in found else ""
+                numbers = " ".join(f"{k}={v}" for k, v in tile.meta.items())
+                tried[f"{mark:<8}{op} {tile.provider} {numbers}"] = list(launches), libraries.found
+    works = measured([launch for launches, _ in tried.values() for launch in launches], processes)
+    entries = []
+    for name, (launches, libraries) in tried.items():
         found = [works[key_of(launch)] for launch in launches]
         if any(isinstance(work, str) for work in found):
             continue  # it does not compile, does not fit, or cannot be followed
         predictions = [ports.predict(work, ports.H100) for work in found]
-        total = sum(p.total for p in predictions) + sum(
-            ports.library(flops, moved, ports.H100) for _, flops, moved in libraries
-        )
+        total = sum(p.total for p in predictions)
+        total += sum(ports.library(flops, moved, ports.H100) for _, flops, moved in libraries)
         # What binds is often the same for several tiles: then the one with the fewest instructions comes first.
-        rows.append(
-            (
-                round(1e6 * total),
-                sum(p.ports["issue"] for p in predictions),
-                name,
-                " ".join(p.binds for p in predictions) or "library",
-            )
-        )
+        issue, binds = sum(p.ports["issue"] for p in predictions), " ".join(p.binds for p in predictions)
+        entries.append((round(1e6 * total), issue, name, binds or "library"))
     lines = [f"{operation}, {sizes}, bf16, H100: predicted by the port model, not measured"]
-    return "\n".join(
-        lines
-        + [
-            f"predicted {total:5} us ({binds:>8}, issue {1e6 * issue:5.0f})  {name}"
-            for total, issue, name, binds in sorted(rows)
-        ]
-    )
+    for total, issue, name, binds in sorted(entries):
+        lines.append(f"predicted {total:5} us ({binds:>8}, issue {1e6 * issue:5.0f})  {name}")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -335,9 +300,8 @@ def main() -> int:
         print(notes() if args.notes else order(args.tiles, args.preset, args.processes))
         return 0
     found, recorded = {sizes: cases(sizes) for sizes in PRESETS}, all_steps()
-    launches = [launch for rows in found.values() for _, launch in rows] + [
-        launch for some, _ in recorded.values() for launch in some
-    ]
+    launches = [launch for some in found.values() for _, launch in some]
+    launches += [launch for some, _ in recorded.values() for launch in some]
     works = measured(launches, args.processes)
     rows = []
     for sizes, (preset, image) in PRESETS.items():
@@ -349,10 +313,9 @@ def main() -> int:
     problems = {work for work in works.values() if isinstance(work, str)}
     missing = len(recorded) * len(ports.GPUS) - sum(row["what"] == "step" for row in whole)
     print(*sorted(problems), sep="\n", end="\n" if problems else "")
-    print(
-        f"{len(rows)} predicted launches, {KERNELS}; {len(whole)} rows of predicted steps, {missing} steps without, {STEPS}"
-    )
-    return 1 if missing else 0  # a rival may have no prediction, a step not
+    steps = f"{len(whole)} rows of predicted steps, {missing} steps without"
+    print(f"{len(rows)} predicted launches, {KERNELS}; {steps}, {STEPS}")
+    return 1 if missing else 0  # a candidate may have no prediction, a step not
 
 
 if __name__ == "__main__":

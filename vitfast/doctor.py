@@ -1,4 +1,4 @@
-"""Is this machine all right? Every kernel against float64 on random inputs, forward and backward, in each dtype; times on a GPU.
+"""Checks every kernel against float64 on random inputs, forward and backward, in each dtype, and times it on a GPU.
 
 In Triton's interpreter, on any machine: every launcher at the edges of its tiles too, all accesses to memory watched.
 """
@@ -27,7 +27,7 @@ from .errors import InputError, both_ends
 from .kernels import cublaslt
 from .kernels.launch import INTERPRETED, launches_made
 from .verify import EPS, Input, cases, edges, exact_fp32, make, run, worst
-from .verify.launchers import Sizes
+from .verify.draw import Sizes
 from .verify.sanitizer import Sanitizer
 from .version import __version__
 
@@ -37,7 +37,7 @@ SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, p
 
 @dataclass
 class Result:
-    """One row: the worst error over outputs and gradients against float64, what PyTorch's own is, and times in microseconds on a GPU."""
+    """The worst error over outputs and gradients against float64, PyTorch's own, and microseconds on a GPU."""
 
     op: str
     dtype: str
@@ -53,29 +53,26 @@ class Result:
     findings: list[str] = field(default_factory=list)  # what is wrong: numbers and accesses to memory
 
 
-def examine(
+def check_operation(
     name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True
 ) -> Result:
-    """One operation in one dtype: the kernel's error must be at most twice PyTorch's own, or what one rounding costs."""
+    """One operation in one dtype: its error may be at most twice PyTorch's own, or what one rounding costs."""
     generator = torch.Generator().manual_seed(0)
     tensors = make(inputs, dtype, device, generator)
-    doubles = [
-        t.detach().double().requires_grad_() if t.is_floating_point() and t.requires_grad else t for t in tensors
-    ]
+    doubles = [t.detach().double().requires_grad_() if t.requires_grad else t for t in tensors]
     label = str(dtype).removeprefix("torch.")
     try:
         with ops.use_kernels("off"), exact_fp32():
-            upstream = [
-                torch.randn(o.shape, generator=generator).to(device, torch.float64) for o in run(function, doubles)
-            ]
+            shapes = [o.shape for o in run(function, doubles)]
+            upstream = [torch.randn(shape, generator=generator).to(device, torch.float64) for shape in shapes]
             truth = run(function, doubles, upstream)
             torchs = run(function, tensors, upstream)
-            peer = worst(torchs, truth)
+            torch_error = worst(torchs, truth)
         with ops.use_kernels("on"):
             before = launches_made()
             ours = run(function, tensors, upstream)
             error = worst(ours, truth)
-            result = Result(name, label, error, peer, error <= max(2 * peer, EPS[dtype]))
+            result = Result(name, label, error, torch_error, error <= max(2 * torch_error, EPS[dtype]))
             if launches_made() == before:
                 result.passed, result.failure = False, "no kernel ran"
             for i, (a, b) in enumerate(zip(ours, torchs)):
@@ -85,14 +82,12 @@ def examine(
             if timed and device.type == "cuda":
                 _time(result, function, tensors, upstream)
         return result
-    except (
-        Exception
-    ) as problem:  # a kernel that does not compile or run is a failed row, not the end of the examination
+    except Exception as problem:  # a kernel that does not compile or run is a failed result, not the end of the run
         return failed(name, label, f"{type(problem).__name__}: {problem}", traceback.format_exc())
 
 
 def failed(name: str, dtype: str, failure: str, where: str = "") -> Result:
-    """The row of an operation that gave no result."""
+    """The result of an operation that gave none."""
     return Result(name, dtype, float("inf"), float("nan"), False, failure=both_ends(failure), traceback=where)
 
 
@@ -118,7 +113,7 @@ def device() -> torch.device:
 
 
 def prepare() -> None:
-    """What a process that interprets kernels does before the first."""
+    """Readies Triton's interpreter, in a process that interprets kernels."""
     if INTERPRETED:
         interpreter.quicken()
         with contextlib.suppress(ImportError):  # without ml_dtypes there is no bfloat16
@@ -131,34 +126,28 @@ def dtypes(wanted: str = "") -> list[str]:
     if INTERPRETED and not interpreter.bfloat16_mended:
         found.remove("bfloat16")
     if wanted and wanted not in found:
-        raise InputError(
-            f"no {wanted} here, only {' and '.join(found)}: Triton's interpreter computes it with ml_dtypes, which is not installed"
-        )
+        missing = "Triton's interpreter computes it with ml_dtypes, which is not installed"
+        raise InputError(f"no {wanted} here, only {' and '.join(found)}: {missing}")
     return [wanted] if wanted else found
 
 
 def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
-    """What is to be examined, in every dtype that runs here or in one; `interpreted`: launchers at the edges of their tiles
-    too, in bfloat16 and fp32 (fp16 takes bfloat16's tiles) unless a dtype is given.
+    """What is to be checked, in every dtype that runs here or in one.
 
-    A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention, N = 300" too,
-    not for "attention_block"), any other for each operation whose name contains it; and for each launcher whose name
-    contains it. Raises InputError for one that stands for none.
+    interpreted: launchers at the edges of their tiles too, in bfloat16 and fp32 (fp16 takes bfloat16's tiles) unless a
+    dtype is given. A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention,
+    N = 300" too, not for "attention_block"), any other for each operation whose name contains it; and for each launcher
+    whose name contains it. Raises InputError for one that stands for none.
     """
     operations, chosen = list(cases(SMALL_SIZES, ops)), set()
     at_edges = [EDGES + name for name in edges.names()] if interpreted else []
     for wanted in only:
-        forms = [name for name in operations if name.partition(",")[0] == wanted]
-        found = (
-            [wanted]
-            if "," in wanted and wanted in operations
-            else forms or [name for name in operations if wanted in name]
-        )
+        found = [name for name in operations if wanted in (name, name.partition(",")[0])]
+        found = found or [name for name in operations if wanted in name]
         found += [name for name in at_edges if wanted in name]
         if not found or not wanted:
-            raise InputError(
-                f"no operation has {wanted!r} in its name; there are {'; '.join((*operations, *at_edges))}"
-            )
+            known = "; ".join((*operations, *at_edges))
+            raise InputError(f"no operation has {wanted!r} in its name; there are {known}")
         chosen.update(found)
     here = dtypes(dtype)
     every = [(name, d) for name in operations for d in here]
@@ -167,24 +156,24 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
 
 
 def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
-    """Examines one operation in one dtype: at real shapes, at small ones in the interpreter. watched: by the sanitizer."""
+    """Checks one operation in one dtype at real shapes, small ones in the interpreter. watched: by the sanitizer."""
     name, dtype = task[0], getattr(torch, task[1])
     if name.startswith(EDGES):
-        return perform_at_edges(task)
+        return check_at_edges(task)
     function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES, ops)[name]
     with Sanitizer() if watched else contextlib.nullcontext() as watch:
-        result = examine(name, function, inputs, dtype, device(), timed)
+        result = check_operation(name, function, inputs, dtype, device(), timed)
     if watched:  # what an exception kept from being written is no finding
         found = [f for f in watch.findings if not (result.traceback and f.kind == "left unwritten")]
         result.passed, result.findings = result.passed and not found, [str(f) for f in found]
     return result
 
 
-def perform_at_edges(task: Task) -> Result:
-    """Examines one launcher at the edges of its tiles: the worst error of all runs, and each fault once."""
+def check_at_edges(task: Task) -> Result:
+    """Checks one launcher at the edges of its tiles: the worst error of all runs, and each fault once."""
     name, dtype = task[0].removeprefix(EDGES), getattr(torch, task[1])
-    reports = [edges.examine(case) for case in edges.cases(name, dtype)]
-    worst = max(reports, key=lambda report: report.error)
+    reports = [edges.check(case) for case in edges.cases(name, dtype)]
+    furthest = max(reports, key=lambda report: report.error)
     texts = [text for report in reports for text in report.wrong]
     places: dict[tuple, list[str]] = {}
     for report in reports:
@@ -193,11 +182,12 @@ def perform_at_edges(task: Task) -> Result:
     texts += [same[0] + (f" (and in {len(same) - 1} other runs)" if len(same) > 1 else "") for same in places.values()]
     first = next((report.traceback for report in reports if report.traceback), "")
     runs = sum(report.runs for report in reports)
-    return Result(*task, worst.error, worst.torch_error, not texts, traceback=first, runs=runs, findings=texts)
+    error, torch_error = furthest.error, furthest.torch_error
+    return Result(*task, error, torch_error, not texts, traceback=first, runs=runs, findings=texts)
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
-    """The results of `work` as they come, from up to `jobs` spawned processes; a process that dies is a failed row."""
+    """The results of `work` as they come, from up to `jobs` spawned processes; one that dies is a failed result."""
     context, waiting = multiprocessing.get_context("spawn"), deque(todo)
     busy: dict[Connection, tuple[multiprocessing.Process, Task]] = {}
 
@@ -225,12 +215,7 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
                 try:
                     result, goes_on = connection.recv()
                 except (EOFError, OSError):
-                    process.join(10)
-                    process.kill()  # one that has closed its pipe and not ended
-                    process.join()
-                    code = process.exitcode
-                    died = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
-                    result, goes_on = failed(*task, f"its process died {died}"), False
+                    result, goes_on = failed(*task, f"its process died {_death(process)}"), False
                 if goes_on:
                     assign(connection, process)
                 yield result
@@ -239,9 +224,18 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
             process.kill()
 
 
+def _death(process: multiprocessing.Process) -> str:
+    """How a process ended that has closed its pipe; one that has not ended is killed."""
+    process.join(10)
+    process.kill()
+    process.join()
+    code = process.exitcode
+    return f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+
+
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """What is started inside does not hear Ctrl-C."""
+    """Keeps Ctrl-C from what is started inside."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -253,58 +247,50 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _serve(connection: Connection, work: Callable[[Task], Result]) -> None:
-    """A worker of `in_processes`, until there is nothing left to do or its GPU has failed: then a new one goes on."""
+    """A worker of `in_processes`; it ends when nothing is left to do, or when its GPU has failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)  # there are as many of us as CPUs
     prepare()
-    while task := connection.recv():
-        result, goes_on = work(task), True
+    goes_on = True
+    while goes_on and (task := connection.recv()):
+        result = work(task)
         if not result.passed and torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
             except RuntimeError:  # an illegal access: every later call of this process would fail too
                 goes_on = False
         connection.send((result, goes_on))
-        if not goes_on:
-            return
 
 
 def machine() -> dict[str, str]:
     """Versions and the GPU."""
     import triton
 
-    facts = dict(
-        vitfast=__version__,
-        torch=torch.__version__,
-        triton=triton.__version__,
-        python=platform.python_version(),
-        cuda=str(torch.version.cuda),
-    )
+    facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
+    facts |= dict(python=platform.python_version(), cuda=str(torch.version.cuda))
     if INTERPRETED:
-        facts["gpu"] = (
-            "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
-        )
+        shown = "wrong numbers and accesses, not speed"
+        facts["gpu"] = f"not used: small shapes in Triton's interpreter, which shows {shown}"
         if not interpreter.bfloat16_mended:
             facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
-    else:
-        properties = torch.cuda.get_device_properties(0)
-        facts["gpu"] = (
-            f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
-        )
-        like = torch.empty(0, dtype=torch.bfloat16, device=device())
-        facts["cublaslt"] = cublaslt.unsupported_reason(like) or "built, for linear_residual"
+        return facts
+    gpu = torch.cuda.get_device_properties(0)
+    facts["gpu"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+    like = torch.empty(0, dtype=torch.bfloat16, device=device())
+    facts["cublaslt"] = cublaslt.unsupported_reason(like) or "built, for linear_residual"
     return facts
 
 
-SHOWN = 5  # findings under a row
+SHOWN = 5  # findings printed of a result
 
 
-def _finite(value: object) -> object:
-    """As JSON has it: null for what is no number."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _as_json(result: Result) -> dict:
+    """JSON knows no infinity: null in its place."""
+    no_number = lambda value: isinstance(value, float) and not math.isfinite(value)  # noqa: E731
+    return {key: None if no_number(value) else value for key, value in asdict(result).items()}
 
 
-def _row(result: Result, width: int) -> list[str]:
+def _lines(result: Result, width: int) -> list[str]:
     """A line of the table, and what was found."""
     us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
     rate = "" if result.gigabytes_per_second is None else f"{result.gigabytes_per_second:,.0f}"
@@ -325,13 +311,13 @@ def doctor(
     debug: bool = False,
     interpreted: bool = False,
 ) -> int:
-    """Examines this machine and prints a table; 0 when every row passed, 1 when not, 130 when interrupted.
+    """Checks this machine and prints a table; 0 when everything passed, 1 when not, 130 when interrupted.
 
     as_json: JSON on stdout, the table on stderr. only, dtype: see `tasks`. jobs: processes, at most one a CPU; with
     more than one nothing is timed. timed: on a GPU. debug: the whole traceback of the first failure follows the table.
-    interpreted: kernels are interpreted, in bfloat16 too, all they read and write is watched, and every launcher runs at
-    the edges of its tiles with every provider; the process needs TRITON_INTERPRET=1, as many others as CPUs do the work.
-    Raises InputError for a name or a dtype that does not exist here.
+    interpreted: kernels are interpreted, in bfloat16 too, all they read and write is watched, and every launcher runs
+    at the edges of its tiles with every provider; the process needs TRITON_INTERPRET=1, and the work is done by as many
+    processes as there are CPUs. Raises InputError for a name or a dtype that does not exist here.
     """
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be 1 at least, got {jobs}")
@@ -355,7 +341,7 @@ def doctor(
     try:
         for result in in_processes(work, by_dtype, jobs) if jobs > 1 else map(work, todo):
             results.append(result)
-            show(*_row(result, width))
+            show(*_lines(result, width))
     except KeyboardInterrupt:
         interrupted = True
     results.sort(key=lambda r: todo.index((r.op, r.dtype)))
@@ -369,6 +355,6 @@ def doctor(
     interruption = f", {missed} not examined: interrupted in {', '.join(at_work)}" if missed else ""
     show("", f"{len(results) - len(bad)} of {len(todo)} passed{interruption}")
     if as_json:
-        rows = [{key: _finite(value) for key, value in asdict(r).items()} for r in results]
-        print(json.dumps(dict(machine=facts, results=rows, not_examined=missed), indent=2, allow_nan=False))
+        found = dict(machine=facts, results=[_as_json(r) for r in results], not_examined=missed)
+        print(json.dumps(found, indent=2, allow_nan=False))
     return 130 if interrupted else 1 if bad else 0

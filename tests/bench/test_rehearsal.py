@@ -570,10 +570,16 @@ def test_a_broken_device_ends_its_worker_and_spoils_no_other_test(tmp_path, work
 
 
 def test_on_a_gpu_what_must_not_be_missed_comes_first():
-    names = "test_export.py::test_aoti_package test_adapters_gpu.py::test_dtypes test_gpu.py::test_every_operation"
-    names += " test_kernels_mlp.py::test_real_shapes test_gpu.py::test_attention_around_tile_edges"
-    names += " test_gpu.py::test_every_rival_computes_the_same test_gpu.py::test_the_same_inputs_give_the_same_bits"
-    assert sorted(names.split(), key=conftest.urgency) == [names.split()[i] for i in (6, 5, 4, 2, 3, 1, 0)]
+    expected = """
+        tests/kernels/test_gpu.py::test_the_same_inputs_give_the_same_bits
+        tests/kernels/test_gpu.py::test_every_rival_computes_the_same
+        tests/kernels/test_gpu.py::test_attention_around_tile_edges
+        tests/kernels/test_gpu.py::test_every_operation
+        tests/kernels/test_mlp.py::test_real_shapes
+        tests/adapters/test_gpu.py::test_dtypes
+        tests/model/test_export.py::test_aoti_package
+    """.split()
+    assert sorted(expected[::-1], key=conftest.urgency) == expected
 
 
 @pytest.mark.slow(6)

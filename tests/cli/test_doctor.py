@@ -72,7 +72,7 @@ def test_what_fp32_is_judged_by_is_fp32(monkeypatch):
 
     before = torch.backends.cudnn.allow_tf32
     inputs = doctor.cases(doctor.SMALL_SIZES, doctor.ops)["patch_embed"][1]
-    assert doctor.examine("patch_embed", embed, inputs, torch.float32, torch.device("cpu"), timed=False).passed
+    assert doctor.check_operation("patch_embed", embed, inputs, torch.float32, torch.device("cpu"), timed=False).passed
     assert [tf32 for mode, tf32 in seen if mode == "off"] == [False] * 3 and torch.backends.cudnn.allow_tf32 == before
 
 

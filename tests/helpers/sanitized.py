@@ -1,10 +1,11 @@
 """Every operation once, forward and backward, for NVIDIA's compute-sanitizer to watch.
 
-    python tests/sanitized.py [--only NAME]     runs them in bfloat16: on a GPU, elsewhere small ones in the interpreter
+    python tests/helpers/sanitized.py [--only NAME]
+        runs them in bfloat16: on a GPU, elsewhere small ones in the interpreter
 
-tests/kernels/test_gpu.py runs it under `memcheck` and `racecheck`. N is 197 and 257, which ends in the middle of a tile, K is
-at least 768, so that loops run more often than they have stages, and heads are of 32, 64, 80 and 96. Then each
-operation runs with every rival of its tiles. A name is printed when it is done: it shows how far a run came.
+tests/kernels/test_gpu.py runs it under `memcheck` and `racecheck`. N is 197 and 257, which ends in the middle of a
+tile, K is at least 768, so that loops run more often than they have stages, and heads are of 32, 64, 80 and 96. Then
+each operation runs with every candidate for its tiles. A name is printed when it is done: it shows how far a run came.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from vitfast.doctor import SMALL_SIZES, device, prepare
 from vitfast.kernels import tiles
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.verify import cases, make, run
-from vitfast.verify.launchers import Sizes
+from vitfast.verify.draw import Sizes
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]
 CHECKERS = ("memcheck", "racecheck")
@@ -34,7 +35,7 @@ H14 = Sizes(batch=1, tokens=257, width=1280, heads=16, hidden=1280, image=224, p
 
 
 def plan() -> dict[str, tuple]:
-    """What runs, by name: (function, inputs) as in vitfast.doctor.cases."""
+    """What runs, by name: (function, inputs) as in vitfast.verify.cases."""
     if INTERPRETED:
         return cases(dataclasses.replace(SMALL_SIZES, batch=1), ops)
     found = {f"{name}, H/14": case for name, case in cases(H14, ops).items()}
@@ -47,7 +48,7 @@ def plan() -> dict[str, tuple]:
 
 
 def run_all(only: str = "") -> None:
-    """Runs the plan, with the tiles that are shipped and then with each of their rivals."""
+    """Runs the plan, with the tiles that are shipped and then with each candidate."""
     prepare()
     dtype, generator = torch.bfloat16, torch.Generator().manual_seed(0)
     later, done = [], set()
@@ -64,13 +65,13 @@ def run_all(only: str = "") -> None:
         for name, function, tensors, upstream, used in later:
             for op, bits, shape in used:
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device())
-                for rival in tiles.candidates(op, like, shape):
-                    if (op, bits, shape, rival) in done:
+                for candidate in tiles.candidates(op, like, shape):
+                    if (op, bits, shape, candidate) in done:
                         continue
-                    done.add((op, bits, shape, rival))
-                    with tiles.override(op, rival, shape):
+                    done.add((op, bits, shape, candidate))
+                    with tiles.override(op, candidate, shape):
                         run(function, tensors, upstream)
-                    print(name, op, rival, flush=True)
+                    print(name, op, candidate, flush=True)
     if device().type == "cuda":
         torch.cuda.synchronize()
 

@@ -260,9 +260,8 @@ def preload() -> None:
     import shapes
 
     from vitfast import doctor
-    from vitfast import verify as trial
     from vitfast.ops import _dispatch
-    from vitfast.tune import tuner as tune
+    from vitfast.tune import command, trial
 
     shapes.Shape.name = property(lambda s: f"{s.model} {224 if s.image == IMAGE else s.image} B{s.batch}")
     runs = dict.fromkeys(("bfloat16", "float16", "float32"), (lambda: lambda: None, 1e9, 0.0))
@@ -272,9 +271,9 @@ def preload() -> None:
     doctor.device = lambda: torch.device("cpu")
     doctor.launches_made = itertools.count().__next__
     doctor.GPU_SIZES = doctor.SMALL_SIZES
-    tune.MODELS["B/16"] = doctor.SMALL_SIZES
-    tune.machine = lambda: (torch.device("cpu"), NAME, clock_of_the_tuner(), Compiler())
-    trial.Bench.run = lambda bench: bench.problem.launcher.formula(*bench.inputs)
+    command.MODELS["B/16"] = doctor.SMALL_SIZES
+    command.machine = lambda: (torch.device("cpu"), NAME, clock_of_the_tuner(), Compiler())
+    trial.Trial.run = lambda self: self.problem.launcher.formula(*self.inputs)
 
 
 class Compiler:
@@ -297,7 +296,7 @@ def clock_of_the_tuner():
     """Its own, without the second in which it warms the GPU up."""
     import torch
 
-    from vitfast.verify import DeviceClock
+    from vitfast.tune.trial import DeviceClock
 
     found = DeviceClock.__new__(DeviceClock)
     found.rounds, found.flushed = 3, torch.empty(0)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from vitfast.kernels import launch
-from vitfast.verify.launchers import Sizes, launchers
+from vitfast.verify.draw import Sizes
+from vitfast.verify.launchers import launchers
 
 TESTS = Path(__file__).parents[1]
 BATCHES = (1, 3, 8, 62, 64, 100, 255, 256)  # 62: 96 row tiles of 128
@@ -23,7 +24,7 @@ import json, sys
 
 sys.path.insert(0, {str(TESTS)!r})
 import codegen
-from codegen import Sizes, offline, record, tiles
+from codegen import Sizes, compiler, record, tiles
 
 found = {{}}
 for batch in {BATCHES}:
@@ -31,7 +32,7 @@ for batch in {BATCHES}:
         for name, call in codegen.launcher_calls(Sizes(batch=batch, **{MODEL}), codegen.torch.bfloat16, True).items():
             with tiles.watching() as used:
                 launches = record(call)
-            keys = sorted({{" ".join(offline.key_of(launch, 90)) for launch in launches}})
+            keys = sorted({{" ".join(compiler.key_of(launch, 90)) for launch in launches}})
             same_tiles = found.setdefault(name, {{}}).setdefault(str(sorted(used.items())), [])
             if keys not in same_tiles:
                 same_tiles.append(keys)

@@ -14,7 +14,7 @@ import torch
 from vitfast import ref
 from vitfast.kernels import cublaslt, linear, native, tiles
 from vitfast.kernels.launch import INTERPRETED
-from vitfast.verify.launchers import LAYOUTS, Draw
+from vitfast.verify.draw import LAYOUTS, Draw
 
 CPU = torch.device("cpu")
 

@@ -149,8 +149,7 @@ WITH_ERF = {
 COUNTING = """
 import json
 import torch
-from vitfast.machine_code import compiler as offline
-from vitfast.machine_code import cubin as machine_code
+from vitfast.machine_code import compiler, cubin
 from vitfast.kernels import mlp, tiles
 from vitfast.kernels.launch import record
 
@@ -160,8 +159,7 @@ x, w1, b1, w2, pre = (torch.empty(shape, dtype=torch.bfloat16, device="meta") fo
 with tiles.targeting(90):
     launches = record(lambda: mlp.linear_gelu(x, w1, b1, "none", True))
     launches += record(lambda: mlp.dgelu_matmul(x, w2, pre, "none", True))
-cubins = {launch.kernel.__name__: offline.compiled(launch, 90).asm["cubin"] for launch in launches[:2]}
-codes = {name: machine_code.read(cubin) for name, cubin in cubins.items()}
+codes = {launch.kernel.__name__: cubin.read(compiler.compiled(launch, 90).asm["cubin"]) for launch in launches[:2]}
 print(json.dumps({name: [len(code.instructions), code.spills, code.registers] for name, code in codes.items()}))
 """
 

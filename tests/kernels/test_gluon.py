@@ -16,9 +16,12 @@ import triton.language as tl
 
 from vitfast.kernels import gluon_names, launch, mlp, product_gluon, rows, tiles
 from vitfast.kernels.tiles import Rule, tile
-from vitfast.tune import trial
-from vitfast.tune import tuner as tune
-from vitfast.verify.launchers import Draw, Launcher, Sizes
+from vitfast.tune import user_table
+from vitfast.tune.search import Search
+from vitfast.tune.trial import Problem
+from vitfast.tune.tuner import Attempt, Tuner
+from vitfast.verify.draw import Draw, Sizes
+from vitfast.verify.launchers import Launcher
 
 BF16 = torch.bfloat16
 CASES = {"fc1": "linear_gelu_fwd", "dgelu": "dgelu_matmul"}
@@ -197,10 +200,10 @@ COMPILED = """
 import json, sys
 sys.path.insert(0, {tests!r})
 import codegen
-from vitfast.machine_code import compiler as offline
-from vitfast.machine_code import cubin as machine_code
+from vitfast.machine_code import compiler, cubin
 from vitfast.kernels import tiles
-from vitfast.verify.launchers import Draw, Sizes, launchers
+from vitfast.verify.draw import Draw, Sizes
+from vitfast.verify.launchers import launchers
 
 work, facts, same = {{}}, [], []
 with tiles.targeting(90):
@@ -214,16 +217,16 @@ with tiles.targeting(90):
             launcher = launchers(s)[name]
             with tiles.override(op, rival):
                 found = codegen.record(lambda: launcher.call(*launcher.make(Draw(like.dtype, codegen.META))))[0]
-            job = offline.Job.of(found)
-            keys.add(offline.key_of(job.launch(), 90))
-            same.append(offline.key_of(job.launch(), 90) == offline.key_of(found, 90))
+            job = compiler.Job.of(found)
+            keys.add(compiler.key_of(job.launch(), 90))
+            same.append(compiler.key_of(job.launch(), 90) == compiler.key_of(found, 90))
         work[name] = (f"{{name}} (gluon)", 90, "bf16", job)
         facts.append(dict(kernels=len(keys), grid=found.grid))
 if __name__ == "__main__":
     rows = codegen.rows_of(work, 2, 1)
     for (_, _, _, job), fact in zip(work.values(), facts):
-        code = machine_code.read(offline.compiled(job.launch(), 90).asm["cubin"])  # from Triton's cache
-        names = [machine_code.name_of(i) for i in code.instructions]
+        code = cubin.read(compiler.compiled(job.launch(), 90).asm["cubin"])  # from Triton's cache
+        names = [cubin.name_of(i) for i in code.instructions]
         marks = [m for i in code.instructions for m in ("DEPBAR", "BAR.SYNC", "SYNCS.ARRIVE") if m in i]
         marks = [b for a, b in zip(["", *marks], marks) if a != "BAR.SYNC" or b != a]  # several in a row are one
         fact["freed"] = [marks[i + 1 : i + 3] for i, mark in enumerate(marks) if mark == "DEPBAR"]
@@ -353,31 +356,31 @@ def test_the_tuner_checks_it_many_times_before_it_is_timed(wrong, monkeypatch):
         return Launcher(lambda t: (t.values(batch, 64),), call, lambda x: (x * 2,), False)
 
     unchecked = gluon_tile("dgelu_matmul")
-    problem = trial.Problem("dgelu_matmul", "16", "768x3072", "dgelu", launcher(2), tile(), [], {}, launcher(5))
+    problem = Problem("dgelu_matmul", "16", "768x3072", "dgelu", launcher(2), tile(), [], {}, launcher(5))
     clock = types.SimpleNamespace(now=lambda: 0.0, lost=lambda: False, seconds=lambda *_: timed.append(1) or 1.0)
-    tuner = tune.Tuner(torch.float32, torch.device("cpu"), "GPU", clock, None)
-    attempt = tune.Attempt(problem, tune.Search([tile()]))
-    monkeypatch.setattr(tune.tuned, "trying", lambda row: contextlib.nullcontext())
-    assert (tuner._trial(attempt, unchecked) is None) == bool(wrong) and len(timed) == (not wrong)
+    tuner = Tuner(torch.float32, torch.device("cpu"), "GPU", clock, None)
+    attempt = Attempt(problem, Search([tile()]))
+    monkeypatch.setattr(user_table, "trying", lambda entry: contextlib.nullcontext())
+    assert (tuner._measure(attempt, unchecked) is None) == bool(wrong) and len(timed) == (not wrong)
     if not wrong:
         assert [batch for batch, _ in calls] == [2] * 6 + [5] * 5 and len({first for _, first in calls}) == 3
         attempt.search.times[unchecked] = 1.0
-        tuner._trial(attempt, unchecked)
+        tuner._measure(attempt, unchecked)
         assert len(calls) == 12  # when it is timed again, once
     else:
         assert attempt.failures[unchecked]
     calls.clear()
     wrong = ""
-    tuner._trial(attempt, tile())
+    tuner._measure(attempt, tile())
     assert len(calls) == 1
 
 
 def test_the_tuner_offers_it_with_its_larger_size():
     sizes = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
     clock = types.SimpleNamespace(now=lambda: 0.0)
-    tuner = tune.Tuner(BF16, torch.device("meta"), "GPU", clock, None)
+    tuner = Tuner(BF16, torch.device("meta"), "GPU", clock, None)
     with tiles.targeting(90):
         (problem,) = tuner.problems(sizes, "dgelu_matmul")
-    assert "gluon" in [t.provider for t in problem.rivals]
+    assert "gluon" in [t.provider for t in problem.candidates]
     g, *_ = problem.larger.make(Draw(BF16, torch.device("meta")))
     assert g.shape == (25, 64)

@@ -11,10 +11,10 @@ import torch
 from checks import randomize
 
 from vitfast import ViT, ops
-from vitfast.doctor import examine
+from vitfast.doctor import check_operation
 from vitfast.kernels import tiles
 from vitfast.verify import cases, make, run
-from vitfast.verify.launchers import Sizes
+from vitfast.verify.draw import Sizes
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -33,7 +33,7 @@ SIZES = {
 @pytest.mark.parametrize("op", list(cases(SIZES["B/16 224"], ops)))
 @pytest.mark.parametrize("shape", SIZES)
 def test_every_operation_at_every_shape(shape, op, dtype):
-    result = examine(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
+    result = check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
     assert result.passed, result
 
 
@@ -43,13 +43,13 @@ def test_every_operation_at_every_shape(shape, op, dtype):
 def test_every_rival_computes_the_same(shape, op, dtype):
     """Every tile that the tuner may choose: descriptors, our products for cuBLAS's, attention's paths."""
     with tiles.watching() as used:
-        examine(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
+        check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
     for name, bits, shape_class in used:
         for rival in tiles.candidates(
             name, torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=GPU), shape_class
         ):
             with tiles.override(name, rival, shape_class):
-                result = examine(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
+                result = check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
             assert result.passed, (name, rival, result)
 
 
@@ -57,7 +57,7 @@ def test_every_rival_computes_the_same(shape, op, dtype):
 @pytest.mark.parametrize("head", [16, 32, 40, 64, 72, 80, 96, 128])
 def test_attention_around_tile_edges(tokens, head):
     sizes = Sizes(batch=2, tokens=tokens, width=3 * head, heads=3, hidden=64, image=32, patch=16)
-    result = examine("attention", *cases(sizes)["attention"], torch.bfloat16, GPU, timed=False)
+    result = check_operation("attention", *cases(sizes, ops)["attention"], torch.bfloat16, GPU, timed=False)
     assert result.passed, result
 
 

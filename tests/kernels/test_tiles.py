@@ -9,7 +9,7 @@ import torch
 
 from vitfast.kernels import tiles
 from vitfast.kernels.tiles import Rule, tile
-from vitfast.tune import user_table as tuned
+from vitfast.tune import user_table
 
 
 def test_every_operation_ends_with_a_rule_for_everything():
@@ -156,7 +156,7 @@ def test_a_tuned_row_is_kept_beside_the_others(tmp_path, monkeypatch):
     monkeypatch.setenv("VITFAST_TILES", str(path))
     row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64n256", tile(8, 3, "rows", BLOCK_M=32))
     for changed in (row, row | {"bits": "32"}, row | {"num_warps": 4}):
-        tuned.keep(changed)
+        user_table.keep(changed)
     assert json.loads(path.read_text())["tiles"] == [row | {"bits": "32"}, row | {"num_warps": 4}]
     tiles._user_table.cache_clear()
     assert tiles._user_table()["attention_fwd", "Some GPU", "16", "d64n256"] == tile(4, 3, "rows", BLOCK_M=32)

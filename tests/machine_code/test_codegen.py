@@ -1,4 +1,4 @@
-"""Machine code, read without a GPU: no shipped tile spills, takes too much shared memory or misses the tensor cores, and the table is fresh."""
+"""Machine code without a GPU: no shipped tile spills, takes too much shared memory or misses the tensor cores."""
 
 import json
 import os
@@ -20,7 +20,8 @@ def measured(row: dict) -> tuple:
     return tuple(sorted((k, v) for k, v in row.items() if k != "case"))
 
 
-# Programs that are to fit a multiprocessor of sm_90 in 16 bits, whatever the Triton: the tiles launch as many (PER_SM), and count on as many.
+# Programs that are to fit a multiprocessor of sm_90 in 16 bits, whatever the Triton: the tiles launch as many (PER_SM),
+# and count on as many.
 PROGRAMS = {
     "_attention_fwd_short_kernel": {("B/16 attention", "L/16 attention"): 3},
     "_attention_bwd_head_kernel": {
@@ -124,52 +125,54 @@ from pathlib import Path
 
 sys.path.insert(0, {tests!r})
 import codegen
-import cache
-from vitfast.machine_code import compiler as offline
-from vitfast.tune import tuner as tune
+import cache, torch
+from meta_launches import doctor, launching_on_meta, operations
+from vitfast.machine_code import compiler
+from vitfast.tune.tuner import Tuner
 
 
 def main(folder):
-    with codegen.tiles.targeting(90), codegen.launching_on_meta():
-        found = codegen.operations(codegen.doctor.SMALL_SIZES, [codegen.torch.bfloat16], ["attention", "linear_gelu"], rivals=True)
+    with codegen.tiles.targeting(90), launching_on_meta():
+        found = operations(doctor.SMALL_SIZES, [torch.bfloat16], ["attention", "linear_gelu"], candidates=True)
     archive, elsewhere = folder / "sm90.tar.xz", folder / "elsewhere"
     code = codegen.write_cache(archive, 90, 2, found)
-    count, obstacle = cache.unpack(archive, elsewhere)
+    count, reason = cache.unpack(archive, elsewhere)
     os.environ["TRITON_CACHE_DIR"] = str(elsewhere)
 
-    compiler, launch = offline.Compiler(90, 2), found[0]
-    plain = offline.Job.of(launch)
-    jobs = dict(right=plain, refused=plain._replace(arguments=plain.arguments | dict(num_warps=3)), dies=plain._replace(module="dies"))
-    ahead = {{name: compiler.run(job) for name, job in jobs.items()}}
-    same = offline.key_of(plain.launch(), 90) == offline.key_of(launch, 90) != offline.key_of(found[-1], 90)
-    same = same and compiler.submit(launch) is compiler.submit(plain.launch()) and compiler.compilations == 1
+    ours, launch = compiler.Compiler(90, 2), found[0]
+    plain = compiler.Job.of(launch)
+    warps = lambda count: plain._replace(arguments=plain.arguments | dict(num_warps=count))
+    jobs = dict(right=plain, refused=warps(3), dies=plain._replace(module="dies"))
+    ahead = {{name: ours.run(job) for name, job in jobs.items()}}
+    same = compiler.key_of(plain.launch(), 90) == compiler.key_of(launch, 90) != compiler.key_of(found[-1], 90)
+    same = same and ours.submit(launch) is ours.submit(plain.launch()) and ours.compilations == 1
 
     os.environ["VITFAST_TILES"] = str(folder / "tiles.json")
     clock = types.SimpleNamespace(now=time.monotonic, lost=lambda: False, seconds=lambda *_: 1.0)
     looked = lambda *_: types.SimpleNamespace(check=lambda: None, run=None)
-    tuner = tune.Tuner(codegen.torch.bfloat16, codegen.torch.device("cpu"), "GPU", clock, compiler, 100, looked)
-    (settled,) = tuner.run(tuner.problems(codegen.doctor.SMALL_SIZES, "gelu_bwd"))
-    tuned = [settled.candidates, list(settled.failures.values()), settled.finished, compiler.compilations]
+    tuner = Tuner(torch.bfloat16, torch.device("cpu"), "GPU", clock, ours, 100, looked)
+    (outcome,) = tuner.run(tuner.problems(doctor.SMALL_SIZES, "gelu_bwd"))
+    tuned = [outcome.tried, list(outcome.failures.values()), outcome.finished, ours.compilations]
 
     for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         os.environ[name] = str(folder / "ptxas")  # which never ends
-    offline.SECONDS, sleeper = 2, offline.Compiler(90, 1)
+    compiler.SECONDS, sleeper = 2, compiler.Compiler(90, 1)
     sleeper.context = multiprocessing.get_context("fork")
-    ahead["sleeps"] = sleeper.run(plain._replace(arguments=plain.arguments | dict(num_warps=8)))
+    ahead["sleeps"] = sleeper.run(warps(8))
     names = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     ahead["left"] = sum(b"sleep" in name and b"98765" in name for name in names)
     del os.environ["TRITON_PTXAS_PATH"], os.environ["TRITON_PTXAS_BLACKWELL_PATH"]
-    compiler.close(), sleeper.close()
+    ours.close(), sleeper.close()
 
     from triton.backends.nvidia.compiler import CUDABackend
     CUDABackend.make_ttir = CUDABackend.make_cubin = lambda *args, **kwargs: sys.exit("something was compiled")
-    shared = [offline.compiled(launch, 90).metadata.shared for launch in found]
+    shared = [compiler.compiled(launch, 90).metadata.shared for launch in found]
     cache.source_hash = lambda: "0123"
     changed = cache.unpack(archive, folder / "other")[1]
     cache.triton_key = lambda: "another Triton"
     other = cache.unpack(archive, folder / "other")[1]
     kernels = sorted({{launch.kernel.__name__ for launch in found}})
-    print(json.dumps(dict(code=code, count=count, obstacle=obstacle, ahead=ahead, same=same, shared=shared,
+    print(json.dumps(dict(code=code, count=count, reason=reason, ahead=ahead, same=same, shared=shared,
                           other=other, changed=changed, kernels=kernels, tuned=tuned)))
 
 
@@ -179,7 +182,7 @@ if __name__ == "__main__":
 
 
 def test_what_a_kernel_calls_is_hashed_before_it():
-    """Callees first, also those named in a comprehension alone, each once: Triton 3.6's names in its cache depend on the order."""
+    """Callees first, also those in a comprehension alone, each once: Triton 3.6's cache depends on the order."""
     hashed = []
 
     class Function:
@@ -210,9 +213,9 @@ def test_what_a_kernel_calls_is_hashed_before_it():
 
 @pytest.mark.slow(25)
 def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen):
-    """Triton's launcher finds every kernel of an archive in another folder, and a compiler that dies or refuses takes nothing along."""
+    """Triton finds every kernel of an archive elsewhere; a compiler that dies or refuses takes nothing along."""
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
-    real = codegen.machine_code.BIN / "ptxas"
+    real = codegen.cubin.BIN / "ptxas"
     (tmp_path / "ptxas").write_text(f'#!/bin/sh\ncase "$*" in *version*) exec {real} "$@" ;; esac\nsleep 98765\n')
     (tmp_path / "ptxas").chmod(0o755)
     script = tmp_path / "ahead.py"
@@ -222,7 +225,7 @@ def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["code"], found["obstacle"], found["same"]) == (0, "", True) and found["count"] >= 10
+    assert (found["code"], found["reason"], found["same"]) == (0, "", True) and found["count"] >= 10
     assert {"linear_gelu_kernel", "_attention_fwd_short_kernel", "_attention_bwd_dq_kernel", "gelu_bwd_kernel"} <= set(
         found["kernels"]
     )
@@ -247,10 +250,11 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import codegen
 import mutants
-from vitfast.verify.launchers import Draw
+from vitfast.verify.draw import Draw
 
 PHASES = dict(num_warps=8, num_stages=3, provider="phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)
-HEAD = dict(num_warps=4, num_stages=1, provider="head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3, EXACT=0)
+HEAD = dict(num_warps=4, num_stages=1, provider="head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3)
+HEAD["EXACT"] = 0
 # What the mutants lack, of which backward, for which GPU generations.
 LACKING = {{"no barrier between the phases": (PHASES, (90, 120)), "no barrier before the parts of keys": (HEAD, (90,)),
            "no barrier between the parts of keys": (HEAD, (90,))}}
@@ -262,9 +266,9 @@ def compiled(package, numbers, sm):
     lse = codegen.torch.empty(2, 2, 197, device=codegen.META)
     with tiles.targeting(sm), tiles.override("attention_bwd", tiles.tile(**numbers)):
         (found,) = launch.record(lambda: attention.attention_bwd(q, k, v, o, lse, do, 0.125, want_bias_grad=True))
-    asm = codegen.offline.compiled(found, sm).asm
+    asm = codegen.compiler.compiled(found, sm).asm
     stores = [part.count("tt.store") for part in re.split("(?:ttg|gpu)[.]barrier", asm["ttgir"])]
-    return stores, codegen.machine_code.read(asm["cubin"]).count("BAR")
+    return stores, codegen.cubin.read(asm["cubin"]).count("BAR")
 
 found = []
 for mutant in mutants.MUTANTS:
@@ -272,16 +276,20 @@ for mutant in mutants.MUTANTS:
         continue
     numbers, generations = LACKING[mutant.what]
     with tempfile.TemporaryDirectory() as folder, mutant.made(Path(folder)) as copy:
-        without = copy.__package__ + ".kernels"
-        found += [[mutant.what, *compiled("vitfast.kernels", numbers, sm), *compiled(without, numbers, sm)] for sm in generations]
+        without = copy.__package__.partition(".")[0] + ".kernels"
+        for sm in generations:
+            found += [[mutant.what, *compiled("vitfast.kernels", numbers, sm), *compiled(without, numbers, sm)]]
 print(json.dumps(found))
 """
 
 
 @pytest.mark.slow(30)
 def test_attentions_barriers_reach_the_machine_code(codegen):
-    """What is stored before and after each. "phases": three tensors before it (delta, dQ, its sums), four after it, and SASS has a BAR less
-    without it; the one-program backward has others, for shared memory, that move where one of these is taken away."""
+    """What is stored before and after each barrier.
+
+    "phases": three tensors before it (delta, dQ, its sums), four after it, and SASS has a BAR less without it; the
+    one-program backward has others, for shared memory, that move where one of these is taken away.
+    """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = BARRIER.format(tests=str(codegen.TABLE.parent))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
@@ -303,13 +311,13 @@ def test_the_committed_table_is_of_these_kernels(codegen):
     assert {row["sm"] for row in rows} == {80, 89, 90, 100, 120} and {row["dtype"] for row in rows} >= {"bf16", "fp32"}
     text = "".join(path.read_text() for path in Path(tiles.__file__).parent.glob("*.py"))
     assert set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)) == {row["kernel"] for row in rows}
-    rivals = {
+    candidates = {
         rule.tile.provider
         for rules in tiles.CANDIDATES.values()
         for rule in rules
         if rule.tile.blocks or rule.tile.provider == "tiled"
     }
-    assert rivals == {word for row in rows for word in re.findall(r" \((\w+)(?: \d+)?\)$", row["case"])}
+    assert candidates == {word for row in rows for word in re.findall(r" \((\w+)(?: \d+)?\)$", row["case"])}
     problems = codegen.problems(rows)
     assert not problems, "\n".join(problems)
     assert too_few_programs(rows) == (set(), [])

@@ -1,4 +1,4 @@
-"""Reading machine code: instructions, loops and waits of toy kernels whose answer is known, compiled for sm_90 without a GPU."""
+"""Reading machine code: instructions, loops and waits of toy kernels whose answer is known, compiled without a GPU."""
 
 import json
 import os
@@ -12,8 +12,7 @@ TOYS = """
 import json
 import torch, triton
 import triton.language as tl
-from vitfast.machine_code import compiler as offline
-from vitfast.machine_code import cubin as machine_code
+from vitfast.machine_code import compiler, cubin
 from vitfast.kernels.launch import Launch
 
 @triton.jit
@@ -48,11 +47,12 @@ def nested(x_ptr, out_ptr, N, M):
         tl.store(out_ptr + i * 128 + tl.arange(0, 128), total)
 
 def read(kernel, **arguments):
-    compiled = offline.compiled(Launch(kernel, (1,), arguments | dict(num_warps=4, num_stages=3)), 90)
-    code = machine_code.read(compiled.asm["cubin"])
-    notes = machine_code.assembler_notes(compiled.asm["ptx"], 90)
-    return dict(hgmma=code.count("HGMMA"), hmma=code.count("HMMA"), waits=code.waits, core=code.tensor_core, notes=notes, spills=code.spills,
-                registers=code.registers, mufu=code.count("MUFU"), depths=[x.depth for x in code.loops], counts=[x.last - x.first for x in code.loops])
+    compiled = compiler.compiled(Launch(kernel, (1,), arguments | dict(num_warps=4, num_stages=3)), 90)
+    code = cubin.read(compiled.asm["cubin"])
+    notes = cubin.assembler_notes(compiled.asm["ptx"], 90)
+    found = dict(hgmma=code.count("HGMMA"), hmma=code.count("HMMA"), mufu=code.count("MUFU"), core=code.tensor_core)
+    found |= dict(waits=code.waits, notes=notes, spills=code.spills, registers=code.registers)
+    return found | dict(depths=[x.depth for x in code.loops], counts=[x.last - x.first for x in code.loops])
 
 x, y = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
 attention = [read(whole_then_last, q_ptr=x, k_ptr=x, v_ptr=x, out_ptr=y, N=197, LAST_FIRST=f) for f in (True, False)]

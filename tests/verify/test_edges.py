@@ -1,4 +1,4 @@
-"""Every launcher at the edges of its tiles under the sanitizer, the plan that says where those are, and bugs planted for it to find."""
+"""Every launcher at the edges of its tiles under the sanitizer, the plan of those edges, and planted bugs."""
 
 import linecache
 import re
@@ -23,7 +23,7 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow(10) if name in SLOW else ()) 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_launcher_at_the_edges_of_its_tiles(name, dtype):
     for case in edges.cases(name, dtype):
-        report = edges.examine(case)
+        report = edges.check(case)
         assert report.passed, "\n".join([*report.wrong, *(f"{label}: {found}" for label, found in report.findings)])
         assert report.counts["reads"] or all(provider in edges.LIBRARIES for _, provider in report.ran)
 
@@ -33,12 +33,12 @@ def test_every_launcher_at_the_edges_of_its_tiles(name, dtype):
 @pytest.mark.parametrize("name", edges.names())
 def test_every_launcher_on_more_shapes_and_layouts_with_the_tiles_of_other_generations(name, dtype):
     for case in edges.cases(name, dtype, long=True):
-        report = edges.examine(case)
+        report = edges.check(case)
         assert report.passed, "\n".join([*report.wrong, *(f"{label}: {found}" for label, found in report.findings)])
 
 
 def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
-    """Without running it: every provider that the tables name and that runs here (Gluon's do not); descriptors where the provider is tma."""
+    """Without running it: every provider of the tables that runs here (Gluon's do not); descriptors where it is tma."""
     ran, kernels, described, layouts = set(), set(), set(), set()
     for name in edges.names():
         for case in edges.cases(name):
@@ -99,7 +99,7 @@ def test_a_planted_bug_is_found(mutant, tmp_path):
     with mutant.made(tmp_path) as copy:
         right = True
         for case in sorted(copy.cases(mutant.name), key=lambda case: case.sizes.width):  # the quick ones first
-            report = copy.examine(case)
+            report = copy.check(case)
             right &= not report.wrong
             found = [finding for _, finding in report.findings if finding.kind == mutant.kind]
             if found or (mutant.kind == NUMBERS and report.wrong):
@@ -126,7 +126,8 @@ def test_a_planted_bug_is_found(mutant, tmp_path):
 
 
 def test_there_are_planted_bugs_of_every_kind():
-    kinds = "out of bounds, write-write race, read-write race, missing barrier, two values, left unwritten, uninitialised read, false hint, atomic operation"
+    kinds = "out of bounds, write-write race, read-write race, missing barrier, two values, left unwritten, "
+    kinds += "uninitialised read, false hint, atomic operation"
     assert {mutant.kind for mutant in MUTANTS} == {*kinds.split(", "), NUMBERS}
     assert len(MUTANTS) >= 20 and len({mutant.what for mutant in MUTANTS}) == len(MUTANTS)
     assert sum(mutant.silent for mutant in MUTANTS) >= 5

@@ -75,7 +75,7 @@ def test_every_pattern_survives_fp32_and_back():
 
 
 def test_casts_round_to_nearest_even():
-    """A million fp32 patterns of every size, NaN and denormals among them; and every tie with a neighbour to each side."""
+    """A million fp32 patterns of every size, NaN and denormals too; and every tie with a neighbour to each side."""
     bits = torch.randint(-(2**31), 2**31, (2**20,), dtype=torch.int64).to(torch.int32)
     assert same(cast(bits.view(torch.float32), BF16), bits.view(torch.float32).to(BF16))
     ties = (torch.arange(2**16, dtype=torch.int64) << 16) + 0x8000

@@ -1,4 +1,4 @@
-"""The sanitizer on small kernels: every kind of finding, what looks like one and is none, and that all is put back afterwards."""
+"""The sanitizer on small kernels: every kind of finding, what looks like one and is none; all put back at the end."""
 
 import os
 import subprocess
@@ -96,7 +96,7 @@ def _shift_kernel(x_ptr, y_ptr, N, BY: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def test_a_program_reads_what_another_writes():
-    """In place and forwards, so that the writer comes first in the interpreter, then backwards, so that the reader does."""
+    """In place and forwards: the interpreter runs the writer first; then backwards: it runs the reader first."""
     x = torch.randn(64)
     found = {f.kind: f for f in watched(lambda: _shift_kernel[(4,)](x, x, 64, BY=4, BLOCK=16))}
     assert found.keys() == {"missing barrier", "read-write race"}
@@ -305,7 +305,7 @@ def test_pointers_cast_to_bytes_are_checked_for_bounds():
 
 
 def test_what_else_comes_as_a_tensor():
-    """Reinterpreted arguments; fp8, of which every pattern is a number; and what torch.empty gives that is no new memory."""
+    """Reinterpreted arguments, and what torch.empty gives that is no new memory."""
     bits, y = torch.randint(0, 100, (16,), dtype=torch.int16), torch.empty(16, dtype=torch.float16)
     assert not watched(lambda: _tuple_kernel[(1,)]((triton.reinterpret(bits, tl.float16), y), N=16))
     assert torch.equal(y.view(torch.int16), bits)

@@ -1,7 +1,8 @@
 """Compiles launches without making them: for `make codegen`, its archives of compiled kernels, and the tuner.
 
-Triton's own front end decides what a launch is compiled for, under a driver that knows nothing but the GPU generation. What it compiles
-therefore lies in Triton's cache (TRITON_CACHE_DIR) under the very key by which a later launch on a GPU looks for it.
+Triton's own front end decides what a launch is compiled for, under a driver that knows nothing but the GPU generation.
+What it compiles therefore lies in Triton's cache (TRITON_CACHE_DIR) under the very key by which a later launch on a GPU
+looks for it.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ triton_key()  # half a second, once, and not again in every process that is fork
 
 
 class _Driver:
-    """Stands in for a GPU's driver: the front end asks it for the target, and which device's table of kernels to use."""
+    """Stands in for a GPU's driver: tells the front end the target, and which device's table of kernels to use."""
 
     def __init__(self, capability: int, device: int):
         self.capability, self.device = capability, device
@@ -52,46 +54,46 @@ def _front_end(capability: int, device: int) -> Iterator[None]:
         config._active = before
 
 
-def _settle(launch: Launch) -> None:
-    for function in (*launch.arguments.values(), launch.kernel):
-        if hasattr(type(function), "cache_key"):
-            settle(function)
+def _is_jit_function(value: object) -> bool:
+    return hasattr(type(value), "cache_key")
 
 
 def _warm_up(launch: Launch):
     """What `launch` in kernels/launch.py would do, up to the launch itself."""
-    _settle(launch)
+    for value in (*launch.arguments.values(), launch.kernel):
+        if _is_jit_function(value):
+            settle(value)
     return launch.kernel.warmup(grid=launch.grid, **launch.arguments, enable_fp_fusion=True)
 
 
 def compiled(launch: Launch, capability: int):
-    """Triton's compiled kernel of a launch for a GPU of compute capability 90 (9.0), say; from Triton's cache where it is there."""
+    """Triton's compiled kernel of a launch, from its cache where it is there. capability: 90 for 9.0."""
     with _front_end(capability, capability):
         return _warm_up(launch)
 
 
 def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     """(kernel, specialisation): launches with the same key share their machine code. Compiles nothing."""
-    _settle(launch)
+    for value in filter(_is_jit_function, launch.arguments.values()):
+        settle(value)
     # By name, as it were: Triton 3.6 writes the specialisation as JSON for the hook, which functions are not.
-    named = {k: v.cache_key if hasattr(type(v), "cache_key") else v for k, v in launch.arguments.items()}
-    seen = []
-    before, triton.knobs.runtime.jit_cache_hook = (
-        triton.knobs.runtime.jit_cache_hook,
-        lambda **details: seen.append(str(details["key"])) or True,  # True: go no further
-    )
+    named = {k: v.cache_key if _is_jit_function(v) else v for k, v in launch.arguments.items()}
+    seen, runtime = [], triton.knobs.runtime
+    before = runtime.jit_cache_hook
+    runtime.jit_cache_hook = lambda **details: seen.append(str(details["key"])) or True  # True: go no further
     try:
         with _front_end(capability, -capability):  # a table of its own, in which nothing is ever compiled
             _warm_up(Launch(launch.kernel, launch.grid, named))
     finally:
-        triton.knobs.runtime.jit_cache_hook = before
+        runtime.jit_cache_hook = before
     return f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}", seen[0]
 
 
 class Job(NamedTuple):
     """A launch as plain data that another process can compile.
 
-    Tensors and descriptors are reduced to what the compiler sees of them, functions to their names.
+    Functions are reduced to their names, tensors and descriptors to what the compiler sees of them: calls, not yet
+    made, that give them back on the meta device.
     """
 
     module: str
@@ -101,29 +103,25 @@ class Job(NamedTuple):
 
     @classmethod
     def of(cls, launch: Launch) -> "Job":
-        """Raises ValueError for a tensor that does not start at a multiple of 16 bytes, which plain data does not tell."""
+        """Raises ValueError for a tensor that starts at no multiple of 16 bytes, which plain data does not tell."""
 
         def plain(value):
             if type(value) is tuple:
                 return tuple(map(plain, value))
-            if hasattr(type(value), "cache_key"):
-                return _Function(value.fn.__module__, value.fn.__name__)
+            if _is_jit_function(value):
+                return partial(_function, value.fn.__module__, value.fn.__name__)
             if hasattr(value, "block_shape"):
                 layout = (value.layout,) if hasattr(value, "layout") else ()  # Gluon's descriptors have one
-                sizes = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
-                return _Descriptor(type(value), value.base.dtype, *sizes, layout)
+                sizes = list(value.shape), list(value.strides), list(value.block_shape)
+                return partial(_descriptor, type(value), value.base.dtype, *sizes, *layout)
             if not isinstance(value, torch.Tensor):
                 return value
             if value.device.type != "meta" and value.data_ptr() % 16:
                 raise ValueError(f"{launch.kernel.__name__}: a tensor starts at no multiple of 16 bytes")
-            return value.dtype
+            return partial(_tensor, value.dtype)
 
-        return cls(
-            launch.kernel.fn.__module__,
-            launch.kernel.__name__,
-            launch.grid,
-            {k: plain(v) for k, v in launch.arguments.items()},
-        )
+        arguments = {k: plain(v) for k, v in launch.arguments.items()}
+        return cls(launch.kernel.fn.__module__, launch.kernel.__name__, launch.grid, arguments)
 
     def launch(self) -> Launch:
         """The launch again, on meta tensors."""
@@ -131,29 +129,22 @@ class Job(NamedTuple):
         def whole(value):
             if type(value) is tuple:
                 return tuple(map(whole, value))
-            if isinstance(value, _Function):
-                return getattr(importlib.import_module(value.module), value.name)
-            if isinstance(value, _Descriptor):
-                base = torch.empty(1, dtype=value.dtype, device="meta")
-                return value.kind(base, list(value.shape), list(value.strides), list(value.block_shape), *value.layout)
-            return torch.empty(1, dtype=value, device="meta") if isinstance(value, torch.dtype) else value
+            return value() if isinstance(value, partial) else value
 
-        kernel = getattr(importlib.import_module(self.module), self.kernel)
-        return Launch(kernel, self.grid, {k: whole(v) for k, v in self.arguments.items()})
+        arguments = {k: whole(v) for k, v in self.arguments.items()}
+        return Launch(_function(self.module, self.kernel), self.grid, arguments)
 
 
-class _Function(NamedTuple):
-    module: str
-    name: str
+def _function(module: str, name: str):
+    return getattr(importlib.import_module(module), name)
 
 
-class _Descriptor(NamedTuple):
-    kind: type
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
-    layout: tuple
+def _tensor(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(1, dtype=dtype, device="meta")
+
+
+def _descriptor(kind: type, dtype: torch.dtype, *sizes_and_layout):
+    return kind(_tensor(dtype), *sizes_and_layout)
 
 
 def _work(connection, job: Job, capability: int) -> None:
@@ -173,9 +164,10 @@ def _end(process) -> None:
 
 
 class Compiler:
-    """Compiles ahead in processes that die alone: `submit(launch)` -> a future of (bytes of shared memory, "" or what went wrong).
+    """Compiles ahead, each launch in a process of its own, so that one that dies takes nothing along.
 
-    Launches that share machine code share the future; `compilations` counts the others.
+    `submit(launch)` -> a future of (bytes of shared memory, "" or what went wrong). Launches that share machine code
+    share the future; `compilations` counts the others.
     """
 
     def __init__(self, capability: int, processes: int = 0):
@@ -185,9 +177,8 @@ class Compiler:
         self.capability = capability
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.processes = processes or max(1, min(14, cores - 2))
-        self.context = multiprocessing.get_context(
-            "forkserver"
-        )  # forked from a process that has imported this and touched no GPU
+        # Forked from a process that has imported this and touched no GPU.
+        self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([__name__])
         self.threads = ThreadPoolExecutor(self.processes)
         self.running: set = set()

@@ -1,11 +1,11 @@
-"""Machine code of a compiled kernel, read without a GPU: registers, spills, tensor-core instructions, waits, loops, the assembler's notes.
+"""Machine code of a compiled kernel, read without a GPU: registers, spills, tensor-core instructions, waits, loops.
 
-Read with the cuobjdump, nvdisasm and ptxas that Triton brings along. What is looked for, beside spills (CUDA C++ Programming Guide;
-PTX ISA, "Asynchronous warpgroup level matrix instructions"):
+Read with the cuobjdump, nvdisasm and ptxas that Triton brings along. What is looked for, beside spills (CUDA C++
+Programming Guide; PTX ISA, "Asynchronous warpgroup level matrix instructions"):
 
-- HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as `gsb0` on the last
-  and WARPGROUP.DEPBAR, with how many groups may still run.
-  Where ptxas cannot tell that nothing touches the accumulators meanwhile, it makes each wait, and notes C7510 to C7519.
+- HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as
+  `gsb0` on the last and WARPGROUP.DEPBAR, with how many groups may still run. Where ptxas cannot tell that nothing
+  touches the accumulators meanwhile, it makes each wait, and notes C7510 to C7519.
 - HMMA on sm_90 is mma.sync, which reaches about half of wgmma's rate.
 """
 
@@ -22,12 +22,12 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA")  # of sm_100, sm_90, older ones and sm_120
 
 
-def tool(name: str, *arguments: str) -> str:
-    """What one of Triton's binaries prints; its own error where it fails."""
-    done = subprocess.run([str(BIN / name), *arguments], capture_output=True, text=True)
+def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs one of Triton's binaries; raises RuntimeError with its own words where it fails."""
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{name} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
-    return done.stdout
+        raise RuntimeError(f"{program.name} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel's instructions in order, each as "HGMMA.64x128x16.F32 R24, ...", with what its binary says of its resources."""
+    """A kernel's instructions in order, each as "HGMMA.64x128x16.F32 R24, ...", and its resources."""
 
     registers: int
     stack: int
@@ -61,8 +61,8 @@ class Code:
     def waits(self) -> int:
         """HGMMAs that end in a wait for all before them. As many as there are HGMMAs: each waits for the one before it.
 
-        A group (`gsb0`) after which some may still run is none: where wgmma reads registers, Triton 3.6 makes each a group of its own, lets three run on,
-        and so waits only for the third before.
+        A group (`gsb0`) after which some may still run does not count: where wgmma reads registers, Triton 3.6 makes
+        each a group of its own, lets three run on, and so waits only for the third before.
         """
         at = [i for i, text in enumerate(self.instructions) if name_of(text) == "HGMMA"]
         pieces = [self.instructions[first:last] for first, last in zip(at, [*at[1:], len(self.instructions)])]
@@ -83,9 +83,8 @@ class Code:
             first = self.labels.get(target.group(1), at + 1) if target else at + 1
             if first < at:  # a branch to itself is the trap behind the code
                 found.append(Loop(first, at))
-        return [
-            Loop(x.first, x.last, sum(y.first <= x.first and x.last <= y.last and y != x for y in found)) for x in found
-        ]
+        around = lambda x: [y for y in found if y.first <= x.first and x.last <= y.last and y != x]  # noqa: E731
+        return [Loop(x.first, x.last, depth=len(around(x))) for x in found]
 
 
 def _some_run_on(instructions: tuple[str, ...]) -> bool:
@@ -105,8 +104,8 @@ def read(cubin: bytes) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = tool("cuobjdump", "-res-usage", file.name)
-        listing = tool("nvdisasm", "-c", "-ndf", file.name)  # without its analysis of branches
+        usage = _run(BIN / "cuobjdump", "-res-usage", file.name).stdout
+        listing = _run(BIN / "nvdisasm", "-c", "-ndf", file.name).stdout  # without its analysis of branches
     instructions, labels = [], {}
     for line in listing.splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
@@ -118,7 +117,7 @@ def read(cubin: bytes) -> Code:
 
 
 def assembler_notes(ptx: str, capability: int) -> list[str]:
-    """The numbers of ptxas's notes on wgmma, as in ["C7515"]: what it serialised and why. Takes as long as assembling."""
+    """The numbers of ptxas's notes on wgmma that it serialised, as in ["C7515"]. Takes as long as assembling."""
     from triton.backends.nvidia import compiler
 
     arch = compiler.sm_arch_from_capability(capability)
@@ -127,8 +126,6 @@ def assembler_notes(ptx: str, capability: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [str(assembler), "-lineinfo", "-v", *options, f"--gpu-name={arch}", str(source), "-o", str(result)]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"ptxas failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
-    return sorted(set(re.findall(r"\bC75\d\d\b", done.stderr)))
+        options += ["-lineinfo", "-v", f"--gpu-name={arch}"]
+        notes = _run(assembler, *options, str(source), "-o", str(result)).stderr
+    return sorted(set(re.findall(r"\bC75\d\d\b", notes)))

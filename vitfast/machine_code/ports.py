@@ -1,21 +1,23 @@
-"""Predicted times of kernels on GPUs that are not here: what each port of a multiprocessor has to do, counted in the machine code.
+"""Predicted times of kernels on GPUs that are not here, from what their machine code asks of a multiprocessor's ports.
 
-A launch is compiled for sm_90, and a few of its programs are traced (trace.py): how often each instruction runs is then known, not
-estimated. Six ports share the work: tensor cores, MUFU (exponentials, reciprocals), issue slots, shared memory, L2, and the GPU's memory
-(HBM), which reads and writes every byte once, whatever the number of arguments that reach it. What is read again, and what a kernel reads of
-its own results, is taken to lie in L2. That holds where the programs running at a time share what they read again, as those of a product do,
-or have little of it: attention's backward in one program a head reads q, do and dq again, 3 N Dh numbers a program, 30 of 50 MB at N = 197;
-not all that it touches has to stay. The counting knows no kernel.
+A launch is compiled for sm_90, and a few of its programs are traced (trace.py): how often each instruction runs is then
+known, not estimated. Six ports share the work: tensor cores, MUFU (exponentials, reciprocals), issue slots, shared
+memory, L2, and the GPU's memory (HBM), which reads and writes every byte once, whatever the number of arguments that
+reach it. What is read again, and what a kernel reads of its own results, is taken to lie in L2. That holds where the
+programs running at a time share what they read again, as those of a product do, or have little of it: attention's
+backward in one program a head reads q, do and dq again, 3 N Dh numbers a program, 30 of 50 MB at N = 197; not all that
+it touches has to stay. The counting knows no kernel.
 
-    port      its work over the whole grid / its rate; of the first four, on the multiprocessor that gets the most programs
+    port      its work over the whole grid / its rate; of the first four, on the multiprocessor with the most programs
     busy      the longest of the ports
-    alone     one program where nothing overlaps but asynchronous copies and stores: its products, then its other instructions (one warp
-              of a scheduler issues every other cycle), its accesses to shared memory, the loads that it waits for
+    alone     one program where nothing overlaps but asynchronous copies and stores: its products, then its other
+              instructions (one warp of a scheduler issues every other cycle), its accesses to shared memory, the loads
+              that it waits for
     predicted = launch + max(busy, alone of all / the programs that run on a multiprocessor at a time)
 
-What the model cannot see: latencies beyond that, barriers, bank conflicts, uncoalesced access (lanes are taken to read side by side), what
-TMA descriptors cost, the clock under load. 16-bit kernels alone.
-Every number from here is a prediction; none was measured. An error of +-25 % is assumed; one estimate by hand lies 40 % off.
+What the model cannot see: latencies beyond that, barriers, bank conflicts, uncoalesced access (lanes are taken to read
+side by side), what TMA descriptors cost, the clock under load. 16-bit kernels alone. Every number from here is a
+prediction; none was measured. An error of +-25 % is assumed; one estimate by hand lies 40 % off.
 """
 
 import math
@@ -28,8 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.launch import Launch
-from . import LAUNCH, compiler, trace
-from . import cubin as machine_code
+from . import LAUNCH, compiler, cubin, trace
 from .cubin import Code, name_of
 
 SM = 90
@@ -42,30 +43,34 @@ class Gpu:
     name: str
     memory_bytes_per_second: float
     multiprocessors: int = 132  # of the SXM cards (NVIDIA, Hopper architecture in depth, 2022)
-    clock: float = (
-        1.755e9  # Hz; the maximum is 1.98e9 and the data sheet's peak is at 1.83e9, long products draw it below both
-    )
+    # Hz; the maximum is 1.98e9 and the data sheet's peak is at 1.83e9, long products draw it below both.
+    clock: float = 1.755e9
     flops: int = 4096  # dense bf16 a clock by wgmma: 989.4e12 of the data sheet / 132 / 1.83e9
-    mma_sync: float = 0.62  # share of that by mma.sync (Luo et al., 2024, "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture")
-    mufu: int = (
-        16  # a clock (CUDA C++ Programming Guide, throughput of native arithmetic instructions, compute capability 9.0)
-    )
+    # Share of that by mma.sync (Luo et al., 2024, "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture").
+    mma_sync: float = 0.62
+    # A clock (CUDA C++ Programming Guide, throughput of native arithmetic instructions, compute capability 9.0).
+    mufu: int = 16
     issue: int = 4  # instructions of warps a clock: four schedulers (as above)
     shared_bytes: int = 128  # a clock: 32 banks of 4 bytes (as above)
-    # 5.5 to 7e12 on a PCIe card with 114 multiprocessors (Chips and Cheese, 2023, "Nvidia's H100"); the upper one x 132 / 114.
+    # 5.5 to 7e12 on a PCIe card of 114 multiprocessors (Chips and Cheese, 2023, "Nvidia's H100"); its upper x 132/114.
     l2_bytes_per_second: float = 8.1e12
     launch: float = LAUNCH  # seconds
     library_flops_per_second: float = 615e12  # cuBLAS at the shapes of ViTs: 580 to 650 published
 
 
-# Copies within the memory: about 3.0 TB/s of the data sheet's 3.35 (published), about 4.3 of 4.8 (measured, bench/results/NOTES.md).
+# Copies within the memory: about 3.0 TB/s of the data sheet's 3.35 (published); about 4.3 of 4.8 (measured,
+# bench/results/NOTES.md).
 H100 = Gpu("H100", 3.0e12)
 H200 = Gpu("H200", 4.3e12)
 GPUS = (H100, H200)
 
 L1_BYTES = 64 * 1024  # a tensor up to this size is read from L2 once by each multiprocessor: its L1 keeps it (assumed)
-SAMPLE = 4  # neighbouring programs in the middle of the grid that are traced: the tiles of one head, the last of them cut off
-REGISTERS, SHARED, WARPS, PROGRAMS = 65_536, 233_472, 64, 32  # of a multiprocessor of compute capability 9.0
+# Neighbouring programs in the middle of the grid that are traced: the tiles of one head, the last of them cut off.
+SAMPLE = 4
+# Of a multiprocessor: registers, programs; by compute capability bytes of shared memory and warps.
+REGISTERS, PROGRAMS = 65_536, 32
+SHARED = {80: 167_936, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
+WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
 SHARED_ACCESS = ("LDS", "STS", "LDSM", "STSM", "LDL", "STL")  # spilled registers lie in the L1 of the same banks
 
 
@@ -81,25 +86,19 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor, block: Sequence[int] = ()) -> "View":
-        size = tensor.element_size()
+        size, storage = tensor.element_size(), tensor.untyped_storage()._cdata
         extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
-        start = tensor.storage_offset() * size
-        return cls(
-            tensor.numel() * size,
-            tensor.untyped_storage()._cdata,
-            start,
-            start + extent * size,
-            math.prod(block) * size if block else 0,
-        )
+        start, box = tensor.storage_offset() * size, math.prod(block) * size if block else 0
+        return cls(tensor.numel() * size, storage, start, start + extent * size, box)
 
     def meets(self, other: "View") -> bool:
-        """Whether the two may share bytes; q and k packed into one tensor lie between one another, and count as if they did."""
+        """Whether the two may share bytes; q and k that are interleaved in one tensor count as if they did."""
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel asks for: cycles of a multiprocessor and bytes by one program on average, or bytes of the whole grid."""
+    """What a kernel asks for: a multiprocessor's cycles and bytes by one program on average, or bytes of the grid."""
 
     programs: int
     resident: int  # programs that fit a multiprocessor at a time
@@ -128,10 +127,10 @@ class Prediction:
     binds: str
 
 
-def fitting(registers: int, warps: int, shared: int) -> int:
-    """Programs that fit a multiprocessor at a time."""
+def fitting(registers: int, warps: int, shared: int, sm: int = SM) -> int:
+    """Programs that fit a multiprocessor at a time, by the registers of a thread and a program's warps and bytes."""
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
-    return min(by_registers, WARPS // warps, SHARED // (shared + 1024), PROGRAMS)
+    return min(by_registers, WARPS[sm] // warps, SHARED[sm] // (shared + 1024), PROGRAMS)
 
 
 def width(instruction: str) -> int:
@@ -166,8 +165,8 @@ def views(launch: Launch) -> dict[str, View]:
         elif isinstance(value, Tensor):
             found[name] = View.of(value)
         elif isinstance(value, tuple):
-            for i, part in enumerate(value):
-                add(f"{name}[{i}]", part)
+            for i, item in enumerate(value):
+                add(f"{name}[{i}]", item)
 
     for name, value in launch.arguments.items():
         add(name, value)
@@ -188,20 +187,20 @@ def distinct(found: Iterable[View]) -> int:
 
 
 def measure(launch: Launch, tensors: dict[str, View] | None = None) -> Work:
-    """Compiles a launch (on meta tensors) for sm_90 and counts its work. Raises trace.Untraceable where it branches on data.
+    """Compiles a launch (on meta tensors) for sm_90 and counts its work.
 
-    tensors: `views` of the launch, where its tensors are smaller stand-ins (compiler.Job).
+    tensors: `views` of the launch, where its tensors are smaller stand-ins (compiler.Job). Raises trace.Untraceable
+    where the kernel branches on data.
     """
     compiled = compiler.compiled(launch, SM)
-    code = machine_code.read(compiled.asm["cubin"])
-    warps = compiled.metadata.num_warps
+    code = cubin.read(compiled.asm["cubin"])
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     constants, names = trace.parameters(launch, compiled.src.signature, compiled.asm["ptx"])
     tracer = trace.Tracer(code, constants, launch.grid, warps)
-    grid = Work(math.prod(launch.grid), fitting(code.registers, warps, compiled.metadata.shared), warps)
+    grid = Work(math.prod(launch.grid), fitting(code.registers, warps, shared), warps)
     if not grid.resident:
-        raise ValueError(
-            f"no program of {launch.kernel.__name__} fits a multiprocessor: {code.registers} registers, {compiled.metadata.shared} bytes"
-        )
+        asked = f"{code.registers} registers, {shared} bytes"
+        raise ValueError(f"no program of {launch.kernel.__name__} fits a multiprocessor: {asked}")
     sample = SAMPLE if predict(grid, H100).waves > 1 else 1  # the long programs of a single wave are alike
     first = max(0, min(launch.grid[0] // 2, launch.grid[0] - sample))
     sampled = [(x, *(n // 2 for n in launch.grid[1:])) for x in range(first, min(first + sample, launch.grid[0]))]
@@ -239,13 +238,11 @@ def count(code: Code, traces: list[trace.Trace], tensors: dict[str, View], names
                 written.add(tensor)
             elif not any(view.meets(tensors[other]) for other in written):
                 (loaded if name == "LDG" else copied).add(tensor)
-            if name == "LDG" and not small:
-                found["l2"] += moved
-                found["l2_waited"] += moved
-            elif name == "LDGSTS":
-                found["l2"] += moved
+            if name == "LDGSTS":
                 found["fills"] += moved / H100.shared_bytes
-            elif name not in ("LDG", "UTMALDG"):
+            if name == "LDG" and not small:
+                found["l2_waited"] += moved
+            if name != "UTMALDG" and not (name == "LDG" and small):  # the bytes of UTMALDG are among those copied
                 found["l2"] += moved
         found["l2"] += run.copied
         found["fills"] += run.copied / H100.shared_bytes
@@ -273,14 +270,12 @@ def predict(work: Work, gpu: Gpu) -> Prediction:
     busy = max(ports.values())
     products = max(work.tensor, work.operands)
     others = max(work.issue * max(1, 2 * gpu.issue / work.warps), work.mufu)
-    waited = max(
-        (work.l2_waited * work.programs + once) / gpu.l2_bytes_per_second, work.hbm_waited / gpu.memory_bytes_per_second
-    )
+    from_l2 = (work.l2_waited * work.programs + once) / gpu.l2_bytes_per_second
+    waited = max(from_l2, work.hbm_waited / gpu.memory_bytes_per_second)
     alone = (most / gpu.clock * (products + others + work.accesses) + waited) / min(work.resident, most)
     binds = max(ports, key=ports.get) if busy >= alone else "latency"
-    return Prediction(
-        gpu.launch + max(busy, alone), ports, work.programs / (work.resident * gpu.multiprocessors), binds
-    )
+    waves = work.programs / (work.resident * gpu.multiprocessors)
+    return Prediction(gpu.launch + max(busy, alone), ports, waves, binds)
 
 
 def library(flops: float, moved: int, gpu: Gpu) -> float:

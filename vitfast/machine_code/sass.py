@@ -1,7 +1,8 @@
-"""What the integer instructions of SASS, the machine code of NVIDIA's GPUs, compute: as much as trace.py needs to follow loops and addresses.
+"""What integer instructions of SASS, the machine code of NVIDIA's GPUs, compute: enough to follow loops and addresses.
 
-A value is a number of 32 bits, or None where it is not known. SASS is documented by names alone ("CUDA Binary Utilities", instruction set of
-Hopper); the rest was found by reading, and stands or falls with the counts of real kernels in tests/machine_code/test_ports.py.
+A value is a number of 32 bits, or None where it is not known. SASS is documented by names alone ("CUDA Binary
+Utilities", instruction set of Hopper); the rest was found by reading, and stands or falls with the counts of real
+kernels in tests/machine_code/test_ports.py.
 """
 
 import re
@@ -34,6 +35,9 @@ def predicate(word: str) -> Reader:
     return lambda env: None if env.get(name) is None else env[name] is wanted
 
 
+SIGNS = {"": lambda x: x, "-": lambda x: (1 << 32) - x, "~": lambda x: WORD - x, "|": lambda x: abs(signed(x))}
+
+
 def operand(word: str) -> Reader:
     """Reads a register, a constant or a number. One that was never written is 0: a right program does not depend on it.
 
@@ -44,12 +48,7 @@ def operand(word: str) -> Reader:
         return lambda env: 0
     if found := re.fullmatch(r"([-~|]?)(U?R(?:\d+|Z))\|?", word):
         sign, name = found.groups()
-        change = {
-            "": lambda x: x,
-            "-": lambda x: (1 << 32) - x,
-            "~": lambda x: WORD - x,
-            "|": lambda x: abs(signed(x)),
-        }[sign]
+        change = SIGNS[sign]
         return lambda env: None if env.get(name, 0) is None else change(env.get(name, 0))
     if found := re.fullmatch(r"c\[0x0\]\[(0x[0-9a-f]+)\]", word):
         at = int(found.group(1), 16)
@@ -83,15 +82,18 @@ def pair(word: str) -> Reader:
 
 # ---- instructions in parts
 
-UNIFORM = (
-    "IADD3 IMAD LEA SHF LOP3 MOV SEL SGXT ISETP PLOP3 PRMT LDC".split()
-)  # with a U before it: on registers that a warp shares
+# With a U before it: on registers that a warp shares.
+UNIFORM = ("IADD3", "IMAD", "LEA", "SHF", "LOP3", "MOV", "SEL", "SGXT", "ISETP", "PLOP3", "PRMT", "LDC")
 WIDTHS = {"128": 4, "64": 2, "WIDE": 2}
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """ "@P0 IADD3.X R5, P1, R3, RZ, RZ, P0, !PT": guard P0, name IADD3, words IADD3 X, targets R5, outputs P1, values R3 RZ RZ, flags P0 !PT."""
+    """One instruction in its parts.
+
+    "@P0 IADD3.X R5, P1, R3, RZ, RZ, P0, !PT": guard P0, name IADD3, words IADD3 X, targets R5, outputs P1, values
+    R3 RZ RZ, flags P0 !PT.
+    """
 
     text: str
     guard: Reader | None
@@ -135,10 +137,9 @@ def parse(text: str) -> Instruction:
     elif name == "HFMA2" and values[:2] == ["-RZ", "RZ"]:  # two constants of 16 bits
         readers = [operand(str(np.float16(float(x)).view(np.uint16))) for x in values[2:4]]
     flags = tuple(predicate(x) for x in sources if is_predicate(x))
-    kept = tuple(x for x in outputs if x not in ("PT", "UPT"))
-    return Instruction(
-        whole, guard, name, words, operands, targets, kept if name != "ISETP" else tuple(outputs), tuple(readers), flags
-    )
+    if name != "ISETP":
+        outputs = [x for x in outputs if x not in ("PT", "UPT")]
+    return Instruction(whole, guard, name, words, operands, targets, tuple(outputs), tuple(readers), flags)
 
 
 def _targets(name: str, words: tuple[str, ...], first: str) -> tuple[str, ...]:
@@ -276,18 +277,19 @@ def both(a: bool | None, b: bool | None) -> bool | None:
     return False if a is False or b is False else None if a is None or b is None else True
 
 
+def either(a: bool | None, b: bool | None) -> bool | None:
+    return True if True in (a, b) else None if None in (a, b) else False
+
+
 def _compare(words, values: Values, flags):
     a, b = values[:2]
     result = None
     if a is not None and b is not None:
         a, b = (a & WORD, b & WORD) if "U32" in words else (signed(a), signed(b))
-        found = {"GE": a >= b, "GT": a > b, "LE": a <= b, "LT": a < b, "EQ": a == b, "NE": a != b}[words[1]]
-        result = (
-            flags[1] if "EX" in words and a == b else found
-        )  # EX: of upper words; where they are equal the lower ones decide
-    if "AND" in words:
-        return [both(result, flags[0]), None]
-    return [True if True in (result, flags[0]) else None if None in (result, flags[0]) else False, None]
+        result = {"GE": a >= b, "GT": a > b, "LE": a <= b, "LT": a < b, "EQ": a == b, "NE": a != b}[words[1]]
+        if "EX" in words and a == b:  # of upper words: where they are equal the lower ones decide
+            result = flags[1]
+    return [(both if "AND" in words else either)(result, flags[0]), None]
 
 
 def _tabled(words, values: Values, flags):

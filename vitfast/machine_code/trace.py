@@ -1,10 +1,11 @@
-"""How often each instruction of a compiled kernel runs: its machine code, executed for one lane of every warp as far as control flow needs it.
+"""How often each instruction of a compiled kernel runs, found by executing its control flow for one lane of every warp.
 
-Loops in machine code do not say how often they turn: ptxas peels and unrolls them. So the integers that decide it are computed as the GPU
-would, from the kernel's parameters: registers and predicates hold a number, or None where a value is not known (whatever comes from
-memory, floating point). A branch on None ends the trace with Untraceable; the kernels here branch on sizes and indices alone, but for those
-of Gluon, whose warps ask shared memory for their part. Barriers are taken to be passed. Addresses are computed on the way, so that each
-access to global memory names its tensor.
+Loops in machine code do not say how often they turn: ptxas peels and unrolls them. So the integers that decide it are
+computed as the GPU would, from the kernel's parameters: registers and predicates hold a number, or None where a value
+is not known (whatever comes from memory, floating point). A branch on None ends the trace with Untraceable; the kernels
+here branch on sizes and indices alone, but for those of Gluon, whose warps ask shared memory for their share of the
+work. Barriers are taken to be passed. Addresses are computed on the way, so that each access to global memory names its
+tensor.
 
 Nothing here knows a kernel; what the instructions compute is in sass.py.
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..kernels.launch import Launch
-from .cubin import Code, name_of
+from .cubin import Code
 from .sass import PREDICATES, RESULTS, WORD, Instruction, both, is_predicate, operand, pair, parse, predicate
 
 PARAMETERS = 0x210  # where a kernel's parameters begin in the constant bank of sm_90
@@ -34,12 +35,11 @@ class Untraceable(RuntimeError):
 
 @dataclass
 class Trace:
-    """What one program does: executions of each instruction, summed over its warps, and which argument each access reaches."""
+    """What one program does: executions of each instruction, summed over its warps; what its accesses reach."""
 
     counts: Counter = field(default_factory=Counter)  # index of the instruction -> executions by warps
-    moved: Counter = field(
-        default_factory=Counter
-    )  # (index of an access to global memory, argument; -1: unknown) -> those not masked
+    # (index of an access to global memory, argument; -1: unknown) -> those not masked
+    moved: Counter = field(default_factory=Counter)
     copied: int = 0  # bytes that the copy engine (TMA) was told to expect
 
 
@@ -47,7 +47,10 @@ class Trace:
 
 
 def parameters(launch: Launch, signature: dict, ptx: str) -> tuple[bytes, list[str]]:
-    """(the constant bank's parameters, names of the arguments that are memory): pointers are (i + 1) << TENSOR for argument i."""
+    """(the constant bank's parameters, names of the arguments that are memory).
+
+    The pointer of the i-th of these arguments is (i + 1) << TENSOR.
+    """
     flat, memory = [], []
 
     def add(kind, value, name: str) -> None:
@@ -64,14 +67,11 @@ def parameters(launch: Launch, signature: dict, ptx: str) -> tuple[bytes, list[s
 
     for name, kind in signature.items():
         add(kind, launch.arguments.get(name), name)
-    sizes = [
-        int(bits) // 8 * int(count or 1)
-        for bits, count in re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\n]*?_param_\d+(?:\[(\d+)\])?,?\n", ptx)
-    ]
+    declared = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\n]*?_param_\d+(?:\[(\d+)\])?,?\n", ptx)
+    sizes = [int(bits) // 8 * int(count or 1) for bits, count in declared]
     if len(sizes) != len(flat) + 2:  # two more: Triton's scratch memory
-        raise Untraceable(
-            f"{launch.kernel.__name__}: {len(sizes)} parameters in the code, {len(flat)} + 2 in the launch"
-        )
+        name, made = launch.kernel.__name__, f"{len(flat)} + 2 in the launch"
+        raise Untraceable(f"{name}: {len(sizes)} parameters in the code, {made}")
     bank = bytearray()
     for size, value in zip(sizes, flat):
         bank.extend(bytes(-(PARAMETERS + len(bank)) % min(size, 64)))
@@ -84,13 +84,8 @@ def parameters(launch: Launch, signature: dict, ptx: str) -> tuple[bytes, list[s
 
 
 def _unknown(found: Instruction) -> Callable:
-    written = (*found.targets, *found.outputs)
-
-    def step(env):
-        for key in written:
-            env[key] = None
-
-    return step
+    written = dict.fromkeys((*found.targets, *found.outputs))
+    return lambda env: env.update(written)
 
 
 def _computed(found: Instruction) -> Callable:
@@ -176,15 +171,6 @@ def _packed(found: Instruction) -> Callable:
     return pack if found.name == "P2R" else unpack
 
 
-def _special(found: Instruction) -> Callable:
-    name = found.operands[1]
-
-    def step(env):
-        env[found.targets[0]] = env["special"].get(name)
-
-    return step
-
-
 def _step(found: Instruction, at: int, labels: dict[str, int]) -> Callable:
     """What one instruction does: step(env)."""
     if found.name in ("BRA", "CALL") and "DIV" not in found.words:
@@ -196,7 +182,7 @@ def _step(found: Instruction, at: int, labels: dict[str, int]) -> Callable:
     if found.name in ACCESSES:
         return _access(found, at)
     if found.name in ("S2R", "S2UR"):
-        return _special(found)
+        return lambda env: env.update({found.targets[0]: env["special"].get(found.operands[1])})
     if found.name in ("P2R", "R2P"):
         return _packed(found)
     if found.name == "SYNCS" and "ARRIVE" in found.words and len(found.values) == 2:
@@ -265,20 +251,10 @@ class Tracer:
 
 def _maybe(step: Callable, instruction: Instruction, env: dict) -> None:
     """An instruction that may run or not: nobody knows what it leaves where it would change something."""
-    if (
-        instruction.name == "EXIT"
-    ):  # masks of single lanes may be unknown: what follows for some of them counts for the warp
+    if instruction.name == "EXIT":  # of some lanes perhaps: what follows for the others counts for the warp
         return
     written = (*instruction.targets, *instruction.outputs)
     before = [env.get(key) for key in written]
     if step(env) is not None:
         raise Untraceable(f"a branch depends on data: {instruction.text}")
     env.update((key, None) for key, value in zip(written, before) if env.get(key) != value)
-
-
-def named(code: Code, trace: Trace) -> Counter:
-    """Executions by name: {"HGMMA": 96, ...}."""
-    found = Counter()
-    for at, count in trace.counts.items():
-        found[name_of(code.instructions[at])] += count
-    return found

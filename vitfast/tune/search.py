@@ -1,4 +1,4 @@
-"""Climbs from tile to faster tile, a wave of candidates at a time. Knows nothing of GPUs: who asks times them."""
+"""Climbs from tile to faster tile, a wave of candidates at a time. Whoever asks times them."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ REGISTERS = (128, 168, 248)
 STEPS = ("num_stages", "STAGES", "PER_SM")  # one more or fewer; of all others but flags, twice or half
 FLAGS = ("EXACT",)  # 0 or 1
 GAIN = 0.98  # a candidate must take less than this share of the time of the best so far
-# A provider whose best takes longer than this times the best of all is given up: as it is shipped, and once it was searched.
+# A provider whose best takes longer than this times the best of all is given up: as shipped, and once searched.
 REACH_AT_FIRST, REACH = 2.0, 1.25
 WAVES = 6
 
@@ -50,17 +50,14 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
                 yield dataclasses.replace(tile, blocks=tuple(sorted({**dict(tile.blocks), name: other}.items())))
     if tile.maxnreg in REGISTERS:
         at = REGISTERS.index(tile.maxnreg)
-        yield from (
-            dataclasses.replace(tile, maxnreg=near)
-            for near in REGISTERS[max(0, at - 1) : at + 2]
-            if near != tile.maxnreg
-        )
+        for near in (*REGISTERS[max(0, at - 1) : at], *REGISTERS[at + 1 : at + 2]):
+            yield dataclasses.replace(tile, maxnreg=near)
 
 
 class Search:
-    """Climbs from every start at once, a wave of candidates at a time. Knows nothing of GPUs.
+    """Climbs from every start at once, a wave of candidates at a time.
 
-    `times`: seconds of each tile that was tried, None for one that is wrong or does not run. `starts[0]` is what the table has.
+    times: seconds of each tile that was tried, None for one that is wrong or does not run. starts[0] is the table's.
     """
 
     def __init__(self, starts: list[Tile]):
@@ -93,7 +90,7 @@ class Search:
             self._climbing = list(dict.fromkeys(climbing))
         fastest = min(map(self.time, self.times), default=math.inf)
         if self._waves == 1:
-            # One that does not run at all may only be too large for this GPU, and the table's own is always looked around.
+            # One that does not run at all may only be too large for this GPU; the table's own is always looked around.
             slow = [t for t in self._climbing if REACH_AT_FIRST * fastest < self.time(t) < math.inf and t != self.start]
         else:
             slow = [t for t in self._climbing if self.time(t) > REACH * fastest]

@@ -9,6 +9,7 @@ import torch
 
 from ..kernels.tiles import Tile
 from ..verify import Judge, Wrong, poisoned
+from ..verify.clock import cold, flush_buffer, head_start
 from ..verify.launchers import Launcher, outputs
 
 
@@ -22,7 +23,7 @@ class Problem:
     name: str
     launcher: Launcher
     start: Tile
-    rivals: list[Tile]
+    candidates: list[Tile]  # of other providers, from which the search starts too
     absent: dict[str, str]  # provider -> why it cannot run here
     larger: Launcher | None = None  # the launcher at twice the batch and one more
 
@@ -34,8 +35,8 @@ class Problem:
         return f"{self.op} {self.shape}" + ("" if self.bits == "16" else f" {self.bits} bit")
 
 
-class Bench(Judge):
-    """The inputs of a problem and their truth; checks a tile and times it."""
+class Trial(Judge):
+    """The inputs of a problem and their truth: runs and checks its launcher with the tile now in force."""
 
     def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device):
         super().__init__(problem.launcher, dtype, device)
@@ -46,12 +47,12 @@ class Bench(Judge):
         return self.problem.launcher.call(*self.inputs)
 
     def check(self) -> None:
-        """Raises Wrong where the result with the tile now in force is not right."""
+        """Raises Wrong where the result is not right."""
         with poisoned():
             self.judge(outputs(self.run()))
 
     def check_unchecked(self, runs: int = 5) -> None:
-        """Raises Wrong where other inputs, at a larger size too, do not give what they should, to the same bits in each run.
+        """Raises Wrong where other inputs, at a larger size too, give a wrong result, or other bits in another run.
 
         For tiles of tiles.UNCHECKED: a race may leave a single result right.
         """
@@ -66,11 +67,10 @@ class Bench(Judge):
 
 
 class DeviceClock:
-    """Times on the device: events around a call that is launched while the device is still busy, so that Python does not count."""
+    """Times calls by device events, each launched while the device is still busy, so that Python does not count."""
 
     def __init__(self, device: torch.device, rounds: int = 15):
-        self.rounds = rounds
-        self.flushed = torch.empty(256 * 2**20, dtype=torch.int8, device=device)  # twice the largest L2 there is
+        self.rounds, self.flushed = rounds, flush_buffer(device)
         square, begun = torch.randn(4096, 4096, dtype=torch.float16, device=device), self.now()
         while self.now() - begun < 1.0:  # until the chip has its clocks up
             square @ square
@@ -80,7 +80,7 @@ class DeviceClock:
         return time.monotonic()
 
     def lost(self) -> bool:
-        """Whether the device has stopped answering: an illegal access breaks all that follows in a process, whoever made it."""
+        """Whether the device has stopped answering: an illegal access breaks all that follows in a process."""
         try:
             torch.cuda.synchronize()
             return torch.ones(1, device=self.flushed.device).item() != 1
@@ -91,16 +91,10 @@ class DeviceClock:
         """The median of one call's seconds, warm, from cold caches."""
         for _ in range(2):
             run()
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        lead = int(
-            2e9 * min(0.02, 2 * (time.perf_counter() - begun) + 5e-5)
-        )  # in clock cycles: twice what Python takes to launch it
+        lead = min(0.02, head_start(run, margin=5e-5))
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
         for start, end in events:
-            self.flushed.zero_()
-            torch.cuda._sleep(lead)
+            cold(self.flushed, lead)
             start.record()
             run()
             end.record()

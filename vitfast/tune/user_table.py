@@ -1,7 +1,8 @@
-"""The user's own table of tiles on disk, as the tuner writes it and kernels/tiles.py reads it: $VITFAST_TILES, or ~/.cache/vitfast/tiles.json.
+"""The user's own table of tiles on disk, as the tuner writes it and kernels/tiles.py reads it.
 
-Beside "tiles" it holds "refused", candidates that broke or hung a GPU, and "trying", those that a process is just running: one whose process
-has ended in the middle of it is taken for what ended it. Several processes may write: each change is made under a lock, and whole or not at all.
+$VITFAST_TILES, or ~/.cache/vitfast/tiles.json. Beside "tiles" it holds "refused", candidates that broke or hung a GPU,
+and "trying", those that a process is just running: one whose process has ended in the middle of it is taken for what
+ended it. Several processes may write: each change is made under a lock, and whole or not at all.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from ..errors import InputError
 from ..kernels import tiles
 
 KEY = ("op", "gpu", "bits", "shape")
+FIELDS = {"tiles": KEY, "refused": (*KEY, "reason"), "trying": (*KEY, "pid")}  # of an entry, beside its tile's
 
 
 def _read(path: Path) -> dict[str, list[dict]]:
@@ -22,13 +24,10 @@ def _read(path: Path) -> dict[str, list[dict]]:
         return {"tiles": []}
     try:
         table = json.loads(path.read_text())
-        for name in ("tiles", "refused", "trying"):
-            for row in table.get(name, []) if name != "tiles" else table[name]:
-                tiles.from_record(row)
-                [
-                    row[key]
-                    for key in (*KEY, *(["reason"] if name == "refused" else ["pid"] if name == "trying" else []))
-                ]
+        for name, fields in FIELDS.items():
+            for entry in table[name] if name == "tiles" else table.get(name, []):
+                tiles.from_record(entry)
+                [entry[key] for key in fields]
         return table
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the tile table {path} is damaged ({type(error).__name__}: {error}); remove it") from None
@@ -43,40 +42,36 @@ def _changing() -> Iterator[dict[str, list[dict]]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         table = _read(path)
         yield table
+        # Whole, but not synced to disk as files.write_text does: `trying` writes twice for each candidate.
         new = path.with_suffix(f".{os.getpid()}.new")
         new.write_text(json.dumps(table, indent=1))
         new.replace(path)
     tiles.reload_user_table()
 
 
-def _add(rows: list[dict], row: dict) -> list[dict]:
-    """The rows with this one in the place of one for the same operation, GPU, bits and shape class."""
-    return [r for r in rows if any(r[k] != row[k] for k in KEY)] + [row]
-
-
-def keep(row: dict) -> None:
-    """Puts a row (tiles.to_record) into the table."""
+def keep(entry: dict) -> None:
+    """Puts an entry (tiles.to_record) into the table, in the place of one for the same operation, GPU, bits and shape."""
     with _changing() as table:
-        table["tiles"] = _add(table["tiles"], row)
+        table["tiles"] = [e for e in table["tiles"] if any(e[k] != entry[k] for k in KEY)] + [entry]
 
 
-def refuse(row: dict, reason: str) -> None:
+def refuse(entry: dict, reason: str) -> None:
     """Notes a candidate that is not to be tried again on its GPU."""
     with _changing() as table:
-        table.setdefault("refused", []).append(row | {"reason": reason})
+        table.setdefault("refused", []).append(entry | {"reason": reason})
 
 
 @contextlib.contextmanager
-def trying(row: dict) -> Iterator[None]:
+def trying(entry: dict) -> Iterator[None]:
     """Notes a candidate for as long as the block runs: should the process not come out of it, the next one knows."""
-    mine = row | {"pid": os.getpid()}
+    mine = entry | {"pid": os.getpid()}
     with _changing() as table:
         table.setdefault("trying", []).append(mine)
     try:
         yield
     finally:
         with _changing() as table:
-            table["trying"] = [r for r in table.get("trying", []) if r != mine]
+            table["trying"] = [e for e in table.get("trying", []) if e != mine]
 
 
 def _alive(pid: int) -> bool:
@@ -90,21 +85,19 @@ def _alive(pid: int) -> bool:
 
 
 def refused(gpu: str) -> dict[tuple, str]:
-    """(op, bits, shape, tile) -> why it is not tried again on this GPU; what another process ended in is among them."""
+    """(op, bits, shape, tile) -> why it is not tried again on this GPU: what another process ended in, too."""
     with _changing() as table:  # which also shows at once whether the table can be written
-        left = [r for r in table.get("trying", []) if r["pid"] == os.getpid() or not _alive(r["pid"])]
-        if left:
-            table["trying"] = [r for r in table["trying"] if r not in left]
-            rows = [
-                {k: v for k, v in r.items() if k != "pid"} | {"reason": "a run ended in the middle of it"} for r in left
-            ]
-            table.setdefault("refused", []).extend(rows)
-        rows = [row for row in table.get("refused", []) if row["gpu"] == gpu]
-    return {(row["op"], row["bits"], row["shape"], tiles.from_record(row)): row["reason"] for row in rows}
+        for entry in table.get("trying", [])[:]:
+            if entry["pid"] == os.getpid() or not _alive(entry["pid"]):
+                table["trying"].remove(entry)
+                del entry["pid"]
+                table.setdefault("refused", []).append(entry | {"reason": "a run ended in the middle of it"})
+        found = [entry for entry in table.get("refused", []) if entry["gpu"] == gpu]
+    return {(e["op"], e["bits"], e["shape"], tiles.from_record(e)): e["reason"] for e in found}
 
 
 def only_one(name: str):
-    """A lock that this process holds as long as what is returned lives; raises InputError where another process tunes the same GPU."""
+    """A lock on tuning one GPU, held as long as the result lives. Raises InputError where another process has it."""
     path = tiles.user_table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open(path.with_name(f"tuning-{name}.lock"), "w")  # noqa: SIM115

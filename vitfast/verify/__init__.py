@@ -8,20 +8,22 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .launchers import Draw, Launcher, Sizes, outputs
+from .draw import Draw, Sizes
+from .launchers import Launcher, outputs
 
 # What rounding the result alone may cost: half a unit in the last place, of numbers just above a power of two.
 EPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # What several roundings one after the other may cost a whole model or a training step, where benchmarks compare them.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-ELEMENT = 10  # times what a row may be off by its norm, a single number may be off by the sum of its size and the row's average
+# The limit of a single number, relative to its size plus its row's average size: ELEMENT times the limit of a row.
+ELEMENT = 10
 
 
 def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
     """The largest errors of any row (of the first axis) and of any number, infinite where not finite.
 
-    Of a row by norm, relative to its own or to the average one; of a number relative to its size plus the average size in its row. Not of the
-    whole, whose norm hardly changes at full size when a tile is lost.
+    Of a row by norm, relative to its own or to the average one; of a number relative to its size plus the average size
+    in its row. Not of the whole, whose norm hardly changes at full size when a tile is lost.
     """
     if actual.shape != truth.shape or not actual.isfinite().all():
         return math.inf, math.inf
@@ -39,7 +41,7 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def exact_fp32() -> Iterator[None]:
-    """PyTorch's own fp32 results are fp32 inside: by default its convolutions may take TF32, and so would any error judged by theirs."""
+    """Keeps PyTorch's fp32 convolutions from taking TF32, as they may by default: our errors are judged by theirs."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -50,7 +52,7 @@ def exact_fp32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory is NaN inside: what a candidate does not write is found out, and not taken for what another has left there."""
+    """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong, and not another's result."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def fill(x: Tensor) -> Tensor:
@@ -63,12 +65,8 @@ def poisoned() -> Iterator[None]:
         torch.empty, torch.empty_like = empty, empty_like
 
 
-# What a random input is: its kind ("values", "weight" scaled by its fan-in, "factor" in fp32 without a gradient, "uint8") and its shape.
-Input = tuple[str, tuple[int, ...]]
-
-
 class Wrong(Exception):
-    """A candidate does not compute what it should. error: its largest, of a row."""
+    """A candidate does not compute what it should. error: the largest of a row."""
 
     def __init__(self, text: str, error: float = math.inf):
         super().__init__(text)
@@ -76,13 +74,12 @@ class Wrong(Exception):
 
 
 class Judge:
-    """The inputs of a launcher and their truth in float64, made once; judges results by PyTorch's own in the same dtype."""
+    """The inputs of a launcher and their truth in float64; judges results by PyTorch's own in the same dtype."""
 
     def __init__(
         self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0
     ):
-        generator = torch.Generator(device).manual_seed(seed)
-        self.inputs = launcher.make(Draw(dtype, device, generator, layout))
+        self.inputs = launcher.make(Draw(dtype, device, torch.Generator(device).manual_seed(seed), layout))
         doubles = [t.double() if t.is_floating_point() else t for t in self.inputs]
         with torch.no_grad(), exact_fp32():
             self.truth = outputs(launcher.formula(*doubles))
@@ -94,8 +91,10 @@ class Judge:
             self.limits.append((by_row, max(2 * by_number, ELEMENT * by_row)))
 
     def judge(self, results: list[Tensor]) -> tuple[float, float]:
-        """The error of a row and PyTorch's own, of the result that comes nearest to its limit. Raises Wrong beyond: twice
-        PyTorch's own, or what one rounding costs where PyTorch has none."""
+        """The error of a row and PyTorch's own, of the result that comes nearest to its limit.
+
+        Raises Wrong beyond a limit: twice PyTorch's own error, or what one rounding costs where PyTorch has none.
+        """
         if len(results) != len(self.truth):
             raise Wrong(f"{len(results)} results in place of {len(self.truth)}")
         found = []
@@ -108,8 +107,12 @@ class Judge:
         return max(found)[1:]
 
 
+# A random input's shape and kind: "values", "weight" (scaled by its fan-in), "factor" (fp32, no gradient), "uint8".
+Input = tuple[str, tuple[int, ...]]
+
+
 def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
-    """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or `vitfast.ref`, which has the same functions."""
+    """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or `vitfast.ref` with the same functions."""
 
     def values(*shape: int) -> Input:
         return "values", shape
@@ -117,45 +120,35 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     def weight(*shape: int) -> Input:
         return "weight", shape
 
-    x, vector, drop, head, grid = (
-        values(s.batch, s.tokens, s.width),
-        values(s.width),
-        ("factor", (s.batch,)),
-        s.width // s.heads,
-        (s.image // s.patch) ** 2,
-    )
-    fc1, fc2, square = (
-        [weight(s.hidden, s.width), values(s.hidden)],
-        [weight(s.width, s.hidden), vector],
-        [weight(s.width, s.width), vector],
-    )
-    pixels = s.batch, 3, s.image, s.image
-    embed = [weight(s.width, 3, s.patch, s.patch), vector, values(1, 1, s.width), values(1, 1 + grid, s.width)]
-    attention_half = [x, vector, vector, weight(3 * s.width, s.width), values(3 * s.width), *square, vector, drop]
+    d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
+    x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
+    norm, fc1, fc2 = [vector, vector], [weight(f, d), values(f)], [weight(d, f), vector]
+    qkv, proj = [weight(3 * d, d), values(3 * d)], [weight(d, d), vector]
+    embed = [weight(d, 3, s.patch, s.patch), vector, values(1, 1, d), values(1, 1 + (s.image // s.patch) ** 2, d)]
     return {
-        "layer_norm": (ops.layer_norm, [x, vector, vector]),
+        "layer_norm": (ops.layer_norm, [x, *norm]),
         "add_layer_norm": (
             lambda a, r, w, b, ls, dp: ops.add_layer_norm(a, r, w, b, layer_scale=ls, drop_path=dp),
-            [x, x, vector, vector, vector, drop],
+            [x, x, *norm, vector, drop],
         ),
-        "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, head)]),
-        "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, head)]),
+        "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, s.head)]),
+        "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, approximate="tanh"), [x, *fc1]),
         "linear_residual": (
             lambda a, w, b, r, ls, dp: ops.linear_residual(a, w, b, r, layer_scale=ls, drop_path=dp),
-            [x, *square, x, vector, drop],
+            [x, *proj, x, vector, drop],
         ),
         "mlp": (ops.mlp, [x, *fc1, *fc2]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
         "attention_block": (
             lambda *t: ops.attention_block(*t[:7], num_heads=s.heads, layer_scale=t[7], drop_path=t[8]),
-            attention_half,
+            [x, *norm, *qkv, *proj, vector, drop],
         ),
         "mlp_block": (
             lambda *t: ops.mlp_block(*t[:7], layer_scale=t[7], drop_path=t[8]),
-            [x, vector, vector, *fc1, *fc2, vector, drop],
+            [x, *norm, *fc1, *fc2, vector, drop],
         ),
     }
 

@@ -19,17 +19,18 @@ import triton
 from ..kernels import attention, rows, tiles
 from ..kernels.tiles import Tile
 from . import Judge, Wrong
-from .launchers import Launcher, Sizes, launchers, outputs
-from .more_launchers import more_launchers
+from .draw import Sizes
+from .edge_launchers import edge_launchers
+from .launchers import Launcher, launchers, outputs
 from .sanitizer import Finding, Sanitizer
 
 CPU = torch.device("cpu")
-# Sequences shorter than a block, one past it, and 3 and 1 past whole ones; heads of one part, of two, and padded.
+# Sequences shorter than a block, just past it, and 5 and 1 past whole ones; heads of one power of two, of two, padded.
 TOKENS = (5, 50, 197, 257)
 HEADS = (32, 64, 72, 80)
 MORE_ATTENTION = ((2, 17, 3, 24), (1, 64, 1, 88), (1, 130, 2, 48), (2, 300, 1, 128), (1, 577, 2, 64), (520, 1, 1, 16))
-# For the rest: rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches. The last has
-# rows and patches enough for several steps in each slice of a weight gradient.
+# For the rest: rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches. The last
+# has rows and patches enough for several steps in each slice of a weight gradient.
 ROWS = (
     Sizes(batch=3, tokens=5, width=100, heads=1, hidden=72, image=28, patch=14),
     Sizes(batch=2, tokens=50, width=384, heads=6, hidden=200, image=48, patch=16),
@@ -62,7 +63,7 @@ class Case:
     def __str__(self) -> str:
         s = self.sizes
         if self.name.startswith("attention"):
-            shape = f"{s.batch} x {s.tokens} x {s.heads} x {s.width // s.heads}"
+            shape = f"{s.batch} x {s.tokens} x {s.heads} x {s.head}"
         elif self.name.startswith("patch"):
             shape = f"{s.batch} x {s.image}^2 / {s.patch} -> {s.width}"
         else:
@@ -72,7 +73,7 @@ class Case:
 
 @dataclass
 class Report:
-    """What came of a case: the worst error with PyTorch's own, and what was found, each with the tiles it was found with."""
+    """What came of a case: the worst error with PyTorch's own, and what was found, with the tiles it was found with."""
 
     case: Case
     runs: int = 0
@@ -90,8 +91,8 @@ class Report:
 
 
 def launchers_at(sizes: Sizes) -> dict[str, Launcher]:
-    """Name -> launcher: those of a training step, and more."""
-    return launchers(sizes) | more_launchers(sizes)
+    """Name -> launcher: those of a training step, and those of other inputs."""
+    return launchers(sizes) | edge_launchers(sizes)
 
 
 def names() -> list[str]:
@@ -109,24 +110,24 @@ def _sizes(name: str, long: bool) -> list[Sizes]:
 
 
 def _slow(name: str, sizes: Sizes) -> bool:
-    """Takes seconds in the interpreter, to run a kernel that another launcher runs at this width too."""
+    """Whether it takes seconds in the interpreter, for a kernel that another launcher runs at this width too."""
     if name.startswith("patch"):
         return sizes.width > 100 and name.endswith("uint8, backward") or "oblong" in name and sizes.image > 28
     if name.startswith("weight gradient"):
         return sizes.width > (100 if "qkv" in name or "proj" in name else 768 if "fc2" in name else 384)
-    largest = any(part in name for part in ("qkv", "proj", "stream"))  # of the weights
-    return largest and sizes.width > 384
+    largest_weights = any(word in name for word in ("qkv", "proj", "stream"))
+    return largest_weights and sizes.width > 384
 
 
 def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) -> Iterator[Case]:
-    """The plan for one launcher: seconds of processor time. long, minutes: more shapes, each in another layout and with the
-    tiles of another GPU generation, from one shape to the next.
+    """The plan for one launcher, which takes seconds.
 
-    fp16 takes the tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes unless `long`.
+    long, minutes: more shapes, each in another layout and with the tiles of another GPU generation. fp16 takes the
+    tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes unless `long`.
     """
     layouts = ("odd", "strided", "shifted", "channels-last" if name.startswith("patch") else "contiguous")
     few = (0, 5, 10, 15) if name.startswith("attention") else (0,) if name.startswith("patch") else (3,)
-    along_rows = any(part in name for part in ("norm", "rows", "column"))
+    along_rows = any(word in name for word in ("norm", "rows", "column"))
     for i, sizes in enumerate(_sizes(name, long)):
         turn = i + 2 * (i // len(HEADS))
         heads = (1, attention.MANY_HEADS)[i // 2 % 2]
@@ -144,23 +145,26 @@ def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) ->
 
 
 def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[Override]:
-    """What else could do what was done: the tiles of other providers; where few rows take small tiles, the large ones; and
-    where there are row tiles enough, groups of two."""
+    """Other tiles for the operations that ran.
+
+    Those of other providers; where few rows take small tiles, the large ones; and where there are tiles enough along
+    the rows, groups of two.
+    """
     for op, bits, shape in used:
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else case.dtype)
-        for rival in tiles.candidates(op, like, shape):
-            yield op, rival, shape
+        for tile in tiles.candidates(op, like, shape):
+            yield op, tile, shape
         if shape.endswith("-small"):
             yield op, tiles.shipped(op, like, shape.removesuffix("small") + "large"), shape
         shipped = tiles.shipped(op, like, shape)
         groups = {block: 2 for block, _ in shipped.blocks if block.startswith("GROUP")}
-        if groups and case.sizes.batch * case.sizes.tokens > 256:
+        if groups and case.sizes.rows > 256:
             yield op, dataclasses.replace(shipped, blocks=tuple((dict(shipped.blocks) | groups).items())), shape
 
 
 @contextlib.contextmanager
 def _small_gpu(case: Case) -> Iterator[None]:
-    """Of two multiprocessors, so that persistent programs go round several times."""
+    """Two multiprocessors, so that persistent programs go round several times."""
     before = rows._multiprocessors, attention.MANY_HEADS
     rows._multiprocessors, attention.MANY_HEADS = (lambda device: 2), case.many_heads
     try:
@@ -170,7 +174,7 @@ def _small_gpu(case: Case) -> Iterator[None]:
 
 
 def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]]]:
-    """With the shipped tiles in force, then with every candidate: the case's name, and the tiles used, to be filled by a run."""
+    """The case's name and the tiles used (filled by a run inside): with the shipped tiles, then with each candidate."""
     waiting: list[tuple[Override, ...]] = [()]
     seen: set[Override] = set()
     with _small_gpu(case), tiles.targeting(case.sm) if case.sm else contextlib.nullcontext():
@@ -187,19 +191,16 @@ def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]
 
 
 def _where(problem: BaseException) -> str:
-    """ "NameError: ... at layer_norm.py:68": the cause and the last line outside of Triton, which wraps what a kernel raises."""
+    """ "NameError: ... at layer_norm.py:68": the cause and its last line outside of Triton, which wraps errors."""
     while problem.__cause__:
         problem = problem.__cause__
-    lines = [
-        f
-        for f in traceback.extract_tb(problem.__traceback__)
-        if not f.filename.startswith(os.path.dirname(triton.__file__))
-    ]
+    triton_folder = os.path.dirname(triton.__file__)
+    lines = [f for f in traceback.extract_tb(problem.__traceback__) if not f.filename.startswith(triton_folder)]
     at = f" at {os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else ""
     return f"{type(problem).__name__}: {problem}{at}"
 
 
-def examine(case: Case) -> Report:
+def check(case: Case) -> Report:
     """Runs a case with its shipped tiles and with every candidate."""
     report, launcher = Report(case), launchers_at(case.sizes)[case.name]
     judge = Judge(launcher, case.dtype, CPU, case.layout)

@@ -1,7 +1,8 @@
 """Every launcher of kernels/ at a model's shapes, on random inputs, beside the same in plain PyTorch.
 
-The tuner times them one by one, and `make codegen` compiles what they launch. The first of those that share a tile is the plain case of
-a training step; the later ones are variants (factors, an fp32 residual stream, tanh, raw pixels) that only compile to other code.
+The tuner times them one by one, and `make codegen` compiles what they launch. The first of those that share a tile is
+the plain case of a training step; the later ones are variants (factors, an fp32 residual stream, tanh, raw pixels) that
+only compile to other code.
 """
 
 from collections.abc import Callable
@@ -13,91 +14,19 @@ from torch import Tensor
 
 from .. import ref
 from ..kernels import attention, layer_norm, linear, mlp, patch_embed, rows, weight_grad
+from .draw import Draw, Sizes
 
 EPS = 1e-6
-MEAN = STD = (0.5, 0.5, 0.5)
+HALF = (0.5, 0.5, 0.5)
 SPLITS = 7  # slices of a weight gradient that are added up
-
-
-# Of a tensor drawn as a view of something wider: how far from its start, and how many elements more from row to row.
-LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "shifted": (3, 24), "odd": (3, 5)}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What launchers and operations run at."""
-
-    batch: int
-    tokens: int
-    width: int
-    heads: int
-    hidden: int
-    image: int
-    patch: int
-
-
-@dataclass
-class Draw:
-    """Draws inputs: random ones, or on the meta device none but their shapes.
-
-    layout, of LAYOUTS. In "strided" tensors rows begin 16 bytes apart where their width allows it, in "odd" ones
-    anywhere; "shifted" ones are strided and begin at an odd address. No two in a row have the same strides.
-    "channels-last" images have the channels of a pixel side by side.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    generator: torch.Generator | None = None
-    layout: str = "contiguous"
-    drawn: int = 0
-
-    def _draw(self, shape: tuple[int, ...], fill: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """`fill(a wider shape)` cut down to `shape`."""
-        start, gap = LAYOUTS[self.layout]
-        if not gap or 0 in shape:
-            x = fill(shape)
-            return (
-                x.contiguous(memory_format=torch.channels_last)
-                if self.layout == "channels-last" and x.dim() == 4
-                else x
-            )
-        self.drawn += 1
-        gap += 8 * (self.drawn % 3)
-        return fill((*shape[:-1], shape[-1] + gap))[..., start : start + shape[-1]]
-
-    def values(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Normal numbers, in the dtype of the products unless another is given."""
-        dtype = dtype or self.dtype
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        normal = lambda s: torch.randn(s, generator=self.generator, device=self.device)  # noqa: E731
-        return self._draw(shape, lambda s: (normal(s) * scale).to(dtype))
-
-    def weight(self, *shape: int) -> Tensor:
-        """A weight that keeps the size of what it multiplies."""
-        return self.values(*shape, scale=(torch.Size(shape).numel() / shape[0]) ** -0.5)
-
-    def workspace(self, *shape: int) -> Tensor:
-        """Normal numbers in fp32 as one kernel leaves them to another: contiguous in every layout."""
-        return self.values(*shape, dtype=torch.float32).contiguous()
-
-    def factors(self, count: int) -> Tensor:
-        """Between 0.5 and 1.5, in fp32."""
-        if self.device.type == "meta":
-            return torch.empty(count, device=self.device)
-        return torch.rand(count, generator=self.generator, device=self.device) + 0.5
-
-    def pixels(self, *shape: int) -> Tensor:
-        """Raw uint8."""
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=torch.uint8, device=self.device)
-        kind = dict(dtype=torch.uint8, generator=self.generator, device=self.device)
-        return self._draw(shape, lambda s: torch.randint(0, 256, s, **kind))
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """`call(*make(draw))` runs kernels; `formula` takes the same inputs, in any dtype. `variant`: a plainer case has the same tile."""
+    """`call(*make(draw))` runs kernels; `formula` takes the same inputs, in any dtype.
+
+    variant: a plainer case has the same tile.
+    """
 
     make: Callable[[Draw], tuple]
     call: Callable
@@ -111,15 +40,14 @@ def outputs(result) -> list[Tensor]:
     return [t for t in found if t is not None and t.numel()]
 
 
+def launchers(s: Sizes) -> dict[str, Launcher]:
+    """Name -> launcher, at these sizes, those that matter most in a training step first."""
+    return _products(s) | _attention(s) | _along_rows(s) | _patch_embeddings(s) | _smaller(s)
+
+
 def wide(x: Tensor) -> torch.dtype:
     """fp32, or float64 where x is."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """LayerNorm's mean and rstd of every row."""
-    work = x.to(wide(x))
-    return work.mean(-1), (work.var(-1, unbiased=False) + EPS).rsqrt()
 
 
 def gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> tuple[Tensor, ...]:
@@ -129,311 +57,340 @@ def gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> tu
         return torch.autograd.grad(function(*leaves), leaves, upstream)
 
 
-def _attention_backward(q, k, v, do, scale) -> Tensor:
-    """dq, dk and dv, packed (B, N, 3, H, Dh)."""
-    return torch.stack(gradients(lambda *t: ref.attention(*t, scale=scale), (q, k, v), do), 2)
+# ---- products
 
 
-def _gelu_backward(dy, pre, approximate="none") -> tuple[Tensor, Tensor]:
+def _layers(s: Sizes) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of each weight of an encoder layer."""
+    d, f = s.width, s.hidden
+    return {"fc2": (d, f), "fc1": (f, d), "qkv": (3 * d, d), "proj": (d, d)}
+
+
+def _gelu_backward(dy: Tensor, pre: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor]:
     (dpre,) = gradients(lambda p: F.gelu(p, approximate=approximate), (pre,), dy)
     return dpre, dpre.sum(0, dtype=wide(dpre))
 
 
-def launchers(s: Sizes) -> dict[str, Launcher]:
-    """Name -> launcher, at these sizes, those that matter most in a training step first."""
-    m, d, f, h, head = s.batch * s.tokens, s.width, s.hidden, s.heads, s.width // s.heads
-    scale, patches = head**-0.5, (s.image // s.patch) ** 2
-    shape = s.batch, s.tokens, d
-    found: dict[str, Launcher] = {}
+def _products(s: Sizes) -> dict[str, Launcher]:
+    m, d, f, layers = s.rows, s.width, s.hidden, _layers(s)
 
-    def add(name: str, make, call, formula, variant: bool = False) -> None:
-        found[name] = Launcher(make, call, formula, variant)
-
-    # The MLP's products.
-    for approximate, save in (("none", True), ("tanh", False)):
-        name = "linear + gelu" + ("" if save else ", tanh, inference")
-
-        def linear_gelu(x, w, b, approximate=approximate, save=save):
+    def linear_gelu(approximate: str, save: bool) -> Launcher:
+        def formula(x, w, b):
             pre = F.linear(x, w, b)
             return F.gelu(pre, approximate=approximate), *((pre,) if save else ())
 
-        def dgelu(g, w2, pre, approximate=approximate):
+        return Launcher(
+            lambda t: (t.values(m, d), t.weight(f, d), t.values(f)),
+            lambda x, w, b: mlp.linear_gelu(x, w, b, approximate, save),
+            formula,
+            variant=not save,
+        )
+
+    def dgelu(approximate: str, variant: bool) -> Launcher:
+        def formula(g, w2, pre):
             dpre, dbias = _gelu_backward(g @ w2, pre, approximate)
             return dpre, F.gelu(pre, approximate=approximate), dbias
 
-        add(
-            name,
-            lambda t: (t.values(m, d), t.weight(f, d), t.values(f)),
-            lambda x, w, b, a=approximate, save=save: mlp.linear_gelu(x, w, b, a, save),
-            linear_gelu,
-            variant=not save,
-        )
-        add(
-            "dgelu" + ("" if save else ", tanh"),
+        return Launcher(
             lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
-            lambda g, w2, pre, a=approximate: mlp.dgelu_matmul(g, w2, pre, a, True),
-            dgelu,
-            variant=not save,
+            lambda g, w2, pre: mlp.dgelu_matmul(g, w2, pre, approximate, True),
+            formula,
+            variant,
         )
-    layers = {"fc2": (d, f), "fc1": (f, d), "qkv": (3 * d, d), "proj": (d, d)}
-    for layer, (out, inner) in layers.items():
-        add(
-            f"weight gradient, {layer}",
-            lambda t, out=out, inner=inner: (t.values(m, out), t.values(m, inner)),
-            weight_grad.weight_grad,
-            lambda g, x: g.t() @ x,
-        )
-    for layer in ("fc1", "qkv", "proj"):  # fc2's is dgelu
-        out, inner = layers[layer]
-        add(
-            f"input gradient, {layer}",
-            lambda t, out=out, inner=inner: (t.values(m, out), t.weight(out, inner)),
-            linear.input_grad,
-            lambda g, w: g @ w,
-        )
-    for layer in ("fc2", "proj"):
-        add(
-            f"linear + residual, {layer}",
-            lambda t, inner=layers[layer][1]: (t.values(m, inner), t.weight(d, inner), t.values(d), t.values(m, d)),
+
+    def weight_gradient(out: int, inner: int) -> Launcher:
+        make = lambda t: (t.values(m, out), t.values(m, inner))  # noqa: E731
+        return Launcher(make, weight_grad.weight_grad, lambda g, x: g.t() @ x)
+
+    def input_gradient(out: int, inner: int) -> Launcher:
+        return Launcher(lambda t: (t.values(m, out), t.weight(out, inner)), linear.input_grad, lambda g, w: g @ w)
+
+    def linear_residual(out: int, inner: int) -> Launcher:
+        return Launcher(
+            lambda t: (t.values(m, inner), t.weight(out, inner), t.values(out), t.values(m, out)),
             lambda x, w, b, res: linear.linear_residual(x, w, b, res, None, None, s.tokens),
-            lambda x, w, b, res: ref.linear_residual(x, w, b, res),
+            ref.linear_residual,
         )
-    add(
-        "linear, qkv",
-        lambda t: (t.values(m, d), t.weight(3 * d, d), t.values(3 * d)),
-        linear.linear,
-        lambda x, w, b: F.linear(x, w, b),
-    )
 
-    # Attention.
-    def qkv_of(t: Draw) -> tuple:
-        return t.values(s.batch, s.tokens, 3, h, head).unbind(2)
+    return {
+        "linear + gelu": linear_gelu("none", save=True),
+        "dgelu": dgelu("none", variant=False),
+        "linear + gelu, tanh, inference": linear_gelu("tanh", save=False),
+        "dgelu, tanh": dgelu("tanh", variant=True),
+        **{f"weight gradient, {layer}": weight_gradient(*sizes) for layer, sizes in layers.items()},
+        # fc2's is dgelu.
+        **{f"input gradient, {layer}": input_gradient(*layers[layer]) for layer in ("fc1", "qkv", "proj")},
+        **{f"linear + residual, {layer}": linear_residual(*layers[layer]) for layer in ("fc2", "proj")},
+        "linear, qkv": Launcher(
+            lambda t: (t.values(m, d), t.weight(3 * d, d), t.values(3 * d)), linear.linear, F.linear
+        ),
+    }
 
-    def forward(q, k, v):
-        logits = torch.einsum("bnhd,bmhd->bhnm", q.to(wide(q)), k.to(wide(k))) * scale
-        return ref.attention(q, k, v, scale=scale), logits.logsumexp(-1)
 
-    def for_backward(t: Draw) -> tuple:
-        q, k, v = qkv_of(t)
-        return q, k, v, *forward(q, k, v), t.values(s.batch, s.tokens, h, head)
+# ---- attention
 
-    def with_delta(t: Draw) -> tuple:
-        q, k, v, o, lse, do = for_backward(t)
-        delta = (o.to(wide(o)) * do.to(wide(o))).sum(-1).transpose(1, 2).contiguous()
-        return q, k, v, lse, delta, do
 
-    add("attention", qkv_of, lambda q, k, v: attention.attention_fwd(q, k, v, scale), forward)
+def attention_formula(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(o, lse)."""
+    logits = torch.einsum("bnhd,bmhd->bhnm", q.to(wide(q)), k.to(wide(k))) * scale
+    return ref.attention(q, k, v, scale=scale), logits.logsumexp(-1)
+
+
+def attention_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    return gradients(lambda *t: ref.attention(*t, scale=scale), (q, k, v), do)
+
+
+def _qkv(t: Draw, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    return t.values(s.batch, s.tokens, 3, s.heads, s.head).unbind(2)
+
+
+def for_attention_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """q, k, v, o, lse, do."""
+    return q, k, v, *attention_formula(q, k, v, scale), t.values(*q.shape)
+
+
+def _attention(s: Sizes) -> dict[str, Launcher]:
+    scale = s.head**-0.5
 
     def backward(q, k, v, o, lse, do):
-        dqkv = _attention_backward(q, k, v, do, scale)
+        dqkv = torch.stack(attention_gradients(q, k, v, do, scale), 2)
         return dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()
 
-    add(
-        "attention backward",
-        for_backward,
-        lambda q, k, v, o, lse, do: attention.attention_bwd(q, k, v, o, lse, do, scale, want_bias_grad=True),
-        backward,
-    )
+    return {
+        "attention": Launcher(
+            lambda t: _qkv(t, s),
+            lambda q, k, v: attention.attention_fwd(q, k, v, scale),
+            lambda q, k, v: attention_formula(q, k, v, scale),
+        ),
+        "attention backward": Launcher(
+            lambda t: for_attention_backward(t, *_qkv(t, s), scale),
+            lambda *t: attention.attention_bwd(*t, scale, want_bias_grad=True),
+            backward,
+        ),
+    }
 
-    # LayerNorm, and what goes along rows.
+
+# ---- LayerNorm, and what goes along rows
+
+
+def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """LayerNorm's mean and rstd of every row."""
+    work = x.to(wide(x))
+    return work.mean(-1), (work.var(-1, unbiased=False) + EPS).rsqrt()
+
+
+def layer_norm_formula(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """(y, mean, rstd)."""
+    return ref.layer_norm(x, w, b, EPS), *statistics(x)
+
+
+def scaled_rows(x: Tensor, drop: Tensor, layer_scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """(x with each sample's rows times its factor and the layer scale, its column sums)."""
+    scaled = x.to(wide(x)) * drop.repeat_interleave(len(x) // len(drop))[:, None] * layer_scale
+    return scaled.to(x.dtype), scaled.sum(0)
+
+
+def layer_norm_gradients(dy, z, w, b, mean, rstd) -> tuple[Tensor, Tensor, Tensor]:
+    """(dz, dw, db)."""
+    return gradients(lambda z, w, b: ref.layer_norm(z, w, b, EPS), (z, w, b), dy)
+
+
+def block_norm_gradients(dy, z, w, b, mean, rstd, dz, branch, ls, drop) -> tuple[Tensor, ...]:
+    """(dres, dbranch, dw, db, d layer_scale) of LayerNorm after adding a scaled branch; dz: the gradient of the sum."""
+    dres, dw, db = layer_norm_gradients(dy, z, w, b, mean, rstd)
+    dres = dres + dz
+    dropped = dres.to(wide(dres)) * drop.repeat_interleave(len(dres) // len(drop))[:, None]
+    return dres, (dropped * ls).to(dy.dtype), dw, db, (dropped * branch).sum(0)
+
+
+def _along_rows(s: Sizes) -> dict[str, Launcher]:
+    m, d, shape = s.rows, s.width, (s.batch, s.tokens, s.width)
+
     def normed(t: Draw) -> tuple:
+        """dy, z, w, b, mean, rstd."""
         z = t.values(m, d)
         return t.values(m, d), z, t.values(d), t.values(d), *statistics(z)
 
-    def layer_norm_backward(dy, z, w, b, *_):
-        return gradients(lambda z, w, b: ref.layer_norm(z, w, b, EPS), (z, w, b), dy)
-
-    def block_norm_backward(dy, z, w, b, mean, rstd, dz):
-        dres, dw, db = layer_norm_backward(dy, z, w, b)
+    def in_a_block(dy, z, w, b, mean, rstd, dz):
+        dres, dw, db = layer_norm_gradients(dy, z, w, b, mean, rstd)
         return dres + dz, dw, db, dz.sum(0, dtype=wide(dz)), ref.layer_norm(z, w, b, EPS)
 
+    def rows_and_parameters(t: Draw) -> tuple:
+        return t.values(m, d), t.values(m, d), t.values(d), t.values(d)
+
     def add_norm(x, res, w, b, ls=None, drop=None):
+        return layer_norm.add_layer_norm_fwd(x, res, w, b, EPS, ls, drop, s.tokens)
+
+    def add_norm_formula(x, res, w, b, ls=None, drop=None):
         x, res = x.view(shape), res.view(shape)
         y, z = ref.add_layer_norm(x, res, w, b, EPS, layer_scale=ls, drop_path=drop)
         return y.view(m, d), z.view(m, d), *statistics(z.view(m, d))
 
-    def scaled_norm_backward(dy, z, w, b, mean, rstd, dz, branch, ls, drop):
-        dres, dw, db, *_ = block_norm_backward(dy, z, w, b, mean, rstd, dz)
-        dropped = (dres.view(shape) * drop.view(-1, 1, 1)).view(m, d).to(wide(dres))
-        return dres, (dropped * ls).to(dy.dtype), dw, db, (dropped * branch).sum(0)
-
-    add(
-        "layer_norm backward in a block",
-        lambda t: (*normed(t), t.values(m, d)),
-        lambda dy, z, w, b, mean, rstd, dz: layer_norm.layer_norm_bwd(
-            dy, z, w, b, mean, rstd, dz=dz, want_dz_sum=True, want_y=True
+    return {
+        "layer_norm backward in a block": Launcher(
+            lambda t: (*normed(t), t.values(m, d)),
+            lambda *t: layer_norm.layer_norm_bwd(*t[:-1], dz=t[-1], want_dz_sum=True, want_y=True),
+            in_a_block,
         ),
-        block_norm_backward,
-    )
-    add(
-        "layer_norm",
-        lambda t: (t.values(m, d), t.values(d), t.values(d)),
-        lambda x, w, b: layer_norm.layer_norm_fwd(x, w, b, EPS),
-        lambda x, w, b: (ref.layer_norm(x, w, b, EPS), *statistics(x)),
-    )
-    add(
-        "layer_norm backward",
-        normed,
-        lambda dy, z, w, b, mean, rstd: layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd),
-        layer_norm_backward,
-    )
-    add(
-        "add + layer_norm",
-        lambda t: (t.values(m, d), t.values(m, d), t.values(d), t.values(d)),
-        lambda x, res, w, b: layer_norm.add_layer_norm_fwd(x, res, w, b, EPS, None, None, s.tokens),
-        add_norm,
-    )
-    add(
-        "add + layer_norm, factors",
-        lambda t: (t.values(m, d), t.values(m, d), t.values(d), t.values(d), t.values(d), t.factors(s.batch)),
-        lambda x, res, w, b, ls, drop: layer_norm.add_layer_norm_fwd(x, res, w, b, EPS, ls, drop, s.tokens),
-        add_norm,
-        variant=True,
-    )
-    factors = dict(rows_per_sample=s.tokens, want_layer_scale=True)
-    add(
-        "add + layer_norm backward, factors",
-        lambda t: (*normed(t), t.values(m, d), t.values(m, d), t.values(d), t.factors(s.batch)),
-        lambda dy, z, w, b, mean, rstd, dz, branch, ls, drop: layer_norm.layer_norm_bwd(
-            dy, z, w, b, mean, rstd, dz=dz, branch=branch, layer_scale=ls, drop_path=drop, **factors
+        "layer_norm": Launcher(
+            lambda t: (t.values(m, d), t.values(d), t.values(d)),
+            lambda x, w, b: layer_norm.layer_norm_fwd(x, w, b, EPS),
+            layer_norm_formula,
         ),
-        scaled_norm_backward,
-    )
-    add(
-        "sum of rows",
-        lambda t: (t.values(m, d),),
-        lambda x: rows.scale_rows(x, None, None, s.tokens, want_scaled=False),
-        lambda x: x.sum(0, dtype=wide(x)),
-    )
-    add(
-        "scaled rows",
-        lambda t: (t.values(m, d), t.factors(s.batch)),
-        lambda x, drop: rows.scale_rows(x, None, drop, s.tokens),
-        lambda x, drop: _scaled(x, drop, s.tokens),
-        variant=True,
-    )
+        "layer_norm backward": Launcher(normed, layer_norm.layer_norm_bwd, layer_norm_gradients),
+        "add + layer_norm": Launcher(rows_and_parameters, add_norm, add_norm_formula),
+        "add + layer_norm, factors": Launcher(
+            lambda t: (*rows_and_parameters(t), t.values(d), t.factors(s.batch)),
+            add_norm,
+            add_norm_formula,
+            variant=True,
+        ),
+        "add + layer_norm backward, factors": Launcher(
+            lambda t: (*normed(t), t.values(m, d), t.values(m, d), t.values(d), t.factors(s.batch)),
+            lambda *t: block_norm_backward(s, *t),
+            block_norm_gradients,
+        ),
+        "sum of rows": Launcher(
+            lambda t: (t.values(m, d),),
+            lambda x: rows.scale_rows(x, None, None, s.tokens, want_scaled=False),
+            lambda x: x.sum(0, dtype=wide(x)),
+        ),
+        "scaled rows": Launcher(
+            lambda t: (t.values(m, d), t.factors(s.batch)),
+            lambda x, drop: rows.scale_rows(x, None, drop, s.tokens),
+            scaled_rows,
+            variant=True,
+        ),
+    }
 
-    # From images to tokens and back.
-    embed = (d, 3, s.patch, s.patch), (d,), (1, 1, d), (1, 1 + patches, d)
-    pixels = s.batch, 3, s.image, s.image
 
-    def parameters(t: Draw) -> tuple:
-        return t.weight(*embed[0]), *(t.values(*size) for size in embed[1:])
+def block_norm_backward(s: Sizes, dy, z, w, b, mean, rstd, dz, branch, ls, drop, **wanted: bool) -> tuple:
+    """The launcher of `block_norm_gradients`; wanted: further sums."""
+    given = dict(dz=dz, branch=branch, layer_scale=ls, drop_path=drop, rows_per_sample=s.tokens)
+    return layer_norm.layer_norm_bwd(dy, z, w, b, mean, rstd, **given, want_layer_scale=True, **wanted)
 
-    want = dict(prefix=1, pos_len=1 + patches, want_weight=True, want_bias=True, want_cls=True, want_pos=True)
 
-    def embed_raw(images, *tensors):
-        return ref.patch_embed(images, *tensors, mean=MEAN, std=STD)
+# ---- from images to tokens and back
 
-    def embed_raw_backward(dy, images, *tensors):
-        return gradients(lambda *t: embed_raw(images, *t), tensors, dy)
 
-    def embed_backward(dy, images, *tensors):
-        return gradients(ref.patch_embed, (images, *tensors), dy)
+def patch_embedding(
+    s: Sizes, across: int, prefix: int, positions: int, mean: tuple | None = None, std: tuple | None = None
+) -> tuple[Launcher, Launcher]:
+    """Forward and backward, on images that are `across` patches wide; of raw pixels where they have a mean."""
+    d, patches = s.width, s.image // s.patch * across
+    pixels = s.batch, 3, s.image, across * s.patch
+    wanted = dict(want_images=mean is None, want_weight=True, want_bias=True, want_cls=prefix > 0, want_pos=True)
 
-    add(
-        "patch embedding, uint8",
-        lambda t: (t.pixels(*pixels), *parameters(t)),
-        lambda images, *tensors: patch_embed.patch_embed_fwd(images, *tensors, MEAN, STD),
-        embed_raw,
-    )
-    add(
-        "patch embedding, uint8, backward",
-        lambda t: (t.values(s.batch, 1 + patches, d), t.pixels(*pixels), *parameters(t)),
-        lambda dy, images, w, *_: patch_embed.patch_embed_bwd(dy, images, w, MEAN, STD, want_images=False, **want),
-        embed_raw_backward,
-    )
-    add(
-        "patch embedding",
-        lambda t: (t.values(*pixels), *parameters(t)),
-        lambda images, *tensors: patch_embed.patch_embed_fwd(images, *tensors, None, None),
-        ref.patch_embed,
-    )
-    add(
-        "patch embedding backward",
-        lambda t: (t.values(s.batch, 1 + patches, d), t.values(*pixels), *parameters(t)),
-        lambda dy, images, w, *_: patch_embed.patch_embed_bwd(dy, images, w, None, None, want_images=True, **want),
-        embed_backward,
-    )
+    def make(t: Draw) -> tuple:
+        images = t.values(*pixels) if mean is None else t.pixels(*pixels)
+        weight_and_bias = t.weight(d, 3, s.patch, s.patch), t.values(d)
+        prefix_tokens = (t.values(1, prefix, d),) if prefix else ()
+        return images, *weight_and_bias, *prefix_tokens, t.values(1, positions, d)
 
-    # What runs where another provider was chosen, and the small kernels that add up.
-    add(
-        "gelu backward",
-        lambda t: (t.values(m, f), t.values(m, f)),
-        lambda dy, pre: mlp.gelu_bwd(dy, pre, "none", True),
-        _gelu_backward,
+    def split(w, b, *tokens) -> tuple:
+        return (w, b, *tokens) if prefix else (w, b, None, *tokens)
+
+    def formula(images, *tensors):
+        return ref.patch_embed(images, *split(*tensors), mean=mean, std=std)
+
+    def backward_formula(dy, images, *tensors):
+        if mean is None:
+            return gradients(formula, (images, *tensors), dy)
+        return gradients(lambda *t: formula(images, *t), tensors, dy)
+
+    forward = Launcher(make, lambda images, *t: patch_embed.patch_embed_fwd(images, *split(*t), mean, std), formula)
+    backward = Launcher(
+        lambda t: (t.values(s.batch, prefix + patches, d), *make(t)),
+        lambda dy, images, w, *_: patch_embed.patch_embed_bwd(
+            dy, images, w, mean, std, prefix=prefix, pos_len=positions, **wanted
+        ),
+        backward_formula,
     )
-    add(
-        "attention backward, dq",
-        for_backward,
-        lambda q, k, v, o, lse, do: attention.attention_bwd_dq(q, k, v, o, lse, do, scale),
-        lambda q, k, v, o, lse, do: _attention_backward(q, k, v, do, scale)[:, :, 0],
-    )
-    add(
-        "attention backward, dk and dv",
-        with_delta,
-        lambda q, k, v, lse, delta, do: attention.attention_bwd_dkdv(q, k, v, lse, delta, do, scale),
-        lambda q, k, v, lse, delta, do: _attention_backward(q, k, v, do, scale)[:, :, 1:].unbind(2),
-    )
-    for layer, (out, inner) in layers.items():
-        add(
-            f"weight gradient, {layer}, sum",
-            lambda t, out=out, inner=inner: (t.workspace(SPLITS, out, inner), t.values(0)),
-            lambda part, like: weight_grad.sum_products(part, None, like.dtype),
-            lambda part, like: part.sum(0),
-        )
-    for of, count, width, dtype in (("layer_norm", 396, d, None), ("gelu", -(-m // 128), f, torch.float32)):
-        add(
-            f"column sums, {of}",
-            lambda t, n=count, w=width, k=dtype: (t.workspace(n, w), t.values(0, dtype=k)),
-            _column_sums,
-            lambda part, like: part.sum(0),
+    return forward, backward
+
+
+def _patch_embeddings(s: Sizes) -> dict[str, Launcher]:
+    across = s.image // s.patch
+    raw, raw_backward = patch_embedding(s, across, 1, 1 + across**2, HALF, HALF)
+    forward, backward = patch_embedding(s, across, 1, 1 + across**2)
+    return {
+        "patch embedding, uint8": raw,
+        "patch embedding, uint8, backward": raw_backward,
+        "patch embedding": forward,
+        "patch embedding backward": backward,
+    }
+
+
+# ---- what runs where another provider was chosen, and the small kernels that add up
+
+
+def _smaller(s: Sizes) -> dict[str, Launcher]:
+    m, d, f, scale = s.rows, s.width, s.hidden, s.head**-0.5
+
+    def with_delta(t: Draw) -> tuple:
+        q, k, v, o, lse, do = for_attention_backward(t, *_qkv(t, s), scale)
+        delta = (o.to(wide(o)) * do.to(wide(o))).sum(-1).transpose(1, 2).contiguous()
+        return q, k, v, lse, delta, do
+
+    def slices(out: int, inner: int) -> Launcher:
+        return Launcher(
+            lambda t: (t.workspace(SPLITS, out, inner), t.values(0)),
+            lambda slices, like: weight_grad.sum_products(slices, None, like.dtype),
+            lambda slices, like: slices.sum(0),
         )
 
-    def scaled_gradient(g, x, w, b, ls, total):
+    def column_sums(count: int, width: int, dtype: torch.dtype | None) -> Launcher:
+        def call(sums, like):
+            total = torch.empty(width, dtype=torch.float32, device=sums.device)
+            rows.column_sums([(sums, total)], count, width, like)
+            return total
+
+        make = lambda t: (t.workspace(count, width), t.values(0, dtype=dtype))  # noqa: E731
+        return Launcher(make, call, lambda sums, like: sums.sum(0))
+
+    def scaled_weight_gradient(g, x, w, ls):
         product = g.t() @ x
         product = product.to(wide(product))
-        return (ls[:, None] * product).to(g.dtype), (product * w).sum(1) + b * total
+        return (ls[:, None] * product).to(g.dtype), (product * w).sum(1)
 
-    add(
-        "weight gradient, layer scale",
-        lambda t: (
-            t.values(m, d),
-            t.values(m, f),
-            t.weight(d, f),
-            t.values(d),
-            t.values(d),
-            t.values(d, dtype=torch.float32),
+    def linear_residual(x, w, b, res, ls, drop):
+        x, res = (t.view(s.batch, s.tokens, d) for t in (x, res))
+        return ref.linear_residual(x, w, b, res, layer_scale=ls, drop_path=drop).view(m, d)
+
+    fp32 = torch.float32
+    return {
+        "gelu backward": Launcher(
+            lambda t: (t.values(m, f), t.values(m, f)),
+            lambda dy, pre: mlp.gelu_bwd(dy, pre, "none", True),
+            _gelu_backward,
         ),
-        weight_grad.weight_grad_scaled,
-        scaled_gradient,
-        variant=True,
-    )
-    add(
-        "linear + residual, factors, fp32 stream",
-        lambda t: (
-            t.values(m, d),
-            t.weight(d, d),
-            t.values(d),
-            t.values(m, d, dtype=torch.float32),
-            t.values(d),
-            t.factors(s.batch),
+        "attention backward, dq": Launcher(
+            lambda t: for_attention_backward(t, *_qkv(t, s), scale),
+            lambda *t: attention.attention_bwd_dq(*t, scale),
+            lambda q, k, v, o, lse, do: attention_gradients(q, k, v, do, scale)[0],
         ),
-        lambda x, w, b, res, ls, drop: linear.linear_residual(x, w, b, res, ls, drop, s.tokens),
-        lambda x, w, b, res, ls, drop: ref.linear_residual(
-            x.view(shape), w, b, res.view(shape), layer_scale=ls, drop_path=drop
-        ).view(m, d),
-        variant=True,
-    )
-    return found
-
-
-def _scaled(x: Tensor, drop: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    scaled = x.to(wide(x)) * drop.repeat_interleave(tokens)[:, None]
-    return scaled.to(x.dtype), scaled.sum(0)
-
-
-def _column_sums(part: Tensor, like: Tensor) -> Tensor:
-    total = torch.empty(part.shape[1], dtype=torch.float32, device=part.device)
-    rows.column_sums([(part, total)], *part.shape, like)
-    return total
+        "attention backward, dk and dv": Launcher(
+            with_delta,
+            lambda *t: attention.attention_bwd_dkdv(*t, scale),
+            lambda q, k, v, lse, delta, do: attention_gradients(q, k, v, do, scale)[1:],
+        ),
+        **{f"weight gradient, {layer}, sum": slices(*sizes) for layer, sizes in _layers(s).items()},
+        "column sums, layer_norm": column_sums(396, d, None),
+        "column sums, gelu": column_sums(-(-m // 128), f, fp32),
+        "weight gradient, layer scale": Launcher(
+            lambda t: (t.values(m, d), t.values(m, f), t.weight(d, f), t.values(d)),
+            weight_grad.weight_grad_scaled,
+            scaled_weight_gradient,
+            variant=True,
+        ),
+        "linear + residual, factors, fp32 stream": Launcher(
+            lambda t: (
+                *(t.values(m, d), t.weight(d, d), t.values(d)),
+                *(t.values(m, d, dtype=fp32), t.values(d), t.factors(s.batch)),
+            ),
+            lambda x, w, b, res, ls, drop: linear.linear_residual(x, w, b, res, ls, drop, s.tokens),
+            linear_residual,
+            variant=True,
+        ),
+    }

@@ -19,7 +19,7 @@ It looks at each element that a program reads or writes where its mask is true:
     false hint           tl.multiple_of of a number that is none (of a contiguous run, its first)
     atomic operation     vitfast has none: the order of additions would change from run to run, and the bits with it
 
-Lanes that a mask leaves out of a load without `other=` are NaN, as undefined as on a GPU, where the interpreter has zeros.
+Lanes that a mask leaves out of a load without `other=` are NaN, as undefined as on a GPU; the interpreter has zeros.
 
 All of it is about addresses, not about time: the interpreter runs programs one after the other, and what the compiler
 makes of a kernel is not seen. A column too many of a contiguous tensor is the next row's first: run kernels on views of
@@ -82,7 +82,8 @@ class Sanitizer:
     """Context manager: watches every launch of an interpreted kernel inside. Memory of torch.empty is poisoned.
 
     findings: what was found, complete after the end. counts: of launches, programs, reads, writes and their elements.
-    A read or write out of bounds is found, and not done; an atomic operation is done. Raises RuntimeError inside of another one.
+    A read or write out of bounds is found, and not done; an atomic operation is done. Raises RuntimeError inside of
+    another Sanitizer.
     """
 
     def __init__(self):
@@ -128,13 +129,12 @@ class Sanitizer:
                         self._add(Finding("left unwritten", kernel, name, "after the last launch", None, detail))
 
     def __enter__(self) -> "Sanitizer":
-        if hasattr(GridExecutor._init_args_hst, "_sanitizer"):
+        if hasattr(GridExecutor._init_args_hst, "_sanitized"):
             raise RuntimeError("a Sanitizer is at work already: they do not nest")
         with contextlib.ExitStack() as stack:
             for owner, name, hook in self._hooks():
                 original = getattr(owner, name)
-                hooked = hook(original)
-                hooked._sanitizer = self
+                hooked = _hooked(hook, original)
                 if name in vars(owner):
                     stack.callback(setattr, owner, name, original)
                 else:  # inherited
@@ -153,105 +153,74 @@ class Sanitizer:
         self._given.clear()
 
     def _hooks(self) -> Iterator[tuple[object, str, Callable]]:
-        """What is listened to of Triton and torch: owner, name, and what makes its replacement from the original."""
+        """What is replaced in Triton and torch: owner, name, and the replacement, which is given the original first."""
+        yield GridExecutor, "_init_args_hst", self._bind_arguments
+        yield GridExecutor, "_restore_args_dev", self._return_arguments
+        yield interpreter, "_implicit_cvt", self._convert
+        yield TensorHandle, "set_attr", self._set_attribute
+        yield InterpreterBuilder, "set_grid_idx", self._begin_program
+        yield InterpreterBuilder, "create_barrier", self._barrier
+        yield InterpreterBuilder, "create_masked_load", self._load
+        yield InterpreterBuilder, "create_masked_store", self._store
+        yield InterpreterBuilder, "create_atomic_rmw", self._atomic
+        yield InterpreterBuilder, "create_atomic_cas", self._atomic
+        yield from ((owner, name, self._allocate) for owner, name in _ALLOCATE)
 
-        def bind_arguments(original):
-            def hooked(executor, args_dev, kwargs):
-                args, kwargs = original(executor, args_dev, kwargs)
-                self._begin(executor.fn.__name__, dict(zip(executor.arg_names, args)) | kwargs)
-                return args, kwargs
+    def _bind_arguments(self, original, executor, args_dev, kwargs):
+        args, kwargs = original(executor, args_dev, kwargs)
+        self._begin(executor.fn.__name__, dict(zip(executor.arg_names, args)) | kwargs)
+        return args, kwargs
 
-            return hooked
+    def _return_arguments(self, original, *arguments):
+        self._launch = None
+        return original(*arguments)
 
-        def return_arguments(original):
-            def hooked(*arguments):
-                self._launch = None
-                return original(*arguments)
+    def _convert(self, original, argument):
+        result = original(argument)
+        if self._launch and hasattr(argument, "data_ptr"):
+            self._launch.number(result.handle, interpreter._unwrap_tensor(argument))
+        return result
 
-            return hooked
+    def _set_attribute(self, original, handle, key, values):
+        if key == "tt.divisibility":
+            self._launch.hint(handle.data, values)
+        return original(handle, key, values)
 
-        def convert(original):
-            def hooked(argument):
-                result = original(argument)
-                if self._launch and hasattr(argument, "data_ptr"):
-                    self._launch.number(result.handle, interpreter._unwrap_tensor(argument))
-                return result
+    def _begin_program(self, original, builder, x, y, z):
+        original(builder, x, y, z)
+        self.counts["programs"] += 1
+        self._launch.next_phase((x, y, z))
 
-            return hooked
+    def _barrier(self, original, builder, *arguments):
+        self._launch.next_phase()
+        return original(builder, *arguments)
 
-        def begin_program(original):
-            def hooked(builder, x, y, z):
-                original(builder, x, y, z)
-                self.counts["programs"] += 1
-                self._launch.next_phase((x, y, z))
+    def _load(self, original, builder, ptrs, mask, other, *rest, **options):
+        kept, touched = self._launch.access(ptrs, mask.data, "reads")
+        if other is None:
+            other = _undefined(ptrs)
+        result = original(builder, shadow.plain(ptrs), TensorHandle(kept, tl.int1), other, *rest, **options)
+        self._launch.load(ptrs.data, kept, touched)
+        self._launch.initialised(ptrs.data, kept, result)
+        self._count("reads", touched)
+        return result
 
-            return hooked
+    def _store(self, original, builder, ptrs, value, mask, *rest, **options):
+        kept, touched = self._launch.access(ptrs, mask.data, "writes")
+        self._launch.store(ptrs.data, kept, touched, value.data)
+        self._count("writes", touched)
+        return original(builder, shadow.plain(ptrs), value, TensorHandle(kept, tl.int1), *rest, **options)
 
-        def barrier(original):
-            def hooked(builder, *arguments):
-                self._launch.next_phase()
-                return original(builder, *arguments)
+    def _atomic(self, original, builder, *arguments):
+        self._report("atomic operation", "?", original.__name__.removeprefix("create_"))
+        pointers = (isinstance(a, TensorHandle) and a.dtype.is_ptr() for a in arguments)
+        return original(builder, *(shadow.plain(a) if is_ptr else a for a, is_ptr in zip(arguments, pointers)))
 
-            return hooked
-
-        def load(original):
-            def hooked(builder, ptrs, mask, other, *rest, **options):
-                kept, touched = self._launch.access(ptrs, mask.data, "reads")
-                if other is None:
-                    other = _undefined(ptrs)
-                result = original(builder, shadow.plain(ptrs), TensorHandle(kept, tl.int1), other, *rest, **options)
-                self._launch.load(ptrs.data, kept, touched)
-                self._launch.initialised(ptrs.data, kept, result)
-                self._count("reads", touched)
-                return result
-
-            return hooked
-
-        def store(original):
-            def hooked(builder, ptrs, value, mask, *rest, **options):
-                kept, touched = self._launch.access(ptrs, mask.data, "writes")
-                self._launch.store(ptrs.data, kept, touched, value.data)
-                self._count("writes", touched)
-                return original(builder, shadow.plain(ptrs), value, TensorHandle(kept, tl.int1), *rest, **options)
-
-            return hooked
-
-        def atomic(original):
-            def hooked(builder, *arguments):
-                self._report("atomic operation", "?", original.__name__.removeprefix("create_"))
-                pointers = (isinstance(a, TensorHandle) and a.dtype.is_ptr() for a in arguments)
-                return original(builder, *(shadow.plain(a) if is_ptr else a for a, is_ptr in zip(arguments, pointers)))
-
-            return hooked
-
-        def set_attribute(original):
-            def hooked(handle, key, values):
-                if key == "tt.divisibility":
-                    self._launch.hint(handle.data, values)
-                return original(handle, key, values)
-
-            return hooked
-
-        def allocate(original):
-            def hooked(*args, **kwargs):
-                x = original(*args, **kwargs)
-                if self._open and kwargs.get("out") is None and type(x) is Tensor and not torch.compiler.is_compiling():
-                    self._poison(x)
-                return x
-
-            return hooked
-
-        yield GridExecutor, "_init_args_hst", bind_arguments
-        yield GridExecutor, "_restore_args_dev", return_arguments
-        yield interpreter, "_implicit_cvt", convert
-        yield TensorHandle, "set_attr", set_attribute
-        yield InterpreterBuilder, "set_grid_idx", begin_program
-        yield InterpreterBuilder, "create_barrier", barrier
-        yield InterpreterBuilder, "create_masked_load", load
-        yield InterpreterBuilder, "create_masked_store", store
-        yield InterpreterBuilder, "create_atomic_rmw", atomic
-        yield InterpreterBuilder, "create_atomic_cas", atomic
-        yield from ((owner, name, allocate) for owner, name in _ALLOCATE)
+    def _allocate(self, original, *args, **kwargs):
+        x = original(*args, **kwargs)
+        if self._open and kwargs.get("out") is None and type(x) is Tensor and not torch.compiler.is_compiling():
+            self._poison(x)
+        return x
 
     def _poison(self, x: Tensor) -> None:
         if x.device.type == "cpu" and x.layout == torch.strided and x.numel():
@@ -262,6 +231,16 @@ class Sanitizer:
     def _count(self, what: str, touched: shadow.Touched) -> None:
         self.counts[what] += 1
         self.counts["elements"] += sum(len(at) for _, at in touched)
+
+
+def _hooked(hook: Callable, original: Callable) -> Callable:
+    """A plain function, as a class binds it, that stands in the place of `original`."""
+
+    def hooked(*args, **kwargs):
+        return hook(original, *args, **kwargs)
+
+    hooked._sanitized = True
+    return hooked
 
 
 def _tensors(arguments: dict) -> Iterator[tuple[str, Tensor]]:

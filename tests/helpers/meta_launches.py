@@ -1,0 +1,131 @@
+"""What a run on a GPU launches, recorded on meta tensors: by doctor, the gpu tests and the benchmarks."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch._library.custom_ops import OPDEFS
+
+from vitfast import ViT, doctor, ops
+from vitfast.kernels import tiles
+from vitfast.kernels.launch import Launch, record
+from vitfast.ops import _dispatch
+from vitfast.verify import Input, cases, run
+from vitfast.verify.draw import Sizes
+
+META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def launching_on_meta() -> Iterator[None]:
+    """Lets operations on meta tensors run their launchers, as they would on a GPU, in place of their fakes."""
+    ours = [op for name, op in OPDEFS.items() if name.startswith("vitfast::")]
+    fakes, reason = [op._abstract_fn for op in ours], _dispatch._unsupported_reason
+    for op in ours:
+        op._abstract_fn = op._init_fn
+    _dispatch._unsupported_reason = lambda x, unsupported: unsupported
+    try:
+        with ops.use_kernels("on"):
+            yield
+    finally:
+        _dispatch._unsupported_reason = reason
+        for op, fake in zip(ours, fakes):
+            op._abstract_fn = fake
+
+
+def _meta(inputs: list[Input], dtype: torch.dtype) -> list[torch.Tensor]:
+    """What verify.make draws, on the meta device."""
+    kinds = dict(uint8=torch.uint8, factor=torch.float32)
+    tensors = [torch.empty(shape, dtype=kinds.get(kind, dtype), device=META) for kind, shape in inputs]
+    return [t.requires_grad_() if kind not in kinds else t for t, (kind, _) in zip(tensors, inputs)]
+
+
+def operations(
+    s: Sizes, dtypes: list[torch.dtype], names: list[str] | None = None, candidates: bool = False
+) -> list[Launch]:
+    """What doctor's cases launch at these sizes: forward without gradients, and forward and backward with them.
+
+    candidates: with every other tile too that could do what they do.
+    """
+    found = []
+    for name, (function, inputs) in cases(s, ops).items():
+        for dtype in dtypes if names is None or name in names else ():
+            tensors = _meta(inputs, dtype)
+
+            def both_ways(function=function, tensors=tensors):
+                with torch.no_grad():
+                    function(*tensors)
+                return run(function, tensors, [torch.empty_like(o) for o in run(function, tensors)])
+
+            with tiles.watching() as used:
+                found += record(both_ways)
+            for (op, bits, shape), _ in used.items() if candidates else ():
+                like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=META)
+                for tile in tiles.candidates(op, like, shape, unchecked=True):
+                    with tiles.override(op, tile, shape):
+                        found += record(both_ways)
+    return found
+
+
+def training_step(preset: str, image: int, batch: int, train: bool, amp: bool) -> list[Launch]:
+    """What a step, or an inference, of a preset launches in bf16. amp: autocast, LayerNorm's parameters in fp32."""
+    with META:
+        model = ViT.from_preset(preset, img_size=image).bfloat16().train(train)
+    for module in model.modules() if amp else ():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.float()
+    images = torch.empty(batch, 3, image, image, dtype=torch.bfloat16, device=META)
+
+    def run():
+        with torch.set_grad_enabled(train):
+            logits = model(images)
+            if train:
+                logits.backward(torch.empty_like(logits))
+
+    return record(run)
+
+
+def fp32_stream(s: Sizes) -> list[Launch]:
+    """What the two blocks launch where `accelerate` keeps timm's fp32 residual stream under autocast."""
+    found = []
+    for name, function in (("attention_block", ops.attention_block), ("mlp_block", ops.mlp_block)):
+        x, w, b, *matrices = _meta(cases(s, ops)[name][1], torch.bfloat16)[:7]
+        stream = [t.detach().float().requires_grad_() for t in (x, w, b)]
+        options = dict(num_heads=s.heads) if name == "attention_block" else {}
+
+        def run(function=function, tensors=(*stream, *matrices), options=options):
+            out = function(*tensors, residual_in_fp32=True, **options)
+            out.backward(torch.empty_like(out))
+
+        found += record(run)
+    return found
+
+
+def everything(sm: int, sizes: Iterable[Sizes]) -> list[Launch]:
+    """What doctor, the gpu tests, and the benchmarks of operations and models launch on a GPU of this generation."""
+    import test_gpu
+
+    bf16 = [torch.bfloat16]
+    half = [torch.float16, *bf16]
+    wanted = [torch.float32, *half]
+    marks = test_gpu.test_attention_around_tile_edges.pytestmark
+    edges = {mark.args[0]: mark.args[1] for mark in marks if mark.name == "parametrize"}
+    presets = (("B/16", 224, 256), ("S/16", 224, 512), ("L/16", 224, 128), ("H/14", 224, 64), ("B/16", 384, 64))
+    with tiles.targeting(sm), launching_on_meta():
+        found = operations(doctor.GPU_SIZES, wanted)
+        for s in sizes:
+            found += operations(s, bf16)
+            found += fp32_stream(s)
+        for name, s in test_gpu.SIZES.items():
+            found += operations(s, wanted)
+            found += operations(s, half, candidates=True) if name in ("B/16 224", "H/14 224") else []
+        for tokens in edges["tokens"]:
+            for head in edges["head"]:
+                s = Sizes(batch=2, tokens=tokens, width=3 * head, heads=3, hidden=64, image=32, patch=16)
+                found += operations(s, bf16, ["attention"])
+        for preset, image, batch in presets:
+            for amp in (False, True):
+                found += training_step(preset, image, batch, True, amp)
+                for count in (1, 64, 128, 256, 512):
+                    found += training_step(preset, image, count, False, amp)
+        return found

@@ -1,0 +1,127 @@
+"""A trial: what is wrong is found out, however little, and what is timed."""
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tuning import CPU, TINY, Clock, make_tuner
+
+from vitfast.kernels import tiles
+from vitfast.kernels.launch import launches_made
+from vitfast.kernels.tiles import tile
+from vitfast.tune.trial import DeviceClock, Problem, Trial
+from vitfast.verify import EPS, Wrong
+from vitfast.verify.draw import Sizes
+from vitfast.verify.launchers import Launcher, launchers
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_result_that_is_off_by_a_percent_is_wrong(dtype):
+    """What PyTorch itself loses in this dtype is let pass, a percent is not, nor is one number of many."""
+    launcher = launchers(Sizes(batch=3, tokens=197, width=256, heads=4, hidden=512, image=224, patch=16))["linear, qkv"]
+    trial = Trial(Problem("", "", "", "linear, qkv", launcher, tile(), [], {}), dtype, CPU)
+    (truth,) = trial.truth
+
+    def judged(result):
+        trial.problem = dataclasses.replace(
+            trial.problem, launcher=dataclasses.replace(launcher, call=lambda *_: result)
+        )
+        trial.check()
+
+    judged(truth.to(dtype))
+    for wrong in (
+        (1.012 * truth).to(dtype),
+        truth.to(dtype).index_put((torch.tensor(77), torch.tensor(3)), torch.tensor(9.0, dtype=dtype)),
+    ):
+        with pytest.raises(Wrong, match="against float64"):
+            judged(wrong)
+    assert trial.limits[0][0] < 4 * EPS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", launchers(TINY))
+def test_every_launcher_computes_its_formula(name, dtype):
+    """In float64, within twice PyTorch's own error; and what it does not write is found out."""
+    problem = Problem("", "", "", name, launchers(TINY)[name], tile(), [], {})
+    trial = Trial(problem, dtype, CPU)
+    before = launches_made()
+    trial.check()
+    assert launches_made() > before or name.startswith(("input gradient", "linear, qkv", "weight gradient"))  # cuBLAS's
+    assert not any(t.is_floating_point() and not t.isfinite().all() for t in trial.truth)
+    trial.problem = dataclasses.replace(
+        problem, launcher=dataclasses.replace(problem.launcher, call=lambda *t: tuple(1.2 * o for o in trial.truth))
+    )
+    with pytest.raises(Wrong, match="against float64"):
+        trial.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_candidate_computes_the_same(table, dtype):
+    """Every provider that runs here, libraries among them, at every problem of a small model."""
+    seen = set()
+    for problem in make_tuner(Clock(), dtype=dtype).problems(TINY):
+        trial = Trial(problem, dtype, CPU)
+        for candidate in problem.candidates:
+            with tiles.override(problem.op, candidate, problem.shape):
+                trial.check()
+            seen.add((problem.op, candidate.provider))
+    wanted = {
+        ("attention_fwd", "flash"),
+        ("attention_bwd", "flash"),
+        ("layer_norm_fwd", "torch"),
+        ("layer_norm_bwd", "torch"),
+    }
+    wanted |= {
+        ("gelu_bwd", "torch"),
+        ("patch_embed_fwd", "cublas"),
+        ("patch_embed_dweight", "cublas"),
+        ("patch_embed_dimages", "cublas"),
+    }
+    wanted |= {(op, "triton") for op in ("linear_fwd", "input_grad", "weight_grad")} | {("dgelu_matmul", "cublas")}
+    assert wanted <= seen, wanted - seen
+
+
+def test_what_a_candidate_leaves_unwritten_is_found_out():
+    def call(x):
+        out = torch.empty_like(x)
+        out[:-1] = 2 * x[:-1]
+        return out
+
+    launcher = Launcher(lambda t: (t.values(6, 3),), call, lambda x: 2 * x)
+    trial = Trial(Problem("", "", "", "double", launcher, tile(), [], {}), torch.float32, CPU)
+    right = 2 * trial.inputs[0]
+    del right  # whose memory, with the right values in it, is what the next allocation gets
+    with pytest.raises(Wrong, match="error of a row inf"):
+        trial.check()
+
+
+def test_the_clock_takes_the_median_of_calls_that_are_launched_behind_a_busy_device(monkeypatch):
+    """Every timed call comes after a flush and a lead longer than its launch, and events stand around it alone."""
+    told, times = [], iter([5.0, 1.0, 9.0])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            told.append("event")
+
+        def elapsed_time(self, end):
+            return next(times)  # in milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda cycles: told.append("lead" if cycles > 2e9 * 0.01 else "short lead")
+    )
+    clock = DeviceClock.__new__(DeviceClock)
+    clock.rounds, clock.flushed = 3, SimpleNamespace(zero_=lambda: told.append("flush"))
+
+    def run():
+        told.append("run")
+        time.sleep(0.005)
+
+    assert clock.seconds(None, None, run) == pytest.approx(5e-3)
+    assert told == ["run", "run", "wait", "run", *(["flush", "lead", "event", "run", "event"] * 3), "wait"]
