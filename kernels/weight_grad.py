@@ -2,8 +2,8 @@
 
     dW = g^T x                                                     g (M, N), x (M, K) -> (N, K)
     with a layer scale s on the output, out = s * (x W^T + b) and g = d out without s, G = g^T x:
-    dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)       the branch's output need not be kept; the bias' part of
-                                                                   ds is the caller's, who has the column sum
+    dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)       the branch's output need not be kept
+    (b * colsum(g) is added by the caller, who has the column sum)
 
 An output of 768 x 3072 is 72 to 144 blocks, too few for 132 multiprocessors and M = 50,000 rows: SPLIT_K programs share
 a block, each sums a range of rows into its own slice of an fp32 workspace, and a second kernel adds the slices in a
