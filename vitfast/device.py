@@ -1,4 +1,4 @@
-"""Where a model runs and in which dtype its matrix products do."""
+"""The device of a run and the dtype of its matrix products."""
 
 import contextlib
 
@@ -19,7 +19,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def autocast_dtype(amp: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of the matrix products under autocast, None for plain fp32. amp: "auto" (bf16 on CUDA), "bf16", "fp16" or "none"."""
+    """The dtype of the matrix products under autocast, None for plain fp32.
+
+    amp: "auto" (bf16 on CUDA, none elsewhere), "bf16", "fp16" or "none".
+    """
     name = amp if amp != "auto" else "bf16" if device.type == "cuda" else "none"
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}[name]
 

@@ -20,7 +20,7 @@ from processes import SERVER, Child, command_line, done
 
 from vitfast import ViT, doctor
 from vitfast.cli import main
-from vitfast.data.datasets import Part, known_labels, open_sources
+from vitfast.data.datasets import Subset, known_labels, open_sources
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -182,7 +182,7 @@ def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["classes"] == 3 and summary["train_images"] == summary["val_images"] == 18
     source = open_sources(f"hfds/{data}", "", (8, 8), (8, 8), 4, 0)[0]
-    assert known_labels(Part(source, [5, 17, 0])) == [
+    assert known_labels(Subset(source, [5, 17, 0])) == [
         source[i][1] for i in (5, 17, 0)
     ]  # from the column, no image is read
 

@@ -436,8 +436,9 @@ def _train(args: argparse.Namespace) -> int:
 
         print(yaml.safe_dump(as_plain(config), sort_keys=False), end="")
         return 0
-    from ..distributed import leave
-    from ..experiments.runs import Stopped, sweep
+    from ..distributed import is_first_rank, leave
+    from ..experiments.runs import Stopped
+    from ..experiments.sweep import sweep
     from ..train.trainer import train
 
     try:
@@ -446,7 +447,7 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     finally:
         leave()
-    if summary["finished"] and os.environ.get("RANK", "0") == "0":
+    if summary["finished"] and is_first_rank():
         print(
             f"accuracy {summary['accuracy']:.4f}, {summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s, in {config.output}"
         )
@@ -517,7 +518,7 @@ def _experiment(args: argparse.Namespace, run, *names: str) -> list[dict] | None
 
 
 def _scaling(args: argparse.Namespace) -> int:
-    from ..experiments.runs import scaling
+    from ..experiments.scaling import scaling
 
     for row in _experiment(args, scaling, "models", "lengths") or ():
         print(
@@ -527,7 +528,7 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _positions(args: argparse.Namespace) -> int:
-    from ..experiments.runs import positions, positions_table
+    from ..experiments.positions import positions, positions_table
 
     rows = _experiment(args, positions, "seeds")
     print(positions_table(rows) if rows else "", end="")
@@ -636,7 +637,7 @@ def _cost(args: argparse.Namespace) -> int:
         {},
     )
     if "recipe" in given:
-        from ..train.build import model_arguments
+        from ..train.setup import model_arguments
         from ..train.recipes import resolve
 
         config = resolve("pretrain", given)

@@ -9,10 +9,11 @@ from matplotlib.figure import Figure
 
 from ..data.loader import open_data
 from ..device import choose_device
+from ..files import write_text
 from ..inspect.figures import STYLE, as_png, draw_attention, draw_similarity, embed
 from ..inspect.measures import attention_rollout, position_similarity
 from ..model import ViT
-from ..train.log import read_metrics, write_text
+from ..train.log import read_metrics
 from ..train.recipes import resolve
 
 BLUE, ORANGE = "#3366aa", "#dd7722"
@@ -90,11 +91,13 @@ def write_report(output: Path, summary: dict) -> Path:
         ("parameters", f"{summary['finetune']['parameters']:,}"),
     )
     rows = "".join(f"<tr><td>{html.escape(k)}</td><td class=n>{html.escape(v)}</td></tr>" for k, v in facts)
-    page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>vitfast demo</title>
+    page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>vitfast demo</title>
 <style>{STYLE}</style>
 <h1>vitfast demo</h1>
-<p class="small">A {len(model.blocks)}-layer, {model.embed_dim}-wide Vision Transformer, pre-trained from scratch on 8 x 8 scans of handwritten digits,
-then fine-tuned at a higher resolution: its position embeddings interpolated in 2-D, its head replaced by one zero linear layer.</p>
+<p class="small">A {len(model.blocks)}-layer, {model.embed_dim}-wide Vision Transformer, pre-trained from scratch on
+8 x 8 scans of handwritten digits, then fine-tuned at a higher resolution: its position embeddings interpolated in 2-D,
+its head replaced by one zero linear layer.</p>
 <table>{rows}</table>
 <h2>Curves</h2>
 {figures["curves"]}
