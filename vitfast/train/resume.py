@@ -63,9 +63,14 @@ def _write(folder: Path, step: int, network: nn.Module, training_state: dict) ->
     try:
         (work / "state").mkdir(parents=True)
         network.save_pretrained(work)
-        tensors = {name: value for name, value in training_state.items() if isinstance(value, Tensor)}
+        # Cloned where it is cheap: LAMB counts its steps in one tensor, which stands under the name of every parameter.
+        tensors = {
+            name: value.contiguous() if value.dim() else value.clone()
+            for name, value in training_state.items()
+            if isinstance(value, Tensor)
+        }
         rest = {name: value for name, value in training_state.items() if name not in tensors}
-        save_file({name: value.contiguous() for name, value in tensors.items()}, work / "state" / "state.safetensors")
+        save_file(tensors, work / "state" / "state.safetensors")
         (work / "state" / "state.json").write_text(json.dumps(rest))
         for path in [*work.rglob("*"), work]:
             sync(path)
