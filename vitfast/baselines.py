@@ -33,7 +33,7 @@ def is_baseline(name: str) -> bool:
 
 
 def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = None, **arguments) -> nn.Module:
-    """A model of timm that takes raw uint8 images too (`mean`, `std`), and saves itself as timm reads its models.
+    """A model of timm that takes raw uint8 images too (`mean`, `std`) and has `save_pretrained`.
 
     arguments: of timm's constructor. A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name
     that it would have. Raises InputError for a name that timm does not know.

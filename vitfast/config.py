@@ -1,6 +1,6 @@
-"""A run's settings: Recipe (what it computes) and Config (and where it runs), frozen, typed and checked.
+"""A run's settings: Recipe (the computation) and Config (also where it runs).
 
-Any field can be set with --set FIELD=VALUE.
+Both are frozen; values are typed and checked. Any field can be set with --set FIELD=VALUE.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 
 def coerce(name: str, value):
-    """`value` (perhaps text from the command line) as the type of a field of Config; InputError where it is not one."""
+    """`value`, perhaps text, as the type of the field `name` of Config. Raises InputError."""
     if name not in _TYPES:
         raise unknown("setting", name, _TYPES)
     options = typing.get_args(_TYPES[name]) if isinstance(_TYPES[name], types.UnionType) else (_TYPES[name],)
@@ -163,7 +163,7 @@ def as_plain(config: Recipe) -> dict:
 
 
 def check(config: Config) -> None:
-    """Raises InputError for the first value that its field does not allow, and for settings that exclude each other."""
+    """Raises InputError for a value that its field does not allow, and for contradictions."""
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)
         if each.metadata and value is not None and not each.metadata["holds"](value):

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 8 -m vitfast pretrain ...
 
-is the same run on eight GPUs, all by torch.distributed. One process goes through the same code and communicates nothing.
+is the same run on eight GPUs, all by torch.distributed. One process goes through the same code and communicates
+nothing.
 """
 
 import logging

@@ -75,7 +75,7 @@ def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
 def training_features(
     model, data: Data, shots: list[int | None], seeds: int, device, dtype
 ) -> tuple[Tensor, Tensor, dict]:
-    """Features and labels of all training images drawn, and for each (shots, seed) the indices of its draw.
+    """Features and labels of all training images drawn, and for each (shots, seed) its indices.
 
     Where the labels are known beforehand only those images are read; `None` shots are all images.
     """

@@ -1,4 +1,4 @@
-"""The demo: pre-train on digits, fine-tune at a higher resolution, report; the paper's protocol in small."""
+"""The demo, the paper in small: pre-train on digits, fine-tune at a higher resolution, report."""
 
 import csv
 from pathlib import Path
@@ -20,7 +20,7 @@ def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config,
 
 
 def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
-    """Runs the demo into `output`, or goes on with it. Returns its summary, None where it was asked to stop."""
+    """Runs the demo into `output`, or goes on with it. Returns its summary, None if it was stopped."""
     if output.exists() and not output.is_dir():
         raise InputError(f"--output {output} is a file; give a folder")
     print(f"vitfast demo: a 4-layer ViT learns handwritten digits from scratch; results in {output}/")

@@ -105,10 +105,12 @@ its head replaced by one zero linear layer.</p>
 <p class="small">{len(wrong)} of the model's mistakes first (orange), then right ones.</p>
 {figures["predictions"]}
 <h2>Attention</h2>
-<p class="small">Attention rollout: how much of each patch reaches the class token, heads averaged, through all layers.</p>
+<p class="small">Attention rollout: how much of each patch reaches the class token, heads averaged, through all
+layers.</p>
 {figures["attention"]}
 <h2>Position embeddings</h2>
-<p class="small">Each tile is one patch; its colours are the cosine similarity of its position embedding to all others.</p>
+<p class="small">Each tile is one patch; its colours are the cosine similarity of its position embedding to all
+others.</p>
 {figures["similarity"]}
 </html>
 """

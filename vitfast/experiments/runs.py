@@ -1,6 +1,6 @@
-"""The runs of an experiment: each in its own folder, where it goes on if it was stopped, and the table of all.
+"""The runs of an experiment, and the table of their results.
 
-So the same command again continues an experiment.
+Each run has its own folder and goes on where it stopped, so the same command again continues the experiment.
 """
 
 import csv
@@ -27,7 +27,7 @@ def finish(config: Config, resume: str = "auto") -> dict:
 
 
 def write_records(stem: Path, records: list[dict]) -> None:
-    """Writes stem.json and stem.csv, on the first rank alone; lists are numbers with spaces between in the latter."""
+    """Writes stem.json and stem.csv (there lists are joined by spaces), on the first rank alone."""
     if not is_first_rank():
         return
     write_text(stem.with_suffix(".json"), json.dumps(records, indent=2) + "\n")

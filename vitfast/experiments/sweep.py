@@ -15,7 +15,7 @@ logger = logging.getLogger("vitfast")
 
 
 def sweep(config: Config, resume: str = "auto") -> dict:
-    """Fine-tunes with each rate of `sweep_lr`, then on the whole training set with the best. Returns its summary.
+    """Fine-tunes with each rate of `sweep_lr`, then with the best on all images. Returns its summary.
 
     That is the paper's protocol: a share of the training set (`sweep_hold_out`) decides, the test set has no say. The
     runs are in OUTPUT/sweep/, sweep.json has their accuracies. resume: "auto" goes on where the runs stopped, "never"

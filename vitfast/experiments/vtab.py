@@ -95,7 +95,7 @@ def tasks_in(root: Path) -> list[Task]:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Tasks of a YAML list: each a SPEC, or `data` with an optional `name`, `group` and any other setting."""
+    """Tasks of a YAML list: each a SPEC, or `data` with optional `name`, `group`, other settings."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

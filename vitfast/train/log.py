@@ -102,7 +102,7 @@ def write_summary(run: Path, summary: dict) -> None:
 
 
 class Meter:
-    """Speed of the training steps alone: evaluation, saving and the first window (compilation) do not count."""
+    """Speed of the training steps alone: evaluation, saving, the first window (compilation) do not count."""
 
     def __init__(self):
         self.begun = self.window = time.perf_counter()

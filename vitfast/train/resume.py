@@ -1,6 +1,6 @@
 """Checkpoints of a run: written whole or not at all, read without executing anything.
 
-    checkpoints/step-00000120/model.safetensors, config.json   what ViT.from_pretrained reads (EMA weights where there are any)
+    checkpoints/step-00000120/model.safetensors, config.json   what ViT.from_pretrained reads (EMA where there is one)
                               state/state.safetensors          model, optimiser, EMA
                               state/state.json                 step, scaler, and all that is not a tensor
     checkpoints/last -> step-00000120                          swapped in one rename
@@ -35,9 +35,9 @@ FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
 
 
 def save_checkpoint(run: Path, train_step: TrainStep, step: int, seconds: float) -> None:
-    """Writes the checkpoint of `step` and makes it the last one. Every rank calls it, the first one writes.
+    """Writes the checkpoint of `step` and makes it the last one.
 
-    Until the new checkpoint is whole the one before it stays.
+    Every rank calls it, the first one writes. Until the new checkpoint is whole the one before it stays.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in _models(train_step).items()}
     parts = {**models, "scaler": train_step.scaler.state_dict()}
@@ -94,7 +94,7 @@ def _write(folder: Path, step: int, network: nn.Module, training_state: dict) ->
 
 
 def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> tuple[int, float]:
-    """Puts a checkpoint into `train_step`, on any number of ranks. Returns its (step, seconds of training)."""
+    """Loads a checkpoint into `train_step`, on any number of ranks. Returns (step, seconds so far)."""
     training_state = read_training_state(checkpoint)
     parts: dict[str, dict] = {"scaler": {}}
     for name, value in training_state.items():

@@ -21,8 +21,8 @@ from .optim import learning_rate, make_optimizer
 class TrainStep:
     """A call is one optimiser step on this rank's share of a global batch.
 
-    `model` is the plain module (sharded in place under FSDP2), `runner` what gradients flow through (DDP's wrapper where
-    there is one), `unsharded` a copy of a sharded model without memory, into which whole weights fit.
+    `model` is the plain module (sharded in place under FSDP2), `runner` what gradients flow through (DDP's wrapper
+    where there is one), `unsharded` a copy of a sharded model without memory, into which whole weights fit.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TrainStep:
         return result
 
     def accumulate(self, images: Tensor, labels: Tensor, micro_batches: int) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of this rank's share of the global batch. Returns its share of (loss, right answers)."""
+        """Adds the gradients of this rank's share of a batch. Returns its share of (loss, right answers)."""
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         split = zip(images.tensor_split(micro_batches), labels.tensor_split(micro_batches))
         for index, (some, target) in enumerate(split):
@@ -119,7 +119,7 @@ class TrainStep:
         return loss_sum, correct
 
     def _loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean loss, right answers) of one micro-batch; of masked patches the share of them times the images."""
+        """(mean loss, right answers) of a micro-batch; of masked patches: their share times the images."""
         target, smoothing = labels, self.config.label_smoothing
         if self.mixup:
             mean, std = self.model.mean, self.model.std

@@ -37,7 +37,7 @@ def total_steps(config: Config, images: int) -> int:
 
 
 class Stopper:
-    """Turns SIGTERM and the first Ctrl-C into a request to stop after the step; a second Ctrl-C stops at once."""
+    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second stops at once."""
 
     def __init__(self):
         self.wanted = False
@@ -60,7 +60,7 @@ class Stopper:
 
 
 def check_settings(config: Config, run: Path) -> None:
-    """Raises InputError where the run folder holds a run with other settings, of those that decide its course."""
+    """Raises InputError where the folder holds a run with other settings that decide its course."""
     path = run / "config.yaml"
     if not path.exists():
         return
@@ -75,7 +75,7 @@ def check_settings(config: Config, run: Path) -> None:
 
 
 def find_start(config: Config, resume: str) -> Path | None:
-    """The checkpoint to continue from: none for "never", the run folder's last for "auto", else the one at this path."""
+    """The checkpoint to continue from: None for "never", the run's last for "auto", or that at a path."""
     if resume == "never":
         return None
     if resume == "auto":
@@ -92,7 +92,10 @@ def find_start(config: Config, resume: str) -> Path | None:
 
 
 class Trainer:
-    """A run: its step, its data, its folder, and how far it is. `examples`: train on this many images alone."""
+    """A run: its step, its data, its folder, how far it is.
+
+    examples: train on this many images alone.
+    """
 
     def __init__(self, config: Config, resume: str = "auto", examples: int | None = None):
         if not config.output:
