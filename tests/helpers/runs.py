@@ -11,7 +11,8 @@ from vitfast.train.step import TrainStep
 
 def digits(output: Path | str = "unused", **fields) -> Config:
     """Pre-training on the digits by their recipe, on the CPU."""
-    return resolve("pretrain", dict(recipe="digits", data="digits", output=str(output), device="cpu") | fields)
+    settings = dict(recipe="digits", data="digits", output=str(output), device="cpu", batch_size=32)
+    return resolve("pretrain", settings | fields)
 
 
 def weights(run: Path) -> dict:

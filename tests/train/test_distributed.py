@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING, StreamSampler
 from vitfast.distributed import FAILED, Ranks
-from vitfast.train.resume import read_training_state
 from vitfast.train.recipes import resolve
+from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import Trainer, TrainingError, train
 
 # 35 images a step are 18 and 17 on two ranks, each in two micro-batches: nothing divides.
@@ -46,7 +46,7 @@ def config(output: Path, **fields):
 
 
 def start(output: Path, torchrun: bool = False, **fields) -> list:
-    """`vitfast pretrain` with these settings on two ranks: by torchrun, or, quicker, started here as torchrun starts them."""
+    """`vitfast pretrain` with these settings on two ranks: by torchrun, or, quicker, started as torchrun does."""
     settings = {**COMMON, **fields}
     chosen = [option for name in ("recipe", "data", "device") for option in (f"--{name}", settings.pop(name))]
     argv = ["pretrain", *chosen, "--output", str(output), "--set", *(f"{k}={v}" for k, v in settings.items())]
@@ -128,7 +128,8 @@ def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(tmp_path):
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     for name, value in two.items():
         assert value.dtype == torch.float32 and one[name].dtype == torch.float32
-        # Three steps of 1e-4 at most, whose direction bf16 can turn where a gradient is near zero; momenta to bf16's rounding.
+        # Three steps of 1e-4 at most, whose direction bf16 can turn where a gradient is near zero; momenta to bf16's
+        # rounding.
         limit = 6e-4 if name.startswith("model.") else 0.1 * one[name].abs().max().item() + 1e-6
         assert (value - one[name]).abs().max() <= limit, name
     moved = [name for name in two if name.startswith("model.") and (two[name] - one[name]).abs().max() > 0]
