@@ -60,8 +60,12 @@ def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compi
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, dict(optimizer="sgd", lr=0.1, ema_decay=0.9, mixup=0.3, dropout=0.1, drop_path=0.1, accumulate=2)],
-    ids=["plain", "all"],
+    [
+        {},
+        dict(optimizer="sgd", lr=0.1, ema_decay=0.9, mixup=0.3, dropout=0.1, drop_path=0.1, accumulate=2),
+        dict(optimizer="lamb", layer_decay=0.7),  # counts its steps for a group, not for a parameter
+    ],
+    ids=["plain", "all", "lamb"],
 )
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, monkeypatch, fields):
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -637,8 +637,8 @@ def _cost(args: argparse.Namespace) -> int:
         {},
     )
     if "recipe" in given:
-        from ..train.setup import model_arguments
         from ..train.recipes import resolve
+        from ..train.setup import model_arguments
 
         config = resolve("pretrain", given)
         per_epoch, classes = DATASETS.get(config.name.rpartition("/")[2].partition("-")[0], (None, 1000))

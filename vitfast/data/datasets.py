@@ -256,8 +256,8 @@ class Shards:
 class InMemory:
     """Images and labels that are held in memory, as a map-style source."""
 
-    def __init__(self, spec: str, samples: list, classes: list[str]):
-        self.spec, self.samples, self.classes = spec, samples, classes
+    def __init__(self, samples: list, classes: list[str]):
+        self.samples, self.classes = samples, classes
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -265,15 +265,12 @@ class InMemory:
     def __getitem__(self, index: int):
         return self.samples[index]
 
-    def name(self, index: int) -> str:
-        return f"{self.spec}[{index}]"
-
 
 def take(source, count: int):
     """`count` images of a training source, always the same, or all where it has no more."""
     if isinstance(source, Shards):
         source.dataset.transform = None
-        return InMemory(source.spec, list(itertools.islice(source.dataset, count)), source.classes)
+        return InMemory(list(itertools.islice(source.dataset, count)), source.classes)
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
     return Subset(source, order[:count].tolist())
 

@@ -43,6 +43,9 @@ class EncodedSamples(Samples):
         super().__init__(source, None, config.seed)
         self.config = config
 
+    def _get(self, index: int) -> tuple[str, int]:
+        return self.source.path(index)
+
     def __getitem__(self, key: tuple[int, int]):
         epoch, index = key
         try:
@@ -54,19 +57,6 @@ class EncodedSamples(Samples):
             crop = RandomResizedCropAndInterpolation.get_params(image, self.config.crop_scale, self.config.crop_ratio)
         flip = torch.rand(1).item() < self.config.hflip if self.config.hflip else False
         return torch.from_numpy(np.fromfile(path, dtype=np.uint8)), label, unreadable, crop, flip
-
-
-class Paths:
-    """A source of files as (path, label) in place of (image, label)."""
-
-    def __init__(self, source):
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[str, int]:
-        return self.source.path(index)
 
 
 def collate_encoded(samples: list) -> list | InputError:

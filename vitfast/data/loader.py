@@ -49,7 +49,7 @@ class Data:
             return
         sampler = StreamSampler(len(self.train), self.config.batch_size, self.config.seed, start, stop, self.ranks)
         if self.config.decode == "device":
-            samples = jpeg.EncodedSamples(jpeg.Paths(self.train), self.config)
+            samples = jpeg.EncodedSamples(self.train, self.config)
             loader = self._loader(samples, batch_sampler=sampler, collate_fn=jpeg.collate_encoded)
             yield from jpeg.batches(raising(loader), self.img_size, self.device)
         else:

@@ -51,12 +51,15 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
+    def _get(self, index: int):
+        return self.source[index]
+
     def _read(self, index: int):
         """The sample at `index`, or the next readable one in training."""
         unreadable = []
         for offset in range(REPLACEMENTS):
             try:
-                return *self.source[(index + offset) % len(self.source)], unreadable
+                return *self._get((index + offset) % len(self.source)), unreadable
             except InputError as error:
                 if self.seed is None:
                     raise

@@ -8,7 +8,6 @@ trained with sigmoid cross-entropy too. `about` has the command and the publishe
 
 from ..config import Recipe
 
-
 # ---- Table 3: pre-training
 
 _TABLE_3 = dict(
