@@ -56,7 +56,7 @@ def test_digits_split_is_fixed_and_disjoint():
     assert images.dtype == torch.uint8 and len(labels) == 256 and set(labels.tolist()) == set(range(10))
 
 
-def test_parts_of_a_data_set():
+def test_subsets_of_a_data_set():
     whole = open_data(digits(), (32, 32), (8, 8), CPU)
     few = open_data(digits(shots=5), (32, 32), (8, 8), CPU)
     assert np.bincount(labels_of(few.train)).tolist() == [5] * 10 and len(few.val) == len(whole.val)

@@ -100,15 +100,16 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> tuple[int, float
     for name, value in training_state.items():
         part, _, rest = name.partition(".")
         parts.setdefault(part, {})[rest] = value
-    for name, model in _models(train_step).items():
-        saved = parts.get(name, {})
-        odd = sorted(model.state_dict().keys() ^ saved.keys())  # torch itself would leave out what is missing
+    models = _models(train_step)
+    for name, model in models.items():
+        odd = sorted(model.state_dict().keys() ^ parts.get(name, {}).keys())  # torch itself ignores what is missing
         if odd:
             shown = f"{', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}"
             raise InputError(f"the saved model does not fit this one: {shown}")
-        set_model_state_dict(model, saved, options=WHOLE)
-    if "optimizer" in parts:
+    if "optimizer" in parts:  # before the models: torch makes room for the state by a step of rate 0
         set_optimizer_state_dict(train_step.model, train_step.optimizer, parts["optimizer"], options=WHOLE)
+    for name, model in models.items():
+        set_model_state_dict(model, parts[name], options=WHOLE)
     train_step.scaler.load_state_dict(parts["scaler"])
     return training_state["step"], training_state["seconds"]
 
