@@ -59,10 +59,10 @@ def ours(folder, s: Shape) -> tuple[Iterator, Callable]:
         dict(data=str(folder), output=str(folder / "run"), workers=WORKERS),
     )
     trainer, steps = Trainer(config, resume="never"), itertools.count()
-    trainer.learner.model.train()
+    trainer.train_step.model.train()
 
     def step(images, labels):
-        trainer.learner.train_step(images, labels, next(steps), trainer.total)
+        trainer.train_step(images, labels, next(steps), trainer.total)
 
     return iter(trainer.data.train_batches(0, trainer.total)), step
 

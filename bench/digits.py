@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from vitfast.experiments.runs import positions
+from vitfast.experiments.positions import positions
 from vitfast.train.recipes import resolve
 from vitfast.train.trainer import train
 

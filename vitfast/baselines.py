@@ -1,4 +1,4 @@
-"""The models that the paper compares with, BiT ResNets, and any other of timm, trained by the same loop."""
+"""Baselines trained by the same loop: the paper's BiT ResNets, and any model of timm."""
 
 import json
 from functools import partial
@@ -13,6 +13,7 @@ from torch import nn
 
 from . import ref
 from .errors import InputError
+from .files import write_text
 
 # BiT ResNets of the scaling study: units per stage, width factor.
 RESNETS = {
@@ -32,20 +33,15 @@ def is_baseline(name: str) -> bool:
 
 
 def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = None, **arguments) -> nn.Module:
-    """A model of timm that trains in the same loop: takes raw uint8 images too (`mean`, `std`), and saves itself as timm reads its models.
+    """A model of timm that takes raw uint8 images too (`mean`, `std`) and has `save_pretrained`.
 
-    arguments: of timm's constructor. A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name it would have.
+    arguments: of timm's constructor. A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name
+    that it would have. Raises InputError for a name that timm does not know.
     """
     if name in RESNETS:
         layers, width = RESNETS[name]
-        model = ResNetV2(
-            layers,
-            num_classes=num_classes,
-            width_factor=width,
-            stem_type="fixed",
-            conv_layer=partial(StdConv2d, eps=1e-8),
-            **arguments,
-        )
+        options = dict(width_factor=width, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8))
+        model = ResNetV2(layers, num_classes=num_classes, **options, **arguments)
         architecture = f"resnetv2_{name[1:].lower()}_bit"
     else:
         architecture = name.removeprefix(TIMM)
@@ -53,33 +49,27 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
             model = timm.create_model(architecture, num_classes=num_classes, **arguments)
         except (RuntimeError, TypeError, ValueError) as error:
             near = timm.list_models(f"*{architecture.split('.')[0][:8]}*")[:3]
-            raise InputError(
-                f"timm cannot build {architecture!r} ({str(error).splitlines()[0]}){'; near: ' + ', '.join(near) if near else ''}"
-            ) from None
+            hint = f"; near: {', '.join(near)}" if near else ""
+            raise InputError(f"timm cannot build {architecture!r} ({str(error).splitlines()[0]}){hint}") from None
     if img_size is not None and hasattr(model, "set_input_size"):
         model.set_input_size(img_size)
-    told = getattr(model, "pretrained_cfg", None) or {}
-    model.mean, model.std = tuple(told.get("mean", (0.5,) * 3)), tuple(told.get("std", (0.5,) * 3))
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    model.mean, model.std = tuple(cfg.get("mean", (0.5,) * 3)), tuple(cfg.get("std", (0.5,) * 3))
     model.register_forward_pre_hook(_normalize_raw)
     model.save_pretrained = partial(_save_baseline, model, architecture)
     return model
 
 
 def _normalize_raw(model: nn.Module, args: tuple) -> tuple | None:
-    images = args[0]
-    return (
-        (ref.normalize(images, model.mean, model.std, torch.float32), *args[1:])
-        if images.dtype == torch.uint8
-        else None
-    )
+    if args[0].dtype != torch.uint8:
+        return None
+    return ref.normalize(args[0], model.mean, model.std, torch.float32), *args[1:]
 
 
 def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
     """model.safetensors, and config.json as timm's hub files have it."""
-    save_file(
-        {k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}, Path(folder) / "model.safetensors"
-    )
-    config = dict(
-        architecture=architecture, num_classes=model.num_classes, pretrained_cfg=dict(mean=model.mean, std=model.std)
-    )
-    (Path(folder) / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = {k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}
+    save_file(tensors, Path(folder) / "model.safetensors")
+    cfg = dict(mean=model.mean, std=model.std)
+    config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=cfg)
+    write_text(Path(folder) / "config.json", json.dumps(config, indent=2))

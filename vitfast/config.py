@@ -1,56 +1,82 @@
-"""What a run is told: Recipe (what it computes) and Config (and where it runs), frozen, typed, checked. Any field can be set with --set FIELD=VALUE."""
+"""A run's settings: Recipe (the computation) and Config (also where it runs).
+
+Both are frozen; values are typed and checked. Any field can be set with --set FIELD=VALUE.
+"""
 
 import dataclasses
 import types
 import typing
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from .errors import InputError, unknown
 
 
+def rule(default, holds: Callable[[object], bool], text: str):
+    """A field whose values other than None must fulfil `holds`; `text` completes "FIELD must ..."."""
+    return field(default=default, metadata=dict(holds=holds, text=text))
+
+
+def choice(*names: str):
+    """A field with one of these values, the first by default."""
+    return rule(names[0], lambda value: value in names, f"be one of {', '.join(names)}")
+
+
+def positive(default):
+    return rule(default, lambda value: value > 0, "be positive")
+
+
+def fraction(default: float):
+    return rule(default, lambda value: 0 <= value < 1, "lie in [0, 1)")
+
+
+def share(default: float):
+    return rule(default, lambda value: 0 <= value <= 1, "lie in [0, 1]")
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """What a run computes. Lengths are `epochs` or `steps` (steps win); batch_size is the global batch of one optimiser step."""
+    """The computation of a run. `batch_size` is the global batch of one optimiser step."""
 
     name: str = ""
     about: str = ""  # the command, and what was published for it
     model: str = "B/16"
-    img_size: int = 224
-    epochs: float | None = None
-    steps: int | None = None
-    batch_size: int = 1024
-    accumulate: int = 1  # micro-batches per step and device: the same step in less memory
-    scale_lr: int | None = None  # multiply lr by batch_size / this
+    img_size: int = positive(224)
+    epochs: float | None = positive(None)
+    steps: int | None = positive(None)  # in place of epochs
+    batch_size: int = positive(1024)
+    accumulate: int = positive(1)  # micro-batches per step and device: the same step in less memory
+    scale_lr: int | None = positive(None)  # multiply lr by batch_size / this
 
-    optimizer: str = "adamw"  # adamw | sgd | lamb
-    lr: float = 1e-3
+    optimizer: str = choice("adamw", "sgd", "lamb")
+    lr: float = positive(1e-3)
     sweep_lr: tuple[float, ...] = ()  # the candidates the paper tried; finetune --sweep tries them on
-    sweep_hold_out: float = 0.1  # this share of the training set
-    lr_decay: str = "cosine"  # cosine | linear | constant
+    sweep_hold_out: float = fraction(0.1)  # this share of the training set
+    lr_decay: str = choice("cosine", "linear", "constant")
     lr_end: float = 0.0
     warmup_steps: int = 0
     weight_decay: float = 0.0  # decoupled, times the learning rate, on kernels only
-    momentum: float = 0.9  # of sgd
+    momentum: float = fraction(0.9)  # of sgd
     betas: tuple[float, float] = (0.9, 0.999)  # of adamw
     layer_decay: float | None = None  # each layer's rate is this times the next one's
-    clip_norm: float | None = None
+    clip_norm: float | None = positive(None)
     ema_decay: float | None = None
 
-    objective: str = "softmax"  # softmax | sigmoid | masked (patch prediction)
-    mask_target: str = "mean"  # mean | downsized | pixels
-    mask_share: float = 0.5
-    label_smoothing: float = 0.0
+    objective: str = choice("softmax", "sigmoid", "masked")  # masked: patch prediction
+    mask_target: str = choice("mean", "downsized", "pixels")
+    mask_share: float = share(0.5)
+    label_smoothing: float = fraction(0.0)
     mixup: float = 0.0
     cutmix: float = 0.0
     crop_scale: tuple[float, float] = (0.08, 1.0)  # share of the area; (1, 1) is the plain resize
     crop_ratio: tuple[float, float] = (0.75, 4 / 3)
-    hflip: float = 0.5
+    hflip: float = share(0.5)
     color_jitter: float = 0.0
     auto_augment: str = ""  # timm's names, such as rand-m10-n2
-    random_erasing: float = 0.0  # share of the images that lose a rectangle to noise
+    random_erasing: float = share(0.0)  # share of the images that lose a rectangle to noise
 
-    dropout: float = 0.0  # the paper's, after dense layers and positions
-    drop_path: float = 0.0
+    dropout: float = fraction(0.0)  # the paper's, after dense layers and positions
+    drop_path: float = fraction(0.0)
     init_values: float | None = None  # LayerScale
     global_pool: str = "token"
     pos_embed: str = "learn"
@@ -63,88 +89,66 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Config(Recipe):
-    """A recipe, and where and how it runs: what `config.yaml` in the run folder holds."""
+    """A recipe, and where and how it runs: the content of `config.yaml` in the run folder."""
 
     task: str = "pretrain"  # pretrain | finetune | eval
     data: str = ""
     data_dir: str = ""  # root of timm's dataset names
     num_classes: int | None = None  # only where the data does not say
-    shots: int | None = None  # train on this many images a class alone
-    train_images: int | None = None  # train on this many images alone
-    hold_out: float = 0.0  # validate on this share of the training images, which are then not trained on
+    shots: int | None = positive(None)  # train on this many images a class alone
+    train_images: int | None = positive(None)  # train on this many images alone
+    hold_out: float = fraction(0.0)  # validate on this share of the training images, which are then not trained on
     output: str = ""
     weights: str = ""
     seed: int = 0
     device: str = ""  # cuda where there is one, else cpu
-    amp: str = "auto"  # auto: bf16 on cuda, none on cpu | bf16 | fp16 | none
+    amp: str = choice("auto", "bf16", "fp16", "none")  # auto: bf16 on cuda, none on cpu
     compile: bool | None = None  # default: on cuda
     workers: int | None = None  # loader processes; default by data and cores
-    decode: str = "host"  # host | device: where JPEG files are decoded, cropped and resized for training
-    eval_batch_size: int = 256
-    eval_every: int | None = None  # steps; default: at most 20 times, at the ends of epochs
-    log_every: int = 10
-    save_every: int | None = None  # steps; default: at each evaluation
-    parallel: str = "ddp"  # under torchrun: ddp | fsdp (parameters, gradients and optimiser state sharded by block)
+    decode: str = choice("host", "device")  # where JPEG files are decoded, cropped and resized for training
+    eval_batch_size: int = positive(256)
+    eval_every: int | None = positive(None)  # steps; default: at most 20 times, at the ends of epochs
+    log_every: int = positive(10)
+    save_every: int | None = positive(None)  # steps; default: at each evaluation
+    parallel: str = choice("ddp", "fsdp")  # under torchrun; fsdp: parameters, gradients, optimiser sharded by block
     max_unreadable: int = 100  # training images that may be replaced because they cannot be read, before the run stops
 
 
-# What another value of does not change the course of a run that is continued.
+# Fields that do not change the course of a run: it may be continued with other values of them.
 RUN_ONLY = frozenset(
-    {
-        "output",
-        "device",
-        "compile",
-        "workers",
-        "eval_batch_size",
-        "eval_every",
-        "log_every",
-        "save_every",
-        "data_dir",
-        "parallel",
-        "max_unreadable",
-        "decode",
-    }
+    "output device compile workers eval_batch_size eval_every log_every save_every data_dir parallel max_unreadable "
+    "decode".split()
 )
 
 _TYPES = typing.get_type_hints(Config)
-
-
-def coerce(field: str, value):
-    """`value` (perhaps text from the command line) as the type of a field of Config; InputError where it is not one."""
-    if field not in _TYPES:
-        raise unknown("setting", field, _TYPES)
-    wanted = _TYPES[field]
-    options = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
-    if type(None) in options and (value is None or str(value).lower() in ("none", "null", "")):
-        return None
-    kind = next(o for o in options if o is not type(None))
-    try:
-        return _convert(kind, value)
-    except (TypeError, ValueError):
-        shown = (
-            getattr(kind, "__name__", str(kind)) if typing.get_origin(kind) is None else "numbers, such as 0.9,0.999"
-        )
-        raise InputError(f"{field} must be {shown}, got {value!r}") from None
-
-
-def as_plain(config: Recipe) -> dict:
-    """The fields as YAML and JSON hold them."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
-
-
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
+def coerce(name: str, value):
+    """`value`, perhaps text, as the type of the field `name` of Config. Raises InputError."""
+    if name not in _TYPES:
+        raise unknown("setting", name, _TYPES)
+    options = typing.get_args(_TYPES[name]) if isinstance(_TYPES[name], types.UnionType) else (_TYPES[name],)
+    if type(None) in options and (value is None or str(value).lower() in ("none", "null", "")):
+        return None
+    kind = next(option for option in options if option is not type(None))
+    try:
+        return _convert(kind, value)
+    except (TypeError, ValueError, KeyError):
+        expected = "numbers, such as 0.9,0.999" if typing.get_origin(kind) is tuple else kind.__name__
+        raise InputError(f"{name} must be {expected}, got {value!r}") from None
+
+
 def _convert(kind, value):
-    """One value as `kind`; ValueError or TypeError where it is not one."""
+    """One value as `kind`; ValueError, TypeError or KeyError where it is not one."""
     if kind is bool:
-        return _TRUTH.get(str(value).lower()) if str(value).lower() in _TRUTH else int("not a truth value")
+        return _TRUTH[str(value).lower()]
     if typing.get_origin(kind) is tuple:
-        parts = value.strip("()[] ").split(",") if isinstance(value, str) else list(value)
-        numbers = tuple(float(part) for part in parts if str(part).strip())
-        expected = [arg for arg in typing.get_args(kind) if arg is not Ellipsis]
-        if Ellipsis not in typing.get_args(kind) and len(numbers) != len(expected):
-            raise ValueError(f"{len(expected)} numbers")
+        texts = value.strip("()[] ").split(",") if isinstance(value, str) else list(value)
+        numbers = tuple(float(text) for text in texts if str(text).strip())
+        lengths = typing.get_args(kind)
+        if Ellipsis not in lengths and len(numbers) != len(lengths):
+            raise ValueError(f"{len(lengths)} numbers")
         return numbers
     if kind is int:
         if isinstance(value, bool) or float(value) != int(float(value)):
@@ -153,47 +157,17 @@ def _convert(kind, value):
     return kind(value)
 
 
-_CHOICES = dict(
-    optimizer=("adamw", "sgd", "lamb"),
-    lr_decay=("cosine", "linear", "constant"),
-    objective=("softmax", "sigmoid", "masked"),
-    mask_target=("mean", "downsized", "pixels"),
-    parallel=("ddp", "fsdp"),
-    decode=("host", "device"),
-    amp=("auto", "bf16", "fp16", "none"),
-)
-_POSITIVE = (
-    "img_size",
-    "batch_size",
-    "accumulate",
-    "lr",
-    "eval_batch_size",
-    "log_every",
-    "epochs",
-    "steps",
-    "save_every",
-    "eval_every",
-    "clip_norm",
-    "shots",
-    "train_images",
-    "scale_lr",
-)
+def as_plain(config: Recipe) -> dict:
+    """The fields as YAML and JSON hold them."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
 
 
 def check(config: Config) -> None:
-    for field, known in _CHOICES.items():
-        if getattr(config, field) not in known:
-            raise InputError(f"{field} must be one of {', '.join(known)}, got {getattr(config, field)!r}")
-    for field in _POSITIVE:
-        value = getattr(config, field)
-        if value is not None and not value > 0:
-            raise InputError(f"{field} must be positive, got {value}")
-    for field in ("dropout", "drop_path", "label_smoothing", "momentum", "hold_out", "sweep_hold_out"):
-        if not 0 <= getattr(config, field) < 1:
-            raise InputError(f"{field} must lie in [0, 1), got {getattr(config, field)}")
-    for field in ("hflip", "random_erasing", "mask_share"):
-        if not 0 <= getattr(config, field) <= 1:
-            raise InputError(f"{field} must lie in [0, 1], got {getattr(config, field)}")
+    """Raises InputError for a value that its field does not allow, and for contradictions."""
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        if each.metadata and value is not None and not each.metadata["holds"](value):
+            raise InputError(f"{each.name} must {each.metadata['text']}, got {value!r}")
     if config.objective == "masked" and (config.mixup or config.cutmix):
         raise InputError("masked patch prediction takes its targets from the images: set mixup=0 cutmix=0")
     if config.epochs is None and config.steps is None:

@@ -1,4 +1,4 @@
-"""Where a model runs and in which dtype its matrix products do."""
+"""The device of a run and the dtype of its matrix products."""
 
 import contextlib
 

@@ -9,7 +9,7 @@ import pytest
 from commands import RUN, make_folder, picture, run_cli
 
 from vitfast import ViT
-from vitfast.data.datasets import Part, known_labels, open_sources
+from vitfast.data.datasets import Subset, known_labels, open_sources
 
 
 def test_folder_pretrain_finetune_eval(capsys, tmp_path):
@@ -85,7 +85,7 @@ def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["classes"] == 3 and summary["train_images"] == summary["val_images"] == 18
     source = open_sources(f"hfds/{data}", "", (8, 8), (8, 8), 4, 0)[0]
-    assert known_labels(Part(source, [5, 17, 0])) == [
+    assert known_labels(Subset(source, [5, 17, 0])) == [
         source[i][1] for i in (5, 17, 0)
     ]  # from the column, no image is read
 

@@ -87,6 +87,6 @@ def test_images_reach_the_model_raw(photos, tmp_path):
     """No float image on the host: what the model is called with is uint8."""
     trainer = Trainer(dataclasses.replace(config(photos), output=str(tmp_path / "run")))
     seen = []
-    trainer.learner.model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    trainer.train_step.model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     trainer.fit()
     assert seen and set(seen) == {torch.uint8}

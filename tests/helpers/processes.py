@@ -1,7 +1,7 @@
 """Processes in milliseconds: children of a server that has imported torch, timm and vitfast once, not of pytest.
 
-A child is a process like any other (signals, exit codes, gloo ranks), but what Python and Triton read when they start is the server's:
-PYTHONPATH, the hash seed, TRITON_INTERPRET. Tests of these, and one of torchrun, start Python itself.
+A child is a process like any other (signals, exit codes, gloo ranks), but what Python and Triton read when they start
+is the server's: PYTHONPATH, the hash seed, TRITON_INTERPRET. Tests of these, and one of torchrun, start Python itself.
 """
 
 import atexit
@@ -16,13 +16,15 @@ import tempfile
 import torch
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    "pytest sklearn.datasets sklearn.model_selection torch.distributed.fsdp torch.utils.tensorboard vitfast.train.trainer".split()
-)
+PRELOAD = "pytest sklearn.datasets sklearn.model_selection torch.distributed.fsdp torch.utils.tensorboard"
+SERVER.set_forkserver_preload([*PRELOAD.split(), "vitfast.train.trainer"])
 
 
 class Child:
-    """function(*args) in a process of its own, with the face of subprocess.Popen; the function is found by its module's name."""
+    """function(*args) in a process of its own, with the interface of subprocess.Popen.
+
+    The function is found by its module's name.
+    """
 
     def __init__(self, function, *args, **environment):
         self.files = [tempfile.NamedTemporaryFile("r+"), tempfile.NamedTemporaryFile("r+")]
@@ -45,7 +47,7 @@ class Child:
             os.kill(self.pid, number)
 
     def communicate(self, timeout: float = 180) -> tuple[str, str]:
-        """What it wrote, once it has ended."""
+        """Its (stdout, stderr), once it has ended."""
         self.process.join(timeout)
         if self.returncode is None:
             self.send_signal(signal.SIGKILL)
@@ -83,7 +85,7 @@ def ranks(count: int, function, *args) -> list[Child]:
 
 
 def done(processes: list, code: int = 0) -> list[str]:
-    """What each process said, once all have ended with this exit code."""
-    said = [process.communicate(timeout=180) for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), said
-    return [out + err for out, err in said]
+    """The output of each process, once all have ended with this exit code."""
+    outputs = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), outputs
+    return [out + err for out, err in outputs]

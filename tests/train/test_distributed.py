@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING, StreamSampler
 from vitfast.distributed import FAILED, Ranks
-from vitfast.train import resume as state
 from vitfast.train.recipes import resolve
+from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import Trainer, TrainingError, train
 
 # 35 images a step are 18 and 17 on two ranks, each in two micro-batches: nothing divides.
@@ -46,7 +46,7 @@ def config(output: Path, **fields):
 
 
 def start(output: Path, torchrun: bool = False, **fields) -> list:
-    """`vitfast pretrain` with these settings on two ranks: by torchrun, or, quicker, started here as torchrun starts them."""
+    """`vitfast pretrain` with these settings on two ranks: by torchrun, or, quicker, started as torchrun does."""
     settings = {**COMMON, **fields}
     chosen = [option for name in ("recipe", "data", "device") for option in (f"--{name}", settings.pop(name))]
     argv = ["pretrain", *chosen, "--output", str(output), "--set", *(f"{k}={v}" for k, v in settings.items())]
@@ -128,10 +128,11 @@ def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(tmp_path):
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     for name, value in two.items():
         assert value.dtype == torch.float32 and one[name].dtype == torch.float32
-        # Three steps of 1e-4 at most, whose direction bf16 can turn where a gradient is near zero; momenta to bf16's rounding.
-        limit = 6e-4 if name.startswith("state.model") else 0.1 * one[name].abs().max().item() + 1e-6
+        # Three steps of 1e-4 at most, whose direction bf16 can turn where a gradient is near zero; momenta to bf16's
+        # rounding.
+        limit = 6e-4 if name.startswith("model.") else 0.1 * one[name].abs().max().item() + 1e-6
         assert (value - one[name]).abs().max() <= limit, name
-    moved = [name for name in two if name.startswith("state.model") and (two[name] - one[name]).abs().max() > 0]
+    moved = [name for name in two if name.startswith("model.") and (two[name] - one[name]).abs().max() > 0]
     assert moved  # bf16 gradients are not fp32 ones
 
 
@@ -144,7 +145,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
         time.sleep(0.05)
     processes[1].send_signal(signal.SIGTERM)
     said = done(processes)
-    step = state.load_state(run / "checkpoints" / "last")["step"]
+    step = read_training_state(run / "checkpoints" / "last")["step"]
     assert f"stopped at step {step} of 4000" in said[0] and step >= 2 and not (run / "summary.json").exists()
 
 
@@ -175,10 +176,10 @@ def test_an_error_of_one_rank_stops_all(tmp_path, monkeypatch):
 
 def test_gradients_travel_once_a_step(tmp_path):
     """Three micro-batches, of which DDP reduces the last alone."""
-    learner = Trainer(config(tmp_path / "run", accumulate=3)).learner
-    learner.runner, quiet, calls = DistributedRunner(learner.model), [], []
-    learner.runner.quiet, learner.runner.calls = quiet, calls
-    learner.train_step(torch.randint(0, 256, (35, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 10, (35,)), 0, 6)
+    train_step = Trainer(config(tmp_path / "run", accumulate=3)).train_step
+    train_step.runner, quiet, calls = DistributedRunner(train_step.model), [], []
+    train_step.runner.quiet, train_step.runner.calls = quiet, calls
+    train_step(torch.randint(0, 256, (35, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 10, (35,)), 0, 6)
     assert calls == [12, 12, 11] and quiet == [12, 12]
 
 

@@ -1,5 +1,6 @@
-"""Masked patch prediction: its targets, its corruption, what it computes, and that it learns what the other patches say."""
+"""Masked patch prediction: its targets, its corruption, its loss; it learns from the other patches."""
 
+import csv
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_close, randomize
+from runs import digits, training_tensors, weights
 
 from vitfast import InputError, ViT
 from vitfast.data.loader import open_data
@@ -21,6 +23,7 @@ from vitfast.train.masked import (
 )
 from vitfast.train.optim import make_optimizer
 from vitfast.train.recipes import resolve
+from vitfast.train.trainer import Trainer, train
 
 CPU = torch.device("cpu")
 SHAPE = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
@@ -56,7 +59,10 @@ def cut(images: torch.Tensor, patch: int) -> np.ndarray:
 
 
 def colours(patches: np.ndarray, cells: int) -> np.ndarray:
-    """(..., C, P, P) -> (..., cells * cells) by whole numbers alone. Areas of an odd patch overlap by a pixel, as adaptive pooling has it."""
+    """(..., C, P, P) -> (..., cells * cells) by whole numbers alone.
+
+    Areas of an odd patch overlap by a pixel, as adaptive pooling has it.
+    """
     size, found = patches.shape[-1], []
     for y in range(cells):
         for x in range(cells):
@@ -151,7 +157,7 @@ def test_patches_are_corrupted_before_they_get_their_positions(options):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_targets_are_those_of_the_corrupted_patches(target):
-    """A perfect prediction for each patch in place of the encoder: no loss; the same ones a patch further on: a large one."""
+    """Perfect predictions in place of the encoder have no loss; the same ones a patch further on a large one."""
     model, images = make(target), pixels(4)
     patches = cut(images, 8)
     if target == "pixels":
@@ -224,7 +230,10 @@ def test_the_global_generator_decides():
 
 
 def test_compiled():
-    """In one graph, on the same random numbers. Lowering is left out: it costs half a minute and knows nothing of this file."""
+    """In one graph, on the same random numbers.
+
+    Lowering is left out: it costs half a minute and knows nothing of this file.
+    """
     model, images = make("mean", depth=1), pixels(4)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     results = []
@@ -249,12 +258,13 @@ def test_autocast(target):
 
 
 def colour_images(count: int) -> torch.Tensor:
-    """One of 64 colours an image, with some noise: only the other patches of the same image tell the colour of a masked one."""
+    """One of 64 colours an image, with some noise: only the other patches tell the colour of a masked one."""
     colour = torch.randint(0, 4, (count, 3, 1, 1)) * 64 + 16
     return (colour + torch.randint(-8, 9, (count, 3, 32, 32))).to(torch.uint8)
 
 
-# Without the other patches the best loss is log(64) = 4.16 and one patch in 64 is right; of pixels, the variance of the colours, 0.31.
+# Without the other patches the best loss is log(64) = 4.16 and one patch in 64 is right; of pixels, the variance of the
+# colours, 0.31.
 @pytest.mark.parametrize(
     "target, steps, batch, loss_below, share_above",
     [("mean", 90, 64, 1.8, 0.5), ("downsized", 40, 16, 3.5, 0.1), ("pixels", 40, 32, 0.08, 0.1)],
@@ -312,3 +322,27 @@ def test_wrong_input_is_named():
         make("means")
     with pytest.raises(InputError, match=r"must lie in \(0, 1\], got 0"):
         make(share=0)
+
+
+def test_masked_pretraining_then_few_labels(tmp_path):
+    run = tmp_path / "masked"
+    settings = dict(objective="masked", hidden_head=False, train_images=700, eval_every=6)
+    summary = train(digits(run, steps=12, **settings))
+    rows = [r for r in csv.DictReader(open(run / "metrics.csv"))]
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) and summary["top5"] is None and summary["val_images"] == 360
+    assert not any("mask_token" in key or "predict" in key for key in weights(run))
+    assert any("mask_token" in key for key in training_tensors(run))
+    again = Trainer(digits(run, steps=14, **settings))
+    assert again.step == 12 and again.fit()["steps"] == 14
+    fine = resolve(
+        "finetune",
+        dict(
+            data="digits",
+            weights=str(run / "checkpoints" / "last"),
+            output=str(tmp_path / "fine"),
+            device="cpu",
+            steps=2,
+            shots=5,
+        ),
+    )
+    assert train(fine)["train_images"] == 50

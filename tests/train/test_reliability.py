@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from vitfast import InputError, ViT
 from vitfast.cli import main
-from vitfast.train import resume as state
+from vitfast.train import resume
 from vitfast.train.recipes import resolve
 from vitfast.train.trainer import Trainer, TrainingError, train
 
@@ -90,7 +90,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(state, "save_file", full)
+    monkeypatch.setattr(resume, "save_file", full)
     command = [
         "pretrain",
         "--recipe",
@@ -113,7 +113,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     assert all(torch.equal(again[k], v) for k, v in kept.items())
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".writing")] == []
     monkeypatch.undo()
-    assert main(command) == 0 and state.load_state(tmp_path / "checkpoints" / "last")["step"] == 6
+    assert main(command) == 0 and resume.read_training_state(tmp_path / "checkpoints" / "last")["step"] == 6
 
 
 @pytest.mark.parametrize("room, wanted", [(9, "accumulate=4 fits, 8 at once"), (0, "a smaller model, image or batch")])
@@ -139,7 +139,7 @@ def kills(tmp_path: Path, count: int, steps: int) -> None:
     command = ["pretrain", "--recipe", "digits", "--data", "digits", "--device", "cpu", "--output", str(run), "--set"]
 
     def step() -> int:
-        checkpoint = state.find_checkpoint(run)
+        checkpoint = resume.find_checkpoint(run)
         return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
 
     for number in range(count):

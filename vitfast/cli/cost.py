@@ -67,8 +67,8 @@ def _from_recipe(args: argparse.Namespace) -> tuple[str, dict, float | None, flo
     """The same of a recipe; flags win over it."""
     from ..cost import DATASETS
     from ..presets import preset
-    from ..train.build import model_arguments
     from ..train.recipes import resolve
+    from ..train.setup import model_arguments
 
     flags = ("model", "img_size", "batch_size", "epochs", "recipe")
     config = resolve("pretrain", {k: v for k, v in vars(args).items() if k in flags})

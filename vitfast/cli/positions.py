@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..experiments.runs import positions, positions_table
+    from ..experiments.positions import positions, positions_table
 
     entries = unless_stopped(positions, experiment_config(args), args.seeds)
     print(positions_table(entries) if entries else "", end="")

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
 
         print(yaml.safe_dump(as_plain(config), sort_keys=False), end="")
         return 0
-    from ..experiments.runs import sweep
+    from ..experiments.sweep import sweep
     from ..train.trainer import train
 
     summary = unless_stopped(sweep if getattr(args, "sweep", False) else train, config, args.resume)

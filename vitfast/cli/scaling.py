@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..experiments.runs import scaling
+    from ..experiments.scaling import scaling
 
     for entry in unless_stopped(scaling, experiment_config(args), args.models, args.lengths) or ():
         compute = f"{entry['epochs']:>6g} epochs  {entry['exaflops']:.4g} exaFLOPs"

@@ -1,5 +1,6 @@
-"""Where images come from: a folder of class folders, the digits, synthetic noise, or any data set that timm names."""
+"""Data sets: a folder of class folders, the digits, synthetic noise, or any data set that timm names."""
 
+import itertools
 import os
 import tarfile
 from pathlib import Path
@@ -19,7 +20,7 @@ CHECKED_FILES = 20_000  # headers read before a run starts; a larger folder is c
 
 
 class Digits:
-    """scikit-learn's handwritten digits: 1,797 scans of 8 x 8 pixels, a fixed fifth of each class kept for testing."""
+    """scikit-learn's digits: 1,797 scans of 8 x 8 pixels, a fixed fifth of each class for testing."""
 
     classes = [str(i) for i in range(10)]
 
@@ -28,8 +29,8 @@ class Digits:
         from sklearn.model_selection import train_test_split
 
         scans = load_digits()
-        parts = train_test_split(np.arange(len(scans.target)), test_size=0.2, random_state=0, stratify=scans.target)
-        self.indices = np.sort(parts[0 if train else 1])
+        split = train_test_split(np.arange(len(scans.target)), test_size=0.2, random_state=0, stratify=scans.target)
+        self.indices = np.sort(split[0 if train else 1])
         self.pixels = (scans.images[self.indices] * (255 / 16)).round().astype(np.uint8)
         self.labels = scans.target[self.indices].tolist()
 
@@ -44,7 +45,7 @@ class Digits:
 
 
 class Synthetic:
-    """Random pixels and labels, made once and handed out again: for speed, not for learning."""
+    """Random images, made once and repeated: for measuring speed, not for learning."""
 
     classes = [str(i) for i in range(1000)]
     transformed = True  # nothing is decoded, cropped or resized
@@ -92,7 +93,8 @@ class Files:
             raise InputError(f"{self.name(index)} cannot be read as an image; remove or replace it") from None
         if image.height < self.min_size[0] or image.width < self.min_size[1]:
             raise InputError(
-                f"{self.name(index)} has {image.height} x {image.width} pixels, less than one patch ({self.min_size[0]} x {self.min_size[1]}); remove it"
+                f"{self.name(index)} has {image.height} x {image.width} pixels, "
+                f"less than one patch ({self.min_size[0]} x {self.min_size[1]}); remove it"
             )
         return image
 
@@ -105,8 +107,8 @@ class Files:
             raise InputError(f"{self.name(index)} is a broken image ({error}); remove or replace it") from None
 
 
-class Part:
-    """Some images of a map-style source."""
+class Subset:
+    """The images of a map-style source at these indices."""
 
     def __init__(self, source, indices: list[int]):
         self.source, self.indices, self.classes = source, indices, source.classes
@@ -127,8 +129,8 @@ class Part:
 
 
 def known_labels(source) -> list[int] | None:
-    """The class of each image where the source tells without reading images, None elsewhere."""
-    if isinstance(source, Part):
+    """The class of each image where the source knows them without reading images, None elsewhere."""
+    if isinstance(source, Subset):
         known = known_labels(source.source)
         return None if known is None else [known[i] for i in source.indices]
     if isinstance(source, Digits):
@@ -148,7 +150,7 @@ def known_labels(source) -> list[int] | None:
 
 
 def labels_of(source) -> list[int]:
-    """The class of each image of a map-style source; images are read only where it does not tell otherwise."""
+    """The class of each image of a map-style source; reads the images only where there is no other way."""
     known = known_labels(source)
     return [source[i][1] for i in range(len(source))] if known is None else known
 
@@ -204,10 +206,9 @@ def _reader(folder: Path) -> ReaderImageFolder:
 
 
 def _held_out(reader: ReaderImageFolder) -> tuple[list[int], list[int]]:
-    """Indices to train on and to validate on: a fixed tenth of every class, at least one image where a class has two."""
-    val, train = split_by_class(
-        [label for _, label in reader.samples], lambda n: max(round(n * HELD_OUT), int(n > 1)), 0
-    )
+    """(training, validation) indices: a fixed tenth of every class held out, at least one image of two."""
+    labels = [label for _, label in reader.samples]
+    val, train = split_by_class(labels, lambda n: max(round(n * HELD_OUT), int(n > 1)), seed=0)
     return train, val
 
 
@@ -230,22 +231,48 @@ def _folder(root: Path, min_size: tuple[int, int]) -> tuple[Files, Files]:
     missing = [c for c in reader.class_to_idx if c not in val_reader.class_to_idx]
     extra = [c for c in val_reader.class_to_idx if c not in reader.class_to_idx]
     if missing or extra:
-        found = (("missing in validation", missing), ("only in validation", extra))
-        told = "; ".join(
-            f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for what, names in found if names
+        differences = "; ".join(
+            f"{kind}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+            for kind, names in (("missing in validation", missing), ("only in validation", extra))
+            if names
         )
-        raise InputError(f"{val_root} and {train_root} must have the same class folders; {told}")
+        raise InputError(f"{val_root} and {train_root} must have the same class folders; {differences}")
     return Files(reader, list(range(len(reader))), min_size), Files(val_reader, list(range(len(val_reader))), min_size)
 
 
 class Shards:
-    """An iterable data set of timm's factory (WebDataset shards, streamed Hugging Face or TensorFlow data): read in order, not by index."""
+    """An iterable data set of timm's factory: read in order, not by index.
+
+    WebDataset shards, streamed Hugging Face data sets or TensorFlow data sets.
+    """
 
     def __init__(self, spec: str, dataset: IterableImageDataset, classes: list[str]):
         self.spec, self.dataset, self.classes = spec, dataset, classes
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+class InMemory:
+    """Images and labels that are held in memory, as a map-style source."""
+
+    def __init__(self, samples: list, classes: list[str]):
+        self.samples, self.classes = samples, classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int):
+        return self.samples[index]
+
+
+def take(source, count: int):
+    """`count` images of a training source, always the same, or all where it has no more."""
+    if isinstance(source, Shards):
+        source.dataset.transform = None
+        return InMemory(list(itertools.islice(source.dataset, count)), source.classes)
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
+    return Subset(source, order[:count].tolist())
 
 
 def _count_shards(paths: list[Path]) -> tuple[int, int]:
@@ -263,7 +290,7 @@ def _count_shards(paths: list[Path]) -> tuple[int, int]:
 
 
 def _local_shards(root: Path, prefixes: tuple[str, ...]) -> tuple[str, int, int]:
-    """The shards of a split below `root`: timm's split text with the sample count, the count, the number of classes."""
+    """The shards of a split below `root`: (timm's split text with the count, samples, classes)."""
     for prefix in prefixes:
         paths = sorted([*root.glob(f"{prefix}*.tar"), *root.glob(f"{prefix}/*.tar")])
         if paths:
@@ -273,7 +300,7 @@ def _local_shards(root: Path, prefixes: tuple[str, ...]) -> tuple[str, int, int]
 
 
 def _open_named(spec: str, data_dir: str, split: str, **options):
-    """timm's create_dataset, every failure told in one line."""
+    """timm's create_dataset, with every failure as an InputError of one line."""
     root = data_dir or None
     if spec.startswith("torch/"):
         root = root or os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "vitfast")
@@ -307,7 +334,7 @@ def _shards(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shard
 def open_sources(
     spec: str, data_dir: str, img_size: tuple[int, int], patch_size: tuple[int, int], batch_size: int, seed: int
 ):
-    """(training source, validation source) of a data SPEC; raises InputError with what is wrong and where.
+    """(training source, validation source) of a data SPEC. Raises InputError.
 
     Map-style sources have `len`, `source[i] -> (image, label)`, `classes` and `name(i)`; Shards are read in order.
     """
@@ -328,6 +355,7 @@ def open_sources(
         return train, val
     if not Path(spec).exists():
         raise InputError(
-            f"no folder {spec}; --data takes an existing folder, 'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
+            f"no folder {spec}; --data takes an existing folder, 'digits', 'synthetic', "
+            f"or a name that starts with {', '.join(NAMED)}"
         )
     return _folder(Path(spec), patch_size)

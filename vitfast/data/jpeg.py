@@ -1,7 +1,8 @@
-"""JPEG files decoded, cropped and resized where they are used: the loader hands on their bytes, nvJPEG does the rest (`--set decode=device`).
+"""JPEG files decoded, cropped and resized on the device (`--set decode=device`), by nvJPEG on a GPU.
 
-A CPU core decodes some hundreds of photographs a second, a B/16 on a large GPU wants thousands. The crops are those of the CPU path, drawn from the same
-(seed, epoch, sample); the pixels differ by the resampling's rounding. Crop and flip only: other augmentations need the CPU path.
+A CPU core decodes some hundreds of photographs a second, a B/16 on a large GPU wants thousands: here the loader reads
+bytes alone. The crops are those of the CPU path, drawn from the same (seed, epoch, sample); the pixels differ by the
+resampling's rounding. Crop and flip only: other augmentations need the CPU path.
 """
 
 from collections.abc import Iterator
@@ -17,21 +18,20 @@ from torchvision.transforms.v2 import functional as F
 
 from ..config import Config
 from ..errors import InputError
-from .datasets import Files, Part
+from .datasets import Files, Subset
 from .samples import Batch, Samples, seed_everything
 
 
 def check(config: Config, source) -> None:
     """Raises InputError where this path cannot do what the settings ask."""
-    while isinstance(source, Part):
+    while isinstance(source, Subset):
         source = source.source
     if not isinstance(source, Files):
         raise InputError(f"decode=device reads JPEG files from a folder; {config.data!r} is none, leave decode=host")
     other = [name for name in ("auto_augment", "color_jitter", "random_erasing") if getattr(config, name)]
     if other:
-        raise InputError(
-            f"decode=device crops and flips only; set {other[0]}={'none' if other[0] == 'auto_augment' else 0}, or decode=host"
-        )
+        off = "none" if other[0] == "auto_augment" else 0
+        raise InputError(f"decode=device crops and flips only; set {other[0]}={off}, or decode=host")
     if not hasattr(torchvision.io, "decode_jpeg"):
         raise InputError(f"torchvision {torchvision.__version__} has no JPEG decoder any more; leave decode=host")
 
@@ -42,6 +42,9 @@ class EncodedSamples(Samples):
     def __init__(self, source, config: Config):
         super().__init__(source, None, config.seed)
         self.config = config
+
+    def _get(self, index: int) -> tuple[str, int]:
+        return self.source.path(index)
 
     def __getitem__(self, key: tuple[int, int]):
         epoch, index = key
@@ -56,26 +59,16 @@ class EncodedSamples(Samples):
         return torch.from_numpy(np.fromfile(path, dtype=np.uint8)), label, unreadable, crop, flip
 
 
-class Paths:
-    """The files of a source, in place of its images."""
-
-    def __init__(self, source):
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[str, int]:
-        return self.source.path(index)
-
-
-def hand_on(samples: list) -> list | InputError:
-    """A batch as a list; the first error instead."""
+def collate_encoded(samples: list) -> list | InputError:
+    """The samples of a batch as a list, or the first error among them."""
     return next((sample for sample in samples if isinstance(sample, InputError)), samples)
 
 
 def decode(encoded: list[Tensor], device: torch.device) -> list[Tensor | None]:
-    """JPEG bytes -> uint8 (3, H, W) on the device; None where an image is broken. What is no JPEG is decoded on the host."""
+    """Encoded images -> uint8 (3, H, W) each, on the device; None for a broken one.
+
+    JPEG files are decoded on the device, all others on the host.
+    """
     try:
         return torchvision.io.decode_jpeg(encoded, mode=torchvision.io.ImageReadMode.RGB, device=device)
     except RuntimeError:  # one of them, and it does not say which
@@ -92,10 +85,13 @@ def _decode_one(content: Tensor, device: torch.device) -> Tensor | None:
 
 
 def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-    """What the loader hands on as batches of uint8 images (B, 3, H, W) on the device. A broken image is replaced by the next of its batch."""
+    """Batches of EncodedSamples -> batches of uint8 images (B, 3, H, W) on the device.
+
+    A broken image is replaced by the next whole one of its batch.
+    """
     for samples in loaded:
         content, labels, unreadable, crops, flips = zip(*samples)
-        told = [text for texts in unreadable for text in texts]
+        messages = [text for texts in unreadable for text in texts]
         images = decode(list(content), device)
         whole = [i for i, image in enumerate(images) if image is not None]
         if not whole:
@@ -104,9 +100,11 @@ def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Bat
             i if image is not None else min(whole, key=lambda j, i=i: (j - i) % len(images))
             for i, image in enumerate(images)
         ]
-        told += [f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i, j in enumerate(chosen) if i != j]
+        messages += [
+            f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i, j in enumerate(chosen) if i != j
+        ]
         resized = (
             F.resized_crop(images[i], *crops[i], size, InterpolationMode.BICUBIC, antialias=True) for i in chosen
         )
         stacked = torch.stack([image.flip(-1) if flips[i] else image for i, image in zip(chosen, resized)])
-        yield stacked, torch.tensor([labels[i] for i in chosen]), told
+        yield stacked, torch.tensor([labels[i] for i in chosen]), messages

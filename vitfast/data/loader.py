@@ -13,17 +13,14 @@ from ..config import Config
 from ..distributed import Ranks
 from ..errors import InputError
 from . import jpeg
-from .datasets import Part, Shards, labels_of, open_sources, split_by_class
+from .datasets import Shards, Subset, labels_of, open_sources, split_by_class, take
 from .samples import ONE, PADDING, Batch, Samples, StreamSampler, collate, mix_seed, raising, seed_everything, unchanged
 from .transforms import transforms
 
 
 @dataclass
 class Data:
-    """The data of a run, this rank's part of it. `train_batches(start, stop)` are the batches of those steps; `eval_batches()` the validation set once.
-
-    Ranks take turns in the validation set and all get as many batches; what fills up the last has the label PADDING.
-    """
+    """This rank's part of the data of a run: its training and its validation images."""
 
     config: Config
     train: object
@@ -46,22 +43,24 @@ class Data:
         return DataLoader(dataset, pin_memory=self.device.type == "cuda", **{"collate_fn": collate, **options})
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """The batches of training steps `start` to `stop`."""
         if isinstance(self.train, Shards):
             yield from self._stream(start, stop)
             return
         sampler = StreamSampler(len(self.train), self.config.batch_size, self.config.seed, start, stop, self.ranks)
         if self.config.decode == "device":
-            loader = self._loader(
-                jpeg.EncodedSamples(jpeg.Paths(self.train), self.config), batch_sampler=sampler, collate_fn=jpeg.hand_on
-            )
+            samples = jpeg.EncodedSamples(self.train, self.config)
+            loader = self._loader(samples, batch_sampler=sampler, collate_fn=jpeg.collate_encoded)
             yield from jpeg.batches(raising(loader), self.img_size, self.device)
-            return
-        yield from raising(
-            self._loader(Samples(self.train, self.train_transform, self.config.seed), batch_sampler=sampler)
-        )
+        else:
+            samples = Samples(self.train, self.train_transform, self.config.seed)
+            yield from raising(self._loader(samples, batch_sampler=sampler))
 
     def _stream(self, start: int, stop: int) -> Iterator[Batch]:
-        """An iterable data set, epoch after epoch. Steps before `start` are read and thrown away: shards have no other position."""
+        """The batches of an iterable data set, epoch after epoch.
+
+        Steps before `start` are read and thrown away: shards have no other position.
+        """
         dataset, (first, last) = self.train.dataset, self.ranks.share(self.config.batch_size)
         size = last - first  # timm's reader gives every rank its own shards
         dataset.transform = lambda image: np.asarray(self.train_transform(image))
@@ -85,30 +84,39 @@ class Data:
             epoch += 1
 
     def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(images, labels) of the validation set, once."""
+        return self.in_order(self.val)
+
+    def in_order(self, source) -> Iterator[tuple[Tensor, Tensor]]:
+        """(images, labels) of every image of a source, once and in order, with the evaluation's transform.
+
+        Ranks take turns and all get as many batches; the last one is filled up with images of the label PADDING.
+        """
         size = self.config.eval_batch_size
-        if isinstance(self.val, Shards):
-            self.val.dataset.transform = lambda image: np.asarray(self.eval_transform(image))
-            for samples in DataLoader(self.val.dataset, batch_size=size, collate_fn=unchanged):
+        if isinstance(source, Shards):
+            source.dataset.transform = lambda image: np.asarray(self.eval_transform(image))
+            for samples in DataLoader(source.dataset, batch_size=size, collate_fn=unchanged):
                 yield collate([(*sample, []) for sample in samples])[:2]
             return
-        mine = [(0, i) for i in range(self.ranks.rank, len(self.val), self.ranks.world)]
-        mine += [(PADDING, 0)] * (-(-len(self.val) // self.ranks.world) - len(mine))
+        mine = [(0, i) for i in range(self.ranks.rank, len(source), self.ranks.world)]
+        mine += [(PADDING, 0)] * (-(-len(source) // self.ranks.world) - len(mine))
         keys = [mine[first : first + size] for first in range(0, len(mine), size)]
-        for images, labels, _ in raising(
-            self._loader(Samples(self.val, self.eval_transform, None), batch_sampler=keys)
-        ):
+        for images, labels, _ in raising(self._loader(Samples(source, self.eval_transform, None), batch_sampler=keys)):
             yield images, labels
 
 
 def default_workers(config: Config) -> int:
-    """Loader processes where the config names none: none for data that is in memory, else one per core, at most 8."""
+    """Loader processes: the config's number, else none for data in memory, else one per core, at most 8."""
     if config.workers is not None:
         return config.workers
     return 0 if config.data in ("digits", "synthetic") else min(8, len(os.sched_getaffinity(0)))
 
 
 def select(config: Config, train, val):
-    """The parts of a data set that the settings name: `hold_out` validates on training images, `shots` and `train_images` train on fewer."""
+    """(train, val) as the settings choose them from both.
+
+    `hold_out` validates on a share of the training images; `shots` and `train_images` train on fewer.
+    """
     if not (config.hold_out or config.shots or config.train_images):
         return train, val
     if isinstance(train, Shards):
@@ -117,26 +125,35 @@ def select(config: Config, train, val):
         )
     if config.hold_out:
         held, kept = split_by_class(labels_of(train), lambda n: max(1, round(n * config.hold_out)), 0)
-        train, val = Part(train, kept), Part(train, held)
+        train, val = Subset(train, kept), Subset(train, held)
     if config.shots:
-        train = Part(train, split_by_class(labels_of(train), lambda n: config.shots, mix_seed(config.seed, 1))[0])
+        train = Subset(train, split_by_class(labels_of(train), lambda n: config.shots, mix_seed(config.seed, 1))[0])
     if config.train_images and config.train_images < len(train):
         generator = torch.Generator().manual_seed(mix_seed(config.seed, 2))
-        train = Part(train, sorted(torch.randperm(len(train), generator=generator)[: config.train_images].tolist()))
+        train = Subset(train, sorted(torch.randperm(len(train), generator=generator)[: config.train_images].tolist()))
     return train, val
 
 
 def open_data(
-    config: Config, img_size: tuple[int, int], patch_size: tuple[int, int], device: torch.device, ranks: Ranks = ONE
+    config: Config,
+    img_size: tuple[int, int],
+    patch_size: tuple[int, int],
+    device: torch.device,
+    ranks: Ranks = ONE,
+    examples: int | None = None,
 ) -> Data:
-    """The data of a run, checked as far as it can be before anything is written. Raises InputError."""
-    train, val = select(
-        config, *open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
-    )
+    """The data of a run, checked as far as it can be before anything is written. Raises InputError.
+
+    examples: train on this many images alone (`take`).
+    """
+    sources = open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
+    train, val = select(config, *sources)
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
     if config.decode == "device":
         jpeg.check(config, train)
+    if examples is not None:
+        train = take(train, examples)
     chain = (None, None) if getattr(train, "transformed", False) else transforms(config, img_size)
     return Data(config, train, val, *chain, classes, img_size, default_workers(config), device, ranks)

@@ -1,7 +1,8 @@
-"""What a batch is made of. Sample and augmentation depend on (seed, epoch, sample) alone.
+"""The samples of a batch: which, in which order, and how they are read.
 
-The training samples are one endless stream: the shuffled epochs end to end, cut into batches of exactly `batch_size`. Step k takes
-samples k*batch_size and on, so the position in the data is the step, and nothing else has to be kept to resume.
+Sample and augmentation depend on (seed, epoch, sample) alone. The training samples are one endless stream: the
+shuffled epochs end to end, cut into batches of exactly `batch_size`. Step k takes samples k*batch_size and on, so the
+position in the data is the step, and nothing else has to be kept to resume.
 """
 
 import random
@@ -39,8 +40,9 @@ def seed_everything(*parts: int) -> None:
 class Samples(Dataset):
     """(epoch, index) -> (uint8 (C, H, W), label, unreadable).
 
-    A training sample that cannot be read (`unreadable` says which and why) is replaced by the next one that can: the batch keeps its size,
-    and its content depends on nothing but the data. Where nothing can be read, or for validation, the InputError itself comes back.
+    A training sample that cannot be read (`unreadable` says which and why) is replaced by the next one that can: the
+    batch keeps its size, and its content depends on nothing but the data. Where nothing can be read, and in validation
+    (no seed), the InputError itself is returned.
     """
 
     def __init__(self, source, transform, seed: int | None):
@@ -49,12 +51,15 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
+    def _get(self, index: int):
+        return self.source[index]
+
     def _read(self, index: int):
         """The sample at `index`, or the next readable one in training."""
         unreadable = []
         for offset in range(REPLACEMENTS):
             try:
-                return *self.source[(index + offset) % len(self.source)], unreadable
+                return *self._get((index + offset) % len(self.source)), unreadable
             except InputError as error:
                 if self.seed is None:
                     raise
@@ -75,17 +80,11 @@ class Samples(Dataset):
 
 
 class StreamSampler(Sampler):
-    """Yields lists of (epoch, index): this rank's part of the batches of steps `start` to `stop` of the endless stream."""
+    """Lists of (epoch, index): this rank's part of the batches of steps `start` to `stop`."""
 
     def __init__(self, length: int, batch_size: int, seed: int, start: int, stop: int, ranks: Ranks = ONE):
-        self.length, self.batch_size, self.seed, self.start, self.stop, self.ranks = (
-            length,
-            batch_size,
-            seed,
-            start,
-            stop,
-            ranks,
-        )
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+        self.start, self.stop, self.ranks = start, stop, ranks
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -105,7 +104,7 @@ class StreamSampler(Sampler):
 
 
 def collate(samples: list) -> Batch | InputError:
-    """Stacks samples; hands on the first error."""
+    """The samples of a batch as tensors, or the first error among them."""
     for sample in samples:
         if isinstance(sample, InputError):
             return sample
@@ -114,10 +113,12 @@ def collate(samples: list) -> Batch | InputError:
 
 
 def unchanged(sample):
+    """The collate function of samples that stay as they are."""
     return sample
 
 
 def raising(batches) -> Iterator[Batch]:
+    """The batches; raises the InputError that `collate` returned in place of one."""
     for batch in batches:
         if isinstance(batch, InputError):
             raise batch

@@ -1,4 +1,4 @@
-"""timm's training and evaluation transforms, ending in raw uint8 images: the model normalises."""
+"""Training and evaluation transforms: timm's, and random erasing of raw images."""
 
 import random
 
@@ -11,7 +11,10 @@ from ..config import Config
 
 
 class Erase:
-    """Random erasing (Zhong et al., 2017) of a uint8 (C, H, W) image: a rectangle becomes noise around the middle grey."""
+    """Random erasing (Zhong et al., 2017) of a uint8 (C, H, W) image.
+
+    share: of the images, in which a rectangle becomes noise around the middle grey.
+    """
 
     def __init__(self, share: float):
         self.share = share
@@ -19,18 +22,14 @@ class Erase:
     def __call__(self, image: Tensor) -> Tensor:
         if random.random() >= self.share:
             return image
-        top, left, height, width, _ = RandomErasing.get_params(
-            image, scale=(0.02, 1 / 3), ratio=(0.3, 3.3), value=[0.0]
-        )
+        top, left, h, w, _ = RandomErasing.get_params(image, scale=(0.02, 1 / 3), ratio=(0.3, 3.3), value=[0.0])
         image = image.clone()
-        image[:, top : top + height, left : left + width] = (
-            torch.randn(len(image), height, width).mul(64).add(127.5).clamp(0, 255)
-        )
+        image[:, top : top + h, left : left + w] = torch.randn(len(image), h, w).mul(64).add(127.5).clamp(0, 255)
         return image
 
 
 def transforms(config: Config, img_size: tuple[int, int]):
-    """timm's training and evaluation transforms, ending in uint8 (C, H, W): the model normalises."""
+    """timm's (training, evaluation) transforms, ending in uint8 (C, H, W): the model normalises."""
     train = create_transform(
         (3, *img_size),
         is_training=True,

@@ -21,11 +21,11 @@ def evaluate(
     data: Data,
     device: torch.device,
     dtype: torch.dtype | None,
-    saw: Callable[[Tensor], None] | None = None,
+    on_logits: Callable[[Tensor], None] | None = None,
 ) -> dict:
-    """Mean cross-entropy, top-1 and top-5 accuracy over the validation set, one pass; every rank takes its part of it.
+    """Mean cross-entropy, top-1 and top-5 accuracy over the validation set, shared by the ranks.
 
-    `saw` is called with the logits of each batch, in the order of the set.
+    on_logits: called with the logits of each batch, in the order of the set.
     """
     was_training = model.training
     model.eval()
@@ -34,8 +34,8 @@ def evaluate(
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with autocast(device, dtype):
             logits = model(images).float()
-        if saw:
-            saw(logits)
+        if on_logits:
+            on_logits(logits)
         top = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels[:, None]
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=PADDING)
         sums += torch.stack([loss, top[:, 0].sum(), top.sum(), (labels != PADDING).sum()])
@@ -48,32 +48,35 @@ def evaluate(
 
 
 def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
-    """timm's count of right answers by ImageNet's reassessed labels ("Are we done with ImageNet?", Beyer et al., 2020).
+    """timm's count of right answers by ImageNet's reassessed labels.
 
-    path: their real.json, one list of classes for each of ILSVRC2012_val_00000001.JPEG and on; "" is the copy that timm brings. Raises
-    InputError where the file is none, or the validation images are not those.
+    "Are we done with ImageNet?" (Beyer et al., 2020). path: their real.json, one list of classes for each of
+    ILSVRC2012_val_00000001.JPEG and on; "" is the copy that timm brings. Raises InputError where the file is none, or
+    the validation images are not those.
     """
     names = [Path(data.val.name(i)).name for i in range(len(data.val))] if hasattr(data.val, "name") else []
     try:
         counter = RealLabelsImagenet(names, path or None, topk=(1,))
     except AssertionError:
         raise InputError(
-            f"--real: {path or 'ImageNet'} has labels for another number of images than the {len(names)} of {data.config.data}"
+            f"--real: {path or 'ImageNet'} has labels for another number of images "
+            f"than the {len(names)} of {data.config.data}"
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"--real {path} cannot be read as ImageNet's reassessed labels: {error}") from None
     if not all(isinstance(labels, list) for labels in counter.real_labels.values()):
         raise InputError(f"--real {path} must hold one list of classes for each image")
-    strange = next((name for name in names if name not in counter.real_labels), None)
-    if strange:
+    unknown = next((name for name in names if name not in counter.real_labels), None)
+    if unknown:
         raise InputError(
-            f"--real tells images by ImageNet's names (ILSVRC2012_val_00000001.JPEG), and {data.config.data} has {strange}"
+            f"--real tells images by ImageNet's names (ILSVRC2012_val_00000001.JPEG), "
+            f"and {data.config.data} has {unknown}"
         )
     return counter
 
 
 def open_weights(config: Config, img_size: int | None = None) -> tuple[ViT, Data, torch.device, torch.dtype | None]:
-    """The model of `config.weights`, ready to be evaluated, and the data of `config.data` at its size; device; autocast's dtype."""
+    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
     device = choose_device(config.device)
     overrides = {} if img_size is None else dict(img_size=img_size)
     model = ViT.from_pretrained(config.weights, **overrides).to(device).eval()
@@ -82,14 +85,16 @@ def open_weights(config: Config, img_size: int | None = None) -> tuple[ViT, Data
 
 
 def evaluate_weights(config: Config, img_size: int | None = None, real: str | None = None) -> dict:
-    """Accuracy of `config.weights` on the validation split of `config.data`. Raises InputError where the two do not fit.
+    """Accuracy of `config.weights` on the validation split of `config.data`.
 
-    real: labels for `real_labels`; adds `real_accuracy` over the `real_images` that have any.
+    real: labels for `real_labels`; adds `real_accuracy` over the `real_images` that have any. Raises InputError where
+    weights and data do not fit.
     """
     model, data, device, dtype = open_weights(config, img_size)
     if model.num_classes != len(data.classes):
         raise InputError(
-            f"{config.weights} has {model.num_classes} classes and {config.data} has {len(data.classes)}; fine-tune it on this data first"
+            f"{config.weights} has {model.num_classes} classes and {config.data} has {len(data.classes)}; "
+            "fine-tune it on this data first"
         )
     if real is None:
         return evaluate(model, data, device, dtype)

@@ -1,6 +1,4 @@
-"""Few-shot evaluation of frozen features: regularised least squares in closed form, as big_vision does it, and k-NN and a linear probe beside it."""
-
-import dataclasses
+"""Few-shot evaluation of frozen features: least squares in closed form, k-NN, a linear probe."""
 
 import numpy as np
 import torch
@@ -8,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import Config
-from ..data.datasets import Part, known_labels
+from ..data.datasets import Subset, known_labels
 from ..data.loader import Data
 from ..errors import InputError
 from .accuracy import open_weights
@@ -19,10 +17,11 @@ BIAS = 100.0  # the constant feature: so large that the regularisation hardly to
 
 
 class Ridge:
-    """Least squares from whitened features and a constant onto {-1, 1}^K, for any regularisation after one eigen-decomposition.
+    """Regularised least squares from whitened features and a constant onto {-1, 1}^K.
 
-    The released evaluator of the ViT's authors (big_vision, fewshot_lsr): minimises |X W - Y|^2 + l2 |W|^2, the constant's weights
-    included. x (n, D), y (n,) class numbers; float64 on the CPU.
+    The released evaluator of the ViT's authors (big_vision, fewshot_lsr): minimises |X W - Y|^2 + l2 |W|^2, the
+    constant's weights included, for any l2 after one eigen-decomposition. x (n, D), y (n,) class numbers; float64 on
+    the CPU.
     """
 
     def __init__(self, x: Tensor, y: Tensor, classes: int):
@@ -64,7 +63,10 @@ def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l
 
 
 def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
-    """Indices of `shots` images of every class (all of a class that has fewer). Of one seed, fewer shots are part of more."""
+    """Indices of `shots` images of every class, or all of a class that has fewer.
+
+    With one seed, a draw of fewer shots is contained in a draw of more.
+    """
     generator = np.random.default_rng(seed)
     orders = [generator.permutation(np.flatnonzero(labels == k)) for k in range(classes)]
     return np.concatenate([order[:shots] for order in orders])
@@ -73,22 +75,22 @@ def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
 def training_features(
     model, data: Data, shots: list[int | None], seeds: int, device, dtype
 ) -> tuple[Tensor, Tensor, dict]:
-    """Features and labels of the training images that any draw takes, and per (shots, seed) the rows it takes.
+    """Features and labels of all training images drawn, and for each (shots, seed) its indices.
 
     Where the labels are known beforehand only those images are read; `None` shots are all images.
     """
 
-    def rows(labels: np.ndarray) -> dict:
+    def draws(labels: np.ndarray) -> dict:
         every = {(None, 0): np.arange(len(labels))} if None in shots else {}
         return every | {(n, s): draw(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
 
     labels = None if None in shots else known_labels(data.train)
     if labels is None:
-        x, y = features(model, dataclasses.replace(data, val=data.train).eval_batches(), device, dtype)
-        return x, y, rows(y.numpy())
-    drawn = rows(np.array(labels))
+        x, y = features(model, data.in_order(data.train), device, dtype)
+        return x, y, draws(y.numpy())
+    drawn = draws(np.array(labels))
     kept = np.unique(np.concatenate(list(drawn.values())))
-    x, y = features(model, dataclasses.replace(data, val=Part(data.train, kept.tolist())).eval_batches(), device, dtype)
+    x, y = features(model, data.in_order(Subset(data.train, kept.tolist())), device, dtype)
     return x, y, {key: np.searchsorted(kept, indices) for key, indices in drawn.items()}
 
 
@@ -100,10 +102,10 @@ def few_shot(
     l2: float | None = None,
     img_size: int | None = None,
 ) -> dict:
-    """Accuracy on the validation split of `config.data` of `config.weights`, frozen, with few labelled training images a class.
+    """Accuracy of `config.weights`, frozen, on `config.data`, given few labelled training images a class.
 
-    method: a name of METHODS. shots: numbers of images a class, None for all of them (the default of knn and linear). seeds: draws of
-    each number. Raises InputError for wrong input.
+    Measured on the validation split. method: a name of METHODS. shots: numbers of images a class, None for all of them
+    (the default of knn and linear). seeds: draws of each number. Raises InputError for wrong input.
     """
     shots = shots or (list(SHOTS) if method == "ridge" else [None])
     if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not l2 > 0):
@@ -117,17 +119,10 @@ def few_shot(
     results = []
     for n in shots:
         accuracies = []
-        for rows in (rows for (number, _), rows in drawn.items() if number == n):
-            found = classify(method, x[rows].to(at), y[rows].to(at), queries.to(at), len(data.classes), l2)
+        for chosen in (indices for (number, _), indices in drawn.items() if number == n):
+            found = classify(method, x[chosen].to(at), y[chosen].to(at), queries.to(at), len(data.classes), l2)
             accuracies.append((found.cpu() == truth).double().mean().item())
         results.append(dict(shots=n or "all", accuracy=sum(accuracies) / len(accuracies), accuracies=accuracies))
     used = dict(l2=L2[method] if l2 is None else l2) if method in L2 else {}
-    return dict(
-        weights=config.weights,
-        data=config.data,
-        method=method,
-        **used,
-        classes=len(data.classes),
-        images=len(truth),
-        results=results,
-    )
+    counts = dict(classes=len(data.classes), images=len(truth))
+    return dict(weights=config.weights, data=config.data, method=method, **used, **counts, results=results)

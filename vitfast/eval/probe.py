@@ -1,7 +1,7 @@
-"""What frozen features can do: a weighted k-NN and a linear probe, on matrices of features.
+"""Frozen features, and two classifiers on them: a weighted k-NN and a linear probe.
 
-x (n, D) features, y (n,) class numbers 0 .. K-1. Every function takes the training pairs and the features of the images to classify,
-and returns their classes (m,).
+x (n, D) features, y (n,) class numbers 0 .. K-1. Every classifier takes the training pairs and the features of the
+images to classify, and returns their classes (m,).
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,10 @@ CHUNK = 1024  # images compared with all training images at a time
 
 @torch.inference_mode()
 def features(model: ViT, batches: Iterable, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """What the model's last linear layer sees (`pre_logits`), for batches (images, labels): fp32 (n, D) and labels (n,), on the CPU."""
+    """The inputs of the model's last linear layer (`pre_logits`) for batches (images, labels).
+
+    Returns fp32 features (n, D) and labels (n,), on the CPU. Raises InputError where there are no images.
+    """
     was_training = model.training
     model.eval()
     xs, ys = [], []
@@ -35,24 +38,30 @@ def features(model: ViT, batches: Iterable, device: torch.device, dtype: torch.d
 
 
 def whitening(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes the columns of x mean 0 and deviation 1 (1e-5 added to it), for any features, in float64."""
+    """A function of features (m, D), in float64: under it the columns of x have mean 0 and deviation 1.
+
+    1e-5 is added to the deviation.
+    """
     mean, scale = x.double().mean(0), x.double().std(0, correction=0) + 1e-5
     return lambda features: (features.double() - mean) / scale
 
 
 def knn(x: Tensor, y: Tensor, queries: Tensor, classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:
-    """The k nearest training images by cosine vote, each with exp(similarity / temperature) (Wu et al., 2018; numbers of DINO, 2021)."""
+    """The vote of the k training images nearest by cosine, each of weight exp(similarity / temperature).
+
+    Wu et al., 2018, with the numbers of DINO, 2021.
+    """
     x, y, votes = F.normalize(x.float(), dim=1), y.to(x.device), []
-    for part in queries.split(CHUNK):
-        similarity, nearest = (F.normalize(part.float(), dim=1) @ x.T).topk(min(k, len(x)))
+    for chunk in queries.split(CHUNK):
+        similarity, nearest = (F.normalize(chunk.float(), dim=1) @ x.T).topk(min(k, len(x)))
         votes.append((F.one_hot(y[nearest], classes) * (similarity / temperature).exp()[..., None]).sum(1).argmax(1))
     return torch.cat(votes)
 
 
 def linear(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float = 1.0) -> Tensor:
-    """Multinomial logistic regression on whitened features by L-BFGS (scikit-learn's), with l2 / 2 |W|^2 beside the summed loss.
+    """Multinomial logistic regression on whitened features: scikit-learn's L-BFGS.
 
-    Raises InputError where the training images are of one class.
+    Minimises the summed loss + l2 / 2 |W|^2. Raises InputError where the training images are of one class.
     """
     from sklearn.linear_model import LogisticRegression
 

@@ -1,10 +1,11 @@
-"""The demo: the paper's way in small. Pre-train on digits, fine-tune at a higher resolution, report."""
+"""The demo, the paper in small: pre-train on digits, fine-tune at a higher resolution, report."""
 
 import csv
 from pathlib import Path
 
 from ..errors import InputError
-from ..train.log import COLUMNS, write_summary, write_text
+from ..files import write_text
+from ..train.log import COLUMNS, write_summary
 from ..train.recipes import Config, resolve
 from ..train.trainer import train
 
@@ -14,13 +15,12 @@ def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config,
     shared = dict(data="digits", seed=seed, device=device)
     pretrain = resolve("pretrain", dict(recipe="digits", output=str(output / "pretrain"), **shared))
     weights = str(output / "pretrain" / "checkpoints" / "last")
-    return pretrain, resolve(
-        "finetune", dict(recipe="finetune/digits", output=str(output / "finetune"), weights=weights, **shared)
-    )
+    own = dict(recipe="finetune/digits", output=str(output / "finetune"), weights=weights)
+    return pretrain, resolve("finetune", own | shared)
 
 
 def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
-    """Runs the demo into `output`, or goes on with it. Returns its summary, None where it was asked to stop on the way."""
+    """Runs the demo into `output`, or goes on with it. Returns its summary, None if it was stopped."""
     if output.exists() and not output.is_dir():
         raise InputError(f"--output {output} is a file; give a folder")
     print(f"vitfast demo: a 4-layer ViT learns handwritten digits from scratch; results in {output}/")
@@ -48,7 +48,8 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
 
     path = write_report(output, summary)
     print(
-        f"test accuracy: {summary['pretrain_accuracy']:.4f} after pre-training, {summary['finetune_accuracy']:.4f} after fine-tuning at 48 px"
+        f"test accuracy: {summary['pretrain_accuracy']:.4f} after pre-training, "
+        f"{summary['finetune_accuracy']:.4f} after fine-tuning at 48 px"
     )
     print(
         f"{summary['seconds']:.0f} s, {summary['images_per_second']:,.0f} images/s on {summary['device']}; open {path}"
@@ -57,7 +58,7 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
 
 
 def _merge_metrics(output: Path) -> None:
-    """metrics.csv of both runs in one, with the task as its first column."""
+    """Writes metrics.csv of both runs in one, with the task as its first column."""
     lines = [",".join(("task", *COLUMNS))]
     for task in ("pretrain", "finetune"):
         with open(output / task / "metrics.csv", newline="") as file:

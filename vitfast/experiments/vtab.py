@@ -1,36 +1,35 @@
-"""VTAB-style evaluation: the same weights on many small tasks, 1000 training images each, and one table of the results.
+"""VTAB: the same weights on many small tasks, and one table of the results.
 
-The protocol is VTAB-1k's ("A Large-scale Study of Representation Learning with the Visual Task Adaptation Benchmark", Zhai et al., 2019):
-every task is learned from 1000 images, measured on its whole test set, and counts alike in the mean of its group and of all. The method is
-fine-tuning (Table 4 of the ViT paper) or a classifier on frozen features, whose regularisation is chosen with 800 of the images on the other 200.
+The protocol is VTAB-1k's ("A Large-scale Study of Representation Learning with the Visual Task Adaptation Benchmark",
+Zhai et al., 2019): every task is learned from 1000 images, measured on its whole test set, and counts alike in the mean
+of its group and of all. The method is fine-tuning (Table 4 of the ViT paper) or a classifier on frozen features, whose
+regularisation is chosen with 800 of the images on the other 200.
 """
 
 import dataclasses
-import itertools
 import json
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import yaml
 from torch import Tensor
 
-from ..data.datasets import Part, Shards
+from ..data.datasets import take
+from ..distributed import world_size
 from ..errors import InputError
 from ..eval.accuracy import open_weights
 from ..eval.fewshot import Ridge, classify
 from ..eval.probe import features, linear
-from ..train.log import write_text
+from ..files import write_text
 from ..train.recipes import Config, resolve
 from ..train.trainer import Trainer
 
 logger = logging.getLogger("vitfast")
 
 EXAMPLES = 1000
-# The 19 tasks by group, and the data set of huggingface.co/clip-benchmark that holds each, labels derived as VTAB does, as train/*.tar and
-# test/*.tar. wds_sun397 has no training shards there: put class folders in its place.
+# The 19 tasks by group, and the data set of huggingface.co/clip-benchmark that holds each, labels derived as VTAB does,
+# as train/*.tar and test/*.tar. wds_sun397 has no training shards there: put class folders in its place.
 VTAB = {
     "natural": dict(
         caltech101="wds_vtab-caltech101",
@@ -73,7 +72,10 @@ class Task:
 
 
 def tasks_in(root: Path) -> list[Task]:
-    """Those of the 19 tasks that lie in `root`, each in a folder of its own name or its data set's: shards, or train/ and test/ class folders."""
+    """Those of the 19 tasks that lie in `root`, each in a folder of its own name or its data set's.
+
+    A folder holds shards, or train/ and test/ with class folders. Raises InputError where there are none.
+    """
     found, missing = [], []
     for group, tasks in VTAB.items():
         for name, repository in tasks.items():
@@ -84,23 +86,24 @@ def tasks_in(root: Path) -> list[Task]:
             shards = any([*folder.glob("train*.tar"), *folder.glob("train/*.tar")])
             found.append(Task(name, group, dict(data=f"wds/{folder}" if shards else str(folder))))
     if not found:
-        raise InputError(
-            f"no task of VTAB in {root}; it takes folders such as {root / 'wds_vtab-pets'}: {GET.format('wds_vtab-pets', root)}"
-        )
+        example = "wds_vtab-pets"
+        command = GET.format(example, root)
+        raise InputError(f"no task of VTAB in {root}; it takes folders such as {root / example}: {command}")
     if missing:
         logger.info("not in %s: %s", root, ", ".join(missing))
     return found
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Tasks of a YAML list. Each is a SPEC, or `data` with an optional `name` and `group` and any other setting, such as `data_dir`."""
+    """Tasks of a YAML list: each a SPEC, or `data` with optional `name`, `group`, other settings."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"--tasks {path} cannot be read as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, list) or not content:
         raise InputError(
-            f"--tasks {path} must hold a list of tasks such as '- {{name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}}'"
+            f"--tasks {path} must hold a list of tasks such as "
+            "'- {name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}'"
         )
     tasks = []
     for item in content:
@@ -112,31 +115,6 @@ def read_tasks(path: Path) -> list[Task]:
     if len({task.name for task in tasks}) < len(tasks):
         raise InputError(f"--tasks {path}: two tasks have the same name")
     return tasks
-
-
-class Listed:
-    """Images and labels in memory, as a source."""
-
-    def __init__(self, spec: str, samples: list, classes: list[str]):
-        self.spec, self.samples, self.classes = spec, samples, classes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int):
-        return self.samples[index]
-
-    def name(self, index: int) -> str:
-        return f"{self.spec}[{index}]"
-
-
-def take(source, count: int):
-    """`count` images of a training source, always the same, or all where it has no more."""
-    if isinstance(source, Shards):
-        source.dataset.transform = None
-        return Listed(source.spec, list(itertools.islice(source.dataset, count)), source.classes)
-    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
-    return Part(source, order[:count].tolist())
 
 
 def best_l2(method: str, x: Tensor, y: Tensor, classes: int) -> float:
@@ -156,8 +134,7 @@ def evaluate_frozen(
 ) -> dict:
     """Accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
     model, data, device, dtype = open_weights(config, img_size)
-    source = take(data.train, examples)
-    x, y = features(model, dataclasses.replace(data, val=source).eval_batches(), device, dtype)
+    x, y = features(model, data.in_order(take(data.train, examples)), device, dtype)
     queries, truth = features(model, data.eval_batches(), device, dtype)
     used = {} if method not in L2 else dict(l2=best_l2(method, x, y, len(data.classes)) if l2 is None else l2)
     found = classify(method, x, y, queries, len(data.classes), **used)
@@ -165,13 +142,13 @@ def evaluate_frozen(
 
 
 def fine_tune(config: Config, examples: int) -> dict | None:
-    """Accuracy after fine-tuning on `examples` training images; None where it was asked to stop on the way. A finished run is only measured."""
+    """Accuracy after fine-tuning on `examples` training images; None where it was asked to stop.
+
+    A finished run is only measured.
+    """
     steps = config.steps or max(1, round(config.epochs * examples / config.batch_size))
-    trainer = Trainer(
-        dataclasses.replace(config, steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5))
-    )
-    trainer.data = dataclasses.replace(trainer.data, train=take(trainer.data.train, examples))
-    summary = trainer.fit()
+    settings = dict(steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5))
+    summary = Trainer(dataclasses.replace(config, **settings), examples=examples).fit()
     if not summary["finished"]:
         return None
     return dict(accuracy=summary["accuracy"], train_images=summary["train_images"], test_images=summary["val_images"])
@@ -180,70 +157,61 @@ def fine_tune(config: Config, examples: int) -> dict | None:
 def vtab(
     tasks: list[Task], method: str, layers: list[dict], output: Path, examples: int = EXAMPLES, l2: float | None = None
 ) -> dict | None:
-    """Every task by `method` ("finetune" or one of fewshot.METHODS); `layers` are settings as `resolve` takes them, `weights` among them.
+    """Every task by `method`, "finetune" or one of fewshot.METHODS. Returns the content of vtab.json.
 
-    Writes output/vtab.txt, .csv and .json, and what a fine-tuning leaves into output/<task>-<examples>/; the same call again goes on where
-    it stopped. Returns what vtab.json holds, None where a fine-tuning was asked to stop. Raises InputError.
+    layers: settings as `resolve` takes them, `weights` among them. Writes output/vtab.txt, .csv and .json, and what a
+    fine-tuning leaves into output/<task>-<examples>/; the same call again goes on where it stopped. Returns None where
+    a fine-tuning was asked to stop. Raises InputError.
     """
     if output.exists() and not output.is_dir():
         raise InputError(f"--output {output} is a file; give a folder")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size() > 1:
         raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
     if examples < 1 or (l2 is not None and not l2 > 0):
         raise InputError("vtab takes a positive number of examples and a positive l2")
     if l2 is not None and method not in L2:
         raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
+    first = [{"recipe": "finetune/vtab"}] if method == "finetune" else []
+    settings = [[*first, task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
     kind = "finetune" if method == "finetune" else "eval"
-    settings = [[task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
-    for given in settings:
-        if kind == "finetune" and not any("recipe" in layer for layer in given):
-            given.insert(0, {"recipe": "finetune/vtab"})
     configs = [resolve(kind, *given) for given in settings]  # all are right before the first begins
-    rows = []
+    records = []
     for task, given, config in zip(tasks, settings, configs):
         size = next((layer["img_size"] for layer in reversed(given) if "img_size" in layer), None)
-        result = (
-            fine_tune(config, examples) if method == "finetune" else evaluate_frozen(config, method, examples, l2, size)
-        )
+        if method == "finetune":
+            result = fine_tune(config, examples)
+        else:
+            result = evaluate_frozen(config, method, examples, l2, size)
         if result is None:
             return None
-        rows.append(dict(task=task.name, group=task.group, **result))
+        records.append(dict(task=task.name, group=task.group, **result))
         logger.info("%s: accuracy %.4f", task.name, result["accuracy"])
-    groups = {
-        group: _mean([r for r in rows if r["group"] == group]) for group in dict.fromkeys(r["group"] for r in rows)
-    }
-    summary = dict(
-        weights=configs[0].weights, method=method, examples=examples, mean=_mean(rows), groups=groups, tasks=rows
-    )
+    groups = {name: _mean([r for r in records if r["group"] == name]) for name in dict.fromkeys(t.group for t in tasks)}
+    summary = dict(weights=configs[0].weights, method=method, examples=examples, mean=_mean(records), groups=groups)
+    summary["tasks"] = records
     _write(output, summary)
     return summary
+
+
+def _mean(records: list[dict]) -> float:
+    return sum(record["accuracy"] for record in records) / len(records)
+
+
+def _means(summary: dict) -> list[tuple[str, str, float]]:
+    return [("mean", group, accuracy) for group, accuracy in [*summary["groups"].items(), ("all", summary["mean"])]]
 
 
 def _write(output: Path, summary: dict) -> None:
     output.mkdir(parents=True, exist_ok=True)
     columns = ("task", "group", "accuracy", "train_images", "test_images", "l2")
-    lines = [columns, *([row.get(c, "") for c in columns] for row in summary["tasks"])]
-    lines += [("mean", group, accuracy, "", "", "") for group, accuracy in _means(summary)]
+    lines = [columns, *([record.get(c, "") for c in columns] for record in summary["tasks"])]
+    lines += [(*mean, "", "", "") for mean in _means(summary)]
     write_text(output / "vtab.csv", "".join(",".join(map(str, line)) + "\n" for line in lines))
     write_text(output / "vtab.txt", table(summary) + "\n")
     write_text(output / "vtab.json", json.dumps(summary, indent=2) + "\n")
 
 
-def _mean(rows: list[dict]) -> float:
-    return sum(row["accuracy"] for row in rows) / len(rows)
-
-
-def _means(summary: dict) -> list[tuple[str, float]]:
-    return [*summary["groups"].items(), ("all", summary["mean"])]
-
-
 def table(summary: dict) -> str:
     """The results as lines of text."""
-    rows = [(row["task"], row["group"], row["accuracy"]) for row in summary["tasks"]]
-    rows += [("mean", group, accuracy) for group, accuracy in _means(summary)]
-    return "\n".join(
-        [
-            f"{'task':<24}{'group':<14}accuracy",
-            *(f"{task:<24}{group:<14}{accuracy:.4f}" for task, group, accuracy in rows),
-        ]
-    )
+    lines = [(record["task"], record["group"], record["accuracy"]) for record in summary["tasks"]] + _means(summary)
+    return "\n".join([f"{'task':<24}{'group':<14}accuracy", *(f"{t:<24}{g:<14}{a:.4f}" for t, g, a in lines)])

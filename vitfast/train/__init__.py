@@ -1,1 +1,4 @@
-"""Training: recipes are data, the loop is one function. Needs the extra `train` (pip install 'vitfast[train]')."""
+"""Training: recipes are data, the loop is one class.
+
+Needs the extra `train`: pip install 'vitfast[train]'.
+"""

@@ -1,10 +1,11 @@
-"""What a run tells: a progress bar, metrics.csv, TensorBoard events, summary.json."""
+"""The log of a run: a progress bar, metrics.csv, TensorBoard events, summary.json."""
 
 import csv
 import json
 import logging
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,18 +17,20 @@ logger = logging.getLogger("vitfast")
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """The rows of metrics.csv as dictionaries of numbers (and `split`); none where there is no file."""
+    """The records of metrics.csv as dictionaries of numbers (and `split`); none where there is no file."""
     path = run / "metrics.csv"
     if not path.exists():
         return []
     with open(path, newline="") as file:
-        return [
-            {k: v if k == "split" else float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)
-        ]
+        records = list(csv.DictReader(file))
+    return [{k: v if k == "split" else float(v) if v else None for k, v in record.items()} for record in records]
 
 
 class Metrics:
-    """Appends rows to metrics.csv and TensorBoard, or nowhere. A resumed run drops the rows after the step it resumes from."""
+    """Appends records to metrics.csv and TensorBoard; to neither where `run` is None.
+
+    A resumed run drops the records after the step that it resumes from.
+    """
 
     def __init__(self, run: Path | None, resumed_step: int):
         self.file = self.board = None
@@ -36,27 +39,30 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         path = run / "metrics.csv"
-        kept = [row for row in read_metrics(run) if row["step"] <= resumed_step] if resumed_step else []
-        lines = [",".join(COLUMNS), *(",".join(self._text(row.get(c)) for c in COLUMNS) for row in kept)]
-        write_text(path, "\n".join(lines) + "\n")
+        kept = [record for record in read_metrics(run) if record["step"] <= resumed_step] if resumed_step else []
+        write_text(path, ",".join(COLUMNS) + "\n" + "".join(map(self._line, kept)))
         self.file = open(path, "a", newline="")
         self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
 
     @staticmethod
-    def _text(value) -> str:
-        if value is None:
-            return ""
-        return str(int(value)) if isinstance(value, float) and value == int(value) and abs(value) < 1e15 else str(value)
+    def _line(record: dict) -> str:
+        def text(value) -> str:
+            if value is None:
+                return ""
+            whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+            return str(int(value) if whole else value)
 
-    def write(self, **row) -> None:
-        """One row: the columns, those left out empty."""
+        return ",".join(text(record.get(column)) for column in COLUMNS) + "\n"
+
+    def write(self, **record) -> None:
+        """One record: the columns, those left out empty."""
         if self.file is None:
             return
-        self.file.write(",".join(self._text(row.get(c)) for c in COLUMNS) + "\n")
+        self.file.write(self._line(record))
         self.file.flush()
-        for key in ("loss", "accuracy", "lr", "images_per_second", "waiting_for_data"):
-            if row.get(key) is not None:
-                self.board.add_scalar(f"{row['split']}/{key}", row[key], row["step"])
+        for key in COLUMNS[3:]:
+            if record.get(key) is not None:
+                self.board.add_scalar(f"{record['split']}/{key}", record[key], record["step"])
 
     def close(self) -> None:
         if self.file is not None:
@@ -67,15 +73,9 @@ class Metrics:
 class Progress:
     """A bar with loss, images/s and time left on a terminal; a line every tenth of the run elsewhere."""
 
-    def __init__(self, name: str, start: int, total: int, speaks: bool = True):
-        self.bar = tqdm(
-            total=total,
-            initial=start,
-            desc=name,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not (speaks and sys.stderr.isatty()),
-        )
+    def __init__(self, name: str, start: int, total: int, shown: bool):
+        off = not (shown and sys.stderr.isatty())
+        self.bar = tqdm(total=total, initial=start, desc=name, unit="step", dynamic_ncols=True, disable=off)
         self.name, self.total, self.tenth = name, total, start * 10 // total
 
     def step(self, step: int, text: str = "") -> None:
@@ -102,7 +102,7 @@ def write_summary(run: Path, summary: dict) -> None:
 
 
 class Meter:
-    """Speed of the training steps alone: evaluation, saving and the first window (compilation) do not count."""
+    """Speed of the training steps alone: evaluation, saving, the first window (compilation) do not count."""
 
     def __init__(self):
         self.begun = self.window = time.perf_counter()
@@ -110,30 +110,28 @@ class Meter:
         self.images = self.windows = 0
         self.speed = self.waiting_share = 0.0
 
-    def next(self, batches):
-        """The next batch; the time until it is there counts as waiting for data."""
+    @contextmanager
+    def waiting(self):
+        """The time inside counts as waiting for data."""
         start = time.perf_counter()
-        batch = next(batches)
+        yield
         self.window_wait += time.perf_counter() - start
-        return batch
 
     def end_window(self, images: int) -> float:
         """Ends a window of `images` (the device is idle now); returns its images per second."""
         seconds = max(time.perf_counter() - self.window, 1e-9)
         if self.windows == 1:  # from the second window on the first one is forgotten
             self.spent, self.images, self.waited = 0.0, 0, 0.0
-        self.windows, self.spent, self.images, self.waited = (
-            self.windows + 1,
-            self.spent + seconds,
-            self.images + images,
-            self.waited + self.window_wait,
-        )
+        self.windows += 1
+        self.spent += seconds
+        self.images += images
+        self.waited += self.window_wait
         self.speed, self.waiting_share = self.images / self.spent, self.waited / self.spent
         self.start_window()
         return images / seconds
 
     def start_window(self) -> None:
-        """What came since the last window is not counted."""
+        """Begins a window now; the time since the last one is not counted."""
         self.window, self.window_wait = time.perf_counter(), 0.0
 
     def take_seconds(self) -> float:

@@ -11,7 +11,10 @@ def softmax_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -
 
 
 def sigmoid_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Binary cross-entropy summed over the classes, mean over the batch (as the released code pre-trains on JFT-300M)."""
+    """Binary cross-entropy, summed over the classes, mean over the batch.
+
+    As the released code pre-trains on JFT-300M. logits (B, K); target (B,) class numbers or (B, K) probabilities.
+    """
     classes = logits.shape[-1]
     if target.dim() == 1:
         target = F.one_hot(target, classes)

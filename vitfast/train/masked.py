@@ -1,8 +1,9 @@
 """Masked patch prediction, the self-supervised objective of the ViT paper (4.6, B.1.2).
 
-A share of the patch embeddings is corrupted as BERT does with words: 80 % become a learnable [mask], 10 % the embedding of another
-patch, 10 % stay as they are. Prefix tokens and positions are added afterwards (the paper corrupts "patch embeddings", to which its Eq. 1
-adds the positions), so a corrupted patch still knows its place. The output of every corrupted patch predicts what was there.
+A share of the patch embeddings is corrupted as BERT does with words: 80 % become a learnable [mask], 10 % the embedding
+of another patch, 10 % stay as they are. Prefix tokens and positions are added afterwards (the paper corrupts "patch
+embeddings", to which its Eq. 1 adds the positions), so a corrupted patch still knows its place. The output of every
+corrupted patch predicts what was there.
 """
 
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ TARGETS = (*CELLS, "pixels")
 
 
 class Corruption(NamedTuple):
-    """What happens to the N patches of each of B images."""
+    """A plan for the N patches of each of B images."""
 
     chosen: Tensor  # (B, K) int64: the corrupted patches, whose outputs are trained
     masked: Tensor  # (B, N) bool: [mask] stands there
@@ -34,7 +35,7 @@ class Corruption(NamedTuple):
 
 
 def corruption(noise: Tensor, share: float) -> Corruption:
-    """A Corruption of exactly round(share * N) patches an image (at least one) from `noise` (B, 3, N), uniform in [0, 1).
+    """The Corruption of round(share * N) patches an image, at least one, by `noise` (B, 3, N) in [0, 1).
 
     The other patch is one of the same image, never the patch itself (the paper does not say from where it is taken).
     """
@@ -42,24 +43,22 @@ def corruption(noise: Tensor, share: float) -> Corruption:
     patches = noise.shape[-1]
     chosen = pick.argsort(dim=1, stable=True)[:, : max(1, round(share * patches))]
     what = torch.ones_like(what).scatter(1, chosen, what.gather(1, chosen))  # 1 where nothing happens
-    # Others come from the next patch of a random circle: none is taken twice, so that no gradient depends on the order of atomic additions.
+    # Others come from the next patch of a random circle: none is taken twice, so that no gradient depends on the order
+    # of atomic additions.
     circle = order.argsort(dim=1, stable=True)
     other = torch.empty_like(circle).scatter(1, circle, circle.roll(1, 1))
-    source = torch.where(
-        (what >= MASKED) & (what < MASKED + SWAPPED), other, torch.arange(patches, device=noise.device)
-    )
-    return Corruption(chosen, what < MASKED, source)
+    swapped = (what >= MASKED) & (what < MASKED + SWAPPED)
+    return Corruption(chosen, what < MASKED, torch.where(swapped, other, torch.arange(patches, device=noise.device)))
 
 
 def fixed_noise(samples: Iterable[int], patches: int, seed: int = 0) -> Tensor:
-    """The noise (B, 3, N), on the CPU, that belongs to these samples: the same in every evaluation and at every batch size."""
-    return torch.stack(
-        [torch.rand(3, patches, generator=torch.Generator().manual_seed(mix_seed(seed, i))) for i in samples]
-    )
+    """The noise (B, 3, N), on the CPU, of these samples: the same in every evaluation, at any batch size."""
+    generators = (torch.Generator().manual_seed(mix_seed(seed, i)) for i in samples)
+    return torch.stack([torch.rand(3, patches, generator=generator) for generator in generators])
 
 
 def colour_classes(patches: Tensor, cells: int) -> Tensor:
-    """Patches (..., C, P, Q) of pixels 0 to 255 -> the colours of `cells` x `cells` areas, (..., cells * cells) int64.
+    """Patches (..., C, P, Q), pixels 0 to 255 -> colours of cells x cells areas, (..., cells^2) int64.
 
     The mean of each area in 3 bits a channel, the first channel the highest: red * 64 + green * 8 + blue, one of 512.
     """
@@ -76,11 +75,12 @@ def _take(x: Tensor, indices: Tensor) -> Tensor:
 
 
 class MaskedPatches(nn.Module):
-    """A ViT that learns to predict its corrupted patches; `vit` stays an ordinary ViT, whose head is dropped.
+    """A ViT that learns to predict its corrupted patches; `vit` is an ordinary ViT without its head.
 
-    target: "mean" predicts the mean colour of a patch in 3 bits a channel, one of 512 classes; "downsized" the 16 colours of the patch
-    at 4 x 4; "pixels" the whole patch, normalised, by its mean squared error. share: of the patches that are corrupted.
-    The [mask] and the prediction layer exist here alone. Every parameter takes part in the loss, as DDP wants it.
+    target: "mean" predicts the mean colour of a patch in 3 bits a channel, one of 512 classes; "downsized" the 16
+    colours of the patch at 4 x 4; "pixels" the whole patch, normalised, by its mean squared error. share: of the
+    patches that are corrupted. The [mask] and the prediction layer exist here alone. Every parameter takes part in the
+    loss, as DDP requires.
     """
 
     def __init__(self, vit: ViT, target: str = "mean", share: float = 0.5):
@@ -124,20 +124,21 @@ class MaskedPatches(nn.Module):
         return self.vit.fc_norm(x)[:, self.vit.num_prefix_tokens :]
 
     def forward(self, images: Tensor, corrupted: Corruption | None = None) -> tuple[Tensor, Tensor]:
-        """Raw uint8 images (B, C, H, W) -> (mean loss over the corrupted patches, share of them whose colours are right).
+        """Raw uint8 images (B, C, H, W) -> (mean loss of the corrupted patches, share with right colours).
 
-        Without a Corruption a new one is drawn from torch's global generator of the images' device. For "pixels" a patch is right where
-        the mean of what was predicted has the right 3 bits a channel. Raises TypeError for images that are not raw.
+        Without a Corruption a new one is drawn from torch's global generator of the images' device. For "pixels" a
+        patch is right where the mean of what was predicted has the right 3 bits a channel. Raises TypeError for images
+        that are not raw, ValueError for another shape.
         """
         vit = self.vit
         if images.dtype != torch.uint8:
             raise TypeError(
                 f"MaskedPatches: images must be raw uint8, whose colours are the targets, got {images.dtype}"
             )
-        if tuple(images.shape[1:]) != (vit.in_chans, *vit.patch_embed.img_size):
-            raise ValueError(
-                f"MaskedPatches: images must be (B, {vit.in_chans}, {', '.join(map(str, vit.patch_embed.img_size))}), got {tuple(images.shape)}"
-            )
+        expected = (vit.in_chans, *vit.patch_embed.img_size)
+        if tuple(images.shape[1:]) != expected:
+            shape = ", ".join(map(str, expected))
+            raise ValueError(f"MaskedPatches: images must be (B, {shape}), got {tuple(images.shape)}")
         if corrupted is None:
             noise = torch.rand(len(images), 3, vit.patch_embed.num_patches, device=images.device)
             corrupted = corruption(noise, self.share)
@@ -159,7 +160,10 @@ class MaskedPatches(nn.Module):
 
 @torch.no_grad()
 def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtype: torch.dtype | None) -> dict:
-    """Mean loss and share of right colours over the validation set, the corruption of each image always the same; every rank takes its part."""
+    """Mean loss and share of right colours over the validation set, shared by the ranks.
+
+    The corruption of each image is always the same.
+    """
     was_training = model.training
     model.eval()
     sums = torch.zeros(3, device=device, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Optimisers with the paper's decay (kernels only), and learning rates as a function of the step alone."""
+"""Optimisers with the paper's decay (kernels only); learning rates as functions of the step alone."""
 
 import math
 
@@ -10,7 +10,10 @@ from ..config import Config
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
-    """The rate of optimiser step `step` (from 0) of `total`: linear warm-up, then cosine or linear decay to lr_end, or none."""
+    """The rate of optimiser step `step` (from 0) of `total`.
+
+    Linear warm-up, then cosine or linear decay to lr_end, or none.
+    """
     top = config.lr * (config.batch_size / config.scale_lr if config.scale_lr else 1)
     if step < config.warmup_steps:
         return top * (step + 1) / config.warmup_steps
@@ -24,7 +27,8 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict]:
     """Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out.
 
-    With `layer_decay` the rate of each layer is that times the next one's, the head's is whole (`lr_scale` of the groups; timm's rule).
+    With `layer_decay` the rate of each layer is that times the next one's, the head's is whole (`lr_scale` of the
+    groups; timm's rule).
     """
     spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
     if layer_decay:

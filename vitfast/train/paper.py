@@ -1,15 +1,16 @@
-"""The paper's recipes as data: every row of its Tables 3 and 4 (arXiv 2010.11929), and two later recipes for plain ViTs.
+"""The paper's recipes as data: Tables 3 and 4 of arXiv 2010.11929 row by row, and two later recipes.
 
-Where the released code adds to the text, it is said: a linear decay ends at 1e-5, pre-training with sigmoid cross-entropy starts with a head
-bias of -10, weight decay is decoupled and on kernels only, fine-tuning warms up for 500 steps (50 where
-500 are all, our choice) and crops 5 to 100 % of the area, and the classes of ImageNet-21k are trained with sigmoid cross-entropy too.
-`about` has the command and the published top-1 accuracy.
+Where the released code adds to the text, it is said: a linear decay ends at 1e-5, pre-training with sigmoid
+cross-entropy starts with a head bias of -10, weight decay is decoupled and on kernels only, fine-tuning warms up for
+500 steps (50 where 500 are all, our choice) and crops 5 to 100 % of the area, and the classes of ImageNet-21k are
+trained with sigmoid cross-entropy too. `about` has the command and the published top-1 accuracy.
 """
 
 from ..config import Recipe
 
-JFT_IMAGES = 303e6
-_PRETRAIN = dict(
+# ---- Table 3: pre-training
+
+_TABLE_3 = dict(
     optimizer="adamw",
     betas=(0.9, 0.999),
     batch_size=4096,
@@ -18,141 +19,134 @@ _PRETRAIN = dict(
     hidden_head=True,
     weight_init="jax",
 )
-_JFT = dict(objective="sigmoid", head_init_bias=-10.0, lr_decay="linear", lr_end=1e-5, weight_decay=0.1, **_PRETRAIN)
-_IMAGENET21K = dict(
-    objective="sigmoid",
-    head_init_bias=-10.0,
-    lr=1e-3,
-    lr_decay="linear",
-    lr_end=1e-5,
-    weight_decay=0.03,
-    dropout=0.1,
-    **_PRETRAIN,
+_SIGMOID = dict(objective="sigmoid", head_init_bias=-10.0, lr_decay="linear", lr_end=1e-5)
+_JFT = dict(weight_decay=0.1, **_SIGMOID, **_TABLE_3)
+_IMAGENET21K = dict(lr=1e-3, weight_decay=0.03, dropout=0.1, **_SIGMOID, **_TABLE_3)
+_IMAGENET = dict(epochs=300, lr=3e-3, lr_decay="cosine", weight_decay=0.3, dropout=0.1, clip_norm=1.0, **_TABLE_3)
+
+# Model, epochs, learning rate; then of Table 6: accuracy after fine-tuning on ImageNet and on CIFAR-100, exaFLOPs.
+_JFT_ROWS = (
+    ("B/32", 7, 8e-4, (80.73, 90.49, 55)),
+    ("B/16", 7, 8e-4, (84.15, 91.87, 224)),
+    ("L/32", 7, 6e-4, (84.37, 92.52, 196)),
+    ("L/16", 7, 4e-4, (86.3, 93.46, 783)),
+    ("L/16", 14, 4e-4, (87.12, 94.04, 1567)),
+    ("H/14", 14, 3e-4, (88.08, 94.71, 4262)),
+    ("R50x1", 7, 1e-3, (77.54, 86.07, 50)),
+    ("R50x2", 7, 1e-3, None),
+    ("R101x1", 7, 8e-4, None),
+    ("R152x1", 7, 6e-4, None),
+    ("R152x2", 7, 6e-4, None),
+    ("R50+B/32", 7, 8e-4, (84.9, 92.24, 106)),
+    ("R50+B/16", 7, 8e-4, (85.58, 92.63, 274)),
+    ("R50+L/32", 7, 2e-4, None),
+    ("R50+L/16", 7, 4e-4, None),
+    ("R50+L/16", 14, 4e-4, (87.12, 93.89, 1668)),
 )
-_IMAGENET = dict(epochs=300, lr=3e-3, lr_decay="cosine", weight_decay=0.3, dropout=0.1, clip_norm=1.0, **_PRETRAIN)
-_RESNET = dict(hidden_head=False, weight_init="")
+_FROM_SCRATCH = {"B/32": 69.19, "B/16": 74.79, "L/32": 66.90, "L/16": 72.59}
 
 
-def _short(model: str) -> str:
-    """ "R50+B/16" -> "r50-b16"."""
-    return model.lower().replace("/", "").replace("+", "-")
-
-
-def _pretrain(model: str, data: str, published: str = "", **fields) -> Recipe:
+def _pretrain(model: str, data: str, published: str = "Table 3.", **fields) -> Recipe:
     """vit-b16/jft-7ep and the like; ResNets are bit-r50x1/..."""
     resnet = model.startswith("R") and "+" not in model
-    name = f"{'bit' if resnet else 'vit'}-{_short(model)}/{data}"
-    command = f"vitfast pretrain --recipe {name} --data DIR --output runs/{name.replace('/', '-')}"
-    return Recipe(
-        name=name,
-        model=model,
-        about=f"{command}\n{published or 'Table 3.'}",
-        **{**fields, **(_RESNET if resnet else {})},
-    )
+    name = f"{'bit' if resnet else 'vit'}-{model.lower().replace('/', '').replace('+', '-')}/{data}"
+    about = f"vitfast pretrain --recipe {name} --data DIR --output runs/{name.replace('/', '-')}\n{published}"
+    if resnet:
+        fields |= dict(hidden_head=False, weight_init="")
+    return Recipe(name=name, model=model, about=about, **fields)
 
 
-def _after_jft(imagenet: float, cifar100: float, exaflops: int) -> str:
-    return f"Tables 3 and 6: after fine-tuning {imagenet} % on ImageNet, {cifar100} % on CIFAR-100; {exaflops} exaFLOPs on JFT-300M."
+def _jft(model: str, epochs: int, lr: float, table_6: tuple | None) -> Recipe:
+    published = "Table 3."
+    if table_6:
+        published = (
+            "Tables 3 and 6: after fine-tuning {} % on ImageNet, {} % on CIFAR-100; {} exaFLOPs on JFT-300M."
+        ).format(*table_6)
+    return _pretrain(model, f"jft-{epochs}ep", published, epochs=epochs, lr=lr, **_JFT)
 
 
-_JFT_ROWS = (
-    ("B/32", 7, 8e-4, _after_jft(80.73, 90.49, 55)),
-    ("B/16", 7, 8e-4, _after_jft(84.15, 91.87, 224)),
-    ("L/32", 7, 6e-4, _after_jft(84.37, 92.52, 196)),
-    ("L/16", 7, 4e-4, _after_jft(86.30, 93.46, 783)),
-    ("L/16", 14, 4e-4, _after_jft(87.12, 94.04, 1567)),
-    ("H/14", 14, 3e-4, _after_jft(88.08, 94.71, 4262)),
-    ("R50x1", 7, 1e-3, _after_jft(77.54, 86.07, 50)),
-    ("R50x2", 7, 1e-3, ""),
-    ("R101x1", 7, 8e-4, ""),
-    ("R152x1", 7, 6e-4, ""),
-    ("R152x2", 7, 6e-4, ""),
-    ("R50+B/32", 7, 8e-4, _after_jft(84.90, 92.24, 106)),
-    ("R50+B/16", 7, 8e-4, _after_jft(85.58, 92.63, 274)),
-    ("R50+L/32", 7, 2e-4, ""),
-    ("R50+L/16", 7, 4e-4, ""),
-    ("R50+L/16", 14, 4e-4, _after_jft(87.12, 93.89, 1668)),
+def _from_scratch(model: str, top1: float) -> Recipe:
+    published = f"Table 3; {top1} % on ImageNet before fine-tuning (from the authors' issue tracker)."
+    return _pretrain(model, "imagenet", published, **_IMAGENET)
+
+
+# ---- Table 4: fine-tuning by SGD with momentum, cosine, no weight decay
+
+_TABLE_4 = dict(
+    optimizer="sgd",
+    momentum=0.9,
+    lr_decay="cosine",
+    batch_size=512,
+    clip_norm=1.0,
+    img_size=384,
+    warmup_steps=500,
+    crop_scale=(0.05, 1.0),
 )
-_SCRATCH = {"B/32": 69.19, "B/16": 74.79, "L/32": 66.90, "L/16": 72.59}
+_SMALL = (0.001, 0.003, 0.01, 0.03)
+_LARGE = (0.003, 0.01, 0.03, 0.06)
+_L16 = "Table 4; L/16 after JFT-300M (14 epochs):"
+_POLYAK = "with Polyak averaging,"
 
 
 def _finetune(
-    data: str, steps: int, rates: tuple[float, ...], hold_out: float, spec: str, published: str = "", **fields
+    data: str, steps: int, rates: tuple[float, ...], hold_out: float, published: str, spec: str = "DIR", **fields
 ) -> Recipe:
-    """Table 4: SGD with momentum, cosine, batch 512, no weight decay, clipped at 1."""
-    name = f"finetune/{data}"
-    command = f"vitfast finetune --recipe {name} --weights L_16.npz --data {spec} --output runs/{data}{' --sweep' if len(rates) > 1 else ''}"
-    settings = dict(
-        optimizer="sgd",
-        momentum=0.9,
-        lr_decay="cosine",
-        batch_size=512,
-        clip_norm=1.0,
-        img_size=384,
-        warmup_steps=500,
-        crop_scale=(0.05, 1.0),
-    )
-    lr = rates[len(rates) // 2]
+    """The middle one of `rates`; a sweep tries all of them on `hold_out` of the training images."""
+    name, sweep = f"finetune/{data}", " --sweep" if len(rates) > 1 else ""
+    command = f"vitfast finetune --recipe {name} --weights L_16.npz --data {spec} --output runs/{data}{sweep}"
+    tried = dict(lr=rates[len(rates) // 2], sweep_lr=rates, sweep_hold_out=hold_out)
+    return Recipe(name=name, about=f"{command}\n{published}", steps=steps, **tried, **{**_TABLE_4, **fields})
+
+
+# ---- later recipes
+
+
+def _plain(epochs: int, top1: float) -> Recipe:
+    name = f"plain-s16/imagenet-{epochs}ep"
     return Recipe(
         name=name,
-        about=f"{command}\n{published or 'Table 4.'}",
-        steps=steps,
-        lr=lr,
-        sweep_lr=rates,
-        sweep_hold_out=hold_out,
-        **{**settings, **fields},
+        about=f"vitfast pretrain --recipe {name} --data DIR --output runs/s16\n"
+        f'"Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): {top1} %.',
+        model="S/16",
+        epochs=epochs,
+        batch_size=1024,
+        lr=1e-3,
+        warmup_steps=10_000,
+        weight_decay=0.1,
+        clip_norm=1.0,
+        mixup=0.2,
+        auto_augment="rand-m10-n2",
+        global_pool="avg",
+        pos_embed="sincos2d",
+        weight_init="jax",
     )
 
 
-_SMALL = (0.001, 0.003, 0.01, 0.03)
-_LARGE = (0.003, 0.01, 0.03, 0.06)
-_PLAIN = dict(
-    model="S/16",
-    batch_size=1024,
-    lr=1e-3,
-    warmup_steps=10_000,
-    weight_decay=0.1,
-    clip_norm=1.0,
-    mixup=0.2,
-    auto_augment="rand-m10-n2",
-    global_pool="avg",
-    pos_embed="sincos2d",
-    weight_init="jax",
-)
-
 PAPER = (
-    *(_pretrain(model, f"jft-{epochs}ep", text, epochs=epochs, lr=lr, **_JFT) for model, epochs, lr, text in _JFT_ROWS),
+    *(_jft(*row) for row in _JFT_ROWS),
     *(_pretrain(model, "imagenet21k", epochs=90, **_IMAGENET21K) for model in ("B/32", "B/16", "L/32", "L/16")),
     *(_pretrain(model, "imagenet21k-30ep", epochs=30, **_IMAGENET21K) for model in ("L/32", "L/16")),
-    *(
-        _pretrain(
-            model,
-            "imagenet",
-            f"Table 3; {top1} % on ImageNet before fine-tuning (from the authors' issue tracker).",
-            **_IMAGENET,
-        )
-        for model, top1 in _SCRATCH.items()
-    ),
+    *(_from_scratch(model, top1) for model, top1 in _FROM_SCRATCH.items()),
     Recipe(
         name="masked-b16/jft",
-        about="""vitfast pretrain --recipe masked-b16/jft --data DIR --output runs/masked-b16
-B.1.2: masked patch prediction, mean colours; 79.9 % on ImageNet after fine-tuning, 2 % over training from scratch. 1M steps of 4096 images.""",
+        about="vitfast pretrain --recipe masked-b16/jft --data DIR --output runs/masked-b16\n"
+        "B.1.2: masked patch prediction, mean colours; 79.9 % on ImageNet after fine-tuning, 2 % over training from "
+        "scratch. 1M steps of 4096 images.",
         model="B/16",
         steps=1_000_000,
         objective="masked",
         lr=2e-4,
         lr_decay="cosine",
         crop_scale=(0.05, 1.0),
-        **{**_PRETRAIN, "hidden_head": False},
+        **{**_TABLE_3, "hidden_head": False},
     ),
-    _finetune("imagenet", 20_000, _LARGE, 0.01, "DIR", "Table 4; L/16 after JFT-300M (14 epochs): 87.12 %."),
+    _finetune("imagenet", 20_000, _LARGE, 0.01, f"{_L16} 87.12 %."),
     _finetune(
         "imagenet-512",
         20_000,
         _LARGE,
         0.01,
-        "DIR",
-        "Table 2: L/16 at 512 px with Polyak averaging, 87.76 %.",
+        f"Table 2: L/16 at 512 px {_POLYAK} 87.76 %.",
         img_size=512,
         ema_decay=0.9999,
     ),
@@ -161,39 +155,24 @@ B.1.2: masked patch prediction, mean colours; 79.9 % on ImageNet after fine-tuni
         20_000,
         _LARGE,
         0.01,
-        "DIR",
-        "Table 2: H/14 at 518 px with Polyak averaging, 88.55 %.",
+        f"Table 2: H/14 at 518 px {_POLYAK} 88.55 %.",
         img_size=518,
         ema_decay=0.9999,
     ),
-    _finetune("cifar100", 10_000, _SMALL, 0.02, "torch/cifar100", "Table 4; L/16 after JFT-300M (14 epochs): 94.04 %."),
-    _finetune("cifar10", 10_000, _SMALL, 0.02, "torch/cifar10", "Table 4; L/16 after JFT-300M (14 epochs): 99.38 %."),
-    _finetune("pets", 500, _SMALL, 0.1, "DIR", "Table 4; L/16 after JFT-300M (14 epochs): 97.11 %.", warmup_steps=50),
+    _finetune("cifar100", 10_000, _SMALL, 0.02, f"{_L16} 94.04 %.", "torch/cifar100"),
+    _finetune("cifar10", 10_000, _SMALL, 0.02, f"{_L16} 99.38 %.", "torch/cifar10"),
+    _finetune("pets", 500, _SMALL, 0.1, f"{_L16} 97.11 %.", warmup_steps=50),
+    _finetune("flowers", 500, _SMALL, 0.1, f"{_L16} 99.66 %.", warmup_steps=50),
     _finetune(
-        "flowers", 500, _SMALL, 0.1, "DIR", "Table 4; L/16 after JFT-300M (14 epochs): 99.66 %.", warmup_steps=50
+        "vtab", 2_500, (0.01,), 0.0, "Table 4, for each of VTAB's 19 tasks of 1000 training images (`vitfast vtab`)."
     ),
-    _finetune(
-        "vtab",
-        2_500,
-        (0.01,),
-        0.0,
-        "DIR",
-        "Table 4, for each of VTAB's 19 tasks of 1000 training images (`vitfast vtab`).",
-    ),
-    *(
-        Recipe(
-            name=f"plain-s16/imagenet-{epochs}ep",
-            about=f"""vitfast pretrain --recipe plain-s16/imagenet-{epochs}ep --data DIR --output runs/s16
-"Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): {top1} %.""",
-            epochs=epochs,
-            **_PLAIN,
-        )
-        for epochs, top1 in ((90, 76.5), (300, 80))
-    ),
+    _plain(90, 76.5),
+    _plain(300, 80),
     Recipe(
         name="deit3-b16/imagenet",
-        about="""vitfast pretrain --recipe deit3-b16/imagenet --data DIR --output runs/deit3-b16
-In the style of "DeiT III" (Touvron et al., 2022), without its repeated augmentation and its BCE at 192 px: no published number is claimed for it.""",
+        about="vitfast pretrain --recipe deit3-b16/imagenet --data DIR --output runs/deit3-b16\n"
+        'In the style of "DeiT III" (Touvron et al., 2022), without its repeated augmentation and its BCE at 192 px: '
+        "no published number is claimed for it.",
         model="B/16",
         epochs=400,
         batch_size=2048,

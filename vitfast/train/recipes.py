@@ -28,7 +28,8 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
     ),
     Recipe(
         name="finetune/digits",
-        about="""vitfast finetune --recipe finetune/digits --weights runs/digits/checkpoints/last --data digits --output runs/digits48""",
+        about="vitfast finetune --recipe finetune/digits --weights runs/digits/checkpoints/last --data digits "
+        "--output runs/digits48",
         model="Nano/8",
         img_size=48,
         epochs=12,
@@ -64,7 +65,7 @@ def get(name: str) -> Recipe:
 def resolve(task: str, *layers: dict) -> Config:
     """A Config from the recipe that the layers name, then each layer of fields over the one before it.
 
-    Raises InputError for a field that does not exist, a value of the wrong type, or a length that is not there.
+    Raises InputError for a field that does not exist, a value that it does not allow, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
     fields = as_plain(get(default_recipe(task, data)))

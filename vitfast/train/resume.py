@@ -1,6 +1,6 @@
-"""What a run keeps to continue: written whole or not at all, read without executing anything.
+"""Checkpoints of a run: written whole or not at all, read without executing anything.
 
-    checkpoints/step-00000120/model.safetensors, config.json   what ViT.from_pretrained reads (EMA weights where there are any)
+    checkpoints/step-00000120/model.safetensors, config.json   what ViT.from_pretrained reads (EMA where there is one)
                               state/state.safetensors          model, optimiser, EMA
                               state/state.json                 step, scaler, and all that is not a tensor
     checkpoints/last -> step-00000120                          swapped in one rename
@@ -8,64 +8,72 @@
 The random numbers and the position in the data follow from (seed, step), so they need no place here.
 """
 
+import copy
+import dataclasses
 import json
 import os
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from ..errors import InputError
+from ..files import sync
+from .step import TrainStep
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the CPU of the first rank
+FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
 
 
-def _flatten(value, path: str, tensors: dict[str, Tensor]):
-    """A nested value as JSON; each tensor in it moves to `tensors` and leaves its name."""
-    if isinstance(value, Tensor):
-        tensors[path] = value.detach().contiguous().cpu()
-        return {"tensor": path}
-    if isinstance(value, dict):
-        return {"dict": [[k, _flatten(v, f"{path}.{k}", tensors)] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return {"list": [_flatten(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]}
-    return {"value": value}
+def save_checkpoint(run: Path, train_step: TrainStep, step: int, seconds: float) -> None:
+    """Writes the checkpoint of `step` and makes it the last one.
+
+    Every rank calls it, the first one writes. Until the new checkpoint is whole the one before it stays.
+    """
+    models = {name: get_model_state_dict(model, options=WHOLE) for name, model in _models(train_step).items()}
+    parts = {**models, "scaler": train_step.scaler.state_dict()}
+    if train_step.optimizer.state:  # before the first step torch would make up the state after one
+        parts["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
+    if train_step.ranks.first:
+        network = train_step.averaged
+        if train_step.unsharded is not None:
+            network = copy.deepcopy(train_step.unsharded)
+            network.load_state_dict(models["ema" if train_step.ema else "model"], assign=True)
+        named = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+        _write(run / "checkpoints", step, network, {"step": step, "seconds": seconds, **named})
+    train_step.ranks.wait()
 
 
-def _unflatten(node: dict, tensors: dict[str, Tensor]):
-    if "tensor" in node:
-        return tensors[node["tensor"]]
-    if "dict" in node:
-        return {k: _unflatten(v, tensors) for k, v in node["dict"]}
-    if "list" in node:
-        return [_unflatten(v, tensors) for v in node["list"]]
-    return node["value"]
+def _models(train_step: TrainStep) -> dict[str, nn.Module]:
+    return {"model": train_step.model} | ({"ema": train_step.ema.module} if train_step.ema else {})
 
 
-def _sync(folder: Path) -> None:
-    """fsync of everything in a folder, and of the folder."""
-    for path in [*folder.rglob("*"), folder]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def save_checkpoint(run: Path, step: int, model, state: dict) -> Path:
-    """Writes the checkpoint of `step` and makes it the last one. `model` has save_pretrained; `state` nests dicts, lists, tensors."""
-    folder = run / "checkpoints"
+def _write(folder: Path, step: int, network: nn.Module, training_state: dict) -> None:
     final, work = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
     shutil.rmtree(work, ignore_errors=True)
     try:
         (work / "state").mkdir(parents=True)
-        model.save_pretrained(work)
-        tensors: dict[str, Tensor] = {}
-        structure = _flatten({**state, "step": step}, "state", tensors)
+        network.save_pretrained(work)
+        # Cloned where it is cheap: LAMB counts its steps in one tensor, which stands under the name of every parameter.
+        tensors = {
+            name: value.contiguous() if value.dim() else value.clone()
+            for name, value in training_state.items()
+            if isinstance(value, Tensor)
+        }
+        rest = {name: value for name, value in training_state.items() if name not in tensors}
         save_file(tensors, work / "state" / "state.safetensors")
-        (work / "state" / "state.json").write_text(json.dumps(structure))
-        _sync(work)
+        (work / "state" / "state.json").write_text(json.dumps(rest))
+        for path in [*work.rglob("*"), work]:
+            sync(path)
     except BaseException:  # a full disk: the room goes back, and the last checkpoint stays
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -79,32 +87,44 @@ def save_checkpoint(run: Path, step: int, model, state: dict) -> Path:
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
     os.replace(link, folder / "last")
-    _sync_directory(folder)
+    sync(folder)
     for old in folder.iterdir():
         if not old.is_symlink() and old != final:
             shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
-def _sync_directory(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> tuple[int, float]:
+    """Loads a checkpoint into `train_step`, on any number of ranks. Returns (step, seconds so far)."""
+    training_state = read_training_state(checkpoint)
+    parts: dict[str, dict] = {"scaler": {}}
+    for name, value in training_state.items():
+        part, _, rest = name.partition(".")
+        parts.setdefault(part, {})[rest] = value
+    models = _models(train_step)
+    for name, model in models.items():
+        odd = sorted(model.state_dict().keys() ^ parts.get(name, {}).keys())  # torch itself ignores what is missing
+        if odd:
+            shown = f"{', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}"
+            raise InputError(f"the saved model does not fit this one: {shown}")
+    if "optimizer" in parts:  # before the models: torch makes room for the state by a step of rate 0
+        set_optimizer_state_dict(train_step.model, train_step.optimizer, parts["optimizer"], options=WHOLE)
+    for name, model in models.items():
+        set_model_state_dict(model, parts[name], options=WHOLE)
+    train_step.scaler.load_state_dict(parts["scaler"])
+    return training_state["step"], training_state["seconds"]
 
 
-def load_state(checkpoint: Path) -> dict:
-    """The state that save_checkpoint wrote into this checkpoint. Raises InputError where it is not whole."""
+def read_training_state(checkpoint: Path) -> dict:
+    """The names and values in a checkpoint's state/. Raises InputError where it is not whole."""
     folder = checkpoint / "state"
     if not folder.is_dir():
         raise InputError(
-            f"{checkpoint} holds no training state (no state/ folder); --resume takes a run folder or one of its checkpoints"
+            f"{checkpoint} holds no training state (no state/ folder); "
+            "--resume takes a run folder or one of its checkpoints"
         )
     try:
-        tensors = load_file(folder / "state.safetensors")
-        return _unflatten(json.loads((folder / "state.json").read_text()), tensors)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        return load_file(folder / "state.safetensors") | json.loads((folder / "state.json").read_text())
+    except (OSError, SafetensorError, ValueError) as error:
         raise InputError(
             f"the training state in {folder} is damaged ({error}); start again with --resume never"
         ) from None
@@ -116,12 +136,3 @@ def find_checkpoint(path: Path) -> Path | None:
         return path
     last = path / "checkpoints" / "last"
     return last.resolve() if last.exists() else None
-
-
-def to_device(value, device: torch.device):
-    """Moves every tensor in nested dicts and lists."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    return [to_device(v, device) for v in value] if isinstance(value, list) else value

@@ -1,7 +1,6 @@
-"""The loop: one optimiser step after another, for every recipe. It can be cut off anywhere and goes on bit for bit."""
+"""The training loop, for every recipe. It can be cut off anywhere and goes on bit for bit."""
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -13,17 +12,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from ..baselines import is_baseline
 from ..device import autocast_dtype, choose_device
 from ..distributed import FAILED, GO, STOP, join
 from ..errors import InputError
 from ..eval.accuracy import evaluate
-from . import resume as state
-from .build import build
-from .log import Meter, Metrics, Progress, write_summary, write_text
+from ..files import write_text
+from .log import Meter, Metrics, Progress, write_summary
 from .masked import evaluate_masked
 from .recipes import RUN_ONLY, Config, as_plain
-from .step import Learner
+from .resume import find_checkpoint, load_checkpoint, save_checkpoint
+from .setup import set_up
+from .step import TrainStep
 
 logger = logging.getLogger("vitfast")
 
@@ -33,12 +32,12 @@ class TrainingError(RuntimeError):
 
 
 def total_steps(config: Config, images: int) -> int:
-    """Optimiser steps of the whole run."""
-    return config.steps or max(1, round(config.epochs * images / config.batch_size))
+    """Optimiser steps of a whole run on `images` training images."""
+    return config.steps or max(1, round((config.epochs or 0) * images / config.batch_size))
 
 
 class Stopper:
-    """Turns SIGTERM and the first Ctrl-C into a request to stop after the step; a second Ctrl-C stops at once."""
+    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second stops at once."""
 
     def __init__(self):
         self.wanted = False
@@ -60,8 +59,8 @@ class Stopper:
             signal.signal(number, handler)
 
 
-def _changed(config: Config, run: Path) -> None:
-    """Raises InputError where the run folder holds a run whose course other settings decided."""
+def check_settings(config: Config, run: Path) -> None:
+    """Raises InputError where the folder holds a run with other settings that decide its course."""
     path = run / "config.yaml"
     if not path.exists():
         return
@@ -70,21 +69,21 @@ def _changed(config: Config, run: Path) -> None:
     if other:
         shown = "; ".join(f"{k}: {saved.get(k)} there, {now[k]} now" for k in other[:3])
         raise InputError(
-            f"{run} holds a run with other settings ({shown}); choose another --output, or --resume never to start it again"
+            f"{run} holds a run with other settings ({shown}); "
+            "choose another --output, or --resume never to start it again"
         )
 
 
 def find_start(config: Config, resume: str) -> Path | None:
-    """The checkpoint to continue from: none for "never", the run folder's last for "auto", else the one at this path."""
-    run = Path(config.output)
+    """The checkpoint to continue from: None for "never", the run's last for "auto", or that at a path."""
     if resume == "never":
         return None
     if resume == "auto":
-        checkpoint = state.find_checkpoint(run)
+        checkpoint = find_checkpoint(Path(config.output))
         if checkpoint:
-            _changed(config, run)
+            check_settings(config, Path(config.output))
         return checkpoint
-    checkpoint = state.find_checkpoint(Path(resume))
+    checkpoint = find_checkpoint(Path(resume))
     if checkpoint is None:
         raise InputError(
             f"--resume {resume}: no checkpoint there; give a run folder or one of its checkpoints/step-... folders"
@@ -93,9 +92,12 @@ def find_start(config: Config, resume: str) -> Path | None:
 
 
 class Trainer:
-    """A run: what learns, its data, its folder, and where it stands."""
+    """A run: its step, its data, its folder, how far it is.
 
-    def __init__(self, config: Config, resume: str = "auto"):
+    examples: train on this many images alone.
+    """
+
+    def __init__(self, config: Config, resume: str = "auto", examples: int | None = None):
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
         self.config, self.run = config, Path(config.output)
@@ -104,40 +106,89 @@ class Trainer:
         self.ranks, self.device = join(choose_device(config.device))
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint = find_start(config, resume)
-        weights = "" if is_baseline(config.model) else str(self.checkpoint)
-        source = dataclasses.replace(config, weights=weights, task="pretrain") if self.checkpoint else config
-        model, data = build(source, self.device, self.ranks)
-        self.data = dataclasses.replace(data, config=config)
+        model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         self.total = total_steps(config, self.data.train_length)
-        self.learner = Learner(config, model, len(data.classes), self.device, self.dtype, self.ranks)
+        self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
         self.step, self.seconds, self.unreadable = 0, 0.0, 0
         if self.checkpoint:
-            saved = state.load_state(self.checkpoint)
-            self.learner.load(saved)
-            self.step, self.seconds = saved["step"], saved["seconds"]
+            self.step, self.seconds = load_checkpoint(self.checkpoint, self.train_step)
             logger.info("resumed from step %d", self.step)
         self.ranks.wait()  # every rank has read what the first may now replace
 
-    def save(self) -> None:
-        """Writes the checkpoint of this step; what was there before stays until the new one is whole."""
-        saved = self.learner.state()
+    def fit(self) -> dict:
+        """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
+        config, self.meter = self.config, Meter()
+        if self.step >= self.total:
+            return self._finish(self.evaluate())
         if self.ranks.first:
-            state.save_checkpoint(self.run, self.step, self.learner.network(saved), {**saved, "seconds": self.seconds})
+            self._prepare_folder()
         self.ranks.wait()
+        eval_every = config.eval_every or max(1, round(max(self.steps_per_epoch, self.total / 20)))
+        save_every = config.save_every or eval_every
+        self.metrics = Metrics(self.run if self.ranks.first else None, self.step)
+        self.progress = Progress(config.task, self.step, self.total, self.ranks.first)
+        self.train_step.model.train()
+        window, result = [], None  # (loss, right answers) of the steps since the last record, on the device
+        with contextlib.closing(self.metrics), contextlib.closing(self.progress), Stopper() as stopper:
+            batches = iter(self.data.train_batches(self.step, self.total))
+            while self.step < self.total:
+                batch = self._next(batches, stopper)
+                if batch is None:  # asked to stop
+                    self._log_window(window)
+                    self.save()
+                    break
+                window.append(torch.stack(self._train(*batch[:2])))
+                final = self.step == self.total
+                evaluating = final or self.step % eval_every == 0
+                saving = final or self.step % save_every == 0
+                if not (evaluating or saving or self.step % config.log_every == 0):
+                    self.progress.step(self.step)
+                    continue
+                self._log_window(window)
+                window = []
+                if evaluating:
+                    result = self._validate()
+                if saving:
+                    self.save()
+                self.meter.start_window()
+        if self.step < self.total:
+            logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
+            return dict(finished=False, step=self.step, steps=self.total)
+        return self._finish(result)
+
+    def save(self) -> None:
+        """Writes the checkpoint of this step."""
+        self.seconds += self.meter.take_seconds()
+        save_checkpoint(self.run, self.train_step, self.step, self.seconds)
 
     def evaluate(self) -> dict:
-        """The validation set, with what would be kept."""
-        if self.learner.masked:
-            return evaluate_masked(self.learner.trained, self.data, self.device, self.dtype)
-        return evaluate(self.learner.trained, self.data, self.device, self.dtype)
+        """Loss and accuracy on the validation set of the model that is kept."""
+        function = evaluate_masked if self.train_step.masked else evaluate
+        return function(self.train_step.averaged, self.data, self.device, self.dtype)
 
-    # ---- what can go wrong
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.data.train_length / self.config.batch_size
 
-    def _next(self, batches, meter: Meter, stopper: "Stopper"):
+    @property
+    def epoch(self) -> float:
+        """How many times the training set was seen."""
+        return round(self.step / self.steps_per_epoch, 4)
+
+    def _prepare_folder(self) -> None:
+        if not self.checkpoint:
+            shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
+            shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
+        self.run.mkdir(parents=True, exist_ok=True)
+        (self.run / "summary.json").unlink(missing_ok=True)
+        write_text(self.run / "config.yaml", yaml.safe_dump(as_plain(self.config), sort_keys=False))
+
+    def _next(self, batches, stopper: Stopper):
         """The next batch, or None where any rank was asked to stop. An error of one rank stops all of them."""
         flag, batch, error = GO, None, None
         try:
-            batch = meter.next(batches)
+            with self.meter.waiting():
+                batch = next(batches)
             self._count_unreadable(batch[2])
         except (InputError, OSError) as caught:
             flag, error = FAILED, caught
@@ -148,42 +199,44 @@ class Trainer:
             raise TrainingError("another rank could not go on; its message says why")
         return None if flag == STOP else batch
 
-    def _count_unreadable(self, names: list[str]) -> None:
-        for text in names:
+    def _count_unreadable(self, messages: list[str]) -> None:
+        limit = self.config.max_unreadable
+        for message in messages:
             self.unreadable += 1
-            logger.warning(
-                "replaced by the next image (%d of at most %d): %s", self.unreadable, self.config.max_unreadable, text
-            )
-        if self.unreadable > self.config.max_unreadable:
+            logger.warning("replaced by the next image (%d of at most %d): %s", self.unreadable, limit, message)
+        if self.unreadable > limit:
             raise InputError(
-                f"{self.unreadable} images could not be read, more than max_unreadable {self.config.max_unreadable}; the last: {names[-1]}"
+                f"{self.unreadable} images could not be read, more than max_unreadable {limit}; "
+                f"the last: {messages[-1]}"
             )
 
-    def _learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _train(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """One optimiser step; a TrainingError that says what would fit where the memory does not suffice."""
         result = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            result = self.learner.train_step(images, labels, self.step, self.total)
+            result = self.train_step(images, labels, self.step, self.total)
         if result is None:  # here the error, and every activation that its traceback held, is gone
             raise TrainingError(self._out_of_memory(images, labels))
         self.step += 1
         return result
 
     def _out_of_memory(self, images: Tensor, labels: Tensor) -> str:
-        """What ran out, and what would fit, by trying."""
-        parts = self.learner.micro_batches_that_fit(images, labels) if self.ranks.world == 1 else None
-        size = -(-len(images) // self.config.accumulate)
-        advice = "a smaller model, image or batch may fit"
-        if parts:
-            advice = f"--set accumulate={parts} fits, {-(-len(images) // parts)} at once, with the same result"
-        elif self.ranks.world > 1:
-            advice = f"--set accumulate={2 * self.config.accumulate} halves what a device holds, with the same result"
-        return f"out of memory in step {self.step + 1} with {size} images at once on a device; {advice}; {self._kept()}"
+        """The message: the size that did not fit, and one that does, found by trying."""
+        accumulate, advice = self.config.accumulate, "a smaller model, image or batch may fit"
+        if self.ranks.world > 1:
+            advice = f"--set accumulate={2 * accumulate} halves what a device holds, with the same result"
+        elif fitting := self.train_step.micro_batches_that_fit(images, labels):
+            advice = f"--set accumulate={fitting} fits, {-(-len(images) // fitting)} at once, with the same result"
+        return (
+            f"out of memory in step {self.step + 1} with {-(-len(images) // accumulate)} images at once on a device; "
+            f"{advice}; {self._last_good()}"
+        )
 
-    def _kept(self) -> str:
-        kept = state.find_checkpoint(self.run)
+    def _last_good(self) -> str:
+        kept = find_checkpoint(self.run)
         return f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
 
-    def _check(self, losses: list[float]) -> None:
+    def _check_finite(self, losses: list[float]) -> None:
         """Raises TrainingError naming the first step whose loss is not a number."""
         bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), None)
         if bad is None:
@@ -191,95 +244,40 @@ class Trainer:
         step, size = self.step - len(losses) + bad, self.config.batch_size
         epoch, offset = divmod(step * size, max(1, self.data.train_length))
         raise TrainingError(
-            f"the loss of step {step + 1} is {losses[bad]} (epoch {epoch}, images {offset} to {offset + size - 1} of its order); {self._kept()}; "
+            f"the loss of step {step + 1} is {losses[bad]} "
+            f"(epoch {epoch}, images {offset} to {offset + size - 1} of its order); {self._last_good()}; "
             "a lower --lr, a longer warm-up or --set clip_norm=1 may help"
         )
 
-    # ---- the run
-
-    def _prepare_folder(self) -> None:
-        if not self.checkpoint:
-            shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
-            shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
-        self.run.mkdir(parents=True, exist_ok=True)
-        (self.run / "summary.json").unlink(missing_ok=True)
-        write_text(self.run / "config.yaml", yaml.safe_dump(as_plain(self.config), sort_keys=False))
-
-    def fit(self) -> dict:
-        """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
-        config, meter = self.config, Meter()
-        if self.step >= self.total:
-            return self._finish(self.evaluate(), meter)
-        if self.ranks.first:
-            self._prepare_folder()
-        self.ranks.wait()
-        per_epoch = self.data.train_length / config.batch_size
-        eval_every = config.eval_every or max(1, round(max(per_epoch, self.total / 20)))
-        save_every = config.save_every or eval_every
-        metrics, progress = (
-            Metrics(self.run if self.ranks.first else None, self.step),
-            Progress(config.task, self.step, self.total, self.ranks.first),
+    def _log_window(self, window: list[Tensor]) -> None:
+        """Writes the mean loss and accuracy of the steps since the last record; waits for the device."""
+        if not window:
+            return
+        losses, correct = self.ranks.sum(torch.stack(window)).double().unbind(1)
+        self._check_finite(losses.tolist())
+        images = len(window) * self.config.batch_size
+        loss, accuracy = losses.mean().item(), correct.sum().item() / images
+        speed, waiting = self.meter.end_window(images), self.meter.waiting_share
+        self.metrics.write(
+            step=self.step,
+            epoch=self.epoch,
+            split="train",
+            loss=loss,
+            accuracy=accuracy,
+            lr=self.train_step.rate,
+            images_per_second=speed,
+            waiting_for_data=round(waiting, 4),
         )
-        window, result, stopping = [], None, False
-        self.learner.model.train()
-        try:
-            with Stopper() as stopper:
-                batches = iter(self.data.train_batches(self.step, self.total))
-                while self.step < self.total and not stopping:
-                    batch = self._next(batches, meter, stopper)
-                    stopping = batch is None
-                    if batch:
-                        window.append(torch.stack(self._learn(*batch[:2])))
-                    final = self.step == self.total
-                    evaluating = batch is not None and (final or self.step % eval_every == 0)
-                    saving = stopping or final or self.step % save_every == 0
-                    if not (evaluating or saving or self.step % config.log_every == 0):
-                        progress.step(self.step)
-                        continue
-                    epoch = round(self.step / per_epoch, 4)
-                    if window:
-                        losses, correct = self.ranks.sum(torch.stack(window)).double().unbind(1)
-                        self._check(losses.tolist())
-                        seen = len(window) * config.batch_size
-                        window, speed, rate = [], meter.end_window(seen), self.learner.rate
-                        row = dict(
-                            loss=losses.mean().item(),
-                            accuracy=correct.sum().item() / seen,
-                            lr=rate,
-                            images_per_second=speed,
-                        )
-                        metrics.write(
-                            step=self.step,
-                            epoch=epoch,
-                            split="train",
-                            **row,
-                            waiting_for_data=round(meter.waiting_share, 4),
-                        )
-                        progress.step(
-                            self.step,
-                            f"loss {row['loss']:.3f}, {speed:,.0f} images/s, {meter.waiting_share:.0%} waiting for data",
-                        )
-                    if evaluating:
-                        result = self.evaluate()
-                        metrics.write(
-                            step=self.step, epoch=epoch, split="val", loss=result["loss"], accuracy=result["accuracy"]
-                        )
-                        progress.say(
-                            f"epoch {epoch:.1f}: validation accuracy {result['accuracy']:.4f}, loss {result['loss']:.4f}"
-                        )
-                    if saving:
-                        self.seconds += meter.take_seconds()
-                        self.save()
-                    meter.start_window()
-        finally:
-            progress.close()
-            metrics.close()
-        if self.step < self.total:
-            logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
-            return dict(finished=False, step=self.step, steps=self.total)
-        return self._finish(result, meter)
+        self.progress.step(self.step, f"loss {loss:.3f}, {speed:,.0f} images/s, {waiting:.0%} waiting for data")
 
-    def _finish(self, result: dict, meter: Meter) -> dict:
+    def _validate(self) -> dict:
+        result = self.evaluate()
+        loss, accuracy = result["loss"], result["accuracy"]
+        self.metrics.write(step=self.step, epoch=self.epoch, split="val", loss=loss, accuracy=accuracy)
+        self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
+        return result
+
+    def _finish(self, result: dict) -> dict:
         summary = dict(
             finished=True,
             task=self.config.task,
@@ -287,14 +285,14 @@ class Trainer:
             top5=result.get("top5"),
             loss=result["loss"],
             steps=self.step,
-            epochs=round(self.step * self.config.batch_size / self.data.train_length, 4),
-            images_per_second=round(meter.speed, 1),
-            waiting_for_data=round(meter.waiting_share, 4),
+            epochs=self.epoch,
+            images_per_second=round(self.meter.speed, 1),
+            waiting_for_data=round(self.meter.waiting_share, 4),
             seconds=round(self.seconds, 2),
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             ranks=self.ranks.world,
             precision=str(self.dtype or torch.float32).removeprefix("torch."),
-            parameters=sum(p.numel() for p in self.learner.model.parameters()),
+            parameters=sum(p.numel() for p in self.train_step.model.parameters()),
             classes=len(self.data.classes),
             train_images=self.data.train_length,
             val_images=result["images"],
@@ -306,20 +304,21 @@ class Trainer:
 
 
 def train(config: Config, resume: str = "auto") -> dict:
-    """Trains as the config says, from the start or from where it stopped. Returns the summary. Raises InputError, TrainingError."""
-    done = _finished(config, resume)
-    return done if done else Trainer(config, resume).fit()
+    """Trains as the config says, from the start or from where it stopped. Returns the summary.
+
+    Raises InputError and TrainingError.
+    """
+    return finished_summary(config, resume) or Trainer(config, resume).fit()
 
 
-def _finished(config: Config, resume: str) -> dict | None:
+def finished_summary(config: Config, resume: str) -> dict | None:
     """The summary of a run that is complete already, None otherwise."""
     path = Path(config.output) / "summary.json"
     if resume != "auto" or not config.output or not path.exists():
         return None
-    _changed(config, Path(config.output))
+    check_settings(config, Path(config.output))
     summary = json.loads(path.read_text())
-    wanted = config.steps or max(1, round((config.epochs or 0) * summary["train_images"] / config.batch_size))
-    if not summary.get("finished") or summary["steps"] < wanted:
+    if not summary.get("finished") or summary["steps"] < total_steps(config, summary["train_images"]):
         return None
     logger.info(
         "%s is finished: %d steps, accuracy %.4f; --resume never starts it again",

@@ -1,0 +1,42 @@
+"""The demo reaches its accuracy, and writes its report."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from vitfast import ViT
+from vitfast.experiments.demo import demo
+
+
+@pytest.mark.slow(70)
+@pytest.mark.parametrize(
+    "seed, wanted", [(0, 0.97), *(pytest.param(seed, 0.96, marks=pytest.mark.long) for seed in (1, 2))]
+)
+def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
+    torch.set_num_threads(1)
+    start = time.process_time()
+    summary = demo(tmp_path, seed, "cpu")
+    assert time.process_time() - start < 180  # of one core: the tests beside this one slow the clock, not the work
+    assert summary["finetune_accuracy"] >= wanted and summary["pretrain_accuracy"] >= 0.9
+    assert summary["test_images"] == 360 and summary["device"] == "cpu" and summary["seconds"] > 0
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        page.count("data:image/png;base64,") == 4
+        and "http" not in page
+        and f"{summary['finetune_accuracy']:.4f}" in page
+    )
+    for task in ("pretrain", "finetune"):
+        assert any((tmp_path / task / "tensorboard").iterdir()) and (tmp_path / task / "metrics.csv").exists()
+        ViT.from_pretrained(tmp_path / task / "checkpoints" / "last")
+    assert (
+        (tmp_path / "metrics.csv")
+        .read_text()
+        .startswith("task,step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\npretrain,")
+    )
+    before = time.process_time()
+    assert (
+        demo(tmp_path, seed, "cpu") == summary and time.process_time() - before < 20
+    )  # finished: only the report is written again

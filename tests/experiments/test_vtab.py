@@ -1,0 +1,184 @@
+"""VTAB-style tables: tasks, their training images, fine-tuning and classifiers on frozen features."""
+
+import csv
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from frozen import evaluation, run_cli, save_tiny
+from PIL import Image
+
+from vitfast import ViT
+from vitfast.data.datasets import take
+from vitfast.data.loader import open_data
+from vitfast.eval import fewshot, probe
+from vitfast.experiments import vtab
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def digits_weights(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("weights"))
+
+
+def striped(root: Path, split: str, count: int, seed: int) -> None:
+    """Two classes that are easy to tell: stripes along and across."""
+    generator = np.random.default_rng(seed)
+    for name, axis in (("along", 0), ("across", 1)):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for i in range(count):
+            stripes = np.broadcast_to((np.arange(16) // 2 % 2 * 150)[:, None], (16, 16))
+            noise = generator.integers(0, 100, (16, 16, 3))
+            Image.fromarray(((stripes if axis == 0 else stripes.T)[..., None] + noise).astype(np.uint8)).save(
+                folder / f"{i}.png"
+            )
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("vtab") / "dtd"
+    striped(root, "train", 20, 0)
+    striped(root, "test", 10, 1)
+    return root
+
+
+def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, capsys):
+    tasks = tmp_path / "tasks.yaml"
+    tasks.write_text(
+        f"- digits\n- {{name: stripes, group: structured, data: {stripes}}}\n"
+        f"- {{name: more, group: structured, data: {stripes}}}\n"
+    )
+    flags = ("--weights", digits_weights, "--tasks", tasks, "--device", "cpu", "--set", "workers=0")
+    code, out, err = run_cli(
+        capsys, "vtab", *flags, "--method", "ridge", "--examples", 200, "--output", tmp_path / "a", "--json"
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    assert result == json.loads((tmp_path / "a" / "vtab.json").read_text())
+    digits, first, second = result["tasks"]
+    assert (digits["train_images"], digits["test_images"], digits["group"]) == (200, 360, "tasks")
+    assert (first["train_images"], first["test_images"]) == (40, 20) and first["accuracy"] == second["accuracy"] >= 0.9
+    assert result["groups"] == {"tasks": digits["accuracy"], "structured": pytest.approx(first["accuracy"])}
+    assert result["mean"] == pytest.approx((digits["accuracy"] + 2 * first["accuracy"]) / 3)
+    rows = list(csv.DictReader(open(tmp_path / "a" / "vtab.csv")))
+    assert [(r["task"], r["group"]) for r in rows[:3]] == [
+        ("digits", "tasks"),
+        ("stripes", "structured"),
+        ("more", "structured"),
+    ]
+    assert [(r["task"], r["group"]) for r in rows[3:]] == [("mean", "tasks"), ("mean", "structured"), ("mean", "all")]
+    assert [float(r["accuracy"]) for r in rows] == [t["accuracy"] for t in result["tasks"]] + [
+        *result["groups"].values(),
+        result["mean"],
+    ]
+    assert (tmp_path / "a" / "vtab.txt").read_text().splitlines()[-1].split() == [
+        "mean",
+        "all",
+        f"{result['mean']:.4f}",
+    ]
+
+    # the number itself: 200 images drawn once, the regularisation that four fifths of them show to be best on the rest
+    data = open_data(evaluation(digits_weights), (16, 16), (8, 8), CPU)
+    model = ViT.from_pretrained(digits_weights)
+    x, y = probe.features(model, data.in_order(take(data.train, 200)), CPU, None)
+    queries, truth = probe.features(model, data.eval_batches(), CPU, None)
+    held = {l2: int((fewshot.ridge(x[:160], y[:160], x[160:], 10, l2) == y[160:]).sum()) for l2 in vtab.L2["ridge"]}
+    assert held[digits["l2"]] == max(held.values()) > min(held.values())
+    assert digits["accuracy"] == pytest.approx(
+        (fewshot.ridge(x, y, queries, 10, digits["l2"]) == truth).double().mean().item(), abs=2 / 360
+    )
+
+
+def test_vtab_fine_tunes_on_its_examples_and_goes_on_where_it_stopped(digits_weights, stripes, tmp_path, capsys):
+    tasks = tmp_path / "tasks.yaml"
+    tasks.write_text(
+        f"- {{name: stripes, group: natural, data: {stripes}, crop_scale: [1, 1], lr: 0.05}}\n- {{data: digits}}\n"
+    )
+    command = (
+        "vtab",
+        "--weights",
+        digits_weights,
+        "--tasks",
+        tasks,
+        "--device",
+        "cpu",
+        "--recipe",
+        "finetune/digits",
+        "--examples",
+        32,
+        "--output",
+        tmp_path / "a",
+    )
+    settings = ("--img-size", 16, "--batch-size", 16, "--set", "workers=0", "steps=12", "warmup_steps=0")
+    code, out, err = run_cli(capsys, *command, *settings)
+    assert code == 0, err
+    result = json.loads((tmp_path / "a" / "vtab.json").read_text())
+    assert [(t["train_images"], t["test_images"]) for t in result["tasks"]] == [(32, 20), (32, 360)]
+    assert result["tasks"][0]["accuracy"] >= 0.8 and out == (tmp_path / "a" / "vtab.txt").read_text()
+    summary = json.loads((tmp_path / "a" / "stripes-32" / "summary.json").read_text())
+    assert (
+        summary["steps"] == 12
+        and summary["accuracy"] == result["tasks"][0]["accuracy"]
+        and summary["train_images"] == 32
+    )
+    code, _, err = run_cli(capsys, *command, *settings)  # nothing is trained again
+    assert code == 0 and json.loads((tmp_path / "a" / "vtab.json").read_text()) == result
+
+
+def test_vtab_takes_the_first_images_of_shards(digits_weights, stripes, tmp_path):
+    pytest.importorskip("webdataset")
+    root = tmp_path / "wds_vtab-pets"
+    for split, count in (("train", 12), ("test", 6)):
+        (root / split).mkdir(parents=True)
+        with tarfile.open(root / split / "0.tar", "w") as tar:
+            for i in range(count):
+                label, picture = i % 2, (stripes / "train" / ("across", "along")[i % 2] / f"{i}.png").read_bytes()
+                for suffix, content in (("png", picture), ("cls", str(label).encode())):
+                    info = tarfile.TarInfo(f"s{i:07d}.{suffix}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    (tmp_path / "dtd").symlink_to(stripes)
+    found = vtab.tasks_in(tmp_path)
+    assert [(t.name, t.group, t.settings["data"]) for t in found] == [
+        ("dtd", "natural", str(tmp_path / "dtd")),
+        ("pets", "natural", f"wds/{root}"),
+    ]
+    data = open_data(evaluation(digits_weights, f"wds/{root}"), (16, 16), (8, 8), CPU)
+    taken = take(data.train, 8)
+    assert len(taken) == 8 and {label for _, label in taken.samples} == {0, 1} and taken[0][0].size == (16, 16)
+    result = vtab.evaluate_frozen(evaluation(digits_weights, f"wds/{root}"), "knn", 8)
+    assert result["train_images"] == 8 and result["test_images"] == 6
+
+
+def test_wrong_tasks_are_named(digits_weights, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "tasks.yaml"
+    base = ("vtab", "--weights", digits_weights, "--output", tmp_path / "a", "--method", "knn")
+    for content, message in (
+        ("pets: 1", "must hold a list of tasks"),
+        ("- {name: pets}", "a task without data"),
+        ("- digits\n- digits", "two tasks have the same name"),
+        ("- [", "cannot be read as YAML"),
+        ("- {data: digits, colour: red}", "unknown setting 'colour'"),
+    ):
+        path.write_text(content)
+        code, _, err = run_cli(capsys, *base, "--tasks", path)
+        assert code == 2 and message in err and err.count("\n") == 1 and not (tmp_path / "a").exists()
+    code, _, err = run_cli(capsys, *base, "--root", tmp_path)
+    assert code == 2 and "no task of VTAB" in err and "hf download" in err
+    path.write_text("- digits")
+    for flags, message in (
+        (["--examples", 0], "positive number of examples"),
+        (["--method", "ridge", "--l2", 0], "positive l2"),
+    ):
+        code, _, err = run_cli(capsys, *base, "--tasks", path, *flags)
+        assert code == 2 and message in err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run_cli(capsys, *base, "--tasks", path)
+    assert code == 2 and "start it without torchrun" in err
+    assert sum(map(len, vtab.VTAB.values())) == 19 and list(map(len, vtab.VTAB.values())) == [7, 4, 8]

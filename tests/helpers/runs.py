@@ -1,0 +1,42 @@
+"""Small runs on the digits, and what they leave."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from vitfast.train.recipes import Config, resolve
+from vitfast.train.step import TrainStep
+
+
+def digits(output: Path | str = "unused", **fields) -> Config:
+    """Pre-training on the digits by their recipe, on the CPU."""
+    settings = dict(recipe="digits", data="digits", output=str(output), device="cpu", batch_size=32)
+    return resolve("pretrain", settings | fields)
+
+
+def weights(run: Path) -> dict:
+    """The tensors of the model that a run kept."""
+    return load_file(run / "checkpoints" / "last" / "model.safetensors")
+
+
+def training_tensors(run: Path) -> dict:
+    """The tensors that a run needs to continue."""
+    return load_file(run / "checkpoints" / "last" / "state" / "state.safetensors")
+
+
+def same(a: dict, b: dict) -> bool:
+    """Whether both have the same names and, bit for bit, the same tensors."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def cut_at(monkeypatch, step: int) -> None:
+    """Every run raises KeyError in place of this step (from 0), until `monkeypatch.undo()`."""
+    call = TrainStep.__call__
+
+    def cut(self, images, labels, number, total):
+        if number == step:
+            raise KeyError("power cut")
+        return call(self, images, labels, number, total)
+
+    monkeypatch.setattr(TrainStep, "__call__", cut)
