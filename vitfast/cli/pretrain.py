@@ -1,7 +1,6 @@
 """Train a ViT, from scratch or from weights whose head it keeps."""
 
 import argparse
-import os
 
 from .options import add_training_options, setting_layers, unless_stopped
 
@@ -20,11 +19,12 @@ def run(args: argparse.Namespace) -> int:
 
         print(yaml.safe_dump(as_plain(config), sort_keys=False), end="")
         return 0
+    from ..distributed import is_first_rank
     from ..experiments.sweep import sweep
     from ..train.trainer import train
 
     summary = unless_stopped(sweep if getattr(args, "sweep", False) else train, config, args.resume)
-    if summary and summary["finished"] and os.environ.get("RANK", "0") == "0":
+    if summary and summary["finished"] and is_first_rank():
         speed = f"{summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s"
         print(f"accuracy {summary['accuracy']:.4f}, {speed}, in {config.output}")
     return 0
