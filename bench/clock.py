@@ -82,7 +82,10 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def cold(lead: float = 0.0) -> None:
-    """Before a timed call on a GPU: overwrites the L2 cache, then keeps the device busy for `lead` seconds while Python launches the call."""
+    """Before a timed call on a GPU: overwrites the L2 cache, then keeps the device busy for `lead` seconds.
+
+    Meanwhile Python launches the call.
+    """
     if GPU:
         _flush_buffer().zero_()
         torch.cuda._sleep(int(2e9 * min(lead, 0.05)))  # in clock cycles

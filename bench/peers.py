@@ -1,4 +1,4 @@
-"""The peers: SDPA with each backend forced, and whole ViTs of timm, Hugging Face and torchvision in each of their settings.
+"""The peers: SDPA with each backend forced, and whole ViTs of timm, Hugging Face and torchvision in their settings.
 
 Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class token, random weights in every
 parameter. That it is the same function is checked, not assumed: a plain ViT in float64 reads the peer's own weights
@@ -268,7 +268,7 @@ class Peer:
         return plain
 
     def _run(self, model: nn.Module, images: Tensor, upstream: Tensor, call=None, chosen=slice(None)) -> list[Tensor]:
-        """[logits of the chosen samples] and, in training, all gradients as one vector, in the order of timm's names."""
+        """[logits of the chosen samples, and in training all gradients as one vector, in the order of timm's names]."""
         with torch.set_grad_enabled(self.training):
             logits = (call or model)(images)
             if not self.training:

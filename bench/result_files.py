@@ -5,9 +5,8 @@ count. A file with exit codes has {"checks": {name: code}}, where a dictionary w
 code; beside it there may be lists "failed" and "skipped" of names or {name, reason}, and "steps" of {name, state, code,
 seconds} (bench/steps.sh).
 
-Of a case that
-several files hold the newest state counts, by the files' datetime: a newer failure takes the place of an older time.
-Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
+Of a case that several files hold the newest state counts, by the files' datetime: a newer failure takes the place of an
+older time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
 """
 
 import json
@@ -193,10 +192,9 @@ def by_model(results: Results, op: str) -> dict[str, list[dict]]:
     return groups
 
 
-def plotted(results: Results) -> list[str]:
-    """Names of the plots that this GPU's results give."""
-    ops = dict.fromkeys(
-        c["extra_info"]["op"] for c in results.measured.values() if "images_per_second" not in c["extra_info"]
-    )
-    models = [f"{what}-{op}" for op in ("train", "throughput") if results.of(op) for what in ("speed", "memory")]
-    return [f"{name}.svg".replace(" ", "-") for name in ([f"roofline-{op}" for op in ops] + models)]
+def plotted(results: Results) -> dict[str, tuple[str, str]]:
+    """The plots that this GPU's results give: file name -> (kind, op)."""
+    infos = [case["extra_info"] for case in results.measured.values()]
+    plots = [("roofline", op) for op in dict.fromkeys(i["op"] for i in infos if "images_per_second" not in i)]
+    plots += [(kind, op) for op in ("train", "throughput") if results.of(op) for kind in ("speed", "memory")]
+    return {f"{kind}-{op}.svg".replace(" ", "-"): (kind, op) for kind, op in plots}
