@@ -27,6 +27,7 @@ max-autotune. Whole models keep the order of bench_model.SETTINGS.
 
 import gc
 import json
+import os
 import signal
 import sys
 import time
@@ -165,7 +166,8 @@ def _save(config) -> None:
     option = config.getoption("benchmark_json", None)
     if not option or not _cases:
         return
-    path = getattr(option, "name", option)  # older pytest-benchmarks open the file themselves
+    # Older pytest-benchmarks open the file themselves.
+    path = option if isinstance(option, (str, os.PathLike)) else option.name
     hook = config.hook
     if not _constant:
         _constant.update(machine_info=hook.pytest_benchmark_generate_machine_info(config=config))

@@ -211,7 +211,7 @@ PROPERTIES = types.SimpleNamespace(
 
 def preload() -> None:
     """Imports everything once, and puts the stand-ins where the GPU would be."""
-    sys.path[1:1] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
+    sys.path[1:1] = [str(ROOT), *(str(ROOT / folder) for folder in ("bench", "tests", "tests/helpers"))]
     import pytest_benchmark.plugin  # noqa: F401
     import timm.models.vision_transformer  # noqa: F401
     import torch
@@ -260,8 +260,8 @@ def preload() -> None:
     import shapes
 
     from vitfast import doctor
-    from vitfast import verify as trial
     from vitfast.ops import _dispatch
+    from vitfast.tune import trial
     from vitfast.tune import tuner as tune
 
     shapes.Shape.name = property(lambda s: f"{s.model} {224 if s.image == IMAGE else s.image} B{s.batch}")
@@ -297,7 +297,7 @@ def clock_of_the_tuner():
     """Its own, without the second in which it warms the GPU up."""
     import torch
 
-    from vitfast.verify import DeviceClock
+    from vitfast.tune.trial import DeviceClock
 
     found = DeviceClock.__new__(DeviceClock)
     found.rounds, found.flushed = 3, torch.empty(0)
