@@ -26,7 +26,7 @@
 # network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot. VITFAST_COMMIT: the commit, where the copy has no
 # git. VITFAST_CACHE (else bench/cache/*.tar.xz): compiled kernels from `tests/codegen.py --cache`, for Triton's cache (bench/cache.py).
 #
-# tests/bench/test_rehearsal.py runs all this without a GPU. It cannot show what compiles or how fast anything is, whether cuDNN's or flash's
+# tests/bench/test_stages.py, test_steps.py and test_stand_in.py run all this without a GPU. It cannot show what compiles or how fast anything is, whether cuDNN's or flash's
 # backends of SDPA accept a case, whether CUDA graphs capture, what a hung GPU does to SIGKILL, memory, or whether the limits are right.
 set -u
 cd "$(dirname "$0")/.." || exit 2
