@@ -1,6 +1,6 @@
-"""The two fused blocks of an encoder layer against eager PyTorch and torch.compile of the same formula.
+"""The two fused blocks of an encoder layer against eager PyTorch and torch.compile.
 
-Each peer of the attention block runs on the fastest SDPA backend.
+All of the same formula; each peer of the attention block runs on the fastest SDPA backend.
 """
 
 import functools

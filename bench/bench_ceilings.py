@@ -1,4 +1,4 @@
-"""The device and its libraries before any kernel of ours: copies, matrix products, cuBLAS at a training step's shapes.
+"""Ceilings of the device and its libraries: copies, products, cuBLAS at a training step's shapes.
 
 SDPA's backends are in bench_attention.py, timm under torch.compile in bench_model.py; `bench/gpu.sh ceilings` runs all
 three.

@@ -1,4 +1,4 @@
-"""Whole ViTs, latency, throughput and a training step, against timm, Hugging Face and torchvision in their settings.
+"""Whole ViTs, latency, throughput and a training step, against timm, Hugging Face, torchvision.
 
 Logits, and in training every gradient, are compared with float64 before anything is timed and again after it
 (peers.py). A training step is forward, cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16:
@@ -64,9 +64,9 @@ STEPS = 3 if clock.GPU else 1  # calls per timed round
 
 @functools.cache
 def best_batch(library: str, model: str) -> int:
-    """The batch of the highest inference throughput of the library's eager model in bf16, for all its settings.
+    """The batch of the highest inference throughput of the library's eager model in bf16.
 
-    Raises RuntimeError where the smallest batch does not fit into the memory.
+    It is used for all its settings. Raises RuntimeError where the smallest batch does not fit into the memory.
     """
     if not clock.GPU:
         return MODELS[model].batch

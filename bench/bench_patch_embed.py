@@ -1,4 +1,4 @@
-"""Images to tokens, from raw uint8 and from normalised floats, against the convolution and unfold + matmul.
+"""Images to tokens, from raw uint8 and from floats, against the convolution and unfold + matmul.
 
 From uint8 the peers normalise first.
 """

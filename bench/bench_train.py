@@ -1,4 +1,4 @@
-"""End to end: JPEG files on disk to optimiser steps, vitfast's loader and loop against timm's and a plain step.
+"""End to end, JPEG files on disk to optimiser steps: vitfast's loader and loop against timm's.
 
 Both decode, crop (scale 0.08 to 1), resize (bicubic) and mirror in the same number of processes, and train in bf16
 under autocast with clipping and fused AdamW, compiled on a GPU. Ours hands raw uint8 to the model, timm's loader

@@ -1,4 +1,4 @@
-"""Archives of Triton's cache: kernels compiled ahead on another machine, for the first minutes on a GPU.
+"""Archives of Triton's cache: kernels compiled ahead, for the first minutes on a GPU.
 
     python bench/cache.py FILE.tar.xz      adds an archive to this machine's cache (TRITON_CACHE_DIR or ~/.triton/cache)
 
@@ -33,7 +33,10 @@ def made_with() -> dict[str, str]:
 
 
 def pack(folder: Path, archive: Path, **facts) -> int:
-    """Writes a folder of Triton's cache as .tar.xz, with `facts` in its manifest; returns its size in bytes."""
+    """Writes a folder of Triton's cache as .tar.xz; returns its size in bytes.
+
+    facts: for its manifest.
+    """
     (folder / MANIFEST).write_text(json.dumps(made_with() | facts))
     archive.parent.mkdir(parents=True, exist_ok=True)
 

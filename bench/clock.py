@@ -27,7 +27,10 @@ _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS alr
 
 
 class Stamp:
-    """A moment in the device's stream. The difference of two is seconds per call, and waits for the later one."""
+    """A moment in the device's stream.
+
+    The difference of two is seconds per call, and waits for the later one.
+    """
 
     def __init__(self, calls: int = 1):
         self.calls, self.event = calls, torch.cuda.Event(enable_timing=True)
@@ -44,7 +47,10 @@ def clock(calls: int = 1) -> Callable:
 
 
 def wall() -> float:
-    """Seconds by the clock on the wall, the device idle: for what other processes work on too, such as a loader's."""
+    """Seconds by the clock on the wall, the device idle.
+
+    For what other processes work on too, such as a loader's.
+    """
     synchronize()
     return time.perf_counter()
 
@@ -82,7 +88,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def cold(lead: float = 0.0) -> None:
-    """Before a timed call on a GPU: overwrites the L2 cache, then keeps the device busy for `lead` seconds.
+    """Before a timed call on a GPU: a cold L2 cache, and a device that is busy for `lead` seconds.
 
     Meanwhile Python launches the call.
     """
@@ -131,7 +137,10 @@ def allocated() -> int:
 
 
 def peak_bytes(run: Callable[[], object], before: int = 0) -> int | None:
-    """The most device memory in use during `run`, without the `before` bytes that are not its own; None on a CPU."""
+    """The most device memory in use during `run`; None on a CPU.
+
+    before: bytes that are not its own, which do not count.
+    """
     if not GPU:
         return None
     torch.cuda.synchronize()

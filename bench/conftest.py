@@ -1,4 +1,4 @@
-"""What the benchmarks add to pytest-benchmark: a time budget, and a JSON file in which every case is found again.
+"""A time budget for pytest-benchmark, and a JSON file in which every case is found again.
 
 The file that `--benchmark-json PATH` names has, beside pytest-benchmark's own keys, "failed" and "skipped": lists of
 {name, fullname, params, reason}. It is written anew after every case, so that a run that dies keeps what it has; a case
@@ -134,7 +134,10 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind(request):
-    """Compiled code and memory of a case are gone before the next one; a device that a case has broken ends the run."""
+    """Compiled code and memory of a case are gone before the next one.
+
+    A device that a case has broken ends the run.
+    """
     yield
     if not clock.GPU:
         return

@@ -1,4 +1,4 @@
-"""The loss curves of vitfast's ViT and timm's, from the same weights on the same images, for a few seeds.
+"""Loss curves of vitfast's ViT and timm's, from the same weights on the same images, a few seeds.
 
     python bench/curves.py OUT [--model S/16 --image 224 --batch 128 --steps 1000 --seeds 3 --precision amp|bf16]
 

@@ -1,4 +1,6 @@
-"""Two small offline results on scikit-learn's digits: masked patch prediction (the paper's 4.6), positions (Table 8).
+"""Two small offline results on scikit-learn's digits: masked patch prediction, and positions.
+
+As in the paper's section 4.6 and Table 8.
 
     python bench/digits.py masked       # 5 seeds; writes masked.json to bench/results/digits
     python bench/digits.py positions    # 8 kinds and places, 3 seeds; writes positions.json and positions.md there
@@ -27,7 +29,7 @@ FEW = dict(shots=5, steps=400, batch_size=50, lr=1e-3, warmup_steps=40)
 
 
 def masked(seeds: int) -> dict:
-    """Test accuracy with 5 labels a class, after masked pre-training on half of the digits and from scratch."""
+    """Test accuracy with 5 labels a class: masked pre-training on half of the digits, or none."""
 
     def trained(**fields) -> float:
         return train(resolve("pretrain", COMMON | fields))["accuracy"]

@@ -1,4 +1,4 @@
-"""How an operation is measured: right before fast, on random inputs, cold, against ceilings measured in the same run.
+"""Measures an operation: right before fast, on random inputs, cold, against measured ceilings.
 
 `bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for
 a wrong result; (2) warms up (clock.py says for how long) and takes the peak memory of one call; (3) times calls over
@@ -64,7 +64,7 @@ def weight(*shape: int) -> Tensor:
 
 
 def unsupported_gemm_backends() -> dict[str, str]:
-    """Backends of matrix products that max-autotune tries only on request -> why it cannot here, "" where it can."""
+    """GEMM backends that max-autotune tries only on request -> why it cannot here, or ""."""
     from torch._inductor import utils
     from torch._inductor.codegen.cutlass.utils import try_import_cutlass
 
@@ -122,9 +122,10 @@ def checked_samples(batch: int) -> Tensor:
 
 
 def judge(impl: str, what: str, result: list[Tensor], truth: list[Tensor], own: float, dtype: torch.dtype) -> dict:
-    """{error, error_limit} of a result: twice `own`, the error of plain PyTorch in the same dtype, plus rounding.
+    """{error, error_limit} of a result against float64.
 
-    Raises WrongResult beyond the limit.
+    The limit: twice `own`, the error of plain PyTorch in the same dtype, plus rounding. Raises WrongResult beyond the
+    limit.
     """
     error, limit = worst(result, truth), 2 * own + ATOL[dtype]
     if not error <= limit:
@@ -187,7 +188,7 @@ class Call:
         self.upstream = [] if direction == "forward" else [torch.randn_like(o) for o in run(function, self.tensors)]
 
     def prepare(self) -> None:
-        """What has to be there before the timed part: for a backward, its forward."""
+        """Makes what must be there before the timed part: for a backward, its forward."""
         if self.direction == "backward":
             self.outputs = self.function(*self.tensors)
 
@@ -211,7 +212,7 @@ def measure(
     rounds: int | None = None,
     timer: Callable | None = None,
 ) -> float:
-    """Hands `run`, which makes `calls` calls, to pytest-benchmark; returns the median of seconds per call.
+    """Has pytest-benchmark time `run`, which makes `calls` calls; returns the median of seconds a call.
 
     timer: another clock than ours.
     """

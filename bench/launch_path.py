@@ -1,4 +1,4 @@
-"""Python time of every launcher, this tree against another commit, one after the other in rounds of one run.
+"""Python time of every launcher, this tree against another commit, in rounds of one run.
 
     python bench/launch_path.py --against 827d16a
 

@@ -66,7 +66,10 @@ def facts() -> dict[str, str]:
 
 
 def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
-    """Name -> (what makes the call to time, its FLOPs, its bytes). A copy counts the bytes it reads and writes."""
+    """Name -> (what makes the call to time, its FLOPs, its bytes).
+
+    A copy counts the bytes it reads and writes.
+    """
     size, n = (2**31, 8192) if clock.GPU else (2**22, 256)
 
     def copy():
@@ -103,7 +106,7 @@ def _measure_ceilings() -> dict[str, float | None]:
 
 
 def _shared_ceilings(path: Path, run: dict) -> dict[str, float | None] | None:
-    """The ceilings in a file that this run wrote; None where there is none, or only one of something else."""
+    """The ceilings in a file that this run wrote; None where there is none, or one of something else."""
     try:
         content = json.loads(path.read_text())
         found = content["ceilings"]
@@ -116,7 +119,7 @@ def _shared_ceilings(path: Path, run: dict) -> dict[str, float | None] | None:
 
 @functools.cache
 def ceilings() -> dict[str, float | None]:
-    """What this device reaches at its best: "copy" in bytes/s, matrix products by dtype in FLOP/s; None: it failed.
+    """This device's best rates: "copy" in bytes/s, products by dtype in FLOP/s; None: it failed.
 
     Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, the first process measures
     and writes it, and later ones read it: their ceilings are then of the same stage on the same machine, not of the

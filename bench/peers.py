@@ -1,9 +1,10 @@
-"""The peers: SDPA with each backend forced, and whole ViTs of timm, Hugging Face and torchvision in their settings.
+"""The peers: each backend of SDPA, and whole ViTs of timm, Hugging Face and torchvision.
 
-Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class token, random weights in every
-parameter. That it is the same function is checked, not assumed: a plain ViT in float64 reads the peer's own weights
-(vitfast.checkpoint knows everybody's names); the peer's logits in fp32 are compared with it, and then logits and
-gradients of exactly what is about to be timed; and once more of what has been timed, its weights put back.
+The models in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class
+token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in float64
+reads the peer's own weights (vitfast.checkpoint knows everybody's names); the peer's logits in fp32 are compared with
+it, and then logits and gradients of exactly what is about to be timed; and once more of what has been timed, its
+weights put back.
 """
 
 import contextlib
@@ -103,7 +104,7 @@ def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a whole model is run.
+    """A library, a way to run it and a precision: a setting of a whole model.
 
     library: a key of BUILDERS. how: eager, compile, max-autotune or max-autotune all (harness.compiled). precision:
     bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts.
@@ -195,7 +196,7 @@ def make_model(library: str, s: Shape) -> nn.Module:
 
 
 class Peer:
-    """A library's model in one setting, ready to be called on images of one batch size, for training or inference."""
+    """A library's model in one setting, ready to be called on images of one batch size."""
 
     def __init__(self, setting: Setting, shape: Shape, training: bool):
         self.setting, self.shape, self.training = setting, shape, training
@@ -268,7 +269,10 @@ class Peer:
         return plain
 
     def _run(self, model: nn.Module, images: Tensor, upstream: Tensor, call=None, chosen=slice(None)) -> list[Tensor]:
-        """[logits of the chosen samples, and in training all gradients as one vector, in the order of timm's names]."""
+        """Logits of the chosen samples, and in training all gradients as one vector.
+
+        In the order of timm's names.
+        """
         with torch.set_grad_enabled(self.training):
             logits = (call or model)(images)
             if not self.training:

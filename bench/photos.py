@@ -1,6 +1,6 @@
-"""Real JPEG files for the end-to-end benchmark: random crops of the photographs in scikit-learn and scikit-image.
+"""Real JPEG files for the end-to-end benchmark: random crops of photographs in Python packages.
 
-Nothing is downloaded.
+Those of scikit-learn and scikit-image. Nothing is downloaded.
 """
 
 import random
@@ -18,7 +18,10 @@ PHOTOS = {
 
 
 def sources() -> dict[str, Image.Image]:
-    """Name -> photograph, of the packages that are installed. Raises FileNotFoundError where there is none."""
+    """Name -> photograph, of the packages that are installed.
+
+    Raises FileNotFoundError where there is none.
+    """
     found = {}
     for package, files in PHOTOS.items():
         spec = find_spec(package)
@@ -32,10 +35,10 @@ def sources() -> dict[str, Image.Image]:
 
 
 def write(folder: Path, count: int, size: tuple[int, int], seed: int = 0) -> Path:
-    """Writes `count` JPEGs of `size` (width, height) as folder/train/<photograph>/*.jpg; returns the folder.
+    """Writes `count` JPEGs of `size` (width, height) as folder/train/<photograph>/*.jpg.
 
-    And a tenth as many in folder/val. Each is a crop of a quarter to all of the area, perhaps mirrored, resized and
-    compressed at quality 90: about 100 KB at 500 x 375.
+    Returns the folder. And a tenth as many in folder/val. Each is a crop of a quarter to all of the area, perhaps
+    mirrored, resized and compressed at quality 90: about 100 KB at 500 x 375.
     """
     photos = sources()
 

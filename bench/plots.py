@@ -1,4 +1,4 @@
-"""The plots of a GPU's results: a roofline for each operation, bars of speed and memory for the whole models."""
+"""The plots of a GPU's results: rooflines of operations, bars of speed and memory of models."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tables and plots from the result files of a GPU; what is lost, failed or skipped is shown like what is won.
+"""Tables and plots from the result files of a GPU; what is lost, failed or skipped is shown too.
 
     python bench/report.py              # writes bench/results/README.md, the plots, and the speed section of README.md
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
@@ -87,9 +87,9 @@ def machine_lines(results: Results) -> str:
 
 
 def op_table(cases: list[dict], op: str) -> str:
-    """A row per shape and direction: every implementation's time, our share of the floor, our ratio to the best other.
+    """A row per shape and direction: every implementation's time, share of the floor, our ratio.
 
-    Without us the share is the best one's.
+    The share is ours, or the best one's without us; the ratio is that of the best other time to ours.
     """
     found, impls = {}, list(dict.fromkeys(c["extra_info"]["impl"] for c in cases))
     for case in cases:
@@ -173,7 +173,10 @@ def sections(results: Results) -> str:
 
 
 def speed_table(results: Results) -> str:
-    """For the project's README: vitfast, and `accelerate` under timm, against the fastest peer in equal precision."""
+    """For the project's README: vitfast, and `accelerate` under timm, against the fastest peer.
+
+    In equal precision.
+    """
     lines = []
     for op in MODEL_OPS:
         for model, cases in by_model(results, op).items():
@@ -186,7 +189,7 @@ def speed_table(results: Results) -> str:
 
 
 def _speeds(infos: list[dict]) -> list[str]:
-    """Images/s of ours, of `accelerate` and of the fastest peer, and the ratios of the first two to the third."""
+    """Images/s of vitfast, `accelerate` and the fastest peer, and the first two's ratios to the third."""
     best = {}
     for info in sorted(reversed(infos), key=lambda info: info["images_per_second"]):
         best[library(info) if library(info) in OURS else "peer"] = info
@@ -206,7 +209,7 @@ def gpus(folder: Path) -> list[Results]:
 
 
 def documents(folder: Path, readme: Path) -> dict[Path, str]:
-    """What every generated text file should hold."""
+    """The text that every generated file should hold."""
     found = gpus(folder)
     body = "\n".join(f"## {r.name}\n\n{sections(r)}\n{pictures(r)}" for r in found) or NOTHING
     wanted = {folder / "README.md": f"# Results\n\n{HOW_TO_READ}\n{body}"}
@@ -223,7 +226,7 @@ def pictures(results: Results) -> str:
 
 
 def stale(folder: Path, readme: Path) -> list[str]:
-    """What has to be written again."""
+    """The files that have to be written again."""
     wanted = documents(folder, readme)
     texts = [str(path) for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
     plots = [folder / r.name / name for r in gpus(folder) for name in plotted(r)]

@@ -21,7 +21,7 @@ from targets import LIBRARIES
 
 @dataclass
 class Results:
-    """The cases of one GPU: measured entries of pytest-benchmark, and those without a time, each by full name."""
+    """The cases of one GPU, with and without a time, each by full name."""
 
     name: str
     machines: list[dict] = field(default_factory=list)
@@ -82,7 +82,7 @@ CURVES = dict(steps=_amount, runs=_amount, planned=_amount, precision=_text, dis
 
 
 def _need(found: object, kinds: dict[str, Callable], where: str) -> None:
-    """Raises ValueError, which names the key, where `found` lacks one of these keys or holds something unfit in it."""
+    """Raises ValueError, naming the key, where `found` lacks one of these or holds something unfit."""
     for key, fits in kinds.items():
         if not isinstance(found, dict) or key not in found:
             raise ValueError(f"{where}{key} is missing")
@@ -118,7 +118,10 @@ def _add_checks(results: Results, content: dict, name: str) -> None:
 
 
 def _add_benchmarks(results: Results, content: dict) -> None:
-    """What pytest-benchmark and conftest.py wrote, newer than all before; ValueError where a table lacks something."""
+    """Adds a file of pytest-benchmark and conftest.py, newer than all before.
+
+    Raises ValueError where a table lacks something.
+    """
     _need(content, dict(benchmarks=_is(list), failed=_is(list), skipped=_is(list), machine_info=_is(dict)), "")
     machine = content["machine_info"].get("vitfast")
     _need(machine, dict(device=_text, ceilings=_is(dict)), "machine_info.vitfast.")
@@ -156,10 +159,10 @@ def _written(content: dict) -> datetime:
 
 
 def load(folder: Path) -> Results:
-    """All result files of a folder, oldest first; one that cannot be used is named in `damaged`, and adds nothing.
+    """All result files of a folder, oldest first.
 
-    A case is in `measured` or in `missing`, as the newest file has it that measured it or in which it failed. A skip
-    counts where no file has more to say.
+    One that cannot be used is named in `damaged`, and adds nothing. A case is in `measured` or in `missing`, as the
+    newest file has it that measured it or in which it failed. A skip counts where no file has more to say.
     """
     results, files = Results(folder.name), []
     for path in sorted(folder.glob("*.json")):
@@ -185,7 +188,10 @@ def load(folder: Path) -> Results:
 
 
 def by_model(results: Results, op: str) -> dict[str, list[dict]]:
-    """Model and resolution -> its cases. The batch is not part of the key: each library has its own best one."""
+    """Model and resolution -> its cases.
+
+    The batch is not part of the key: each library has its own best one.
+    """
     groups = {}
     for case in results.of(op):
         groups.setdefault(case["extra_info"]["shape"].rpartition(" B")[0], []).append(case)

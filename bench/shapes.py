@@ -72,7 +72,10 @@ def choose(which: str) -> None:
 
 
 def _runs_at(impl: str, shape: Shape, direction: str, compile_at: tuple[Shape, ...]) -> bool:
-    """Whether this implementation is measured there: compiling takes seconds, max-autotune's search up to minutes."""
+    """Whether this implementation is measured there.
+
+    Compiling takes seconds, max-autotune's search up to minutes.
+    """
     if not clock.GPU:
         return direction == "both" or not impl.startswith("compile")
     if impl.startswith("max-autotune"):
@@ -90,7 +93,10 @@ def grid(
     compile_at: tuple[Shape, ...] = (FOCUS,),
     forward_only: tuple[str, ...] = (),
 ) -> list:
-    """Parameters (shape, direction, impl) of a bench file's cases. cpu: the implementations that run on a CPU."""
+    """Parameters (shape, direction, impl) of a bench file's cases.
+
+    cpu: the implementations that run on a CPU.
+    """
     wanted = [
         (name, direction, impl)
         for name, shape in SHAPES.items()

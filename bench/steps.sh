@@ -133,7 +133,11 @@ step() {
     else
         ((failed)) || failed=1
         tail -n 25 "$work/$current.log" | cut -c 1-300
-        device_errors=$(grep -qE "$DEVICE_ERROR" "$work/$current.log" && echo $((device_errors + 1)) || echo 0)
+        if grep -qE "$DEVICE_ERROR" "$work/$current.log"; then
+            device_errors=$((device_errors + 1))
+        else
+            device_errors=0
+        fi
     fi
     record "$current" "$taken" "$limit"
 }
@@ -167,7 +171,8 @@ checks() {
     if [ "$state" = skipped ]; then return; fi
     # pytest's exit code is 0 where every test was skipped, and 5 where none was chosen.
     local log="$work/$current.log"
-    if ((code == 5)) || { ((code == 0)) && grep -qE '[0-9]+ skipped' "$log" && ! grep -qE '[0-9]+ passed' "$log"; }; then
+    if ((code == 5)) ||
+        { ((code == 0)) && grep -qE '[0-9]+ skipped' "$log" && ! grep -qE '[0-9]+ passed' "$log"; }; then
         skipped+=("{\"name\": \"$1\", \"reason\": \"no test ran\"}")
     else
         named_checks+=("\"$1\": $code")

@@ -1,4 +1,4 @@
-"""What vitfast wants to reach on a GPU, and what the results say: met, missed, or not measured yet.
+"""The targets of vitfast on a GPU, and what the results say: met, missed, or not measured yet.
 
 Read by report.py. A ratio is of two cases of the same folder and in equal precision; peers count with the fastest of
 their settings, and a setting that should have been the strongest and has no time is named ("without max-autotune"). Of
@@ -107,7 +107,10 @@ def inference(results) -> Iterator[Figure]:
 
 
 def operation(results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:
-    """extra_info, seconds and ceilings (those of its own file) of ours and all others, at a model's largest batch."""
+    """extra_info, seconds and ceilings of ours and of all others, at a model's largest batch.
+
+    The ceilings are those of the case's own file.
+    """
     found = [c["extra_info"] | dict(seconds=c["stats"]["median"], ceilings=c["ceilings"]) for c in results.of(op)]
     found = [
         i
@@ -126,7 +129,7 @@ def against(
     strongest: tuple[str, ...],
     needed: str = "",
 ) -> Iterator[Figure]:
-    """How many times faster than the best other implementation, at each shape and direction.
+    """Ratios of the best other implementation's time to ours, at each shape and direction.
 
     shapes: each with its bound and stretch.
     strongest: implementations that are named where they have no time; needed: there is no figure before one whose name

@@ -81,7 +81,10 @@ def test_no_case_starts_shortly_before_the_end(monkeypatch):
 
 
 def test_the_alarm_of_a_case_rings_again(monkeypatch):
-    """A compiler's `except Exception` swallows the first one; after the case it is silent, and 0 is no limit."""
+    """A compiler's `except Exception` swallows the first one.
+
+    After the case it is silent, and 0 is no limit.
+    """
     conftest = bench_conftest()
     monkeypatch.setattr(conftest, "ALARM_AGAIN", 0.05)
     before = signal.getsignal(signal.SIGALRM)
@@ -130,7 +133,10 @@ def test_the_peers_of_the_targets_run_at_the_main_shape(gpu):
 
 
 def test_largest_batch_lies_on_the_line():
-    """2 GiB at batch 0, 12 GiB at batch 100: a tenth of a GiB an image. 23 usable GiB hold 210, 79 hold 770."""
+    """2 GiB at batch 0, 12 GiB at batch 100: a tenth of a GiB an image.
+
+    23 usable GiB hold 210, 79 hold 770.
+    """
     assert [bench_model.largest_batch(100, 2 << 30, 12 << 30, gib) for gib in (24, 80, 2)] == [210, 770, 0]
 
 

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_loss_curves_compare_the_same_training(tmp_path):
-    """The same weights, images and optimiser: on a CPU in fp32 the curves are one; and the distance is what it says."""
+    """On a CPU in fp32 both curves are one, from the same weights, images and optimiser.
+
+    And the distance is what it says.
+    """
     assert curves.distance([[1.0, 2.0], [3.0, 2.0]], [[2.0, 2.5], [4.0, 2.5]]) == pytest.approx(
         0.5 / 1e-3
     )  # no spread there: 1e-3 at least

@@ -1,4 +1,4 @@
-"""What ends a worker whose GPU has failed, what comes first on one, and what compute-sanitizer is asked."""
+"""A worker ends whose GPU has failed; the order of GPU tests; what compute-sanitizer is asked."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A run over planted implementations: no time for a wrong result, times that are right, nothing that failed dropped."""
+"""A run over planted implementations: no time for a wrong result, right times, nothing dropped."""
 
 import json
 import os
@@ -148,7 +148,10 @@ def test_twice_as_slow_is_reported_as_twice_as_slow(planted):
 
 
 def test_no_case_is_dropped(planted):
-    """Failed, too long, and not run because the process died: all are in the file, with the reason in one line."""
+    """Failed, too long, not run because the process died: all are in the file, with the reason.
+
+    In one line each.
+    """
     failed = {case["params"]["impl"]: case for case in planted["failed"]}
     assert set(failed) == {"last_sample", "gradient", "nan", "raises", "explains", "tires", "hangs"}
     assert failed["raises"]["name"] == "test_double[raises]" and "cannot be multiplied" in failed["raises"]["reason"]

@@ -66,7 +66,7 @@ def cases(stage: Stage, name: str, state: str = "benchmarks") -> list[str]:
 
 
 def measures_what_it_should(stage: Stage, client: Path) -> None:
-    """Every case that the plan names is selected, runs through the branches for a GPU, and stands in the report."""
+    """Every case of the plan is selected, runs through the GPU's branches, and is in the report."""
     assert faithful(stage, client) == 0, stage.text
     settings = ("vitfast compile bf16", "timm compile bf16", "vitfast compile amp", "timm compile amp")
     settings += ("vitfast compile bf16 again",)
@@ -127,7 +127,7 @@ def measures_what_it_should(stage: Stage, client: Path) -> None:
 
 
 def survives_faults(stage: Stage, client: Path) -> None:
-    """Our MLP half is off by a tenth, and SDPA's efficient backend runs out of memory: nothing else is lost."""
+    """Our MLP block is off by a tenth, SDPA's efficient backend has no memory: nothing else is lost."""
     left_out = "bench/bench_layer_norm.py bench/bench_patch_embed.py tests/kernels/test_gpu.py".split()
     assert (
         faithful(stage, client, " ".join(f"--deselect={name}" for name in left_out), VITFAST_PLANT="wrong memory") == 1

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_step_that_hangs_costs_its_own_time(stage):
-    """It ignores SIGINT and SIGTERM, and has a child in a session of its own; later steps still get their turn.
+    """It ignores SIGINT and SIGTERM, with a child in another session; later steps get their turn.
 
     The other one ends on SIGINT, as pytest does, with what it has to say.
     """

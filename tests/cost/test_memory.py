@@ -22,7 +22,10 @@ def test_memory_is_what_a_run_keeps_with_all_kept(options):
 
 
 def test_auto_keeps_all_where_it_fits(capsys):
-    """B/16, batch 256: 5.6 GB more on an H200; what fits a 4090 in one part with the least alone stays in one part."""
+    """B/16, batch 256: 5.6 GB more on an H200.
+
+    A batch that fits with the least alone is not split for more.
+    """
     found = json.loads(run(capsys, "--model", "B/16", "--json")[1])
     u = 256 * 197 * 768 * 2
     assert found["keep"]["taken"] == "all" and found["keep"]["more_per_image"] * 256 == 12 * 6 * u

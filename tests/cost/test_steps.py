@@ -111,7 +111,7 @@ def test_a_convolution_by_hand():
 
 
 def test_floors_of_a_base_layer():
-    """ViT-B/16, batch 256, on an H200's measured rates, against the budget that the kernels were planned with.
+    """ViT-B/16, batch 256, on an H200's measured rates, against the budget of the kernels' plan.
 
     GFLOP, traffic in units of the tokens (B N D numbers), floors in microseconds, forward and backward; and a step of
     38.7 ms.

@@ -1,4 +1,4 @@
-"""The work of every operation, and of the whole models of the benchmarks, counted by hand and by torch."""
+"""The work of every operation, and of the benchmarks' whole models, counted by hand and by torch."""
 
 import bench_model
 import pytest

@@ -1,4 +1,4 @@
-"""What tests of the benchmarks need of pytest-benchmark and of bench/conftest.py."""
+"""Stand-ins for pytest-benchmark's fixture, and bench/conftest.py as a module."""
 
 import importlib.util
 from pathlib import Path

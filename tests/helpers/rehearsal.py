@@ -1,4 +1,4 @@
-"""Runs of bench/gpu.sh against tests/helpers/stand_in.sh, which does nothing, quickly, or fails as it is told to."""
+"""Runs of bench/gpu.sh against stand_in.sh, which does nothing, or fails as it is told to."""
 
 import json
 import os
@@ -52,7 +52,10 @@ class Stage:
         return subprocess.Popen(command, env=self.environment | environment, **pipes)
 
     def run(self, stage: str, *options: str, **environment: str) -> int:
-        """Its exit code. Whatever happened: OUT has two files, nothing is left in the temporary folder, or running."""
+        """Its exit code.
+
+        Whatever happened: OUT has two files, nothing is left in the temporary folder, or running.
+        """
         start = time.monotonic()
         process = self.start(stage, str(self.out), *options, **environment)
         return self.end(process, start)
@@ -73,7 +76,7 @@ class Stage:
 
     @property
     def calls(self) -> dict[str, str]:
-        """What each step was asked to do, in order."""
+        """The arguments of each step's call, in order."""
         return dict(line.split("\t") for line in (self.folder / "calls").read_text().splitlines())
 
     def states(self, stage: str = "first") -> dict[str, str]:

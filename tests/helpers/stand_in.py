@@ -1,4 +1,4 @@
-"""A GPU's stand-in: what benchmarks and GPU tests ask of a GPU, answered by the CPU, at tiny sizes under real names.
+"""A GPU's stand-in: the CPU answers, at tiny sizes under real names.
 
     python tests/helpers/stand_in.py SOCKET CLIENT
 
@@ -67,7 +67,10 @@ sys.exit(code)
 
 
 def serve(address: str, client: str) -> None:
-    """Forks a child for each client, and tells the client how it ended. A client that is gone takes its child along."""
+    """Forks a child for each client, and tells the client how it ended.
+
+    A client that is gone takes its child along.
+    """
     preload()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

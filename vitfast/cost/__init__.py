@@ -1,4 +1,4 @@
-"""The cost of a ViT before it is run: parameters, FLOPs, memory, and the floor time of every operation and of a step.
+"""The cost of a ViT before it is run: parameters, FLOPs, memory, and floor times.
 
 The floor of an operation is the sum over its kernels of max(FLOPs / rate of the matrix units, bytes / rate of the
 memory): kernels follow one another (work.py, whose counts the benchmarks use too). Left out is one pass of ours,

@@ -12,7 +12,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """Dense bf16 TFLOP/s (fp32 accumulation), GB/s and GiB by the maker's data sheet, and the driver's names for it."""
+    """Dense bf16 TFLOP/s (fp32 accumulation), GB/s and GiB by the maker's data sheet.
+
+    And the driver's names for the GPU.
+    """
 
     teraflops: float
     gigabytes_per_second: float
@@ -37,7 +40,10 @@ GPUS = {
 
 
 def datasheet_flops(driver_name: str) -> float | None:
-    """FLOP/s that the maker promises for dense bf16; None for a device, or a slice of one, that is not in GPUS."""
+    """FLOP/s that the maker promises for dense bf16.
+
+    None for a device, or a slice of one, that is not in GPUS.
+    """
     for gpu in GPUS.values():
         if any(fnmatch.fnmatchcase(driver_name, pattern) for pattern in gpu.driver_names):
             return 1e12 * gpu.teraflops
@@ -46,7 +52,7 @@ def datasheet_flops(driver_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast and how large a device is, and whether its rates come from the "data sheet" or were "measured"."""
+    """Rates and memory of a device; source: "data sheet" or "measured"."""
 
     gpu: str
     flops_per_second: float

@@ -16,10 +16,10 @@ from .steps import dropout, resnet, tokens_of
 
 
 def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least") -> dict[str, int]:
-    """What a forward pass that trains keeps for its backward, by kind: what vitfast.ops saves, without parameters.
+    """Bytes that a forward pass keeps for its backward, by kind: what vitfast.ops saves.
 
-    keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which keep more: the norms'
-    outputs, the activation, and masks.
+    Without the parameters. keep: "least" or "all". Where dropout is on, the blocks run on the smaller operations, which
+    keep more: the norms' outputs, the activation, and masks.
     """
     m, block, depth, d = batch * tokens_of(model), model.blocks[0], len(model.blocks), model.embed_dim
     f, stem, image = block.mlp.fc1.out_features, model.patch_embed, (model.in_chans, *model.patch_embed.img_size)
@@ -42,7 +42,7 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
 
 
 def state_bytes(model: ViT, size: int = 2, optimizer: str = "adamw", averaged: bool = False) -> dict[str, int]:
-    """What stays from step to step: parameters, gradients, optimiser state, copies in 16 bits, the running average."""
+    """Bytes that stay from step to step, by kind."""
     total = sum(p.numel() for p in model.parameters())
     layers = [layer for layer in model.modules() if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))]
     copied = sum(p.numel() for layer in layers for p in layer.parameters())
@@ -56,7 +56,7 @@ def state_bytes(model: ViT, size: int = 2, optimizer: str = "adamw", averaged: b
 
 
 def working_bytes(model: ViT, batch: int, size: int = 2) -> int:
-    """What comes and goes at the peak, the backward of the last MLP; an estimate, not measured.
+    """Bytes that come and go at the peak, the backward of the last MLP; an estimate, not measured.
 
     The gradients of its output and pre-activation, the activation, the logits.
     """

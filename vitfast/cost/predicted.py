@@ -1,6 +1,6 @@
-"""Steps of the presets as the port model (machine_code/ports.py) predicts them, read from a table; none was measured.
+"""Steps of the presets as the port model predicts them, read from a table; none was measured.
 
-`make codegen` writes the table.
+The port model: machine_code/ports.py. `make codegen` writes the table.
 """
 
 import csv

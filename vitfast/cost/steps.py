@@ -20,7 +20,10 @@ from .work import Kernels, Work
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a step that runs `times` times: the kernels of one forward that trains and of one backward."""
+    """An operation of a step that runs `times` times.
+
+    The kernels of one forward that trains, and of one backward.
+    """
 
     name: str
     times: int
@@ -95,10 +98,11 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
 
 
 def resnet(backbone: torch.nn.Module, batch: int, image: tuple[int, int, int], size: int) -> tuple[Operation, int]:
-    """The ResNet of a hybrid, in the dtype of the products, and the bytes that it keeps for backward, its input too.
+    """The ResNet of a hybrid, in the dtype of the products, and the bytes that it keeps for backward.
 
-    Its kernels are the convolutions, norms and pooling (activations, residual additions and the standardisation of
-    weights are folded in). They are PyTorch's, whose autocast computes the norms in fp32: it moves and keeps more.
+    Its input is among these. Its kernels are the convolutions, norms and pooling (activations, residual additions and
+    the standardisation of weights are folded in). They are PyTorch's, whose autocast computes the norms in fp32: it
+    moves and keeps more.
     """
     forward, backward, kept = [], [], {}
 

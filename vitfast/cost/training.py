@@ -1,4 +1,4 @@
-"""A step and a whole training of a model on a device: does it fit, how long does it take at least, and probably."""
+"""A step and a whole training of a model on a device: does it fit, and how long does it take."""
 
 import math
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The work of each operation, at least: FLOPs and bytes of the kernels that it needs, forward and backward.
+"""The work of each operation, at least: FLOPs and bytes of its kernels, forward and backward.
 
 FLOPs are two per multiply-add of the matrix products; pointwise work counts nothing. The backward of a product is two
 products; attention is two products forward and five backward (one computes the scores again), 2.5 times as many.
@@ -33,7 +33,10 @@ def floor_seconds(kernels: Kernels, flops_per_second: float, bytes_per_second: f
 
 @dataclass(frozen=True)
 class Work:
-    """`forward` keeps nothing for a backward, `training` is the forward that does, `backward` its backward."""
+    """The kernels of an operation.
+
+    `forward` keeps nothing for a backward, `training` is the forward that does, `backward` its backward.
+    """
 
     forward: Kernels
     training: Kernels
@@ -66,19 +69,28 @@ def attention(m: int, n: int, d: int, size: int) -> Work:
 
 
 def layer_norm(m: int, d: int, size: int, residual_gradient: bool = False) -> Work:
-    """Backward reads dy and x, writes dx; inside a block it also adds the gradient of the residual, which it reads."""
+    """Backward reads dy and x, writes dx.
+
+    Inside a block it also adds the gradient of the residual, which it reads.
+    """
     forward = moved(2 * m * d + 2 * d, size)
     return Work(forward, forward, moved((4 if residual_gradient else 3) * m * d + 3 * d, size))
 
 
 def add_layer_norm(m: int, d: int, size: int) -> Work:
-    """Forward reads x and residual, writes the norm and z; backward reads dy, dz and z, writes the gradient of both."""
+    """Residual add and LayerNorm.
+
+    Forward reads x and residual, writes the norm and z; backward reads dy, dz and z, writes the gradient of both.
+    """
     forward = moved(4 * m * d + 2 * d, size)
     return Work(forward, forward, moved(4 * m * d + 3 * d, size))
 
 
 def _linear_backward(m: int, n: int, k: int, size: int, extra: int = 0) -> Kernels:
-    """dX = dY W and dW = dY^T X (with db) of Y (m, n) = X (m, k) W^T; extra: numbers that both read beside dY."""
+    """dX = dY W and dW = dY^T X (with db) of Y (m, n) = X (m, k) W^T.
+
+    extra: numbers that both read beside dY.
+    """
     return product(m, k, n, size, extra) + product(n, k, m, size, extra + n)
 
 
@@ -125,9 +137,10 @@ def mlp_block(m: int, d: int, f: int, size: int) -> Work:
 
 
 def patch_embed(patches: int, length: int, m: int, d: int, added: int, size: int, pixel_size: int) -> Work:
-    """`patches` of `length` values of `pixel_size` bytes -> tokens (M, D); added: numbers of biases and embeddings.
+    """`patches` of `length` values of `pixel_size` bytes -> tokens (M, D).
 
-    Backward: dW, and the gradients of what is added from the same pass over dy; images want no gradient.
+    added: numbers of biases and embeddings. Backward: dW, and the gradients of what is added from the same pass over
+    dy; images want no gradient.
     """
     each = ((2.0 * patches * d * length, pixel_size * patches * length + size * (m * d + d * length + added)),)
     return Work(each, each, each)
