@@ -33,10 +33,7 @@ def made_with() -> dict[str, str]:
 
 
 def pack(folder: Path, archive: Path, **facts) -> int:
-    """Writes a folder of Triton's cache as .tar.xz; returns its size in bytes.
-
-    facts: for its manifest.
-    """
+    """Writes a folder of Triton's cache as .tar.xz, `facts` in its manifest; returns its bytes."""
     (folder / MANIFEST).write_text(json.dumps(made_with() | facts))
     archive.parent.mkdir(parents=True, exist_ok=True)
 

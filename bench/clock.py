@@ -27,10 +27,7 @@ _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS alr
 
 
 class Stamp:
-    """A moment in the device's stream.
-
-    The difference of two is seconds per call, and waits for the later one.
-    """
+    """A moment in the device's stream; a difference is seconds per call, and waits for the later one."""
 
     def __init__(self, calls: int = 1):
         self.calls, self.event = calls, torch.cuda.Event(enable_timing=True)
@@ -47,10 +44,7 @@ def clock(calls: int = 1) -> Callable:
 
 
 def wall() -> float:
-    """Seconds by the clock on the wall, the device idle.
-
-    For what other processes work on too, such as a loader's.
-    """
+    """Seconds by the wall clock, the device idle: for what loaders and other processes work on too."""
     synchronize()
     return time.perf_counter()
 
@@ -137,10 +131,7 @@ def allocated() -> int:
 
 
 def peak_bytes(run: Callable[[], object], before: int = 0) -> int | None:
-    """The most device memory in use during `run`; None on a CPU.
-
-    before: bytes that are not its own, which do not count.
-    """
+    """The most device memory in use during `run`, less the `before` bytes; None on a CPU."""
     if not GPU:
         return None
     torch.cuda.synchronize()

@@ -134,10 +134,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind(request):
-    """Compiled code and memory of a case are gone before the next one.
-
-    A device that a case has broken ends the run.
-    """
+    """Compiled code and memory of a case go before the next one; a broken device ends the run."""
     yield
     if not clock.GPU:
         return

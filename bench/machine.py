@@ -66,10 +66,7 @@ def facts() -> dict[str, str]:
 
 
 def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
-    """Name -> (what makes the call to time, its FLOPs, its bytes).
-
-    A copy counts the bytes it reads and writes.
-    """
+    """Name -> (what makes the call to time, FLOPs, bytes); a copy counts bytes read and written."""
     size, n = (2**31, 8192) if clock.GPU else (2**22, 256)
 
     def copy():

@@ -269,10 +269,7 @@ class Peer:
         return plain
 
     def _run(self, model: nn.Module, images: Tensor, upstream: Tensor, call=None, chosen=slice(None)) -> list[Tensor]:
-        """Logits of the chosen samples, and in training all gradients as one vector.
-
-        In the order of timm's names.
-        """
+        """Logits of the chosen samples and, in training, all gradients in one vector, by timm's names."""
         with torch.set_grad_enabled(self.training):
             logits = (call or model)(images)
             if not self.training:

@@ -18,10 +18,7 @@ PHOTOS = {
 
 
 def sources() -> dict[str, Image.Image]:
-    """Name -> photograph, of the packages that are installed.
-
-    Raises FileNotFoundError where there is none.
-    """
+    """Name -> photograph, of installed packages. Raises FileNotFoundError where there is none."""
     found = {}
     for package, files in PHOTOS.items():
         spec = find_spec(package)

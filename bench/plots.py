@@ -19,10 +19,7 @@ def colour(impl: str, others: list[str]) -> str:
 
 
 def roofline(results: Results, op: str, axes) -> None:
-    """Achieved rate over arithmetic intensity, under the roof of the measured ceilings.
-
-    Bytes/s where there is no matrix product.
-    """
+    """Rate over arithmetic intensity under the measured roof; bytes/s where there is no product."""
     cases = [case for case in results.of(op) if case["extra_info"]["bytes"]]  # a ceiling of matrix products moves none
     if not cases:
         return

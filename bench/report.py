@@ -173,10 +173,7 @@ def sections(results: Results) -> str:
 
 
 def speed_table(results: Results) -> str:
-    """For the project's README: vitfast, and `accelerate` under timm, against the fastest peer.
-
-    In equal precision.
-    """
+    """For the project's README: vitfast and `accelerate` against the fastest peer in equal precision."""
     lines = []
     for op in MODEL_OPS:
         for model, cases in by_model(results, op).items():

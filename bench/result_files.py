@@ -118,10 +118,7 @@ def _add_checks(results: Results, content: dict, name: str) -> None:
 
 
 def _add_benchmarks(results: Results, content: dict) -> None:
-    """Adds a file of pytest-benchmark and conftest.py, newer than all before.
-
-    Raises ValueError where a table lacks something.
-    """
+    """Adds a file of conftest.py, newer than all before; ValueError where a table lacks something."""
     _need(content, dict(benchmarks=_is(list), failed=_is(list), skipped=_is(list), machine_info=_is(dict)), "")
     machine = content["machine_info"].get("vitfast")
     _need(machine, dict(device=_text, ceilings=_is(dict)), "machine_info.vitfast.")
@@ -188,10 +185,7 @@ def load(folder: Path) -> Results:
 
 
 def by_model(results: Results, op: str) -> dict[str, list[dict]]:
-    """Model and resolution -> its cases.
-
-    The batch is not part of the key: each library has its own best one.
-    """
+    """Model and resolution -> its cases, of any batch: each library has its own best one."""
     groups = {}
     for case in results.of(op):
         groups.setdefault(case["extra_info"]["shape"].rpartition(" B")[0], []).append(case)

@@ -72,10 +72,7 @@ def choose(which: str) -> None:
 
 
 def _runs_at(impl: str, shape: Shape, direction: str, compile_at: tuple[Shape, ...]) -> bool:
-    """Whether this implementation is measured there.
-
-    Compiling takes seconds, max-autotune's search up to minutes.
-    """
+    """Whether it is measured there: compiling takes seconds, max-autotune's search up to minutes."""
     if not clock.GPU:
         return direction == "both" or not impl.startswith("compile")
     if impl.startswith("max-autotune"):
@@ -93,10 +90,7 @@ def grid(
     compile_at: tuple[Shape, ...] = (FOCUS,),
     forward_only: tuple[str, ...] = (),
 ) -> list:
-    """Parameters (shape, direction, impl) of a bench file's cases.
-
-    cpu: the implementations that run on a CPU.
-    """
+    """(shape, direction, impl) of a bench file's cases; cpu: the implementations that run on a CPU."""
     wanted = [
         (name, direction, impl)
         for name, shape in SHAPES.items()

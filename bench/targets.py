@@ -107,10 +107,7 @@ def inference(results) -> Iterator[Figure]:
 
 
 def operation(results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:
-    """extra_info, seconds and ceilings of ours and of all others, at a model's largest batch.
-
-    The ceilings are those of the case's own file.
-    """
+    """extra_info, seconds and ceilings (of its own file) of ours and the others, at the largest batch."""
     found = [c["extra_info"] | dict(seconds=c["stats"]["median"], ceilings=c["ceilings"]) for c in results.of(op)]
     found = [
         i

@@ -12,10 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """Dense bf16 TFLOP/s (fp32 accumulation), GB/s and GiB by the maker's data sheet.
-
-    And the driver's names for the GPU.
-    """
+    """By the data sheet dense bf16 TFLOP/s (fp32 accumulation), GB/s, GiB; the driver's names for it."""
 
     teraflops: float
     gigabytes_per_second: float
@@ -40,10 +37,7 @@ GPUS = {
 
 
 def datasheet_flops(driver_name: str) -> float | None:
-    """FLOP/s that the maker promises for dense bf16.
-
-    None for a device, or a slice of one, that is not in GPUS.
-    """
+    """FLOP/s promised for dense bf16; None for a device, or a slice of one, that is not in GPUS."""
     for gpu in GPUS.values():
         if any(fnmatch.fnmatchcase(driver_name, pattern) for pattern in gpu.driver_names):
             return 1e12 * gpu.teraflops

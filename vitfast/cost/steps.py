@@ -20,10 +20,7 @@ from .work import Kernels, Work
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a step that runs `times` times.
-
-    The kernels of one forward that trains, and of one backward.
-    """
+    """An operation of a step, `times` times: the kernels of a forward that trains and of a backward."""
 
     name: str
     times: int

@@ -33,10 +33,7 @@ def floor_seconds(kernels: Kernels, flops_per_second: float, bytes_per_second: f
 
 @dataclass(frozen=True)
 class Work:
-    """The kernels of an operation.
-
-    `forward` keeps nothing for a backward, `training` is the forward that does, `backward` its backward.
-    """
+    """The kernels of a forward that keeps nothing for a backward, of one that does, of the backward."""
 
     forward: Kernels
     training: Kernels
@@ -69,28 +66,19 @@ def attention(m: int, n: int, d: int, size: int) -> Work:
 
 
 def layer_norm(m: int, d: int, size: int, residual_gradient: bool = False) -> Work:
-    """Backward reads dy and x, writes dx.
-
-    Inside a block it also adds the gradient of the residual, which it reads.
-    """
+    """Backward: dy, x -> dx; in a block the residual's gradient too, which it reads and adds."""
     forward = moved(2 * m * d + 2 * d, size)
     return Work(forward, forward, moved((4 if residual_gradient else 3) * m * d + 3 * d, size))
 
 
 def add_layer_norm(m: int, d: int, size: int) -> Work:
-    """Residual add and LayerNorm.
-
-    Forward reads x and residual, writes the norm and z; backward reads dy, dz and z, writes the gradient of both.
-    """
+    """Forward: x, residual -> norm, z. Backward: dy, dz, z -> one gradient, which is that of both."""
     forward = moved(4 * m * d + 2 * d, size)
     return Work(forward, forward, moved(4 * m * d + 3 * d, size))
 
 
 def _linear_backward(m: int, n: int, k: int, size: int, extra: int = 0) -> Kernels:
-    """dX = dY W and dW = dY^T X (with db) of Y (m, n) = X (m, k) W^T.
-
-    extra: numbers that both read beside dY.
-    """
+    """dX = dY W, dW = dY^T X (with db) of Y (m, n) = X W^T; extra: numbers both read beside dY."""
     return product(m, k, n, size, extra) + product(n, k, m, size, extra + n)
 
 
