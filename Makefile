@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # An import of torch and timm takes three times as long without byte code, and the tests start many processes: an environment that forbids writing it waits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test long bench codegen lint clean
+.PHONY: help demo test long bench codegen docs lint clean
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -35,10 +35,13 @@ codegen: $(READY)  ## compile every kernel for every GPU generation, predict its
 	$(BIN)/python tests/codegen.py
 	$(BIN)/python tests/predict.py
 
+docs: $(READY)  ## the documentation, site/index.html; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 lint: $(READY)  ## ruff: its checks and its format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:  ## removes .venv, runs and caches
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

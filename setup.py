@@ -23,12 +23,14 @@ BENCH = ["pytest", "pytest-benchmark", "timm>=1.0.20", "transformers>=5", "torch
 EXPORT = ["onnx", "onnxscript", "onnxruntime"]
 INTERPRETER = ["ml_dtypes"]
 NATIVE = ["ninja", "setuptools>=77"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"]
 TEST = [
     *TRAIN,
     *BENCH,
     *EXPORT,
     *INTERPRETER,
     *NATIVE,
+    *DOCS,
     "pytest-xdist",
     "hypothesis",
     "peft",
@@ -42,7 +44,7 @@ TEST = [
 setup(
     name="vitfast",
     version=VERSION,
-    description="Vision Transformers trained and run faster: Triton kernels, a minimal ViT, and a drop-in for timm, Hugging Face and torchvision",
+    description="Vision Transformers: Triton kernels, a minimal ViT, a drop-in for timm, Hugging Face and torchvision",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -58,6 +60,7 @@ setup(
         "export": EXPORT,
         "interpreter": INTERPRETER,
         "native": NATIVE,
+        "docs": DOCS,
         "test": TEST,
         "all": sorted({*TRAIN, *BENCH, *TEST}),
     },

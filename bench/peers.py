@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitfast
 from vitfast import ViT, ops
-from vitfast.checkpoint.formats import convert
+from vitfast.checkpoint.formats import to_timm_names
 from vitfast.presets import preset
 from vitfast.verify import exact_fp32, worst
 
@@ -204,7 +204,7 @@ class Peer:
             harness.gemm_backends(setting.how)  # may skip the case, before anything is built
         model = make_model(setting.library, shape).train(training)
         # fp32, timm's names: what the truth is made of
-        self.state = {k: v.detach().clone() for k, v in convert(model.state_dict())[0].items()}
+        self.state = {k: v.detach().clone() for k, v in to_timm_names(model.state_dict())[0].items()}
         images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE)
         self.model, self.images = setting.cast(model, images)
         ours = setting.library.startswith("vitfast")
@@ -275,7 +275,7 @@ class Peer:
             if not self.training:
                 return [logits[chosen].double()]
             logits.backward(upstream.to(logits.dtype))
-        gradients = convert({name: p.grad for name, p in model.named_parameters()})[0]
+        gradients = to_timm_names({name: p.grad for name, p in model.named_parameters()})[0]
         model.zero_grad(set_to_none=True)
         flat = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
         return [logits[chosen].detach().double(), flat]

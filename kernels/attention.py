@@ -1,12 +1,18 @@
-"""Softmax attention: o = softmax(scale q k^T) v and lse = log sum exp(scale q k^T), with its backward. q, k, v, o are (B, N, H, Dh).
+"""Softmax attention and its backward: o = softmax(scale q k^T) v and lse = log sum exp(scale q k^T).
 
-Flash style (Dao et al., 2022; the softmax in base 2 and the logits never in memory), made for vision sequences, short and odd (50, 197, 257, 577, 1370):
-- forward, whole rows (attention_rows.py): every key and value of a head in one program, one softmax without rescaling, several query tiles one after
-  the other; forward, tiled (attention_tiled.py): online softmax over blocks of keys;
-- backward, one program for a head (attention_head_bwd.py): 5 matrix products; backward, tiled (attention_tiled_bwd.py): one kernel for dQ (which also
-  leaves delta = rowsum(o do)), one for dK and dV; or both in one program per head, one after the other ("phases"): 7 matrix products.
-  No atomics: dQ's fp32 sums, where keys are the outer loop, lie in a scratch of the one program that adds to them.
-A head is one or two power-of-two parts (80 = 64 + 16), so that it is never padded to 128. Which path runs is data, in tile_rules.py.
+q, k, v, o are (B, N, H, Dh). Flash style (Dao et al., 2022; the softmax in base 2 and the logits never in memory), made
+for vision sequences, short and odd (50, 197, 257, 577, 1370):
+
+- forward, "rows" (attention_short.py): every key and value of a head in one program, one softmax over whole rows
+  without rescaling, several blocks of queries one after the other;
+- forward, "tiled" (attention_tiled.py): online softmax over blocks of keys;
+- backward, "head" (attention_head_bwd.py): one program for a head, 5 matrix products;
+- backward, "tiled" (attention_tiled_bwd.py): one kernel for dQ (which also leaves delta = rowsum(o do)), one for dK and
+  dV; or "phases": both in one program for a head, one after the other. 7 matrix products.
+
+No atomics: dQ's fp32 sums, where keys are the outer loop, lie in a scratch of the one program that adds to them. A head
+is one or two power-of-two chunks (80 = 64 + 16), so that it is never padded to 128. Which path runs is data, in
+tile_rules.py.
 """
 
 import functools
@@ -17,40 +23,41 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import attention_libraries, tiles
+from .attention_common import Head
 from .attention_head_bwd import _attention_bwd_head_kernel
-from .attention_parts import Head
-from .attention_rows import _attention_fwd_rows_kernel
+from .attention_short import _attention_fwd_short_kernel
 from .attention_tiled import _attention_fwd_tiled_kernel
 from .attention_tiled_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel
 from .launch import cdiv, fp32_precision, launch
 from .rows import row_programs, scale_rows
 
 HEAD_SIZES = tuple(range(16, 129, 8))
-# (batch, head) pairs from which one program takes every query of its head: about two programs for each of ~132 multiprocessors, twice.
+# (batch, head) pairs from which one program takes every query of its head: about two programs for each of ~132
+# multiprocessors, twice.
 MANY_HEADS = 512
 
 
 @functools.cache
-def head_parts(head_dim: int) -> tuple[int, int]:
-    """The power-of-two parts that hold a head: 64 -> (64, 0), 72 and 80 -> (64, 16), 88 and 96 -> (64, 32), 56 -> (64, 0) with 8 columns masked."""
+def head_chunks(head_dim: int) -> tuple[int, int]:
+    """The power-of-two chunks of columns of a head: 64 -> (64, 0), 72 and 80 -> (64, 16), 96 -> (64, 32)."""
     size = triton.next_power_of_2(head_dim)
     half, rest = size // 2, max(16, triton.next_power_of_2(head_dim - size // 2))
     return (half, rest) if head_dim < size and half + rest < size else (size, 0)
 
 
 @functools.cache
-def key_parts(n: int) -> dict[str, int]:
-    """N <= 256 keys as one to three falling powers of two: 197 -> 128, 64, 16; 145 -> 128, 32, 0; 250 -> 256, 0, 0."""
-    parts, rest = [], n
+def key_blocks(n: int) -> dict[str, int]:
+    """N <= 256 keys as one to three falling powers of two: 197 -> 128, 64, 16; 250 -> 256, 0, 0."""
+    blocks, rest = [], n
     while rest > 0:
         size = max(16, triton.next_power_of_2(rest))
-        if size > 16 and size != rest and len(parts) < 2:
+        if size > 16 and size != rest and len(blocks) < 2:
             size //= 2
-        parts.append(size)
+        blocks.append(size)
         rest -= size
     whole = max(16, triton.next_power_of_2(n))
-    parts = [whole] if sum(parts) >= whole else parts
-    return {f"KEYS{i}": parts[i] if i < len(parts) else 0 for i in range(3)}
+    blocks = [whole] if sum(blocks) >= whole else blocks
+    return {f"KEYS{i}": blocks[i] if i < len(blocks) else 0 for i in range(3)}
 
 
 @functools.cache
@@ -60,69 +67,60 @@ def last_block(n: int, block: int) -> int:
     return max(16, triton.next_power_of_2(rest)) if rest else 0
 
 
-def _common(scale: float, **tensors: Tensor) -> dict:
-    """What every kernel takes: the (B, N, H, Dh) tensors, each with its strides, sizes, scale, the head. Heads that all start at multiples of 8
-    elements are said to: Triton would see multiples of 16 only, and load heads of 72 or 88 one element at a time."""
-    _, N, H, D = tensors["q"].shape
-    common, misaligned, farthest = {}, 0, 0
-    for name, x in tensors.items():
+@functools.cache
+def attention_class(head_dim: int, tokens: int) -> str:
+    """ "d80n256": the padded head size and the tokens, up to 64, 128, 256, 320 or "long"."""
+    longest = next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
+    return f"d{sum(head_chunks(head_dim))}n{longest}"
+
+
+def _lookup(op: str, q: Tensor) -> tiles.Tile:
+    return tiles.lookup(op, q, attention_class(q.shape[-1], q.shape[1]))
+
+
+def _arguments(scale: float, *tensors: Tensor) -> tuple[dict, list[tuple]]:
+    """Sizes, scale and head, which every kernel takes; and (B, N, H, Dh) tensors with their strides.
+
+    Heads that all start at multiples of 8 elements are said to: Triton would see multiples of 16 only, and load heads
+    of 72 or 88 one element at a time.
+    """
+    _, N, H, D = tensors[0].shape
+    pairs, misaligned, farthest = [], 0, 0
+    for x in tensors:
         strides = x.stride()[:3]
-        common[name] = x, strides
+        pairs.append((x, strides))
         misaligned |= strides[0] | strides[1] | strides[2]
         farthest = max(farthest, N * strides[1])
-    head = Head(D, *head_parts(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision())
-    return common | dict(N=N, H=H, scale=scale, HEAD=head)
-
-
-def _shape_class(q: Tensor) -> str:
-    """ "d80n256": the padded head size and the sequence, up to 64, 128, 256, 320 or "long"."""
-    return _class_of(q.shape[-1], q.shape[1])
-
-
-@functools.cache
-def _class_of(head_dim: int, tokens: int) -> str:
-    longest = next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
-    return f"d{sum(head_parts(head_dim))}n{longest}"
+    head = Head(D, *head_chunks(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision())
+    return dict(N=N, H=H, scale=scale, HEAD=head), pairs
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q, k, v (B, N, H, Dh), unit last stride; scale > 0 -> o (B, N, H, Dh), lse (B, H, N) fp32, natural logarithm."""
+    """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0."""
     B, N, H, _ = q.shape
-    tile = tiles.lookup("attention_fwd", q, _shape_class(q))
+    tile = _lookup("attention_fwd", q)
     if tile.provider in attention_libraries.PROVIDERS:
         return attention_libraries.forward(tile.provider, q, k, v, scale)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=torch.float32, device=q.device)
-    common = _common(scale, q=q, k=k, v=v, o=o) | dict(lse_ptr=lse)
-    tiles_m = cdiv(N, tile["BLOCK_M"])
+    common, pairs = _arguments(scale, q, k, v, o)
+    common |= dict(zip("qkvo", pairs), lse_ptr=lse, **tile.meta)
+    blocks = cdiv(N, tile["BLOCK_M"])
     if tile.provider == "rows":
-        per_program = tiles_m if B * H >= MANY_HEADS else 1
-        groups = cdiv(tiles_m, max(1, per_program))
-        launch(
-            _attention_fwd_rows_kernel,
-            (B * H * groups,),
-            **common,
-            **key_parts(N),
-            query_tiles=per_program,
-            **tile.meta,
-        )
+        per_program = blocks if B * H >= MANY_HEADS else 1
+        grid = (B * H * cdiv(blocks, max(1, per_program)),)
+        launch(_attention_fwd_short_kernel, grid, **common, **key_blocks(N), query_blocks=per_program)
     else:
-        launch(
-            _attention_fwd_tiled_kernel,
-            (B * H * tiles_m,),
-            **common,
-            LAST_N=last_block(N, tile["BLOCK_N"]),
-            **tile.meta,
-        )
+        launch(_attention_fwd_tiled_kernel, (B * H * blocks,), **common, LAST_N=last_block(N, tile["BLOCK_N"]))
     return o, lse
 
 
 def attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, want_bias_grad: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """-> packed dqkv (B, N, 3, H, Dh) and, where wanted, its sums over B and N in fp32, (3 H Dh,): the gradient of the QKV bias. Unit last strides."""
+    """Packed dqkv (B, N, 3, H, Dh) and, where wanted, the QKV bias's gradient (3 H Dh,) in fp32."""
     B, N, H, D = q.shape
-    tile = tiles.lookup("attention_bwd", q, _shape_class(q))
+    tile = _lookup("attention_bwd", q)
     if tile.provider in attention_libraries.PROVIDERS:
         dqkv = attention_libraries.backward(tile.provider, q, k, v, o, lse, do, scale, packed=True)
         rows = dqkv.view(B * N, 3 * H * D)
@@ -135,12 +133,17 @@ def attention_bwd_separate(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, each (B, N, H, Dh) and contiguous."""
-    tile = tiles.lookup("attention_bwd", q, _shape_class(q))
+    tile = _lookup("attention_bwd", q)
     if tile.provider in attention_libraries.PROVIDERS:
         return attention_libraries.backward(tile.provider, q, k, v, o, lse, do, scale, packed=False)
-    grads = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    grads = tuple(_empty(q) for _ in range(3))
     _backward(tile, q, k, v, o, lse, do, scale, *grads, False)
     return grads
+
+
+def _empty(q: Tensor) -> Tensor:
+    """A contiguous gradient like q, to be written."""
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _sums(q: Tensor, wanted: bool, *slots: int) -> Tensor:
@@ -162,19 +165,20 @@ def attention_bwd_dq(
 ) -> tuple[Tensor, Tensor | None]:
     """First half of the tiled backward: dq and, where wanted, its sums over B and N, (H Dh,) in fp32.
 
-    Where they are given it writes into `dq` (B, N, H, Dh) and, what attention_bwd_dkdv reads, the row sums of o * do into
-    `delta` (B, H, N) in fp32.
+    Where given it writes into `dq` (B, N, H, Dh) and into `delta` (B, H, N) in fp32, which attention_bwd_dkdv reads:
+    the row sums of o * do.
     """
     B, N, H, _ = q.shape
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if dq is None else dq
+    dq = _empty(q) if dq is None else dq
     delta = torch.empty_like(lse) if delta is None else delta
-    tile = tiles.lookup("attention_bwd_dq", q, _shape_class(q))
-    tiles_m = cdiv(N, tile["BLOCK_M"])
-    partial = _sums(q, want_sums, B * tiles_m)
-    common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq)
-    common |= dict(lse_ptr=lse, delta_ptr=delta, sums_ptr=partial, SUMS=want_sums)
-    launch(_attention_bwd_dq_kernel, (B * H * tiles_m,), **common, LAST_N=last_block(N, tile["BLOCK_N"]), **tile.meta)
-    return dq, partial.sum(0).flatten() if want_sums else None
+    tile = _lookup("attention_bwd_dq", q)
+    blocks = cdiv(N, tile["BLOCK_M"])
+    sums = _sums(q, want_sums, B * blocks)
+    common, (*inputs, dq_pair) = _arguments(scale, q, k, v, o, do, dq)
+    common |= dict(inputs=tuple(inputs), dq=dq_pair, lse_ptr=lse, delta_ptr=delta, sums_ptr=sums, SUMS=want_sums)
+    last = last_block(N, tile["BLOCK_N"])
+    launch(_attention_bwd_dq_kernel, (B * H * blocks,), **common, LAST_N=last, **tile.meta)
+    return dq, sums.sum(0).flatten() if want_sums else None
 
 
 def attention_bwd_dkdv(
@@ -189,45 +193,46 @@ def attention_bwd_dkdv(
     dv: Tensor | None = None,
     want_sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Second half of the tiled backward: dk, dv and, where wanted, their sums over B and N, (2 H Dh,) in fp32.
+    """Second half of the tiled backward: dk, dv and, where wanted, their sums, (2 H Dh,) in fp32.
 
     delta (B, H, N): as attention_bwd_dq leaves it. Writes into `dk` and `dv` (B, N, H, Dh; equal strides) where given.
     """
     B, N, H, _ = q.shape
-    dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) if grad is None else grad for grad in (dk, dv))
-    tile = tiles.lookup("attention_bwd_dkdv", q, _shape_class(q))
-    tiles_n = cdiv(N, tile["BLOCK_N"])
-    partial = _sums(q, want_sums, B * tiles_n, 2)
-    common = _common(scale, q=q, k=k, v=v, do=do, dk=dk, dv=dv)
-    common |= dict(lse_ptr=lse, delta_ptr=delta, sums_ptr=partial, SUMS=want_sums)
-    launch(_attention_bwd_dkdv_kernel, (B * H * tiles_n,), **common, LAST_M=last_block(N, tile["BLOCK_M"]), **tile.meta)
-    return dk, dv, partial.sum(0).flatten() if want_sums else None
+    dk, dv = (_empty(q) if grad is None else grad for grad in (dk, dv))
+    tile = _lookup("attention_bwd_dkdv", q)
+    blocks = cdiv(N, tile["BLOCK_N"])
+    sums = _sums(q, want_sums, B * blocks, 2)
+    common, pairs = _arguments(scale, q, k, v, do, dk, dv)
+    common |= dict(inputs=tuple(pairs[:4]), grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr=delta, sums_ptr=sums)
+    last = last_block(N, tile["BLOCK_M"])
+    launch(_attention_bwd_dkdv_kernel, (B * H * blocks,), **common, SUMS=want_sums, LAST_M=last, **tile.meta)
+    return dk, dv, sums.sum(0).flatten() if want_sums else None
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q, k and v (B, N, H, Dh) are parts of one (B, N, 3, H, Dh) tensor, each after the other."""
+    """Whether q, k and v (B, N, H, Dh) are slices of one (B, N, 3, H, Dh) tensor, each after the other."""
     strides, start = q.stride(), q.storage_offset()
     step = q.shape[2] * strides[2]
-    if (
-        k.storage_offset() != start + step
-        or v.storage_offset() != start + 2 * step
-        or not strides == k.stride() == v.stride()
-    ):
+    if (k.storage_offset(), v.storage_offset()) != (start + step, start + 2 * step):
         return False
-    return q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
+    alike = strides == k.stride() == v.stride()
+    return alike and q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
 
 
 _BOXES = dict.fromkeys(("qkv_box", "qkv_rest", "do_box", "do_rest", "dqkv_box", "dqkv_rest"))
 
 
 def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict[str, TensorDescriptor | None]:
-    """Descriptors, for the copy engine, of what attention_head_bwd.py reads and writes by tiles: (B, heads, N, Dh) in blocks of rows of a head's
-    first and second part. All None, and the kernel goes by pointers, where rows of a head do not start at multiples of 16 bytes, where q, k and v
-    are not one tensor, or tiles of queries and keys differ."""
+    """Descriptors, for the copy engine, of all that attention_head_bwd.py reads and writes in blocks.
+
+    (B, heads, N, Dh) in blocks of rows of a head's first and second chunk. All None, and the kernel goes by pointers,
+    where rows of a head do not start at multiples of 16 bytes, where q, k and v are not one tensor, or where blocks of
+    queries and keys differ.
+    """
     (B, N, H, D), rows, step = q.shape, tile["BLOCK_M"], 16 // q.element_size()
     if rows != tile["BLOCK_N"] or not q.numel() or not _packed(q, k, v) or not _packed(dq, dk, dv):
         return _BOXES
-    first, second = head_parts(D)
+    first, second = head_chunks(D)
     boxes = dict(_BOXES)
     for name, x, heads in (("qkv", q, 3 * H), ("do", do, H), ("dqkv", dq, 3 * H)):
         over_b, over_n, over_h, _ = x.stride()
@@ -242,40 +247,29 @@ def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict[str, TensorDe
 
 
 def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor | None:
-    """Our kernels: fills dq, dk, dv (equal strides); -> their sums over B and N, (3 H Dh,) fp32, where wanted."""
-    B, N, H, D = q.shape
-    if tile.provider == "head":
-        block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
-        programs, padded = row_programs(q.device, tile["PER_SM"], B * H), cdiv(N, block_m) * block_m
-        partial, scratch = _sums(q, want_sums, B, 3), dict(dtype=torch.float32, device=q.device)
-        common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq, dk=dk, dv=dv)
-        common |= dict(lse_ptr=lse, sums_ptr=partial, heads=B * H, padded=padded, SUMS=want_sums)
-        common |= dict(
-            stat_ptr=torch.empty((programs, 2, padded), **scratch), dq_acc_ptr=torch.empty((programs, N, D), **scratch)
-        )
-        last = 16 if N > block_n and 0 < N % block_n <= 16 else 0
-        flags = {name: value for name, value in tile.meta.items() if name != "PER_SM"}
-        launch(
-            _attention_bwd_head_kernel,
-            (programs,),
-            **common,
-            **_head_boxes(q, k, v, do, dq, dk, dv, tile),
-            LAST_N=last,
-            **flags,
-        )
-        return partial.sum(0).flatten() if want_sums else None
+    """Our kernels: fills dq, dk, dv (equal strides); -> their sums, (3 H Dh,) in fp32, where wanted."""
+    if tile.provider == "tiled":
+        delta = torch.empty_like(lse)
+        _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums)
+        *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums)
+        return torch.cat([q_sums, kv_sums]) if want_sums else None
 
-    delta = torch.empty_like(lse)
+    B, N, H, D = q.shape
+    common, pairs = _arguments(scale, q, k, v, o, do, dq, dk, dv)
+    common |= dict(inputs=tuple(pairs[:5]), grads=tuple(pairs[5:]), lse_ptr=lse, SUMS=want_sums, **tile.meta)
     if tile.provider == "phases":
         q_sums = _sums(q, want_sums, B * cdiv(N, tile["BLOCK_M1"]))
         kv_sums = _sums(q, want_sums, B * cdiv(N, tile["BLOCK_N2"]), 2)
-        common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq=dq, dk=dk, dv=dv) | dict(
-            lse_ptr=lse, delta_ptr=delta, SUMS=want_sums
-        )
-        blocks = dict(LAST_N1=last_block(N, tile["BLOCK_N1"]), LAST_M2=last_block(N, tile["BLOCK_M2"]), **tile.meta)
-        launch(_attention_bwd_phases_kernel, (B * H,), **common, q_sums_ptr=q_sums, kv_sums_ptr=kv_sums, **blocks)
+        common |= dict(delta_ptr=torch.empty_like(lse), q_sums_ptr=q_sums, kv_sums_ptr=kv_sums)
+        last = dict(LAST_N1=last_block(N, tile["BLOCK_N1"]), LAST_M2=last_block(N, tile["BLOCK_M2"]))
+        launch(_attention_bwd_phases_kernel, (B * H,), **common, **last)
         return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None
 
-    _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums)
-    *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums)
-    return torch.cat([q_sums, kv_sums]) if want_sums else None
+    block_n, padded = tile["BLOCK_N"], cdiv(N, tile["BLOCK_M"]) * tile["BLOCK_M"]
+    programs = row_programs(q.device, common.pop("PER_SM"), B * H)
+    sums, scratch = _sums(q, want_sums, B, 3), dict(dtype=torch.float32, device=q.device)
+    common |= dict(stat_ptr=torch.empty((programs, 2, padded), **scratch), sums_ptr=sums, heads=B * H, padded=padded)
+    common |= dict(dq_acc_ptr=torch.empty((programs, N, D), **scratch))
+    common |= dict(LAST_N=16 if N > block_n and 0 < N % block_n <= 16 else 0)
+    launch(_attention_bwd_head_kernel, (programs,), **common, **_head_boxes(q, k, v, do, dq, dk, dv, tile))
+    return sums.sum(0).flatten() if want_sums else None

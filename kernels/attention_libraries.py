@@ -1,4 +1,4 @@
-"""Attention by libraries: PyTorch's own (flash, cuDNN, efficient) and the packages flash-attn-3 and flash-attn-4.
+"""Attention by libraries: PyTorch's flash, cuDNN and efficient, packages flash-attn-3 and -4.
 
 They are called directly, forward and backward, without autograd, in the conventions of attention.py: q, k, v, o, do are
 (B, N, H, Dh), o contiguous, lse (B, H, N) in fp32 and the natural logarithm, which all of these libraries use. So one
@@ -30,12 +30,12 @@ PYTORCH: dict[str, Callable[[backends.SDPAParams], bool]] = {
 
 
 class Package(NamedTuple):
-    """A package: where its forward and backward are, what they call lse, and the GPU generations that they run on."""
+    """A package's functions and the GPU generations that they run on."""
 
     module: str
     forward: str
     backward: str
-    lse: str
+    lse: str  # the name of that argument
     options: dict[str, bool]  # of forward
     forward_major: tuple[int, ...]
     backward_major: tuple[int, ...]
@@ -95,7 +95,7 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def unsupported_reason(provider: str, x: Tensor, backward: bool) -> str | None:
-    """Why this library cannot run on q = x (B, N, H, Dh), or None; an x of another rank tells device and dtype only."""
+    """Why this library cannot run on q = x (B, N, H, Dh), or None; other ranks: device and dtype alone."""
     if provider in PACKAGES and (reason := _load(provider)[1]):
         return reason
     if x.device.type != "cuda" and (provider != "flash" or x.device.type != "cpu"):
@@ -123,7 +123,7 @@ def _unsupported_on_gpu(provider: str, x: Tensor, backward: bool) -> str | None:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, copied where a row of a head does not start at a multiple of 16 bytes: libraries load that many at once."""
+    """x, copied where a row of a head does not start at a multiple of the 16 bytes of a load."""
     step = 16 // x.element_size()
     fits = x.data_ptr() % 16 == 0 and all(stride > 0 and stride % step == 0 for stride in x.stride()[:-1])
     return x if fits else x.clone(memory_format=torch.contiguous_format)
@@ -142,7 +142,7 @@ def _forward_pytorch(provider: str, q: Tensor, k: Tensor, v: Tensor, scale: floa
 
 
 def forward(provider: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q, k, v (B, N, H, Dh) with a unit last stride -> o (B, N, H, Dh) and lse (B, H, N) in fp32, both contiguous."""
+    """q, k, v (B, N, H, Dh), unit last stride -> contiguous o (B, N, H, Dh), lse (B, H, N) in fp32."""
     B, N, H, _ = q.shape
     q, k, v = map(_aligned, (q, k, v))
     with torch.cuda.device_of(q):
@@ -158,7 +158,7 @@ def forward(provider: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
 
 @functools.cache
 def _cudnn_lse_axes(device: torch.device) -> int:
-    """Axes of the lse that this PyTorch's cuDNN forward returns: 4, (B, H, N, 1), or 3 without the last one."""
+    """Axes of the lse of this PyTorch's cuDNN forward: 4, (B, H, N, 1), or 3 without the last one."""
     q = torch.zeros((1, 1, 64, 64), dtype=torch.float16, device=device)
     return aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.0, False, False, scale=1.0)[1].dim()
 

@@ -1,23 +1,24 @@
-"""Attention backward in blocks: dQ of some queries against every key (which also leaves delta = rowsum(o do)), dK and dV of some keys against every query.
+"""Attention backward in blocks: dQ of some queries, dK and dV of some keys, against all others.
 
-Two kernels, a program for each tile; or, where a head is short enough to stay in the cache, both phases in one program for each head. Seven matrix
-products where attention_head_bwd.py has five, but nothing is kept from one tile to the next.
-Blocks as in attention_tiled.py: a short masked one, then whole ones without masks.
+The first also leaves delta = rowsum(o do). Two kernels, a program for each block; or, where a head is short enough to
+stay in the cache, both phases in one program for each head. Seven matrix products where attention_head_bwd.py has five,
+but nothing is kept from one block to the next. Blocks as in attention_tiled.py: a short masked one, then whole ones
+without masks.
 """
 
 import triton
 import triton.language as tl
 
-from .attention_parts import (
+from .attention_common import (
     add_product,
     head_of,
-    load_rows,
+    load_head_rows,
     outer,
     probabilities,
     row_dot,
-    store_rows,
+    store_head_rows,
     store_sums,
-    zero_rows,
+    zero_head_rows,
 )
 
 
@@ -27,8 +28,8 @@ def _dq_step(
 ):
     """dQ / scale += dS K for one block of keys."""
     cols = start + tl.arange(0, KEYS)
-    k = load_rows(k_head, cols, N, MASK, HEAD)
-    v = load_rows(v_head, cols, N, MASK, HEAD)
+    k = load_head_rows(k_head, cols, N, MASK, HEAD)
+    v = load_head_rows(v_head, cols, N, MASK, HEAD)
     p = probabilities(outer(q, k, HEAD), lse[:, None], scale, q[0].dtype)
     if MASK:
         p = tl.where((cols < N)[None, :], p, 0.0)
@@ -50,23 +51,23 @@ def queries_bwd(
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
 ):
-    """dQ and delta of BLOCK_M queries of a head from `first` on, against blocks of BLOCK_N keys; writes both and returns dQ."""
+    """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
     rows = first + tl.arange(0, BLOCK_M)
-    q = load_rows(q_head, rows, N, True, HEAD)
-    do = load_rows(do_head, rows, N, True, HEAD)
-    delta = row_dot(load_rows(o_head, rows, N, True, HEAD), do)
+    q = load_head_rows(q_head, rows, N, True, HEAD)
+    do = load_head_rows(do_head, rows, N, True, HEAD)
+    delta = row_dot(load_head_rows(o_head, rows, N, True, HEAD), do)
     tl.store(delta_row + rows, delta, mask=rows < N)
     # +inf past N: those queries weigh nothing
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
-    dq = zero_rows(BLOCK_M, HEAD)
+    dq = zero_head_rows(BLOCK_M, HEAD)
     whole = N // BLOCK_N * BLOCK_N
     if LAST_N > 0:
         dq = _dq_step(dq, q, do, lse, delta, k_head, v_head, whole, N, scale, LAST_N, True, HEAD)
     for start in range(0, whole, BLOCK_N):
         dq = _dq_step(dq, q, do, lse, delta, k_head, v_head, start, N, scale, BLOCK_N, False, HEAD)
-    dq = [part * scale for part in dq]
-    store_rows(dq_head, dq, rows, N, HEAD)
+    dq = [chunk * scale for chunk in dq]
+    store_head_rows(dq_head, dq, rows, N, HEAD)
     return dq
 
 
@@ -87,10 +88,13 @@ def _dkdv_step(
     MASK: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """dK / scale += dS^T Q and dV += P^T dO for one block of queries; everything transposed, so that P^T and dS^T are left operands as they come."""
+    """dK / scale += dS^T Q and dV += P^T dO for one block of queries.
+
+    Everything is transposed, so that P^T and dS^T are left operands as they come.
+    """
     rows = start + tl.arange(0, QUERIES)
-    q = load_rows(q_head, rows, N, MASK, HEAD)
-    do = load_rows(do_head, rows, N, MASK, HEAD)
+    q = load_head_rows(q_head, rows, N, MASK, HEAD)
+    do = load_head_rows(do_head, rows, N, MASK, HEAD)
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
     p = probabilities(outer(k, q, HEAD), lse[None, :], scale, q[0].dtype)
@@ -113,36 +117,39 @@ def keys_bwd(
     BLOCK_M: tl.constexpr,
     LAST_M: tl.constexpr,
 ):
-    """dK and dV of BLOCK_N keys of a head from `first` on, against blocks of BLOCK_M queries; writes and returns both."""
+    """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
     q_head, k_head, v_head, do_head = heads
     cols = first + tl.arange(0, BLOCK_N)
-    k = load_rows(k_head, cols, N, True, HEAD)
-    v = load_rows(v_head, cols, N, True, HEAD)
-    dk, dv = zero_rows(BLOCK_N, HEAD), zero_rows(BLOCK_N, HEAD)
+    k = load_head_rows(k_head, cols, N, True, HEAD)
+    v = load_head_rows(v_head, cols, N, True, HEAD)
+    dk, dv = zero_head_rows(BLOCK_N, HEAD), zero_head_rows(BLOCK_N, HEAD)
     whole = N // BLOCK_M * BLOCK_M
     if LAST_M > 0:
         dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, whole, N, scale, LAST_M, True, HEAD)
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
         dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, N, scale, BLOCK_M, False, HEAD)
     # keys past N have had their share of every query, in rows of their own: nothing for the sums
-    dk = [tl.where((cols < N)[:, None], part * scale, 0.0) for part in dk]
-    dv = [tl.where((cols < N)[:, None], part, 0.0) for part in dv]
-    store_rows(grad_heads[0], dk, cols, N, HEAD)
-    store_rows(grad_heads[1], dv, cols, N, HEAD)
+    dk = [tl.where((cols < N)[:, None], chunk * scale, 0.0) for chunk in dk]
+    dv = [tl.where((cols < N)[:, None], chunk, 0.0) for chunk in dv]
+    store_head_rows(grad_heads[0], dk, cols, N, HEAD)
+    store_head_rows(grad_heads[1], dv, cols, N, HEAD)
     return dk, dv
 
 
 @triton.jit
+def store_key_sums(sums_ptr, dkdv, block, h, H, HEAD: tl.constexpr):
+    """Writes the column sums of dK and dV to sums[block, :, h], sums (blocks, 2, H, Dh) fp32."""
+    store_sums(sums_ptr, dkdv[0], block * 2, h, H, HEAD)
+    store_sums(sums_ptr, dkdv[1], block * 2 + 1, h, H, HEAD)
+
+
+@triton.jit
 def _attention_bwd_dq_kernel(
-    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next five
-    k,
-    v,
-    o,
-    do,
-    dq,
+    inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
+    dq,  # likewise
     lse_ptr,  # (B, H, N)
     delta_ptr,  # (B, H, N), written here
-    sums_ptr,  # (B * tiles, H, Dh)
+    sums_ptr,  # (B * blocks, H, Dh)
     N,
     H,
     scale,
@@ -153,30 +160,25 @@ def _attention_bwd_dq_kernel(
     LAST_N: tl.constexpr,
 ):
     """dQ and delta of BLOCK_M queries of one head."""
-    tiles_m = tl.cdiv(N, BLOCK_M)
+    blocks_m = tl.cdiv(N, BLOCK_M)
     pid = tl.program_id(0)
-    bh, place = pid // tiles_m, pid % tiles_m
+    bh, index = pid // blocks_m, pid % blocks_m
     b, h = bh // H, bh % H
-    inputs = [head_of(x, b, h, HEAD) for x in (q, k, v, o, do)]
+    heads, dq_head = [head_of(x, b, h, HEAD) for x in inputs], head_of(dq, b, h, HEAD)
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    dq_tile = queries_bwd(
-        inputs, head_of(dq, b, h, HEAD), lse_row, delta_row, place * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N
-    )
+    first = index * BLOCK_M
+    dq_block = queries_bwd(heads, dq_head, lse_row, delta_row, first, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)
     if SUMS:
-        store_sums(sums_ptr, dq_tile, b * tiles_m + place, h, H, HEAD)
+        store_sums(sums_ptr, dq_block, b * blocks_m + index, h, H, HEAD)
 
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
-    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next five
-    k,
-    v,
-    do,
-    dk,
-    dv,
+    inputs,  # q, k, v, do (B, N, H, Dh), each its pointer and its strides of B, N, H
+    grads,  # dk and dv, likewise
     lse_ptr,  # (B, H, N)
     delta_ptr,  # (B, H, N)
-    sums_ptr,  # (B * tiles, 2, H, Dh)
+    sums_ptr,  # (B * blocks, 2, H, Dh)
     N,
     H,
     scale,
@@ -187,36 +189,26 @@ def _attention_bwd_dkdv_kernel(
     LAST_M: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one head."""
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    blocks_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
-    bh, place = pid // tiles_n, pid % tiles_n
+    bh, index = pid // blocks_n, pid % blocks_n
     b, h = bh // H, bh % H
-    inputs = [head_of(x, b, h, HEAD) for x in (q, k, v, do)]
-    grads = [head_of(x, b, h, HEAD) for x in (dk, dv)]
+    heads, grad_heads = [head_of(x, b, h, HEAD) for x in inputs], [head_of(x, b, h, HEAD) for x in grads]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    dk_tile, dv_tile = keys_bwd(
-        inputs, grads, lse_row, delta_row, place * BLOCK_N, N, scale, HEAD, BLOCK_N, BLOCK_M, LAST_M
-    )
+    first = index * BLOCK_N
+    dkdv = keys_bwd(heads, grad_heads, lse_row, delta_row, first, N, scale, HEAD, BLOCK_N, BLOCK_M, LAST_M)
     if SUMS:
-        slot = (b * tiles_n + place) * 2
-        store_sums(sums_ptr, dk_tile, slot, h, H, HEAD)
-        store_sums(sums_ptr, dv_tile, slot + 1, h, H, HEAD)
+        store_key_sums(sums_ptr, dkdv, b * blocks_n + index, h, H, HEAD)
 
 
 @triton.jit
 def _attention_bwd_phases_kernel(
-    q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next seven
-    k,
-    v,
-    o,
-    do,
-    dq,
-    dk,
-    dv,
+    inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
+    grads,  # dq, dk, dv, likewise
     lse_ptr,  # (B, H, N)
     delta_ptr,  # (B, H, N), written and read here
-    q_sums_ptr,  # (B * query tiles, H, Dh)
-    kv_sums_ptr,  # (B * key tiles, 2, H, Dh)
+    q_sums_ptr,  # (B * blocks of queries, H, Dh)
+    kv_sums_ptr,  # (B * blocks of keys, 2, H, Dh)
     N,
     H,
     scale,
@@ -229,27 +221,25 @@ def _attention_bwd_phases_kernel(
     BLOCK_N2: tl.constexpr,
     LAST_M2: tl.constexpr,
 ):
-    """One head: first dQ, tile after tile (BLOCK_M1 queries against blocks of BLOCK_N1 keys), then dK and dV (BLOCK_N2 keys, BLOCK_M2 queries)."""
+    """One head: dQ of BLOCK_M1 queries after the other, against BLOCK_N1 keys at a time; then dK and dV.
+
+    Those of BLOCK_N2 keys after the other, against BLOCK_M2 queries at a time.
+    """
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
-    inputs = [head_of(x, b, h, HEAD) for x in (q, k, v, o, do)]
-    dq_head, kv_grads = head_of(dq, b, h, HEAD), [head_of(x, b, h, HEAD) for x in (dk, dv)]
+    heads = [head_of(x, b, h, HEAD) for x in inputs]
+    dq_head, kv_heads = head_of(grads[0], b, h, HEAD), [head_of(x, b, h, HEAD) for x in (grads[1], grads[2])]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    tiles_m, tiles_n = tl.cdiv(N, BLOCK_M1), tl.cdiv(N, BLOCK_N2)
-    for place in tl.range(0, tiles_m, num_stages=1, disable_licm=True):
-        dq_tile = queries_bwd(
-            inputs, dq_head, lse_row, delta_row, place * BLOCK_M1, N, scale, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1
-        )
+    blocks_m, blocks_n = tl.cdiv(N, BLOCK_M1), tl.cdiv(N, BLOCK_N2)
+    for index in tl.range(0, blocks_m, num_stages=1, disable_licm=True):
+        first = index * BLOCK_M1
+        dq_block = queries_bwd(heads, dq_head, lse_row, delta_row, first, N, scale, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1)
         if SUMS:
-            store_sums(q_sums_ptr, dq_tile, b * tiles_m + place, h, H, HEAD)
+            store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, HEAD)
     # delta was written by other threads of this program
     tl.debug_barrier()
-    for place in tl.range(0, tiles_n, num_stages=1, disable_licm=True):
-        without_o = (inputs[0], inputs[1], inputs[2], inputs[4])
-        dk_tile, dv_tile = keys_bwd(
-            without_o, kv_grads, lse_row, delta_row, place * BLOCK_N2, N, scale, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2
-        )
+    for index in tl.range(0, blocks_n, num_stages=1, disable_licm=True):
+        without_o, first = (heads[0], heads[1], heads[2], heads[4]), index * BLOCK_N2
+        dkdv = keys_bwd(without_o, kv_heads, lse_row, delta_row, first, N, scale, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2)
         if SUMS:
-            slot = (b * tiles_n + place) * 2
-            store_sums(kv_sums_ptr, dk_tile, slot, h, H, HEAD)
-            store_sums(kv_sums_ptr, dv_tile, slot + 1, h, H, HEAD)
+            store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, HEAD)

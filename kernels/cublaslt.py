@@ -1,6 +1,7 @@
-"""cuBLASLt for proj and fc2: out = res + x W^T + b in one pass, D = A B + C + bias with C and D apart.
+"""cuBLASLt for proj and fc2: out = res + x W^T + b in one pass.
 
-torch reaches cuBLASLt for x W^T + b alone. This goes through cublaslt.cpp, built when first asked for (native.py).
+That is D = A B + C + bias with C and D apart; torch reaches cuBLASLt for x W^T + b alone. This goes through
+cublaslt.cpp, built when first asked for (native.py).
 """
 
 import ctypes
@@ -19,7 +20,7 @@ TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 
 
 class Problem(NamedTuple):
-    """What decides the algorithm, in the order of cublaslt.cpp's struct: strides in elements, alignments in bytes."""
+    """All that the algorithm depends on, as in cublaslt.cpp: strides in elements, alignments in bytes."""
 
     rows: int
     columns: int
@@ -114,7 +115,7 @@ def _alignment(t: Tensor | None) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _chosen(handle: int, problem: Problem) -> tuple[ctypes.Array, ctypes.Array]:
-    """The problem and its algorithm as cublaslt.cpp takes them; the algorithm's first word: bytes of workspace."""
+    """Problem and algorithm for cublaslt.cpp; the algorithm's first word: bytes of workspace."""
     given, choice = (ctypes.c_int64 * len(problem))(*problem), (ctypes.c_uint64 * 9)()
     _succeed(_library()[0].vitfast_choose(handle, given, WORKSPACE, choice), problem)
     return given, choice
@@ -127,11 +128,11 @@ def _succeed(message: bytes | None, problem: Problem) -> None:
 
 
 def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + x W^T + b, rounded once: x (M, K), weight (N, K), bias (N,) or None in fp16 or bfloat16 -> (M, N).
+    """residual + x W^T + b, rounded once: x (M, K), weight (N, K), bias (N,) or None -> (M, N).
 
-    residual (M, N) and the result in x's dtype or fp32. The workspace comes from torch's allocator, so that CUDA graphs
-    own theirs. Raises TypeError or ValueError for arguments that do not fit, RuntimeError with the status where
-    cuBLASLt fails.
+    These in fp16 or bfloat16, residual (M, N) and the result in that or fp32. The workspace comes from torch's
+    allocator, so that CUDA graphs own theirs. Raises TypeError or ValueError for arguments that do not fit,
+    RuntimeError with the status where cuBLASLt fails.
     """
     _check(x, weight, bias, residual)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
@@ -145,20 +146,10 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
         if library is None:
             raise RuntimeError(f"linear_residual: cublaslt cannot run here: {reason}")
         problem = Problem(
-            rows=x.shape[0],
-            columns=weight.shape[0],
-            depth=x.shape[1],
-            stride_x=x.stride(0),
-            stride_w=weight.stride(0),
-            stride_res=residual.stride(0),
-            stride_out=out.stride(0),
-            type=TYPES[x.dtype],
-            out_type=TYPES[out.dtype],
-            align_x=_alignment(x),
-            align_w=_alignment(weight),
-            align_bias=_alignment(bias),
-            align_res=_alignment(residual),
-            align_out=_alignment(out),
+            *(x.shape[0], weight.shape[0], x.shape[1]),
+            *(t.stride(0) for t in (x, weight, residual, out)),
+            *(TYPES[t.dtype] for t in (x, out)),
+            *(_alignment(t) for t in (x, weight, bias, residual, out)),
         )
         given, choice = _chosen(handle, problem)
         workspace = torch.empty(choice[0], dtype=torch.uint8, device=x.device)

@@ -1,4 +1,4 @@
-"""Gluon for product_gluon.py, whatever its names are in this Triton, and why it cannot be used where it cannot.
+"""Gluon for product_gluon.py, whatever its names are in this Triton, or why it cannot be used.
 
 Gluon (`triton.experimental.gluon`) is the language below Triton's: layouts, shared memory, barriers and warps are
 written out. It is experimental: `async_copy_global_to_shared` of Triton 3.6 is `async_load` in 3.9.

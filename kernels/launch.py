@@ -1,4 +1,4 @@
-"""The one door through which kernels are launched: it takes the right device, and tools can listen or record in place of launching."""
+"""Launches every kernel, on the device of its tensors; tools record launches instead of making them."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "o
 
 @dataclass
 class Launch:
-    """One recorded launch: the kernel, its grid and every keyword argument (constexprs, num_warps and num_stages too)."""
+    """A recorded launch: the kernel, its grid and every keyword argument, constexprs and num_warps too."""
 
     kernel: object
     grid: tuple
@@ -27,7 +27,7 @@ _made = 0
 
 
 def launches_made() -> int:
-    """How many launches this process has made: a check that a kernel really ran."""
+    """How many launches this process has made, to check that a kernel really ran."""
     return _made
 
 
@@ -47,10 +47,11 @@ def cdiv(a: int, b: int) -> int:
 
 
 def settle(kernel) -> None:
-    """Has Triton hash what a kernel calls before the kernel itself, and so on down, before it is launched or compiled.
+    """Has Triton hash what a kernel calls, and so on down, before it hashes the kernel itself.
 
-    Triton 3.6 takes the global values of a called function into the caller's hash only where that function was hashed before. Without this
-    a kernel's name in Triton's cache would depend on what else the process has run, and one compiled ahead would not be found.
+    Triton 3.6 takes the global values of a called function into the caller's hash only where that function was hashed
+    before. Without this a kernel's name in Triton's cache would depend on what else the process has run, and one
+    compiled ahead would not be found.
     """
     if kernel.hash is None:
         for function in _called(kernel.fn.__code__, kernel.fn.__globals__):
@@ -90,7 +91,7 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Collects the launches made inside in place of making them: with meta tensors, what a GPU would get."""
+    """Collects the launches inside instead of making them: with meta tensors, what a GPU would get."""
     global _recorder
     before, _recorder = _recorder, []
     try:
@@ -107,5 +108,5 @@ def record(run: Callable[[], object]) -> list[Launch]:
 
 
 def fp32_precision() -> str:
-    """What `tl.dot` on fp32 operands is to use: torch's float32 matmul precision."""
+    """The input precision of `tl.dot` for fp32 operands: torch's float32 matmul precision."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -3,8 +3,9 @@
     z = residual + drop_path[b] * layer_scale * x        (M, D); plain LayerNorm: z = x
     y = (z - mean) * rstd * weight + bias                mean, rstd (M,) in fp32
 
-A row is read once and stays in registers, as D / BLOCK_D chunks: 768 = 3 x 256, where one warp holds a 16-bit row and its sums are warp
-shuffles. The variance is the mean square of the centred row, so a large mean costs no digits. Backward: layer_norm_bwd.py.
+A row is read once and stays in registers, as D / BLOCK_D chunks: 768 = 3 x 256, where one warp holds a 16-bit row and
+its sums are warp shuffles. The variance is the mean square of the centred row, so a large mean costs no digits.
+Backward: layer_norm_bwd.py.
 """
 
 import torch
@@ -17,13 +18,13 @@ from .launch import cdiv, launch
 from .layer_norm_bwd import Grads, layer_norm_bwd
 from .rows import (
     chunk_width,
+    layer_norm_class,
     load_rows,
     row_alignment,
     row_factor,
     row_mask,
     row_stride,
     scale_rows,
-    shape_class,
     store_chunk,
     vector,
 )
@@ -105,9 +106,31 @@ def layer_norm_fwd_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
 
-def _forward(x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sample, out_dtype):
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, D), last stride 1 -> y (M, D) in out_dtype (x's), mean and rstd (M,) fp32."""
+    y, _, mean, rstd = add_layer_norm_fwd(x, None, weight, bias, eps, None, None, 1, out_dtype)
+    return y, mean, rstd
+
+
+def add_layer_norm_fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    rows_per_sample: int,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(y, z, mean, rstd) of x, residual (M, D), last stride 1; without a residual z is None.
+
+    y (M, D) in out_dtype (x's), z (M, D) in residual's dtype, mean and rstd (M,) in fp32.
+    """
     M, D = x.shape
-    tile = tiles.lookup("layer_norm_fwd", x, shape_class(D, residual=residual is not None))
+    tile = tiles.lookup("layer_norm_fwd", x, layer_norm_class(D, residual is not None))
     if tile.provider == "torch":
         parameters = weight, bias, eps, layer_scale, drop_path, rows_per_sample
         return layer_norm_torch.forward(x, residual, *parameters, out_dtype)
@@ -139,26 +162,3 @@ def _forward(x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sa
         **tile.meta,
     )
     return y, z, mean, rstd
-
-
-def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, D), last stride 1 -> y (M, D) in out_dtype (x's), mean and rstd (M,) fp32."""
-    y, _, mean, rstd = _forward(x, None, weight, bias, eps, None, None, 1, out_dtype)
-    return y, mean, rstd
-
-
-def add_layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    rows_per_sample: int,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, residual (M, D) -> y (M, D) in out_dtype (x's), z (M, D) in residual's dtype, mean and rstd (M,) fp32."""
-    return _forward(x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sample, out_dtype)

@@ -6,9 +6,9 @@ With xhat = (z - mean) * rstd and g = dy * weight:
     dx = drop_path[b] * layer_scale * dres
     dweight = sum_M(dy * xhat), dbias = sum_M(dy), dlayer_scale = sum_M(drop_path[b] * dres * x), dz_sum = sum_M(dz)
 
-Every program adds up its rows' column sums in registers and writes them once to an fp32 workspace that `column_sums` adds in a fixed order:
-the fused backward of Apex and of Triton's tutorial, without their locks and atomics. The next rows are on their way through shared memory
-(STAGES) while these are computed.
+Every program adds up its rows' column sums in registers and writes them once to an fp32 workspace that `column_sums`
+adds in a fixed order: the fused backward of Apex and of Triton's tutorial, without their locks and atomics. The next
+rows are on their way through shared memory (STAGES) while these are computed.
 """
 
 from typing import NamedTuple
@@ -23,12 +23,12 @@ from .launch import cdiv, launch
 from .rows import (
     chunk_width,
     column_sums,
+    layer_norm_class,
     load_rows,
     row_alignment,
     row_factor,
     row_programs,
     row_stride,
-    shape_class,
     store_chunk,
     vector,
 )
@@ -52,7 +52,7 @@ def _add(total, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _store_sums(ws_ptr, total, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    # This program's row of the workspace: chunks (BLOCK_M, BLOCK_D) summed over their rows.
+    """Writes this program's row of the workspace: chunks (BLOCK_M, BLOCK_D) summed over their rows."""
     for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
         offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
         tl.store(ws_ptr + tl.program_id(0) * D + offs_d, tl.sum(total[i], 0), mask=offs_d < D)
@@ -169,7 +169,7 @@ def layer_norm_bwd_kernel(
 
 
 class Grads(NamedTuple):
-    """What `layer_norm_bwd` returns; None where it was not asked for."""
+    """Gradients of `layer_norm_bwd`, and y; None where not asked for."""
 
     dres: Tensor | None
     dx: Tensor | None
@@ -201,15 +201,17 @@ def layer_norm_bwd(
 ) -> Grads:
     """One pass over dy, z (and dz, branch), all (M, D) with last stride 1.
 
-    dres in z's dtype; dx in dy's, where layer_scale or drop_path is given (it equals dres otherwise); dweight, dbias and dlayer_scale in the dtype of
-    their parameter; dz_sum, the column sum of dz where that is given, in fp32; y = LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale.
+    dres in z's dtype; dx in dy's, where layer_scale or drop_path is given (it equals dres otherwise); dweight, dbias
+    and dlayer_scale in the dtype of their parameter; dz_sum, the column sum of dz where that is given, in fp32; y =
+    LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale.
     """
     M, D = z.shape
-    tile = tiles.lookup("layer_norm_bwd", dy, shape_class(D, dz is not None, want_layer_scale))
+    tile = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))
     if tile.provider == "torch":
         given = dy, z, weight, bias, mean, rstd, dz, branch, layer_scale, drop_path, rows_per_sample
         return Grads(*layer_norm_torch.backward(*given, want_dx, want_dparams, want_layer_scale, want_dz_sum, want_y))
-    programs = row_programs(z.device, tile["PER_SM"], cdiv(M, tile["BLOCK_M"]))
+    flags = dict(tile.meta)
+    programs = row_programs(z.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]))
 
     def matrix(wanted: bool, dtype: torch.dtype) -> Tensor | None:
         return torch.empty((M, D), dtype=dtype, device=z.device) if wanted else None
@@ -225,9 +227,8 @@ def layer_norm_bwd(
         vector_like(want_layer_scale, layer_scale),
         torch.empty(D, dtype=torch.float32, device=z.device) if want_dz_sum else None,
     )
-    workspaces = tuple(
-        None if t is None else torch.empty((programs, D), dtype=torch.float32, device=z.device) for t in sums
-    )
+    space = dict(dtype=torch.float32, device=z.device)
+    workspaces = tuple(None if t is None else torch.empty((programs, D), **space) for t in sums)
     inputs = dy, z, dz, branch if want_layer_scale else None
     launch(
         layer_norm_bwd_kernel,
@@ -247,7 +248,7 @@ def layer_norm_bwd(
         D=D,
         ALIGN=row_alignment(*inputs),
         BLOCK_D=chunk_width(D),
-        **{name: value for name, value in tile.meta.items() if name != "PER_SM"},
+        **flags,
     )
     column_sums(list(zip(workspaces, sums)), programs, D, z)
     return Grads(dres, dx, *sums, y)

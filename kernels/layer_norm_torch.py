@@ -1,4 +1,4 @@
-"""LayerNorm and the residual add before it by PyTorch's own kernels: a provider of what layer_norm.py does.
+"""LayerNorm and the residual add before it by PyTorch's own kernels, provider "torch".
 
 PyTorch's LayerNorm takes one dtype for everything: where the dtypes differ it runs in fp32. On the CPU it would return
 the statistics of 16-bit rows in 16 bits: fp32 there too.
@@ -6,6 +6,8 @@ the statistics of 16-bit rows in 16 bits: fp32 there too.
 
 import torch
 from torch import Tensor
+
+from .rows import row_factors
 
 aten = torch.ops.aten
 
@@ -24,30 +26,17 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def _rows(drop_path: Tensor, rows_per_sample: int, count: int) -> Tensor:
-    """(B,) -> (M, 1): the factor of every row."""
-    return drop_path.repeat_interleave(rows_per_sample, output_size=count)[:, None]
-
-
 def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    rows_per_sample: int,
-    out_dtype: torch.dtype | None,
+    x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sample, out_dtype
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(y, z, mean, rstd) as add_layer_norm_fwd returns them; without a residual z is None."""
+    """add_layer_norm_fwd, with its arguments and results."""
     (count, width), z, normed = x.shape, None, x
     if residual is not None:
-        rows = None if drop_path is None else _rows(drop_path, rows_per_sample, count)
-        if layer_scale is not None and rows is not None:
-            z = torch.addcmul(residual, x * layer_scale.float(), rows)
-        elif layer_scale is not None or rows is not None:
-            z = torch.addcmul(residual, x, rows if layer_scale is None else layer_scale)
+        factors = None if drop_path is None else row_factors(drop_path, rows_per_sample, count)
+        if layer_scale is not None and factors is not None:
+            z = torch.addcmul(residual, x * layer_scale.float(), factors)
+        elif layer_scale is not None or factors is not None:
+            z = torch.addcmul(residual, x, factors if layer_scale is None else layer_scale)
         else:
             z = residual + x
         normed = z = z.to(residual.dtype)
@@ -59,24 +48,10 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    z: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dz: Tensor | None,
-    branch: Tensor | None,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    rows_per_sample: int,
-    want_dx: bool,
-    want_dparams: bool,
-    want_layer_scale: bool,
-    want_dz_sum: bool,
-    want_y: bool,
+    dy, z, weight, bias, mean, rstd, dz, branch, layer_scale, drop_path, rows_per_sample, *wants: bool
 ) -> tuple[Tensor | None, ...]:
-    """(dres, dx, dweight, dbias, dlayer_scale, dz_sum, y) as layer_norm_bwd returns them, None where not asked for."""
+    """layer_norm_bwd, with its arguments and results."""
+    want_dx, want_dparams, want_layer_scale, want_dz_sum, want_y = wants
     count, width = z.shape
     statistics = mean[:, None], rstd[:, None]
     want_dres = want_dx or want_layer_scale
@@ -90,7 +65,7 @@ def backward(
         (dweight,), (dbias,) = _as(_dtype(weight), dweight), _as(_dtype(bias), dbias)
     if want_dres:
         dres = (dres if dz is None else dres + dz).to(z.dtype)
-        scaled = dres if drop_path is None else dres * _rows(drop_path, rows_per_sample, count).float()
+        scaled = dres if drop_path is None else dres * row_factors(drop_path, rows_per_sample, count).float()
         if want_layer_scale:
             dlayer_scale = (scaled * branch.float()).sum(0).to(layer_scale.dtype)
         scaled = scaled if layer_scale is None else scaled * layer_scale.float()

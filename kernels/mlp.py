@@ -1,20 +1,19 @@
-"""The two layers of a ViT's MLP around their GELU, which acts in the epilogue of a product, forward and backward.
+"""The two layers of a ViT's MLP, their GELU in the epilogue of a product, forward and backward.
 
-    linear_gelu    pre = x W^T + b, act = gelu(pre)                         x (M, K), W (N, K), b (N,); pre is kept for backward only
-    dgelu_matmul   dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre)           g (M, D), W2 (D, F), pre (M, F)
-    gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)              element-wise
+    linear_gelu    pre = x W^T + b, act = gelu(pre)            x (M, K), W (N, K), b (N,); pre is kept for backward only
+    dgelu_matmul   dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre)     g (M, D), W2 (D, F), pre (M, F)
+    gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)                          element-wise
 
-"none": gelu(p) = p Phi(p) = max(p, 0) - |p| Q(|p|), Phi the normal distribution function and Q = 1 - Phi its upper tail,
-computed as two to the power of a polynomial of |p|: two fifths fewer instructions in fc1's kernel than with erf (sm_90,
-Triton 3.9), and digits in the negative tail, where 1 + erf cancels (tests/kernels/test_gelu.py): fp32 gelu's relative error is
-2e-4 at -4, 1.6e-3 at -5, 1e-2 at -6, 0.15 at -7 (with erf 6e-3 at -4, 0.2 at -5, 1 from -6 on); below -9, where |gelu| is
-1e-18 and less, no digit is left.
+"none": gelu(p) = p Phi(p) = max(p, 0) - |p| Q(|p|), Phi the normal distribution function and Q = 1 - Phi its upper
+tail, computed as two to the power of a polynomial of |p|: two fifths fewer instructions in fc1's kernel than with erf
+(sm_90, Triton 3.9), and digits in the negative tail, where 1 + erf cancels (tests/kernels/test_gelu.py): fp32 gelu's
+relative error is 2e-4 at -4, 1.6e-3 at -5, 1e-2 at -6, 0.15 at -7 (with erf 6e-3 at -4, 0.2 at -5, 1 from -6 on); below
+-9, where |gelu| is 1e-18 and less, no digit is left.
 "tanh": p times the logistic function of 2 sqrt(2/pi) (p + 0.044715 p^3) (Hendrycks & Gimpel, 2016).
 GELU acts on `pre` as it is rounded for storing, so that training, evaluation and backward agree.
-dgelu_matmul rewrites the activation that the second layer's weight gradient needs, so that forward need not keep it. Bias gradients are
-column sums that every row tile writes to an fp32 workspace, added up in a fixed order by a second, small kernel. No atomics.
-
-The shape class of a product is "KxN", as in product.py.
+dgelu_matmul rewrites the activation that the second layer's weight gradient needs, so that forward need not keep it.
+Bias gradients are column sums that every block of rows writes to an fp32 workspace, added up in a fixed order by a
+second, small kernel. No atomics.
 """
 
 import torch
@@ -26,8 +25,8 @@ from torch.nn import functional as F
 from . import tiles
 from .launch import cdiv, launch
 from .linear import input_grad, linear, linear_residual
-from .product import column_parts, describable, load_columns, product, row_product, shape_class, tile_offsets
-from .product_gluon import launch_product, row_tiles
+from .product import describable, load_columns, output_block, product_class, row_product
+from .product_gluon import launch_product, row_blocks
 from .rows import column_sums, vector
 
 __all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
@@ -61,7 +60,8 @@ def upper_tail(z):
 
 @triton.jit
 def tanh_gate(p):
-    # 1 / (1 + exp(-2 u)), u = sqrt(2/pi) (p + 0.044715 p^3); 2 sqrt(2/pi) log2(e) = 2.3022082
+    """1 / (1 + exp(-2 u)), u = sqrt(2/pi) (p + 0.044715 p^3)."""
+    # 2 sqrt(2/pi) log2(e) = 2.3022082
     return 1.0 / (1.0 + tl.exp2(-2.302208198 * p * (1.0 + 0.044715 * p * p)))
 
 
@@ -97,8 +97,8 @@ def gelu_and_slope(p, TANH: tl.constexpr):
 
 
 @triton.jit
-def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, pid_m, offs_m, cols, M, N, stride_om, TANH: tl.constexpr):
-    # pid_m is for the other epilogue, store_dgelu
+def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, index_m, offs_m, cols, M, N, stride_om, TANH: tl.constexpr):
+    """Epilogue of linear_gelu; index_m is for the other one, store_dgelu."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     if bias_ptr is not None:
@@ -111,16 +111,15 @@ def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, pid_m, offs_m, cols, M, N, strid
 
 @triton.jit(do_not_specialize=["M"])
 def linear_gelu_kernel(
-    x_ptr,  # (M, K), or its descriptor
-    w_ptr,  # (N, K), or its descriptor
+    a_ptr,  # x (M, K), or its descriptor
+    b_ptr,  # W (N, K), or its descriptor
     bias_ptr,  # (N,) or None
     pre_ptr,  # (M, N) or None
     act_ptr,  # (M, N)
     M,
     N,
     K,
-    stride_xm,
-    stride_wn,
+    strides,  # of x along M, K and of W along K, N
     stride_om,
     TANH: tl.constexpr,
     LOADS: tl.constexpr,
@@ -131,20 +130,19 @@ def linear_gelu_kernel(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    pid_m, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    first, sizes, strides = (first_m, first_n, 0), (M, N, K), ((stride_xm, 1), (1, stride_wn))
-    acc = product(x_ptr, w_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
-    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
-    parts = column_parts(acc, SUBTILES)
+    index_m, offs_m, first_n, pieces = output_block(
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+    )
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-        store_gelu(parts[i], bias_ptr, pre_ptr, act_ptr, pid_m, offs_m, cols, M, N, stride_om, TANH)
+        store_gelu(pieces[i], bias_ptr, pre_ptr, act_ptr, index_m, offs_m, cols, M, N, stride_om, TANH)
 
 
 @triton.jit
 def store_dgelu(
-    dact, pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH: tl.constexpr
+    dact, pre_ptr, dpre_ptr, act_ptr, sums_ptr, index_m, offs_m, cols, M, N, stride_pm, stride_om, TANH: tl.constexpr
 ):
+    """Epilogue of dgelu_matmul."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     p = tl.load(pre_ptr + (offs_m[:, None] * stride_pm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
@@ -153,23 +151,22 @@ def store_dgelu(
         tl.store(act_ptr + at, act.to(act_ptr.dtype.element_ty), mask=mask)
     dpre = dact * slope
     tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
-    if part_ptr is not None:
-        tl.store(part_ptr + pid_m.to(tl.int64) * N + cols, tl.sum(dpre, 0), mask=cols < N)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + index_m.to(tl.int64) * N + cols, tl.sum(dpre, 0), mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["M"])
 def dgelu_matmul_kernel(
-    g_ptr,  # (M, K), or its descriptor
-    w_ptr,  # (K, N), or its descriptor
+    a_ptr,  # g (M, K), or its descriptor
+    b_ptr,  # W2 (K, N), or its descriptor
     pre_ptr,  # (M, N)
     dpre_ptr,  # (M, N)
     act_ptr,  # (M, N) or None
-    part_ptr,  # (row tiles, N) or None
+    sums_ptr,  # (row blocks, N) or None
     M,
     N,
     K,
-    stride_gm,
-    stride_wk,
+    strides,  # of g along M, K and of W2 along K, N
     stride_pm,
     stride_om,
     TANH: tl.constexpr,
@@ -181,16 +178,13 @@ def dgelu_matmul_kernel(
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    pid_m, first_m, first_n = tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    first, sizes, strides = (first_m, first_n, 0), (M, N, K), ((stride_gm, 1), (stride_wk, 1))
-    acc = product(g_ptr, w_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
-    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
-    parts = column_parts(acc, SUBTILES)
+    index_m, offs_m, first_n, pieces = output_block(
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+    )
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-        store_dgelu(
-            parts[i], pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH
-        )
+        pointers = (pre_ptr, dpre_ptr, act_ptr, sums_ptr)
+        store_dgelu(pieces[i], *pointers, index_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -199,7 +193,7 @@ def gelu_bwd_kernel(
     pre_ptr,  # (M, N)
     dpre_ptr,  # (M, N)
     act_ptr,  # (M, N) or None
-    part_ptr,  # (row tiles, N) or None
+    sums_ptr,  # (row blocks, N) or None
     M,
     N,
     stride_ym,
@@ -209,16 +203,16 @@ def gelu_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    pid_m = tl.program_id(0)
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    index_m = tl.program_id(0)
+    offs_m = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     dy = tl.load(dy_ptr + (offs_m[:, None] * stride_ym + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
-    store_dgelu(dy, pre_ptr, dpre_ptr, act_ptr, part_ptr, pid_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
+    store_dgelu(dy, pre_ptr, dpre_ptr, act_ptr, sums_ptr, index_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
 
 
 def _product_tile(op: str, a: Tensor, b: Tensor, shape: str) -> tiles.Tile:
-    """The tile of a product; the shipped one where Gluon is to do it and the operands allow no descriptors."""
+    """The tile of a product; instead of Gluon's the shipped one, where operands allow no descriptors."""
     tile = tiles.lookup(op, a, shape)
     if tile.provider == "gluon" and not (describable(a) and describable(b)):
         return tiles.shipped(op, a, shape)
@@ -226,128 +220,86 @@ def _product_tile(op: str, a: Tensor, b: Tensor, shape: str) -> tiles.Tile:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, Tensor]:
-    """(gelu(pre), pre) with pre = x W^T + b: x (M, K), weight (N, K) -> (M, N) each in x's dtype; pre is an empty (0,) unless `save`."""
+    """(gelu(pre), pre), (M, N) in x's dtype: x (M, K), weight (N, K); pre is an empty (0,) unless `save`."""
     (m, k), n = x.shape, weight.shape[0]
-    tile = _product_tile("linear_gelu_fwd", x, weight, shape_class(k, n))
+    tile = _product_tile("linear_gelu_fwd", x, weight, product_class(k, n))
     if tile.provider == "cublas":
         pre = F.linear(x, weight, bias)
         return F.gelu(pre, approximate=approximate), pre if save else x.new_empty(0)
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pre = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
+    bias, tanh = vector(bias), approximate == "tanh"
     if tile.provider == "gluon":
-        launch_product(x, weight, "nt", tile, store_gelu, (vector(bias), pre, act), (n,), approximate == "tanh")
-        return act, pre if save else x.new_empty(0)
-    x_ptr, w_ptr, grid, flags = row_product(x, weight, tile, "nt")
-    launch(
-        linear_gelu_kernel,
-        grid,
-        x_ptr=x_ptr,
-        w_ptr=w_ptr,
-        bias_ptr=vector(bias),
-        pre_ptr=pre,
-        act_ptr=act,
-        M=m,
-        N=n,
-        K=k,
-        stride_xm=x.stride(0),
-        stride_wn=weight.stride(0),
-        stride_om=n,
-        TANH=approximate == "tanh",
-        **flags,
-    )
-    return act, pre if save else x.new_empty(0)
-
-
-def _sum(part: Tensor | None) -> Tensor | None:
-    """(row tiles, N) -> (N,): column sums in a fixed order."""
-    if part is None:
-        return None
-    total = torch.empty(part.shape[1], dtype=torch.float32, device=part.device)
-    column_sums([(part, total)], *part.shape, part)
-    return total
-
-
-def _dgelu_outputs(
-    pre: Tensor, row_tiles: int, want_act: bool, want_bias_grad: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dpre, act, partial column sums), uninitialised; None for what is not wanted."""
-    m, n = pre.shape
-    dpre = torch.empty((m, n), dtype=pre.dtype, device=pre.device)
-    part = torch.empty((row_tiles, n), dtype=torch.float32, device=pre.device) if want_bias_grad else None
-    act = torch.empty((m, n), dtype=pre.dtype, device=pre.device) if want_act else None
-    return dpre, act, part
+        launch_product(x, weight, "nt", tile, store_gelu, (bias, pre, act), (n,), tanh)
+    else:
+        grid, shared = row_product(x, weight, tile, "nt")
+        launch(linear_gelu_kernel, grid, **shared, bias_ptr=bias, pre_ptr=pre, act_ptr=act, stride_om=n, TANH=tanh)
+    return act, x.new_empty(0) if pre is None else pre
 
 
 def dgelu_matmul(
     g: Tensor, weight2: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dpre, act, dbias): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias (F,) fp32, the column sum of dpre; None for what is not wanted.
+    """(dpre, act, dbias): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre).
 
-    g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype.
+    g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype; dbias (F,) in
+    fp32. act and dbias are None where not wanted.
     """
     (m, k), n = g.shape, weight2.shape[1]
-    tile = _product_tile("dgelu_matmul", g, weight2, shape_class(k, n))
+    tile = _product_tile("dgelu_matmul", g, weight2, product_class(k, n))
     if tile.provider == "cublas":
         return _gelu_bwd(torch.mm(g, weight2), pre, approximate, want_bias_grad, want_act)
+    blocks, tanh = row_blocks(m) if tile.provider == "gluon" else cdiv(m, tile["BLOCK_M"]), approximate == "tanh"
+    dpre, act, sums = _dgelu_outputs(pre, blocks, want_act, want_bias_grad)
     if tile.provider == "gluon":
-        dpre, act, part = _dgelu_outputs(pre, row_tiles(m), want_act, want_bias_grad)
-        pointers, strides = (pre, dpre, act, part), (pre.stride(0), n)
-        launch_product(g, weight2, "nn", tile, store_dgelu, pointers, strides, approximate == "tanh")
-        return dpre, act, _sum(part)
-    dpre, act, part = _dgelu_outputs(pre, cdiv(m, tile["BLOCK_M"]), want_act, want_bias_grad)
-    g_ptr, w_ptr, grid, flags = row_product(g, weight2, tile, "nn")
-    launch(
-        dgelu_matmul_kernel,
-        grid,
-        g_ptr=g_ptr,
-        w_ptr=w_ptr,
-        pre_ptr=pre,
-        dpre_ptr=dpre,
-        act_ptr=act,
-        part_ptr=part,
-        M=m,
-        N=n,
-        K=k,
-        stride_gm=g.stride(0),
-        stride_wk=weight2.stride(0),
-        stride_pm=pre.stride(0),
-        stride_om=n,
-        TANH=approximate == "tanh",
-        **flags,
-    )
-    return dpre, act, _sum(part)
+        launch_product(g, weight2, "nn", tile, store_dgelu, (pre, dpre, act, sums), (pre.stride(0), n), tanh)
+    else:
+        grid, shared = row_product(g, weight2, tile, "nn")
+        pointers = dict(pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
+        launch(dgelu_matmul_kernel, grid, **shared, **pointers, stride_pm=pre.stride(0), stride_om=n, TANH=tanh)
+    return dpre, act, _bias_grad(sums)
+
+
+def _dgelu_outputs(
+    pre: Tensor, row_blocks: int, want_act: bool, want_bias_grad: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dpre, act, column sums of each block of rows), uninitialised; None for what is not wanted."""
+    m, n = pre.shape
+    dpre = torch.empty((m, n), dtype=pre.dtype, device=pre.device)
+    act = torch.empty((m, n), dtype=pre.dtype, device=pre.device) if want_act else None
+    sums = torch.empty((row_blocks, n), dtype=torch.float32, device=pre.device) if want_bias_grad else None
+    return dpre, act, sums
+
+
+def _bias_grad(sums: Tensor | None) -> Tensor | None:
+    """(row blocks, N) -> (N,): column sums in a fixed order."""
+    if sums is None:
+        return None
+    total = torch.empty(sums.shape[1], dtype=torch.float32, device=sums.device)
+    column_sums([(sums, total)], *sums.shape, sums)
+    return total
 
 
 def _gelu_bwd(
     dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As dgelu_matmul, from the product dy (M, N)."""
     m, n = pre.shape
     tile = tiles.lookup("gelu_bwd", pre, f"d{n}")
     if tile.provider == "torch":
         dpre = torch.ops.aten.gelu_backward(dy, pre, approximate=approximate).contiguous()
         dbias = dpre.sum(0, dtype=torch.float32) if want_bias_grad else None
         return dpre, F.gelu(pre, approximate=approximate) if want_act else None, dbias
-    dpre, act, part = _dgelu_outputs(pre, cdiv(m, tile["BLOCK_M"]), want_act, want_bias_grad)
-    launch(
-        gelu_bwd_kernel,
-        (cdiv(m, tile["BLOCK_M"]), cdiv(n, tile["BLOCK_N"])),
-        dy_ptr=dy,
-        pre_ptr=pre,
-        dpre_ptr=dpre,
-        act_ptr=act,
-        part_ptr=part,
-        M=m,
-        N=n,
-        stride_ym=dy.stride(0),
-        stride_pm=pre.stride(0),
-        stride_om=n,
-        TANH=approximate == "tanh",
-        **tile.meta,
-    )
-    return dpre, act, _sum(part)
+    blocks = cdiv(m, tile["BLOCK_M"])
+    dpre, act, sums = _dgelu_outputs(pre, blocks, want_act, want_bias_grad)
+    grid, tanh = (blocks, cdiv(n, tile["BLOCK_N"])), approximate == "tanh"
+    pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
+    strides = dict(stride_ym=dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
+    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, TANH=tanh, **tile.meta)
+    return dpre, act, _bias_grad(sums)
 
 
 def gelu_bwd(dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """(dpre, dbias): dpre = dy * gelu'(pre) (M, N) in pre's dtype; dbias (N,) fp32, its column sum, or None where not wanted."""
+    """dpre = dy * gelu'(pre) (M, N) in pre's dtype, and its column sum (N,) in fp32 where wanted."""
     dpre, _, dbias = _gelu_bwd(dy, pre, approximate, want_bias_grad, want_act=False)
     return dpre, dbias

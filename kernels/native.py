@@ -1,6 +1,7 @@
-"""C++ extensions of this folder, built by torch's cpp_extension with ninja when they are first asked for.
+"""Builds the C++ extensions of this folder when they are first asked for, by torch's cpp_extension.
 
-From the headers and the libraries of the wheels that torch came with: no CUDA toolkit. They speak C, to ctypes.
+With ninja, from the headers and the libraries of the wheels that torch came with: no CUDA toolkit. They have a C
+interface, for ctypes.
 """
 
 import hashlib
@@ -58,7 +59,7 @@ def _tools() -> dict[str, str]:
 
 
 def _gist(log: str) -> str:
-    """In one line: the first and the last that the compiler or the linker complains in, or the last there is."""
+    """The first and the last error of the compiler or the linker, or the last line, in one line."""
     lines = log.strip().splitlines() or ["no output"]
     errors = [line for line in lines if "error: " in line or "ld: " in line] or lines[-1:]
     return " ... ".join(line.strip()[:200] for line in dict.fromkeys([errors[0], errors[-1]]))

@@ -1,8 +1,8 @@
-"""Patch embedding: prefix tokens, then patch W^T + bias, all plus positions, in one implicit GEMM straight from the image.
+"""Patch embedding, one implicit GEMM: prefix tokens, then patch W^T + bias, all plus positions.
 
-Images (B, C, Hi, Wi) become (B, T+N, D) tokens. A row of the GEMM is a patch; its K = C*P*Q numbers are gathered from the image as it lies in
-memory, and no patch matrix is ever written (the implicit GEMM of cuDNN, Chetlur et al. 2014). How patches are found, and what is folded of the
-normalisation of raw images: patches.py. Backward: patch_embed_bwd.py.
+Images (B, C, Hi, Wi) become (B, T+N, D) tokens. A row of the GEMM is a patch; its K = C*P*Q numbers are gathered from
+the image as it lies in memory, and no patch matrix is ever written (the implicit GEMM of cuDNN, Chetlur et al. 2014).
+patches.py finds the patches and folds the normalisation of raw images. Backward: patch_embed_bwd.py.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,6 @@ from . import tiles
 from .launch import cdiv, launch
 from .patch_embed_bwd import Gradients, patch_embed_bwd
 from .patches import (
-    Axes,
     channel_values,
     folding,
     geometry_of,
@@ -25,9 +24,11 @@ from .patches import (
     k_offsets,
     load_patches,
     locate,
-    patch_rows,
-    shape_class,
+    patch_class,
+    patch_matrix,
+    token_row,
 )
+from .rows import vector
 
 __all__ = ["Gradients", "patch_embed_bwd", "patch_embed_fwd"]
 
@@ -45,7 +46,7 @@ def patch_embed_fold_kernel(
     AXES: tl.constexpr,  # a patches.Axes
     BLOCK_K: tl.constexpr,
 ):
-    """W a and bias + sum_k W c for the channels' a (SCALES) and c (SHIFTS); the K axis in the image's order."""
+    """W a and bias + sum_k W c, a (SCALES) and c (SHIFTS) by channel; the K axis in the image's order."""
     K: tl.constexpr = AXES.k
     d = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK_K,), tl.float32)
@@ -53,9 +54,8 @@ def patch_embed_fold_kernel(
         k = start + tl.arange(0, BLOCK_K)
         w = tl.load(weight_ptr + d * strides[0] + k_offsets(k, strides, AXES), mask=k < K, other=0.0).to(tl.float32)
         channel = k // C_INNER % len(SCALES)
-        tl.store(
-            folded_ptr + d * K + k, (w * channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K
-        )
+        ptrs, folded = folded_ptr + d * K + k, w * channel_values(channel, SCALES)
+        tl.store(ptrs, folded.to(folded_ptr.dtype.element_ty), mask=k < K)
         total += w * channel_values(channel, SHIFTS)
     bias = tl.sum(total, 0)
     if bias_ptr is not None:
@@ -65,7 +65,7 @@ def patch_embed_fold_kernel(
 
 @triton.jit
 def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_d, mask_m, D: tl.constexpr):
-    """Patch rows with their bias and positions."""
+    """Writes the tokens of some patches, with their bias and positions."""
     mask = mask_m[:, None] & (offs_d < D)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
@@ -95,7 +95,7 @@ def patch_embed_fwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_M patches x BLOCK_D columns. Programs side by side share their patches in L2; the last ones write the prefix tokens."""
+    """BLOCK_M patches, shared in L2 by neighbours, x BLOCK_D columns; the last programs: prefix tokens."""
     K: tl.constexpr = AXES.k
     blocks_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     block = tl.program_id(0) // blocks_d
@@ -122,7 +122,7 @@ def patch_embed_fwd_kernel(
         # In two halves: positions and accumulator together are more than the registers hold.
         half: tl.constexpr = BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))
-        out_row, pos_row = (row + (image + 1) * prefix).to(tl.int64), patch + prefix - pos_start
+        out_row, pos_row = token_row(row, image, prefix), patch + prefix - pos_start
         offs_half = start_d + tl.arange(0, half)
         _store_tokens(left, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half, mask_m, D)
         _store_tokens(right, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half + half, mask_m, D)
@@ -146,46 +146,32 @@ def patch_embed_fwd(
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
 ) -> Tensor:
-    """(B, T+N, D) in weight's dtype. mean and std, one number per channel, are read for uint8 images only."""
+    """(B, T+N, D) in weight's dtype. mean and std, one number per channel, are for uint8 images only."""
     batch, (width, _, p, q) = images.shape[0], weight.shape
     prefix = 0 if cls_token is None else cls_token.shape[1]
     geometry = geometry_of(images, (p, q), prefix)
     patches, k = geometry["layout"].patches, geometry["AXES"].k
-    tile = tiles.lookup("patch_embed_fwd", weight, shape_class(images, geometry, width))
+    tile = tiles.lookup("patch_embed_fwd", weight, patch_class(images, geometry, width))
     if tile.provider == "cublas":
         bias, cls_token, pos_embed = (None if t is None else t.to(weight.dtype) for t in (bias, cls_token, pos_embed))
-        tokens = F.linear(patch_rows(images, (p, q), weight.dtype, mean, std), weight.flatten(1), bias)
+        tokens = F.linear(patch_matrix(images, (p, q), weight.dtype, mean, std), weight.flatten(1), bias)
         return _with_prefix(tokens.view(batch, patches, width), cls_token, pos_embed)
-    ordered, c_inner = in_image_order(weight, images)
+    ordered = in_image_order(weight, images)
     if images.dtype == torch.uint8:
-        weight, unfolded = torch.empty(width, k, device=weight.device, dtype=weight.dtype), bias
+        given = dict(weight_ptr=ordered, bias_ptr=bias) | folding(weight, images, mean, std)
+        ordered = torch.empty(width, k, device=weight.device, dtype=weight.dtype)
         bias = torch.empty(width, device=weight.device, dtype=torch.float32)
-        scales, shifts = folding(mean, std)
-        launch(
-            patch_embed_fold_kernel,
-            (width,),
-            weight_ptr=ordered,
-            bias_ptr=unfolded,
-            folded_ptr=weight,
-            folded_bias_ptr=bias,
-            strides=ordered.stride(),
-            SCALES=scales,
-            SHIFTS=shifts,
-            C_INNER=c_inner,
-            AXES=Axes(k, *ordered.shape[2:]),
-            BLOCK_K=512,
-            num_warps=4,
-        )
+        launch(patch_embed_fold_kernel, (width,), folded_ptr=ordered, folded_bias_ptr=bias, **given)
     out = torch.empty(batch, prefix + patches, width, device=weight.device, dtype=weight.dtype)
     blocks = cdiv(geometry["rows"], tile["BLOCK_M"]) + prefix * cdiv(batch, tile["BLOCK_M"])
     launch(
         patch_embed_fwd_kernel,
         (blocks * cdiv(width, tile["BLOCK_D"]),),
         image_ptr=images,
-        weight_ptr=weight if images.dtype == torch.uint8 else ordered.contiguous(),
-        bias_ptr=None if bias is None else bias.contiguous(),
+        weight_ptr=ordered.contiguous(),
+        bias_ptr=vector(bias),
         prefix_ptr=cls_token.contiguous() if prefix else None,
-        pos_ptr=None if pos_embed is None else pos_embed.contiguous(),
+        pos_ptr=vector(pos_embed),
         out_ptr=out,
         pos_start=0 if pos_embed is None else prefix + patches - pos_embed.shape[1],
         batch=batch,
@@ -197,7 +183,7 @@ def patch_embed_fwd(
 
 
 def _with_prefix(patches: Tensor, cls_token: Tensor | None, pos_embed: Tensor | None) -> Tensor:
-    """(B, N, D) -> (B, T+N, D): prefix tokens before the patches, positions added to all, or to the patches alone."""
+    """(B, N, D) -> (B, T+N, D): prefix tokens first, positions added to all or to the patches alone."""
     batch, count, width = patches.shape
     prefix = 0 if cls_token is None else cls_token.shape[1]
     if pos_embed is None or pos_embed.shape[1] == count:

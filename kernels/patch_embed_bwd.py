@@ -1,7 +1,8 @@
-"""Backward of the patch embedding: dW gathers the patches from the image once more; no atomics, so the same bits every time.
+"""Backward of the patch embedding; no atomics, so the same bits every time.
 
-dW = dy^T patches, split over the rows: each split writes its fp32 partial, a second kernel adds them in order. The batch sum of dy, one pass, is the
-gradient of positions and prefix tokens, and its column sum that of the bias. dimages = dy W, scattered back: every pixel belongs to one patch.
+dW = dy^T patches, gathered from the image once more and split over the rows: each split writes its fp32 partial, a
+second kernel adds them in order. The batch sum of dy, one pass, is the gradient of positions and prefix tokens, and
+its column sum that of the bias. dimages = dy W, scattered back: every pixel belongs to one patch.
 """
 
 from collections.abc import Sequence
@@ -15,17 +16,22 @@ from torch import Tensor
 from . import tiles
 from .launch import cdiv, launch
 from .patches import (
-    Axes,
     channel_values,
     folding,
     geometry_of,
-    in_image_order,
     k_offsets,
     load_patches,
     locate,
-    patch_rows,
-    shape_class,
+    patch_class,
+    patch_matrix,
+    token_row,
 )
+
+
+@triton.jit
+def load_tokens(dy_ptr, row, offs_d, mask_m, mask_d, D: tl.constexpr):
+    """Some columns of some rows of dy (B, T+N, D); zeros where masked."""
+    return tl.load(dy_ptr + row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -50,9 +56,7 @@ def patch_embed_batch_sum_kernel(
     for start in range(0, batch, BLOCK_B):
         image = start + tl.arange(0, BLOCK_B)
         row = image.to(tl.int64) * tokens + token
-        acc += tl.load(
-            dy_ptr + row[:, None] * D + offs_d[None, :], mask=(image < batch)[:, None] & mask_d[None, :], other=0.0
-        ).to(tl.float32)
+        acc += load_tokens(dy_ptr, row, offs_d, image < batch, mask_d, D).to(tl.float32)
     total = tl.sum(acc, 0)
     if sum_ptr is not None:
         if token >= prefix:
@@ -95,12 +99,10 @@ def patch_embed_dweight_kernel(
     for start in range(first, tl.minimum(first + rows_per_split, rows), BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         mask_m = row < rows
-        image, patch, corner = locate(row, layout, strides, AXES)
-        dy_row = (row + (image + 1) * prefix).to(tl.int64)
-        dy = tl.load(dy_ptr + dy_row[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
-        x = load_patches(
-            image_ptr + corner[:, None] + pixels[None, :], mask_m[:, None] & mask_k[None, :], dy_ptr.dtype.element_ty
-        )
+        image, _, corner = locate(row, layout, strides, AXES)
+        dy = load_tokens(dy_ptr, token_row(row, image, prefix), offs_d, mask_m, mask_d, D)
+        x_ptrs = image_ptr + corner[:, None] + pixels[None, :]
+        x = load_patches(x_ptrs, mask_m[:, None] & mask_k[None, :], dy_ptr.dtype.element_ty)
         acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
     partial_ptrs = partial_ptr + (split.to(tl.int64) * D + offs_d[:, None]) * K + k[None, :]
     tl.store(partial_ptrs, acc, mask=mask_d[:, None] & mask_k[None, :])
@@ -159,8 +161,8 @@ def patch_embed_dimages_kernel(
     k = tl.program_id(0) % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_k = k < K
     mask_m = row < rows
-    image, patch, corner = locate(row, layout, strides, AXES)
-    dy_row = (row + (image + 1) * prefix).to(tl.int64)
+    image, _, corner = locate(row, layout, strides, AXES)
+    dy_row = token_row(row, image, prefix)
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
@@ -173,7 +175,7 @@ def patch_embed_dimages_kernel(
 
 
 class Gradients(NamedTuple):
-    """None where a gradient was not wanted."""
+    """Gradients of `patch_embed_fwd`; None where one was not wanted."""
 
     dimages: Tensor | None
     dweight: Tensor | None
@@ -194,9 +196,9 @@ def _dweight(
     """(D, C, P, Q); dbias is given for raw images and None for floats."""
     geometry = geometry_of(images, weight.shape[2:], prefix)
     width, k, rows = weight.shape[0], geometry["AXES"].k, geometry["rows"]
-    tile = tiles.lookup("patch_embed_dweight", dy, shape_class(images, geometry, width))
+    tile = tiles.lookup("patch_embed_dweight", dy, patch_class(images, geometry, width))
     if tile.provider == "cublas":
-        patches = patch_rows(images, weight.shape[2:], dy.dtype, mean, std)
+        patches = patch_matrix(images, weight.shape[2:], dy.dtype, mean, std)
         return torch.mm(dy[:, prefix:].flatten(0, 1).t(), patches).view(weight.shape).to(weight.dtype)
     flags = dict(tile.meta)
     blocks = cdiv(width, flags["BLOCK_D"]) * cdiv(k, flags["BLOCK_K"])
@@ -215,24 +217,10 @@ def _dweight(
         **flags,
     )
     dweight = torch.empty(weight.shape, device=dy.device, dtype=weight.dtype)
-    ordered, c_inner = in_image_order(dweight, images)
-    scales, shifts = folding(mean, std) if dbias is not None else ((), ())
-    launch(
-        patch_embed_dweight_sum_kernel,
-        (width, cdiv(k, 512)),
-        partial_ptr=partial,
-        dbias_ptr=dbias,
-        dweight_ptr=dweight,
-        splits=splits,
-        strides=ordered.stride(),
-        SCALES=scales,
-        SHIFTS=shifts,
-        C_INNER=c_inner,
-        AXES=Axes(k, *ordered.shape[2:]),
-        D=width,
-        BLOCK_K=512,
-        num_warps=4,
-    )
+    flags = folding(dweight, images, *((mean, std) if dbias is not None else ((), ())))
+    pointers = dict(partial_ptr=partial, dbias_ptr=dbias, dweight_ptr=dweight)
+    grid = (width, cdiv(k, flags["BLOCK_K"]))
+    launch(patch_embed_dweight_sum_kernel, grid, **pointers, splits=splits, D=width, **flags)
     return dweight
 
 
@@ -240,9 +228,8 @@ def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int) -> Tensor:
     """(B, C, Hi, Wi), contiguous whatever the layout of the images."""
     batch, chans, height, columns = images.shape
     p, q = weight.shape[2:]
-    tile = tiles.lookup(
-        "patch_embed_dimages", dy, shape_class(images, geometry_of(images, (p, q), prefix), weight.shape[0])
-    )
+    shape = patch_class(images, geometry_of(images, (p, q), prefix), weight.shape[0])
+    tile = tiles.lookup("patch_embed_dimages", dy, shape)
     if tile.provider == "cublas":
         patches = torch.mm(dy[:, prefix:].flatten(0, 1), weight.flatten(1))
         grid = patches.view(batch, height // p, columns // q, chans, p, q).permute(0, 3, 1, 4, 2, 5)
@@ -278,9 +265,10 @@ def patch_embed_bwd(
     want_pos: bool,
     dtypes: Sequence[torch.dtype | None] = (None, None, None),
 ) -> Gradients:
-    """Gradients of `patch_embed_fwd` for dy (B, T+N, D), contiguous; those of bias, cls_token and pos_embed in `dtypes` (weight's unless given).
+    """Gradients of `patch_embed_fwd` for dy (B, T+N, D).
 
-    `images` may be None where neither `want_images` nor `want_weight` is set; mean and std are read for uint8 images only.
+    Those of bias, cls_token and pos_embed in `dtypes` (weight's unless given). `images` may be None where neither
+    `want_images` nor `want_weight` is set; mean and std are read for uint8 images only.
     """
     dy = dy.contiguous()
     batch, tokens, width = dy.shape

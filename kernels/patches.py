@@ -1,10 +1,11 @@
-"""Patches of images where they lie in memory: what the patch embedding's kernels share.
+"""Patches of images where they lie in memory, for the kernels of the patch embedding.
 
-K = C*P*Q is walked in the image's own order: (c, p, q) in general, (p, q, c) where the channels of a pixel lie together, so that a run of Q or Q*C
-numbers is contiguous. Images may have any strides.
+K = C*P*Q is walked in the image's own order: (c, p, q) in general, (p, q, c) where the channels of a pixel lie
+together, so that a run of Q or Q*C numbers is contiguous. Images may have any strides.
 
-Raw uint8 images u: (u / 255 - mean) / std = x a + c with x = u / 128 - 1, exact in every dtype, a = 128 / (255 std), c = (128 / 255 - mean) / std.
-a is folded into W and c into the bias; the weight's gradient takes a back, and c times the bias's gradient.
+Raw uint8 images u: (u / 255 - mean) / std = x a + c with x = u / 128 - 1, exact in every dtype, a = 128 / (255 std),
+c = (128 / 255 - mean) / std. a is folded into W and c into the bias; the weight's gradient takes a back, and c times
+the bias's gradient. Every kernel lists `geometry_of`'s arguments once more: Triton takes them by name.
 """
 
 import functools
@@ -21,7 +22,7 @@ from .launch import fp32_precision
 
 
 class Axes(NamedTuple):
-    """What a kernel is compiled for: the K axis of a patch as three nested axes, (k // (k1 * k2), k1, k2).
+    """The K axis of a patch as three nested axes, (k // (k1 * k2), k1, k2); a constexpr.
 
     The strides of images and of the first two axes are given in units.
     """
@@ -33,7 +34,7 @@ class Axes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How many patches an image has and how many lie side by side, with the numbers by which a kernel divides by them."""
+    """How many patches an image has and how many lie side by side, with the numbers of `_magic` for both."""
 
     patches: int
     columns: int
@@ -45,7 +46,7 @@ class Layout(NamedTuple):
 
 @triton.jit
 def divide(x, magic, shift):
-    """x // d for 0 <= x < 2^31 with the numbers of `_magic(d)`: a hardware division in the inner loop costs as much as its matrix product."""
+    """x // d with the numbers of `_magic(d)`: in the inner loop a division costs as much as the product."""
     return ((x.to(tl.int64) * magic) >> shift).to(tl.int32)
 
 
@@ -59,13 +60,19 @@ def k_offsets(k, strides, AXES: tl.constexpr):
 
 @triton.jit
 def locate(row, layout, strides, AXES: tl.constexpr):
-    """For each row, one patch of the batch: its image, its place among the image's patches and the offset of its first pixel."""
+    """For each row, one patch of the batch: its image, its number there, the offset of its first pixel."""
     image = divide(row, layout.patches_magic, layout.patches_shift)
     patch = row - image * layout.patches
     y = divide(patch, layout.columns_magic, layout.columns_shift)
     x = patch - y * layout.columns
     down = (y * AXES.k1).to(tl.int64) * strides[2] * AXES.unit
     return image, patch, image.to(tl.int64) * strides[0] * AXES.unit + down + (x * AXES.k2).to(tl.int64) * strides[3]
+
+
+@triton.jit
+def token_row(row, image, prefix):
+    """The row of a patch among all tokens, (B, T+N, D): every image has `prefix` tokens more."""
+    return (row + (image + 1) * prefix).to(tl.int64)
 
 
 @triton.jit
@@ -104,7 +111,8 @@ def _geometry(shape: tuple[int, ...], image_strides: tuple[int, ...], patch: tup
     columns = width // q
     patches = height // p * columns
     strides, runs = ((0, image_strides[2], 1), (p, q * chans)) if last else (image_strides[1:], (p, q))
-    # Triton knows of an integer argument whether 16 divides it, and nothing less: 14 x 14 patches of 518-pixel rows need the 2 to load in pairs.
+    # Triton knows of an integer argument whether 16 divides it, and nothing less: 14 x 14 patches of 518-pixel rows
+    # need the 2 to load in pairs.
     unit = math.gcd(16, image_strides[0], strides[0], strides[1])
     return dict(
         rows=batch * patches,
@@ -115,35 +123,44 @@ def _geometry(shape: tuple[int, ...], image_strides: tuple[int, ...], patch: tup
 
 
 def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int) -> dict:
-    """How the kernels find a patch's pixels: the arguments that all of them share."""
+    """The arguments by which all kernels find a patch's pixels and its row among the tokens."""
+    found = _geometry(images.shape, images.stride(), patch, channels_last(images))
+    return dict(found, prefix=prefix, PRECISION=fp32_precision())
+
+
+def in_image_order(weight: Tensor, images: Tensor) -> Tensor:
+    """`weight` (D, C, P, Q) with its axes in the order in which the image's K axis is walked."""
+    return weight.permute(0, 2, 3, 1) if channels_last(images) else weight
+
+
+def folding(weight: Tensor, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> dict:
+    """Arguments of the kernels that go through `weight` (D, C, P, Q) in the image's order.
+
+    SCALES and SHIFTS: a and c of each channel; C_INNER: how many k lie between one channel and the next.
+    """
+    ordered, (_, chans, p, q) = in_image_order(weight, images), weight.shape
     return dict(
-        _geometry(images.shape, images.stride(), patch, channels_last(images)),
-        prefix=prefix,
-        PRECISION=fp32_precision(),
+        strides=ordered.stride(),
+        SCALES=tuple(128 / (255 * s) for s in std),
+        SHIFTS=tuple((128 / 255 - m) / s for m, s in zip(mean, std)),
+        C_INNER=1 if channels_last(images) else p * q,
+        AXES=Axes(chans * p * q, *ordered.shape[2:]),
+        BLOCK_K=512,
+        num_warps=4,
     )
 
 
-def in_image_order(weight: Tensor, images: Tensor) -> tuple[Tensor, int]:
-    """`weight` (D, C, P, Q) with its axes in the order in which the image's K axis is walked, and how many k make a step of the channel."""
-    _, _, p, q = weight.shape
-    return (weight.permute(0, 2, 3, 1), 1) if channels_last(images) else (weight, p * q)
-
-
-def folding(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Per channel, a and c of the docstring above."""
-    return tuple(128 / (255 * s) for s in std), tuple((128 / 255 - m) / s for m, s in zip(mean, std))
-
-
-def shape_class(images: Tensor, geometry: dict, width: int) -> str:
-    """ "u8-even-large": the image's dtype, whether 8 divides its contiguous runs, and whether there are rows enough to fill a GPU with large tiles."""
+def patch_class(images: Tensor, geometry: dict, width: int) -> str:
+    """ "u8-even-large": the images' dtype, if 8 divides their contiguous runs, if large tiles fill a GPU."""
     kind = "u8" if images.dtype == torch.uint8 else f"f{8 * images.element_size()}"
-    return f"{kind}-{'odd' if geometry['AXES'].k2 % 8 else 'even'}-{'large' if geometry['rows'] * width >= 1 << 22 else 'small'}"
+    runs, size = geometry["AXES"].k2, geometry["rows"] * width
+    return f"{kind}-{'odd' if runs % 8 else 'even'}-{'large' if size >= 1 << 22 else 'small'}"
 
 
-def patch_rows(
+def patch_matrix(
     images: Tensor, patch: tuple[int, int], dtype: torch.dtype, mean: Sequence[float], std: Sequence[float]
 ) -> Tensor:
-    """(M, C*P*Q): every patch written out, c before p before q, raw images normalised: what a library's product reads."""
+    """(M, C*P*Q) for a library's product: every patch, c before p before q, raw images normalised."""
     if images.dtype == torch.uint8:
         mean, std = (torch.tensor(x, dtype=torch.float32, device=images.device).view(-1, 1, 1) for x in (mean, std))
         images = (images.float() / 255 - mean) / std

@@ -1,11 +1,13 @@
 """The tiled matrix product that linear.py, mlp.py and weight_grad.py wrap an epilogue around.
 
-Programs run in groups of row tiles that share the right operand's columns in L2 (Triton's tutorial 03). Operands are read through pointers, or
-(provider "tma", sm_90 and newer) through tensor descriptors: one thread asks the copy engine for a whole tile, and no register holds addresses or
-masks (tutorial 09). The epilogue takes the tile in SUBTILES pieces of its columns, one after the other, with a fraction of the registers: in quarters,
-128 x 128 leaves room for two programs per multiprocessor on sm_90, one's epilogue under the other's main loop.
+Programs run in groups of row blocks that share the right operand's columns in L2 (Triton's tutorial 03). Operands are
+read through pointers, or (provider "tma", sm_90 and newer) through tensor descriptors: one thread asks the copy engine
+for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue takes the sums in SUBTILES
+pieces of their columns, one after the other, with a fraction of the registers: in quarters, 128 x 128 leaves room for
+two programs per multiprocessor on sm_90, one's epilogue under the other's main loop.
 
-The shape class of a product is "KxN": the length it sums over and the columns it writes.
+Every kernel lists a tile's constexprs once more: Triton takes them by name. The shape class of a product is "KxN": the
+length it sums over and the columns it writes.
 """
 
 import triton
@@ -18,15 +20,16 @@ from .launch import cdiv, fp32_precision
 
 
 @triton.jit
-def tile_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    # Row tile, its first row and first column of this program: column by column within GROUP_M row tiles.
+def block_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """This program's block of the output: its index along M, first row and column."""
     pid = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first = pid // (GROUP_M * tiles_n) * GROUP_M
-    height = min(tiles_m - first, GROUP_M)
-    within = pid % (GROUP_M * tiles_n)
-    pid_m = first + within % height
-    return pid_m, pid_m * BLOCK_M, within // height * BLOCK_N
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    # column by column within GROUP_M rows of blocks
+    first = pid // (GROUP_M * blocks_n) * GROUP_M
+    height = min(blocks_m - first, GROUP_M)
+    within = pid % (GROUP_M * blocks_n)
+    index_m = first + within % height
+    return index_m, index_m * BLOCK_M, within // height * BLOCK_N
 
 
 @triton.jit
@@ -36,13 +39,13 @@ def product(
     first,  # row, column and k that this program begins at
     sizes,  # M, N and K, how many k it sums over
     strides,  # of a along M, K and of b along K, N
-    LOADS: tl.constexpr,  # pointers: "even" where K divides by BLOCK_K, or "masked"; descriptors: of A B "nn", A and B transposed "nt", A transposed and B "tn"
+    LOADS: tl.constexpr,  # as `operands` says
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # BLOCK_M rows and BLOCK_N columns of A B in fp32; zeros outside.
+    """BLOCK_M rows and BLOCK_N columns of A B in fp32; zeros outside."""
     first_m, first_n, first_k = first[0], first[1], first[2]
     K = sizes[2]
     a_strides, b_strides = strides[0], strides[1]
@@ -56,11 +59,9 @@ def product(
             else:
                 acc = tl.dot(tl.trans(a.load([k, first_m])), b.load([k, first_n]), acc, input_precision=PRECISION)
     else:
-        offs_m, offs_n, offs_k = (
-            first_m + tl.arange(0, BLOCK_M).to(tl.int64),
-            first_n + tl.arange(0, BLOCK_N).to(tl.int64),
-            tl.arange(0, BLOCK_K),
-        )
+        offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+        offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
+        offs_k = tl.arange(0, BLOCK_K)
         at_k = first_k + offs_k.to(tl.int64)
         a_ptrs = a + (offs_m[:, None] * a_strides[0] + at_k[None, :] * a_strides[1])
         b_ptrs = b + (at_k[:, None] * b_strides[0] + offs_n[None, :] * b_strides[1])
@@ -84,24 +85,50 @@ def _halves(acc):
 
 
 @triton.jit
-def column_parts(acc, SUBTILES: tl.constexpr):
-    # acc cut into 1, 2 or 4 pieces of equally many columns, from left to right
+def split_columns(acc, SUBTILES: tl.constexpr):
+    """acc cut into 1, 2, 4 or 8 pieces of equally many columns, from left to right."""
     if SUBTILES == 1:
         return (acc,)
     elif SUBTILES == 2:
         return _halves(acc)
     else:
         left, right = _halves(acc)
-        return _halves(left) + _halves(right)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        if SUBTILES == 4:
+            return (a, b, c, d)
+        else:
+            return _halves(a) + _halves(b) + _halves(c) + _halves(d)
+
+
+@triton.jit
+def output_block(
+    a,  # as in `product`, and the next three
+    b,
+    sizes,
+    strides,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """This program's block of A B: its index along M, its rows, its first column, its sums in pieces."""
+    index_m, first_m, first_n = block_offsets(sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
+    acc = product(a, b, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    return index_m, offs_m, first_n, split_columns(acc, SUBTILES)
 
 
 @triton.jit
 def load_columns(ptr, offs_n, N):
-    # (N,) in fp32 -> (1, columns)
+    """(N,) in fp32 -> (1, columns)."""
     return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
 
 
-def shape_class(k: int, n: int) -> str:
+def product_class(k: int, n: int) -> str:
     """ "768x3072": a product that sums over 768 and writes 3072 columns."""
     return f"{k}x{n}"
 
@@ -112,16 +139,18 @@ def describable(x: Tensor) -> bool:
 
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """x (rows, columns) as blocks for the copy engine."""
+    """x in blocks of (rows, columns) for the copy engine; None where it cannot take them."""
     if not describable(x):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, int, int], even: bool) -> tuple:
-    """(a, b, LOADS) for `product`; `blocks`: rows, columns and k of a block. Descriptors for "tma", where strides allow them.
+    """(a, b, LOADS) for `product`; descriptors for "tma" where strides allow them.
 
-    kind "nn": a (M, K) times b (K, N); "nt": times the transpose of b (N, K); "tn": the transpose of a (K, M) times b (K, N).
+    blocks: rows, columns and k. kind "nn": a (M, K) times b (K, N); "nt": times b (N, K) transposed; "tn": a (K, M)
+    transposed times b (K, N). LOADS: the kind, of descriptors; of pointers "even" where K divides by BLOCK_K, else
+    "masked".
     """
     if provider == "tma":
         m, n, k = blocks
@@ -132,10 +161,11 @@ def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, 
     return a, b, "even" if even else "masked"
 
 
-def row_product(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple:
-    """(a, b, grid, constexprs) for a kernel that writes a (M, K) times b (K, N), kind "nn", or times b^T (N, K), kind "nt"."""
+def row_product(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple[tuple[int], dict]:
+    """Grid and common arguments of a kernel that writes a (M, K) times b, kind "nn" or "nt" as above."""
     (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
     blocks = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
-    a, b, loads = operands(a, b, tile.provider, kind, blocks, k % blocks[2] == 0)
-    flags = tile.meta | dict(LOADS=loads, PRECISION=fp32_precision())
-    return a, b, (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),), flags
+    strides = (a.stride(0), 1), (1, b.stride(0)) if kind == "nt" else (b.stride(0), 1)
+    a_ptr, b_ptr, loads = operands(a, b, tile.provider, kind, blocks, k % blocks[2] == 0)
+    sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
+    return (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **tile.meta)

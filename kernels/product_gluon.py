@@ -1,16 +1,17 @@
-"""The product of product.py for sm_90 in Gluon: persistent, its warps specialised, around the epilogue it is given.
+"""The product of product.py for sm_90 in Gluon, around an epilogue: persistent, warps specialised.
 
-One program on each multiprocessor goes from tile to tile of 128 rows, as in CUTLASS's warp-specialised cooperative
-kernels. One of its warps has the copy engine fill a ring of blocks along K; two groups of four warps multiply, each its
-64 rows, and store. The ring goes on across tiles: while the two store, the next tile's blocks come in, and either may
-still multiply while the other stores. Each slot has two barriers: `full`, its blocks have arrived, and `empty`, both
-groups have read them. Phases go 0, 1, 0, ...; the wait for phase 1 of a new barrier, the producer's first, is none.
+One program on each multiprocessor goes from output block to output block of 128 rows, as in CUTLASS's warp-specialised
+cooperative kernels. One of its warps has the copy engine fill a ring of blocks along K; two groups of four warps
+multiply, each its 64 rows, and store. The ring goes on across output blocks: while the two store, the next one's
+operands come in, and either may still multiply while the other stores. Each slot has two barriers: `full`, its operands
+have arrived, and `empty`, both groups have read them. Phases go 0, 1, 0, ...; the wait for phase 1 of a new barrier,
+the producer's first, is none.
 
 The epilogue is a `triton.jit` function that other kernels call too: epilogue(sums (64, columns) in fp32, *pointers,
-row tile, its rows, its columns, M, N, *strides, TANH). Row tiles are of 64 rows, so the last one may lie past M whole.
+index along M, rows, columns, M, N, *strides, TANH). It is called for 64 rows at a time, so the last may lie past M.
 
-Gluon has no interpreter, and no GPU has run this yet (tiles.UNCHECKED). tests/kernels/test_gluon.py runs it as Python, under a
-model of barriers, copy engine and wgmma in which anything may be late, and reads its machine code.
+Gluon has no interpreter, and no GPU has run this yet (tiles.UNCHECKED). tests/kernels/test_gluon.py runs it as Python,
+under a model of barriers, copy engine and wgmma in which anything may be late, and reads its machine code.
 """
 
 import triton.language as tl
@@ -19,7 +20,7 @@ from torch import Tensor
 from . import tiles
 from .gluon_names import TensorDescriptor, async_load, gl, hopper, jit
 from .launch import INTERPRETED, cdiv, launch, settle
-from .product import column_parts
+from .product import split_columns
 from .rows import row_programs
 
 ROWS = tl.constexpr(64)  # of one group of warps: wgmma's
@@ -29,27 +30,17 @@ REGISTERS, CONSUMER, PRODUCER = 168, tl.constexpr(240), tl.constexpr(24)
 
 @jit
 def slot_and_phase(step, STAGES: tl.constexpr):
-    # Where a program's block number `step` lies in the ring, and the phase of that slot's barriers.
+    """Where a program's operands number `step` lie in the ring, and the phase of that slot's barriers."""
     return step % STAGES, step // STAGES & 1
 
 
 @jit
-def tile_at(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    # Row and column of a tile: column by column within GROUP_M rows of tiles, which share the right operand in L2.
-    first = number // (GROUP_M * tiles_n) * GROUP_M
-    height = min(tiles_m - first, GROUP_M)
-    within = number % (GROUP_M * tiles_n)
+def block_at(number, blocks_m, blocks_n, GROUP_M: tl.constexpr):
+    """Index along M and N of an output block: column by column in groups that share operands in L2."""
+    first = number // (GROUP_M * blocks_n) * GROUP_M
+    height = min(blocks_m - first, GROUP_M)
+    within = number % (GROUP_M * blocks_n)
     return first + within % height, within // height
-
-
-@jit
-def pieces(acc, SUBTILES: tl.constexpr):
-    # acc cut into equally many columns, from left to right
-    if SUBTILES == 8:
-        left, right = column_parts(acc, 2)
-        return column_parts(left, 4) + column_parts(right, 4)
-    else:
-        return column_parts(acc, SUBTILES)
 
 
 @jit
@@ -65,26 +56,26 @@ def produce(
     STAGES: tl.constexpr,
 ):
     a_ring, b_ring, full, empty = ring
-    tiles_m, tiles_n, steps = order
+    blocks_m, blocks_n, steps = order
     step = 0
-    for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = tile_at(number, tiles_m, tiles_n, GROUP_M)
+    for number in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
+        index_m, index_n = block_at(number, blocks_m, blocks_n, GROUP_M)
         for k in range(steps):
             slot, phase = slot_and_phase(step, STAGES)
             hopper.mbarrier.wait(empty.index(slot), phase ^ 1)
             # Bytes of whole blocks: outside the matrices the copy engine fills in zeros.
             hopper.mbarrier.expect(full.index(slot), (2 * ROWS + BLOCK_N) * BLOCK_K * 2)
-            async_load(a, [tile_m * 2 * ROWS, k * BLOCK_K], full.index(slot), a_ring.index(slot))
+            async_load(a, [index_m * 2 * ROWS, k * BLOCK_K], full.index(slot), a_ring.index(slot))
             if KIND == "nt":
-                async_load(b, [tile_n * BLOCK_N, k * BLOCK_K], full.index(slot), b_ring.index(slot))
+                async_load(b, [index_n * BLOCK_N, k * BLOCK_K], full.index(slot), b_ring.index(slot))
             else:
-                async_load(b, [k * BLOCK_K, tile_n * BLOCK_N], full.index(slot), b_ring.index(slot))
+                async_load(b, [k * BLOCK_K, index_n * BLOCK_N], full.index(slot), b_ring.index(slot))
             step += 1
 
 
 @jit
 def consume(
-    half: tl.constexpr,  # of a tile's rows: 0 or 1
+    half: tl.constexpr,  # of an output block's rows: 0 or 1
     ring,
     order,
     output,
@@ -97,7 +88,7 @@ def consume(
     STAGES: tl.constexpr,
 ):
     a_ring, b_ring, full, empty = ring
-    tiles_m, tiles_n, steps = order
+    blocks_m, blocks_n, steps = order
     pointers, strides, M, N = output
     WIDTH: tl.constexpr = BLOCK_N // SUBTILES
     SUMS: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -105,8 +96,8 @@ def consume(
     acc = gl.zeros((ROWS, BLOCK_N), gl.float32, SUMS)
     step = 0
     before = 0
-    for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = tile_at(number, tiles_m, tiles_n, GROUP_M)
+    for number in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
+        index_m, index_n = block_at(number, blocks_m, blocks_n, GROUP_M)
         for k in range(steps):
             slot, phase = slot_and_phase(step, STAGES)
             hopper.mbarrier.wait(full.index(slot), phase)
@@ -122,12 +113,12 @@ def consume(
             step += 1
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         hopper.mbarrier.arrive(empty.index(before), count=1)
-        row_tile = 2 * tile_m + half
-        offs_m = row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORED)).to(gl.int64)
-        parts = pieces(acc, SUBTILES)
+        row_block = 2 * index_m + half
+        offs_m = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORED)).to(gl.int64)
+        pieces = split_columns(acc, SUBTILES)
         for i in gl.static_range(SUBTILES):
-            cols = tile_n * BLOCK_N + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, STORED))
-            EPILOGUE(gl.convert_layout(parts[i], STORED), *pointers, row_tile, offs_m, cols, M, N, *strides, TANH)
+            cols = index_n * BLOCK_N + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, STORED))
+            EPILOGUE(gl.convert_layout(pieces[i], STORED), *pointers, row_block, offs_m, cols, M, N, *strides, TANH)
 
 
 @jit(do_not_specialize=["M"])
@@ -172,8 +163,8 @@ def product_gluon_kernel(
     )
 
 
-def row_tiles(m: int) -> int:
-    """How many row tiles of 64 the epilogue is called for with m rows: an even number."""
+def row_blocks(m: int) -> int:
+    """For how many blocks of 64 rows the epilogue is called with m rows: an even number."""
     return 2 * cdiv(m, 2 * ROWS.value)
 
 
@@ -184,14 +175,14 @@ def _descriptor(x: Tensor, rows: int, columns: int):
 
 
 def launch_product(a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, pointers: tuple, strides: tuple, tanh):
-    """`epilogue` stores the product of a (M, K) and b (K, N), kind "nn", or of b's transpose (N, K), kind "nt"."""
+    """Has `epilogue` store a (M, K) times b, (K, N) of kind "nn", or transposed, (N, K), of kind "nt"."""
     (m, k), n = a.shape, b.shape[1 if kind == "nn" else 0]
     block_n, block_k = tile["BLOCK_N"], tile["BLOCK_K"]
     if not INTERPRETED:
         settle(epilogue)
     launch(
         product_gluon_kernel,
-        (row_programs(a.device, 1, row_tiles(m) // 2 * cdiv(n, block_n)),),
+        (row_programs(a.device, 1, row_blocks(m) // 2 * cdiv(n, block_n)),),
         a=_descriptor(a, 2 * ROWS.value, block_k),
         b=_descriptor(b, block_k, block_n) if kind == "nn" else _descriptor(b, block_n, block_k),
         pointers=pointers,

@@ -1,9 +1,10 @@
-"""What kernels that go along rows share, and two of their own: rows scaled, g = drop_path[b] * layer_scale * dout, and columns summed.
+"""Rows of matrices: loads and stores, column sums, and g = drop_path[b] * layer_scale * dout.
 
-A row of width D is held in registers as a tuple of chunks (BLOCK_M, BLOCK_D), so that 768 is 3 x 256 and nothing is padded to 1024.
+A row of width D is held in registers as a tuple of chunks (BLOCK_M, BLOCK_D), so that 768 is 3 x 256 and nothing is
+padded to 1024.
 
-Column sums (bias gradients, dweight, ...) need no atomics: each of a fixed number of programs adds up its rows in registers and writes one fp32 row of
-a workspace (programs, D); `column_sums_kernel` adds the workspace's rows in a fixed order.
+Column sums (bias gradients, dweight, ...) need no atomics: each of a fixed number of programs adds up its rows in
+registers and writes one fp32 row of a workspace (programs, D); `column_sums_kernel` adds these in a fixed order.
 """
 
 import functools
@@ -20,7 +21,7 @@ from .launch import cdiv, launch
 
 @triton.jit
 def row_mask(rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    # Only the last chunk can pass D: the others need no mask along it.
+    """Where chunk i of some rows lies within (M, D); only the last chunk can pass D."""
     if (i + 1) * BLOCK_D <= D:
         return rows < M
     else:
@@ -29,9 +30,12 @@ def row_mask(rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
-    # rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside. Stride 0 gives a vector (D,) to every row: in this
-    # layout each warp loads what it needs by itself, where a (1, BLOCK_D) load would be exchanged through shared memory.
-    # Written so that the compiler sees strides such as 1000 divide by ALIGN = 8 (a tl.multiple_of crashes it where BLOCK_M is 1).
+    """Rows (BLOCK_M, 1) of an (M, D) matrix -> chunks (BLOCK_M, BLOCK_D), zeros outside.
+
+    Stride 0 gives a vector (D,) to every row: in this layout each warp loads what it needs by itself, where a
+    (1, BLOCK_D) load would be exchanged through shared memory.
+    """
+    # So that the compiler sees strides such as 1000 divide by ALIGN = 8 (tl.multiple_of crashes it where BLOCK_M is 1).
     start = ptr + rows.to(tl.int64) * (stride // ALIGN * ALIGN)
     chunks = ()
     for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
@@ -42,11 +46,10 @@ def load_rows(ptr, rows, M, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_
 
 @triton.jit
 def store_chunk(ptr, value, rows, M, i: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    # Chunk i of rows of a contiguous (M, D) matrix.
+    """Writes chunk i of rows of a contiguous (M, D) matrix."""
     offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    tl.store(
-        ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=row_mask(rows, M, i, D, BLOCK_D)
-    )
+    mask = row_mask(rows, M, i, D, BLOCK_D)
+    tl.store(ptr + rows.to(tl.int64) * D + offs_d, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -78,9 +81,8 @@ def scale_rows_kernel(
     for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)[:, None]
         mask = (rows < M) & mask_d
-        g = tl.load(dout_ptr + rows.to(tl.int64) * (stride_dout // ALIGN * ALIGN) + offs_d, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        ptrs = dout_ptr + rows.to(tl.int64) * (stride_dout // ALIGN * ALIGN) + offs_d
+        g = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         if dp_ptr is not None:
             g *= row_factor(dp_ptr, rows, M, rows_per_sample)
         if ls_ptr is not None:
@@ -119,14 +121,14 @@ def column_sums_kernel(
 
 @functools.cache
 def chunk_width(width: int) -> int:
-    """BLOCK_D: a power of two of which three to five cover the width with at most a quarter to spare (768 = 3 x 256, 1280 = 5 x 256)."""
+    """BLOCK_D: 3 to 5 cover the width, a quarter to spare at most (768 = 3 x 256, 1280 = 5 x 256)."""
     power = 1 << (width - 1).bit_length()
     return max(16, power // 8 if 8 * width <= 5 * power else power // 4)
 
 
 @functools.cache
-def shape_class(width: int, residual: bool = False, layer_scale: bool = False) -> str:
-    """Chunks x BLOCK_D, as in "3x256", what tiles depend on; "3x256as": adds a residual and sums for a layer scale."""
+def layer_norm_class(width: int, residual: bool = False, layer_scale: bool = False) -> str:
+    """ "3x256", chunks x BLOCK_D; "3x256as": adds a residual and sums for a layer scale."""
     return f"{cdiv(width, chunk_width(width))}x{chunk_width(width)}" + "a" * residual + "s" * layer_scale
 
 
@@ -136,7 +138,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def row_programs(device: torch.device, per_sm: int, blocks: int, strips: int = 1) -> int:
-    """Persistent programs along the rows: `per_sm` on every multiprocessor, shared by `strips` of columns, and no more than there are blocks."""
+    """Persistent programs along the rows: `per_sm` a multiprocessor for all strips, at most `blocks`."""
     return min(blocks, max(1, _multiprocessors(device) * per_sm // strips))
 
 
@@ -144,12 +146,17 @@ def vector(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
+def row_factors(drop_path: Tensor, rows_per_sample: int, count: int) -> Tensor:
+    """(B,) -> (M, 1): the factor of every row, for providers that are no kernels of ours."""
+    return drop_path.repeat_interleave(rows_per_sample, output_size=count)[:, None]
+
+
 def row_stride(t: Tensor | None) -> int:
     return 0 if t is None else t.stride(0)
 
 
 def row_alignment(*matrices: Tensor | None) -> int:
-    """Elements that every row start is a multiple of: strides such as 1000 divide by 8 but not by 16, which Triton does not see."""
+    """Elements that rows start at multiples of: strides of 1000 divide by 8, which Triton does not see."""
     return math.gcd(16, *(row_stride(t) for t in matrices))
 
 
@@ -160,15 +167,8 @@ def column_sums(pairs: list[tuple[Tensor | None, Tensor | None]], programs: int,
         return
     tile = tiles.lookup("column_sums", x, f"d{D}")
     workspaces, outs = zip(*pairs)
-    launch(
-        column_sums_kernel,
-        (cdiv(D, tile["BLOCK_D"]), len(pairs)),
-        ws_ptrs=workspaces,
-        out_ptrs=outs,
-        P=programs,
-        D=D,
-        **tile.meta,
-    )
+    grid = (cdiv(D, tile["BLOCK_D"]), len(pairs))
+    launch(column_sums_kernel, grid, ws_ptrs=workspaces, out_ptrs=outs, P=programs, D=D, **tile.meta)
 
 
 def scale_rows(
@@ -180,11 +180,11 @@ def scale_rows(
     want_sum: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), and g's column sum (D,) in fp32, in one pass."""
+    """g = drop_path[b] * layer_scale * dout (M, D) in out_dtype (dout's), its column sum (D,) in fp32."""
     M, D = dout.shape
-    tile = tiles.lookup("scale_rows", dout, f"d{D}")
-    strips = cdiv(D, tile["BLOCK_D"])
-    programs = row_programs(dout.device, tile["PER_SM"], cdiv(M, tile["BLOCK_M"]), strips)
+    flags = dict(tiles.lookup("scale_rows", dout, f"d{D}").meta)
+    strips = cdiv(D, flags["BLOCK_D"])
+    programs = row_programs(dout.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]), strips)
     g = torch.empty((M, D), dtype=out_dtype or dout.dtype, device=dout.device) if want_scaled else None
     ws = torch.empty((programs, D), dtype=torch.float32, device=dout.device) if want_sum else None
     total = torch.empty(D, dtype=torch.float32, device=dout.device) if want_sum else None
@@ -201,7 +201,7 @@ def scale_rows(
         stride_dout=row_stride(dout),
         D=D,
         ALIGN=row_alignment(dout),
-        **{name: value for name, value in tile.meta.items() if name != "PER_SM"},
+        **flags,
     )
     column_sums([(ws, total)], programs, D, dout)
     return g, total

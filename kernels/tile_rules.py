@@ -1,5 +1,7 @@
-"""Frozen tile configurations: per operation, GPU generation, dtype and shape class, chosen by measurement (or, where none is at hand yet, by
-offline compilation: no spills, shared memory within the limit). Data only; the first rule that matches wins. tiles.py looks them up.
+"""Frozen tile configurations per operation, GPU generation, dtype and shape class.
+
+Chosen by measurement (or, where none is at hand yet, by offline compilation: no spills, shared memory within the
+limit). Data only; the first rule that matches wins. tiles.py looks them up.
 """
 
 import functools
@@ -49,9 +51,10 @@ def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxn
 
 @dataclass(frozen=True)
 class Rule:
-    """Applies to these GPU generations, to "32" or "16" bit dtypes ("*": both), and to shape classes that match `shape` (fnmatch).
+    """A tile and where it applies: GPU generations, bits of the dtype and shape classes.
 
-    variant: of RIVALS, tells several tiles of one provider apart.
+    bits: "32", "16", or "*" for both; shape: a pattern (fnmatch). variant: of CANDIDATES, tells several tiles of one
+    provider apart.
     """
 
     tile: Tile
@@ -80,8 +83,8 @@ _WIDE = tuple(
     )
     for provider in ("triton", "tma")
 )
-# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6). Where BLOCK_K does not divide K,
-# masks would spill: only the widths of models.
+# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6). Where BLOCK_K does not divide
+# K, masks would spill: only the widths of models.
 _DGELU, _DGELU_TMA = (
     tuple(
         Rule(
@@ -97,9 +100,40 @@ _DGELU, _DGELU_TMA = (
 )
 _CUBLAS = (Rule(tile(provider="cublas")),)
 
+
+def _head(
+    sm: int,
+    shape: str,
+    programs: int,
+    maxnreg: int = 0,
+    exact: int = 0,
+    stages: int = 2,
+    warps: int = 4,
+    keys: int = 64,
+    variant: str = "",
+) -> Rule:
+    """Attention's backward in one program a head, `programs` of them on a multiprocessor."""
+    blocks = dict(BLOCK_M=64, BLOCK_N=keys, STAGES=stages, PER_SM=programs, EXACT=exact)
+    return Rule(tile(warps, 1, "head", maxnreg, **blocks), (sm,), "16", shape, variant)
+
+
+def _split(stages: int, block_k: int, variant: str = "") -> tuple[Rule, ...]:
+    """Weight gradients for sm_90 and newer, through pointers and descriptors.
+
+    SPLIT_K: the blocks of the output times it fill whole waves of two programs on each of 132 multiprocessors (36, 108
+    and 144 blocks x 7; 64 and 192 x 4), or of one, where they are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
+    """
+    blocks = dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=block_k, GROUP_N=8, SUBTILES=4)
+    return tuple(
+        Rule(tile(8, stages, provider, SPLIT_K=splits, **blocks), (90, 100), "16", shape, variant)
+        for provider in ("triton", "tma")
+        for shape, splits in (("1024x*", 4), ("*", 7))
+    )
+
+
 RULES: dict[str, tuple[Rule, ...]] = {
-    # Shape classes of LayerNorm: chunks x BLOCK_D of the row (rows.shape_class), with an "a" where a residual (backward: its
-    # gradient) is added, an "s" where backward sums for a layer scale.
+    # Shape classes of LayerNorm: chunks x BLOCK_D of the row (rows.layer_norm_class), with an "a" where a residual
+    # (backward: its gradient) is added, an "s" where backward sums for a layer scale.
     "layer_norm_fwd": (
         Rule(tile(8, 1, BLOCK_M=1), shape="?x2048*"),
         Rule(tile(4, 1, BLOCK_M=1), shape="?x1024*"),
@@ -133,7 +167,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "scale_rows": (Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=6)),),
     "column_sums": (Rule(tile(8, 1, BLOCK_P=256, BLOCK_D=16)),),
-    # Shape classes of attention: padded head size, tokens up to 64, 128, 256, 320 or "long"; provider: which of the two paths runs.
+    # Shape classes of attention: padded head size, tokens up to 64, 128, 256, 320 or "long". Providers: the paths of
+    # attention.py.
     "attention_fwd": (
         Rule(tile(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
         Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*nlong"),
@@ -145,37 +180,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64)),
     ),
     "attention_bwd": (
-        # One program of 4 warps a head: four, three or two of them on a multiprocessor, by their registers.
-        Rule(
-            tile(4, 1, "head", maxnreg=128, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=4, EXACT=0),
-            sm=(90,),
-            bits="16",
-            shape="d[13][26]n[1-6]*",
-        ),
-        Rule(
-            tile(4, 1, "head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3, EXACT=0),
-            sm=(90,),
-            bits="16",
-            shape="d[46][48]n[1-6]*",
-        ),
-        Rule(
-            tile(4, 1, "head", maxnreg=248, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1),
-            sm=(90,),
-            bits="16",
-            shape="d[89][06]n[1-6]*",
-        ),
-        Rule(
-            tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=1, PER_SM=4, EXACT=1),
-            sm=(100,),
-            bits="16",
-            shape="d64n64",
-        ),
-        Rule(
-            tile(4, 1, "head", BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=2, EXACT=1),
-            sm=(100,),
-            bits="16",
-            shape="d[1-9][024568]n[1-6]*",
-        ),
+        _head(90, "d[13][26]n[1-6]*", programs=4, maxnreg=128),
+        _head(90, "d[46][48]n[1-6]*", programs=3, maxnreg=168),
+        _head(90, "d[89][06]n[1-6]*", programs=2, maxnreg=248, exact=1),
+        _head(100, "d64n64", programs=4, stages=1, exact=1),
+        _head(100, "d[1-9][024568]n[1-6]*", programs=2, exact=1),
         Rule(tile(provider="tiled")),
     ),
     "attention_bwd_dq": (
@@ -200,7 +209,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), shape="d80*"),
         Rule(tile(4, 2, BLOCK_M=32, BLOCK_N=64)),
     ),
-    # Shape classes: "u8-even-large", see patch_embed.shape_class. PROGRAMS: how many the split of the rows aims at.
+    # Shape classes: "u8-even-large", see patches.patch_class. PROGRAMS: how many the split of the rows aims at.
     "patch_embed_fwd": (
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=16), bits="32", shape="f32-even-*"),
         Rule(tile(4, 3, BLOCK_M=32, BLOCK_D=64, BLOCK_K=16), bits="32", shape="u8-*"),
@@ -243,18 +252,20 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
 }
 
-# Compiled and read, but run by no GPU yet: no rule may name them. `lookup` takes them from `override` and from the user's
-# own table alone, into which the tuner writes them after many checks (trial.py). They leave here once a GPU has run them.
+# Compiled and read, but run by no GPU yet: no rule may name them. `lookup` takes them from `override` and from the
+# user's own table alone, into which the tuner writes them after many checks (trial.py). They leave here once a GPU has
+# run them.
 UNCHECKED = ("gluon",)
 # Providers that launch no kernel of ours and cannot be compiled offline.
 LIBRARIES = ("torch", "cublaslt", *attention_libraries.PROVIDERS)
 _TORCH = (Rule(tile(provider="torch")),)
 _ATTENTION = tuple(Rule(tile(provider=library)) for library in attention_libraries.PROVIDERS)
 
-_SHORT = "d[1-6][24568]n[1-6]*"  # attention over at most 320 tokens, heads of one part or 32 + 16
+_SHORT = "d[1-6][24568]n[1-6]*"  # attention over at most 320 tokens, heads of one chunk or 32 + 16
 
-# What else can do an operation: the tuner tries it, and `make codegen` compiles it, but nothing runs it unasked. First match for each provider and variant.
-RIVALS: dict[str, tuple[Rule, ...]] = {
+# Other tiles that can do an operation: the tuner tries them and `make codegen` compiles them, but nothing runs them
+# unasked. First match for each provider and variant.
+CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "layer_norm_fwd": _TORCH,
     "layer_norm_bwd": _TORCH,
     "attention_fwd": (
@@ -263,19 +274,8 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
         *_ATTENTION,
     ),
     "attention_bwd": (
-        *(
-            Rule(
-                tile(warps, 1, "head", registers, BLOCK_M=64, BLOCK_N=keys, STAGES=2, PER_SM=programs, EXACT=exact),
-                (90,),
-                "16",
-                _SHORT,
-                variant,
-            )
-            for variant, warps, registers, keys, programs, exact in (
-                ("exact", 4, 248, 64, 2, 1),
-                ("wide", 8, 0, 128, 1, 0),
-            )
-        ),
+        _head(90, _SHORT, programs=2, maxnreg=248, exact=1, variant="exact"),
+        _head(90, _SHORT, programs=1, warps=8, keys=128, variant="wide"),
         Rule(
             tile(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), sm=(90,), bits="16", shape=_SHORT
         ),
@@ -291,31 +291,10 @@ RIVALS: dict[str, tuple[Rule, ...]] = {
     "patch_embed_fwd": _CUBLAS,
     "patch_embed_dweight": _CUBLAS,
     "patch_embed_dimages": _CUBLAS,
-    # SPLIT_K: the tiles times it fill whole waves of two programs on each of 132 multiprocessors (36, 108 and 144 tiles x 7;
-    # 64 and 192 x 4), or of one, where they are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
     "weight_grad": (
-        *(
-            Rule(
-                tile(8, 3, provider, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=splits, SUBTILES=4),
-                sm=(90, 100),
-                bits="16",
-                shape=shape,
-            )
-            for provider in ("triton", "tma")
-            for shape, splits in (("1024x*", 4), ("*", 7))
-        ),
+        *_split(stages=3, block_k=128),
         Rule(tile(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
         Rule(tile(4, 3, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
-        *(
-            Rule(
-                tile(8, 4, provider, BLOCK_M=64, BLOCK_N=128, BLOCK_K=256, GROUP_N=8, SPLIT_K=splits, SUBTILES=4),
-                sm=(90, 100),
-                bits="16",
-                shape=shape,
-                variant="wide",
-            )
-            for provider in ("triton", "tma")
-            for shape, splits in (("1024x*", 4), ("*", 7))
-        ),
+        *_split(stages=4, block_k=256, variant="wide"),
     ),
 }

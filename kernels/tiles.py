@@ -1,5 +1,6 @@
-"""Which tile an operation takes: the first rule of tile_rules.py that matches, or what a user's own table has (`vitfast tune`), which comes
-before the rules: $VITFAST_TILES, or ~/.cache/vitfast/tiles.json.
+"""Looks up the tile of an operation: the first rule of tile_rules.py that matches.
+
+A user's own table (`vitfast tune`) comes before the rules: $VITFAST_TILES, or ~/.cache/vitfast/tiles.json.
 """
 
 import contextlib
@@ -15,15 +16,15 @@ from pathlib import Path
 import torch
 
 from . import attention_libraries, cublaslt, gluon_names
-from .tile_rules import GENERATIONS, LIBRARIES, RIVALS, RULES, SHARED_LIMIT, UNCHECKED, Rule, Tile, tile
+from .tile_rules import CANDIDATES, GENERATIONS, LIBRARIES, RULES, SHARED_LIMIT, UNCHECKED, Rule, Tile, tile
 
-__all__ = ["GENERATIONS", "LIBRARIES", "RIVALS", "RULES", "SHARED_LIMIT", "UNCHECKED", "Rule", "Tile", "tile"]
+__all__ = ["GENERATIONS", "LIBRARIES", "CANDIDATES", "RULES", "SHARED_LIMIT", "UNCHECKED", "Rule", "Tile", "tile"]
 
 
 def _fault(op: str, value: Tile, blocks: bool = True) -> str:
-    """Why no launcher of the operation takes this tile: its provider or (`blocks`) the names of its numbers; else ""."""
+    """Why no launcher of `op` takes a tile, or "": its provider or (`blocks`) the names of its numbers."""
     known: dict[str, list[set[str]]] = {}
-    for rule in (*RULES.get(op, ()), *RIVALS.get(op, ())):
+    for rule in (*RULES.get(op, ()), *CANDIDATES.get(op, ())):
         known.setdefault(rule.tile.provider, []).append({name for name, _ in rule.tile.blocks})
     if value.provider not in known:
         return f"{op} has no provider {value.provider!r}, only {', '.join(known)}" if known else f"no operation {op!r}"
@@ -64,11 +65,9 @@ def generation(device: torch.device) -> int:
     """80, 89, 90, 100 or 120 (0: older than any of them); tensors without a GPU take sm_90's tiles."""
     if _target is not None:
         return _target
-    return (
-        _generation(device.index if device.index is not None else torch.cuda.current_device())
-        if device.type == "cuda"
-        else 90
-    )
+    if device.type != "cuda":
+        return 90
+    return _generation(torch.cuda.current_device() if device.index is None else device.index)
 
 
 _overrides: dict[tuple[str, str | None], Tile] = {}
@@ -77,7 +76,7 @@ _watched: dict[tuple[str, str, str], Tile] | None = None
 
 @contextlib.contextmanager
 def override(op: str, value: Tile, shape: str | None = None) -> Iterator[None]:
-    """Uses one tile for the launches of `op` inside (of one shape class, where given): for tuning and for tests.
+    """Uses one tile for the launches of `op` inside, or for those of one shape class.
 
     Raises ValueError for an operation or a provider that does not exist.
     """
@@ -113,13 +112,13 @@ def user_table_path() -> Path:
 
 @functools.cache
 def _user_table() -> dict[tuple[str, str, str, str], Tile]:
-    """(op, GPU name, bits, shape class) -> Tile, as the tuning script wrote them, without those no launcher takes."""
+    """(op, GPU name, bits, shape class) -> Tile as the tuner wrote them, less those no launcher takes."""
     path = user_table_path()
     if not path.is_file():
         return {}
     try:
-        rows = json.loads(path.read_text())["tiles"]
-        found = {(r["op"], r["gpu"], r["bits"], r["shape"]): from_row(r) for r in rows}
+        records = json.loads(path.read_text())["tiles"]
+        found = {(r["op"], r["gpu"], r["bits"], r["shape"]): from_record(r) for r in records}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the tile table {path} is damaged ({error}); remove it") from None
     return {key: value for key, value in found.items() if not _left_out(path, key, value)}
@@ -127,11 +126,11 @@ def _user_table() -> dict[tuple[str, str, str, str], Tile]:
 
 @functools.cache
 def _left_out(path: Path, key: tuple[str, str, str, str], value: Tile) -> bool:
-    """Whether no launcher takes a row of the user's table, of another version of vitfast; warns of it, once."""
+    """Whether no launcher takes an entry of the user's table, of another version; warns of it, once."""
     op, gpu, bits, shape = key
     if fault := _fault(op, value):
-        row = f"the row of {op} at {shape}, {bits} bits, {gpu}, is left out: run vitfast tune again, or remove it"
-        warnings.warn(f"the tile table {path}: {fault}; {row}", stacklevel=2)
+        text = f"the row of {op} at {shape}, {bits} bits, {gpu}, is left out: run vitfast tune again, or remove it"
+        warnings.warn(f"the tile table {path}: {fault}; {text}", stacklevel=2)
     return bool(fault)
 
 
@@ -143,10 +142,11 @@ def reload_user_table() -> None:
 def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> Tile:
     """The tile of an operation for x's device and dtype at a shape class such as "d64" or "768x3072".
 
-    Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first rule
-    that can is taken; inside `override` that is an error, so that nothing is timed or tested under another's name.
-    without: providers that lack what this call asks for beyond its shape class, as cublaslt lacks a layer scale: the first
-    other rule is taken, inside `override` too, since what it covers has calls with and without; `watching` tells which ran.
+    Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first
+    rule that can is taken; inside `override` that is an error, so that nothing is timed or tested under another's
+    name. without: providers that lack something this call needs beyond its shape class, as cublaslt lacks a layer
+    scale. The first other rule is taken, inside `override` too, since what that covers has calls with and without;
+    `watching` tells which ran.
     """
     forced = (_overrides.get((op, shape)) or _overrides.get((op, None))) if _overrides else None
     found = forced or _find(op, x, shape)
@@ -162,7 +162,7 @@ def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) 
 
 
 def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
-    """Why a library, or Gluon, cannot do the operation on x; None where it can, and for our other kernels and cuBLAS."""
+    """Why a library, or Gluon, cannot do the operation on x; None where it can, and for the others."""
     if provider == "gluon":
         return gluon_names.unsupported_reason(x, generation(x.device))
     if provider not in LIBRARIES:
@@ -180,11 +180,8 @@ def _bits(x: torch.Tensor) -> str:
 
 def _matching(rules: tuple[Rule, ...], x: torch.Tensor, shape: str) -> Iterator[Rule]:
     sm = generation(x.device)
-    return (
-        rule
-        for rule in rules
-        if sm in rule.sm and rule.bits in ("*", _bits(x)) and fnmatch.fnmatchcase(shape, rule.shape)
-    )
+    alike = (rule for rule in rules if sm in rule.sm and rule.bits in ("*", _bits(x)))
+    return (rule for rule in alike if fnmatch.fnmatchcase(shape, rule.shape))
 
 
 @functools.cache
@@ -200,7 +197,8 @@ def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
     return shipped(op, x, shape)
 
 
-# (operation, generation, bits, shape class) -> the rules that were searched, and what was found: a launcher asks at every call.
+# (operation, generation, bits, shape class) -> the rules that were searched, and what was found: a launcher asks at
+# every call.
 _shipped: dict[tuple[str, int, str, str], tuple[tuple[Rule, ...], Tile]] = {}
 
 
@@ -217,13 +215,13 @@ def shipped(op: str, x: torch.Tensor, shape: str) -> Tile:
     raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
 
 
-def rivals(op: str, x: torch.Tensor, shape: str, unchecked: bool = False) -> list[Tile]:
-    """What else could do on x's device what `lookup` leaves to one tile: the first of each other provider and variant.
+def candidates(op: str, x: torch.Tensor, shape: str, unchecked: bool = False) -> list[Tile]:
+    """The first tile of each other provider and variant that could do what `lookup` leaves to one.
 
-    unchecked: those of UNCHECKED too, for who only compiles them, or checks them before anything else.
+    unchecked: those of UNCHECKED too, for callers that only compile them, or check them before anything else.
     """
     found = {(shipped(op, x, shape).provider, ""): shipped(op, x, shape)}
-    for rule in _matching(RIVALS.get(op, ()), x, shape):
+    for rule in _matching(CANDIDATES.get(op, ()), x, shape):
         found.setdefault((rule.tile.provider, rule.variant), rule.tile)
     now, out = lookup(op, x, shape), (*absent(op, x, shape), *(() if unchecked else UNCHECKED))
     found.pop((now.provider, ""), None)
@@ -231,21 +229,19 @@ def rivals(op: str, x: torch.Tensor, shape: str, unchecked: bool = False) -> lis
 
 
 def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
-    """What does the operation, but not on x, of libraries and Gluon, and why: {"flash_attn_3": "not installed"}."""
-    rules = _matching((*RULES[op], *RIVALS.get(op, ())), x, shape)
-    reasons = {
-        provider: _unsupported_reason(op, provider, x)
-        for provider in dict.fromkeys(rule.tile.provider for rule in rules)
-    }
+    """Why libraries and Gluon cannot do the operation on x: {"flash_attn_3": "not installed"}."""
+    providers = (rule.tile.provider for rule in _matching((*RULES[op], *CANDIDATES.get(op, ())), x, shape))
+    reasons = {provider: _unsupported_reason(op, provider, x) for provider in dict.fromkeys(providers)}
     return {provider: reason for provider, reason in reasons.items() if reason}
 
 
-def as_row(op: str, gpu: str, bits: str, shape: str, value: Tile) -> dict:
-    """A row of the user's table."""
-    row = dataclasses.asdict(value) | {"blocks": dict(value.blocks)}
-    return dict(op=op, gpu=gpu, bits=bits, shape=shape, **row)
+def to_record(op: str, gpu: str, bits: str, shape: str, value: Tile) -> dict:
+    """An entry of the user's table."""
+    numbers = dataclasses.asdict(value) | {"blocks": dict(value.blocks)}
+    return dict(op=op, gpu=gpu, bits=bits, shape=shape, **numbers)
 
 
-def from_row(row: dict) -> Tile:
-    """The tile of a row of the user's table."""
-    return tile(row["num_warps"], row["num_stages"], row["provider"], row.get("maxnreg", 0), **row["blocks"])
+def from_record(record: dict) -> Tile:
+    """The tile of an entry of the user's table."""
+    limit = record.get("maxnreg", 0)  # older tables lack it
+    return tile(record["num_warps"], record["num_stages"], record["provider"], limit, **record["blocks"])

@@ -2,10 +2,12 @@
 
     dW = g^T x                                                     g (M, N), x (M, K) -> (N, K)
     with a layer scale s on the output, out = s * (x W^T + b) and g = d out without s, G = g^T x:
-    dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)       the branch's output need not be kept
+    dW = s[:, None] * G,  ds = rowsum(G * W) + b * colsum(g)       the branch's output need not be kept; the bias' part of
+                                                                   ds is the caller's, who has the column sum
 
-An output of 768 x 3072 is 72 to 144 tiles, too few for 132 multiprocessors and M = 50,000 rows: SPLIT_K programs share a tile, each
-sums a range of rows into its own slice of an fp32 workspace, and a second kernel adds the slices in a fixed order. No atomics.
+An output of 768 x 3072 is 72 to 144 blocks, too few for 132 multiprocessors and M = 50,000 rows: SPLIT_K programs share
+a block, each sums a range of rows into its own slice of an fp32 workspace, and a second kernel adds the slices in a
+fixed order. No atomics.
 
 The shape class is "KxN" of the layer, as in product.py.
 """
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from . import tiles
 from .launch import cdiv, fp32_precision, launch
-from .product import column_parts, operands, product, shape_class, tile_offsets
+from .product import block_offsets, operands, product, product_class, split_columns
 from .rows import vector
 
 
@@ -42,8 +44,8 @@ def weight_grad_kernel(
     SPLIT_K: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    # BLOCK_N x BLOCK_K of the output, BLOCK_M rows at a time
-    _, first_n, first_k = tile_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
+    """BLOCK_N x BLOCK_K of the output, BLOCK_M rows at a time."""
+    _, first_n, first_k = block_offsets(N, K, BLOCK_N, BLOCK_K, GROUP_N)
     split = tl.program_id(1)
     share = tl.cdiv(tl.cdiv(M, SPLIT_K), BLOCK_M) * BLOCK_M
     start = split * share
@@ -51,22 +53,19 @@ def weight_grad_kernel(
     first, sizes, strides = (first_n, first_k, start), (N, K, rows), ((1, stride_gm), (stride_xm, 1))
     acc = product(g_ptr, x_ptr, first, sizes, strides, LOADS, PRECISION, BLOCK_N, BLOCK_K, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
-    parts = column_parts(acc, SUBTILES)
+    pieces = split_columns(acc, SUBTILES)
     out_ptr += split.to(tl.int64) * stride_os
     for i in tl.static_range(SUBTILES):
         cols = first_k + i * (BLOCK_K // SUBTILES) + tl.arange(0, BLOCK_K // SUBTILES)
         mask = (offs_n[:, None] < N) & (cols[None, :] < K)
-        tl.store(
-            out_ptr + (offs_n[:, None] * stride_on + cols[None, :]), parts[i].to(out_ptr.dtype.element_ty), mask=mask
-        )
+        ptrs = out_ptr + (offs_n[:, None] * stride_on + cols[None, :])
+        tl.store(ptrs, pieces[i].to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def weight_grad_sum_kernel(
     part_ptr,  # (SPLITS, N, K)
     w_ptr,  # (N, K); None where no dls is wanted
-    bias_ptr,  # (N,) or None
-    colsum_ptr,  # (N,), where bias_ptr is
     ls_ptr,  # (N,) or None
     out_ptr,  # (N, K)
     dls_ptr,  # (N,), where w_ptr is
@@ -97,16 +96,14 @@ def weight_grad_sum_kernel(
             total *= ls
         tl.store(out_ptr + (offs_n[:, None] * stride_on + cols), total.to(out_ptr.dtype.element_ty), mask=mask)
     if w_ptr is not None:
-        dls = tl.sum(dot, 1)
-        if bias_ptr is not None:
-            dls += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) * tl.load(
-                colsum_ptr + offs_n, mask=mask_n, other=0.0
-            )
-        tl.store(dls_ptr + offs_n, dls, mask=mask_n)
+        tl.store(dls_ptr + offs_n, tl.sum(dot, 1), mask=mask_n)
 
 
-def _partial_products(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype) -> Tensor:
-    """(SPLIT_K, N, K) slices that add up to g^T x; in fp32, or in `dtype` where there is one slice."""
+def _slices(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype) -> Tensor:
+    """(S, N, K) slices that add up to g^T x: in fp32, or one of our kernel in `dtype`."""
+    if tile.provider == "cublas":  # only CUDA has the product of 16-bit matrices with an fp32 result
+        plain = g.dtype == torch.float32 or g.device.type == "cpu"
+        return (torch.mm(g.float().t(), x.float()) if plain else torch.mm(g.t(), x, out_dtype=torch.float32))[None]
     (m, n), k = g.shape, x.shape[1]
     flags = tile.meta
     splits, blocks = flags["SPLIT_K"], (flags["BLOCK_N"], flags["BLOCK_K"], flags["BLOCK_M"])
@@ -133,19 +130,14 @@ def _partial_products(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype
 
 
 def sum_products(
-    part: Tensor,
-    layer_scale: Tensor | None,
-    dtype: torch.dtype,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    colsum: Tensor | None = None,
+    part: Tensor, layer_scale: Tensor | None, dtype: torch.dtype, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(dW, dlayer_scale) from slices `part` (S, N, K) of g^T x in fp32; dlayer_scale is None without a weight.
+    """(dW, dlayer_scale) from slices `part` (S, N, K) of g^T x in fp32.
 
-    dW (N, K) in `dtype`, dlayer_scale (N,) in fp32. layer_scale, bias, colsum (N,), weight (N, K): as in weight_grad_scaled.
+    dW (N, K) in `dtype`, dlayer_scale (N,) in fp32, None without a weight.
     """
     splits, n, k = part.shape
-    tile = tiles.lookup("weight_grad_sum", part, shape_class(k, n))
+    tile = tiles.lookup("weight_grad_sum", part, product_class(k, n))
     out = torch.empty((n, k), dtype=dtype, device=part.device)
     dls = None if weight is None else torch.empty(n, dtype=torch.float32, device=part.device)
     launch(
@@ -153,8 +145,6 @@ def sum_products(
         (cdiv(n, tile["BLOCK_N"]),),
         part_ptr=part,
         w_ptr=weight,
-        bias_ptr=vector(bias),
-        colsum_ptr=None if bias is None else colsum,
         ls_ptr=vector(layer_scale),
         out_ptr=out,
         dls_ptr=dls,
@@ -173,43 +163,25 @@ def sum_products(
 def weight_grad(
     g: Tensor, x: Tensor, *, layer_scale: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """layer_scale[:, None] * g^T x: g (M, N), x (M, K) -> (N, K) in `out_dtype` (g's unless given), summed in fp32."""
+    """layer_scale[:, None] * g^T x: g (M, N), x (M, K) -> (N, K) in `out_dtype` (g's), summed in fp32."""
     dtype = out_dtype or g.dtype
-    tile = tiles.lookup("weight_grad", g, shape_class(x.shape[1], g.shape[1]))
-    if tile.provider == "cublas":
-        if layer_scale is None and dtype == g.dtype:
-            return torch.mm(g.t(), x)
-        part = _cublas_fp32(g, x)
-    else:
-        part = _partial_products(g, x, tile, dtype if layer_scale is None else torch.float32)
+    tile = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
+    if tile.provider == "cublas" and layer_scale is None and dtype == g.dtype:
+        return torch.mm(g.t(), x)
+    part = _slices(g, x, tile, dtype if layer_scale is None else torch.float32)
     if part.shape[0] == 1 and layer_scale is None and part.dtype == dtype:
         return part[0]
     return sum_products(part, layer_scale, dtype)[0]
 
 
 def weight_grad_scaled(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    layer_scale: Tensor,
-    colsum: Tensor | None,
-    out_dtype: torch.dtype | None = None,
+    g: Tensor, x: Tensor, weight: Tensor, layer_scale: Tensor, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dW, dlayer_scale) of layer_scale * (x W^T + b), from g (M, N), the gradient of that product's output *before* the scale.
+    """(dW, dlayer_scale) of layer_scale * x W^T.
 
-    x (M, K), weight (N, K); colsum (N,) fp32, the column sum of g, is read where there is a bias. dW (N, K) in `out_dtype` (g's unless
-    given), dlayer_scale (N,) in fp32.
+    g (M, N): the gradient of that product's output *before* the scale; x (M, K), weight (N, K). dW (N, K) in
+    `out_dtype` (g's unless given), dlayer_scale (N,) in fp32; a bias adds b * colsum(g) to the latter.
     """
-    tile = tiles.lookup("weight_grad", g, shape_class(x.shape[1], g.shape[1]))
-    part = _cublas_fp32(g, x) if tile.provider == "cublas" else _partial_products(g, x, tile, torch.float32)
-    return sum_products(part, layer_scale, out_dtype or g.dtype, weight, bias, colsum)
-
-
-def _cublas_fp32(g: Tensor, x: Tensor) -> Tensor:
-    """(1, N, K): g^T x in fp32. Only CUDA has the product of 16-bit matrices with an fp32 result."""
-    if g.dtype == torch.float32:
-        return torch.mm(g.t(), x)[None]
-    return (
-        torch.mm(g.t(), x, out_dtype=torch.float32) if g.device.type != "cpu" else torch.mm(g.float().t(), x.float())
-    )[None]
+    tile = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
+    part = _slices(g, x, tile, torch.float32)
+    return sum_products(part, layer_scale, out_dtype or g.dtype, weight)

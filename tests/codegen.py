@@ -103,7 +103,7 @@ def with_rivals(call) -> dict:
         runs = {"": call} if record(call) else {}
     for (op, bits, shape), _ in used.items():
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else torch.bfloat16, device=META)
-        for rival in tiles.rivals(op, like, shape, unchecked=True):
+        for rival in tiles.candidates(op, like, shape, unchecked=True):
             if rival.blocks or rival.provider == "tiled":
 
                 def run(op=op, rival=rival, shape=shape):
@@ -253,15 +253,15 @@ def launching_on_meta() -> Iterator[None]:
     from vitfast.ops import _dispatch
 
     ours = [op for name, op in OPDEFS.items() if name.startswith("vitfast::")]
-    fakes, obstacle = [op._abstract_fn for op in ours], _dispatch._obstacle
+    fakes, reason = [op._abstract_fn for op in ours], _dispatch._unsupported_reason
     for op in ours:
         op._abstract_fn = op._init_fn
-    _dispatch._obstacle = lambda x, unsupported: unsupported
+    _dispatch._unsupported_reason = lambda x, unsupported: unsupported
     try:
         with ops.use_kernels("on"):
             yield
     finally:
-        _dispatch._obstacle = obstacle
+        _dispatch._unsupported_reason = reason
         for op, fake in zip(ours, fakes):
             op._abstract_fn = fake
 
@@ -291,7 +291,7 @@ def operations(
                 found += record(run)
             for (op, bits, shape), _ in used.items() if rivals else ():
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=META)
-                for rival in tiles.rivals(op, like, shape, unchecked=True):
+                for rival in tiles.candidates(op, like, shape, unchecked=True):
                     with tiles.override(op, rival, shape):
                         found += record(run)
     return found

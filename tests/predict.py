@@ -286,7 +286,7 @@ def order(operation: str, sizes: str, processes: int) -> str:
         with tiles.watching() as used, recording():
             launcher.call(*inputs)
         for (op, _, shape), shipped in used.items():
-            found = [shipped, *tiles.rivals(op, torch.empty(0, dtype=torch.bfloat16, device="meta"), shape)]
+            found = [shipped, *tiles.candidates(op, torch.empty(0, dtype=torch.bfloat16, device="meta"), shape)]
             for tile in dict.fromkeys([*found, *(near for start in found for near in search.neighbours(start))]):
                 with tiles.override(op, tile, shape), recording() as launches, Libraries() as libraries:
                     launcher.call(*inputs)

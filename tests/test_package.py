@@ -29,6 +29,9 @@ def dist(tmp_path_factory):
         "MANIFEST.in",
         "vitfast",
         "kernels",
+        "docs",
+        "examples",
+        "mkdocs.yml",
     ):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
     script = "from setuptools import build_meta as b; b.build_wheel('..'); b.build_sdist('..')"
@@ -69,9 +72,15 @@ assert not optional, f"the core imports {optional}"
     assert run.stdout.strip() == "(2, 5)"
 
 
-def test_sdist_holds_the_kernels(dist):
+def test_sdist_holds_the_kernels_and_the_documentation(dist):
     names = tarfile.open(next(dist.glob("*.tar.gz"))).getnames()
-    for path in ("kernels/__init__.py", "kernels/cublaslt.cpp", "vitfast/train/trainer.py"):
+    for path in (
+        "kernels/__init__.py",
+        "kernels/cublaslt.cpp",
+        "vitfast/train/trainer.py",
+        "docs/images/mlp.svg",
+        "mkdocs.yml",
+    ):
         assert any(name.endswith(f"/{path}") for name in names), path
 
 
@@ -79,7 +88,7 @@ def test_metadata_has_the_extras(dist):
     archive = zipfile.ZipFile(next(dist.glob("*.whl")))
     metadata = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
     assert "License-Expression: Apache-2.0" in metadata or "License: Apache-2.0" in metadata
-    for extra in ("train", "bench", "native", "test", "all"):
+    for extra in ("train", "bench", "native", "docs", "test", "all"):
         assert f"Provides-Extra: {extra}" in metadata
     core = {
         line.split(":")[1].strip().split(">")[0].split(";")[0].strip()
@@ -93,15 +102,15 @@ def test_metadata_has_the_extras(dist):
 FLOORS = (
     {"errors", "files", "version", "interpreter", "ref", "kernels"},
     {"ops", "positions", "presets", "config", "device", "keep", "machine_code"},
-    {"layers", "adapters", "checkpoint"},
-    {"model", "hybrid", "distributed"},
+    {"layers", "adapters", "checkpoint", "arguments"},
+    {"model", "hybrid", "init", "distributed"},
     {"data", "cost", "verify", "baselines"},
     {"eval", "convert", "export", "inspect", "tune", "doctor"},
     {"train"},
     {"experiments", "timm_models"},
     {"cli"},
 )
-ONE_PLACE = {"hybrid": "model"}  # hybrid.py is a part of the model
+ONE_PLACE = {"hybrid": "model", "init": "model"}  # parts of the model
 
 
 def imports() -> dict[str, set[str]]:
@@ -156,6 +165,28 @@ def test_no_files_import_each_other_in_a_circle():
         list(graphlib.TopologicalSorter(imports()).static_order())
     except graphlib.CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def sources(*folders: str) -> list[Path]:
+    return [
+        path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in path.parts
+    ]
+
+
+def test_no_file_is_longer_than_one_reads_in_one_sitting():
+    lengths = {path: len(path.read_text().splitlines()) for path in sources("vitfast", "kernels", "bench", "tests")}
+    assert not {str(path): length for path, length in lengths.items() if length > 400}
+
+
+def test_docstrings_say_in_one_short_line_what_a_thing_is():
+    wrong = []
+    for path in sources("vitfast", "kernels", "bench"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+                first = text.splitlines()[0]
+                if len(first) >= 100 or first.startswith("What "):
+                    wrong.append(f"{path.relative_to(ROOT)}: {first}")
+    assert not wrong
 
 
 def test_lint():

@@ -1,4 +1,4 @@
-"""vitfast: Vision Transformers trained and run faster, as a drop-in for timm, Hugging Face and torchvision."""
+"""vitfast: faster Vision Transformers, a drop-in for timm, Hugging Face and torchvision."""
 
 from . import ops
 from .adapters import accelerate, acceleration_report, restore

@@ -1,58 +1,53 @@
-"""From a model or a checkpoint to files of any format, each read back before it takes its place."""
+"""A model or a checkpoint in another format, read back before it takes its place."""
 
 from pathlib import Path
 
 import torch
 
-from .checkpoint import build, read, save
+from .checkpoint import load_model, read
 from .checkpoint.files import check_free, staged
-from .checkpoint.writers import OBSTACLES, WRITERS, file_suffix, tensors
+from .checkpoint.writers import FEATURES, WRITERS, file_suffix, tensors
 from .errors import InputError, unknown
 from .model import ViT
 
-FORMATS = ("vitfast", *WRITERS)
-
-
+FORMATS = tuple(WRITERS)
 # Arguments that change what the model computes and that a format may leave unsaid.
 _MEANING = ("num_heads", "act_layer", "norm_eps", "global_pool", "fc_norm", "no_embed_class", "img_size", "mean", "std")
 
 
 def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
-    """Writes a ViT in one of FORMATS; returns what the format leaves unsaid or its readers assume otherwise, one line each.
+    """Writes a ViT in one of FORMATS; returns a line for each thing that the format leaves unsaid.
 
-    form: "vitfast" (a folder), "timm" (a folder for `timm.create_model("local-dir:...")`, or a bare .safetensors or .pth), "huggingface"
-    (a folder for `from_pretrained`), "npz" (Google's; a .npz), "torchvision" (a bare .safetensors or .pth). bfloat16 becomes float32 in an npz.
-    What was written is read back and compared bit for bit before it moves to `path`: whole or not at all. Raises InputError where the
-    format has no place for something the model has, for a wrong suffix, and where `path` is there already, unless `force`.
+    form: "vitfast" (a folder), "timm" (a folder for `timm.create_model("local-dir:...")`, or a bare .safetensors or
+    .pth), "huggingface" (a folder for `from_pretrained`), "npz" (Google's; a .npz), "torchvision" (a bare .safetensors
+    or .pth). bfloat16 becomes float32 in an npz. What was written is read back and compared bit for bit before it moves
+    to `path`: whole or not at all. Raises InputError where the format has no place for something the model has, for a
+    wrong suffix, and where `path` is there already, unless `force`.
     """
     path = Path(path).expanduser()
     _check_target(path, form, force)
-    config = model.config
-    cannot = [
-        what
-        for key, (what, present) in OBSTACLES.items()
-        if form in WRITERS and key in WRITERS[form].cannot and present(config)
-    ]
-    if cannot:
-        raise InputError(f"the format {form} has no place for {', '.join(cannot)}; the format vitfast has")
+    writer, config = WRITERS[form], model.config
+    lost = [what for key, (what, present) in FEATURES.items() if key in writer.lacks and present(config)]
+    if lost:
+        raise InputError(f"the format {form} has no place for {', '.join(lost)}; the format vitfast has")
     with staged(path, force) as scratch:
-        if form == "vitfast":
-            save(model, scratch)
-        else:
-            WRITERS[form].files(tensors(model), config, scratch)
+        writer.write(model, scratch)
         return _read_back(model, scratch, form)
 
 
 def convert(source: str | Path, path: str | Path, form: str, *, force: bool = False, **overrides) -> list[str]:
-    """Reads a checkpoint of any format as `ViT.from_pretrained` does, overrides included, and writes it as `write` does, in its own dtype."""
+    """Reads a checkpoint of any format as `ViT.from_pretrained` does, and writes it as `write` does.
+
+    overrides: arguments of from_pretrained. The dtype is that of the checkpoint.
+    """
     _check_target(Path(path).expanduser(), form, force)
-    return write(build(ViT, source, overrides, keep_dtype=True), path, form, force)
+    return write(load_model(ViT, source, overrides, keep_dtype=True), path, form, force)
 
 
 def _check_target(path: Path, form: str, force: bool) -> None:
     if form not in FORMATS:
         raise unknown("format", form, FORMATS)
-    suffixes, suffix = WRITERS[form].suffixes if form in WRITERS else ("",), file_suffix(path)
+    suffixes, suffix = WRITERS[form].suffixes, file_suffix(path)
     if suffix not in suffixes:
         raise InputError(f"{path}: the format {form} is written as {' or '.join(s or 'a folder' for s in suffixes)}")
     if path.is_dir() if suffix else path.is_file():
@@ -74,9 +69,8 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     missing = {*ours, *again.state_dict()} ^ {*state}
     wrong = missing or {key for key, value in ours.items() if not _same(value, state[key])}
     if wrong:
-        raise RuntimeError(
-            f"{form}: what was written does not read back the same ({', '.join(sorted(wrong)[:3])}); please report this"
-        )
+        names = ", ".join(sorted(wrong)[:3])
+        raise RuntimeError(f"{form}: what was written does not read back the same ({names}); please report this")
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
     return notes + [
         f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}"

@@ -19,7 +19,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def autocast_dtype(amp: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of the matrix products under autocast, None for plain fp32. amp: "auto" (bf16 on CUDA), "bf16", "fp16" or "none"."""
+    """autocast's dtype for amp "auto" (bf16 on CUDA), "bf16", "fp16" or "none"; None: fp32."""
     name = amp if amp != "auto" else "bf16" if device.type == "cuda" else "none"
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}[name]
 

@@ -1,4 +1,4 @@
-"""The one exception for input that a user can mend: the command line shows its text in one line and exits with 2."""
+"""The one exception for input that a user can mend: the command line shows its text and exits with 2."""
 
 import difflib
 from collections.abc import Iterable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a temporary file in the same folder, then puts it, synced to disk, in the place of `path`.
+    """Lets `write` fill a temporary file beside `path`, then puts it, synced, in its place.
 
     Where `write` raises, the old file stays.
     """
@@ -15,9 +15,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(temporary)
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
+        move_synced(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -25,6 +23,13 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Replaces a file by `text`, atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def move_synced(source: Path, target: Path) -> None:
+    """Puts a file in the place of another on the same disk, whole, and lasting from here on."""
+    sync(source)
+    os.replace(source, target)
+    sync(target.parent)
 
 
 def sync(path: Path) -> None:

@@ -1,11 +1,13 @@
-"""The stem of the hybrids (the ViT paper, 3.1): the patch projection reads the feature map of a BiT ResNet, which is timm's `ResNetV2`.
+"""The stem of the hybrids (the ViT paper, 3.1): patches are cut from the feature map of a BiT ResNet.
 
-BiT (Kolesnikov et al., 2020): GroupNorm in the place of BatchNorm, and convolutions whose weights are standardised, padded as TensorFlow does.
-Of a ResNet-50 the paper takes (i) the output of stage 4, 1/32 of the image's size, or (ii) that of stage 3 with stage 4's layers moved there, 1/16.
+It is timm's `ResNetV2`. BiT (Kolesnikov et al., 2020): GroupNorm in the place of BatchNorm, and convolutions whose
+weights are standardised, padded as TensorFlow does. Of a ResNet-50 the paper takes (i) the output of stage 4, 1/32 of
+the image's size, or (ii) that of stage 3 with stage 4's layers moved there, 1/16.
 
-A standardised convolution divides by the deviation of a filter: Google's by std + 1e-5, timm's, which this is, by sqrt(var + eps) with eps 1e-8.
-Their GroupNorms have eps 1e-6 and 1e-5. Weights of both load; the norms undo nearly all of the difference: over three random units a map moves by
-5e-5 of its size where filters deviate by 0.05, by 5e-4 where they deviate by 0.003 (tests/model/test_hybrid.py has both forms in float64).
+A standardised convolution divides by the deviation of a filter: Google's by std + 1e-5, timm's, which this is, by
+sqrt(var + eps) with eps 1e-8. Their GroupNorms have eps 1e-6 and 1e-5. Weights of both load; the norms undo nearly all
+of the difference: over three random units a map moves by 5e-5 of its size where filters deviate by 0.05, by 5e-4 where
+they deviate by 0.003 (tests/model/test_hybrid.py has both forms in float64).
 """
 
 from collections.abc import Sequence
@@ -24,19 +26,21 @@ _DEFAULTS = dict(width=1, eps=1e-8)
 
 
 def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
-    """dict(layers, width, eps) of a backbone under a ViT whose patches are so many pixels. Raises InputError."""
+    """dict(layers, width, eps) of a backbone under patches of so many pixels, or InputError."""
     if isinstance(backbone, str):
         if backbone not in BACKBONES:
             raise unknown("backbone", backbone, BACKBONES)
         options = BACKBONES[backbone]
         if patch[0] != patch[1] or patch[0] not in options:
+            sizes = " or ".join(map(str, options))
             raise InputError(
-                f"backbone {backbone!r} makes patches of {' or '.join(map(str, options))} pixels, got patch_size {patch[0]} x {patch[1]}"
+                f"backbone {backbone!r} makes patches of {sizes} pixels, got patch_size {patch[0]} x {patch[1]}"
             )
         return dict(layers=list(options[patch[0]]), **_DEFAULTS)
     if not isinstance(backbone, dict) or "layers" not in backbone or backbone.keys() - {"layers", *_DEFAULTS}:
+        names = ", ".join(map(repr, BACKBONES))
         raise InputError(
-            f"backbone must be one of {', '.join(map(repr, BACKBONES))}, or a dict with layers and, if you like, width and eps; got {backbone!r}"
+            f"backbone must be one of {names}, or a dict with layers and, if you like, width and eps; got {backbone!r}"
         )
     made = {**_DEFAULTS, **backbone, "layers": list(backbone["layers"])}
     if not 1 <= len(made["layers"]) <= len(_CHANNELS) or min(made["layers"]) < 1:
@@ -44,13 +48,14 @@ def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
     shrink = reduction(made["layers"])
     if any(side % shrink for side in patch):
         raise InputError(
-            f"backbone: {len(made['layers'])} stages make a map {shrink} times smaller, no divisor of patch_size {patch[0]} x {patch[1]}"
+            f"backbone: {len(made['layers'])} stages make a map {shrink} times smaller, "
+            f"no divisor of patch_size {patch[0]} x {patch[1]}"
         )
     return made
 
 
 def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
-    """timm's ResNetV2 as the stem of a ViT has it, without head. timm is imported here: a ViT does without."""
+    """timm's ResNetV2 without head; timm is imported here, as a plain ViT does without."""
     try:
         from timm.layers import StdConv2dSame
         from timm.models.resnetv2 import ResNetV2
@@ -67,20 +72,25 @@ def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
 
 @torch.fx.wrap
 def _pixels(images: Tensor, patch: tuple[int, int], weight: Tensor, mean, std) -> Tensor:
-    """Images in the dtype of weight, raw ones normalised: the CNN pads with the zero of normalised pixels. ValueError where patches do not fit."""
+    """Images in the dtype of weight, raw ones normalised, as the CNN pads with zeros.
+
+    Raises ValueError where patches do not fit.
+    """
     if images.shape[2] % patch[0] or images.shape[3] % patch[1]:
         raise ValueError(
-            f"HybridEmbed: images must have sides that are multiples of {patch[0]} x {patch[1]} pixels, got {tuple(images.shape)}"
+            f"HybridEmbed: images must have sides that are multiples of {patch[0]} x {patch[1]} pixels, "
+            f"got {tuple(images.shape)}"
         )
     return ref.normalize(images, mean, std, weight.dtype) if images.dtype == torch.uint8 else images.to(weight.dtype)
 
 
 class HybridEmbed(PatchEmbed):
-    """`backbone`, a CNN, and the projection of patches of its map, `proj` (D, C', p, p); names are timm's.
+    """`backbone`, a CNN, and the projection of its map's patches, `proj` (D, C', p, p).
 
-    patch_size: how many pixels of the image make a patch, a multiple of the backbone's reduction; p is what the backbone leaves of it, 1 in the
-    paper's models. backbone: "r50", or dict(layers=units of each stage, width=1, eps=1e-8): width multiplies all channels, eps is added to
-    the variance of a filter (see above). Convolutions are PyTorch's; projection, tokens and positions are vitfast's `patch_embed` on the map.
+    Names are timm's. patch_size: pixels of the image that make a patch, a multiple of the backbone's reduction; p is
+    what the backbone leaves of it, 1 in the paper's models. backbone: "r50", or dict(layers=units of each stage,
+    width=1, eps=1e-8): width multiplies all channels, eps is added to the variance of a filter (see above).
+    Convolutions are PyTorch's; projection, tokens and positions are vitfast's `patch_embed` on the map.
     """
 
     def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, backbone: str | dict):
@@ -97,6 +107,5 @@ class HybridEmbed(PatchEmbed):
     def forward(
         self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
     ) -> Tensor:
-        return super().forward(
-            self.backbone(_pixels(images, self.patch_size, self.proj.weight, mean, std)), prefix, pos_embed
-        )
+        pixels = _pixels(images, self.patch_size, self.proj.weight, mean, std)
+        return super().forward(self.backbone(pixels), prefix, pos_embed)

@@ -1,5 +1,6 @@
-"""Triton's interpreter, made right for bfloat16 and twice as quick. It runs kernels in NumPy where TRITON_INTERPRET=1.
+"""Triton's interpreter, made right for bfloat16 and twice as fast.
 
+It runs kernels in NumPy where TRITON_INTERPRET=1.
 Without `mend_bfloat16` bfloat16 numbers are uint16 bit patterns to NumPy: casts truncate, sums add the patterns, and
 nothing says so. With it they are ml_dtypes.bfloat16, whose numbers NumPy computes with as a GPU does: casts round to
 nearest even (those from fp64 and integers by way of fp32), arithmetic is fp32 rounded once, `tl.fma` is exact and
@@ -17,7 +18,10 @@ bfloat16_mended = quickened = False
 
 
 def mend_bfloat16() -> None:
-    """Kernels interpreted from now on compute bfloat16 as a GPU does. Raises ImportError where ml_dtypes is missing."""
+    """Makes kernels interpreted from now on compute bfloat16 as a GPU does.
+
+    Raises ImportError where ml_dtypes is missing.
+    """
     global bfloat16_mended
     if bfloat16_mended:
         return
@@ -64,7 +68,7 @@ def mend_bfloat16() -> None:
 
 
 def quicken() -> None:
-    """Twice the speed: triton.language is patched once for good, and integers are not checked for overflow.
+    """Doubles the speed: patches triton.language once, leaves integer overflow unchecked.
 
     The interpreter replaces triton.language's functions at every launch and every call of a helper, and puts them back.
     A process in which kernels are compiled too must not call this.

@@ -1,4 +1,4 @@
-"""The modules of the ViT. They hold parameters under timm's names and call the operations; no mathematics lives here."""
+"""The modules of the ViT: parameters under timm's names, and calls of the operations."""
 
 import torch
 import torch.nn.functional as F
@@ -7,25 +7,17 @@ from torch import Tensor, nn
 from . import ref
 from .errors import InputError
 from .ops import attention, attention_block, layer_norm, linear_gelu, mlp_block, patch_embed
-from .positions import relative_attention, relative_probs
+from .positions import relative_attention, relative_probabilities
 from .presets import pair
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
-for _leaf in (
-    "attention",
-    "attention_block",
-    "layer_norm",
-    "linear_gelu",
-    "mlp_block",
-    "patch_embed",
-    "relative_attention",
-    "sample_drop_path",
-):
+_LEAVES = "attention attention_block layer_norm linear_gelu mlp_block patch_embed relative_attention sample_drop_path"
+for _leaf in _LEAVES.split():
     torch.fx.wrap(_leaf)
 
 
 def sample_drop_path(x: Tensor, rate: float) -> Tensor:
-    """(B,) factors for the samples of x: 0 with probability `rate`, else 1 / (1 - rate). Huang et al., 2016."""
+    """(B,) factors: 0 with probability `rate`, else 1 / (1 - rate) (Huang et al., 2016)."""
     keep = 1 - rate
     factors = torch.empty(x.shape[0], device=x.device, dtype=torch.float32)
     return factors.bernoulli_(keep).div_(keep) if keep > 0 else factors.zero_()
@@ -59,7 +51,8 @@ class PatchEmbed(nn.Module):
                 p, q = self.patch_size
                 near = tuple(max(1, round(s / n)) * n for s, n in zip(size, self.patch_size))
                 raise InputError(
-                    f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; the nearest that fits is {near[0]} x {near[1]}"
+                    f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; "
+                    f"the nearest that fits is {near[0]} x {near[1]}"
                 )
         self.img_size = size
 
@@ -77,7 +70,7 @@ class PatchEmbed(nn.Module):
         return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        """How much smaller the grid is than the image (timm's name)."""
+        """The image's size over the grid's (timm's name)."""
         return max(self.patch_size) if as_scalar else self.patch_size
 
     def forward(
@@ -100,10 +93,10 @@ class Attention(nn.Module):
         """x (B, N, D) -> q, k, v packed as (B, N, 3, H, Dh)."""
         return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
 
-    def probs(self, x: Tensor, relative: Tensor | None = None) -> Tensor:
-        """The attention matrix itself, (B, H, N, N) in fp32 at least. relative: offsets' embeddings, see positions.relative_logits."""
+    def probabilities(self, x: Tensor, relative: Tensor | None = None) -> Tensor:
+        """The attention matrix (B, H, N, N), fp32 at least. relative: see positions.relative_logits."""
         q, k, _ = self.split(x).unbind(2)
-        return ref.attention_probs(q, k) if relative is None else relative_probs(q, k, relative)
+        return ref.attention_probabilities(q, k) if relative is None else relative_probabilities(q, k, relative)
 
     def forward(self, x: Tensor, relative: Tensor | None = None) -> Tensor:
         qkv = self.split(x)
@@ -112,7 +105,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Parameters of the two dense layers: `fc1` (F, D), `fc2` (D, F). approximate: GELU's, "none" (erf) or "tanh"."""
+    """`fc1` (F, D) and `fc2` (D, F). approximate: GELU's, "none" (erf) or "tanh"."""
 
     def __init__(self, dim: int, hidden: int, approximate: str, proj_bias: bool, drop: float):
         super().__init__()
@@ -143,11 +136,23 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+class PreLogits(nn.Module):
+    """The hidden layer of the pre-training head: tanh(fc(x)), (B, D) -> (B, representation_size)."""
+
+    def __init__(self, dim: int, size: int):
+        super().__init__()
+        self.fc = nn.Linear(dim, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).tanh()
+
+
 class Block(nn.Module):
     """One pre-norm encoder layer: (B, N, D) -> (B, N, D).
 
-    Two operations, except where dropout sits inside a half, or where a table of relative positions comes with x: that half then runs on the
-    smaller operations and PyTorch's attention. `keep`: what the two operations keep for backward, "least" or "all".
+    Two operations, except where dropout sits inside a branch, or where a table of relative positions comes with x: that
+    branch then runs on the smaller operations and PyTorch's attention. `keep`: what the two operations keep for
+    backward, "least" or "all".
     """
 
     keep = "least"
@@ -184,49 +189,26 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
         """positions: (1, N, D), added to x first. relative: (2n-1, Dh), see positions.relative_logits."""
         x = x if positions is None else x + positions.to(x.dtype)
-        dropout, options = (
-            self.training and self.attn.proj_drop.p > 0,
-            dict(residual_in_fp32=self.residual_in_fp32, keep=self.keep),
-        )
+        dropout = self.training and self.attn.proj_drop.p > 0
+        options = dict(residual_in_fp32=self.residual_in_fp32, keep=self.keep)
         norm, attn, mlp = self.norm1, self.attn, self.mlp
         if dropout or relative is not None:
             x = self._add_branch(x, attn(self.branch_input(x, norm), relative), self.ls1)
         else:
-            x = attention_block(
-                x,
-                norm.weight,
-                norm.bias,
-                attn.qkv.weight,
-                attn.qkv.bias,
-                attn.proj.weight,
-                attn.proj.bias,
-                num_heads=attn.num_heads,
-                eps=norm.eps,
-                **options,
-                **self._factors(x, self.ls1),
-            )
+            weights = (norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias)
+            factors = self._factors(x, self.ls1)
+            x = attention_block(x, *weights, num_heads=attn.num_heads, eps=norm.eps, **options, **factors)
         norm = self.norm2
         if dropout:
             return self._add_branch(x, mlp(self.branch_input(x, norm)), self.ls2)
-        return mlp_block(
-            x,
-            norm.weight,
-            norm.bias,
-            mlp.fc1.weight,
-            mlp.fc1.bias,
-            mlp.fc2.weight,
-            mlp.fc2.bias,
-            eps=norm.eps,
-            approximate=mlp.approximate,
-            **options,
-            **self._factors(x, self.ls2),
-        )
+        weights = (norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
+        factors = self._factors(x, self.ls2)
+        return mlp_block(x, *weights, eps=norm.eps, approximate=mlp.approximate, **options, **factors)
 
     def attention_map(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
         """The attention matrices (B, H, N, N), in fp32 at least, of `forward` with these arguments."""
-        return self.attn.probs(
-            self.branch_input(x if positions is None else x + positions.to(x.dtype), self.norm1), relative
-        )
+        x = x if positions is None else x + positions.to(x.dtype)
+        return self.attn.probabilities(self.branch_input(x, self.norm1), relative)
 
     def branch_input(self, x: Tensor, norm: nn.Module) -> Tensor:
         """norm(x) as the matrix products take it; an fp32 residual stream is normalised in fp32."""
@@ -236,6 +218,6 @@ class Block(nn.Module):
         return h.to(self.attn.qkv.weight.dtype)
 
     def _add_branch(self, x: Tensor, y: Tensor, scale: nn.Module) -> Tensor:
-        """x + drop_path * layer_scale * y, for a half that runs on the smaller operations."""
+        """x + drop_path * layer_scale * y, for a branch that runs on the smaller operations."""
         y, factor = scale(y), self._factors(x, scale)["drop_path"]
         return x + (y if factor is None else y * factor[:, None, None]).to(x.dtype)

@@ -1,13 +1,15 @@
-"""Position embeddings (the ViT paper, D.4 and Table 8): which tables each kind has, and what a change of resolution makes of them.
+"""Position embeddings (the ViT paper, D.4 and Table 8), and their resizing.
 
 "learn"     one table in raster order, a slot for each prefix token too (the paper's 1-D, its default)
-"learn2d"   a table of columns and one of rows, D/2 wide each, concatenated; patches only: a class token has no coordinates, and its own learned
-            vector is the token itself (at the stem the sum of two learned vectors is one)
+"learn2d"   a table of columns and one of rows, D/2 wide each, concatenated; patches only: a class token has no
+            coordinates, and its own learned vector is the token itself (at the stem the sum of two learned vectors is
+            one)
 "sincos2d"  fixed
 "relative"  in each layer an embedding of every offset between two patches in raster order, an extra key of the queries
 "none"      nothing
 
-A table's first axis counts the layers that have one of their own: 1 at the stem or shared by all layers, else the depth.
+A table's first axis counts the layers that have one of their own: 1 at the stem or shared by all layers, else the
+depth.
 """
 
 import torch
@@ -23,7 +25,10 @@ PLACES = ("stem", "layers", "layers_shared")
 def table_shapes(
     kind: str, place: str, grid: Grid, dim: int, head_dim: int, depth: int, prefix: int
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tables of one kind. prefix: tokens before the patches that have a slot (in "learn" and "sincos2d")."""
+    """Names and shapes of the tables of one kind.
+
+    prefix: tokens before the patches that have a slot (in "learn" and "sincos2d").
+    """
     (height, width), count = grid, depth if place == "layers" else 1
     if kind in ("learn", "sincos2d"):
         return {"pos_embed": (count, prefix + height * width, dim)}
@@ -41,8 +46,13 @@ def resize_table(name: str, table: Tensor, old: Grid, new: Grid, prefix: int) ->
     return resample_offsets(table, old, new) if name == "pos_embed_rel" else resample(table, old, new, prefix)
 
 
+def table_for_images(name: str, table: Tensor, images: Tensor, patch: Grid, grid: Grid, prefix: int) -> Tensor:
+    """The table of that name, made for `grid`, at the grid of these images; patch: in pixels."""
+    return resize_table(name, table, grid, (images.shape[2] // patch[0], images.shape[3] // patch[1]), prefix)
+
+
 def absolute(tables: dict[str, Tensor]) -> Tensor | None:
-    """What is added to tokens: (n, T+N, D), or (n, N, D) for patches alone; None where nothing is."""
+    """The positions added to tokens: (n, T+N, D), or (n, N, D) for patches alone; None where none are."""
     if "pos_embed_x" in tables:
         x, y = tables["pos_embed_x"][:, None, :], tables["pos_embed_y"][:, :, None]  # (n, 1, w, D/2), (n, h, 1, D/2)
         return torch.cat([x.expand(-1, y.shape[1], -1, -1), y.expand(-1, -1, x.shape[2], -1)], dim=-1).flatten(1, 2)
@@ -50,9 +60,10 @@ def absolute(tables: dict[str, Tensor]) -> Tensor | None:
 
 
 def distribute(tables: dict[str, Tensor], place: str, depth: int, prefix: int) -> tuple[Tensor | None, list[tuple]]:
-    """What is added at the stem, (1, T+N, D) or (1, N, D) for patches alone, and what each block takes besides its tokens.
+    """The table added at the stem, and each block's arguments: positions, or relative ones.
 
-    prefix: tokens before the patches that no table has a slot for.
+    The first is (1, T+N, D), or (1, N, D) for patches alone. prefix: tokens before the patches that no table has a slot
+    for.
     """
     if "pos_embed_rel" in tables:
         return None, [(None, tables["pos_embed_rel"][i]) for i in range(depth)]
@@ -64,11 +75,12 @@ def distribute(tables: dict[str, Tensor], place: str, depth: int, prefix: int) -
 
 
 def relative_logits(q: Tensor, table: Tensor) -> Tensor:
-    """q (B, N, H, Dh) against the embedding of each pair's offset, table (2n-1, Dh) -> (B, H, N, N), scaled by 1/sqrt(Dh) like attention's.
+    """q (B, N, H, Dh) times the embedding of each pair's offset, table (2n-1, Dh) -> (B, H, N, N).
 
-    The 1-D relative attention of the ViT paper: the last n of the N tokens are patches p in raster order; for a query q and a key k, row
-    p_q - p_k + n - 1 is an extra key, the same for all heads (Shaw et al., 2018). The N - n prefix tokens before them have no place in the
-    image: where one is query or key the logit is 0, content alone counts. (So the last layer's table learns only where patches are pooled.)
+    Scaled by 1/sqrt(Dh) like attention's. The 1-D relative attention of the ViT paper: the last n of the N tokens are
+    patches p in raster order; for a query q and a key k, row p_q - p_k + n - 1 is an extra key, the same for all heads
+    (Shaw et al., 2018). The N - n prefix tokens before them have no place in the image: where one is query or key the
+    logit is 0, content alone counts. (So the last layer's table learns only where patches are pooled.)
     """
     patches = (table.shape[0] + 1) // 2
     prefix, place = q.shape[1] - patches, torch.arange(patches, device=q.device)
@@ -77,12 +89,15 @@ def relative_logits(q: Tensor, table: Tensor) -> Tensor:
 
 
 def relative_attention(qkv: Tensor, table: Tensor) -> Tensor:
-    """Attention of packed qkv (B, N, 3, H, Dh) with `relative_logits` as a bias: (B, N, H, Dh). PyTorch's: the attention kernel takes no bias."""
+    """Attention of packed qkv (B, N, 3, H, Dh) with `relative_logits` as a bias: (B, N, H, Dh).
+
+    PyTorch's: the attention kernel takes no bias.
+    """
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=relative_logits(qkv[:, :, 0], table)).transpose(1, 2)
 
 
-def relative_probs(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+def relative_probabilities(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
     """The attention matrix of `relative_attention`: q, k (B, N, H, Dh) -> (B, H, N, N) in fp32 at least."""
     logits = (q.transpose(1, 2) * q.shape[-1] ** -0.5) @ k.permute(0, 2, 3, 1) + relative_logits(q, table)
     return logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1)
@@ -91,8 +106,8 @@ def relative_probs(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
 def sincos_2d(grid: Grid, dim: int, prefix: int = 0, temperature: float = 10_000.0) -> Tensor:
     """Fixed positions (1, prefix + h*w, dim) in fp32, zeros for prefix tokens.
 
-    As in "Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): [sin x, cos x, sin y, cos y], dim/4 frequencies each,
-    from 1 to 1/temperature. Raises ValueError where dim is no multiple of 4, or below 8.
+    As in "Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): [sin x, cos x, sin y, cos y], dim/4
+    frequencies each, from 1 to 1/temperature. Raises ValueError where dim is no multiple of 4, or below 8.
     """
     if dim % 4 or dim < 8:
         raise ValueError(f"sine-cosine positions need a width that is a multiple of 4 and at least 8, got {dim}")
@@ -106,9 +121,10 @@ def sincos_2d(grid: Grid, dim: int, prefix: int = 0, temperature: float = 10_000
 
 
 def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor:
-    """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one, prefix positions untouched.
+    """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one.
 
-    Bicubic with antialias, in fp32 whatever the dtype, which is kept (the ViT paper, 3.2; the filter is timm's).
+    Prefix positions stay. Bicubic with antialias, in fp32 whatever the dtype, which is kept (the ViT paper, 3.2; the
+    filter is timm's).
     """
     if tuple(old) == tuple(new):
         return pos_embed
@@ -123,28 +139,32 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
 
 
 def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
-    """Embeddings (L, 2N-1, Dh) of the raster-order offsets in an `old` (h, w) grid, N = h*w, -> those of a `new` one.
+    """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> a `new` one's.
 
-    An offset o stands for displacements (dy, dx) with o = w*dy + dx, which another grid numbers otherwise; interpolated along o, columns would
-    turn into rows. So the table is laid out over all displacements, resampled there in 2-D as `resample` does, centre on centre, and gathered
-    again: where several displacements share a new offset, their mean, weighted by how many pairs of patches lie so.
+    A grid is (h, w), N = h*w. An offset o stands for displacements (dy, dx) with o = w*dy + dx, which another grid
+    numbers otherwise; interpolated along o, columns would turn into rows. So the table is laid out over all
+    displacements, resampled there in 2-D as `resample` does, centre on centre, and gathered again: where several
+    displacements share a new offset, their mean, weighted by how many pairs of patches lie so.
     """
     if tuple(old) == tuple(new):
         return table
-    if table.shape[1] != 2 * old[0] * old[1] - 1:
+    (h, w), offsets = old, 2 * old[0] * old[1] - 1
+    if table.shape[1] != offsets:
         raise ValueError(
-            f"resample_offsets: the table must have {2 * old[0] * old[1] - 1} offsets for a grid of {old[0]} x {old[1]}, got {table.shape[1]}"
+            f"resample_offsets: the table must have {offsets} offsets for a grid of {h} x {w}, got {table.shape[1]}"
         )
     (before, _), (after, pairs) = (_displacements(grid, table.device) for grid in (old, new))
     plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new)).float()
-    made = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2]).index_add(
-        1, after, plane * pairs[:, None]
-    )
+    made = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2])
+    made = made.index_add(1, after, plane * pairs[:, None])
     return (made / pairs.new_zeros(made.shape[1]).index_add(0, after, pairs)[:, None]).to(table.dtype)
 
 
 def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each of the (2h-1)(2w-1) displacements in a grid: the index of its offset, from 0, and how many pairs of patches lie so."""
+    """The index of each displacement's offset, and how many pairs of patches lie so.
+
+    There are (2h-1)(2w-1) displacements in a grid; indices start at 0.
+    """
     dy, dx = (torch.arange(1 - n, n, device=device) for n in grid)
     offsets = dy[:, None] * grid[1] + dx + grid[0] * grid[1] - 1
     pairs = (grid[0] - dy.abs())[:, None] * (grid[1] - dx.abs())

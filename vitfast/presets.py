@@ -1,4 +1,4 @@
-"""The sizes of the named models: the ViT paper's, those of its released code, and the ResNets of its hybrids."""
+"""The sizes of the named models: the ViT paper's, its released code's, its hybrids'."""
 
 from collections.abc import Sequence
 
@@ -34,18 +34,18 @@ def pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def preset(name: str) -> dict:
-    """The constructor arguments of a preset. Raises InputError for an unknown name, with the nearest ones."""
+    """The constructor arguments of a preset; InputError with the nearest names for others."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
     return dict(PRESETS[name])
 
 
 def reduction(layers: Sequence[int]) -> int:
-    """How much smaller than the image the map of a ResNet with these stages is: 4 in its root and first stage, 2 in each other."""
+    """How much smaller than the image a ResNet's map is: 4 in its root and first stage, 2 in each other."""
     return 2 ** (len(layers) + 1)
 
 
 def shorthand(layers: Sequence[int], width: float, patch: int) -> str | dict:
-    """The name of a backbone with these stages under patches of so many pixels, else what `resolve` takes."""
+    """A backbone with these stages under such patches: its name, or the dict for hybrid.py."""
     names = (name for name, options in BACKBONES.items() if width == 1 and tuple(layers) == options.get(patch))
     return next(names, dict(layers=list(layers), width=width))

@@ -1,7 +1,8 @@
-"""The plain PyTorch twin of every operation: what runs without kernels, and with `upcast=True` the float64 truth.
+"""The operations in plain PyTorch: the way without kernels and, in float64, the truth.
 
-B batch, N tokens, D width, H heads, Dh head size, F MLP width, C channels, P x Q patch, T prefix tokens. The activation's dtype
-is the dtype of the computation and the parameters follow it; factors (`layer_scale`, `drop_path`) act in fp32 at least.
+B batch, N tokens, D width, H heads, Dh head size, F MLP width, C channels, P x Q patch, T prefix tokens. The
+activation's dtype is the dtype of the computation and the parameters follow it; factors (`layer_scale`, `drop_path`)
+act in fp32 at least.
 """
 
 import functools
@@ -31,7 +32,10 @@ def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
-    """uint8 (B, C, Hi, Wi) -> `dtype`, (images / 255 - mean) / std; None is mean 0, std 1. At least fp32 inside."""
+    """uint8 (B, C, Hi, Wi) -> `dtype`, (images / 255 - mean) / std.
+
+    None is mean 0, std 1. At least fp32 inside.
+    """
     work = torch.promote_types(dtype, torch.float32)
     x = images.to(work) / 255
     for value, apply in ((mean, torch.sub), (std, torch.div)):
@@ -42,19 +46,24 @@ def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
 
 @_upcastable
 def patch_embed(images, weight, bias, cls_token=None, pos_embed=None, *, mean=None, std=None):
-    """(B, C, Hi, Wi) floats or uint8 -> (B, T+N, D): Eq. 1 of the paper. Computes in the dtype of `weight` (D, C, P, Q)."""
+    """(B, C, Hi, Wi) floats or uint8 -> (B, T+N, D): Eq. 1 of the paper.
+
+    Computes in the dtype of `weight` (D, C, P, Q).
+    """
     dtype = weight.dtype
     images = normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
     x = F.conv2d(images, weight, _like(bias, weight), stride=weight.shape[-2:]).flatten(2).transpose(1, 2)
-    prefix = 0 if cls_token is None else cls_token.shape[1]
-    patches_only = pos_embed is not None and prefix > 0 and pos_embed.shape[1] == x.shape[1]
+    return with_prefix_and_positions(x, [] if cls_token is None else [cls_token], pos_embed).contiguous()
+
+
+def with_prefix_and_positions(x: Tensor, prefix: list[Tensor], pos_embed: Tensor | None) -> Tensor:
+    """Patches (B, N, D) -> tokens (B, T+N, D), positions added to all or to the patches alone."""
+    patches_only = pos_embed is not None and pos_embed.shape[1] == x.shape[1]
     if patches_only:
-        x = x + pos_embed.to(dtype)
+        x = x + pos_embed.to(x.dtype)
     if prefix:
-        x = torch.cat([cls_token.to(dtype).expand(x.shape[0], -1, -1), x], dim=1)
-    if pos_embed is not None and not patches_only:
-        x = x + pos_embed.to(dtype)
-    return x.contiguous()
+        x = torch.cat([*(token.to(x.dtype).expand(x.shape[0], -1, -1) for token in prefix), x], dim=1)
+    return x if pos_embed is None or patches_only else x + pos_embed.to(x.dtype)
 
 
 @_upcastable
@@ -93,8 +102,8 @@ def attention(q, k, v, *, scale=None):
 
 
 @_upcastable
-def attention_probs(q, k, *, scale=None):
-    """The attention matrix itself, softmax(q k^T * scale): (B, N, H, Dh) twice -> (B, H, N, N) in fp32 at least."""
+def attention_probabilities(q, k, *, scale=None):
+    """softmax(q k^T * scale): q, k (B, N, H, Dh) -> (B, H, N, N) in fp32 at least."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = (q.transpose(1, 2) * scale) @ k.permute(0, 2, 3, 1)
     return logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1)
@@ -140,7 +149,10 @@ def attention_block(
     drop_path=None,
     compute_dtype=None,
 ):
-    """x + drop_path[b] * layer_scale * proj(attention(qkv(layer_norm(x)))): (B, N, D) -> (B, N, D), in x's dtype."""
+    """x + drop_path[b] * layer_scale * proj(attention(qkv(layer_norm(x)))), in x's dtype.
+
+    (B, N, D) -> (B, N, D). compute_dtype: of the matrix products.
+    """
     h = layer_norm(x, norm_weight, norm_bias, eps)
     qkv = linear(h if compute_dtype is None else h.to(compute_dtype), qkv_weight, qkv_bias)
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)

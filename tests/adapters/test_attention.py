@@ -97,7 +97,8 @@ def test_masks_and_dropout_in_a_model():
 SCRIPT = """
 import sys
 from transformers import ViTConfig, ViTForImageClassification
-model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2))
+sizes = dict(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64)
+model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
 import vitfast
 model.set_attn_implementation("vitfast")
 assert "vitfast.adapters.hugging_face" not in sys.modules and "timm" not in sys.modules

@@ -1,6 +1,6 @@
-"""accelerate on a GPU: CUDA's autocast keeps LayerNorm in fp32, bfloat16 on the kernels, compiled by inductor.
+"""accelerate on a GPU: autocast, bfloat16 on the kernels, compiled by inductor.
 
-pytest tests -m gpu
+CUDA's autocast keeps LayerNorm in fp32. pytest tests -m gpu
 """
 
 import copy
@@ -31,7 +31,7 @@ MODELS = {
 
 
 def dtypes(model, images):
-    """What each block and the last norm put out, and the model."""
+    """Dtypes of the outputs of each block, the last norm and the model."""
     seen = []
     kinds = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock", "LayerNorm")
     chosen = [

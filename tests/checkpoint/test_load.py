@@ -1,20 +1,17 @@
-"""Weights of every format, judged by the library that wrote them: its logits, or its own converter, on random weights."""
+"""Weights of timm, torchvision and Facebook's DINOv2, judged by their libraries' logits."""
 
 import argparse
 import json
 
-import numpy as np
 import pytest
 import safetensors.torch
 import timm
 import torch
 import torchvision
-import transformers
 from checkpoints import (
     CLASSES,
     DEPTH,
     HEADS,
-    HF,
     IMAGENET,
     SIZE,
     SMALL,
@@ -24,20 +21,16 @@ from checkpoints import (
     N,
     P,
     agree,
-    google,
     images,
     logits,
     pick,
     randomised,
     small_timm,
-    stacked,
 )
 from timm.models import vision_transformer as timm_vit
 from timm.models._hub import save_for_hf
 
 from vitfast import InputError, ViT, load_checkpoint
-
-# ---- timm
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin"])
@@ -153,192 +146,6 @@ def test_deit3_layer_scale(tmp_path):
     agree(ViT.from_pretrained(tmp_path / "deit_3.pth", num_heads=HEADS), truth)
 
 
-# ---- Google
-
-
-@pytest.mark.parametrize(
-    "big_vision, prefix, stack",
-    [
-        (False, "", False),
-        (False, "opt/target/", False),
-        (True, "", False),
-        (True, "", True),
-        (True, "params/", False),
-        (True, "params/", True),
-        (True, "params/img/", False),
-    ],
-)
-def test_google_npz_as_timm_reads_it(tmp_path, big_vision, prefix, stack):
-    w = google(big_vision)
-    w = stacked(w) if stack else w
-    extra = (
-        {"opt/state/step": np.array(7)}
-        if "opt" in prefix
-        else {"params/t": np.zeros(1, np.float32)}
-        if "img" in prefix
-        else {}
-    )
-    np.savez(tmp_path / "w.npz", **{prefix + k: v for k, v in w.items()}, **extra)
-    truth = timm_vit.VisionTransformer(**SMALL, no_embed_class=big_vision, act_layer="gelu_tanh").eval()
-    truth.load_pretrained(str(tmp_path / "w.npz"))
-    state = load_checkpoint(tmp_path / "w.npz")
-    assert state.keys() == truth.state_dict().keys()
-    assert all(torch.equal(state[k], v) for k, v in truth.state_dict().items())
-    model = ViT.from_pretrained(tmp_path / "w.npz")  # the head count is in the shape of the query kernel
-    agree(model, truth)
-    assert pick(model.config, "act_layer", "norm_eps", "num_heads", "no_embed_class") == dict(
-        act_layer="gelu_tanh", norm_eps=1e-6, num_heads=HEADS, no_embed_class=big_vision
-    )
-    assert model.mean == model.std == (0.5,) * 3
-
-
-def test_google_pre_logits(tmp_path):
-    """The 21k head: tanh(x W + b) before the last layer, which timm drops."""
-    w = google() | {
-        "pre_logits/kernel": np.random.rand(D, 40).astype("f4"),
-        "pre_logits/bias": np.random.rand(40).astype("f4"),
-    }
-    w["head/kernel"] = np.random.rand(40, CLASSES).astype("f4")
-    np.savez(tmp_path / "w.npz", **w)
-    model, x = ViT.from_pretrained(tmp_path / "w.npz").eval(), images()
-    assert model.config["representation_size"] == 40
-    truth = timm_vit.VisionTransformer(**{**SMALL, "num_classes": 0}, act_layer="gelu_tanh").eval()
-    truth.load_pretrained(str(tmp_path / "w.npz"))
-    hidden = np.tanh(logits(truth, x).numpy() @ w["pre_logits/kernel"] + w["pre_logits/bias"])
-    np.testing.assert_allclose(logits(model, x), hidden @ w["head/kernel"] + w["head/bias"], **TOL)
-
-
-@pytest.mark.parametrize("cls", [False, True])
-def test_big_vision_computed_positions(tmp_path, cls):
-    """No table in the file: big_vision's posemb_sincos_2d, written out here entry by entry. Without a class token it pools after the norm."""
-    table = [
-        [
-            fun(at / 10_000 ** (j / (D // 4 - 1)))
-            for at, fun in ((i % 4, np.sin), (i % 4, np.cos), (i // 4, np.sin), (i // 4, np.cos))
-            for j in range(D // 4)
-        ]
-        for i in range(N)
-    ]
-    w = google(big_vision=True, cls=cls, table=False)
-    np.savez(tmp_path / "w.npz", **w)
-    np.savez(tmp_path / "full.npz", **w, pos_embedding=np.array([table], np.float32))
-    pooling = dict(class_token=cls, global_pool="token" if cls else "avg", fc_norm=False)
-    truth = timm_vit.VisionTransformer(**SMALL, **pooling, no_embed_class=True, act_layer="gelu_tanh").eval()
-    truth.load_pretrained(str(tmp_path / "full.npz"))
-    model = ViT.from_pretrained(tmp_path / "w.npz", img_size=SIZE)
-    assert pick(model.config, "pos_embed", *pooling) == dict(pos_embed="sincos2d", **pooling)
-    torch.testing.assert_close(model.state_dict()["pos_embed"], truth.pos_embed.data, atol=1e-6, rtol=0)
-    agree(model, truth)
-
-
-def test_bfloat16_npz(tmp_path):
-    """NumPy stores bfloat16 as two raw bytes; the values are the upper halves of the floats."""
-    w = {k: (v.view(np.uint32) & 0xFFFF0000).view(np.float32) for k, v in google().items()}
-    np.savez(
-        tmp_path / "w.npz",
-        **{k: (np.ascontiguousarray(v).view(np.uint32) >> 16).astype(np.uint16).view("V2") for k, v in w.items()},
-    )
-    np.savez(tmp_path / "full.npz", **w)
-    state, full = load_checkpoint(tmp_path / "w.npz"), load_checkpoint(tmp_path / "full.npz")
-    assert state["cls_token"].dtype == torch.bfloat16 and all(torch.equal(state[k].float(), v) for k, v in full.items())
-    model = ViT.from_pretrained(tmp_path / "w.npz")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert torch.equal(model.cls_token, full["cls_token"])
-
-
-# ---- Hugging Face
-
-
-def store(truth, folder, layout):
-    """As save_pretrained writes it (transformers 4's names), or transformers 5's names in memory, with or without config.json."""
-    if layout == "on disk":
-        truth.save_pretrained(folder)
-        return folder
-    if layout == "in memory":
-        truth.config.save_pretrained(folder)
-        torch.save(truth.state_dict(), folder / "pytorch_model.bin")
-        return folder
-    torch.save(truth.state_dict(), folder / "bare.pth")
-    return folder / "bare.pth"
-
-
-LAYOUTS = pytest.mark.parametrize("layout", ["on disk", "in memory", "bare"])
-
-
-@LAYOUTS
-def test_hugging_face_vit(tmp_path, layout):
-    truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF)))
-    path = store(truth, tmp_path, layout)
-    if layout == "on disk":
-        assert any(
-            k.startswith("vit.encoder.layer.0.attention.attention.query")
-            for k in safetensors.torch.load_file(path / "model.safetensors")
-        )
-    model = ViT.from_pretrained(path, num_heads=HEADS)
-    agree(model, truth)
-    assert pick(model.config, "norm_eps", "act_layer") == dict(norm_eps=1e-12, act_layer="gelu")
-    assert model.mean == model.std == (0.5,) * 3
-    assert model.state_dict().keys() == timm_vit.VisionTransformer(**SMALL).state_dict().keys()
-
-
-@LAYOUTS
-def test_hugging_face_vit_without_head_or_prefix(tmp_path, layout):
-    truth, x = randomised(transformers.ViTModel(transformers.ViTConfig(**HF))), images()  # has a pooler
-    model = ViT.from_pretrained(store(truth, tmp_path, layout), num_heads=HEADS).eval()
-    assert model.num_classes == 0
-    with torch.no_grad():
-        torch.testing.assert_close(model.forward_features(x), truth(x).last_hidden_state, **TOL)
-        torch.testing.assert_close(model(x), truth(x).last_hidden_state[:, 0], **TOL)
-
-
-def test_hugging_face_config_is_heard(tmp_path):
-    """Other than the defaults: eps, activation, heads, image size, channels, no qkv bias, pixel statistics."""
-    changes = dict(
-        image_size=[32, 16],
-        num_channels=2,
-        layer_norm_eps=0.1,
-        hidden_act="gelu_new",
-        qkv_bias=False,
-        num_attention_heads=6,
-    )
-    truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF | changes)))
-    truth.save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(image_mean=[0.3, 0.4], image_std=[0.2, 0.1])))
-    model = ViT.from_pretrained(tmp_path)
-    agree(model, truth, images(32, 16, chans=2))
-    assert model.mean == (0.3, 0.4) and model.std == (0.2, 0.1) and model.config["img_size"] == (32, 16)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(image_mean=[0.3, 0.4], do_normalize=False)))
-    assert ViT.from_pretrained(tmp_path).std == (1.0, 1.0)
-
-
-@LAYOUTS
-def test_hugging_face_deit(tmp_path, layout):
-    """One head: the distillation token is one more prefix token, which the ViT calls a register."""
-    truth = randomised(transformers.DeiTForImageClassification(transformers.DeiTConfig(**HF)))
-    model = ViT.from_pretrained(store(truth, tmp_path, layout), num_heads=HEADS)
-    agree(model, truth)
-    assert (
-        model.config["norm_eps"] == 1e-12
-        and pick(model.config, *IMAGENET) == IMAGENET
-        and model.config["reg_tokens"] == 1
-    )
-
-
-@LAYOUTS
-def test_distilled_deit_with_two_heads(tmp_path, layout):
-    truth = randomised(transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**HF)))
-    path = store(truth, tmp_path, layout)
-    with pytest.raises(InputError, match="distilled DeiT has two heads.*num_classes="):
-        ViT.from_pretrained(path, num_heads=HEADS)
-    model, x = ViT.from_pretrained(path, num_heads=HEADS, num_classes=0).eval(), images()
-    with torch.no_grad():
-        features = truth.deit(x).last_hidden_state
-        torch.testing.assert_close(model.forward_features(x), features, **TOL)
-    state = load_checkpoint(path)
-    torch.testing.assert_close((features[:, 0] @ state["head.weight"].T + features[:, 1] @ state["head_dist.weight"].T) / 2
-                               + (state["head.bias"] + state["head_dist.bias"]) / 2, logits(truth, x), **TOL)  # fmt: skip
-
-
 def test_distilled_deit_of_timm(tmp_path):
     truth = randomised(timm.models.deit.VisionTransformerDistilled(**SMALL))
     torch.save({"model": truth.state_dict()}, tmp_path / "w.pth")
@@ -348,29 +155,6 @@ def test_distilled_deit_of_timm(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(model.forward_features(x), truth.forward_features(x), **TOL)
     assert not logits(model, x).any()
-
-
-@LAYOUTS
-@pytest.mark.parametrize("kind", ["Dinov2", "Dinov2WithRegisters"])
-def test_hugging_face_dinov2(tmp_path, layout, kind):
-    """The backbone. Its classifier reads the class token beside the mean of the patches: the ViT's cannot."""
-    truth = randomised(
-        getattr(transformers, f"{kind}ForImageClassification")(getattr(transformers, f"{kind}Config")(**HF))
-    )
-    path, x = store(truth, tmp_path, layout), images()
-    with pytest.raises(InputError, match="class token beside the mean of the patches.*num_classes="):
-        ViT.from_pretrained(path, num_heads=HEADS)
-    model = ViT.from_pretrained(path, num_heads=HEADS, num_classes=0).eval()
-    backbone = truth.dinov2 if kind == "Dinov2" else truth.dinov2_with_registers
-    with torch.no_grad():
-        torch.testing.assert_close(model.forward_features(x), backbone(x).last_hidden_state, **TOL)
-    assert model.config["norm_eps"] == 1e-6 and pick(model.config, *IMAGENET) == IMAGENET
-    assert model.config["no_embed_class"] is (kind != "Dinov2")
-    bare = store(backbone, tmp_path, "bare")
-    agree(ViT.from_pretrained(bare, num_heads=HEADS), lambda x: backbone(x).last_hidden_state[:, 0])
-
-
-# ---- torchvision, Facebook's DINOv2
 
 
 @pytest.mark.parametrize("older", [False, True])

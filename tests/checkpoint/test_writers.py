@@ -1,4 +1,7 @@
-"""What is written in other libraries' formats, judged by those libraries: they load it whole and compute the same; round trips are bit-exact."""
+"""Weights written in other libraries' formats: those libraries load them whole and compute the same.
+
+Round trips are bit-exact.
+"""
 
 import json
 
@@ -132,7 +135,10 @@ def test_torchvision_loads_the_state_dict(tmp_path, suffix):
 
 
 def test_every_format_in_a_row_returns_the_first_bits(tmp_path, capsys):
-    """Google's file through all formats and back, on the command line; then the hidden layer of the head through those that have one."""
+    """Google's file through all formats and back, on the command line.
+
+    Then the hidden layer of the head through the formats that have one.
+    """
     np.savez(tmp_path / "0.npz", **google())
     chain = ["0.npz", "1", "2", "3.safetensors", "4", "5.safetensors", "6.npz"]
     for source, target, form in zip(chain, chain[1:], ("huggingface", "timm", "timm", "vitfast", "torchvision", "npz")):
@@ -192,7 +198,7 @@ def test_convert_changes_size_and_classes(tmp_path, capsys):
 
 
 def test_google_means_the_tanh_gelu(tmp_path):
-    """The same bits for timm and for us; the logits part by the activation alone, which ours takes from the format."""
+    """The same bits for timm and us; logits differ by the activation, which ours has from the format."""
     model = small()
     notes = write(model, tmp_path / "w.npz", "npz")
     assert notes == ["npz does not say act_layer='gelu': its readers take 'gelu_tanh'"]
@@ -260,7 +266,10 @@ def test_nothing_is_replaced_without_force(tmp_path, capsys, form):
 
 
 def test_a_wrong_writer_is_found_out(tmp_path, monkeypatch):
-    """Keys and values exchanged: the file would load, and compute something else. Nothing of it stays, and what was there does."""
+    """Keys and values exchanged: the file would load, and compute something else.
+
+    Nothing of it stays, and what was there does.
+    """
     names = tuple(
         (old, new.replace("key", "value") if "key" in new else new.replace("value", "key"))
         for old, new in writers.GOOGLE_NAMES
@@ -307,7 +316,7 @@ def test_bad_input_leaves_nothing(tmp_path, capsys):
 
 
 def test_hugging_face_config_is_theirs(tmp_path):
-    """Every field that transformers itself writes for this model and that its defaults would not give is there, with its value."""
+    """Every field that transformers writes for this model, beyond its defaults, is there with its value."""
     write(small(), tmp_path / "out", "huggingface")
     transformers.ViTForImageClassification(transformers.ViTConfig(**HF | dict(layer_norm_eps=1e-6))).save_pretrained(
         tmp_path / "theirs"

@@ -1,9 +1,13 @@
-"""Small models of the three libraries, by name, for the adapters' tests: (model, images, what `accelerate` leaves in it)."""
+"""Small models of timm, transformers and torchvision, and their comparison with accelerated ones."""
 
+import copy
 from functools import partial
 
 import torch
+from checks import assert_close, gradients, randomize
 from torch import nn
+
+import vitfast
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 HF = dict(image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_labels=5)
@@ -156,3 +160,68 @@ def tensor(output) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output
     return output.logits if "logits" in output else output.last_hidden_state
+
+
+def accelerated_pair(make):
+    """(accelerated, original) with the same random weights."""
+    model = randomize(make())
+    return vitfast.accelerate(copy.deepcopy(model)), model
+
+
+def run_both(pair, images, upstream=None):
+    """Logits, gradients of every parameter, and the images' gradient, of each on the same random numbers."""
+    results = []
+    for model in pair:
+        x = images.clone().requires_grad_()
+        torch.manual_seed(1)
+        out = tensor(model(x))
+        upstream = torch.randn_like(out) if upstream is None else upstream
+        results.append((out, {**gradients(model, out, upstream), "images": x.grad}))
+    return results
+
+
+def assert_same(results, atol=1e-5, rtol=1e-5):
+    (out, grads), (expected, wanted) = results
+    assert out.dtype == expected.dtype
+    assert_close(out, expected, atol=atol, rtol=rtol, name="output")
+    assert grads.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert_close(grads[name], grad, atol=atol, rtol=rtol, name=name)
+
+
+def snapshot(model):
+    """Everything that accelerate must not touch."""
+    parameters = [(name, id(p), p.data_ptr(), p.requires_grad, p.stride()) for name, p in model.named_parameters()]
+    buffers = [(name, id(b)) for name, b in model.named_buffers()]
+    return parameters, buffers, list(model.state_dict()), [(name, id(m)) for name, m in model.named_modules()]
+
+
+def classes(model):
+    return [(type(m), sorted(m.__dict__)) for m in model.modules()]
+
+
+BLOCKS = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock")
+
+
+IMAGES = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
+
+
+MAKERS = {"timm": timm_vit, "Hugging Face": hf_vit, "torchvision": tv_vit}
+
+
+ALL_PARTS = 6  # of a model with two layers: the patch projection, four fused blocks, the last norm
+
+
+def running(model) -> int:
+    """How many parts run on vitfast now."""
+    return len(vitfast.acceleration_report(model).replaced)
+
+
+def assert_equal_models(model, original, atol=1e-5):
+    out, expected = tensor(model(IMAGES)), tensor(original(IMAGES))
+    assert_close(out, expected, atol=atol)
+    upstream = torch.randn(out.shape, generator=torch.manual_seed(5))
+    mine, theirs = gradients(model, out, upstream), gradients(original, expected, upstream)
+    assert mine.keys() == theirs.keys() and mine
+    for name, grad in theirs.items():
+        assert_close(mine[name], grad, atol=atol, rtol=1e-5, name=name)

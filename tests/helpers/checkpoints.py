@@ -1,20 +1,19 @@
-"""What the tests of checkpoints share: one small shape in every library's words, random weights, and a comparison of logits."""
+"""One small model in every library's words, random weights, and a comparison of logits."""
 
 import numpy as np
 import torch
 from timm.models import vision_transformer as timm_vit
 
-TOL = dict(
-    atol=1e-5, rtol=1e-5
-)  # fp32 on both sides, logits of size ~1; erf in the place of tanh moves them by more than 1e-4
+# fp32 on both sides, logits of size ~1; erf in the place of tanh moves them by more than 1e-4
+TOL = dict(atol=1e-5, rtol=1e-5)
 D, DEPTH, HEADS, F, P, SIZE, CLASSES = 48, 2, 3, 96, 8, 32, 5
 N = (SIZE // P) ** 2
 SMALL = dict(
     img_size=SIZE, patch_size=P, embed_dim=D, depth=DEPTH, num_heads=HEADS, mlp_ratio=F / D, num_classes=CLASSES
 )
 HF = dict(
-    hidden_size=D, num_hidden_layers=DEPTH, num_attention_heads=HEADS, intermediate_size=F, image_size=SIZE, patch_size=P, num_labels=CLASSES,
-    attn_implementation="eager", mlp_ratio=2,
+    hidden_size=D, num_hidden_layers=DEPTH, num_attention_heads=HEADS, intermediate_size=F, image_size=SIZE,
+    patch_size=P, num_labels=CLASSES, attn_implementation="eager", mlp_ratio=2,
 )  # fmt: skip
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 

@@ -5,7 +5,10 @@ from torch import Tensor, nn
 
 
 def randomize(model: nn.Module, std: float = 0.1) -> nn.Module:
-    """Random values in every parameter, LayerNorm and tokens included: a fresh model hides mix-ups behind its zeros and ones."""
+    """Random values in every parameter, LayerNorm and tokens included.
+
+    A fresh model hides mix-ups behind its zeros and ones.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(

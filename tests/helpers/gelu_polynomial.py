@@ -1,9 +1,9 @@
-"""How the coefficients of kernels/mlp.py's `upper_tail` were found: `python tests/gelu_polynomial.py` prints them.
+"""The fit of the coefficients of kernels/mlp.py's `upper_tail`; run as a script it prints them.
 
 log2 of Q(z) = 1 - Phi(z) is nearly a parabola, where Q itself falls by twelve orders of magnitude. Weighted minimax fit
-(Lawson, 1961: least squares, reweighted by the errors) on [0, 7]. An error is weighed by what it costs: an absolute one of
-Q and of z Q in GELU's slope and in GELU, a relative one in their negative tails. Past 7 the polynomial goes on falling, so
-that Q becomes zero.
+(Lawson, 1961: least squares, reweighted by the errors) on [0, 7]. An error is weighed by what it costs: an absolute one
+of Q and of z Q in GELU's slope and in GELU, a relative one in their negative tails. Past 7 the polynomial goes on
+falling, so that Q becomes zero.
 
 Degree 8 is the least whose error, 3e-8, is lost among the roundings of fp32; 10 would have 1e-8, and two more
 instructions an element.
@@ -62,6 +62,5 @@ def fit(rounds: int = 300) -> np.ndarray:
 if __name__ == "__main__":
     found = fit()
     print(*(f"{c:.9g}" for c in found), sep=", ")
-    print(
-        f"largest error {largest_error(found):.3f}, in fp32 {largest_error(found.astype(np.float32).astype(np.float64)):.3f}"
-    )
+    rounded = found.astype(np.float32).astype(np.float64)
+    print(f"largest error {largest_error(found):.3f}, in fp32 {largest_error(rounded):.3f}")

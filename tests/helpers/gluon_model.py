@@ -1,4 +1,4 @@
-"""Runs kernels/product_gluon.py as Python: its partitions as threads, one at a time, in an order drawn at random.
+"""Runs kernels/product_gluon.py as Python: partitions as threads, one at a time, in a random order.
 
 A model of what the PTX ISA promises and no more: mbarriers with phases, copies that arrive whenever they like, and
 products that read their blocks from their issue up to the wait that ends them. A block that is being filled is NaN.
@@ -187,7 +187,7 @@ class Source:
 
 
 def module(old: str = "", new: str = "", rows: int = 64):
-    """product_gluon once more, for one `run`, with one piece of its text replaced, and with ROWS of another size."""
+    """A copy of product_gluon for one `run`: a piece of its text replaced, ROWS of another size."""
     path = Path(product_gluon.__file__)
     text = path.read_text()
     assert text.count(old) == 1 or not old, f"{old!r} is {text.count(old)} times in {path}"
@@ -205,10 +205,10 @@ def refuse(condition, text) -> None:
 
 def run(copy, launch, seed: int) -> None:
     """Makes a recorded launch of `module()`'s kernel, one program after the other."""
-    functions = {name: getattr(copy, name).fn for name in ("slot_and_phase", "tile_at", "produce", "consume")}
+    functions = {name: getattr(copy, name).fn for name in ("slot_and_phase", "block_at", "produce", "consume")}
     arguments = {k: v for k, v in launch.arguments.items() if k not in ("num_warps", "maxnreg")}
     arguments |= dict(a=Source(arguments["a"]), b=Source(arguments["b"]))
-    copy.__dict__.update(functions, ROWS=int(copy.ROWS.value), pieces=Sums.chunk)
+    copy.__dict__.update(functions, ROWS=int(copy.ROWS.value), split_columns=Sums.chunk)
     for number in range(launch.grid[0]):
         program = Program(number, launch.grid[0], seed + number)
         ignored = lambda *_, **__: None  # noqa: E731

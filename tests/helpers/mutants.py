@@ -1,77 +1,16 @@
-"""Bugs put into copies of the kernels, one each, for the sanitizer to find."""
+"""The bugs that the sanitizer is to find, by the exact text of the kernels."""
 
-import contextlib
-import importlib
-import re
-import shutil
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-NUMBERS = "wrong numbers"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """`old` is replaced by `new` where it first occurs in a file of kernels/. The launcher `name` then gives `kind` of finding.
-
-    Of kind NUMBERS it gives no finding but wrong results, where the plan reaches what is wrong.
-    silent: all results stay right, so that no test of numbers sees the bug.
-    """
-
-    what: str
-    file: str
-    old: str
-    new: str
-    name: str
-    kind: str
-    silent: bool = False
-
-    @contextlib.contextmanager
-    def made(self, folder: Path) -> Iterator[ModuleType]:
-        """vitfast.verify.edges of a copy in `folder` that has the bug."""
-        package = "mutant_" + re.sub(r"\W+", "_", self.what)
-        copy = folder / package
-        shutil.copytree(ROOT / "kernels", copy / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-        # What vitfast.verify.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
-        shutil.copytree(ROOT / "vitfast" / "verify", copy / "verify", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "vitfast" / "ref.py", copy)
-        (copy / "__init__.py").touch()
-        path = copy / "kernels" / self.file
-        text = path.read_text()
-        assert self.old in text, f"{self.what}: {self.file} has changed"
-        path.write_text(text.replace(self.old, self.new, 1))
-        sys.path.insert(0, str(folder))
-        try:
-            yield importlib.import_module(f"{package}.verify.edges")
-        finally:
-            sys.path.remove(str(folder))
-            for module in [name for name in sys.modules if name.partition(".")[0] == package]:
-                del sys.modules[module]
-
+from mutant import NUMBERS, Mutant
 
 _STORE_CHUNK = "ptr + rows.to(tl.int64) * D + offs_d"
-_LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q_tile, k_head, v_head, whole, N, scale, LAST_N, "
+_LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q_block, k_head, v_head, whole, N, scale, LAST_N, "
 _GRID = "(cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)"
 _SHORT_GRID = "(max(1, m // blocks[0]) * cdiv(n, blocks[1]),)"
-_DQ = "common = _common(scale, q=q, k=k, v=v, o=o, do=do, dq={})\n    common |="
-_DELTA = "do=do, dk=dk, dv=dv)\n    common |= dict(lse_ptr=lse, delta_ptr="
+_DELTA = "grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr="
 
 MUTANTS = [
     # Bounds: of rows, of columns, before the start, through a descriptor, of what lies beside in the same storage.
-    Mutant(
-        "a row past M",
-        "rows.py",
-        "        return rows < M\n",
-        "        return rows <= M\n",
-        "layer_norm",
-        "out of bounds",
-    ),
+    Mutant("a row past M", "rows.py", "return rows < M\n", "return rows <= M\n", "layer_norm", "out of bounds"),
     Mutant(
         "a column past D",
         "rows.py",
@@ -82,7 +21,7 @@ MUTANTS = [
     ),
     Mutant(
         "a column past the head: k beside q",
-        "attention_parts.py",
+        "attention_common.py",
         "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :]",
         "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) <= HEAD.dim)[None, :]",
         "attention",
@@ -171,7 +110,7 @@ MUTANTS = [
     ),
     Mutant(
         "the sums of two heads in one slot",
-        "attention_parts.py",
+        "attention_common.py",
         "* H + h) * HEAD.dim",
         "* H + h // 2) * HEAD.dim",
         "attention backward",
@@ -180,8 +119,8 @@ MUTANTS = [
     Mutant(
         "tiles of queries that overlap",
         "attention_tiled_bwd.py",
-        "place * BLOCK_M, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N\n",
-        "place * (BLOCK_M - 1), N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N\n",
+        "first = index * BLOCK_M\n",
+        "first = index * (BLOCK_M - 1)\n",
         "attention backward, dq",
         "write-write race",
         True,
@@ -205,18 +144,18 @@ MUTANTS = [
     Mutant(
         "a row tile of sums for two",
         "mlp.py",
-        "part_ptr + pid_m.to(tl.int64) * N",
-        "part_ptr + (pid_m // 2).to(tl.int64) * N",
+        "sums_ptr + index_m.to(tl.int64) * N",
+        "sums_ptr + (index_m // 2).to(tl.int64) * N",
         "dgelu",
         "write-write race",
     ),
     # One program reads what another writes.
-    Mutant("dQ over K", "attention.py", _DQ.format("dq"), _DQ.format("k"), "attention backward, dq", "read-write race"),
+    Mutant("dQ over K", "attention.py", "o, do, dq)", "o, do, k)", "attention backward, dq", "read-write race"),
     Mutant(
         "o over V",
         "attention.py",
-        "k=k, v=v, o=o) | dict(lse_ptr=lse)",
-        "k=k, v=v, o=v) | dict(lse_ptr=lse)",
+        "_arguments(scale, q, k, v, o)",
+        "_arguments(scale, q, k, v, v)",
         "attention",
         "read-write race",
     ),
@@ -311,7 +250,7 @@ MUTANTS = [
     ),
     Mutant(
         "the last lse",
-        "attention_rows.py",
+        "attention_short.py",
         "m + tl.log2(l) * LN2, mask=rows < N)",
         "m + tl.log2(l) * LN2, mask=rows < N - 1)",
         "attention",
@@ -329,8 +268,8 @@ MUTANTS = [
     Mutant(
         "the last folded weight",
         "patch_embed.py",
-        "channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K",
-        "channel_values(channel, SCALES)).to(folded_ptr.dtype.element_ty), mask=k < K - 1",
+        "folded.to(folded_ptr.dtype.element_ty), mask=k < K",
+        "folded.to(folded_ptr.dtype.element_ty), mask=k < K - 1",
         "patch embedding, uint8",
         "uninitialised read",
     ),
@@ -362,14 +301,7 @@ MUTANTS = [
         "atomic operation",
     ),
     # Of what only some of the plan reaches: loops that go round twice, strides of their own, several images, options.
-    Mutant(
-        "one tile of queries",
-        "attention_rows.py",
-        "range(0, query_tiles,",
-        "range(0, 1,",
-        "attention",
-        "left unwritten",
-    ),
+    Mutant("one tile of queries", "attention_short.py", "0, query_blocks,", "0, 1,", "attention", "left unwritten"),
     Mutant("zeros that nobody asked for", "rows.py", "BLOCK_D), other=0.0)", "BLOCK_D))", "layer_norm", NUMBERS),
     Mutant(
         "the last rows' dweight",
@@ -398,22 +330,22 @@ MUTANTS = [
     Mutant(
         "channels of another order",
         "patches.py",
-        "(0, 2, 3, 1), 1)",
-        "(0, 2, 3, 1), 2)",
+        "C_INNER=1 if channels_last(images)",
+        "C_INNER=2 if channels_last(images)",
         "patch embedding, uint8, oblong, no prefix",
         NUMBERS,
     ),
     Mutant(
         "row tiles of one group",
         "product.py",
-        "first = pid // (GROUP_M * tiles_n) * GROUP_M",
+        "first = pid // (GROUP_M * blocks_n) * GROUP_M",
         "first = 0",
         "linear + gelu",
         "write-write race",
     ),
     Mutant(
         "v by the strides of k",
-        "attention_rows.py",
+        "attention_short.py",
         "head_of(v, b, h, HEAD)",
         "head_of((v[0], k[1]), b, h, HEAD)",
         "attention, peaked, separate tensors",

@@ -64,7 +64,7 @@ def run_all(only: str = "") -> None:
         for name, function, tensors, upstream, used in later:
             for op, bits, shape in used:
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device())
-                for rival in tiles.rivals(op, like, shape):
+                for rival in tiles.candidates(op, like, shape):
                     if (op, bits, shape, rival) in done:
                         continue
                     done.add((op, bits, shape, rival))

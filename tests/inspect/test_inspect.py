@@ -1,4 +1,4 @@
-"""`inspect`: filters, positions, distances and rollout of models whose answer is known, and the files that show them."""
+"""`inspect`: measures of models whose answer is known, and the files that it writes."""
 
 import base64
 import csv
@@ -15,7 +15,7 @@ from scipy.spatial.distance import cdist
 
 from vitfast import InputError, ViT
 from vitfast.cli import main
-from vitfast.inspect import measures as inspect
+from vitfast.inspect import measures
 
 SIZE, GRID, PATCH, WIDTH, HEADS = (16, 24), (4, 6), (4, 4), 64, 2  # the grid is not square
 PATCHES = GRID[0] * GRID[1]
@@ -41,11 +41,12 @@ def uniform(model: ViT) -> ViT:
 
 
 def peaked(model: ViT, shift: int = 0) -> ViT:
-    """Attention that is a permutation: token i attends to token i + shift (cyclic) alone, in every head and layer.
+    """Attention that is a permutation: token i attends to token i + shift (cyclic) alone.
 
-    The patch projection is zero and the layers add nothing, so that every layer sees the positions: in each head's part, token i has row
-    i of a Hadamard matrix, orthogonal to the others and with mean 0 (the first row is left out), which LayerNorm leaves as it is. k is
-    that row, q 100 times the row of token i + shift.
+    That is so in every head and layer. The patch projection is zero and the layers add nothing, so that every layer
+    sees the positions: in the columns of each head, token i has row i of a Hadamard matrix, orthogonal to the others
+    and with mean 0 (the first row is left out), which LayerNorm leaves as it is. k is that row, q 100 times the row of
+    token i + shift.
     """
     tokens, head = PATCHES + model.num_prefix_tokens, WIDTH // HEADS
     rows = torch.tensor(hadamard(head), dtype=torch.float32)[1 : tokens + 1]
@@ -79,7 +80,7 @@ def test_filters_are_scikit_learns_components(options):
 
     model = vit(**options)
     filters = model.patch_embed.proj.weight.detach()
-    components, share = inspect.filter_components(model)
+    components, share = measures.filter_components(model)
     count = min(28, len(filters) - 1, filters[0].numel())
     truth = PCA(count).fit(filters.flatten(1).double().numpy())
     assert components.shape == (count, *filters.shape[1:])
@@ -95,12 +96,12 @@ def test_filters_stop_at_their_rank():
     basis, mixed = torch.randn(3, 48), torch.randn(WIDTH, 3)
     with torch.no_grad():
         model.patch_embed.proj.weight.copy_((mixed @ basis + torch.randn(48)).view(WIDTH, 3, *PATCH))
-    components, share = inspect.filter_components(model)
+    components, share = measures.filter_components(model)
     assert len(components) == 3 and share.sum().item() == pytest.approx(1)
     left = components.flatten(1).float() - components.flatten(1).float() @ torch.linalg.pinv(basis) @ basis
     assert left.abs().max() < 1e-5  # they span what the filters were made of
     torch.nn.init.ones_(model.patch_embed.proj.weight)
-    assert len(inspect.filter_components(model)[0]) == 0
+    assert len(measures.filter_components(model)[0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -112,23 +113,23 @@ def test_similarity_is_scikit_learns(options):
     model = vit(**options)
     table = model.pos_embed[0].detach().double().numpy()[-PATCHES:]  # prefix tokens come first
     np.testing.assert_allclose(
-        inspect.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6
+        measures.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6
     )
 
 
 def test_similarity_of_two_tables_and_of_layers():
-    """Columns and rows apart: the table that is added is their concatenation; where each layer has its own, the first is shown."""
+    """Columns and rows apart: the table is their concatenation; of several, the first is shown."""
     from sklearn.metrics.pairwise import cosine_similarity
 
     model = vit(pos_embed="learn2d", pos_embed_at="layers")
     x, y = model.pos_embed_x[0].detach().numpy(), model.pos_embed_y[0].detach().numpy()
     table = np.array([np.concatenate([x[column], y[row]]) for row in range(GRID[0]) for column in range(GRID[1])])
     np.testing.assert_allclose(
-        inspect.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6
+        measures.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6
     )
     for kind in ("none", "relative"):
         with pytest.raises(InputError, match="no position embeddings"):
-            inspect.position_similarity(vit(pos_embed=kind))
+            measures.position_similarity(vit(pos_embed=kind))
 
 
 # ---- attention distance
@@ -137,12 +138,12 @@ def test_similarity_of_two_tables_and_of_layers():
 @pytest.mark.parametrize("options", [{}, dict(reg_tokens=2), POOLED], ids=["class token", "registers", "average"])
 def test_uniform_attention_has_the_mean_distance_of_the_grid(options):
     model = uniform(vit(**options))
-    distance = inspect.attention_distance(model, images())
+    distance = measures.attention_distance(model, images())
     assert distance.shape == (3, HEADS)
     np.testing.assert_allclose(distance, all_distances().mean(), rtol=TOL)
     # other pixels per patch, other grid: 8 x 4 patches of 2 x 8 pixels
     model = uniform(vit(img_size=(16, 32), patch_size=(2, 8)))
-    distance = inspect.attention_distance(model, images(2, (16, 32)))
+    distance = measures.attention_distance(model, images(2, (16, 32)))
     np.testing.assert_allclose(distance, all_distances((8, 4), (2, 8)).mean(), rtol=TOL)
 
 
@@ -155,11 +156,11 @@ def test_attention_to_one_token_has_its_distance(shift):
     query = np.arange(PATCHES)
     truth = all_distances()[query, (query + shift) % PATCHES].mean()
     assert (truth == 0) == (shift == 0)
-    np.testing.assert_allclose(inspect.attention_distance(model, images()), truth, rtol=TOL, atol=1e-5)
+    np.testing.assert_allclose(measures.attention_distance(model, images()), truth, rtol=TOL, atol=1e-5)
 
 
 def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
-    """Sharp random attention, class token and registers, several parts: against loops in float64 over the attention maps."""
+    """Sharp random attention, class token and registers, several batches: against loops in float64."""
     model, x = vit(reg_tokens=1), images(5)
     with torch.no_grad():
         for block in model.blocks:
@@ -173,17 +174,18 @@ def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
                 [np.average(distances[q], weights=maps[b, head, q]) for b in range(5) for q in range(PATCHES)]
             )
     assert np.ptp(truth) > 0.5
-    whole = inspect.attention_distance(model, x)
+    whole = measures.attention_distance(model, x)
     np.testing.assert_allclose(whole, truth, rtol=TOL)
-    monkeypatch.setattr(inspect, "HELD", 2 * 4 * HEADS * (PATCHES + 2) ** 2)  # two images at a time
-    parts = []
-    monkeypatch.setattr(
-        ViT,
-        "each_attention_map",
-        lambda self, part, each=ViT.each_attention_map: (parts.append(len(part)), each(self, part))[1],
-    )
-    np.testing.assert_allclose(inspect.attention_distance(model, x), truth, rtol=TOL)
-    assert parts == [2, 2, 1]
+    monkeypatch.setattr(measures, "HELD", 2 * 4 * HEADS * (PATCHES + 2) ** 2)  # two images at a time
+    sizes, each_attention_map = [], ViT.each_attention_map
+
+    def counted(self, batch):
+        sizes.append(len(batch))
+        return each_attention_map(self, batch)
+
+    monkeypatch.setattr(ViT, "each_attention_map", counted)
+    np.testing.assert_allclose(measures.attention_distance(model, x), truth, rtol=TOL)
+    assert sizes == [2, 2, 1]
 
 
 # ---- rollout
@@ -192,13 +194,13 @@ def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
 def test_rollout_of_identity_attention_stays_where_it_is():
     """(I + I) / 2 in every layer: each patch keeps its own share."""
     model = peaked(vit(**POOLED))
-    np.testing.assert_allclose(inspect.attention_rollout(model, images()), np.full((3, *GRID), 1 / PATCHES), rtol=1e-5)
+    np.testing.assert_allclose(measures.attention_rollout(model, images()), np.full((3, *GRID), 1 / PATCHES), rtol=1e-5)
 
 
 def test_rollout_of_a_shift_is_binomial():
-    """((I + S) / 2)^L with S a shift by one: from the class token, token 0, the patch k places on gets binomial(L, k) / 2^L."""
+    """((I + S) / 2)^L with S a shift by one: from token 0, token k gets binomial(L, k) / 2^L."""
     model = peaked(vit(), 1)
-    rollout = inspect.attention_rollout(model, images(2)).flatten(1)
+    rollout = measures.attention_rollout(model, images(2)).flatten(1)
     weights = np.array([math.comb(3, k) for k in range(1, 4)])  # k = 0 is the class token itself
     np.testing.assert_allclose(rollout[:, :3], np.tile(weights / weights.sum(), (2, 1)), rtol=1e-5)
     assert rollout[:, 3:].abs().max() < 1e-6
@@ -210,7 +212,7 @@ def test_rollout_of_a_shift_is_binomial():
     ids=["class token", "registers", "average", "average beside a class token"],
 )
 def test_rollout_of_uniform_attention_is_even(options):
-    rollout = inspect.attention_rollout(uniform(vit(**options)), images())
+    rollout = measures.attention_rollout(uniform(vit(**options)), images())
     np.testing.assert_allclose(rollout, np.full((3, *GRID), 1 / PATCHES), rtol=1e-5)
 
 
@@ -228,7 +230,7 @@ def test_rollout_of_any_model(options):
             mixed = maps[b].double().numpy().mean(0) + np.eye(PATCHES + prefix)
             product = mixed / mixed.sum(1, keepdims=True) @ product
         row = product[0, prefix:] if not options else product[prefix:, prefix:].mean(0)
-        np.testing.assert_allclose(inspect.attention_rollout(model, x)[b].flatten(), row / row.sum(), rtol=1e-5)
+        np.testing.assert_allclose(measures.attention_rollout(model, x)[b].flatten(), row / row.sum(), rtol=1e-5)
 
 
 # ---- the command
@@ -260,7 +262,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A plain folder: one image at the top, two in class folders, of several kinds and sizes, and what is no image."""
+    """A folder with an image at the top, two in a class folder, of other kinds and sizes, and a text."""
     folder = tmp_path_factory.mktemp("pictures")
     rng = np.random.default_rng(0)
     (folder / "cat").mkdir()
@@ -315,7 +317,7 @@ def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tm
     assert [(r["layer"], r["head"]) for r in rows] == [(str(i), str(j)) for i in (1, 2, 3) for j in (1, 2)]
     np.testing.assert_allclose([float(r["pixels"]) for r in rows], np.ravel(numbers["distance_pixels"]), rtol=1e-5)
     np.testing.assert_allclose(arrays["distance"], numbers["distance_pixels"], rtol=1e-6)
-    np.testing.assert_allclose(arrays["positions"], inspect.position_similarity(model), rtol=1e-6)
+    np.testing.assert_allclose(arrays["positions"], measures.position_similarity(model), rtol=1e-6)
     # the images as torchvision would resize and crop them, up to the order of the two
     from torchvision.transforms import v2
 
@@ -323,7 +325,7 @@ def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tm
     with Image.open(pictures / "a.png") as image:
         same = torch.from_numpy(np.array(resize(image))).permute(2, 0, 1)[None]
     assert arrays["rollout"].shape == (3, *GRID)
-    np.testing.assert_allclose(arrays["rollout"][0], inspect.attention_rollout(model, same)[0], rtol=1e-2)
+    np.testing.assert_allclose(arrays["rollout"][0], measures.attention_rollout(model, same)[0], rtol=1e-2)
 
 
 def test_command_without_positions_on_digits(capsys, tmp_path):

@@ -1,4 +1,7 @@
-"""The attention kernels, interpreted, against float64: both paths, every head size, odd lengths, strides, peaked rows; and what the operation promises."""
+"""The attention kernels, interpreted, against float64, and what the operation promises.
+
+Every path and head size, odd lengths, strides, peaked rows.
+"""
 
 import contextlib
 
@@ -17,8 +20,8 @@ from vitfast.kernels.attention import HEAD_SIZES, attention_bwd, attention_bwd_s
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted kernels; test_gpu.py runs the real ones")
 
-# Added to twice PyTorch's own error: a result of size ~4 rounded once (fp16: 2^-11 * 4 / 2), or summed in another order (fp32).
-# bf16: one of size 1/2, as averages of 50 values and more are; PyTorch's own error covers larger ones.
+# Added to twice PyTorch's own error: a result of size ~4 rounded once (fp16: 2^-11 * 4 / 2), or summed in another
+# order (fp32). bf16: one of size 1/2, as averages of 50 values and more are; PyTorch's own error covers larger ones.
 ATOL = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 2e-3}
 DTYPES = [pytest.param(d, id=str(d)[6:]) for d in ATOL]
 HALVES = DTYPES[1:]
@@ -53,7 +56,7 @@ def each_path(request):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """What a kernel leaves unwritten is NaN."""
+    """Memory that a kernel leaves unwritten is NaN."""
     for name in ("empty", "empty_like"):
         allocate = getattr(torch, name)
         monkeypatch.setattr(
@@ -146,7 +149,10 @@ def test_permuted_tokens_give_permuted_outputs_and_gradients(each_path):
 
 @pytest.fixture
 def dots_rounded_once(monkeypatch):
-    """The interpreter's BLAS sums in an order that depends on the tile; a GPU's fp32 dot has one order, and backward finds forward's logits again."""
+    """Dots in one order of sums, so that backward finds forward's logits again, as on a GPU.
+
+    The order of the interpreter's BLAS depends on the size of the block.
+    """
 
     def create_dot(self, a, b, d, *_):
         return interpreter.TensorHandle(
@@ -182,7 +188,8 @@ def test_peaked_and_flat_rows(size, dtype, each_path, poison, dots_rounded_once)
     )
     with contextlib.ExitStack() as stack:
         if (each_path, dtype, size) == ("whole", torch.float32, 30.0):
-            # One program a head is for 16 bits: in fp32 an accumulator that starts at -lse / scale costs digits of such logits.
+            # One program a head is for 16 bits: in fp32 an accumulator that starts at -lse / scale costs digits of
+            # such logits.
             stack.enter_context(tiles.override("attention_bwd", TILED["attention_bwd"]))
         compare(qkv, do, scale=1.0, judge=by_flash, slack=rounding if dtype == torch.float16 else 0.0)
 
@@ -314,13 +321,13 @@ def test_second_differentiation_raises():
 
 
 @given(st.integers(1, 256))
-def test_key_parts_cover_the_keys_with_little_waste(n):
-    parts = [size for size in kernels.key_parts(n).values() if size]
+def test_key_blocks_cover_the_keys_with_little_waste(n):
+    parts = [size for size in kernels.key_blocks(n).values() if size]
     assert all(size >= 16 and size & (size - 1) == 0 for size in parts)
     assert sum(parts[:-1]) < n <= sum(parts) <= max(16, 1 << (n - 1).bit_length())
 
 
-def test_head_parts_and_last_blocks():
+def test_head_chunks_and_last_blocks():
     parts = {
         24: (32, 0),
         40: (32, 16),
@@ -333,9 +340,9 @@ def test_head_parts_and_last_blocks():
         96: (64, 32),
         104: (128, 0),
     }
-    assert {d: kernels.head_parts(d) for d in parts} == parts
+    assert {d: kernels.head_chunks(d) for d in parts} == parts
     assert [kernels.last_block(n, 64) for n in (64, 257, 577, 1370, 63)] == [0, 16, 16, 32, 64]
-    assert [sum(kernels.key_parts(n).values()) for n in (50, 145, 197, 256)] == [64, 160, 208, 256]
+    assert [sum(kernels.key_blocks(n).values()) for n in (50, 145, 197, 256)] == [64, 160, 208, 256]
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

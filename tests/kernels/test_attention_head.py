@@ -1,11 +1,11 @@
-"""Attention backward in one program a head: exact enough in each gradient, deaf to other images, by descriptors where they can be had."""
+"""Attention backward in one program a head: each gradient's error, other images' NaN, descriptors."""
 
 import pytest
 import torch
 
 from vitfast import ref
 from vitfast.kernels import launch, tiles
-from vitfast.kernels.attention import _shape_class, attention_bwd, attention_bwd_separate
+from vitfast.kernels.attention import attention_bwd, attention_bwd_separate, attention_class
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted kernels; test_gpu.py runs the real ones")
 
@@ -15,7 +15,7 @@ WIDE = tiles.tile(8, 1, "head", BLOCK_M=64, BLOCK_N=128, STAGES=2, PER_SM=1, EXA
 
 
 def problem(B, N, H, D, dtype, size=1.0):
-    """q, k, v (views of one tensor), o, lse, do as a forward leaves them, and the gradients dq, dk, dv in float64."""
+    """q, k, v (views of one tensor), o, lse, do as a forward leaves them; dq, dk, dv in float64."""
     qkv, do = (torch.randn(B, N, 3, H, D) * size).to(dtype), torch.randn(B, N, H, D).to(dtype)
     exact = [x.double().requires_grad_() for x in qkv.unbind(2)]
     o = ref.attention(*exact, scale=D**-0.5)
@@ -44,7 +44,7 @@ def test_each_gradient_is_as_exact_as_pytorchs(tile, N, D, dtype):
         pytest.skip("two lengths show what the other tile does")
     torch.manual_seed(N)
     given, exact = problem(1, N, 2, D, dtype)
-    forced = tile or tiles.lookup("attention_bwd", given[0], _shape_class(given[0]))
+    forced = tile or tiles.lookup("attention_bwd", given[0], attention_class(D, N))
     assert forced.provider == "head"
     with tiles.override("attention_bwd", forced):
         dqkv, sums = attention_bwd(*given, D**-0.5, want_bias_grad=True)
@@ -70,7 +70,10 @@ def backward(q, k, v, do, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_what_keys_have_in_common_cancels_in_dq(dtype):
-    """Keys share an offset of ten times their spread, values go with the part of the keys they are in: dQ of one part is far larger than dQ."""
+    """Keys share an offset of ten times their spread: dQ of one block of keys is far larger than dQ.
+
+    Values go with the block of keys they are in.
+    """
     shape = 1, 197, 2, 64
     part = torch.zeros(1, 197, 1, 1)
     part[:, :64], part[:, 64:128] = 1, -1

@@ -1,5 +1,7 @@
-"""What a launch costs in Python. Another batch size compiles nothing new: counted for every launcher and its rivals, on meta tensors, without
-compiling."""
+"""The cost of a launch in Python; another batch size compiles nothing new.
+
+Counted for every launcher and its candidates, on meta tensors, without compiling.
+"""
 
 import json
 import os
@@ -39,7 +41,7 @@ print(json.dumps({{name: list(by_tiles.values()) for name, by_tiles in found.ite
 
 @pytest.fixture(scope="module")
 def compiled_for():
-    """Launcher "name (rival)" -> for each choice of tiles, the sets of specialisations that the batches asked for."""
+    """ "name (candidate)" -> for each choice of tiles, the specialisations that the batches asked for."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(PYTHONPATH=str(TESTS.parent))
     done = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

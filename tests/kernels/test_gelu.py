@@ -1,4 +1,4 @@
-"""GELU and its slope, interpreted, against float64 and the formula with erf; and their instructions on sm_90."""
+"""GELU and its slope, interpreted, against float64 and erf's formula; their instructions on sm_90."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def on_a_grid():
 
 
 def test_no_range_has_a_larger_error_than_with_erf(on_a_grid):
-    """The largest of all: 2.5e-7 of gelu and 1.2e-7 of its slope, where erf's formula has 4.5e-7 and 1.4e-7."""
+    """The largest errors: 2.5e-7 of gelu, 1.2e-7 of its slope; erf's formula has 4.5e-7 and 1.4e-7."""
     p, both = on_a_grid
     for name, (value, by_erf, exact) in zip(("gelu", "slope"), both):
         for low, high in RANGES:
@@ -134,7 +134,7 @@ def test_tanh_is_pytorchs():
 
 
 def test_the_coefficients_are_the_fits():
-    """Within a half of what the fit reaches, in its own units, and one more unit for the rounding to fp32."""
+    """Within half of the fit's error in its own units, and one more unit for the rounding to fp32."""
     kernels = np.array(mlp.UPPER_TAIL.value, dtype=np.float32).astype(np.float64)
     assert gelu_polynomial.largest_error(kernels) < 1.5 * gelu_polynomial.largest_error(gelu_polynomial.fit(50)) + 1
     slopes = np.polynomial.Polynomial(kernels).deriv()(np.linspace(0, mlp.LARGE.value, 10_000))
@@ -155,10 +155,13 @@ from vitfast.kernels import mlp, tiles
 from vitfast.kernels.launch import record
 
 m, d, f = 256 * 197, 768, 3072
-x, w1, b1, w2, pre = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((m, d), (f, d), (f,), (d, f), (m, f)))
+shapes = (m, d), (f, d), (f,), (d, f), (m, f)
+x, w1, b1, w2, pre = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
 with tiles.targeting(90):
-    launches = record(lambda: mlp.linear_gelu(x, w1, b1, "none", True)) + record(lambda: mlp.dgelu_matmul(x, w2, pre, "none", True))
-codes = {launch.kernel.__name__: machine_code.read(offline.compiled(launch, 90).asm["cubin"]) for launch in launches[:2]}
+    launches = record(lambda: mlp.linear_gelu(x, w1, b1, "none", True))
+    launches += record(lambda: mlp.dgelu_matmul(x, w2, pre, "none", True))
+cubins = {launch.kernel.__name__: offline.compiled(launch, 90).asm["cubin"] for launch in launches[:2]}
+codes = {name: machine_code.read(cubin) for name, cubin in cubins.items()}
 print(json.dumps({name: [len(code.instructions), code.spills, code.registers] for name, code in codes.items()}))
 """
 

@@ -1,4 +1,4 @@
-"""The product in Gluon, without a GPU: run as Python under a model (gluon_model.py), and its machine code read."""
+"""The product in Gluon without a GPU: run as Python under gluon_model.py; its machine code read."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vitfast import verify as trial
 from vitfast.kernels import gluon_names, launch, mlp, product_gluon, rows, tiles
 from vitfast.kernels.tiles import Rule, tile
+from vitfast.tune import trial
 from vitfast.tune import tuner as tune
 from vitfast.verify.launchers import Draw, Launcher, Sizes
 
@@ -27,7 +27,7 @@ CASES = {"fc1": "linear_gelu_fwd", "dgelu": "dgelu_matmul"}
 def gluon_tile(op: str) -> tiles.Tile:
     with tiles.targeting(90):
         like = torch.empty(0, dtype=BF16, device="meta")
-        (found,) = (t for t in tiles.rivals(op, like, "768x3072", unchecked=True) if t.provider == "gluon")
+        (found,) = (t for t in tiles.candidates(op, like, "768x3072", unchecked=True) if t.provider == "gluon")
     return found
 
 
@@ -37,15 +37,15 @@ def gluon_tile(op: str) -> tiles.Tile:
 def product_of(
     bug: tuple[str, ...], kind: str, m: int, n: int, k: int, programs: int, seed: int, stages: int = 3, group: int = 2
 ) -> None:
-    """Runs the kernel with an epilogue that stores sums, and compares. Rows of 2, so that a tile is of 4 x 64."""
+    """Runs the kernel with an epilogue that stores sums, and compares; output blocks of 4 x 64."""
     copy, generator = gluon_model.module(*bug, rows=2), torch.Generator().manual_seed(seed)
     a = torch.randn(m, k, generator=generator).half()
     b = torch.randn(*((k, n) if kind == "nn" else (n, k)), generator=generator).half()
     out, stored = torch.full((m, n), torch.nan, dtype=torch.float64), torch.zeros(m, n)
 
-    def epilogue(sums, out, row_tile, offs_m, cols, m, n, stride, tanh):
+    def epilogue(sums, out, row_block, offs_m, cols, m, n, stride, tanh):
         assert (
-            sums.shape == (2, 16) and (offs_m == 2 * row_tile + torch.arange(2)).all() and (stride, tanh) == (n, True)
+            sums.shape == (2, 16) and (offs_m == 2 * row_block + torch.arange(2)).all() and (stride, tanh) == (n, True)
         )
         offs_m, cols = offs_m[offs_m < m], cols[cols < n]
         out[offs_m[:, None], cols] = sums[: len(offs_m), : len(cols)]
@@ -63,7 +63,7 @@ def product_of(
 
 @pytest.mark.parametrize("kind", ["nt", "nn"])
 def test_every_schedule_gives_the_product(kind):
-    """Rings shorter and longer than a tile's steps; M, N and K that end inside blocks; one tile and several a program."""
+    """Rings shorter and longer than K; M, N and K that end inside blocks; one block a program or several."""
     shapes = [(25, 136, 200), (4, 64, 64), (10, 192, 136)]
     for seed, (stages, programs) in enumerate([(2, 1), (2, 2), (3, 2), (4, 3), (7, 1)] * 2):
         product_of((), kind, *shapes[seed % 3], programs, seed, stages, group=1 + seed % 3)
@@ -90,7 +90,7 @@ BUGS = {
     "sums go on from the last tile": ("use_acc=k > 0", "use_acc=step > 0"),
     "too few bytes are expected": ("(2 * ROWS + BLOCK_N) * BLOCK_K * 2", "(ROWS + BLOCK_N) * BLOCK_K * 2"),
     "both groups take the upper rows": ("slice(half * ROWS, ROWS)", "slice(0, ROWS)"),
-    "a group of row tiles is not cut at the last": ("min(tiles_m - first, GROUP_M)", "GROUP_M"),
+    "a group of row blocks is not cut at the last": ("min(blocks_m - first, GROUP_M)", "GROUP_M"),
 }
 
 
@@ -101,35 +101,35 @@ def test_a_planted_bug_is_found(bug):
             product_of(BUGS[bug], "nt", 25, 136, 200, programs=1, seed=seed)
 
 
-@pytest.mark.parametrize("tiles_m, tiles_n, group", [(1, 1, 8), (13, 3, 8), (16, 12, 8), (7, 5, 3), (395, 12, 8)])
-def test_every_tile_is_visited_once(tiles_m, tiles_n, group):
-    visited = [product_gluon.tile_at.fn(i, tiles_m, tiles_n, group) for i in range(tiles_m * tiles_n)]
-    assert sorted(visited) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
-    assert len({m for m, _ in visited[: min(tiles_m, group) * tiles_n]}) == min(tiles_m, group)
+@pytest.mark.parametrize("blocks_m, blocks_n, group", [(1, 1, 8), (13, 3, 8), (16, 12, 8), (7, 5, 3), (395, 12, 8)])
+def test_every_block_is_visited_once(blocks_m, blocks_n, group):
+    visited = [product_gluon.block_at.fn(i, blocks_m, blocks_n, group) for i in range(blocks_m * blocks_n)]
+    assert sorted(visited) == [(m, n) for m in range(blocks_m) for n in range(blocks_n)]
+    assert len({m for m, _ in visited[: min(blocks_m, group) * blocks_n]}) == min(blocks_m, group)
 
 
 @triton.jit
 def epilogue_kernel(
-    sums_ptr, p0, p1, p2, p3, pid_m, first_m, first_n, M, N, s0, s1, TANH: tl.constexpr, WIDTH: tl.constexpr
+    sums_ptr, p0, p1, p2, p3, index_m, first_m, first_n, M, N, s0, s1, TANH: tl.constexpr, WIDTH: tl.constexpr
 ):
     offs_m, cols = first_m + tl.arange(0, 64).to(tl.int64), first_n + tl.arange(0, WIDTH)
     sums = tl.load(sums_ptr + tl.arange(0, 64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
     if s1 is None:
-        mlp.store_gelu(sums, p0, p1, p2, pid_m, offs_m, cols, M, N, s0, TANH)
+        mlp.store_gelu(sums, p0, p1, p2, index_m, offs_m, cols, M, N, s0, TANH)
     else:
-        mlp.store_dgelu(sums, p0, p1, p2, p3, pid_m, offs_m, cols, M, N, s0, s1, TANH)
+        mlp.store_dgelu(sums, p0, p1, p2, p3, index_m, offs_m, cols, M, N, s0, s1, TANH)
 
 
 def interpreted(sums, *rest):
     """The epilogue of fc1 or of dGELU, whichever has these arguments, in Triton's interpreter."""
     count = 4 if len(rest) == 12 else 3
-    pointers, (row_tile, offs_m, cols, m, n), (*strides, tanh) = (
+    pointers, (row_block, offs_m, cols, m, n), (*strides, tanh) = (
         rest[:count],
         rest[count : count + 5],
         rest[count + 5 :],
     )
     (p0, p1, p2, p3), (s0, s1) = (*pointers, None)[:4], (*strides, None)[:2]
-    first = dict(pid_m=row_tile, first_m=int(offs_m[0]), first_n=int(cols[0]), M=m, N=n)
+    first = dict(index_m=row_block, first_m=int(offs_m[0]), first_n=int(cols[0]), M=m, N=n)
     assert len(offs_m) == 64
     sums = sums.float().contiguous()
     epilogue_kernel[(1,)](sums, p0, p1, p2, p3, **first, s0=s0, s1=s1, TANH=tanh, WIDTH=len(cols))
@@ -210,7 +210,7 @@ with tiles.targeting(90):
             s = Sizes(batch=batch, tokens=197, width=width, heads=3, hidden=4 * width, image=32, patch=16)
             shape = f"{{width}}x{{4 * width}}"
             like = codegen.torch.empty(0, dtype=codegen.torch.bfloat16, device=codegen.META)
-            (rival,) = (t for t in tiles.rivals(op, like, shape, unchecked=True) if t.provider == "gluon")
+            (rival,) = (t for t in tiles.candidates(op, like, shape, unchecked=True) if t.provider == "gluon")
             launcher = launchers(s)[name]
             with tiles.override(op, rival):
                 found = codegen.record(lambda: launcher.call(*launcher.make(Draw(like.dtype, codegen.META))))[0]
@@ -235,7 +235,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow(25)
 def test_it_compiles_to_what_it_was_written_for():
-    """B/16, L/16 and a width of 192 share their code: wgmma not serialised (four always run on), nothing spilled, registers handed over."""
+    """B/16, L/16 and a width of 192 share their code: wgmma not serialised, no spill, setmaxnreg."""
     if gluon_names.MISSING:
         pytest.skip(gluon_names.MISSING)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -268,7 +268,7 @@ def test_nothing_takes_it_unasked(op, monkeypatch):
     chosen = gluon_tile(op)
     for x in (meta, torch.empty(0, dtype=BF16)):
         assert tiles.lookup(op, x, "768x3072").provider != "gluon"
-        assert "gluon" not in [t.provider for t in tiles.rivals(op, x, "768x3072")]
+        assert "gluon" not in [t.provider for t in tiles.candidates(op, x, "768x3072")]
     before = tiles.lookup(op, meta, "768x3072")
     monkeypatch.setitem(tiles.RULES, op, (Rule(chosen), *tiles.RULES[op]))
     assert tiles.lookup(op, meta, "768x3072") == tiles.shipped(op, meta, "768x3072") == before
@@ -294,7 +294,9 @@ def test_where_it_cannot_run_it_says_why():
         tiles.lookup(op, whole.to("meta"), "768x3072")
     for sm in (80, 89, 100, 120):
         with tiles.targeting(sm):
-            assert not any(t.provider == "gluon" for t in tiles.rivals(op, half.to("meta"), "768x3072", unchecked=True))
+            assert not any(
+                t.provider == "gluon" for t in tiles.candidates(op, half.to("meta"), "768x3072", unchecked=True)
+            )
 
 
 def test_another_gluon_is_a_reason_and_no_error():
@@ -325,7 +327,7 @@ def test_strides_that_descriptors_cannot_take_leave_it_to_the_shipped_tile():
             assert found.grid == (36,) and found.arguments["pointers"][3].shape == (6, 3072)
             assert found.arguments["a"].block_shape == [128, 64] and found.arguments["b"].block_shape == [64, 256]
         else:
-            assert found.arguments["part_ptr"].shape == (3, 3072)
+            assert found.arguments["sums_ptr"].shape == (3, 3072)
 
 
 def test_a_launch_finds_the_device_of_tensors_in_tuples():

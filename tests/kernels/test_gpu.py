@@ -1,6 +1,6 @@
-"""What only a GPU shows: bfloat16, real shapes, offsets beyond 2^31, the same bits twice, training beside plain PyTorch, the sanitizer.
+"""Checks that need a GPU: bfloat16, real shapes, offsets beyond 2^31, the same bits twice.
 
-pytest tests -m gpu
+And training beside plain PyTorch, the sanitizer. pytest tests -m gpu
 """
 
 import os
@@ -41,11 +41,11 @@ def test_every_operation_at_every_shape(shape, op, dtype):
 @pytest.mark.parametrize("op", list(cases(SIZES["B/16 224"], ops)))
 @pytest.mark.parametrize("shape", ["B/16 224", "H/14 224"])
 def test_every_rival_computes_the_same(shape, op, dtype):
-    """What the tuner may choose: tensor descriptors, our products in the place of cuBLAS and the other way round, the other paths of attention."""
+    """Every tile that the tuner may choose: descriptors, our products for cuBLAS's, attention's paths."""
     with tiles.watching() as used:
         examine(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
     for name, bits, shape_class in used:
-        for rival in tiles.rivals(
+        for rival in tiles.candidates(
             name, torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=GPU), shape_class
         ):
             with tiles.override(name, rival, shape_class):
@@ -103,7 +103,7 @@ def test_attention_and_gemm_beyond_2_31_elements():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
 def test_training_follows_plain_pytorch(compiled):
-    """200 AdamW steps of a small ViT on the digits in bf16: the loss curve stays within bf16 noise of plain PyTorch's."""
+    """200 AdamW steps of a small ViT on digits in bf16: losses within bf16 noise of plain PyTorch's."""
     from sklearn.datasets import load_digits
 
     scans = load_digits()

@@ -36,7 +36,7 @@ def test_lookup_takes_the_first_match(monkeypatch):
 def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
     monkeypatch.setenv("VITFAST_TILES", str(path))
-    row = tiles.as_row("attention_fwd", "Some GPU", "16", "d64", tile(8, 3, "rows", BLOCK_M=32))
+    row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64", tile(8, 3, "rows", BLOCK_M=32))
     path.write_text(json.dumps({"tiles": [row]}))
     tiles._user_table.cache_clear()
     assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): tile(8, 3, "rows", BLOCK_M=32)}
@@ -72,7 +72,7 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
         ("linear_residual_fwd", tile(provider="cublas"), ""),
     ]
     path.write_text(
-        json.dumps({"tiles": [tiles.as_row(op, "Some GPU", "16", "768x3072", value) for op, value, _ in rows]})
+        json.dumps({"tiles": [tiles.to_record(op, "Some GPU", "16", "768x3072", value) for op, value, _ in rows]})
     )
     tiles.reload_user_table()
     gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
@@ -103,7 +103,7 @@ def test_what_is_forced_must_exist():
     assert not tiles._overrides
 
 
-def test_every_rival_that_runs_here_is_offered():
+def test_every_candidate_that_runs_here_is_offered():
     half = torch.empty(1, dtype=torch.float16)
     for op, shape, providers in [
         ("linear_fwd", "768x2304", ["triton", "tma", "triton", "tma"]),  # and both again with wide tiles
@@ -113,14 +113,14 @@ def test_every_rival_that_runs_here_is_offered():
         ("attention_fwd", "d64nlong", ["flash"]),
         ("layer_norm_bwd", "3x256as", ["torch"]),
     ]:
-        assert [t.provider for t in tiles.rivals(op, half, shape)] == providers, op
+        assert [t.provider for t in tiles.candidates(op, half, shape)] == providers, op
     with tiles.targeting(80):
-        assert [t.provider for t in tiles.rivals("linear_fwd", half, "768x2304")] == [
+        assert [t.provider for t in tiles.candidates("linear_fwd", half, "768x2304")] == [
             "triton"
         ]  # no tensor descriptors before sm_90
 
 
-def test_a_provider_may_have_several_rivals_each_a_variant(monkeypatch):
+def test_a_provider_may_have_several_candidates_each_a_variant(monkeypatch):
     shipped, wide, tma, wide_tma = (tile(8, 3, name, BLOCK_N=n) for name in ("triton", "tma") for n in (128, 256))
     monkeypatch.setitem(tiles.RULES, "x", (Rule(shipped),))
     rules = (
@@ -129,13 +129,13 @@ def test_a_provider_may_have_several_rivals_each_a_variant(monkeypatch):
         Rule(wide_tma, variant="wide"),
         Rule(tile(4, 2, "tma", BLOCK_N=64), variant="wide"),
     )
-    monkeypatch.setitem(tiles.RIVALS, "x", rules)
+    monkeypatch.setitem(tiles.CANDIDATES, "x", rules)
     half = torch.empty(1, dtype=torch.float16)
-    assert tiles.rivals("x", half, "d64") == [wide, tma, wide_tma]
+    assert tiles.candidates("x", half, "d64") == [wide, tma, wide_tma]
     with tiles.override("x", wide):
-        assert tiles.rivals("x", half, "d64") == [tma, wide_tma]
+        assert tiles.candidates("x", half, "d64") == [tma, wide_tma]
     with tiles.override("x", wide_tma):
-        assert tiles.rivals("x", half, "d64") == [shipped, wide]
+        assert tiles.candidates("x", half, "d64") == [shipped, wide]
 
 
 def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
@@ -144,15 +144,17 @@ def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
         limited.meta == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168)
         and "maxnreg" not in tile(4, 2, BLOCK_M=64).meta
     )
-    row = tiles.as_row("x", "Some GPU", "16", "d64", limited)
-    assert tiles.from_row(json.loads(json.dumps(row))) == limited
-    assert tiles.from_row({k: v for k, v in row.items() if k != "maxnreg"}) == tile(4, 2, BLOCK_M=64)  # an older table
+    row = tiles.to_record("x", "Some GPU", "16", "d64", limited)
+    assert tiles.from_record(json.loads(json.dumps(row))) == limited
+    assert tiles.from_record({k: v for k, v in row.items() if k != "maxnreg"}) == tile(
+        4, 2, BLOCK_M=64
+    )  # an older table
 
 
 def test_a_tuned_row_is_kept_beside_the_others(tmp_path, monkeypatch):
     path = tmp_path / "new" / "tiles.json"
     monkeypatch.setenv("VITFAST_TILES", str(path))
-    row = tiles.as_row("attention_fwd", "Some GPU", "16", "d64n256", tile(8, 3, "rows", BLOCK_M=32))
+    row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64n256", tile(8, 3, "rows", BLOCK_M=32))
     for changed in (row, row | {"bits": "32"}, row | {"num_warps": 4}):
         tuned.keep(changed)
     assert json.loads(path.read_text())["tiles"] == [row | {"bits": "32"}, row | {"num_warps": 4}]

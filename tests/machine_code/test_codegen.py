@@ -22,7 +22,7 @@ def measured(row: dict) -> tuple:
 
 # Programs that are to fit a multiprocessor of sm_90 in 16 bits, whatever the Triton: the tiles launch as many (PER_SM), and count on as many.
 PROGRAMS = {
-    "_attention_fwd_rows_kernel": {("B/16 attention", "L/16 attention"): 3},
+    "_attention_fwd_short_kernel": {("B/16 attention", "L/16 attention"): 3},
     "_attention_bwd_head_kernel": {
         ("B/16 attention backward", "B/32 attention backward", "L/16 attention backward"): 3,
         ("Dh 80 attention backward",): 2,
@@ -223,7 +223,7 @@ def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["code"], found["obstacle"], found["same"]) == (0, "", True) and found["count"] >= 10
-    assert {"linear_gelu_kernel", "_attention_fwd_rows_kernel", "_attention_bwd_dq_kernel", "gelu_bwd_kernel"} <= set(
+    assert {"linear_gelu_kernel", "_attention_fwd_short_kernel", "_attention_bwd_dq_kernel", "gelu_bwd_kernel"} <= set(
         found["kernels"]
     )
     assert len(found["shared"]) > found["count"] and f"{found['count']} kernels for sm_90" in done.stdout
@@ -305,7 +305,7 @@ def test_the_committed_table_is_of_these_kernels(codegen):
     assert set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)) == {row["kernel"] for row in rows}
     rivals = {
         rule.tile.provider
-        for rules in tiles.RIVALS.values()
+        for rules in tiles.CANDIDATES.values()
         for rule in rules
         if rule.tile.blocks or rule.tile.provider == "tiled"
     }

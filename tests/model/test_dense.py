@@ -1,4 +1,7 @@
-"""What detection, segmentation and inspection take from a ViT: feature maps under a pyramid, and attention matrices, against timm and by hand in float64."""
+"""A ViT under detection, segmentation and inspection, against timm and float64.
+
+Feature maps under a pyramid, and attention matrices.
+"""
 
 import copy
 
@@ -15,7 +18,10 @@ TOL = dict(atol=1e-5)  # fp32 on both sides
 
 
 class Pyramid(nn.Module):
-    """Maps of strides 4, 8, 16 and 32 from those of four blocks, all of stride 16 (Li et al., 2022, feed theirs from one)."""
+    """Maps of strides 4, 8, 16 and 32 from those of four blocks, all of stride 16.
+
+    Li et al., 2022, feed theirs from one.
+    """
 
     def __init__(self, backbone, width=48, out=8):
         super().__init__()
@@ -43,7 +49,7 @@ class Pyramid(nn.Module):
     ids=["non-square", "dynamic"],
 )
 def test_feature_pyramid_trains_as_on_timm(size, options):
-    """Maps, and after a random gradient those of every parameter, are timm's; a step along them lowers the loss."""
+    """Maps and the gradients of every parameter are timm's; a step along them lowers the loss."""
     peer = Pyramid(randomize(VisionTransformer(**SMALL | options)))
     ours = copy.deepcopy(peer)
     ours.backbone = ViT(**SMALL | options)
@@ -145,7 +151,10 @@ def test_attention_maps_of_chosen_layers(model):
 
 
 def test_training_keeps_no_attention_matrix():
-    """Nothing that autograd saves in a training step is as large as one image's maps; asking for maps leaves no graph behind either."""
+    """Nothing that autograd saves in a training step is as large as one image's maps.
+
+    Asking for maps leaves no graph behind either.
+    """
     model, x = ViT(**SMALL | dict(patch_size=4, num_classes=3)), torch.randn(2, 3, 64, 64)
     tokens, saved = 257, []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):

@@ -1,4 +1,4 @@
-"""The hybrids against timm's models, timm's loader of Google's files, the formulas in float64, and the paper's numbers."""
+"""The hybrids against timm's models and loader, float64 formulas, the paper's numbers."""
 
 import builtins
 from functools import partial
@@ -21,15 +21,8 @@ from vitfast.convert import write
 from vitfast.export import export
 
 LAYERS, WIDTH = (1, 2), 0.5  # a narrow ResNet, 1/8 of the image's size
-NARROW = dict(
-    img_size=32,
-    patch_size=8,
-    embed_dim=48,
-    depth=2,
-    num_heads=3,
-    num_classes=5,
-    backbone=dict(layers=LAYERS, width=WIDTH),
-)
+SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
+NARROW = dict(SIZES, backbone=dict(layers=LAYERS, width=WIDTH))
 SMALLEST = {**NARROW, "img_size": 16, "patch_size": 4, "depth": 1, "backbone": dict(layers=[1], width=WIDTH)}
 TOL = dict(atol=1e-4, rtol=1e-5)  # fp32, in another order of sums
 
@@ -45,18 +38,9 @@ def random(model):
 
 
 def timm_narrow(**changes) -> VisionTransformer:
-    cnn = ResNetV2(
-        LAYERS,
-        num_classes=0,
-        global_pool="",
-        width_factor=WIDTH,
-        preact=False,
-        stem_type="same",
-        conv_layer=partial(StdConv2dSame, eps=1e-8),
-    )
-    args = {k: v for k, v in NARROW.items() if k != "backbone"} | dict(
-        patch_size=1, embed_layer=partial(TimmEmbed, backbone=cnn)
-    )
+    plain = dict(num_classes=0, global_pool="", preact=False, stem_type="same")
+    cnn = ResNetV2(LAYERS, width_factor=WIDTH, conv_layer=partial(StdConv2dSame, eps=1e-8), **plain)
+    args = dict(SIZES, patch_size=1, embed_layer=partial(TimmEmbed, backbone=cnn))
     return VisionTransformer(**args | changes)
 
 

@@ -1,7 +1,5 @@
-"""The ViT against timm's VisionTransformer, the paper's numbers, and torch's compilers."""
+"""The ViT against timm's VisionTransformer and the paper's numbers."""
 
-import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -14,10 +12,8 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-import vitfast
 from vitfast import InputError, ViT
 from vitfast.positions import resample, sincos_2d
-from vitfast.train.masked import MaskedPatches
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7)
 TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
@@ -226,6 +222,17 @@ def test_intermediates_equal_timm(options):
         ours.forward_intermediates(x, indices=[9])
 
 
+def test_patches_may_be_changed_before_they_get_prefix_and_positions():
+    x, flip = torch.randn(2, 3, 32, 32), lambda patches: patches.flip(1)
+    for options in (dict(reg_tokens=2), dict(no_embed_class=True), dict(pos_embed="none")):
+        model = randomize(ViT(**SMALL, **options))
+        plain, flipped = model.forward_features(x), model.forward_features(x, change_patches=flip)
+        assert_close(model.forward_features(x, change_patches=lambda patches: patches), plain, **TOL)
+        prefix = model.num_prefix_tokens
+        back = torch.cat([flipped[:, :prefix], flipped[:, prefix:].flip(1)], 1)
+        assert torch.allclose(back, plain, **TOL) == ("pos_embed" in options)  # only positions know the order
+
+
 def test_attention_maps_are_the_attention_that_ran():
     model = randomize(ViT(**SMALL, reg_tokens=1))
     x = torch.randn(2, 3, 32, 32)
@@ -253,232 +260,6 @@ def test_reset_classifier_replaces_the_whole_head_by_zeros():
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 48)
     with pytest.raises(InputError, match="cannot pool"):
         model.reset_classifier(3, "max")
-
-
-def test_drop_path_keeps_or_drops_whole_samples():
-    model = randomize(ViT(**{**SMALL, "depth": 1}, drop_path_rate=0.0))
-    block = model.blocks[0]
-    block.drop_path_rate = 0.5
-    x = torch.randn(64, 5, 48)
-    full = block.eval()(x)
-    attention_only = vitfast.ref.attention_block(
-        x,
-        block.norm1.weight,
-        block.norm1.bias,
-        block.attn.qkv.weight,
-        block.attn.qkv.bias,
-        block.attn.proj.weight,
-        block.attn.proj.bias,
-        num_heads=3,
-    )
-    out = block.train()(x)
-    kept = (out - x).flatten(1).abs().amax(1) > 0
-    assert 10 < kept.sum() < 64 - 4  # (1/2)^2 of 64 drop both halves
-    branch = x + 2 * (attention_only - x)  # attention kept (times 1/keep), mlp dropped
-    assert any(torch.allclose(out[i], branch[i], atol=1e-5) for i in range(64))
-    assert not torch.allclose(out, full)
-    torch.manual_seed(3)
-    first = block(x)
-    torch.manual_seed(3)
-    assert_close(block(x), first, atol=0)
-
-
-def test_drop_path_rates_rise_linearly_like_timms():
-    ours, theirs = (
-        ViT(**{**SMALL, "depth": 5}, drop_path_rate=0.2),
-        VisionTransformer(**{**SMALL, "depth": 5}, drop_path_rate=0.2),
-    )
-    assert [b.drop_path_rate for b in ours.blocks] == pytest.approx(
-        [getattr(b.drop_path1, "drop_prob", 0.0) for b in theirs.blocks]
-    )
-
-
-def test_dropout_sits_where_the_paper_says():
-    """With p = 0.5 timm (same seed, same order of draws) gives the same training-mode output."""
-    options = dict(pos_drop_rate=0.5, proj_drop_rate=0.5, drop_rate=0.5, init_values=0.5)
-    ours, theirs = ViT(**SMALL, **options), VisionTransformer(**SMALL, **options)
-    theirs.load_state_dict(randomize(ours).state_dict())
-    x = torch.randn(4, 3, 32, 32)
-    torch.manual_seed(1)
-    a = ours.train()(x)
-    torch.manual_seed(1)
-    b = theirs.train()(x)
-    assert_close(a, b, **TOL)
-    assert_close(ours.eval()(x), theirs.eval()(x), **TOL)
-
-
-def test_checkpointing_changes_nothing_but_memory():
-    model = randomize(ViT(**SMALL, drop_path_rate=0.3))
-    x = torch.randn(4, 3, 32, 32)
-    upstream = torch.randn(4, 7)
-    results = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        torch.manual_seed(5)
-        results.append(gradients(model, model(x), upstream))
-    for key in results[0]:
-        assert_close(results[1][key], results[0][key], atol=1e-6, name=key)
-
-
-@pytest.fixture
-def settled(monkeypatch):
-    """Keep="auto" settles on this device as it would on a GPU, with room for 100 tokens; the list holds (tokens, bytes of a number)."""
-    asked = []
-
-    def choose(blocks, parameters, rows, size, device):
-        asked.append((rows, size))
-        return "all" if rows <= 100 else "least"
-
-    monkeypatch.setattr("vitfast.model.ASKED", ("cpu",))
-    monkeypatch.setattr("vitfast.model.choose", choose)
-    return asked
-
-
-def kept_by(model: ViT) -> str:
-    (keep,) = {block.keep for block in model.blocks}
-    return keep
-
-
-def test_auto_is_settled_in_training_for_the_most_tokens_seen(settled):
-    model = ViT(**SMALL, dynamic_img_size=True)
-    tokens = model.patch_embed.num_patches + 1
-    assert 3 * tokens <= 100 < 6 * tokens
-
-    def run(batch: int, side: int = 32) -> str:
-        model(torch.randn(batch, 3, side, side))
-        return kept_by(model)
-
-    model.eval()
-    assert run(2) == "least" and not settled  # inference keeps nothing
-    model.train()
-    with torch.no_grad():
-        assert run(2) == "least" and not settled
-    assert run(2) == "all" and model.keep == "auto"
-    assert run(1) == run(2) == "all" and settled == [(2 * tokens, 4)]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert run(3) == "all" and settled[1:] == [(3 * tokens, 2)]
-    assert run(2, 64) == "least" and settled[2:] == [(2 * (4 * (tokens - 1) + 1), 4)]  # larger images
-    assert run(2) == "least" and len(settled) == 3
-    assert model.decide_keep(2, torch.bfloat16) == "all" and settled[3:] == [(2 * tokens, 2)]  # who asks is answered
-    for keep in ("least", "all"):
-        model.set_keep(keep)
-        assert run(6) == keep and len(settled) == 4
-
-
-def test_auto_keeps_the_least_while_blocks_are_checkpointed(settled):
-    model, images = ViT(**SMALL), torch.randn(2, 3, 32, 32)
-    model(images)
-    assert kept_by(model) == "all"
-    model.set_grad_checkpointing()
-    assert kept_by(model) == "least"
-    model(images).sum().backward()
-    assert kept_by(model) == model.decide_keep(2) == "least" and len(settled) == 1
-    model.set_grad_checkpointing(False)
-    model(images)
-    assert kept_by(model) == "all" and len(settled) == 2
-    model.set_grad_checkpointing(False)  # nothing changes
-    assert kept_by(model) == "all"
-    model.set_keep("all")
-    model.set_grad_checkpointing()
-    assert kept_by(model) == "all"  # as it was told to
-
-
-def test_auto_is_settled_wherever_blocks_are_trained(settled):
-    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    for run in (lambda model: model.forward_intermediates(images), lambda model: MaskedPatches(model)(images)):
-        model = ViT(**SMALL)
-        run(model)
-        assert kept_by(model) == "all"
-    assert settled[0] == settled[1]
-
-
-def test_models_pickled_before_there_was_a_choice_run(settled):
-    model = ViT(**SMALL)
-    for name in ("keep", "_keep_rows"):
-        del model.__dict__[name]
-    for block in model.blocks:
-        del block.__dict__["keep"]
-    model = pickle.loads(pickle.dumps(model))
-    model(torch.randn(2, 3, 32, 32)).sum().backward()
-    assert kept_by(model) == "all" and model.keep == "auto"
-
-
-@pytest.mark.slow(25)
-def test_compile_is_one_graph_and_recompiles_once():
-    model = randomize(ViT(**SMALL, drop_path_rate=0.1)).eval()
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for batch in (4, 6, 3, 9, 5):
-        x = torch.randn(batch, 3, 32, 32)
-        upstream = torch.randn(batch, 7)
-        a, b = gradients(model, compiled(x), upstream), gradients(model, model(x), upstream)
-        for key in b:
-            assert_close(a[key], b[key], atol=1e-4, rtol=1e-4, name=key)
-        assert_close(compiled(x), model(x), **TOL)
-    assert counter.frame_count <= 2
-
-
-@pytest.mark.slow(15)
-@torch._inductor.config.patch(fallback_random=True)
-def test_compiled_code_of_uint8_in_training_equals_eager():
-    """Inductor's own code, with eager's random numbers."""
-    model = randomize(ViT(**{**SMALL, "depth": 1}, drop_path_rate=0.5, proj_drop_rate=0.1))
-    raw, upstream, results = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8), torch.randn(4, 7), []
-    torch._dynamo.reset()
-    for run in (torch.compile(model, fullgraph=True), model):
-        torch.manual_seed(1)
-        out = run(raw)
-        results.append(gradients(model, out, upstream) | {"logits": out})
-    for key, value in results[1].items():
-        assert_close(results[0][key], value, atol=1e-4, rtol=1e-4, name=key)
-    assert not torch.equal(results[1]["logits"], model.eval()(raw))
-
-
-def test_export_has_a_dynamic_batch():
-    model = randomize(ViT(**SMALL)).eval()
-    program = torch.export.export(
-        model, (torch.randn(2, 3, 32, 32),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
-    )
-    x = torch.randn(5, 3, 32, 32)
-    assert_close(program.module()(x), model(x), **TOL)
-
-
-def test_fx_traces_each_operation_as_a_leaf():
-    model = randomize(ViT(**SMALL)).eval()
-    traced = torch.fx.symbolic_trace(model)
-    names = [
-        node.target.__name__
-        for node in traced.graph.nodes
-        if node.op == "call_function" and hasattr(node.target, "__name__")
-    ]
-    assert names.count("attention_block") == names.count("mlp_block") == 2 and "patch_embed" in names
-    x = torch.randn(2, 3, 32, 32)
-    assert_close(traced(x), model(x), atol=0)
-
-
-def test_autocast_and_fp32_residual():
-    x = torch.randn(2, 3, 32, 32)
-    truth = None
-    errors = {}
-    for fp32 in (False, True):
-        model = ViT(**{**SMALL, "depth": 6}, residual_in_fp32=fp32)
-        torch.manual_seed(2)
-        randomize(model)
-        truth = copy.deepcopy(model).double()(x.double()).detach() if truth is None else truth
-        streams = []
-        model.blocks[3].register_forward_hook(
-            lambda module, args, output, streams=streams: streams.append(output.dtype)
-        )
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(x)
-        assert out.dtype == torch.bfloat16 and streams == [torch.float32 if fp32 else torch.bfloat16]
-        errors[fp32] = (out.double() - truth).norm() / truth.norm()
-        out.float().square().mean().backward()
-        assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
-        half = copy.deepcopy(model).bfloat16()
-        assert half(x).dtype == torch.bfloat16
-    assert errors[False] < 0.05 and errors[True] < errors[False]
 
 
 def test_optimiser_helpers_have_timms_meaning():

@@ -1,4 +1,7 @@
-"""Whole models on interpreted kernels: training, compile, autocast, checkpointing, export, and two processes equal to one."""
+"""Whole models on interpreted kernels.
+
+Training, compile, autocast, checkpointing, export, and two processes equal to one.
+"""
 
 import copy
 import os
@@ -97,7 +100,10 @@ def test_compiled_gradients_equal_eager_ones():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(dtype):
-    """Output and gradients: by norm, the error is at most twice PyTorch's under the same autocast, and one rounding."""
+    """The error's norm is at most twice PyTorch's under the same autocast, and one rounding.
+
+    Of the output and of the gradients.
+    """
     model = randomize(ViT(**SMALL), std=0.2)
     x, upstream = torch.randn(2, 3, 16, 16), torch.randn(2, 5)
     exact = copy.deepcopy(model).double()
@@ -195,7 +201,7 @@ def test_doctor_passes_here(capsys):
 
 
 def test_doctor_takes_the_interpreter_by_itself():
-    """Where the environment says nothing of it, and for one operation, in its three dtypes and two forms."""
+    """Without TRITON_INTERPRET in the environment; for one operation, in its three dtypes and two forms."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "vitfast", "doctor", "--only", "linear_gelu"], capture_output=True, text=True, env=env

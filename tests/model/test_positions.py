@@ -1,4 +1,4 @@
-"""Table 8's position embeddings against the formulas written out in float64, and what a change of resolution does to each."""
+"""Table 8's position embeddings against formulas in float64; what resizing does to each."""
 
 import copy
 import json
@@ -42,7 +42,10 @@ def made(name: str, **changes) -> ViT:
 
 
 def truth(p: dict[str, torch.Tensor], options: dict, images: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits and attention matrices of SMALL with these options, from a state dict in float64, with nothing but einsum."""
+    """Logits and attention matrices of SMALL with these options, with nothing but einsum.
+
+    p: a state dict in float64.
+    """
     kind, place = options.get("pos_embed", "learn"), options.get("pos_embed_at", "stem")
     prefix = [p[t] for t in ("cls_token", "reg_token") if t in p]
     first = sum(t.shape[1] for t in prefix)

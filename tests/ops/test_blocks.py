@@ -1,4 +1,7 @@
-"""The two halves of an encoder layer on interpreted kernels against float64: values, every gradient, frozen parameters, torch's machinery."""
+"""The two fused blocks of an encoder layer on interpreted kernels against float64.
+
+Values, every gradient, frozen parameters, torch's machinery.
+"""
 
 import pytest
 import torch
@@ -16,9 +19,12 @@ TOL = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 4e-3}
 WIDTH, HEADS, HIDDEN = 48, 3, 80
 
 
-def parameters(half: str, dtype, *, bias: bool = True, scale: bool = True) -> list:
-    """norm_weight, norm_bias, in_weight, in_bias, out_weight, out_bias, layer_scale: leaves of one dtype, matrices scaled by their fan-in."""
-    rows, inner = (3 * WIDTH, WIDTH) if half == "attention" else (HIDDEN, HIDDEN)
+def parameters(block: str, dtype, *, bias: bool = True, scale: bool = True) -> list:
+    """Parameters of a block: leaves of one dtype, matrices scaled by their fan-in.
+
+    norm_weight, norm_bias, in_weight, in_bias, out_weight, out_bias, layer_scale.
+    """
+    rows, inner = (3 * WIDTH, WIDTH) if block == "attention" else (HIDDEN, HIDDEN)
     vector = lambda n: torch.randn(n).to(dtype).requires_grad_()  # noqa: E731
     matrix = lambda n, k: (torch.randn(n, k) * k**-0.5).to(dtype).requires_grad_()  # noqa: E731
     biases = [vector(n) if bias else None for n in (WIDTH, rows, WIDTH)]
@@ -33,21 +39,24 @@ def parameters(half: str, dtype, *, bias: bool = True, scale: bool = True) -> li
     ]
 
 
-def call(half: str, x, p, drop_path=None, **options):
-    if half == "attention":
+def call(block: str, x, p, drop_path=None, **options):
+    if block == "attention":
         return ops.attention_block(x, *p[:6], num_heads=HEADS, layer_scale=p[6], drop_path=drop_path, **options)
     return ops.mlp_block(x, *p[:6], layer_scale=p[6], drop_path=drop_path, **options)
 
 
-def gradients(half, x, p, drop_path, upstream, mode, dtype=None, **options):
-    """Output and gradients of x and of each parameter that is there, in `dtype` (fresh leaves) under a mode."""
+def gradients(block, x, p, drop_path, upstream, mode, dtype=None, **options):
+    """Output and gradients of x and of each parameter that is there, under a mode.
+
+    dtype: that of fresh leaves.
+    """
     leaf = lambda t: None if t is None else (t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_()  # noqa: E731
     x, p = leaf(x), [leaf(t) for t in p]
     with ops.use_kernels(mode):
         out = (
-            call(half, x, p, None if drop_path is None or dtype is None else drop_path.to(dtype), **options)
+            call(block, x, p, None if drop_path is None or dtype is None else drop_path.to(dtype), **options)
             if dtype
-            else call(half, x, p, drop_path, **options)
+            else call(block, x, p, drop_path, **options)
         )
         out.backward(upstream.to(out.dtype))
     return [out.detach(), x.grad, *(t.grad for t in p if t is not None)]
@@ -65,57 +74,57 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", TOL, ids=str)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_blocks_match_float64(half, name, dtype):
+@pytest.mark.parametrize("block", ["attention", "mlp"])
+def test_blocks_match_float64(block, name, dtype):
     options = dict(CASES[name])
     drop_path = torch.tensor([0.0, 1.25, 2.0]) if options.pop("drop", False) else None
-    p = parameters(half, dtype, **options)
+    p = parameters(block, dtype, **options)
     x, upstream = torch.randn(3, 7, WIDTH).to(dtype), torch.randn(3, 7, WIDTH).to(dtype)
-    truth = gradients(half, x, p, drop_path, upstream, "off", torch.float64)
-    peer = gradients(half, x, p, drop_path, upstream, "off")
-    mine = gradients(half, x, p, drop_path, upstream, "on")
+    truth = gradients(block, x, p, drop_path, upstream, "off", torch.float64)
+    peer = gradients(block, x, p, drop_path, upstream, "off")
+    mine = gradients(block, x, p, drop_path, upstream, "on")
     for i, (a, b, t) in enumerate(zip(mine, peer, truth, strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape
         error, own, size = (a - t).abs().max(), (b - t).abs().max(), t.abs().max()
         assert error <= 2 * own + TOL[dtype] * size, (
-            f"{half} {name}, tensor {i}: {error:.2e}, PyTorch {own:.2e}, size {size:.2e}"
+            f"{block} {name}, tensor {i}: {error:.2e}, PyTorch {own:.2e}, size {size:.2e}"
         )
 
 
-@pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_what_is_kept_is_what_would_be_written_again(half):
+@pytest.mark.parametrize("block", ["attention", "mlp"])
+def test_keeping_all_gives_the_same_bits_and_writes_less(block):
     """keep="all": the same bits, and backward writes neither LayerNorm's output nor the activation."""
-    p, written = parameters(half, torch.float16), {}
+    p, written = parameters(block, torch.float16), {}
     x, upstream = (torch.randn(3, 7, WIDTH).half() for _ in range(2))
     drop_path = torch.tensor([0.0, 1.25, 2.0])
     for drop in (None, drop_path):
-        least, everything = (gradients(half, x, p, drop, upstream, "on", keep=keep) for keep in ("least", "all"))
+        least, everything = (gradients(block, x, p, drop, upstream, "on", keep=keep) for keep in ("least", "all"))
         assert all(torch.equal(a, b) for a, b in zip(least, everything, strict=True))
-    p = parameters(half, torch.float16, scale=False)  # fp16 scales g in a pass of its own
+    p = parameters(block, torch.float16, scale=False)  # fp16 scales g in a pass of its own
     for keep in ("least", "all"):
         leaves = [t if t is None else t.detach().requires_grad_() for t in (x, *p)]
         with ops.use_kernels("on"):
-            out = call(half, leaves[0], leaves[1:], keep=keep)
+            out = call(block, leaves[0], leaves[1:], keep=keep)
             launches = {
                 launch.kernel.__name__: launch.arguments for launch in record(lambda out=out: out.backward(upstream))
             }
         written[keep] = [launches["layer_norm_bwd_kernel"]["out_ptrs"][2]] + (
-            [launches["dgelu_matmul_kernel"]["act_ptr"]] if half == "mlp" else []
+            [launches["dgelu_matmul_kernel"]["act_ptr"]] if block == "mlp" else []
         )
         assert launches["layer_norm_bwd_kernel"]["ws_ptrs"][3] is not None and "scale_rows_kernel" not in launches
     assert all(t is not None for t in written["least"]) and all(t is None for t in written["all"])
     with pytest.raises(ValueError, match="_block: keep must be 'least' or 'all', got 'auto'"):
-        call(half, x, p, keep="auto")
+        call(block, x, p, keep="auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_fp32_residual_over_16_bit_parameters(half, dtype):
-    p = parameters(half, dtype)
+@pytest.mark.parametrize("block", ["attention", "mlp"])
+def test_fp32_residual_over_16_bit_parameters(block, dtype):
+    p = parameters(block, dtype)
     x, upstream = torch.randn(2, 5, WIDTH) * 30, torch.randn(2, 5, WIDTH)
-    truth = gradients(half, x, p, None, upstream, "off", torch.float64)
-    peer = gradients(half, x, p, None, upstream, "off", residual_in_fp32=True)
-    mine = gradients(half, x, p, None, upstream, "on", residual_in_fp32=True)
+    truth = gradients(block, x, p, None, upstream, "off", torch.float64)
+    peer = gradients(block, x, p, None, upstream, "off", residual_in_fp32=True)
+    mine = gradients(block, x, p, None, upstream, "on", residual_in_fp32=True)
     assert mine[0].dtype == mine[1].dtype == torch.float32
     for a, b, t in zip(mine, peer, truth, strict=True):
         assert a.dtype == b.dtype
@@ -124,91 +133,82 @@ def test_fp32_residual_over_16_bit_parameters(half, dtype):
     assert (mine[0] - truth[0]).abs().max() < 10 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_frozen_parameters_cost_nothing(half):
+@pytest.mark.parametrize("block", ["attention", "mlp"])
+def test_frozen_parameters_cost_nothing(block):
     """Every choice of trainable parameters gives the same gradients as all of them, and fewer launches."""
-    p = parameters(half, torch.float32)
+    p = parameters(block, torch.float32)
     x, upstream = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH)
-    whole = gradients(half, x, p, None, upstream, "on")[1:]
+    whole = gradients(block, x, p, None, upstream, "on")[1:]
     counts = {}
     for trainable in ([0], [7], [3, 4], [5, 6], [1, 2], [3], [0, 3, 5]):
         leaves = [t.detach().clone().requires_grad_(i in trainable) for i, t in enumerate([x, *p])]
         with ops.use_kernels("on"):
-            call(half, leaves[0], leaves[1:]).backward(upstream)
+            call(block, leaves[0], leaves[1:]).backward(upstream)
         for i, (leaf, expected) in enumerate(zip(leaves, whole, strict=True)):
             assert (leaf.grad is None) == (i not in trainable)
             if i in trainable:
                 assert_close(leaf.grad, expected, atol=1e-5, rtol=1e-5, name=f"{trainable} {i}")
         again = [t.detach().clone().requires_grad_(i in trainable) for i, t in enumerate([x, *p])]
         with ops.use_kernels("on"):  # recorded launches compute nothing: what lands in `again` is of no use
-            launches = record(lambda again=again: call(half, again[0], again[1:]).backward(upstream))
+            launches = record(lambda again=again: call(block, again[0], again[1:]).backward(upstream))
         counts[tuple(trainable)] = len(launches)
         if trainable == [5, 6]:  # the output layer alone: nothing below it is differentiated
             names = {launch.kernel.__name__ for launch in launches}
             assert not any("bwd" in name or "dgelu" in name for name in names), names
     everything = [t.detach().clone().requires_grad_() for t in (x, *p)]
     with ops.use_kernels("on"):
-        most = len(record(lambda: call(half, everything[0], everything[1:]).backward(upstream)))
+        most = len(record(lambda: call(block, everything[0], everything[1:]).backward(upstream)))
         assert max(counts.values()) < most, (counts, most)
         with torch.no_grad():
-            assert all(t.numel() == 0 for t in forward(half, x, p, keep="none")[1:])
+            assert all(t.numel() == 0 for t in forward(block, x, p, keep="none")[1:])
 
 
-def forward(half, x, p, keep):
+def forward(block, x, p, keep):
     tensors = [x, *(t.detach() for t in p)]
-    if half == "attention":
+    if block == "attention":
         return blocks._attention_fwd(*tensors, None, HEADS, 1e-6, keep)
     return blocks._mlp_fwd(*tensors, None, "none", 1e-6, keep)
 
 
-@pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_opcheck(half):
-    p = parameters(half, torch.float32)
+@pytest.mark.parametrize("block", ["attention", "mlp"])
+def test_opcheck_of_forward_and_backward(block):
+    p = parameters(block, torch.float32)
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
-    option = HEADS if half == "attention" else "tanh"
-    operation = blocks._attention_fwd if half == "attention" else blocks._mlp_fwd
+    option = HEADS if block == "attention" else "tanh"
+    operation = blocks._attention_fwd if block == "attention" else blocks._mlp_fwd
     torch.library.opcheck(operation, (x, *p, torch.rand(2), option, 1e-6, "least"))
     torch.library.opcheck(operation, (x, *p, None, option, 1e-6, "all"))
     torch.library.opcheck(operation, (x.detach(), *(t.detach() for t in p), None, option, 1e-6, "none"))
-    backward, held = (blocks._attention_bwd, 5) if half == "attention" else (blocks._mlp_bwd, 3)
+    backward, held = (blocks._attention_bwd, 5) if block == "attention" else (blocks._mlp_bwd, 3)
     kept = [t.detach() for t in operation(x, *p, None, option, 1e-6, "all")][1:]
-    extra = () if half == "attention" else (option,)
-    for mask in ([True] * 8, [False, False, False, True, False, True, False, True]):
+    extra = () if block == "attention" else (option,)
+    inputs = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None)
+    for needs in ([True] * 8, [False, False, False, True, False, True, False, True]):
         for more in (kept[held:], [None] * len(kept[held:])):
-            arguments = (
-                torch.randn(2, 3, WIDTH),
-                x.detach(),
-                *(t.detach() for t in p),
-                None,
-                *kept[:held],
-                *more,
-                *extra,
-                1e-6,
-                mask,
-            )
+            arguments = (*inputs, *kept[:held], *more, *extra, 1e-6, needs)
             torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_edges(half):
-    p = parameters(half, torch.float32)
+@pytest.mark.parametrize("block", ["attention", "mlp"])
+def test_empty_batches_strides_and_second_derivatives(block):
+    p = parameters(block, torch.float32)
     with ops.use_kernels("on"):
         empty = torch.randn(0, 4, WIDTH, requires_grad=True)
-        out = call(half, empty, p)
+        out = call(block, empty, p)
         assert out.shape == (0, 4, WIDTH)
         out.backward(torch.randn_like(out))
         assert empty.grad.shape == empty.shape and all((t.grad == 0).all() for t in p)
         x = torch.randn(4, 2, WIDTH).transpose(0, 1).requires_grad_()
-        out = call(half, x, p)
+        out = call(block, x, p)
         assert out.is_contiguous()
-        expected = call(half, x.detach().contiguous(), p)
+        expected = call(block, x.detach().contiguous(), p)
         assert_close(out, expected, atol=0)
         out.backward(torch.ones(1, 1, WIDTH).expand_as(out))  # an expanded upstream gradient
-        grads = torch.autograd.grad(call(half, x, p).sum(), x, create_graph=True)[0]
+        grads = torch.autograd.grad(call(block, x, p).sum(), x, create_graph=True)[0]
         with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
             grads.sum().backward()
     with ops.use_kernels("off"):
-        assert_close(call(half, x, p), expected, atol=1e-4, rtol=1e-4)
+        assert_close(call(block, x, p), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_head_sizes_without_a_kernel():

@@ -1,4 +1,4 @@
-"""The public operations against formulas written out by hand, their argument checks, and what autocast does to them."""
+"""The public operations against formulas written out by hand; argument checks; autocast."""
 
 import math
 import os
@@ -69,7 +69,7 @@ def test_attention_is_its_formula(scale):
     assert_close(ops.attention(qkv, scale=scale), expected, **TOL)
     assert_close(ops.attention(q, k, v, scale=scale), expected, **TOL)
     assert ops.attention(qkv.transpose(0, 1).contiguous().transpose(0, 1)).is_contiguous()
-    weights = ref.attention_probs(q, k, scale=scale)
+    weights = ref.attention_probabilities(q, k, scale=scale)
     assert_close(torch.einsum("bhnm,bmhd->bnhd", weights, v), expected, **TOL)
 
 

@@ -1,10 +1,11 @@
-"""Passes over memory of one encoder layer, counted from what it launches: bytes in units of the tokens, u = B N D numbers
-of 16 bits.
+"""Passes over memory of one encoder layer, counted from what it launches.
 
-The rule: what a kernel is given it reads or writes once, in full; so does an operation of torch that is no view and no
-allocation (cuBLAS' products). What is as large as the tokens is counted in whole u; the rest (weights and their gradients,
-statistics, lse, workspaces of column sums) is about one u together. By this rule the layer moved 90 u, 30 forward and 60
-backward, before LayerNorm's backward took the column sums of dout: those were 1 u in each half.
+Bytes in units of the tokens, u = B N D numbers of 16 bits.
+
+The rule: what a kernel is given it reads or writes once, in full; so does an operation of torch that is no view and
+no allocation (cuBLAS' products). What is as large as the tokens is counted in whole u; the rest (weights and their
+gradients, statistics, lse, workspaces of column sums) is about one u together. By this rule the layer moved 90 u, 30
+forward and 60 backward, before LayerNorm's backward took the column sums of dout: those were 1 u in each block.
 """
 
 import pytest
@@ -15,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels.launch import recording
 from vitfast.ops import blocks
+from vitfast.ops.blocks import BlockNeeds
 
 B, N, D, H, F = 256, 197, 768, 12, 3072
 U = B * N * D
@@ -35,7 +37,10 @@ class Torch(TorchDispatchMode):
 
 
 def moved(arguments) -> list[int]:
-    """Bytes of each piece of memory among a call's arguments: views of one tensor, descriptors too, are no more than that tensor."""
+    """Bytes of each piece of memory among a call's arguments.
+
+    Views of one tensor, descriptors too, are no more than that tensor.
+    """
     views, storages = {}, {}
     for leaf in tree_leaves(arguments):
         tensor = leaf.base if isinstance(leaf, TensorDescriptor) else leaf
@@ -58,9 +63,9 @@ def counted(run) -> tuple[object, float, float]:
 
 
 def layer(
-    keep: str, mask: list[bool], layer_scale: bool = False, drop_path: bool = False
+    keep: str, needs: BlockNeeds, layer_scale: bool = False, drop_path: bool = False
 ) -> tuple[float, float, float]:
-    """(forward, backward, the rest) of both halves at ViT-B/16, batch 256, on meta tensors."""
+    """(forward, backward, the rest) of both blocks at ViT-B/16, batch 256, on meta tensors."""
 
     def meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -75,40 +80,36 @@ def layer(
         tensors = (meta(B, N, D), *vectors, *matrices, *factors)
         (_, *kept), u, small = counted(lambda: fwd._init_fn(*tensors, option, 1e-6, keep))  # noqa: B023
         kept = [*kept[:held], *(t if keep == "all" else None for t in kept[held:])]
-        options = (1e-6, mask) if option == H else (option, 1e-6, mask)
         dout = meta(B, N, D)
+        options = (1e-6, list(needs)) if option == H else (option, 1e-6, list(needs))
         _, back, more = counted(lambda: bwd._init_fn(dout, *tensors, *kept, *options))  # noqa: B023
         forward, backward, rest = forward + u, backward + back, rest + small + more
     return forward, backward, rest
 
 
-ALL = [True] * 7 + [False]
+NONE = BlockNeeds(*[False] * 8)
+WITH_SCALE = BlockNeeds(*[True] * 8)
+ALL = WITH_SCALE._replace(layer_scale=False)
 
 
 def test_a_layer_moves_88_u_and_82_where_all_is_kept():
     forward, backward, rest = layer("least", ALL)
-    # beside it weights, statistics and workspaces, a quarter of a u of which is attention's scratch for dQ, made to stay in L2
+    # beside it weights, statistics and workspaces, a quarter of a u of which is attention's scratch for dQ, made to
+    # stay in L2
     assert (forward, backward) == (30, 58) and rest < 1.3
     forward, backward, rest = layer("all", ALL)
     assert (forward, backward) == (30, 52) and rest < 1.3
 
 
 def test_factors_and_frozen_parameters():
-    """drop_path: g = drop_path * dout is written and read in place of dout, the sum comes with it: 2 u a half."""
+    """drop_path: g = drop_path * dout is written and read in place of dout: 2 u a block.
+
+    Its sum comes with it.
+    """
     assert layer("least", ALL, drop_path=True)[1] == 58 + 4
-    assert layer("all", [True] * 8, layer_scale=True)[1] == 52
-    frozen = [
-        True,
-        False,
-        False,
-        False,
-        False,
-        False,
-        False,
-        False,
-    ]  # dx alone: no weight gradients, LayerNorm's output or activation
+    assert layer("all", WITH_SCALE, layer_scale=True)[1] == 52
+    frozen = NONE._replace(x=True)  # no weight gradients, LayerNorm's output or activation
     assert layer("least", frozen)[1] == layer("all", frozen)[1] == 58 - 16 - 2 - 4
-    biases = [False, False, False, False, True, False, True, False]
-    assert layer("least", biases)[1] == pytest.approx(
-        1 + 2 + 8 + 1 + 9
-    )  # a pass of its own for the sum, where LayerNorm's backward does not run
+    biases = NONE._replace(in_bias=True, out_bias=True)
+    # a pass of its own for the sum, where LayerNorm's backward does not run
+    assert layer("least", biases)[1] == pytest.approx(1 + 2 + 8 + 1 + 9)

@@ -1,8 +1,8 @@
-"""The timm entry points, held to what timm's own tests demand of a model, and to timm's VisionTransformer with the same weights.
+"""The timm entry points, held to timm's own tests and to its VisionTransformer with the same weights.
 
 timm's tests themselves run where TIMM_TESTS names them:
     pip download --no-binary timm --no-deps timm && tar xf timm-*.tar.gz
-    TIMM_TESTS=$PWD/timm-*/tests/test_models.py pytest tests/test_timm_models.py -k own_tests
+    TIMM_TESTS=$PWD/timm-*/tests/test_models.py pytest tests/timm_models -k own_tests
 """
 
 import os
@@ -49,7 +49,7 @@ def images(*size, batch=2, chans=3):
 
 
 def test_names_and_twins():
-    """Every entry point has timm's configuration, and the keys and shapes of the timm model that it is named after."""
+    """Every entry point has the configuration, keys and shapes of the timm model it is named after."""
     names = [n for n in vitfast.timm_models.__all__ if n.startswith("vit_")]
     assert sorted(names) == timm.list_models("vit_fast_*", module="vision_transformer") and len(names) == 11
     for name in names:
@@ -143,7 +143,7 @@ def test_what_timms_factory_and_optimisers_rely_on():
 
 @pytest.mark.parametrize("change", [dict(size=(48, 32)), dict(pool="avg")], ids=str)
 def test_timm_saves_it_after_changes(tmp_path, weights, change):
-    """save_for_hf writes what create_model needs to make this very model again, and vitfast reads the folder too."""
+    """create_model makes this very model again of what save_for_hf wrote, and vitfast reads it too."""
     model = make(checkpoint_path=weights[1])
     model.set_input_size(img_size=change.get("size", (32, 32)))
     model.reset_classifier(3, change.get("pool"))
@@ -212,7 +212,7 @@ def test_fx_is_bit_equal_and_trains(weights):
 
 
 def test_a_script_runs_with_the_models_known(tmp_path):
-    """`python -m vitfast.timm_models SCRIPT ...`: main, arguments and neighbouring modules as if Python had been given the script."""
+    """`python -m vitfast.timm_models SCRIPT ...`: main, arguments and neighbours as Python has them."""
     (tmp_path / "neighbour.py").write_text("import timm\nmake = timm.create_model")
     script = "import sys, neighbour\nassert __name__ == '__main__'\n"
     script += "print(sys.argv[1:], type(neighbour.make(sys.argv[2], img_size=32, depth=1)).__name__)\nsys.exit(3)"
@@ -229,7 +229,7 @@ def test_a_script_runs_with_the_models_known(tmp_path):
     reason="TIMM_TESTS does not name timm's tests/test_models.py (the docstring says how to get it)",
 )
 def test_timms_own_tests():
-    """All but TorchScript: the operations choose kernels or plain PyTorch in Python, which torch.jit.script cannot take."""
+    """All but TorchScript: the operations choose kernels in Python, which torch.jit.script cannot take."""
     command = [
         sys.executable,
         "-m",

@@ -387,7 +387,7 @@ def test_an_interruption_loses_nothing_and_the_next_run_goes_on(table):
     with pytest.raises(KeyboardInterrupt):
         list(work.run(work.problems(TINY, "linear_gelu")))
     (row,) = table()
-    kept = tiles.from_row(row)
+    kept = tiles.from_record(row)
     assert (
         json.loads(tiles.user_table_path().read_text())["trying"] == []
     )  # the interruption is not the candidate's fault
@@ -417,11 +417,11 @@ def test_the_shipped_tile_is_tried_again_when_the_table_has_another(table):
     work = tuner(Clock())
     (problem,) = work.problems(TINY, "linear_gelu")
     far = dataclasses.replace(problem.start, num_warps=1, num_stages=6)
-    tuned.keep(tiles.as_row(problem.op, "GPU", problem.bits, problem.shape, far))
+    tuned.keep(tiles.to_record(problem.op, "GPU", problem.bits, problem.shape, far))
     again = tuner(Clock(lambda p, t: 0.5 if t == problem.start else 1.0))
     (settled,) = again.run(again.problems(TINY, "linear_gelu"))
     assert (
-        settled.problem.start == far and settled.best == problem.start and tiles.from_row(table()[0]) == problem.start
+        settled.problem.start == far and settled.best == problem.start and tiles.from_record(table()[0]) == problem.start
     )
 
 
@@ -554,7 +554,7 @@ def test_a_candidate_that_breaks_the_gpu_is_not_tried_again(table):
     broken = dataclasses.replace(problem, launcher=dataclasses.replace(problem.launcher, call=call))
     with pytest.raises(tune.DeviceLost, match="illegal memory access"):
         list(work.run([broken]))
-    tuned.keep(tiles.as_row("x", "GPU", "16", "y", bad))  # which changes nothing about what is refused
+    tuned.keep(tiles.to_record("x", "GPU", "16", "y", bad))  # which changes nothing about what is refused
     (settled,) = tuner(clock := Clock()).run([broken])
     assert bad not in {t for _, t in clock.timed} and "illegal" in settled.failures[bad] and settled.finished
 
@@ -603,7 +603,7 @@ def test_a_candidate_that_hangs_is_noticed_and_not_tried_again(table):
     (settled,) = work.run(work.problems(TINY, "linear_gelu"))
     assert go_on.is_set() and settled.finished
     path = tiles.user_table_path()
-    left = tiles.as_row("linear_gelu_fwd", "GPU", "16", "64x96", tile(16, 1, BLOCK_M=16)) | {
+    left = tiles.to_record("linear_gelu_fwd", "GPU", "16", "64x96", tile(16, 1, BLOCK_M=16)) | {
         "pid": 2**22 + 1
     }  # of no process
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trying": [left]}))
@@ -628,7 +628,7 @@ def test_inputs_that_do_not_fit_beside_the_others_are_made_again(table):
 def two_writers(path: str, name: str, count: int) -> None:
     os.environ["VITFAST_TILES"] = path
     for i in range(count):
-        tuned.keep(tiles.as_row("x", name, "16", str(i), tile(4, 2, BLOCK_M=16)))
+        tuned.keep(tiles.to_record("x", name, "16", str(i), tile(4, 2, BLOCK_M=16)))
 
 
 def test_two_processes_that_write_the_table_lose_nothing(table, tmp_path):

@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from mutants import MUTANTS, NUMBERS, ROOT
+from mutant import NUMBERS, ROOT
+from mutants import MUTANTS
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels import launch, tiles
@@ -53,7 +54,7 @@ def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
                     described.update(op for op, _, _ in used)
     known = {
         (op, rule.tile.provider)
-        for table in (tiles.RULES, tiles.RIVALS)
+        for table in (tiles.RULES, tiles.CANDIDATES)
         for op, rules in table.items()
         for rule in rules
     }

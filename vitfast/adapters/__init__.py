@@ -1,8 +1,8 @@
-"""`accelerate`: vitfast's operations under an existing timm, Hugging Face or torchvision ViT, in place.
+"""`accelerate`: vitfast's operations under a timm, Hugging Face or torchvision ViT, in place.
 
-A layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and calls the library's
-modules where it cannot. Parameters, names, hooks, copies, pickles, isinstance and what was wrapped around the model stay as they are.
-A library is imported only where the model is made of it.
+A layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and
+calls the library's modules where it cannot. Parameters, names, hooks, copies, pickles, isinstance and what was wrapped
+around the model stay as they are. A library is imported only where the model is made of it.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from .registry import candidates, exchanged, known, refusal
+from .registry import known_classes, replaceable_modules, replacement_class, unsupported_reason
 from .report import Entry, Report, describe
 
 __all__ = ["Entry", "Report", "accelerate", "acceleration_report", "restore"]
@@ -21,14 +21,13 @@ __all__ = ["Entry", "Report", "accelerate", "acceleration_report", "restore"]
 _log = logging.getLogger("vitfast")
 
 
-def _checked(function: str, model: nn.Module) -> nn.Module:
+def _require_module(function: str, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
-    return model
 
 
-def _give(classes: list[tuple[nn.Module, type]]) -> None:
-    """Exchanges classes, and makes torch.compile look again."""
+def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
+    """Replaces the classes of modules, and makes torch.compile look again."""
     for module, cls in classes:
         module.__class__ = cls
     # torch 2.11 does not guard on a module's class, 2.15 does: what it compiled before would go on unchanged.
@@ -37,25 +36,33 @@ def _give(classes: list[tuple[nn.Module, type]]) -> None:
 
 
 def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Module:
-    """Puts vitfast's operations under the ViT layers of a model, anywhere in it, in place; returns the model.
+    """Puts vitfast's operations under the ViT layers of a model, in place; returns the model.
 
-    timm's VisionTransformer and its relatives of the same Block (1.0 and later), transformers' ViT, DeiT and DINOv2 (5, with q_proj, k_proj,
-    v_proj), torchvision's vit_*. Parameters are the same objects under the same names. What a layer holds is looked at in every call: replaced
-    linear layers (LoRA, quantisation), parametrisations, hooks, dropout in training, masks and requests for attention weights run the library's
-    own code. What was replaced and what was left, with the reason, is logged by the logger "vitfast"; `acceleration_report(model)` says it again.
+    timm's VisionTransformer and its relatives of the same Block (1.0 and later), transformers' ViT, DeiT and DINOv2 (5,
+    with q_proj, k_proj, v_proj), torchvision's vit_*. Parameters are the same objects under the same names. What a
+    layer holds is looked at in every call: replaced linear layers (LoRA, quantisation), parametrisations, hooks,
+    dropout in training, masks and requests for attention weights run the library's own code. What was replaced and what
+    was left, with the reason, is logged by the logger "vitfast"; `acceleration_report(model)` says it again.
 
-    residual_in_fp32: what the residual stream is under autocast. None keeps the original's (fp32 where a parameter of fp32 is added to it), False
-    takes autocast's dtype, which is faster, True fp32. Outside autocast the stream has the dtype of the weights.
+    residual_in_fp32: the residual stream under autocast. None keeps the original's dtype (fp32 where a parameter of
+    fp32 is added to it), False takes autocast's, which is faster, True fp32. Outside autocast the stream has the dtype
+    of the weights.
 
-    Call it before or after DDP, torch.compile, fully_shard and activation checkpointing are set up. Raises InputError for what is no module.
+    Call it before or after DDP, torch.compile, fully_shard and activation checkpointing are set up. Raises InputError
+    for what is no module.
     """
-    found = known(_checked("accelerate", model))
-    theirs = {own: cls for cls, own in found.ours.items()}
-    chosen = candidates(model, found).values()
-    fresh = [module for module in chosen if exchanged(type(module), theirs) is None and refusal(module, found) is None]
-    _give([(module, exchanged(type(module), found.ours)) for module in fresh])
-    for module in chosen:
-        if hasattr(module, "halves"):
+    _require_module("accelerate", model)
+    known = known_classes(model)
+    modules = replaceable_modules(model, known).values()
+    _set_classes(
+        [
+            (module, replacement_class(type(module), known.ours))
+            for module in modules
+            if replacement_class(type(module), known.originals) is None and unsupported_reason(module, known) is None
+        ]
+    )
+    for module in modules:
+        if hasattr(module, "fused_blocks"):
             module.__dict__.pop("residual_in_fp32", None)
             if residual_in_fp32 is not None:
                 module.residual_in_fp32 = residual_in_fp32
@@ -66,18 +73,23 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
 
 def restore(model: nn.Module) -> nn.Module:
     """Undoes `accelerate`: every module has the class it came with; returns the model."""
-    found = known(_checked("restore", model))
-    theirs = {own: cls for cls, own in found.ours.items()}
-    ours = [module for module in model.modules() if exchanged(type(module), theirs) is not None]
-    for module in ours:
+    _require_module("restore", model)
+    originals = known_classes(model).originals
+    classes = [(module, replacement_class(type(module), originals)) for module in model.modules()]
+    classes = [(module, cls) for module, cls in classes if cls is not None]
+    for module, _ in classes:
         module.__dict__.pop("residual_in_fp32", None)
-    _give([(module, exchanged(type(module), theirs)) for module in ours])
+    _set_classes(classes)
     return model
 
 
 def acceleration_report(model: nn.Module) -> Report:
-    """What runs on vitfast's operations in a model as it is now, and what does not and why. Print it; `.replaced` and `.left` are lists."""
-    return describe(_checked("acceleration_report", model))
+    """The parts of a model that run on vitfast's operations now, and those that do not and why.
+
+    Print it; `.replaced` and `.left` are lists of entries.
+    """
+    _require_module("acceleration_report", model)
+    return describe(model)
 
 
 if "transformers.modeling_utils" in sys.modules:

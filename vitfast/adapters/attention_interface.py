@@ -1,8 +1,9 @@
-"""`model.set_attn_implementation("vitfast")`: the attention operation in transformers' registry, for any model that uses the registry.
+"""`model.set_attn_implementation("vitfast")`: the attention operation for transformers.
 
-Registered when this module is imported: by `import vitfast` where transformers was imported before, else by `vitfast.accelerate` of a
-transformers model or by `import vitfast.adapters.hugging_face`. A model that is accelerated needs it in one case: compiled by torch 2.11, where
-transformers makes a mask of ones for "sdpa" and the attention half would run the library's code.
+It is in transformers' registry, for any model that uses it. Registered when this module is imported: by `import
+vitfast` where transformers was imported before, else by `vitfast.accelerate` of a transformers model or by `import
+vitfast.adapters.hugging_face`. A model that is accelerated needs it in one case: compiled by torch 2.11, where
+transformers makes a mask of ones for "sdpa" and the attention block would run the library's code.
 """
 
 from torch import Tensor, nn
@@ -11,13 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from .. import ops
-from .halves import plain, takes
+from .fused_blocks import are_plain, is_supported_input
 
-_HARMLESS = (
-    "output_hidden_states",
-    "return_dict",
-    "num_items_in_batch",
-)  # they reach the attention and change nothing in it
+# Keyword arguments that reach the attention and change nothing in it.
+_HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
 
 
 def changes(kwargs: dict) -> bool:
@@ -38,19 +36,13 @@ def vitfast_attention_forward(
 ) -> tuple[Tensor, None]:
     """query, key, value (B, H, N, Dh) -> ((B, N, H, Dh), None).
 
-    Masks, causal attention, dropout, fewer keys than heads, and keyword arguments of other attentions go to transformers' own "sdpa", which
-    also says what it cannot do; like it, this one never returns attention weights.
+    Masks, causal attention, dropout, fewer keys than heads, and keyword arguments of other attentions go to
+    transformers' own "sdpa", which also says what it cannot do; like it, this one never returns attention weights.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     same = query.shape == key.shape == value.shape and query.dtype == key.dtype == value.dtype
-    if (
-        attention_mask is not None
-        or dropout > 0
-        or causal
-        or not same
-        or not (takes(query) and plain(key, value))
-        or changes(kwargs)
-    ):
+    supported = same and is_supported_input(query) and are_plain(key, value)
+    if attention_mask is not None or dropout > 0 or causal or not supported or changes(kwargs):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -58,7 +50,7 @@ def vitfast_attention_forward(
 
 
 def _mask(**kwargs) -> Tensor | None:
-    """sdpa's mask; but none where nothing is masked, which transformers writes out while torch 2.11 compiles (it takes that for an export)."""
+    """sdpa's mask; None where nothing is masked: torch 2.11 compiling, transformers writes one."""
     if (
         kwargs.get("attention_mask") is None
         and kwargs.get("mask_function") is bidirectional_mask_function

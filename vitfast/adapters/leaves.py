@@ -1,15 +1,15 @@
-"""Two leaf layers whose class alone is exchanged: the patch projection and the LayerNorms outside the blocks. Hooks on them keep working."""
+"""The patch projection and the LayerNorms outside the blocks: only their class is replaced."""
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..ops._dispatch import KERNEL_DTYPES
-from .halves import plain, takes
+from .fused_blocks import are_plain, is_supported_input
 
 
 def is_patch_projection(conv: nn.Conv2d) -> bool:
-    """True for a convolution that cuts the image into patches: stride equal to the kernel, above 1, and nothing else."""
+    """Whether a convolution cuts the image into patches: its stride, above 1, is its kernel."""
     return (
         min(conv.stride) > 1
         and conv.stride == conv.kernel_size
@@ -24,14 +24,14 @@ class Conv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if not takes(x) or not plain(weight, self.bias) or not _projects(x, weight):
+        if not is_supported_input(x) or not are_plain(weight, self.bias) or not _projects(x, weight):
             return super().forward(x)
         tokens = ops.patch_embed(x, weight, self.bias)
         return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // weight.shape[2], x.shape[3] // weight.shape[3]))
 
 
 def _projects(x: Tensor, weight: Tensor) -> bool:
-    """True where the operation takes what the convolution would; the rest, errors too, is the convolution's."""
+    """Whether the operation takes what the convolution would, whose own errors stay."""
     p, q = weight.shape[2:]
     if x.dim() != 4 or x.shape[1] != weight.shape[1] or min(x.shape[2:]) == 0 or x.shape[2] % p or x.shape[3] % q:
         return False
@@ -41,15 +41,14 @@ def _projects(x: Tensor, weight: Tensor) -> bool:
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor) -> Tensor | None:
-    """norm(x) by `ops.layer_norm`; None where PyTorch's must run: no weight, several axes, mixed dtypes, 16 bits under autocast."""
+    """norm(x) by `ops.layer_norm`; None where PyTorch's must run.
+
+    That is without a weight, over several axes, in mixed dtypes, or in 16 bits under autocast.
+    """
     weight, bias = norm.weight, norm.bias
-    if (
-        not takes(x)
-        or weight is None
-        or weight.dim() != 1
-        or not plain(weight, bias)
-        or {x.dtype} != {t.dtype for t in (weight, bias) if t is not None}
-    ):
+    if not is_supported_input(x) or not are_plain(weight, bias) or weight is None or weight.dim() != 1:
+        return None
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return None
     device = x.device.type
     if not torch.is_autocast_enabled(device):

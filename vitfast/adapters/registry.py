@@ -1,8 +1,9 @@
-"""Which classes vitfast has a subclass of, in the libraries that a model is made of; and how a module's class is exchanged."""
+"""The classes that vitfast has a subclass of, and how a module gets it."""
 
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -13,55 +14,58 @@ from torch import nn
 
 from ..ops import use_kernels
 from . import leaves
-from .halves import full_name, stranger
+from .fused_blocks import full_name, unknown_member_reason
 
 _ADAPTERS = {"timm": "timm", "transformers": "hugging_face", "torchvision": "torchvision"}
 
 
 class Known(NamedTuple):
-    """ours: library class -> our subclass. places: parent class -> its children that are leaves. left: why, by a class's full name."""
+    """The classes that a model's libraries have.
+
+    ours: library class -> our subclass. places: parent class -> its children that are leaves. left: a class's full
+    name, or a library's -> why it is left.
+    """
 
     ours: dict[type, type]
     places: dict[type, tuple[str, ...]]
     left: dict[str, str]
 
+    @property
+    def originals(self) -> dict[type, type]:
+        """Our subclass -> the library's class."""
+        return {own: cls for cls, own in self.ours.items()}
 
-def base(cls: type) -> type:
+
+def library_class(cls: type) -> type:
     """The library's class that one of ours is a subclass of."""
     return cls.__bases__[-1]
 
 
 @functools.cache
 def _adapter(library: str) -> tuple[ModuleType | None, dict[type, type], dict[str, str]]:
-    """(the adapter, library class -> ours, why classes are left by their full name); the adapter is None where it cannot be imported."""
+    """(adapter, None if not importable; library class -> ours; full name -> why it is left)."""
     version = f"{library} {getattr(sys.modules[library], '__version__', 'of this version')}"
     try:
         adapter = importlib.import_module(f".{_ADAPTERS[library]}", __package__)
     except (ImportError, AttributeError) as error:
         return None, {}, {library: f"{version} has other layers than vitfast knows ({error})"}
-    ours, left = {base(cls): cls for cls in adapter.LEAVES}, dict(adapter.LEFT)
+    ours, left = {library_class(cls): cls for cls in adapter.LEAVES}, dict(adapter.LEFT)
     for cls, make in adapter.BLOCKS.items():
         if _agrees(cls, make):
-            ours[base(cls)] = cls
+            ours[library_class(cls)] = cls
         else:
-            left[full_name(base(cls))] = f"{version} computes it in another way than vitfast"
+            left[full_name(library_class(cls))] = f"{version} computes it in another way than vitfast"
     return adapter, ours, left
 
 
 def _agrees(cls: type, make: Callable[[], nn.Module]) -> bool:
-    """True where our class gives a small layer's numbers, both by the operations and by the library's modules.
+    """Whether our class gives a small layer's numbers, by the operations and by the modules.
 
     Versions of a library differ; what this one does is found out once, on a layer of width 16 and three tokens.
     """
-    quiet = (
-        torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
-        torch.autocast("cpu", enabled=False),
-        torch.no_grad(),
-        use_kernels("off"),
-    )
+    plain = torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad(), use_kernels("off")
     with contextlib.ExitStack() as stack:
-        for context in quiet:
+        for context in (torch.random.fork_rng(devices=[]), *plain):
             stack.enter_context(context)
         try:
             block = make().float().eval()
@@ -78,8 +82,8 @@ def _agrees(cls: type, make: Callable[[], nn.Module]) -> bool:
             return False
 
 
-def known(model: nn.Module) -> Known:
-    """What the libraries of this model's classes have. Imports no library that the model does not use."""
+def known_classes(model: nn.Module) -> Known:
+    """The known classes of this model's libraries. Imports no library that the model does not use."""
     found = Known({nn.Conv2d: leaves.Conv2d, nn.LayerNorm: leaves.LayerNorm}, {}, {})
     libraries = {cls.__module__.partition(".")[0] for module in model.modules() for cls in type(module).__mro__}
     for library in sorted(libraries & _ADAPTERS.keys()):
@@ -90,8 +94,11 @@ def known(model: nn.Module) -> Known:
     return found
 
 
-def exchanged(cls: type, table: dict[type, type]) -> type | None:
-    """What the table has for a class, or for the class below one that torch mixed in (fully_shard, replicate, a parametrisation)."""
+def replacement_class(cls: type, table: dict[type, type]) -> type | None:
+    """The table's entry for a class, or for the one below a class that torch mixed in.
+
+    fully_shard, replicate and parametrisations mix one in.
+    """
     if cls in table:
         return table[cls]
     below = cls.__bases__[-1] if cls.__bases__ else None
@@ -115,33 +122,32 @@ def _mixed(cls: type, below: type) -> type:
     return _mixtures[cls, below]
 
 
-def candidates(model: nn.Module, found: Known) -> dict[str, nn.Module]:
-    """The modules that accelerate has an eye on, by name: blocks wherever they are, leaves at their places, and classes listed as left."""
-    blocks = tuple(cls for cls, own in found.ours.items() if hasattr(own, "halves"))
-    parts = dict(model.named_modules())
-    chosen = {}
-    for name, module in parts.items():
-        if isinstance(module, blocks) or full_name(type(module)) in found.left:
-            chosen[name] = module
-        for child in (
-            child for parent, children in found.places.items() if isinstance(module, parent) for child in children
-        ):
-            leaf = parts.get(f"{name}.{child}".lstrip("."))
-            if leaf is not None and not isinstance(leaf, nn.Identity):
-                chosen[f"{name}.{child}".lstrip(".")] = leaf
-    return chosen
+def replaceable_modules(model: nn.Module, known: Known) -> dict[str, nn.Module]:
+    """Blocks anywhere, leaves at their places, and classes listed in `left`, by name."""
+    blocks = tuple(cls for cls, own in known.ours.items() if hasattr(own, "fused_blocks"))
+    modules, found = dict(model.named_modules()), {}
+    for name, module in modules.items():
+        if isinstance(module, blocks) or full_name(type(module)) in known.left:
+            found[name] = module
+        children = (children for parent, children in known.places.items() if isinstance(module, parent))
+        for child in itertools.chain.from_iterable(children):
+            path = f"{name}.{child}".lstrip(".")
+            if modules.get(path) is not None and not isinstance(modules[path], nn.Identity):
+                found[path] = modules[path]
+    return found
 
 
-def refusal(module: nn.Module, found: Known) -> str | None:
-    """Why accelerate leaves a candidate alone; None where it gives it a class of ours."""
+def unsupported_reason(module: nn.Module, known: Known) -> str | None:
+    """Why accelerate leaves a module as it is; None where it gives it a class of ours."""
     cls = type(module)
-    if full_name(cls) in found.left:
-        return found.left[full_name(cls)]
-    own = exchanged(cls, found.ours)
+    if full_name(cls) in known.left:
+        return known.left[full_name(cls)]
+    own = replacement_class(cls, known.ours)
     if own is None:
-        return f"{full_name(cls)} {'may have code of its own' if isinstance(module, tuple(found.ours)) else 'is nothing that vitfast replaces'}"
+        derived = isinstance(module, tuple(known.ours))
+        return f"{full_name(cls)} {'may have code of its own' if derived else 'is nothing that vitfast replaces'}"
     if "forward" in module.__dict__:
         return "has a forward of its own, set on the instance"
     if issubclass(own, nn.Conv2d) and not leaves.is_patch_projection(module):
         return "not a patch projection"
-    return stranger(module, own.halves) if hasattr(own, "halves") else None
+    return unknown_member_reason(module, own.fused_blocks) if hasattr(own, "fused_blocks") else None

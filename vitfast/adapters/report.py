@@ -1,16 +1,20 @@
-"""What runs on vitfast's operations in a model, and what does not and why: read from the model as it is now, nothing is stored."""
+"""The parts of a model that run on vitfast's operations now, and those that do not and why."""
 
 from collections import Counter
 from typing import NamedTuple
 
 from torch import nn
 
-from .halves import look
-from .registry import candidates, exchanged, known, refusal
+from .fused_blocks import find
+from .registry import Known, known_classes, replaceable_modules, replacement_class, unsupported_reason
 
 
 class Entry(NamedTuple):
-    """name: the module's in the model. kind: its class. part: what of it. why: None where vitfast runs it, else what stands against it."""
+    """One module, or one fused block of it.
+
+    name: the module's in the model. kind: its class. part: what of it. why: the unsupported reason, None where vitfast
+    runs it.
+    """
 
     name: str
     kind: str
@@ -58,21 +62,19 @@ def _looks_like_attention(module: nn.Module) -> bool:
 
 def describe(model: nn.Module) -> Report:
     """The report on a model as it is now."""
-    found = known(model)
-    theirs = {own: cls for cls, own in found.ours.items()}
-    chosen = candidates(model, found)
-    entries = [
-        Entry("", "", "", why) for name, why in found.left.items() if "." not in name
-    ]  # of a library that could not be served
+    known = known_classes(model)
+    replaceable = replaceable_modules(model, known)
+    # Names without a dot are libraries that could not be imported.
+    entries = [Entry("", "", "", why) for name, why in known.left.items() if "." not in name]
     covered: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(above) for above in covered):
             continue
         kind = type(module).__name__
-        if name in chosen:
+        if name in replaceable:
             covered.append(f"{name}.")
-            entries += _of_candidate(name, module, found, theirs)
-        elif type(module).__module__.startswith("vitfast.") and type(module) not in theirs:
+            entries += _entries_of(name, module, known)
+        elif type(module).__module__.startswith("vitfast.") and type(module) not in known.originals:
             covered.append(f"{name}." if name else "")
             entries.append(Entry(name, kind, "", "vitfast's own"))
         elif _looks_like_attention(module):
@@ -85,16 +87,17 @@ def describe(model: nn.Module) -> Report:
     return report
 
 
-def _of_candidate(name: str, module: nn.Module, found, theirs) -> list[Entry]:
+def _entries_of(name: str, module: nn.Module, known: Known) -> list[Entry]:
+    """Entries of a replaceable module: one, or one for each of its fused blocks."""
     kind = type(module).__name__
-    if exchanged(type(module), theirs) is None:
-        return [Entry(name, kind, "", refusal(module, found) or "vitfast.accelerate(model) was not called")]
-    if hasattr(module, "halves"):
-        looks = [(half.name, look(half, module)) for half in module.halves]
-        # Between calls fully_shard keeps shards, which a half cannot read; in the call they are whole.
-        sharded = getattr(module, "_is_fsdp_managed_module", False)
-        return [
-            Entry(name, kind, part, why if isinstance(why, str) and not (sharded and "DTensor" in why) else None)
-            for part, why in looks
-        ]
-    return [Entry(name, kind, "patch projection" if isinstance(module, nn.Conv2d) else "norm", None)]
+    if replacement_class(type(module), known.originals) is None:
+        return [Entry(name, kind, "", unsupported_reason(module, known) or "vitfast.accelerate(model) was not called")]
+    if not hasattr(module, "fused_blocks"):
+        return [Entry(name, kind, "patch projection" if isinstance(module, nn.Conv2d) else "norm", None)]
+    entries = []
+    for block in module.fused_blocks:
+        found = find(block, module)
+        # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
+        sharded = isinstance(found, str) and "DTensor" in found and getattr(module, "_is_fsdp_managed_module", False)
+        entries.append(Entry(name, kind, block.name, found if isinstance(found, str) and not sharded else None))
+    return entries

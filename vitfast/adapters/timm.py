@@ -1,4 +1,4 @@
-"""timm's VisionTransformer and its relatives that are built of the same Block (DeiT, DINOv2 and CLIP weights, registers, hybrids)."""
+"""timm's VisionTransformer and its relatives of the same Block (DeiT, DINOv2, CLIP, hybrids)."""
 
 import torch
 from timm.layers import DropPath, Mlp
@@ -9,9 +9,9 @@ from timm.models.vision_transformer import Attention, LayerScale
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.attention import obstacle as head_obstacle
+from ..ops.attention import unsupported_reason as head_unsupported
 from . import leaves
-from .halves import ABSENT, Half, Parts, layout, run
+from .fused_blocks import ABSENT, FusedBlock, Modules, layout, run, weights_and_biases
 
 _NORMS = (TimmLayerNorm, nn.LayerNorm)
 _UNUSED = (nn.Identity, ABSENT)  # places of what some versions have and some models fill
@@ -22,13 +22,13 @@ def _fast_norm(norm: nn.Module) -> str | None:
     return "timm's fast norm is on" if getattr(norm, "_fast_norm", False) else None
 
 
-def _attention_obstacle(parts: Parts) -> str | None:
-    attn = parts["attn"]
-    if attn.num_heads * attn.head_dim * 3 != parts["attn.qkv"].out_features:
+def _attention_unsupported(modules: Modules) -> str | None:
+    attn = modules["attn"]
+    if attn.num_heads * attn.head_dim * 3 != modules["attn.qkv"].out_features:
         return "attn.qkv does not give num_heads heads"
     if attn.scale != attn.head_dim**-0.5:
         return "attn.scale is not 1 / sqrt(head size)"
-    return head_obstacle(attn.head_dim, attn.scale) or _fast_norm(parts["norm1"])
+    return head_unsupported(attn.head_dim, attn.scale) or _fast_norm(modules["norm1"])
 
 
 def _drop_path(module: nn.Module, batch: int, device: torch.device) -> Tensor | None:
@@ -40,7 +40,7 @@ def _drop_path(module: nn.Module, batch: int, device: torch.device) -> Tensor | 
     return factors.div_(keep) if keep > 0 and module.scale_by_keep else factors
 
 
-ATTENTION = Half(
+ATTENTION = FusedBlock(
     "attention half",
     ops.attention_block,
     layout(
@@ -59,14 +59,14 @@ ATTENTION = Half(
             "drop_path1": (nn.Identity, DropPath),
         }
     ),
-    tuple((path, name) for path in ("norm1", "attn.qkv", "attn.proj") for name in ("weight", "bias")),
-    options=lambda parts: dict(num_heads=parts["attn"].num_heads, eps=parts["norm1"].eps),
+    weights_and_biases("norm1", "attn.qkv", "attn.proj"),
+    options=lambda modules: dict(num_heads=modules["attn"].num_heads, eps=modules["norm1"].eps),
     layer_scale=("ls1", "gamma"),
-    drop_path=lambda parts, batch, device, _: _drop_path(parts["drop_path1"], batch, device),
-    obstacle=_attention_obstacle,
+    drop_path=lambda modules, batch, device, _: _drop_path(modules["drop_path1"], batch, device),
+    unsupported_reason=_attention_unsupported,
 )
 
-MLP = Half(
+MLP = FusedBlock(
     "MLP half",
     ops.mlp_block,
     layout(
@@ -83,20 +83,20 @@ MLP = Half(
             "drop_path2": (nn.Identity, DropPath),
         }
     ),
-    tuple((path, name) for path in ("norm2", "mlp.fc1", "mlp.fc2") for name in ("weight", "bias")),
-    options=lambda parts: dict(
-        eps=parts["norm2"].eps, approximate=_APPROXIMATE[type(parts["mlp.act"])] or parts["mlp.act"].approximate
+    weights_and_biases("norm2", "mlp.fc1", "mlp.fc2"),
+    options=lambda modules: dict(
+        eps=modules["norm2"].eps, approximate=_APPROXIMATE[type(modules["mlp.act"])] or modules["mlp.act"].approximate
     ),
     layer_scale=("ls2", "gamma"),
-    drop_path=lambda parts, batch, device, _: _drop_path(parts["drop_path2"], batch, device),
-    obstacle=lambda parts: _fast_norm(parts["norm2"]),
+    drop_path=lambda modules, batch, device, _: _drop_path(modules["drop_path2"], batch, device),
+    unsupported_reason=lambda modules: _fast_norm(modules["norm2"]),
 )
 
 
 class Block(vit.Block):
-    """timm's pre-norm block; masks, causal attention and whatever a half cannot take go through timm's own modules."""
+    """timm's pre-norm block; what a fused block cannot take, masks too, runs on timm's modules."""
 
-    halves = (ATTENTION, MLP)
+    fused_blocks = (ATTENTION, MLP)
     residual_in_fp32 = None
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:

@@ -1,29 +1,25 @@
-"""torchvision's VisionTransformer (vit_b_16 and its relatives): nn.MultiheadAttention holds q, k and v packed."""
+"""torchvision's VisionTransformer; its nn.MultiheadAttention holds q, k and v packed."""
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchvision.models import vision_transformer as vit
 
 from .. import ops
-from ..ops.attention import obstacle as head_obstacle
-from .halves import Half, Parts, layout, run
+from ..ops.attention import unsupported_reason as head_unsupported
+from .fused_blocks import FusedBlock, Modules, layout, run, weights_and_biases
 
 
-def _attention_obstacle(parts: Parts) -> str | None:
-    attention = parts["self_attention"]
-    if (
-        not attention.batch_first
-        or attention.bias_k is not None
-        or attention.add_zero_attn
-        or attention.in_proj_weight is None
-    ):
+def _attention_unsupported(modules: Modules) -> str | None:
+    attention = modules["self_attention"]
+    extra = attention.bias_k is not None or attention.add_zero_attn
+    if not attention.batch_first or extra or attention.in_proj_weight is None:
         return "self_attention is not batch-first self-attention alone"
     if attention.dropout > 0 and attention.training:
         return "attention dropout is active in training"
-    return head_obstacle(attention.head_dim, 1.0)
+    return head_unsupported(attention.head_dim, 1.0)
 
 
-ATTENTION = Half(
+ATTENTION = FusedBlock(
     "attention half",
     ops.attention_block,
     layout(
@@ -35,15 +31,15 @@ ATTENTION = Half(
         }
     ),
     (
-        *(("ln_1", name) for name in ("weight", "bias")),
+        *weights_and_biases("ln_1"),
         *(("self_attention", name) for name in ("in_proj_weight", "in_proj_bias")),
-        *(("self_attention.out_proj", name) for name in ("weight", "bias")),
+        *weights_and_biases("self_attention.out_proj"),
     ),
-    options=lambda parts: dict(num_heads=parts["self_attention"].num_heads, eps=parts["ln_1"].eps),
-    obstacle=_attention_obstacle,
+    options=lambda modules: dict(num_heads=modules["self_attention"].num_heads, eps=modules["ln_1"].eps),
+    unsupported_reason=_attention_unsupported,
 )
 
-MLP = Half(
+MLP = FusedBlock(
     "MLP half",
     ops.mlp_block,
     layout(
@@ -57,15 +53,15 @@ MLP = Half(
             "mlp.4": nn.Dropout,
         }
     ),
-    tuple((path, name) for path in ("ln_2", "mlp.0", "mlp.3") for name in ("weight", "bias")),
-    options=lambda parts: dict(eps=parts["ln_2"].eps, approximate=parts["mlp.1"].approximate),
+    weights_and_biases("ln_2", "mlp.0", "mlp.3"),
+    options=lambda modules: dict(eps=modules["ln_2"].eps, approximate=modules["mlp.1"].approximate),
 )
 
 
 class EncoderBlock(vit.EncoderBlock):
-    """torchvision's pre-norm block; what a half cannot take goes through torchvision's own code."""
+    """torchvision's pre-norm block; what a fused block cannot take goes through torchvision's own code."""
 
-    halves = (ATTENTION, MLP)
+    fused_blocks = (ATTENTION, MLP)
     residual_in_fp32 = None
 
     def forward(self, input: Tensor) -> Tensor:

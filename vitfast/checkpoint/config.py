@@ -1,4 +1,4 @@
-"""The constructor arguments that a checkpoint determines: from the shapes of its tensors, from the JSON beside it, from its format."""
+"""Constructor arguments out of a checkpoint: its tensors' shapes, its JSON, its format."""
 
 import math
 import re
@@ -10,35 +10,32 @@ from ..presets import PRESETS, ROOT, pair, reduction, shorthand
 from .files import Files
 from .formats import Format
 
-OURS = ("library", "library_version", "architecture")  # what our config.json holds besides constructor arguments
-_ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(
-    ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"
-)
+_OURS = ("library", "library_version", "architecture")  # our config.json has these besides constructor arguments
+_TANH = ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
 
 
 def infer(state: dict[str, Tensor], form: Format, facts: dict, files: Files, known: dict) -> dict:
     """Constructor arguments of a converted state dict.
 
-    facts: what the conversion saw. known: what the caller says, used only for what nothing else tells (`num_heads`, `img_size`).
-    A config.json of ours is taken as it is. Raises InputError where something is left open, naming the argument to pass.
+    facts: what the conversion saw. known: what the caller says, used only for what nothing else tells (`num_heads`,
+    `img_size`). A config.json of ours is taken as it is. Raises InputError where something is left open, naming the
+    argument to pass.
     """
     shapes = _from_shapes(state)
     if files.config.get("library") == "vitfast":
-        return shapes | from_ours(files.config)
+        # JSON's lists are tuples again
+        return shapes | {k: tuple(v) if isinstance(v, list) else v for k, v in files.config.items() if k not in _OURS}
     try:
-        told = (
-            _from_timm(files.config)
-            if {"architecture", "pretrained_cfg"} & files.config.keys()
-            else _from_hugging_face(files)
-        )
+        of_timm = {"architecture", "pretrained_cfg"} & files.config.keys()
+        told = _from_timm(files.config) if of_timm else _from_hugging_face(files)
         size = told.pop("img_size")
         size = pair(size) if size else None
     except InputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"config.json is not one of timm, Hugging Face or vitfast ({type(error).__name__}: {error}); mend or remove it"
-        ) from error
+        why = f"is not one of timm, Hugging Face or vitfast ({type(error).__name__}: {error})"
+        raise InputError(f"config.json {why}; mend or remove it") from error
     config = form.defaults | shapes | facts | {k: v for k, v in told.items() if v is not None}
     config |= _positions(state, config, size, known.get("img_size"))
     config["num_heads"] = config.get("num_heads") or known.get("num_heads") or _preset_heads(config)
@@ -48,13 +45,8 @@ def infer(state: dict[str, Tensor], form: Format, facts: dict, files: Files, kno
     return config
 
 
-def from_ours(content: dict) -> dict:
-    """The constructor arguments in a config.json that `save` wrote; JSON's lists are tuples again."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in content.items() if k not in OURS}
-
-
 def _from_shapes(state: dict[str, Tensor]) -> dict:
-    """What the names and shapes of the tensors alone say."""
+    """The arguments that follow from the names and shapes of the tensors."""
     dim, chans, *patch = state["patch_embed.proj.weight"].shape
     root, hybrid = state.get("patch_embed.backbone.stem.conv.weight"), {}
     if root is not None:
@@ -86,18 +78,14 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
 
 def _units(state: dict[str, Tensor]) -> list[int]:
     """How many units each stage of a hybrid's ResNet has."""
-    found = {
-        (int(m[1]), int(m[2]))
-        for k in state
-        if (m := re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", k))
-    }
-    return [
-        sum(1 for stage, _ in found if stage == i) for i in range(1 + max((stage for stage, _ in found), default=0))
-    ]
+    pattern = r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\."
+    found = {(int(m[1]), int(m[2])) for k in state if (m := re.match(pattern, k))}
+    stages = [stage for stage, _ in found]
+    return [stages.count(i) for i in range(1 + max(stages, default=0))]
 
 
 def _from_hugging_face(files: Files) -> dict:
-    """What config.json and preprocessor_config.json of transformers say; {} where there are none."""
+    """The arguments in transformers' config.json and preprocessor_config.json; None where it has none."""
     config, pixels = files.config, files.preprocessor
     plain = pixels.get("do_normalize") is False
     return dict(
@@ -111,7 +99,7 @@ def _from_hugging_face(files: Files) -> dict:
 
 
 def _from_timm(config: dict) -> dict:
-    """What the config.json of a timm repository says (the older, flat ones too)."""
+    """The arguments in the config.json of a timm repository (the older, flat ones too)."""
     pretrained, args = config.get("pretrained_cfg", config), config.get("model_args") or {}
     name = config.get("architecture") or pretrained.get("architecture") or ""
     if "_rpn_" in name or "quickgelu" in name:
@@ -149,11 +137,8 @@ def _positions(state: dict[str, Tensor], config: dict, told: tuple[int, int] | N
     if "pos_embed" not in state:
         size = told or asked
         return dict(img_size=size) if size else {}
-    patch, prefix, length = (
-        pair(config["patch_size"]),
-        int(config["class_token"]) + config["reg_tokens"],
-        state["pos_embed"].shape[1],
-    )
+    patch, length = pair(config["patch_size"]), state["pos_embed"].shape[1]
+    prefix = int(config["class_token"]) + config["reg_tokens"]
     patches = {False: length - prefix, True: length}  # how many, by no_embed_class
     if "no_embed_class" in config:
         patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
@@ -169,9 +154,8 @@ def _positions(state: dict[str, Tensor], config: dict, told: tuple[int, int] | N
         no_embed = fits(size)
         if no_embed is not None:
             return dict(img_size=size[0] if size[0] == size[1] else size, no_embed_class=bool(no_embed and prefix))
-    raise InputError(
-        f"a position table of {length} entries is no square grid; pass img_size=(height, width) of the checkpoint"
-    )
+    table = f"a position table of {length} entries is no square grid"
+    raise InputError(f"{table}; pass img_size=(height, width) of the checkpoint")
 
 
 def _preset_heads(config: dict) -> int:
@@ -180,9 +164,8 @@ def _preset_heads(config: dict) -> int:
     for made in PRESETS.values():
         if (made["embed_dim"], made["depth"]) == (dim, depth):
             return made["num_heads"]
-    raise InputError(
-        f"nothing here says how many heads there are, and no preset has embed_dim={dim}, depth={depth}; pass num_heads="
-    )
+    no_preset = f"no preset has embed_dim={dim}, depth={depth}"
+    raise InputError(f"nothing here says how many heads there are, and {no_preset}; pass num_heads=")
 
 
 def _ratio(hidden: int, dim: int) -> float:

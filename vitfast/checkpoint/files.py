@@ -1,8 +1,10 @@
-"""Weights as bytes: finding them (file, folder, hub), reading them without ever running a pickle, writing files that are whole or absent."""
+"""Weights as bytes: found (file, folder, hub), read, and put in their place when written.
+
+No pickle is ever run.
+"""
 
 import argparse
 import json
-import os
 import re
 import tempfile
 import textwrap
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..files import sync
+from ..files import move_synced, sync
 
 HUB = "hf-hub:"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
@@ -26,7 +28,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model
 
 @dataclass(frozen=True)
 class Files:
-    """What a source turned out to be: the weights file, and the JSON beside it where that belongs to it."""
+    """The files of a source: the weights, and the content of the JSON that belongs to them."""
 
     weights: Path
     config: dict = field(default_factory=dict)
@@ -34,9 +36,10 @@ class Files:
 
 
 def locate(source: str | Path) -> Files:
-    """The files of a weights file, a folder, or `hf-hub:owner/name[@revision]`. Raises InputError where there are none.
+    """The files of a weights file, a folder, or `hf-hub:owner/name[@revision]`.
 
-    A file called as in a folder (`model.safetensors`, `pytorch_model.bin`) takes the folder's config.json with it; any other is bare.
+    Raises InputError where there are none. A file called as in a folder (`model.safetensors`,
+    `pytorch_model.bin`) takes the folder's config.json with it; any other is bare.
     """
     if str(source).startswith(HUB):
         return _in_folder(_download(str(source)), source)
@@ -45,16 +48,13 @@ def locate(source: str | Path) -> Files:
         return _in_folder(path, source)
     if path.is_file():
         return _with_json(path) if path.name in WEIGHTS else Files(path)
-    hint = (
-        f"; for a repository of the Hugging Face hub write {HUB}{source}"
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source))
-        else ""
-    )
+    like_a_repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source))
+    hint = f"; for a repository of the Hugging Face hub write {HUB}{source}" if like_a_repository else ""
     raise InputError(f"{source}: no such file or folder{hint}")
 
 
 def read_tensors(path: Path) -> dict:
-    """The content of one weights file, by its suffix: a dictionary of CPU tensors, or what a .pth nests them in.
+    """The content of one weights file: a dictionary of CPU tensors, or what a .pth nests them in.
 
     Raises InputError, naming the file, where it is truncated, holds Python objects or has an unknown suffix.
     """
@@ -67,46 +67,40 @@ def read_tensors(path: Path) -> dict:
         raise
     except Exception as error:
         if re.search("Unsupported|allow_pickle", str(error)):
-            raise InputError(
-                f"{path}: holds Python objects, which are never run ({_line(error, 'Unsupported')}); save model.state_dict() alone"
-            ) from error
-        raise InputError(
-            f"{path}: not a whole {path.suffix} file ({_line(error)}); copy or download it again"
-        ) from error
+            said = _line(error, "Unsupported")
+            hint = f"holds Python objects, which are never run ({said}); save model.state_dict() alone"
+        else:
+            hint = f"not a whole {path.suffix} file ({_line(error)}); copy or download it again"
+        raise InputError(f"{path}: {hint}") from error
     if not isinstance(content, dict):
-        raise InputError(
-            f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors; save model.state_dict()"
-        )
+        kind = type(content).__name__
+        raise InputError(f"{path}: holds a {kind}, expected a dictionary of tensors; save model.state_dict()")
     return content
 
 
 def check_free(path: Path, force: bool) -> None:
-    """Raises InputError where something is at `path` already (an empty folder is nothing), unless `force`."""
+    """Raises InputError where `path` is there already (but for an empty folder), unless `force`."""
     if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
         raise InputError(f"{path}: is there already; add --force (force=True) to replace it")
 
 
 @contextmanager
 def staged(path: Path, force: bool = False) -> Iterator[Path]:
-    """Yields the same name in a scratch folder beside `path`; whatever lies in that folder when the block ends moves, synced, to `path`.
+    """Yields the same name in a scratch folder beside `path`; what is written there moves to `path`.
 
-    A file (with companions such as `path.data`) or a folder, whose files replace those of the same name. Where the block raises, nothing
-    changes. Raises InputError as `check_free` does.
+    That is a file (with companions such as `path.data`) or a folder, whose files replace those of the same name, each
+    atomically. Where the block raises, nothing changes. Raises InputError as `check_free` does.
     """
     check_free(path, force)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         yield Path(scratch) / path.name
-        made = sorted(
-            (p for p in Path(scratch).rglob("*") if p.is_file()), reverse=True
-        )  # path.data before path, which names it
-        for file in made:
+        written = [p for p in Path(scratch).rglob("*") if p.is_file()]
+        for file in sorted(written, reverse=True):  # path.data before path, which names it
             target = path.parent / file.relative_to(scratch)
             target.parent.mkdir(exist_ok=True)
-            sync(file)
-            os.replace(file, target)
-        for folder in {path.parent, *(path.parent / p.relative_to(scratch).parent for p in made)}:
-            sync(folder)
+            move_synced(file, target)
+        sync(path.parent)  # which may have got a folder
 
 
 def _in_folder(folder: Path, source: str | Path) -> Files:
@@ -116,9 +110,8 @@ def _in_folder(folder: Path, source: str | Path) -> Files:
     if len(found) == 1:
         return _with_json(found[0])
     if found:
-        raise InputError(
-            f"{source}: several weights files ({', '.join(p.name for p in found[:3])}); give the path of one"
-        )
+        names = ", ".join(p.name for p in found[:3])
+        raise InputError(f"{source}: several weights files ({names}); give the path of one")
     raise InputError(f"{source}: no weights in this folder; expected {' or '.join(WEIGHTS[:2])}")
 
 
@@ -140,7 +133,7 @@ def _json(path: Path) -> dict:
 
 
 def _download(source: str) -> Path:
-    """Brings a repository's weights and JSON files into huggingface_hub's cache (as HF_HUB_OFFLINE allows); returns their folder."""
+    """Brings a repository's weights and JSON into huggingface_hub's cache; returns their folder there."""
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -155,21 +148,17 @@ def _download(source: str) -> Path:
         except EntryNotFoundError as error:
             absent[name] = error
         except Exception as error:
-            raise InputError(
-                f"{source}: the hub did not give {name} ({_line(error)}); check the name and the network"
-            ) from error
+            said = f"the hub did not give {name} ({_line(error)}); check the name and the network"
+            raise InputError(f"{source}: {said}") from error
 
     weights = get(WEIGHTS[0]) or get(WEIGHTS[1])
     if weights is None:
         why = absent[WEIGHTS[0]]
-        raise InputError(
-            f"{source}: no {' or '.join(WEIGHTS[:2])} ({_line(why)}); check the name, the network and HF_HUB_OFFLINE"
-        ) from why
+        said = f"no {' or '.join(WEIGHTS[:2])} ({_line(why)}); check the name, the network and HF_HUB_OFFLINE"
+        raise InputError(f"{source}: {said}") from why
     # A config.json that the cache merely lacks would leave the weights with defaults that may not be theirs.
-    if get("config.json") is None and isinstance(absent["config.json"], LocalEntryNotFoundError):
-        raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from absent[
-            "config.json"
-        ]
+    if get("config.json") is None and isinstance(why := absent["config.json"], LocalEntryNotFoundError):
+        raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from why
     get("preprocessor_config.json")
     return weights.parent
 
@@ -200,7 +189,7 @@ READERS = {
 
 
 def _line(error: Exception, about: str = "") -> str:
-    """The kind of an exception and the first line of what it says, or the first about something where there is one."""
+    """The kind of an exception and the first line of what it says (with `about`, the first that has it)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in lines if about in line), next(iter(lines), "no more is said"))
     return textwrap.shorten(f"{type(error).__name__}: {said}", 160, placeholder=" ...")

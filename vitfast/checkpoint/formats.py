@@ -1,32 +1,34 @@
-"""The weight formats of the field: how each is recognised, what its names become, and what it leaves unsaid."""
+"""The weight formats that are read: how each is recognised, what its names become, its defaults."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-
-State = dict[str, Tensor]
-Renames = tuple[tuple[str, str], ...]
+from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_ours
 
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 HALF = dict(mean=0.5, std=0.5)
+NONE = r"(?!)"  # matches no key
 
 
 @dataclass(frozen=True)
 class Format:
-    """mark: a pattern that some key matches. renames: patterns and replacements, all applied, in this order. ignored: keys (renamed)
-    that the ViT does without. defaults: constructor arguments of this format. prepare: source tensors -> tensors in PyTorch's layout,
-    and the constructor arguments that only the source's shapes tell."""
+    """One format.
+
+    mark: a pattern that some key matches. renames: what its names become. ignored: keys (renamed) that the ViT does
+    without. defaults: constructor arguments of this format. prepare: source tensors -> tensors in PyTorch's layout, and
+    the constructor arguments that only the source's shapes tell.
+    """
 
     name: str
     mark: str
-    renames: Renames = ()
-    ignored: str = r"(?!)"
-    defaults: dict = field(default_factory=dict)
+    renames: Renames
+    ignored: str
+    defaults: dict
     prepare: Callable[[State], tuple[State, dict]] = lambda state: (state, {})
 
 
@@ -48,21 +50,8 @@ TIMM_RENAMES: Renames = (
 )
 
 GOOGLE_RENAMES: Renames = (
-    (r"^embedding/", "patch_embed/proj/"),
-    (r"^cls$", "cls_token"),
-    (r"^(Transformer/posembed_input/)?pos_embedding$", "pos_embed"),
-    (r"^Transformer/encoderblock_(\d+)/", r"blocks/\1/"),
-    (r"/LayerNorm_0/", "/norm1/"),
-    (r"/LayerNorm_[12]/", "/norm2/"),
-    (r"/MultiHeadDotProductAttention_[01]/", "/attn/"),
-    (r"/query/", "/q/"),
-    (r"/key/", "/k/"),
-    (r"/value/", "/v/"),
-    (r"/out/", "/proj/"),
-    (r"/MlpBlock_[03]/Dense_0/", "/mlp/fc1/"),
-    (r"/MlpBlock_[03]/Dense_1/", "/mlp/fc2/"),
-    (r"^Transformer/encoder_norm/", "norm/"),
-    (r"^pre_logits/", "pre_logits/fc/"),
+    *to_ours(BIG_VISION),
+    *to_ours(GOOGLE),
     (r"^(conv|gn)_root/", r"patch_embed/backbone/stem/\1/"),
     (r"/(conv|gn)_proj/", r"/downsample/\1/"),
     (r"/gn(\d?)/", r"/norm\1/"),
@@ -83,44 +72,25 @@ GOOGLE_PREFIXES = ("opt/target/", "params/img/", "params/", "img/", "")
 
 HUGGING_FACE_RENAMES: Renames = (
     (r"^(vit|deit|dinov2|dinov2_with_registers)\.", ""),
-    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^cls_classifier\.", "classifier."),
+    *to_ours(HUGGING_FACE),
     (r"^embeddings\.distillation_token$", "reg_token"),
-    (r"^embeddings\.", ""),
-    (r"^(encoder\.layer|layers)\.(\d+)\.", r"blocks.\2."),
-    (r"\.(layernorm_before|norm1)\.", ".norm1."),
-    (r"\.(layernorm_after|norm2)\.", ".norm2."),
-    (r"\.attention\.(attention\.query|q_proj)\.", ".attn.q."),
-    (r"\.attention\.(attention\.key|k_proj)\.", ".attn.k."),
-    (r"\.attention\.(attention\.value|v_proj)\.", ".attn.v."),
-    (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
-    (r"\.intermediate\.dense\.", ".mlp.fc1."),
-    (r"\.output\.dense\.", ".mlp.fc2."),
-    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
-    (r"^layernorm\.", "norm."),
-    (r"^(cls_)?classifier\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
+    (r"^embeddings\.", ""),
+    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
+    (r"^layers\.", "blocks."),  # these three are of transformers 5, in memory
+    (r"\.attention\.([qkv])_proj\.", r".attn.\1."),
+    (r"\.attention\.o_proj\.", ".attn.proj."),
 )
-HUGGING_FACE_IGNORED = r"^(mask_token$|pooler\.|decoder\.)"
 
 TORCHVISION_RENAMES: Renames = (
-    (r"^class_token$", "cls_token"),
-    (r"^conv_proj\.", "patch_embed.proj."),
-    (r"^encoder\.pos_embedding$", "pos_embed"),
-    (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
-    (r"\.ln_([12])\.", r".norm\1."),
-    (r"\.self_attention\.in_proj_", ".attn.qkv."),
-    (r"\.self_attention\.out_proj\.", ".attn.proj."),
-    (r"\.mlp\.(0|linear_1)\.", ".mlp.fc1."),
-    (r"\.mlp\.(3|linear_2)\.", ".mlp.fc2."),
-    (r"^encoder\.ln\.", "norm."),
-    (r"^heads\.pre_logits\.", "pre_logits.fc."),
-    (r"^heads\.head\.", "head."),
+    *to_ours(TORCHVISION),
+    (r"\.mlp\.linear_([12])\.", r".mlp.fc\1."),  # of older files
 )
 
 
 def _prepare_google(source: State) -> tuple[State, dict]:
-    """Drops the wrapping and what is not the image model, unstacks stacked layers, turns every array to PyTorch's layout."""
+    """Takes the image model out, unstacks stacked layers, turns every array to PyTorch's layout."""
     prefix = next((p for p in GOOGLE_PREFIXES if f"{p}embedding/kernel" in source), "")
     source = {k[len(prefix) :]: v for k, v in source.items() if k.startswith(prefix)}
     if "embedding/kernel" in source and source["embedding/kernel"].dim() != 4:
@@ -151,52 +121,35 @@ def _unit(found: re.Match) -> str:
     return f"patch_embed/backbone/stages/{int(found[1]) - 1}/blocks/{int(found[2]) - 1}/"
 
 
-_HUGGING_FACE = dict(renames=HUGGING_FACE_RENAMES, ignored=HUGGING_FACE_IGNORED)
+_HUGGING_FACE = (HUGGING_FACE_RENAMES, r"^(mask_token$|pooler\.|decoder\.)")
 _ERF = dict(act_layer="gelu", norm_eps=1e-6)
+_ERF_1E_12 = dict(act_layer="gelu", norm_eps=1e-12)
+_TANH = dict(act_layer="gelu_tanh", norm_eps=1e-6)
 
 # The first whose mark is found is it.
 FORMATS = (
-    Format(
-        "Google npz",
-        r"(^|/)Transformer/encoderblock(_\d+)?/",
-        GOOGLE_RENAMES,
-        prepare=_prepare_google,
-        defaults=dict(_ERF, act_layer="gelu_tanh", **HALF),
-    ),
-    Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", **_HUGGING_FACE, defaults=_ERF | IMAGENET),
-    Format(
-        "Hugging Face DeiT",
-        r"(^deit\.|^)embeddings\.distillation_token$",
-        **_HUGGING_FACE,
-        defaults=dict(_ERF, norm_eps=1e-12) | IMAGENET,
-    ),
-    Format(
-        "Hugging Face ViT",
-        r"(^|\.)embeddings\.patch_embeddings\.",
-        **_HUGGING_FACE,
-        defaults=dict(_ERF, norm_eps=1e-12) | HALF,
-    ),
-    Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, defaults=_ERF | IMAGENET),
-    Format("Facebook DINOv2", r"^(mask_token|register_tokens)$", ignored=r"^mask_token$", defaults=_ERF | IMAGENET),
-    Format("timm", r"^blocks\.\d+\.attn\.qkv\.weight$", TIMM_RENAMES, defaults=_ERF | HALF),
+    Format("Google npz", r"(^|/)Transformer/encoderblock(_\d+)?/", GOOGLE_RENAMES, NONE, _TANH | HALF, _prepare_google),
+    Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET),
+    Format("Hugging Face DeiT", r"(^deit\.|^)embeddings\.distillation_token$", *_HUGGING_FACE, _ERF_1E_12 | IMAGENET),
+    Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", *_HUGGING_FACE, _ERF_1E_12 | HALF),
+    Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, NONE, _ERF | IMAGENET),
+    Format("Facebook DINOv2", r"^(mask_token|register_tokens)$", (), r"^mask_token$", _ERF | IMAGENET),
+    Format("timm", r"^blocks\.\d+\.attn\.qkv\.weight$", TIMM_RENAMES, NONE, _ERF | HALF),
 )
 
 # In the order in which a wrapper is looked into: averaged weights before raw ones, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
 ALWAYS = ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
-RANKS = {
-    "patch_embed.proj.weight": 4,
-    "pos_embed": 3,
-    "cls_token": 3,
-    "reg_token": 3,
-    "register_tokens": 3,
-    "head.weight": 2,
-}
+RANKS = {"patch_embed.proj.weight": 4, "head.weight": 2}
+RANKS |= dict.fromkeys(("pos_embed", "cls_token", "reg_token", "register_tokens"), 3)
 
 
 def unwrap(content: dict) -> State:
-    """The tensors in what a file holds: out of `{"state_dict": ...}` and the like, without the prefixes that wrappers of modules add."""
+    """The tensors in what a file holds, out of `{"state_dict": ...}` and the like.
+
+    The prefixes that wrappers of modules add to all names are gone.
+    """
     while inner := next((content[k] for k in WRAPPERS if isinstance(content.get(k), dict)), None):
         content = inner
     state = {str(k): v.detach() for k, v in content.items() if isinstance(v, Tensor)}
@@ -206,7 +159,10 @@ def unwrap(content: dict) -> State:
 
 
 def detect(state: State) -> Format:
-    """The format of these tensors, by their names. Raises InputError for what is no ViT, or one that is not supported yet."""
+    """The format of these tensors, by their names.
+
+    Raises InputError for what is no ViT, or one that is not supported yet.
+    """
     for pattern, what in NOT_YET.items():
         if any(re.search(pattern, k) for k in state):
             raise InputError(f"{what} is not supported yet")
@@ -217,70 +173,58 @@ def detect(state: State) -> Format:
     raise InputError(f"not a Vision Transformer as {names} write one; {listing(ALWAYS, state)}")
 
 
-def convert(content: dict) -> tuple[State, Format, dict]:
-    """What a file holds, in any format -> the state dict in timm's names, the format, and the constructor arguments that only the
-    source could tell. Raises InputError as `detect` does, and where the tensors of a ViT are missing."""
+def to_timm_names(content: dict) -> tuple[State, Format, dict]:
+    """The content of a file in any format -> the state dict in timm's names, the format, and arguments.
+
+    Those are the constructor arguments that only the source could tell. Raises InputError as `detect` does, and
+    where the tensors of a ViT are missing.
+    """
     source = unwrap(content)
     form = detect(source)
     try:
         source, facts = form.prepare(source)
-        state = _join_qkv(_renamed(source, form))
+        state = rename(source, form.renames)
+        state = _join_qkv({k: v for k, v in state.items() if not re.search(form.ignored, k)})
     except (IndexError, RuntimeError) as error:
         raise InputError(f"a {form.name} file with tensors of unexpected shapes ({error}); export it again") from error
     if any(k not in state for k in ALWAYS):
         raise InputError(f"a {form.name} file without a whole ViT; {listing(ALWAYS, state)}")
     for key, rank in RANKS.items():
         if key in state and state[key].dim() != rank:
-            raise InputError(
-                f"a {form.name} file with {key} of shape {tuple(state[key].shape)}, expected {rank} axes; export it again"
-            )
+            shape = tuple(state[key].shape)
+            raise InputError(f"a {form.name} file with {key} of shape {shape}, expected {rank} axes; export it again")
     if "register_tokens" in state:
         facts["no_embed_class"] = True
         _fold_class_position(state)
     return {k: v.contiguous() for k, v in state.items()}, form, facts
 
 
-def _renamed(source: State, form: Format) -> State:
-    state = {}
-    for key, value in source.items():
-        for pattern, replacement in form.renames:
-            key = re.sub(pattern, replacement, key)
-        if not re.search(form.ignored, key):
-            state[key] = value
-    return state
-
-
 def listing(expected, found) -> str:
     """ "missing a, b, c and 2 more; unexpected d", three names of each."""
-    return "; ".join(
-        f"{what} {_first(names)}"
-        for what, names in (("missing", _without(expected, found)), ("unexpected", _without(found, expected)))
-    )
 
+    def first(names: list[str]) -> str:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return (", ".join(names[:3]) or "none") + more
 
-def _without(names, others) -> list[str]:
-    return [n for n in names if n not in others]
-
-
-def _first(names: list[str]) -> str:
-    return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    missing, unexpected = [n for n in expected if n not in found], [n for n in found if n not in expected]
+    return f"missing {first(missing)}; unexpected {first(unexpected)}"
 
 
 def _join_qkv(state: State) -> State:
     """`blocks.i.attn.{q,k,v}` -> one `qkv`, rows in that order, where all three are there."""
     joined = {}
     for key, value in state.items():
-        part = re.fullmatch(r"(.*\.attn\.)([qkv])(\.\w+)", key)
-        names = [part[1] + name + part[3] for name in "qkv"] if part else []
-        if not part or any(n not in state for n in names):
+        found = re.fullmatch(r"(.*\.attn\.)([qkv])(\.\w+)", key)
+        names = [found[1] + name + found[3] for name in "qkv"] if found else []
+        if not found or any(n not in state for n in names):
             joined[key] = value
-        elif part[2] == "q":
-            joined[f"{part[1]}qkv{part[3]}"] = torch.cat([state[n] for n in names])
+        elif found[2] == "q":
+            joined[f"{found[1]}qkv{found[3]}"] = torch.cat([state[n] for n in names])
     return joined
 
 
 def _fold_class_position(state: State) -> None:
-    """DINOv2 gives registers no position: the class token takes its own along, and the table keeps the patches alone."""
+    """Adds the class token's position to it and keeps the patches' alone: DINOv2's registers have none."""
     state["reg_token"] = state.pop("register_tokens")
     if "cls_token" in state and "pos_embed" in state:
         state["cls_token"] = state["cls_token"] + state["pos_embed"][:, :1]

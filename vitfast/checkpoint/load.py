@@ -14,30 +14,13 @@ from ..presets import pair
 from ..version import __version__
 from .config import infer
 from .files import locate, read_tensors
-from .formats import convert, listing
+from .formats import listing, to_timm_names
 
 _HEAD = ("head.", "head_dist.", "pre_logits.")
-# Arguments that the tensors fix, and how two values of one compare.
-_FIXED = dict.fromkeys(
-    (
-        "in_chans",
-        "embed_dim",
-        "depth",
-        "num_heads",
-        "class_token",
-        "reg_tokens",
-        "no_embed_class",
-        "fc_norm",
-        "representation_size",
-    )
-)
-_FIXED |= {
-    "qkv_bias": bool,
-    "proj_bias": bool,
-    "patch_size": pair,
-    "init_values": bool,
-    "pos_embed": lambda kind: kind in ("none", ""),
-}
+# Arguments that the tensors fix: two values are the same where these are.
+_EXACT = "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
+_FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
+_FIXED |= {"patch_size": pair, "pos_embed": lambda kind: kind in ("none", "")}
 
 
 @dataclass
@@ -57,32 +40,34 @@ class Checkpoint:
 def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """The weights in `path` under vitfast's (= timm's) names, on the CPU, in the file's dtype.
 
-    path: a .safetensors, .npz or .pth/.pt/.bin file, a folder, or `hf-hub:owner/name[@revision]`; written by timm, Google (ViT,
-    big_vision), Hugging Face (ViT, DeiT, DINOv2), torchvision, Facebook's DINOv2 or `save_pretrained`. No pickle is ever run.
-    Beyond timm's names there can be `pre_logits.fc.*` (the hidden layer of a pre-training head) and `head_dist.*` (DeiT's second head).
-    Raises InputError, one line, for what is missing, broken, or no ViT of these.
+    path: a .safetensors, .npz or .pth/.pt/.bin file, a folder, or `hf-hub:owner/name[@revision]`; written by timm,
+    Google (ViT, big_vision), Hugging Face (ViT, DeiT, DINOv2), torchvision, Facebook's DINOv2 or `save_pretrained`. No
+    pickle is ever run. Beyond timm's names there can be `pre_logits.fc.*` (the hidden layer of a pre-training head) and
+    `head_dist.*` (DeiT's second head). Raises InputError, one line, for what is missing, broken, or no ViT of these.
     """
     content = read_tensors(locate(path).weights)
     with _named(path):
-        return convert(content)[0]
+        return to_timm_names(content)[0]
 
 
 def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
     """The state dict of `load_checkpoint`, and the constructor arguments of its model.
 
-    known: constructor arguments from the caller, used where the checkpoint leaves them open: `num_heads`, and `img_size` for a
-    position table that is no square. What `save` wrote comes back exactly. Raises InputError as `load_checkpoint` does.
+    known: constructor arguments from the caller, used where the checkpoint leaves them open: `num_heads`, and
+    `img_size` for a position table that is no square. What `save` wrote comes back exactly. Raises InputError as
+    `load_checkpoint` does.
     """
     found = _open(source, known)
     return found.state, found.config
 
 
-def build(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
+def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
     """A `cls` (a ViT) with the weights of `source` and its own configuration, changed by `overrides`.
 
-    Overrides that the tensors do not fix are constructor arguments. Another `img_size` resamples the positions, another `num_classes`
-    puts a zero linear layer (or none, for 0) in the place of the whole head. The model is in torch's default dtype, or with `keep_dtype`
-    in that of the tensors where they share one. Raises InputError where an override or a key does not fit.
+    Overrides that the tensors do not fix are constructor arguments. Another `img_size` resamples the positions, another
+    `num_classes` puts a zero linear layer (or none, for 0) in the place of the whole head. The model is in torch's
+    default dtype, or with `keep_dtype` in that of the tensors where they share one. Raises InputError where an override
+    or a key does not fit.
     """
     names = [name for made in cls.__mro__ for name in inspect.signature(made.__init__).parameters]
     for name in overrides:
@@ -91,9 +76,8 @@ def build(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
     found = _open(source, overrides)
     for name in found.config:
         if name not in names:
-            raise InputError(
-                f"{source}: config.json has {name!r}, which vitfast {__version__} does not know; use the vitfast that wrote it"
-            )
+            has = f"config.json has {name!r}, which vitfast {__version__} does not know"
+            raise InputError(f"{source}: {has}; use the vitfast that wrote it")
 
     classes = overrides.get("num_classes", found.config["num_classes"])
     changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes")}
@@ -131,7 +115,7 @@ def _open(source: str | Path, known: dict) -> Checkpoint:
     files = locate(source)
     content = read_tensors(files.weights)
     with _named(source):
-        state, form, facts = convert(content)
+        state, form, facts = to_timm_names(content)
         config = infer(state, form, facts, files, known)
         if config["pos_embed"] == "sincos2d" and "pos_embed" not in state:
             size, patch = pair(config.setdefault("img_size", 224)), pair(config["patch_size"])
@@ -140,32 +124,26 @@ def _open(source: str | Path, known: dict) -> Checkpoint:
 
 
 def _check_head(found: Checkpoint) -> None:
-    """Refuses heads that one linear layer on one pooled token is not."""
+    """Raises InputError for a head that is not one linear layer on one pooled token."""
     way_out = "pass num_classes= for a new head, 0 for none"
     if "head_dist.weight" in found.state:
         raise InputError(f"{found}; a distilled DeiT has two heads, the ViT has one; {way_out}")
     width = found.config.get("representation_size") or found.config["embed_dim"]
     if "head.weight" in found.state and found.state["head.weight"].shape[1] == 2 * width:
-        raise InputError(
-            f"{found}; its head reads the class token beside the mean of the patches, the ViT's reads one of them; {way_out}"
-        )
+        reads = "its head reads the class token beside the mean of the patches, the ViT's reads one of them"
+        raise InputError(f"{found}; {reads}; {way_out}")
 
 
 def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
-    """Refuses changes of what the tensors fix."""
+    """Raises InputError for changes of what the tensors fix."""
     config = found.config
     if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
-        raise InputError(
-            f"{found}; its patch projection reads in_chans={config['in_chans']} channels, expected in_chans={changes['in_chans']}"
-        )
+        reads = f"its patch projection reads in_chans={config['in_chans']} channels"
+        raise InputError(f"{found}; {reads}, expected in_chans={changes['in_chans']}")
     hidden = int(config["embed_dim"] * config["mlp_ratio"])
     same = _FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio) == hidden}
-    wrong = {}
-    for name, key in same.items():
-        if name in changes and not (name == "fc_norm" and changes[name] is None):
-            ours, theirs = config.get(name), changes[name]
-            if (key(ours) != key(theirs)) if key else (ours != theirs):
-                wrong[name] = theirs
+    asked = {k: v for k, v in changes.items() if k in same and not (k == "fc_norm" and v is None)}
+    wrong = {k: v for k, v in asked.items() if same[k](config.get(k)) != same[k](v)}
     if not wrong:
         return
     try:
@@ -174,17 +152,16 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
         differences = _differences(expected, found.state)
     except InputError as error:
         differences = str(error)
-    raise InputError(
-        f"{found}; expected {', '.join(f'{k}={v}, not {config.get(k)}' for k, v in wrong.items())}; {differences}"
-    )
+    expected = ", ".join(f"{k}={v}, not {config.get(k)}" for k, v in wrong.items())
+    raise InputError(f"{found}; expected {expected}; {differences}")
 
 
 def _differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
-    """What keeps a state dict from loading, "" where nothing does."""
+    """The names and shapes that keep a state dict from loading, "" where it fits."""
     names = listing(expected, state) if expected.keys() != state.keys() else ""
     shapes = [
         f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}"
         for k, v in expected.items()
         if k in state and state[k].shape != v.shape
     ]
-    return "; ".join(part for part in (names, ", ".join(shapes[:3])) if part)
+    return "; ".join(said for said in (names, ", ".join(shapes[:3])) if said)

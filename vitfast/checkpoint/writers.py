@@ -1,4 +1,4 @@
-"""The other formats as their own libraries write them: what each cannot hold, its names and layouts, the files it consists of."""
+"""The formats that are written: what each has no place for, its names, layouts and files."""
 
 import json
 import re
@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..errors import InputError
+from ..files import write_atomically
 from ..presets import pair
+from ..version import __version__
 from .files import READERS
-from .formats import Renames, State
+from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_theirs
 
 TIMM_NAMES = {
     (16, 192, 12): "vit_tiny_patch16_224",
@@ -25,69 +28,21 @@ TIMM_NAMES = {
     (32, 1024, 24): "vit_large_patch32_224",
     (14, 1280, 32): "vit_huge_patch14_224",
 }
-# Arguments of ViT that timm's VisionTransformer has too; `model_args` lists them all, so that any of its names can carry any shape.
+# Arguments of ViT that timm's VisionTransformer has too; `model_args` lists them all, so that any of its names can
+# carry any shape.
 TIMM_ARGS = (
-    "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "proj_bias",
-    "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm", "dynamic_img_size", "act_layer",
+    "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio",
+    "qkv_bias", "proj_bias", "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm",
+    "dynamic_img_size", "act_layer",
 )  # fmt: skip
 
-HUGGING_FACE_NAMES: Renames = (
-    (r"^(cls_token)$", r"vit.embeddings.\1"),
-    (r"^pos_embed$", "vit.embeddings.position_embeddings"),
-    (r"^patch_embed\.proj\.", "vit.embeddings.patch_embeddings.projection."),
-    (r"^blocks\.", "vit.encoder.layer."),
-    (r"\.norm1\.", ".layernorm_before."),
-    (r"\.norm2\.", ".layernorm_after."),
-    (r"\.attn\.q\.", ".attention.attention.query."),
-    (r"\.attn\.k\.", ".attention.attention.key."),
-    (r"\.attn\.v\.", ".attention.attention.value."),
-    (r"\.attn\.proj\.", ".attention.output.dense."),
-    (r"\.mlp\.fc1\.", ".intermediate.dense."),
-    (r"\.mlp\.fc2\.", ".output.dense."),
-    (r"^norm\.", "vit.layernorm."),
-    (r"^head\.", "classifier."),
-)
-
-TORCHVISION_NAMES: Renames = (
-    (r"^cls_token$", "class_token"),
-    (r"^pos_embed$", "encoder.pos_embedding"),
-    (r"^patch_embed\.proj\.", "conv_proj."),
-    (r"^blocks\.(\d+)\.", r"encoder.layers.encoder_layer_\1."),
-    (r"\.norm([12])\.", r".ln_\1."),
-    (r"\.attn\.qkv\.", ".self_attention.in_proj_"),
-    (r"\.attn\.proj\.", ".self_attention.out_proj."),
-    (r"\.mlp\.fc1\.", ".mlp.0."),
-    (r"\.mlp\.fc2\.", ".mlp.3."),
-    (r"^norm\.", "encoder.ln."),
-    (r"^pre_logits\.fc\.", "heads.pre_logits."),
-    (r"^head\.", "heads.head."),
-)
-
-# The paper's own code; big_vision counts the modules of a block anew and keeps positions for patches alone at the top level.
+HUGGING_FACE_NAMES = to_theirs(HUGGING_FACE)
+TORCHVISION_NAMES = to_theirs(TORCHVISION)
 GOOGLE_NAMES: Renames = (
     (r"\.", "/"),
-    (r"^patch_embed/proj/", "embedding/"),
-    (r"^cls_token$", "cls"),
-    (r"^pos_embed$", "Transformer/posembed_input/pos_embedding"),
-    (r"^blocks/", "Transformer/encoderblock_"),
-    (r"/norm1/", "/LayerNorm_0/"),
-    (r"/norm2/", "/LayerNorm_2/"),
-    (r"/attn/q/", "/MultiHeadDotProductAttention_1/query/"),
-    (r"/attn/k/", "/MultiHeadDotProductAttention_1/key/"),
-    (r"/attn/v/", "/MultiHeadDotProductAttention_1/value/"),
-    (r"/attn/proj/", "/MultiHeadDotProductAttention_1/out/"),
-    (r"/mlp/fc1/", "/MlpBlock_3/Dense_0/"),
-    (r"/mlp/fc2/", "/MlpBlock_3/Dense_1/"),
-    (r"^norm/", "Transformer/encoder_norm/"),
-    (r"^pre_logits/fc/", "pre_logits/"),
+    *to_theirs(GOOGLE),
     (r"((LayerNorm_\d|encoder_norm)/)weight$", r"\1scale"),
     (r"/weight$", "/kernel"),
-)
-BIG_VISION_NAMES: Renames = (
-    (r"^Transformer/posembed_input/", ""),
-    ("MultiHeadDotProductAttention_1/", "MultiHeadDotProductAttention_0/"),
-    ("MlpBlock_3/", "MlpBlock_0/"),
-    ("LayerNorm_2/", "LayerNorm_1/"),
 )
 # PyTorch's layouts to Flax's, w for the array and h for the number of heads.
 GOOGLE_LAYOUTS = (
@@ -99,7 +54,7 @@ GOOGLE_LAYOUTS = (
 )
 
 # What a format may have no place for: how the error calls it, and whether a model (its configuration) has it.
-OBSTACLES: dict[str, tuple[str, Callable[[dict], bool]]] = {
+FEATURES: dict[str, tuple[str, Callable[[dict], bool]]] = {
     "registers": ("register tokens", lambda c: c["reg_tokens"] > 0),
     "layer_scale": ("LayerScale", lambda c: bool(c["init_values"])),
     "no_class_token": ("a model without class token", lambda c: not c["class_token"]),
@@ -129,16 +84,19 @@ OBSTACLES: dict[str, tuple[str, Callable[[dict], bool]]] = {
 
 @dataclass(frozen=True)
 class Writer:
-    """suffixes: of the file it writes, "" for a folder. files: (state dict on the CPU, configuration, path) -> None, writes them.
-    cannot: keys of OBSTACLES."""
+    """One format.
+
+    suffixes: of the file it writes, "" for a folder. write: (model, path) -> None, writes the files. lacks: the keys of
+    FEATURES that it has no place for.
+    """
 
     suffixes: tuple[str, ...]
-    files: Callable[[State, dict, Path], None]
-    cannot: tuple[str, ...]
+    write: Callable[[nn.Module, Path], None]
+    lacks: tuple[str, ...] = ()
 
 
 def tensors(model) -> State:
-    """The state dict of a model on the CPU, contiguous, no two of them in the same memory, which safetensors does not have."""
+    """The state dict on the CPU, contiguous, no two tensors in the same memory (for safetensors)."""
     state, storages = {}, set()
     for name, value in model.state_dict().items():
         value = value.detach().cpu().contiguous()
@@ -153,22 +111,40 @@ def file_suffix(path: Path) -> str:
     return path.suffix if path.suffix in READERS else ""
 
 
-def write_tensors(state: State, path: Path) -> None:
-    """A state dict as safetensors, or to a .pth as torch.save writes it (nothing but tensors, so `weights_only` reads it)."""
+def _write_tensors(state: State, path: Path) -> None:
+    """A state dict as safetensors, or to a .pth as torch.save writes it (which `weights_only` reads)."""
     if path.suffix == ".pth":
         torch.save(state, path)
     else:
         safetensors.torch.save_file(state, path, metadata={"format": "pt"})
 
 
-def write_json(content: dict, path: Path) -> None:
+def _write_json(content: dict, path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_timm(state: State, config: dict, path: Path) -> None:
-    """A bare state dict, or a folder for timm.create_model("local-dir:..."): the weights and the config.json of timm's repositories."""
+def save(model, folder: str | Path) -> None:
+    """Writes model.safetensors and config.json, each replaced atomically; makes the folder.
+
+    The state dict is written as it is (dtypes too), from any device; config.json holds `model.config`, the library and
+    its version.
+    """
+    folder = Path(folder).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(f"{folder}: a file is in the way; give a folder") from error
+    state = tensors(model)
+    made_by = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__}
+    write_atomically(folder / "model.safetensors", lambda path: _write_tensors(state, path))
+    write_atomically(folder / "config.json", lambda path: _write_json({**made_by, **model.config}, path))
+
+
+def _write_timm(model: nn.Module, path: Path) -> None:
+    """A bare state dict, or a folder for timm.create_model("local-dir:...") as timm's repositories are."""
+    state, config = tensors(model), model.config
     if file_suffix(path):
-        return write_tensors(state, path)
+        return _write_tensors(state, path)
     path.mkdir()
     size = pair(config["img_size"])
     model_args = {name: config[name] for name in TIMM_ARGS} | {"pos_embed": "learn" if "pos_embed" in state else "none"}
@@ -191,15 +167,15 @@ def _write_timm(state: State, config: dict, path: Path) -> None:
         num_features=config["embed_dim"],
         global_pool=config["global_pool"],
     )
-    write_json(content | dict(model_args=model_args, pretrained_cfg=pretrained), path / "config.json")
-    write_tensors(state, path / "model.safetensors")
+    _write_json(content | dict(model_args=model_args, pretrained_cfg=pretrained), path / "config.json")
+    _write_tensors(state, path / "model.safetensors")
 
 
-def _write_hugging_face(state: State, config: dict, path: Path) -> None:
-    """A folder for ViTForImageClassification.from_pretrained, or without head for ViTModel.from_pretrained (which has no prefix)."""
+def _write_hugging_face(model: nn.Module, path: Path) -> None:
+    """A folder for ViTForImageClassification.from_pretrained, without head for ViTModel's (no prefix)."""
     path.mkdir()
+    state, config = tensors(model), model.config
     classes, size = config["num_classes"], pair(config["img_size"])
-    labels = {i: f"LABEL_{i}" for i in range(classes)}
     content = dict(
         architectures=["ViTForImageClassification" if classes else "ViTModel"],
         model_type="vit",
@@ -226,40 +202,49 @@ def _write_hugging_face(state: State, config: dict, path: Path) -> None:
         image_mean=config["mean"],
         image_std=config["std"],
     )
-    state = _renamed(_split_qkv(state), HUGGING_FACE_NAMES)
+    state = rename(_split_qkv(state), HUGGING_FACE_NAMES)
     if classes:
+        labels = {i: f"LABEL_{i}" for i in range(classes)}
         content |= dict(id2label=labels, label2id={name: i for i, name in labels.items()})
-    else:
-        state = {key.removeprefix("vit."): value for key, value in state.items()}
-    write_json(content, path / "config.json")
-    write_json(pixels, path / "preprocessor_config.json")
-    write_tensors(state, path / "model.safetensors")
+        state = {key if key.startswith("classifier.") else f"vit.{key}": value for key, value in state.items()}
+    _write_json(content, path / "config.json")
+    _write_json(pixels, path / "preprocessor_config.json")
+    _write_tensors(state, path / "model.safetensors")
 
 
-def _write_google(state: State, config: dict, path: Path) -> None:
-    """The npz of the paper's code, or big_vision's where positions are for patches alone. bfloat16, which NumPy lacks, becomes float32."""
-    arrays = _renamed(_split_qkv(state), GOOGLE_NAMES)
+def _write_google(model: nn.Module, path: Path) -> None:
+    """The npz of the paper's code, or big_vision's where positions are for patches alone.
+
+    bfloat16, which NumPy lacks, becomes float32.
+    """
+    config = model.config
+    state = rename(_split_qkv(tensors(model)), GOOGLE_NAMES)
     if config["no_embed_class"] or not config["class_token"]:
-        arrays = _renamed(arrays, BIG_VISION_NAMES)
+        state = rename(state, to_theirs(BIG_VISION))
     for pattern, turn in GOOGLE_LAYOUTS:
-        arrays |= {key: turn(value, config["num_heads"]) for key, value in arrays.items() if re.search(pattern, key)}
-    np.savez(
-        path,
-        **{
-            key: (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy()
-            for key, value in arrays.items()
-        },
-    )
+        state |= {key: turn(value, config["num_heads"]) for key, value in state.items() if re.search(pattern, key)}
+    state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
+    np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
 
 
-def _write_torchvision(state: State, config: dict, path: Path) -> None:
-    write_tensors(_renamed(state, TORCHVISION_NAMES), path)
+def _write_torchvision(model: nn.Module, path: Path) -> None:
+    _write_tensors(rename(tensors(model), TORCHVISION_NAMES), path)
+
+
+def _split_qkv(state: State) -> State:
+    """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
+    apart: dict[str, Tensor] = {}
+    for key, value in state.items():
+        names = [key.replace(".qkv.", f".{name}.") for name in "qkv"] if ".attn.qkv." in key else [key]
+        apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
+    return {key: value.contiguous() for key, value in apart.items()}
 
 
 _OURS = ("positions", "hybrid")  # what only our own folder has
 _CLASSIC = (*_OURS, "registers", "layer_scale", "no_positions", "fc_norm", "no_bias")  # what none of these three has
 _CLASS_TOKEN_ONLY = ("no_class_token", "patch_positions", "pooling")
 WRITERS = {
+    "vitfast": Writer(("",), save),
     "timm": Writer(("", ".safetensors", ".pth"), _write_timm, (*_OURS, "pre_logits")),
     "huggingface": Writer(("",), _write_hugging_face, (*_CLASSIC, *_CLASS_TOKEN_ONLY, "pre_logits")),
     "npz": Writer((".npz",), _write_google, (*_CLASSIC, "no_qkv_bias")),
@@ -269,21 +254,3 @@ WRITERS = {
         (*_CLASSIC, *_CLASS_TOKEN_ONLY, "no_qkv_bias", "no_head", "no_square", "channels"),
     ),
 }
-
-
-def _renamed(state: State, renames: Renames) -> State:
-    renamed = {}
-    for key, value in state.items():
-        for pattern, replacement in renames:
-            key = re.sub(pattern, replacement, key)
-        renamed[key] = value
-    return renamed
-
-
-def _split_qkv(state: State) -> State:
-    """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
-    apart: dict[str, Tensor] = {}
-    for key, value in state.items():
-        names = [key.replace(".qkv.", f".{part}.") for part in "qkv"] if ".attn.qkv." in key else [key]
-        apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
-    return {key: value.contiguous() for key, value in apart.items()}

@@ -1,1 +1,1 @@
-"""Looking inside a model: its filters, positions and attention, as numbers and as figures."""
+"""A model's filters, positions and attention, as numbers and as figures."""

@@ -1,10 +1,11 @@
-"""The operations a ViT spends its time on. Each validates its arguments, then runs a kernel or its plain PyTorch twin."""
+"""The operations a ViT spends its time on: checks, then a kernel or its plain PyTorch twin."""
 
 from ._dispatch import use_kernels
 from .attention import attention
 from .blocks import attention_block, mlp_block
 from .layer_norm import add_layer_norm, layer_norm
-from .mlp import linear_gelu, linear_residual, mlp
+from .linear_residual import linear_residual
+from .mlp import linear_gelu, mlp
 from .patch_embed import patch_embed
 
 __all__ = [

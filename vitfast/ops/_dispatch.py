@@ -1,4 +1,4 @@
-"""Which implementation runs (kernels or ref), what autocast does to the arguments, and the checks every operation shares."""
+"""Which implementation runs, what autocast casts, and the checks that the operations share."""
 
 import functools
 import inspect
@@ -49,7 +49,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _warned: set[tuple[str, str]] = set()
 
 
-def _obstacle(x: Tensor, unsupported: str | None) -> str | None:
+def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
     """Why no kernel can run on x, None where one can."""
     if x.device.type == "cuda":
         if tiles.generation(x.device) == 0:
@@ -64,24 +64,23 @@ def _obstacle(x: Tensor, unsupported: str | None) -> str | None:
 
 
 def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
-    """True when the kernel of `op` is to run on x. `unsupported` says what else no kernel covers (a head size, say).
+    """Whether the kernel of `op` is to run on x.
 
-    A CUDA case that no kernel covers runs plain PyTorch with one warning; in mode "on" it raises RuntimeError, as CPU tensors do outside
-    the interpreter. Export (torch.export, ONNX) always traces plain PyTorch.
+    unsupported: why no kernel covers the other arguments, if so. A CUDA case that no kernel covers runs plain PyTorch
+    with one warning; in mode "on" it raises RuntimeError, as CPU tensors do outside the interpreter. Export
+    (torch.export, ONNX) always traces plain PyTorch.
     """
     # torch 2.11's Dynamo takes is_exporting() for true while it compiles; the flag behind it is right in every version.
     if _mode == "off" or (_mode == "auto" and x.device.type != "cuda") or torch.compiler._is_exporting_flag:
         return False
-    obstacle = _obstacle(x, unsupported)
-    if obstacle is None:
+    reason = _unsupported_reason(x, unsupported)
+    if reason is None:
         return True
     if _mode == "on":
-        raise RuntimeError(
-            f"{op}: kernels are switched on, but {obstacle}; use_kernels('auto') runs plain PyTorch there"
-        )
-    if not torch.compiler.is_compiling() and (op, obstacle) not in _warned:
-        _warned.add((op, obstacle))
-        warnings.warn(f"vitfast {op}: {obstacle}; plain PyTorch runs in its place", stacklevel=4)
+        raise RuntimeError(f"{op}: kernels are switched on, but {reason}; use_kernels('auto') runs plain PyTorch there")
+    if not torch.compiler.is_compiling() and (op, reason) not in _warned:
+        _warned.add((op, reason))
+        warnings.warn(f"vitfast {op}: {reason}; plain PyTorch runs in its place", stacklevel=4)
     return False
 
 
@@ -100,7 +99,7 @@ def only_once(backward_op, name: str) -> None:
 
 
 def autocasts(function=None, *, keep: tuple[str, ...] = ()):
-    """Under autocast, casts the floating tensor arguments to the autocast dtype, but those in `keep`, and runs `function` outside autocast."""
+    """Runs `function` outside autocast, on arguments cast to its dtype but for those in `keep`."""
     if function is None:
         return functools.partial(autocasts, keep=keep)
     names, kept = tuple(inspect.signature(function).parameters), _KEPT.union(keep)
@@ -114,16 +113,12 @@ def autocasts(function=None, *, keep: tuple[str, ...] = ()):
         stream = names[0] if kwargs.get("residual_in_fp32", False) else None
 
         def cast(name, a):
-            return (
-                a.to(dtype)
-                if isinstance(a, Tensor) and a.is_floating_point() and name not in kept and name != stream
-                else a
-            )
+            floating = isinstance(a, Tensor) and a.is_floating_point()
+            return a.to(dtype) if floating and name not in kept and name != stream else a
 
         with torch.autocast(device, enabled=False):
-            given = [
-                cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)
-            ]  # too many are for the function to refuse
+            # Too many arguments are for the function to refuse.
+            given = [cast(names[i] if i < len(names) else "", a) for i, a in enumerate(args)]
             return function(*given, **{name: cast(name, a) for name, a in kwargs.items()})
 
     return wrapper
@@ -155,16 +150,16 @@ def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None
 
 def check_norm(op: str, x: Tensor, **parameters: Tensor | None) -> None:
     """LayerNorm's parameters lie on x's device, in x's dtype or in fp32."""
-    check_same(
-        op,
-        "x",
-        x,
-        **{
-            name: p
-            for name, p in parameters.items()
-            if p is not None and (p.dtype != torch.float32 or p.device != x.device)
-        },
-    )
+    for name, p in parameters.items():
+        if p is not None and (p.dtype != torch.float32 or p.device != x.device):
+            check_same(op, "x", x, **{name: p})
+
+
+def check_linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    """A weight (F, D) and a bias (F,) that fit x (..., D). prefix: of their names."""
+    check_shape(op, f"{prefix}weight", weight, (None, x.shape[-1]))
+    check_shape(op, f"{prefix}bias", bias, (weight.shape[0],))
+    check_same(op, "x", x, **{f"{prefix}weight": weight, f"{prefix}bias": bias})
 
 
 def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, width: int) -> None:

@@ -1,4 +1,4 @@
-"""Softmax attention on packed or separate q, k, v (Vaswani et al., 2017; computed flash-style, Dao et al., 2022)."""
+"""Softmax attention, flash-style (Vaswani et al., 2017; Dao et al., 2022)."""
 
 import torch
 from torch import Tensor
@@ -82,8 +82,8 @@ only_once(_packed_backward, "attention")
 only_once(_separate_backward, "attention")
 
 
-def obstacle(head_size: int, scale: float) -> str | None:
-    """What no kernel covers."""
+def unsupported_reason(head_size: int, scale: float) -> str | None:
+    """Why no kernel attends with this head size and scale; None where one does."""
     if head_size not in kernels.HEAD_SIZES:
         return f"head size {head_size} is not one of 16, 24, ..., 128"
     return None if scale > 0 else f"scale {scale} is not positive"
@@ -93,8 +93,9 @@ def obstacle(head_size: int, scale: float) -> str | None:
 def attention(qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, scale: float | None = None) -> Tensor:
     """softmax(q k^T * scale) v over the tokens, for every head.
 
-    Either packed, `attention(qkv)` with qkv (B, N, 3, H, Dh), or `attention(q, k, v)` with three (B, N, H, Dh); any strides with a
-    unit last one. scale: 1/sqrt(Dh) unless given. Returns (B, N, H, Dh), contiguous, in the input's dtype.
+    Either packed, `attention(qkv)` with qkv (B, N, 3, H, Dh), or `attention(q, k, v)` with three (B, N, H, Dh); any
+    strides with a unit last one. scale: 1/sqrt(Dh) unless given. Returns (B, N, H, Dh), contiguous, in the input's
+    dtype.
     """
     if (k is None) != (v is None):
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
@@ -110,7 +111,7 @@ def attention(qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, 
         check_shape("attention", "v", v, tuple(qkv.shape))
         check_same("attention", "q", qkv, k=k, v=v)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    if kernels_wanted("attention", qkv, obstacle(qkv.shape[-1], scale)):
+    if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
         return (_packed(qkv, float(scale)) if packed else _separate(qkv, k, v, float(scale)))[0]
     q, k, v = qkv.unbind(2) if packed else (qkv, k, v)
     return ref.attention(q, k, v, scale=scale)

@@ -1,4 +1,6 @@
-"""LayerNorm, and LayerNorm after a residual add (Ba et al., 2016; pre-norm blocks of the ViT paper, Eq. 2 and 3)."""
+"""LayerNorm (Ba et al., 2016), alone and after a residual add (the ViT paper, Eq. 2 and 3)."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -6,11 +8,11 @@ from torch import Tensor
 from .. import ref
 from ..kernels import layer_norm as kernels
 from ._dispatch import autocasts, check_factors, check_norm, check_same, check_shape, kernels_wanted, only_once
-from ._gradients import chosen, fake_gradients, filled, rows, shaped
+from ._gradients import Needs, as_matrix, chosen, differentiable, fake_gradients, filled, operation, sample_rows, shaped
 
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the fakes return for mean and rstd: (M,) in fp32."""
+def fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The fakes' mean and rstd: (M,) in fp32."""
     count = x.shape[:-1].numel()
     return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.float32)
 
@@ -18,120 +20,89 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("vitfast::layer_norm", mutates_args=())
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., D) -> y like x, mean and rstd (M,) in fp32."""
-    y, mean, rstd = kernels.layer_norm_fwd(rows(x), weight, bias, eps)
+    y, mean, rstd = kernels.layer_norm_fwd(as_matrix(x), weight, bias, eps)
     return shaped(y, *x.shape), mean, rstd
 
 
 @_layer_norm.register_fake
 def _(x, weight, bias, eps):
-    return x.new_empty(x.shape), *_statistics(x)
+    return x.new_empty(x.shape), *fake_statistics(x)
 
 
 @torch.library.custom_op("vitfast::layer_norm_backward", mutates_args=())
 def _layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needed: list[bool]
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias; `needed` says which."""
-    grads = kernels.layer_norm_bwd(
-        rows(dy),
-        rows(x),
-        weight,
-        bias if needed[2] else None,
-        mean,
-        rstd,
-        want_dx=needed[0],
-        want_dparams=needed[1] or needed[2],
-    )
+    """dx, dweight, dbias; empty where not needed."""
+    needs = Needs(*needs)
+    inputs = as_matrix(dy), as_matrix(x), weight, bias if needs.bias else None, mean, rstd
+    grads = kernels.layer_norm_bwd(*inputs, want_dx=needs.x, want_dparams=needs.weight or needs.bias)
     dx = None if grads.dres is None else grads.dres.view(x.shape)
-    return filled(x, *chosen([dx, grads.dweight, grads.dbias], needed))
+    return filled(x, *chosen((dx, grads.dweight, grads.dbias), needs))
 
 
-@_layer_norm_backward.register_fake
-def _(dy, x, weight, bias, mean, rstd, needed):
-    return fake_gradients(needed, x, weight, bias)
+differentiable(_layer_norm, _layer_norm_backward, "layer_norm", Needs)
 
 
-def _save(ctx, inputs, output):
-    x, weight, bias, _ = inputs
-    _, mean, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(x, weight, bias, mean, rstd)
+class AddNeeds(NamedTuple):
+    """Which gradients of add_layer_norm are made; that of x where it is not the residual's."""
+
+    x: bool
+    residual: bool
+    weight: bool
+    bias: bool
+    layer_scale: bool
 
 
-def _grad(ctx, dy, *_):
-    needed = list(ctx.needs_input_grad[:3])
-    if dy is None:
-        return None, None, None, None
-    grads = _layer_norm_backward(dy, *ctx.saved_tensors, needed)
-    return *(g if need else None for need, g in zip(needed, grads)), None
-
-
-_layer_norm.register_autograd(_grad, setup_context=_save)
-only_once(_layer_norm_backward, "layer_norm")
-
-
-@torch.library.custom_op("vitfast::add_layer_norm", mutates_args=())
-def _add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operation(
+    "add_layer_norm",
+    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, Tensor? layer_scale, Tensor? drop_path",
+    4,
+)
+def _add_layer_norm(x, residual, weight, bias, eps, layer_scale, drop_path):
     """x, residual (B, ..., D) -> y and z like x, mean and rstd (M,) in fp32."""
-    rows_per_sample = max(1, x[:1].numel() // x.shape[-1])
-    y, z, mean, rstd = kernels.add_layer_norm_fwd(
-        rows(x), rows(residual), weight, bias, eps, layer_scale, drop_path, rows_per_sample
-    )
+    factors = layer_scale, drop_path, sample_rows(x)
+    y, z, mean, rstd = kernels.add_layer_norm_fwd(as_matrix(x), as_matrix(residual), weight, bias, eps, *factors)
     return shaped(y, *x.shape), shaped(z, *x.shape), mean, rstd
 
 
 @_add_layer_norm.register_fake
 def _(x, residual, weight, bias, eps, layer_scale, drop_path):
-    return x.new_empty(x.shape), x.new_empty(x.shape), *_statistics(x)
+    return x.new_empty(x.shape), x.new_empty(x.shape), *fake_statistics(x)
 
 
-@torch.library.custom_op("vitfast::add_layer_norm_backward", mutates_args=())
-def _add_layer_norm_backward(
-    dy: Tensor,
-    dz: Tensor | None,
-    z: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    drop_path: Tensor | None,
-    needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, dresidual, dweight, dbias, dlayer_scale; `needed` says which. Without factors dx is dresidual and not returned. x: for dlayer_scale."""
+@operation(
+    "add_layer_norm_backward",
+    "Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? x, Tensor? weight, Tensor? bias, "
+    "Tensor? layer_scale, Tensor? drop_path, bool[] needs",
+    5,
+)
+def _add_layer_norm_backward(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needs):
+    """dx, dresidual, dweight, dbias, dlayer_scale; empty where not needed. x: for dlayer_scale."""
+    needs = AddNeeds(*needs)
     grads = kernels.layer_norm_bwd(
-        rows(dy),
-        rows(z),
+        as_matrix(dy),
+        as_matrix(z),
         weight,
-        bias if needed[3] else None,
+        bias if needs.bias else None,
         mean,
         rstd,
-        dz=rows(dz),
-        branch=rows(x),
+        dz=as_matrix(dz),
+        branch=as_matrix(x),
         layer_scale=layer_scale,
         drop_path=drop_path,
-        rows_per_sample=max(1, z[:1].numel() // z.shape[-1]),
-        want_dx=needed[0] or needed[1],
-        want_dparams=needed[2] or needed[3],
-        want_layer_scale=needed[4],
+        rows_per_sample=sample_rows(z),
+        want_dx=needs.x or needs.residual,
+        want_dparams=needs.weight or needs.bias,
+        want_layer_scale=needs.layer_scale,
     )
     dx, dres = (None if g is None else g.view(z.shape) for g in (grads.dx, grads.dres))
-    return filled(z, *chosen([dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale], needed))
+    return filled(z, *chosen((dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale), needs))
 
 
 @_add_layer_norm_backward.register_fake
-def _(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needed):
-    return fake_gradients(needed, z, z, weight, bias, layer_scale)
+def _(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needs):
+    return fake_gradients(needs, z, z, weight, bias, layer_scale)
 
 
 def _save_add(ctx, inputs, output):
@@ -147,11 +118,12 @@ def _grad_add(ctx, dy, dz, *_):
     x, residual, weight, bias, _, layer_scale, _ = ctx.needs_input_grad
     if dy is None and dz is None:
         return (None,) * 7
-    saved = ctx.saved_tensors
-    scaled = any(t is not None for t in saved[-2:])
-    needed = [x and scaled, residual or (x and not scaled), weight, bias, layer_scale]
-    grads = _add_layer_norm_backward(torch.zeros_like(dz) if dy is None else dy, dz, *saved, needed)
-    dx, dres, dw, db, dls = (g if need else None for need, g in zip(needed, grads))
+    *saved, scale, drop_path = ctx.saved_tensors
+    scaled = scale is not None or drop_path is not None
+    needs = AddNeeds(x and scaled, residual or (x and not scaled), weight, bias, layer_scale)
+    dy = torch.zeros_like(dz) if dy is None else dy
+    grads = _add_layer_norm_backward(dy, dz, *saved, scale, drop_path, list(needs))
+    dx, dres, dw, db, dls = chosen(grads, needs)
     return dx if scaled else dres, dres if residual else None, dw, db, None, dls, None
 
 
@@ -159,8 +131,8 @@ _add_layer_norm.register_autograd(_grad_add, setup_context=_save_add)
 only_once(_add_layer_norm_backward, "add_layer_norm")
 
 
-def obstacle(width: int, drop_path: Tensor | None = None) -> str | None:
-    """What no kernel covers."""
+def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | None:
+    """Why no kernel normalises rows of this width, or takes this drop_path; None where one does."""
     if width > kernels.MAX_WIDTH:
         return f"width above {kernels.MAX_WIDTH}"
     if width == 0:
@@ -172,14 +144,15 @@ def obstacle(width: int, drop_path: Tensor | None = None) -> str | None:
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; statistics in fp32.
 
-    x (..., D); weight, bias (D,) or None, in x's dtype or fp32 (autocast leaves them as they are). Returns (..., D) in x's dtype (under autocast: its dtype).
+    x (..., D); weight, bias (D,) or None, in x's dtype or fp32 (autocast leaves them as they are). Returns (..., D) in
+    x's dtype (under autocast: its dtype).
     """
     width = x.shape[-1]
     check_shape("layer_norm", "weight", weight, (width,))
     check_shape("layer_norm", "bias", bias, (width,))
     check_same("layer_norm", "x", x)
     check_norm("layer_norm", x, weight=weight, bias=bias)
-    if kernels_wanted("layer_norm", x, obstacle(width)):
+    if kernels_wanted("layer_norm", x, unsupported_reason(width)):
         return _layer_norm(x, weight, bias, float(eps))[0]
     return ref.layer_norm(x, weight, bias, eps)
 
@@ -197,8 +170,8 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(z), z) with z = residual + drop_path[b] * layer_scale * x.
 
-    x, residual (B, ..., D); weight, bias (as in layer_norm), layer_scale (D,) or None; drop_path (B,) factors, 0 or 1/keep, or None.
-    Returns two tensors shaped and typed like x.
+    x, residual (B, ..., D); weight, bias (as in layer_norm), layer_scale (D,) or None; drop_path (B,) factors, 0 or
+    1/keep, or None. Returns two tensors shaped and typed like x.
     """
     width = x.shape[-1]
     check_shape("add_layer_norm", "residual", residual, tuple(x.shape))
@@ -207,6 +180,6 @@ def add_layer_norm(
     check_same("add_layer_norm", "x", x, residual=residual)
     check_norm("add_layer_norm", x, weight=weight, bias=bias)
     check_factors("add_layer_norm", x, layer_scale, drop_path, width)
-    if kernels_wanted("add_layer_norm", x, obstacle(width, drop_path)):
+    if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
         return _add_layer_norm(x, residual, weight, bias, float(eps), layer_scale, drop_path)[:2]
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)

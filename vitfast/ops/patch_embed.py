@@ -1,6 +1,7 @@
-"""Images to tokens: patch projection, prefix tokens and position embeddings in one operation (Eq. 1 of the ViT paper)."""
+"""Images to tokens (Eq. 1 of the ViT paper): patch projection, prefix tokens, positions."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,18 +9,25 @@ from torch import Tensor
 from .. import ref
 from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
 from ._dispatch import KERNEL_DTYPES, autocasts, check_shape, kernels_wanted, only_once
+from ._gradients import chosen, filled, operation
 
 
-@torch.library.custom_op("vitfast::patch_embed", mutates_args=())
-def _forward(
-    images: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cls_token: Tensor | None,
-    pos_embed: Tensor | None,
-    mean: Sequence[float],
-    std: Sequence[float],
-) -> Tensor:
+class EmbedNeeds(NamedTuple):
+    """Which gradients of patch_embed are needed."""
+
+    images: bool
+    weight: bool
+    bias: bool
+    cls_token: bool
+    pos_embed: bool
+
+
+@operation(
+    "patch_embed",
+    "Tensor images, Tensor weight, Tensor? bias, Tensor? cls_token, Tensor? pos_embed, float[] mean, float[] std",
+    1,
+)
+def _forward(images, weight, bias, cls_token, pos_embed, mean, std):
     return patch_embed_fwd(images, weight, bias, cls_token, pos_embed, mean, std)
 
 
@@ -31,28 +39,35 @@ def _(images, weight, bias, cls_token, pos_embed, mean, std):
     return weight.new_empty(images.shape[0], tokens, width)
 
 
-@torch.library.custom_op("vitfast::patch_embed_bwd", mutates_args=())
-def _backward(
-    dy: Tensor,
-    images: Tensor | None,
-    weight: Tensor,
-    mean: Sequence[float],
-    std: Sequence[float],
-    prefix: int,
-    pos_len: int,
-    bias_dtype: torch.dtype | None,
-    cls_dtype: torch.dtype | None,
-    pos_dtype: torch.dtype | None,
-    needed: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wanted = dict(zip(("want_images", "want_weight", "want_bias", "want_cls", "want_pos"), needed))
-    dtypes = (bias_dtype, cls_dtype, pos_dtype)
-    grads = patch_embed_bwd(dy, images, weight, mean, std, prefix=prefix, pos_len=pos_len, dtypes=dtypes, **wanted)
-    return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
+@operation(
+    "patch_embed_bwd",
+    "Tensor dy, Tensor? images, Tensor weight, float[] mean, float[] std, SymInt prefix, SymInt pos_len, "
+    "ScalarType? bias_dtype, ScalarType? cls_dtype, ScalarType? pos_dtype, bool[] needs",
+    5,
+)
+def _backward(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
+    """Gradients of the five tensors, those of the last three in the dtypes given; empty where not needed."""
+    needs = EmbedNeeds(*needs)
+    grads = patch_embed_bwd(
+        dy,
+        images,
+        weight,
+        mean,
+        std,
+        prefix=prefix,
+        pos_len=pos_len,
+        want_images=needs.images,
+        want_weight=needs.weight,
+        want_bias=needs.bias,
+        want_cls=needs.cls_token,
+        want_pos=needs.pos_embed,
+        dtypes=(bias_dtype, cls_dtype, pos_dtype),
+    )
+    return filled(dy, *grads)
 
 
 @_backward.register_fake
-def _(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needed):
+def _(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
     width = weight.shape[0]
     wanted = (
         lambda: torch.empty(images.shape, dtype=images.dtype, device=dy.device),
@@ -61,7 +76,7 @@ def _(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos
         lambda: dy.new_empty(1, prefix, width, dtype=cls_dtype),
         lambda: dy.new_empty(1, pos_len, width, dtype=pos_dtype),
     )
-    return tuple(make() if need else dy.new_empty(0) for make, need in zip(wanted, needed))
+    return tuple(make() if need else dy.new_empty(0) for make, need in zip(wanted, needs))
 
 
 def _setup_context(ctx, inputs, output):
@@ -74,11 +89,11 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, dy):
-    needed = list(ctx.needs_input_grad[:5])
-    if dy is None or not any(needed):
+    needs = list(ctx.needs_input_grad[:5])
+    if dy is None or not any(needs):
         return (None,) * 7
-    grads = _backward(dy, *ctx.saved_tensors, ctx.mean, ctx.std, ctx.prefix, ctx.pos_len, *ctx.dtypes, needed)
-    return (*(grad if need else None for grad, need in zip(grads, needed)), None, None)
+    grads = _backward(dy, *ctx.saved_tensors, ctx.mean, ctx.std, ctx.prefix, ctx.pos_len, *ctx.dtypes, needs)
+    return *chosen(grads, needs), None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -107,10 +122,11 @@ def patch_embed(
 ) -> Tensor:
     """[prefix; patch_1 W; ...; patch_N W] + bias + positions.
 
-    images (B, C, Hi, Wi): floats of any dtype, or uint8, of which (images / 255 - mean) / std is taken (mean 0, std 1 unless given;
-    a number or one per channel; floats are never normalised here). weight (D, C, P, Q); bias (D,) or None; cls_token (1, T, D), all
-    prefix tokens, registers too; pos_embed (1, T+N, D), or (1, N, D) for the patches alone. Hi and Wi must be multiples of P and Q.
-    Returns (B, T+N, D), contiguous, in the dtype of weight (under autocast: its dtype).
+    images (B, C, Hi, Wi): floats of any dtype, or uint8, of which (images / 255 - mean) / std is taken (mean 0, std 1
+    unless given; a number or one per channel; floats are never normalised here). weight (D, C, P, Q); bias (D,) or
+    None; cls_token (1, T, D), all prefix tokens, registers too; pos_embed (1, T+N, D), or (1, N, D) for the patches
+    alone. Hi and Wi must be multiples of P and Q. Returns (B, T+N, D), contiguous, in the dtype of weight (under
+    autocast: its dtype).
     """
     check_shape("patch_embed", "weight", weight, (None, None, None, None))
     width, chans, p, q = weight.shape
@@ -136,12 +152,13 @@ def patch_embed(
     for name, tensor in (("images", images), ("bias", bias), ("cls_token", cls_token), ("pos_embed", pos_embed)):
         if tensor is not None and tensor.device != weight.device:
             raise ValueError(f"patch_embed: {name} must be on {weight.device} like weight, got {tensor.device}")
-    # Autocast concerns the weight alone, which says what is computed in: the images, the largest tensor, are converted as they are read.
+    # Autocast concerns the weight alone, which says what is computed in: the images, the largest tensor, are converted
+    # as they are read.
     weight = _in_compute_dtype(weight)
     raw = images.dtype == torch.uint8
     given = (t for t in (images, bias, cls_token, pos_embed) if t is not None and t.is_floating_point())
-    odd = next((f"no kernel reads {t.dtype}" for t in given if t.dtype not in KERNEL_DTYPES), None)
-    if kernels_wanted("patch_embed", weight, odd):
+    reason = next((f"no kernel reads {t.dtype}" for t in given if t.dtype not in KERNEL_DTYPES), None)
+    if kernels_wanted("patch_embed", weight, reason):
         normalisation = (_per_channel(mean, 0.0, chans), _per_channel(std, 1.0, chans)) if raw else ([], [])
         return _forward(images, weight, bias, cls_token, pos_embed, *normalisation)
     return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std)

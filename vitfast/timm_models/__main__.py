@@ -1,4 +1,4 @@
-"""`python -m vitfast.timm_models SCRIPT ...` runs a script as Python would, with the vit_fast_* models known to timm."""
+"""`python -m vitfast.timm_models SCRIPT ...` runs a script with the vit_fast_* models known to timm."""
 
 import runpy
 import sys

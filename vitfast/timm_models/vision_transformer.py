@@ -1,7 +1,8 @@
-"""vitfast's ViT as timm entry points, with the arguments, state_dict and feature interface of timm's VisionTransformer.
+"""vitfast's ViT as timm entry points, with the interface of timm's VisionTransformer.
 
-The weights of the timm model without `fast_` in its name load as they are. TorchScript is not supported: the operations choose between
-kernels and plain PyTorch in Python, which a script cannot hold; `torch.compile` and `vitfast export` take its place.
+That is its arguments, state_dict and features; the weights of the timm model without `fast_` in its name load as they
+are. TorchScript is not supported: the operations choose between kernels and plain PyTorch in Python, which a script
+cannot hold; `torch.compile` and `vitfast export` take its place.
 """
 
 from contextlib import nullcontext
@@ -35,14 +36,11 @@ _MODELS = {
 
 
 def _cfg(size: int) -> dict:
-    """What timm wants to know of a model, with the pixels' normalisation of its own ViTs."""
+    """The entries of timm's pretrained_cfg beyond its defaults; the normalisation is that of its ViTs."""
     return dict(
         url="",
-        num_classes=1000,
         input_size=(3, size, size),
-        pool_size=None,
         crop_pct=0.9 if size < 384 else 1.0,
-        interpolation="bicubic",
         fixed_input_size=True,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
@@ -68,18 +66,15 @@ class TimmViT(ViT):
             self.to(dtype)
 
     def load_pretrained(self, checkpoint_path: str | Path, prefix: str = "") -> None:
-        """What timm calls for an .npz: weights of any format, positions resampled as timm does there, a head of other classes left alone.
+        """Loads weights of any format (timm calls this for an .npz).
 
-        As in timm the activation stays what the model was made with; Google's files want `act_layer="gelu_tanh"`.
+        Positions are resampled as timm does there, a head of other classes is left alone. As in timm the activation
+        stays what the model was made with; Google's files want `act_layer="gelu_tanh"`.
         """
         state = checkpoint_filter_fn(load_checkpoint(checkpoint_path), self, interpolation="bilinear", antialias=False)
         ours = self.state_dict()
-        self.load_state_dict(
-            {
-                k: ours[k] if k.startswith("head.") and k in ours and ours[k].shape != v.shape else v
-                for k, v in state.items()
-            }
-        )
+        left = {k for k, v in state.items() if k.startswith("head.") and k in ours and ours[k].shape != v.shape}
+        self.load_state_dict({k: ours[k] if k in left else v for k, v in state.items()})
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         super().reset_classifier(num_classes, global_pool)
@@ -92,13 +87,13 @@ class TimmViT(ViT):
 
 
 def _create(name: str, pretrained: bool, pretrained_cfg=None, pretrained_cfg_overlay=None, out_indices=3, **args):
-    """timm's factory, with its arguments; `args` are TimmViT's. Raises InputError for `pretrained` without weights to take."""
+    """timm's factory; `args` are TimmViT's. Raises InputError for `pretrained` without weights to take."""
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and not (cfg.has_weights or cfg.state_dict):
         twin = name.replace("fast_", "")
         raise InputError(
-            f"{name}: vitfast has no weights of its own; those of timm's {twin} fit: checkpoint_path=FILE, or pretrained=True with "
-            f"pretrained_cfg_overlay=dict(file=FILE) or dict(hf_hub_id='timm/{twin}.TAG')"
+            f"{name}: vitfast has no weights of its own; those of timm's {twin} fit: checkpoint_path=FILE, or "
+            f"pretrained=True with pretrained_cfg_overlay=dict(file=FILE) or dict(hf_hub_id='timm/{twin}.TAG')"
         )
     if args.get("in_chans", 3) == len(cfg.mean) == len(cfg.std):
         args = {"mean": tuple(cfg.mean), "std": tuple(cfg.std), **args}  # for raw uint8 images

@@ -115,24 +115,13 @@ class MaskedPatches(nn.Module):
 
     def encode(self, images: Tensor, corrupted: Corruption | None = None) -> Tensor:
         """uint8 (B, C, H, W) -> normalised patch outputs (B, N, D), of corrupted patches where a Corruption is given."""
-        vit = self.vit
-        x = vit.patch_embed(images, mean=vit.mean, std=vit.std)
-        if corrupted is not None:
-            x = torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), _take(x, corrupted.source))
-        table, layers = vit._positions(images)
-        alone = table is not None and table.shape[1] == x.shape[1]  # positions of the patches, none of the prefix
-        x = x + table.to(x.dtype) if alone else x
-        x = torch.cat(
-            [*(t.to(x.dtype).expand(len(x), -1, -1) for t in (vit.cls_token, vit.reg_token) if t is not None), x], dim=1
-        )
-        x = vit.pos_drop(x if table is None or alone else x + table.to(x.dtype))
-        x = x.float() if vit.residual_in_fp32 else x
-        vit._decide_keep(x)
-        for block, layer in zip(vit.blocks, layers):
-            x = vit._run(block, x, *layer)
-        return vit.fc_norm(vit._final(x))[
-            :, vit.num_prefix_tokens :
-        ]  # where the norm comes after pooling, patches have none but that one
+
+        def corrupt(x: Tensor) -> Tensor:
+            return torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), _take(x, corrupted.source))
+
+        x = self.vit.forward_features(images, None if corrupted is None else corrupt)
+        # Where the norm comes after pooling, patches have none but that one.
+        return self.vit.fc_norm(x)[:, self.vit.num_prefix_tokens :]
 
     def forward(self, images: Tensor, corrupted: Corruption | None = None) -> tuple[Tensor, Tensor]:
         """Raw uint8 images (B, C, H, W) -> (mean loss over the corrupted patches, share of them whose colours are right).

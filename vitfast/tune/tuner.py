@@ -162,7 +162,7 @@ class Tuner:
                     continue
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else self.dtype, device=self.device)
                 start, shipped = tiles.lookup(op, like, shape), tiles.shipped(op, like, shape)
-                starts = dict.fromkeys([start, shipped, *tiles.rivals(op, like, shape, unchecked=True)])
+                starts = dict.fromkeys([start, shipped, *tiles.candidates(op, like, shape, unchecked=True)])
                 absent = tiles.absent(op, like, shape)
                 problem = Problem(op, bits, shape, name, launcher, start, list(starts)[1:], absent, larger[name])
                 found[key] = len(used), problem
@@ -254,7 +254,7 @@ class Tuner:
     def _trial(self, attempt: Attempt, tile: Tile) -> float | None:
         """Checks a candidate and times it; None, and the reason among the failures, where it is wrong or does not run."""
         p = attempt.problem
-        row = tiles.as_row(p.op, self.gpu, p.bits, p.shape, tile)
+        row = tiles.to_record(p.op, self.gpu, p.bits, p.shape, tile)
         with tuned.trying(row), self._watched():
             try:
                 with self._in_force(attempt, tile) as bench:
@@ -322,7 +322,7 @@ class Tuner:
                 if search.times[tile] is not None:
                     search.times[tile] = self._trial(attempt, tile)
             if search.time(best) < GAIN * search.time(attempt.kept) and not attempt.unsure:
-                tuned.keep(tiles.as_row(p.op, self.gpu, p.bits, p.shape, best))
+                tuned.keep(tiles.to_record(p.op, self.gpu, p.bits, p.shape, best))
                 attempt.kept = best
                 self.kept.add(p.key)
 

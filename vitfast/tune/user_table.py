@@ -24,7 +24,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
         table = json.loads(path.read_text())
         for name in ("tiles", "refused", "trying"):
             for row in table.get(name, []) if name != "tiles" else table[name]:
-                tiles.from_row(row)
+                tiles.from_record(row)
                 [
                     row[key]
                     for key in (*KEY, *(["reason"] if name == "refused" else ["pid"] if name == "trying" else []))
@@ -55,7 +55,7 @@ def _add(rows: list[dict], row: dict) -> list[dict]:
 
 
 def keep(row: dict) -> None:
-    """Puts a row (tiles.as_row) into the table."""
+    """Puts a row (tiles.to_record) into the table."""
     with _changing() as table:
         table["tiles"] = _add(table["tiles"], row)
 
@@ -100,7 +100,7 @@ def refused(gpu: str) -> dict[tuple, str]:
             ]
             table.setdefault("refused", []).extend(rows)
         rows = [row for row in table.get("refused", []) if row["gpu"] == gpu]
-    return {(row["op"], row["bits"], row["shape"], tiles.from_row(row)): row["reason"] for row in rows}
+    return {(row["op"], row["bits"], row["shape"], tiles.from_record(row)): row["reason"] for row in rows}
 
 
 def only_one(name: str):

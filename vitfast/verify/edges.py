@@ -148,7 +148,7 @@ def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[
     where there are row tiles enough, groups of two."""
     for op, bits, shape in used:
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else case.dtype)
-        for rival in tiles.rivals(op, like, shape):
+        for rival in tiles.candidates(op, like, shape):
             yield op, rival, shape
         if shape.endswith("-small"):
             yield op, tiles.shipped(op, like, shape.removesuffix("small") + "large"), shape

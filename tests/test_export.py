@@ -1,4 +1,4 @@
-"""Exported files, run by what they are for (onnxruntime, torch.export, AOTInductor), against the model in PyTorch."""
+"""Exported files against the model in PyTorch, run by onnxruntime, torch.export and AOTInductor."""
 
 import copy
 import sys

@@ -1,4 +1,7 @@
-"""What the attention kernels share: a head is a tuple of one or two power-of-two column parts (80 = 64 + 16), loaded, multiplied and stored."""
+"""Heads of the attention kernels: one or two power-of-two chunks of columns, as in 80 = 64 + 16.
+
+The kernels list their arguments, and find their head, in the same lines each: Triton takes arguments by name.
+"""
 
 from typing import NamedTuple
 
@@ -10,23 +13,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Head(NamedTuple):
-    """What a kernel is compiled for: the size of a head, its two parts (the second may be 0), what its rows are aligned to, whether a head's last row
-    may be 2^31 elements past its first, how fp32 is multiplied.
+    """The head that a kernel is compiled for.
 
     Its fields are plain numbers in Triton 3.6: what goes on to another function is named a constexpr first.
     """
 
     dim: int
-    first: int
-    second: int
-    align: int
-    far: bool
-    precision: str
+    first: int  # columns of its first chunk
+    second: int  # of its second one, or 0
+    align: int  # elements that each of its rows starts at a multiple of
+    far: bool  # whether its last row may be 2^31 elements past its first
+    precision: str  # of products in fp32
 
 
 @triton.jit
 def head_of(x, b, h, HEAD: tl.constexpr):
-    """A head of a batch element of x = (pointer, strides of B, N, H), (B, N, H, Dh): where it starts, and the stride of its rows.
+    """A head of x = (pointer, strides of B, N, H), (B, N, H, Dh): its start and the stride of its rows.
 
     The hint keeps 16-byte loads where head sizes divide by 8 but not by 16.
     """
@@ -35,7 +37,7 @@ def head_of(x, b, h, HEAD: tl.constexpr):
 
 
 @triton.jit
-def part_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
+def chunk_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
     """Columns FIRST..FIRST + SIZE of some rows of a head."""
     ALIGN: tl.constexpr = HEAD.align
     offs_n = rows.to(tl.int64) * head[1] if HEAD.far else rows * head[1]
@@ -43,8 +45,8 @@ def part_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.cons
 
 
 @triton.jit
-def part_mask(in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
-    """Where in_rows is true, and where the head has that column; only the last part can pass its end."""
+def chunk_mask(in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
+    """Where in_rows is true and the head has that column; only the last chunk can pass its end."""
     if FIRST + SIZE > HEAD.dim:
         return in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :]
     else:
@@ -52,11 +54,13 @@ def part_mask(in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constex
 
 
 @triton.jit
-def load_part(head, rows, N, FIRST: tl.constexpr, SIZE: tl.constexpr, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """Columns FIRST..FIRST + SIZE of some rows of a head; zeros outside of it and, with MASK_ROWS, from row N on."""
-    ptrs = part_ptrs(head, rows, FIRST, SIZE, HEAD)
+def load_head_chunk(
+    head, rows, N, FIRST: tl.constexpr, SIZE: tl.constexpr, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr
+):
+    """Columns FIRST..FIRST + SIZE of some rows of a head, zeros outside; MASK_ROWS: rows may pass N."""
+    ptrs = chunk_ptrs(head, rows, FIRST, SIZE, HEAD)
     if MASK_ROWS:
-        return tl.load(ptrs, mask=part_mask(rows < N, FIRST, SIZE, HEAD), other=0.0)
+        return tl.load(ptrs, mask=chunk_mask(rows < N, FIRST, SIZE, HEAD), other=0.0)
     elif FIRST + SIZE > HEAD.dim:
         return tl.load(ptrs, mask=(FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :], other=0.0)
     else:
@@ -64,37 +68,37 @@ def load_part(head, rows, N, FIRST: tl.constexpr, SIZE: tl.constexpr, MASK_ROWS:
 
 
 @triton.jit
-def load_rows(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """Rows of a head as a tuple of its parts: ((rows, first),) or ((rows, first), (rows, second))."""
+def load_head_rows(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Rows of a head as a tuple of its chunks: ((rows, first),) or ((rows, first), (rows, second))."""
     D0: tl.constexpr = HEAD.first
     D1: tl.constexpr = HEAD.second
-    first = load_part(head, rows, N, 0, D0, MASK_ROWS, HEAD)
+    first = load_head_chunk(head, rows, N, 0, D0, MASK_ROWS, HEAD)
     if D1 > 0:
-        return (first, load_part(head, rows, N, D0, D1, MASK_ROWS, HEAD))
+        return (first, load_head_chunk(head, rows, N, D0, D1, MASK_ROWS, HEAD))
     else:
         return (first,)
 
 
 @triton.jit
-def store_part(head, x, rows, N, FIRST: tl.constexpr, HEAD: tl.constexpr):
+def store_head_chunk(head, x, rows, N, FIRST: tl.constexpr, HEAD: tl.constexpr):
     """Writes columns FIRST.. of rows below N."""
     SIZE: tl.constexpr = x.shape[1]
-    mask = part_mask(rows < N, FIRST, SIZE, HEAD)
-    tl.store(part_ptrs(head, rows, FIRST, SIZE, HEAD), x.to(head[0].dtype.element_ty), mask=mask)
+    mask = chunk_mask(rows < N, FIRST, SIZE, HEAD)
+    tl.store(chunk_ptrs(head, rows, FIRST, SIZE, HEAD), x.to(head[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_rows(head, x, rows, N, HEAD: tl.constexpr):
-    """Writes the parts x of some rows of a head."""
+def store_head_rows(head, x, rows, N, HEAD: tl.constexpr):
+    """Writes some rows of a head, x its chunks."""
     D0: tl.constexpr = HEAD.first
-    store_part(head, x[0], rows, N, 0, HEAD)
+    store_head_chunk(head, x[0], rows, N, 0, HEAD)
     if len(x) > 1:
-        store_part(head, x[1], rows, N, D0, HEAD)
+        store_head_chunk(head, x[1], rows, N, D0, HEAD)
 
 
 @triton.jit
 def store_sums(sums_ptr, x, slot, h, H, HEAD: tl.constexpr):
-    """Column sums of the parts x into sums[slot, h], sums (slots, H, Dh) fp32."""
+    """Writes the column sums of the chunks x to sums[slot, h], sums (slots, H, Dh) fp32."""
     row = sums_ptr + (slot.to(tl.int64) * H + h) * HEAD.dim
     offs_d = tl.arange(0, x[0].shape[1])
     tl.store(row + offs_d, tl.sum(x[0], 0), mask=offs_d < HEAD.dim)
@@ -104,7 +108,8 @@ def store_sums(sums_ptr, x, slot, h, H, HEAD: tl.constexpr):
 
 
 @triton.jit
-def zero_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
+def zero_head_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """The chunks of ROWS rows, zero, in fp32."""
     D0: tl.constexpr = HEAD.first
     D1: tl.constexpr = HEAD.second
     if D1 > 0:
@@ -114,8 +119,8 @@ def zero_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
-def add_rows(a, b):
-    """a + b over their parts, fp32."""
+def add_head_rows(a, b):
+    """a + b, chunk by chunk, in fp32."""
     if len(a) > 1:
         return (a[0] + b[0].to(tl.float32), a[1] + b[1].to(tl.float32))
     else:
@@ -124,7 +129,7 @@ def add_rows(a, b):
 
 @triton.jit
 def outer(a, b, HEAD: tl.constexpr, acc=None):
-    """acc + a b^T over the parts of the head: (rows of a, rows of b), fp32."""
+    """acc + a b^T over the chunks of the head: (rows of a, rows of b), fp32."""
     acc = tl.dot(a[0], tl.trans(b[0]), acc, input_precision=HEAD.precision)
     if len(a) > 1:
         acc = tl.dot(a[1], tl.trans(b[1]), acc, input_precision=HEAD.precision)
@@ -133,7 +138,7 @@ def outer(a, b, HEAD: tl.constexpr, acc=None):
 
 @triton.jit
 def add_product(acc, w, x, HEAD: tl.constexpr):
-    """acc + w x for every part of x; w takes x's dtype."""
+    """acc + w x for every chunk of x; w takes x's dtype."""
     w = w.to(x[0].dtype)
     first = tl.dot(w, x[0], acc[0], input_precision=HEAD.precision)
     if len(x) > 1:
@@ -144,8 +149,11 @@ def add_product(acc, w, x, HEAD: tl.constexpr):
 
 @triton.jit
 def probabilities(s, lse, scale, DTYPE: tl.constexpr):
-    """exp(scale s - lse), lse a column or a row. Inputs in fp32 pay one multiplication per logit more, to be exact for logits in the thousands too:
-    there scale s and lse agree to the last bits, which a logarithm in base 2 would round away."""
+    """exp(scale s - lse), lse a column or a row.
+
+    Inputs in fp32 pay one multiplication per logit more, to be exact for logits in the thousands too: there scale s and
+    lse agree to the last bits, which a logarithm in base 2 would round away.
+    """
     if DTYPE == tl.float32:
         return tl.exp2(tl.fma(s, scale, -lse) * LOG2E)
     else:
@@ -154,7 +162,7 @@ def probabilities(s, lse, scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def row_dot(a, b):
-    """Row sums of a * b over the parts, fp32."""
+    """Row sums of a * b over the chunks, fp32."""
     total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if len(a) > 1:
         total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)

@@ -1,0 +1,269 @@
+"""`vitfast doctor`: what it examines, what it says of wrong kernels, and the processes that it runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import run_cli
+from processes import SERVER
+
+from vitfast import doctor
+
+
+def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
+    names = lambda *only: list(dict.fromkeys(name for name, _ in doctor.tasks(only)))  # noqa: E731
+    assert names("attention") == ["attention", "attention, N = 300"]
+    assert names("attention, N = 300", "mlp") == ["attention, N = 300", "mlp"]
+    assert names("_block", "patch") == ["patch_embed", "patch_embed, uint8", "attention_block", "mlp_block"]
+    assert names() == list(doctor.cases(doctor.SMALL_SIZES, doctor.ops)) and len(doctor.tasks()) == 3 * len(names())
+    assert doctor.tasks(["layer_norm"], "float16") == [("layer_norm", "float16")]
+    both = [("layer_norm", d) for d in ("bfloat16", "float16", "float32")]
+    both += [
+        (name, d) for name in ("edges of layer_norm", "edges of add + layer_norm") for d in ("bfloat16", "float32")
+    ]
+    assert set(both) <= set(doctor.tasks(["layer_norm"], interpreted=True))
+    assert doctor.tasks(["column sums, gelu"], "float16", interpreted=True) == [
+        ("edges of column sums, gelu", "float16")
+    ]
+    assert len(doctor.tasks(interpreted=True)) == 3 * len(names()) + 2 * len(doctor.edges.names())
+
+
+def test_doctor_refuses_what_does_not_exist_here(capsys, monkeypatch):
+    code, out, err = run_cli(capsys, "doctor", "--only", "mlp", "--only", "nothing")
+    assert code == 2 and not out and "no operation has 'nothing' in its name; there are layer_norm;" in err
+    monkeypatch.setattr(doctor.interpreter, "bfloat16_mended", False)
+    monkeypatch.setattr(doctor, "prepare", lambda: None)
+    code, _, err = run_cli(capsys, "doctor", "--dtype", "bfloat16")
+    assert code == 2 and "no bfloat16 here, only float16 and float32" in err and "ml_dtypes" in err
+    code, _, err = run_cli(capsys, "doctor", "--interpreted")
+    assert (
+        code == 2
+        and "doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16" in err
+    )
+    assert (
+        run_cli(capsys, "doctor", "--interpreted", "--dtype", "float32", "--only", "column sums, gelu", "--jobs", "1")[
+            0
+        ]
+        == 0
+    )
+
+
+def test_doctor_refuses_no_process_and_no_name(capsys):
+    for given, said in (
+        (["--jobs", "0"], "--jobs must be 1 at least, got 0"),
+        (["--only", ""], "no operation has '' in its name"),
+    ):
+        code, _, err = run_cli(capsys, "doctor", *given)
+        assert code == 2 and said in err
+
+
+def test_what_fp32_is_judged_by_is_fp32(monkeypatch):
+    """On a GPU PyTorch's convolutions take TF32 unless they are told not to."""
+    seen = []
+
+    def embed(*tensors):
+        seen.append((doctor.ops._dispatch._mode, torch.backends.cudnn.allow_tf32))
+        return doctor.ops.patch_embed(*tensors)
+
+    before = torch.backends.cudnn.allow_tf32
+    inputs = doctor.cases(doctor.SMALL_SIZES, doctor.ops)["patch_embed"][1]
+    assert doctor.examine("patch_embed", embed, inputs, torch.float32, torch.device("cpu"), timed=False).passed
+    assert [tf32 for mode, tf32 in seen if mode == "off"] == [False] * 3 and torch.backends.cudnn.allow_tf32 == before
+
+
+def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatch, capsys):
+    from vitfast.kernels import launch
+
+    commands = []
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    answer = SimpleNamespace(returncode=7)
+    monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append((command, env)) or answer)
+    given = [
+        "--jobs=3",
+        "--only=mlp",
+        "--only=layer_norm",
+        "--dtype=float16",
+        "--json",
+        "--untimed",
+        "--debug",
+        "--interpreted",
+    ]
+    assert run_cli(capsys, "doctor", *given)[0] == 7
+    assert commands[0][0][3:] == ["doctor", *given] and commands[0][1]["TRITON_INTERPRET"] == "1"
+
+
+def test_doctor_keeps_both_ends_of_a_failure_and_shows_the_first_traceback(monkeypatch, capsys):
+    from vitfast.kernels import attention
+
+    def broken(*args):
+        raise ValueError("where it starts" + 400 * " and so on" + " what is wrong")
+
+    monkeypatch.setattr(attention, "attention_fwd", broken)
+    code, out, err = run_cli(
+        capsys, "doctor", "--only", "attention, N = 300", "--only", "layer_norm", "--debug", "--json"
+    )
+    rows = {(r["op"], r["dtype"]): r for r in json.loads(out)["results"]}
+    bad = rows["attention, N = 300", "float16"]
+    assert code == 1 and len(rows) == 6 and rows["layer_norm", "float32"]["passed"]
+    assert bad["failure"].startswith("ValueError: where it starts") and bad["failure"].endswith("what is wrong")
+    assert len(bad["failure"]) <= 400 and "in broken" in bad["traceback"]
+    assert err.count("Traceback") == 1 and "The first failure, attention, N = 300 in bfloat16:" in err
+    assert "3 of 6 passed" in err
+
+
+def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
+    def interrupted(task, timed, watched):
+        if task[1] == "float32":
+            raise KeyboardInterrupt
+        return doctor.Result(*task, 0.0, 0.0, True)
+
+    monkeypatch.setattr(doctor, "perform", interrupted)
+    code, out, err = run_cli(capsys, "doctor", "--only", "layer_norm", "--json")
+    assert (
+        code == 130
+        and json.loads(out)["not_examined"] == 1
+        and "2 of 3 passed, 1 not examined: interrupted in layer_norm in float32" in err
+    )
+
+
+def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
+    """Right numbers are not enough: a row too many is read of a workspace, whose sum nobody reads."""
+    from vitfast.kernels import rows
+
+    given = [
+        "doctor",
+        "--interpreted",
+        "--jobs",
+        "1",
+        "--only",
+        "scaled rows",
+        "--only",
+        "sum of rows",
+        "--only",
+        "linear_gelu",
+    ]
+    code, out, _ = run_cli(capsys, *given)
+    assert code == 0 and "edges of scaled rows" in out and " runs" in out
+    right = rows.column_sums
+    monkeypatch.setattr(rows, "column_sums", lambda pairs, programs, D, x: right(pairs, programs + 1, D, x))
+    code, out, err = run_cli(capsys, *given, "--json")
+    result = json.loads(out)
+    found = {r["op"] for r in result["results"] if r["findings"]}
+    assert code == 1 and result["not_examined"] == 0
+    assert found == {"edges of scaled rows", "edges of scaled rows, layer scale", "edges of sum of rows"}
+    assert all(r["passed"] == (r["op"] not in found) for r in result["results"])
+    text = next(r for r in result["results"] if r["op"] == "edges of sum of rows")["findings"][0]
+    assert (
+        "sum of rows, 3 x 5 x 100, 72, bfloat16, odd: out of bounds: column_sums_kernel, program (0, 0, 0), rows.py:"
+        in text
+    )
+    assert "reads ws_ptrs[0][2, 0] of (2, 100)" in text and "other runs)" in text and text in err
+    assert next(r for r in result["results"] if r["op"] == "linear_gelu")["passed"]
+
+
+def test_doctor_says_where_a_kernel_raises_and_what_is_of_another_kind(monkeypatch, capsys):
+    from vitfast.kernels import layer_norm, rows
+
+    def raises(*args):
+        return undefined_name  # noqa: F821
+
+    given = ["doctor", "--interpreted", "--jobs", "1", "--json", "--only", "edges of sum of rows", "--dtype", "float32"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "column_sums", raises)
+        code, out, err = run_cli(capsys, *given, "--debug")
+    (row,) = json.loads(out)["results"]
+    assert code == 1 and row["error"] is None and row["torch_error"] is not None  # JSON knows no infinity
+    assert "NameError: name 'undefined_name' is not defined at test_doctor.py:" in row["findings"][0]
+    assert "in column_sums" not in err and "in raises" in row["traceback"] and row["traceback"] in err
+    forward = layer_norm.layer_norm_fwd
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            layer_norm,
+            "layer_norm_fwd",
+            lambda x, *rest, **options: (forward(x, *rest, **options)[0].double(), *forward(x, *rest, **options)[1:]),
+        )
+        assert run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")[0] == 1
+        code, out, _ = run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")
+    assert code == 1 and "result 0 is float64 (2, 5, 64), PyTorch's float16 (2, 5, 64)" in out
+
+
+def test_an_overwritten_input_a_wrong_number_and_no_kernel_fail_at_the_edges(monkeypatch):
+    from vitfast.kernels import rows, tiles
+    from vitfast.verify import edges
+
+    case = next(edges.cases("sum of rows"))
+    assert edges.examine(case).passed
+    right = rows.scale_rows
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (right(x, *rest, **options), x.neg_())[0])
+        assert "input 0 is overwritten" in edges.examine(case).wrong[0]
+        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (None, 1.02 * right(x, *rest, **options)[1]))
+        report = edges.examine(case)
+        assert not report.passed and 0.019 < report.error < 0.021 and "error of a row 2.0e-02" in report.wrong[0]
+        patch.setattr(
+            rows, "scale_rows", lambda x, *rest, **options: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]
+        )
+        assert "no kernel ran" in edges.examine(case).wrong[0]
+
+
+@pytest.mark.slow(12)
+def test_doctor_interprets_in_processes_of_its_own():
+    """Where the environment says nothing of the interpreter, and whatever GPU there is."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        "-m",
+        "vitfast",
+        "doctor",
+        "--interpreted",
+        "--only",
+        "column sums",
+        "--only",
+        "gelu backward",
+        "--jobs",
+        "2",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "6 of 6 passed" in done.stdout and done.stdout.count(" run") == 6, (
+        done.stdout + done.stderr
+    )
+
+
+def deadly(task) -> doctor.Result:
+    """Work that ends its own process."""
+    if task[0] == "exits":
+        os._exit(3)
+    if task[0] == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return doctor.Result(*task, 0.0, 0.0, True)
+
+
+@pytest.mark.slow(8)
+def test_a_process_of_the_doctor_that_dies_is_a_failed_row(monkeypatch):
+    """The others go on, each task is done once, and no more processes run than asked for."""
+    monkeypatch.setattr(doctor.multiprocessing, "get_context", lambda kind: SERVER)
+    todo = [(name, "float16") for name in ("exits", "a", "crashes", "b", "c", "d")]
+    found = {r.op: r for r in doctor.in_processes(deadly, todo, jobs=2)}
+    assert len(found) == 6 and {name for name, r in found.items() if r.passed} == set("abcd")
+    assert found["exits"].failure == "its process died with exit code 3"
+    assert found["crashes"].failure == "its process died by signal 11 (SIGSEGV)"
+
+
+def test_a_worker_whose_gpu_has_failed_makes_room_for_another(monkeypatch):
+    def illegal():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Pipe:
+        sent, tasks = [], [("fine", "float16"), ("wrong", "float16"), ("never", "float16")]
+        recv, send = (lambda self: self.tasks.pop(0)), (lambda self, what: self.sent.append(what))
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", illegal)
+    doctor._serve(Pipe(), lambda task: doctor.Result(*task, 0.0, 0.0, task[0] == "fine"))
+    assert [(result.op, goes_on) for result, goes_on in Pipe.sent] == [("fine", True), ("wrong", False)]

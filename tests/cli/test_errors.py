@@ -1,0 +1,148 @@
+"""Bad input: exit code 2, one line that names the thing, and nothing is written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import CLASSES, RUN, make_folder, picture, run_cli
+from processes import Child, command_line, done
+
+from vitfast import ViT
+
+
+def spoil(name: str, root: Path) -> tuple[list, str]:
+    """Arguments that are wrong in one way, and what the error must name."""
+    data = root / "data"
+    base = ["pretrain", "--recipe", "digits", "--data", data, *RUN]
+    digits = ["pretrain", "--recipe", "digits", "--data", "digits"]
+    if name == "missing data folder":
+        return [*base], f"no folder {data}"
+    if name == "no data":
+        return ["pretrain", "--recipe", "digits", *RUN], "no data given"
+    if name == "empty data folder":
+        data.mkdir()
+        return base, f"no images in {data}"
+    if name == "data is a file":
+        data.write_text("x")
+        return base, "is a file"
+    if name == "unknown preset":
+        return [*digits, "--model", "B/17"], "unknown preset 'B/17'; did you mean B/16"
+    if name == "unknown recipe":
+        return ["pretrain", "--recipe", "digitz", "--data", "digits"], "unknown recipe 'digitz'; did you mean digits"
+    if name == "image size":
+        return [*digits, "--img-size", "30"], "image size 30 x 30 is no multiple of the patch size 8 x 8"
+    if name == "image smaller than a patch by size":
+        return [*digits, "--img-size", "4"], "image size 4 x 4"
+    if name == "unknown setting":
+        return [*digits, "--set", "learning_rat=1"], "unknown setting 'learning_rat'"
+    if name == "config file":
+        (root / "c.yaml").write_text("[1, 2")
+        return ["pretrain", "--config", root / "c.yaml"], "c.yaml cannot be read as YAML"
+    if name == "cuda":
+        return [*digits, "--device", "cuda"], "no CUDA device"
+    if name == "unknown data set":
+        return ["pretrain", "--recipe", "digits", "--data", "torch/nothing"], "data set 'torch/nothing'"
+    if name == "no shards":
+        return ["pretrain", "--recipe", "digits", "--data", f"wds/{root}"], "no shards"
+    if name == "no weights":
+        return ["finetune", "--data", "digits"], "add --weights"
+    if name == "missing weights":
+        return ["finetune", "--data", "digits", "--weights", root / "w.safetensors"], "w.safetensors"
+    if name == "truncated weights":
+        ViT.from_preset("Nano/8", img_size=32, num_classes=3).save_pretrained(root / "w")
+        path = root / "w" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:1000])
+        return ["finetune", "--data", "digits", "--weights", root / "w"], "model.safetensors"
+    if name == "another architecture":
+        import torchvision
+
+        torch.save(torchvision.models.resnet18().state_dict(), root / "resnet.pth")
+        return ["finetune", "--data", "digits", "--weights", root / "resnet.pth"], "resnet.pth"
+    if name == "pickle":
+        torch.save({"model": ViT.from_preset("Nano/8", img_size=32, num_classes=3)}, root / "p.pth")
+        return ["finetune", "--data", "digits", "--weights", root / "p.pth"], "p.pth"
+    make_folder(data)
+    if name == "no image":
+        (data / "train" / "cat" / "bad.jpg").write_text("not a picture")
+        return base, "bad.jpg cannot be read as an image"
+    if name == "broken image":
+        path = data / "train" / "cat" / "0.png"
+        path.write_bytes(path.read_bytes()[:200])
+        return [*base, "--set", "workers=1", "max_unreadable=0"], "0.png is a broken image"
+    if name == "fewer classes in validation":
+        for file in (data / "val" / "eel").iterdir():
+            file.unlink()
+        return base, "missing in validation: eel"
+    if name == "other class names":
+        (data / "val" / "eel").rename(data / "val" / "fox")
+        return base, "missing in validation: eel; only in validation: fox"
+    if name == "one class":
+        for split in ("train", "val"):
+            for other in CLASSES[1:]:
+                (data / split / other).rename(root / f"{split}{other}")
+        return base, "one class only ('cat')"
+    assert name == "tiny image"
+    picture(1, 3).save(data / "train" / "cat" / "tiny.png")
+    return base, "tiny.png has 3 x 7 pixels, less than one patch (8 x 8)"
+
+
+BAD = [
+    "missing data folder",
+    "no data",
+    "empty data folder",
+    "data is a file",
+    "unknown preset",
+    "unknown recipe",
+    "image size",
+    "image smaller than a patch by size",
+    "unknown setting",
+    "config file",
+    "cuda",
+    "unknown data set",
+    "no shards",
+    "no weights",
+    "missing weights",
+    "truncated weights",
+    "another architecture",
+    "pickle",
+    "no image",
+    "fewer classes in validation",
+    "other class names",
+    "one class",
+    "cuda",
+    "broken image",
+    "tiny image",
+]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path, name):
+    if name == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    args, message = spoil(name, tmp_path)
+    code, out, err = run_cli(capsys, *args, "--output", tmp_path / "run")
+    lines = [line for line in err.splitlines() if line.startswith("vitfast: error: ")]
+    assert code == 2 and message in err and len(lines) == 1 and "Traceback" not in err, err
+    if name == "broken image":  # found when it is read: the run has begun, and no half checkpoint lies there
+        assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+    else:
+        assert not (tmp_path / "run").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    (said,) = done(
+        [
+            Child(
+                command_line,
+                ["pretrain", "--recipe", "nope", "--data", "digits", "--output", str(tmp_path / "r"), "--debug"],
+            )
+        ],
+        code=1,
+    )
+    assert "Traceback" in said and "unknown recipe" in said
+
+
+@pytest.mark.parametrize("args", [["pretrain", "--steps", "many"], ["train"], ["pretrain", "--set", "lr"], []], ids=str)
+def test_wrong_usage_exits_2(capsys, args):
+    code, _, err = run_cli(capsys, *args)
+    assert code == 2 and "usage: vitfast" in err

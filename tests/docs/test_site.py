@@ -1,0 +1,98 @@
+"""The site builds without a warning, and its reference says what the code says."""
+
+import inspect
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+
+import pytest
+from doc_blocks import PAGES, ROOT
+
+import vitfast
+from vitfast import cli, ops
+
+LONGEST_FILE, WIDEST_LINE = 400, 120
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder of the built site; every warning is an error."""
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
+
+
+@pytest.mark.slow(20)
+def test_it_builds_without_a_warning_and_holds_every_page(site):
+    for page in PAGES[1:]:
+        assert (site / page.removeprefix("docs/")).with_suffix(".html").is_file(), page
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    for path in site.rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="(https?:[^"]+)"', path.read_text()
+        )
+        assert not loaded, f"{path.name}: {loaded}"
+
+
+def test_the_reference_has_every_public_name(site):
+    text = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
+    methods = [name for name, _ in inspect.getmembers(vitfast.ViT, inspect.isfunction)]
+    own = [f"ViT.{name}" for name in methods if not name.startswith("_") and name in vars(vitfast.ViT)]
+    names = [name for name in vitfast.__all__ if name not in ("ops", "__version__")]
+    for name in [*(f"ops.{operation}" for operation in ops.__all__), *names, *own]:
+        assert re.search(rf'id="vitfast[\w.]*\.{name.split(".")[-1]}"', text), f"{name} is not in the reference"
+
+
+def test_every_command_has_its_help(site, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["no-such-command"])
+    names = re.findall(r"\w+", capsys.readouterr().err.partition("choose from")[2])
+    text = (site / "reference" / "command-line.html").read_text()
+    assert len(names) > 12 and re.findall(r"usage: vitfast (\w+) ", text) == names
+    for option in ("--recipe NAME", "--weights PATH", "--interpreted", "--deterministic"):
+        assert option in text
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.name)
+def test_pictures_have_a_title_both_palettes_and_are_shown(picture):
+    root = xml.parse(picture).getroot()
+    names = {child.tag.rpartition("}")[2] for child in root}
+    assert "title" in names and "prefers-color-scheme: dark" in picture.read_text()
+    assert any(picture.name in (ROOT / page).read_text() for page in PAGES)
+    assert not re.search(r"https?://(?!www\.w3\.org)", picture.read_text())
+
+
+# Files of the example in "How to add a kernel", which are not there.
+EXAMPLE = re.compile(r".*squared_relu\.py")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_pages_name_are_there(page):
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`((?:vitfast|kernels|tests|bench|docs|examples)/[\w./-]*)`", text)
+    named += [f"vitfast/{path}" for line in re.findall(r"^ \w+/.*\.py.*$", text, re.MULTILINE) for path in line.split()]
+    missing = [path for path in named if not (ROOT / path.rstrip(",")).exists() and not EXAMPLE.match(path)]
+    assert not missing
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    assert not [path for path in linked if not ((ROOT / page).parent / path).exists()]
+
+
+def test_the_way_of_an_image_has_at_most_ten_boxes():
+    picture = (ROOT / "README.md").read_text().partition("[start:way]")[2].partition("[end:way]")[0]
+    assert 0 < picture.count("┌") == picture.count("└") <= 10
+    assert len({len(line) for line in picture.splitlines() if line.endswith(("┐", "┘", "│"))}) == 1  # straight edges
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short_and_narrow(page):
+    """Except for tables, and what bench/report.py writes into README.md."""
+    text = re.sub(r"<!-- speed -->.*<!-- /speed -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
+    wide = [line for line in lines if len(line) > WIDEST_LINE]
+    assert len(text.splitlines()) <= LONGEST_FILE and not wide, wide

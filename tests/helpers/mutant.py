@@ -1,0 +1,55 @@
+"""Copies of the kernels with one bug each, for the sanitizer to find; mutants.py lists the bugs."""
+
+import contextlib
+import importlib
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+NUMBERS = "wrong numbers"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` becomes `new` where it first occurs in a file of kernels/; the launcher `name` shows `kind`.
+
+    Of kind NUMBERS it gives no finding but wrong results, where the plan reaches what is wrong.
+    silent: all results stay right, so that no test of numbers sees the bug.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    name: str
+    kind: str
+    silent: bool = False
+
+    @contextlib.contextmanager
+    def made(self, folder: Path) -> Iterator[ModuleType]:
+        """vitfast.verify.edges of a copy in `folder` that has the bug."""
+        package = "mutant_" + re.sub(r"\W+", "_", self.what)
+        copy = folder / package
+        shutil.copytree(ROOT / "kernels", copy / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+        # What vitfast.verify.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
+        shutil.copytree(ROOT / "vitfast" / "verify", copy / "verify", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "vitfast" / "ref.py", copy)
+        (copy / "__init__.py").touch()
+        path = copy / "kernels" / self.file
+        text = path.read_text()
+        assert self.old in text, f"{self.what}: {self.file} has changed"
+        path.write_text(text.replace(self.old, self.new, 1))
+        sys.path.insert(0, str(folder))
+        try:
+            yield importlib.import_module(f"{package}.verify.edges")
+        finally:
+            sys.path.remove(str(folder))
+            for module in [name for name in sys.modules if name.partition(".")[0] == package]:
+                del sys.modules[module]

@@ -1,0 +1,243 @@
+"""How the attention libraries that need a GPU are called, against float64.
+
+In their place there are functions of the same schema and conventions, written in plain PyTorch: they show that the
+calls are right.
+"""
+
+import inspect
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from library_cases import HALVES, SCALE, by_autograd, check_attention, interpreted, providers, random
+
+from vitfast.kernels import attention_libraries as libraries
+from vitfast.kernels import tiles
+from vitfast.kernels.attention import (
+    attention_bwd_separate,
+    attention_fwd,
+)
+
+# Parameters of flash-attn-3 (hopper/flash_attn_interface.py, custom operations since September 2025) and flash-attn-4
+# (flash_attn/cute/interface.py, 4.0.0b36); "name=" has a default.
+SIGNATURES = {
+    "_flash_attn_forward": (
+        "q k v k_new= v_new= qv= out_= cu_seqlens_q= cu_seqlens_k= cu_seqlens_k_new= seqused_q= seqused_k= "
+        "max_seqlen_q= max_seqlen_k= page_table= kv_batch_idx= leftpad_k= rotary_cos= rotary_sin= "
+        "seqlens_rotary= q_descale= k_descale= v_descale= softmax_scale= causal= window_size_left= "
+        "window_size_right= attention_chunk= softcap= rotary_interleaved= scheduler_metadata= num_splits= "
+        "pack_gqa= sm_margin="
+    ),
+    "_flash_attn_backward": (
+        "dout q k v out softmax_lse cu_seqlens_q= cu_seqlens_k= sequed_q= sequed_k= max_seqlen_q= "
+        "max_seqlen_k= dq= dk= dv= softmax_scale= is_causal= window_size_left= window_size_right= softcap= "
+        "deterministic= sm_margin="
+    ),
+    "_flash_attn_fwd": (
+        "q k v qv= cu_seqlens_q= cu_seqlens_k= seqused_q= seqused_k= max_seqlen_q= max_seqlen_k= "
+        "min_seqlen_k= page_table= softmax_scale= causal= softcap= window_size_left= window_size_right= "
+        "learnable_sink= tile_mn= mma_pv_is_rs= intra_wg_overlap= num_threads= num_splits= pack_gqa= _arch= "
+        "score_mod= mask_mod= block_sparse_tensors= return_lse= out= lse= aux_tensors= aux_scalars= "
+        "q_descale= k_descale= v_descale= gather_kv_indices= scheduler_metadata= seqlen_k_per_split= "
+        "disable_scheduler_metadata= gather_bwd_recompute_p="
+    ),
+    "_flash_attn_bwd": (
+        "q k v out dout lse softmax_scale= causal= softcap= window_size_left= window_size_right= "
+        "m_block_size= n_block_size= num_threads= pack_gqa= num_stages_Q= num_stages_dO= SdP_swapAB= "
+        "dKV_swapAB= dQ_swapAB= AtomLayoutMSdP= AtomLayoutNdKV= AtomLayoutMdQ= V_in_regs= cu_seqlens_q= "
+        "cu_seqlens_k= seqused_q= seqused_k= max_seqlen_q= max_seqlen_k= deterministic= dq= dk= dv= "
+        "score_mod= score_mod_bwd= mask_mod= aux_tensors= aux_scalars= block_sparse_tensors= dlse= "
+        "learnable_sink="
+    ),
+}
+
+
+def signature_of(name):
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    words = [
+        (word.rstrip("="), None if word.endswith("=") else inspect.Parameter.empty) for word in SIGNATURES[name].split()
+    ]
+    return inspect.Signature([inspect.Parameter(word, kind, default=default) for word, default in words])
+
+
+def plain_forward(q, k, v, scale):
+    """(B, H, N, Dh) -> o in q's dtype and lse (B, H, N), natural logarithm."""
+    s = q.double() @ k.double().mT * scale
+    return (s.softmax(-1) @ v.double()).to(q.dtype), s.logsumexp(-1).float()
+
+
+def plain_backward(q, k, v, o, lse, do, scale):
+    """dq, dk, dv (B, H, N, Dh) as a flash backward makes them: from o and lse, which must be right."""
+    q, k, v, o, lse, do = (t.double() for t in (q, k, v, o, lse, do))
+    p = (q @ k.mT * scale - lse[..., None]).exp()
+    ds = p * (do @ v.mT - (o * do).sum(-1, keepdim=True)) * scale
+    return ds @ k, ds.mT @ q, p.mT @ do
+
+
+def stand_in(name, given):
+    """The package's function of that name; it notes the arguments that it was given."""
+    signature = signature_of(name)
+
+    def function(*args, **kwargs):
+        call = signature.bind(*args, **kwargs).arguments
+        given.append((name, call))
+        q, k, v = (call[x].transpose(1, 2) for x in "qkv")
+        if "dout" not in call:
+            o, lse = plain_forward(q, k, v, call["softmax_scale"])
+            wanted = name == "_flash_attn_forward" or call.get("return_lse")
+            return (o.transpose(1, 2), lse if wanted else None, None, None)
+        lse = call["softmax_lse" if name == "_flash_attn_backward" else "lse"]
+        grads = plain_backward(
+            q, k, v, call["out"].transpose(1, 2), lse, call["dout"].transpose(1, 2), call["softmax_scale"]
+        )
+        for x, grad in zip(("dq", "dk", "dv"), grads):
+            call[x].copy_(grad.transpose(1, 2))
+
+    function.__signature__ = signature
+    # flash-attn-3's are custom operations, which hide the function that they were made from
+    return (
+        type("CustomOpDef", (), {"_init_fn": staticmethod(function), "__call__": staticmethod(function)})()
+        if "ward" in name
+        else function
+    )
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Both packages, as stand-ins that can run here; yields their calls."""
+    given = []
+    for package in libraries.PACKAGES.values():
+        parts = package.module.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        for name in (package.forward, package.backward):
+            setattr(sys.modules[package.module], name, stand_in(name, given))
+    libraries._load.cache_clear()
+    yield given
+    libraries._load.cache_clear()
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("forward, backward", [("it", "it"), ("ours", "it"), ("it", "ours"), ("flash", "it")])
+@pytest.mark.parametrize("provider", libraries.PACKAGES)
+def test_packages_are_called_as_they_are_written(provider, forward, backward, dtype, packages, monkeypatch):
+    assert "needs an NVIDIA GPU" in libraries.unsupported_reason(provider, torch.empty(0), False)  # installed, but
+    monkeypatch.setattr(libraries, "unsupported_reason", lambda *_: None)
+    chosen = {"it": provider, "ours": "ours", "flash": "flash"}
+    qkv, do = random(2, 50, 2, 72, dtype)
+    with providers(attention_fwd=chosen[forward], attention_bwd=chosen[backward]):
+        check_attention(qkv, do)
+        assert len(packages) == (forward, backward).count("it")
+        q, k, v = (torch.randn(2, 9, 2, 32) for _ in range(3))
+        o, lse = attention_fwd(q, k, v, SCALE)
+        grads = attention_bwd_separate(q, k, v, o, lse, o, SCALE)
+    truth = by_autograd(torch.stack([q, k, v], 2).double(), o.double())["dqkv"]
+    torch.testing.assert_close(torch.stack(grads, 2).double(), truth, atol=1e-5, rtol=1e-5)
+    for name, call in packages:
+        assert call["softmax_scale"] == SCALE and not call.get("causal", False), name
+
+
+@pytest.mark.parametrize(
+    "breakage, reason",
+    [
+        ("signature", "this version's flash_attn_interface._flash_attn_backward is another than vitfast calls"),
+        ("missing", "this version's flash_attn_interface._flash_attn_forward is another than vitfast calls"),
+        ("import", r"import flash_attn_interface fails \(ImportError: undefined symbol\)"),
+        ("dependency", r"import flash_attn_interface fails \(ModuleNotFoundError: No module named 'flash_attn_3'\)"),
+    ],
+)
+def test_package_that_does_not_fit_is_named(breakage, reason, packages, monkeypatch):
+    module = sys.modules["flash_attn_interface"]
+    if breakage == "signature":
+        module._flash_attn_backward = lambda dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal: None
+    elif breakage == "missing":
+        del module._flash_attn_forward
+    else:
+        error = (
+            ImportError("undefined symbol")
+            if breakage == "import"
+            else ModuleNotFoundError("No module named 'flash_attn_3'", name="flash_attn_3")
+        )
+
+        def fail(name):
+            raise error
+
+        monkeypatch.setattr(libraries.importlib, "import_module", fail)
+    with (
+        pytest.raises(RuntimeError, match=reason),
+        tiles.override("attention_fwd", tiles.tile(provider="flash_attn_3")),
+    ):
+        attention_fwd(*(torch.empty(1, 4, 1, 16),) * 3, 1.0)
+
+
+class FakeAten:
+    """PyTorch's GPU operations on CPU tensors: schemas checked on meta tensors, the conventions kept."""
+
+    def __init__(self, lse_axes):
+        self.lse_axes, self.called = lse_axes, []
+
+    def __getattr__(self, name):
+        real = getattr(torch.ops.aten, name).default
+
+        def operation(*args, **kwargs):
+            names = [a.name for a in real._schema.arguments]
+            assert len(args) <= sum(not a.kwarg_only for a in real._schema.arguments)
+            call = dict(zip(names, args)) | kwargs
+            real(
+                *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args), **kwargs
+            )  # what the dispatcher takes
+            self.called.append(name)
+            assert not call["dropout_p"] and not call["is_causal"] and call.get("attn_bias") is None
+            q, k, v = (call[x] for x in ("query", "key", "value"))
+            if not name.endswith("backward"):
+                assert call.get("compute_log_sumexp", True)
+                o, lse = plain_forward(q, k, v, call["scale"])
+                return (o, self.theirs(name, lse), *[None] * 7)
+            lse, do = call["logsumexp"], call.get("grad_out", call.get("grad_out_"))
+            expected = self.theirs(name, lse.flatten(2)[:, :, : q.shape[2]])
+            assert torch.equal(lse, expected) and lse.shape == expected.shape
+            assert call.get("max_q", q.shape[2]) == call.get("max_k", k.shape[2]) == q.shape[2]
+            assert call.get("cum_seq_q") is None and call.get("grad_input_mask", [True] * 3)[:3] == [True] * 3
+            grads = plain_backward(q, k, v, call["out"], lse.flatten(2)[:, :, : q.shape[2]], do, call["scale"])
+            return (*(g.to(q.dtype) for g in grads), None)[: len(real._schema.returns)]
+
+        return operation
+
+    def theirs(self, name, lse):
+        """lse as the operation has it: padded to multiples of 32 with infinities, or with one more axis."""
+        if "efficient" in name:
+            return F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+        return lse[..., None] if "cudnn" in name and self.lse_axes == 4 else lse
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("forward, backward", [("it", "it"), ("ours", "it"), ("it", "ours")])
+@pytest.mark.parametrize("provider, lse_axes", [("cudnn", 4), ("cudnn", 3), ("efficient", 3)])
+def test_gpu_operations_are_called_as_their_schema_says(provider, lse_axes, forward, backward, dtype, monkeypatch):
+    fake = FakeAten(lse_axes)
+    monkeypatch.setattr(libraries, "aten", fake)
+    monkeypatch.setattr(libraries, "unsupported_reason", lambda *_: None)
+    libraries._cudnn_lse_axes.cache_clear()
+    chosen = {"it": provider, "ours": "ours"}
+    try:
+        with providers(attention_fwd=chosen[forward], attention_bwd=chosen[backward]):
+            for N, D in ((50, 72), (64, 32)):
+                check_attention(*random(2, N, 2, D, dtype))
+    finally:
+        libraries._cudnn_lse_axes.cache_clear()
+    assert any(provider in name for name in fake.called)
+
+
+def test_flash_on_a_gpu_is_called_as_its_schema_says():
+    """On meta tensors, which take the way of a GPU's; the shapes alone come back."""
+    q, k, v, o, do = (torch.empty(2, 50, 3, 80, dtype=torch.bfloat16, device="meta") for _ in range(5))
+    lse = torch.empty(2, 3, 50, device="meta")
+    out, theirs = libraries._forward_pytorch("flash", q, k, v, SCALE)
+    assert out.shape == (2, 3, 50, 80) and theirs.shape == lse.shape and theirs.dtype == torch.float32
+    grads = libraries._backward_pytorch("flash", q, k, v, o, lse, do, SCALE)
+    assert [g.shape for g in grads] == [out.shape] * 3

@@ -1,0 +1,178 @@
+"""The C++ extension for cuBLASLt as users get it: it builds and loads, or says why it cannot."""
+
+import ctypes
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vitfast.kernels import cublaslt, native
+
+like_a_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+
+
+@pytest.mark.slow(12)
+def test_it_builds_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch):
+    """Two builds at once, beside what killed ones leave; then the real library, as far as a CPU gets.
+
+    In an environment whose path has a space, into a relative folder.
+    """
+    before = torch.cuda.is_initialized()
+    packages, environment = Path(torch.__file__).parents[1], tmp_path.with_name("an environment")
+    environment.symlink_to(packages)
+    library, headers = native._cublaslt()
+    spaced = lambda path: environment / path.relative_to(packages)  # noqa: E731
+    monkeypatch.setattr(native, "_cublaslt", lambda: (spaced(library), [spaced(path) for path in headers]))
+    monkeypatch.setenv("PYTHONPATH", str(environment))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", tmp_path.name)
+    for name in (".vitfast-build-killed", "extension", "vitfast_cublaslt"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    with ThreadPoolExecutor(2) as both:
+        one, other = both.map(native.built, [cublaslt.SOURCE] * 2)
+    assert one == other and [path for path in tmp_path.iterdir() if path.is_file()] == [one]
+    assert [path.name for path in tmp_path.glob(".vitfast-build-*")] == [".vitfast-build-killed"]
+    monkeypatch.setattr(native, "build", lambda *_: pytest.fail("it is there"))
+    assert cublaslt.unsupported_reason(like_a_gpu) is None
+    for align_bias in (16, 0):
+        # it has checked the size of each attribute before it misses the handle
+        problem = cublaslt.Problem(6, 24, 40, 40, 40, 24, 24, 14, 14, 256, 256, align_bias, 256, 256)
+        says = r"^linear_residual \(cublaslt\): cublasLtMatmulAlgoGetHeuristic says CUBLAS_STATUS_NOT_INITIALIZED; "
+        with pytest.raises(RuntimeError, match=says):
+            cublaslt._chosen(0, problem)
+    assert torch.cuda.is_initialized() == before
+
+
+@pytest.fixture
+def pretended(afresh, tmp_path, monkeypatch):
+    """The paths of what is built, in the place of a build; what is loaded is the path."""
+    builds = []
+
+    def build(source, path):
+        builds.append(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("good")
+
+    monkeypatch.setattr(native, "build", build)
+    monkeypatch.setattr(cublaslt, "load", lambda path: path)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return builds
+
+
+def test_a_damaged_file_is_built_again_once(pretended, monkeypatch):
+    path = native.built(cublaslt.SOURCE)
+    path.write_bytes(b"")
+    with pytest.raises(OSError):  # what the real loader says of it
+        ctypes.CDLL(str(path))
+
+    def load(path):
+        if path.read_text() != "good":
+            raise OSError("file too short")
+        return path
+
+    monkeypatch.setattr(cublaslt, "load", load)
+    assert cublaslt._library() == (path, "") and pretended == [path] * 2
+    cublaslt._library.cache_clear()
+    assert cublaslt._library() == (path, "") and len(pretended) == 2
+    cublaslt._library.cache_clear()
+    path.write_bytes(b"")
+    monkeypatch.setattr(native, "build", lambda source, path: pretended.append(path))  # in vain
+    assert cublaslt._library() == (None, "not built: file too short") and len(pretended) == 3
+
+
+def test_each_kind_of_processor_has_a_file(pretended, monkeypatch):
+    paths = set()
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(native.platform, "machine", lambda machine=machine: machine)
+        paths.add(native.built(cublaslt.SOURCE))
+    assert len(paths) == 2 and set(pretended) == paths
+
+
+@pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
+def test_a_relative_folder_is_taken_from_where_the_process_runs(variable, pretended, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv(variable, "cache")
+    monkeypatch.chdir(tmp_path)
+    path = native.built(cublaslt.SOURCE)
+    assert path.is_absolute() and tmp_path / "cache" in path.parents
+
+
+def only(folder, *names):
+    """A folder for PATH that holds these commands alone."""
+    for name in names:
+        path = folder / name
+        path.write_text("#!/bin/sh\nexit 1\n")
+        path.chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "commands, missing",
+    [
+        ((), r"ninja is not installed \(pip install vitfast\[native\]\)"),
+        (("ninja",), r"no C\+\+ compiler: c\+\+ is not on PATH"),
+    ],
+)
+def test_a_missing_tool_is_one_clear_line(commands, missing, tmp_path, afresh, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("PATH", only(tmp_path, *commands))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native.sysconfig, "get_path", lambda name: "")
+    with pytest.raises(RuntimeError, match=f"^{missing}$"):
+        native.built(cublaslt.SOURCE)
+    reason = cublaslt.unsupported_reason(like_a_gpu)
+    assert reason.startswith("not built: ") and "\n" not in reason
+    assert not (tmp_path / "empty").exists()
+
+
+def test_a_torch_without_the_library_says_so(tmp_path, afresh, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cublaslt.unsupported_reason(like_a_gpu).startswith(
+        "not built: no libcublasLt.so.None in the nvidia wheels beside torch"
+    )
+
+
+def test_the_wheels_of_cuda_12_have_a_folder_each(tmp_path, monkeypatch):
+    for folder in ("cublas/lib", "cublas/include", "cuda_runtime/include", "cu13/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+    for library in ("cublas/lib/libcublasLt.so.12", "cu13/lib/libcublasLt.so.13"):
+        (tmp_path / library).touch()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(
+        native.importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    )
+    library, headers = native._cublaslt()
+    assert library == tmp_path / "cublas/lib/libcublasLt.so.12"
+    assert headers[:2] == [tmp_path / "cublas/include", tmp_path / "cuda_runtime/include"]
+    assert (headers[2] / "crt" / "host_defines.h").is_file()
+
+
+@pytest.mark.slow(6)
+def test_what_the_compiler_says_is_told_in_a_line(tmp_path):
+    source = tmp_path / "cublaslt.cpp"
+    source.write_text("int main() { return nonsense; }\n")
+    with pytest.raises(RuntimeError, match=r"cublaslt.cpp:1:\d+: error: .*nonsense") as failure:
+        native.build(source, tmp_path / "out" / "target.so")
+    assert "\n" not in str(failure.value) and len(str(failure.value)) < 420
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_build_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
+    started = tmp_path / "pid"
+    hang = "import subprocess; p = subprocess.Popen(['sleep', '600']); open({!r}, 'w').write(str(p.pid)); p.wait()"
+    monkeypatch.setattr(native, "_BUILD", hang.format(str(started)))
+    monkeypatch.setattr(native, "BUILD_SECONDS", 1.5)
+    with pytest.raises(RuntimeError, match="^it took more than 1.5 s$"):
+        native.build(cublaslt.SOURCE, tmp_path / "out" / "target.so")
+    stat = Path(f"/proc/{started.read_text()}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the compiler outlived the build")
+    assert list((tmp_path / "out").iterdir()) == []

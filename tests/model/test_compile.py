@@ -1,0 +1,66 @@
+"""The ViT under torch.compile, torch.export and FX."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch._inductor.config
+from checks import assert_close, gradients, randomize
+
+from vitfast import ViT
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7)
+TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
+
+
+@pytest.mark.slow(25)
+def test_compile_is_one_graph_and_recompiles_once():
+    model = randomize(ViT(**SMALL, drop_path_rate=0.1)).eval()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for batch in (4, 6, 3, 9, 5):
+        x = torch.randn(batch, 3, 32, 32)
+        upstream = torch.randn(batch, 7)
+        a, b = gradients(model, compiled(x), upstream), gradients(model, model(x), upstream)
+        for key in b:
+            assert_close(a[key], b[key], atol=1e-4, rtol=1e-4, name=key)
+        assert_close(compiled(x), model(x), **TOL)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.slow(15)
+@torch._inductor.config.patch(fallback_random=True)
+def test_compiled_code_of_uint8_in_training_equals_eager():
+    """Inductor's own code, with eager's random numbers."""
+    model = randomize(ViT(**{**SMALL, "depth": 1}, drop_path_rate=0.5, proj_drop_rate=0.1))
+    raw, upstream, results = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8), torch.randn(4, 7), []
+    torch._dynamo.reset()
+    for run in (torch.compile(model, fullgraph=True), model):
+        torch.manual_seed(1)
+        out = run(raw)
+        results.append(gradients(model, out, upstream) | {"logits": out})
+    for key, value in results[1].items():
+        assert_close(results[0][key], value, atol=1e-4, rtol=1e-4, name=key)
+    assert not torch.equal(results[1]["logits"], model.eval()(raw))
+
+
+def test_export_has_a_dynamic_batch():
+    model = randomize(ViT(**SMALL)).eval()
+    program = torch.export.export(
+        model, (torch.randn(2, 3, 32, 32),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
+    )
+    x = torch.randn(5, 3, 32, 32)
+    assert_close(program.module()(x), model(x), **TOL)
+
+
+def test_fx_traces_each_operation_as_a_leaf():
+    model = randomize(ViT(**SMALL)).eval()
+    traced = torch.fx.symbolic_trace(model)
+    names = [
+        node.target.__name__
+        for node in traced.graph.nodes
+        if node.op == "call_function" and hasattr(node.target, "__name__")
+    ]
+    assert names.count("attention_block") == names.count("mlp_block") == 2 and "patch_embed" in names
+    x = torch.randn(2, 3, 32, 32)
+    assert_close(traced(x), model(x), atol=0)

@@ -1,0 +1,193 @@
+"""The ViT in training: drop path, dropout, checkpointing, what blocks keep for backward, autocast."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch._inductor.config
+from checks import assert_close, gradients, randomize
+from timm.models.vision_transformer import VisionTransformer
+
+import vitfast
+from vitfast import ViT
+from vitfast.train.masked import MaskedPatches
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7)
+TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
+
+
+def test_drop_path_keeps_or_drops_whole_samples():
+    model = randomize(ViT(**{**SMALL, "depth": 1}, drop_path_rate=0.0))
+    block = model.blocks[0]
+    block.drop_path_rate = 0.5
+    x = torch.randn(64, 5, 48)
+    full = block.eval()(x)
+    attention_only = vitfast.ref.attention_block(
+        x,
+        block.norm1.weight,
+        block.norm1.bias,
+        block.attn.qkv.weight,
+        block.attn.qkv.bias,
+        block.attn.proj.weight,
+        block.attn.proj.bias,
+        num_heads=3,
+    )
+    out = block.train()(x)
+    kept = (out - x).flatten(1).abs().amax(1) > 0
+    assert 10 < kept.sum() < 64 - 4  # (1/2)^2 of 64 drop both halves
+    branch = x + 2 * (attention_only - x)  # attention kept (times 1/keep), mlp dropped
+    assert any(torch.allclose(out[i], branch[i], atol=1e-5) for i in range(64))
+    assert not torch.allclose(out, full)
+    torch.manual_seed(3)
+    first = block(x)
+    torch.manual_seed(3)
+    assert_close(block(x), first, atol=0)
+
+
+def test_drop_path_rates_rise_linearly_like_timms():
+    ours, theirs = (
+        ViT(**{**SMALL, "depth": 5}, drop_path_rate=0.2),
+        VisionTransformer(**{**SMALL, "depth": 5}, drop_path_rate=0.2),
+    )
+    assert [b.drop_path_rate for b in ours.blocks] == pytest.approx(
+        [getattr(b.drop_path1, "drop_prob", 0.0) for b in theirs.blocks]
+    )
+
+
+def test_dropout_sits_where_the_paper_says():
+    """With p = 0.5 timm (same seed, same order of draws) gives the same training-mode output."""
+    options = dict(pos_drop_rate=0.5, proj_drop_rate=0.5, drop_rate=0.5, init_values=0.5)
+    ours, theirs = ViT(**SMALL, **options), VisionTransformer(**SMALL, **options)
+    theirs.load_state_dict(randomize(ours).state_dict())
+    x = torch.randn(4, 3, 32, 32)
+    torch.manual_seed(1)
+    a = ours.train()(x)
+    torch.manual_seed(1)
+    b = theirs.train()(x)
+    assert_close(a, b, **TOL)
+    assert_close(ours.eval()(x), theirs.eval()(x), **TOL)
+
+
+def test_checkpointing_changes_nothing_but_memory():
+    model = randomize(ViT(**SMALL, drop_path_rate=0.3))
+    x = torch.randn(4, 3, 32, 32)
+    upstream = torch.randn(4, 7)
+    results = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(5)
+        results.append(gradients(model, model(x), upstream))
+    for key in results[0]:
+        assert_close(results[1][key], results[0][key], atol=1e-6, name=key)
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Settles keep="auto" on this device as on a GPU with room for 100 tokens.
+
+    The list holds (tokens, bytes of a number).
+    """
+    asked = []
+
+    def choose(blocks, parameters, rows, size, device):
+        asked.append((rows, size))
+        return "all" if rows <= 100 else "least"
+
+    monkeypatch.setattr("vitfast.keep.DEVICES", ("cpu",))
+    monkeypatch.setattr("vitfast.keep.choose", choose)
+    return asked
+
+
+def kept_by(model: ViT) -> str:
+    (keep,) = {block.keep for block in model.blocks}
+    return keep
+
+
+def test_auto_is_settled_in_training_for_the_most_tokens_seen(settled):
+    model = ViT(**SMALL, dynamic_img_size=True)
+    tokens = model.patch_embed.num_patches + 1
+    assert 3 * tokens <= 100 < 6 * tokens
+
+    def run(batch: int, side: int = 32) -> str:
+        model(torch.randn(batch, 3, side, side))
+        return kept_by(model)
+
+    model.eval()
+    assert run(2) == "least" and not settled  # inference keeps nothing
+    model.train()
+    with torch.no_grad():
+        assert run(2) == "least" and not settled
+    assert run(2) == "all" and model.keep == "auto"
+    assert run(1) == run(2) == "all" and settled == [(2 * tokens, 4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(3) == "all" and settled[1:] == [(3 * tokens, 2)]
+    assert run(2, 64) == "least" and settled[2:] == [(2 * (4 * (tokens - 1) + 1), 4)]  # larger images
+    assert run(2) == "least" and len(settled) == 3
+    assert model.decide_keep(2, torch.bfloat16) == "all" and settled[3:] == [(2 * tokens, 2)]  # who asks is answered
+    for keep in ("least", "all"):
+        model.set_keep(keep)
+        assert run(6) == keep and len(settled) == 4
+
+
+def test_auto_keeps_the_least_while_blocks_are_checkpointed(settled):
+    model, images = ViT(**SMALL), torch.randn(2, 3, 32, 32)
+    model(images)
+    assert kept_by(model) == "all"
+    model.set_grad_checkpointing()
+    assert kept_by(model) == "least"
+    model(images).sum().backward()
+    assert kept_by(model) == model.decide_keep(2) == "least" and len(settled) == 1
+    model.set_grad_checkpointing(False)
+    model(images)
+    assert kept_by(model) == "all" and len(settled) == 2
+    model.set_grad_checkpointing(False)  # nothing changes
+    assert kept_by(model) == "all"
+    model.set_keep("all")
+    model.set_grad_checkpointing()
+    assert kept_by(model) == "all"  # as it was told to
+
+
+def test_auto_is_settled_wherever_blocks_are_trained(settled):
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    for run in (lambda model: model.forward_intermediates(images), lambda model: MaskedPatches(model)(images)):
+        model = ViT(**SMALL)
+        run(model)
+        assert kept_by(model) == "all"
+    assert settled[0] == settled[1]
+
+
+def test_models_pickled_before_there_was_a_choice_run(settled):
+    model = ViT(**SMALL)
+    for name in ("keep", "_keep_rows"):
+        del model.__dict__[name]
+    for block in model.blocks:
+        del block.__dict__["keep"]
+    model = pickle.loads(pickle.dumps(model))
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert kept_by(model) == "all" and model.keep == "auto"
+
+
+def test_autocast_and_fp32_residual():
+    x = torch.randn(2, 3, 32, 32)
+    truth = None
+    errors = {}
+    for fp32 in (False, True):
+        model = ViT(**{**SMALL, "depth": 6}, residual_in_fp32=fp32)
+        torch.manual_seed(2)
+        randomize(model)
+        truth = copy.deepcopy(model).double()(x.double()).detach() if truth is None else truth
+        streams = []
+        model.blocks[3].register_forward_hook(
+            lambda module, args, output, streams=streams: streams.append(output.dtype)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        assert out.dtype == torch.bfloat16 and streams == [torch.float32 if fp32 else torch.bfloat16]
+        errors[fp32] = (out.double() - truth).norm() / truth.norm()
+        out.float().square().mean().backward()
+        assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+        half = copy.deepcopy(model).bfloat16()
+        assert half(x).dtype == torch.bfloat16
+    assert errors[False] < 0.05 and errors[True] < errors[False]

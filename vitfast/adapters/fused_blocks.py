@@ -1,0 +1,182 @@
+"""Runs an attention or MLP block of a library's encoder layer as one operation.
+
+Where that cannot give the same result, the library's own modules run. Everything is looked up at the call and nothing
+is kept: a layer that LoRA has replaced, a hook or a weight norm added a minute ago is seen. Modules are read through
+their dictionaries, which takes a tenth of the time of attribute access.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Dropout
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..ops._dispatch import KERNEL_DTYPES
+
+Modules = dict[str, nn.Module | None]  # the modules of a fused block by their path in the layer; "" is the layer
+
+# An operation may read these: not DTensor, a quantised tensor, FakeTensor of an export, or a proxy of FX.
+_PLAIN = (Tensor, nn.Parameter)
+ABSENT = type(None)
+
+
+class FusedBlock(NamedTuple):
+    """One pre-norm residual block of an encoder layer, attention or MLP, as data.
+
+    name: for reports. operation: ops.attention_block or ops.mlp_block. modules: from `layout`, the modules whose calls
+    the operation replaces and the exact types that it can stand in for. weights: path and name of the operation's
+    tensors from norm_weight on. options(modules): its numbers. pack(weights): its six tensors where the library keeps
+    q, k and v apart. layer_scale: path and name. drop_path(modules, batch, device, dtype): (B,) factors or None, drawn
+    as the library draws. unsupported_reason(modules): what types do not tell. idle_hooks(module): True where all hooks
+    on a module do nothing now.
+    """
+
+    name: str
+    operation: Callable[..., Tensor]
+    modules: tuple[tuple[str, str, str, tuple[type, ...]], ...]
+    weights: tuple[tuple[str, str], ...]
+    options: Callable[[Modules], dict]
+    pack: Callable[[list], list] = list
+    layer_scale: tuple[str, str] | None = None
+    drop_path: Callable[..., Tensor | None] = lambda modules, batch, device, dtype: None
+    unsupported_reason: Callable[[Modules], str | None] = lambda modules: None
+    idle_hooks: Callable[[nn.Module], bool] = lambda module: False
+
+
+def layout(modules: dict[str, type | tuple[type, ...]]) -> tuple[tuple[str, str, str, tuple[type, ...]], ...]:
+    """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name in the parent, types)."""
+    found = []
+    for path, types in modules.items():
+        parent, _, name = path.rpartition(".")
+        found.append((path, parent, name, types if isinstance(types, tuple) else (types,)))
+    return tuple(found)
+
+
+def weights_and_biases(*paths: str) -> tuple[tuple[str, str], ...]:
+    """Path and name of the weight and the bias of each module."""
+    return tuple((path, name) for path in paths for name in ("weight", "bias"))
+
+
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_supported_input(x: Tensor) -> bool:
+    """True for an input of no class of its own, on a GPU or CPU, under no transform of torch.func."""
+    if type(x) not in _PLAIN or x.device.type not in ("cuda", "cpu"):
+        return False
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """True for tensors that an operation may read: none is of a class with rules of its own."""
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return False
+    return True
+
+
+def find(block: FusedBlock, layer: nn.Module) -> tuple[Modules, list[Tensor | None]] | str:
+    """The modules and weights of a fused block, or, as text, why the library's own modules must run.
+
+    No number is put into a text: torch.compile traces this, and a number may be symbolic there.
+    """
+    if _has_any_global_hook():
+        return "a hook on all modules is set"
+    modules = {"": layer}
+    for path, parent, name, types in block.modules:
+        module = modules[path] = modules[parent]._modules.get(name)
+        cls = type(module)
+        if cls not in types:
+            return f"{path} is missing" if module is None else f"{path} is {full_name(cls)}"
+        if module is None:
+            continue
+        # A hook waits for the call of this module.
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            if not block.idle_hooks(module):
+                return f"{path} has hooks"
+        if "forward" in module.__dict__:
+            return f"{path} has a forward of its own, set on the instance"
+        if cls is Dropout and module.p > 0 and module.training:
+            return f"{path} is active in training"
+    reason = block.unsupported_reason(modules)
+    if reason is not None:
+        return reason
+    weights, dtype = [], None
+    for path, name in block.weights:
+        parameters = modules[path]._parameters
+        # The first FSDP puts views in the place of parameters.
+        weight = parameters[name] if name in parameters else getattr(modules[path], name, None)
+        weights.append(weight)
+        if weight is None:
+            continue
+        if type(weight) not in _PLAIN:
+            return f"a weight of {path} is {full_name(type(weight))}"
+        if dtype is not None and weight.dtype != dtype:
+            return "its weights have several dtypes"
+        dtype = weight.dtype
+    if weights[0] is None or weights[0].dim() != 1:
+        return "LayerNorm has no weight per channel"
+    return modules, weights
+
+
+def unknown_member_reason(layer: nn.Module, blocks: tuple[FusedBlock, ...]) -> str | None:
+    """The member of a layer that no fused block lists, as text; `accelerate` asks once."""
+    known = {"": (type(layer),)}
+    known.update((path, types) for block in blocks for path, _, _, types in block.modules)
+    for path in sorted({parent for block in blocks for _, parent, _, _ in block.modules}):
+        try:
+            module = layer.get_submodule(path)
+        except AttributeError:
+            continue  # `find` says so
+        if type(module) not in known[path]:
+            continue
+        members = list(module._modules)
+        if not type(module).__module__.startswith("torch."):
+            members += [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in (f"{path}.{name}".lstrip(".") for name in members):
+            if name not in known:
+                return f"{name} is not known to vitfast"
+    return None
+
+
+def _stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32: bool | None) -> torch.dtype | None:
+    """The residual stream's dtype after a fused block; None where the original's is another.
+
+    Outside autocast x and the weights agree. Under it the matrix products run in its dtype and `residual + branch`
+    promotes.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x.dtype if x.dtype == weight.dtype and (layer_scale is None or layer_scale.dtype == x.dtype) else None
+    if x.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
+        return None  # autocast leaves float64 alone
+    compute = torch.get_autocast_dtype(device)
+    if in_fp32 is not None:
+        return torch.float32 if in_fp32 else compute
+    out = torch.promote_types(x.dtype, compute)
+    out = out if layer_scale is None else torch.promote_types(out, layer_scale.dtype)
+    return out if out in (compute, torch.float32) else None
+
+
+def run(block: FusedBlock, layer: nn.Module, x: Tensor) -> Tensor | None:
+    """x (B, N, D) after a fused block of this layer; None where the library's own modules must run."""
+    found = find(block, layer) if is_supported_input(x) else ""
+    if isinstance(found, str):
+        return None
+    modules, weights = found
+    layer_scale = None
+    if block.layer_scale is not None:
+        path, name = block.layer_scale
+        layer_scale = modules[path]._parameters.get(name)
+    if not are_plain(layer_scale) or x.dim() != 3:
+        return None
+    dtype = _stream_dtype(x, weights[0], layer_scale, layer.residual_in_fp32)
+    if dtype is None:
+        return None
+    in_fp32 = dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    drop_path = block.drop_path(modules, x.shape[0], x.device, dtype)
+    factors = dict(layer_scale=layer_scale, drop_path=drop_path, residual_in_fp32=in_fp32)
+    return block.operation(x.float() if in_fp32 else x, *block.pack(weights), **block.options(modules), **factors)

@@ -1,0 +1,96 @@
+"""The names of other formats and ours, as pairs that serve reading and writing.
+
+A pair is two pieces of names, theirs and ours. A piece is a whole name, except that more may stand before one that
+begins with "." or "/", and after one that ends with ".", "/" or "_". All pairs are applied, in their order.
+"""
+
+import re
+
+from torch import Tensor
+
+State = dict[str, Tensor]
+Pairs = tuple[tuple[str, str], ...]
+Renames = tuple[tuple[str, str], ...]  # patterns and replacements, all applied, in this order
+
+# transformers 4's names, which `save_pretrained` still writes, without the prefix of the model (`vit.`). q, k and v are
+# apart.
+HUGGING_FACE: Pairs = (
+    ("embeddings.cls_token", "cls_token"),
+    ("embeddings.position_embeddings", "pos_embed"),
+    ("embeddings.patch_embeddings.projection.", "patch_embed.proj."),
+    ("encoder.layer.", "blocks."),
+    (".layernorm_before.", ".norm1."),
+    (".layernorm_after.", ".norm2."),
+    (".attention.attention.query.", ".attn.q."),
+    (".attention.attention.key.", ".attn.k."),
+    (".attention.attention.value.", ".attn.v."),
+    (".attention.output.dense.", ".attn.proj."),
+    (".intermediate.dense.", ".mlp.fc1."),
+    (".output.dense.", ".mlp.fc2."),
+    ("layernorm.", "norm."),
+    ("classifier.", "head."),
+)
+
+TORCHVISION: Pairs = (
+    ("class_token", "cls_token"),
+    ("conv_proj.", "patch_embed.proj."),
+    ("encoder.pos_embedding", "pos_embed"),
+    ("encoder.layers.encoder_layer_", "blocks."),
+    (".ln_1.", ".norm1."),
+    (".ln_2.", ".norm2."),
+    (".self_attention.in_proj_", ".attn.qkv."),
+    (".self_attention.out_proj.", ".attn.proj."),
+    (".mlp.0.", ".mlp.fc1."),
+    (".mlp.3.", ".mlp.fc2."),
+    ("encoder.ln.", "norm."),
+    ("heads.pre_logits.", "pre_logits.fc."),
+    ("heads.head.", "head."),
+)
+
+# The paper's own code, against our names with "/" for "."; q, k and v apart.
+GOOGLE: Pairs = (
+    ("embedding/", "patch_embed/proj/"),
+    ("cls", "cls_token"),
+    ("Transformer/posembed_input/pos_embedding", "pos_embed"),
+    ("Transformer/encoderblock_", "blocks/"),
+    ("/LayerNorm_0/", "/norm1/"),
+    ("/LayerNorm_2/", "/norm2/"),
+    ("/MultiHeadDotProductAttention_1/query/", "/attn/q/"),
+    ("/MultiHeadDotProductAttention_1/key/", "/attn/k/"),
+    ("/MultiHeadDotProductAttention_1/value/", "/attn/v/"),
+    ("/MultiHeadDotProductAttention_1/out/", "/attn/proj/"),
+    ("/MlpBlock_3/Dense_0/", "/mlp/fc1/"),
+    ("/MlpBlock_3/Dense_1/", "/mlp/fc2/"),
+    ("Transformer/encoder_norm/", "norm/"),
+    ("pre_logits/", "pre_logits/fc/"),
+)
+# big_vision counts the modules of a block anew and keeps positions, for patches alone, at the top level: its names and
+# the paper's.
+BIG_VISION: Pairs = (
+    ("pos_embedding", "Transformer/posembed_input/pos_embedding"),
+    ("/MultiHeadDotProductAttention_0/", "/MultiHeadDotProductAttention_1/"),
+    ("/MlpBlock_0/", "/MlpBlock_3/"),
+    ("/LayerNorm_1/", "/LayerNorm_2/"),
+)
+
+
+def to_ours(pairs: Pairs) -> Renames:
+    return tuple((_pattern(theirs), ours) for theirs, ours in pairs)
+
+
+def to_theirs(pairs: Pairs) -> Renames:
+    return tuple((_pattern(ours), theirs) for theirs, ours in pairs)
+
+
+def _pattern(piece: str) -> str:
+    return ("" if piece[0] in "./" else "^") + re.escape(piece) + ("" if piece[-1] in "./_" else "$")
+
+
+def rename(state: State, renames: Renames) -> State:
+    """The state dict with every name changed by all of `renames`."""
+    renamed = {}
+    for key, value in state.items():
+        for pattern, replacement in renames:
+            key = re.sub(pattern, replacement, key)
+        renamed[key] = value
+    return renamed

@@ -1,0 +1,82 @@
+"""Tell what training a model costs: parameters, FLOPs, memory, floor times, and time on a
+named GPU.
+"""
+
+import argparse
+import json
+
+from ..errors import InputError
+from .options import add_shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    model = "preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and such (required without --recipe)"
+    add("--model", metavar="NAME", help=model)
+    add("--recipe", metavar="NAME", help="take model, size, batch and length from it; other flags win")
+    add("--img-size", metavar="N", type=int, help="side of the images in pixels (default 224)")
+    add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all GPUs (default 256)")
+    add("--epochs", metavar="N", type=float, help="passes over the data, for the cost of the whole training")
+    add("--images", metavar="N", type=float, help="images in an epoch, such as 303e6")
+    gpu = "A10 L4 L40S A100 A100-40 H100 H100-PCIe H200 B200 3090 4090 5090 (default H200)"
+    add("--gpu", metavar="NAME", default="H200", help=gpu)
+    gpus = "that share the batch; what their communication takes is not counted (default 1)"
+    add("--gpus", metavar="N", type=int, default=1, help=gpus)
+    ceilings = "JSON of measured flops_per_second and bytes_per_second, or what bench/ writes, for the data sheet's"
+    add("--ceilings", metavar="FILE", help=ceilings)
+    dtype = "of the matrix products (default bf16; fp32 as TF32)"
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help=dtype)
+    keep = "what blocks keep for backward; auto: all where it fits (default)"
+    add("--keep", choices=("auto", "all", "least"), default="auto", help=keep)
+    efficiency = "share of the floors' speed that is reached (default: 0.7, of measured ceilings 0.85)"
+    add("--efficiency", metavar="X", type=float, help=efficiency)
+    add_shared(parser, "--json", help="print all numbers as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..cost import as_text, estimate, rates
+    from ..model import ViT
+    from ..presets import preset
+
+    device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
+    name, arguments, epochs, images, training = (_from_recipe if hasattr(args, "recipe") else _from_flags)(args)
+    if (epochs is None) != (images is None):
+        raise InputError("the length of a training takes both --epochs N and --images N, the images in an epoch")
+    with torch.device("meta"):
+        model = ViT(**{**preset(name), **arguments})
+    total = None if epochs is None else epochs * images
+    efficiency = getattr(args, "efficiency", None)
+    training |= dict(gpus=args.gpus, dtype=args.dtype, efficiency=efficiency, keep=args.keep)
+    found = dict(model=name, **estimate(model, device, images=total, **training))
+    print(json.dumps(found, indent=2) if args.json else as_text(name, found))
+    return 0
+
+
+def _from_flags(args: argparse.Namespace) -> tuple[str, dict, float | None, float | None, dict]:
+    """Preset, its other arguments, epochs, images in an epoch, and what else `estimate` takes."""
+    given = vars(args)
+    if "model" not in given:
+        raise InputError("cost of what? give --model NAME or --recipe NAME")
+    training = dict(batch_size=given.get("batch_size", 256))
+    return args.model, dict(img_size=given.get("img_size", 224)), given.get("epochs"), given.get("images"), training
+
+
+def _from_recipe(args: argparse.Namespace) -> tuple[str, dict, float | None, float | None, dict]:
+    """The same of a recipe; flags win over it."""
+    from ..cost import DATASETS
+    from ..presets import preset
+    from ..train.build import model_arguments
+    from ..train.recipes import resolve
+
+    flags = ("model", "img_size", "batch_size", "epochs", "recipe")
+    config = resolve("pretrain", {k: v for k, v in vars(args).items() if k in flags})
+    per_epoch, classes = DATASETS.get(config.name.rpartition("/")[2].partition("-")[0], (None, 1000))
+    epochs, images = config.epochs, getattr(args, "images", None) or per_epoch
+    if config.steps:
+        epochs, images = 1, config.steps * config.batch_size
+    hidden = preset(config.model)["embed_dim"] if config.hidden_head else None
+    arguments = model_arguments(config) | dict(num_classes=classes, representation_size=hidden)
+    training = dict(batch_size=config.batch_size, optimizer=config.optimizer, averaged=bool(config.ema_decay))
+    return config.model, arguments, epochs, images, training

@@ -1,0 +1,19 @@
+"""Pre-train and fine-tune a small ViT on handwritten digits, and write a report."""
+
+import argparse
+from pathlib import Path
+
+from .options import add_shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", metavar="DIR", default="runs/demo", help="default runs/demo")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="default 0")
+    add_shared(parser, "--device", default="")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..experiments.demo import demo
+
+    demo(Path(args.output), args.seed, args.device)
+    return 0

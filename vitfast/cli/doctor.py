@@ -1,0 +1,45 @@
+"""Check every kernel on this machine against float64, and time it on a GPU."""
+
+import argparse
+import os
+import subprocess
+import sys
+
+from .options import add_shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_shared(parser, "--json", help="print the results as JSON")
+    only = "an operation such as attention, or those whose name contains this; can be repeated (default: all)"
+    add("--only", metavar="NAME", action="append", default=[], help=only)
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="", help="default: all that run here")
+    jobs = "processes at once, at most one a CPU; more than one is quicker and shows no times "
+    jobs += "(default 1, interpreted one a CPU)"
+    add("--jobs", metavar="N", type=int, default=None, help=jobs)
+    add("--untimed", action="store_true", default=False, help="check only, without times")
+    interpreted = "without any GPU: in Triton's interpreter, at the edges of tiles too, "
+    interpreted += "watching for races and wrong accesses"
+    add("--interpreted", action="store_true", default=False, help=interpreted)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..kernels.launch import INTERPRETED
+
+    if (args.interpreted or not torch.cuda.is_available()) and not INTERPRETED:
+        return _run_interpreted(args)
+    from ..doctor import doctor
+
+    return doctor(args.json, args.only, args.dtype, args.jobs, not args.untimed, args.debug, args.interpreted)
+
+
+def _run_interpreted(args: argparse.Namespace) -> int:
+    """The same command in a process that interprets kernels, which is chosen before they are imported."""
+    command = [sys.executable, "-m", "vitfast", "doctor"]
+    command += [f"--jobs={args.jobs}"] if args.jobs is not None else []
+    command += [f"--only={name}" for name in args.only]
+    command += [f"--dtype={args.dtype}"] if args.dtype else []
+    command += [f"--{flag}" for flag in ("json", "untimed", "debug", "interpreted") if getattr(args, flag)]
+    return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode

@@ -1,0 +1,23 @@
+"""Measure a model's accuracy on the validation split of some data."""
+
+import argparse
+import json
+
+from .options import add_evaluation_options, evaluation_layers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_evaluation_options(parser, data="as for pretrain; its validation split is used")
+    real = "count ImageNet's reassessed labels too: their real.json, or timm's copy of it"
+    parser.add_argument("--real", metavar="FILE", nargs="?", const="", help=real)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..eval.accuracy import evaluate_weights
+    from ..train.recipes import resolve
+
+    options = {"real": args.real} if hasattr(args, "real") else {}
+    result = evaluate_weights(resolve("eval", *evaluation_layers(args)), getattr(args, "img_size", None), **options)
+    text = ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
+    print(json.dumps(result) if args.json else text)
+    return 0

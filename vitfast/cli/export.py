@@ -1,0 +1,36 @@
+"""Write a model as a file that runs without vitfast, and check its numbers."""
+
+import argparse
+from pathlib import Path
+
+from .options import add_shared, check_device, overrides
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_shared(parser, "--weights")
+    add("--output", metavar="FILE", type=Path, required=True, help=".onnx for onnx, .pt2 for torch and aoti")
+    formats = ("onnx", "torch", "aoti")
+    add("--format", dest="form", required=True, choices=formats, help="aoti: compiled for this machine")
+    add_shared(parser, "--num-heads")
+    add_shared(parser, "--img-size")
+    add_shared(parser, "--force")
+    add("--uint8", action="store_true", default=False, help="take raw pixels in place of normalised floats")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where it will run (default cpu)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..export import check_target, export
+    from ..model import ViT
+
+    check_target(args.output, args.form, args.force)
+    check_device(args.device)
+    model = ViT.from_pretrained(args.weights, **overrides(args)).to(args.device)
+    difference = export(model, args.output, args.form, uint8=args.uint8, force=args.force)
+    checked = (
+        f"max difference {difference:.2g} from PyTorch"
+        if difference is not None
+        else ("not checked, onnxruntime is not installed")
+    )
+    print(f"wrote {args.output}: {checked}")
+    return 0

@@ -1,0 +1,33 @@
+"""Draw what a model learned: its filters, positions, attention distances and attention rollout
+on images.
+"""
+
+import argparse
+
+from .options import add_shared, check_device, overrides
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_shared(parser, "--weights", help="file, folder or hf-hub:owner/name, in any format")
+    add("--data", metavar="SPEC", required=True, help="a folder of images, in class folders or not, or as for eval")
+    add("--output", metavar="DIR", required=True, help="for report.html, the figures as PNG, and the numbers")
+    add("--images", metavar="N", type=int, default=32, help="evenly spread over the data (default 32)")
+    add_shared(parser, "--img-size")
+    add_shared(parser, "--num-heads")
+    add_shared(parser, "--device", default="")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..inspect.images import read_images
+    from ..inspect.report import write_inspection
+    from ..model import ViT
+
+    check_device(args.device)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = ViT.from_pretrained(args.weights, **overrides(args)).to(device)
+    images = read_images(args.data, args.images, model.patch_embed.img_size, model.in_chans)
+    print(f"wrote {write_inspection(model, images, args.output, args.weights, args.data)}")
+    return 0

@@ -1,0 +1,150 @@
+"""Options of several commands, and the settings and arguments that are made of them."""
+
+import argparse
+from pathlib import Path
+
+from ..errors import InputError
+
+INTERPOLATED = "positions are interpolated where it changes"
+# The flags that are fields of a run's Config, in any command.
+SETTINGS = "recipe model data output img_size batch_size epochs steps lr seed save_every device compile weights".split()
+
+
+_SHARED = {
+    "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
+    "--device": dict(choices=("cpu", "cuda"), help="default: cuda where there is one"),
+    "--json": dict(action="store_true", default=False, help="print the result as JSON"),
+    "--num-heads": dict(metavar="N", type=int, help="where neither the weights nor a preset of their size tell"),
+    "--img-size": dict(metavar="N", type=int, nargs="+", help=f"side, or height and width; {INTERPOLATED}"),
+    "--force": dict(action="store_true", default=False, help="replace what is there"),
+}
+
+
+def add_shared(parser: argparse.ArgumentParser, name: str, **changes) -> None:
+    """An option that several commands have, with its keywords changed where they differ."""
+    parser.add_argument(name, **_SHARED[name] | changes)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The settings of a training run."""
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="YAML file of settings, such as a run folder's config.yaml; flags win over it")
+    add("--recipe", metavar="NAME", help="where the settings start from; `vitfast recipes` lists them")
+    add(
+        "--model",
+        metavar="NAME",
+        help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and the like; R50x1 and the like; timm:NAME",
+    )
+    add(
+        "--data",
+        metavar="SPEC",
+        help="folder with train/<class>/* and val/<class>/*, 'digits', 'synthetic', or torch/..., hfds/..., wds/...",
+    )
+    add("--output", metavar="DIR", help="run folder: settings, metrics, checkpoints, summary.json")
+    add("--img-size", metavar="N", type=int, help=f"side of the images in pixels; {INTERPOLATED}")
+    add("--batch-size", metavar="N", type=int, help="images per optimiser step, over all devices")
+    add("--epochs", metavar="N", type=float, help="length of the run in passes over the data")
+    add("--steps", metavar="N", type=int, help="length of the run in optimiser steps")
+    add("--lr", metavar="X", type=float, help="learning rate after the warm-up")
+    add("--seed", metavar="N", type=int, help="of initialisation, order and augmentation (default 0)")
+    add("--save-every", metavar="STEPS", type=int, help="steps between checkpoints (default: at each evaluation)")
+    add_shared(parser, "--device")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on cuda)")
+    _add_set(parser, "any other setting; pretrain --print-config shows them")
+
+
+def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> None:
+    """The settings of one run that can be resumed."""
+    add_run_options(parser)
+    add = parser.add_argument
+    add("--weights", metavar="PATH", help=weights_help)
+    resume = "auto: go on where the run folder stopped (default)"
+    add("--resume", metavar="auto|never|PATH", default="auto", help=resume)
+    add("--print-config", action="store_true", default=False, help="print the settings of this run as YAML and stop")
+
+
+def add_evaluation_options(parser: argparse.ArgumentParser, data: str = "") -> None:
+    """The settings of an evaluation. data: the help of --data; "" for vtab, which has no such option."""
+    add_shared(parser, "--weights")
+    add = parser.add_argument
+    if data:
+        add("--data", metavar="SPEC", required=True, help=data)
+    add("--img-size", metavar="N", type=int, help="default: the model's own")
+    at_once = "images at once (default 256)" if data else "images at once; of finetune, per optimiser step"
+    add("--batch-size", metavar="N", type=int, help=at_once)
+    add_shared(parser, "--device")
+    _add_set(parser, "such as amp=none or data_dir=/data")
+    add_shared(parser, "--json")
+
+
+def setting_layers(args: argparse.Namespace) -> list[dict]:
+    """Settings from the weakest to the strongest: config file, flags, --set."""
+    import yaml
+
+    layers = [{k: v for k, v in vars(args).items() if k in SETTINGS}, dict(getattr(args, "set", []))]
+    if getattr(args, "config", None):
+        path = Path(args.config)
+        try:
+            content = yaml.safe_load(path.read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"--config {path} cannot be read as YAML: {str(error).splitlines()[0]}") from None
+        if not isinstance(content, dict):
+            raise InputError(f"--config {path} must hold settings such as 'lr: 0.001', got {type(content).__name__}")
+        layers.insert(0, content)
+    return layers
+
+
+def evaluation_layers(args: argparse.Namespace) -> list[dict]:
+    """`setting_layers` of an evaluation, where --batch-size says how many images at once."""
+    batch_size = [{"eval_batch_size": args.batch_size}] if hasattr(args, "batch_size") else []
+    return setting_layers(args) + batch_size
+
+
+def experiment_config(args: argparse.Namespace):
+    """The Config that the runs of an experiment start from. Raises InputError without --output."""
+    from ..train.recipes import resolve
+
+    config = resolve("pretrain", *setting_layers(args))
+    if not config.output:
+        raise InputError("no place for the results: add --output FOLDER")
+    return config
+
+
+def unless_stopped(function, *args):
+    """function(*args), or None where a run in it was asked to stop; then leaves the process group."""
+    from ..distributed import leave
+    from ..experiments.runs import Stopped
+
+    try:
+        return function(*args)
+    except Stopped:
+        return None
+    finally:
+        leave()
+
+
+def check_device(name: str) -> None:
+    """Raises InputError for cuda where there is none."""
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: no CUDA device here")
+
+
+def overrides(args: argparse.Namespace) -> dict:
+    """The arguments of ViT.from_pretrained among the flags."""
+    given = {name: getattr(args, name) for name in ("num_heads", "num_classes", "img_size") if hasattr(args, name)}
+    if len(given.get("img_size", [0])) > 2:
+        raise InputError(f"--img-size takes one number or two, got {len(args.img_size)}")
+    return given | ({"img_size": tuple(args.img_size * 2)[:2]} if "img_size" in given else {})
+
+
+def _add_set(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--set", metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help=text)
+
+
+def _set_pair(text: str) -> tuple[str, str]:
+    field, equals, value = text.partition("=")
+    if not equals or not field:
+        raise argparse.ArgumentTypeError(f"expected FIELD=VALUE, got {text!r}")
+    return field.strip().replace("-", "_"), value.strip()

@@ -1,0 +1,26 @@
+"""Find this GPU's fastest tiles, kernels against libraries, and keep them in your own table."""
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    model = "whose sizes: S/16 B/16 'B/16 384' L/16 H/14 (default B/16)"
+    add("--model", metavar="NAME", nargs="+", default=["B/16"], help=model)
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
+    only = "operations whose name contains this, such as attention or gelu"
+    add("--only", metavar="NAME", default="", help=only)
+    seconds = "in all (default 400 a model); what is found by then is kept"
+    add("--seconds", metavar="N", type=float, default=None, help=seconds)
+    batch_size = "of the shapes that are timed (default: 48 to 240 by model)"
+    add("--batch-size", metavar="N", type=int, default=None, help=batch_size)
+    deterministic = "leave out libraries whose backward may give other bits each time; ours never does"
+    add("--deterministic", action="store_true", default=False, help=deterministic)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..tune.tuner import tune
+
+    return tune(args.model, getattr(torch, args.dtype), args.only, args.seconds, args.batch_size, args.deterministic)

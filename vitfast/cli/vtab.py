@@ -1,0 +1,37 @@
+"""Fine-tune or probe the same weights on many small tasks, 1000 images each: one table."""
+
+import argparse
+import json
+from pathlib import Path
+
+from .options import add_evaluation_options, evaluation_layers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_evaluation_options(parser)
+    given = parser.add_mutually_exclusive_group(required=True)
+    root = "folder that holds VTAB's data sets, such as wds_vtab-pets/"
+    given.add_argument("--root", metavar="DIR", type=Path, default=None, help=root)
+    tasks = "YAML list of other tasks: SPECs, or name, group, data and settings"
+    given.add_argument("--tasks", metavar="FILE", type=Path, default=None, help=tasks)
+    add = parser.add_argument
+    output = "for vtab.txt, .csv and .json, and the runs of finetune"
+    add("--output", metavar="DIR", type=Path, required=True, help=output)
+    methods = ("finetune", "ridge", "knn", "linear")
+    add("--method", choices=methods, default="finetune", help="default finetune")
+    add("--examples", metavar="N", type=int, default=1000, help="training images of each task (default 1000)")
+    l2 = "of ridge and linear (default: chosen on a fifth of the images)"
+    add("--l2", metavar="X", type=float, default=None, help=l2)
+    add("--recipe", metavar="NAME", help="of finetune (default finetune/vtab)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..experiments.vtab import read_tasks, table, tasks_in, vtab
+
+    output = vars(args).pop("output")  # of all tasks, no setting of their runs
+    options = dict(output=output, method=args.method, examples=args.examples, l2=args.l2)
+    layers = evaluation_layers(args)
+    result = vtab(tasks_in(args.root) if args.root else read_tasks(args.tasks), layers=layers, **options)
+    if result:
+        print(json.dumps(result) if args.json else table(result))
+    return 0

@@ -1,0 +1,68 @@
+"""The images that `inspect` looks at, out of a folder or a named data set."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from ..errors import InputError
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+
+
+def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) -> Tensor:
+    """At most `count` images, evenly spread over what there is, as uint8 (B, chans, *size).
+
+    They are scaled to cover the size and cut at the centre. spec: a folder with image files at any depth, or what
+    `vitfast eval --data` takes by name ("digits", "torch/..."; validation split). Raises InputError where there are
+    none, where one is broken, and for `chans` other than 1 and 3.
+    """
+    if chans not in (1, 3):
+        raise InputError(f"--data {spec}: the model reads {chans} channels; images have 1 or 3")
+    if count < 1:
+        raise InputError(f"--images must be at least 1, got {count}")
+    length, opened = _folder(Path(spec)) if Path(spec).exists() else _named(spec, size)
+    chosen = np.unique(np.linspace(0, length - 1, min(count, length)).round().astype(int))
+    fitted = [
+        ImageOps.fit(opened(i).convert("RGB" if chans == 3 else "L"), size[::-1], Image.Resampling.BICUBIC)
+        for i in chosen
+    ]
+    pixels = np.stack([np.asarray(image).reshape(*size, chans) for image in fitted])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+
+def _folder(root: Path) -> tuple[int, Callable[[int], Image.Image]]:
+    if not root.is_dir():
+        raise InputError(f"--data {root} is a file; give a folder of images")
+    files = sorted(p for p in root.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    if not files:
+        raise InputError(f"no images in {root}; known are files that end in {', '.join(sorted(SUFFIXES))}")
+
+    def opened(index: int) -> Image.Image:
+        try:
+            with Image.open(files[index]) as image:
+                image.load()
+                return image
+        except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
+            raise InputError(f"{files[index]} cannot be read as an image ({error}); remove or replace it") from None
+
+    return len(files), opened
+
+
+def _named(spec: str, size: tuple[int, int]) -> tuple[int, Callable[[int], Image.Image]]:
+    from ..data.datasets import open_sources
+
+    source = open_sources(spec, "", size, (1, 1), 1, 0)[1]
+    if not hasattr(source, "__getitem__"):
+        raise InputError(
+            f"--data {spec} is read in order only; give a folder of images, 'digits', torch/... or hfds/..."
+        )
+
+    def opened(index: int) -> Image.Image:
+        image = source[int(index)][0]
+        return image if isinstance(image, Image.Image) else Image.fromarray(image.transpose(1, 2, 0))
+
+    return len(source), opened
