@@ -1,52 +1,52 @@
-"""The two halves of an encoder layer against eager PyTorch and torch.compile of the same formula, each on the fastest SDPA backend."""
+"""The two fused blocks of an encoder layer against eager PyTorch and torch.compile.
+
+All of the same formula; each peer of the attention block runs on the fastest SDPA backend.
+"""
 
 import functools
 
-import costs
 import pytest
-from harness import Case, bench, implementation, values, weight
+from harness import DTYPE, Case, bench, implementation, values, weight
 from peers import best_backend, forced
 from shapes import MAIN, SHAPES, Shape, grid
 
 from vitfast import ops, ref
+from vitfast.cost import work
 
-IMPLS = ("vitfast", "eager", "compile", "max-autotune", "max-autotune all")
+CASES = grid("vitfast", "eager", "compile", "max-autotune", "max-autotune all", compile_at=MAIN)
 
 
-def case_of(half: str, s: Shape) -> Case:
+def attention_case_of(s: Shape) -> Case:
+    d, formula = s.width, functools.partial(ref.attention_block, num_heads=s.heads)
+    counted = work.attention_block(s.rows, s.tokens, d, DTYPE.itemsize)
+    return Case("attention_block", s.name, formula, lambda: _inputs(s, (3 * d, d), (d, d)), 1, counted)
+
+
+def mlp_case_of(s: Shape) -> Case:
+    d, f = s.width, s.hidden
+    counted = work.mlp_block(s.rows, d, f, DTYPE.itemsize)
+    return Case("mlp_block", s.name, ref.mlp_block, lambda: _inputs(s, (f, d), (d, f)), 1, counted)
+
+
+def _inputs(s: Shape, first: tuple[int, int], second: tuple[int, int]) -> list:
+    """Tokens, the norm's weight and bias, and those of two linear layers."""
     d = s.width
-    first, second = ((3 * d, d), (d, d)) if half == "attention_block" else ((s.hidden, d), (d, s.hidden))
-
-    def make():
-        return [
-            values(s.batch, s.tokens, d),
-            values(d),
-            values(d),
-            weight(*first),
-            values(first[0]),
-            weight(*second),
-            values(d),
-        ]
-
-    return Case(half, s.name, _partial(ref, half, s), make, 1, getattr(costs, half)(s, values(1).element_size()))
+    layers = weight(*first), values(first[0]), weight(*second), values(d)
+    return [values(s.batch, s.tokens, d), values(d), values(d), *layers]
 
 
-def _partial(place, half: str, s: Shape):
-    return functools.partial(getattr(place, half), **(dict(num_heads=s.heads) if half == "attention_block" else {}))
-
-
-@pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS, compile_at=MAIN))
+@pytest.mark.parametrize("shape, direction, impl", CASES)
 def test_attention_block(benchmark, shape, direction, impl):
-    s = SHAPES[shape]
-    case, facts = case_of("attention_block", s), {}
-    function = implementation(impl, _partial(ops, "attention_block", s), case.formula)
+    s, facts = SHAPES[shape], {}
+    case = attention_case_of(s)
+    function = implementation(impl, functools.partial(ops.attention_block, num_heads=s.heads), case.formula)
     if impl != "vitfast":
         facts["attention"] = best_backend(s.batch, s.tokens, s.heads, s.head, direction != "forward")
         function = forced(function, facts["attention"])
     bench(benchmark, case, impl, function, direction, **facts)
 
 
-@pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS, compile_at=MAIN))
+@pytest.mark.parametrize("shape, direction, impl", CASES)
 def test_mlp_block(benchmark, shape, direction, impl):
-    case = case_of("mlp_block", SHAPES[shape])
+    case = mlp_case_of(SHAPES[shape])
     bench(benchmark, case, impl, implementation(impl, ops.mlp_block, case.formula), direction)

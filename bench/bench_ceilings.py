@@ -1,12 +1,12 @@
-"""What the device and its libraries reach before any kernel of ours: copies, matrix products, and cuBLAS at the shapes of a training step.
+"""Ceilings of the device and its libraries: copies, products, cuBLAS at a training step's shapes.
 
-SDPA's backends are in bench_attention.py, timm under torch.compile in bench_model.py; `bench/gpu.sh ceilings` runs all three.
+SDPA's backends are in bench_attention.py, timm under torch.compile in bench_model.py; `bench/gpu.sh ceilings` runs all
+three.
 """
 
 import functools
 
 import clock
-import costs
 import machine
 import pytest
 import torch.nn.functional as F
@@ -14,10 +14,10 @@ from clock import cold, lead_of, warm_up
 from harness import DTYPE, Case, bench, describe, measure, values, weight
 from shapes import CPU_SHAPE, WHERE, Shape
 
-STEPS = {
-    s.name: s
-    for s in ((Shape("B/16", 224, 256), Shape("L/16", 224, 128), Shape("H/14", 224, 64)) if clock.GPU else (CPU_SHAPE,))
-}
+from vitfast.cost import work
+
+ON_GPU = (Shape("B/16", 224, 256), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
+STEPS = {s.name: s for s in (ON_GPU if clock.GPU else (CPU_SHAPE,))}
 # A pass of a linear layer -> what it computes from x (M, K), W (N, K) and dY (M, N).
 PASSES = {
     "forward": lambda x, w, b, dy: F.linear(x, w, b),
@@ -34,32 +34,21 @@ def test_ceiling(benchmark, what):
     run = make()
     warm_up(run, 10)
     seconds = measure(benchmark, run, functools.partial(cold, lead_of(run)))
-    cost = costs.Cost(((flops, moved),))
-    describe(
-        benchmark,
-        "library",
-        cost,
-        seconds,
-        DTYPE if name == "copy" else name,
-        op="ceiling",
-        shape=what,
-        direction="forward",
-    )
+    dtype, facts = DTYPE if name == "copy" else name, dict(op="ceiling", shape=what, direction="forward")
+    describe(benchmark, "library", ((flops, moved),), seconds, dtype, **facts)
 
 
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("shape", STEPS)  # nearest the function: the case's name starts with it
 def test_gemm(benchmark, shape, layer, which):
-    s = STEPS[shape]
+    s, size = STEPS[shape], DTYPE.itemsize
     m, k, n = s.rows, *(s.width * units for units in LAYERS[layer])
 
     def make():
         return [t.detach() for t in (values(m, k), weight(n, k), values(n), values(m, n))]
 
-    size = values(1).element_size()
-    cost = dict(
-        forward=costs.product(m, n, k, size, n), dX=costs.product(m, k, n, size), dW=costs.product(n, k, m, size)
-    )[which]
-    case = Case("gemm", f"{shape} {layer}", PASSES[which], make, 0, costs.Costs(cost, cost, cost))
+    sizes = dict(forward=(m, n, k, size, n), dX=(m, k, n, size), dW=(n, k, m, size))
+    kernels = work.product(*sizes[which])
+    case = Case("gemm", f"{shape} {layer}", PASSES[which], make, 0, work.Work(kernels, kernels, kernels))
     bench(benchmark, case, "cublas" if clock.GPU else "cpu library", PASSES[which], "forward", direction=which)

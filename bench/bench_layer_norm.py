@@ -1,11 +1,11 @@
 """LayerNorm, and residual add + LayerNorm, against eager PyTorch and torch.compile."""
 
-import costs
 import pytest
-from harness import Case, bench, implementation, values
+from harness import DTYPE, Case, bench, implementation, values
 from shapes import MAIN, SHAPES, Shape, grid
 
 from vitfast import ops, ref
+from vitfast.cost import work
 
 IMPLS = ("vitfast", "eager", "compile", "max-autotune")
 
@@ -16,26 +16,16 @@ def case_of(op: str, s: Shape) -> Case:
     def make():
         return [*(values(s.batch, s.tokens, s.width) for _ in range(tensors)), values(s.width), values(s.width)]
 
-    return Case(op, s.name, getattr(ref, op), make, tensors, getattr(costs, op)(s, values(1).element_size()))
+    return Case(op, s.name, getattr(ref, op), make, tensors, getattr(work, op)(s.rows, s.width, DTYPE.itemsize))
 
 
 @pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS))
 def test_layer_norm(benchmark, shape, direction, impl):
-    bench(
-        benchmark,
-        case_of("layer_norm", SHAPES[shape]),
-        impl,
-        implementation(impl, ops.layer_norm, ref.layer_norm),
-        direction,
-    )
+    function = implementation(impl, ops.layer_norm, ref.layer_norm)
+    bench(benchmark, case_of("layer_norm", SHAPES[shape]), impl, function, direction)
 
 
 @pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS, cpu=("vitfast", "eager", "compile"), compile_at=MAIN))
 def test_add_layer_norm(benchmark, shape, direction, impl):
-    bench(
-        benchmark,
-        case_of("add_layer_norm", SHAPES[shape]),
-        impl,
-        implementation(impl, ops.add_layer_norm, ref.add_layer_norm),
-        direction,
-    )
+    function = implementation(impl, ops.add_layer_norm, ref.add_layer_norm)
+    bench(benchmark, case_of("add_layer_norm", SHAPES[shape]), impl, function, direction)

@@ -1,4 +1,4 @@
-"""Whole ViTs: latency of one image, throughput, and a full training step, against timm, Hugging Face and torchvision in their settings.
+"""Whole ViTs, latency, throughput and a training step, against timm, Hugging Face, torchvision.
 
 Logits, and in training every gradient, are compared with float64 before anything is timed and again after it
 (peers.py). A training step is forward, cross-entropy, backward, clipping at norm 1 and fused AdamW. Precision bf16:
@@ -18,7 +18,6 @@ through what stays between steps (batch 0) and the peak of the measured batch, w
 import functools
 
 import clock
-import costs
 import machine
 import pytest
 import torch
@@ -26,9 +25,11 @@ import torch.nn.functional as F
 from clock import allocated, captured, cold, median_seconds, peak_bytes, warm_up
 from harness import describe, gemm_backends, measure
 from peers import BUILDERS, Peer, Setting
-from shapes import WHERE, Shape
+from shapes import WHERE, Shape, model_work
 
 from vitfast import ops
+from vitfast.cost import datasheet_flops
+from vitfast.cost.work import total_flops, update
 
 LEADING = (  # what decides, first: a stage has no time for all
     Setting("vitfast", "compile", "bf16"),
@@ -49,20 +50,12 @@ LIBRARIES = ("vitfast", "timm", "vitfast.accelerate(timm)", "huggingface", "torc
 HOW = ("eager", "compile", "max-autotune")
 EVERY = tuple(Setting(library, how, precision) for how in HOW for precision in ("bf16", "amp") for library in LIBRARIES)
 SETTINGS = tuple(dict.fromkeys((*LEADING, *EVERY)))
-CPU_SETTINGS = tuple(
-    Setting(library, "eager", "fp32")
-    for library in ("vitfast", "timm", "huggingface", "torchvision", "vitfast.accelerate(timm)")
-)
-MODELS = {  # the batch of the training step
-    "B/16 224": Shape("B/16", 224, 256),
-    "S/16 224": Shape("S/16", 224, 512),
-    "L/16 224": Shape("L/16", 224, 128),
-    "B/16 384": Shape("B/16", 384, 64),
-    "H/14 224": Shape("H/14", 224, 64),
-}
+CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in BUILDERS)
+SIZES = (("B/16", 224, 256), ("S/16", 224, 512), ("L/16", 224, 128), ("B/16", 384, 64), ("H/14", 224, 64))
 if not clock.GPU:
-    MODELS = {f"{WHERE}Ti/16 64": Shape("Ti/16", 64, 2)}
-CASES = {s.name: s for s in (SETTINGS if clock.GPU else CPU_SETTINGS) if s.library in BUILDERS}
+    SIZES = (("Ti/16", 64, 2),)
+MODELS = {f"{WHERE}{size[0]} {size[1]}": Shape(*size) for size in SIZES}  # with the batch of the training step
+CASES = {s.name: s for s in (SETTINGS if clock.GPU else CPU_SETTINGS)}
 ONCE = [name for name, setting in CASES.items() if not setting.again]
 BATCHES = (64, 128, 256, 512)  # tried for throughput
 SEARCH = ("eager", "bf16")  # how: compiling each batch of each setting would take too long
@@ -71,9 +64,9 @@ STEPS = 3 if clock.GPU else 1  # calls per timed round
 
 @functools.cache
 def best_batch(library: str, model: str) -> int:
-    """The batch of the highest inference throughput of the library's eager model in bf16, for all its settings.
+    """The batch of the highest inference throughput of the library's eager model in bf16.
 
-    Raises RuntimeError where the smallest batch does not fit into the memory.
+    It is used for all its settings. Raises RuntimeError where the smallest batch does not fit into the memory.
     """
     if not clock.GPU:
         return MODELS[model].batch
@@ -93,8 +86,13 @@ def best_batch(library: str, model: str) -> int:
 
 
 def facts(shape: Shape, peer: Peer, seconds: float, training: bool) -> dict:
-    flops, name = costs.model_flops(shape, training), str(peer.setting.dtype).removeprefix("torch.")
-    promised = machine.datasheet_flops(machine.name())
+    """extra_info of whole models.
+
+    FLOPs by the convention of MFU (Chowdhery et al., 2022): those of the forward pass, three times where it trains.
+    """
+    flops = (3 if training else 1) * total_flops(model_work(shape, 2).forward)
+    ceiling = machine.ceilings()[str(peer.setting.dtype).removeprefix("torch.")]
+    promised = datasheet_flops(machine.name())
     more = dict(gemm_backends=gemm_backends(peer.setting.how)) if peer.setting.how.startswith("max-autotune") else {}
     return more | dict(
         shape=shape.name,
@@ -103,7 +101,7 @@ def facts(shape: Shape, peer: Peer, seconds: float, training: bool) -> dict:
         attention=peer.backend or "vitfast",
         images_per_second=shape.batch / seconds,
         model_flops=int(flops),
-        mfu_ceiling=flops / seconds / machine.ceilings()[name],
+        mfu_ceiling=flops / seconds / ceiling,
         mfu_datasheet=flops / seconds / promised if promised else None,
     )
 
@@ -137,15 +135,13 @@ def test_train(benchmark, model, setting):
         images += [torch.randn_like(peer.images) for _ in range(STEPS - 1)]
         seconds = measure(benchmark, run, calls=len(images), rounds=max(3, clock.ROUNDS // 3))
         errors |= peer.check_again()
-    size = peer.setting.dtype.itemsize
-    work = costs.model(shape, size).of("both") + costs.optimizer(
-        sum(p.numel() for p in parameters), parameters[0].element_size()
-    )
+    dtype = peer.setting.dtype
+    step_update = update(sum(p.numel() for p in parameters), size=parameters[0].element_size())
+    kernels = model_work(shape, dtype.itemsize).of("both") + step_update
     largest = {f"{gib} GiB": largest_batch(shape.batch, held, peak, gib) for gib in (24, 80)} if clock.GPU else None
-    info = dict(
-        op="train", direction="both", largest_batch=largest, **facts(shape, peer, seconds, training=True), **errors
-    )
-    describe(benchmark, setting, work, seconds, peer.setting.dtype, peak, **info)
+    more = facts(shape, peer, seconds, training=True) | errors
+    info = dict(op="train", direction="both", largest_batch=largest, **more)
+    describe(benchmark, setting, kernels, seconds, dtype, peak, **info)
 
 
 @pytest.mark.parametrize("what", ["latency", "throughput"])
@@ -166,21 +162,23 @@ def test_inference(benchmark, model, setting, what):
                 peer(batch)
 
         warm_up(run, seconds=clock.WARM_SECONDS)
-        peak = peak_bytes(run, before)
-        if clock.GPU and what == "latency":
+        peak, graph = peak_bytes(run, before), clock.GPU and what == "latency"
+        if graph:
             seconds = measure(benchmark, captured(run), cold)
         else:
             images += [torch.randn_like(peer.images) for _ in range(STEPS - 1)]
             seconds = measure(benchmark, run, calls=len(images), rounds=max(5, clock.ROUNDS // 2))
         errors |= peer.check_again()
-    cost = costs.model(shape, peer.setting.dtype.itemsize).forward
-    graph = clock.GPU and what == "latency"
-    more = dict(batch_search=" ".join(SEARCH) if clock.GPU else None) if what == "throughput" else {}
-    more |= facts(shape, peer, seconds, training=False) | errors
+    dtype, more = peer.setting.dtype, facts(shape, peer, seconds, training=False) | errors
+    if what == "throughput":
+        more["batch_search"] = " ".join(SEARCH) if clock.GPU else None
     info = dict(op=what, direction="forward", cuda_graph=graph, **more)
-    describe(benchmark, setting, cost, seconds, peer.setting.dtype, peak, **info)
+    describe(benchmark, setting, model_work(shape, dtype.itemsize).forward, seconds, dtype, peak, **info)
 
 
 def largest_batch(batch: int, held: int, peak: int, gib: int) -> int:
-    """The batch whose peak fits in `gib` GiB less one, on the line through `held` bytes at batch 0 and `peak` bytes at `batch`."""
+    """The batch whose peak fits in `gib` GiB less one.
+
+    On the line through `held` bytes at batch 0 and `peak` bytes at `batch`.
+    """
     return max(0, int(batch * ((gib - 1) * 2**30 - held) / (peak - held)))

@@ -1,14 +1,16 @@
-"""Images to tokens: from raw uint8 against normalise-then-convolve, from normalised floats against the convolution and unfold + matmul."""
+"""Images to tokens, from raw uint8 and from floats, against the convolution and unfold + matmul.
+
+From uint8 the peers normalise first.
+"""
 
 import functools
 
 import clock
-import costs
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import DTYPE, Case, bench, implementation, values, weight
-from shapes import SHAPES, Shape, grid
+from shapes import SHAPES, Shape, grid, patch_embed_work
 
 from vitfast import ops, ref
 
@@ -16,35 +18,21 @@ IMPLS = ("vitfast", "eager", "compile", "compile unfold", "max-autotune", "max-a
 
 
 def case_of(pixels: str, s: Shape) -> Case:
-    raw = pixels == "uint8"
-
     def make():
-        size = (s.batch, 3, s.image, s.image)
-        if raw:
+        size, d = (s.batch, 3, s.image, s.image), s.width
+        if pixels == "uint8":
             images = torch.randint(0, 256, size, dtype=torch.uint8, device=clock.DEVICE)
         else:
             images = torch.randn(size, device=clock.DEVICE).to(DTYPE)
-        return [
-            images,
-            weight(s.width, 3, s.patch, s.patch),
-            values(s.width),
-            values(1, 1, s.width),
-            values(1, s.tokens, s.width),
-        ]
+        return [images, weight(d, 3, s.patch, s.patch), values(d), values(1, 1, d), values(1, s.tokens, d)]
 
-    size = values(1).element_size()
-    return Case(
-        f"patch_embed {pixels}",
-        s.name,
-        _normalising(ref.patch_embed, raw),
-        make,
-        1,
-        costs.patch_embed(s, size, 1 if raw else size),
-    )
+    counted = patch_embed_work(s, DTYPE.itemsize, 1 if pixels == "uint8" else DTYPE.itemsize)
+    return Case(f"patch_embed {pixels}", s.name, _normalising(ref.patch_embed, pixels), make, 1, counted)
 
 
-def _normalising(function, raw: bool):
-    return functools.partial(function, mean=0.5, std=0.5) if raw else function
+def _normalising(function, pixels: str):
+    """The function, which normalises raw pixels."""
+    return functools.partial(function, mean=0.5, std=0.5) if pixels == "uint8" else function
 
 
 def unfold(images, weight, bias, cls_token, pos_embed, *, mean=None, std=None):
@@ -61,6 +49,6 @@ def unfold(images, weight, bias, cls_token, pos_embed, *, mean=None, std=None):
 @pytest.mark.parametrize("shape, direction, impl", grid(*IMPLS))
 def test_patch_embed(benchmark, pixels, shape, direction, impl):
     case = case_of(pixels, SHAPES[shape])
-    formula = _normalising(unfold, pixels == "uint8") if impl.endswith("unfold") else case.formula
-    ours = _normalising(ops.patch_embed, pixels == "uint8")
-    bench(benchmark, case, impl, implementation(impl.removesuffix(" unfold"), ours, formula), direction)
+    formula = _normalising(unfold, pixels) if impl.endswith("unfold") else case.formula
+    function = implementation(impl.removesuffix(" unfold"), _normalising(ops.patch_embed, pixels), formula)
+    bench(benchmark, case, impl, function, direction)

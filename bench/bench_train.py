@@ -1,8 +1,9 @@
-"""End to end: JPEG files on disk to optimiser steps, vitfast's loader and loop against timm's loader and a plain training step.
+"""End to end, JPEG files on disk to optimiser steps: vitfast's loader and loop against timm's.
 
-Both decode, crop (scale 0.08 to 1), resize (bicubic) and mirror in the same number of processes, and train in bf16 under autocast with
-clipping and fused AdamW, compiled on a GPU. Ours hands raw uint8 to the model, timm's loader normalises on the device while it prefetches.
-Times are by the clock on the wall. waiting_for_data: the share of it that the same steps on a batch in memory would not take.
+Both decode, crop (scale 0.08 to 1), resize (bicubic) and mirror in the same number of processes, and train in bf16
+under autocast with clipping and fused AdamW, compiled on a GPU. Ours hands raw uint8 to the model, timm's loader
+normalises on the device while it prefetches. Times are by the clock on the wall. waiting_for_data: the share of it that
+the same steps on a batch in memory would not take.
 """
 
 import itertools
@@ -11,17 +12,15 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import clock
-import costs
 import pytest
 import torch
 import torch.nn.functional as F
 from clock import wall, warm_up
 from harness import describe, measure
-from shapes import Shape
+from shapes import Shape, model_work
 
-MODELS = {
-    s.name: s for s in ((Shape("S/16", 224, 256), Shape("B/16", 224, 256)) if clock.GPU else (Shape("Ti/16", 64, 8),))
-}
+ON_GPU = (Shape("S/16", 224, 256), Shape("B/16", 224, 256))
+MODELS = {s.name: s for s in (ON_GPU if clock.GPU else (Shape("Ti/16", 64, 8),))}
 FILES, SIZE = (4096, (500, 375)) if clock.GPU else (64, (160, 120))
 STEPS, ROUNDS, WARMUP = (20, 5, 8) if clock.GPU else (2, 3, 1)
 WORKERS = len(os.sched_getaffinity(0))
@@ -40,24 +39,11 @@ def ours(folder, s: Shape) -> tuple[Iterator, Callable]:
     from vitfast.train.recipes import resolve
     from vitfast.train.trainer import Trainer
 
-    config = resolve(
-        "pretrain",
-        dict(
-            model=s.model,
-            img_size=s.image,
-            batch_size=s.batch,
-            steps=10**6,
-            lr=1e-4,
-            weight_decay=0.05,
-            clip_norm=1.0,
-            hidden_head=False,
-            weight_init="",
-            dropout=0.0,
-            crop_scale=SCALE,
-            crop_ratio=RATIO,
-        ),
-        dict(data=str(folder), output=str(folder / "run"), workers=WORKERS),
-    )
+    where = dict(data=str(folder), output=str(folder / "run"), workers=WORKERS)
+    sizes = dict(model=s.model, img_size=s.image, batch_size=s.batch, steps=10**6)
+    training = dict(lr=1e-4, weight_decay=0.05, clip_norm=1.0, hidden_head=False, weight_init="", dropout=0.0)
+    crops = dict(crop_scale=SCALE, crop_ratio=RATIO)
+    config = resolve("pretrain", sizes | training | crops, where)
     trainer, steps = Trainer(config, resume="never"), itertools.count()
     trainer.train_step.model.train()
 
@@ -74,25 +60,14 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
 
     from vitfast.presets import preset
 
-    loader = create_loader(
-        create_dataset("", root=str(folder / "train")),
-        (3, s.image, s.image),
-        s.batch,
-        is_training=True,
-        scale=SCALE,
-        ratio=RATIO,
-        hflip=0.5,
-        color_jitter=None,
-        interpolation="bicubic",
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-        num_workers=WORKERS,
-        device=clock.DEVICE,
-    )
+    dataset, size = create_dataset("", root=str(folder / "train")), (3, s.image, s.image)
+    augmentation = dict(scale=SCALE, ratio=RATIO, hflip=0.5, color_jitter=None, interpolation="bicubic")
+    augmentation |= dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+    options = dict(is_training=True, num_workers=WORKERS, device=clock.DEVICE)
+    loader = create_loader(dataset, size, s.batch, **augmentation, **options)
+    classes = len(list((folder / "train").iterdir()))
     with clock.DEVICE:
-        model = VisionTransformer(
-            img_size=s.image, num_classes=len(list((folder / "train").iterdir())), **preset(s.model)
-        )
+        model = VisionTransformer(img_size=s.image, num_classes=classes, **preset(s.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
     function = torch.compile(model) if clock.GPU else model
 
@@ -131,12 +106,9 @@ def test_train_from_files(benchmark, photographs, model, impl):
 
     alone = statistics.median(in_memory() for _ in range(ROUNDS))
     seconds = measure(benchmark, run, rounds=ROUNDS, timer=wall)
-    speed = STEPS * s.batch / seconds
     dtype = torch.bfloat16 if clock.GPU else torch.float32
     info = dict(op="train from JPEG files", shape=model, direction="both", batch=s.batch, workers=WORKERS)
-    info.update(
-        images_per_second=speed,
-        images_per_second_in_memory=STEPS * s.batch / alone,
-        waiting_for_data=max(0.0, 1 - alone / seconds),
-    )
-    describe(benchmark, impl, costs.model(s, dtype.itemsize).of("both") * STEPS, seconds, dtype, **info)
+    info["images_per_second"] = STEPS * s.batch / seconds
+    info["images_per_second_in_memory"] = STEPS * s.batch / alone
+    info["waiting_for_data"] = max(0.0, 1 - alone / seconds)
+    describe(benchmark, impl, model_work(s, dtype.itemsize).of("both") * STEPS, seconds, dtype, **info)

@@ -1,15 +1,15 @@
-"""Archives of Triton's cache: kernels compiled ahead on another machine, for the first minutes on a GPU.
+"""Archives of Triton's cache: kernels compiled ahead, for the first minutes on a GPU.
 
-    python bench/cache.py FILE.tar.xz      adds an archive to this machine's cache (TRITON_CACHE_DIR, or ~/.triton/cache)
+    python bench/cache.py FILE.tar.xz      adds an archive to this machine's cache (TRITON_CACHE_DIR or ~/.triton/cache)
 
-`tests/codegen.py --cache` writes one. Triton finds a kernel by a hash over its source, its options and Triton itself, shared libraries
-included, so an archive serves the kernels, the Triton and the Python that it was made with: with others nothing in it is found, which is
-said. It holds machine code; the small C functions by which Triton launches it are compiled by the machine's own C compiler, each once.
+`tests/codegen.py --cache` writes one. Triton finds a kernel by a hash over its source, its options and Triton itself,
+shared libraries included, so an archive serves the kernels, the Triton and the Python that it was made with: with
+others nothing in it is found, which is said. It holds machine code; the small C functions by which Triton launches it
+are compiled by the machine's own C compiler, each once.
 """
 
 import hashlib
 import json
-import os
 import platform
 import sys
 import tarfile
@@ -18,46 +18,40 @@ from pathlib import Path
 import triton
 from triton.runtime.cache import triton_key
 
-KERNELS = Path(__file__).parent.parent / "kernels"
+from vitfast.cost.predicted import source_hash
+from vitfast.files import write_atomically
+
 MANIFEST = "vitfast.json"
 NEEDED = (".cubin", ".json")  # what a launch reads; the stages before it are left out
 
 
-def source_hash() -> str:
-    """sha256 over the files with kernels and tiles, not those that call libraries."""
-    digest = hashlib.sha256()
-    for path in sorted(KERNELS.glob("*.py")):
-        if b"import triton" in path.read_bytes() or path.name == "tile_rules.py":
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def made_with() -> dict[str, str]:
-    """What must be the same where the archive is used."""
+    """The versions that must be the same where the archive is used."""
     key = hashlib.sha256(triton_key().encode()).hexdigest()[:16]
-    return dict(
-        triton=triton.__version__, python=".".join(platform.python_version_tuple()[:2]), key=key, kernels=source_hash()
-    )
+    python = ".".join(platform.python_version_tuple()[:2])
+    return dict(triton=triton.__version__, python=python, key=key, kernels=source_hash())
 
 
 def pack(folder: Path, archive: Path, **facts) -> int:
-    """Writes a folder of Triton's cache as .tar.xz, with `facts` in its manifest; returns its size in bytes."""
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps(made_with() | facts))
+    """Writes a folder of Triton's cache as .tar.xz, `facts` in its manifest; returns its bytes."""
+    (folder / MANIFEST).write_text(json.dumps(made_with() | facts))
     archive.parent.mkdir(parents=True, exist_ok=True)
-    temporary = archive.with_name(f".{archive.name}.tmp")
-    with tarfile.open(temporary, "w:xz") as tar:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path.suffix in NEEDED:
-                tar.add(path, path.relative_to(folder))
-    os.replace(temporary, archive)
+
+    def write(path: Path) -> None:
+        with tarfile.open(path, "w:xz") as tar:
+            for file in sorted(folder.rglob("*")):
+                if file.is_file() and file.suffix in NEEDED:
+                    tar.add(file, file.relative_to(folder))
+
+    write_atomically(archive, write)
     return archive.stat().st_size
 
 
 def unpack(archive: Path, folder: Path | None = None) -> tuple[int, str]:
-    """Adds an archive to Triton's cache (or another folder): (how many kernels it holds, why none of them will be found, or "").
+    """Adds an archive to Triton's cache (or another folder).
 
-    Triton notes the absolute path of every file of a kernel: they are rewritten for where the files lie now.
+    Returns how many kernels it holds, and why none of them will be found, or "". Triton notes the absolute path of
+    every file of a kernel: they are rewritten for where the files lie now.
     """
     folder = Path(triton.knobs.cache.dir) if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,17 +63,15 @@ def unpack(archive: Path, folder: Path | None = None) -> tuple[int, str]:
     for group in groups:
         files = [name for name in json.loads(group.read_text())["child_paths"] if (group.parent / name).is_file()]
         group.write_text(json.dumps({"child_paths": {name: str(group.parent / name) for name in files}}))
-    here = made_with()
+    here, reason = made_with(), ""
     if made["key"] != here["key"]:
-        versions = "made with Triton {triton} on Python {python}".format(**made)
-        return len(
-            groups
-        ), f"{versions}, this is Triton {here['triton']} on Python {here['python']}: nothing in it will be found"
-    if made["kernels"] != here["kernels"]:
-        return len(
-            groups
-        ), f"made from other kernels ({made['kernels']}, here {here['kernels']}): what has changed will not be found"
-    return len(groups), ""
+        versions = "Triton {triton} on Python {python}"
+        both = f"made with {versions.format(**made)}, this is {versions.format(**here)}"
+        reason = f"{both}: nothing in it will be found"
+    elif made["kernels"] != here["kernels"]:
+        both = f"made from other kernels ({made['kernels']}, here {here['kernels']})"
+        reason = f"{both}: what has changed will not be found"
+    return len(groups), reason
 
 
 def main() -> int:
@@ -87,9 +79,9 @@ def main() -> int:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
         print(__doc__, file=sys.stderr)
         return 2
-    count, obstacle = unpack(Path(sys.argv[1]))
-    print(f"{count} kernels added to {triton.knobs.cache.dir}" + (f"; {obstacle}" if obstacle else ""))
-    return 1 if obstacle else 0
+    count, reason = unpack(Path(sys.argv[1]))
+    print(f"{count} kernels added to {triton.knobs.cache.dir}" + (f"; {reason}" if reason else ""))
+    return 1 if reason else 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS alr
 
 
 class Stamp:
-    """A moment in the device's stream. The difference of two is seconds per call, and waits for the later one."""
+    """A moment in the device's stream; a difference is seconds per call, and waits for the later one."""
 
     def __init__(self, calls: int = 1):
         self.calls, self.event = calls, torch.cuda.Event(enable_timing=True)
@@ -44,7 +44,7 @@ def clock(calls: int = 1) -> Callable:
 
 
 def wall() -> float:
-    """Seconds by the clock on the wall, the device idle: for what other processes work on too, such as a loader's."""
+    """Seconds by the wall clock, the device idle: for what loaders and other processes work on too."""
     synchronize()
     return time.perf_counter()
 
@@ -82,7 +82,10 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def cold(lead: float = 0.0) -> None:
-    """Before a timed call on a GPU: overwrites the L2 cache, then keeps the device busy for `lead` seconds while Python launches the call."""
+    """Before a timed call on a GPU: a cold L2 cache, and a device that is busy for `lead` seconds.
+
+    Meanwhile Python launches the call.
+    """
     if GPU:
         _flush_buffer().zero_()
         torch.cuda._sleep(int(2e9 * min(lead, 0.05)))  # in clock cycles
@@ -128,7 +131,7 @@ def allocated() -> int:
 
 
 def peak_bytes(run: Callable[[], object], before: int = 0) -> int | None:
-    """The most device memory in use during `run`, without the `before` bytes that are not its own; None on a CPU."""
+    """The most device memory in use during `run`, less the `before` bytes; None on a CPU."""
     if not GPU:
         return None
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What pytest-benchmark does not do: a time budget, and a JSON file in which every case is found again.
+"""A time budget for pytest-benchmark, and a JSON file in which every case is found again.
 
 The file that `--benchmark-json PATH` names has, beside pytest-benchmark's own keys, "failed" and "skipped": lists of
 {name, fullname, params, reason}. It is written anew after every case, so that a run that dies keeps what it has; a case
@@ -31,7 +31,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import clock
 import harness
@@ -40,7 +39,9 @@ import pytest
 import shapes
 import torch
 
+from vitfast.cost import datasheet_flops
 from vitfast.errors import both_ends
+from vitfast.files import write_text
 
 LEAST_SECONDS = 15  # before the end that --ends names: with fewer left no case starts
 ALARM_AGAIN = 5  # seconds; the first TimeoutError may end in somebody's `except Exception`
@@ -50,27 +51,14 @@ _constant: dict = {}
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("vitfast benchmarks")
-    group.addoption(
-        "--shapes",
-        choices=("few", "all"),
-        default="few",
-        help="which shapes the operations are measured at on a GPU (default few)",
-    )
-    group.addoption(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)",
-    )
-    group.addoption(
-        "--ends",
-        type=float,
-        metavar="EPOCH_SECONDS",
-        help=f"no case starts later than {LEAST_SECONDS} s before this moment; it is recorded as skipped",
-    )
-    group.addoption(
-        "--case-limit", type=int, default=0, metavar="SECONDS", help="a case that takes longer is recorded as failed"
-    )
+    add = parser.getgroup("vitfast benchmarks").addoption
+    add("--shapes", choices=("few", "all"), default="few", help="of the operations on a GPU (default few)")
+    dtypes = ("bfloat16", "float16", "float32")
+    add("--dtype", choices=dtypes, help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)")
+    late = f"no case starts later than {LEAST_SECONDS} s before this moment; it is recorded as skipped"
+    add("--ends", type=float, metavar="EPOCH_SECONDS", help=late)
+    long = "a case that takes longer is recorded as failed"
+    add("--case-limit", type=int, default=0, metavar="SECONDS", help=long)
 
 
 def pytest_configure(config):
@@ -80,11 +68,8 @@ def pytest_configure(config):
         harness.DTYPE = getattr(torch, config.getoption("dtype"))
 
 
-SLOWER = (
-    "compile",
-    "max-autotune",
-    "max-autotune all",
-)  # how the names of implementations start that take long to compile
+# How the names of implementations start that take long to compile.
+SLOWER = ("compile", "max-autotune", "max-autotune all")
 
 
 def priority(params: dict) -> tuple[bool, int, int]:
@@ -107,9 +92,8 @@ def pytest_collection_finish(session):
     for item in session.items:
         if "benchmark" in getattr(item, "fixturenames", ()):
             params = {k: str(v) for k, v in item.callspec.params.items()} if hasattr(item, "callspec") else {}
-            _cases[item.nodeid] = dict(
-                name=item.name, fullname=item.nodeid, params=params, state="skipped", reason=NOT_RUN
-            )
+            entry = dict(name=item.name, fullname=item.nodeid, params=params, state="skipped", reason=NOT_RUN)
+            _cases[item.nodeid] = entry
 
 
 def pytest_runtest_setup(item):
@@ -150,7 +134,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind(request):
-    """Compiled code and memory of a case are gone before the next one; a device that a case has broken ends the run."""
+    """Compiled code and memory of a case go before the next one; a broken device ends the run."""
     yield
     if not clock.GPU:
         return
@@ -165,18 +149,16 @@ def _leave_nothing_behind(request):
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    machine_info["vitfast"] = dict(
-        machine.facts(), ceilings=machine.ceilings(), datasheet_bf16_flops=machine.datasheet_flops(machine.name())
-    )
+    rates = dict(ceilings=machine.ceilings(), datasheet_bf16_flops=datasheet_flops(machine.name()))
+    machine_info["vitfast"] = machine.facts() | rates
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
     bad = {nodeid for nodeid, case in _cases.items() if case["state"] != "passed"}
     output_json["benchmarks"] = [b for b in output_json["benchmarks"] if b["fullname"] not in bad]
     for state in ("failed", "skipped"):
-        output_json[state] = [
-            {k: v for k, v in case.items() if k != "state"} for case in _cases.values() if case["state"] == state
-        ]
+        cases = [case for case in _cases.values() if case["state"] == state]
+        output_json[state] = [{k: v for k, v in case.items() if k != "state"} for case in cases]
 
 
 def _save(config) -> None:
@@ -184,9 +166,8 @@ def _save(config) -> None:
     option = config.getoption("benchmark_json", None)
     if not option or not _cases:
         return
-    path = Path(
-        option if isinstance(option, (str, os.PathLike)) else option.name
-    )  # older pytest-benchmarks open the file themselves
+    # Older pytest-benchmarks open the file themselves.
+    path = option if isinstance(option, (str, os.PathLike)) else option.name
     hook = config.hook
     if not _constant:
         _constant.update(machine_info=hook.pytest_benchmark_generate_machine_info(config=config))
@@ -195,9 +176,7 @@ def _save(config) -> None:
     benchmarks = config._benchmarksession.benchmarks
     output = hook.pytest_benchmark_generate_json(config=config, benchmarks=benchmarks, include_data=True, **_constant)
     hook.pytest_benchmark_update_json(config=config, benchmarks=benchmarks, output_json=output)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(output, indent=1, default=str) + "\n")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(output, indent=1, default=str) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,18 +1,18 @@
-"""Do the losses go the same way? The same training of vitfast's ViT and timm's, from the same weights on the same images, for a few seeds.
+"""Loss curves of vitfast's ViT and timm's, from the same weights on the same images, a few seeds.
 
-    python bench/curves.py OUT [--model S/16 --image 224 --batch 128 --steps 1000 --seeds 3 --precision amp|bf16]      # writes OUT/curves.json
+    python bench/curves.py OUT [--model S/16 --image 224 --batch 128 --steps 1000 --seeds 3 --precision amp|bf16]
 
-The task is made on the device: gratings of 10 directions x 10 frequencies, in random colours and phases under noise,
-100 classes that take a ViT some hundred steps to tell apart. Losses are averaged over windows of 50 steps. "distance":
-over all windows the largest difference between the two means over seeds, in standard deviations of a single run between
-seeds (0.001 at least), over the seeds that both have run. Both are compiled on a GPU. The file is written after every
-run, with the number of `runs` done of those `planned`; an interrupt (SIGINT) keeps what is done.
+writes OUT/curves.json. The task is made on the device: gratings of 10 directions x 10 frequencies, in random colours
+and phases under noise, 100 classes that take a ViT some hundred steps to tell apart. Losses are averaged over windows
+of 50 steps. "distance": over all windows the largest difference between the two means over seeds, in standard
+deviations of a single run between seeds (0.001 at least), over the seeds that both have run. Both are compiled on a
+GPU. The file is written after every run, with the number of `runs` done of those `planned`; an interrupt (SIGINT) keeps
+what is done.
 """
 
 import argparse
 import json
 import math
-import os
 import signal
 import statistics
 import sys
@@ -27,6 +27,7 @@ from peers import BUILDERS, Setting
 from shapes import Shape
 
 from vitfast import ops
+from vitfast.files import write_text
 
 WINDOW = 50
 CLASSES = 100
@@ -89,9 +90,7 @@ def save(path: Path, facts: dict, runs: dict[str, list[list[float]]]) -> dict:
     """Writes the file as it stands now, whole or not at all."""
     done = sum(map(len, runs.values()))
     result = dict(facts, runs=done, distance=distance(*runs.values()), losses=runs, machine=machine.facts())
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(dict(curves=result), indent=1) + "\n")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(dict(curves=result), indent=1) + "\n")
     return result
 
 
@@ -99,22 +98,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder")
     parser.add_argument("--model", default="S/16")
-    parser.add_argument("--image", type=int, default=224)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
+    for name, default in dict(image=224, batch=128, steps=1000, seeds=3).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", choices=("amp", "bf16", "fp32"), default="amp")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
-    shape, how, runs = (
-        Shape(args.model, args.image, args.batch),
-        "compile" if clock.GPU else "eager",
-        {"vitfast": [], "timm": []},
-    )
-    facts = dict(
-        model=args.model, image=args.image, batch=args.batch, steps=args.steps, window=WINDOW, precision=args.precision
-    )
-    facts.update(seeds=args.seeds, planned=args.seeds * len(runs))
+    shape, how = Shape(args.model, args.image, args.batch), "compile" if clock.GPU else "eager"
+    runs = {"vitfast": [], "timm": []}
+    facts = {name: value for name, value in vars(args).items() if name != "out"}
+    facts.update(window=WINDOW, planned=args.seeds * len(runs))
     path = args.out / "curves.json"
     args.out.mkdir(parents=True, exist_ok=True)
     result = None

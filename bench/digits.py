@@ -1,9 +1,12 @@
-"""Two small results on scikit-learn's digits, offline: does masked patch prediction help (the paper's 4.6), and do positions matter (its Table 8)?
+"""Two small offline results on scikit-learn's digits: masked patch prediction, and positions.
 
-    python bench/digits.py masked       # 5 seeds; writes bench/results/digits/masked.json
-    python bench/digits.py positions    # 8 kinds and places, 3 seeds; writes bench/results/digits/positions.json and .md
+As in the paper's section 4.6 and Table 8.
 
-Everything else than what is compared is equal: data, labels, steps, rates, augmentation. Small-scale evidence about our code, not about the paper's claims.
+    python bench/digits.py masked       # 5 seeds; writes masked.json to bench/results/digits
+    python bench/digits.py positions    # 8 kinds and places, 3 seeds; writes positions.json and positions.md there
+
+Everything else than what is compared is equal: data, labels, steps, rates, augmentation. Small-scale evidence about our
+code, not about the paper's claims.
 """
 
 import argparse
@@ -26,27 +29,24 @@ FEW = dict(shots=5, steps=400, batch_size=50, lr=1e-3, warmup_steps=40)
 
 
 def masked(seeds: int) -> dict:
-    """Test accuracy after training on 5 labels a class, from masked pre-training on half of the digits and from scratch."""
-    rows = []
+    """Test accuracy with 5 labels a class: masked pre-training on half of the digits, or none."""
+
+    def trained(**fields) -> float:
+        return train(resolve("pretrain", COMMON | fields))["accuracy"]
+
+    entries = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            pretrained = train(
-                resolve("pretrain", COMMON | MASKED | dict(seed=seed, eval_every=1000, output=f"{folder}/masked"))
-            )
-            few = COMMON | FEW | dict(seed=seed, eval_every=FEW["steps"])
-            weights = f"{folder}/masked/checkpoints/last"
-            with_it = train(resolve("pretrain", few | dict(output=f"{folder}/fine", weights=weights)))
-            without = train(resolve("pretrain", few | dict(output=f"{folder}/scratch")))
-        rows.append(
-            dict(
-                seed=seed, masked=with_it["accuracy"], scratch=without["accuracy"], colours_right=pretrained["accuracy"]
-            )
-        )
-        print(rows[-1], flush=True)
-    means = {kind: statistics.mean(row[kind] for row in rows) for kind in ("masked", "scratch")}
-    spread = {f"{kind}_stdev": statistics.stdev(row[kind] for row in rows) if seeds > 1 else 0.0 for kind in means}
+            few = FEW | dict(seed=seed, eval_every=FEW["steps"])
+            right = trained(**MASKED, seed=seed, eval_every=1000, output=f"{folder}/masked")
+            fine = trained(**few, output=f"{folder}/fine", weights=f"{folder}/masked/checkpoints/last")
+            scratch = trained(**few, output=f"{folder}/scratch")
+        entries.append(dict(seed=seed, masked=fine, scratch=scratch, colours_right=right))
+        print(entries[-1], flush=True)
+    means = {kind: statistics.mean(entry[kind] for entry in entries) for kind in ("masked", "scratch")}
+    spread = {f"{kind}_stdev": statistics.stdev(e[kind] for e in entries) if seeds > 1 else 0.0 for kind in means}
     question = "5 labels a class: masked pre-training on half of the digits, or from scratch"
-    return dict(question=question, **means, **spread, seeds=rows, pretraining=MASKED, training=FEW)
+    return dict(question=question, **means, **spread, seeds=entries, pretraining=MASKED, training=FEW)
 
 
 def main() -> int:

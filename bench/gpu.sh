@@ -1,33 +1,38 @@
 #!/usr/bin/env bash
-# One stage of the checks and measurements on this machine's GPU, results in a folder:
+# One stage of the checks and measurements on this machine's GPU, results in a folder (OUT: bench/results/local):
 #
-#     bench/gpu.sh first|ceilings|tests|ops|models|train|curves|tune|all [OUT] [OPTIONS...]      (OUT: bench/results/local)
+#     bench/gpu.sh first|ceilings|tests|ops|models|train|curves|tune|all [OUT] [OPTIONS...]
 #
-# first     the first ten minutes on a new GPU: an answer from the smallest check on, the headline early, what is left in order of weight
-# ceilings  copy, matrix products, cuBLAS at the GEMM shapes of a step, SDPA's backends, timm compiled in amp and pure bf16
+# first     the first ten minutes on a new GPU: an answer from the smallest check on, the headline early, what is left
+#           in order of weight
+# ceilings  copy, matrix products, cuBLAS at the GEMM shapes of a step, SDPA's backends, timm compiled in amp and bf16
 # tests     vitfast doctor, pytest tests -m gpu on 8 workers, compute-sanitizer where there is one
-# ops       every operation against its peers; `-k max-autotune` for what there was no time for, `--shapes all` for more shapes
-# models    whole models; one call does not hold them all, so give a filter: -k "B/16 and 224 and train", -k "S/16 and inference"
+# ops       every operation against its peers; `-k max-autotune` for what there was no time for, `--shapes all` for more
+# models    whole models; one call does not hold them all, so give a filter: -k "B/16 and 224 and train"
 # train     end to end from JPEG files
 # curves    losses of 1,000 steps of S/16, ours and timm's, three seeds; `--model B/16 --precision bf16` for others
-# tune      searches faster tiles and adds the user's table to the archive as tiles.json; options are those of `vitfast tune`
+# tune      searches faster tiles and adds the user's table to the archive as tiles.json; options: `vitfast tune`'s
 # all       all but first and tune, the models one by one, as long as that takes
 #
-# OUT (from the repository's root on) holds two files, written anew after each step of a stage, and what earlier stages left in them stays:
-# report.md, and results.tar.gz with NAME.log and NAME.json (pytest-benchmark's format and what bench/conftest.py adds) of each step and
-# steps_STAGE.json. To commit results: tar -xzf OUT/results.tar.gz -C bench/results/<gpu>.
+# OUT (from the repository's root on) holds two files, written anew after each step of a stage, and what earlier stages
+# left in them stays: report.md, and results.tar.gz with NAME.log and NAME.json (pytest-benchmark's format and what
+# bench/conftest.py adds) of each step and steps_STAGE.json. To commit results:
+# tar -xzf OUT/results.tar.gz -C bench/results/<gpu>.
 #
-# Every stage but `all` ends within 555 seconds, whatever hangs (another number: VITFAST_SECONDS); bench/steps.sh says how.
-# A case that fails is recorded as failed, one that would start too late as skipped, and the stage goes on; but `first` ends early when its
-# smallest check fails (after a diagnosis, and timm's and SDPA's numbers), and after two steps in a row that broke the device.
-# Exit code 0: all that ran succeeded; 1: something failed; 2: no stage of that name, no GPU, or an OUT that cannot be written; 130: interrupted.
+# Every stage but `all` ends within 555 seconds, whatever hangs (another number: VITFAST_SECONDS); bench/steps.sh says
+# how. A case that fails is recorded as failed, one that would start too late as skipped, and the stage goes on; but
+# `first` ends early when its smallest check fails (after a diagnosis, and timm's and SDPA's numbers), and after two
+# steps in a row that broke the device. Exit code 0: all that ran succeeded; 1: something failed; 2: no stage of that
+# name, no GPU, or an OUT that cannot be written; 130: interrupted.
 #
-# Needs bash 5, python3 (or $PYTHON) with torch, triton, timm, transformers, torchvision, pytest, pytest-xdist and pytest-benchmark; no
-# network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot. VITFAST_COMMIT: the commit, where the copy has no
-# git. VITFAST_CACHE (else bench/cache/*.tar.xz): compiled kernels from `tests/codegen.py --cache`, for Triton's cache (bench/cache.py).
+# Needs bash 5, python3 (or $PYTHON) with torch, triton, timm, transformers, torchvision, pytest, pytest-xdist and
+# pytest-benchmark; no network. Installs vitfast from this folder, or links vitfast/kernels where pip cannot.
+# VITFAST_COMMIT: the commit, where the copy has no git. VITFAST_CACHE (else bench/cache/*.tar.xz): compiled kernels
+# from `tests/codegen.py --cache`, for Triton's cache (bench/cache.py).
 #
-# tests/bench/test_rehearsal.py runs all this without a GPU. It cannot show what compiles or how fast anything is, whether cuDNN's or flash's
-# backends of SDPA accept a case, whether CUDA graphs capture, what a hung GPU does to SIGKILL, memory, or whether the limits are right.
+# tests/bench/test_stages.py, test_steps.py and test_stand_in.py run all this without a GPU. They cannot show what
+# compiles or how fast anything is, whether cuDNN's or flash's backends of SDPA accept a case, whether CUDA graphs
+# capture, what a hung GPU does to SIGKILL, memory, or whether the limits are right.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
@@ -81,10 +86,13 @@ workers=$((cpus < 8 ? cpus : 8))
 jobs=$((cpus < 14 ? cpus : 14))
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 COLUMNS=160
 
-bench() { # bench NAME MIN LIMIT CASE_LIMIT PYTEST ARGUMENTS...: no case takes longer than CASE_LIMIT or starts when the step is nearly over
+# bench NAME MIN LIMIT CASE_LIMIT PYTEST ARGUMENTS...: no case takes longer than CASE_LIMIT or starts when the step is
+# nearly over
+bench() {
     local name=$1 least=$2 limit=$3 case_limit=$4
     shift 4
-    step "$name" "$least" "$limit" "$python" -m pytest "$@" --benchmark-only -q -ra --benchmark-columns=median,iqr,rounds \
+    step "$name" "$least" "$limit" "$python" -m pytest "$@" --benchmark-only -q -ra \
+        --benchmark-columns=median,iqr,rounds \
         --benchmark-json="$work/$name.json" --case-limit "$case_limit" --ends $((EPOCHSECONDS + $(left "$limit")))
 }
 
@@ -100,7 +108,8 @@ doctor() { # doctor NAME LIMIT OPTIONS...: vitfast doctor in parallel, its JSON 
 prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
     local cache=${VITFAST_CACHE:-} file
     echo "$facts"
-    timeout 10 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit,compute_mode --format=csv
+    local query=name,driver_version,memory.total,clocks.max.sm,power.limit,compute_mode
+    timeout 10 nvidia-smi --query-gpu=$query --format=csv
     echo "$cpus CPUs, commit ${VITFAST_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}"
     if [ "${facts##*$'\n'}" != "vitfast is installed" ]; then
         if timeout 40 "$python" -m pip install -q -e . --no-deps --no-build-isolation; then
@@ -128,8 +137,8 @@ first() {
     local main="B/16 and 224" ours="" train="test_train and compile and (vitfast or timm) and not accelerate"
     local inference="test_inference and compile and bf16 and (vitfast or timm) and not accelerate"
     # Of an earlier run into the same OUT:
-    rm -f "$work"/{smoke,diagnosis,doctor,train,train_peers,attention,blocks,norm_and_patches,accelerate,inference,gpu_tests}.{log,json}
-    rm -f "$work"/attention_separate.{log,json}
+    rm -f "$work"/{smoke,diagnosis,doctor,train,train_peers,attention,attention_separate,blocks}.{log,json}
+    rm -f "$work"/{norm_and_patches,accelerate,inference,gpu_tests}.{log,json}
     prepared
     doctor smoke 90 --only layer_norm --only attention --only linear_gelu --dtype bfloat16
     checks "smoke"
@@ -164,7 +173,9 @@ first() {
     bench norm_and_patches 25 90 60 bench/bench_layer_norm.py bench/bench_patch_embed.py \
         -k "$main and B256 and not max-autotune and (test_add_layer_norm or test_patch_embed)"
     broken && return
-    if [ -z "$ours" ]; then bench accelerate 30 110 90 bench/bench_model.py -k "$main and test_train and accelerate and compile"; fi
+    if [ -z "$ours" ]; then
+        bench accelerate 30 110 90 bench/bench_model.py -k "$main and test_train and accelerate and compile"
+    fi
     broken && return
     bench inference 30 110 60 bench/bench_model.py -k "$main and $inference$ours"
     broken && return
@@ -183,14 +194,17 @@ if [ "$wanted" = all ]; then
     exit $failed
 fi
 filter="" # of models, for names of files
-if [ "$wanted" = models ]; then filter=$(printf '%s' "$*" | sed -E 's/(^| )-k / /g; s/[^A-Za-z0-9]+/_/g; s/^_*/_/; s/_+$//'); fi
+if [ "$wanted" = models ]; then
+    filter=$(printf '%s' "$*" | sed -E 's/(^| )-k / /g; s/[^A-Za-z0-9]+/_/g; s/^_*/_/; s/_+$//')
+fi
 start_steps "$wanted$filter" "$folder"
 if [ "$wanted" != first ]; then prepared; fi
 case "$wanted" in
     first) first ;;
     ceilings)
+        timm="timm and compile and not accelerate and (B/16 or S/16) and 224 and train"
         bench ceilings 30 555 100 bench/bench_ceilings.py bench/bench_attention.py bench/bench_model.py \
-            -k 'ceilings or (sdpa and not backward) or (timm and compile and not accelerate and (B/16 or S/16) and 224 and train)' "$@"
+            -k "ceilings or (sdpa and not backward) or ($timm)" "$@"
         ;;
     tests)
         doctor doctor 120

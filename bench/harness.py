@@ -1,4 +1,4 @@
-"""How an operation is measured: right before fast, on random inputs, cold, against ceilings measured in the same run.
+"""Measures an operation: right before fast, on random inputs, cold, against measured ceilings.
 
 `bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for
 a wrong result; (2) warms up (clock.py says for how long) and takes the peak memory of one call; (3) times calls over
@@ -6,9 +6,9 @@ several sets of random inputs, the L2 cache overwritten before each; (4) compare
 timed still computes it. On a GPU the clock is the device's (events, with a head start that hides Python's launches; at
 batch 1 a captured graph over inputs that together exceed the cache); on a CPU it is the process's time. Every entry of
 the JSON file that pytest-benchmark writes has, in `extra_info`: impl, device, dtype, op, shape, direction, flops, bytes
-(costs.py), floor_us and percent_of_floor (against the ceilings), tflops, gigabytes_per_second, error, error_after and
-error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included); with max-autotune also
-gemm_backends.
+(vitfast/cost/work.py), floor_us and percent_of_floor (against the ceilings), tflops, gigabytes_per_second, error,
+error_after and error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included); with
+max-autotune also gemm_backends.
 """
 
 import itertools
@@ -21,10 +21,10 @@ import machine
 import pytest
 import torch
 from clock import allocated, captured, cold, lead_of, peak_bytes, warm_up
-from costs import Cost, Costs
 from torch import Tensor
 
 from vitfast import ops
+from vitfast.cost.work import Kernels, Work, floor_seconds, total_bytes, total_flops
 from vitfast.verify import ATOL, run, worst
 
 # conftest's --dtype sets another, before the bench files are read.
@@ -39,15 +39,18 @@ class WrongResult(AssertionError):
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed. `formula`: in plain PyTorch. `make`: fresh random inputs, of which the first `batched` have the batch as their
-    first axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared."""
+    """An operation at a shape.
+
+    formula: in plain PyTorch. make: fresh random inputs, of which the first `batched` have the batch as their first
+    axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared.
+    """
 
     op: str
     shape: str
     formula: Callable[..., Tensor | tuple[Tensor, ...]]
     make: Callable[[], list[Tensor]]
     batched: int
-    costs: Costs
+    work: Work
 
 
 def values(*shape: int, scale: float = 1.0) -> Tensor:
@@ -60,11 +63,8 @@ def weight(*shape: int) -> Tensor:
     return values(*shape, scale=(torch.Size(shape).numel() / shape[0]) ** -0.5)
 
 
-def more_gemm_backends() -> dict[str, str]:
-    """Backends of matrix products that max-autotune tries only on request -> why not here.
-
-    "" where it can.
-    """
+def unsupported_gemm_backends() -> dict[str, str]:
+    """GEMM backends that max-autotune tries only on request -> why it cannot here, or ""."""
     from torch._inductor import utils
     from torch._inductor.codegen.cutlass.utils import try_import_cutlass
 
@@ -87,7 +87,7 @@ def gemm_backends(how: str) -> str:
 
     if how != "max-autotune all":
         return config.max_autotune_gemm_backends
-    reasons = more_gemm_backends()
+    reasons = unsupported_gemm_backends()
     if all(reasons.values()):
         listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         pytest.skip(f"max-autotune has no further backends here: {listed}")
@@ -116,6 +116,24 @@ def implementation(impl: str, ours: Callable, formula: Callable) -> Callable:
     return compiled(formula, impl, fullgraph=True)
 
 
+def checked_samples(batch: int) -> Tensor:
+    """Indices of the samples that are compared, first and last among them."""
+    return torch.linspace(0, batch - 1, min(batch, CHECKED), device=clock.DEVICE).round().long()
+
+
+def judge(impl: str, what: str, result: list[Tensor], truth: list[Tensor], own: float, dtype: torch.dtype) -> dict:
+    """{error, error_limit} of a result against float64.
+
+    The limit: twice `own`, the error of plain PyTorch in the same dtype, plus rounding. Raises WrongResult beyond the
+    limit.
+    """
+    error, limit = worst(result, truth), 2 * own + ATOL[dtype]
+    if not error <= limit:
+        why = f"error {error:.1e} against float64, limit {limit:.1e}"
+        raise WrongResult(f"{impl} is wrong on {what}: {why}; it gets no time")
+    return dict(error=error, error_limit=limit)
+
+
 def _copies(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """Leaves with the same values, the floating ones in `dtype`."""
     return [
@@ -126,19 +144,16 @@ def _copies(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Ten
 class Check:
     """Compares implementations of a case in one direction with float64.
 
-    The error may be twice that of the plain formula in the same dtype, plus rounding; else `error` raises WrongResult.
-    The implementation runs on the whole batch. Some samples, first and last among them, are compared; the upstream
-    gradient is zero for all others, so that the gradients of the parameters are those of these samples alone, however
-    large the batch is. The truth is made once and kept, so that an implementation can be asked before and after it is
-    timed.
+    The implementation runs on the whole batch. Some samples are compared; the upstream gradient is zero for all others,
+    so that the gradients of the parameters are those of these samples alone, however large the batch is. The truth is
+    made once and kept, so that an implementation can be judged before and after it is timed.
     """
 
     def __init__(self, case: Case, direction: str):
         torch.manual_seed(0)
         self.case, self.direction, self.tensors = case, direction, case.make()
         train, batch = direction != "forward", self.tensors[0].shape[0]
-        chosen = torch.linspace(0, batch - 1, min(batch, CHECKED), device=clock.DEVICE).round().long()
-        self.chosen = chosen if case.batched else slice(None)
+        self.chosen = checked_samples(batch) if case.batched else slice(None)
         few = _copies([t[self.chosen] if i < case.batched else t for i, t in enumerate(self.tensors)])
         doubles, upstream, self.upstream = _copies(few, torch.float64), None, None
         with torch.set_grad_enabled(train), ops.use_kernels("off"):
@@ -151,20 +166,17 @@ class Check:
                 for w, u in zip(self.upstream, upstream):
                     w[self.chosen] = u.to(w.dtype)
             self.truth = [t.detach() for t in run(case.formula, doubles, upstream)]
-            self.limit = 2 * worst(run(case.formula, few, upstream), self.truth) + ATOL[DTYPE]
-        self.samples = len(outputs) + sum(t.requires_grad for t in self.tensors[: case.batched])
+            self.own = worst(run(case.formula, few, upstream), self.truth)
+        # Results with the batch as their first axis come first.
+        self.batched = len(outputs) + sum(t.requires_grad for t in self.tensors[: case.batched]) if case.batched else 0
 
-    def error(self, impl: str, function: Callable, when: str = "") -> float:
-        """Of `function` against the truth. when: for the message, such as " after timing"."""
+    def judge(self, impl: str, function: Callable, when: str = "") -> dict[str, float]:
+        """{error, error_limit} of `function`. when: for the message, such as " after timing"."""
         with torch.set_grad_enabled(self.direction != "forward"):
             result = run(function, self.tensors, self.upstream)
-        batched = self.samples if self.case.batched else 0
-        error = worst([r[self.chosen] if i < batched else r for i, r in enumerate(result)], self.truth)
-        if not error <= self.limit:
-            what = f"{self.case.op} {self.case.shape} {self.direction}{when}"
-            why = f"error {error:.1e} against float64, limit {self.limit:.1e}"
-            raise WrongResult(f"{impl} is wrong on {what}: {why}; it gets no time")
-        return error
+        compared = [r[self.chosen] if i < self.batched else r for i, r in enumerate(result)]
+        what = f"{self.case.op} {self.case.shape} {self.direction}{when}"
+        return judge(impl, what, compared, self.truth, self.own, DTYPE)
 
 
 class Call:
@@ -176,7 +188,7 @@ class Call:
         self.upstream = [] if direction == "forward" else [torch.randn_like(o) for o in run(function, self.tensors)]
 
     def prepare(self) -> None:
-        """What has to be there before the timed part: for a backward, its forward."""
+        """Makes what must be there before the timed part: for a backward, its forward."""
         if self.direction == "backward":
             self.outputs = self.function(*self.tensors)
 
@@ -200,28 +212,31 @@ def measure(
     rounds: int | None = None,
     timer: Callable | None = None,
 ) -> float:
-    """Hands `run`, which makes `calls` calls, to pytest-benchmark with our clock (or another); returns the median of seconds per call."""
+    """Has pytest-benchmark time `run`, which makes `calls` calls; returns the median of seconds a call.
+
+    timer: another clock than ours.
+    """
     benchmark._timer = timer or clock.clock(calls)
     benchmark.pedantic(run, setup=setup, rounds=rounds or clock.ROUNDS)
     return benchmark.stats.stats.median if benchmark.stats else float("nan")
 
 
 def describe(
-    benchmark, impl: str, cost: Cost, seconds: float, dtype: torch.dtype | str, peak: int | None = None, **more
+    benchmark, impl: str, kernels: Kernels, seconds: float, dtype: torch.dtype | str, peak: int | None = None, **more
 ) -> None:
     """The extra_info that every case has, whatever it measures. dtype: whose ceiling counts."""
     dtype, top = str(dtype).removeprefix("torch."), machine.ceilings()
-    floor = cost.floor(top[dtype], top["copy"])
+    floor, flops, moved = floor_seconds(kernels, top[dtype], top["copy"]), total_flops(kernels), total_bytes(kernels)
     benchmark.extra_info.update(
         impl=impl,
         device=machine.name(),
         dtype=dtype,
-        flops=int(cost.flops),
-        bytes=int(cost.bytes),
+        flops=int(flops),
+        bytes=int(moved),
         floor_us=1e6 * floor,
         percent_of_floor=100 * floor / seconds,
-        tflops=cost.flops / seconds / 1e12,
-        gigabytes_per_second=cost.bytes / seconds / 1e9,
+        tflops=flops / seconds / 1e12,
+        gigabytes_per_second=moved / seconds / 1e9,
         peak_mib=None if peak is None else peak / 2**20,
         **more,
     )
@@ -236,25 +251,21 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
     if impl.startswith("max-autotune"):
         more["gemm_backends"] = gemm_backends(impl)
     # on: a case that no kernel covers fails, it does not fall back.
-    kernels = "on" if clock.GPU and impl == "vitfast" else "auto"
-    with ops.use_kernels(kernels):
+    with ops.use_kernels("on" if clock.GPU and impl == "vitfast" else "auto"):
         start = time.perf_counter()
         check = Check(case, direction)
-        error = check.error(impl, function)
+        errors = check.judge(impl, function)
         check_s = time.perf_counter() - start
         before = allocated()
         call = Call(case, function, direction)
         warm_up(call.whole)
         peak = peak_bytes(call.whole, before)
         calls = [call] + [Call(case, function, direction) for _ in range(SETS - 1)]
-        if clock.GPU and direction == "forward" and call.tensors[0].shape[0] == 1:
-            seconds, graph = _measure_captured(benchmark, case, calls), True
-        else:
-            seconds, graph = _measure_rotated(benchmark, calls), False
-        errors = dict(error=error, error_after=check.error(impl, function, " after timing"), error_limit=check.limit)
-    cost = case.costs.of(direction)
+        graph = clock.GPU and direction == "forward" and call.tensors[0].shape[0] == 1
+        seconds = _measure_captured(benchmark, case, calls) if graph else _measure_rotated(benchmark, calls)
+        errors["error_after"] = check.judge(impl, function, " after timing")["error"]
     facts = dict(op=case.op, shape=case.shape, direction=direction, cuda_graph=graph, check_s=check_s, **errors)
-    describe(benchmark, impl, cost, seconds, DTYPE, peak, **(facts | more))
+    describe(benchmark, impl, case.work.of(direction), seconds, DTYPE, peak, **(facts | more))
 
 
 def _measure_rotated(benchmark, calls: list[Call]) -> float:

@@ -1,10 +1,11 @@
-"""Python time of every launcher, this tree against another commit, one after the other in rounds of one run.
+"""Python time of every launcher, this tree against another commit, in rounds of one run.
 
     python bench/launch_path.py --against 827d16a
 
-Launchers run on small CPU tensors with their launches recorded: what a launcher does until a kernel would be launched (tiles looked up, outputs
-allocated, arguments put together). What Triton's own `kernel[grid]` does comes on top. Prints microseconds of processor time a call, the median over
-the rounds of each round's best, and the ratio; what calls libraries alone is left out.
+Launchers run on small CPU tensors with their launches recorded: what a launcher does until a kernel would be launched
+(tiles looked up, outputs allocated, arguments put together). What Triton's own `kernel[grid]` does comes on top. Prints
+microseconds of processor time a call, the median over the rounds of each round's best, and the ratio; what calls
+libraries alone is left out.
 """
 
 import argparse
@@ -52,9 +53,8 @@ print(json.dumps(found))
 def measure(tree: Path, names: list[str]) -> dict[str, list]:
     """Launcher -> [microseconds, launches] of one process."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(tree)}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps(names)], cwd=tree, env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", CHILD, json.dumps(names)]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"launch_path: {tree} fails:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout)
@@ -91,9 +91,7 @@ def main() -> int:
         rounds = [{name: measure(tree, args.only) for name, tree in trees.items()} for _ in range(args.rounds)]
     names = [name for name in rounds[0]["after"] if name in rounds[0]["before"]]
     if unknown := [name for name in args.only if name not in names]:
-        raise SystemExit(
-            f"launch_path: --only: no kernels are launched in both trees by {', '.join(map(repr, unknown))}"
-        )
+        raise SystemExit(f"launch_path: --only: no kernels are launched in both trees by {str(unknown)[1:-1]}")
     print(f"{'us a call, against ' + args.against:44}{'launches':>10}{'before':>9}{'after':>9}{'ratio':>8}")
     ratios = []
     for name in names:

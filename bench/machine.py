@@ -1,9 +1,8 @@
-"""What the numbers were measured on: the machine in words, its data-sheet rates, and its ceilings in this run.
+"""The machine that the numbers were measured on, in words, and its ceilings in this run.
 
 A run is a process, or all processes of a stage of bench/gpu.sh, which share the ceilings through a file (`ceilings`).
 """
 
-import fnmatch
 import functools
 import importlib.metadata
 import json
@@ -18,29 +17,11 @@ import clock
 import torch
 from clock import median_seconds
 
-# Dense bf16 TFLOP/s with fp32 accumulation, by the name that the driver gives.
-DATASHEET = {
-    "NVIDIA B200": 2250.0,
-    "NVIDIA H200": 989.0,
-    "NVIDIA GH200 480GB": 989.0,
-    "NVIDIA H100 80GB HBM3": 989.0,  # SXM
-    "NVIDIA H100 PCIe": 756.0,
-    "NVIDIA A100*GB": 312.0,
-    "NVIDIA A100 80GB PCIe": 312.0,
-    "NVIDIA L40S": 362.0,
-    "NVIDIA L4": 121.0,
-    "NVIDIA A10": 125.0,
-    "NVIDIA GeForce RTX 5090": 209.5,
-    "NVIDIA GeForce RTX 4090": 165.2,
-}
+from vitfast.files import write_text
+
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
-OPTIONAL = (
-    "flash-attn-3",
-    "flash-attn-4",
-    "nvidia-cutlass-dsl",
-    "cutlass-api",
-    "nvidia-cutlass",
-)  # peers that need not be there
+# Of peers that need not be there.
+OPTIONAL = ("flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "cutlass-api", "nvidia-cutlass")
 
 
 def name() -> str:
@@ -48,16 +29,10 @@ def name() -> str:
     return torch.cuda.get_device_name() if clock.GPU else "cpu"
 
 
-def datasheet_flops(device: str) -> float | None:
-    """FLOP/s that the maker promises for dense bf16; None for a device, or a slice of one, that is not in the table."""
-    return next((1e12 * peak for pattern, peak in DATASHEET.items() if fnmatch.fnmatchcase(device, pattern)), None)
-
-
 def _output(*command: str) -> str:
+    options = dict(capture_output=True, text=True, timeout=20, cwd=os.path.dirname(__file__))
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, cwd=os.path.dirname(__file__)
-        ).stdout.strip()
+        return subprocess.run(command, **options).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -75,27 +50,23 @@ def facts() -> dict[str, str]:
 
     VITFAST_COMMIT is the commit where the copy has no git.
     """
-    found = dict(
-        device=name(),
-        python=platform.python_version(),
-        **{package: _version(package) for package in PACKAGES + OPTIONAL},
-    )
+    versions = {package: _version(package) for package in PACKAGES + OPTIONAL}
+    found = dict(device=name(), python=platform.python_version(), **versions)
     found["cudnn.benchmark"] = "on" if torch.backends.cudnn.benchmark else "off"
     found["commit"] = os.environ.get("VITFAST_COMMIT") or _output("git", "describe", "--always", "--dirty") or "unknown"
     if clock.GPU:
         p = torch.cuda.get_device_properties(0)
-        size = f"{p.total_memory / 2**30:.0f} GiB, {p.multi_processor_count} multiprocessors, L2 {p.L2_cache_size / 2**20:.0f} MiB"
-        found["gpu"] = f"sm_{p.major}{p.minor}, {size}, CUDA {torch.version.cuda}"
+        memory, cache = f"{p.total_memory / 2**30:.0f} GiB", f"L2 {p.L2_cache_size / 2**20:.0f} MiB"
+        sizes = f"{memory}, {p.multi_processor_count} multiprocessors, {cache}"
+        found["gpu"] = f"sm_{p.major}{p.minor}, {sizes}, CUDA {torch.version.cuda}"
         fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        values = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0").split(
-            ", "
-        )
-        found.update(zip(fields, values))
+        query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0")
+        found.update(zip(fields, _output(*query).split(", ")))
     return found
 
 
 def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
-    """Name -> (what makes the call to time, its FLOPs, its bytes). A copy counts the bytes it reads and writes."""
+    """Name -> (what makes the call to time, FLOPs, bytes); a copy counts bytes read and written."""
     size, n = (2**31, 8192) if clock.GPU else (2**22, 256)
 
     def copy():
@@ -105,22 +76,18 @@ def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
 
     def product(dtype):
         a, b = (torch.randn(n, n, device=clock.DEVICE).to(dtype) for _ in range(2))
-        return lambda: a @ b
+        if dtype != torch.float8_e4m3fn:
+            return lambda: a @ b
+        options = dict.fromkeys(("scale_a", "scale_b"), torch.ones((), device=clock.DEVICE))
+        options |= dict(out_dtype=torch.bfloat16, use_fast_accum=True)
+        return lambda: torch._scaled_mm(a, b.t(), **options)
 
-    def product_fp8():
-        a, b = (torch.randn(n, n, device=clock.DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
-        one = torch.ones((), device=clock.DEVICE)
-        return lambda: torch._scaled_mm(
-            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
-    makers = {
-        str(d).removeprefix("torch."): functools.partial(product, d)
-        for d in ((torch.bfloat16, torch.float16) if clock.GPU else ()) + (torch.float32,)
-    }
+    dtypes = dict(bfloat16=torch.bfloat16, float16=torch.float16) if clock.GPU else {}
+    dtypes["float32"] = torch.float32
     if clock.GPU and torch.cuda.get_device_capability() >= (8, 9):
-        makers["float8"] = product_fp8
-    return {"copy": (copy, 0.0, 2.0 * size), **{key: (make, 2.0 * n**3, 0.0) for key, make in makers.items()}}
+        dtypes["float8"] = torch.float8_e4m3fn
+    products = {key: (functools.partial(product, dtype), 2.0 * n**3, 0.0) for key, dtype in dtypes.items()}
+    return {"copy": (copy, 0.0, 2.0 * size), **products}
 
 
 def _measure_ceilings() -> dict[str, float | None]:
@@ -136,7 +103,7 @@ def _measure_ceilings() -> dict[str, float | None]:
 
 
 def _shared_ceilings(path: Path, run: dict) -> dict[str, float | None] | None:
-    """The ceilings in a file that this run wrote; None where there is none, or only one of something else."""
+    """The ceilings in a file that this run wrote; None where there is none, or one of something else."""
     try:
         content = json.loads(path.read_text())
         found = content["ceilings"]
@@ -149,7 +116,7 @@ def _shared_ceilings(path: Path, run: dict) -> dict[str, float | None] | None:
 
 @functools.cache
 def ceilings() -> dict[str, float | None]:
-    """What this device reaches at its best: "copy" in bytes/s, matrix products by dtype in FLOP/s; None: it failed.
+    """This device's best rates: "copy" in bytes/s, products by dtype in FLOP/s; None: it failed.
 
     Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, the first process measures
     and writes it, and later ones read it: their ceilings are then of the same stage on the same machine, not of the
@@ -163,10 +130,8 @@ def ceilings() -> dict[str, float | None]:
     found = _shared_ceilings(path, run)
     if found is None:
         found = _measure_ceilings()
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(json.dumps(dict(run, ceilings=found)) + "\n")
-            os.replace(temporary, path)
+            write_text(path, json.dumps(dict(run, ceilings=found)) + "\n")
         except OSError as error:
             print(f"the ceilings cannot be shared, each process measures them: {error}", file=sys.stderr)
     return found

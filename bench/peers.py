@@ -1,9 +1,10 @@
-"""The peers: SDPA with each backend forced, and whole ViTs of timm, Hugging Face and torchvision in each of their settings.
+"""The peers: each backend of SDPA, and whole ViTs of timm, Hugging Face and torchvision.
 
-Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class token, random weights in every
-parameter. That it is the same function is checked, not assumed: a plain ViT in float64 reads the peer's own weights
-(vitfast.checkpoint knows everybody's names); the peer's logits in fp32 are compared with it, and then logits and
-gradients of exactly what is about to be timed; and once more of what has been timed, its weights put back.
+The models in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class
+token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in float64
+reads the peer's own weights (vitfast.checkpoint knows everybody's names); the peer's logits in fp32 are compared with
+it, and then logits and gradients of exactly what is about to be timed; and once more of what has been timed, its
+weights put back.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from clock import median_seconds
-from harness import CHECKED, WrongResult, compiled
+from harness import checked_samples, compiled, judge
 from shapes import Shape
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,7 +29,7 @@ import vitfast
 from vitfast import ViT, ops
 from vitfast.checkpoint.formats import to_timm_names
 from vitfast.presets import preset
-from vitfast.verify import ATOL, exact_fp32, worst
+from vitfast.verify import exact_fp32, worst
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -49,7 +50,7 @@ def sdpa_separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
-FLASH_ATTENTION = {  # name -> what is installed, the module of its public flash_attn_func, which has a backward
+FLASH_ATTENTION = {  # name -> package, the module of its public flash_attn_func, which has a backward
     "flash-attn 3": ("flash_attn_3", "flash_attn_interface"),
     "flash-attn 4": ("flash_attn_4", "flash_attn.cute"),
 }
@@ -103,7 +104,7 @@ def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a whole model is run.
+    """A library, a way to run it and a precision: a setting of a whole model.
 
     library: a key of BUILDERS. how: eager, compile, max-autotune or max-autotune all (harness.compiled). precision:
     bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts.
@@ -147,10 +148,6 @@ def _timm(s: Shape) -> nn.Module:
     return VisionTransformer(img_size=s.image, **preset(s.model))
 
 
-def _accelerated(s: Shape) -> nn.Module:
-    return vitfast.accelerate(_timm(s))
-
-
 def _hugging_face(s: Shape) -> nn.Module:
     from transformers import AttentionInterface, ViTConfig, ViTForImageClassification
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -158,41 +155,34 @@ def _hugging_face(s: Shape) -> nn.Module:
     # Under "sdpa" a compiled model makes a mask of ones (before torch 2.14), which flash refuses; under a name of our
     # own it makes none.
     AttentionInterface.register("sdpa_plain", sdpa_attention_forward)
-    config = ViTConfig(
-        image_size=s.image,
-        patch_size=s.patch,
-        hidden_size=s.width,
-        num_hidden_layers=s.depth,
-        num_attention_heads=s.heads,
-        intermediate_size=s.hidden,
-        num_labels=1000,
-        hidden_act="gelu",
-        layer_norm_eps=1e-6,
-        attn_implementation="sdpa_plain",
-    )
-    return _Logits(ViTForImageClassification(config))
+    sizes = dict(hidden_size=s.width, num_hidden_layers=s.depth, num_attention_heads=s.heads)
+    sizes |= dict(image_size=s.image, patch_size=s.patch, intermediate_size=s.hidden, num_labels=1000)
+    same = dict(hidden_act="gelu", layer_norm_eps=1e-6, attn_implementation="sdpa_plain")
+    return _Logits(ViTForImageClassification(ViTConfig(**sizes, **same)))
 
 
 def _torchvision(s: Shape) -> nn.Module:
     from torchvision.models.vision_transformer import VisionTransformer
 
-    return VisionTransformer(
-        s.image, s.patch, num_layers=s.depth, num_heads=s.heads, hidden_dim=s.width, mlp_dim=s.hidden
-    )
+    sizes = dict(num_layers=s.depth, num_heads=s.heads, hidden_dim=s.width, mlp_dim=s.hidden)
+    return VisionTransformer(s.image, s.patch, **sizes)
 
 
-def _ours(s: Shape) -> nn.Module:
-    return ViT.from_preset(s.model, img_size=s.image)
-
-
-BUILDERS = {"vitfast": _ours, "timm": _timm, "huggingface": _hugging_face, "torchvision": _torchvision}
-if hasattr(vitfast, "accelerate"):
-    BUILDERS["vitfast.accelerate(timm)"] = _accelerated
+BUILDERS = {
+    "vitfast": lambda s: ViT.from_preset(s.model, img_size=s.image),
+    "timm": _timm,
+    "huggingface": _hugging_face,
+    "torchvision": _torchvision,
+    "vitfast.accelerate(timm)": lambda s: vitfast.accelerate(_timm(s)),
+}
 
 
 @torch.no_grad()
-def build(library: str, s: Shape) -> nn.Module:
-    """A library's ViT with 1000 classes in fp32, every parameter random: zero biases and unit norms would hide what is mixed up."""
+def make_model(library: str, s: Shape) -> nn.Module:
+    """A library's ViT with 1000 classes in fp32, every parameter random.
+
+    Zero biases and unit norms would hide what is mixed up.
+    """
     torch.manual_seed(0)
     with clock.DEVICE:
         model = BUILDERS[library](s)
@@ -206,24 +196,21 @@ def build(library: str, s: Shape) -> nn.Module:
 
 
 class Peer:
-    """A library's model in one setting, ready to be called on images of one batch size, for training or inference."""
+    """A library's model in one setting, ready to be called on images of one batch size."""
 
     def __init__(self, setting: Setting, shape: Shape, training: bool):
         self.setting, self.shape, self.training = setting, shape, training
         if setting.how.startswith("max-autotune"):
             harness.gemm_backends(setting.how)  # may skip the case, before anything is built
-        model = build(setting.library, shape).train(training)
-        self.state = {
-            k: v.detach().clone() for k, v in to_timm_names(model.state_dict())[0].items()
-        }  # fp32, timm's names: what the truth is made of
+        model = make_model(setting.library, shape).train(training)
+        # fp32, timm's names: what the truth is made of
+        self.state = {k: v.detach().clone() for k, v in to_timm_names(model.state_dict())[0].items()}
         images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE)
         self.model, self.images = setting.cast(model, images)
         ours = setting.library.startswith("vitfast")
         self.backend = None if ours else best_backend(shape.batch, shape.tokens, shape.heads, shape.head, training)
         self.kernels = "on" if ours and clock.GPU else "auto"
-        self.function = self.model
-        if setting.how != "eager":
-            self.function = compiled(self.model, setting.how)
+        self.function = self.model if setting.how == "eager" else compiled(self.model, setting.how)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Logits (B, 1000)."""
@@ -231,16 +218,15 @@ class Peer:
             return self.function(images)
 
     def check(self) -> dict[str, float]:
-        """Compares logits, and in training the gradients of every parameter, with the plain ViT in float64 on some samples.
+        """Compares logits, and in training the gradients of every parameter, with the plain ViT in float64.
 
-        As in harness.Check: the whole batch is computed, the upstream gradient is zero but for the samples, and the
-        limit is twice the error of the plain ViT in the same precision, plus rounding. Errors are by norm, of all
+        As in harness.Check: the whole batch is computed, some samples are compared, the upstream gradient of the others
+        is zero, and the limit comes from the error of the plain ViT in the same precision. Errors are by norm, of all
         gradients together.
         """
-        batch = self.shape.batch
-        self.chosen = torch.linspace(0, batch - 1, min(batch, CHECKED), device=clock.DEVICE).round().long()
+        self.chosen = checked_samples(self.shape.batch)
         self.upstream = torch.randn(len(self.chosen), 1000, device=clock.DEVICE, dtype=torch.float64)
-        few, fp32 = self.images[self.chosen].float(), Setting(self.setting.library, "eager", "fp32")
+        few = self.images[self.chosen].float()
         plain = self._plain()
         with ops.use_kernels("off"):
             with torch.no_grad(), exact_fp32():
@@ -250,31 +236,30 @@ class Peer:
             with self.setting.autocast():
                 own = self._run(model, same, self.upstream)
         with torch.no_grad(), exact_fp32():
-            logits = build(self.setting.library, self.shape)(few).double()
-        self._judge(fp32, [logits], worst([single], truth[:1]), truth[:1])
+            logits = make_model(self.setting.library, self.shape)(few).double()
+        fp32 = Setting(self.setting.library, "eager", "fp32")
+        judge(fp32.name, self.shape.name, [logits], truth[:1], worst([single], truth[:1]), fp32.dtype)
         self.own = worst(own, truth)
         self.truth = [t.cpu() for t in truth]  # neither its memory nor that of the weights is the peer's
         self.weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if self.training else []
         self.state.clear()
         del plain, model, own, truth
-        return self._judge(self.setting, self._timed(), self.own, self._truth())
+        return self._judge_timed()
 
     def check_again(self) -> dict[str, float]:
         """The same after timing: the same function, images, and weights as they were at `check`."""
         with torch.no_grad():
             for parameter, before in zip(self.model.parameters(), self.weights):
                 parameter.copy_(before)
-        error = self._judge(self.setting, self._timed(), self.own, self._truth(), " after timing")["error"]
-        return dict(error_after=error)
+        return dict(error_after=self._judge_timed(" after timing")["error"])
 
-    def _timed(self) -> list[Tensor]:
-        """Logits and gradients of the function that is timed, of the chosen samples."""
+    def _judge_timed(self, when: str = "") -> dict[str, float]:
+        """Judges logits and gradients of the function that is timed, of the chosen samples."""
         whole = torch.zeros(self.shape.batch, 1000, device=clock.DEVICE)
         whole[self.chosen] = self.upstream.float()
-        return self._run(self.model, self.images, whole, self, self.chosen)
-
-    def _truth(self) -> list[Tensor]:
-        return [t.to(clock.DEVICE) for t in self.truth]
+        result = self._run(self.model, self.images, whole, self, self.chosen)
+        truth = [t.to(clock.DEVICE) for t in self.truth]
+        return judge(self.setting.name, f"{self.shape.name}{when}", result, truth, self.own, self.setting.dtype)
 
     def _plain(self) -> ViT:
         """The plain ViT with the peer's weights, in fp32."""
@@ -284,7 +269,7 @@ class Peer:
         return plain
 
     def _run(self, model: nn.Module, images: Tensor, upstream: Tensor, call=None, chosen=slice(None)) -> list[Tensor]:
-        """[logits of the chosen samples] and, in training, all gradients of `model` as one vector, in the order of timm's names."""
+        """Logits of the chosen samples and, in training, all gradients in one vector, by timm's names."""
         with torch.set_grad_enabled(self.training):
             logits = (call or model)(images)
             if not self.training:
@@ -294,13 +279,3 @@ class Peer:
         model.zero_grad(set_to_none=True)
         flat = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
         return [logits[chosen].detach().double(), flat]
-
-    def _judge(
-        self, setting: Setting, result: list[Tensor], own: float, truth: list[Tensor], when: str = ""
-    ) -> dict[str, float]:
-        """own: the error of the plain ViT in this precision. when: for the message."""
-        error, limit = worst(result, truth), 2 * own + ATOL[setting.dtype]
-        if not error <= limit:
-            what = f"{self.shape.name}{when}: error {error:.1e} against float64, limit {limit:.1e}"
-            raise WrongResult(f"{setting.name} is wrong on {what}; it gets no time")
-        return dict(error=error, error_limit=limit)

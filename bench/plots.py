@@ -1,4 +1,4 @@
-"""The plots of a GPU's results: a roofline for each operation, bars of speed and memory for each kind of run of the models."""
+"""The plots of a GPU's results: rooflines of operations, bars of speed and memory of models."""
 
 from pathlib import Path
 
@@ -19,28 +19,22 @@ def colour(impl: str, others: list[str]) -> str:
 
 
 def roofline(results: Results, op: str, axes) -> None:
-    """Achieved rate over arithmetic intensity, under the roof of the measured ceilings; bytes/s where there is no matrix product."""
+    """Rate over arithmetic intensity under the measured roof; bytes/s where there is no product."""
     cases = [case for case in results.of(op) if case["extra_info"]["bytes"]]  # a ceiling of matrix products moves none
     if not cases:
         return
-    ceilings = cases[-1]["ceilings"]
-    impls = list(dict.fromkeys(c["extra_info"]["impl"] for c in cases))
-    flops = all(c["extra_info"]["flops"] for c in cases)
+    ceilings, infos = cases[-1]["ceilings"], [case["extra_info"] for case in cases]
+    impls, flops = list(dict.fromkeys(i["impl"] for i in infos)), all(i["flops"] for i in infos)
     xs = []
     for impl in impls:
-        mine = [c["extra_info"] for c in cases if c["extra_info"]["impl"] == impl]
+        mine = [i for i in infos if i["impl"] == impl]
         x = [i["flops"] / i["bytes"] if flops else i["bytes"] / 1e6 for i in mine]
-        axes.scatter(
-            x,
-            [i["tflops"] if flops else i["gigabytes_per_second"] for i in mine],
-            label=impl,
-            color=colour(impl, impls),
-            alpha=0.8,
-        )
+        y = [i["tflops" if flops else "gigabytes_per_second"] for i in mine]
+        axes.scatter(x, y, label=impl, color=colour(impl, impls), alpha=0.8)
         xs += x
     ends = [min(xs) / 1.5, max(xs) * 1.5]
     steps = [ends[0] * (ends[1] / ends[0]) ** (i / 100) for i in range(101)]
-    top = ceilings.get(cases[0]["extra_info"]["dtype"])
+    top = ceilings.get(infos[0]["dtype"])
     roof = [min(top, x * ceilings["copy"]) / 1e12 for x in steps] if flops else [ceilings["copy"] / 1e9] * len(steps)
     axes.plot(steps, roof, color="black", linewidth=1)
     axes.set(xscale="log", yscale="log" if flops else "linear", title=f"{op}, {results.name}")
@@ -51,36 +45,27 @@ def roofline(results: Results, op: str, axes) -> None:
 def bars(results: Results, op: str, key: str, scale: float, label: str, axes) -> None:
     """A group of bars for each model, one bar for each implementation."""
     groups = by_model(results, op)
-    impls = list(dict.fromkeys(c["extra_info"]["impl"] for cases in groups.values() for c in cases))
+    infos = [(number, case["extra_info"]) for number, cases in enumerate(groups.values()) for case in cases]
+    impls = list(dict.fromkeys(info["impl"] for _, info in infos))
     width = 0.85 / len(impls)
     for i, impl in enumerate(impls):
-        found = {
-            m: c["extra_info"][key]
-            for m, cases in groups.items()
-            for c in cases
-            if c["extra_info"]["impl"] == impl and c["extra_info"][key] is not None
-        }
-        places = [list(groups).index(model) + i * width for model in found]
-        axes.bar(places, [value * scale for value in found.values()], width, label=impl, color=colour(impl, impls))
+        found = {number: info[key] for number, info in infos if info["impl"] == impl and info[key] is not None}
+        places, heights = [number + i * width for number in found], [value * scale for value in found.values()]
+        axes.bar(places, heights, width, label=impl, color=colour(impl, impls))
     axes.set_xticks([g + width * (len(impls) - 1) / 2 for g in range(len(groups))], list(groups))
     axes.set(title=f"{op}, {results.name}", ylabel=label)
     axes.legend(fontsize="x-small", ncols=2)
 
 
 def draw(results: Results, folder: Path) -> None:
-    """Writes every plot of `report.plotted` into the folder."""
-    for name in plotted(results):
+    """Writes every plot of `plotted` into the folder."""
+    for name, (kind, op) in plotted(results).items():
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-        kind, _, what = name.removesuffix(".svg").partition("-")
         if kind == "roofline":
-            roofline(
-                results,
-                next(o for c in results.measured.values() if (o := c["extra_info"]["op"]).replace(" ", "-") == what),
-                axes,
-            )
+            roofline(results, op, axes)
         elif kind == "speed":
-            bars(results, what, "images_per_second", 1.0, "images/s", axes)
+            bars(results, op, "images_per_second", 1.0, "images/s", axes)
         else:
-            bars(results, what, "peak_mib", 1 / 1024, "peak memory, GiB", axes)
+            bars(results, op, "peak_mib", 1 / 1024, "peak memory, GiB", axes)
         figure.savefig(folder / name, metadata={"Date": None})
         plt.close(figure)

@@ -1,36 +1,38 @@
-"""From the result files of a GPU to tables and plots. What is lost is shown like what is won; failed and skipped cases are shown too.
+"""Tables and plots from the result files of a GPU; what is lost, failed or skipped is shown too.
 
-    python bench/report.py              # writes bench/results/README.md, the plots, and the section of README.md between the speed markers
+    python bench/report.py              # writes bench/results/README.md, the plots, and the speed section of README.md
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
     python bench/report.py --folder DIR # prints the tables of one folder; with --targets the targets alone
 
-Every folder of bench/results/ that holds JSON files is a GPU, but `local`, which is not committed. What a
-file must have, and which of several counts, stands in result_files.py.
+Every folder of bench/results/ that holds JSON files is a GPU, but `local`, which is not committed. What a file must
+have, and which of several counts, stands in result_files.py.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from result_files import Results, by_model, load, plotted
-from targets import LIBRARIES, counted, library, target_rows
+from targets import ACCELERATED, VITFAST, counted, library, target_rows
 
 HERE = Path(__file__).parent
+MODEL_OPS, OURS = ("train", "throughput", "latency"), (VITFAST, ACCELERATED)
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = (
     "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one, and "
     "`tar -xzf OUT/results.tar.gz -C bench/results/<gpu>` puts it here.\n"
 )
-HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in `bench/harness.py`, `bench/peers.py` and
-`bench/bench_model.py`. Times are medians, ± is the interquartile range. "% floor" is the share of the time that the
-work needs at least (`bench/costs.py`) at the ceilings measured in the same run: once for all processes of a stage of
-`bench/gpu.sh`, on the same machine. "vitfast" in the last column is how many times faster vitfast is than the fastest
-other implementation: **below 1.00 it lost**. Ratios are of equal precision, and name the settings of peers that have no
-time. "again" is the same case measured a second time, after its peers: the slower of the two counts. Under amp
-vitfast's own ViT keeps its residual stream in bf16 where timm's keeps fp32; `accelerate(timm)` keeps timm's, so that is
-the pair of equal numerics. "error" is the largest relative error against float64, by norm, of the logits and in
-training of all gradients. The batch of "throughput" is each library's best of several, searched with its eager model in
-bf16 (`batch_search`) and used for all its settings.
+HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in
+`bench/harness.py`, `bench/peers.py` and `bench/bench_model.py`. Times are medians, ± is the interquartile range. "%
+floor" is the share of the time that the work needs at least (`vitfast/cost/work.py`) at the ceilings measured in the
+same run: once for all processes of a stage of `bench/gpu.sh`, on the same machine. "vitfast" in the last column is
+how many times faster vitfast is than the fastest other implementation: **below 1.00 it lost**. Ratios are of equal
+precision, and name the settings of peers that have no time. "again" is the same case measured a second time, after
+its peers: the slower of the two counts. Under amp vitfast's own ViT keeps its residual stream in bf16 where timm's
+keeps fp32; `accelerate(timm)` keeps timm's, so that is the pair of equal numerics. "error" is the largest relative
+error against float64, by norm, of the logits and in training of all gradients. The batch of "throughput" is each
+library's best of several, searched with its eager model in bf16 (`batch_search`) and used for all its settings.
 """
 
 
@@ -67,9 +69,8 @@ def machine_lines(results: Results) -> str:
     """A line for each machine, versions and commit, with the range of each ceiling over its files."""
     runs = {}
     for facts in results.machines:
-        words = ", ".join(
-            f"{k} {v}" for k, v in facts.items() if k not in ("ceilings", "device", "datasheet_bf16_flops")
-        )
+        others = ("ceilings", "device", "datasheet_bf16_flops")
+        words = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in others)
         sheet = facts.get("datasheet_bf16_flops")
         promised = f" (bf16 by the data sheet: {number(sheet / 1e12)})" if sheet else ""
         runs.setdefault((facts["device"], words, promised), []).append(facts["ceilings"])
@@ -86,78 +87,66 @@ def machine_lines(results: Results) -> str:
 
 
 def op_table(cases: list[dict], op: str) -> str:
-    """A row per shape and direction: every implementation's time, our share of the floor (without us: the best one's), our ratio to the best other."""
-    rows, impls = {}, list(dict.fromkeys(c["extra_info"]["impl"] for c in cases))
+    """A row per shape and direction: every implementation's time, share of the floor, our ratio.
+
+    The share is ours, or the best one's without us; the ratio is that of the best other time to ours.
+    """
+    found, impls = {}, list(dict.fromkeys(c["extra_info"]["impl"] for c in cases))
     for case in cases:
         info = case["extra_info"]
-        rows.setdefault((info["shape"], info["direction"]), {})[info["impl"]] = case
+        found.setdefault(f"{info['shape']} {info['direction']}", {})[info["impl"]] = case
     lines = []
-    for (shape, direction), found in rows.items():
-        ours, others = found.get("vitfast"), [c for impl, c in found.items() if impl != "vitfast"]
+    for name, by_impl in found.items():
+        ours, others = by_impl.get("vitfast"), [c for impl, c in by_impl.items() if impl != "vitfast"]
         best = min(others, key=_us, default=None)
-        line = [f"{shape} {direction}"] + [_spread(found[impl]) if impl in found else "-" for impl in impls]
+        line = [name] + [_spread(by_impl[impl]) if impl in by_impl else "-" for impl in impls]
         line.append(f"{(ours or best)['extra_info']['percent_of_floor']:.0f} %")
         lines.append(line + ([f"{_us(best) / _us(ours):.2f}" if ours and best else "-"] if "vitfast" in impls else []))
     header = ["shape", *impls, "% floor", *(["vitfast"] if "vitfast" in impls else [])]
     return f"#### {cell(op)} (µs)\n\n" + table(header, lines)
 
 
+def _or_dash(value: float | None, form: str, scale: float = 1) -> str:
+    return "-" if value is None else format(scale * value, form)
+
+
+MODEL_COLUMNS: dict[str, Callable[[dict, dict], str]] = {  # header -> the cell, of a case and its extra_info
+    "implementation": lambda case, info: info["impl"],
+    "batch": lambda case, info: str(info["batch"]),
+    "images/s": lambda case, info: number(info["images_per_second"]),
+    "ms": lambda case, info: _spread(case, 1e3),
+    "TFLOP/s": lambda case, info: number(info["model_flops"] / case["stats"]["median"] / 1e12),
+    "MFU % of ceiling": lambda case, info: f"{100 * info['mfu_ceiling']:.1f}",
+    "MFU % of data sheet": lambda case, info: _or_dash(info["mfu_datasheet"], ".1f", 100),
+    "peak GiB": lambda case, info: _or_dash(info["peak_mib"], ".1f", 1 / 1024),
+    "largest batch in 24 / 80 GiB": lambda case, info: " / ".join(map(str, (info.get("largest_batch") or {}).values())),
+    "attention": lambda case, info: info["attention"],
+    "error": lambda case, info: _or_dash(info.get("error"), ".1e"),
+}
+
+
 def model_table(cases: list[dict], title: str) -> str:
     """A row per implementation of one model and task, fastest first."""
-    lines = []
-    for case in sorted(cases, key=lambda c: -c["extra_info"]["images_per_second"]):
-        info = case["extra_info"]
-        largest = info.get("largest_batch") or {}
-        lines.append(
-            [
-                info["impl"],
-                str(info["batch"]),
-                f"{number(info['images_per_second'])}",
-                _spread(case, 1e3),
-                number(info["model_flops"] / case["stats"]["median"] / 1e12),
-                f"{100 * info['mfu_ceiling']:.1f}",
-                "-" if info["mfu_datasheet"] is None else f"{100 * info['mfu_datasheet']:.1f}",
-                "-" if info["peak_mib"] is None else f"{info['peak_mib'] / 1024:.1f}",
-                " / ".join(str(n) for n in largest.values()) or "-",
-                info["attention"],
-                "-" if info.get("error") is None else f"{info['error']:.1e}",
-            ]
-        )
-    header = [
-        "implementation",
-        "batch",
-        "images/s",
-        "ms",
-        "TFLOP/s",
-        "MFU % of ceiling",
-        "MFU % of data sheet",
-        "peak GiB",
-        "largest batch in 24 / 80 GiB",
-        "attention",
-        "error",
-    ]
-    return f"#### {cell(title)}\n\n" + table(header, lines)
+    fastest_first = sorted(cases, key=lambda case: -case["extra_info"]["images_per_second"])
+    lines = [[of(case, case["extra_info"]) or "-" for of in MODEL_COLUMNS.values()] for case in fastest_first]
+    return f"#### {cell(title)}\n\n" + table(list(MODEL_COLUMNS), lines)
 
 
 def files_table(cases: list[dict]) -> str:
+    header = ["case", "images/s", "the same in memory", "waiting for data", "loader processes"]
     lines = []
-    for case in cases:
-        info = case["extra_info"]
+    for info in (case["extra_info"] for case in cases):
         speeds = [number(info[key]) for key in ("images_per_second", "images_per_second_in_memory")]
-        lines.append(
-            [f"{info['shape']} {info['impl']}", *speeds, f"{info['waiting_for_data']:.0%}", str(info["workers"])]
-        )
-    return "#### Training from JPEG files\n\n" + table(
-        ["case", "images/s", "the same in memory", "waiting for data", "loader processes"], lines
-    )
+        waiting = f"{info['waiting_for_data']:.0%}"
+        lines.append([f"{info['shape']} {info['impl']}", *speeds, waiting, str(info["workers"])])
+    return "#### Training from JPEG files\n\n" + table(header, lines)
 
 
 def missing_table(results: Results) -> str:
     if not results.missing:
         return ""
-    found = results.missing.values()
-    rows = [[case["name"], case["state"], case.get("reason") or ""] for case in found]
-    return "#### Without a time\n\n" + table(["case", "state", "reason"], rows)
+    lines = [[case["name"], case["state"], case.get("reason") or ""] for case in results.missing.values()]
+    return "#### Without a time\n\n" + table(["case", "state", "reason"], lines)
 
 
 def damaged_lines(results: Results) -> str:
@@ -173,88 +162,72 @@ def targets_table(results: Results) -> str:
 
 def sections(results: Results) -> str:
     """Everything about one GPU."""
-    parts = [machine_lines(results), "#### Targets\n\n" + targets_table(results)]
-    for op in ("train", "throughput", "latency"):
-        parts += [model_table(cases, f"{op}: {model}") for model, cases in by_model(results, op).items()]
+    found = [machine_lines(results), "#### Targets\n\n" + targets_table(results)]
+    for op in MODEL_OPS:
+        found += [model_table(cases, f"{op}: {model}") for model, cases in by_model(results, op).items()]
     if files := results.of("train from JPEG files"):
-        parts.append(files_table(files))
-    rest = dict.fromkeys(c["extra_info"]["op"] for c in results.measured.values())
-    for op in rest:
-        if op not in ("train", "throughput", "latency", "train from JPEG files"):
-            parts.append(op_table(results.of(op), op))
-    return "\n".join([*parts, missing_table(results)])
+        found.append(files_table(files))
+    ops = dict.fromkeys(case["extra_info"]["op"] for case in results.measured.values())
+    found += [op_table(results.of(op), op) for op in ops if op not in (*MODEL_OPS, "train from JPEG files")]
+    return "\n".join([*found, missing_table(results)])
 
 
 def speed_table(results: Results) -> str:
-    """For the project's README: vitfast, and `accelerate` under timm, against the fastest peer in the same precision."""
+    """For the project's README: vitfast and `accelerate` against the fastest peer in equal precision."""
     lines = []
-    for op in ("train", "throughput", "latency"):
+    for op in MODEL_OPS:
         for model, cases in by_model(results, op).items():
             infos = counted([case["extra_info"] for case in cases])
             for precision in dict.fromkeys(info["precision"] for info in infos):
-                best = {}
-                for info in infos:
-                    key = library(info) if library(info).startswith("vitfast") else "peer"
-                    if info["precision"] == precision and (
-                        key not in best or info["images_per_second"] > best[key]["images_per_second"]
-                    ):
-                        best[key] = info
-                speeds = {key: info["images_per_second"] for key, info in best.items()}
-                peer = f"{number(speeds.get('peer'))} ({best['peer']['impl']})" if "peer" in best else "-"
-                ours = [number(speeds.get(name)) for name in LIBRARIES[:2]]
-                ratios = [
-                    f"{speeds[name] / speeds['peer']:.2f}" if {name, "peer"} <= set(speeds) else "-"
-                    for name in LIBRARIES[:2]
-                ]
-                lines.append([f"{op} {model} {precision}", *ours, peer, *ratios])
+                lines.append([f"{op} {model} {precision}", *_speeds([i for i in infos if i["precision"] == precision])])
     header = ["images/s", "vitfast", "accelerate(timm)", "fastest peer", "vitfast ÷ peer", "accelerate ÷ peer"]
-    return (
-        machine_lines(results) + "\n" + (table(header, lines) if lines else "No whole model has been measured on it.\n")
-    )
+    whole = table(header, lines) if lines else "No whole model has been measured on it.\n"
+    return f"{machine_lines(results)}\n{whole}"
+
+
+def _speeds(infos: list[dict]) -> list[str]:
+    """Images/s of vitfast, `accelerate` and the fastest peer, and the first two's ratios to the third."""
+    best = {}
+    for info in sorted(reversed(infos), key=lambda info: info["images_per_second"]):
+        best[library(info) if library(info) in OURS else "peer"] = info
+    speeds = {key: info["images_per_second"] for key, info in best.items()}
+    peer = f"{number(speeds['peer'])} ({best['peer']['impl']})" if "peer" in best else "-"
+    ratios = [f"{speeds[name] / speeds['peer']:.2f}" if {name, "peer"} <= set(speeds) else "-" for name in OURS]
+    return [*(number(speeds.get(name)) for name in OURS), peer, *ratios]
 
 
 # ---- files
 
 
 def gpus(folder: Path) -> list[Results]:
-    found = (
-        [load(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "local"]
-        if folder.is_dir()
-        else []
-    )
+    folders = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [load(path) for path in folders if path.is_dir() and path.name != "local"]
     return [r for r in found if r.measured or r.missing or r.checks or r.curves or r.damaged]
 
 
 def documents(folder: Path, readme: Path) -> dict[Path, str]:
-    """What every generated text file should hold."""
+    """The text that every generated file should hold."""
     found = gpus(folder)
-    body = "\n".join(f"## {r.name}\n\n{sections(r)}\n{pictures(folder, r)}" for r in found) or NOTHING
+    body = "\n".join(f"## {r.name}\n\n{sections(r)}\n{pictures(r)}" for r in found) or NOTHING
     wanted = {folder / "README.md": f"# Results\n\n{HOW_TO_READ}\n{body}"}
     text = readme.read_text() if readme.is_file() else ""
     if START in text and END in text:
-        speed = (
-            "\n".join(f"{speed_table(r)}\nEverything: [bench/results](bench/results/README.md).\n" for r in found)
-            or NOTHING
-        )
+        more = "Everything: [bench/results](bench/results/README.md).\n"
+        speed = "\n".join(f"{speed_table(r)}\n{more}" for r in found) or NOTHING
         wanted[readme] = text[: text.index(START) + len(START)] + f"\n\n{speed}\n" + text[text.index(END) :]
     return wanted
 
 
-def pictures(folder: Path, results: Results) -> str:
+def pictures(results: Results) -> str:
     return "".join(f"![{name.removesuffix('.svg')}]({results.name}/{name})\n" for name in plotted(results))
 
 
 def stale(folder: Path, readme: Path) -> list[str]:
-    """What has to be written again."""
-    texts = [
-        str(path) for path, text in documents(folder, readme).items() if not path.is_file() or path.read_text() != text
-    ]
-    return texts + [
-        str(folder / r.name / name)
-        for r in gpus(folder)
-        for name in plotted(r)
-        if not (folder / r.name / name).is_file()
-    ]
+    """The files that have to be written again."""
+    wanted = documents(folder, readme)
+    texts = [str(path) for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    plots = [folder / r.name / name for r in gpus(folder) for name in plotted(r)]
+    return texts + [str(path) for path in plots if not path.is_file()]
 
 
 def main(

@@ -5,9 +5,8 @@ count. A file with exit codes has {"checks": {name: code}}, where a dictionary w
 code; beside it there may be lists "failed" and "skipped" of names or {name, reason}, and "steps" of {name, state, code,
 seconds} (bench/steps.sh).
 
-Of a case that
-several files hold the newest state counts, by the files' datetime: a newer failure takes the place of an older time.
-Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
+Of a case that several files hold the newest state counts, by the files' datetime: a newer failure takes the place of an
+older time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.
 """
 
 import json
@@ -22,7 +21,7 @@ from targets import LIBRARIES
 
 @dataclass
 class Results:
-    """The cases of one GPU: measured entries of pytest-benchmark, and those without a time, each by full name."""
+    """The cases of one GPU, with and without a time, each by full name."""
 
     name: str
     machines: list[dict] = field(default_factory=list)
@@ -83,7 +82,7 @@ CURVES = dict(steps=_amount, runs=_amount, planned=_amount, precision=_text, dis
 
 
 def _need(found: object, kinds: dict[str, Callable], where: str) -> None:
-    """Raises ValueError, which names the key, where `found` lacks one of these keys or holds something unfit in it."""
+    """Raises ValueError, naming the key, where `found` lacks one of these or holds something unfit."""
     for key, fits in kinds.items():
         if not isinstance(found, dict) or key not in found:
             raise ValueError(f"{where}{key} is missing")
@@ -119,7 +118,7 @@ def _add_checks(results: Results, content: dict, name: str) -> None:
 
 
 def _add_benchmarks(results: Results, content: dict) -> None:
-    """What pytest-benchmark and conftest.py wrote, newer than all before; ValueError where a table lacks something."""
+    """Adds a file of conftest.py, newer than all before; ValueError where a table lacks something."""
     _need(content, dict(benchmarks=_is(list), failed=_is(list), skipped=_is(list), machine_info=_is(dict)), "")
     machine = content["machine_info"].get("vitfast")
     _need(machine, dict(device=_text, ceilings=_is(dict)), "machine_info.vitfast.")
@@ -157,10 +156,10 @@ def _written(content: dict) -> datetime:
 
 
 def load(folder: Path) -> Results:
-    """All result files of a folder, oldest first; one that cannot be used is named in `damaged`, and adds nothing.
+    """All result files of a folder, oldest first.
 
-    A case is in `measured` or in `missing`, as the newest file has it that measured it or in which it failed. A skip
-    counts where no file has more to say.
+    One that cannot be used is named in `damaged`, and adds nothing. A case is in `measured` or in `missing`, as the
+    newest file has it that measured it or in which it failed. A skip counts where no file has more to say.
     """
     results, files = Results(folder.name), []
     for path in sorted(folder.glob("*.json")):
@@ -186,17 +185,16 @@ def load(folder: Path) -> Results:
 
 
 def by_model(results: Results, op: str) -> dict[str, list[dict]]:
-    """Model and resolution -> its cases. The batch is not part of the key: each library has its own best one."""
+    """Model and resolution -> its cases, of any batch: each library has its own best one."""
     groups = {}
     for case in results.of(op):
         groups.setdefault(case["extra_info"]["shape"].rpartition(" B")[0], []).append(case)
     return groups
 
 
-def plotted(results: Results) -> list[str]:
-    """Names of the plots that this GPU's results give."""
-    ops = dict.fromkeys(
-        c["extra_info"]["op"] for c in results.measured.values() if "images_per_second" not in c["extra_info"]
-    )
-    models = [f"{what}-{op}" for op in ("train", "throughput") if results.of(op) for what in ("speed", "memory")]
-    return [f"{name}.svg".replace(" ", "-") for name in ([f"roofline-{op}" for op in ops] + models)]
+def plotted(results: Results) -> dict[str, tuple[str, str]]:
+    """The plots that this GPU's results give: file name -> (kind, op)."""
+    infos = [case["extra_info"] for case in results.measured.values()]
+    plots = [("roofline", op) for op in dict.fromkeys(i["op"] for i in infos if "images_per_second" not in i)]
+    plots += [(kind, op) for op in ("train", "throughput") if results.of(op) for kind in ("speed", "memory")]
+    return {f"{kind}-{op}.svg".replace(" ", "-"): (kind, op) for kind, op in plots}

@@ -1,89 +1,78 @@
-"""The shapes of the models, and which implementations run at which of them. A CPU has one small shape, and its name says so."""
+"""The shapes of the models, and which implementations run at which of them.
+
+A CPU has one small shape, and its name says so.
+"""
 
 from dataclasses import dataclass
 
 import clock
 import pytest
 
+from vitfast.cost import work
 from vitfast.presets import preset
 
 WHERE = "" if clock.GPU else "cpu small "
 
 
+def _of_preset(argument: str) -> property:
+    return property(lambda shape: preset(shape.model)[argument])
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A model at a resolution and batch: B images of N tokens, D wide, H heads, MLP width F, patches of P pixels."""
+    """A preset at a resolution and batch: images of N tokens, the class token included."""
 
     model: str
     image: int
     batch: int
 
-    @property
-    def name(self) -> str:
-        return f"{WHERE}{self.model} {self.image} B{self.batch}"
+    width = _of_preset("embed_dim")
+    heads = _of_preset("num_heads")
+    depth = _of_preset("depth")
+    patch = _of_preset("patch_size")  # pixels
+    name = property(lambda self: f"{WHERE}{self.model} {self.image} B{self.batch}")
+    hidden = property(lambda self: 4 * self.width)  # of the MLP
+    head = property(lambda self: self.width // self.heads)
+    patches = property(lambda self: (self.image // self.patch) ** 2)
+    tokens = property(lambda self: self.patches + 1)
+    rows = property(lambda self: self.batch * self.tokens)
 
-    @property
-    def width(self) -> int:
-        return preset(self.model)["embed_dim"]
 
-    @property
-    def heads(self) -> int:
-        return preset(self.model)["num_heads"]
+def patch_embed_work(s: Shape, size: int, pixel_size: int) -> work.Work:
+    """With bias, class token and position embeddings."""
+    added = (s.tokens + 2) * s.width
+    return work.patch_embed(s.batch * s.patches, 3 * s.patch**2, s.rows, s.width, added, size, pixel_size)
 
-    @property
-    def depth(self) -> int:
-        return preset(self.model)["depth"]
 
-    @property
-    def patch(self) -> int:
-        return preset(self.model)["patch_size"]
-
-    @property
-    def hidden(self) -> int:
-        return 4 * self.width
-
-    @property
-    def head(self) -> int:
-        return self.width // self.heads
-
-    @property
-    def tokens(self) -> int:
-        return (self.image // self.patch) ** 2 + 1
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.tokens
+def model_work(s: Shape, size: int, classes: int = 1000) -> work.Work:
+    """The whole ViT: patch embedding, every layer, and the head on the class token."""
+    attention_block = work.attention_block(s.rows, s.tokens, s.width, size)
+    layers = (attention_block + work.mlp_block(s.rows, s.width, s.hidden, size)) * s.depth
+    return patch_embed_work(s, size, size) + layers + work.linear(s.batch, classes, s.width, size)
 
 
 CPU_SHAPE = Shape("Ti/16", 64, 2)
 FOCUS = Shape("B/16", 224, 256)  # where everything runs
 MAIN = (FOCUS, Shape("S/16", 224, 512), Shape("B/16", 384, 64), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
-FEW = (
-    *MAIN,
-    Shape("B/16", 224, 1),
-    Shape("B/16", 224, 32),
-    Shape("Ti/16", 224, 512),
-    Shape("L/16", 512, 16),
-    Shape("H/14", 518, 8),
-)
+MORE = (("B/16", 224, 1), ("B/16", 224, 32), ("Ti/16", 224, 512), ("L/16", 512, 16), ("H/14", 518, 8))
+FEW = (*MAIN, *(Shape(*sizes) for sizes in MORE))
 SIZES = {"Ti/16": (224, 384), "S/16": (224, 384), "B/16": (224, 384, 512), "L/16": (224, 384, 512), "H/14": (224, 518)}
-ROWS = 128 * 1025  # more than this many rows of D do not come up in training on one GPU
-ALL = tuple(
-    Shape(model, image, batch) for model, images in SIZES.items() for image in images for batch in (1, 8, 64, 256, 512)
-)
+BATCHES = (1, 8, 64, 256, 512)
+ALL = tuple(Shape(model, image, batch) for model, images in SIZES.items() for image in images for batch in BATCHES)
+MOST_ROWS = 128 * 1025  # of D numbers; more do not come up in training on one GPU
 
 SHAPES: dict[str, Shape] = {}
 
 
 def choose(which: str) -> None:
     """Fills SHAPES, before the bench files are read: "few", or "all" of them that fit."""
-    chosen = (CPU_SHAPE,) if not clock.GPU else FEW if which == "few" else (*FEW, *(s for s in ALL if s.rows <= ROWS))
+    more = () if which == "few" else (s for s in ALL if s.rows <= MOST_ROWS)
     SHAPES.clear()
-    SHAPES.update({s.name: s for s in chosen})
+    SHAPES.update({s.name: s for s in ((*FEW, *more) if clock.GPU else (CPU_SHAPE,))})
 
 
 def _runs_at(impl: str, shape: Shape, direction: str, compile_at: tuple[Shape, ...]) -> bool:
-    """Whether this implementation is measured there. Compiling takes seconds, the search of max-autotune up to minutes."""
+    """Whether it is measured there: compiling takes seconds, max-autotune's search up to minutes."""
     if not clock.GPU:
         return direction == "both" or not impl.startswith("compile")
     if impl.startswith("max-autotune"):
@@ -101,7 +90,7 @@ def grid(
     compile_at: tuple[Shape, ...] = (FOCUS,),
     forward_only: tuple[str, ...] = (),
 ) -> list:
-    """Parameters (shape, direction, impl) of a bench file's cases. cpu: the implementations that run on a CPU."""
+    """(shape, direction, impl) of a bench file's cases; cpu: the implementations that run on a CPU."""
     wanted = [
         (name, direction, impl)
         for name, shape in SHAPES.items()

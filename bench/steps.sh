@@ -1,21 +1,26 @@
 # shellcheck shell=bash disable=SC2154
 # Steps that cannot spoil each other or outlast a deadline, for bench/gpu.sh, which sources this file and sets $python.
 #
-# start_steps STAGE OUT        begins: results are collected in $work, a temporary folder, which gets what an archive in OUT holds
+# start_steps STAGE OUT        begins: results are collected in $work, a temporary folder, which gets what an archive in
+#                              OUT holds
 # step NAME MIN LIMIT COMMAND  runs the command in a process group of its own; sets $state and $code
 # checks NAME                  tells the report the exit code of the last step under this name, unless it was skipped
-# finish_steps                 prints the steps again and then the targets, and exits: 0 when all that ran succeeded, else 1
+# finish_steps                 prints the steps again and then the targets, and exits: 0 when all that ran succeeded,
+#                              else 1
 #
-# A step gets LIMIT seconds, or what is left; with less than MIN seconds left it is skipped. (Both are of 555 seconds: where
-# VITFAST_SECONDS gives another number they are in proportion.) Its output goes to
-# $work/NAME.log. At its limit its process group gets SIGINT, on which pytest still prints its failures, and $grace seconds
-# later SIGKILL. Whatever it started and left behind, even in a session of its own, is known by its environment
-# (VITFAST_RUN) and killed. A process that not even SIGKILL ends, as one that waits for a hung driver, is given up.
-# After each step OUT/report.md and OUT/results.tar.gz (logs, results, steps_STAGE.json) are written anew, whole or not at all.
+# A step gets LIMIT seconds, or what is left; with less than MIN seconds left it is skipped. (Both are of 555 seconds:
+# where VITFAST_SECONDS gives another number they are in proportion.) Its output goes to $work/NAME.log. At its limit
+# its process group gets SIGINT, on which pytest still prints its failures, and $grace seconds later SIGKILL. Whatever
+# it started and left behind, even in a session of its own, is known by its environment (VITFAST_RUN) and killed. A
+# process that not even SIGKILL ends, as one that waits for a hung driver, is given up. After each step OUT/report.md
+# and OUT/results.tar.gz (logs, results, steps_STAGE.json) are written anew, whole or not at all.
 
 seconds=${VITFAST_SECONDS:-555} # from the start of the script to its end
 case $seconds in
-    '' | *[!0-9]* | ?) echo "bench/gpu.sh: VITFAST_SECONDS must be a whole number of seconds, 10 at least, got '$seconds'" >&2 && exit 2 ;;
+    '' | *[!0-9]* | ?)
+        echo "bench/gpu.sh: VITFAST_SECONDS must be a whole number of seconds, 10 at least, got '$seconds'" >&2
+        exit 2
+        ;;
 esac
 grace=$((seconds > 100 ? 5 : 1))
 patience=$((seconds > 100 ? 5 : 1)) # with the report
@@ -34,7 +39,8 @@ elapsed() { # elapsed [SINCE]: tenths of seconds since the start, or since then
     echo $(((${now/[.,]/} - ${since/[.,]/}) / 100000))
 }
 
-left() { # left [LIMIT]: whole seconds that a step can still take, at most LIMIT; the report and the targets come after it
+# left [LIMIT]: whole seconds that a step can still take, at most LIMIT; the report and the targets come after it
+left() {
     local rest=$((seconds - grace - 2 * (patience + 1) - 1 - $(elapsed) / 10)) most=$((${1:-555} * seconds / 555))
     echo $((rest < most ? rest : most))
 }
@@ -111,8 +117,10 @@ step() {
         code=$?
         taken=$(elapsed "$started")
         state=failed
-        if ((code == 0)) || { ((code == 5)) && [ "$stage" != first ]; }; then state=ok; fi # 5: the user's -k left no case of this file
-        if ((code == 124 || code == 137)) && ((taken >= 10 * limit)); then state="timed out"; fi # sooner: killed by somebody else
+        # 5: the user's -k left no case of this file.
+        if ((code == 0)) || { ((code == 5)) && [ "$stage" != first ]; }; then state=ok; fi
+        # Sooner: killed by somebody else.
+        if ((code == 124 || code == 137)) && ((taken >= 10 * limit)); then state="timed out"; fi
     else
         kill -KILL -- "-$running" "$running" 2> /dev/null
         state=stuck code=137 taken=$(elapsed "$started")
@@ -125,13 +133,18 @@ step() {
     else
         ((failed)) || failed=1
         tail -n 25 "$work/$current.log" | cut -c 1-300
-        if grep -qE "$DEVICE_ERROR" "$work/$current.log"; then device_errors=$((device_errors + 1)); else device_errors=0; fi
+        if grep -qE "$DEVICE_ERROR" "$work/$current.log"; then
+            device_errors=$((device_errors + 1))
+        else
+            device_errors=0
+        fi
     fi
     record "$current" "$taken" "$limit"
 }
 
-# What breaks a process's context for good; not an error of one call, such as a lack of memory or an argument that is refused.
-DEVICE_ERROR='illegal memory access|misaligned address|illegal instruction|illegal address space|invalid program counter'
+# What breaks a process's context for good; not an error of one call, such as a lack of memory or a refused argument.
+DEVICE_ERROR='illegal memory access|misaligned address|illegal instruction|illegal address space'
+DEVICE_ERROR+='|invalid program counter'
 DEVICE_ERROR+='|device-side assert|unspecified launch failure|launch timed out|hardware stack error|uncorrectable'
 DEVICE_ERROR+='|does not answer any more'
 
@@ -157,7 +170,9 @@ record() { # record NAME TENTHS LIMIT: the step's row; everything so far goes to
 checks() {
     if [ "$state" = skipped ]; then return; fi
     # pytest's exit code is 0 where every test was skipped, and 5 where none was chosen.
-    if ((code == 5)) || { ((code == 0)) && grep -qE '[0-9]+ skipped' "$work/$current.log" && ! grep -qE '[0-9]+ passed' "$work/$current.log"; }; then
+    local log="$work/$current.log"
+    if ((code == 5)) ||
+        { ((code == 0)) && grep -qE '[0-9]+ skipped' "$log" && ! grep -qE '[0-9]+ passed' "$log"; }; then
         skipped+=("{\"name\": \"$1\", \"reason\": \"no test ran\"}")
     else
         named_checks+=("\"$1\": $code")
@@ -190,7 +205,8 @@ renew() { # OUT/report.md and OUT/results.tar.gz from what is there
         echo "the report cannot be written: $(tail -n 1 "$work/report.log")"
         ((failed)) || failed=1
     fi
-    if tar -czf "$out/.results.tar.gz" --exclude='./.*' -C "$work" . && mv "$out/.results.tar.gz" "$out/results.tar.gz"; then
+    if tar -czf "$out/.results.tar.gz" --exclude='./.*' -C "$work" . &&
+        mv "$out/.results.tar.gz" "$out/results.tar.gz"; then
         unarchived=""
     else
         echo "the archive cannot be written"

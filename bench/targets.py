@@ -1,4 +1,4 @@
-"""What vitfast wants to reach on a GPU, and what the results say: met, missed, or not measured yet.
+"""The targets of vitfast on a GPU, and what the results say: met, missed, or not measured yet.
 
 Read by report.py. A ratio is of two cases of the same folder and in equal precision; peers count with the fastest of
 their settings, and a setting that should have been the strongest and has no time is named ("without max-autotune"). Of
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torchvision")
 PEERS = LIBRARIES[2:]
-OURS, ACCELERATED = LIBRARIES[:2]
+VITFAST, ACCELERATED = LIBRARIES[:2]
 AUTOTUNED = ("max-autotune", "max-autotune all")
 SDPA_AND_FLASH = ("sdpa flash", "sdpa cudnn", "flash-attn 3", "flash-attn 4")
 
@@ -84,38 +84,38 @@ def speed(
 
 def training_step(results) -> Iterator[Figure]:
     model = "B/16 224"
-    yield from speed(results, "train", model, OURS, ("timm",), "bf16", "bf16 of timm bf16", bound=1.3, stretch=1.5)
+    yield from speed(results, "train", model, VITFAST, ("timm",), "bf16", "bf16 of timm bf16", bound=1.3, stretch=1.5)
     of = "accelerate amp of timm amp"
     yield from speed(results, "train", model, ACCELERATED, ("timm",), "amp", of, bound=1.3, stretch=1.5)
-    ours = fastest(results, "train", model, OURS, precision="bf16")
+    ours = fastest(results, "train", model, VITFAST, precision="bf16")
     if ours and ours["mfu_datasheet"]:
         yield Figure("of the data sheet's peak", ours["mfu_datasheet"], 0.0, percent=True, stretch=0.62)
 
 
 def other_models(results) -> Iterator[Figure]:
     for model in ("S/16 224", "L/16 224", "H/14 224", "B/16 384"):
-        for ours, precision in ((OURS, "bf16"), (ACCELERATED, "amp")):
+        for ours, precision in ((VITFAST, "bf16"), (ACCELERATED, "amp")):
             of = f"{model} {'accelerate ' if ours == ACCELERATED else ''}{precision}"
             yield from speed(results, "train", model, ours, PEERS, precision, of, bound=1.3, stretch=1.5)
 
 
 def inference(results) -> Iterator[Figure]:
     model = "B/16 224"
-    yield from speed(results, "throughput", model, OURS, PEERS, "bf16", "throughput", bound=1.3)
-    for figure in speed(results, "latency", model, OURS, PEERS, "bf16", "", bound=0.0):
+    yield from speed(results, "throughput", model, VITFAST, PEERS, "bf16", "throughput", bound=1.3)
+    for figure in speed(results, "latency", model, VITFAST, PEERS, "bf16", "", bound=0.0):
         yield Figure("latency of one image", 1 / figure.value, 0.8, at_most=True, without=figure.without)
 
 
 def operation(results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:
-    """extra_info, seconds and ceilings (those of its own file) of ours and all others, at a model's largest batch."""
+    """extra_info, seconds and ceilings (of its own file) of ours and the others, at the largest batch."""
     found = [c["extra_info"] | dict(seconds=c["stats"]["median"], ceilings=c["ceilings"]) for c in results.of(op)]
     found = [
         i
         for i in found
         if i["shape"].startswith(f"{shape} B") and not i["shape"].endswith(" B1") and i["direction"] == direction
     ]
-    ours = max((i for i in found if i["impl"] == OURS), key=lambda i: i["bytes"], default=None)
-    return ours, [i for i in found if i["impl"] != OURS and ours and i["shape"] == ours["shape"]]
+    ours = max((i for i in found if i["impl"] == VITFAST), key=lambda i: i["bytes"], default=None)
+    return ours, [i for i in found if i["impl"] != VITFAST and ours and i["shape"] == ours["shape"]]
 
 
 def against(
@@ -126,7 +126,7 @@ def against(
     strongest: tuple[str, ...],
     needed: str = "",
 ) -> Iterator[Figure]:
-    """How many times faster than the best other implementation, at each shape and direction.
+    """Ratios of the best other implementation's time to ours, at each shape and direction.
 
     shapes: each with its bound and stretch.
     strongest: implementations that are named where they have no time; needed: there is no figure before one whose name
@@ -168,7 +168,7 @@ def patch_embedding(results) -> Iterator[Figure]:
 
 
 def memory(results) -> Iterator[Figure]:
-    ours = fastest(results, "train", "B/16 224", OURS, precision="bf16")
+    ours = fastest(results, "train", "B/16 224", VITFAST, precision="bf16")
     for precision, bound in (("amp", 0.6), ("bf16", 0.65)):
         theirs = fastest(results, "train", "B/16 224", "timm", precision=precision, how="compile")
         if ours and theirs and ours["peak_mib"] and theirs["peak_mib"]:
@@ -179,7 +179,7 @@ def memory(results) -> Iterator[Figure]:
 def accelerated(results) -> Iterator[Figure]:
     for precision, bound in (("bf16", 0.95), ("amp", 0.0)):  # amp keeps timm's fp32 residual: reported, no target
         of = f"{precision} of our own ViT"
-        yield from speed(results, "train", "B/16 224", ACCELERATED, (OURS,), precision, of, bound=bound)
+        yield from speed(results, "train", "B/16 224", ACCELERATED, (VITFAST,), precision, of, bound=bound)
 
 
 def checks(results) -> Iterator[Figure]:

@@ -1,4 +1,4 @@
-"""A GPU's stand-in: what benchmarks and GPU tests ask of a GPU, answered by the CPU, at tiny sizes under real names.
+"""A GPU's stand-in: the CPU answers, at tiny sizes under real names.
 
     python tests/helpers/stand_in.py SOCKET CLIENT
 
@@ -67,7 +67,10 @@ sys.exit(code)
 
 
 def serve(address: str, client: str) -> None:
-    """Forks a child for each client, and tells the client how it ended. A client that is gone takes its child along."""
+    """Forks a child for each client, and tells the client how it ended.
+
+    A client that is gone takes its child along.
+    """
     preload()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -211,7 +214,7 @@ PROPERTIES = types.SimpleNamespace(
 
 def preload() -> None:
     """Imports everything once, and puts the stand-ins where the GPU would be."""
-    sys.path[1:1] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
+    sys.path[1:1] = [str(ROOT), *(str(ROOT / folder) for folder in ("bench", "tests", "tests/helpers"))]
     import pytest_benchmark.plugin  # noqa: F401
     import timm.models.vision_transformer  # noqa: F401
     import torch
@@ -339,13 +342,13 @@ def pytest_collection_modifyitems(items):
     for name in ("B/16", "H/14"):
         PRESETS[name].update(embed_dim=32, depth=2, num_heads=2)
     tiny = lambda shape: replace(shape, batch=min(shape.batch, BATCH), image=IMAGE)  # noqa: E731
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.items()):  # pytest names its modules by their folders
         if name == "shapes":
             module.SHAPES.update({key: tiny(shape) for key, shape in module.SHAPES.items()})
-        if name == "bench_model":
+        if name.endswith("bench_model"):
             module.MODELS.update({key: tiny(shape) for key, shape in module.MODELS.items()})
             module.BATCHES = (2, BATCH)
-        if name == "test_gpu":
+        if name.endswith("kernels.test_gpu"):
             module.GPU = torch.device("cpu")
             small = dict(batch=2, tokens=5, width=32, heads=2, hidden=48, image=32, patch=16)
             module.SIZES.update({key: replace(s, **small) for key, s in module.SIZES.items()})

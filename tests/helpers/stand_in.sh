@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The $PYTHON of bench/gpu.sh in tests/bench/test_rehearsal.py: does nothing, quickly, and notes what it was asked to do.
+# The $PYTHON of bench/gpu.sh in tests/bench/test_stages.py and test_steps.py: does nothing, quickly.
 #
-# $REHEARSAL/calls gets a line for each step: its name, a tab, its arguments; $REHEARSAL/listings what was in OUT then. A
-# benchmark's JSON gets its name. $REHEARSAL/plan/NAME, where there is one, is what that step does, in bash.
+# It notes what it was asked to do: $REHEARSAL/calls gets a line for each step: its name, a tab, its arguments;
+# $REHEARSAL/listings what was in OUT then. A benchmark's JSON gets its name. $REHEARSAL/plan/NAME, where there is one,
+# is what that step does, in bash.
 set -u
 asked=$*
 case "$asked" in

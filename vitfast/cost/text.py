@@ -1,0 +1,75 @@
+"""The result of `estimate` in words."""
+
+from ..keep import USABLE
+from .gpus import GIB
+
+
+def as_text(name: str, found: dict) -> str:
+    """`estimate`'s result for people. name: the model's."""
+    lines = [_model(name, found), "", *_operations(found), "", *_memory(found), ""]
+    where = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}"
+    where += f" in {found['accumulate']} parts of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
+    assumed = f"{found['predicted']['efficiency']:.0%} of that (assumed)"
+    for how, pace in (("the floors", found["floor"]), (assumed, found["predicted"])):
+        line = f"{where}, {how}: {1e3 * pace['step_seconds']:,.1f} ms a step, {pace['images_per_second']:,.0f} images/s"
+        if pace["gpu_days"] is not None:
+            line += f", {pace['train_seconds'] / 3600:,.1f} hours, {pace['gpu_days']:,.1f} GPU-days"
+        lines.append(line)
+    if ports := found["port_model"]:
+        training, inference = (found["batch_size"] / ports[direction] for direction in ("training", "inference"))
+        times = f"{1e3 * ports['training']:,.1f} ms a training step, {training:,.0f} images/s"
+        lines.append(f"{where}, {ports['source']}: predicted {times}; inference {inference:,.0f} images/s")
+    if found["dropout"]:
+        left_out = "their further passes over memory are not in these times"
+        lines.append(f"dropout runs the layers on smaller operations: {left_out}")
+    if found["train_flops"] is not None:
+        whole = f"{found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP"
+        lines.append(f"the whole training: {whole}")
+    return "\n".join(lines)
+
+
+def _model(name: str, found: dict) -> str:
+    size = f"{found['img_size'][0]} x {found['img_size'][1]} px, {found['tokens']} tokens"
+    forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
+    work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"
+    return f"{name}, {size}: {found['params']:,} parameters, {work}"
+
+
+def _operations(found: dict) -> list[str]:
+    """A table of the operations of a step."""
+    columns = "{:<28}{:>6}{:>20}{:>20}{:>20}"
+    header = ("times", "GFLOP fwd / bwd", "MB fwd / bwd", "floor us fwd / bwd")
+    lines = [columns.format(f"each, batch {found['micro_batch']:,}", *header)]
+    for row in found["operations"]:
+        cells = [
+            f"{row[f'forward_{key}'] * scale:{form}} / {row[f'backward_{key}'] * scale:{form}}"
+            for key, scale, form in (("flops", 1e-9, ",.1f"), ("bytes", 1e-6, ",.0f"), ("floor", 1e6, ",.0f"))
+        ]
+        lines.append(columns.format(row["name"], row["times"], *cells))
+    return lines
+
+
+def _memory(found: dict) -> list[str]:
+    device, memory, keep = found["device"], found["memory"], found["keep"]
+    kept, working = _listed(memory["kept_per_image"], 2**20), memory["working_per_image"] / 2**20
+    choice = "keep has no effect with dropout"
+    if not found["dropout"]:
+        more = f"'all' keeps {keep['more_per_image'] / 2**20:.2f} MiB an image more than 'least'"
+        both = "largest batch {all:,} with 'all', {least:,} with 'least'".format(**keep["largest_batch"])
+        choice = f"keep={keep['taken']!r} taken; {more}, which backward then does not write again; {both}"
+    flops, moved = device["flops_per_second"] / 1e12, device["bytes_per_second"] / 1e9
+    fits = f"largest batch on each {found['largest_batch']:,} (estimate)"
+    if not found["largest_batch"]:
+        fits = "not even one image fits beside the fixed memory"
+    return [
+        f"fixed memory, GiB: {_listed(memory['state'], GIB)}",
+        f"kept for backward, MiB an image: {kept}; {working:.2f} more at the peak",
+        choice,
+        f"{device['gpu']}: {flops:,.0f} TFLOP/s in {found['dtype']}, {moved:,.0f} GB/s ({device['source']}); "
+        f"{USABLE:.0%} of {device['memory_bytes'] / GIB:.0f} GiB: {fits}",
+    ]
+
+
+def _listed(sizes: dict[str, int], unit: int) -> str:
+    kinds = ", ".join(f"{name} {size / unit:,.2f}" for name, size in sizes.items() if size)
+    return f"{sum(sizes.values()) / unit:,.2f} ({kinds})"
