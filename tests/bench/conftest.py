@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What the benchmarks ask before they treat a device as a GPU."""
+    """The benchmarks take this device for a GPU."""
     monkeypatch.setattr(clock, "GPU", True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(shapes, "SHAPES", dict(shapes.SHAPES))
