@@ -3,16 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# An import of torch and timm takes three times as long without byte code, and the tests start many processes: an environment that forbids writing it waits.
+# An import of torch and timm takes three times as long without byte code, and the tests start many processes:
+# an environment that forbids writing it waits.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test long bench codegen docs lint clean
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
-# setup.py is the only thing that changes what is installed: the package itself is an editable install. --no-compile: most of it is never imported.
+# setup.py is the only thing that changes what is installed: the package itself is an editable install.
+# --no-compile: most of it is never imported.
 $(READY): setup.py pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("vitfast needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0]) if sys.version_info < (3, 10) else None'
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python {v[0]}.{v[1]} is too old" if v < (3, 10) else 0)' \
+	    || { echo "vitfast needs Python 3.10 or newer: make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[all]'
@@ -24,14 +27,15 @@ demo: $(READY)  ## pre-train and fine-tune a small ViT on handwritten digits; wr
 test: $(READY)  ## every test (those marked gpu only where there is a GPU)
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "not long" tests
 
-long: $(READY)  ## the tests that take minutes each: the demo with other seeds, twenty kills, a longer grid under the sanitizer
+long: $(READY)  ## the tests that take minutes each: other seeds, twenty kills, a longer grid under the sanitizer
 	$(BIN)/python -m pytest -n 2 -q -m long tests
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
-	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then PYTHON=$(BIN)/python bench/gpu.sh all bench/results/local; \
+	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; \
+	then PYTHON=$(BIN)/python bench/gpu.sh all bench/results/local; \
 	else $(BIN)/python -m pytest bench --benchmark-only -q; fi
 
-codegen: $(READY)  ## compile every kernel for every GPU generation, predict its time: tests/codegen.csv, tests/ports.csv, vitfast/cost/predicted.csv
+codegen: $(READY)  ## compile every kernel for every GPU generation, predict its time: the committed tables
 	$(BIN)/python tests/codegen.py
 	$(BIN)/python tests/predict.py
 

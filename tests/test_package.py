@@ -1,4 +1,4 @@
-"""The package as users get it: a wheel and an sdist that hold the kernels, and a core that needs the core dependencies only."""
+"""The package as users get it, a core that needs the core dependencies only, and the order of the house."""
 
 import ast
 import graphlib
@@ -20,19 +20,8 @@ def dist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"
     source.mkdir()
-    for name in (
-        "setup.py",
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "MANIFEST.in",
-        "vitfast",
-        "kernels",
-        "docs",
-        "examples",
-        "mkdocs.yml",
-    ):
+    files = "setup.py pyproject.toml README.md LICENSE CHANGELOG.md MANIFEST.in Makefile mkdocs.yml"
+    for name in (*files.split(), "vitfast", "kernels", "bench", "tests", "docs", "examples"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
     script = "from setuptools import build_meta as b; b.build_wheel('..'); b.build_sdist('..')"
     subprocess.run([sys.executable, "-c", script], cwd=source, check=True, capture_output=True)
@@ -61,7 +50,8 @@ import vitfast, vitfast.kernels
 assert vitfast.__file__.startswith(sys.argv[1]) and vitfast.kernels.__file__.startswith(sys.argv[1]), vitfast.__file__
 model = vitfast.ViT(img_size=32, patch_size=8, embed_dim=48, depth=1, num_heads=3, num_classes=5)
 print(tuple(model(torch.zeros(2, 3, 32, 32)).shape))
-optional = {"timm", "torchvision", "transformers", "matplotlib", "sklearn", "yaml", "tqdm", "huggingface_hub", "tensorboard"} & (set(sys.modules) - before)
+extras = "timm torchvision transformers matplotlib sklearn yaml tqdm huggingface_hub tensorboard"
+optional = set(extras.split()) & (set(sys.modules) - before)
 assert not optional, f"the core imports {optional}"
 """
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
@@ -74,14 +64,27 @@ assert not optional, f"the core imports {optional}"
 
 def test_sdist_holds_the_kernels_and_the_documentation(dist):
     names = tarfile.open(next(dist.glob("*.tar.gz"))).getnames()
-    for path in (
-        "kernels/__init__.py",
-        "kernels/cublaslt.cpp",
-        "vitfast/train/trainer.py",
-        "docs/images/mlp.svg",
-        "mkdocs.yml",
-    ):
+    held = "kernels/__init__.py kernels/cublaslt.cpp vitfast/train/trainer.py docs/images/mlp.svg mkdocs.yml"
+    for path in held.split():
         assert any(name.endswith(f"/{path}") for name in names), path
+
+
+@pytest.mark.slow(20)
+def test_tests_and_benchmarks_run_from_an_unpacked_sdist(dist, tmp_path):
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    root, site = next(tmp_path.iterdir()), tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    subprocess.run([*install, str(root)], check=True, capture_output=True)
+    pytest_ = str(Path(sys.executable).with_name("pytest"))  # python -m pytest would put the folder itself on the path
+    few = ["tests/ops/test_ops.py::test_layer_norm_is_its_formula", "bench/bench_layer_norm.py"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | dict(PYTHONPATH=str(site))
+    run = subprocess.run([pytest_, "-q", *few], cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout + run.stderr
+    every = subprocess.run(
+        [pytest_, "-q", "--collect-only", "tests", "bench"], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert every.returncode == 0, every.stdout[-2000:] + every.stderr
 
 
 def test_metadata_has_the_extras(dist):

@@ -114,7 +114,7 @@ class MaskedPatches(nn.Module):
         self.vit.save_pretrained(folder)
 
     def encode(self, images: Tensor, corrupted: Corruption | None = None) -> Tensor:
-        """uint8 (B, C, H, W) -> normalised patch outputs (B, N, D), of corrupted patches where a Corruption is given."""
+        """uint8 (B, C, H, W) -> normalised patch outputs (B, N, D), corrupted where that is given."""
 
         def corrupt(x: Tensor) -> Tensor:
             return torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), _take(x, corrupted.source))
