@@ -117,7 +117,7 @@ ONE_PLACE = {"hybrid": "model", "init": "model"}  # parts of the model
 
 
 def imports() -> dict[str, set[str]]:
-    """What each file imports of the repository, inside functions too: "vitfast.train.step" -> {"vitfast.model", ...}."""
+    """The imports of each file, inside functions too: "vitfast.train.step" -> {"vitfast.model", ...}."""
     paths = {**_modules("vitfast", "vitfast"), **_modules("kernels", "vitfast.kernels"), **_modules("bench", "")}
     found = {}
     for name, path in paths.items():
