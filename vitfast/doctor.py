@@ -1,4 +1,4 @@
-"""Checks every kernel against float64 on random inputs, forward and backward, in each dtype, and times it on a GPU.
+"""Checks every kernel against float64, forward and backward, in each dtype, and times it on a GPU.
 
 In Triton's interpreter, on any machine: every launcher at the edges of its tiles too, all accesses to memory watched.
 """
@@ -37,7 +37,7 @@ SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, p
 
 @dataclass
 class Result:
-    """The worst error over outputs and gradients against float64, PyTorch's own, and microseconds on a GPU."""
+    """The worst error of outputs and gradients against float64, PyTorch's own, and times on a GPU."""
 
     op: str
     dtype: str
@@ -56,7 +56,7 @@ class Result:
 def check_operation(
     name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True
 ) -> Result:
-    """One operation in one dtype: its error may be at most twice PyTorch's own, or what one rounding costs."""
+    """One operation in one dtype: its error may be twice PyTorch's own, or what one rounding costs."""
     generator = torch.Generator().manual_seed(0)
     tensors = make(inputs, dtype, device, generator)
     doubles = [t.detach().double().requires_grad_() if t.requires_grad else t for t in tensors]
@@ -132,7 +132,7 @@ def dtypes(wanted: str = "") -> list[str]:
 
 
 def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
-    """What is to be checked, in every dtype that runs here or in one.
+    """The checks to make, in every dtype that runs here or in one.
 
     interpreted: launchers at the edges of their tiles too, in bfloat16 and fp32 (fp16 takes bfloat16's tiles) unless a
     dtype is given. A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention,
@@ -156,7 +156,7 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
 
 
 def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
-    """Checks one operation in one dtype at real shapes, small ones in the interpreter. watched: by the sanitizer."""
+    """Checks one operation in one dtype, the interpreter at small shapes. watched: by the sanitizer."""
     name, dtype = task[0], getattr(torch, task[1])
     if name.startswith(EDGES):
         return check_at_edges(task)
@@ -187,7 +187,7 @@ def check_at_edges(task: Task) -> Result:
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
-    """The results of `work` as they come, from up to `jobs` spawned processes; one that dies is a failed result."""
+    """Yields results of `work` from `jobs` spawned processes; one that dies is a failed result."""
     context, waiting = multiprocessing.get_context("spawn"), deque(todo)
     busy: dict[Connection, tuple[multiprocessing.Process, Task]] = {}
 

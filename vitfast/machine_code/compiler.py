@@ -1,4 +1,4 @@
-"""Compiles launches without making them: for `make codegen`, its archives of compiled kernels, and the tuner.
+"""Compiles launches without making them, for `make codegen`, its archives and the tuner.
 
 Triton's own front end decides what a launch is compiled for, under a driver that knows nothing but the GPU generation.
 What it compiles therefore lies in Triton's cache (TRITON_CACHE_DIR) under the very key by which a later launch on a GPU
@@ -28,7 +28,7 @@ triton_key()  # half a second, once, and not again in every process that is fork
 
 
 class _Driver:
-    """Stands in for a GPU's driver: tells the front end the target, and which device's table of kernels to use."""
+    """Stands in for a GPU's driver: the target, and the device whose table of kernels is used."""
 
     def __init__(self, capability: int, device: int):
         self.capability, self.device = capability, device
@@ -59,7 +59,7 @@ def _is_jit_function(value: object) -> bool:
 
 
 def _warm_up(launch: Launch):
-    """What `launch` in kernels/launch.py would do, up to the launch itself."""
+    """Does what `launch` in kernels/launch.py would do, up to the launch itself."""
     for value in (*launch.arguments.values(), launch.kernel):
         if _is_jit_function(value):
             settle(value)
@@ -103,7 +103,7 @@ class Job(NamedTuple):
 
     @classmethod
     def of(cls, launch: Launch) -> "Job":
-        """Raises ValueError for a tensor that starts at no multiple of 16 bytes, which plain data does not tell."""
+        """Raises ValueError for a tensor not aligned to 16 bytes, which plain data does not tell."""
 
         def plain(value):
             if type(value) is tuple:
@@ -148,7 +148,7 @@ def _descriptor(kind: type, dtype: torch.dtype, *sizes_and_layout):
 
 
 def _work(connection, job: Job, capability: int) -> None:
-    """Compiles in a process of its own, and says how much shared memory the kernel takes, or why there is none."""
+    """Compiles in a process of its own; sends the bytes of shared memory, or what went wrong."""
     os.setsid()  # so that ptxas, which it starts, is ended with it
     try:
         connection.send((compiled(job.launch(), capability).metadata.shared, ""))

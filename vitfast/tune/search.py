@@ -30,7 +30,7 @@ WAVES = 6
 
 
 def _near(name: str, value: int) -> list[int]:
-    """What a number may become in one step."""
+    """The values that a number may take in one step."""
     if name in FLAGS:
         return [1 - value]
     low, high = LIMITS.get(name, (1, 256))
@@ -38,7 +38,7 @@ def _near(name: str, value: int) -> list[int]:
 
 
 def neighbours(tile: Tile) -> Iterator[Tile]:
-    """Tiles one step away: one number, flag or limit of registers changed. None where no kernel of ours would run."""
+    """Tiles with one number, flag or limit of registers changed; none for a library's."""
     if not tile.blocks:
         return
     numbers = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dict(tile.blocks)}

@@ -53,7 +53,7 @@ class Attempt:
 
 @dataclass
 class Outcome:
-    """Of a problem: seconds of the table's tile and of the best one, each provider's best, what could not be tried."""
+    """A problem's result: seconds of the table's tile, of the best and of each provider's; failures."""
 
     problem: Problem
     before: float
@@ -147,7 +147,7 @@ class Tuner:
         return launcher.call(*launcher.make(Draw(self.dtype, torch.device("meta"))))
 
     def run(self, problems: list[Problem]) -> Iterator[Outcome]:
-        """Yields each problem when it is settled; rows for the user's table are kept as soon as they are found."""
+        """Yields each problem when it is settled; the user's table gets faster tiles as they are found."""
         waiting, active = deque(problems), self.active
         while active or (waiting and self.left > 0):
             while waiting and len(active) < AHEAD and self.left > 0:
@@ -186,7 +186,7 @@ class Tuner:
         return wave
 
     def _launches(self, problem: Problem, tile: Tile) -> list[Launch]:
-        """What a candidate would launch; nothing for a library."""
+        """The launches that a candidate would make; none for a library."""
         if tile.provider in tiles.LIBRARIES:
             return []
         with tiles.targeting(tiles.generation(self.device)), tiles.override(problem.op, tile, problem.shape):
@@ -266,7 +266,7 @@ class Tuner:
 
     @contextlib.contextmanager
     def _in_force(self, attempt: Attempt, tile: Tile) -> Iterator[Trial]:
-        """The trial of a problem, run with this tile inside; where there is no room for its inputs, others' go."""
+        """The problem's trial, with this tile inside; others' inputs go where memory is short."""
         p = attempt.problem
         if attempt.trial is None:
             try:
@@ -285,7 +285,7 @@ class Tuner:
             yield attempt.trial
 
     def _keep(self, attempt: Attempt) -> None:
-        """Puts the best tile so far into the user's table, if it is still faster when both are tried once more."""
+        """Puts the best tile into the user's table, if it is still faster when both are tried once more."""
         search, p = attempt.search, attempt.problem
         while (best := search.best) != attempt.kept and search.time(best) < GAIN * search.time(attempt.kept):
             if p.start not in search.times or attempt.unsure or self.left <= 0:

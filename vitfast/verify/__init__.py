@@ -41,7 +41,7 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def exact_fp32() -> Iterator[None]:
-    """Keeps PyTorch's fp32 convolutions from taking TF32, as they may by default: our errors are judged by theirs."""
+    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -52,7 +52,7 @@ def exact_fp32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong, and not another's result."""
+    """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def fill(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Wrong(Exception):
 
 
 class Judge:
-    """The inputs of a launcher and their truth in float64; judges results by PyTorch's own in the same dtype."""
+    """A launcher's inputs and their truth in float64; judges results by PyTorch's in the same dtype."""
 
     def __init__(
         self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0
@@ -112,7 +112,7 @@ Input = tuple[str, tuple[int, ...]]
 
 
 def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
-    """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or `vitfast.ref` with the same functions."""
+    """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or its twin `vitfast.ref`."""
 
     def values(*shape: int) -> Input:
         return "values", shape

@@ -1,4 +1,4 @@
-"""What a training step of a plain ViT does not ask of the launchers, for the plan of edges.py.
+"""Launchers on inputs that a training step of a plain ViT does not give, for edges.py.
 
 Separate tensors of different strides, another scale than 1 / sqrt(Dh), logits in the hundreds, a constant row, every
 optional sum at once, images that are not square, several prefix tokens or none, a normalisation for each channel.

@@ -1,4 +1,4 @@
-"""Every launcher at shapes around the edges of its tiles, in Triton's interpreter: right numbers, and no wrong access.
+"""Checks every launcher at shapes around the edges of its tiles, in Triton's interpreter.
 
 Each runs with every provider that could do it (with its shipped tile and with each other provider's), on contiguous and
 strided inputs; images channels-last too. Its results are judged against float64 by PyTorch's own error, its loads and
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass
 class Report:
-    """What came of a case: the worst error with PyTorch's own, and what was found, with the tiles it was found with."""
+    """A case's worst error with PyTorch's own, and what was found, with the tiles it was found with."""
 
     case: Case
     runs: int = 0
@@ -110,7 +110,7 @@ def _sizes(name: str, long: bool) -> list[Sizes]:
 
 
 def _slow(name: str, sizes: Sizes) -> bool:
-    """Whether it takes seconds in the interpreter, for a kernel that another launcher runs at this width too."""
+    """Whether it takes seconds in the interpreter, while another launcher runs its kernel at this width."""
     if name.startswith("patch"):
         return sizes.width > 100 and name.endswith("uint8, backward") or "oblong" in name and sizes.image > 28
     if name.startswith("weight gradient"):
@@ -174,7 +174,7 @@ def _small_gpu(case: Case) -> Iterator[None]:
 
 
 def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]]]:
-    """The case's name and the tiles used (filled by a run inside): with the shipped tiles, then with each candidate."""
+    """The case's name and tiles used (filled by a run inside): the shipped ones, then each candidate."""
     waiting: list[tuple[Override, ...]] = [()]
     seen: set[Override] = set()
     with _small_gpu(case), tiles.targeting(case.sm) if case.sm else contextlib.nullcontext():
@@ -191,7 +191,7 @@ def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]
 
 
 def _where(problem: BaseException) -> str:
-    """ "NameError: ... at layer_norm.py:68": the cause and its last line outside of Triton, which wraps errors."""
+    """ "NameError: ... at layer_norm.py:68": the cause of an error and its last line outside of Triton."""
     while problem.__cause__:
         problem = problem.__cause__
     triton_folder = os.path.dirname(triton.__file__)

@@ -197,7 +197,7 @@ def layer_norm_gradients(dy, z, w, b, mean, rstd) -> tuple[Tensor, Tensor, Tenso
 
 
 def block_norm_gradients(dy, z, w, b, mean, rstd, dz, branch, ls, drop) -> tuple[Tensor, ...]:
-    """(dres, dbranch, dw, db, d layer_scale) of LayerNorm after adding a scaled branch; dz: the gradient of the sum."""
+    """(dres, dbranch, dw, db, d layer_scale) of LayerNorm of z = res + scaled branch; dz: z's gradient."""
     dres, dw, db = layer_norm_gradients(dy, z, w, b, mean, rstd)
     dres = dres + dz
     dropped = dres.to(wide(dres)) * drop.repeat_interleave(len(dres) // len(drop))[:, None]
@@ -277,7 +277,7 @@ def block_norm_backward(s: Sizes, dy, z, w, b, mean, rstd, dz, branch, ls, drop,
 def patch_embedding(
     s: Sizes, across: int, prefix: int, positions: int, mean: tuple | None = None, std: tuple | None = None
 ) -> tuple[Launcher, Launcher]:
-    """Forward and backward, on images that are `across` patches wide; of raw pixels where they have a mean."""
+    """Forward and backward, on images `across` patches wide; of raw pixels where they have a mean."""
     d, patches = s.width, s.image // s.patch * across
     pixels = s.batch, 3, s.image, across * s.patch
     wanted = dict(want_images=mean is None, want_weight=True, want_bias=True, want_cls=prefix > 0, want_pos=True)

@@ -1,4 +1,4 @@
-"""A memory sanitizer for Triton kernels in Triton's interpreter: no GPU, and no change to the kernels.
+"""A memory sanitizer for Triton kernels in Triton's interpreter, without a GPU or a changed kernel.
 
     # TRITON_INTERPRET=1 in the environment, before triton is imported; vitfast's operations: with ops.use_kernels("on")
     interpreter.quicken(), interpreter.mend_bfloat16()  # of vitfast: twice as quick, bfloat16 right
@@ -62,7 +62,7 @@ _ALLOCATE = (
 
 @dataclass
 class Finding:
-    """One kind of fault of one kernel at one line of source, as it was met first, and how often it was met."""
+    """One kind of fault of one kernel at one line of source, as first met, and how often it was met."""
 
     kind: str
     kernel: str
@@ -79,7 +79,7 @@ class Finding:
 
 
 class Sanitizer:
-    """Context manager: watches every launch of an interpreted kernel inside. Memory of torch.empty is poisoned.
+    """Watches every launch of an interpreted kernel inside a with block, poisoning torch.empty's memory.
 
     findings: what was found, complete after the end. counts: of launches, programs, reads, writes and their elements.
     A read or write out of bounds is found, and not done; an atomic operation is done. Raises RuntimeError inside of
@@ -153,7 +153,7 @@ class Sanitizer:
         self._given.clear()
 
     def _hooks(self) -> Iterator[tuple[object, str, Callable]]:
-        """What is replaced in Triton and torch: owner, name, and the replacement, which is given the original first."""
+        """Owner, name and replacement of each hook into Triton and torch; it is given the original first."""
         yield GridExecutor, "_init_args_hst", self._bind_arguments
         yield GridExecutor, "_restore_args_dev", self._return_arguments
         yield interpreter, "_implicit_cvt", self._convert
@@ -255,7 +255,7 @@ def _tensors(arguments: dict) -> Iterator[tuple[str, Tensor]]:
 
 
 def _undefined(ptrs: TensorHandle) -> TensorHandle:
-    """What a load without `other` may give where its mask is false: poison; zeros of integers."""
+    """Values of a load without `other` where its mask is false: poison; zeros of integers."""
     dtype = ptrs.get_element_ty()
     values = np.zeros(ptrs.data.shape, interpreter._get_np_dtype(dtype))
     if dtype.is_floating():
