@@ -182,8 +182,7 @@ def check_at_edges(task: Task) -> Result:
     texts += [same[0] + (f" (and in {len(same) - 1} other runs)" if len(same) > 1 else "") for same in places.values()]
     first = next((report.traceback for report in reports if report.traceback), "")
     runs = sum(report.runs for report in reports)
-    error, torch_error = furthest.error, furthest.torch_error
-    return Result(*task, error, torch_error, not texts, traceback=first, runs=runs, findings=texts)
+    return Result(*task, furthest.error, furthest.torch_error, not texts, traceback=first, runs=runs, findings=texts)
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
@@ -269,8 +268,9 @@ def machine() -> dict[str, str]:
     facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
     facts |= dict(python=platform.python_version(), cuda=str(torch.version.cuda))
     if INTERPRETED:
-        shown = "wrong numbers and accesses, not speed"
-        facts["gpu"] = f"not used: small shapes in Triton's interpreter, which shows {shown}"
+        facts["gpu"] = (
+            "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        )
         if not interpreter.bfloat16_mended:
             facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
         return facts

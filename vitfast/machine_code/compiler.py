@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -27,27 +28,17 @@ SECONDS = 25  # of one compilation, which takes one or two, after which it count
 triton_key()  # half a second, once, and not again in every process that is forked from one that has imported this
 
 
-class _Driver:
-    """Stands in for a GPU's driver: the target, and the device whose table of kernels is used."""
-
-    def __init__(self, capability: int, device: int):
-        self.capability, self.device = capability, device
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextlib.contextmanager
 def _front_end(capability: int, device: int) -> Iterator[None]:
+    """Gives Triton's front end a target, and the device whose table of kernels is used, without a GPU."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: device,
+        get_current_stream=lambda device: 0,
+    )
     config = triton.runtime.driver
     before = config._active  # its own reset looks for a GPU
-    config.set_active(_Driver(capability, device))
+    config.set_active(driver)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Machine code of a compiled kernel: registers, spills, tensor-core instructions, waits, loops.
 
-Read without a GPU, by the cuobjdump, nvdisasm and ptxas that Triton brings along. What is looked for, beside spills (CUDA C++
-Programming Guide; PTX ISA, "Asynchronous warpgroup level matrix instructions"):
+Read without a GPU, by the cuobjdump, nvdisasm and ptxas that Triton brings along. Looked for, beside spills
+(CUDA C++ Programming Guide; PTX ISA, "Asynchronous warpgroup level matrix instructions"):
 
 - HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as
   `gsb0` on the last and WARPGROUP.DEPBAR, with how many groups may still run. Where ptxas cannot tell that nothing

@@ -21,7 +21,7 @@ prediction; none was measured. An error of +-25 % is assumed; one estimate by ha
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -155,20 +155,17 @@ def product_of(instruction: str) -> tuple[int, int]:
 
 def views(launch: Launch) -> dict[str, View]:
     """Every tensor among a launch's arguments, also those behind descriptors and in tuples ("name[0]")."""
-    found = {}
+    return dict(_views(launch.arguments))
 
-    def add(name: str, value) -> None:
+
+def _views(arguments: dict) -> Iterator[tuple[str, View]]:
+    for name, value in arguments.items():
         if isinstance(value, TensorDescriptor):
-            found[name] = View.of(value.base, value.block_shape)
+            yield name, View.of(value.base, value.block_shape)
         elif isinstance(value, Tensor):
-            found[name] = View.of(value)
+            yield name, View.of(value)
         elif isinstance(value, tuple):
-            for i, item in enumerate(value):
-                add(f"{name}[{i}]", item)
-
-    for name, value in launch.arguments.items():
-        add(name, value)
-    return found
+            yield from _views({f"{name}[{i}]": item for i, item in enumerate(value)})
 
 
 def distinct(found: Iterable[View]) -> int:

@@ -183,12 +183,7 @@ def _step(found: Instruction, at: int, labels: dict[str, int]) -> Callable:
     if found.name in ("P2R", "R2P"):
         return _packed(found)
     if found.name == "SYNCS" and "ARRIVE" in found.words and len(found.values) == 2:
-        arriving = found.values[1]
-
-        def arrive(env):
-            env["copied"] += arriving(env) or 0
-
-        return arrive
+        return lambda env: env.update(copied=env["copied"] + (found.values[1](env) or 0))
     if found.name == "SEL":
 
         def select(env):

@@ -151,7 +151,10 @@ class Tuner:
         waiting, active = deque(problems), self.active
         while active or (waiting and self.left > 0):
             while waiting and len(active) < AHEAD and self.left > 0:
-                active.append(self._begin(waiting.popleft()))
+                problem = waiting.popleft()
+                search = Search([problem.start, *problem.candidates])
+                active.append(Attempt(problem, search, kept=problem.start))
+                self._compile(active[-1], search.wave)
             ready = next((a for a in active if all(map(_done, a.compiling.values()))), active[0])
             note = ""
             try:
@@ -165,11 +168,6 @@ class Tuner:
             active.remove(ready)
             yield self._outcome(ready, note)
         self.unreached = len(waiting)
-
-    def _begin(self, problem: Problem) -> Attempt:
-        attempt = Attempt(problem, Search([problem.start, *problem.candidates]), kept=problem.start)
-        self._compile(attempt, attempt.search.wave)
-        return attempt
 
     def _compile(self, attempt: Attempt, wave: list[Tile]) -> list[Tile]:
         """Has a wave compiled in the background."""
@@ -268,19 +266,17 @@ class Tuner:
     def _in_force(self, attempt: Attempt, tile: Tile) -> Iterator[Trial]:
         """The problem's trial, with this tile inside; others' inputs go where memory is short."""
         p = attempt.problem
-        if attempt.trial is None:
+        for last in (False, True) if attempt.trial is None else ():
             try:
                 attempt.trial = self.trial(p, self.dtype, self.device)
+                break
             except torch.cuda.OutOfMemoryError:
+                if last:
+                    raise NoRoom("its inputs do not fit in the GPU's memory; give a smaller --batch-size") from None
                 for other in self.active:
                     other.trial = None  # to be made again
-        if attempt.trial is None:
-            gc.collect()
+            gc.collect()  # once the error, which holds its frames, is gone
             torch.cuda.empty_cache()
-            try:
-                attempt.trial = self.trial(p, self.dtype, self.device)
-            except torch.cuda.OutOfMemoryError:
-                raise NoRoom("its inputs do not fit in the GPU's memory; give a smaller --batch-size") from None
         with tiles.override(p.op, tile, p.shape):
             yield attempt.trial
 

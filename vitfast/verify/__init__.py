@@ -120,6 +120,10 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     def weight(*shape: int) -> Input:
         return "weight", shape
 
+    def scaled(operation: Callable, **fixed) -> Callable:
+        """The operation with the layer scale and the drop path as its last two tensors."""
+        return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
+
     d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
     x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
     norm, fc1, fc2 = [vector, vector], [weight(f, d), values(f)], [weight(d, f), vector]
@@ -127,29 +131,17 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     embed = [weight(d, 3, s.patch, s.patch), vector, values(1, 1, d), values(1, 1 + (s.image // s.patch) ** 2, d)]
     return {
         "layer_norm": (ops.layer_norm, [x, *norm]),
-        "add_layer_norm": (
-            lambda a, r, w, b, ls, dp: ops.add_layer_norm(a, r, w, b, layer_scale=ls, drop_path=dp),
-            [x, x, *norm, vector, drop],
-        ),
+        "add_layer_norm": (scaled(ops.add_layer_norm), [x, x, *norm, vector, drop]),
         "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, s.head)]),
         "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, approximate="tanh"), [x, *fc1]),
-        "linear_residual": (
-            lambda a, w, b, r, ls, dp: ops.linear_residual(a, w, b, r, layer_scale=ls, drop_path=dp),
-            [x, *proj, x, vector, drop],
-        ),
+        "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
         "mlp": (ops.mlp, [x, *fc1, *fc2]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
-        "attention_block": (
-            lambda *t: ops.attention_block(*t[:7], num_heads=s.heads, layer_scale=t[7], drop_path=t[8]),
-            [x, *norm, *qkv, *proj, vector, drop],
-        ),
-        "mlp_block": (
-            lambda *t: ops.mlp_block(*t[:7], layer_scale=t[7], drop_path=t[8]),
-            [x, *norm, *fc1, *fc2, vector, drop],
-        ),
+        "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
+        "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
     }
 
 
@@ -173,10 +165,8 @@ def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     if upstream is None:
         return outputs
-    gradients = torch.autograd.grad(
-        outputs, [t for t in tensors if t.requires_grad], [u.to(o.dtype) for u, o in zip(upstream, outputs)]
-    )
-    return [*outputs, *gradients]
+    leaves = [t for t in tensors if t.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs)])]
 
 
 def worst(actual: list[Tensor], truth: list[Tensor]) -> float:

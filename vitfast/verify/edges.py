@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 import triton
@@ -162,22 +163,16 @@ def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[
             yield op, dataclasses.replace(shipped, blocks=tuple((dict(shipped.blocks) | groups).items())), shape
 
 
-@contextlib.contextmanager
-def _small_gpu(case: Case) -> Iterator[None]:
-    """Two multiprocessors, so that persistent programs go round several times."""
-    before = rows._multiprocessors, attention.MANY_HEADS
-    rows._multiprocessors, attention.MANY_HEADS = (lambda device: 2), case.many_heads
-    try:
-        yield
-    finally:
-        rows._multiprocessors, attention.MANY_HEADS = before
-
-
 def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]]]:
     """The case's name and tiles used (filled by a run inside): the shipped ones, then each candidate."""
     waiting: list[tuple[Override, ...]] = [()]
     seen: set[Override] = set()
-    with _small_gpu(case), tiles.targeting(case.sm) if case.sm else contextlib.nullcontext():
+    with contextlib.ExitStack() as gpu:
+        # Two multiprocessors, so that persistent programs go round several times.
+        gpu.enter_context(mock.patch.object(rows, "_multiprocessors", lambda device: 2))
+        gpu.enter_context(mock.patch.object(attention, "MANY_HEADS", case.many_heads))
+        if case.sm:
+            gpu.enter_context(tiles.targeting(case.sm))
         while waiting:
             chosen = waiting.pop(0)
             with contextlib.ExitStack() as stack:

@@ -33,6 +33,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
@@ -51,13 +52,7 @@ with torch.device("cpu"):
 
 _NOT_KERNELS = (os.path.dirname(triton.__file__), __file__, shadow.__file__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ALLOCATE = (
-    (torch, "empty"),
-    (torch, "empty_like"),
-    (torch, "empty_strided"),
-    (Tensor, "new_empty"),
-    (Tensor, "new_empty_strided"),
-)
+_ALLOCATE = {torch: ("empty", "empty_like", "empty_strided"), Tensor: ("new_empty", "new_empty_strided")}
 
 
 @dataclass
@@ -133,13 +128,7 @@ class Sanitizer:
             raise RuntimeError("a Sanitizer is at work already: they do not nest")
         with contextlib.ExitStack() as stack:
             for owner, name, hook in self._hooks():
-                original = getattr(owner, name)
-                hooked = _hooked(hook, original)
-                if name in vars(owner):
-                    stack.callback(setattr, owner, name, original)
-                else:  # inherited
-                    stack.callback(delattr, owner, name)
-                setattr(owner, name, hooked)
+                stack.enter_context(mock.patch.object(owner, name, _hooked(hook, getattr(owner, name))))
             self._restore = stack.pop_all()
         self._open = True
         return self
@@ -164,7 +153,7 @@ class Sanitizer:
         yield InterpreterBuilder, "create_masked_store", self._store
         yield InterpreterBuilder, "create_atomic_rmw", self._atomic
         yield InterpreterBuilder, "create_atomic_cas", self._atomic
-        yield from ((owner, name, self._allocate) for owner, name in _ALLOCATE)
+        yield from ((owner, name, self._allocate) for owner, names in _ALLOCATE.items() for name in names)
 
     def _bind_arguments(self, original, executor, args_dev, kwargs):
         args, kwargs = original(executor, args_dev, kwargs)

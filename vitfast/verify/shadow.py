@@ -16,6 +16,7 @@ _SEVERAL = -1  # in place of a reader's stamp
 
 Program = tuple[int, ...]
 Touched = list[tuple["View", np.ndarray]]
+Report = Callable[[str, str, str], None]
 
 
 def plain(pointers: TensorHandle) -> TensorHandle:
@@ -73,13 +74,7 @@ class Launch:
     fresh: addresses of the storages that were poisoned.
     """
 
-    def __init__(
-        self,
-        kernel: str,
-        tensors: list[tuple[str, Tensor]],
-        fresh: Container[int],
-        report: Callable[[str, str, str], None],
-    ):
+    def __init__(self, kernel: str, tensors: list[tuple[str, Tensor]], fresh: Container[int], report: Report):
         self.kernel, self.tensors, self.report = kernel, tensors, report
         keys = [t.untyped_storage().data_ptr() for _, t in tensors]
         sizes: dict[int, int] = {}
