@@ -1,4 +1,4 @@
-"""Checks every kernel against float64 on random inputs, forward and backward, in each dtype, and times it on a GPU.
+"""Checks every kernel against float64, forward and backward, in each dtype, and times it on a GPU.
 
 In Triton's interpreter, on any machine: every launcher at the edges of its tiles too, all accesses to memory watched.
 """
@@ -37,7 +37,7 @@ SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, p
 
 @dataclass
 class Result:
-    """The worst error over outputs and gradients against float64, PyTorch's own, and microseconds on a GPU."""
+    """The worst error of outputs and gradients against float64, PyTorch's own, and times on a GPU."""
 
     op: str
     dtype: str
@@ -56,7 +56,7 @@ class Result:
 def check_operation(
     name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True
 ) -> Result:
-    """One operation in one dtype: its error may be at most twice PyTorch's own, or what one rounding costs."""
+    """One operation in one dtype: its error may be twice PyTorch's own, or what one rounding costs."""
     generator = torch.Generator().manual_seed(0)
     tensors = make(inputs, dtype, device, generator)
     doubles = [t.detach().double().requires_grad_() if t.requires_grad else t for t in tensors]
@@ -132,7 +132,7 @@ def dtypes(wanted: str = "") -> list[str]:
 
 
 def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
-    """What is to be checked, in every dtype that runs here or in one.
+    """The checks to make, in every dtype that runs here or in one.
 
     interpreted: launchers at the edges of their tiles too, in bfloat16 and fp32 (fp16 takes bfloat16's tiles) unless a
     dtype is given. A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention,
@@ -156,7 +156,7 @@ def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) 
 
 
 def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
-    """Checks one operation in one dtype at real shapes, small ones in the interpreter. watched: by the sanitizer."""
+    """Checks one operation in one dtype, the interpreter at small shapes. watched: by the sanitizer."""
     name, dtype = task[0], getattr(torch, task[1])
     if name.startswith(EDGES):
         return check_at_edges(task)
@@ -182,12 +182,11 @@ def check_at_edges(task: Task) -> Result:
     texts += [same[0] + (f" (and in {len(same) - 1} other runs)" if len(same) > 1 else "") for same in places.values()]
     first = next((report.traceback for report in reports if report.traceback), "")
     runs = sum(report.runs for report in reports)
-    error, torch_error = furthest.error, furthest.torch_error
-    return Result(*task, error, torch_error, not texts, traceback=first, runs=runs, findings=texts)
+    return Result(*task, furthest.error, furthest.torch_error, not texts, traceback=first, runs=runs, findings=texts)
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
-    """The results of `work` as they come, from up to `jobs` spawned processes; one that dies is a failed result."""
+    """Yields results of `work` from `jobs` spawned processes; one that dies is a failed result."""
     context, waiting = multiprocessing.get_context("spawn"), deque(todo)
     busy: dict[Connection, tuple[multiprocessing.Process, Task]] = {}
 
@@ -269,8 +268,9 @@ def machine() -> dict[str, str]:
     facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
     facts |= dict(python=platform.python_version(), cuda=str(torch.version.cuda))
     if INTERPRETED:
-        shown = "wrong numbers and accesses, not speed"
-        facts["gpu"] = f"not used: small shapes in Triton's interpreter, which shows {shown}"
+        facts["gpu"] = (
+            "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        )
         if not interpreter.bfloat16_mended:
             facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
         return facts

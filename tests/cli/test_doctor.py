@@ -197,18 +197,18 @@ def test_an_overwritten_input_a_wrong_number_and_no_kernel_fail_at_the_edges(mon
     from vitfast.verify import edges
 
     case = next(edges.cases("sum of rows"))
-    assert edges.examine(case).passed
+    assert edges.check(case).passed
     right = rows.scale_rows
     with monkeypatch.context() as patch:
         patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (right(x, *rest, **options), x.neg_())[0])
-        assert "input 0 is overwritten" in edges.examine(case).wrong[0]
+        assert "input 0 is overwritten" in edges.check(case).wrong[0]
         patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (None, 1.02 * right(x, *rest, **options)[1]))
-        report = edges.examine(case)
+        report = edges.check(case)
         assert not report.passed and 0.019 < report.error < 0.021 and "error of a row 2.0e-02" in report.wrong[0]
         patch.setattr(
             rows, "scale_rows", lambda x, *rest, **options: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]
         )
-        assert "no kernel ran" in edges.examine(case).wrong[0]
+        assert "no kernel ran" in edges.check(case).wrong[0]
 
 
 @pytest.mark.slow(12)

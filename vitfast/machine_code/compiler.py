@@ -1,4 +1,4 @@
-"""Compiles launches without making them: for `make codegen`, its archives of compiled kernels, and the tuner.
+"""Compiles launches without making them, for `make codegen`, its archives and the tuner.
 
 Triton's own front end decides what a launch is compiled for, under a driver that knows nothing but the GPU generation.
 What it compiles therefore lies in Triton's cache (TRITON_CACHE_DIR) under the very key by which a later launch on a GPU
@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -27,27 +28,17 @@ SECONDS = 25  # of one compilation, which takes one or two, after which it count
 triton_key()  # half a second, once, and not again in every process that is forked from one that has imported this
 
 
-class _Driver:
-    """Stands in for a GPU's driver: tells the front end the target, and which device's table of kernels to use."""
-
-    def __init__(self, capability: int, device: int):
-        self.capability, self.device = capability, device
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextlib.contextmanager
 def _front_end(capability: int, device: int) -> Iterator[None]:
+    """Gives Triton's front end a target, and the device whose table of kernels is used, without a GPU."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: device,
+        get_current_stream=lambda device: 0,
+    )
     config = triton.runtime.driver
     before = config._active  # its own reset looks for a GPU
-    config.set_active(_Driver(capability, device))
+    config.set_active(driver)
     try:
         yield
     finally:
@@ -59,7 +50,7 @@ def _is_jit_function(value: object) -> bool:
 
 
 def _warm_up(launch: Launch):
-    """What `launch` in kernels/launch.py would do, up to the launch itself."""
+    """Does what `launch` in kernels/launch.py would do, up to the launch itself."""
     for value in (*launch.arguments.values(), launch.kernel):
         if _is_jit_function(value):
             settle(value)
@@ -103,7 +94,7 @@ class Job(NamedTuple):
 
     @classmethod
     def of(cls, launch: Launch) -> "Job":
-        """Raises ValueError for a tensor that starts at no multiple of 16 bytes, which plain data does not tell."""
+        """Raises ValueError for a tensor not aligned to 16 bytes, which plain data does not tell."""
 
         def plain(value):
             if type(value) is tuple:
@@ -148,7 +139,7 @@ def _descriptor(kind: type, dtype: torch.dtype, *sizes_and_layout):
 
 
 def _work(connection, job: Job, capability: int) -> None:
-    """Compiles in a process of its own, and says how much shared memory the kernel takes, or why there is none."""
+    """Compiles in a process of its own; sends the bytes of shared memory, or what went wrong."""
     os.setsid()  # so that ptxas, which it starts, is ended with it
     try:
         connection.send((compiled(job.launch(), capability).metadata.shared, ""))

@@ -1,7 +1,7 @@
-"""Machine code of a compiled kernel, read without a GPU: registers, spills, tensor-core instructions, waits, loops.
+"""Machine code of a compiled kernel: registers, spills, tensor-core instructions, waits, loops.
 
-Read with the cuobjdump, nvdisasm and ptxas that Triton brings along. What is looked for, beside spills (CUDA C++
-Programming Guide; PTX ISA, "Asynchronous warpgroup level matrix instructions"):
+Read without a GPU, by the cuobjdump, nvdisasm and ptxas that Triton brings along. Looked for, beside spills
+(CUDA C++ Programming Guide; PTX ISA, "Asynchronous warpgroup level matrix instructions"):
 
 - HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as
   `gsb0` on the last and WARPGROUP.DEPBAR, with how many groups may still run. Where ptxas cannot tell that nothing
@@ -32,7 +32,7 @@ def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions first..last of the code, from a label to the branch back to it; depth 0 is the outermost."""
+    """Instructions first..last, from a label to the branch back to it; depth 0 is the outermost."""
 
     first: int
     last: int
@@ -59,7 +59,7 @@ class Code:
 
     @property
     def waits(self) -> int:
-        """HGMMAs that end in a wait for all before them. As many as there are HGMMAs: each waits for the one before it.
+        """HGMMAs that end in a wait for all before them; as many as HGMMAs where each waits for the last.
 
         A group (`gsb0`) after which some may still run does not count: where wgmma reads registers, Triton 3.6 makes
         each a group of its own, lets three run on, and so waits only for the third before.
@@ -117,7 +117,7 @@ def read(cubin: bytes) -> Code:
 
 
 def assembler_notes(ptx: str, capability: int) -> list[str]:
-    """The numbers of ptxas's notes on wgmma that it serialised, as in ["C7515"]. Takes as long as assembling."""
+    """Numbers of ptxas's notes on serialised wgmma, as ["C7515"]. Takes as long as assembling."""
     from triton.backends.nvidia import compiler
 
     arch = compiler.sm_arch_from_capability(capability)

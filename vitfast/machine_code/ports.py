@@ -1,12 +1,10 @@
-"""Predicted times of kernels on GPUs that are not here, from what their machine code asks of a multiprocessor's ports.
+"""Predicts times of kernels on GPUs that are not here, from their machine code.
 
-A launch is compiled for sm_90, and a few of its programs are traced (trace.py): how often each instruction runs is then
-known, not estimated. Six ports share the work: tensor cores, MUFU (exponentials, reciprocals), issue slots, shared
-memory, L2, and the GPU's memory (HBM), which reads and writes every byte once, whatever the number of arguments that
-reach it. What is read again, and what a kernel reads of its own results, is taken to lie in L2. That holds where the
-programs running at a time share what they read again, as those of a product do, or have little of it: attention's
-backward in one program a head reads q, do and dq again, 3 N Dh numbers a program, 30 of 50 MB at N = 197; not all that
-it touches has to stay. The counting knows no kernel.
+A launch is compiled for sm_90 and a few of its programs are traced (trace.py), which counts how often each instruction
+runs. Six ports share the work: tensor cores, MUFU (exponentials, reciprocals), issue slots, shared memory, L2, and the
+GPU's memory (HBM), which reads and writes every byte once, however many arguments reach it. L2 is taken to hold what is
+read again, a kernel's own results included: true where programs that run together share it, as a product's do, or have
+little of it (attention's backward in one program a head reads 3 N Dh numbers a program again, 30 of 50 MB at N = 197).
 
     port      its work over the whole grid / its rate; of the first four, on the multiprocessor with the most programs
     busy      the longest of the ports
@@ -23,7 +21,7 @@ prediction; none was measured. An error of +-25 % is assumed; one estimate by ha
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -98,7 +96,7 @@ class View:
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel asks for: a multiprocessor's cycles and bytes by one program on average, or bytes of the grid."""
+    """Cycles and bytes of a multiprocessor that one program takes on average, or bytes of the grid."""
 
     programs: int
     resident: int  # programs that fit a multiprocessor at a time
@@ -128,7 +126,7 @@ class Prediction:
 
 
 def fitting(registers: int, warps: int, shared: int, sm: int = SM) -> int:
-    """Programs that fit a multiprocessor at a time, by the registers of a thread and a program's warps and bytes."""
+    """Programs that fit a multiprocessor, by a thread's registers and a program's warps and bytes."""
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     return min(by_registers, WARPS[sm] // warps, SHARED[sm] // (shared + 1024), PROGRAMS)
 
@@ -157,24 +155,21 @@ def product_of(instruction: str) -> tuple[int, int]:
 
 def views(launch: Launch) -> dict[str, View]:
     """Every tensor among a launch's arguments, also those behind descriptors and in tuples ("name[0]")."""
-    found = {}
+    return dict(_views(launch.arguments))
 
-    def add(name: str, value) -> None:
+
+def _views(arguments: dict) -> Iterator[tuple[str, View]]:
+    for name, value in arguments.items():
         if isinstance(value, TensorDescriptor):
-            found[name] = View.of(value.base, value.block_shape)
+            yield name, View.of(value.base, value.block_shape)
         elif isinstance(value, Tensor):
-            found[name] = View.of(value)
+            yield name, View.of(value)
         elif isinstance(value, tuple):
-            for i, item in enumerate(value):
-                add(f"{name}[{i}]", item)
-
-    for name, value in launch.arguments.items():
-        add(name, value)
-    return found
+            yield from _views({f"{name}[{i}]": item for i, item in enumerate(value)})
 
 
 def distinct(found: Iterable[View]) -> int:
-    """Bytes that these views reach, each counted once: of views that overlap at most what lies between their ends."""
+    """Bytes that views reach, each counted once; of overlapping ones at most those between their ends."""
     total, together, end = 0, [], 0
     for view in [*sorted(set(found), key=lambda view: (view.storage, view.start)), None]:
         if together and (view is None or view.storage != together[0].storage or view.start >= end):
@@ -208,7 +203,7 @@ def measure(launch: Launch, tensors: dict[str, View] | None = None) -> Work:
 
 
 def count(code: Code, traces: list[trace.Trace], tensors: dict[str, View], names: list[str], grid: Work) -> Work:
-    """`grid` with the work in it, by traces of some programs. names: of the arguments that are memory, in order."""
+    """`grid` with the work that traces of some programs show. names: of the pointer arguments, in order."""
     found: dict[str, float] = defaultdict(float)
     loaded, copied, written = set(), set(), set()  # names; what was written before it was read is no input
     for run in traces:

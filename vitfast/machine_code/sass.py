@@ -1,4 +1,4 @@
-"""What integer instructions of SASS, the machine code of NVIDIA's GPUs, compute: enough to follow loops and addresses.
+"""Results of SASS's integer instructions (NVIDIA's machine code), to follow loops and addresses.
 
 A value is a number of 32 bits, or None where it is not known. SASS is documented by names alone ("CUDA Binary
 Utilities", instruction set of Hopper); the rest was found by reading, and stands or falls with the counts of real
@@ -39,9 +39,9 @@ SIGNS = {"": lambda x: x, "-": lambda x: (1 << 32) - x, "~": lambda x: WORD - x,
 
 
 def operand(word: str) -> Reader:
-    """Reads a register, a constant or a number. One that was never written is 0: a right program does not depend on it.
+    """Reads a register, a constant or a number.
 
-    A negated one may be 2 ** 32, so that subtracting 0 carries.
+    A register never written is 0. A negated one may be 2 ** 32, so that subtracting 0 carries.
     """
     word = word.replace(".reuse", "")
     if word in ("RZ", "URZ", "SRZ", "-RZ"):

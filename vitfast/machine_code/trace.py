@@ -1,13 +1,10 @@
-"""How often each instruction of a compiled kernel runs, found by executing its control flow for one lane of every warp.
+"""Counts how often each instruction of a compiled kernel runs, following one lane of every warp.
 
 Loops in machine code do not say how often they turn: ptxas peels and unrolls them. So the integers that decide it are
-computed as the GPU would, from the kernel's parameters: registers and predicates hold a number, or None where a value
-is not known (whatever comes from memory, floating point). A branch on None ends the trace with Untraceable; the kernels
-here branch on sizes and indices alone, but for those of Gluon, whose warps ask shared memory for their share of the
-work. Barriers are taken to be passed. Addresses are computed on the way, so that each access to global memory names its
-tensor.
-
-Nothing here knows a kernel; what the instructions compute is in sass.py.
+computed (sass.py) from the kernel's parameters: registers and predicates hold a number, or None where a value is not
+known (from memory, floating point). A branch on None ends the trace with Untraceable; the kernels here branch on sizes
+and indices alone, but for those of Gluon, whose warps ask shared memory for their share of the work. Barriers are taken
+to be passed. Addresses are computed too, so that each access to global memory names its tensor.
 """
 
 import functools
@@ -35,7 +32,7 @@ class Untraceable(RuntimeError):
 
 @dataclass
 class Trace:
-    """What one program does: executions of each instruction, summed over its warps; what its accesses reach."""
+    """Executions of each instruction by one program, summed over its warps; what its accesses reach."""
 
     counts: Counter = field(default_factory=Counter)  # index of the instruction -> executions by warps
     # (index of an access to global memory, argument; -1: unknown) -> those not masked
@@ -172,7 +169,7 @@ def _packed(found: Instruction) -> Callable:
 
 
 def _step(found: Instruction, at: int, labels: dict[str, int]) -> Callable:
-    """What one instruction does: step(env)."""
+    """The function step(env) that carries out one instruction."""
     if found.name in ("BRA", "CALL") and "DIV" not in found.words:
         return _branch(found, at, labels)
     if found.name == "RET":
@@ -186,12 +183,7 @@ def _step(found: Instruction, at: int, labels: dict[str, int]) -> Callable:
     if found.name in ("P2R", "R2P"):
         return _packed(found)
     if found.name == "SYNCS" and "ARRIVE" in found.words and len(found.values) == 2:
-        arriving = found.values[1]
-
-        def arrive(env):
-            env["copied"] += arriving(env) or 0
-
-        return arrive
+        return lambda env: env.update(copied=env["copied"] + (found.values[1](env) or 0))
     if found.name == "SEL":
 
         def select(env):

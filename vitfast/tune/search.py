@@ -30,7 +30,7 @@ WAVES = 6
 
 
 def _near(name: str, value: int) -> list[int]:
-    """What a number may become in one step."""
+    """The values that a number may take in one step."""
     if name in FLAGS:
         return [1 - value]
     low, high = LIMITS.get(name, (1, 256))
@@ -38,7 +38,7 @@ def _near(name: str, value: int) -> list[int]:
 
 
 def neighbours(tile: Tile) -> Iterator[Tile]:
-    """Tiles one step away: one number, flag or limit of registers changed. None where no kernel of ours would run."""
+    """Tiles with one number, flag or limit of registers changed; none for a library's."""
     if not tile.blocks:
         return
     numbers = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dict(tile.blocks)}
@@ -81,18 +81,14 @@ class Search:
     def advance(self) -> list[Tile]:
         """The next wave, once this one's times are in; empty when no climb goes on."""
         self._waves += 1
-        if self._waves > 1:
-            climbing = []
-            for tile in self._climbing:
-                higher = min(neighbours(tile), key=self.time, default=tile)
-                if self.time(higher) < GAIN * self.time(tile):
-                    climbing.append(higher)
-            self._climbing = list(dict.fromkeys(climbing))
         fastest = min(map(self.time, self.times), default=math.inf)
         if self._waves == 1:
             # One that does not run at all may only be too large for this GPU; the table's own is always looked around.
             slow = [t for t in self._climbing if REACH_AT_FIRST * fastest < self.time(t) < math.inf and t != self.start]
         else:
+            steps = [(t, min(neighbours(t), key=self.time, default=t)) for t in self._climbing]
+            faster = [higher for tile, higher in steps if self.time(higher) < GAIN * self.time(tile)]
+            self._climbing = list(dict.fromkeys(faster))
             slow = [t for t in self._climbing if self.time(t) > REACH * fastest]
         self._climbing = [t for t in self._climbing if t not in slow]
         wave = dict.fromkeys(n for tile in self._climbing for n in neighbours(tile) if n not in self.times)

@@ -1,4 +1,4 @@
-"""The trial of a tile: its launcher's result against float64 at the size that is timed, then its time."""
+"""The trial of a tile: its launcher's result against float64 at the size timed, then its time."""
 
 import statistics
 import time
@@ -52,7 +52,7 @@ class Trial(Judge):
             self.judge(outputs(self.run()))
 
     def check_unchecked(self, runs: int = 5) -> None:
-        """Raises Wrong where other inputs, at a larger size too, give a wrong result, or other bits in another run.
+        """Raises Wrong where other inputs, some larger, give a wrong result, or other bits when run again.
 
         For tiles of tiles.UNCHECKED: a race may leave a single result right.
         """
@@ -67,7 +67,7 @@ class Trial(Judge):
 
 
 class DeviceClock:
-    """Times calls by device events, each launched while the device is still busy, so that Python does not count."""
+    """Times calls by device events; the device is busy while Python launches, which thus does not count."""
 
     def __init__(self, device: torch.device, rounds: int = 15):
         self.rounds, self.flushed = rounds, flush_buffer(device)

@@ -53,7 +53,7 @@ class Attempt:
 
 @dataclass
 class Outcome:
-    """Of a problem: seconds of the table's tile and of the best one, each provider's best, what could not be tried."""
+    """A problem's result: seconds of the table's tile, of the best and of each provider's; failures."""
 
     problem: Problem
     before: float
@@ -147,11 +147,14 @@ class Tuner:
         return launcher.call(*launcher.make(Draw(self.dtype, torch.device("meta"))))
 
     def run(self, problems: list[Problem]) -> Iterator[Outcome]:
-        """Yields each problem when it is settled; rows for the user's table are kept as soon as they are found."""
+        """Yields each problem when it is settled; the user's table gets faster tiles as they are found."""
         waiting, active = deque(problems), self.active
         while active or (waiting and self.left > 0):
             while waiting and len(active) < AHEAD and self.left > 0:
-                active.append(self._begin(waiting.popleft()))
+                problem = waiting.popleft()
+                search = Search([problem.start, *problem.candidates])
+                active.append(Attempt(problem, search, kept=problem.start))
+                self._compile(active[-1], search.wave)
             ready = next((a for a in active if all(map(_done, a.compiling.values()))), active[0])
             note = ""
             try:
@@ -165,11 +168,6 @@ class Tuner:
             active.remove(ready)
             yield self._outcome(ready, note)
         self.unreached = len(waiting)
-
-    def _begin(self, problem: Problem) -> Attempt:
-        attempt = Attempt(problem, Search([problem.start, *problem.candidates]), kept=problem.start)
-        self._compile(attempt, attempt.search.wave)
-        return attempt
 
     def _compile(self, attempt: Attempt, wave: list[Tile]) -> list[Tile]:
         """Has a wave compiled in the background."""
@@ -186,7 +184,7 @@ class Tuner:
         return wave
 
     def _launches(self, problem: Problem, tile: Tile) -> list[Launch]:
-        """What a candidate would launch; nothing for a library."""
+        """The launches that a candidate would make; none for a library."""
         if tile.provider in tiles.LIBRARIES:
             return []
         with tiles.targeting(tiles.generation(self.device)), tiles.override(problem.op, tile, problem.shape):
@@ -266,26 +264,24 @@ class Tuner:
 
     @contextlib.contextmanager
     def _in_force(self, attempt: Attempt, tile: Tile) -> Iterator[Trial]:
-        """The trial of a problem, run with this tile inside; where there is no room for its inputs, others' go."""
+        """The problem's trial, with this tile inside; others' inputs go where memory is short."""
         p = attempt.problem
-        if attempt.trial is None:
+        for last in (False, True) if attempt.trial is None else ():
             try:
                 attempt.trial = self.trial(p, self.dtype, self.device)
+                break
             except torch.cuda.OutOfMemoryError:
+                if last:
+                    raise NoRoom("its inputs do not fit in the GPU's memory; give a smaller --batch-size") from None
                 for other in self.active:
                     other.trial = None  # to be made again
-        if attempt.trial is None:
-            gc.collect()
+            gc.collect()  # once the error, which holds its frames, is gone
             torch.cuda.empty_cache()
-            try:
-                attempt.trial = self.trial(p, self.dtype, self.device)
-            except torch.cuda.OutOfMemoryError:
-                raise NoRoom("its inputs do not fit in the GPU's memory; give a smaller --batch-size") from None
         with tiles.override(p.op, tile, p.shape):
             yield attempt.trial
 
     def _keep(self, attempt: Attempt) -> None:
-        """Puts the best tile so far into the user's table, if it is still faster when both are tried once more."""
+        """Puts the best tile into the user's table, if it is still faster when both are tried once more."""
         search, p = attempt.search, attempt.problem
         while (best := search.best) != attempt.kept and search.time(best) < GAIN * search.time(attempt.kept):
             if p.start not in search.times or attempt.unsure or self.left <= 0:

@@ -50,7 +50,7 @@ def _changing() -> Iterator[dict[str, list[dict]]]:
 
 
 def keep(entry: dict) -> None:
-    """Puts an entry (tiles.to_record) into the table, in the place of one for the same operation, GPU, bits and shape."""
+    """Puts an entry (tiles.to_record) into the table, in the place of one with the same KEY."""
     with _changing() as table:
         table["tiles"] = [e for e in table["tiles"] if any(e[k] != entry[k] for k in KEY)] + [entry]
 
@@ -63,7 +63,7 @@ def refuse(entry: dict, reason: str) -> None:
 
 @contextlib.contextmanager
 def trying(entry: dict) -> Iterator[None]:
-    """Notes a candidate for as long as the block runs: should the process not come out of it, the next one knows."""
+    """Notes a candidate while the block runs: should the process die in it, the next one knows."""
     mine = entry | {"pid": os.getpid()}
     with _changing() as table:
         table.setdefault("trying", []).append(mine)
@@ -85,7 +85,7 @@ def _alive(pid: int) -> bool:
 
 
 def refused(gpu: str) -> dict[tuple, str]:
-    """(op, bits, shape, tile) -> why it is not tried again on this GPU: what another process ended in, too."""
+    """(op, bits, shape, tile) -> why it is not tried again on this GPU, e.g. a process ended in it."""
     with _changing() as table:  # which also shows at once whether the table can be written
         for entry in table.get("trying", [])[:]:
             if entry["pid"] == os.getpid() or not _alive(entry["pid"]):
@@ -97,7 +97,7 @@ def refused(gpu: str) -> dict[tuple, str]:
 
 
 def only_one(name: str):
-    """A lock on tuning one GPU, held as long as the result lives. Raises InputError where another process has it."""
+    """A lock on tuning one GPU, held while the result lives. Raises InputError where it is taken."""
     path = tiles.user_table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open(path.with_name(f"tuning-{name}.lock"), "w")  # noqa: SIM115

@@ -41,7 +41,7 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def exact_fp32() -> Iterator[None]:
-    """Keeps PyTorch's fp32 convolutions from taking TF32, as they may by default: our errors are judged by theirs."""
+    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -52,7 +52,7 @@ def exact_fp32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong, and not another's result."""
+    """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def fill(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Wrong(Exception):
 
 
 class Judge:
-    """The inputs of a launcher and their truth in float64; judges results by PyTorch's own in the same dtype."""
+    """A launcher's inputs and their truth in float64; judges results by PyTorch's in the same dtype."""
 
     def __init__(
         self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0
@@ -112,13 +112,17 @@ Input = tuple[str, tuple[int, ...]]
 
 
 def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
-    """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or `vitfast.ref` with the same functions."""
+    """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or its twin `vitfast.ref`."""
 
     def values(*shape: int) -> Input:
         return "values", shape
 
     def weight(*shape: int) -> Input:
         return "weight", shape
+
+    def scaled(operation: Callable, **fixed) -> Callable:
+        """The operation with the layer scale and the drop path as its last two tensors."""
+        return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
 
     d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
     x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
@@ -127,29 +131,17 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     embed = [weight(d, 3, s.patch, s.patch), vector, values(1, 1, d), values(1, 1 + (s.image // s.patch) ** 2, d)]
     return {
         "layer_norm": (ops.layer_norm, [x, *norm]),
-        "add_layer_norm": (
-            lambda a, r, w, b, ls, dp: ops.add_layer_norm(a, r, w, b, layer_scale=ls, drop_path=dp),
-            [x, x, *norm, vector, drop],
-        ),
+        "add_layer_norm": (scaled(ops.add_layer_norm), [x, x, *norm, vector, drop]),
         "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, s.head)]),
         "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, approximate="tanh"), [x, *fc1]),
-        "linear_residual": (
-            lambda a, w, b, r, ls, dp: ops.linear_residual(a, w, b, r, layer_scale=ls, drop_path=dp),
-            [x, *proj, x, vector, drop],
-        ),
+        "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
         "mlp": (ops.mlp, [x, *fc1, *fc2]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
-        "attention_block": (
-            lambda *t: ops.attention_block(*t[:7], num_heads=s.heads, layer_scale=t[7], drop_path=t[8]),
-            [x, *norm, *qkv, *proj, vector, drop],
-        ),
-        "mlp_block": (
-            lambda *t: ops.mlp_block(*t[:7], layer_scale=t[7], drop_path=t[8]),
-            [x, *norm, *fc1, *fc2, vector, drop],
-        ),
+        "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
+        "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
     }
 
 
@@ -173,10 +165,8 @@ def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     if upstream is None:
         return outputs
-    gradients = torch.autograd.grad(
-        outputs, [t for t in tensors if t.requires_grad], [u.to(o.dtype) for u, o in zip(upstream, outputs)]
-    )
-    return [*outputs, *gradients]
+    leaves = [t for t in tensors if t.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs)])]
 
 
 def worst(actual: list[Tensor], truth: list[Tensor]) -> float:

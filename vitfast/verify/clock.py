@@ -1,4 +1,4 @@
-"""What lies between two timed calls on a GPU: cold caches, and a head start that hides Python's launches."""
+"""Readies a GPU for a timed call: cold caches, and a head start that hides Python's launches."""
 
 import time
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def flush_buffer(device: torch.device) -> Tensor:
-    """What `cold` overwrites: twice the largest L2 there is."""
+    """The memory that `cold` overwrites: twice the largest L2 there is."""
     return torch.empty(256 * 2**20, dtype=torch.int8, device=device)
 
 
 def cold(flushed: Tensor, lead: float) -> None:
-    """Overwrites the L2 cache, then keeps the device busy for `lead` seconds while Python launches what is timed."""
+    """Overwrites the L2 cache, then keeps the device busy for `lead` seconds while Python launches."""
     flushed.zero_()
     torch.cuda._sleep(int(2e9 * lead))  # in clock cycles
 

@@ -12,7 +12,7 @@ LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "s
 
 @dataclass(frozen=True)
 class Sizes:
-    """What launchers and operations run at."""
+    """Sizes that launchers and operations run at."""
 
     batch: int
     tokens: int

@@ -1,4 +1,4 @@
-"""What a training step of a plain ViT does not ask of the launchers, for the plan of edges.py.
+"""Launchers on inputs that a training step of a plain ViT does not give, for edges.py.
 
 Separate tensors of different strides, another scale than 1 / sqrt(Dh), logits in the hundreds, a constant row, every
 optional sum at once, images that are not square, several prefix tokens or none, a normalisation for each channel.
@@ -8,21 +8,9 @@ from torch import Tensor
 
 from .. import ref
 from ..kernels import attention, layer_norm, rows
+from . import launchers
 from .draw import Draw, Sizes
-from .launchers import (
-    EPS,
-    Launcher,
-    attention_formula,
-    attention_gradients,
-    block_norm_backward,
-    block_norm_gradients,
-    for_attention_backward,
-    layer_norm_formula,
-    patch_embedding,
-    scaled_rows,
-    statistics,
-    wide,
-)
+from .launchers import EPS, Launcher
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.23, 0.22, 0.26)
 
@@ -43,13 +31,13 @@ def _attention(s: Sizes) -> dict[str, Launcher]:
     return {
         "attention, peaked, separate tensors": Launcher(
             lambda t: separate(t, size=64.0),
-            lambda q, k, v: attention.attention_fwd(q, k, v, scale),
-            lambda q, k, v: attention_formula(q, k, v, scale),
+            lambda *t: attention.attention_fwd(*t, scale),
+            lambda *t: launchers.attention_formula(*t, scale),
         ),
         "attention backward, separate tensors": Launcher(
-            lambda t: for_attention_backward(t, *separate(t), scale),
+            lambda t: launchers.for_attention_backward(t, *separate(t), scale),
             lambda *t: attention.attention_bwd_separate(*t, scale),
-            lambda q, k, v, o, lse, do: attention_gradients(q, k, v, do, scale),
+            lambda q, k, v, o, lse, do: launchers.attention_gradients(q, k, v, do, scale),
         ),
     }
 
@@ -65,25 +53,25 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
     def every_input(t: Draw) -> tuple:
         z = with_constant_row(t)
         parameters, factors = (t.values(d), t.values(d)), (t.values(d), t.factors(s.batch))
-        return t.values(m, d), z, *parameters, *statistics(z), t.values(m, d), t.values(m, d), *factors
+        return t.values(m, d), z, *parameters, *launchers.statistics(z), t.values(m, d), t.values(m, d), *factors
 
     def every_sum(dy, z, w, b, mean, rstd, dz, *scaled_branch):
-        found = block_norm_gradients(dy, z, w, b, mean, rstd, dz, *scaled_branch)
-        return *found, dz.sum(0, dtype=wide(dz)), ref.layer_norm(z, w, b, EPS)
+        found = launchers.block_norm_gradients(dy, z, w, b, mean, rstd, dz, *scaled_branch)
+        return *found, dz.sum(0, dtype=launchers.wide(dz)), ref.layer_norm(z, w, b, EPS)
 
     return {
         "scaled rows, layer scale": Launcher(
             lambda t: (t.values(m, d), t.values(d), t.factors(s.batch)),
-            lambda x, ls, drop: rows.scale_rows(x, ls, drop, s.tokens),
-            lambda x, ls, drop: scaled_rows(x, drop, ls),
+            lambda *t: rows.scale_rows(*t, s.tokens),
+            lambda x, ls, drop: launchers.scaled_rows(x, drop, ls),
         ),
         "layer_norm, a constant row": Launcher(
             lambda t: (with_constant_row(t), t.values(d), t.values(d)),
-            lambda x, w, b: layer_norm.layer_norm_fwd(x, w, b, EPS),
-            layer_norm_formula,
+            lambda *t: layer_norm.layer_norm_fwd(*t, EPS),
+            launchers.layer_norm_formula,
         ),
         "layer_norm backward, every sum": Launcher(
-            every_input, lambda *t: block_norm_backward(s, *t, want_dz_sum=True, want_y=True), every_sum
+            every_input, lambda *t: launchers.block_norm_backward(s, *t, want_dz_sum=True, want_y=True), every_sum
         ),
     }
 
@@ -91,8 +79,8 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
 def _patch_embeddings(s: Sizes) -> dict[str, Launcher]:
     across = s.image // s.patch + 2
     patches = s.image // s.patch * across
-    several, several_backward = patch_embedding(s, across, 4, patches)
-    none, none_backward = patch_embedding(s, across, 0, patches, MEAN, STD)
+    several, several_backward = launchers.patch_embedding(s, across, 4, patches)
+    none, none_backward = launchers.patch_embedding(s, across, 0, patches, MEAN, STD)
     return {
         "patch embedding, oblong, 4 prefix tokens": several,
         "patch embedding, oblong, 4 prefix tokens, backward": several_backward,

@@ -1,4 +1,4 @@
-"""Every launcher at shapes around the edges of its tiles, in Triton's interpreter: right numbers, and no wrong access.
+"""Checks every launcher at shapes around the edges of its tiles, in Triton's interpreter.
 
 Each runs with every provider that could do it (with its shipped tile and with each other provider's), on contiguous and
 strided inputs; images channels-last too. Its results are judged against float64 by PyTorch's own error, its loads and
@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 import triton
@@ -73,7 +74,7 @@ class Case:
 
 @dataclass
 class Report:
-    """What came of a case: the worst error with PyTorch's own, and what was found, with the tiles it was found with."""
+    """A case's worst error with PyTorch's own, and what was found, with the tiles it was found with."""
 
     case: Case
     runs: int = 0
@@ -110,7 +111,7 @@ def _sizes(name: str, long: bool) -> list[Sizes]:
 
 
 def _slow(name: str, sizes: Sizes) -> bool:
-    """Whether it takes seconds in the interpreter, for a kernel that another launcher runs at this width too."""
+    """Whether it takes seconds in the interpreter, while another launcher runs its kernel at this width."""
     if name.startswith("patch"):
         return sizes.width > 100 and name.endswith("uint8, backward") or "oblong" in name and sizes.image > 28
     if name.startswith("weight gradient"):
@@ -162,22 +163,16 @@ def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[
             yield op, dataclasses.replace(shipped, blocks=tuple((dict(shipped.blocks) | groups).items())), shape
 
 
-@contextlib.contextmanager
-def _small_gpu(case: Case) -> Iterator[None]:
-    """Two multiprocessors, so that persistent programs go round several times."""
-    before = rows._multiprocessors, attention.MANY_HEADS
-    rows._multiprocessors, attention.MANY_HEADS = (lambda device: 2), case.many_heads
-    try:
-        yield
-    finally:
-        rows._multiprocessors, attention.MANY_HEADS = before
-
-
 def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]]]:
-    """The case's name and the tiles used (filled by a run inside): with the shipped tiles, then with each candidate."""
+    """The case's name and tiles used (filled by a run inside): the shipped ones, then each candidate."""
     waiting: list[tuple[Override, ...]] = [()]
     seen: set[Override] = set()
-    with _small_gpu(case), tiles.targeting(case.sm) if case.sm else contextlib.nullcontext():
+    with contextlib.ExitStack() as gpu:
+        # Two multiprocessors, so that persistent programs go round several times.
+        gpu.enter_context(mock.patch.object(rows, "_multiprocessors", lambda device: 2))
+        gpu.enter_context(mock.patch.object(attention, "MANY_HEADS", case.many_heads))
+        if case.sm:
+            gpu.enter_context(tiles.targeting(case.sm))
         while waiting:
             chosen = waiting.pop(0)
             with contextlib.ExitStack() as stack:
@@ -191,7 +186,7 @@ def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]
 
 
 def _where(problem: BaseException) -> str:
-    """ "NameError: ... at layer_norm.py:68": the cause and its last line outside of Triton, which wraps errors."""
+    """ "NameError: ... at layer_norm.py:68": the cause of an error and its last line outside of Triton."""
     while problem.__cause__:
         problem = problem.__cause__
     triton_folder = os.path.dirname(triton.__file__)

@@ -74,14 +74,17 @@ def _gelu_backward(dy: Tensor, pre: Tensor, approximate: str = "none") -> tuple[
 def _products(s: Sizes) -> dict[str, Launcher]:
     m, d, f, layers = s.rows, s.width, s.hidden, _layers(s)
 
+    def linear_inputs(t: Draw, out: int, inner: int) -> tuple:
+        return t.values(m, inner), t.weight(out, inner), t.values(out)
+
     def linear_gelu(approximate: str, save: bool) -> Launcher:
         def formula(x, w, b):
             pre = F.linear(x, w, b)
             return F.gelu(pre, approximate=approximate), *((pre,) if save else ())
 
         return Launcher(
-            lambda t: (t.values(m, d), t.weight(f, d), t.values(f)),
-            lambda x, w, b: mlp.linear_gelu(x, w, b, approximate, save),
+            lambda t: linear_inputs(t, f, d),
+            lambda *t: mlp.linear_gelu(*t, approximate, save),
             formula,
             variant=not save,
         )
@@ -93,7 +96,7 @@ def _products(s: Sizes) -> dict[str, Launcher]:
 
         return Launcher(
             lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
-            lambda g, w2, pre: mlp.dgelu_matmul(g, w2, pre, approximate, True),
+            lambda *t: mlp.dgelu_matmul(*t, approximate, True),
             formula,
             variant,
         )
@@ -107,8 +110,8 @@ def _products(s: Sizes) -> dict[str, Launcher]:
 
     def linear_residual(out: int, inner: int) -> Launcher:
         return Launcher(
-            lambda t: (t.values(m, inner), t.weight(out, inner), t.values(out), t.values(m, out)),
-            lambda x, w, b, res: linear.linear_residual(x, w, b, res, None, None, s.tokens),
+            lambda t: (*linear_inputs(t, out, inner), t.values(m, out)),
+            lambda *t: linear.linear_residual(*t, None, None, s.tokens),
             ref.linear_residual,
         )
 
@@ -121,9 +124,7 @@ def _products(s: Sizes) -> dict[str, Launcher]:
         # fc2's is dgelu.
         **{f"input gradient, {layer}": input_gradient(*layers[layer]) for layer in ("fc1", "qkv", "proj")},
         **{f"linear + residual, {layer}": linear_residual(*layers[layer]) for layer in ("fc2", "proj")},
-        "linear, qkv": Launcher(
-            lambda t: (t.values(m, d), t.weight(3 * d, d), t.values(3 * d)), linear.linear, F.linear
-        ),
+        "linear, qkv": Launcher(lambda t: linear_inputs(t, 3 * d, d), linear.linear, F.linear),
     }
 
 
@@ -159,9 +160,7 @@ def _attention(s: Sizes) -> dict[str, Launcher]:
 
     return {
         "attention": Launcher(
-            lambda t: _qkv(t, s),
-            lambda q, k, v: attention.attention_fwd(q, k, v, scale),
-            lambda q, k, v: attention_formula(q, k, v, scale),
+            lambda t: _qkv(t, s), lambda *t: attention.attention_fwd(*t, scale), lambda *t: attention_formula(*t, scale)
         ),
         "attention backward": Launcher(
             lambda t: for_attention_backward(t, *_qkv(t, s), scale),
@@ -197,7 +196,7 @@ def layer_norm_gradients(dy, z, w, b, mean, rstd) -> tuple[Tensor, Tensor, Tenso
 
 
 def block_norm_gradients(dy, z, w, b, mean, rstd, dz, branch, ls, drop) -> tuple[Tensor, ...]:
-    """(dres, dbranch, dw, db, d layer_scale) of LayerNorm after adding a scaled branch; dz: the gradient of the sum."""
+    """(dres, dbranch, dw, db, d layer_scale) of LayerNorm of z = res + scaled branch; dz: z's gradient."""
     dres, dw, db = layer_norm_gradients(dy, z, w, b, mean, rstd)
     dres = dres + dz
     dropped = dres.to(wide(dres)) * drop.repeat_interleave(len(dres) // len(drop))[:, None]
@@ -235,7 +234,7 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
         ),
         "layer_norm": Launcher(
             lambda t: (t.values(m, d), t.values(d), t.values(d)),
-            lambda x, w, b: layer_norm.layer_norm_fwd(x, w, b, EPS),
+            lambda *t: layer_norm.layer_norm_fwd(*t, EPS),
             layer_norm_formula,
         ),
         "layer_norm backward": Launcher(normed, layer_norm.layer_norm_bwd, layer_norm_gradients),
@@ -277,7 +276,7 @@ def block_norm_backward(s: Sizes, dy, z, w, b, mean, rstd, dz, branch, ls, drop,
 def patch_embedding(
     s: Sizes, across: int, prefix: int, positions: int, mean: tuple | None = None, std: tuple | None = None
 ) -> tuple[Launcher, Launcher]:
-    """Forward and backward, on images that are `across` patches wide; of raw pixels where they have a mean."""
+    """Forward and backward, on images `across` patches wide; of raw pixels where they have a mean."""
     d, patches = s.width, s.image // s.patch * across
     pixels = s.batch, 3, s.image, across * s.patch
     wanted = dict(want_images=mean is None, want_weight=True, want_bias=True, want_cls=prefix > 0, want_pos=True)
@@ -361,9 +360,7 @@ def _smaller(s: Sizes) -> dict[str, Launcher]:
     fp32 = torch.float32
     return {
         "gelu backward": Launcher(
-            lambda t: (t.values(m, f), t.values(m, f)),
-            lambda dy, pre: mlp.gelu_bwd(dy, pre, "none", True),
-            _gelu_backward,
+            lambda t: (t.values(m, f), t.values(m, f)), lambda *t: mlp.gelu_bwd(*t, "none", True), _gelu_backward
         ),
         "attention backward, dq": Launcher(
             lambda t: for_attention_backward(t, *_qkv(t, s), scale),
@@ -389,7 +386,7 @@ def _smaller(s: Sizes) -> dict[str, Launcher]:
                 *(t.values(m, d), t.weight(d, d), t.values(d)),
                 *(t.values(m, d, dtype=fp32), t.values(d), t.factors(s.batch)),
             ),
-            lambda x, w, b, res, ls, drop: linear.linear_residual(x, w, b, res, ls, drop, s.tokens),
+            lambda *t: linear.linear_residual(*t, s.tokens),
             linear_residual,
             variant=True,
         ),

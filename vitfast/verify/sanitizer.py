@@ -1,4 +1,4 @@
-"""A memory sanitizer for Triton kernels in Triton's interpreter: no GPU, and no change to the kernels.
+"""A memory sanitizer for Triton kernels in Triton's interpreter, without a GPU or a changed kernel.
 
     # TRITON_INTERPRET=1 in the environment, before triton is imported; vitfast's operations: with ops.use_kernels("on")
     interpreter.quicken(), interpreter.mend_bfloat16()  # of vitfast: twice as quick, bfloat16 right
@@ -33,6 +33,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
@@ -51,18 +52,12 @@ with torch.device("cpu"):
 
 _NOT_KERNELS = (os.path.dirname(triton.__file__), __file__, shadow.__file__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ALLOCATE = (
-    (torch, "empty"),
-    (torch, "empty_like"),
-    (torch, "empty_strided"),
-    (Tensor, "new_empty"),
-    (Tensor, "new_empty_strided"),
-)
+_ALLOCATE = {torch: ("empty", "empty_like", "empty_strided"), Tensor: ("new_empty", "new_empty_strided")}
 
 
 @dataclass
 class Finding:
-    """One kind of fault of one kernel at one line of source, as it was met first, and how often it was met."""
+    """One kind of fault of one kernel at one line of source, as first met, and how often it was met."""
 
     kind: str
     kernel: str
@@ -79,7 +74,7 @@ class Finding:
 
 
 class Sanitizer:
-    """Context manager: watches every launch of an interpreted kernel inside. Memory of torch.empty is poisoned.
+    """Watches every launch of an interpreted kernel inside a with block, poisoning torch.empty's memory.
 
     findings: what was found, complete after the end. counts: of launches, programs, reads, writes and their elements.
     A read or write out of bounds is found, and not done; an atomic operation is done. Raises RuntimeError inside of
@@ -133,13 +128,7 @@ class Sanitizer:
             raise RuntimeError("a Sanitizer is at work already: they do not nest")
         with contextlib.ExitStack() as stack:
             for owner, name, hook in self._hooks():
-                original = getattr(owner, name)
-                hooked = _hooked(hook, original)
-                if name in vars(owner):
-                    stack.callback(setattr, owner, name, original)
-                else:  # inherited
-                    stack.callback(delattr, owner, name)
-                setattr(owner, name, hooked)
+                stack.enter_context(mock.patch.object(owner, name, _hooked(hook, getattr(owner, name))))
             self._restore = stack.pop_all()
         self._open = True
         return self
@@ -153,7 +142,7 @@ class Sanitizer:
         self._given.clear()
 
     def _hooks(self) -> Iterator[tuple[object, str, Callable]]:
-        """What is replaced in Triton and torch: owner, name, and the replacement, which is given the original first."""
+        """Owner, name and replacement of each hook into Triton and torch; it is given the original first."""
         yield GridExecutor, "_init_args_hst", self._bind_arguments
         yield GridExecutor, "_restore_args_dev", self._return_arguments
         yield interpreter, "_implicit_cvt", self._convert
@@ -164,7 +153,7 @@ class Sanitizer:
         yield InterpreterBuilder, "create_masked_store", self._store
         yield InterpreterBuilder, "create_atomic_rmw", self._atomic
         yield InterpreterBuilder, "create_atomic_cas", self._atomic
-        yield from ((owner, name, self._allocate) for owner, name in _ALLOCATE)
+        yield from ((owner, name, self._allocate) for owner, names in _ALLOCATE.items() for name in names)
 
     def _bind_arguments(self, original, executor, args_dev, kwargs):
         args, kwargs = original(executor, args_dev, kwargs)
@@ -255,7 +244,7 @@ def _tensors(arguments: dict) -> Iterator[tuple[str, Tensor]]:
 
 
 def _undefined(ptrs: TensorHandle) -> TensorHandle:
-    """What a load without `other` may give where its mask is false: poison; zeros of integers."""
+    """Values of a load without `other` where its mask is false: poison; zeros of integers."""
     dtype = ptrs.get_element_ty()
     values = np.zeros(ptrs.data.shape, interpreter._get_np_dtype(dtype))
     if dtype.is_floating():

@@ -1,4 +1,4 @@
-"""Shadow memory of one interpreted launch: who has read and written which element of which tensor (for sanitizer.py).
+"""Shadow memory of one interpreted launch: who has read and written each element (for sanitizer.py).
 
 Every pointer carries the number of its kernel argument in its upper 16 bits, which pointer arithmetic leaves alone. An
 address is thus judged by the tensor it was reached through, whatever else lies there.
@@ -16,6 +16,7 @@ _SEVERAL = -1  # in place of a reader's stamp
 
 Program = tuple[int, ...]
 Touched = list[tuple["View", np.ndarray]]
+Report = Callable[[str, str, str], None]
 
 
 def plain(pointers: TensorHandle) -> TensorHandle:
@@ -67,19 +68,13 @@ class View:
 
 
 class Launch:
-    """What the programs of one launch do to its tensors. What is wrong goes to `report(kind, tensor, detail)`.
+    """Watches what a launch's programs do to its tensors; `report(kind, tensor, detail)` gets faults.
 
     A stamp is a phase of a program, which lasts from its start or a barrier to the next. They rise through the launch.
     fresh: addresses of the storages that were poisoned.
     """
 
-    def __init__(
-        self,
-        kernel: str,
-        tensors: list[tuple[str, Tensor]],
-        fresh: Container[int],
-        report: Callable[[str, str, str], None],
-    ):
+    def __init__(self, kernel: str, tensors: list[tuple[str, Tensor]], fresh: Container[int], report: Report):
         self.kernel, self.tensors, self.report = kernel, tensors, report
         keys = [t.untyped_storage().data_ptr() for _, t in tensors]
         sizes: dict[int, int] = {}
@@ -166,7 +161,7 @@ class Launch:
             self._lanes_agree(*touched[0], np.broadcast_to(values, mask.shape)[mask])
 
     def _after_writes(self, view: View, at: np.ndarray, race: str, verb: str) -> None:
-        """Looks for earlier writes to what is now read or written: of other programs, and of this one's phase."""
+        """Looks for earlier writes to what is now accessed: of other programs, and of this one's phase."""
         if view.memory.written:
             writer = view.memory.writer[at]
             self._found(race, view, at, (writer > 0) & (writer < self.first), verb + " what {} wrote,", writer)
