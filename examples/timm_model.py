@@ -2,7 +2,7 @@
 
     python examples/timm_model.py [--steps 500] [--model vit_tiny_patch16_224] [--plain]
 
-500 steps take half a minute of one CPU core and give a test accuracy of 0.916. --plain runs the same without vitfast.
+Prints the losses and the test accuracy. --plain runs the same without vitfast.
 """
 
 import argparse

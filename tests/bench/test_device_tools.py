@@ -31,7 +31,7 @@ answers = dict(is_available=lambda: True, synchronize=synchronize, memory_reserv
 sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(**answers))
 
 @pytest.mark.parametrize("n", range(12))
-def test_n(n):
+def test_fourth_breaks(n):
     if n == 3:
         broken.append(n)  # which nobody sees before the device is waited for
     synchronize() if n != 3 else None
@@ -63,8 +63,10 @@ def test_a_broken_device_ends_its_worker_and_spoils_no_other_test(tmp_path, work
     ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode != 0 and re.search(rf"\b{passed} passed", done.stdout), done.stdout + done.stderr
-    assert re.search(r"ERROR test_breaks.py::test_n\[3\] - Failed: the GPU does not answer any more", done.stdout)
-    bad = set(re.findall(r"^(?:FAILED|ERROR) test_breaks.py::test_n\[(\d+)\]", done.stdout, re.M))
+    assert re.search(
+        r"ERROR test_breaks.py::test_fourth_breaks\[3\] - Failed: the GPU does not answer any more", done.stdout
+    )
+    bad = set(re.findall(r"^(?:FAILED|ERROR) test_breaks.py::test_fourth_breaks\[(\d+)\]", done.stdout, re.M))
     assert bad == {"3"}, done.stdout
 
 

@@ -71,7 +71,7 @@ KERNELS = ((6e6, 5e3),)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_double(benchmark, impl):
+def test_double_is_timed(benchmark, impl):
     case = Case("double", "cpu small B9", lambda x: 2 * x, lambda: [values(9, 3)], 1, Work(KERNELS, KERNELS, KERNELS))
     bench(benchmark, case, impl, IMPLS[impl], "backward" if impl == "gradient" else "forward")
 """
@@ -154,12 +154,15 @@ def test_no_case_is_dropped(planted):
     """
     failed = {case["params"]["impl"]: case for case in planted["failed"]}
     assert set(failed) == {"last_sample", "gradient", "nan", "raises", "explains", "tires", "hangs"}
-    assert failed["raises"]["name"] == "test_double[raises]" and "cannot be multiplied" in failed["raises"]["reason"]
+    assert (
+        failed["raises"]["name"] == "test_double_is_timed[raises]"
+        and "cannot be multiplied" in failed["raises"]["reason"]
+    )
     assert "took longer than 8 s" in failed["hangs"]["reason"] and not any(
         "\n" in case["reason"] for case in failed.values()
     )
     assert [(case["name"], case["reason"]) for case in planted["skipped"]] == [
-        ("test_double[dies]", "not run: the process ended before")
+        ("test_double_is_timed[dies]", "not run: the process ended before")
     ]
 
 

@@ -8,6 +8,7 @@ import xml.etree.ElementTree as xml
 
 import pytest
 from doc_blocks import PAGES, ROOT
+from test_package import FLOORS
 
 import vitfast
 from vitfast import cli, ops
@@ -81,6 +82,14 @@ def test_files_that_pages_name_are_there(page):
     assert not missing
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert not [path for path in linked if not ((ROOT / page).parent / path).exists()]
+
+
+def test_every_place_of_the_house_stands_on_its_floor():
+    text = (ROOT / "docs" / "house.md").read_text()
+    rows = re.findall(r"^\| (\d) \| `(?:vitfast/)?(\w+)(?:/|\.py)` \| .+ \|$", text, re.MULTILINE)
+    floors = [int(floor) for floor, _ in rows]
+    assert sorted(rows) == sorted((str(i), place) for i, floor in enumerate(FLOORS, 1) for place in floor)
+    assert floors == sorted(floors, reverse=True) and len(text.splitlines()) <= 60
 
 
 def test_the_way_of_an_image_has_at_most_ten_boxes():

@@ -110,7 +110,7 @@ def test_rounds_like_the_exact_value_as_often_as_with_erf(on_a_grid, dtype):
         assert wrong <= before
 
 
-def test_edges():
+def test_gelu_at_the_ends_of_the_polynomial():
     """The limits at infinity, where x Phi(x) as PyTorch computes it is NaN on the left; NaN stays NaN."""
     p = torch.tensor(EDGES)
     gelu, _, slope, _, _ = computed(p)

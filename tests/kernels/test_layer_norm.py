@@ -52,7 +52,7 @@ def test_optional_arguments(weight, bias, layer_scale, drop_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strided(dtype):
+def test_strided_rows_give_the_same(dtype):
     given = inputs((3, 6, 200), dtype, layer_scale=True, drop_path=True)
     strided = dict(
         given, x=rand(3, 200, 6, dtype=dtype).transpose(1, 2), residual=rand(3, 7, 216, dtype=dtype)[:, 1:, 8:208]
@@ -186,7 +186,7 @@ def test_column_sums():
 
 @settings(max_examples=18, deadline=None, derandomize=True)
 @given(st.integers(1, 3), st.integers(0, 6), st.integers(1, 300), st.sampled_from(DTYPES), st.booleans(), st.booleans())
-def test_any_shape(B, N, D, dtype, layer_scale, drop_path):
+def test_0_to_18_rows_of_1_to_300_columns(B, N, D, dtype, layer_scale, drop_path):
     check(inputs((B, N, D), dtype, layer_scale=layer_scale, drop_path=drop_path), upstream_of((B, N, D), dtype), dtype)
 
 
