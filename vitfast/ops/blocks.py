@@ -81,6 +81,7 @@ _INPUTS = (
     "Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor in_weight, Tensor? in_bias, "
     "Tensor out_weight, Tensor? out_bias, Tensor? layer_scale, Tensor? drop_path"
 )
+_BACKWARD = f"Tensor dout, {_INPUTS}, Tensor mean, Tensor rstd"
 
 
 def _split(arguments: tuple) -> tuple[Inputs, tuple]:
@@ -184,10 +185,7 @@ def _(*arguments):
 
 
 @operation(
-    "attention_block_bwd",
-    f"Tensor dout, {_INPUTS}, Tensor mean, Tensor rstd, Tensor qkv, Tensor lse, Tensor o, Tensor? h, "
-    "float eps, bool[] needs",
-    8,
+    "attention_block_bwd", f"{_BACKWARD}, Tensor qkv, Tensor lse, Tensor o, Tensor? h, float eps, bool[] needs", 8
 )
 def _attention_bwd(dout, *arguments):
     """The gradients that BlockNeeds names, empty where not needed. h: LayerNorm's output, if kept."""
@@ -229,10 +227,7 @@ def _(*arguments):
 
 
 @operation(
-    "mlp_block_bwd",
-    f"Tensor dout, {_INPUTS}, Tensor mean, Tensor rstd, Tensor pre, Tensor? h, Tensor? act, "
-    "str approximate, float eps, bool[] needs",
-    8,
+    "mlp_block_bwd", f"{_BACKWARD}, Tensor pre, Tensor? h, Tensor? act, str approximate, float eps, bool[] needs", 8
 )
 def _mlp_bwd(dout, *arguments):
     """The gradients that BlockNeeds names, empty where not needed. h, act: if kept."""
