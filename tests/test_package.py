@@ -106,14 +106,14 @@ FLOORS = (
     {"errors", "files", "version", "interpreter", "ref", "kernels"},
     {"ops", "positions", "presets", "config", "device", "keep", "machine_code"},
     {"layers", "adapters", "checkpoint", "arguments"},
-    {"model", "hybrid", "init", "distributed"},
+    {"model", "hybrid", "init", "settle_keep", "distributed"},
     {"data", "cost", "verify", "baselines"},
     {"eval", "convert", "export", "inspect", "tune", "doctor"},
     {"train"},
     {"experiments", "timm_models"},
     {"cli"},
 )
-ONE_PLACE = {"hybrid": "model", "init": "model"}  # parts of the model
+ONE_PLACE = {"hybrid": "model", "init": "model", "settle_keep": "model"}  # parts of the model
 
 
 def imports() -> dict[str, set[str]]:

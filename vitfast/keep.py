@@ -7,7 +7,7 @@ most tokens seen.
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 KEEPS = ("auto", "all", "least")
 DEVICES = ("cuda",)  # types of devices that say how much memory is free
@@ -43,29 +43,3 @@ def choose(
     working = max(rows * (block.norm1.normalized_shape[0] + 2 * block.mlp.fc1.out_features) * size for block in blocks)
     coming = sum(12 * p.numel() for p in parameters if p.requires_grad and p.grad is None)
     return "all" if kept + working + coming <= USABLE * free else "least"
-
-
-def set_blocks(vit: nn.Module, keep: str) -> None:
-    """Every block of a ViT keeps "least" or "all" from now on."""
-    for block in vit.blocks:
-        block.keep = keep
-
-
-def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None) -> None:
-    """Settles keep="auto" of a ViT for `rows` tokens at a time in `dtype` (the parameters' unless given)."""
-    weight = vit.patch_embed.proj.weight
-    if vit.keep == "auto" and weight.device.type in DEVICES and not vit.grad_checkpointing:
-        vit._keep_rows = rows
-        size = (dtype or weight.dtype).itemsize
-        set_blocks(vit, choose(vit.blocks, vit.parameters(), rows, size, weight.device))
-
-
-def settle_in_training(vit: nn.Module, x: Tensor) -> None:
-    """The same for tokens x (B, N, D) of an eager training forward, where they are more than ever before."""
-    if vit.keep != "auto" or not vit.training or not torch.is_grad_enabled():
-        return
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor):
-        return
-    rows, kind = x.shape[0] * x.shape[1], x.device.type
-    if kind in DEVICES and rows > vit._keep_rows:
-        settle(vit, rows, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)

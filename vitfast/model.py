@@ -13,10 +13,11 @@ from .checkpoint import load_model, save
 from .errors import InputError
 from .hybrid import HybridEmbed
 from .init import init_weights
-from .keep import KEEPS, set_blocks, settle, settle_in_training
+from .keep import KEEPS
 from .layers import Block, LayerNorm, PatchEmbed, PreLogits
 from .positions import table_for_images
 from .presets import pair, preset
+from .settle_keep import set_blocks, settle, settle_in_training
 
 # Leaves to FX: they look at shapes in Python.
 torch.fx.wrap("checked_images")
@@ -85,7 +86,6 @@ class ViT(nn.Module):
         backbone: str | dict | None = None,
         keep: str = "auto",
     ):
-        # keep is of a run, not of the model
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__", "keep")}
         super().__init__()
         arguments.check(config)

@@ -17,7 +17,7 @@ def load(name):
 
 
 @pytest.mark.parametrize("name", ["hugging_face_trainer", "timm_model", "torchvision_model"])
-def test_example(name, tmp_path, capsys):
+def test_each_example_trains(name, tmp_path, capsys):
     if "trainer" in name:
         pytest.importorskip("accelerate", reason="Trainer needs Hugging Face's accelerate")
     module = load(name)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
     "library, targets",
     [("timm", ["qkv"]), ("timm", ["qkv", "proj", "fc1", "fc2"]), ("Hugging Face", ["q_proj", "v_proj"])],
 )
-def test_lora(library, targets, order):
+def test_lora_layers_run_the_librarys_code(library, targets, order):
     peft = pytest.importorskip("peft")
     base = randomize(MAKERS[library]())
 

@@ -54,13 +54,13 @@ def test_log_and_report_say_what_was_done(caplog):
     assert (
         record.name == "vitfast"
         and record.levelname == "INFO"
-        and "2 x attention half" in record.message
+        and "2 x attention block" in record.message
         and "QuickGELU" in record.message
     )
     text = str(vitfast.acceleration_report(model))
     assert (
-        "blocks.0 ... blocks.1 (2) (Block), attention half" in text
-        and "MLP half: mlp.act is timm.layers.activations.QuickGELU" in text
+        "blocks.0 ... blocks.1 (2) (Block), attention block" in text
+        and "MLP block: mlp.act is timm.layers.activations.QuickGELU" in text
     )
 
 

@@ -99,7 +99,7 @@ def test_compiled_gradients_equal_eager_ones():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast(dtype):
+def test_autocast_gives_outputs_of_its_dtype_and_fp32_gradients(dtype):
     """The error's norm is at most twice PyTorch's under the same autocast, and one rounding.
 
     Of the output and of the gradients.

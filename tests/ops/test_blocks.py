@@ -50,7 +50,10 @@ def gradients(block, x, p, drop_path, upstream, mode, dtype=None, **options):
 
     dtype: that of fresh leaves.
     """
-    leaf = lambda t: None if t is None else (t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_()  # noqa: E731
+
+    def leaf(t):
+        return None if t is None else (t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_()
+
     x, p = leaf(x), [leaf(t) for t in p]
     with ops.use_kernels(mode):
         out = (

@@ -123,7 +123,7 @@ def find(block: FusedBlock, layer: nn.Module) -> tuple[Modules, list[Tensor | No
 
 
 def unknown_member_reason(layer: nn.Module, blocks: tuple[FusedBlock, ...]) -> str | None:
-    """The member of a layer that no fused block lists, as text; `accelerate` asks once."""
+    """Why a layer is left: a module or parameter of it that no fused block covers; None if there is none."""
     known = {"": (type(layer),)}
     known.update((path, types) for block in blocks for path, _, _, types in block.modules)
     for path in sorted({parent for block in blocks for _, parent, _, _ in block.modules}):

@@ -51,7 +51,7 @@ def _attention_unsupported(modules: Modules) -> str | None:
 
 
 def _approximate(activation: nn.Module) -> str | None:
-    """GELU's flavour; None where the module computes it by hand."""
+    """The GELU variant, or None."""
     if type(activation) is GELUActivation:
         return "none" if activation.act is nn.functional.gelu else None
     return "tanh" if getattr(activation.act, "keywords", None) == {"approximate": "tanh"} else None
@@ -78,7 +78,7 @@ def _fused_blocks(
     fc1_to_fc2 = {"mlp.fc1": nn.Linear, "mlp.activation_fn": (GELUActivation, GELUTanh), "mlp.fc2": nn.Linear}
     return (
         FusedBlock(
-            "attention half",
+            "attention block",
             ops.attention_block,
             layout({norm1: nn.LayerNorm, "attention": attention, **qkvo, **behind[0]}),
             (*weights_and_biases(norm1), *qkv, *weights_and_biases("attention.o_proj")),
@@ -90,7 +90,7 @@ def _fused_blocks(
             **drop_path,
         ),
         FusedBlock(
-            "MLP half",
+            "MLP block",
             ops.mlp_block,
             layout({norm2: nn.LayerNorm, "mlp": mlp, **fc1_to_fc2, **behind[1]}),
             weights_and_biases(norm2, "mlp.fc1", "mlp.fc2"),

@@ -101,19 +101,15 @@ def replacement_class(cls: type, table: dict[type, type]) -> type | None:
     """
     if cls in table:
         return table[cls]
-    below = cls.__bases__[-1] if cls.__bases__ else None
-    return _mixed(cls, table[below]) if below in table and _mixed_by_torch(cls) else None
-
-
-def _mixed_by_torch(cls: type) -> bool:
-    return cls.__module__.startswith("torch.") and (len(cls.__bases__) > 1 or "parametri" in cls.__module__)
+    by_torch = cls.__module__.startswith("torch.") and (len(cls.__bases__) > 1 or "parametri" in cls.__module__)
+    return _mixed(cls, table[cls.__bases__[-1]]) if by_torch and cls.__bases__[-1] in table else None
 
 
 _mixtures: dict[tuple[type, type], type] = {}
 
 
 def _mixed(cls: type, below: type) -> type:
-    """The same mixture over another class; and back, the very class it was."""
+    """The same torch mix-in over another base class."""
     if (cls, below) not in _mixtures:
         # transformers' layers wrap the forward of every subclass: the new one gets its own.
         body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__", "forward")}

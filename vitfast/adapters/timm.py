@@ -15,6 +15,7 @@ from .fused_blocks import ABSENT, FusedBlock, Modules, layout, run, weights_and_
 
 _NORMS = (TimmLayerNorm, nn.LayerNorm)
 _UNUSED = (nn.Identity, ABSENT)  # places of what some versions have and some models fill
+_SCALES, _DROP_PATHS = (nn.Identity, LayerScale), (nn.Identity, DropPath)
 _APPROXIMATE = {nn.GELU: None, GELU: "none", GELUTanh: "tanh"}  # None: the module says
 
 
@@ -41,23 +42,12 @@ def _drop_path(module: nn.Module, batch: int, device: torch.device) -> Tensor | 
 
 
 ATTENTION = FusedBlock(
-    "attention half",
+    "attention block",
     ops.attention_block,
     layout(
-        {
-            "norm1": _NORMS,
-            "attn": Attention,
-            "attn.qkv": nn.Linear,
-            "attn.q_norm": _UNUSED,
-            "attn.k_norm": _UNUSED,
-            "attn.attn_drop": nn.Dropout,
-            "attn.norm": _UNUSED,
-            "attn.gate": ABSENT,
-            "attn.proj": nn.Linear,
-            "attn.proj_drop": nn.Dropout,
-            "ls1": (nn.Identity, LayerScale),
-            "drop_path1": (nn.Identity, DropPath),
-        }
+        {"norm1": _NORMS, "attn": Attention, "attn.qkv": nn.Linear, "attn.q_norm": _UNUSED, "attn.k_norm": _UNUSED}
+        | {"attn.attn_drop": nn.Dropout, "attn.norm": _UNUSED, "attn.gate": ABSENT, "attn.proj": nn.Linear}
+        | {"attn.proj_drop": nn.Dropout, "ls1": _SCALES, "drop_path1": _DROP_PATHS}
     ),
     weights_and_biases("norm1", "attn.qkv", "attn.proj"),
     options=lambda modules: dict(num_heads=modules["attn"].num_heads, eps=modules["norm1"].eps),
@@ -67,21 +57,12 @@ ATTENTION = FusedBlock(
 )
 
 MLP = FusedBlock(
-    "MLP half",
+    "MLP block",
     ops.mlp_block,
     layout(
-        {
-            "norm2": _NORMS,
-            "mlp": Mlp,
-            "mlp.fc1": nn.Linear,
-            "mlp.act": tuple(_APPROXIMATE),
-            "mlp.drop1": nn.Dropout,
-            "mlp.norm": _UNUSED,
-            "mlp.fc2": nn.Linear,
-            "mlp.drop2": nn.Dropout,
-            "ls2": (nn.Identity, LayerScale),
-            "drop_path2": (nn.Identity, DropPath),
-        }
+        {"norm2": _NORMS, "mlp": Mlp, "mlp.fc1": nn.Linear, "mlp.act": tuple(_APPROXIMATE), "mlp.drop1": nn.Dropout}
+        | {"mlp.norm": _UNUSED, "mlp.fc2": nn.Linear, "mlp.drop2": nn.Dropout}
+        | {"ls2": _SCALES, "drop_path2": _DROP_PATHS}
     ),
     weights_and_biases("norm2", "mlp.fc1", "mlp.fc2"),
     options=lambda modules: dict(

@@ -20,7 +20,7 @@ def _attention_unsupported(modules: Modules) -> str | None:
 
 
 ATTENTION = FusedBlock(
-    "attention half",
+    "attention block",
     ops.attention_block,
     layout(
         {
@@ -40,7 +40,7 @@ ATTENTION = FusedBlock(
 )
 
 MLP = FusedBlock(
-    "MLP half",
+    "MLP block",
     ops.mlp_block,
     layout(
         {

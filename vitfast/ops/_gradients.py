@@ -71,40 +71,42 @@ def as_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def differentiable(
-    forward,
-    backward,
-    name: str,
-    needs: type,
-    *,
-    constants: int = 0,
-    options: slice = slice(0),
-    least: int | None = None,
+    forward, backward, name: str, needs: type, *, only_all: tuple[str, ...] = (), passed_on: str = ""
 ) -> None:
-    """Makes the operation `backward`, whose fake this registers, the derivative of `forward`, once only.
+    """Registers `backward`, and its fake, as the derivative of `forward`, once only.
 
-    forward(*tensors, *constants, ...) -> (out, *kept), where kept is constant to autograd;
-    backward(dout, *tensors, *constants, *kept, *options, needs) -> a gradient for each of the tensors.
-    needs: a NamedTuple type with a field for each of these tensors, handed over as a list. constants: how many tensors
-    after them are saved and get no gradient. options: which of forward's arguments backward takes too. least: how many
-    of kept are saved unless forward's last argument is "all"; None stands in the place of the others.
+    forward(...) -> (out, *kept), where kept is constant to autograd; backward(dout, ..., needs) -> a gradient for each
+    field of needs, a NamedTuple type, handed over as a list: these are arguments of forward, the first that backward
+    takes. Its others, tensors first, are found by name in the schemas: forward's own, and what else there is, the kept
+    in their order. only_all: the kept that are None unless forward's `keep` is "all". passed_on: the argument of
+    forward whose gradient is dout itself.
     """
-    count = len(needs._fields)
+    given = [argument.name for argument in forward._opoverload._schema.arguments]
+    taken = {argument.name: str(argument.type) for argument in backward._opoverload._schema.arguments[1:-1]}
+    outputs = [argument for argument in taken if argument not in given]
+    tensors = [argument for argument, kind in taken.items() if "Tensor" in kind]
+    options = [argument for argument in taken if argument not in tensors]
 
     def setup(ctx, inputs, output):
-        _, *kept = output
+        kept = () if isinstance(output, Tensor) else output[1:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*kept)
-        if least is not None and inputs[-1] != "all":
-            kept[least:] = [None] * len(kept[least:])
-        ctx.save_for_backward(*inputs[: count + constants], *kept)
-        ctx.options = inputs[options]
+        values = {**dict(zip(given, inputs)), **dict(zip(outputs, kept))}
+        if values.get("keep") != "all":
+            values.update(dict.fromkeys(only_all))
+        ctx.save_for_backward(*(values[argument] for argument in tensors))
+        ctx.options = [values[argument] for argument in options]
 
     def differentiate(ctx, dout, *_):
-        needed, unneeded = list(ctx.needs_input_grad[:count]), (None,) * (len(ctx.needs_input_grad) - count)
-        if dout is None:
-            return (None,) * count + unneeded
-        return (*chosen(backward(dout, *ctx.saved_tensors, *ctx.options, needed), needed), *unneeded)
+        asked, gradients = dict(zip(given, ctx.needs_input_grad)), {}
+        needed = [asked[argument] for argument in needs._fields]
+        if dout is not None and any(needed):
+            found = backward(dout, *ctx.saved_tensors, *ctx.options, needed)
+            gradients = dict(zip(needs._fields, chosen(found, needed)))
+        if asked.get(passed_on):
+            gradients[passed_on] = dout
+        return tuple(gradients.get(argument) for argument in given)
 
-    backward.register_fake(lambda dout, *arguments: fake_gradients(arguments[-1], *arguments[:count]))
+    backward.register_fake(lambda dout, *arguments: fake_gradients(arguments[-1], *arguments[: len(needs._fields)]))
     forward.register_autograd(differentiate, setup_context=setup)
     only_once(backward, name)

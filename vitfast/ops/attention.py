@@ -6,6 +6,7 @@ from torch import Tensor
 from .. import ref
 from ..kernels import attention as kernels
 from ._dispatch import autocasts, check_same, check_shape, kernels_wanted, only_once
+from ._gradients import operation
 
 
 def _unit_rows(x: Tensor) -> Tensor:
@@ -13,73 +14,54 @@ def _unit_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("vitfast::attention_packed", mutates_args=())
-def _packed(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """qkv (B, N, 3, H, Dh) -> o (B, N, H, Dh), lse (B, H, N)."""
-    return kernels.attention_fwd(*_unit_rows(qkv).unbind(2), scale)
+def _heads(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """q, k and v (B, N, H, Dh) of qkv (B, N, 3, H, Dh), or as they are given."""
+    return list(_unit_rows(inputs[0]).unbind(2)) if len(inputs) == 1 else [_unit_rows(x) for x in inputs]
 
 
-@torch.library.custom_op("vitfast::attention_separate", mutates_args=())
-def _separate(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q, k, v (B, N, H, Dh) -> o (B, N, H, Dh), lse (B, H, N)."""
-    return kernels.attention_fwd(*map(_unit_rows, (q, k, v)), scale)
+def _declare(kind: str, *names: str):
+    """The operation on these inputs, (*inputs, scale) -> (o (B, N, H, Dh), lse (B, H, N)), with its derivative."""
+    count, packed, tensors = len(names), len(names) == 1, ", ".join(f"Tensor {name}" for name in names)
+
+    @operation(f"attention_{kind}", f"{tensors}, float scale", 2)
+    def forward(*arguments):
+        return kernels.attention_fwd(*_heads(arguments[:-1]), arguments[-1])
+
+    @forward.register_fake
+    def _(*arguments):
+        q = arguments[0].select(2, 0) if packed else arguments[0]
+        B, N, H, _ = q.shape
+        return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=torch.float32)
+
+    @operation(f"attention_{kind}_backward", f"{tensors}, Tensor o, Tensor lse, Tensor do, float scale", count)
+    def backward(*arguments):
+        *inputs, o, lse, do, scale = arguments
+        arguments = *_heads(inputs), o, lse, _unit_rows(do), scale
+        return kernels.attention_bwd(*arguments)[0] if packed else kernels.attention_bwd_separate(*arguments)
+
+    @backward.register_fake
+    def _(*arguments):
+        made = tuple(x.new_empty(x.shape) for x in arguments[:count])
+        return made[0] if packed else made
+
+    def save(ctx, inputs, output):
+        *tensors, ctx.scale = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+
+    def differentiate(ctx, do, _):
+        if do is None:
+            return (None,) * (count + 1)
+        grads = backward(*ctx.saved_tensors, do, ctx.scale)
+        return (grads, None) if packed else (*grads, None)
+
+    forward.register_autograd(differentiate, setup_context=save)
+    only_once(backward, "attention")
+    return forward
 
 
-@_separate.register_fake
-def _(q, k, v, scale):
-    B, N, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=torch.float32)
-
-
-@_packed.register_fake
-def _(qkv, scale):
-    B, N, _, H, D = qkv.shape
-    return qkv.new_empty((B, N, H, D)), qkv.new_empty((B, H, N), dtype=torch.float32)
-
-
-@torch.library.custom_op("vitfast::attention_packed_backward", mutates_args=())
-def _packed_backward(qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float) -> Tensor:
-    return kernels.attention_bwd(*_unit_rows(qkv).unbind(2), o, lse, _unit_rows(do), scale)[0]
-
-
-@torch.library.custom_op("vitfast::attention_separate_backward", mutates_args=())
-def _separate_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, do = map(_unit_rows, (q, k, v, do))
-    return kernels.attention_bwd_separate(q, k, v, o, lse, do, scale)
-
-
-@_packed_backward.register_fake
-def _(qkv, o, lse, do, scale):
-    return qkv.new_empty(qkv.shape)
-
-
-@_separate_backward.register_fake
-def _(q, k, v, o, lse, do, scale):
-    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    o, lse = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(*tensors, o, lse)
-
-
-def _packed_grad(ctx, do, _):
-    return (None if do is None else _packed_backward(*ctx.saved_tensors, do, ctx.scale)), None
-
-
-def _separate_grad(ctx, do, _):
-    return (None, None, None, None) if do is None else (*_separate_backward(*ctx.saved_tensors, do, ctx.scale), None)
-
-
-_packed.register_autograd(_packed_grad, setup_context=_save)
-_separate.register_autograd(_separate_grad, setup_context=_save)
-only_once(_packed_backward, "attention")
-only_once(_separate_backward, "attention")
+_packed, _separate = _declare("packed", "qkv"), _declare("separate", "q", "k", "v")
 
 
 def unsupported_reason(head_size: int, scale: float) -> str | None:

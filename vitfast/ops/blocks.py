@@ -81,6 +81,7 @@ _INPUTS = (
     "Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor in_weight, Tensor? in_bias, "
     "Tensor out_weight, Tensor? out_bias, Tensor? layer_scale, Tensor? drop_path"
 )
+_BACKWARD = f"Tensor dout, {_INPUTS}, Tensor mean, Tensor rstd"
 
 
 def _split(arguments: tuple) -> tuple[Inputs, tuple]:
@@ -96,57 +97,59 @@ def _kept(keep: str, x: Tensor, least: tuple[Tensor, ...], more: tuple[Tensor, .
     return (*held[: len(held) - absent], *filled(x, *[None] * absent))
 
 
-def _output_gradient(dout: Tensor, t: Inputs, dtype: torch.dtype, needs: BlockNeeds) -> tuple:
-    """(g, column sum of g, whether LayerNorm's backward takes that), g = drop_path[b] * dout.
+def _output_gradient(dout: Tensor, t: Inputs, dtype: torch.dtype, needs: BlockNeeds) -> tuple[Tensor, Tensor | None]:
+    """(g in `dtype`, column sum of g) for g = drop_path[b] * dout; the sum None where it is not needed yet.
 
-    dtype: of g. Where g is dout itself, LayerNorm's backward, which reads dout, sums it in the same pass.
+    Where g is dout itself, LayerNorm's backward, which reads dout, sums it in the same pass.
     """
-    want_sum = needs.out.column_sum(t.out_bias)
-    norm_sums = want_sum and needs.norm and t.drop_path is None and dout.dtype == dtype
-    return *branch_gradient(dout, dtype, t.drop_path, t.x.shape[1], want_sum and not norm_sums), norm_sums
+    norm_sums = needs.norm and t.drop_path is None and dout.dtype == dtype
+    want_sum = needs.out.column_sum(t.out_bias) and not norm_sums
+    return branch_gradient(dout, dtype, t.drop_path, t.x.shape[1], want_sum)
 
 
-def _in_layer_gradients(
-    din: Tensor,
-    dout: Tensor,
+def _gradients(
     t: Inputs,
+    needs: BlockNeeds,
+    dout: Tensor,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None],
+    din: tuple[Tensor, Tensor | None] | None,
     kept: tuple[Tensor, Tensor, Tensor | None],
     eps: float,
-    want_sum: bool,
-    needs: BlockNeeds,
-) -> tuple[dict[str, Tensor | None], Tensor | None]:
-    """Gradients of in(layer_norm(x)) and the residual by name, and the column sum of dout.
+) -> tuple[Tensor, ...]:
+    """A backward operation's outputs: a gradient for each field of BlockNeeds, empty where not needed.
 
-    din (M, K): the gradient of what `in` put out. kept: LayerNorm's mean, rstd and output h. Its backward adds the
-    residual's gradient, sums it where asked to, and rewrites h, which the weight gradient needs, unless it was kept:
-    all in one pass.
+    out: column sum of g, and weight_gradients of the output layer. din: the gradient (M, K) of what `in` put out, and
+    its column sum; None where nothing from there down is needed. kept: LayerNorm's mean, rstd and output h. LayerNorm's
+    backward adds the residual's gradient dout, sums it unless g's sum is there, and rewrites h, which the weight
+    gradient needs, unless it was kept: all in one pass.
     """
-    (mean, rstd, h), x, weight, grads, total = kept, as_matrix(t.x), as_matrix(t.in_weight), {}, None
-    if needs.norm:
-        norm = layer_norm_bwd(
-            input_grad(din, weight),
-            x,
-            t.norm_weight,
-            t.norm_bias,
-            mean,
-            rstd,
-            dz=dout,
-            want_dx=needs.x,
-            want_dparams=needs.norm_weight or needs.norm_bias,
-            want_dz_sum=want_sum,
-            want_y=needs.in_weight and h is None,
-        )
-        grads = dict(x=norm.dres.view(t.x.shape) if needs.x else None, norm_weight=norm.dweight, norm_bias=norm.dbias)
-        total, h = norm.dz_sum, norm.y if h is None else h
-    elif needs.in_weight and h is None:
-        h = layer_norm_fwd(x, t.norm_weight, t.norm_bias, eps, out_dtype=weight.dtype)[0]
-    if needs.in_weight:
-        grads["in_weight"] = weight_grad(din, h, out_dtype=weight.dtype)
-    return grads, total
-
-
-def _in_order(grads: dict[str, Tensor | None], t: Inputs, needs: BlockNeeds) -> tuple[Tensor, ...]:
-    """A backward operation's outputs: a gradient for each field of BlockNeeds, empty where not needed."""
+    (total, dout_weight, dscale), grads = out, {}
+    if din is not None:
+        (din, dbias), (mean, rstd, h), x, weight = din, kept, as_matrix(t.x), as_matrix(t.in_weight)
+        if needs.norm:
+            want_sum = total is None and needs.out.column_sum(t.out_bias)
+            norm = layer_norm_bwd(
+                input_grad(din, weight),
+                x,
+                t.norm_weight,
+                t.norm_bias,
+                mean,
+                rstd,
+                dz=dout,
+                want_dx=needs.x,
+                want_dparams=needs.norm_weight or needs.norm_bias,
+                want_dz_sum=want_sum,
+                want_y=needs.in_weight and h is None,
+            )
+            dx = norm.dres.view(t.x.shape) if needs.x else None
+            grads.update(x=dx, norm_weight=norm.dweight, norm_bias=norm.dbias)
+            total, h = norm.dz_sum if want_sum else total, norm.y if h is None else h
+        elif needs.in_weight and h is None:
+            h = layer_norm_fwd(x, t.norm_weight, t.norm_bias, eps, out_dtype=weight.dtype)[0]
+        dweight = weight_grad(din, h, out_dtype=weight.dtype) if needs.in_weight else None
+        grads.update(in_weight=dweight, in_bias=as_dtype(dbias, weight.dtype))
+    dout_bias, dscale = vector_gradients(total, dscale, t.out_bias, t.layer_scale, needs.out)
+    grads.update(out_weight=dout_weight, out_bias=dout_bias, layer_scale=dscale)
     return filled(t.x, *chosen([grads.get(name) for name in needs._fields], needs))
 
 
@@ -182,27 +185,20 @@ def _(*arguments):
 
 
 @operation(
-    "attention_block_bwd",
-    f"Tensor dout, {_INPUTS}, Tensor mean, Tensor rstd, Tensor qkv, Tensor lse, Tensor o, Tensor? h, "
-    "float eps, bool[] needs",
-    8,
+    "attention_block_bwd", f"{_BACKWARD}, Tensor qkv, Tensor lse, Tensor o, Tensor? h, float eps, bool[] needs", 8
 )
 def _attention_bwd(dout, *arguments):
     """The gradients that BlockNeeds names, empty where not needed. h: LayerNorm's output, if kept."""
     t, (mean, rstd, qkv, lse, o, h, eps, needs) = _split(arguments)
-    dout, proj_weight, needs, below = as_matrix(dout), as_matrix(t.out_weight), BlockNeeds(*needs), {}
-    g, total, norm_sums = _output_gradient(dout, t, qkv.dtype, needs)
+    dout, proj_weight, needs, din = as_matrix(dout), as_matrix(t.out_weight), BlockNeeds(*needs), None
+    g, total = _output_gradient(dout, t, qkv.dtype, needs)
     dproj_weight, dscale = weight_gradients(g, as_matrix(o.flatten(2)), proj_weight, t.layer_scale, needs.out)
     if needs.out.x:
         do = input_grad(*through_scale(g, proj_weight, t.layer_scale)).view(o.shape)
         scale = qkv.shape[-1] ** -0.5
         dqkv, dbias = attention_bwd(*qkv.unbind(2), o, lse, do, scale, want_bias_grad=needs.in_bias)
-        dqkv = as_matrix(dqkv.flatten(2))
-        below, dout_sum = _in_layer_gradients(dqkv, dout, t, (mean, rstd, h), eps, norm_sums, needs)
-        below["in_bias"] = as_dtype(dbias, t.in_weight.dtype)
-        total = dout_sum if norm_sums else total
-    dproj_bias, dscale = vector_gradients(total, dscale, t.out_bias, t.layer_scale, needs.out)
-    return _in_order(dict(below, out_weight=dproj_weight, out_bias=dproj_bias, layer_scale=dscale), t, needs)
+        din = as_matrix(dqkv.flatten(2)), dbias
+    return _gradients(t, needs, dout, (total, dproj_weight, dscale), din, (mean, rstd, h), eps)
 
 
 # ---- MLP block
@@ -231,38 +227,28 @@ def _(*arguments):
 
 
 @operation(
-    "mlp_block_bwd",
-    f"Tensor dout, {_INPUTS}, Tensor mean, Tensor rstd, Tensor pre, Tensor? h, Tensor? act, "
-    "str approximate, float eps, bool[] needs",
-    8,
+    "mlp_block_bwd", f"{_BACKWARD}, Tensor pre, Tensor? h, Tensor? act, str approximate, float eps, bool[] needs", 8
 )
 def _mlp_bwd(dout, *arguments):
     """The gradients that BlockNeeds names, empty where not needed. h, act: if kept."""
     t, (mean, rstd, pre, h, act, approximate, eps, needs) = _split(arguments)
-    dout, fc2_weight, needs, below = as_matrix(dout), as_matrix(t.out_weight), BlockNeeds(*needs), {}
-    g, total, norm_sums = _output_gradient(dout, t, pre.dtype, needs)
-    want_act, dpre = act is None and (needs.out_weight or needs.layer_scale), None
+    dout, fc2_weight, needs, din = as_matrix(dout), as_matrix(t.out_weight), BlockNeeds(*needs), None
+    g, total = _output_gradient(dout, t, pre.dtype, needs)
+    want_act = act is None and (needs.out_weight or needs.layer_scale)
     if needs.out.x:
         g_and_weight = through_scale(g, fc2_weight, t.layer_scale)
         dpre, written, dbias = dgelu_matmul(*g_and_weight, pre, approximate, needs.in_bias, want_act=want_act)
-        act = written if want_act else act
+        act, din = written if want_act else act, (dpre, dbias)
     elif want_act:
         act = F.gelu(pre, approximate=approximate)
     dfc2_weight, dscale = weight_gradients(g, act, fc2_weight, t.layer_scale, needs.out)
     act = written = None  # 4 M D numbers, freed before more is allocated
-    if needs.out.x:
-        below, dout_sum = _in_layer_gradients(dpre, dout, t, (mean, rstd, h), eps, norm_sums, needs)
-        below["in_bias"] = as_dtype(dbias, t.in_weight.dtype)
-        total = dout_sum if norm_sums else total
-    dfc2_bias, dscale = vector_gradients(total, dscale, t.out_bias, t.layer_scale, needs.out)
-    return _in_order(dict(below, out_weight=dfc2_weight, out_bias=dfc2_bias, layer_scale=dscale), t, needs)
+    return _gradients(t, needs, dout, (total, dfc2_weight, dscale), din, (mean, rstd, h), eps)
 
 
-# Saved too: drop_path, which gets no gradient. Handed on: eps, and approximate.
-differentiable(
-    _attention_fwd, _attention_bwd, "attention_block", BlockNeeds, constants=1, options=slice(10, 11), least=5
-)
-differentiable(_mlp_fwd, _mlp_bwd, "mlp_block", BlockNeeds, constants=1, options=slice(9, 11), least=3)
+# keep="least" trades these for time: backward writes them again in passes that it makes anyway.
+differentiable(_attention_fwd, _attention_bwd, "attention_block", BlockNeeds, only_all=("h",))
+differentiable(_mlp_fwd, _mlp_bwd, "mlp_block", BlockNeeds, only_all=("h", "act"))
 
 
 # ---- the public operations

@@ -105,6 +105,7 @@ def _(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needs):
     return fake_gradients(needs, z, z, weight, bias, layer_scale)
 
 
+# By hand: two outputs have gradients, and x takes the residual's where nothing scales it.
 def _save_add(ctx, inputs, output):
     x, _, weight, bias, _, layer_scale, drop_path = inputs
     _, z, mean, rstd = output

@@ -17,17 +17,8 @@ from ..kernels.linear import input_grad
 from ..kernels.linear import linear_residual as linear_residual_fwd
 from ..kernels.rows import scale_rows
 from ..kernels.weight_grad import weight_grad, weight_grad_scaled
-from ._dispatch import (
-    autocasts,
-    check_factors,
-    check_linear,
-    check_same,
-    check_shape,
-    kernels_wanted,
-    needs_grad,
-    only_once,
-)
-from ._gradients import as_dtype, as_matrix, chosen, fake_gradients, filled, operation, sample_rows, shaped
+from ._dispatch import autocasts, check_factors, check_linear, check_same, check_shape, kernels_wanted, needs_grad
+from ._gradients import as_dtype, as_matrix, chosen, differentiable, filled, operation, sample_rows, shaped
 
 
 class ResidualNeeds(NamedTuple):
@@ -123,29 +114,7 @@ def _linear_residual_bwd(dout, x, weight, bias, layer_scale, drop_path, needs):
     return filled(x, *chosen(grads, needs))
 
 
-@_linear_residual_bwd.register_fake
-def _(dout, x, weight, bias, layer_scale, drop_path, needs):
-    return fake_gradients(needs, x, weight, bias, layer_scale)
-
-
-def _setup(ctx, inputs, output):
-    x, weight, bias, _, layer_scale, drop_path = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, bias, layer_scale, drop_path)
-
-
-def _differentiate(ctx, dout):
-    if dout is None:
-        return (None,) * 6
-    x, weight, bias, residual, layer_scale, _ = ctx.needs_input_grad
-    needs, grads = ResidualNeeds(x, weight, bias, layer_scale), [None] * 4
-    if any(needs):
-        grads = chosen(_linear_residual_bwd(dout, *ctx.saved_tensors, list(needs)), needs)
-    return *grads[:3], dout if residual else None, grads[3], None
-
-
-_linear_residual.register_autograd(_differentiate, setup_context=_setup)
-only_once(_linear_residual_bwd, "linear_residual")
+differentiable(_linear_residual, _linear_residual_bwd, "linear_residual", ResidualNeeds, passed_on="residual")
 
 
 @autocasts

@@ -49,7 +49,7 @@ def _linear_gelu_bwd(
     return filled(x, dx, dweight, as_dtype(dbias, x.dtype))
 
 
-differentiable(_linear_gelu, _linear_gelu_bwd, "linear_gelu", Needs, options=slice(3, 4))
+differentiable(_linear_gelu, _linear_gelu_bwd, "linear_gelu", Needs)
 
 
 # gelu(x W1^T + b1) W2^T + b2
@@ -98,7 +98,7 @@ def _mlp_bwd(dout, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, pre, approxima
     return filled(x, dx, dfc1_weight, as_dtype(dfc1_bias, x.dtype), dfc2_weight, as_dtype(dfc2_bias, x.dtype))
 
 
-differentiable(_mlp, _mlp_bwd, "mlp", MlpNeeds, options=slice(5, 6))
+differentiable(_mlp, _mlp_bwd, "mlp", MlpNeeds)
 
 
 # The public operations

@@ -100,9 +100,7 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 only_once(_backward, "patch_embed")
 
 
-@autocasts
-def _in_compute_dtype(weight: Tensor) -> Tensor:
-    return weight
+_in_compute_dtype = autocasts(lambda weight: weight)
 
 
 def _per_channel(value: float | Sequence[float] | None, default: float, chans: int) -> list[float]:
