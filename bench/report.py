@@ -142,13 +142,6 @@ def files_table(cases: list[dict]) -> str:
     return "#### Training from JPEG files\n\n" + table(header, lines)
 
 
-def missing_table(results: Results) -> str:
-    if not results.missing:
-        return ""
-    lines = [[case["name"], case["state"], case.get("reason") or ""] for case in results.missing.values()]
-    return "#### Without a time\n\n" + table(["case", "state", "reason"], lines)
-
-
 def damaged_lines(results: Results) -> str:
     return "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
 
@@ -169,7 +162,9 @@ def sections(results: Results) -> str:
         found.append(files_table(files))
     ops = dict.fromkeys(case["extra_info"]["op"] for case in results.measured.values())
     found += [op_table(results.of(op), op) for op in ops if op not in (*MODEL_OPS, "train from JPEG files")]
-    return "\n".join([*found, missing_table(results)])
+    missing = [[case["name"], case["state"], case.get("reason") or ""] for case in results.missing.values()]
+    found.append("#### Without a time\n\n" + table(["case", "state", "reason"], missing) if missing else "")
+    return "\n".join(found)
 
 
 def speed_table(results: Results) -> str:
