@@ -46,8 +46,8 @@ MUTANTS = [
     Mutant(
         "a row of the workspace too many",
         "rows.py",
-        "        P=programs,\n",
-        "        P=programs + 1,\n",
+        " P=programs,",
+        " P=programs + 1,",
         "sum of rows",
         "out of bounds",
     ),
