@@ -17,6 +17,8 @@ from collections.abc import Callable
 
 import torch
 
+from vitfast.verify import clock as between_calls
+
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 WARMUP = 3 if GPU else 1
@@ -78,25 +80,18 @@ def warm_up(run: Callable[[], object], least: int | None = None, seconds: float 
 
 @functools.cache
 def _flush_buffer() -> torch.Tensor:
-    return torch.empty(256 * 2**20, dtype=torch.int8, device=DEVICE)  # twice the largest L2 there is
+    return between_calls.flush_buffer(DEVICE)
 
 
 def cold(lead: float = 0.0) -> None:
-    """Before a timed call on a GPU: a cold L2 cache, and a device that is busy for `lead` seconds.
-
-    Meanwhile Python launches the call.
-    """
+    """Before a timed call on a GPU: a cold L2 cache, and a device that is busy for `lead` seconds, 0.05 at most."""
     if GPU:
-        _flush_buffer().zero_()
-        torch.cuda._sleep(int(2e9 * min(lead, 0.05)))  # in clock cycles
+        between_calls.cold(_flush_buffer(), min(lead, 0.05))
 
 
 def lead_of(run: Callable[[], object]) -> float:
-    """Seconds of head start that hide Python's launches of `run`, warm already: twice what they take."""
-    synchronize()
-    start = time.perf_counter()
-    run()
-    return 2 * (time.perf_counter() - start) + 1e-4
+    """Seconds of head start that hide Python's launches of `run`, warm already; a CPU needs none."""
+    return between_calls.head_start(run, margin=1e-4) if GPU else 0.0
 
 
 def captured(run: Callable[[], object]) -> Callable[[], None]:

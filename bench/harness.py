@@ -26,6 +26,7 @@ from torch import Tensor
 from vitfast import ops
 from vitfast.cost.work import Kernels, Work, floor_seconds, total_bytes, total_flops
 from vitfast.verify import ATOL, run, worst
+from vitfast.verify.draw import Draw
 
 # conftest's --dtype sets another, before the bench files are read.
 DTYPE = torch.bfloat16 if clock.GPU else torch.float32
@@ -53,14 +54,14 @@ class Case:
     work: Work
 
 
-def values(*shape: int, scale: float = 1.0) -> Tensor:
+def values(*shape: int) -> Tensor:
     """Random normal numbers that want a gradient."""
-    return (torch.randn(*shape, device=clock.DEVICE) * scale).to(DTYPE).requires_grad_()
+    return Draw(DTYPE, clock.DEVICE).values(*shape).requires_grad_()
 
 
 def weight(*shape: int) -> Tensor:
-    """Random weights that keep the size of what they multiply."""
-    return values(*shape, scale=(torch.Size(shape).numel() / shape[0]) ** -0.5)
+    """Random weights that keep the size of what they multiply and want a gradient."""
+    return Draw(DTYPE, clock.DEVICE).weight(*shape).requires_grad_()
 
 
 def unsupported_gemm_backends() -> dict[str, str]:

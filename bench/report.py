@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 MODEL_OPS, OURS = ("train", "throughput", "latency"), (VITFAST, ACCELERATED)
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = (
-    "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one, and "
+    "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one, and\n"
     "`tar -xzf OUT/results.tar.gz -C bench/results/<gpu>` puts it here.\n"
 )
 HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in
@@ -142,13 +142,6 @@ def files_table(cases: list[dict]) -> str:
     return "#### Training from JPEG files\n\n" + table(header, lines)
 
 
-def missing_table(results: Results) -> str:
-    if not results.missing:
-        return ""
-    lines = [[case["name"], case["state"], case.get("reason") or ""] for case in results.missing.values()]
-    return "#### Without a time\n\n" + table(["case", "state", "reason"], lines)
-
-
 def damaged_lines(results: Results) -> str:
     return "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
 
@@ -169,7 +162,9 @@ def sections(results: Results) -> str:
         found.append(files_table(files))
     ops = dict.fromkeys(case["extra_info"]["op"] for case in results.measured.values())
     found += [op_table(results.of(op), op) for op in ops if op not in (*MODEL_OPS, "train from JPEG files")]
-    return "\n".join([*found, missing_table(results)])
+    missing = [[case["name"], case["state"], case.get("reason") or ""] for case in results.missing.values()]
+    found.append("#### Without a time\n\n" + table(["case", "state", "reason"], missing) if missing else "")
+    return "\n".join(found)
 
 
 def speed_table(results: Results) -> str:
@@ -208,6 +203,7 @@ def gpus(folder: Path) -> list[Results]:
 def documents(folder: Path, readme: Path) -> dict[Path, str]:
     """The text that every generated file should hold."""
     found = gpus(folder)
+    pictures = lambda r: "".join(f"![{Path(name).stem}]({r.name}/{name})\n" for name in plotted(r))  # noqa: E731
     body = "\n".join(f"## {r.name}\n\n{sections(r)}\n{pictures(r)}" for r in found) or NOTHING
     wanted = {folder / "README.md": f"# Results\n\n{HOW_TO_READ}\n{body}"}
     text = readme.read_text() if readme.is_file() else ""
@@ -216,10 +212,6 @@ def documents(folder: Path, readme: Path) -> dict[Path, str]:
         speed = "\n".join(f"{speed_table(r)}\n{more}" for r in found) or NOTHING
         wanted[readme] = text[: text.index(START) + len(START)] + f"\n\n{speed}\n" + text[text.index(END) :]
     return wanted
-
-
-def pictures(results: Results) -> str:
-    return "".join(f"![{name.removesuffix('.svg')}]({results.name}/{name})\n" for name in plotted(results))
 
 
 def stale(folder: Path, readme: Path) -> list[str]:

@@ -60,20 +60,15 @@ INFO = {  # of every case
     **dict.fromkeys(("op", "impl", "shape", "direction", "dtype"), _text),
     **dict.fromkeys(("flops", "bytes", "percent_of_floor", "tflops", "gigabytes_per_second"), _amount),
 }
-MODEL_INFO = dict(
-    impl=lambda value: _text(value) and value.startswith(tuple(f"{name} " for name in LIBRARIES)),
-    shape=lambda value: _text(value) and " B" in value,
-    precision=_text,
-    attention=_text,
-    batch=_positive,
-    images_per_second=_positive,
-    model_flops=_amount,
-    mfu_ceiling=_amount,
-    mfu_datasheet=_maybe(_amount),
-    peak_mib=_maybe(_amount),
-    error=_maybe(_amount),
-    largest_batch=_maybe(_is(dict)),
-)
+MODEL_INFO = {
+    "impl": lambda value: _text(value) and value.startswith(tuple(f"{name} " for name in LIBRARIES)),
+    "shape": lambda value: _text(value) and " B" in value,
+    **dict.fromkeys(("precision", "attention"), _text),
+    **dict.fromkeys(("batch", "images_per_second"), _positive),
+    **dict.fromkeys(("model_flops", "mfu_ceiling"), _amount),
+    **dict.fromkeys(("mfu_datasheet", "peak_mib", "error"), _maybe(_amount)),
+    "largest_batch": _maybe(_is(dict)),
+}
 FILES_INFO = dict(
     images_per_second=_positive, images_per_second_in_memory=_positive, waiting_for_data=_amount, workers=_amount
 )

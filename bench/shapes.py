@@ -10,38 +10,35 @@ import pytest
 
 from vitfast.cost import work
 from vitfast.presets import preset
+from vitfast.verify.draw import Sizes
 
 WHERE = "" if clock.GPU else "cpu small "
 
 
-def _of_preset(argument: str) -> property:
-    return property(lambda shape: preset(shape.model)[argument])
+def _size(name: str) -> property:
+    """Looked up when it is read: a test may shrink the presets."""
+    return property(lambda shape: getattr(Sizes.of_preset(shape.model, shape.batch, shape.image), name))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A preset at a resolution and batch: images of N tokens, the class token included."""
+    """A preset at a resolution and batch, with the sizes of vitfast.verify.draw.Sizes and a name."""
 
     model: str
     image: int
     batch: int
 
-    width = _of_preset("embed_dim")
-    heads = _of_preset("num_heads")
-    depth = _of_preset("depth")
-    patch = _of_preset("patch_size")  # pixels
+    patch, tokens, width, heads, head, hidden, rows = map(
+        _size, ("patch", "tokens", "width", "heads", "head", "hidden", "rows")
+    )
+    depth = property(lambda self: preset(self.model)["depth"])
     name = property(lambda self: f"{WHERE}{self.model} {self.image} B{self.batch}")
-    hidden = property(lambda self: 4 * self.width)  # of the MLP
-    head = property(lambda self: self.width // self.heads)
-    patches = property(lambda self: (self.image // self.patch) ** 2)
-    tokens = property(lambda self: self.patches + 1)
-    rows = property(lambda self: self.batch * self.tokens)
 
 
 def patch_embed_work(s: Shape, size: int, pixel_size: int) -> work.Work:
     """With bias, class token and position embeddings."""
     added = (s.tokens + 2) * s.width
-    return work.patch_embed(s.batch * s.patches, 3 * s.patch**2, s.rows, s.width, added, size, pixel_size)
+    return work.patch_embed(s.rows - s.batch, 3 * s.patch**2, s.rows, s.width, added, size, pixel_size)
 
 
 def model_work(s: Shape, size: int, classes: int = 1000) -> work.Work:

@@ -5,6 +5,8 @@ their settings, and a setting that should have been the strongest and has no tim
 a case that was measured twice ("again") the slower time counts.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torc
 PEERS = LIBRARIES[2:]
 VITFAST, ACCELERATED = LIBRARIES[:2]
 AUTOTUNED = ("max-autotune", "max-autotune all")
+MAIN, BOTH = "B/16 224", ("forward", "backward")
 SDPA_AND_FLASH = ("sdpa flash", "sdpa cudnn", "flash-attn 3", "flash-attn 4")
 
 
@@ -83,26 +86,23 @@ def speed(
 
 
 def training_step(results) -> Iterator[Figure]:
-    model = "B/16 224"
-    yield from speed(results, "train", model, VITFAST, ("timm",), "bf16", "bf16 of timm bf16", bound=1.3, stretch=1.5)
-    of = "accelerate amp of timm amp"
-    yield from speed(results, "train", model, ACCELERATED, ("timm",), "amp", of, bound=1.3, stretch=1.5)
-    ours = fastest(results, "train", model, VITFAST, precision="bf16")
+    for ours, precision, how in ((VITFAST, "bf16", ""), (ACCELERATED, "amp", "accelerate ")):
+        of = f"{how}{precision} of timm {precision}"
+        yield from speed(results, "train", MAIN, ours, ("timm",), precision, of, bound=1.3, stretch=1.5)
+    ours = fastest(results, "train", MAIN, VITFAST, precision="bf16")
     if ours and ours["mfu_datasheet"]:
         yield Figure("of the data sheet's peak", ours["mfu_datasheet"], 0.0, percent=True, stretch=0.62)
 
 
 def other_models(results) -> Iterator[Figure]:
     for model in ("S/16 224", "L/16 224", "H/14 224", "B/16 384"):
-        for ours, precision in ((VITFAST, "bf16"), (ACCELERATED, "amp")):
-            of = f"{model} {'accelerate ' if ours == ACCELERATED else ''}{precision}"
-            yield from speed(results, "train", model, ours, PEERS, precision, of, bound=1.3, stretch=1.5)
+        for ours, precision, of in ((VITFAST, "bf16", "bf16"), (ACCELERATED, "amp", "accelerate amp")):
+            yield from speed(results, "train", model, ours, PEERS, precision, f"{model} {of}", bound=1.3, stretch=1.5)
 
 
 def inference(results) -> Iterator[Figure]:
-    model = "B/16 224"
-    yield from speed(results, "throughput", model, VITFAST, PEERS, "bf16", "throughput", bound=1.3)
-    for figure in speed(results, "latency", model, VITFAST, PEERS, "bf16", "", bound=0.0):
+    yield from speed(results, "throughput", MAIN, VITFAST, PEERS, "bf16", "throughput", bound=1.3)
+    for figure in speed(results, "latency", MAIN, VITFAST, PEERS, "bf16", "", bound=0.0):
         yield Figure("latency of one image", 1 / figure.value, 0.8, at_most=True, without=figure.without)
 
 
@@ -120,57 +120,51 @@ def operation(results, op: str, shape: str, direction: str) -> tuple[dict | None
 
 def against(
     results,
-    op: str,
+    ops: tuple[str, ...],
     shapes: dict[str, tuple[float, float | None]],
-    directions: tuple[str, ...],
     strongest: tuple[str, ...],
     needed: str = "",
+    directions: tuple[str, ...] = BOTH,
 ) -> Iterator[Figure]:
-    """Ratios of the best other implementation's time to ours, at each shape and direction.
+    """Ratios of the best other implementation's time to ours, of each operation at each shape and direction.
 
-    shapes: each with its bound and stretch.
-    strongest: implementations that are named where they have no time; needed: there is no figure before one whose name
-    starts so has one.
+    shapes: each with its bound and stretch. strongest: implementations that are named where they have no time. needed:
+    there is no figure before an implementation whose name starts so has a time.
     """
-    for shape, (bound, stretch) in shapes.items():
-        for direction in directions:
-            ours, others = operation(results, op, shape, direction)
-            times = {i["impl"]: i["seconds"] for i in others}
-            if ours and times and any(impl.startswith(needed) for impl in times):
-                without = tuple(impl for impl in strongest if impl not in times)
-                value = min(times.values()) / ours["seconds"]
-                yield Figure(f"{op} {shape} {direction}", value, bound, stretch=stretch, without=without)
+    for op, (shape, (bound, stretch)), direction in itertools.product(ops, shapes.items(), directions):
+        ours, others = operation(results, op, shape, direction)
+        times = {i["impl"]: i["seconds"] for i in others}
+        if ours and times and any(impl.startswith(needed) for impl in times):
+            without = tuple(impl for impl in strongest if impl not in times)
+            value = min(times.values()) / ours["seconds"]
+            yield Figure(f"{op} {shape} {direction}", value, bound, stretch=stretch, without=without)
 
 
-def attention(results) -> Iterator[Figure]:
-    shapes = {"B/16 224": (1.3, 2.0), "H/14 224": (1.3, 2.0), "B/16 384": (1.1, None)}  # N = 197, 257, 577
-    for op in ("attention", "attention separate"):
-        yield from against(results, op, shapes, ("forward", "backward"), SDPA_AND_FLASH)
+ATTENTION = {MAIN: (1.3, 2.0), "H/14 224": (1.3, 2.0), "B/16 384": (1.1, None)}  # N = 197, 257, 577
+PATCHES = ("compile", "compile unfold", *AUTOTUNED)
+attention = functools.partial(
+    against, ops=("attention", "attention separate"), shapes=ATTENTION, strongest=SDPA_AND_FLASH
+)
+mlp = functools.partial(
+    against, ops=("linear_gelu", "mlp_block"), shapes={MAIN: (1.2, None)}, strongest=AUTOTUNED, needed="compile"
+)
+patch_embedding = functools.partial(
+    against, ops=("patch_embed uint8",), shapes={MAIN: (3.0, None)}, strongest=PATCHES, directions=("forward",)
+)
 
 
 def layer_norm(results) -> Iterator[Figure]:
-    for shape in ("B/16 224", "L/16 224", "H/14 224"):
-        for direction in ("forward", "backward"):
-            ours, _ = operation(results, "add_layer_norm", shape, direction)
-            if ours:
-                share = 1e9 * ours["gigabytes_per_second"] / ours["ceilings"]["copy"]
-                yield Figure(f"{shape} {direction}", share, 0.9, percent=True, stretch=0.95)
-
-
-def mlp(results) -> Iterator[Figure]:
-    for op in ("linear_gelu", "mlp_block"):
-        yield from against(results, op, {"B/16 224": (1.2, None)}, ("forward", "backward"), AUTOTUNED, needed="compile")
-
-
-def patch_embedding(results) -> Iterator[Figure]:
-    strongest = ("compile", "compile unfold", *AUTOTUNED)
-    yield from against(results, "patch_embed uint8", {"B/16 224": (3.0, None)}, ("forward",), strongest)
+    for shape, direction in itertools.product((MAIN, "L/16 224", "H/14 224"), BOTH):
+        ours, _ = operation(results, "add_layer_norm", shape, direction)
+        if ours:
+            share = 1e9 * ours["gigabytes_per_second"] / ours["ceilings"]["copy"]
+            yield Figure(f"{shape} {direction}", share, 0.9, percent=True, stretch=0.95)
 
 
 def memory(results) -> Iterator[Figure]:
-    ours = fastest(results, "train", "B/16 224", VITFAST, precision="bf16")
+    ours = fastest(results, "train", MAIN, VITFAST, precision="bf16")
     for precision, bound in (("amp", 0.6), ("bf16", 0.65)):
-        theirs = fastest(results, "train", "B/16 224", "timm", precision=precision, how="compile")
+        theirs = fastest(results, "train", MAIN, "timm", precision=precision, how="compile")
         if ours and theirs and ours["peak_mib"] and theirs["peak_mib"]:
             of = f"bf16 of timm {precision} compiled"
             yield Figure(of, ours["peak_mib"] / theirs["peak_mib"], bound, at_most=True)
@@ -179,7 +173,7 @@ def memory(results) -> Iterator[Figure]:
 def accelerated(results) -> Iterator[Figure]:
     for precision, bound in (("bf16", 0.95), ("amp", 0.0)):  # amp keeps timm's fp32 residual: reported, no target
         of = f"{precision} of our own ViT"
-        yield from speed(results, "train", "B/16 224", ACCELERATED, (VITFAST,), precision, of, bound=bound)
+        yield from speed(results, "train", MAIN, ACCELERATED, (VITFAST,), precision, of, bound=bound)
 
 
 def checks(results) -> Iterator[Figure]:
@@ -212,7 +206,7 @@ TARGETS: tuple[tuple[str, str, Callable], ...] = (
         attention,
     ),
     ("residual add + LayerNorm, D = 768, 1024, 1280", "90 % of the copy bandwidth, stretch 95 %", layer_norm),
-    ("fc1 + GELU and the MLP half, forward and backward", "1.2x cuBLAS + compiled pointwise", mlp),
+    ("fc1 + GELU and the MLP block, forward and backward", "1.2x cuBLAS + compiled pointwise", mlp),
     ("patch embedding from uint8", "3x the best of normalise + convolution and normalise + unfold", patch_embedding),
     ("peak memory of the B/16 training step", "0.6x timm amp compiled, 0.65x timm bf16 compiled", memory),
     ("`vitfast.accelerate(timm model)`", "within 5 % of our own ViT in bf16; amp reported", accelerated),

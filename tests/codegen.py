@@ -172,19 +172,19 @@ def compile_job(job: tuple) -> dict:
 
 
 QUICK_SIZES = {
-    "B/16": Sizes(batch=256, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16),
-    "Dh 80": Sizes(batch=64, tokens=257, width=1280, heads=16, hidden=5120, image=224, patch=14),
+    "B/16": Sizes.of_preset("B/16", batch=256),
+    "Dh 80": Sizes.of_preset("H/14", batch=64),
 }
 ALL_SIZES = QUICK_SIZES | {
-    "S/16": Sizes(batch=512, tokens=197, width=384, heads=6, hidden=1536, image=224, patch=16),
-    "B/32": Sizes(batch=512, tokens=50, width=768, heads=12, hidden=3072, image=224, patch=32),
-    "B/16 384": Sizes(batch=64, tokens=577, width=768, heads=12, hidden=3072, image=384, patch=16),
-    "L/16": Sizes(batch=128, tokens=197, width=1024, heads=16, hidden=4096, image=224, patch=16),
+    "S/16": Sizes.of_preset("S/16", batch=512),
+    "B/32": Sizes.of_preset("B/32", batch=512),
+    "B/16 384": Sizes.of_preset("B/16", batch=64, image=384),
+    "L/16": Sizes.of_preset("L/16", batch=128),
     "Dh 32": Sizes(batch=64, tokens=197, width=192, heads=6, hidden=768, image=224, patch=16),
     "Dh 128": Sizes(batch=64, tokens=197, width=1024, heads=8, hidden=4096, image=224, patch=16),
-    "Ti/16": Sizes(batch=1024, tokens=197, width=192, heads=3, hidden=768, image=224, patch=16),
-    "S/32": Sizes(batch=1024, tokens=50, width=384, heads=6, hidden=1536, image=224, patch=32),
-    "L/32": Sizes(batch=512, tokens=50, width=1024, heads=16, hidden=4096, image=224, patch=32),
+    "Ti/16": Sizes.of_preset("Ti/16", batch=1024),
+    "S/32": Sizes.of_preset("S/32", batch=1024),
+    "L/32": Sizes.of_preset("L/32", batch=512),
 }
 
 

@@ -31,7 +31,7 @@ from .verify.draw import Sizes
 from .verify.sanitizer import Sanitizer
 from .version import __version__
 
-GPU_SIZES = Sizes(batch=32, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16)
+GPU_SIZES = Sizes.of_preset("B/16", batch=32)
 SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
 
 

@@ -158,7 +158,7 @@ def test_state_is_that_of_the_optimizer():
 def test_the_largest_batch_is_the_last_that_fits():
     model = on_meta("B/16")
     found = estimate(model, rates("A100-40"), batch_size=10**6)
-    largest, usable = found["largest_batch"], cost.USABLE * 40 * GIB
+    largest, usable = found["largest_batch"], keep.USABLE * 40 * GIB
 
     def needed(batch):
         return (

@@ -40,7 +40,8 @@ class Mutant:
         shutil.copytree(ROOT / "kernels", copy / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
         # What vitfast.verify.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
         shutil.copytree(ROOT / "vitfast" / "verify", copy / "verify", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "vitfast" / "ref.py", copy)
+        for name in ("ref.py", "presets.py", "errors.py"):
+            shutil.copy(ROOT / "vitfast" / name, copy)
         (copy / "__init__.py").touch()
         path = copy / "kernels" / self.file
         text = path.read_text()

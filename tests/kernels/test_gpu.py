@@ -19,13 +19,13 @@ from vitfast.verify.draw import Sizes
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 SIZES = {
-    "S/16 224": Sizes(batch=9, tokens=197, width=384, heads=6, hidden=1536, image=224, patch=16),
-    "B/16 224": Sizes(batch=7, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16),
-    "B/32 224": Sizes(batch=7, tokens=50, width=768, heads=12, hidden=3072, image=224, patch=32),
-    "B/16 384": Sizes(batch=3, tokens=577, width=768, heads=12, hidden=3072, image=384, patch=16),
-    "L/16 224": Sizes(batch=5, tokens=197, width=1024, heads=16, hidden=4096, image=224, patch=16),
-    "H/14 224": Sizes(batch=3, tokens=257, width=1280, heads=16, hidden=5120, image=224, patch=14),
-    "H/14 518": Sizes(batch=1, tokens=1370, width=1280, heads=16, hidden=5120, image=518, patch=14),
+    "S/16 224": Sizes.of_preset("S/16", batch=9),
+    "B/16 224": Sizes.of_preset("B/16", batch=7),
+    "B/32 224": Sizes.of_preset("B/32", batch=7),
+    "B/16 384": Sizes.of_preset("B/16", batch=3, image=384),
+    "L/16 224": Sizes.of_preset("L/16", batch=5),
+    "H/14 224": Sizes.of_preset("H/14", batch=3),
+    "H/14 518": Sizes.of_preset("H/14", batch=1, image=518),
 }
 
 

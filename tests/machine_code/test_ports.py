@@ -197,7 +197,7 @@ from vitfast.kernels.launch import record
 
 
 def main():
-    sizes = codegen.Sizes(batch=32, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16)
+    sizes = codegen.Sizes.of_preset("B/16", batch=32)
     product = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4)
     head = dict(BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3, EXACT=0)
     wanted = dict([

@@ -5,27 +5,22 @@ memory): kernels follow one another (work.py, whose counts the benchmarks use to
 LayerNorm's backward writing LayerNorm's output again (not with keep="all").
 """
 
-from ..keep import USABLE
-from .gpus import GIB, GPUS, Gpu, Rates, datasheet_flops, rates
+from .gpus import GIB, GPUS, Rates, datasheet_flops, rates
 from .memory import kept_bytes, state_bytes, working_bytes
-from .steps import Operation, flops_per_image, operations, optimizer_step
+from .steps import flops_per_image, forward_flops, operations, optimizer_step
 from .text import as_text
-from .training import DATASETS, DTYPES, EFFICIENCY, estimate
+from .training import DATASETS, estimate
 
 __all__ = [
     "DATASETS",
-    "DTYPES",
-    "EFFICIENCY",
     "GIB",
     "GPUS",
-    "USABLE",
-    "Gpu",
-    "Operation",
     "Rates",
     "as_text",
     "datasheet_flops",
     "estimate",
     "flops_per_image",
+    "forward_flops",
     "kept_bytes",
     "operations",
     "optimizer_step",

@@ -4,10 +4,12 @@ By convention training is three times the forward pass. The operations are count
 images, and attention's backward computes the scores again.
 """
 
+import contextlib
 import copy
 from dataclasses import dataclass
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import InputError
 from ..hybrid import HybridEmbed
@@ -137,3 +139,13 @@ def optimizer_step(parameters: int, optimizer: str = "adamw", averaged: bool = F
 def flops_per_image(model: ViT) -> float:
     """FLOPs of the forward pass for one image."""
     return sum(op.times * flops for op in operations(model, 1) for flops, _ in op.forward)
+
+
+def forward_flops(model: torch.nn.Module, image: tuple[int, int, int]) -> float:
+    """FLOPs of any model's forward pass for one image (C, H, W): torch counts what `operations` does not cover."""
+    if isinstance(model, ViT):
+        with contextlib.suppress(InputError):
+            return flops_per_image(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, *image, device=next(model.parameters()).device))
+    return float(counter.get_total_flops())

@@ -6,7 +6,11 @@ from .gpus import GIB
 
 def as_text(name: str, found: dict) -> str:
     """`estimate`'s result for people. name: the model's."""
-    lines = [_model(name, found), "", *_operations(found), "", *_memory(found), ""]
+    size = f"{found['img_size'][0]} x {found['img_size'][1]} px, {found['tokens']} tokens"
+    forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
+    work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"
+    title = f"{name}, {size}: {found['params']:,} parameters, {work}"
+    lines = [title, "", *_operations(found), "", *_memory(found), ""]
     where = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}"
     where += f" in {found['accumulate']} parts of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
     assumed = f"{found['predicted']['efficiency']:.0%} of that (assumed)"
@@ -26,13 +30,6 @@ def as_text(name: str, found: dict) -> str:
         whole = f"{found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP"
         lines.append(f"the whole training: {whole}")
     return "\n".join(lines)
-
-
-def _model(name: str, found: dict) -> str:
-    size = f"{found['img_size'][0]} x {found['img_size'][1]} px, {found['tokens']} tokens"
-    forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
-    work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"
-    return f"{name}, {size}: {found['params']:,} parameters, {work}"
 
 
 def _operations(found: dict) -> list[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..baselines import baseline, is_baseline
 from ..config import Config
+from ..cost import forward_flops
 from ..distributed import is_first_rank
 from ..model import ViT
 from ..presets import preset
@@ -21,19 +21,13 @@ logger = logging.getLogger("vitfast")
 
 
 def training_flops(config: Config, classes: int) -> float:
-    """FLOPs per training image: 3 times a forward pass, 2 for each multiply-add.
-
-    Counted by torch on a model without memory.
-    """
+    """FLOPs per training image: 3 times a forward pass, 2 for each multiply-add."""
     with torch.device("meta"):
         if is_baseline(config.model):
             model = baseline(config.model, classes, (config.img_size, config.img_size))
         else:
             model = ViT(**{**preset(config.model), **model_arguments(config)}, num_classes=classes)
-        images = torch.empty(1, 3, config.img_size, config.img_size)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.eval()(images)
-    return 3.0 * counter.get_total_flops()
+    return 3.0 * forward_flops(model.eval(), (3, config.img_size, config.img_size))
 
 
 def scaling(config: Config, models: list[str], lengths: list[float]) -> list[dict]:

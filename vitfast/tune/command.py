@@ -18,11 +18,11 @@ from .tuner import HANGS, DeviceLost, Tuner
 
 # The batch: its rows fill whole tiles but for the last one, so that what reaches past the end is seen.
 MODELS = {
-    "S/16": Sizes(batch=240, tokens=197, width=384, heads=6, hidden=1536, image=224, patch=16),
-    "B/16": Sizes(batch=112, tokens=197, width=768, heads=12, hidden=3072, image=224, patch=16),
-    "B/16 384": Sizes(batch=48, tokens=577, width=768, heads=12, hidden=3072, image=384, patch=16),
-    "L/16": Sizes(batch=80, tokens=197, width=1024, heads=16, hidden=4096, image=224, patch=16),
-    "H/14": Sizes(batch=48, tokens=257, width=1280, heads=16, hidden=5120, image=224, patch=14),
+    "S/16": Sizes.of_preset("S/16", batch=240),
+    "B/16": Sizes.of_preset("B/16", batch=112),
+    "B/16 384": Sizes.of_preset("B/16", batch=48, image=384),
+    "L/16": Sizes.of_preset("L/16", batch=80),
+    "H/14": Sizes.of_preset("H/14", batch=48),
 }
 SECONDS = 400  # for each model
 GOES_ON = "VITFAST_TUNE_GOES_ON"  # environment: what a process that lost its GPU hands to the one it becomes

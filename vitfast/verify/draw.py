@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..presets import preset
+
 # Of a tensor drawn as a view of something wider: how far from its start, and how many elements more from row to row.
 LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "shifted": (3, 24), "odd": (3, 5)}
 
@@ -21,6 +23,13 @@ class Sizes:
     hidden: int
     image: int
     patch: int
+
+    @classmethod
+    def of_preset(cls, name: str, batch: int, image: int = 224) -> "Sizes":
+        """Those of a plain ViT with a class token."""
+        found = preset(name)
+        width, patch = found["embed_dim"], found["patch_size"]
+        return cls(batch, (image // patch) ** 2 + 1, width, found["num_heads"], 4 * width, image, patch)
 
     @property
     def rows(self) -> int:
