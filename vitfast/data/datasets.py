@@ -10,6 +10,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from timm.data import IterableImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
+from torch.utils.data import IterableDataset
 
 from ..errors import InputError
 
@@ -252,6 +253,24 @@ class Shards:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def samples(self, transform) -> "ShardSamples":
+        """One pass over the images, transformed in the process that reads them."""
+        return ShardSamples(self.dataset, transform)
+
+
+class ShardSamples(IterableDataset):
+    """(uint8 (C, H, W), label, []) of each image of timm's data set, which itself has no transform.
+
+    The list is of what could not be read, as in the samples of map-style sources; timm passes over such images.
+    """
+
+    def __init__(self, dataset: IterableImageDataset, transform):
+        self.dataset, self.transform = dataset, transform
+
+    def __iter__(self):
+        for image, label in self.dataset:
+            yield np.asarray(self.transform(image)), label, []
+
 
 class InMemory:
     """Images and labels that are held in memory, as a map-style source."""
@@ -269,7 +288,6 @@ class InMemory:
 def take(source, count: int):
     """`count` images of a training source, always the same, or all where it has no more."""
     if isinstance(source, Shards):
-        source.dataset.transform = None
         return InMemory(list(itertools.islice(source.dataset, count)), source.classes)
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
     return Subset(source, order[:count].tolist())

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -63,15 +62,15 @@ class Data:
         """
         dataset, (first, last) = self.train.dataset, self.ranks.share(self.config.batch_size)
         size = last - first  # timm's reader gives every rank its own shards
-        dataset.transform = lambda image: np.asarray(self.train_transform(image))
+        samples = self.train.samples(self.train_transform)
         dataset.set_loader_cfg(num_workers=self.workers)
         step, epoch, kept = 0, 0, []
         while step < stop:
             dataset.set_epoch(epoch)
             seed_everything(self.config.seed, epoch)
             before = step, len(kept)
-            for sample in DataLoader(dataset, batch_size=None, num_workers=self.workers, collate_fn=unchanged):
-                kept.append((*sample, []))
+            for sample in DataLoader(samples, batch_size=None, num_workers=self.workers, collate_fn=unchanged):
+                kept.append(sample)
                 if len(kept) < size:
                     continue
                 if step >= start:
@@ -94,9 +93,8 @@ class Data:
         """
         size = self.config.eval_batch_size
         if isinstance(source, Shards):
-            source.dataset.transform = lambda image: np.asarray(self.eval_transform(image))
-            for samples in DataLoader(source.dataset, batch_size=size, collate_fn=unchanged):
-                yield collate([(*sample, []) for sample in samples])[:2]
+            samples = source.samples(self.eval_transform)
+            yield from (batch[:2] for batch in DataLoader(samples, batch_size=size, collate_fn=collate))
             return
         mine = [(0, i) for i in range(self.ranks.rank, len(source), self.ranks.world)]
         mine += [(PADDING, 0)] * (-(-len(source) // self.ranks.world) - len(mine))
