@@ -56,6 +56,8 @@ def set_up(
     from_timm = is_baseline(config.model)
     if config.weights and from_timm:
         raise InputError(f"--weights are read for ViTs only; {config.model} starts from scratch")
+    if config.objective == "masked" and from_timm:
+        raise InputError(f"objective=masked trains vitfast's ViTs only; take softmax or sigmoid for {config.model}")
     if (checkpoint or config.weights) and not from_timm:
         model = ViT.from_pretrained(checkpoint or config.weights, **loaded_arguments(config))
         size, patch_size = model.patch_embed.img_size, model.patch_embed.patch_size
@@ -71,7 +73,7 @@ def set_up(
         data = open_data(config, pair(config.img_size), patch_size, device, ranks, examples)
         model = _new_model(config, len(data.classes))
     model = model.to(device)
-    if config.objective == "masked" and not from_timm:
+    if config.objective == "masked":
         model = MaskedPatches(model, config.mask_target, config.mask_share)
     return model, data
 
