@@ -162,7 +162,7 @@ def as_plain(config: Recipe) -> dict:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Raises InputError for a value that its field does not allow, and for contradictions."""
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)

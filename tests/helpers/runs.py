@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from vitfast.train.recipes import Config, resolve
+from vitfast.config import Config
+from vitfast.train.recipes import resolve
 from vitfast.train.step import TrainStep
 
 

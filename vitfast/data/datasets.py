@@ -66,7 +66,7 @@ class Synthetic:
         return f"synthetic image {index}"
 
 
-class Files:
+class ImageFiles:
     """Image files of one split, as timm's folder reader lists them."""
 
     def __init__(self, reader: ReaderImageFolder, indices: list[int], min_size: tuple[int, int]):
@@ -136,7 +136,7 @@ def known_labels(source) -> list[int] | None:
         return None if known is None else [known[i] for i in source.indices]
     if isinstance(source, Digits):
         return source.labels
-    if isinstance(source, Files):
+    if isinstance(source, ImageFiles):
         return [source.reader.samples[i][1] for i in source.indices]
     if not isinstance(source, Named):
         return None
@@ -213,7 +213,7 @@ def _held_out(reader: ReaderImageFolder) -> tuple[list[int], list[int]]:
     return train, val
 
 
-def _folder(root: Path, min_size: tuple[int, int]) -> tuple[Files, Files]:
+def _folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFiles]:
     if not root.is_dir():
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     train_root = root / "train" if (root / "train").is_dir() else root
@@ -227,7 +227,7 @@ def _folder(root: Path, min_size: tuple[int, int]) -> tuple[Files, Files]:
         )
     if val_root is None:
         train, val = _held_out(reader)
-        return Files(reader, train, min_size), Files(reader, val, min_size)
+        return ImageFiles(reader, train, min_size), ImageFiles(reader, val, min_size)
     val_reader = _reader(val_root)
     missing = [c for c in reader.class_to_idx if c not in val_reader.class_to_idx]
     extra = [c for c in val_reader.class_to_idx if c not in reader.class_to_idx]
@@ -238,7 +238,7 @@ def _folder(root: Path, min_size: tuple[int, int]) -> tuple[Files, Files]:
             if names
         )
         raise InputError(f"{val_root} and {train_root} must have the same class folders; {differences}")
-    return Files(reader, list(range(len(reader))), min_size), Files(val_reader, list(range(len(val_reader))), min_size)
+    return tuple(ImageFiles(each, list(range(len(each))), min_size) for each in (reader, val_reader))
 
 
 class Shards:

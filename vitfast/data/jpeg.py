@@ -18,15 +18,15 @@ from torchvision.transforms.v2 import functional as F
 
 from ..config import Config
 from ..errors import InputError
-from .datasets import Files, Subset
+from .datasets import ImageFiles, Subset
 from .samples import Batch, Samples, seed_everything
 
 
-def check(config: Config, source) -> None:
+def check_decodable(config: Config, source) -> None:
     """Raises InputError where this path cannot do what the settings ask."""
     while isinstance(source, Subset):
         source = source.source
-    if not isinstance(source, Files):
+    if not isinstance(source, ImageFiles):
         raise InputError(f"decode=device reads JPEG files from a folder; {config.data!r} is none, leave decode=host")
     other = [name for name in ("auto_augment", "color_jitter", "random_erasing") if getattr(config, name)]
     if other:

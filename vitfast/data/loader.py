@@ -150,7 +150,7 @@ def open_data(
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
     if config.decode == "device":
-        jpeg.check(config, train)
+        jpeg.check_decodable(config, train)
     if examples is not None:
         train = take(train, examples)
     chain = (None, None) if getattr(train, "transformed", False) else transforms(config, img_size)

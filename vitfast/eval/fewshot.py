@@ -62,7 +62,7 @@ def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l
     return METHODS[method](x, y, queries, classes, **options)
 
 
-def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
+def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
     """Indices of `shots` images of every class, or all of a class that has fewer.
 
     With one seed, a draw of fewer shots is contained in a draw of more.
@@ -82,7 +82,7 @@ def training_features(
 
     def draws(labels: np.ndarray) -> dict:
         every = {(None, 0): np.arange(len(labels))} if None in shots else {}
-        return every | {(n, s): draw(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
+        return every | {(n, s): draw_shots(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
 
     labels = None if None in shots else known_labels(data.train)
     if labels is None:

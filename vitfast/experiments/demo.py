@@ -3,11 +3,13 @@
 import csv
 from pathlib import Path
 
+from ..config import Config
 from ..errors import InputError
 from ..files import write_text
 from ..train.log import COLUMNS, write_summary
-from ..train.recipes import Config, resolve
+from ..train.recipes import resolve
 from ..train.trainer import train
+from .demo_report import write_report
 
 
 def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config, Config]:
@@ -44,8 +46,6 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
     )
     _merge_metrics(output)
     write_summary(output, summary)
-    from .demo_report import write_report
-
     path = write_report(output, summary)
     print(
         f"test accuracy: {summary['pretrain_accuracy']:.4f} after pre-training, "

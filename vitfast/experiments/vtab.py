@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
+from ..config import Config
 from ..data.datasets import take
 from ..distributed import world_size
 from ..errors import InputError
@@ -22,7 +23,7 @@ from ..eval.accuracy import open_weights
 from ..eval.fewshot import Ridge, classify
 from ..eval.probe import features, linear
 from ..files import write_text
-from ..train.recipes import Config, resolve
+from ..train.recipes import resolve
 from ..train.trainer import Trainer
 
 logger = logging.getLogger("vitfast")

@@ -68,7 +68,7 @@ def colour_classes(patches: Tensor, cells: int) -> Tensor:
     return (digits * places[:, None]).sum(1).unflatten(0, patches.shape[:-3])
 
 
-def _take(x: Tensor, indices: Tensor) -> Tensor:
+def _gather_patches(x: Tensor, indices: Tensor) -> Tensor:
     """x (B, N, ...), indices (B, K) -> (B, K, ...)."""
     extra = x.shape[2:]
     return x.gather(1, indices.reshape(*indices.shape, *[1] * len(extra)).expand(-1, -1, *extra))
@@ -117,7 +117,8 @@ class MaskedPatches(nn.Module):
         """uint8 (B, C, H, W) -> normalised patch outputs (B, N, D), corrupted where that is given."""
 
         def corrupt(x: Tensor) -> Tensor:
-            return torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), _take(x, corrupted.source))
+            other = _gather_patches(x, corrupted.source)
+            return torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), other)
 
         x = self.vit.forward_features(images, None if corrupted is None else corrupt)
         # Where the norm comes after pooling, patches have none but that one.
@@ -142,10 +143,10 @@ class MaskedPatches(nn.Module):
         if corrupted is None:
             noise = torch.rand(len(images), 3, vit.patch_embed.num_patches, device=images.device)
             corrupted = corruption(noise, self.share)
-        out = self.predict(_take(self.encode(images, corrupted), corrupted.chosen)).float()
+        out = self.predict(_gather_patches(self.encode(images, corrupted), corrupted.chosen)).float()
         (h, w), (p, q) = vit.patch_embed.grid_size, vit.patch_embed.patch_size
         patches = images.unflatten(3, (w, q)).unflatten(2, (h, p)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
-        patches = _take(patches, corrupted.chosen)  # (B, K, C, P, Q)
+        patches = _gather_patches(patches, corrupted.chosen)  # (B, K, C, P, Q)
         if self.target == "pixels":
             out = out.unflatten(-1, patches.shape[2:])
             loss = F.mse_loss(out, ref.normalize(patches, vit.mean, vit.std, torch.float32))

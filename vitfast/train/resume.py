@@ -40,15 +40,15 @@ def save_checkpoint(run: Path, train_step: TrainStep, step: int, seconds: float)
     Every rank calls it, the first one writes. Until the new checkpoint is whole the one before it stays.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in _models(train_step).items()}
-    parts = {**models, "scaler": train_step.scaler.state_dict()}
+    sections = {**models, "scaler": train_step.scaler.state_dict()}
     if train_step.optimizer.state:  # before the first step torch would make up the state after one
-        parts["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
+        sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
     if train_step.ranks.first:
         network = train_step.averaged
         if train_step.unsharded is not None:
             network = copy.deepcopy(train_step.unsharded)
             network.load_state_dict(models["ema" if train_step.ema else "model"], assign=True)
-        named = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+        named = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
         _write(run / "checkpoints", step, network, {"step": step, "seconds": seconds, **named})
     train_step.ranks.wait()
 
@@ -96,21 +96,21 @@ def _write(folder: Path, step: int, network: nn.Module, training_state: dict) ->
 def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> tuple[int, float]:
     """Loads a checkpoint into `train_step`, on any number of ranks. Returns (step, seconds so far)."""
     training_state = read_training_state(checkpoint)
-    parts: dict[str, dict] = {"scaler": {}}
+    sections: dict[str, dict] = {"scaler": {}}
     for name, value in training_state.items():
-        part, _, rest = name.partition(".")
-        parts.setdefault(part, {})[rest] = value
+        section, _, rest = name.partition(".")
+        sections.setdefault(section, {})[rest] = value
     models = _models(train_step)
     for name, model in models.items():
-        odd = sorted(model.state_dict().keys() ^ parts.get(name, {}).keys())  # torch itself ignores what is missing
+        odd = sorted(model.state_dict().keys() ^ sections.get(name, {}).keys())  # torch itself ignores what is missing
         if odd:
             shown = f"{', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}"
             raise InputError(f"the saved model does not fit this one: {shown}")
-    if "optimizer" in parts:  # before the models: torch makes room for the state by a step of rate 0
-        set_optimizer_state_dict(train_step.model, train_step.optimizer, parts["optimizer"], options=WHOLE)
+    if "optimizer" in sections:  # before the models: torch makes room for the state by a step of rate 0
+        set_optimizer_state_dict(train_step.model, train_step.optimizer, sections["optimizer"], options=WHOLE)
     for name, model in models.items():
-        set_model_state_dict(model, parts[name], options=WHOLE)
-    train_step.scaler.load_state_dict(parts["scaler"])
+        set_model_state_dict(model, sections[name], options=WHOLE)
+    train_step.scaler.load_state_dict(sections["scaler"])
     return training_state["step"], training_state["seconds"]
 
 

@@ -12,23 +12,19 @@ import torch
 import yaml
 from torch import Tensor
 
+from ..config import RUN_ONLY, Config, as_plain
 from ..device import autocast_dtype, choose_device
 from ..distributed import FAILED, GO, STOP, join
-from ..errors import InputError
+from ..errors import InputError, TrainingError
 from ..eval.accuracy import evaluate
 from ..files import write_text
 from .log import Meter, Metrics, Progress, write_summary
 from .masked import evaluate_masked
-from .recipes import RUN_ONLY, Config, as_plain
 from .resume import find_checkpoint, load_checkpoint, save_checkpoint
 from .setup import set_up
 from .step import TrainStep
 
 logger = logging.getLogger("vitfast")
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says where it stopped and what is kept."""
 
 
 def total_steps(config: Config, images: int) -> int:
