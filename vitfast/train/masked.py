@@ -19,6 +19,7 @@ from ..data.loader import Data
 from ..data.samples import PADDING, mix_seed
 from ..device import autocast
 from ..errors import InputError, unknown
+from ..eval.accuracy import validation_means
 from ..model import ViT
 
 MASKED, SWAPPED = 0.8, 0.1  # of the corrupted patches: [mask], another patch; the rest stays
@@ -159,17 +160,15 @@ class MaskedPatches(nn.Module):
         return loss, (out.detach().argmax(-1) == classes).float().mean()
 
 
-@torch.no_grad()
 def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtype: torch.dtype | None) -> dict:
     """Mean loss and share of right colours over the validation set, shared by the ranks.
 
     The corruption of each image is always the same.
     """
-    was_training = model.training
-    model.eval()
-    sums = torch.zeros(3, device=device, dtype=torch.float64)
     position, patches = data.ranks.rank, model.vit.patch_embed.num_patches
-    for images, labels in data.eval_batches():
+
+    def score(images: Tensor, labels: Tensor) -> Tensor:
+        nonlocal position
         own = labels != PADDING
         count = int(own.sum())
         images = images[own] if count else images  # all ranks run as often: sharded models want it
@@ -178,9 +177,6 @@ def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtyp
         drawn = Corruption(*(part.to(device) for part in corruption(noise, model.share)))
         with autocast(device, dtype):
             result = model(images.to(device, non_blocking=True), drawn)
-        sums += torch.stack([*result, torch.ones_like(result[0])]).double() * count
-    model.train(was_training)
-    loss, share, count = data.ranks.sum(sums).tolist()
-    if not count:
-        raise InputError(f"the validation set of {data.config.data!r} is empty")
-    return dict(loss=loss / count, accuracy=share / count, images=int(count))
+        return torch.stack([*result, torch.ones_like(result[0])]).double() * count
+
+    return validation_means(model, data, device, ("loss", "accuracy"), score)

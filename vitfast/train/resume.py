@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all, read without executing anything.
+"""Checkpoints of a run: written whole or not at all, read without executing anything; where a run goes on.
 
     checkpoints/step-00000120/model.safetensors, config.json   what ViT.from_pretrained reads (EMA where there is one)
                               state/state.safetensors          model, optimiser, EMA
@@ -11,10 +11,12 @@ The random numbers and the position in the data follow from (seed, step), so the
 import copy
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
 
+import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -26,10 +28,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..config import RUN_ONLY, Config, as_plain, total_steps
 from ..errors import InputError
 from ..files import sync
 from .step import TrainStep
 
+logger = logging.getLogger("vitfast")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the CPU of the first rank
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
 
@@ -136,3 +140,49 @@ def find_checkpoint(path: Path) -> Path | None:
         return path
     last = path / "checkpoints" / "last"
     return last.resolve() if last.exists() else None
+
+
+def check_settings(config: Config, run: Path) -> None:
+    """Raises InputError where the folder holds a run with other settings that decide its course."""
+    path = run / "config.yaml"
+    if not path.exists():
+        return
+    saved, now = yaml.safe_load(path.read_text()), as_plain(config)
+    other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and k in saved and saved[k] != now[k]]
+    if other:
+        shown = "; ".join(f"{k}: {saved.get(k)} there, {now[k]} now" for k in other[:3])
+        raise InputError(
+            f"{run} holds a run with other settings ({shown}); "
+            "choose another --output, or --resume never to start it again"
+        )
+
+
+def find_start(config: Config, resume: str) -> Path | None:
+    """The checkpoint to continue from: None for "never", the run's last for "auto", or that at a path."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        checkpoint = find_checkpoint(Path(config.output))
+        if checkpoint:
+            check_settings(config, Path(config.output))
+        return checkpoint
+    checkpoint = find_checkpoint(Path(resume))
+    if checkpoint is None:
+        raise InputError(
+            f"--resume {resume}: no checkpoint there; give a run folder or one of its checkpoints/step-... folders"
+        )
+    return checkpoint
+
+
+def finished_summary(config: Config, resume: str) -> dict | None:
+    """The summary of a run that is complete already, None otherwise."""
+    path = Path(config.output) / "summary.json"
+    if resume != "auto" or not config.output or not path.exists():
+        return None
+    check_settings(config, Path(config.output))
+    summary = json.loads(path.read_text())
+    if not summary.get("finished") or summary["steps"] < total_steps(config, summary["train_images"]):
+        return None
+    said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
+    logger.info(said, config.output, summary["steps"], summary["accuracy"])
+    return summary
