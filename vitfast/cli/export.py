@@ -28,10 +28,7 @@ def run(args: argparse.Namespace) -> int:
     device = choose_device(args.device)
     model = ViT.from_pretrained(args.weights, **overrides(args)).to(device)
     difference = export(model, args.output, args.form, uint8=args.uint8, force=args.force)
-    checked = (
-        f"max difference {difference:.2g} from PyTorch"
-        if difference is not None
-        else ("not checked, onnxruntime is not installed")
-    )
+    unchecked = "not checked, onnxruntime is not installed"
+    checked = unchecked if difference is None else f"max difference {difference:.2g} from PyTorch"
     print(f"wrote {args.output}: {checked}")
     return 0

@@ -201,9 +201,8 @@ def _reader(folder: Path) -> ReaderImageFolder:
     try:
         return ReaderImageFolder(str(folder))
     except RuntimeError:
-        raise InputError(
-            f"no images in {folder}: expected class folders with .jpg, .jpeg or .png files in them"
-        ) from None
+        expected = "expected class folders with .jpg, .jpeg or .png files in them"
+        raise InputError(f"no images in {folder}: {expected}") from None
 
 
 def _held_out(reader: ReaderImageFolder) -> tuple[list[int], list[int]]:
@@ -217,9 +216,8 @@ def _folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFil
     if not root.is_dir():
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     train_root = root / "train" if (root / "train").is_dir() else root
-    val_root = next(
-        (root / name for name in ("val", "validation", "test") if train_root != root and (root / name).is_dir()), None
-    )
+    names = ("val", "validation", "test") if train_root != root else ()
+    val_root = next((root / name for name in names if (root / name).is_dir()), None)
     reader = _reader(train_root)
     if len(reader.class_to_idx) < 2:
         raise InputError(
@@ -232,11 +230,9 @@ def _folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFil
     missing = [c for c in reader.class_to_idx if c not in val_reader.class_to_idx]
     extra = [c for c in val_reader.class_to_idx if c not in reader.class_to_idx]
     if missing or extra:
-        differences = "; ".join(
-            f"{kind}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-            for kind, names in (("missing in validation", missing), ("only in validation", extra))
-            if names
-        )
+        kinds = {"missing in validation": missing, "only in validation": extra}
+        shown = {kind: f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for kind, names in kinds.items()}
+        differences = "; ".join(f"{kind}: {shown[kind]}" for kind, names in kinds.items() if names)
         raise InputError(f"{val_root} and {train_root} must have the same class folders; {differences}")
     return tuple(ImageFiles(each, list(range(len(each))), min_size) for each in (reader, val_reader))
 

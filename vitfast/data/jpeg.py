@@ -100,11 +100,9 @@ def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Bat
             i if image is not None else min(whole, key=lambda j, i=i: (j - i) % len(images))
             for i, image in enumerate(images)
         ]
-        messages += [
-            f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i, j in enumerate(chosen) if i != j
-        ]
-        resized = (
-            F.resized_crop(images[i], *crops[i], size, InterpolationMode.BICUBIC, antialias=True) for i in chosen
-        )
+        broken = [i for i, j in enumerate(chosen) if i != j]
+        messages += [f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i in broken]
+        options = dict(interpolation=InterpolationMode.BICUBIC, antialias=True)
+        resized = (F.resized_crop(images[i], *crops[i], size, **options) for i in chosen)
         stacked = torch.stack([image.flip(-1) if flips[i] else image for i, image in zip(chosen, resized)])
         yield stacked, torch.tensor([labels[i] for i in chosen]), messages

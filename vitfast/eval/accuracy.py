@@ -17,11 +17,7 @@ from ..model import ViT
 
 @torch.no_grad()
 def validation_means(
-    model: nn.Module,
-    data: Data,
-    device: torch.device,
-    names: tuple[str, ...],
-    score: Callable[[Tensor, Tensor], Tensor],
+    model: nn.Module, data: Data, device: torch.device, names: list[str], score: Callable[[Tensor, Tensor], Tensor]
 ) -> dict:
     """The named means over the validation set, shared by the ranks, and its number of `images`.
 
@@ -62,7 +58,7 @@ def evaluate(
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=PADDING)
         return torch.stack([loss, top[:, 0].sum(), top.sum(), (labels != PADDING).sum()])
 
-    return validation_means(model, data, device, ("loss", "accuracy", "top5"), score)
+    return validation_means(model, data, device, ["loss", "accuracy", "top5"], score)
 
 
 def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:

@@ -179,4 +179,4 @@ def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtyp
             result = model(images.to(device, non_blocking=True), drawn)
         return torch.stack([*result, torch.ones_like(result[0])]).double() * count
 
-    return validation_means(model, data, device, ("loss", "accuracy"), score)
+    return validation_means(model, data, device, ["loss", "accuracy"], score)

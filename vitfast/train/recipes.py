@@ -4,6 +4,7 @@ from ..config import Config, Recipe, as_plain, check_config, coerce
 from ..errors import unknown
 from .paper import PAPER
 
+# Recipes are data: each stands whole, here as in paper.py, even where two agree in many fields.
 DIGITS = (
     Recipe(
         name="digits",
