@@ -93,10 +93,8 @@ class ImageFiles:
         except (OSError, UnidentifiedImageError):
             raise InputError(f"{self.name(index)} cannot be read as an image; remove or replace it") from None
         if image.height < self.min_size[0] or image.width < self.min_size[1]:
-            raise InputError(
-                f"{self.name(index)} has {image.height} x {image.width} pixels, "
-                f"less than one patch ({self.min_size[0]} x {self.min_size[1]}); remove it"
-            )
+            pixels, patch = f"{image.height} x {image.width}", f"{self.min_size[0]} x {self.min_size[1]}"
+            raise InputError(f"{self.name(index)} has {pixels} pixels, less than one patch ({patch}); remove it")
         return image
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
@@ -220,9 +218,8 @@ def _folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFil
     val_root = next((root / name for name in names if (root / name).is_dir()), None)
     reader = _reader(train_root)
     if len(reader.class_to_idx) < 2:
-        raise InputError(
-            f"{train_root} has one class only ({next(iter(reader.class_to_idx))!r}); expected a folder for each class"
-        )
+        only = next(iter(reader.class_to_idx))
+        raise InputError(f"{train_root} has one class only ({only!r}); expected a folder for each class")
     if val_root is None:
         train, val = _held_out(reader)
         return ImageFiles(reader, train, min_size), ImageFiles(reader, val, min_size)
@@ -323,9 +320,8 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
         return create_dataset(spec, root=root, split=split, **options)
     except (Exception, SystemExit) as error:  # each library raises its own
         text = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(
-            f"data set {spec!r}, split {split!r}{f' in {root}' if root else ''} cannot be opened: {text[0]}"
-        ) from error
+        where = f" in {root}" if root else ""
+        raise InputError(f"data set {spec!r}, split {split!r}{where} cannot be opened: {text[0]}") from error
 
 
 def _shards(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
@@ -368,8 +364,6 @@ def open_sources(
             val = Named(spec, _open_named(spec, data_dir, "test"))
         return train, val
     if not Path(spec).exists():
-        raise InputError(
-            f"no folder {spec}; --data takes an existing folder, 'digits', 'synthetic', "
-            f"or a name that starts with {', '.join(NAMED)}"
-        )
+        known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
+        raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
     return _folder(Path(spec), patch_size)

@@ -118,9 +118,8 @@ def select(config: Config, train, val):
     if not (config.hold_out or config.shots or config.train_images):
         return train, val
     if isinstance(train, Shards):
-        raise InputError(
-            f"hold_out, shots and train_images need a data set that is read by index; {config.data!r} is read in order"
-        )
+        needed = "hold_out, shots and train_images need a data set that is read by index"
+        raise InputError(f"{needed}; {config.data!r} is read in order")
     if config.hold_out:
         held, kept = split_by_class(labels_of(train), lambda n: max(1, round(n * config.hold_out)), 0)
         train, val = Subset(train, kept), Subset(train, held)

@@ -72,20 +72,16 @@ def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
     try:
         counter = RealLabelsImagenet(names, path or None, topk=(1,))
     except AssertionError:
-        raise InputError(
-            f"--real: {path or 'ImageNet'} has labels for another number of images "
-            f"than the {len(names)} of {data.config.data}"
-        ) from None
+        have = f"the {len(names)} of {data.config.data}"
+        raise InputError(f"--real: {path or 'ImageNet'} has labels for another number of images than {have}") from None
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"--real {path} cannot be read as ImageNet's reassessed labels: {error}") from None
     if not all(isinstance(labels, list) for labels in counter.real_labels.values()):
         raise InputError(f"--real {path} must hold one list of classes for each image")
     unknown = next((name for name in names if name not in counter.real_labels), None)
     if unknown:
-        raise InputError(
-            f"--real tells images by ImageNet's names (ILSVRC2012_val_00000001.JPEG), "
-            f"and {data.config.data} has {unknown}"
-        )
+        known = "ImageNet's names (ILSVRC2012_val_00000001.JPEG)"
+        raise InputError(f"--real tells images by {known}, and {data.config.data} has {unknown}")
     return counter
 
 

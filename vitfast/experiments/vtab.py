@@ -102,10 +102,8 @@ def read_tasks(path: Path) -> list[Task]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"--tasks {path} cannot be read as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, list) or not content:
-        raise InputError(
-            f"--tasks {path} must hold a list of tasks such as "
-            "'- {name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}'"
-        )
+        example = "'- {name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}'"
+        raise InputError(f"--tasks {path} must hold a list of tasks such as {example}")
     tasks = []
     for item in content:
         settings = dict(item) if isinstance(item, dict) else dict(data=str(item))

@@ -122,16 +122,13 @@ def read_training_state(checkpoint: Path) -> dict:
     """The names and values in a checkpoint's state/. Raises InputError where it is not whole."""
     folder = checkpoint / "state"
     if not folder.is_dir():
-        raise InputError(
-            f"{checkpoint} holds no training state (no state/ folder); "
-            "--resume takes a run folder or one of its checkpoints"
-        )
+        takes = "--resume takes a run folder or one of its checkpoints"
+        raise InputError(f"{checkpoint} holds no training state (no state/ folder); {takes}")
     try:
         return load_file(folder / "state.safetensors") | json.loads((folder / "state.json").read_text())
     except (OSError, SafetensorError, ValueError) as error:
-        raise InputError(
-            f"the training state in {folder} is damaged ({error}); start again with --resume never"
-        ) from None
+        again = "start again with --resume never"
+        raise InputError(f"the training state in {folder} is damaged ({error}); {again}") from None
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -151,10 +148,8 @@ def check_settings(config: Config, run: Path) -> None:
     other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and k in saved and saved[k] != now[k]]
     if other:
         shown = "; ".join(f"{k}: {saved.get(k)} there, {now[k]} now" for k in other[:3])
-        raise InputError(
-            f"{run} holds a run with other settings ({shown}); "
-            "choose another --output, or --resume never to start it again"
-        )
+        advice = "choose another --output, or --resume never to start it again"
+        raise InputError(f"{run} holds a run with other settings ({shown}); {advice}")
 
 
 def find_start(config: Config, resume: str) -> Path | None:
@@ -168,9 +163,8 @@ def find_start(config: Config, resume: str) -> Path | None:
         return checkpoint
     checkpoint = find_checkpoint(Path(resume))
     if checkpoint is None:
-        raise InputError(
-            f"--resume {resume}: no checkpoint there; give a run folder or one of its checkpoints/step-... folders"
-        )
+        wanted = "a run folder or one of its checkpoints/step-... folders"
+        raise InputError(f"--resume {resume}: no checkpoint there; give {wanted}")
     return checkpoint
 
 
