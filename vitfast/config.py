@@ -157,12 +157,17 @@ def _convert(kind, value):
     return kind(value)
 
 
+def total_steps(config: Recipe, images: int) -> int:
+    """Optimiser steps of a whole run on `images` training images."""
+    return config.steps or max(1, round((config.epochs or 0) * images / config.batch_size))
+
+
 def as_plain(config: Recipe) -> dict:
     """The fields as YAML and JSON hold them."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Raises InputError for a value that its field does not allow, and for contradictions."""
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)

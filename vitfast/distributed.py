@@ -8,7 +8,7 @@ nothing.
 
 import logging
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -117,9 +117,5 @@ def reducing(runner: nn.Module, last: bool):
     """A context for one micro-batch: ranks reduce their gradients after the last one of a step only."""
     if hasattr(runner, "set_requires_gradient_sync"):
         runner.set_requires_gradient_sync(last)
-        yield
-    elif not last and hasattr(runner, "no_sync"):
-        with runner.no_sync():
-            yield
-    else:
+    with nullcontext() if last or not hasattr(runner, "no_sync") else runner.no_sync():  # DDP's; FSDP2 has none
         yield

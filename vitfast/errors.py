@@ -1,4 +1,4 @@
-"""The one exception for input that a user can mend: the command line shows its text and exits with 2."""
+"""What the command line shows as one line: wrong input (it exits with 2), and training that cannot go on (1)."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 class InputError(ValueError):
     """Something the user gave is wrong; the message names the thing and says what to do."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says where it stopped and what is kept."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:

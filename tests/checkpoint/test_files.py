@@ -118,7 +118,7 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
 
 
-def test_hub(tmp_path, offline):
+def test_a_hub_name_loads_like_its_folder(tmp_path, offline):
     truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF)))
     hub_cache(tmp_path, truth, ("model.safetensors", "config.json"))
     agree(ViT.from_pretrained("hf-hub:owner/name"), truth)
@@ -180,7 +180,7 @@ def test_pickles_are_not_run(tmp_path):
     assert not ran.exists()
 
 
-def test_wrong_paths(tmp_path):
+def test_wrong_paths_say_what_is_wrong(tmp_path):
     with pytest.raises(InputError, match=r"nowhere\.npz: no such file or folder"):
         load_checkpoint(tmp_path / "nowhere.npz")
     with pytest.raises(InputError, match="write hf-hub:owner/name"):

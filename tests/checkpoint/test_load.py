@@ -111,7 +111,7 @@ def test_timm_flat_config(tmp_path, name, act):
 
 @pytest.mark.parametrize("wrapper", ["model", "state_dict", "state_dict_ema", "model_ema"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "model."])
-def test_wrappers(tmp_path, wrapper, prefix):
+def test_nested_state_dicts_are_unwrapped(tmp_path, wrapper, prefix):
     truth, other = small_timm(), small_timm()
     content = {
         wrapper: {prefix + k: v for k, v in truth.state_dict().items()},

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFilter
+from runs import digits
 
 from vitfast import InputError
 from vitfast.data.loader import open_data
-from vitfast.train.recipes import resolve
 from vitfast.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -29,20 +29,7 @@ def photos(tmp_path_factory):
 
 
 def config(photos, **fields):
-    return resolve(
-        "pretrain",
-        dict(
-            recipe="digits",
-            data=str(photos),
-            output="unused",
-            device="cpu",
-            batch_size=6,
-            steps=3,
-            hflip=0.5,
-            workers=0,
-            **fields,
-        ),
-    )
+    return digits(data=str(photos), batch_size=6, steps=3, hflip=0.5, workers=0, **fields)
 
 
 def test_images_decoded_on_the_device_are_those_of_the_host(photos):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from runs import digits
 
-from vitfast.data.datasets import labels_of
+from vitfast.data.datasets import Shards, labels_of
 from vitfast.data.loader import open_data
 from vitfast.data.samples import Samples, StreamSampler
 
@@ -66,3 +66,10 @@ def test_subsets_of_a_data_set():
     assert not set(held.train.indices) & set(held.val.indices) and len(held.train) + len(held.val) == len(whole.train)
     assert min(np.bincount(labels_of(held.val))) >= 27  # a fifth of each class
     assert len(open_data(digits(train_images=700), (32, 32), (8, 8), CPU).train) == 700
+
+
+def test_readers_of_the_same_shards_each_have_their_own_transform():
+    shards = Shards("wds/x", [(1, 0), (2, 1)], ["a", "b"])
+    both = zip(shards.samples(lambda image: image + 10), shards.samples(lambda image: image + 20))
+    assert list(both) == [((11, 0, []), (21, 0, [])), ((12, 1, []), (22, 1, []))]
+    assert list(shards.dataset) == [(1, 0), (2, 1)]

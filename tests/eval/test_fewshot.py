@@ -57,10 +57,10 @@ def test_draws_are_of_every_class_and_nested():
     labels[labels == 4][3:] = 0
     labels[np.flatnonzero(labels == 4)[3:]] = 0  # three images of the last class are left
     for seed in range(2):
-        one, five = (fewshot.draw(labels, 5, n, seed) for n in (1, 5))
+        one, five = (fewshot.draw_shots(labels, 5, n, seed) for n in (1, 5))
         assert np.bincount(labels[one]).tolist() == [1] * 5 and np.bincount(labels[five]).tolist() == [5, 5, 5, 5, 3]
         assert set(one) <= set(five) and len(set(five)) == 23
-    assert set(fewshot.draw(labels, 5, 5, 0)) != set(fewshot.draw(labels, 5, 5, 1))
+    assert set(fewshot.draw_shots(labels, 5, 5, 0)) != set(fewshot.draw_shots(labels, 5, 5, 1))
 
 
 def test_knn_is_scikit_learns_with_the_same_weights(monkeypatch):

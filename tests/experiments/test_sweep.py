@@ -4,28 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import digits
+from runs import digits, finetuning
 
 from vitfast import InputError
 from vitfast.experiments import runs as experiments
 from vitfast.experiments.sweep import sweep
-from vitfast.train.recipes import resolve
 from vitfast.train.trainer import train
 
 
 def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeypatch):
     train(digits(tmp_path / "pre", steps=3))
-    config = resolve(
-        "finetune",
-        dict(
-            data="digits",
-            weights=str(tmp_path / "pre/checkpoints/last"),
-            output=str(tmp_path / "fine"),
-            device="cpu",
-            steps=2,
-            sweep_lr="0.001,0.01,0.1",
-        ),
-    )
+    config = finetuning(tmp_path / "pre", tmp_path / "fine", steps=2, sweep_lr="0.001,0.01,0.1")
     seen = []
     fake = {0.001: 0.5, 0.01: 0.9, 0.1: 0.9}
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from vitfast.train.recipes import Config, resolve
+from vitfast.config import Config
+from vitfast.train.recipes import resolve
 from vitfast.train.step import TrainStep
 
 
@@ -13,6 +14,18 @@ def digits(output: Path | str = "unused", **fields) -> Config:
     """Pre-training on the digits by their recipe, on the CPU."""
     settings = dict(recipe="digits", data="digits", output=str(output), device="cpu", batch_size=32)
     return resolve("pretrain", settings | fields)
+
+
+def finetuning(pretrained: Path, output: Path, **fields) -> Config:
+    """Fine-tuning on the digits, on the CPU, of the model that the run `pretrained` kept."""
+    kept = str(pretrained / "checkpoints" / "last")
+    return resolve("finetune", dict(data="digits", weights=kept, output=str(output), device="cpu", **fields))
+
+
+def pretraining_command(output: Path, **options) -> list[str]:
+    """The arguments of `vitfast` that pre-train on the digits; options such as save_every=3."""
+    given = dict(recipe="digits", data="digits", device="cpu", batch_size=32, output=output) | options
+    return ["pretrain", *(text for k, v in given.items() for text in (f"--{k.replace('_', '-')}", str(v)))]
 
 
 def weights(run: Path) -> dict:

@@ -155,7 +155,7 @@ def test_timm_saves_it_after_changes(tmp_path, weights, change):
     assert torch.equal(ViT.from_pretrained(tmp_path).eval()(x), model(x))
 
 
-def test_features(weights):
+def test_feature_extraction_equals_timms(weights):
     path, x = weights[1], images(48, 32)
     for kwargs in (dict(), dict(out_indices=(0, 2))):
         args = dict(

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from checks import assert_close, randomize
+from commands import run_cli
 from runs import cut_at, digits, same, weights
 
 from vitfast import InputError
@@ -26,6 +27,15 @@ def test_a_resnet_trains_in_the_same_loop_and_resumes(tmp_path, monkeypatch):
     assert same(weights(tmp_path / "run"), tensors)
     saved = json.loads((tmp_path / "run" / "checkpoints" / "last" / "config.json").read_text())
     timm.create_model(saved["architecture"], num_classes=saved["num_classes"]).load_state_dict(tensors)
+
+
+@pytest.mark.parametrize("name", ["R50x1", "timm:test_resnet"])
+def test_masked_patch_prediction_of_a_baseline_is_refused_before_anything_is_written(tmp_path, capsys, name):
+    settings = ("--recipe", "digits", "--data", "digits", "--device", "cpu", "--set", "objective=masked")
+    code, _, err = run_cli(capsys, "pretrain", "--model", name, "--output", tmp_path / "run", *settings)
+    said = f"objective=masked trains vitfast's ViTs only; take softmax or sigmoid for {name}"
+    assert code == 2 and err == f"vitfast: error: {said}\n"
+    assert not (tmp_path / "run").exists()
 
 
 def test_baselines_take_raw_images_and_are_timms():

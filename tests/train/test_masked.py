@@ -229,7 +229,7 @@ def test_the_global_generator_decides():
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_compiled():
+def test_compiled_equals_eager():
     """In one graph, on the same random numbers.
 
     Lowering is left out: it costs half a minute and knows nothing of this file.

@@ -9,25 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
 import torch
 from PIL import Image
 from processes import Child, command_line
+from runs import pretraining_command
 from safetensors.torch import load_file
 
 from vitfast import InputError, ViT
 from vitfast.cli import main
 from vitfast.train import resume
-from vitfast.train.recipes import resolve
 from vitfast.train.trainer import Trainer, TrainingError, train
 
 
 def digits(output: Path, **fields):
-    return resolve(
-        "pretrain",
-        dict(
-            recipe="digits", data="digits", output=str(output), device="cpu", **{"steps": 6, "batch_size": 32, **fields}
-        ),
-    )
+    return runs.digits(output, **{"steps": 6, **fields})
 
 
 def photos(root: Path, per_class: int = 12) -> Path:
@@ -44,19 +40,7 @@ def photos(root: Path, per_class: int = 12) -> Path:
 
 
 def folder_config(data: Path, output: Path, **fields):
-    return resolve(
-        "pretrain",
-        dict(
-            recipe="digits",
-            data=str(data),
-            output=str(output),
-            device="cpu",
-            steps=9,
-            batch_size=4,
-            workers=0,
-            **fields,
-        ),
-    )
+    return runs.digits(output, data=str(data), steps=9, batch_size=4, workers=0, **fields)
 
 
 def test_broken_and_vanished_images_are_counted_and_replaced_up_to_a_limit(tmp_path, caplog):
@@ -91,21 +75,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(resume, "save_file", full)
-    command = [
-        "pretrain",
-        "--recipe",
-        "digits",
-        "--data",
-        "digits",
-        "--device",
-        "cpu",
-        "--steps",
-        "6",
-        "--batch-size",
-        "32",
-        "--output",
-        str(tmp_path),
-    ]
+    command = pretraining_command(tmp_path, steps=6)
     assert main(command) == 1
     err = capsys.readouterr().err
     assert "No space left on device" in err and "Traceback" not in err

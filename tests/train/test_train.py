@@ -15,7 +15,7 @@ import runs
 import torch
 import yaml
 from processes import Child, command_line, done
-from runs import cut_at, same, training_tensors, weights
+from runs import cut_at, finetuning, pretraining_command, same, training_tensors, weights
 
 from vitfast import InputError, ViT
 from vitfast.train.recipes import resolve
@@ -93,23 +93,7 @@ def wait_for(path: Path, seconds: float = 90) -> None:
 @pytest.mark.slow(7)
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
-    command = [
-        "pretrain",
-        "--recipe",
-        "digits",
-        "--data",
-        "digits",
-        "--steps",
-        60,
-        "--batch-size",
-        32,
-        "--device",
-        "cpu",
-        "--save-every",
-        3,
-        "--output",
-        run,
-    ]
+    command = pretraining_command(run, steps=60, save_every=3)
     process = Child(command_line, [str(c) for c in command])
     wait_for(run / "checkpoints" / "last")
     process.send_signal(signal.SIGTERM)
@@ -213,17 +197,7 @@ def test_every_way_of_training_takes_steps(tmp_path, fields):
 
 def test_finetuning_starts_from_a_zero_head_at_the_new_size(tmp_path):
     train(digits(tmp_path / "pre", steps=3, batch_size=32))
-    config = resolve(
-        "finetune",
-        dict(
-            data="digits",
-            weights=str(tmp_path / "pre/checkpoints/last"),
-            output=str(tmp_path / "fine"),
-            device="cpu",
-            steps=3,
-        ),
-    )
-    trainer = Trainer(config)
+    trainer = Trainer(finetuning(tmp_path / "pre", tmp_path / "fine", steps=3))
     model = trainer.train_step.model
     assert (
         model.patch_embed.img_size == (48, 48)
@@ -237,18 +211,5 @@ def test_finetuning_starts_from_a_zero_head_at_the_new_size(tmp_path):
 
 
 def test_synthetic_data_feeds_any_model(tmp_path):
-    summary = train(
-        resolve(
-            "pretrain",
-            dict(
-                recipe="digits",
-                data="synthetic",
-                output=str(tmp_path),
-                steps=2,
-                batch_size=8,
-                device="cpu",
-                eval_batch_size=512,
-            ),
-        )
-    )
+    summary = train(runs.digits(tmp_path, data="synthetic", steps=2, batch_size=8, eval_batch_size=512))
     assert summary["classes"] == 1000 and summary["val_images"] == 512

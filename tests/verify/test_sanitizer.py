@@ -238,7 +238,7 @@ def _hint_kernel(y_ptr, stride, STEP: tl.constexpr):
     tl.store(y_ptr + offs, offs.to(tl.float32))
 
 
-def test_hints():
+def test_false_hints_are_found():
     assert not watched(lambda: _hint_kernel[(1,)](torch.zeros(40), 8, STEP=8))
     found = watched(lambda: _hint_kernel[(1,)](torch.zeros(40), 12, STEP=8))
     assert [f.kind for f in found] == ["false hint"] and "12 is no multiple of 8" in found[0].detail

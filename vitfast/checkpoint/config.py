@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..presets import PRESETS, ROOT, pair, reduction, shorthand
-from .files import Files
+from .files import CheckpointFiles
 from .formats import Format
 
 _OURS = ("library", "library_version", "architecture")  # our config.json has these besides constructor arguments
@@ -15,7 +15,7 @@ _TANH = ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
 
 
-def infer(state: dict[str, Tensor], form: Format, facts: dict, files: Files, known: dict) -> dict:
+def infer(state: dict[str, Tensor], form: Format, facts: dict, files: CheckpointFiles, known: dict) -> dict:
     """Constructor arguments of a converted state dict.
 
     facts: what the conversion saw. known: what the caller says, used only for what nothing else tells (`num_heads`,
@@ -84,7 +84,7 @@ def _units(state: dict[str, Tensor]) -> list[int]:
     return [stages.count(i) for i in range(1 + max(stages, default=0))]
 
 
-def _from_hugging_face(files: Files) -> dict:
+def _from_hugging_face(files: CheckpointFiles) -> dict:
     """The arguments in transformers' config.json and preprocessor_config.json; None where it has none."""
     config, pixels = files.config, files.preprocessor
     plain = pixels.get("do_normalize") is False

@@ -27,7 +27,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model
 
 
 @dataclass(frozen=True)
-class Files:
+class CheckpointFiles:
     """The files of a source: the weights, and the content of the JSON that belongs to them."""
 
     weights: Path
@@ -35,7 +35,7 @@ class Files:
     preprocessor: dict = field(default_factory=dict)
 
 
-def locate(source: str | Path) -> Files:
+def locate(source: str | Path) -> CheckpointFiles:
     """The files of a weights file, a folder, or `hf-hub:owner/name[@revision]`.
 
     Raises InputError where there are none. A file called as in a folder (`model.safetensors`,
@@ -47,7 +47,7 @@ def locate(source: str | Path) -> Files:
     if path.is_dir():
         return _in_folder(path, source)
     if path.is_file():
-        return _with_json(path) if path.name in WEIGHTS else Files(path)
+        return _with_json(path) if path.name in WEIGHTS else CheckpointFiles(path)
     like_a_repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source))
     hint = f"; for a repository of the Hugging Face hub write {HUB}{source}" if like_a_repository else ""
     raise InputError(f"{source}: no such file or folder{hint}")
@@ -103,7 +103,7 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
         sync(path.parent)  # which may have got a folder
 
 
-def _in_folder(folder: Path, source: str | Path) -> Files:
+def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:
     """The weights of a folder: a well-known name first, else the only weights file there is."""
     known = [folder / name for name in WEIGHTS if (folder / name).is_file()]
     found = known[:1] or sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS and p.is_file())
@@ -115,8 +115,9 @@ def _in_folder(folder: Path, source: str | Path) -> Files:
     raise InputError(f"{source}: no weights in this folder; expected {' or '.join(WEIGHTS[:2])}")
 
 
-def _with_json(weights: Path) -> Files:
-    return Files(weights, _json(weights.with_name("config.json")), _json(weights.with_name("preprocessor_config.json")))
+def _with_json(weights: Path) -> CheckpointFiles:
+    config, preprocessor = (_json(weights.with_name(f"{name}.json")) for name in ("config", "preprocessor_config"))
+    return CheckpointFiles(weights, config, preprocessor)
 
 
 def _json(path: Path) -> dict:

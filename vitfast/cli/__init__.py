@@ -7,7 +7,7 @@ import argparse
 import logging
 import sys
 
-from ..errors import InputError
+from ..errors import InputError, TrainingError
 from ..version import __version__
 from . import (
     convert,
@@ -93,6 +93,6 @@ def _explanation(error: Exception) -> tuple[str, int]:
         return text, 2
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("vitfast"):
         return f"{error.name} is not installed; this command needs pip install 'vitfast[train]'", 2
-    if type(error).__name__ == "TrainingError" or isinstance(error, OSError):
+    if isinstance(error, (TrainingError, OSError)):
         return text, 1
     return "", 1

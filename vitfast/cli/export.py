@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .options import add_shared, check_device, overrides
+from .options import add_shared, overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,17 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..device import choose_device
     from ..export import check_target, export
     from ..model import ViT
 
     check_target(args.output, args.form, args.force)
-    check_device(args.device)
-    model = ViT.from_pretrained(args.weights, **overrides(args)).to(args.device)
+    device = choose_device(args.device)
+    model = ViT.from_pretrained(args.weights, **overrides(args)).to(device)
     difference = export(model, args.output, args.form, uint8=args.uint8, force=args.force)
-    checked = (
-        f"max difference {difference:.2g} from PyTorch"
-        if difference is not None
-        else ("not checked, onnxruntime is not installed")
-    )
+    unchecked = "not checked, onnxruntime is not installed"
+    checked = unchecked if difference is None else f"max difference {difference:.2g} from PyTorch"
     print(f"wrote {args.output}: {checked}")
     return 0

@@ -4,7 +4,7 @@ on images.
 
 import argparse
 
-from .options import add_shared, check_device, overrides
+from .options import add_shared, overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,14 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
+    from ..device import choose_device
     from ..inspect.images import read_images
     from ..inspect.report import write_inspection
     from ..model import ViT
 
-    check_device(args.device)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(args.device)
     model = ViT.from_pretrained(args.weights, **overrides(args)).to(device)
     images = read_images(args.data, args.images, model.patch_embed.img_size, model.in_chans)
     print(f"wrote {write_inspection(model, images, args.output, args.weights, args.data)}")

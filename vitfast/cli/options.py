@@ -8,8 +8,6 @@ from ..errors import InputError
 INTERPOLATED = "positions are interpolated where it changes"
 # The flags that are fields of a run's Config, in any command.
 SETTINGS = "recipe model data output img_size batch_size epochs steps lr seed save_every device compile weights".split()
-
-
 _SHARED = {
     "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
     "--device": dict(choices=("cpu", "cuda"), help="default: cuda where there is one"),
@@ -121,14 +119,6 @@ def unless_stopped(function, *args):
         return None
     finally:
         leave()
-
-
-def check_device(name: str) -> None:
-    """Raises InputError for cuda where there is none."""
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: no CUDA device here")
 
 
 def overrides(args: argparse.Namespace) -> dict:

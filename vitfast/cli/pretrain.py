@@ -11,7 +11,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Also `finetune`, whose --sweep makes several runs of one."""
-    from ..train.recipes import as_plain, resolve
+    from ..config import as_plain
+    from ..train.recipes import resolve
 
     config = resolve(args.command, *setting_layers(args))
     if args.print_config:

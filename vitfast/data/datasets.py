@@ -10,6 +10,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from timm.data import IterableImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
+from torch.utils.data import IterableDataset
 
 from ..errors import InputError
 
@@ -65,7 +66,7 @@ class Synthetic:
         return f"synthetic image {index}"
 
 
-class Files:
+class ImageFiles:
     """Image files of one split, as timm's folder reader lists them."""
 
     def __init__(self, reader: ReaderImageFolder, indices: list[int], min_size: tuple[int, int]):
@@ -92,10 +93,8 @@ class Files:
         except (OSError, UnidentifiedImageError):
             raise InputError(f"{self.name(index)} cannot be read as an image; remove or replace it") from None
         if image.height < self.min_size[0] or image.width < self.min_size[1]:
-            raise InputError(
-                f"{self.name(index)} has {image.height} x {image.width} pixels, "
-                f"less than one patch ({self.min_size[0]} x {self.min_size[1]}); remove it"
-            )
+            pixels, patch = f"{image.height} x {image.width}", f"{self.min_size[0]} x {self.min_size[1]}"
+            raise InputError(f"{self.name(index)} has {pixels} pixels, less than one patch ({patch}); remove it")
         return image
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
@@ -135,7 +134,7 @@ def known_labels(source) -> list[int] | None:
         return None if known is None else [known[i] for i in source.indices]
     if isinstance(source, Digits):
         return source.labels
-    if isinstance(source, Files):
+    if isinstance(source, ImageFiles):
         return [source.reader.samples[i][1] for i in source.indices]
     if not isinstance(source, Named):
         return None
@@ -200,9 +199,8 @@ def _reader(folder: Path) -> ReaderImageFolder:
     try:
         return ReaderImageFolder(str(folder))
     except RuntimeError:
-        raise InputError(
-            f"no images in {folder}: expected class folders with .jpg, .jpeg or .png files in them"
-        ) from None
+        expected = "expected class folders with .jpg, .jpeg or .png files in them"
+        raise InputError(f"no images in {folder}: {expected}") from None
 
 
 def _held_out(reader: ReaderImageFolder) -> tuple[list[int], list[int]]:
@@ -212,32 +210,28 @@ def _held_out(reader: ReaderImageFolder) -> tuple[list[int], list[int]]:
     return train, val
 
 
-def _folder(root: Path, min_size: tuple[int, int]) -> tuple[Files, Files]:
+def _folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFiles]:
     if not root.is_dir():
         raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
     train_root = root / "train" if (root / "train").is_dir() else root
-    val_root = next(
-        (root / name for name in ("val", "validation", "test") if train_root != root and (root / name).is_dir()), None
-    )
+    names = ("val", "validation", "test") if train_root != root else ()
+    val_root = next((root / name for name in names if (root / name).is_dir()), None)
     reader = _reader(train_root)
     if len(reader.class_to_idx) < 2:
-        raise InputError(
-            f"{train_root} has one class only ({next(iter(reader.class_to_idx))!r}); expected a folder for each class"
-        )
+        only = next(iter(reader.class_to_idx))
+        raise InputError(f"{train_root} has one class only ({only!r}); expected a folder for each class")
     if val_root is None:
         train, val = _held_out(reader)
-        return Files(reader, train, min_size), Files(reader, val, min_size)
+        return ImageFiles(reader, train, min_size), ImageFiles(reader, val, min_size)
     val_reader = _reader(val_root)
     missing = [c for c in reader.class_to_idx if c not in val_reader.class_to_idx]
     extra = [c for c in val_reader.class_to_idx if c not in reader.class_to_idx]
     if missing or extra:
-        differences = "; ".join(
-            f"{kind}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-            for kind, names in (("missing in validation", missing), ("only in validation", extra))
-            if names
-        )
+        kinds = {"missing in validation": missing, "only in validation": extra}
+        shown = {kind: f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for kind, names in kinds.items()}
+        differences = "; ".join(f"{kind}: {shown[kind]}" for kind, names in kinds.items() if names)
         raise InputError(f"{val_root} and {train_root} must have the same class folders; {differences}")
-    return Files(reader, list(range(len(reader))), min_size), Files(val_reader, list(range(len(val_reader))), min_size)
+    return tuple(ImageFiles(each, list(range(len(each))), min_size) for each in (reader, val_reader))
 
 
 class Shards:
@@ -251,6 +245,24 @@ class Shards:
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def samples(self, transform) -> "ShardSamples":
+        """One pass over the images, transformed in the process that reads them."""
+        return ShardSamples(self.dataset, transform)
+
+
+class ShardSamples(IterableDataset):
+    """(uint8 (C, H, W), label, []) of each image of timm's data set, which itself has no transform.
+
+    The list is of what could not be read, as in the samples of map-style sources; timm passes over such images.
+    """
+
+    def __init__(self, dataset: IterableImageDataset, transform):
+        self.dataset, self.transform = dataset, transform
+
+    def __iter__(self):
+        for image, label in self.dataset:
+            yield np.asarray(self.transform(image)), label, []
 
 
 class InMemory:
@@ -269,7 +281,6 @@ class InMemory:
 def take(source, count: int):
     """`count` images of a training source, always the same, or all where it has no more."""
     if isinstance(source, Shards):
-        source.dataset.transform = None
         return InMemory(list(itertools.islice(source.dataset, count)), source.classes)
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
     return Subset(source, order[:count].tolist())
@@ -309,9 +320,8 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
         return create_dataset(spec, root=root, split=split, **options)
     except (Exception, SystemExit) as error:  # each library raises its own
         text = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(
-            f"data set {spec!r}, split {split!r}{f' in {root}' if root else ''} cannot be opened: {text[0]}"
-        ) from error
+        where = f" in {root}" if root else ""
+        raise InputError(f"data set {spec!r}, split {split!r}{where} cannot be opened: {text[0]}") from error
 
 
 def _shards(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
@@ -354,8 +364,6 @@ def open_sources(
             val = Named(spec, _open_named(spec, data_dir, "test"))
         return train, val
     if not Path(spec).exists():
-        raise InputError(
-            f"no folder {spec}; --data takes an existing folder, 'digits', 'synthetic', "
-            f"or a name that starts with {', '.join(NAMED)}"
-        )
+        known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
+        raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
     return _folder(Path(spec), patch_size)

@@ -18,15 +18,15 @@ from torchvision.transforms.v2 import functional as F
 
 from ..config import Config
 from ..errors import InputError
-from .datasets import Files, Subset
+from .datasets import ImageFiles, Subset
 from .samples import Batch, Samples, seed_everything
 
 
-def check(config: Config, source) -> None:
+def check_decodable(config: Config, source) -> None:
     """Raises InputError where this path cannot do what the settings ask."""
     while isinstance(source, Subset):
         source = source.source
-    if not isinstance(source, Files):
+    if not isinstance(source, ImageFiles):
         raise InputError(f"decode=device reads JPEG files from a folder; {config.data!r} is none, leave decode=host")
     other = [name for name in ("auto_augment", "color_jitter", "random_erasing") if getattr(config, name)]
     if other:
@@ -100,11 +100,9 @@ def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Bat
             i if image is not None else min(whole, key=lambda j, i=i: (j - i) % len(images))
             for i, image in enumerate(images)
         ]
-        messages += [
-            f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i, j in enumerate(chosen) if i != j
-        ]
-        resized = (
-            F.resized_crop(images[i], *crops[i], size, InterpolationMode.BICUBIC, antialias=True) for i in chosen
-        )
+        broken = [i for i, j in enumerate(chosen) if i != j]
+        messages += [f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i in broken]
+        options = dict(interpolation=InterpolationMode.BICUBIC, antialias=True)
+        resized = (F.resized_crop(images[i], *crops[i], size, **options) for i in chosen)
         stacked = torch.stack([image.flip(-1) if flips[i] else image for i, image in zip(chosen, resized)])
         yield stacked, torch.tensor([labels[i] for i in chosen]), messages

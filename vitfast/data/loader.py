@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -63,15 +62,15 @@ class Data:
         """
         dataset, (first, last) = self.train.dataset, self.ranks.share(self.config.batch_size)
         size = last - first  # timm's reader gives every rank its own shards
-        dataset.transform = lambda image: np.asarray(self.train_transform(image))
+        samples = self.train.samples(self.train_transform)
         dataset.set_loader_cfg(num_workers=self.workers)
         step, epoch, kept = 0, 0, []
         while step < stop:
             dataset.set_epoch(epoch)
             seed_everything(self.config.seed, epoch)
             before = step, len(kept)
-            for sample in DataLoader(dataset, batch_size=None, num_workers=self.workers, collate_fn=unchanged):
-                kept.append((*sample, []))
+            for sample in DataLoader(samples, batch_size=None, num_workers=self.workers, collate_fn=unchanged):
+                kept.append(sample)
                 if len(kept) < size:
                     continue
                 if step >= start:
@@ -94,9 +93,8 @@ class Data:
         """
         size = self.config.eval_batch_size
         if isinstance(source, Shards):
-            source.dataset.transform = lambda image: np.asarray(self.eval_transform(image))
-            for samples in DataLoader(source.dataset, batch_size=size, collate_fn=unchanged):
-                yield collate([(*sample, []) for sample in samples])[:2]
+            samples = source.samples(self.eval_transform)
+            yield from (batch[:2] for batch in DataLoader(samples, batch_size=size, collate_fn=collate))
             return
         mine = [(0, i) for i in range(self.ranks.rank, len(source), self.ranks.world)]
         mine += [(PADDING, 0)] * (-(-len(source) // self.ranks.world) - len(mine))
@@ -120,9 +118,8 @@ def select(config: Config, train, val):
     if not (config.hold_out or config.shots or config.train_images):
         return train, val
     if isinstance(train, Shards):
-        raise InputError(
-            f"hold_out, shots and train_images need a data set that is read by index; {config.data!r} is read in order"
-        )
+        needed = "hold_out, shots and train_images need a data set that is read by index"
+        raise InputError(f"{needed}; {config.data!r} is read in order")
     if config.hold_out:
         held, kept = split_by_class(labels_of(train), lambda n: max(1, round(n * config.hold_out)), 0)
         train, val = Subset(train, kept), Subset(train, held)
@@ -152,7 +149,7 @@ def open_data(
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
     if config.decode == "device":
-        jpeg.check(config, train)
+        jpeg.check_decodable(config, train)
     if examples is not None:
         train = take(train, examples)
     chain = (None, None) if getattr(train, "transformed", False) else transforms(config, img_size)

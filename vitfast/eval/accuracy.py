@@ -16,6 +16,26 @@ from ..model import ViT
 
 
 @torch.no_grad()
+def validation_means(
+    model: nn.Module, data: Data, device: torch.device, names: list[str], score: Callable[[Tensor, Tensor], Tensor]
+) -> dict:
+    """The named means over the validation set, shared by the ranks, and its number of `images`.
+
+    score: of (images, labels) of a batch the sums, in the order of the names, and the number of images. The model is
+    in eval mode meanwhile. Raises InputError where the set is empty.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(len(names) + 1, device=device, dtype=torch.float64)
+    for images, labels in data.eval_batches():
+        sums += score(images, labels)
+    model.train(was_training)
+    *totals, count = data.ranks.sum(sums).tolist()
+    if not count:
+        raise InputError(f"the validation set of {data.config.data!r} is empty")
+    return {name: total / count for name, total in zip(names, totals)} | dict(images=int(count))
+
+
 def evaluate(
     model: nn.Module,
     data: Data,
@@ -27,10 +47,8 @@ def evaluate(
 
     on_logits: called with the logits of each batch, in the order of the set.
     """
-    was_training = model.training
-    model.eval()
-    sums = torch.zeros(4, device=device, dtype=torch.float64)
-    for images, labels in data.eval_batches():
+
+    def score(images: Tensor, labels: Tensor) -> Tensor:
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with autocast(device, dtype):
             logits = model(images).float()
@@ -38,13 +56,9 @@ def evaluate(
             on_logits(logits)
         top = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels[:, None]
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=PADDING)
-        sums += torch.stack([loss, top[:, 0].sum(), top.sum(), (labels != PADDING).sum()])
-    model.train(was_training)
-    sums, count = data.ranks.sum(sums).split([3, 1])
-    if not count:
-        raise InputError(f"the validation set of {data.config.data!r} is empty")
-    loss, top1, top5 = (sums / count).tolist()
-    return dict(loss=loss, accuracy=top1, top5=top5, images=int(count))
+        return torch.stack([loss, top[:, 0].sum(), top.sum(), (labels != PADDING).sum()])
+
+    return validation_means(model, data, device, ["loss", "accuracy", "top5"], score)
 
 
 def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
@@ -58,20 +72,16 @@ def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
     try:
         counter = RealLabelsImagenet(names, path or None, topk=(1,))
     except AssertionError:
-        raise InputError(
-            f"--real: {path or 'ImageNet'} has labels for another number of images "
-            f"than the {len(names)} of {data.config.data}"
-        ) from None
+        have = f"the {len(names)} of {data.config.data}"
+        raise InputError(f"--real: {path or 'ImageNet'} has labels for another number of images than {have}") from None
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"--real {path} cannot be read as ImageNet's reassessed labels: {error}") from None
     if not all(isinstance(labels, list) for labels in counter.real_labels.values()):
         raise InputError(f"--real {path} must hold one list of classes for each image")
     unknown = next((name for name in names if name not in counter.real_labels), None)
     if unknown:
-        raise InputError(
-            f"--real tells images by ImageNet's names (ILSVRC2012_val_00000001.JPEG), "
-            f"and {data.config.data} has {unknown}"
-        )
+        known = "ImageNet's names (ILSVRC2012_val_00000001.JPEG)"
+        raise InputError(f"--real tells images by {known}, and {data.config.data} has {unknown}")
     return counter
 
 

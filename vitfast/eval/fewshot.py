@@ -62,7 +62,13 @@ def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l
     return METHODS[method](x, y, queries, classes, **options)
 
 
-def draw(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
+def check_l2(method: str, l2: float | None) -> None:
+    """Raises InputError where a regularisation is given to a method that has none."""
+    if l2 is not None and method not in L2:
+        raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
+
+
+def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
     """Indices of `shots` images of every class, or all of a class that has fewer.
 
     With one seed, a draw of fewer shots is contained in a draw of more.
@@ -82,7 +88,7 @@ def training_features(
 
     def draws(labels: np.ndarray) -> dict:
         every = {(None, 0): np.arange(len(labels))} if None in shots else {}
-        return every | {(n, s): draw(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
+        return every | {(n, s): draw_shots(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
 
     labels = None if None in shots else known_labels(data.train)
     if labels is None:
@@ -110,8 +116,7 @@ def few_shot(
     shots = shots or (list(SHOTS) if method == "ridge" else [None])
     if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not l2 > 0):
         raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive l2")
-    if l2 is not None and method not in L2:
-        raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
+    check_l2(method, l2)
     model, data, device, dtype = open_weights(config, img_size)
     x, y, drawn = training_features(model, data, shots, seeds, device, dtype)
     queries, truth = features(model, data.eval_batches(), device, dtype)

@@ -1,13 +1,14 @@
 """The demo, the paper in small: pre-train on digits, fine-tune at a higher resolution, report."""
 
-import csv
 from pathlib import Path
 
+from ..config import Config
 from ..errors import InputError
 from ..files import write_text
 from ..train.log import COLUMNS, write_summary
-from ..train.recipes import Config, resolve
+from ..train.recipes import resolve
 from ..train.trainer import train
+from .demo_report import write_report
 
 
 def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config, Config]:
@@ -44,16 +45,14 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
     )
     _merge_metrics(output)
     write_summary(output, summary)
-    from .demo_report import write_report
-
     path = write_report(output, summary)
-    print(
-        f"test accuracy: {summary['pretrain_accuracy']:.4f} after pre-training, "
-        f"{summary['finetune_accuracy']:.4f} after fine-tuning at 48 px"
+    before, after = (
+        f"{first['accuracy']:.4f} after pre-training",
+        f"{second['accuracy']:.4f} after fine-tuning at 48 px",
     )
-    print(
-        f"{summary['seconds']:.0f} s, {summary['images_per_second']:,.0f} images/s on {summary['device']}; open {path}"
-    )
+    print(f"test accuracy: {before}, {after}")
+    speed = f"{summary['images_per_second']:,.0f} images/s on {summary['device']}"
+    print(f"{summary['seconds']:.0f} s, {speed}; open {path}")
     return summary
 
 
@@ -61,6 +60,5 @@ def _merge_metrics(output: Path) -> None:
     """Writes metrics.csv of both runs in one, with the task as its first column."""
     lines = [",".join(("task", *COLUMNS))]
     for task in ("pretrain", "finetune"):
-        with open(output / task / "metrics.csv", newline="") as file:
-            lines += [",".join((task, *row)) for row in list(csv.reader(file))[1:]]
+        lines += [f"{task},{line}" for line in (output / task / "metrics.csv").read_text().splitlines()[1:]]
     write_text(output / "metrics.csv", "\n".join(lines) + "\n")

@@ -24,9 +24,8 @@ def sweep(config: Config, resume: str = "auto") -> dict:
     if resume not in ("auto", "never"):
         raise InputError(f"a sweep is several runs: --resume takes auto or never with it, got {resume}")
     if len(config.sweep_lr) < 2:
-        raise InputError(
-            f"recipe {config.name!r} has no learning rates to try; give some with --set sweep_lr=0.003,0.01,0.03"
-        )
+        advice = "give some with --set sweep_lr=0.003,0.01,0.03"
+        raise InputError(f"recipe {config.name!r} has no learning rates to try; {advice}")
     if not config.sweep_hold_out:
         raise InputError("a sweep needs a part of the training set to choose on; set sweep_hold_out, such as 0.1")
     output, accuracies = Path(config.output), {}

@@ -15,14 +15,15 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
+from ..config import Config, total_steps
 from ..data.datasets import take
 from ..distributed import world_size
 from ..errors import InputError
 from ..eval.accuracy import open_weights
-from ..eval.fewshot import Ridge, classify
+from ..eval.fewshot import Ridge, check_l2, classify
 from ..eval.probe import features, linear
 from ..files import write_text
-from ..train.recipes import Config, resolve
+from ..train.recipes import resolve
 from ..train.trainer import Trainer
 
 logger = logging.getLogger("vitfast")
@@ -101,10 +102,8 @@ def read_tasks(path: Path) -> list[Task]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"--tasks {path} cannot be read as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, list) or not content:
-        raise InputError(
-            f"--tasks {path} must hold a list of tasks such as "
-            "'- {name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}'"
-        )
+        example = "'- {name: pets, group: natural, data: hfds/timm/oxford-iiit-pet}'"
+        raise InputError(f"--tasks {path} must hold a list of tasks such as {example}")
     tasks = []
     for item in content:
         settings = dict(item) if isinstance(item, dict) else dict(data=str(item))
@@ -146,7 +145,7 @@ def fine_tune(config: Config, examples: int) -> dict | None:
 
     A finished run is only measured.
     """
-    steps = config.steps or max(1, round(config.epochs * examples / config.batch_size))
+    steps = total_steps(config, examples)
     settings = dict(steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5))
     summary = Trainer(dataclasses.replace(config, **settings), examples=examples).fit()
     if not summary["finished"]:
@@ -169,8 +168,7 @@ def vtab(
         raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
     if examples < 1 or (l2 is not None and not l2 > 0):
         raise InputError("vtab takes a positive number of examples and a positive l2")
-    if l2 is not None and method not in L2:
-        raise InputError(f"{method} has no l2; it is for {' and '.join(L2)}")
+    check_l2(method, l2)
     first = [{"recipe": "finetune/vtab"}] if method == "finetune" else []
     settings = [[*first, task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
     kind = "finetune" if method == "finetune" else "eval"

@@ -19,6 +19,7 @@ from ..data.loader import Data
 from ..data.samples import PADDING, mix_seed
 from ..device import autocast
 from ..errors import InputError, unknown
+from ..eval.accuracy import validation_means
 from ..model import ViT
 
 MASKED, SWAPPED = 0.8, 0.1  # of the corrupted patches: [mask], another patch; the rest stays
@@ -68,7 +69,7 @@ def colour_classes(patches: Tensor, cells: int) -> Tensor:
     return (digits * places[:, None]).sum(1).unflatten(0, patches.shape[:-3])
 
 
-def _take(x: Tensor, indices: Tensor) -> Tensor:
+def _gather_patches(x: Tensor, indices: Tensor) -> Tensor:
     """x (B, N, ...), indices (B, K) -> (B, K, ...)."""
     extra = x.shape[2:]
     return x.gather(1, indices.reshape(*indices.shape, *[1] * len(extra)).expand(-1, -1, *extra))
@@ -117,7 +118,8 @@ class MaskedPatches(nn.Module):
         """uint8 (B, C, H, W) -> normalised patch outputs (B, N, D), corrupted where that is given."""
 
         def corrupt(x: Tensor) -> Tensor:
-            return torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), _take(x, corrupted.source))
+            other = _gather_patches(x, corrupted.source)
+            return torch.where(corrupted.masked[..., None], self.mask_token.to(x.dtype), other)
 
         x = self.vit.forward_features(images, None if corrupted is None else corrupt)
         # Where the norm comes after pooling, patches have none but that one.
@@ -142,10 +144,10 @@ class MaskedPatches(nn.Module):
         if corrupted is None:
             noise = torch.rand(len(images), 3, vit.patch_embed.num_patches, device=images.device)
             corrupted = corruption(noise, self.share)
-        out = self.predict(_take(self.encode(images, corrupted), corrupted.chosen)).float()
+        out = self.predict(_gather_patches(self.encode(images, corrupted), corrupted.chosen)).float()
         (h, w), (p, q) = vit.patch_embed.grid_size, vit.patch_embed.patch_size
         patches = images.unflatten(3, (w, q)).unflatten(2, (h, p)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
-        patches = _take(patches, corrupted.chosen)  # (B, K, C, P, Q)
+        patches = _gather_patches(patches, corrupted.chosen)  # (B, K, C, P, Q)
         if self.target == "pixels":
             out = out.unflatten(-1, patches.shape[2:])
             loss = F.mse_loss(out, ref.normalize(patches, vit.mean, vit.std, torch.float32))
@@ -158,17 +160,15 @@ class MaskedPatches(nn.Module):
         return loss, (out.detach().argmax(-1) == classes).float().mean()
 
 
-@torch.no_grad()
 def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtype: torch.dtype | None) -> dict:
     """Mean loss and share of right colours over the validation set, shared by the ranks.
 
     The corruption of each image is always the same.
     """
-    was_training = model.training
-    model.eval()
-    sums = torch.zeros(3, device=device, dtype=torch.float64)
     position, patches = data.ranks.rank, model.vit.patch_embed.num_patches
-    for images, labels in data.eval_batches():
+
+    def score(images: Tensor, labels: Tensor) -> Tensor:
+        nonlocal position
         own = labels != PADDING
         count = int(own.sum())
         images = images[own] if count else images  # all ranks run as often: sharded models want it
@@ -177,9 +177,6 @@ def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtyp
         drawn = Corruption(*(part.to(device) for part in corruption(noise, model.share)))
         with autocast(device, dtype):
             result = model(images.to(device, non_blocking=True), drawn)
-        sums += torch.stack([*result, torch.ones_like(result[0])]).double() * count
-    model.train(was_training)
-    loss, share, count = data.ranks.sum(sums).tolist()
-    if not count:
-        raise InputError(f"the validation set of {data.config.data!r} is empty")
-    return dict(loss=loss / count, accuracy=share / count, images=int(count))
+        return torch.stack([*result, torch.ones_like(result[0])]).double() * count
+
+    return validation_means(model, data, device, ["loss", "accuracy"], score)

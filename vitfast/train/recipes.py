@@ -1,11 +1,10 @@
 """The recipes by name, and a run's Config out of a recipe, a file and flags."""
 
-from ..config import RUN_ONLY, Config, Recipe, as_plain, check, coerce
+from ..config import Config, Recipe, as_plain, check_config, coerce
 from ..errors import unknown
 from .paper import PAPER
 
-__all__ = ["RECIPES", "RUN_ONLY", "Config", "Recipe", "as_plain", "default_recipe", "get", "resolve"]
-
+# Recipes are data: each stands whole, here as in paper.py, even where two agree in many fields.
 DIGITS = (
     Recipe(
         name="digits",
@@ -81,5 +80,5 @@ def resolve(task: str, *layers: dict) -> Config:
         fields.update(given)
     fields = {key: coerce(key, value) for key, value in fields.items()}
     config = Config(**{**fields, "task": task})
-    check(config)
+    check_config(config)
     return config

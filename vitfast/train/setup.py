@@ -16,9 +16,18 @@ from ..presets import pair, preset
 from .masked import MaskedPatches
 
 
-def model_arguments(config: Config) -> dict:
-    """Constructor arguments of a new ViT that the recipe decides, apart from the preset's own."""
-    return loaded_arguments(config) | dict(
+def model_arguments(config: Config, loaded: bool = False) -> dict:
+    """ViT arguments that a recipe decides; `loaded`: those that it may change on loaded weights."""
+    arguments = dict(
+        img_size=config.img_size,
+        pos_drop_rate=config.dropout,
+        proj_drop_rate=config.dropout,
+        drop_path_rate=config.drop_path,
+        residual_in_fp32=config.residual_in_fp32,
+    )
+    if loaded:
+        return arguments
+    return arguments | dict(
         init_values=config.init_values,
         global_pool=config.global_pool,
         class_token=config.global_pool == "token",
@@ -26,17 +35,6 @@ def model_arguments(config: Config) -> dict:
         **({} if config.pos_embed_at == "stem" else dict(pos_embed_at=config.pos_embed_at)),
         head_init_bias=config.head_init_bias,
         weight_init=config.weight_init,
-    )
-
-
-def loaded_arguments(config: Config) -> dict:
-    """Those of `model_arguments` that a ViT takes whose architecture is that of its weights."""
-    return dict(
-        img_size=config.img_size,
-        pos_drop_rate=config.dropout,
-        proj_drop_rate=config.dropout,
-        drop_path_rate=config.drop_path,
-        residual_in_fp32=config.residual_in_fp32,
     )
 
 
@@ -56,8 +54,10 @@ def set_up(
     from_timm = is_baseline(config.model)
     if config.weights and from_timm:
         raise InputError(f"--weights are read for ViTs only; {config.model} starts from scratch")
+    if config.objective == "masked" and from_timm:
+        raise InputError(f"objective=masked trains vitfast's ViTs only; take softmax or sigmoid for {config.model}")
     if (checkpoint or config.weights) and not from_timm:
-        model = ViT.from_pretrained(checkpoint or config.weights, **loaded_arguments(config))
+        model = ViT.from_pretrained(checkpoint or config.weights, **model_arguments(config, loaded=True))
         size, patch_size = model.patch_embed.img_size, model.patch_embed.patch_size
         data = open_data(config, size, patch_size, device, ranks, examples)
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
@@ -71,7 +71,7 @@ def set_up(
         data = open_data(config, pair(config.img_size), patch_size, device, ranks, examples)
         model = _new_model(config, len(data.classes))
     model = model.to(device)
-    if config.objective == "masked" and not from_timm:
+    if config.objective == "masked":
         model = MaskedPatches(model, config.mask_target, config.mask_share)
     return model, data
 

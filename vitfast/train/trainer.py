@@ -1,7 +1,6 @@
 """The training loop, for every recipe. It can be cut off anywhere and goes on bit for bit."""
 
 import contextlib
-import json
 import logging
 import math
 import shutil
@@ -12,28 +11,19 @@ import torch
 import yaml
 from torch import Tensor
 
+from ..config import Config, as_plain, total_steps
 from ..device import autocast_dtype, choose_device
 from ..distributed import FAILED, GO, STOP, join
-from ..errors import InputError
+from ..errors import InputError, TrainingError
 from ..eval.accuracy import evaluate
 from ..files import write_text
 from .log import Meter, Metrics, Progress, write_summary
 from .masked import evaluate_masked
-from .recipes import RUN_ONLY, Config, as_plain
-from .resume import find_checkpoint, load_checkpoint, save_checkpoint
+from .resume import find_checkpoint, find_start, finished_summary, load_checkpoint, save_checkpoint
 from .setup import set_up
 from .step import TrainStep
 
 logger = logging.getLogger("vitfast")
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says where it stopped and what is kept."""
-
-
-def total_steps(config: Config, images: int) -> int:
-    """Optimiser steps of a whole run on `images` training images."""
-    return config.steps or max(1, round((config.epochs or 0) * images / config.batch_size))
 
 
 class Stopper:
@@ -57,38 +47,6 @@ class Stopper:
     def __exit__(self, *_):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-
-
-def check_settings(config: Config, run: Path) -> None:
-    """Raises InputError where the folder holds a run with other settings that decide its course."""
-    path = run / "config.yaml"
-    if not path.exists():
-        return
-    saved, now = yaml.safe_load(path.read_text()), as_plain(config)
-    other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and k in saved and saved[k] != now[k]]
-    if other:
-        shown = "; ".join(f"{k}: {saved.get(k)} there, {now[k]} now" for k in other[:3])
-        raise InputError(
-            f"{run} holds a run with other settings ({shown}); "
-            "choose another --output, or --resume never to start it again"
-        )
-
-
-def find_start(config: Config, resume: str) -> Path | None:
-    """The checkpoint to continue from: None for "never", the run's last for "auto", or that at a path."""
-    if resume == "never":
-        return None
-    if resume == "auto":
-        checkpoint = find_checkpoint(Path(config.output))
-        if checkpoint:
-            check_settings(config, Path(config.output))
-        return checkpoint
-    checkpoint = find_checkpoint(Path(resume))
-    if checkpoint is None:
-        raise InputError(
-            f"--resume {resume}: no checkpoint there; give a run folder or one of its checkpoints/step-... folders"
-        )
-    return checkpoint
 
 
 class Trainer:
@@ -309,21 +267,3 @@ def train(config: Config, resume: str = "auto") -> dict:
     Raises InputError and TrainingError.
     """
     return finished_summary(config, resume) or Trainer(config, resume).fit()
-
-
-def finished_summary(config: Config, resume: str) -> dict | None:
-    """The summary of a run that is complete already, None otherwise."""
-    path = Path(config.output) / "summary.json"
-    if resume != "auto" or not config.output or not path.exists():
-        return None
-    check_settings(config, Path(config.output))
-    summary = json.loads(path.read_text())
-    if not summary.get("finished") or summary["steps"] < total_steps(config, summary["train_images"]):
-        return None
-    logger.info(
-        "%s is finished: %d steps, accuracy %.4f; --resume never starts it again",
-        config.output,
-        summary["steps"],
-        summary["accuracy"],
-    )
-    return summary
