@@ -84,7 +84,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def cold(lead: float = 0.0) -> None:
-    """Before a timed call on a GPU: a cold L2 cache, and a device that is busy for `lead` seconds, 0.05 at most."""
+    """Makes the L2 cache cold and keeps the GPU busy for `lead` seconds, 0.05 at most."""
     if GPU:
         between_calls.cold(_flush_buffer(), min(lead, 0.05))
 

@@ -126,7 +126,7 @@ def against(
     needed: str = "",
     directions: tuple[str, ...] = BOTH,
 ) -> Iterator[Figure]:
-    """Ratios of the best other implementation's time to ours, of each operation at each shape and direction.
+    """The best other implementation's time over ours, by operation, shape and direction.
 
     shapes: each with its bound and stretch. strongest: implementations that are named where they have no time. needed:
     there is no figure before an implementation whose name starts so has a time.

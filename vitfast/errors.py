@@ -1,4 +1,4 @@
-"""What the command line shows as one line: wrong input (it exits with 2), and training that cannot go on (1)."""
+"""The errors that the command line shows in one line: wrong input (exit 2), failed training (1)."""
 
 import difflib
 from collections.abc import Iterable

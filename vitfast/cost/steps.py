@@ -142,7 +142,7 @@ def flops_per_image(model: ViT) -> float:
 
 
 def forward_flops(model: torch.nn.Module, image: tuple[int, int, int]) -> float:
-    """FLOPs of any model's forward pass for one image (C, H, W): torch counts what `operations` does not cover."""
+    """FLOPs of any model's forward pass for one image; torch counts where `operations` does not."""
     if isinstance(model, ViT):
         with contextlib.suppress(InputError):
             return flops_per_image(model)

@@ -20,7 +20,7 @@ def _heads(inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _declare(kind: str, *names: str):
-    """The operation on these inputs, (*inputs, scale) -> (o (B, N, H, Dh), lse (B, H, N)), with its derivative."""
+    """(*inputs, scale) -> (o (B, N, H, Dh), lse (B, H, N)) as an operation with its derivative."""
     count, packed, tensors = len(names), len(names) == 1, ", ".join(f"Tensor {name}" for name in names)
 
     @operation(f"attention_{kind}", f"{tensors}, float scale", 2)

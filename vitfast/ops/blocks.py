@@ -98,7 +98,7 @@ def _kept(keep: str, x: Tensor, least: tuple[Tensor, ...], more: tuple[Tensor, .
 
 
 def _output_gradient(dout: Tensor, t: Inputs, dtype: torch.dtype, needs: BlockNeeds) -> tuple[Tensor, Tensor | None]:
-    """(g in `dtype`, column sum of g) for g = drop_path[b] * dout; the sum None where it is not needed yet.
+    """(g in `dtype`, its column sum or None) for g = drop_path[b] * dout.
 
     Where g is dout itself, LayerNorm's backward, which reads dout, sums it in the same pass.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all, read without executing anything; where a run goes on.
+"""Checkpoints of a run: whole or absent, read without executing anything; where it goes on.
 
     checkpoints/step-00000120/model.safetensors, config.json   what ViT.from_pretrained reads (EMA where there is one)
                               state/state.safetensors          model, optimiser, EMA
