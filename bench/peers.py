@@ -227,9 +227,7 @@ class Peer:
         self.chosen = checked_samples(self.shape.batch)
         self.upstream = torch.randn(len(self.chosen), 1000, device=clock.DEVICE, dtype=torch.float64)
         few = self.images[self.chosen].float()
-        with clock.DEVICE:
-            plain = ViT.from_preset(self.shape.model, img_size=self.shape.image)
-        plain.load_state_dict(self.state)
+        plain = self._plain()
         with ops.use_kernels("off"):
             with torch.no_grad(), exact_fp32():
                 single = plain(few).double()
@@ -262,6 +260,13 @@ class Peer:
         result = self._run(self.model, self.images, whole, self, self.chosen)
         truth = [t.to(clock.DEVICE) for t in self.truth]
         return judge(self.setting.name, f"{self.shape.name}{when}", result, truth, self.own, self.setting.dtype)
+
+    def _plain(self) -> ViT:
+        """The plain ViT with the peer's weights, in fp32."""
+        with clock.DEVICE:
+            plain = ViT.from_preset(self.shape.model, img_size=self.shape.image)
+        plain.load_state_dict(self.state)
+        return plain
 
     def _run(self, model: nn.Module, images: Tensor, upstream: Tensor, call=None, chosen=slice(None)) -> list[Tensor]:
         """Logits of the chosen samples and, in training, all gradients in one vector, by timm's names."""
