@@ -147,6 +147,14 @@ def test_a_damaged_state_is_refused(tmp_path):
         train(digits(tmp_path, steps=5, batch_size=32))
 
 
+def test_a_state_of_an_earlier_version_is_called_so(tmp_path):
+    train(digits(tmp_path, steps=3, batch_size=32))
+    path = tmp_path / "checkpoints" / "last" / "state" / "state.json"
+    path.write_text('{"dict": [["step", {"value": 3}]]}')  # as it was laid out before
+    with pytest.raises(InputError, match="written by an earlier vitfast.*--weights"):
+        train(digits(tmp_path, steps=5, batch_size=32))
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path):
     results = []
     for parts in (1, 4):

@@ -80,14 +80,14 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except Exception as error:
         text, code = _explanation(error)
-        if args.debug or not text:
+        if args.debug or text is None:
             raise
         print(f"vitfast: error: {text}", file=sys.stderr)
         return code
 
 
-def _explanation(error: Exception) -> tuple[str, int]:
-    """One line for an error that a user can mend, "" for others; and the exit code."""
+def _explanation(error: Exception) -> tuple[str | None, int]:
+    """One line for an error that a user can mend, None for others; and the exit code."""
     text = " ".join(str(error).split())
     if isinstance(error, InputError):
         return text, 2
@@ -95,4 +95,4 @@ def _explanation(error: Exception) -> tuple[str, int]:
         return f"{error.name} is not installed; this command needs pip install 'vitfast[train]'", 2
     if isinstance(error, (TrainingError, OSError)):
         return text, 1
-    return "", 1
+    return None, 1

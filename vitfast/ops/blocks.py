@@ -236,8 +236,8 @@ def _mlp_bwd(dout, *arguments):
     g, total = _output_gradient(dout, t, pre.dtype, needs)
     want_act = act is None and (needs.out_weight or needs.layer_scale)
     if needs.out.x:
-        g_and_weight = through_scale(g, fc2_weight, t.layer_scale)
-        dpre, written, dbias = dgelu_matmul(*g_and_weight, pre, approximate, needs.in_bias, want_act=want_act)
+        options = pre, approximate, needs.in_bias  # what through_scale makes is freed after the call
+        dpre, written, dbias = dgelu_matmul(*through_scale(g, fc2_weight, t.layer_scale), *options, want_act=want_act)
         act, din = written if want_act else act, (dpre, dbias)
     elif want_act:
         act = F.gelu(pre, approximate=approximate)
@@ -260,8 +260,6 @@ def _check(op: str, t: Inputs, names: tuple[str, str], rows: int, inner: int, re
     The residual stream x is fp32 where it is asked to be, else it has the matrices' dtype.
     """
     (first, last), width = names, t.x.shape[-1]
-    check_shape(op, "norm_weight", t.norm_weight, (width,))
-    check_shape(op, "norm_bias", t.norm_bias, (width,))
     check_shape(op, f"{first}_bias", t.in_bias, (rows,))
     check_shape(op, f"{last}_weight", t.out_weight, (width, inner))
     check_shape(op, f"{last}_bias", t.out_bias, (width,))
@@ -311,6 +309,8 @@ def attention_block(
     """
     op, width = "attention_block", x.shape[-1]
     layers = (norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias)
+    check_shape(op, "norm_weight", norm_weight, (width,))
+    check_shape(op, "norm_bias", norm_bias, (width,))
     check_shape(op, "qkv_weight", qkv_weight, (None, width))
     inner, rest = divmod(qkv_weight.shape[0], 3)
     if num_heads < 1 or rest or inner % num_heads:
@@ -351,6 +351,8 @@ def mlp_block(
     """
     op, width = "mlp_block", x.shape[-1]
     layers = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    check_shape(op, "norm_weight", norm_weight, (width,))
+    check_shape(op, "norm_bias", norm_bias, (width,))
     check_shape(op, "fc1_weight", fc1_weight, (None, width))
     check_approximate(op, approximate)
     t, hidden = Inputs(x, *layers, layer_scale, drop_path), fc1_weight.shape[0]

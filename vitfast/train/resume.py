@@ -125,10 +125,14 @@ def read_training_state(checkpoint: Path) -> dict:
         takes = "--resume takes a run folder or one of its checkpoints"
         raise InputError(f"{checkpoint} holds no training state (no state/ folder); {takes}")
     try:
-        return load_file(folder / "state.safetensors") | json.loads((folder / "state.json").read_text())
+        training_state = load_file(folder / "state.safetensors") | json.loads((folder / "state.json").read_text())
     except (OSError, SafetensorError, ValueError) as error:
         again = "start again with --resume never"
         raise InputError(f"the training state in {folder} is damaged ({error}); {again}") from None
+    if "step" not in training_state:
+        start = f"--weights {checkpoint} starts from its model, --resume never from nothing"
+        raise InputError(f"{checkpoint} was written by an earlier vitfast, and this one cannot resume it; {start}")
+    return training_state
 
 
 def find_checkpoint(path: Path) -> Path | None:
