@@ -74,7 +74,7 @@ def test_on_a_gpu_what_must_not_be_missed_comes_first():
     names = "test_export.py::test_aoti_package adapters/test_gpu.py::test_dtypes"
     names += " kernels/test_gpu.py::test_every_operation kernels/test_mlp.py::test_real_shapes"
     names += " kernels/test_gpu.py::test_attention_around_tile_edges"
-    names += " kernels/test_gpu.py::test_every_rival_computes_the_same"
+    names += " kernels/test_gpu.py::test_every_candidate_computes_the_same"
     names += " kernels/test_gpu.py::test_the_same_inputs_give_the_same_bits"
     names = [f"tests/{name}" for name in names.split()]
     assert sorted(names, key=conftest.urgency) == [names[i] for i in (6, 5, 4, 2, 3, 1, 0)]
@@ -82,7 +82,7 @@ def test_on_a_gpu_what_must_not_be_missed_comes_first():
 
 @pytest.mark.slow(6)
 def test_the_sanitizer_is_given_every_kernel_to_watch(capsys):
-    """The script runs in the interpreter, tiny, with the shipped tiles and with their rivals."""
+    """The script runs in the interpreter, tiny, with the shipped tiles and with their candidates."""
     names = list(sanitized.plan())
     assert {name.partition(",")[0] for name in names} == set(
         name.partition(",")[0] for name in cases_of(SMALL_SIZES, ops)

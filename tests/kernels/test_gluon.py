@@ -213,9 +213,9 @@ with tiles.targeting(90):
             s = Sizes(batch=batch, tokens=197, width=width, heads=3, hidden=4 * width, image=32, patch=16)
             shape = f"{{width}}x{{4 * width}}"
             like = codegen.torch.empty(0, dtype=codegen.torch.bfloat16, device=codegen.META)
-            (rival,) = (t for t in tiles.candidates(op, like, shape, unchecked=True) if t.provider == "gluon")
+            (tile,) = (t for t in tiles.candidates(op, like, shape, unchecked=True) if t.provider == "gluon")
             launcher = launchers(s)[name]
-            with tiles.override(op, rival):
+            with tiles.override(op, tile):
                 found = codegen.record(lambda: launcher.call(*launcher.make(Draw(like.dtype, codegen.META))))[0]
             job = compiler.Job.of(found)
             keys.add(compiler.key_of(job.launch(), 90))

@@ -40,17 +40,17 @@ def test_every_operation_at_every_shape(shape, op, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", list(cases(SIZES["B/16 224"], ops)))
 @pytest.mark.parametrize("shape", ["B/16 224", "H/14 224"])
-def test_every_rival_computes_the_same(shape, op, dtype):
+def test_every_candidate_computes_the_same(shape, op, dtype):
     """Every tile that the tuner may choose: descriptors, our products for cuBLAS's, attention's paths."""
     with tiles.watching() as used:
         check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
     for name, bits, shape_class in used:
-        for rival in tiles.candidates(
+        for tile in tiles.candidates(
             name, torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=GPU), shape_class
         ):
-            with tiles.override(name, rival, shape_class):
+            with tiles.override(name, tile, shape_class):
                 result = check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
-            assert result.passed, (name, rival, result)
+            assert result.passed, (name, tile, result)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 258, 511, 512, 513])
