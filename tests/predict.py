@@ -81,7 +81,7 @@ def key_of(launch: Launch) -> str:
     return repr((launch.kernel.__name__, launch.grid, [(k, plain(v)) for k, v in launch.arguments.items()]))
 
 
-def _work(job: tuple) -> ports.Work | str:
+def _work(job: tuple) -> ports.PortLoad | str:
     plain, tensors = job
     try:
         return ports.measure(plain.launch(), tensors)
@@ -89,7 +89,7 @@ def _work(job: tuple) -> ports.Work | str:
         return f"{plain.kernel}: {type(error).__name__}: {error}"
 
 
-def measured(launches: list[Launch], processes: int) -> dict[str, ports.Work | str]:
+def measured(launches: list[Launch], processes: int) -> dict[str, ports.PortLoad | str]:
     """The work of every distinct launch, or why nobody knows, by key_of."""
     distinct = {key_of(launch): (compiler.Job.of(launch), ports.views(launch)) for launch in launches}
     with ProcessPoolExecutor(processes) as pool:
@@ -106,12 +106,12 @@ def cases(sizes: str) -> list[tuple[str, Launch]]:
         return [(case, launch) for case, call in calls.items() for launch in codegen.record(call)]
 
 
-def row(case: str, launch: Launch, work: ports.Work | str) -> dict:
+def row(case: str, launch: Launch, work: ports.PortLoad | str) -> dict:
     """An entry of the table of kernels, without its preset."""
     found = dict(case=case, kernel=launch.kernel.__name__, tile=codegen.tile_name(launch))
     if isinstance(work, str):
         return found | dict(binds=work)
-    predicted = {gpu.name: ports.predict(work, gpu) for gpu in ports.GPUS}
+    predicted = {gpu.name: ports.predict(work, gpu) for gpu in ports.RATES}
     on_h100 = predicted["H100"]
     found |= dict(programs=work.programs, resident=work.resident, waves=f"{on_h100.waves:.2f}", binds=on_h100.binds)
     found |= {f"{port}_us": f"{1e6 * seconds:.1f}" for port, seconds in on_h100.ports.items()}
@@ -170,7 +170,7 @@ def all_steps() -> dict[tuple, tuple]:
     return {(*which, train): step(*which, train) for which in sorted(batches) for train in (False, True)}
 
 
-def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) -> list[dict]:
+def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.PortLoad | str]) -> list[dict]:
     """The table of steps: each whole, then by kernel; a step in which a kernel has no prediction is left out.
 
     The update is the optimiser's passes over its state (vitfast/cost).
@@ -183,7 +183,7 @@ def step_rows(recorded: dict[tuple, tuple], works: dict[str, ports.Work | str]) 
         with torch.device("meta"):
             model = ViT.from_preset(preset, img_size=image)
         update = cost.optimizer_step(sum(p.numel() for p in model.parameters())).backward if train else ()
-        for gpu in ports.GPUS:
+        for gpu in ports.RATES:
             seconds = Counter()
             for launch, work in known:
                 seconds[launch.kernel.__name__] += ports.predict(work, gpu).total
@@ -311,7 +311,7 @@ def main() -> int:
     whole = step_rows(recorded, works)
     write(STEPS, whole, STEP_COLUMNS)
     problems = {work for work in works.values() if isinstance(work, str)}
-    missing = len(recorded) * len(ports.GPUS) - sum(row["what"] == "step" for row in whole)
+    missing = len(recorded) * len(ports.RATES) - sum(row["what"] == "step" for row in whole)
     print(*sorted(problems), sep="\n", end="\n" if problems else "")
     steps = f"{len(whole)} rows of predicted steps, {missing} steps without"
     print(f"{len(rows)} predicted launches, {KERNELS}; {steps}, {STEPS}")

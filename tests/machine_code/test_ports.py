@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vitfast import cost
 from vitfast.kernels.launch import Launch
 from vitfast.machine_code import ports, trace
-from vitfast.machine_code.ports import GPUS, H100, H200, View, Work, predict
+from vitfast.machine_code.ports import H100, H200, RATES, PortLoad, Span, predict
 
 TESTS = Path(__file__).parents[1]
 
@@ -71,16 +71,16 @@ def test_the_work_of_a_small_kernel_by_hand():
     constants = b"".join((i + 1 << trace.TENSOR).to_bytes(8, "little") for i in range(3))
     runs = [trace.Tracer(found, constants, (100,), 4).run(program) for program in (50, 51)]
     tensors = {
-        name: View(size, i, 0, size) for i, (name, size) in enumerate({"x": 10**6, "y": 2 * 10**6, "w": 1000}.items())
+        name: Span(size, i, 0, size) for i, (name, size) in enumerate({"x": 10**6, "y": 2 * 10**6, "w": 1000}.items())
     }
-    work = ports.count(found, runs, tensors, ["x", "y", "w"], Work(100, 4, 4))
+    work = ports.count(found, runs, tensors, ["x", "y", "w"], PortLoad(100, 4, 4))
     assert (work.issue, work.mufu, work.flops) == (4 * 10 / 4, 4 * 2, 2 * 64 * 64 * 16)
     assert (work.tensor, work.operands, work.accesses, work.fills) == (32, 32, 16, 0)
     assert (work.l2, work.l2_waited, work.once) == (2 * 2048, 2048, 1000)
     assert (work.hbm, work.hbm_waited) == (3_001_000, 1_001_000)
     with pytest.raises(trace.Untraceable, match="reaches"):
         ports.count(
-            found, [dataclasses.replace(runs[0], moved={(3, -1): 1})], tensors, ["x", "y", "w"], Work(100, 4, 4)
+            found, [dataclasses.replace(runs[0], moved={(3, -1): 1})], tensors, ["x", "y", "w"], PortLoad(100, 4, 4)
         )
 
 
@@ -89,8 +89,8 @@ def test_views_of_one_memory_count_once():
     qkv = torch.empty(2, 7, 3, 4, 16, dtype=torch.bfloat16, device="meta")
     packed = qkv.permute(0, 2, 3, 1, 4).flatten(1, 2)
     u = 2 * 2 * 7 * 4 * 16
-    q, k, v = (View.of(x) for x in qkv.unbind(2))
-    box = View.of(
+    q, k, v = (Span.of(x) for x in qkv.unbind(2))
+    box = Span.of(
         TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 4, 16]).base, [1, 1, 4, 16]
     )
     assert (q.bytes, box.bytes, box.box) == (u, 3 * u, 4 * 16 * 2)
@@ -100,10 +100,10 @@ def test_views_of_one_memory_count_once():
         ((q, k, v), 3 * u),
         ((q, k, v, box), 3 * u),
         ((box, k), 3 * u),
-        ((q, View.of(torch.empty_like(qkv))), 4 * u),
+        ((q, Span.of(torch.empty_like(qkv))), 4 * u),
     ):
         assert ports.distinct(found) == wanted
-    part, rest = (View.of(x) for x in torch.empty(10, device="meta").split([4, 6]))
+    part, rest = (Span.of(x) for x in torch.empty(10, device="meta").split([4, 6]))
     assert ports.distinct([part, rest]) == 40 and not part.meets(rest) and q.meets(k) and ports.distinct([]) == 0
     launch = Launch(
         None,
@@ -130,18 +130,18 @@ def test_what_a_kernel_wrote_is_no_input():
     """)
     constants = b"".join((i + 1 << trace.TENSOR).to_bytes(8, "little") for i in range(2))
     runs = [trace.Tracer(found, constants, (100,), 4).run(50)]
-    own, again = View(10**6, 0, 0, 10**6), View(3 * 10**6, 1, 0, 3 * 10**6)
-    work = ports.count(found, runs, dict(own=own, again=again), ["own", "again"], Work(100, 4, 4))
+    own, again = Span(10**6, 0, 0, 10**6), Span(3 * 10**6, 1, 0, 3 * 10**6)
+    work = ports.count(found, runs, dict(own=own, again=again), ["own", "again"], PortLoad(100, 4, 4))
     assert (work.hbm, work.hbm_waited) == (10**6 + 2 * 3 * 10**6, 3 * 10**6)
     stored = code("UTMASTG.3D [UR8], [UR4]\n EXIT")
     run = dataclasses.replace(runs[0], counts=Counter(), moved=Counter({(0, 0): 6}))
     for size, wanted in ((10**6, 6 * 1024), (10**5, 1000)):  # the second: a box hangs over the edge
-        view = View(size, 0, 0, size, box=1024)
-        assert ports.count(stored, [run], dict(y=view), ["y"], Work(100, 4, 4)).l2 == wanted
+        view = Span(size, 0, 0, size, box=1024)
+        assert ports.count(stored, [run], dict(y=view), ["y"], PortLoad(100, 4, 4)).l2 == wanted
 
 
 def test_rates_are_those_of_the_data_sheet():
-    for gpu in GPUS:
+    for gpu in RATES:
         assert gpu.flops * gpu.multiprocessors * 1.83e9 == pytest.approx(989.4e12, rel=0.005)
         sheet = cost.GPUS[gpu.name]
         assert 0.85 < gpu.memory_bytes_per_second / (sheet.gigabytes_per_second * 1e9) < 0.95
@@ -150,13 +150,13 @@ def test_rates_are_those_of_the_data_sheet():
 
 
 WORKS = {
-    "tensor": Work(1320, 2, 8, tensor=10_000, issue=4000, operands=6000),
-    "mufu": Work(1320, 2, 4, tensor=2000, mufu=9000, issue=3000),
-    "issue": Work(1320, 4, 4, mufu=900, issue=9000),
-    "shared": Work(1320, 3, 8, tensor=3000, issue=900, operands=4000, accesses=4000, fills=4000),
-    "l2": Work(1320, 2, 8, tensor=1000, issue=500, l2=400_000, hbm=10**6),
-    "hbm": Work(1320, 8, 4, issue=1000, l2=100, l2_waited=100, hbm=10**9),
-    "latency": Work(1320, 1, 4, tensor=3000, issue=3000, accesses=3000, hbm=10**8, hbm_waited=10**8),
+    "tensor": PortLoad(1320, 2, 8, tensor=10_000, issue=4000, operands=6000),
+    "mufu": PortLoad(1320, 2, 4, tensor=2000, mufu=9000, issue=3000),
+    "issue": PortLoad(1320, 4, 4, mufu=900, issue=9000),
+    "shared": PortLoad(1320, 3, 8, tensor=3000, issue=900, operands=4000, accesses=4000, fills=4000),
+    "l2": PortLoad(1320, 2, 8, tensor=1000, issue=500, l2=400_000, hbm=10**6),
+    "hbm": PortLoad(1320, 8, 4, issue=1000, l2=100, l2_waited=100, hbm=10**9),
+    "latency": PortLoad(1320, 1, 4, tensor=3000, issue=3000, accesses=3000, hbm=10**8, hbm_waited=10**8),
 }
 
 
@@ -177,14 +177,16 @@ def test_what_binds_sets_the_time(port):
 
 
 def test_a_product_that_only_fills_the_tensor_cores_runs_at_their_rate():
-    work = Work(132 * 10, 1, 8, tensor=2 * 64 * 128 * 16 * 1000 / H100.flops)
+    work = PortLoad(132 * 10, 1, 8, tensor=2 * 64 * 128 * 16 * 1000 / H100.flops)
     seconds = predict(work, H100).total - H100.launch
     assert 132 * 10 * 2 * 64 * 128 * 16 * 1000 / seconds == pytest.approx(H100.clock * H100.flops * 132)
 
 
 def test_one_program_more_than_multiprocessors_is_one_round_more():
-    one, more = (predict(Work(n, 1, 4, issue=1000), H100).total - H100.launch for n in (132, 133))
-    assert more == pytest.approx(2 * one) and predict(Work(133, 1, 4, issue=1), H100).waves == pytest.approx(133 / 132)
+    one, more = (predict(PortLoad(n, 1, 4, issue=1000), H100).total - H100.launch for n in (132, 133))
+    assert more == pytest.approx(2 * one) and predict(PortLoad(133, 1, 4, issue=1), H100).waves == pytest.approx(
+        133 / 132
+    )
 
 
 REAL = """
@@ -241,7 +243,7 @@ def test_real_kernels_do_what_their_formulas_say():
     m, d, f, bf16 = 32 * 197, 768, 3072, 2
     programs = math.ceil(m / 128) * math.ceil(f / 128)
     for name in ("linear + gelu", "linear + gelu, descriptors"):
-        work = Work(**found[name])
+        work = PortLoad(**found[name])
         assert work.programs == programs and work.flops == 2 * 128 * 128 * d, name
         assert work.tensor == pytest.approx(work.flops / 4096), name
         assert work.fills * 128 == (128 + 128) * d * bf16, name  # both operands once into shared memory
@@ -251,7 +253,7 @@ def test_real_kernels_do_what_their_formulas_say():
     descriptors, pointers = found["linear + gelu, descriptors"]["issue"], found["linear + gelu"]["issue"]
     assert 0.5 * pointers < descriptors < pointers
 
-    attention = Work(**found["attention"])
+    attention = PortLoad(**found["attention"])
     keys = 128 + 64 + 16
     heads, weights = 32 * 12, 32 * 12 * 256 * keys
     assert attention.programs * attention.flops == 2 * weights * 2 * 64
@@ -260,7 +262,7 @@ def test_real_kernels_do_what_their_formulas_say():
     )  # an exponential a weight; a reciprocal and a logarithm a row
     assert attention.hbm == 4 * m * d * bf16 + heads * 197 * 4
 
-    backward = Work(**found["attention backward"])
+    backward = PortLoad(**found["attention backward"])
     padded, u = 256, m * d * bf16
     statistics = (
         heads * 4 * (197 + 2 * padded + 3 * 64)
@@ -272,7 +274,7 @@ def test_real_kernels_do_what_their_formulas_say():
         backward.resident * 132 * 4 * 197 * 64 * bf16 < 50e6
     )  # q, do and dQ's scratch of those that run at a time, which are read again, stay in L2
 
-    norm = Work(**found["layer_norm"])
+    norm = PortLoad(**found["layer_norm"])
     assert norm.programs == m // 4 and norm.flops == norm.tensor == 0
     assert norm.hbm == 2 * m * d * bf16 + 2 * d * bf16 + 2 * m * 4
     assert (

@@ -15,7 +15,7 @@ from vitfast import ViT, cost
 from vitfast.cli import main
 from vitfast.cost import predicted
 from vitfast.kernels.launch import Launch
-from vitfast.machine_code.ports import Work
+from vitfast.machine_code.ports import PortLoad
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,9 @@ def test_a_step_with_a_kernel_that_has_no_prediction_is_not_written(script, caps
         for train, names in ((False, ["a"]), (True, ["a", "b"]))
     }
     works = {
-        script.key_of(launch): Work(1320, 2, 4, issue=1000) for launches, _ in recorded.values() for launch in launches
+        script.key_of(launch): PortLoad(1320, 2, 4, issue=1000)
+        for launches, _ in recorded.values()
+        for launch in launches
     }
     for name, path in (("KERNELS", tmp_path / "ports.csv"), ("STEPS", tmp_path / "predicted.csv")):
         monkeypatch.setattr(script, name, path)

@@ -35,7 +35,7 @@ SM = 90
 
 
 @dataclass(frozen=True)
-class Gpu:
+class PortRates:
     """Rates of a GPU. Everything that is per clock is of one multiprocessor."""
 
     name: str
@@ -58,9 +58,9 @@ class Gpu:
 
 # Copies within the memory: about 3.0 TB/s of the data sheet's 3.35 (published); about 4.3 of 4.8 (measured,
 # bench/results/NOTES.md).
-H100 = Gpu("H100", 3.0e12)
-H200 = Gpu("H200", 4.3e12)
-GPUS = (H100, H200)
+H100 = PortRates("H100", 3.0e12)
+H200 = PortRates("H200", 4.3e12)
+RATES = (H100, H200)
 
 L1_BYTES = 64 * 1024  # a tensor up to this size is read from L2 once by each multiprocessor: its L1 keeps it (assumed)
 # Neighbouring programs in the middle of the grid that are traced: the tiles of one head, the last of them cut off.
@@ -73,7 +73,7 @@ SHARED_ACCESS = ("LDS", "STS", "LDSM", "STSM", "LDL", "STL")  # spilled register
 
 
 @dataclass(frozen=True)
-class View:
+class Span:
     """Where the numbers of a launch's tensor lie."""
 
     bytes: int  # of its numbers
@@ -83,19 +83,19 @@ class View:
     box: int = field(default=0, compare=False)  # bytes that a descriptor moves at a time; 0: no descriptor
 
     @classmethod
-    def of(cls, tensor: Tensor, block: Sequence[int] = ()) -> "View":
+    def of(cls, tensor: Tensor, block: Sequence[int] = ()) -> "Span":
         size, storage = tensor.element_size(), tensor.untyped_storage()._cdata
         extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
         start, box = tensor.storage_offset() * size, math.prod(block) * size if block else 0
         return cls(tensor.numel() * size, storage, start, start + extent * size, box)
 
-    def meets(self, other: "View") -> bool:
+    def meets(self, other: "Span") -> bool:
         """Whether the two may share bytes; q and k that are interleaved in one tensor count as if they did."""
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
 @dataclass(frozen=True)
-class Work:
+class PortLoad:
     """Cycles and bytes of a multiprocessor that one program takes on average, or bytes of the grid."""
 
     programs: int
@@ -153,22 +153,22 @@ def product_of(instruction: str) -> tuple[int, int]:
     return 2 * m * n * k // 4, (right + (left if both else 0)) // 4  # four warps share one
 
 
-def views(launch: Launch) -> dict[str, View]:
+def views(launch: Launch) -> dict[str, Span]:
     """Every tensor among a launch's arguments, also those behind descriptors and in tuples ("name[0]")."""
     return dict(_views(launch.arguments))
 
 
-def _views(arguments: dict) -> Iterator[tuple[str, View]]:
+def _views(arguments: dict) -> Iterator[tuple[str, Span]]:
     for name, value in arguments.items():
         if isinstance(value, TensorDescriptor):
-            yield name, View.of(value.base, value.block_shape)
+            yield name, Span.of(value.base, value.block_shape)
         elif isinstance(value, Tensor):
-            yield name, View.of(value)
+            yield name, Span.of(value)
         elif isinstance(value, tuple):
             yield from _views({f"{name}[{i}]": item for i, item in enumerate(value)})
 
 
-def distinct(found: Iterable[View]) -> int:
+def distinct(found: Iterable[Span]) -> int:
     """Bytes that views reach, each counted once; of overlapping ones at most those between their ends."""
     total, together, end = 0, [], 0
     for view in [*sorted(set(found), key=lambda view: (view.storage, view.start)), None]:
@@ -181,7 +181,7 @@ def distinct(found: Iterable[View]) -> int:
     return total
 
 
-def measure(launch: Launch, tensors: dict[str, View] | None = None) -> Work:
+def measure(launch: Launch, tensors: dict[str, Span] | None = None) -> PortLoad:
     """Compiles a launch (on meta tensors) for sm_90 and counts its work.
 
     tensors: `views` of the launch, where its tensors are smaller stand-ins (compiler.Job). Raises trace.Untraceable
@@ -192,7 +192,7 @@ def measure(launch: Launch, tensors: dict[str, View] | None = None) -> Work:
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     constants, names = trace.parameters(launch, compiled.src.signature, compiled.asm["ptx"])
     tracer = trace.Tracer(code, constants, launch.grid, warps)
-    grid = Work(math.prod(launch.grid), fitting(code.registers, warps, shared), warps)
+    grid = PortLoad(math.prod(launch.grid), fitting(code.registers, warps, shared), warps)
     if not grid.resident:
         asked = f"{code.registers} registers, {shared} bytes"
         raise ValueError(f"no program of {launch.kernel.__name__} fits a multiprocessor: {asked}")
@@ -202,7 +202,9 @@ def measure(launch: Launch, tensors: dict[str, View] | None = None) -> Work:
     return count(code, [tracer.run(*program) for program in sampled], tensors or views(launch), names, grid)
 
 
-def count(code: Code, traces: list[trace.Trace], tensors: dict[str, View], names: list[str], grid: Work) -> Work:
+def count(
+    code: Code, traces: list[trace.Trace], tensors: dict[str, Span], names: list[str], grid: PortLoad
+) -> PortLoad:
     """`grid` with the work that traces of some programs show. names: of the pointer arguments, in order."""
     found: dict[str, float] = defaultdict(float)
     loaded, copied, written = set(), set(), set()  # names; what was written before it was read is no input
@@ -254,7 +256,7 @@ def count(code: Code, traces: list[trace.Trace], tensors: dict[str, View], names
     )
 
 
-def predict(work: Work, gpu: Gpu) -> Prediction:
+def predict(work: PortLoad, gpu: PortRates) -> Prediction:
     """How long a launch is predicted to take there."""
     most = math.ceil(work.programs / gpu.multiprocessors)  # programs on the busiest multiprocessor
     once = work.once * min(work.programs, gpu.multiprocessors)
@@ -273,6 +275,6 @@ def predict(work: Work, gpu: Gpu) -> Prediction:
     return Prediction(gpu.launch + max(busy, alone), ports, waves, binds)
 
 
-def library(flops: float, moved: int, gpu: Gpu) -> float:
+def library(flops: float, moved: int, gpu: PortRates) -> float:
     """Predicted seconds of a kernel of PyTorch's or cuBLAS's: `moved` bytes."""
     return gpu.launch + max(flops / gpu.library_flops_per_second, moved / gpu.memory_bytes_per_second)

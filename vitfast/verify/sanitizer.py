@@ -84,7 +84,7 @@ class Sanitizer:
     def __init__(self):
         self.counts: Counter[str] = Counter()
         self._found: dict[tuple[str, str, str, str], Finding] = {}
-        self._launch: shadow.Launch | None = None  # the one under way
+        self._launch: shadow.WatchedLaunch | None = None  # the one under way
         self._fresh: dict[int, UntypedStorage] = {}  # poisoned storages by their address
         self._given: dict[int, dict[tuple, tuple[str, str]]] = {}  # storage -> views of it -> the first kernel and name
         self._open = False  # a hook that somebody has put back after the end does nothing
@@ -105,7 +105,7 @@ class Sanitizer:
 
     def _begin(self, kernel: str, arguments: dict) -> None:
         self.counts["launches"] += 1
-        self._launch = shadow.Launch(kernel, list(_tensors(arguments)), self._fresh, self._report)
+        self._launch = shadow.WatchedLaunch(kernel, list(_tensors(arguments)), self._fresh, self._report)
         for name, t in self._launch.tensors:
             key = t.untyped_storage().data_ptr()
             if key in self._fresh:

@@ -15,7 +15,7 @@ _SHIFT, _ADDRESS = np.uint64(48), np.uint64((1 << 48) - 1)
 _SEVERAL = -1  # in place of a reader's stamp
 
 Program = tuple[int, ...]
-Touched = list[tuple["View", np.ndarray]]
+Touched = list[tuple["ShadowView", np.ndarray]]
 Report = Callable[[str, str, str], None]
 
 
@@ -33,7 +33,7 @@ class Memory:
         self.written = self.read = False
 
 
-class View:
+class ShadowView:
     """One tensor that a kernel was given: which elements of its memory are its own."""
 
     def __init__(self, name: str, tensor: Tensor, memory: Memory, fresh: bool):
@@ -67,7 +67,7 @@ class View:
         return f"{self.name}{index}{beyond} of {self.shape}"
 
 
-class Launch:
+class WatchedLaunch:
     """Watches what a launch's programs do to its tensors; `report(kind, tensor, detail)` gets faults.
 
     A stamp is a phase of a program, which lasts from its start or a barrier to the next. They rise through the launch.
@@ -81,7 +81,7 @@ class Launch:
         for key, (_, t) in zip(keys, tensors):
             sizes[key] = min(sizes.get(key, 16), t.element_size())
         memories = {key: Memory(t.untyped_storage(), sizes[key]) for key, (_, t) in zip(keys, tensors)}
-        self.views = [View(name, t, memories[key], key in fresh) for key, (name, t) in zip(keys, tensors)]
+        self.views = [ShadowView(name, t, memories[key], key in fresh) for key, (name, t) in zip(keys, tensors)]
         self.programs: list[Program] = [()]  # of each stamp
         self.now = self.first = 0
         self.loads: list[tuple[Memory, np.ndarray, np.ndarray]] = []  # of this phase: addresses and masks
@@ -160,7 +160,7 @@ class Launch:
         if len(touched) == 1 and touched[0][0].span is None:
             self._lanes_agree(*touched[0], np.broadcast_to(values, mask.shape)[mask])
 
-    def _after_writes(self, view: View, at: np.ndarray, race: str, verb: str) -> None:
+    def _after_writes(self, view: ShadowView, at: np.ndarray, race: str, verb: str) -> None:
         """Looks for earlier writes to what is now accessed: of other programs, and of this one's phase."""
         if view.memory.written:
             writer = view.memory.writer[at]
@@ -184,7 +184,7 @@ class Launch:
         others = [(a, m) for of, a, m in self.loads if of is memory and not np.array_equal(a, addresses)]
         return any(np.isin(a[m], addresses[mask]).any() for a, m in others)
 
-    def _lanes_agree(self, view: View, at: np.ndarray, values: np.ndarray) -> None:
+    def _lanes_agree(self, view: ShadowView, at: np.ndarray, values: np.ndarray) -> None:
         lanes, last = np.arange(len(at), dtype=np.int32), view.memory.lane
         last[at] = lanes
         if (last[at] != lanes).any():
@@ -201,7 +201,7 @@ class Launch:
                 at = view.locate(pointers[poison])
                 self._found("uninitialised read", view, at, view.holds(at) & view.fresh, "reads what nothing wrote,")
 
-    def _found(self, kind: str, view: View, at: np.ndarray, wrong: np.ndarray, text: str, stamps=None) -> None:
+    def _found(self, kind: str, view: ShadowView, at: np.ndarray, wrong: np.ndarray, text: str, stamps=None) -> None:
         """Reports the first that is wrong of the elements `at`, by whom its stamp names."""
         if wrong.any():
             first = np.flatnonzero(wrong)[0]
