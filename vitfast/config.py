@@ -133,13 +133,13 @@ def coerce(name: str, value):
         return None
     kind = next(option for option in options if option is not type(None))
     try:
-        return _convert(kind, value)
+        return _parse(kind, value)
     except (TypeError, ValueError, KeyError):
         expected = "numbers, such as 0.9,0.999" if typing.get_origin(kind) is tuple else kind.__name__
         raise InputError(f"{name} must be {expected}, got {value!r}") from None
 
 
-def _convert(kind, value):
+def _parse(kind, value):
     """One value as `kind`; ValueError, TypeError or KeyError where it is not one."""
     if kind is bool:
         return _TRUTH[str(value).lower()]
