@@ -8,6 +8,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
+from gpu_order import urgency
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported: kernels run on CPU tensors in mode "on"
@@ -33,16 +34,6 @@ def pytest_runtest_call(item):
         item.add_report_section("call", "sanitizer", str(watch))
         if outcome.excinfo is None:
             outcome.force_exception(AssertionError(f"the sanitizer found:\n{watch}"))
-
-
-# On a GPU: first what a run that is cut off must not miss, last what compiles for long.
-GPU_ORDER = ("_same_bits", "_computes_the_same", "_around_tile_edges", "kernels/test_gpu.py", "tests/kernels/")
-GPU_ORDER += ("tests/adapters/", "test_export")
-
-
-def urgency(nodeid: str) -> int:
-    """The place of a gpu test in GPU_ORDER."""
-    return next((place for place, part in enumerate(GPU_ORDER) if part in nodeid), len(GPU_ORDER) - 2)
 
 
 def pytest_configure(config):

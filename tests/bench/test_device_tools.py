@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conftest
+import gpu_order
 import pytest
 import sanitized
 
@@ -71,13 +71,13 @@ def test_a_broken_device_ends_its_worker_and_spoils_no_other_test(tmp_path, work
 
 
 def test_on_a_gpu_what_must_not_be_missed_comes_first():
-    names = "test_export.py::test_aoti_package adapters/test_gpu.py::test_dtypes"
+    names = "test_export.py::test_aoti_package adapters/test_accelerate_gpu.py::test_dtypes"
     names += " kernels/test_gpu.py::test_every_operation kernels/test_mlp.py::test_real_shapes"
     names += " kernels/test_gpu.py::test_attention_around_tile_edges"
     names += " kernels/test_gpu.py::test_every_candidate_computes_the_same"
     names += " kernels/test_gpu.py::test_the_same_inputs_give_the_same_bits"
     names = [f"tests/{name}" for name in names.split()]
-    assert sorted(names, key=conftest.urgency) == [names[i] for i in (6, 5, 4, 2, 3, 1, 0)]
+    assert sorted(names, key=gpu_order.urgency) == [names[i] for i in (6, 5, 4, 2, 3, 1, 0)]
 
 
 @pytest.mark.slow(6)
