@@ -60,6 +60,7 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.999)  # of adamw
     layer_decay: float | None = None  # each layer's rate is this times the next one's
     clip_norm: float | None = positive(None)
+    non_finite: str = choice("stop", "skip")  # what happens at a step whose gradients are not finite
     ema_decay: float | None = None
 
     objective: str = choice("softmax", "sigmoid", "masked")  # masked: patch prediction
@@ -117,7 +118,7 @@ class Config(Recipe):
 # Fields that do not change the course of a run: it may be continued with other values of them.
 RUN_ONLY = frozenset(
     "output device compile workers eval_batch_size eval_every log_every save_every data_dir parallel max_unreadable "
-    "decode".split()
+    "decode non_finite".split()
 )
 
 _TYPES = typing.get_type_hints(Config)
