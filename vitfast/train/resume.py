@@ -150,8 +150,8 @@ def read_record(checkpoint: Path) -> dict:
         raise InputError(f"{checkpoint} holds no training state (no state/ folder); {takes}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("no object")
+        if not isinstance(content, dict) or not (checkpoint / "config.json").is_file():
+            raise ValueError("no object in it, or no config.json beside it")
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(checkpoint, error) from None
     if not RECORD.keys() <= content.keys():
@@ -232,7 +232,7 @@ def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
         if config.weights and Path(config.weights).resolve().is_relative_to((run / "checkpoints").resolve()):
             raise InputError(f"--weights {config.weights} is in --output, where it would be replaced; choose another")
         return None, {}
-    own = checkpoint.resolve().is_relative_to(run.resolve())
+    own = resume == "auto" or checkpoint.resolve().is_relative_to(run.resolve())
     if not own and (find_checkpoint(run) or read_summary(run)):
         raise InputError(f"{run} holds a run already; --resume auto goes on with it, or choose another --output")
     record = read_record(checkpoint)
