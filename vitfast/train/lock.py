@@ -28,6 +28,8 @@ def locked(run: Path) -> Iterator[None]:
     path, key = run / LOCK, os.path.realpath(run)
     if key in _held:
         raise InputError(f"{run} is in use by this process already; choose another --output")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder, and has to be a file; remove it")
     handle = _acquire(path)
     _held.add(key)
     try:

@@ -103,13 +103,15 @@ def _is_metrics(path: Path) -> bool:
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:
     """Makes the folder ready for a run; `fresh`: one that starts from its beginning, so that an earlier one goes."""
-    (run / "summary.json").unlink(missing_ok=True)  # first: a run without its summary goes on
+    write_text(
+        run / "config.yaml", yaml.safe_dump(as_plain(config), sort_keys=False)
+    )  # first: on a full disk all stays
+    (run / "summary.json").unlink(missing_ok=True)
     if fresh:
         for name in (PREVIOUS, LAST):
             _discard(run / "checkpoints" / name)
         for path in (run / "tensorboard").glob(f"events.out.tfevents.*.{EVENTS}"):
             path.unlink()
-    write_text(run / "config.yaml", yaml.safe_dump(as_plain(config), sort_keys=False))
 
 
 def begin_checkpoint(run: Path) -> Path:

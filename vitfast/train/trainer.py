@@ -61,7 +61,8 @@ class Trainer:
         self.config, self.run, self.resume = config, Path(config.output), resume
         check_output(self.run)
         self.ranks, self.device = join(choose_device(config.device))
-        self.ranks.on_first(self._check_unlocked)
+        with self._writing("."):
+            self.ranks.on_first(self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
@@ -262,7 +263,8 @@ class Trainer:
             if self.config.non_finite == "stop" or math.isfinite(norm) or self.skipped == MOST_SKIPPED:
                 many = f", as in {MOST_SKIPPED} steps in a row" if self.skipped == MOST_SKIPPED else ""
                 raise TrainingError(f"{what}{many}; {self._last_good()}; {self._against_overflow()}")
-            logger.warning("left out: %s", what)
+            if self.ranks.first:
+                logger.warning("left out: %s", what)
         return counted
 
     def _against_overflow(self) -> str:
