@@ -8,6 +8,7 @@ nothing.
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -124,6 +125,22 @@ def join(device: torch.device) -> tuple[Ranks, torch.device]:
     if not ranks.first:
         logging.getLogger("vitfast").setLevel(logging.WARNING)
     return ranks, device
+
+
+@contextmanager
+def peers_told():
+    """Raises TrainingError where another process is gone, in place of what gloo, NCCL or torch say."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or re.search("gloo|nccl|connection", str(error), re.IGNORECASE)
+        if isinstance(error, TrainingError) or world_size() == 1 or not lost:
+            raise
+        said = str(error).strip().partition("\n")[0]
+        raise TrainingError(
+            f"another process of this run is gone; its own message may say why ({said}); the same command goes on from "
+            "the last checkpoint"
+        ) from error
 
 
 def leave() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import Config, total_steps
 from ..device import autocast_dtype, choose_device
-from ..distributed import FAILED, GO, STOP, join
+from ..distributed import FAILED, GO, STOP, join, peers_told
 from ..errors import InputError, TrainingError
 from ..eval.accuracy import evaluate
 from .lock import locked
@@ -342,4 +342,5 @@ def train(config: Config, resume: str = "auto") -> dict:
 
     Raises InputError and TrainingError.
     """
-    return finished_summary(config, resume) or Trainer(config, resume).fit()
+    with peers_told():
+        return finished_summary(config, resume) or Trainer(config, resume).fit()
