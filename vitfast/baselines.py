@@ -36,7 +36,8 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
     """A model of timm that takes raw uint8 images too (`mean`, `std`) and has `save_pretrained`.
 
     arguments: of timm's constructor. A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name
-    that it would have. Raises InputError for a name that timm does not know.
+    that it would have; `class_names`, where they are set, as timm's `label_names`. Raises InputError for a name that
+    timm does not know.
     """
     if name in RESNETS:
         layers, width = RESNETS[name]
@@ -72,4 +73,6 @@ def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
     save_file(tensors, Path(folder) / "model.safetensors")
     cfg = dict(mean=model.mean, std=model.std)
     config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=cfg)
+    if getattr(model, "class_names", None):
+        config["label_names"] = list(model.class_names)
     write_text(Path(folder) / "config.json", json.dumps(config, indent=2))

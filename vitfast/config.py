@@ -42,8 +42,16 @@ def at_least(default, low):
     return rule(default, lambda value: value >= low, f"be at least {low:g}")
 
 
-def fraction(default: float):
+def fraction(default: float | None):
     return rule(default, lambda value: 0 <= value < 1, "lie in [0, 1)")
+
+
+def fractions(*default: float):
+    return rule(default, lambda value: 0 <= min(value) <= max(value) < 1, "lie in [0, 1)")
+
+
+def part(default: float | None):
+    return rule(default, lambda value: 0 < value <= 1, "lie in (0, 1]")
 
 
 def share(default: float):
@@ -80,27 +88,23 @@ class Recipe:
 
     optimizer: str = choice("adamw", "sgd", "lamb")
     lr: float = positive(1e-3)
-    sweep_lr: tuple[float, ...] = rule(
-        (), lambda value: min(value, default=1) > 0, "be positive numbers"
-    )  # the candidates the paper tried; finetune --sweep tries them on
-    sweep_hold_out: float = fraction(0.1)  # this share of the training set
+    # The candidates the paper tried; finetune --sweep tries them on sweep_hold_out of the training set.
+    sweep_lr: tuple[float, ...] = rule((), lambda value: min(value, default=1) > 0, "be positive numbers")
+    sweep_hold_out: float = fraction(0.1)
     lr_decay: str = choice("cosine", "linear", "constant")
     lr_end: float = at_least(0.0, 0)
     warmup_steps: int = rule(0, lambda value: 0 <= value <= 10**12, "lie in [0, 10^12]")
     weight_decay: float = at_least(0.0, 0)  # decoupled, times the learning rate, on kernels only
     momentum: float = fraction(0.9)  # of sgd
-    betas: tuple[float, float] = rule(
-        (0.9, 0.999), lambda value: 0 <= min(value) <= max(value) < 1, "lie in [0, 1)"
-    )  # of adamw, lamb
-    layer_decay: float | None = rule(
-        None, lambda value: 0 < value <= 1, "lie in (0, 1]"
-    )  # each layer's rate is this times the next one's
+    betas: tuple[float, float] = fractions(0.9, 0.999)  # of adamw and lamb
+    layer_decay: float | None = part(None)  # each layer's rate is this times the next one's
     clip_norm: float | None = positive(None)
+    non_finite: str = choice("stop", "skip")  # what happens at a step whose gradients are not finite
     ema_decay: float | None = fraction(None)
 
     objective: str = choice("softmax", "sigmoid", "masked")  # masked: patch prediction
     mask_target: str = choice("mean", "downsized", "pixels")
-    mask_share: float = rule(0.5, lambda value: 0 < value <= 1, "lie in (0, 1]")
+    mask_share: float = part(0.5)
     label_smoothing: float = fraction(0.0)
     mixup: float = between(0.0, 0, 100)
     cutmix: float = between(0.0, 0, 100)
@@ -143,7 +147,7 @@ class Config(Recipe):
     seed: int = rule(0, lambda value: 0 <= value < 2**63, "lie in [0, 2^63)")
     device: str = rule(
         "", re.compile(r"|cpu|cuda(:\d{1,3})?").fullmatch, "be cpu, cuda or cuda:N"
-    )  # "": cuda where there is one
+    )  # "": cuda, else cpu
     amp: str = choice("auto", "bf16", "fp16", "none")  # auto: bf16 on cuda, none on cpu
     compile: bool | None = None  # default: on cuda
     workers: int | None = at_least(None, 0)  # loader processes; default by data and cores
@@ -153,15 +157,14 @@ class Config(Recipe):
     log_every: int = positive(10)
     save_every: int | None = positive(None)  # steps; default: at each evaluation
     parallel: str = choice("ddp", "fsdp")  # under torchrun; fsdp: parameters, gradients, optimiser sharded by block
-    max_unreadable: int = at_least(
-        100, 0
-    )  # training images that may be replaced because they cannot be read, before the run stops
+    # Training images that may be replaced because they cannot be read, before the run stops.
+    max_unreadable: int = at_least(100, 0)
 
 
 # Fields that do not change the course of a run: it may be continued with other values of them.
 RUN_ONLY = frozenset(
     "output device compile workers eval_batch_size eval_every log_every save_every data_dir parallel max_unreadable "
-    "decode".split()
+    "decode non_finite".split()
 )
 
 FIELDS = tuple(each.name for each in dataclasses.fields(Config))

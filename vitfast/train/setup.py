@@ -73,6 +73,8 @@ def set_up(
     model = model.to(device)
     if config.objective == "masked":
         model = MaskedPatches(model, config.mask_target, config.mask_share)
+    else:
+        model.class_names = data.classes  # kept in the checkpoint's config.json
     return model, data
 
 
