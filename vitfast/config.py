@@ -81,6 +81,7 @@ class Recipe:
     global_pool: str = "token"
     pos_embed: str = "learn"
     pos_embed_at: str = "stem"  # stem | layers | layers_shared
+    act_layer: str = choice("gelu", "gelu_tanh")  # of new models; weights say their own
     hidden_head: bool = False  # the paper's pre-training head: one tanh layer before the last
     head_init_bias: float | None = None
     weight_init: str = ""
@@ -98,6 +99,7 @@ class Config(Recipe):
     shots: int | None = positive(None)  # train on this many images a class alone
     train_images: int | None = positive(None)  # train on this many images alone
     hold_out: float = fraction(0.0)  # validate on this share of the training images, which are then not trained on
+    early_stop: int | None = positive(None)  # evaluations without a better accuracy before the end; keeps the best too
     output: str = ""
     weights: str = ""
     seed: int = 0
