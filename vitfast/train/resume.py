@@ -179,7 +179,9 @@ def finished_summary(config: Config, resume: str) -> dict | None:
         return None
     check_settings(config, Path(config.output))
     summary = json.loads(path.read_text())
-    if not summary.get("finished") or summary["steps"] < total_steps(config, summary["train_images"]):
+    if not summary.get("finished"):
+        return None
+    if not summary.get("stopped_early") and summary["steps"] < total_steps(config, summary["train_images"]):
         return None
     said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
     logger.info(said, config.output, summary["steps"], summary["accuracy"])

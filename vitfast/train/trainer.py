@@ -17,6 +17,7 @@ from ..distributed import FAILED, GO, STOP, join
 from ..errors import InputError, TrainingError
 from ..eval.accuracy import evaluate
 from ..files import write_text
+from .early import BEST, EarlyStop
 from .log import Meter, Metrics, Progress, write_summary
 from .masked import evaluate_masked
 from .resume import find_checkpoint, find_start, finished_summary, load_checkpoint, save_checkpoint
@@ -71,12 +72,15 @@ class Trainer:
         if self.checkpoint:
             self.step, self.seconds = load_checkpoint(self.checkpoint, self.train_step)
             logger.info("resumed from step %d", self.step)
+        self.early = EarlyStop(config, self.checkpoint, self.step)
         self.ranks.wait()  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
         """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
         config, self.meter = self.config, Meter()
-        if self.step >= self.total:
+        if self.ranks.first and self.checkpoint:
+            self.early.keep(self.step)
+        if self.step >= self.total or self.early.over:
             return self._finish(self.evaluate())
         if self.ranks.first:
             self._prepare_folder()
@@ -89,7 +93,7 @@ class Trainer:
         window, result = [], None  # (loss, right answers) of the steps since the last record, on the device
         with contextlib.closing(self.metrics), contextlib.closing(self.progress), Stopper() as stopper:
             batches = iter(self.data.train_batches(self.step, self.total))
-            while self.step < self.total:
+            while self.step < self.total and not self.early.over:
                 batch = self._next(batches, stopper)
                 if batch is None:  # asked to stop
                     self._log_window(window)
@@ -106,10 +110,10 @@ class Trainer:
                 window = []
                 if evaluating:
                     result = self._validate()
-                if saving:
+                if saving or self.early.over or (evaluating and self.early.is_best(self.step)):
                     self.save()
                 self.meter.start_window()
-        if self.step < self.total:
+        if self.step < self.total and not self.early.over:
             logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
             return dict(finished=False, step=self.step, steps=self.total)
         return self._finish(result)
@@ -118,6 +122,8 @@ class Trainer:
         """Writes the checkpoint of this step."""
         self.seconds += self.meter.take_seconds()
         save_checkpoint(self.run, self.train_step, self.step, self.seconds)
+        if self.ranks.first:
+            self.early.keep(self.step)
 
     def evaluate(self) -> dict:
         """Loss and accuracy on the validation set of the model that is kept."""
@@ -135,6 +141,7 @@ class Trainer:
 
     def _prepare_folder(self) -> None:
         if not self.checkpoint:
+            shutil.rmtree(self.run / BEST, ignore_errors=True)
             shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
             shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
         self.run.mkdir(parents=True, exist_ok=True)
@@ -231,6 +238,7 @@ class Trainer:
     def _validate(self) -> dict:
         result = self.evaluate()
         loss, accuracy = result["loss"], result["accuracy"]
+        self.early.add(self.step, accuracy)
         self.metrics.write(step=self.step, epoch=self.epoch, split="val", loss=loss, accuracy=accuracy)
         self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
         return result
@@ -255,6 +263,7 @@ class Trainer:
             train_images=self.data.train_length,
             val_images=result["images"],
             unreadable_images=self.unreadable,
+            **self.early.summary(),
         )
         if self.ranks.first:
             write_summary(self.run, summary)
