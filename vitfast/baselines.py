@@ -123,8 +123,9 @@ def load_baseline(name: str, source: str | Path, img_size: tuple[int, int] | Non
         told = files.config.get("pretrained_cfg", {})
         classes = files.config.get("num_classes", told.get("num_classes"))
         saved_size = tuple(told.get("input_size", ()))[1:] or None
-        arguments = {**files.config.get("model_args", {}), **arguments}
-        model = baseline(name, _classes(name, tensors) if classes is None else classes, saved_size, **arguments)
+        options = {k: v for k, v in files.config.get("model_args", {}).items() if k not in ("num_classes", "img_size")}
+        classes = _classes(name, tensors) if classes is None else classes
+        model = baseline(name, classes, saved_size, **options | arguments)
         if files.weights.suffix == ".npz":
             model.load_pretrained(str(files.weights))
         elif model.state_dict().keys() != tensors.keys():
