@@ -70,8 +70,12 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
 
 def _set_size(model: nn.Module, img_size: tuple[int, int]) -> None:
     model.image_size = img_size
-    if hasattr(model, "set_input_size"):  # those of any size have none
-        model.set_input_size(img_size)
+    try:
+        if hasattr(model, "set_input_size"):  # those of any size have none
+            model.set_input_size(img_size)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        size = " x ".join(map(str, img_size))
+        raise InputError(f"timm's {type(model).__name__} takes no images of {size} pixels ({error})") from None
 
 
 def _normalize_raw(model: nn.Module, args: tuple) -> tuple:
