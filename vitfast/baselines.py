@@ -151,7 +151,7 @@ def _classes(name: str, tensors: dict[str, Tensor]) -> int:
     """How many classes the weights of a baseline have: in timm's names or Google's, 0 where there is no head."""
     with torch.device("meta"):
         model = baseline(name, 1)
-    classifier = next(key for key, module in model.named_modules() if module is model.get_classifier())
+    classifier = next((key for key, module in model.named_modules() if module is classifiers(model)[0]), "")
     bias = tensors.get(f"{classifier}.bias", tensors.get("resnet/head/conv2d/bias"))
     return 0 if bias is None else len(bias)
 
@@ -170,8 +170,15 @@ def sizes(model: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
     return model.image_size, (1, 1)
 
 
+def classifiers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The last linear layers of a ViT or a baseline: one, or two of a distilled model."""
+    found = model.get_classifier()
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
 def replace_head(model: nn.Module, classes: int) -> None:
     """A zero linear layer in the place of a ViT's or baseline's whole head (the paper, 3.2)."""
     model.reset_classifier(classes)
-    for parameter in model.get_classifier().parameters():
-        nn.init.zeros_(parameter)
+    for layer in classifiers(model):
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)

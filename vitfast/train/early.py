@@ -44,7 +44,7 @@ class EarlyStop:
             logger.info(said, self.since, self.accuracy, self.step)
 
     def is_best(self, step: int) -> bool:
-        """Whether the last evaluation, after this step, is the best so far, and its weights are to be kept."""
+        """Whether the evaluation after this step is the best so far; its weights are to be kept."""
         return self.patience is not None and self.step == step
 
     @property
@@ -52,13 +52,8 @@ class EarlyStop:
         """Whether the run waited long enough."""
         return self.patience is not None and self.since >= self.patience
 
-    def keep(self, step: int) -> None:
-        """Copies the checkpoint of `step` to best/, where it is the best. Called after it was saved, by the first rank.
-
-        Again where a run goes on at its best step: it may have been cut off before this.
-        """
-        if not self.is_best(step):
-            return
+    def keep(self) -> None:
+        """Copies the last checkpoint to best/."""
         (self.run / BEST).mkdir(exist_ok=True)
         for name in ("config.json", "model.safetensors"):
             source = self.run / "checkpoints" / "last" / name

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..baselines import baseline, baseline_of, is_baseline, load_baseline, replace_head, sizes
+from ..baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
 from ..config import Config
 from ..data.loader import Data, open_data
 from ..data.samples import ONE, seed_everything
@@ -74,8 +74,8 @@ def new_model(config: Config, classes: int) -> nn.Module:
     """The ViT or the baseline that a config trains, from scratch. Raises InputError."""
     if is_baseline(config.model):
         model = baseline(config.model, classes, pair(config.img_size), **_baseline_arguments(config, config.model))
-        if config.head_init_bias is not None:
-            nn.init.constant_(model.get_classifier().bias, config.head_init_bias)
+        for layer in classifiers(model) if config.head_init_bias is not None else ():
+            nn.init.constant_(layer.bias, config.head_init_bias)
         return model
     shape = preset(config.model)
     hidden = shape["embed_dim"] if config.hidden_head else None

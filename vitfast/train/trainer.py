@@ -78,8 +78,8 @@ class Trainer:
     def fit(self) -> dict:
         """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
         config, self.meter = self.config, Meter()
-        if self.ranks.first and self.checkpoint:
-            self.early.keep(self.step)
+        if self.checkpoint:
+            self._keep_best()
         if self.step >= self.total or self.early.over:
             return self._finish(self.evaluate())
         if self.ranks.first:
@@ -122,8 +122,13 @@ class Trainer:
         """Writes the checkpoint of this step."""
         self.seconds += self.meter.take_seconds()
         save_checkpoint(self.run, self.train_step, self.step, self.seconds)
-        if self.ranks.first:
-            self.early.keep(self.step)
+        self._keep_best()
+
+    def _keep_best(self) -> None:
+        """After `save`, and again where a run goes on: it may have been cut off between the two."""
+        if self.ranks.first and self.early.is_best(self.step):
+            self.early.keep()
+        self.ranks.wait()
 
     def evaluate(self) -> dict:
         """Loss and accuracy on the validation set of the model that is kept."""
