@@ -121,6 +121,7 @@ class Recipe:
     global_pool: str = choice("token", "avg")
     pos_embed: str = choice("learn", "learn2d", "sincos2d", "relative", "none")
     pos_embed_at: str = choice("stem", "layers", "layers_shared")
+    act_layer: str = choice("gelu", "gelu_tanh")  # of new models; weights say their own
     hidden_head: bool = False  # the paper's pre-training head: one tanh layer before the last
     head_init_bias: float | None = None
     weight_init: str = choice("", "jax", "jax_nlhb", "moco", "reset", "skip")
@@ -142,6 +143,7 @@ class Config(Recipe):
     shots: int | None = positive(None)  # train on this many images a class alone
     train_images: int | None = positive(None)  # train on this many images alone
     hold_out: float = fraction(0.0)  # validate on this share of the training images, which are then not trained on
+    early_stop: int | None = positive(None)  # evaluations without a better accuracy before the end; keeps the best too
     output: str = ""
     weights: str = ""
     seed: int = rule(0, lambda value: 0 <= value < 2**63, "lie in [0, 2^63)")

@@ -84,9 +84,7 @@ def one_step(capsys, output, name: str, value: str) -> None:
         assert err.strip().splitlines()[-1].startswith("vitfast: error: "), (name, value, err)
 
 
-@settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(RUN_FIELDS), st.sampled_from(EDGES))
 def test_one_step_runs_or_one_line_says_why_not(capsys, tmp_path_factory, name, value):
     one_step(capsys, tmp_path_factory.mktemp("run"), name, value)

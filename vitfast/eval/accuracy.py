@@ -7,12 +7,12 @@ import torch
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
+from ..baselines import load_any, sizes
 from ..config import Config
 from ..data.loader import Data, open_data
 from ..data.samples import PADDING
 from ..device import autocast, autocast_dtype, choose_device
 from ..errors import InputError
-from ..model import ViT
 
 
 @torch.no_grad()
@@ -85,12 +85,13 @@ def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
     return counter
 
 
-def open_weights(config: Config, img_size: int | None = None) -> tuple[ViT, Data, torch.device, torch.dtype | None]:
+def open_weights(
+    config: Config, img_size: int | None = None
+) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
     """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
     device = choose_device(config.device)
-    overrides = {} if img_size is None else dict(img_size=img_size)
-    model = ViT.from_pretrained(config.weights, **overrides).to(device).eval()
-    data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, device)
+    model = load_any(config.model, config.weights, img_size).to(device).eval()
+    data = open_data(config, *sizes(model), device)
     return model, data, device, autocast_dtype(config.amp, device)
 
 

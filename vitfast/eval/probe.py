@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..baselines import normalized
 from ..device import autocast
 from ..errors import InputError
-from ..model import ViT
 
 CHUNK = 1024  # images compared with all training images at a time
 
 
 @torch.inference_mode()
-def features(model: ViT, batches: Iterable, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """The inputs of the model's last linear layer (`pre_logits`) for batches (images, labels).
+def features(
+    model: nn.Module, batches: Iterable, device: torch.device, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """The inputs of the last linear layer (`pre_logits`) of a ViT or a baseline for batches (images, labels).
 
     Returns fp32 features (n, D) and labels (n,), on the CPU. Raises InputError where there are no images.
     """
@@ -28,7 +30,8 @@ def features(model: ViT, batches: Iterable, device: torch.device, dtype: torch.d
     xs, ys = [], []
     for images, labels in batches:
         with autocast(device, dtype):
-            x = model.forward_head(model.forward_features(images.to(device, non_blocking=True)), pre_logits=True)
+            x = model.forward_features(normalized(model, images.to(device, non_blocking=True)))
+            x = model.forward_head(x, pre_logits=True)
         xs.append(x.float().cpu())
         ys.append(labels)
     model.train(was_training)

@@ -260,7 +260,7 @@ def finished_summary(config: Config, resume: str) -> dict | None:
     if settings is None:
         return None
     check_settings(config, settings, run, START_AGAIN)
-    if summary["steps"] < total_steps(config, summary["train_images"]):
+    if not summary.get("stopped_early") and summary["steps"] < total_steps(config, summary["train_images"]):
         return None
     said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
     logger.info(said, config.output, summary["steps"], summary["accuracy"])

@@ -14,11 +14,12 @@ from ..device import autocast_dtype, choose_device
 from ..distributed import FAILED, GO, STOP, join, peers_told
 from ..errors import InputError, TrainingError
 from ..eval.accuracy import evaluate
+from .early import EarlyStop
 from .lock import locked
 from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .masked import evaluate_masked
 from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
-from .run_folder import LAST, check_output, find_checkpoint, prepare
+from .run_folder import LAST, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import TrainStep
 
@@ -59,7 +60,7 @@ class Trainer:
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
         self.config, self.run, self.resume = config, Path(config.output), resume
-        check_output(self.run)
+        check_output(self.run, config.early_stop)
         self.ranks, self.device = join(choose_device(config.device))
         with self._writing("."):
             self.ranks.on_first(self._check_unlocked)
@@ -79,6 +80,7 @@ class Trainer:
             logger.info("resumed from step %d", self.step)
         self.eval_every = config.eval_every or max(1, round(max(self.steps_per_epoch, self.total / 20)))
         self.save_every = config.save_every or self.eval_every
+        self.early = EarlyStop(config, self.checkpoint, self.step)
         self.ranks.wait()  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
@@ -91,7 +93,12 @@ class Trainer:
             self.progress = Progress(self.config.task, self.step, self.total, self.ranks.first)
             with contextlib.closing(self.metrics), contextlib.closing(self.progress):
                 result = self._go_on(stopper)
-            return self._finish(result) if self.step >= self.total else self._stopped()
+            return self._finish(result) if self.done else self._stopped()
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is at its end."""
+        return self.step >= self.total or self.early.over
 
     def _go_on(self, stopper: Stopper) -> dict | None:
         """Takes the steps that are left. Returns the last evaluation."""
@@ -100,7 +107,7 @@ class Trainer:
         self.meter.start_window()
         window = []  # (loss, right answers, gradient norm) of the steps since the last record, on the device
         batches = iter(self.data.train_batches(self.step, self.total))
-        while self.step < self.total:
+        while not self.done:
             batch = self._next(batches, stopper)
             if batch is None:  # asked to stop
                 self._log_window(window)
@@ -117,6 +124,7 @@ class Trainer:
                 self.save()
             if evaluating:
                 result = self._validate()
+                self._keep_best()
             self.meter.start_window()
         return result
 
@@ -126,12 +134,21 @@ class Trainer:
 
     def _evaluate_again(self) -> dict | None:
         """The evaluation of the step that the run goes on from, where it is the last or has no record of one."""
-        if self.step >= self.total:
+        if self.done:
             self.save()
-        recorded = self.ranks.agree(int(self.metrics.evaluated))
-        if self.step >= self.total or (self.step and self._is_due(self.eval_every) and not recorded):
-            return self._validate(record=not recorded)
-        return None
+        recorded, result = self.ranks.agree(int(self.metrics.evaluated)), None
+        if self.done or (self.step and self._is_due(self.eval_every) and not recorded):
+            result = self._validate(record=not recorded)
+        self._keep_best()
+        return result
+
+    def _keep_best(self) -> None:
+        """Keeps the model of this step where early stopping finds it the best so far; saves the step where it ends."""
+        if self.early.over or self.early.is_best(self.step):
+            self.save()
+        if self.early.is_best(self.step):
+            with self._writing("best"):
+                self.ranks.on_first(keep_as_best, self.run)
 
     def save(self) -> None:
         """Writes the checkpoint of this step, unless it is there. Raises TrainingError where it is not finite."""
@@ -302,6 +319,7 @@ class Trainer:
         loss, accuracy = result["loss"], result["accuracy"]
         if record:
             self._record(split="val", loss=loss, accuracy=accuracy)
+            self.early.add(self.step, accuracy)
         self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
         return result
 
@@ -330,6 +348,7 @@ class Trainer:
             train_images=self.data.train_length,
             val_images=result["images"],
             unreadable_images=self.unreadable,
+            **self.early.summary(),
         )
         summary = as_strict_json(summary)
         with self._writing("summary.json"):
