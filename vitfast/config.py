@@ -68,12 +68,20 @@ class Recipe:
     label_smoothing: float = fraction(0.0)
     mixup: float = 0.0
     cutmix: float = 0.0
-    crop_scale: tuple[float, float] = (0.08, 1.0)  # share of the area; (1, 1) is the plain resize
-    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    train_crop_mode: str = choice(
+        "rrc", "squash"
+    )  # random resized crop; or with the image's own aspect, resized square
+    crop_scale: tuple[float, float] = (0.08, 1.0)  # share of the area; (1, 1) with squash is the plain resize
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)  # of rrc
     hflip: float = share(0.5)
     color_jitter: float = 0.0
     auto_augment: str = ""  # timm's names, such as rand-m10-n2
     random_erasing: float = share(0.0)  # share of the images that lose a rectangle to noise
+    # Evaluation, in timm's words: resized to img_size / crop_pct, then cut at the centre. Unset: as the weights say
+    # (the run they come from, timm's config.json), else center and 1. center keeps the aspect and cuts off what is
+    # over, squash does not keep it, border keeps it and fills up.
+    crop_mode: str = choice("", "center", "squash", "border")
+    crop_pct: float | None = rule(None, lambda value: 0 < value <= 1, "lie in (0, 1]")
 
     dropout: float = fraction(0.0)  # the paper's, after dense layers and positions
     drop_path: float = fraction(0.0)
@@ -111,7 +119,7 @@ class Config(Recipe):
     log_every: int = positive(10)
     save_every: int | None = positive(None)  # steps; default: at each evaluation
     parallel: str = choice("ddp", "fsdp")  # under torchrun; fsdp: parameters, gradients, optimiser sharded by block
-    max_unreadable: int = 100  # training images that may be replaced because they cannot be read, before the run stops
+    max_unreadable: int = 100  # images that may be unreadable: replaced in training, left out of an evaluation
 
 
 # Fields that do not change the course of a run: it may be continued with other values of them.

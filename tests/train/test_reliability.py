@@ -58,13 +58,15 @@ def test_broken_and_vanished_images_are_counted_and_replaced_up_to_a_limit(tmp_p
         train(folder_config(data, tmp_path / "strict", max_unreadable=0))
 
 
-def test_a_broken_validation_image_stops(tmp_path):
+def test_a_broken_validation_image_is_left_out_up_to_the_same_limit(tmp_path, caplog):
     data = photos(tmp_path / "data", per_class=4)
-    trainer = Trainer(folder_config(data, tmp_path / "run"))
     path = data / "val" / "c" / "01.jpg"
     path.write_bytes(path.read_bytes()[:700])
-    with pytest.raises(InputError, match="01.jpg is a broken image"):
-        trainer.fit()
+    summary = train(folder_config(data, tmp_path / "run", eval_every=3))  # three evaluations
+    assert (summary["val_images"], summary["val_unreadable_images"], summary["unreadable_images"]) == (11, 1, 0)
+    assert [str(path) in r.message for r in caplog.records if "left out" in r.message] == [True]
+    with pytest.raises(InputError, match="1 images of .* could not be read, more than max_unreadable 0.*01.jpg"):
+        train(folder_config(data, tmp_path / "strict", max_unreadable=0))
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):

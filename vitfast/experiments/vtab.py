@@ -133,11 +133,12 @@ def evaluate_frozen(
 ) -> dict:
     """Accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
     model, data, device, dtype = open_weights(config, img_size)
-    x, y = features(model, data.in_order(take(data.train, examples)), device, dtype)
-    queries, truth = features(model, data.eval_batches(), device, dtype)
+    x, y, _, left_out = features(model, data, take(data.train, examples), device, dtype)
+    queries, truth, _, also_left_out = features(model, data, data.val, device, dtype)
     used = {} if method not in L2 else dict(l2=best_l2(method, x, y, len(data.classes)) if l2 is None else l2)
     found = classify(method, x, y, queries, len(data.classes), **used)
-    return dict(accuracy=(found == truth).double().mean().item(), train_images=len(x), test_images=len(truth), **used)
+    images = dict(train_images=len(x), test_images=len(truth), unreadable_images=left_out + also_left_out)
+    return dict(accuracy=(found == truth).double().mean().item(), **images, **used)
 
 
 def fine_tune(config: Config, examples: int) -> dict | None:
@@ -150,7 +151,9 @@ def fine_tune(config: Config, examples: int) -> dict | None:
     summary = Trainer(dataclasses.replace(config, **settings), examples=examples).fit()
     if not summary["finished"]:
         return None
-    return dict(accuracy=summary["accuracy"], train_images=summary["train_images"], test_images=summary["val_images"])
+    images = dict(train_images=summary["train_images"], test_images=summary["val_images"])
+    images["unreadable_images"] = summary["unreadable_images"] + summary["val_unreadable_images"]
+    return dict(accuracy=summary["accuracy"], **images)
 
 
 def vtab(

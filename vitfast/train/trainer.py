@@ -242,6 +242,7 @@ class Trainer:
             accuracy=result["accuracy"],
             top5=result.get("top5"),
             loss=result["loss"],
+            map=result.get("map"),
             steps=self.step,
             epochs=self.epoch,
             images_per_second=round(self.meter.speed, 1),
@@ -255,6 +256,7 @@ class Trainer:
             train_images=self.data.train_length,
             val_images=result["images"],
             unreadable_images=self.unreadable,
+            val_unreadable_images=result["unreadable_images"],
         )
         if self.ranks.first:
             write_summary(self.run, summary)
