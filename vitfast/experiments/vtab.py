@@ -4,6 +4,13 @@ The protocol is VTAB-1k's ("A Large-scale Study of Representation Learning with 
 Zhai et al., 2019): every task is learned from 1000 images, measured on its whole test set, and counts alike in the mean
 of its group and of all. The method is fine-tuning (Table 4 of the ViT paper) or a classifier on frozen features, whose
 regularisation is chosen with 800 of the images on the other 200.
+
+Images. The ViT paper (B.1.1) takes "the pre-processing used in Kolesnikov et al. (2020)", BiT, at 384 px for all tasks.
+BiT (3.3) resizes to a square, crops a smaller random square and flips; tests resize alone. "In some tasks horizontal
+flipping or cropping destroys the label semantics [...] In these cases we omit flipping or cropping": neither paper nor
+the released code (google-research/big_transfer, vision_transformer) says for which. VTAB's own code
+(google-research/task_adaptation, data_loader.py) resizes for all tasks and does no more. Here a task is augmented only
+where its classes are what things are, not where, how many, how far or which way round: FLIPPED, CROPPED.
 """
 
 import dataclasses
@@ -58,6 +65,10 @@ VTAB = {
         smallnorb_elevation="wds_vtab-smallnorb_label_elevation",
     ),
 }
+# Not svhn: mirrored digits are others, and a crop may lose the one in the middle. No structured task.
+FLIPPED = frozenset([*VTAB["natural"], *VTAB["specialized"]]) - {"svhn"}
+CROPPED = FLIPPED - {"patch_camelyon"}  # whose label is of the central third alone, which a crop would move
+CROP_SIDE = 384 / 448  # BiT's, as the released code has it (big_vision, configs/transfer.py)
 GET = "hf download --repo-type dataset clip-benchmark/{0} --local-dir {1}/{0}"
 # What is tried where no l2 is given; of equals the first, the most regularised.
 L2 = {"ridge": [4.0**k for k in range(10, -4, -1)], "linear": [10.0**k for k in range(3, -3, -1)]}
@@ -70,6 +81,13 @@ class Task:
     name: str
     group: str
     settings: dict = field(default_factory=dict)
+
+
+def preparation(name: str) -> dict:
+    """The settings of one of the 19 tasks that say how its images are cut and augmented, whatever the recipe."""
+    share = CROP_SIDE**2 if name in CROPPED else 1.0
+    crops = dict(crop_mode="squash", crop_pct=1.0, train_crop_mode="squash", crop_scale=(share, share))
+    return crops | dict(hflip=0.5 if name in FLIPPED else 0.0, auto_augment="", random_erasing=0.0)
 
 
 def tasks_in(root: Path) -> list[Task]:
@@ -85,7 +103,7 @@ def tasks_in(root: Path) -> list[Task]:
                 missing.append(name)
                 continue
             shards = any([*folder.glob("train*.tar"), *folder.glob("train/*.tar")])
-            found.append(Task(name, group, dict(data=f"wds/{folder}" if shards else str(folder))))
+            found.append(Task(name, group, dict(data=f"wds/{folder}" if shards else str(folder)) | preparation(name)))
     if not found:
         example = "wds_vtab-pets"
         command = GET.format(example, root)
@@ -172,7 +190,9 @@ def vtab(
     if examples < 1 or (l2 is not None and not l2 > 0):
         raise InputError("vtab takes a positive number of examples and a positive l2")
     check_l2(method, l2)
-    first = [{"recipe": "finetune/vtab"}] if method == "finetune" else []
+    named = [layer["recipe"] for layer in layers if layer.get("recipe")]  # under what a task says, not over it
+    layers = [{k: v for k, v in layer.items() if k != "recipe"} for layer in layers]
+    first = [{"recipe": named[-1] if named else "finetune/vtab"}] if method == "finetune" else []
     settings = [[*first, task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
     kind = "finetune" if method == "finetune" else "eval"
     configs = [resolve(kind, *given) for given in settings]  # all are right before the first begins
@@ -204,9 +224,9 @@ def _means(summary: dict) -> list[tuple[str, str, float]]:
 
 def _write(output: Path, summary: dict) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    columns = ("task", "group", "accuracy", "train_images", "test_images", "l2")
+    columns = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")
     lines = [columns, *([record.get(c, "") for c in columns] for record in summary["tasks"])]
-    lines += [(*mean, "", "", "") for mean in _means(summary)]
+    lines += [(*mean, *[""] * (len(columns) - len(mean))) for mean in _means(summary)]
     write_text(output / "vtab.csv", "".join(",".join(map(str, line)) + "\n" for line in lines))
     write_text(output / "vtab.txt", table(summary) + "\n")
     write_text(output / "vtab.json", json.dumps(summary, indent=2) + "\n")
