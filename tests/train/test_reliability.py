@@ -1,5 +1,6 @@
 """What goes wrong in a long run: broken and vanished files, a full disk, too little memory, a kill at any step."""
 
+import dataclasses
 import errno
 import os
 import random
@@ -54,6 +55,8 @@ def test_broken_and_vanished_images_are_counted_and_replaced_up_to_a_limit(tmp_p
     assert summary["finished"] and summary["unreadable_images"] == 2
     said = [r.message for r in caplog.records if "replaced" in r.message]
     assert len(said) == 2 and any(str(broken) in text for text in said) and any(str(gone) in text for text in said)
+    often = dataclasses.replace(folder_config(data, tmp_path / "often", max_unreadable=1), steps=27)
+    assert train(often)["unreadable_images"] == 1  # three passes, one broken image
     with pytest.raises(InputError, match=r"1 images could not be read, more than max_unreadable 0; the last: .*03.jpg"):
         train(folder_config(data, tmp_path / "strict", max_unreadable=0))
 

@@ -162,7 +162,7 @@ class InMemory:
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         content, label = self.samples[index]
-        return self.stream.image(content, self.name(index)), label
+        return self.stream.image(content, index), label
 
 
 def by_index(source):

@@ -104,8 +104,10 @@ class Shards:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def image(self, content, name: str) -> Image.Image:
-        """The RGB image of what the data set gave. Raises Unreadable."""
+    def image(self, content, number: int) -> Image.Image:
+        """The RGB image of what the data set gave as the number'th of a pass. Raises Unreadable."""
+        path = content.get("path") if isinstance(content, dict) else None
+        name = printable(path or f"{self.spec}, image {number} of a pass,")
         try:
             return as_rgb(self.decode(content) if self.decode else content)
         except Exception as error:
@@ -130,7 +132,7 @@ class ShardSamples(IterableDataset):
         unreadable = []
         for number, (content, label) in enumerate(self.source.dataset):
             try:
-                image = self.transform(self.source.image(content, f"{self.source.spec}, image {number} of a pass,"))
+                image = self.transform(self.source.image(content, number))
             except Unreadable as error:
                 unreadable.append(str(error))
                 if self.size is None:
