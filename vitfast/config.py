@@ -108,12 +108,18 @@ class Recipe:
     label_smoothing: float = fraction(0.0)
     mixup: float = between(0.0, 0, 100)
     cutmix: float = between(0.0, 0, 100)
-    crop_scale: tuple[float, float] = span((0.08, 1.0), 0, 1)  # share of the area; (1, 1) is the plain resize
-    crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100)
+    train_crop_mode: str = choice("rrc", "squash")  # random resized crop; or the image's own aspect, resized square
+    crop_scale: tuple[float, float] = span((0.08, 1.0), 0, 1)  # share of the area; (1, 1), squash: the plain resize
+    crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100)  # of rrc
     hflip: float = share(0.5)
     color_jitter: float = between(0.0, 0, 10)
     auto_augment: str = rule("", AUTO_AUGMENT.fullmatch, "be a policy of timm, such as rand-m10-n2, or empty")
     random_erasing: float = share(0.0)  # share of the images that lose a rectangle to noise
+    # Evaluation, in timm's words: resized to img_size / crop_pct, then cut at the centre. Unset: as the weights say
+    # (the run they come from, timm's config.json), else center and 1. center keeps the aspect and cuts off what is
+    # over, squash does not keep it, border keeps it and fills up.
+    crop_mode: str = choice("", "center", "squash", "border")
+    crop_pct: float | None = part(None)
 
     dropout: float = fraction(0.0)  # the paper's, after dense layers and positions
     drop_path: float = fraction(0.0)
@@ -159,8 +165,7 @@ class Config(Recipe):
     log_every: int = positive(10)
     save_every: int | None = positive(None)  # steps; default: at each evaluation
     parallel: str = choice("ddp", "fsdp")  # under torchrun; fsdp: parameters, gradients, optimiser sharded by block
-    # Training images that may be replaced because they cannot be read, before the run stops.
-    max_unreadable: int = at_least(100, 0)
+    max_unreadable: int = at_least(100, 0)  # images that may be: replaced in training, left out of an evaluation
 
 
 # Fields that do not change the course of a run: it may be continued with other values of them.

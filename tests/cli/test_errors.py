@@ -62,9 +62,10 @@ def spoil(name: str, root: Path) -> tuple[list, str]:
         torch.save({"model": ViT.from_preset("Nano/8", img_size=32, num_classes=3)}, root / "p.pth")
         return ["finetune", "--data", "digits", "--weights", root / "p.pth"], "p.pth"
     make_folder(data)
-    if name == "no image":
-        (data / "train" / "cat" / "bad.jpg").write_text("not a picture")
-        return base, "bad.jpg cannot be read as an image"
+    if name == "no image of a class":
+        for file in (data / "train" / "cat").iterdir():
+            file.write_text("not a picture")
+        return base, "no image of the class 'cat' can be read, the first: "
     if name == "broken image":
         path = data / "train" / "cat" / "0.png"
         path.write_bytes(path.read_bytes()[:200])
@@ -81,9 +82,10 @@ def spoil(name: str, root: Path) -> tuple[list, str]:
             for other in CLASSES[1:]:
                 (data / split / other).rename(root / f"{split}{other}")
         return base, "one class only ('cat')"
-    assert name == "tiny image"
-    picture(1, 3).save(data / "train" / "cat" / "tiny.png")
-    return base, "tiny.png has 3 x 7 pixels, less than one patch (8 x 8)"
+    assert name == "tiny images"
+    for file in (data / "val" / "cat").iterdir():
+        picture(1, 3).save(file)
+    return base, "0.png has 3 x 7 pixels, less than one patch (8 x 8)"
 
 
 BAD = [
@@ -105,13 +107,13 @@ BAD = [
     "truncated weights",
     "another architecture",
     "pickle",
-    "no image",
+    "no image of a class",
     "fewer classes in validation",
     "other class names",
     "one class",
     "cuda",
     "broken image",
-    "tiny image",
+    "tiny images",
 ]
 
 

@@ -60,7 +60,7 @@ def write_report(output: Path, summary: dict) -> Path:
     model = ViT.from_pretrained(weights).eval()
     config = resolve("eval", dict(data="digits", weights=str(weights)))
     data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, choose_device("cpu"))
-    images, labels = (torch.cat(batches) for batches in zip(*data.eval_batches()))
+    images, labels = (torch.cat(batches) for batches in list(zip(*data.eval_batches()))[:2])
     predicted = model(images).argmax(-1)
     wrong = (predicted != labels).nonzero().flatten()[:4]
     shown = torch.cat([wrong, (predicted == labels).nonzero().flatten()[: 24 - len(wrong)]])

@@ -8,6 +8,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from ..data.images import as_rgb
 from ..errors import InputError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -44,8 +45,7 @@ def _folder(root: Path) -> tuple[int, Callable[[int], Image.Image]]:
     def opened(index: int) -> Image.Image:
         try:
             with Image.open(files[index]) as image:
-                image.load()
-                return image
+                return as_rgb(image)
         except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
             raise InputError(f"{files[index]} cannot be read as an image ({error}); remove or replace it") from None
 

@@ -6,9 +6,16 @@ cross-entropy starts with a head bias of -10, weight decay is decoupled and on k
 with sigmoid cross-entropy too, and GELU is flax's `nn.gelu`, the tanh approximation: of Table 3, of the masked
 pre-training and of "Better plain ViT baselines", whose code (big_vision) is flax too; DeiT III is PyTorch's exact one.
 Fine-tuning takes the activation of the weights. `about` has the command and the published top-1 accuracy.
+How images are cut for an evaluation is in no table. Pre-training: as the released configurations for ImageNet and
+ImageNet-21k, resize_small(256)|central_crop(224) (big_vision, configs/vit_i1k.py, vit_i21k.py, vit_s16_i1k.py).
+Fine-tuning: as the released code, resized to a square whatever the aspect (vision_transformer,
+vit_jax/input_pipeline.py).
 """
 
 from ..config import Recipe
+
+_CENTRAL = dict(crop_mode="center", crop_pct=224 / 256)
+_SQUASHED = dict(crop_mode="squash", crop_pct=1.0)
 
 # ---- Table 3: pre-training
 
@@ -22,6 +29,7 @@ _TABLE_3 = dict(
     hidden_head=True,
     weight_init="jax",
     act_layer="gelu_tanh",
+    **_CENTRAL,
 )
 _SIGMOID = dict(objective="sigmoid", head_init_bias=-10.0, lr_decay="linear", lr_end=1e-5)
 _JFT = dict(weight_decay=0.1, **_SIGMOID, **_TABLE_3)
@@ -91,6 +99,7 @@ _TABLE_4 = dict(
     img_size=384,
     warmup_steps=500,
     crop_scale=(0.05, 1.0),
+    **_SQUASHED,
 )
 _SMALL = (0.001, 0.003, 0.01, 0.03)
 _LARGE = (0.003, 0.01, 0.03, 0.06)
@@ -132,6 +141,7 @@ def _plain(epochs: int, top1: float) -> Recipe:
         hidden_head=True,
         weight_init="jax",
         act_layer="gelu_tanh",
+        **_CENTRAL,
     )
 
 
@@ -177,8 +187,15 @@ PAPER = (
     _finetune("cifar10", 10_000, _SMALL, 0.02, f"{_L16} 99.38 %.", "torch/cifar10"),
     _finetune("pets", 500, _SMALL, 0.1, f"{_L16} 97.11 %.", warmup_steps=50),
     _finetune("flowers", 500, _SMALL, 0.1, f"{_L16} 99.66 %.", warmup_steps=50),
-    _finetune(
-        "vtab", 2_500, (0.01,), 0.0, "Table 4, for each of VTAB's 19 tasks of 1000 training images (`vitfast vtab`)."
+    _finetune(  # resized alone; `vitfast vtab` adds crops and flips where a task can stand them
+        "vtab",
+        2_500,
+        (0.01,),
+        0.0,
+        "Table 4, for each of VTAB's 19 tasks of 1000 training images (`vitfast vtab`).",
+        train_crop_mode="squash",
+        crop_scale=(1.0, 1.0),
+        hflip=0.0,
     ),
     _plain(90, 76.5),
     _plain(300, 80),
@@ -202,5 +219,7 @@ PAPER = (
         color_jitter=0.3,
         drop_path=0.2,
         init_values=1e-6,
+        crop_mode="center",
+        crop_pct=1.0,  # --eval-crop-ratio 1.0 (deit, README_revenge.md)
     ),
 )

@@ -64,10 +64,11 @@ def get(name: str) -> Recipe:
 def resolve(task: str, *layers: dict) -> Config:
     """A Config from the recipe that the layers name, then each layer of fields over the one before it.
 
+    An evaluation begins with no recipe: that the weights were trained by another says nothing about them.
     Raises InputError for a field that does not exist, a value that it does not allow, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
-    fields = as_plain(get(default_recipe(task, data)))
+    fields = as_plain(Recipe(steps=1) if task == "eval" else get(default_recipe(task, data)))
     for layer in layers:
         name = layer.get("recipe", layer.get("name"))
         if name not in (None, ""):

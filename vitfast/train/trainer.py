@@ -69,7 +69,7 @@ class Trainer:
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         self.total = total_steps(config, self.data.train_length)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
-        self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, 0, 0
+        self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.saved = None  # the step of the run's last checkpoint
         if self.checkpoint:
             check_data(record["data"], make_record(config, self.data)["data"], self.checkpoint)
@@ -221,13 +221,16 @@ class Trainer:
         return None if flag == STOP else batch
 
     def _count_unreadable(self, messages: list[str]) -> None:
+        """Each image counts once, however often it comes up in the epochs of a run."""
         limit = self.config.max_unreadable
         for message in messages:
-            self.unreadable += 1
-            logger.warning("replaced by the next image (%d of at most %d): %s", self.unreadable, limit, message)
-        if self.unreadable > limit:
+            if message not in self.unreadable:
+                self.unreadable.append(message)
+                count = len(self.unreadable)
+                logger.warning("replaced by the next image (%d of at most %d): %s", count, limit, message)
+        if len(self.unreadable) > limit:
             raise InputError(
-                f"{self.unreadable} images could not be read, more than max_unreadable {limit}; "
+                f"{len(self.unreadable)} images could not be read, more than max_unreadable {limit}; "
                 f"the last: {messages[-1]}"
             )
 
@@ -335,6 +338,7 @@ class Trainer:
             accuracy=result["accuracy"],
             top5=result.get("top5"),
             loss=result["loss"],
+            map=result.get("map"),
             steps=self.step,
             epochs=self.epoch,
             images_per_second=round(self.meter.speed, 1),
@@ -347,7 +351,8 @@ class Trainer:
             classes=len(self.data.classes),
             train_images=self.data.train_length,
             val_images=result["images"],
-            unreadable_images=self.unreadable,
+            unreadable_images=len(self.unreadable),
+            val_unreadable_images=result["unreadable_images"],
             **self.early.summary(),
         )
         summary = as_strict_json(summary)
