@@ -8,9 +8,8 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from ..data.image_files import SUFFIXES
 from ..errors import InputError
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
 def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) -> Tensor:
