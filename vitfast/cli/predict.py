@@ -31,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 where at least one image has an answer, else 1."""
     from ..checkpoint.files import check_free
-    from ..eval.accuracy import open_model
-    from ..eval.predict import predict, write_csv, write_json
+    from ..eval.predict import open_model, predict, write_csv, write_json
     from ..files import write_atomically
     from ..train.recipes import resolve
 

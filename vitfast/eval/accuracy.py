@@ -85,17 +85,11 @@ def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
     return counter
 
 
-def open_model(config: Config, img_size: int | None = None) -> ViT:
-    """`config.weights` on `config.device`, to be evaluated."""
-    device = choose_device(config.device)
-    overrides = {} if img_size is None else dict(img_size=img_size)
-    return ViT.from_pretrained(config.weights, **overrides).to(device).eval()
-
-
 def open_weights(config: Config, img_size: int | None = None) -> tuple[ViT, Data, torch.device, torch.dtype | None]:
     """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
-    model = open_model(config, img_size)
-    device = model.patch_embed.proj.weight.device
+    device = choose_device(config.device)
+    overrides = {} if img_size is None else dict(img_size=img_size)
+    model = ViT.from_pretrained(config.weights, **overrides).to(device).eval()
     data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, device)
     return model, data, device, autocast_dtype(config.amp, device)
 

@@ -16,7 +16,7 @@ from ..config import Config
 from ..data.image_files import read_image
 from ..data.loader import default_workers
 from ..data.transforms import transforms
-from ..device import autocast, autocast_dtype
+from ..device import autocast, autocast_dtype, choose_device
 from ..errors import InputError
 from ..model import ViT
 
@@ -53,6 +53,12 @@ def best_classes(model: ViT, images: Tensor, dtype: torch.dtype | None, count: i
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
     classes = logits.topk(count).indices  # not of the probabilities, which saturate
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
+
+
+def open_model(config: Config, img_size: int | None = None) -> ViT:
+    """`config.weights` on `config.device`."""
+    overrides = {} if img_size is None else dict(img_size=img_size)
+    return ViT.from_pretrained(config.weights, **overrides).to(choose_device(config.device))
 
 
 def predict(

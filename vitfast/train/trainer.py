@@ -19,6 +19,7 @@ from ..eval.accuracy import evaluate
 from ..files import write_text
 from .log import Meter, Metrics, Progress, write_summary
 from .masked import evaluate_masked
+from .report import write_report
 from .resume import find_checkpoint, find_start, finished_summary, load_checkpoint, save_checkpoint
 from .setup import set_up
 from .step import TrainStep
@@ -138,7 +139,8 @@ class Trainer:
             shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
             shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
         self.run.mkdir(parents=True, exist_ok=True)
-        (self.run / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "report.html"):
+            (self.run / name).unlink(missing_ok=True)
         write_text(self.run / "config.yaml", yaml.safe_dump(as_plain(self.config), sort_keys=False))
 
     def _next(self, batches, stopper: Stopper):
@@ -258,6 +260,7 @@ class Trainer:
         )
         if self.ranks.first:
             write_summary(self.run, summary)
+            write_report(self.config, self.data, summary, self.device, self.dtype)
         return summary
 
 
