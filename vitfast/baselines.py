@@ -61,7 +61,7 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
             raise InputError(f"timm cannot build {architecture!r} ({str(error).splitlines()[0]}){hint}") from None
     cfg = getattr(model, "pretrained_cfg", None) or {}
     model.mean, model.std = tuple(cfg.get("mean", (0.5,) * 3)), tuple(cfg.get("std", (0.5,) * 3))
-    model.image_size = tuple(cfg.get("input_size", (3, 224, 224)))[1:]
+    model.image_size, model.class_names = tuple(cfg.get("input_size", (3, 224, 224)))[1:], None
     if img_size is not None:
         _set_size(model, img_size)
     model.register_forward_pre_hook(_normalize_raw)
@@ -95,7 +95,7 @@ def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
     save_file(tensors, Path(folder) / "model.safetensors")
     cfg = dict(mean=model.mean, std=model.std, input_size=(3, *model.image_size))
     config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=cfg)
-    if getattr(model, "class_names", None):
+    if model.class_names:
         config["label_names"] = list(model.class_names)
     write_text(Path(folder) / "config.json", json.dumps(config, indent=2))
 
@@ -140,6 +140,8 @@ def load_baseline(name: str, source: str | Path, img_size: tuple[int, int] | Non
         else:
             model.load_state_dict(tensors)
         model.mean, model.std = (tuple(told.get(key, getattr(model, key))) for key in ("mean", "std"))
+        names = files.config.get("label_names", told.get("label_names"))
+        model.class_names = tuple(map(str, names)) if names and len(names) == classes else None
     except InputError:
         raise
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

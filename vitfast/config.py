@@ -82,8 +82,8 @@ class Recipe:
     img_size: int = count(224, 16384)
     epochs: float | None = rule(None, lambda value: 0 < value <= 1e6, "be positive, and at most a million")
     steps: int | None = count(None, 10**12)  # in place of epochs
-    batch_size: int = count(1024, 2**24)
-    accumulate: int = count(1, 2**24)  # micro-batches per step and device: the same step in less memory
+    batch_size: int = count(1024, 10**9)
+    accumulate: int = count(1, 10**9)  # micro-batches per step and device: the same step in less memory
     scale_lr: int | None = positive(None)  # multiply lr by batch_size / this
 
     optimizer: str = choice("adamw", "sgd", "lamb")
@@ -160,7 +160,7 @@ class Config(Recipe):
     compile: bool | None = None  # default: on cuda
     workers: int | None = at_least(None, 0)  # loader processes; default by data and cores
     decode: str = choice("host", "device")  # where JPEG files are decoded, cropped and resized for training
-    eval_batch_size: int = count(256, 2**24)
+    eval_batch_size: int = count(256, 10**9)
     eval_every: int | None = positive(None)  # steps; default: at most 20 times, at the ends of epochs
     log_every: int = positive(10)
     save_every: int | None = positive(None)  # steps; default: at each evaluation

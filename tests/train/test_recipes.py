@@ -229,7 +229,7 @@ def test_settings_layer_over_each_other():
         (dict(recipe="digits", ema_decay=2), "ema_decay must lie in"),
         (dict(recipe="digits", weight_decay=-1), "weight_decay must be at least 0"),
         (dict(recipe="digits", workers=-1), "workers must be at least 0"),
-        (dict(recipe="digits", batch_size=10**9), "batch_size must be positive, and at most 16777216"),
+        (dict(recipe="digits", batch_size=10**10), "batch_size must be positive, and at most 1000000000"),
         (dict(recipe="digits", steps=10**400), "steps must be positive, and at most"),
         (dict(recipe="digits", model=["B/16"]), "model must be text"),
         (dict(recipe="digits", data="a\0b"), "data must be text"),

@@ -61,14 +61,15 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> 
     add("--print-config", action="store_true", default=False, help="print the settings of this run as YAML and stop")
 
 
-def add_evaluation_options(parser: argparse.ArgumentParser, data: str = "") -> None:
-    """The settings of an evaluation. data: the help of --data; "" for vtab, which has no such option."""
+def add_evaluation_options(
+    parser: argparse.ArgumentParser, data: str = "", at_once: str = "images at once (default 256)"
+) -> None:
+    """The settings of an evaluation. data: the help of --data, "" for no such option. at_once: of --batch-size."""
     add_shared(parser, "--weights")
     add = parser.add_argument
     if data:
         add("--data", metavar="SPEC", required=True, help=data)
     add("--img-size", metavar="N", type=int, help="default: the model's own")
-    at_once = "images at once (default 256)" if data else "images at once; of finetune, per optimiser step"
     add("--batch-size", metavar="N", type=int, help=at_once)
     add_shared(parser, "--device")
     add_set(parser, "such as amp=none or data_dir=/data")

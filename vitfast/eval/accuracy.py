@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..baselines import load_any, sizes
 from ..checkpoint.files import locate
-from ..config import Config, check_run
+from ..config import Config
 from ..data.loader import Data, open_data
 from ..data.samples import PADDING, counts
 from ..device import autocast, autocast_dtype, choose_device
@@ -145,19 +145,19 @@ def _crop_of_processor(processor: dict) -> dict:
     return dict(crop_mode=mode, crop_pct=min(1.0, cut / resized))
 
 
-def open_weights(
-    config: Config, img_size: int | None = None
-) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
-    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`.
-
-    Where the config does not say how images are cut, they are as the weights say.
-    """
+def cut_as_told(config: Config) -> Config:
+    """The config with images cut as its weights say, where it says nothing."""
     told = {name: value for name, value in told_crop(config.weights).items() if not getattr(config, name)}
     if told:
         logger.info("images are cut as the weights say: %s", ", ".join(f"{k}={v}" for k, v in told.items()))
-    config = dataclasses.replace(config, **told)
-    check_run(config)
-    device = choose_device(config.device)
+    return dataclasses.replace(config, **told)
+
+
+def open_weights(
+    config: Config, img_size: int | None = None
+) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
+    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`, cut as they say."""
+    config, device = cut_as_told(config), choose_device(config.device)
     model = load_any(config.model, config.weights, img_size).to(device).eval()
     data = open_data(config, *sizes(model), device)
     return model, data, device, autocast_dtype(config.amp, device)

@@ -1,6 +1,6 @@
 """The folder of a run: its files, which of them vitfast wrote, and how its checkpoints take turns.
 
-    config.yaml  metrics.csv  summary.json  tensorboard/events.out.tfevents.*.vitfast
+    config.yaml  metrics.csv  summary.json  report.html  tensorboard/events.out.tfevents.*.vitfast
     vitfast.lock                       while a process trains there
     checkpoints/last/                  the newest checkpoint; real folders, so that every way of copying copies them
                 previous/              the one before it
@@ -22,6 +22,7 @@ import yaml
 from ..config import Config, as_plain
 from ..errors import InputError
 from ..files import exchange, free_name, sync, write_text
+from ..inspect.page import GENERATOR
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
 BEST = "best"
@@ -89,7 +90,8 @@ def check_output(run: Path, early_stop: int | None = None) -> None:
     folders = {run / name: Path.is_dir for name in ("checkpoints", "tensorboard")}
     checkpoints = {run / "checkpoints" / name: is_checkpoint for name in (LAST, PREVIOUS)}
     checkpoints |= {run / BEST: is_checkpoint} if early_stop else {}
-    for path, is_ours in (folders | checkpoints | {run / "metrics.csv": _is_metrics}).items():
+    files = {run / "metrics.csv": _is_metrics, run / "report.html": _is_report}
+    for path, is_ours in (folders | checkpoints | files).items():
         if os.path.lexists(path) and not is_ours(path):
             raise _not_ours(path)
     read_summary(run)
@@ -104,12 +106,20 @@ def _is_metrics(path: Path) -> bool:
     return start in (b"", FIRST_COLUMNS.encode())
 
 
+def _is_report(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return GENERATOR.encode() in file.read(1000)
+
+
 def prepare(run: Path, config: Config, fresh: bool) -> None:
     """Makes the folder ready for a run; `fresh`: one that starts from its beginning, so that an earlier one goes."""
     before = read_settings(run) or {}
     text = yaml.safe_dump(as_plain(config), sort_keys=False)
     write_text(run / "config.yaml", text)  # first: on a full disk all stays
-    (run / "summary.json").unlink(missing_ok=True)
+    for name in ("summary.json", "report.html"):
+        (run / name).unlink(missing_ok=True)
     if fresh:
         for name in (PREVIOUS, LAST):
             _discard(run / "checkpoints" / name)

@@ -18,6 +18,7 @@ from .early import EarlyStop
 from .lock import locked
 from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .masked import evaluate_masked
+from .report import write_report
 from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
 from .run_folder import LAST, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
@@ -358,6 +359,8 @@ class Trainer:
         summary = as_strict_json(summary)
         with self._writing("summary.json"):
             self.ranks.on_first(write_summary, self.run, summary)
+        if self.ranks.first:
+            write_report(self.config, self.data, summary, self.device, self.dtype)
         return summary
 
 
