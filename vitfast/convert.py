@@ -13,6 +13,7 @@ from .model import ViT
 FORMATS = tuple(WRITERS)
 # Arguments that change what the model computes and that a format may leave unsaid.
 _MEANING = ("num_heads", "act_layer", "norm_eps", "global_pool", "fc_norm", "no_embed_class", "img_size", "mean", "std")
+_ASKED = ("num_heads", "img_size", "act_layer", "pos_embed")  # by the errors of a bare file
 
 
 def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
@@ -60,9 +61,9 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     notes = []
     try:
         state, config = read(path)
-    except InputError as error:  # heads or an image size that only the reader can tell
+    except InputError as error:  # what only the reader can tell
         notes.append(str(error).replace(str(path), path.name))
-        state, config = read(path, **{name: model.config[name] for name in ("num_heads", "img_size")})
+        state, config = read(path, **{name: model.config[name] for name in _ASKED})
     with torch.device("meta"):
         again = ViT(**config)
     ours = tensors(model)
