@@ -23,21 +23,35 @@ def names() -> list[str]:
 
 
 def one_of_each_kind() -> list[str]:
-    """Names that differ in more than sizes."""
+    """Names that differ in more than sizes, but for hybrids, which are large."""
     kinds = {re.sub(r"\d+", "N", re.sub(rf"_{SIZES}(?=_|$)", "_SIZE", name)): name for name in reversed(names())}
+    return sorted(name for name in kinds.values() if not re.search(r"_r\d+_|resnet|vitamin|_mci_", name))
+
+
+def tagged() -> list[str]:
+    """name.tag of every pretrained model that vitfast lists and whose config is no other tag's of that name."""
+    kinds, about = (
+        {},
+        ("tag", "hf_hub_id", "hf_hub_filename", "url", "file", "license", "notes", "custom_load", "origin_url"),
+    )
+    for name in filter(MODELS.__contains__, names()):
+        for full in timm.list_models(f"{name}.*", pretrained=True):
+            config = timm.get_pretrained_cfg(full).to_dict()
+            kinds.setdefault((name, repr({k: v for k, v in config.items() if k not in about})), full)
     return sorted(kinds.values())
 
 
-def small(name: str) -> torch.nn.Module:
+def small(name: str, **changes) -> torch.nn.Module:
     """The model with two blocks and a narrow width for small images, random weights that show every difference.
 
     A model that vitfast lists keeps timm's own number of heads: only its name tells it. One whose factory does not take
-    a width is as wide as timm makes it.
+    a width is as wide as timm makes it. name: with a tag, of its image size and number of classes.
     """
-    heads, found = MODELS.get(name, 4), re.search(r"patch(\d+)|_s(\d+)_", name)
+    plain, _, tag = name.partition(".")
+    heads, found = MODELS.get(plain, 4), re.search(r"patch(\d+)|_s(\d+)_", plain)
     size = 2 * int(next(filter(None, found.groups())) if found else 32)
-    told = {} if name in MODELS else dict(num_heads=heads)
-    kept = dict(num_classes=CLASSES, depth=2, img_size=size)
+    told = {} if plain in MODELS else dict(num_heads=heads)
+    kept = dict(depth=2) | ({} if tag else dict(num_classes=CLASSES, img_size=size)) | changes
     for options in (
         kept | dict(embed_dim=16 * heads, **told),
         kept | dict(embed_dim=16 * heads, num_kv_heads=heads, **told),

@@ -168,10 +168,10 @@ def _positions(state: dict[str, Tensor], config: dict, told: dict, asked) -> dic
             raise InputError(f"{cut}; cut the images yourself and pass img_size=({covered[0]}, {covered[1]})")
         square = covered[0] == covered[1]
         return dict(img_size=covered[0] if square else covered, no_embed_class=bool(no_embed and prefix))
-    table = f"a position table of {length} entries is "
+    table = f"a position table of {length} entries is"
     if own:
-        raise InputError(f"{table}not that of images of {own[0]} x {own[1]}, which config.json says")
-    raise InputError(f"{table}no square grid; pass img_size=(height, width) of the checkpoint")
+        raise InputError(f"config.json says images of {own[0]} x {own[1]}, and {table} not theirs")
+    raise InputError(f"{table} no square grid; pass img_size=(height, width) of the checkpoint")
 
 
 def _preset_heads(config: dict) -> int:
