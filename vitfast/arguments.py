@@ -16,6 +16,10 @@ POS_EMBEDS = ("learn", "learn2d", "sincos2d", "relative", "none", "")  # see pos
 POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
 MOST_PARAMETERS = 10**11  # four times the largest ViT there is; what a mistyped size asks for lies far above
 
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+shown = _repr.repr  # values in messages, however long
+
 Check = Callable[[object], object]  # a value -> the same as Python's own type; ValueError says what was expected
 
 
@@ -122,7 +126,7 @@ ARGUMENTS: dict[str, Check] = {
     "embed_dim": whole(1, 2**17),
     "depth": whole(1, 1000),
     "num_heads": whole(1, 2**17),
-    "mlp_ratio": POSITIVE,
+    "mlp_ratio": number("a positive number up to 65536", lambda x: 0 < x <= 2**16),
     "qkv_bias": flag,
     "proj_bias": flag,
     "init_values": optional(number("a number of at least 0", lambda x: x >= 0)),
@@ -157,7 +161,7 @@ def read(name: str, value, called: str = ""):
     try:
         return ARGUMENTS[name](value)
     except ValueError as error:
-        raise InputError(f"{called or f'ViT: {name}'} must be {error}, got {reprlib.repr(value)}") from None
+        raise InputError(f"{called or f'ViT: {name}'} must be {error}, got {shown(value)}") from None
 
 
 def checked(config: dict) -> dict:
@@ -209,7 +213,7 @@ def _parameters(config: dict) -> int:
 def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:
     """The names of the classes, in the order of the logits. Raises InputError unless each class has one."""
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"ViT: class_names must be a list of strings, got {reprlib.repr(names)}")
+        raise InputError(f"ViT: class_names must be a list of strings, got {shown(names)}")
     if len(names) != num_classes:
         raise InputError(f"ViT: class_names must name each of the {num_classes} classes, got {len(names)} names")
     return tuple(names)

@@ -15,6 +15,7 @@ from .formats import HALF, Converted
 from .json_fields import class_names, refuse_unknown
 
 _OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
+_TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
 # Arguments that the tensors fix: two values are the same where these are.
 _EXACT = "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
 FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
@@ -51,16 +52,24 @@ def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict
     return result | ({"class_names": names} if names else {}), notes + more
 
 
-def _told(made: Converted, config: dict, shapes: dict, known: Mapping) -> tuple[dict, list[str]]:
-    """Constructor arguments in the JSON of timm or Hugging Face, none where there is no JSON; and notes."""
-    if {"architecture", "pretrained_cfg"} & config.keys():
-        told, notes = timm.told(config)
-        return {"global_pool": shapes["global_pool"]} | told, notes  # shapes show it in the models that timm.py knows
+def check_config(config: dict) -> None:
+    """Raises InputError for a config.json of no library that is read, or of a model that by its own word is another."""
+    if config.get("library") == "vitfast" or _TIMM & config.keys():
+        return
     if "model_type" in config:
-        return hugging_face.told(config, made.form.name)
-    if config:
+        hugging_face.check_kind(config)
+    elif config:
         says = "config.json says neither library (vitfast's), architecture (timm's) nor model_type (Hugging Face's)"
         raise InputError(f"{says}; mend or remove it")
+
+
+def _told(made: Converted, config: dict, shapes: dict, known: Mapping) -> tuple[dict, list[str]]:
+    """Constructor arguments in the JSON of timm or Hugging Face, none where there is no JSON; and notes."""
+    if _TIMM & config.keys():
+        told, notes = timm.told(config)
+        return {"global_pool": shapes["global_pool"]} | told, notes  # shapes show it in the models that timm.py knows
+    if config:
+        return hugging_face.told(config, made.form.name)
     if doubt := made.doubt(known):
         raise InputError(doubt)
     return {}, []

@@ -1,7 +1,6 @@
 """transformers' config.json and preprocessor_config.json, for the models that compute what our ViT does."""
 
-import reprlib
-
+from ..arguments import shown
 from ..errors import InputError
 from .json_fields import activation, dropout_notes, only, read, refuse_unknown
 
@@ -52,25 +51,25 @@ OTHERS = """
 """.split()
 
 
+def check_kind(config: dict) -> None:
+    """Raises InputError for a model_type or architecture that is not this ViT."""
+    kind = config["model_type"]
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise InputError(f"config.json: model_type {shown(kind)} is not this ViT; known are {', '.join(MODELS)}")
+    names, known = config.get("architectures") or [], [MODELS[kind][0] + name for name in CLASSES]
+    odd = [name for name in names if name not in known] if isinstance(names, list) else [names]
+    if odd:
+        known = ", ".join(known[:2])
+        raise InputError(f"config.json: architecture {shown(odd[0])} is not this ViT; known are {known}")
+
+
 def told(config: dict, form: str) -> tuple[dict, list[str]]:
     """The constructor arguments in config.json, and notes.
 
     form: the format of the tensors. Raises InputError for a model that computes something else.
     """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in MODELS:
-        known = ", ".join(MODELS)
-        raise InputError(
-            f"config.json: model_type {reprlib.repr(kind)} is no ViT that vitfast knows; known are {known}"
-        )
-    prefix, forms, defaults = MODELS[kind]
-    names = config.get("architectures") or []
-    odd = [n for n in names if n not in [prefix + c for c in CLASSES]] if isinstance(names, list) else [names]
-    if odd:
-        known = ", ".join(prefix + c for c in CLASSES[:2])
-        raise InputError(
-            f"config.json: {reprlib.repr(odd[0])} is no architecture that vitfast knows; known are {known}"
-        )
+    kind = config["model_type"]
+    _, forms, defaults = MODELS[kind]
     refuse_unknown(
         config, {*ARGUMENTS, "hidden_act", "mlp_ratio", "intermediate_size", *FIXED, *DROPOUTS, *OTHERS}, "config.json"
     )

@@ -1,9 +1,9 @@
 """Fields of other libraries' JSON: read by name and type, or refused by name."""
 
-import reprlib
 from collections.abc import Iterable
 
 from .. import arguments
+from ..arguments import shown
 from ..errors import InputError
 from ..version import __version__
 
@@ -13,14 +13,14 @@ _REMOVE = "remove it where it changes nothing that the model computes"
 def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str, remedy: str = _REMOVE) -> None:
     """Raises InputError for fields that may say something of the model that nobody here understands."""
     if odd := sorted(set(found) - set(known)):
-        raise InputError(f"{where} has {odd[0]!r}, which vitfast {__version__} does not know; {remedy}")
+        raise InputError(f"{where} has {shown(odd[0])}, which vitfast {__version__} does not know; {remedy}")
 
 
 def section(config: dict, name: str) -> dict:
     """The object in a field, {} where it is absent or null."""
     value = config.get(name)
     if value is not None and not isinstance(value, dict):
-        raise InputError(f"config.json: {name} must be an object, got {reprlib.repr(value)}")
+        raise InputError(f"config.json: {name} must be an object, got {shown(value)}")
     return value or {}
 
 
@@ -36,7 +36,7 @@ def only(config: dict, allowed: dict[str, tuple], why: str) -> None:
         value = config.get(field)
         if value is not None and not any(value is one or (value == one and type(value) is type(one)) for one in values):
             wanted = " or ".join(map(repr, values))
-            raise InputError(f"config.json: {field} must be {wanted} {why}, got {reprlib.repr(value)}")
+            raise InputError(f"config.json: {field} must be {wanted} {why}, got {shown(value)}")
 
 
 def activation(name, known: dict[str, str]) -> str | None:
@@ -44,7 +44,7 @@ def activation(name, known: dict[str, str]) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str) or name not in known:
-        raise InputError(f"config.json: activation {reprlib.repr(name)} is not supported; known are {', '.join(known)}")
+        raise InputError(f"config.json: activation {shown(name)} is not supported; known are {', '.join(known)}")
     return known[name]
 
 
@@ -65,11 +65,11 @@ def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, 
             names = [value[key] for key in sorted(value, key=int)]
             whole = sorted(map(int, value)) == list(range(len(value)))
         except (TypeError, ValueError):
-            raise InputError(f"config.json: {field} must number the classes, got {reprlib.repr(value)}") from None
+            raise InputError(f"config.json: {field} must number the classes, got {shown(value)}") from None
     else:
         whole = True
     if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
-        raise InputError(f"config.json: {field} must be names of classes, got {reprlib.repr(value)}")
+        raise InputError(f"config.json: {field} must be names of classes, got {shown(value)}")
     if not names or not count or names == [f"LABEL_{i}" for i in range(len(names))]:
         return None, []
     if not whole or len(names) != count:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import arguments, positions
 from ..errors import InputError, unknown
 from ..presets import pair
-from .config import FIXED, infer
+from .config import FIXED, check_config, infer
 from .files import locate, read_tensors
 from .formats import listing, to_timm_names
 
@@ -117,6 +117,8 @@ def _named(source: str | Path):
 
 def _open(source: str | Path, known: dict) -> Checkpoint:
     files = locate(source)
+    with _named(source):  # a model that is another by its own word is not looked into
+        check_config(files.config)
     content = read_tensors(files.weights)
     with _named(source):
         made = to_timm_names(content)

@@ -6,10 +6,10 @@ refused. The tests compare the logits of every name of timm's, listed or not.
 """
 
 import re
-import reprlib
 from argparse import Namespace
 
 from .. import arguments
+from ..arguments import shown
 from ..errors import InputError
 from .json_fields import activation, dropout_notes, only, read, refuse_unknown, section
 
@@ -127,11 +127,11 @@ def told(config: dict) -> tuple[dict, list[str]]:
     found = by_name(name)
     pool = args.pop("global_pool", config.get("global_pool"))
     if pool is not None and pool not in arguments.POOLS:
-        raise InputError(f"config.json: global_pool={pool!r} is not supported; known are 'token', 'avg' and ''")
+        raise InputError(f"config.json: global_pool={shown(pool)} is not supported; known are 'token', 'avg' and ''")
     act = activation(args.pop("act_layer", None), ACTIVATIONS)
     size = pretrained.get("input_size")
     if size is not None and not (isinstance(size, list) and len(size) == 3):
-        raise InputError(f"config.json: input_size must be [channels, height, width], got {size!r}")
+        raise InputError(f"config.json: input_size must be [channels, height, width], got {shown(size)}")
     found |= dict(
         input_size=size and arguments.read("img_size", size[1:], "config.json: input_size"),
         num_classes=read(config if "num_classes" in config else pretrained, "num_classes", "num_classes"),
@@ -150,14 +150,15 @@ def by_name(name) -> dict:
     Raises InputError for one that is not known to compute what the ViT does, with the reason where it is known.
     """
     if not isinstance(name, str) or not name:
-        raise InputError(f"config.json: architecture must be a name of timm's, got {reprlib.repr(name)}")
+        raise InputError(f"config.json: architecture must be a name of timm's, got {shown(name)}")
     name = name.partition(".")[0]
     if name not in MODELS:
+        called = f"timm's {name if name.isidentifier() and len(name) < 80 else shown(name)}"
         reason = next((why for pattern, why in REASONS.items() if re.search(pattern, name)), "")
         if reason:
-            raise InputError(f"timm's {name} {reason}, which vitfast does not have yet")
+            raise InputError(f"{called} {reason}, which vitfast does not have yet")
         raise InputError(
-            f"vitfast does not know that timm's {name} computes what its ViT does; where it does, put the name of one "
+            f"vitfast does not know that {called} computes what its ViT does; where it does, put the name of one "
             "that is known in its place (vit_base_patch16_224, with all other arguments in model_args)"
         )
     return dict(num_heads=MODELS[name], norm_eps=1e-6, act_layer="gelu_tanh" if name in TANH else "gelu")
