@@ -21,6 +21,11 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} {name!r}; {hint}")
 
 
+def install(extra: str) -> str:
+    """How to install vitfast with what an extra needs: from a checkout, as it is not on PyPI yet."""
+    return f"pip install '.[{extra}]' in a checkout of vitfast (once it is on PyPI: pip install 'vitfast[{extra}]')"
+
+
 def both_ends(text: str, limit: int = 400) -> str:
     """`text` in one line of at most `limit` characters: its start, " ... " and its end.
 

@@ -210,12 +210,12 @@ def test_wrong_paths_say_what_is_wrong(tmp_path):
         ('{"model_type": "vit", "hidden_act": "quick_gelu"}', "activation 'quick_gelu' is not supported"),
         (
             '{"model_type": "vit", "image_size": {"height": 32}}',
-            "config.json is not one of timm, Hugging Face or vitfast",
+            "config.json: image_size must be a whole number of pixels",
         ),
-        ('{"architecture": "vit_base", "global_pool": "max"}', "global_pool='max' is not supported"),
+        ('{"architecture": "vit_base_patch16_224", "global_pool": "max"}', "global_pool='max' is not supported"),
         (
             '{"architecture": "vit_base_patch16_rpn_224"}',
-            "vit_base_patch16_rpn_224 has blocks that vitfast does not have",
+            "timm's vit_base_patch16_rpn_224 has its norms after attention and MLP, which vitfast does not have",
         ),
     ],
 )

@@ -297,7 +297,7 @@ def test_optimiser_helpers_have_timms_meaning():
         (dict(class_token=False), "needs class_token"),
         (dict(pos_embed="rope"), "pos_embed must be one of"),
         (dict(act_layer="relu"), "act_layer must be one of"),
-        (dict(depth=0), "depth must be at least 1"),
+        (dict(depth=0), "depth must be a whole number from 1 to"),
         (dict(mean=(0.5, 0.5)), "one for each of the 3 channels"),
         (dict(std=0.0), "std must be positive"),
         (dict(weight_init="kaiming"), "weight_init must be one of"),

@@ -7,7 +7,7 @@ import argparse
 import logging
 import sys
 
-from ..errors import InputError, TrainingError
+from ..errors import InputError, TrainingError, install
 from ..version import __version__
 from . import (
     convert,
@@ -94,7 +94,7 @@ def _explanation(error: Exception) -> tuple[str | None, int]:
     if isinstance(error, InputError):
         return text, 2
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("vitfast"):
-        return f"{error.name} is not installed; this command needs pip install 'vitfast[train]'", 2
+        return f"{error.name} is not installed, and this command needs it: {install('train')}", 2
     if isinstance(error, (TrainingError, OSError)):
         return text, 1
     return None, 1
