@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .errors import InputError, TrainingError
+from .errors import InputError, TrainingError, both_ends
 
 GO, STOP, FAILED = 0, 1, 2  # the ranks' flags before every step; the largest counts
 
@@ -118,8 +118,8 @@ def join(device: torch.device) -> tuple[Ranks, torch.device]:
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         except (RuntimeError, ValueError, OSError) as error:
-            said = str(error).strip().partition("\n")[0]
-            raise TrainingError(f"the {world} processes did not find each other at {where}:{port} ({said})") from error
+            said = f"the {world} processes did not find each other at {where}:{port} ({both_ends(str(error))})"
+            raise TrainingError(said) from error
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), control)
     if not ranks.first:
@@ -136,11 +136,8 @@ def peers_told():
         lost = isinstance(error, dist.DistError) or re.search("gloo|nccl|connection", str(error), re.IGNORECASE)
         if isinstance(error, TrainingError) or world_size() == 1 or not lost:
             raise
-        said = str(error).strip().partition("\n")[0]
-        raise TrainingError(
-            f"another process of this run is gone; its own message may say why ({said}); the same command goes on from "
-            "the last checkpoint"
-        ) from error
+        said = f"another process of this run is gone, and may have said why ({both_ends(str(error))})"
+        raise TrainingError(f"{said}; the same command goes on from the last checkpoint") from error
 
 
 def leave() -> None:

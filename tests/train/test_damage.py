@@ -16,7 +16,8 @@ from vitfast import InputError
 from vitfast.train.log import read_metrics
 from vitfast.train.trainer import train
 
-QUICK = dict(batch_size=16, save_every=2, ema_decay=0.9)
+SIZES = dict(img_size=16, batch_size=16, save_every=2)
+QUICK = dict(**SIZES, ema_decay=0.9)
 RUN_FILES = ["config.yaml", "metrics.csv", "summary.json", "vitfast.lock", "checkpoints", "tensorboard"]
 LAST = [f"checkpoints/last/{name}" for name in ("config.json", "model.safetensors", "state")]
 LAST += [f"checkpoints/last/state/{name}" for name in ("state.json", "state.safetensors")]
@@ -59,12 +60,12 @@ def damage(path: Path, how: str, rng: random.Random) -> bool:
 @pytest.mark.parametrize("state", ["finished", "unfinished"])
 def test_damaged_files_end_in_one_line_or_in_a_run_that_goes_on(runs_, tmp_path, capsys, state):
     rng, refused, done = random.Random(0), 0, 0
-    command = pretraining_command(tmp_path / "run", steps=4, batch_size=16, save_every=2)
+    command = pretraining_command(tmp_path / "run", steps=4, **SIZES)
     for name in RUN_FILES + LAST:
         for how in DAMAGES:
             run = tmp_path / "run"
             shutil.rmtree(run, ignore_errors=True)
-            shutil.copytree(runs_[state], run)
+            shutil.copytree(runs_[state], run, ignore=shutil.ignore_patterns("previous"))
             if not damage(run / name, how, rng):
                 continue
             before = content(run)
@@ -130,7 +131,7 @@ def test_the_checkpoint_before_a_damaged_one_is_named_and_goes_on(runs_, tmp_pat
     run = shutil.copytree(runs_["finished"], tmp_path / "run")
     path = run / "checkpoints" / "last" / "state" / "state.safetensors"
     path.write_bytes(path.read_bytes()[:5000])
-    command = [*pretraining_command(run, steps=6, batch_size=16, save_every=2), "--set", "ema_decay=0.9"]
+    command = [*pretraining_command(run, steps=6, **SIZES), "--set", "ema_decay=0.9"]
     code, _, err = run_cli(capsys, *command)
     previous = run / "checkpoints" / "previous"
     assert code == 2 and f"--resume {previous} goes on from the one before it" in err

@@ -249,6 +249,8 @@ def test_shards_are_divided_among_ranks(tmp_path):
     done(start(tmp_path / "run", data=f"wds/{tmp_path}", batch_size=4, steps=3, workers=0))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["ranks"] == 2 and summary["classes"] == 3 and summary["val_images"] == 8 and summary["steps"] == 3
+    # One process with a worker, which count other shares of the images: the data is the same, and the run goes on.
+    assert train(config(tmp_path / "run", data=f"wds/{tmp_path}", batch_size=4, steps=4, workers=1))["steps"] == 4
 
 
 def test_an_error_of_one_rank_stops_all(tmp_path, monkeypatch):

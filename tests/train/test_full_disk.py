@@ -19,7 +19,7 @@ from vitfast.train.lock import LOCK
 from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import train
 
-QUICK = dict(batch_size=16, save_every=2)
+QUICK = dict(img_size=16, batch_size=16, save_every=2)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from vitfast.train.resume import read_training_state
 from vitfast.train.step import TrainStep
 from vitfast.train.trainer import Trainer, TrainingError, train
 
-QUICK = dict(batch_size=16, save_every=2)
+QUICK = dict(img_size=16, batch_size=16, save_every=2)
 
 
 def poisoned(config, steps: set[int], value: float = math.nan) -> Trainer:
@@ -32,9 +32,15 @@ def poisoned(config, steps: set[int], value: float = math.nan) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    "value, optimizer, clip_norm",
+    [
+        (math.nan, "adamw", None),
+        (math.inf, "adamw", 1.0),
+        (math.inf, "sgd", None),
+        (math.nan, "sgd", 1.0),
+    ],
+)
 def test_a_step_that_spoils_the_weights_is_not_saved(tmp_path, value, optimizer, clip_norm):
     """At a saving step, whose loss is finite still: the checkpoint before it stays the last."""
     config = digits(tmp_path, steps=6, optimizer=optimizer, clip_norm=clip_norm, **QUICK)
@@ -49,8 +55,8 @@ def test_a_step_that_spoils_the_weights_is_not_saved(tmp_path, value, optimizer,
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(clip_norm=None), dict(optimizer="sgd"), dict(optimizer="lamb"), dict(amp="bf16", ema_decay=0.9)],
-    ids=["adamw, not clipped", "sgd", "lamb", "bf16"],
+    [dict(clip_norm=None), dict(optimizer="sgd", amp="bf16", ema_decay=0.9), dict(optimizer="lamb")],
+    ids=["adamw, not clipped", "sgd, bf16", "lamb"],
 )
 def test_a_step_is_skipped_where_the_recipe_says_so(tmp_path, caplog, monkeypatch, fields):
     """Against a run whose optimiser is not called in that step, and which scales nothing."""
@@ -74,7 +80,7 @@ def test_skipping_changes_nothing_where_all_is_finite_and_ends_where_nothing_is(
     assert same(training_tensors(tmp_path / "stop"), training_tensors(tmp_path / "skip"))
     every = set(range(4, 100))
     with pytest.raises(TrainingError, match=r"step 23 is nan.*, as in 20 steps in a row; .*last \(step 3\)"):
-        poisoned(digits(tmp_path / "skip", steps=60, non_finite="skip", batch_size=16, eval_every=60), every).fit()
+        poisoned(digits(tmp_path / "skip", steps=60, non_finite="skip", **QUICK | dict(save_every=60)), every).fit()
 
 
 def test_the_scaler_of_fp16_goes_on_with_its_factor(tmp_path):
@@ -120,7 +126,7 @@ def test_tensorboard_reads_what_metrics_csv_says(tmp_path, monkeypatch):
             raise KeyError("power cut")
         return call(self, images, labels, number, total)
 
-    config = digits(tmp_path, steps=8, log_every=1, batch_size=16, save_every=4)
+    config = digits(tmp_path, steps=8, img_size=16, log_every=1, batch_size=16, save_every=4)
     monkeypatch.setattr(TrainStep, "__call__", cut)
     with pytest.raises(KeyError):
         train(config)

@@ -16,7 +16,7 @@ from vitfast.train import trainer as trainer_module
 from vitfast.train.resume import check_data, read_training_state
 from vitfast.train.trainer import Trainer, train
 
-QUICK = dict(batch_size=16, save_every=2)
+QUICK = dict(img_size=16, batch_size=16, save_every=2)
 
 
 @pytest.fixture(scope="module")

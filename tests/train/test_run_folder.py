@@ -25,7 +25,7 @@ from vitfast.train.lock import LOCK, locked
 from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import Trainer, train
 
-QUICK = dict(batch_size=16, save_every=2)
+QUICK = dict(img_size=16, batch_size=16, save_every=2)
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +178,8 @@ def test_weights_in_the_folder_that_they_would_be_removed_from_are_refused(four_
     settings = ("--data", "digits", "--device", "cpu", "--steps", 2, "--output", run, "--resume", "never")
     code, _, err = run_cli(capsys, "finetune", "--weights", run / "checkpoints" / "last", *settings)
     assert code == 2 and "is in --output, where it would be replaced" in err and content(run) == before
+    shutil.copytree(run / "checkpoints" / "last", run / "checkpoints" / "mine")  # which would not
+    assert run_cli(capsys, "finetune", "--weights", run / "checkpoints" / "mine", *settings)[0] == 0
 
 
 # ---- where a run can be written

@@ -73,7 +73,7 @@ def _lock(handle: int) -> bool | None:
 
 
 def _check(path: Path, free: bool | None, holder: dict) -> None:
-    """Raises InputError where the folder is held; says so where what held it is gone."""
+    """Raises InputError where the folder is held, and says so where it was left behind."""
     host, pid = holder.get("host"), holder.get("pid")
     name = f"process {pid} on {host}" if pid else "another process"
     here = host == socket.gethostname()
@@ -83,7 +83,7 @@ def _check(path: Path, free: bool | None, holder: dict) -> None:
         gone = f"if that is not so, remove {path}"
         raise InputError(f"{path.parent} is in use by {name}; {gone}, else choose another --output")
     if pid:
-        logger.info("took %s over from %s, which is gone", path.parent, name)
+        logger.info("took %s over from %s, which holds it no longer", path.parent, name)
 
 
 def _read(handle: int) -> dict:

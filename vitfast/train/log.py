@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import sys
 import time
@@ -44,16 +45,15 @@ def _read_metrics(path: Path) -> tuple[list[dict], int]:
 
 
 class Events:
-    """TensorBoard's file, written at once: SummaryWriter's thread prints a traceback where the disk is full."""
+    """TensorBoard's file, without SummaryWriter's thread, which prints a traceback where the disk is full."""
 
     def __init__(self, folder: Path, purge_step: int | None):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import scalar
 
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{EVENTS}"
-        self.event, self.summary, self.scalar = event_pb2.Event, summary_pb2.Summary, scalar
+        self.event, self.summary = event_pb2.Event, summary_pb2.Summary
         self.records = RecordWriter(open(folder / name, "ab"))
         self._write(file_version="brain.Event:2")
         if purge_step is not None:  # events of this step and later ones, from before the run was cut off, do not count
@@ -65,8 +65,8 @@ class Events:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """The scalars of a step, by their names."""
-        parts = [part for name, value in values.items() for part in self.scalar(name, value).value]
-        self._write(step=step, summary=self.summary(value=parts))
+        scalars = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=self.summary(value=scalars))
 
     def close(self) -> None:
         self.records.close()
@@ -87,7 +87,7 @@ class Metrics:
         path = run / "metrics.csv"
         records, bad = _read_metrics(path) if resumed_step else ([], 0)
         if bad:
-            os.rename(path, kept := free_name(path))
+            shutil.copyfile(path, kept := free_name(path))
             logger.warning("%s: %d lines cannot be read; they are left out, and kept in %s", path, bad, kept.name)
         records = [record for record in records if record["step"] <= resumed_step]
         self.evaluated = any(r["split"] == "val" and r["step"] == resumed_step for r in records)

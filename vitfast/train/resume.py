@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..config import RUN_ONLY, Config, as_plain, total_steps
+from ..data.datasets import Shards
 from ..data.loader import Data
-from ..errors import InputError
+from ..errors import InputError, both_ends
 from .run_folder import (
     LAST,
     PREVIOUS,
@@ -49,8 +50,13 @@ RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of st
 
 def make_record(config: Config, data: Data, step: int = 0, seconds: float = 0.0) -> dict:
     """Where a run is and what it trains: the part of a checkpoint that is compared before a run goes on."""
-    images = dict(train_images=len(data.train), val_images=len(data.val))
+    images = dict(train_images=_images(data.train), val_images=_images(data.val))
     return dict(step=step, seconds=seconds, settings=as_plain(config), data=dict(classes=list(data.classes), **images))
+
+
+def _images(source) -> int:
+    """The images of a source on all ranks; the length of shards is that of one rank and its workers."""
+    return source.dataset.reader.num_samples if isinstance(source, Shards) else len(source)
 
 
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
@@ -97,10 +103,8 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
     try:
         _load(training_state, train_step)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        said = str(error).strip().partition("\n")[0]
-        raise InputError(
-            f"the training state in {checkpoint} does not fit ({said}); {_otherwise(checkpoint)}"
-        ) from error
+        said = f"the training state in {checkpoint} does not fit ({both_ends(str(error))})"
+        raise InputError(f"{said}; {_otherwise(checkpoint)}") from error
 
 
 def _load(training_state: dict, train_step: TrainStep) -> None:
@@ -157,11 +161,8 @@ def read_record(checkpoint: Path) -> dict:
     if not RECORD.keys() <= content.keys():
         start = f"--weights {checkpoint} starts from its model, --resume never from nothing"
         raise InputError(f"{checkpoint} was written by an earlier vitfast, and this one cannot resume it; {start}")
-    classes = content["data"].get("classes") if isinstance(content["data"], dict) else None
-    types_are_right = all(isinstance(content[name], kind) for name, kind in RECORD.items()) and isinstance(
-        classes, list
-    )
-    if not types_are_right or content["step"] < 0:
+    whole = all(isinstance(content[name], kind) for name, kind in RECORD.items()) and content["step"] >= 0
+    if not whole or not isinstance(content["data"].get("classes"), list):
         raise _damaged(checkpoint, "state.json holds values of other types")
     return content
 
@@ -229,8 +230,10 @@ def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
         elif resume != "never":
             wanted = "a run folder or one of its checkpoints"
             raise InputError(f"--resume {resume}: no checkpoint there; give {wanted}")
-        if config.weights and Path(config.weights).resolve().is_relative_to((run / "checkpoints").resolve()):
-            raise InputError(f"--weights {config.weights} is in --output, where it would be replaced; choose another")
+        for name in (LAST, PREVIOUS) if config.weights else ():
+            if Path(config.weights).resolve().is_relative_to((run / "checkpoints" / name).resolve()):
+                replaced = f"--weights {config.weights} is in --output, where it would be replaced"
+                raise InputError(f"{replaced}; choose another --output")
         return None, {}
     own = resume == "auto" or checkpoint.resolve().is_relative_to(run.resolve())
     if not own and (find_checkpoint(run) or read_summary(run)):

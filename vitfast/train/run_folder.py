@@ -44,9 +44,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 def read_settings(run: Path) -> dict | None:
     """The settings in a run folder's config.yaml, None where there are none. Raises InputError for another file."""
-    return _read(
-        run / "config.yaml", yaml.safe_load, lambda content: {"name", "about", "task", "output"} <= set(content)
-    )
+    return _read(run / "config.yaml", yaml.safe_load, lambda content: content.keys() >= {"name", "task", "output"})
 
 
 def read_summary(run: Path) -> dict | None:
@@ -115,9 +113,8 @@ def _is_report(path: Path) -> bool:
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:
     """Makes the folder ready for a run; `fresh`: one that starts from its beginning, so that an earlier one goes."""
-    before = read_settings(run) or {}
-    text = yaml.safe_dump(as_plain(config), sort_keys=False)
-    write_text(run / "config.yaml", text)  # first: on a full disk all stays
+    before, text = read_settings(run) or {}, yaml.safe_dump(as_plain(config), sort_keys=False)
+    write_text(run / "config.yaml", text)  # first: where the disk is full nothing else has gone
     for name in ("summary.json", "report.html"):
         (run / name).unlink(missing_ok=True)
     if fresh:
@@ -156,7 +153,7 @@ def keep_as_last(work: Path) -> None:
         os.rename(last, previous)
         try:
             os.rename(work, last)
-        except OSError:
+        except BaseException:
             os.rename(previous, last)
             raise
     sync(work.parent)
