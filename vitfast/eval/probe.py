@@ -21,9 +21,10 @@ CHUNK = 1024  # images compared with all training images at a time
 def features(
     model: nn.Module, batches: Iterable, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """The inputs of the last linear layer (`pre_logits`) of a ViT or a baseline for batches (images, labels).
+    """The inputs of a model's last linear layer (`pre_logits`) for batches (images, labels).
 
-    Returns fp32 features (n, D) and labels (n,), on the CPU. Raises InputError where there are no images.
+    model: a ViT or a baseline. Returns fp32 features (n, D) and labels (n,), on the CPU. Raises InputError where there
+    are no images.
     """
     was_training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""Early stopping: the best evaluation of a run, the weights it had, and when to wait no longer for a better one.
+"""Early stopping: the best evaluation of a run, its weights, and when to wait no longer for a better.
 
 The paper's 4.3: models pre-trained on small sets use early stopping, and the best validation accuracy counts. With
 `early_stop` N a run ends after N evaluations in a row without a better accuracy than the best before them. RUN/best/
