@@ -153,7 +153,7 @@ def load_baseline(name: str, source: str | Path, img_size: tuple[int, int] | Non
 
 
 def _classes(name: str, tensors: dict[str, Tensor]) -> int:
-    """How many classes the weights of a baseline have: in timm's names or Google's, 0 where there is no head."""
+    """The number of classes of a baseline's weights, in timm's names or Google's; 0 without a head."""
     with torch.device("meta"):
         model = baseline(name, 1)
     classifier = next((key for key, module in model.named_modules() if module is classifiers(model)[0]), "")

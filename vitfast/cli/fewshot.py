@@ -36,15 +36,15 @@ def run(args: argparse.Namespace) -> int:
         _check_output(output, args.force)
     options = dict(method=args.method, shots=args.shots, seeds=args.seeds, l2=args.l2)
     result = few_shot(resolve("eval", *evaluation_layers(args)), img_size=getattr(args, "img_size", None), **options)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for entry in result["results"]:
+            each = " ".join(f"{accuracy:.4f}" for accuracy in entry["accuracies"])
+            print(f"{entry['shots']:>4} images a class: accuracy {entry['accuracy']:.4f} ({each})")
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, _table(result) if output.suffix == ".csv" else json.dumps(result, indent=2) + "\n")
-    if args.json:
-        print(json.dumps(result))
-        return 0
-    for entry in result["results"]:
-        each = " ".join(f"{accuracy:.4f}" for accuracy in entry["accuracies"])
-        print(f"{entry['shots']:>4} images a class: accuracy {entry['accuracy']:.4f} ({each})")
     return 0
 
 

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_as_told(args: argparse.Namespace, train: Callable) -> int:
-    """train(config, resume) of the settings, and its result in a line; with --print-config the settings alone."""
+    """Calls train(config, resume) and prints its result; with --print-config the settings alone."""
     from ..config import as_plain
     from ..train.recipes import resolve
 

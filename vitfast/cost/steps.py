@@ -143,9 +143,9 @@ def flops_per_image(model: ViT) -> float:
 
 
 def forward_flops(model: torch.nn.Module, image: tuple[int, int, int]) -> float:
-    """FLOPs of any model's forward pass for one image (C, H, W); torch counts where `operations` does not.
+    """FLOPs of any model's forward pass for one image; torch counts where `operations` does not.
 
-    Raises InputError for an image that the model does not take.
+    image: (C, H, W). Raises InputError for an image that the model does not take.
     """
     if isinstance(model, ViT):
         with contextlib.suppress(InputError):

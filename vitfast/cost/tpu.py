@@ -1,4 +1,4 @@
-"""TPUv3-core-days, the unit of the paper's Table 2, from FLOPs: by the share of a core's peak that its models reached.
+"""TPUv3-core-days, the unit of the paper's Table 2, by the share of the peak that its models reached.
 
 Core-days are cores (two a chip) times days. Table 2 gives them for four pre-trainings on TPUv3; their FLOPs over what
 so many cores could have done is the utilisation, which differs from row to row, so what follows from it is a range.

@@ -31,9 +31,9 @@ class Features(NamedTuple):
 
 @torch.inference_mode()
 def features(model: nn.Module, data: Data, source, device: torch.device, dtype: torch.dtype | None) -> Features:
-    """The inputs of the last linear layer (`pre_logits`) of a ViT or a baseline for the images of a source of `data`.
+    """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`.
 
-    What cannot be read is left out, with a warning. Raises InputError where that is all, or more than `max_unreadable`,
+    model: a ViT or a baseline. What cannot be read is left out, with a warning. Raises InputError where that is all, or more than `max_unreadable`,
     and where images have several classes.
     """
     if data.multi_label:

@@ -1,4 +1,4 @@
-"""Fine-tuning as the paper does it: a learning rate chosen on held-out training images, and several runs with it."""
+"""Fine-tuning as the paper does it: a rate chosen on held-out images, and several runs with it."""
 
 import dataclasses
 import json

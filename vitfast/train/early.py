@@ -37,8 +37,7 @@ class EarlyStop:
         if accuracy > self.accuracy:
             self.step, self.accuracy, self.since = step, accuracy, 0
         if self.over:
-            said = "%d evaluations without a better one than %.4f at step %d"
-            logger.info(said, self.since, self.accuracy, self.step)
+            logger.info("the run ends: no better accuracy since step %d, %.4f", self.step, self.accuracy)
 
     def is_best(self, step: int) -> bool:
         """Whether the evaluation after this step is the best so far; its weights are to be kept."""
