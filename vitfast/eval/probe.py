@@ -31,7 +31,7 @@ class Features(NamedTuple):
 
 @torch.inference_mode()
 def features(model: ViT, data: Data, source, device: torch.device, dtype: torch.dtype | None) -> Features:
-    """The inputs of the model's last linear layer (`pre_logits`) for the images of one of the sources of `data`.
+    """The inputs of the model's last linear layer (`pre_logits`) for the images of a source of `data`.
 
     What cannot be read is left out, with a warning. Raises InputError where that is all, or more than `max_unreadable`,
     and where images have several classes.
