@@ -4,7 +4,7 @@ import json
 import os
 
 import numpy as np
-import photos
+import pictures
 import pytest
 import torch
 from runs import digits
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def test_one_broken_image_stops_no_run_before_it_begins(tmp_path):
-    root = photos.folder(tmp_path / "data")
+    root = pictures.folder(tmp_path / "data")
     (root / "train" / "a" / "0.jpg").write_bytes(b"")
     (root / "val" / "b" / "0.jpg").write_bytes(b"")
     train, val = open_folder(root, (8, 8))
@@ -32,7 +32,7 @@ def test_one_broken_image_stops_no_run_before_it_begins(tmp_path):
 def test_links_back_are_named(tmp_path):
     """timm's reader would follow them forty times, and call each image by another class."""
     for number, target in enumerate((".", "..", "../..")):
-        root = photos.folder(tmp_path / str(number))
+        root = pictures.folder(tmp_path / str(number))
         link = root / "train" / "a" / "again"
         link.symlink_to(target)
         with pytest.raises(InputError, match="again links back to a folder around it; remove the link"):
@@ -49,14 +49,14 @@ def test_links_back_are_named(tmp_path):
 
 
 def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
-    root = photos.folder(tmp_path / "data")
-    photos.smooth(0).save(root / "train" / "a" / "5.webp")
+    root = pictures.folder(tmp_path / "data")
+    pictures.smooth(0).save(root / "train" / "a" / "5.webp")
     with caplog.at_level("WARNING"):
         assert len(open_folder(root, (8, 8))[0]) == 8
     assert "1 files (.webp) are passed over" in caplog.text
     (root / "train" / "x.jpg").mkdir()  # a folder called like a file is a class folder without images
     assert open_folder(root, (8, 8))[0].classes == ["a", "b"]
-    photos.smooth(0).save(root / "train" / "stray.jpg")
+    pictures.smooth(0).save(root / "train" / "stray.jpg")
     with pytest.raises(InputError, match="stray.jpg lies in no class folder"):
         open_folder(root, (8, 8))
     (root / "train" / "stray.jpg").unlink()
@@ -73,8 +73,8 @@ def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
 
 
 def test_a_class_with_one_image_keeps_it_for_training(tmp_path):
-    root = photos.folder(tmp_path / "data", count=1)
-    photos.smooth(7, 32, 32).save(root / "train" / "b" / "1.jpg")
+    root = pictures.folder(tmp_path / "data", count=1)
+    pictures.smooth(7, 32, 32).save(root / "train" / "b" / "1.jpg")
     settings = dict(data=str(root), hold_out=0.999, workers=0)
     data = open_data(digits(**settings), (32, 32), (8, 8), CPU)
     assert sorted(label for _, label in (data.train[i] for i in range(len(data.train)))) == [0, 1]
@@ -91,7 +91,7 @@ def listed(root, lines: str, split: str = "train", name: str = "labels.csv"):
     """A split whose labels file has these lines, and all files of one letter in it."""
     (root / split).mkdir(parents=True, exist_ok=True)
     for i, letter in enumerate("abcdefghijklmnopqrst"):
-        photos.smooth(i, 16, 16).save(root / split / f"{letter}.png")
+        pictures.smooth(i, 16, 16).save(root / split / f"{letter}.png")
     (root / split / name).write_text(lines)
     return root
 

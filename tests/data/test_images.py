@@ -5,7 +5,7 @@ import os
 import warnings
 
 import numpy as np
-import photos
+import pictures
 import pytest
 import torch
 from PIL import Image
@@ -17,8 +17,8 @@ from vitfast.data.images import Unreadable, as_rgb, read_rgb
 from vitfast.data.loader import open_data
 
 CPU = torch.device("cpu")
-RGB = np.asarray(photos.smooth(0))  # (60, 80, 3)
-GREY = np.asarray(photos.smooth(0).convert("L"))
+RGB = np.asarray(pictures.smooth(0))  # (60, 80, 3)
+GREY = np.asarray(pictures.smooth(0).convert("L"))
 SIXTEEN = GREY.astype(np.uint16) * 256 + 77  # the high byte is the 8-bit picture
 
 
@@ -45,7 +45,7 @@ def kinds() -> dict[str, tuple[bytes, np.ndarray]]:
     decoded = torchvision.io.decode_jpeg(torch.frombuffer(bytearray(cmyk), dtype=torch.uint8), mode="RGB")
     return {
         "16-bit grey": (save(Image.fromarray(SIXTEEN), "PNG"), three),
-        "16-bit RGB": (photos.png16(RGB.astype(np.uint16) * 256 + 200), RGB),
+        "16-bit RGB": (pictures.png16(RGB.astype(np.uint16) * 256 + 200), RGB),
         "16-bit PGM": (save(Image.fromarray(SIXTEEN.astype(np.int32)), "PPM"), three),
         "16-bit TIFF": (save(Image.fromarray(SIXTEEN), "TIFF"), three),
         "LA": (save(Image.fromarray(np.dstack([GREY, alpha])), "PNG"), three),
@@ -102,7 +102,7 @@ def test_grey_and_rgb_jpeg_go_to_the_device_as_they_are(tmp_path):
 
 def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
     whole = tmp_path / "whole.jpg"
-    photos.smooth(1).save(whole)
+    pictures.smooth(1).save(whole)
     cases = {
         "empty.jpg": (b"", "cannot be read as an image .of no known format"),
         "text.jpg": (b"not a picture", "of no known format"),
@@ -141,7 +141,7 @@ def test_decompression_bombs_are_unreadable(limit, tmp_path, monkeypatch):
 
 
 def test_animations_are_their_first_frame():
-    frames = [photos.smooth(i) for i in range(3)]
+    frames = [pictures.smooth(i) for i in range(3)]
     for kind in ("GIF", "WEBP"):
         content = save(frames[0], kind, save_all=True, append_images=frames[1:], duration=50)
         difference = np.asarray(read_rgb(io.BytesIO(content), "x")).astype(int) - RGB
@@ -150,8 +150,8 @@ def test_animations_are_their_first_frame():
 
 def test_a_truncated_jpeg_is_replaced_on_the_device_path_as_on_the_hosts(tmp_path):
     """GPU decoders fill up what is missing: the file is looked at before."""
-    root = photos.folder(tmp_path, splits=("train",))
-    broken = photos.truncate(root / "train" / "a" / "1.jpg")
+    root = pictures.folder(tmp_path, splits=("train",))
+    broken = pictures.truncate(root / "train" / "a" / "1.jpg")
     batches = []
     for where in ("host", "device"):
         config = digits(data=str(root), decode=where, batch_size=6, workers=0)

@@ -4,7 +4,7 @@ import io
 import tarfile
 
 import numpy as np
-import photos
+import pictures
 import pytest
 import torch
 from PIL import Image
@@ -25,8 +25,8 @@ def png(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-def pictures(count: int) -> list[bytes]:
-    return [png(photos.smooth(i, 24, 24)) for i in range(count)]
+def files(count: int) -> list[bytes]:
+    return [png(pictures.smooth(i, 24, 24)) for i in range(count)]
 
 
 def write(path, members: list[tuple[str, bytes]]) -> None:
@@ -49,7 +49,7 @@ def shards(root, contents: list[bytes], splits=("train", "val"), suffix: str = "
 
 
 def test_local_shards_are_read_by_index(tmp_path):
-    contents = pictures(9)
+    contents = files(9)
     root = shards(tmp_path, contents, suffix="JPEG")  # whatever the suffix says
     data = open_data(digits(data=f"wds/{root}"), (24, 24), (8, 8), CPU)
     order = [0, 2, 4, 6, 8, 1, 3, 5, 7]
@@ -65,7 +65,7 @@ def test_local_shards_are_read_by_index(tmp_path):
 
 
 def test_a_broken_image_of_a_shard_is_left_out_named_and_counted(tmp_path):
-    contents = pictures(8)
+    contents = files(8)
     contents[3] = contents[3][:150]
     root = shards(tmp_path, contents)
     seen = {}
@@ -90,7 +90,7 @@ def test_training_shards_keep_16_bits(tmp_path):
 
 
 def test_wrong_shards_are_named(tmp_path):
-    picture = pictures(1)[0]
+    picture = files(1)[0]
     cases = {
         "no class": ([("a.png", picture)], "train-0.tar: no image in it has a class"),
         "negative": ([("a.png", picture), ("a.cls", b"-1")], "a.png has the class -1; classes begin with 0"),
@@ -117,10 +117,10 @@ dataset_info:
 def test_a_broken_image_does_not_end_a_stream(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    root = photos.folder(tmp_path / "data", splits=("train", "validation"))
+    root = pictures.folder(tmp_path / "data", splits=("train", "validation"))
     (root / "README.md").write_text(CARD)
     for split in ("train", "validation"):
-        photos.truncate(root / split / "a" / "1.jpg")
+        pictures.truncate(root / split / "a" / "1.jpg")
     config = digits(data=f"hfids/{root}", eval_batch_size=3, batch_size=4, workers=0)
     data = open_data(config, (24, 24), (8, 8), CPU)
     labels, told = zip(*((labels.tolist(), told) for _, labels, told in data.eval_batches()))

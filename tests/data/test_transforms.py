@@ -1,7 +1,7 @@
 """Random erasing, random crops, and how an evaluation cuts images: against timm, and by hand."""
 
 import numpy as np
-import photos
+import pictures
 import pytest
 import torch
 from PIL import Image
@@ -32,7 +32,7 @@ def ends(pixels, axis: int) -> tuple[float, float]:
 @pytest.mark.parametrize("pct", [1.0, 0.875, 0.9])
 @pytest.mark.parametrize("size", [(224, 224), (96, 160)], ids=str)
 def test_evaluations_cut_images_as_timm_does(mode, pct, size):
-    image = photos.smooth(3, 150, 220)
+    image = pictures.smooth(3, 150, 220)
     options = dict(interpolation="bicubic", mean=(0.5,) * 3, use_prefetcher=True)
     theirs = create_transform((3, *size), crop_pct=pct, crop_mode=mode, **options)(image)
     assert np.array_equal(transforms(digits(crop_mode=mode, crop_pct=pct), size)[1](image), theirs)
@@ -61,7 +61,7 @@ def test_evaluations_see_what_the_sources_see():
 
 
 def test_without_augmentation_training_sees_what_the_evaluation_sees():
-    config, image = RECIPES["finetune/vtab"], photos.smooth(4, 90, 300)
+    config, image = RECIPES["finetune/vtab"], pictures.smooth(4, 90, 300)
     train, evaluate = transforms(config, (48, 48))
     assert np.array_equal(train(image), evaluate(image))
 

@@ -4,7 +4,7 @@ import json
 import math
 
 import numpy as np
-import photos
+import pictures
 import pytest
 import torch
 from checks import randomize
@@ -43,7 +43,7 @@ def bright(root, split: str, count: int, seed: int):
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("labels")
     bright(root, "train", 64, 0)
-    photos.truncate(bright(root, "val", 30, 1) / "val" / "4.png")
+    pictures.truncate(bright(root, "val", 30, 1) / "val" / "4.png")
     return root
 
 

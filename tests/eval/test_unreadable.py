@@ -4,7 +4,7 @@ import json
 import shutil
 
 import numpy as np
-import photos
+import pictures
 import pytest
 import torch
 from checks import randomize
@@ -27,11 +27,11 @@ def made(tmp_path_factory):
     torch.manual_seed(3)
     model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
     randomize(model, std=0.5).save_pretrained(root / "weights")
-    whole = photos.folder(root / "data", count=9)
+    whole = pictures.folder(root / "data", count=9)
     shutil.copytree(whole, root / "rest")
     (whole / "train" / "a" / "2.jpg").write_bytes(b"")
-    photos.truncate(whole / "val" / "a" / "0.jpg")  # the first of all: ranks fill up with it
-    photos.truncate(whole / "val" / "b" / "4.jpg")
+    pictures.truncate(whole / "val" / "a" / "0.jpg")  # the first of all: ranks fill up with it
+    pictures.truncate(whole / "val" / "b" / "4.jpg")
     for gone in ("train/a/2.jpg", "val/a/0.jpg", "val/b/4.jpg"):
         (root / "rest" / gone).unlink()
     return root / "weights", whole, root / "rest"
@@ -61,8 +61,8 @@ def test_an_evaluation_of_nothing_ends(made, capsys, tmp_path):
     shutil.copytree(whole, tmp_path / "data")
     for image in (tmp_path / "data" / "val").rglob("*.jpg"):
         if "0.jpg" not in image.name:
-            photos.truncate(image)
-    photos.truncate(tmp_path / "data" / "val" / "b" / "0.jpg")
+            pictures.truncate(image)
+    pictures.truncate(tmp_path / "data" / "val" / "b" / "0.jpg")
     code, _, err = run_cli(capsys, "eval", "--weights", weights, "--data", tmp_path / "data", *FLAGS)
     assert code == 2 and "none of the 18 images of" in err and err.count("vitfast: error") == 1
 

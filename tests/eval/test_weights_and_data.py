@@ -3,7 +3,7 @@
 import json
 
 import numpy as np
-import photos
+import pictures
 import pytest
 import torch
 from checks import randomize
@@ -37,7 +37,7 @@ NAMES = {
 
 @pytest.mark.parametrize("names", NAMES, ids=str)
 def test_class_names_of_weights_and_data(names, weights, tmp_path, monkeypatch, caplog):
-    data = photos.folder(tmp_path / "data", classes=("cat", "dog", "eel"), count=1)
+    data = pictures.folder(tmp_path / "data", classes=("cat", "dog", "eel"), count=1)
     monkeypatch.setattr(ViT, "class_names", names, raising=False)
     config = resolve("eval", dict(weights=str(weights), data=str(data), device="cpu", workers=0))
     message = NAMES[names]
@@ -56,7 +56,7 @@ def test_class_names_of_weights_and_data(names, weights, tmp_path, monkeypatch, 
         assert re.search(message, said[0])
     monkeypatch.setattr(ViT, "class_names", ("x", "y", "z"), raising=False)
     caplog.clear()
-    photos.folder(tmp_path / "numbers", classes=("0", "1", "2"), count=1)
+    pictures.folder(tmp_path / "numbers", classes=("0", "1", "2"), count=1)
     accuracy.evaluate_weights(resolve("eval", dict(weights=str(weights), data=str(tmp_path / "numbers"), workers=0)))
     assert not caplog.records
 
@@ -70,9 +70,9 @@ def shown(data, weights, **settings) -> torch.Tensor:
 
 @pytest.fixture
 def wide(tmp_path):
-    root = photos.folder(tmp_path / "wide")
+    root = pictures.folder(tmp_path / "wide")
     for path in root.rglob("*.jpg"):
-        photos.smooth(int(path.stem), 40, 100).save(path, quality=95)
+        pictures.smooth(int(path.stem), 40, 100).save(path, quality=95)
     return root
 
 

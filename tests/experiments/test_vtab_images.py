@@ -3,7 +3,7 @@
 import json
 
 import numpy as np
-import photos
+import pictures
 import pytest
 import torch
 import yaml
@@ -51,7 +51,7 @@ def test_mirror_images_can_be_told_apart(recipe, tmp_path, capsys):
 
 def test_every_task_is_augmented_only_where_its_classes_allow_it(tmp_path):
     torch.manual_seed(0)
-    image = photos.smooth(2, 90, 160)
+    image = pictures.smooth(2, 90, 160)
     for tasks in vtab.VTAB.values():
         for name in tasks:
             (tmp_path / name).mkdir()
@@ -78,6 +78,6 @@ def test_frozen_features_see_the_whole_image_too(tmp_path):
     (tmp_path / "kitti_distance").mkdir()
     (task,) = vtab.tasks_in(tmp_path)
     config = resolve("eval", task.settings)
-    image = photos.smooth(2, 30, 100)
+    image = pictures.smooth(2, 30, 100)
     squashed = np.asarray(image.resize((48, 48), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
     assert np.array_equal(transforms(config, (48, 48))[1](image), squashed)

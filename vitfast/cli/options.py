@@ -36,7 +36,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--data",
         metavar="SPEC",
-        help="folder with train/<class>/* and val/<class>/*, 'digits', 'synthetic', or torch/..., hfds/..., wds/...",
+        help="folder with train/<class>/* and val/<class>/*, or with train/labels.csv and val/labels.csv; 'digits', "
+        "'synthetic', or torch/..., hfds/..., wds/...",
     )
     add("--output", metavar="DIR", help="run folder: settings, metrics, checkpoints, summary.json")
     add("--img-size", metavar="N", type=int, help=f"side of the images in pixels; {INTERPOLATED}")

@@ -24,7 +24,10 @@ logger = logging.getLogger("vitfast")
 
 
 class ImageFiles:
-    """Image files of one split. labels: the class number of each, or where an image has several a tuple of them."""
+    """Image files of one split.
+
+    labels: the class number of each, or where an image has any number of classes a tuple of them.
+    """
 
     def __init__(self, files: list[str], labels: list, classes: list[str], min_size: tuple[int, int]):
         self.files, self.labels, self.classes, self.min_size = files, labels, classes, min_size
@@ -84,7 +87,10 @@ def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, Imag
 
 
 def _held_out(source: ImageFiles) -> tuple[ImageFiles, ImageFiles]:
-    """A fixed tenth of every class, or of all where images have several, is validation: at least one image of two."""
+    """(training, validation): a fixed tenth of every class held out, at least one image of two.
+
+    Where images have any number of classes, a tenth of all.
+    """
     groups = [0] * len(source) if source.multi_label else source.labels
     held, kept = split_by_class(groups, lambda n: max(round(n * HELD_OUT), int(n > 1)), seed=0)
     parts = ([[whole[i] for i in part] for whole in (source.files, source.labels)] for part in (kept, held))
@@ -111,9 +117,10 @@ def _class_folders(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
 
 
 def _check_tree(folder: Path) -> None:
-    """Raises InputError for a link back to a folder around it, whose images timm would list forty times over.
+    """Raises InputError for a link back to a folder around it, and for a folder that may not be read.
 
-    Also for a folder that may not be read; warns of image files that timm's reader passes over.
+    timm's reader would follow the one forty times, and pass over the other. Warns of image files of kinds that it
+    passes over.
     """
 
     def refuse(error: OSError):
@@ -164,7 +171,7 @@ def _listed(train_root: Path, val_root: Path | None, min_size: tuple[int, int]) 
 
 
 def _labelled(folder: Path, rows: list, classes: list[str], min_size: tuple[int, int]) -> ImageFiles:
-    """The images of a labels file. Raises InputError for a file that is not there and a class of no training image."""
+    """The images of a labels file. Raises InputError for a missing file and an unknown class."""
     numbers, labels, files, seen = {name: number for number, name in enumerate(classes)}, [], [], {}
     for row, (where, file, names) in enumerate(rows):
         if file in seen:

@@ -1,6 +1,5 @@
 """An image file as 8-bit RGB, whatever it holds; files that cannot be read."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +14,7 @@ class Unreadable(InputError):
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The image as 8-bit RGB. Alpha is dropped and EXIF orientation not applied, as timm and torchvision do.
+    """The image as 8-bit RGB; as in timm and torchvision, without alpha and EXIF orientation.
 
     Of 16-bit values the high byte counts: 65535 -> 255, 511 -> 1, 255 -> 0. PIL reads 16-bit RGB so, but clips 16-bit
     grey to white. Raises ValueError for 32-bit numbers, whose range no file tells.
@@ -38,9 +37,7 @@ def opened(file, name: str, min_size: tuple[int, int] = (1, 1)) -> Iterator[Imag
     decompression bombs, and for whatever goes wrong here or in the block: damaged files raise what they like.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # an error below
-            image = Image.open(file)
+        image = Image.open(file)
     except Exception as error:
         raise Unreadable(f"{name} cannot be read as an image ({_reason(error)}); remove or replace it") from None
     with image:
@@ -63,7 +60,7 @@ def read_rgb(file, name: str, min_size: tuple[int, int] = (1, 1)) -> Image.Image
 
 
 def printable(path: str) -> str:
-    """A path as one line that any terminal can show: file names may hold newlines and bytes that are no text."""
+    """A path as one line of text: file names may hold newlines, and bytes that are no text."""
     return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\r", "\\r")
 
 

@@ -83,7 +83,7 @@ def collate_encoded(samples: list) -> list | InputError:
 
 
 def decode(contents: list[Tensor], names: list[str], device: torch.device) -> list[Tensor | Unreadable]:
-    """Contents of EncodedSamples -> uint8 (3, H, W) each, on the device; the error in place of a broken one."""
+    """Contents of EncodedSamples -> uint8 (3, H, W) on the device; in place of a broken one the error."""
     files = [content for content in contents if content.dim() == 1]
     try:
         decoded = torchvision.io.decode_jpeg(files, mode="RGB", device=device) if files else []

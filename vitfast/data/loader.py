@@ -124,7 +124,10 @@ class Data:
         yield from raising(self._loader(samples, batch_sampler=keys))
 
     def left_out(self, messages: list[str]) -> int:
-        """How many images these messages are of; a warning names each image once, up to `max_unreadable` of them."""
+        """How many images these messages are of.
+
+        A warning names each image once, up to `max_unreadable` of them.
+        """
         for message in messages:
             if message not in self.named and len(self.named) <= self.config.max_unreadable:
                 self.named.append(message)
@@ -132,7 +135,7 @@ class Data:
         return len(messages)
 
     def check_left_out(self, unreadable: int, read: int) -> None:
-        """Raises InputError where none of the images of an evaluation was read, or more than `max_unreadable` not."""
+        """Raises InputError where an evaluation read no image, or more than `max_unreadable` were not."""
         limit, first = self.config.max_unreadable, f"; the first: {self.named[0]}" if self.named else ""
         if not read:
             raise InputError(f"none of the {unreadable} images of {self.config.data!r} could be read{first}")

@@ -55,7 +55,7 @@ def split_by_class(labels: list[int], count, seed: int) -> tuple[list[int], list
 
 
 def padding(size: tuple[int, int], classes: int | None = None) -> tuple[np.ndarray, int | np.ndarray]:
-    """An empty uint8 image (3, *size) and the label PADDING; with `classes`, where labels are vectors, (classes,)."""
+    """An empty uint8 image (3, *size) and the label PADDING; with `classes`, a vector of it."""
     return np.zeros((3, *size), np.uint8), PADDING if classes is None else np.full(classes, PADDING, np.float32)
 
 

@@ -50,7 +50,7 @@ class ShardFiles:
 
 
 def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
-    """(name, offset, bytes, class) of the images of a shard that have a class: a .cls member of the same key."""
+    """(name, offset, bytes, class) of the images of a shard that have a .cls of the same key."""
     images, labels = {}, {}
     try:
         with tarfile.open(path) as tar:
@@ -119,7 +119,7 @@ class Shards:
 
 
 class ShardSamples(IterableDataset):
-    """(uint8 (C, H, W), label, unreadable) of each image of timm's data set, which itself has no transform.
+    """(uint8 (C, H, W), label, unreadable) of each image of timm's data set, which has no transform.
 
     An image that cannot be read is an empty one of `size` with the label PADDING, or without a size (in training) it is
     left out and named with the next one. Of WebDataset's shards timm passes over what it cannot decode, with a warning.
@@ -159,7 +159,7 @@ def _stream_files(stream: Callable, key: str, **options):
 
 
 def decode_streamed(file: dict) -> Image.Image:
-    """The image of a file as Hugging Face streams it: its bytes, or a path or address."""
+    """The image of a file as Hugging Face streams it, by its bytes or its address; turned as EXIF says."""
     import datasets
 
     return datasets.Image().decode_example(file)

@@ -15,7 +15,7 @@ from ..config import Config
 
 
 class SquashedCrop(RandomResizedCropAndInterpolation):
-    """Random crop of a share `scale` of the area, with the image's own aspect; resized to `size` without it.
+    """Random crop with the image's own aspect, a share `scale` of the area; resized to `size` without it.
 
     BiT's crop for transfer (Kolesnikov et al., 2019, 3.3: "we resize the image to a square, crop out a smaller random
     square"), resampled once in place of twice.
@@ -34,9 +34,9 @@ CROPS = {"rrc": RandomResizedCropAndInterpolation, "squash": SquashedCrop}
 
 
 class Trim:
-    """The middle of an image of extreme shape: 16 x 60000 pixels, resized to cover 224 x 224, would be 840,000 wide.
+    """The middle of an image of extreme shape, 16 times as long as a central crop of `size` sees.
 
-    What is left is 16 times as long as a central crop of `size` sees.
+    16 x 60000 pixels, resized to cover 224 x 224, would be 840,000 wide.
     """
 
     def __init__(self, size: tuple[int, int]):

@@ -25,7 +25,7 @@ logger = logging.getLogger("vitfast")
 def validation_means(
     model: nn.Module, data: Data, device: torch.device, names: list[str], score: Callable[[Tensor, Tensor], Tensor]
 ) -> dict:
-    """The named means over the validation set, shared by the ranks, its `images` and its `unreadable_images`.
+    """The named means over the validation set, its `images` and `unreadable_images`, shared by the ranks.
 
     score: of (images, labels) of a batch the sums, in the order of the names, and the number of images. The model is
     in eval mode meanwhile. What cannot be read is left out, with a warning. Raises InputError where that is all, or
@@ -96,7 +96,7 @@ def mean_average_precision(scores: Tensor, targets: Tensor) -> float:
 
 
 def real_labels(data: Data, path: str = "") -> list[list[int]]:
-    """ImageNet's reassessed labels of the validation images, in order: the classes of each, none where it has none.
+    """ImageNet's reassessed labels of the validation images, in order: any number of classes for each.
 
     "Are we done with ImageNet?" (Beyer et al., 2020). path: their real.json, one list of classes for each of
     ILSVRC2012_val_00000001.JPEG and on; "" is the copy that timm brings. Raises InputError where the file is none, or
@@ -120,7 +120,7 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
 
 
 def told_crop(weights: str) -> dict:
-    """`crop_mode` and `crop_pct` that belong to weights: of their run, timm's or Hugging Face's JSON; {} without."""
+    """`crop_mode` and `crop_pct` that belong to weights: of their run, or in their JSON."""
     files = locate(weights)
     told, of_run = files.config.get("pretrained_cfg", files.config), files.weights.parent / "state" / "state.json"
     if of_run.is_file():
@@ -135,7 +135,7 @@ def told_crop(weights: str) -> dict:
 
 
 def _crop_of_processor(processor: dict) -> dict:
-    """The crop in a preprocessor_config.json of transformers: a size is a number for both sides, or names its sides."""
+    """The crop in transformers' preprocessor_config.json; a size is a number, or names its sides."""
     size, crop = processor.get("size"), processor.get("crop_size") if processor.get("do_center_crop") else None
     sides = [side if isinstance(side, dict) else dict(height=side) for side in (size, crop or size)]
     resized, cut = (side.get("height") or side.get("shortest_edge") for side in sides)
@@ -164,7 +164,7 @@ def open_weights(
 
 
 def check_classes(model: nn.Module, data: Data) -> None:
-    """Raises InputError where the model's classes are not as many as the data's, or the same ones in another order.
+    """Raises InputError where the model's classes are not as many as the data's, or in another order.
 
     Other names may mean the same: a warning. Numbers mean nothing.
     """

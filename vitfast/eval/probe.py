@@ -33,8 +33,8 @@ class Features(NamedTuple):
 def features(model: nn.Module, data: Data, source, device: torch.device, dtype: torch.dtype | None) -> Features:
     """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`.
 
-    model: a ViT or a baseline. What cannot be read is left out, with a warning. Raises InputError where that is all, or more than `max_unreadable`,
-    and where images have several classes.
+    model: a ViT or a baseline. What cannot be read is left out, with a warning. Raises InputError where that is all,
+    or more than `max_unreadable`, and where images have several classes.
     """
     if data.multi_label:
         raise InputError(f"images of {data.config.data!r} have several classes; features are classified by one")

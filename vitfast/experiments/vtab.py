@@ -84,7 +84,7 @@ class Task:
 
 
 def preparation(name: str) -> dict:
-    """The settings of one of the 19 tasks that say how its images are cut and augmented, whatever the recipe."""
+    """How the images of one of the 19 tasks are cut and augmented, whatever the recipe: settings."""
     share = CROP_SIDE**2 if name in CROPPED else 1.0
     crops = dict(crop_mode="squash", crop_pct=1.0, train_crop_mode="squash", crop_scale=(share, share))
     return crops | dict(hflip=0.5 if name in FLIPPED else 0.0, auto_augment="", random_erasing=0.0)

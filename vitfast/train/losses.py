@@ -25,13 +25,13 @@ def sigmoid_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -
 
 
 def correct(logits: Tensor, target: Tensor) -> Tensor:
-    """How many first guesses are right. target (B,) class numbers, or (B, K): right where it is one of those with 1."""
+    """How many first guesses are right: the target (B,), or one of the classes with 1 of a target (B, K)."""
     guess = logits.detach().argmax(-1)
     return ((guess == target) if target.dim() == 1 else target.gather(1, guess[:, None]) == 1).sum()
 
 
 def mix(mixup: float, cutmix: float, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """timm's Mixup of images (B, C, H, W), whose targets (B, K) may have several ones: (images, target), both mixed.
+    """timm's Mixup where targets (B, K) have any number of ones: images (B, C, H, W) and targets, mixed.
 
     timm is given the images' numbers for classes: what comes back is the share of each image in each, (B, B).
     """
