@@ -2,7 +2,6 @@
 
 import math
 import reprlib
-import sys
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
@@ -36,10 +35,13 @@ def number(text: str, holds: Callable[[float], bool]) -> Check:
     """Finite numbers for which `holds`; text: what they are called."""
 
     def check(value):
-        real = isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-        if not real or not holds(float(value)):
+        try:
+            real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        except OverflowError:  # a whole number past every float
+            real = math.inf
+        if not math.isfinite(real) or not holds(real):
             raise ValueError(text)
-        return float(value)
+        return real
 
     return check
 
@@ -165,9 +167,10 @@ def read(name: str, value, called: str = ""):
 
 
 def checked(config: dict) -> dict:
-    """All constructor arguments as `read` returns them, a mean and std for each channel, `class_names` where known.
+    """All constructor arguments as `read` returns them, a mean and std for each channel.
 
-    Raises InputError for what no ViT can have, before anything of its size is made.
+    `class_names` stays where there are any. Raises InputError for what no ViT can have, before anything of its size is
+    made.
     """
     names, rest = config.get("class_names"), {k: v for k, v in config.items() if k != "class_names"}
     config = {name: read(name, value) for name, value in rest.items()}
@@ -204,10 +207,10 @@ def _parameters(config: dict) -> int:
     """How many numbers the model holds, but for biases, norms and a hybrid's CNN."""
     width, depth, classes = config["embed_dim"], config["depth"], config["num_classes"]
     (h, w), (p, q) = (2 * (s,) if isinstance(s, int) else s for s in (config["img_size"], config["patch_size"]))
-    hidden, head = int(width * config["mlp_ratio"]), config["representation_size"] or width
+    hidden, pre_logits = int(width * config["mlp_ratio"]), config["representation_size"] or 0
     tables = depth if config["pos_embed_at"] == "layers" or config["pos_embed"] == "relative" else 1
-    rows = config["in_chans"] * p * q + config["reg_tokens"] + tables * math.ceil(h / p) * math.ceil(w / q) + head
-    return width * (rows + depth * (4 * width + 2 * hidden)) + head * classes
+    rows = config["in_chans"] * p * q + config["reg_tokens"] + tables * math.ceil(h / p) * math.ceil(w / q) + pre_logits
+    return width * (rows + depth * (4 * width + 2 * hidden)) + (pre_logits or width) * classes
 
 
 def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ def check_form(output_fmt: str) -> None:
 
 
 def pack(outputs: list[Tensor], prefix: int, grid: tuple[int, int], output_fmt: str, with_prefix: bool, names: bool):
-    """Tokens (B, T+N, D) of each block -> maps, alone, in pairs with the prefix tokens, or in a dictionary.
+    """Tokens (B, T+N, D) of each block -> maps: alone, paired with prefix tokens, or in a dictionary.
 
     prefix: T. grid: patches down and across. with_prefix: give the prefix tokens too. names: as a dictionary.
     """

@@ -19,12 +19,13 @@ _TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
 # Arguments that the tensors fix: two values are the same where these are.
 _EXACT = "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
 FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
-_HIDDEN = ("global_pool", "init_values", "pos_embed")  # shapes show them in part
 FIXED |= {"patch_size": pair, "pos_embed": lambda kind: {"sincos2d": "learn", "": "none"}.get(kind, kind)}
+
+_IN_PART = ("global_pool", "init_values", "pos_embed")  # what the shapes show of these is not all
 
 
 def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict, list[str]]:
-    """Constructor arguments of converted tensors, and a line for each thing that is assumed or not taken over.
+    """Constructor arguments of converted tensors, and a line for each thing assumed or not taken over.
 
     known: what the caller says, used only for what nothing else tells (`num_heads`, `img_size`). A config.json of ours
     is taken as it is. Raises InputError for a model that computes something else than the ViT, and where something is
@@ -42,7 +43,7 @@ def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict
     sizes = {name: told.pop(name) for name in ("img_size", "input_size") if name in told}
     _check(told, shapes, told.pop("hidden", None))
     defaults = made.form.defaults if shapes["in_chans"] == 3 else made.form.defaults | HALF
-    result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _HIDDEN}
+    result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
     result |= _positions(made.state, result, sizes, known.get("img_size"))
     result["num_heads"] = result.get("num_heads") or known.get("num_heads") or _preset_heads(result)
     said = {*made.facts, *told, *known}
@@ -53,7 +54,7 @@ def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict
 
 
 def check_config(config: dict) -> None:
-    """Raises InputError for a config.json of no library that is read, or of a model that by its own word is another."""
+    """Raises InputError for a config.json of an unknown library, or one that names another model."""
     if config.get("library") == "vitfast" or _TIMM & config.keys():
         return
     if "model_type" in config:
@@ -88,7 +89,10 @@ def _ours(config: dict, shapes: dict) -> dict:
 
 
 def _check(told: dict, shapes: dict, hidden: int | None = None) -> None:
-    """Raises InputError where the JSON and the tensors disagree. hidden: the width of the MLP, where it is said."""
+    """Raises InputError where the JSON and the tensors disagree.
+
+    hidden: the width of the MLP, None where the JSON does not say it.
+    """
     dim, ours = shapes["embed_dim"], int(shapes["embed_dim"] * shapes["mlp_ratio"])
     same = FIXED | {"num_classes": int, "mlp_ratio": lambda ratio: int(dim * ratio)}
     wrong = [k for k in told if k in shapes and k in same and same[k](told[k]) != same[k](shapes[k])]

@@ -60,7 +60,7 @@ def locate(source: str | Path) -> CheckpointFiles:
 
 
 def last_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that `last` in a run's folder of checkpoints stands for, None where there is none yet.
+    """The checkpoint that `last` in a run's folder of checkpoints stands for, None where there is none.
 
     `last` is a folder, a link to one, or a text file with the name of a folder beside it. Raises InputError where that
     is not there.

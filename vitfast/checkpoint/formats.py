@@ -51,7 +51,7 @@ class Converted:
     gamma_names: bool
 
     def doubt(self, known: Mapping) -> str:
-        """Why these tensors alone may be of a model that computes something else, "" where none of timm's has them.
+        """Why these tensors alone may be of a model that computes something else, or "".
 
         Rotary positions have no parameters, an activation neither, and norms do not tell where they stand. known: what
         the caller says.

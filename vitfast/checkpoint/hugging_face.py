@@ -1,4 +1,4 @@
-"""transformers' config.json and preprocessor_config.json, for the models that compute what our ViT does."""
+"""transformers' JSON files, of the models that compute what our ViT does."""
 
 from ..arguments import shown
 from ..errors import InputError
@@ -73,7 +73,7 @@ def told(config: dict, form: str) -> tuple[dict, list[str]]:
     refuse_unknown(
         config, {*ARGUMENTS, "hidden_act", "mlp_ratio", "intermediate_size", *FIXED, *DROPOUTS, *OTHERS}, "config.json"
     )
-    only(config, FIXED, "here")
+    only(config, FIXED)
     config = defaults | {key: value for key, value in config.items() if value is not None}
     found = {argument: read(config, field, argument) for field, argument in ARGUMENTS.items()}
     found["act_layer"] = activation(config["hidden_act"], ACTIVATIONS)

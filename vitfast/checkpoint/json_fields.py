@@ -25,18 +25,18 @@ def section(config: dict, name: str) -> dict:
 
 
 def read(config: dict, field: str, argument: str, file: str = "config.json"):
-    """The value of a field that is a constructor argument under another name; None where it is absent or null."""
+    """The value of a field that is one of our arguments by another name; None where absent or null."""
     value = config.get(field)
     return None if value is None else arguments.read(argument, value, f"{file}: {field}")
 
 
-def only(config: dict, allowed: dict[str, tuple], why: str) -> None:
-    """Raises InputError for a field that is there with another value than those at which the ViT computes the same."""
+def only(config: dict, allowed: dict[str, tuple]) -> None:
+    """Raises InputError for a field with another value than those at which the ViT computes the same."""
     for field, values in allowed.items():
         value = config.get(field)
-        if value is not None and not any(value is one or (value == one and type(value) is type(one)) for one in values):
+        if value is not None and not any(value == one and type(value) is type(one) for one in values):
             wanted = " or ".join(map(repr, values))
-            raise InputError(f"config.json: {field} must be {wanted} {why}, got {shown(value)}")
+            raise InputError(f"config.json: {field} must be {wanted} for a ViT like ours, got {shown(value)}")
 
 
 def activation(name, known: dict[str, str]) -> str | None:
@@ -55,23 +55,22 @@ def dropout_notes(config: dict, fields: Iterable[str]) -> list[str]:
 
 
 def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names of `count` classes in a list, or an object from numbers to names; and a note where they do not fit.
+    """The names of `count` classes in a list, or in an object by number; and a note where they do not fit.
 
     None for no names, and for those that Hugging Face makes up (LABEL_0, LABEL_1, ...).
     """
-    names = value
-    if isinstance(value, dict):
-        try:
-            names = [value[key] for key in sorted(value, key=int)]
-            whole = sorted(map(int, value)) == list(range(len(value)))
-        except (TypeError, ValueError):
-            raise InputError(f"config.json: {field} must number the classes, got {shown(value)}") from None
-    else:
-        whole = True
-    if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
-        raise InputError(f"config.json: {field} must be names of classes, got {shown(value)}")
-    if not names or not count or names == [f"LABEL_{i}" for i in range(len(names))]:
+    if not value or not count:
         return None, []
-    if not whole or len(names) != count:
-        return None, [f"{field} is not taken over: it has {len(names)} names, not one for each of the {count} classes"]
-    return tuple(names), []
+    try:
+        numbered = (
+            {int(key): name for key, name in value.items()} if isinstance(value, dict) else dict(enumerate(value))
+        )
+    except (TypeError, ValueError):
+        numbered = {0: None}
+    if isinstance(value, str) or not all(isinstance(name, str) for name in numbered.values()):
+        raise InputError(f"config.json: {field} must be names of classes, got {shown(value)}")
+    if all(name == f"LABEL_{i}" for i, name in numbered.items()):
+        return None, []
+    if numbered.keys() != set(range(count)):
+        return None, [f"{field} is not taken over: it has {len(numbered)} names, not one for each of {count} classes"]
+    return tuple(numbered[i] for i in range(count)), []

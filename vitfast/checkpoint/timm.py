@@ -123,7 +123,8 @@ def told(config: dict) -> tuple[dict, list[str]]:
     name = config.get("architecture") or pretrained.get("architecture")
     args = {key: value for key, value in section(config, "model_args").items() if value is not None}
     refuse_unknown(args, {*arguments.ARGUMENTS, *FIXED, *DROPOUTS}, "config.json: model_args")
-    only(args, FIXED, "here")
+    only(args, FIXED)
+    only(config, {"model_type": ("timm_wrapper",)})
     found = by_name(name)
     pool = args.pop("global_pool", config.get("global_pool"))
     if pool is not None and pool not in arguments.POOLS:
@@ -165,7 +166,7 @@ def by_name(name) -> dict:
 
 
 def of_training(content: dict) -> dict:
-    """What a training checkpoint of timm's scripts says of its model, as a config.json would; {} where it does not."""
+    """The model that a checkpoint of timm's training script names, as a config.json would; else {}."""
     name, args = content.get("arch"), content.get("args")
     if not isinstance(name, str) or name == "visiontransformer":  # the class, where the script gave no arguments
         return {}

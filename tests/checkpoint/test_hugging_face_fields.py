@@ -130,6 +130,17 @@ def test_fields_left_out_have_transformers_defaults(tmp_path):
     assert (model.config["num_heads"], model.config["norm_eps"]) == (12, 1e-12)
 
 
+@pytest.mark.parametrize("name", ["ViTModel", "DeiTModel", "Dinov2Model", "Dinov2WithRegistersModel"])
+def test_no_field_of_transformers_is_unknown(tmp_path, name):
+    """With every field written, those at their defaults too."""
+    truth, x = made(name), images()
+    truth.save_pretrained(tmp_path)
+    truth.config.to_json_file(tmp_path / "config.json", use_diff=False)
+    model = ViT.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model.forward_features(x), tokens(truth, x), **TOL)
+
+
 def test_what_is_left_out_or_assumed_is_said(tmp_path, caplog):
     made("ViTForMaskedImageModeling", encoder_stride=8, hidden_dropout_prob=0.1).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "vitfast"):

@@ -1,6 +1,8 @@
 """Every model of timm's with a ViT's name: timm's logits, or an error that says why not. Never a third thing."""
 
 import argparse
+import dataclasses
+import inspect
 import json
 import logging
 import re
@@ -9,14 +11,16 @@ import shutil
 import pytest
 import safetensors.torch
 import timm
-import timm_models
+import timm_names
 import torch
 from checkpoints import HEADS, SMALL, TOL, agree, images, logits, randomised, small_timm
 from timm.models._hub import save_for_hf
 from timm.utils import CheckpointSaver
-from timm_models import names, one_of_each_kind, outcome, outcomes, small, tagged
+from timm_names import names, one_of_each_kind, outcome, outcomes, small, tagged
 
 from vitfast import InputError, ViT
+from vitfast.arguments import ARGUMENTS
+from vitfast.checkpoint import timm as timm_config
 from vitfast.checkpoint.timm import MODELS, TANH
 
 SEEN = re.compile("^equal$|^refused: ")
@@ -85,12 +89,20 @@ def test_images_that_patches_do_not_cover(tmp_path):
 def test_two_heads_are_dropped_for_a_new_one(tmp_path):
     truth = small("deit_base_distilled_patch16_224")
     save_for_hf(truth, tmp_path, safe_serialization=True)
-    model, x = ViT.from_pretrained(tmp_path, num_classes=0).eval(), timm_models.images(truth)
+    model, x = ViT.from_pretrained(tmp_path, num_classes=0).eval(), timm_names.images(truth)
     with torch.no_grad():
         torch.testing.assert_close(model.forward_features(x), truth.forward_features(x), atol=1e-5, rtol=1e-5)
 
 
 # ---- what names and arguments say
+
+
+def test_no_field_of_timms_is_unknown():
+    fields = {field.name for field in dataclasses.fields(timm.models.PretrainedCfg)}
+    assert fields - {*timm_config.PRETRAINED} == {"state_dict"}  # which is never written
+    arguments = {*inspect.signature(timm.models.VisionTransformer).parameters} - {"device", "dtype"}
+    classes = {"embed_layer", "embed_norm_layer", "block_fn", "mlp_layer"}  # no JSON holds these
+    assert arguments - {*ARGUMENTS, *timm_config.FIXED, *timm_config.DROPOUTS} == classes
 
 
 @pytest.mark.parametrize(
