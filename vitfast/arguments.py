@@ -6,6 +6,7 @@ from torch import Tensor
 
 from . import positions
 from .errors import InputError
+from .ops.patch_embed import channel_values
 
 POOLS = ("token", "avg", "")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # timm's names -> torch's `approximate`
@@ -37,13 +38,14 @@ def check(config: dict) -> None:
         raise InputError("ViT: global_pool='token' needs class_token=True; without a class token use global_pool='avg'")
 
 
-def per_channel(name: str, value: float | Sequence[float], chans: int) -> tuple[float, ...]:
-    """A mean or std for each channel, from one number or as many. Raises InputError."""
-    values = (float(value),) * chans if isinstance(value, (int, float)) else tuple(float(v) for v in value)
+def per_channel(name: str, value: float | Sequence[float] | Tensor, chans: int) -> tuple[float, ...]:
+    """A mean or std for each channel, from one number or as many, a tensor's or an array's too. Raises InputError."""
+    try:
+        values = tuple(map(float, channel_values(f"ViT: {name}", () if value is None else value, chans)))
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from None
     if len(values) == 1:
         values *= chans
-    if len(values) != chans:
-        raise InputError(f"ViT: {name} must be one number or one for each of the {chans} channels, got {len(values)}")
     if name == "std" and min(values) <= 0:
         raise InputError(f"ViT: std must be positive, got {values}")
     return values
