@@ -68,6 +68,16 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     return False
 
 
+def reason_for_plain(weight: Tensor) -> str | None:
+    """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
+    mode = current_mode()
+    if mode == "off":
+        return "use_kernels('off')"
+    if mode == "auto" and weight.device.type != "cuda":
+        return f"the weights are on {weight.device.type}"
+    return _unsupported_reason(weight, None)
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
     """True when backward may be asked for any of these: what it needs must be kept."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -79,9 +89,8 @@ def only_once(backward_op, name: str) -> None:
     math = " inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)" if "attention" in name else ""
 
     def refuse(ctx, *grads):
-        raise RuntimeError(
-            f"{name}: cannot be differentiated twice; a forward in use_kernels('off'){math} runs plain PyTorch, which can"
-        )
+        instead = f"a forward in use_kernels('off'){math} runs plain PyTorch, which can"
+        raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
 
     backward_op.register_autograd(refuse)
 
