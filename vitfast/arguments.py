@@ -96,12 +96,17 @@ def one_or_some(check: Check, lengths: range, text: str) -> Check:
     return check_either
 
 
+def each_channel(check: Check, text: str) -> Check:
+    """One value or one for each channel; a tensor's or an array's too."""
+    every = one_or_some(check, range(1, 2**16 + 1), text)
+    return lambda value: every(value.reshape(-1).tolist() if hasattr(value, "reshape") else value)
+
+
 SIDE = whole(1, 2**16)
 SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
 ANY = number("a number", lambda x: True)
 POSITIVE = number("positive", lambda x: x > 0)
 RATE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
-CHANNELS = range(1, 2**16 + 1)
 
 
 def backbone(value):
@@ -147,8 +152,8 @@ ARGUMENTS: dict[str, Check] = {
     "representation_size": optional(whole(1, 2**17)),
     "act_layer": one_of(tuple(ACTIVATIONS)),
     "norm_eps": POSITIVE,
-    "mean": one_or_some(ANY, CHANNELS, "one number or one for each channel"),
-    "std": one_or_some(POSITIVE, CHANNELS, "positive, one number or one for each channel"),
+    "mean": each_channel(ANY, "one number or one for each channel"),
+    "std": each_channel(POSITIVE, "positive, one number or one for each channel"),
     "residual_in_fp32": flag,
     "pos_embed_at": one_of(POS_EMBED_PLACES),
     "backbone": backbone,

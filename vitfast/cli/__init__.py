@@ -93,6 +93,8 @@ def _explanation(error: Exception) -> tuple[str | None, int]:
     text = " ".join(str(error).split())
     if isinstance(error, InputError):
         return text, 2
+    if isinstance(error, ImportError) and "triton" in (error.name or text):
+        return f"this command runs the kernels, which need triton (pip install triton, on Linux): {text}", 2
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("vitfast"):
         return f"{error.name} is not installed, and this command needs it: {install('train')}", 2
     if isinstance(error, (TrainingError, OSError)):
