@@ -30,7 +30,7 @@ def positive(default):
 
 
 def count(default: int | None, most: int):
-    """A field of a whole number from 1 on; `most` keeps a slip of the finger from taking the machine down."""
+    """A field of a whole number from 1 to `most`, so that no slip of the finger takes the machine down."""
     return rule(default, lambda value: 1 <= value <= most, f"be positive, and at most {most}")
 
 
@@ -180,7 +180,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 
 def allowed(each: dataclasses.Field, value):
-    """`value`, perhaps text, as the type of this field of Config; InputError where the field does not allow it."""
+    """`value`, perhaps text, as the type of this field. Raises InputError where it does not allow it."""
     options = typing.get_args(_TYPES[each.name]) if isinstance(_TYPES[each.name], types.UnionType) else ()
     if type(None) in options and (value is None or str(value).lower() in ("none", "null", "")):
         return None

@@ -13,6 +13,7 @@ from runs import cut_at, digits, finetuning, same, weights
 from timm.models import save_for_hf
 
 from vitfast import InputError, ViT, baselines
+from vitfast.data.datasets import Subset
 from vitfast.data.loader import open_data
 from vitfast.eval.fewshot import few_shot
 from vitfast.eval.probe import features
@@ -61,15 +62,16 @@ def test_released_bit_weights_are_read_as_timm_reads_them(tmp_path):
     """The folder that timm's hub has; features too, which few-shot evaluation learns from."""
     theirs = randomize(timm.create_model("resnetv2_50x1_bit.goog_in21k", num_classes=10), std=0.05).eval()
     save_for_hf(theirs, tmp_path, safe_serialization=True)
-    images = raw()
+    data = open_data(evaluation(tmp_path), (224, 224), (1, 1), CPU)
+    some = Subset(data.val, [0, 1, 2])
+    images = next(iter(data.in_order(some)))[0]
     pixels = (images / 255 - 0.5) / 0.5
     ours = baselines.load_any("B/16", tmp_path).eval()
     assert baselines.baseline_of("B/16", tmp_path) == "R50x1" and baselines.sizes(ours) == ((224, 224), (1, 1))
     with torch.no_grad():
         assert_close(ours(images), theirs(pixels), atol=1e-4, rtol=1e-4)
         expected = theirs.forward_head(theirs.forward_features(pixels), pre_logits=True)
-    found, labels = features(ours, [(images, torch.arange(3))], CPU, None)
-    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_close(features(ours, data, some, CPU, None).x, expected, atol=1e-4, rtol=1e-4)
     for name in ("R101x1", "timm:test_resnet"):
         with pytest.raises(InputError, match=f"no weights of {name}: missing"):
             baselines.load_any(name, tmp_path)
@@ -135,11 +137,11 @@ def test_the_commands_take_a_baselines_run(tmp_path, capsys, tiny_resnet):
     model = baselines.baseline("R50x1", 10)
     model.load_state_dict(weights(tmp_path / "pre"))
     data = open_data(config, (32, 32), (1, 1), CPU)
-    images, labels = next(iter(data.eval_batches()))
+    images = next(iter(data.eval_batches()))[0]
     with torch.no_grad():
         pixels = (images / 255 - 0.5) / 0.5
         mean = model.forward_features(pixels).mean((2, 3))  # what the last layer, a convolution of 1 x 1, sees
-    assert_close(features(model, [(images, labels)], CPU, None)[0], mean, atol=1e-5, rtol=1e-4)
+    assert_close(features(model, data, data.val, CPU, None).x[: len(mean)], mean, atol=1e-5, rtol=1e-4)
     told = few_shot(config, shots=[5], seeds=2)["results"]
     code, out, err = run_cli(capsys, "fewshot", *common, "--shots", 5, "--seeds", 2, "--json")
     assert code == 0 and json.loads(out)["results"] == told and told[0]["accuracy"] > 0.3

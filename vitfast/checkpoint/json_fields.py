@@ -55,7 +55,7 @@ def dropout_notes(config: dict, fields: Iterable[str]) -> list[str]:
 
 
 def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names of `count` classes in a list, or in an object by number; and a note where they do not fit.
+    """The names of `count` classes in a list or, by number, in an object; a note where they do not fit.
 
     None for no names, and for those that Hugging Face makes up (LABEL_0, LABEL_1, ...).
     """

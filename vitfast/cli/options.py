@@ -65,7 +65,10 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> 
 def add_evaluation_options(
     parser: argparse.ArgumentParser, data: str = "", at_once: str = "images at once (default 256)"
 ) -> None:
-    """The settings of an evaluation. data: the help of --data, "" for no such option. at_once: of --batch-size."""
+    """The settings of an evaluation.
+
+    data: the help of --data, "" for no such option. at_once: of --batch-size.
+    """
     add_shared(parser, "--weights")
     add = parser.add_argument
     if data:

@@ -9,7 +9,7 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", 
 
 
 def image_files(path: str | os.PathLike) -> Iterator[str]:
-    """The path of a file as it is, or of each image file below a folder, folder by folder in the order of names.
+    """The path of a file as it is, or of each image file below a folder, in the order of names.
 
     Nothing is held but the names of one folder. Hidden files and folders are left out, links to folders are followed.
     Raises InputError where nothing is there, or no image.

@@ -156,7 +156,7 @@ def cut_as_told(config: Config) -> Config:
 def open_weights(
     config: Config, img_size: int | None = None
 ) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
-    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`, cut as they say."""
+    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
     config, device = cut_as_told(config), choose_device(config.device)
     model = load_any(config.model, config.weights, img_size).to(device).eval()
     data = open_data(config, *sizes(model), device)

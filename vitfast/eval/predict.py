@@ -1,4 +1,4 @@
-"""Classes and probabilities of image files, in a stream: nothing is held but the batches on their way."""
+"""Classes and probabilities of image files, in a stream of which a few batches are held."""
 
 import csv
 import itertools
@@ -116,7 +116,7 @@ def _records(
 
 
 def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
-    """Rows `image, label_1, probability_1, ...` of `count` classes; all but the image empty where there is an error."""
+    """Rows `image, label_1, probability_1, ...` of `count` classes, empty but for the image after an error."""
     writer = csv.writer(file)
     writer.writerow(["image", *(f"{name}_{i + 1}" for i in range(count) for name in ("label", "probability"))])
     for record in records:

@@ -1,4 +1,4 @@
-"""The figures of `inspect`, which are Figures 6, 7, 10 and 11 of the ViT paper, and the curves of runs."""
+"""The figures of `inspect` (Figures 6, 7, 10 and 11 of the ViT paper), and the curves of runs."""
 
 import io
 

@@ -36,7 +36,10 @@ def table(facts: dict[str, str]) -> str:
 
 
 def page(title: str, facts: dict[str, str], sections: dict[str, tuple[str, str]], introduction: str = "") -> str:
-    """An HTML document. sections: heading -> (note, HTML such as `picture`, `gallery` or `table` make, or "")."""
+    """An HTML document.
+
+    sections: heading -> (note, HTML such as `picture`, `gallery` or `table` make, or "").
+    """
     lines = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
         f'{GENERATOR} {__version__}">',

@@ -47,7 +47,7 @@ def optional():
 
 @optional()
 def write_report(config: Config, data: Data, summary: dict, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Writes report.html into the folder of a run whose last checkpoint is there, or says in one line why not."""
+    """Writes report.html into the folder of a run that has its checkpoint, or says why not."""
     run = Path(config.output)
     model = load_any(config.model, run / "checkpoints" / "last").to(device).eval()  # not compiled, not sharded
     sections = curves({config.task: run}) | validation_sections(model, data, device, dtype, config.objective)
@@ -107,7 +107,7 @@ def validation_sections(
     objective: str = "softmax",
     examined: int = SHOWN,
 ) -> dict[str, tuple[str, str]]:
-    """What a model in eval mode says of SHOWN validation images, and what a ViT looks at.
+    """The sections of what a model in eval mode says of SHOWN validation images, and a ViT looks at.
 
     examined: of so many, evenly spread over the set (the first of one that is read in order), its mistakes before
     others.
@@ -133,7 +133,7 @@ def _validation_images(data: Data, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _predictions(model, images, labels, classes, device, dtype, objective) -> tuple[str, str]:
-    """Note and pictures of SHOWN images, each with its most probable class; with the truth where that is wrong.
+    """Note and pictures of SHOWN images with their most probable classes, and the truth if it is another.
 
     labels: classes (B,), or zeros and ones (B, K).
     """

@@ -43,7 +43,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def read_settings(run: Path) -> dict | None:
-    """The settings in a run folder's config.yaml, None where there are none. Raises InputError for another file."""
+    """The settings in a run folder's config.yaml, or None. Raises InputError for another file."""
     return _read(run / "config.yaml", yaml.safe_load, lambda content: content.keys() >= {"name", "task", "output"})
 
 
@@ -112,7 +112,7 @@ def _is_report(path: Path) -> bool:
 
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:
-    """Makes the folder ready for a run; `fresh`: one that starts from its beginning, so that an earlier one goes."""
+    """Makes the folder ready for a run; `fresh`: one from the beginning, so that an earlier one goes."""
     before, text = read_settings(run) or {}, yaml.safe_dump(as_plain(config), sort_keys=False)
     write_text(run / "config.yaml", text)  # first: where the disk is full nothing else has gone
     for name in ("summary.json", "report.html"):

@@ -144,7 +144,7 @@ class Trainer:
         return result
 
     def _keep_best(self) -> None:
-        """Keeps the model of this step where early stopping finds it the best so far; saves the step where it ends."""
+        """Keeps the model of this step where it is the best so far; saves the step where the run ends."""
         if self.early.over or self.early.is_best(self.step):
             self.save()
         if self.early.is_best(self.step):
@@ -152,7 +152,7 @@ class Trainer:
                 self.ranks.on_first(keep_as_best, self.run)
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there. Raises TrainingError where it is not finite."""
+        """Writes the checkpoint of this step, unless it is there. TrainingError where it is not finite."""
         if self.saved == self.step:
             return
         if self.ranks.agree(FAILED if not self.train_step.is_finite() else GO):
@@ -264,7 +264,7 @@ class Trainer:
         return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
 
     def _finite_losses(self, losses: list[float], norms: list[float]) -> list[float]:
-        """The losses of the steps that count. Raises TrainingError for one whose loss or gradient is not finite.
+        """The losses of the steps that count. TrainingError where a loss or gradient is not finite.
 
         With non_finite=skip the optimiser left out a step with such a gradient: then it is told, and does not count.
         """
