@@ -122,9 +122,16 @@ def test_a_state_with_other_tensors(runs_, tmp_path, change, said):
     path = run / "checkpoints" / "last" / "state" / "state.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"step": "2"})
     with pytest.raises(InputError, match=f"does not fit.*{said}" if said != "does not fit" else said):
         train(digits(run, steps=4, **QUICK))
+
+
+def test_a_checkpoint_that_was_copied_while_it_was_replaced_is_refused(runs_, tmp_path):
+    run = shutil.copytree(runs_["finished"], tmp_path / "run")
+    shutil.copyfile(*(run / "checkpoints" / name / "state" / "state.json" for name in ("previous", "last")))
+    with pytest.raises(InputError, match="is damaged .state.json is of step 2, state.safetensors of 4.*previous goes"):
+        train(digits(run, steps=6, **QUICK))
 
 
 def test_the_checkpoint_before_a_damaged_one_is_named_and_goes_on(runs_, tmp_path, capsys):

@@ -66,5 +66,6 @@ def _merge_metrics(output: Path) -> None:
     """Writes metrics.csv of both runs in one, with the task as its first column."""
     lines = [",".join(("task", *COLUMNS))]
     for task in ("pretrain", "finetune"):
-        lines += [f"{task},{line}" for line in (output / task / "metrics.csv").read_text().splitlines()[1:]]
+        text = (output / task / "metrics.csv").read_text(errors="replace")
+        lines += [f"{task},{line}" for line in text.splitlines()[1:]]
     write_text(output / "metrics.csv", "\n".join(lines) + "\n")

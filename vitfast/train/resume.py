@@ -14,8 +14,8 @@ import logging
 import shutil
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -88,7 +88,7 @@ def _write(run: Path, train_step: TrainStep, models: dict, record: dict, section
     try:
         network.save_pretrained(work)
         (work / "state").mkdir()
-        save_file(tensors, work / "state" / "state.safetensors")
+        save_file(tensors, work / "state" / "state.safetensors", metadata={"step": str(record["step"])})
         (work / "state" / "state.json").write_text(json.dumps(record | rest))
         keep_as_last(work)
     except SafetensorError as error:  # how it tells of a full disk
@@ -171,9 +171,13 @@ def read_training_state(checkpoint: Path) -> dict:
     """The names and values in a checkpoint's state/. Raises InputError where it is not whole."""
     record = read_record(checkpoint)
     try:
-        return load_file(checkpoint / "state" / "state.safetensors") | record
+        with safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
+            step, tensors = (file.metadata() or {}).get("step"), {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, ValueError) as error:
         raise _damaged(checkpoint, error) from None
+    if step != str(record["step"]):  # copied while the run wrote it
+        raise _damaged(checkpoint, f"state.json is of step {record['step']}, state.safetensors of {step}")
+    return tensors | record
 
 
 def _damaged(checkpoint: Path, reason: object) -> InputError:

@@ -53,7 +53,8 @@ def read_summary(run: Path) -> dict | None:
 
 
 def _is_summary(content: dict) -> bool:
-    numbers = [content.get(name) for name in ("steps", "train_images", "accuracy")]
+    names = "steps train_images val_images classes parameters accuracy images_per_second seconds"
+    numbers = [content.get(name) for name in names.split()]
     return content.get("finished") is True and all(isinstance(n, (int, float)) and n >= 0 for n in numbers)
 
 

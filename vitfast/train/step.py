@@ -101,7 +101,7 @@ class TrainStep:
         result = self.accumulate(images, labels, self.config.accumulate)
         if self.config.clip_norm or self.skipping:
             self.scaler.unscale_(self.optimizer)
-            self._clip()
+            self._measure_gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update(None if self.scaled else 1.0)
         self.optimizer.zero_grad(set_to_none=True)
@@ -109,7 +109,8 @@ class TrainStep:
             self.ema.update(self.model, step=step + 1)
         return result
 
-    def _clip(self) -> None:
+    def _measure_gradients(self) -> None:
+        """Clips the gradients to clip_norm, where that is set; notes their norm, where it has to be finite."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if self.config.clip_norm:
