@@ -1,5 +1,6 @@
 """Files that are whole or absent: whoever reads one sees the old content or the new, never a part."""
 
+import ctypes
 import os
 import secrets
 from collections.abc import Callable
@@ -30,6 +31,21 @@ def move_synced(source: Path, target: Path) -> None:
     sync(source)
     os.replace(source, target)
     sync(target.parent)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swaps two names in one step; False, and nothing is done, where the system cannot (NFS, systems but Linux)."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), both) == 0
+
+
+def free_name(path: Path) -> Path:
+    """`path`.1, or the first number after it whose name is free."""
+    number = 1
+    while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
+        number += 1
+    return free
 
 
 def sync(path: Path) -> None:

@@ -53,3 +53,8 @@ def cut_at(monkeypatch, step: int) -> None:
         return call(self, images, labels, number, total)
 
     monkeypatch.setattr(TrainStep, "__call__", cut)
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    """Every file below a folder with its bytes, every folder with None."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}

@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_close
+from commands import run_cli
 from PIL import Image
 from processes import command_line, done, free_port, ranks
+from runs import pretraining_command
 from safetensors.torch import load_file
 
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING, StreamSampler
-from vitfast.distributed import FAILED, Ranks
+from vitfast.distributed import FAILED, Ranks, leave
+from vitfast.train.lock import LOCK, locked
 from vitfast.train.recipes import resolve
 from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import Trainer, TrainingError, train
@@ -73,6 +76,13 @@ def start(output: Path, torchrun: bool = False, **fields) -> list:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     ]
+
+
+def wait_for(path: Path, processes: list) -> None:
+    end = time.time() + 120
+    while not path.exists():
+        assert time.time() < end and all(process.poll() is None for process in processes)
+        time.sleep(0.05)
 
 
 def tensors(run: Path) -> dict:
@@ -139,14 +149,89 @@ def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(tmp_path):
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     run = tmp_path / "run"
     processes = start(run, steps=4000, save_every=2)
-    end = time.time() + 120
-    while not (run / "checkpoints" / "last").exists():
-        assert time.time() < end and all(p.poll() is None for p in processes)
-        time.sleep(0.05)
+    wait_for(run / "checkpoints" / "last", processes)
     processes[1].send_signal(signal.SIGTERM)
     said = done(processes)
     step = read_training_state(run / "checkpoints" / "last")["step"]
     assert f"stopped at step {step} of 4000" in said[0] and step >= 2 and not (run / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "environment, said",
+    [
+        (dict(WORLD_SIZE="2"), "RANK must be a whole number from 0 to 1, and is not set"),
+        (dict(WORLD_SIZE="2", RANK="x"), "RANK must be a whole number from 0 to 1, got 'x'"),
+        (dict(WORLD_SIZE="2", RANK="2"), "RANK must be a whole number from 0 to 1, got '2'"),
+        (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="first"), "LOCAL_RANK must be a whole number"),
+        (dict(WORLD_SIZE="2", RANK="0"), "MASTER_PORT must be a whole number from 0 to 65535, and is not set"),
+        (dict(WORLD_SIZE="2", RANK="0", MASTER_PORT="29500"), "MASTER_ADDR is not set"),
+        (dict(WORLD_SIZE="two"), "WORLD_SIZE must be a whole number from 1, got 'two'"),
+        (dict(WORLD_SIZE="-1"), "WORLD_SIZE must be"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_is_not_torchruns_is_told(tmp_path, monkeypatch, capsys, environment, said):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = run_cli(capsys, *pretraining_command(tmp_path / "run", steps=1))
+    assert code == 2 and not out and err.count("\n") == 1 and said in err and not (tmp_path / "run").exists()
+
+
+def test_a_rank_alone_is_the_first(tmp_path, monkeypatch, capsys):
+    """RANK without WORLD_SIZE: something else on this machine uses the name."""
+    monkeypatch.setenv("RANK", "3")
+    code, out, _ = run_cli(capsys, *pretraining_command(tmp_path / "run", steps=1))
+    assert code == 0 and out.startswith("accuracy ")
+
+
+def test_a_rank_that_is_killed_ends_the_others_in_one_line(tmp_path):
+    run = tmp_path / "run"
+    processes = start(run, steps=4000, save_every=2)
+    wait_for(run / "checkpoints" / "last", processes)
+    processes[1].send_signal(signal.SIGKILL)
+    _, err = processes[0].communicate()
+    assert processes[0].returncode == 1 and "Traceback" not in err, err
+    assert err.splitlines()[-1].startswith("vitfast: error: another process of this run is gone")
+    assert read_training_state(run / "checkpoints" / "last")["step"] >= 2 and not (run / LOCK).exists()
+
+
+def test_what_the_first_rank_cannot_do_ends_all(tmp_path):
+    """Here: take a folder that is held."""
+    with locked(tmp_path):
+        processes = start(tmp_path)
+        said = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 1]
+    assert f"in use by process {os.getpid()}" in said[0] and "the first rank could not go on" in said[1]
+    assert not any("Traceback" in text for text in said)
+
+
+def spoiled(output: str) -> int:
+    """A sharded run of two ranks, in which one number of one rank's part of a gradient is not finite in step 2."""
+    trainer = Trainer(config(Path(output), parallel="fsdp", non_finite="skip", clip_norm=None, steps=3, log_every=1))
+    accumulate = trainer.train_step.accumulate
+
+    def spoil(*batch):
+        result = accumulate(*batch)
+        if trainer.step == 1 and trainer.ranks.rank == 1:
+            trainer.train_step.model.blocks[0].mlp.fc1.weight.grad.to_local()[0, 0] = float("nan")
+        return result
+
+    trainer.train_step.accumulate = spoil
+    trainer.fit()
+    leave()
+    return 0
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path):
+    said = done(ranks(2, spoiled, str(tmp_path / "two")))
+    assert sum("left out: the norm of the gradients of step 2 is nan" in text for text in said) == 1
+    trainer = Trainer(config(tmp_path / "one", clip_norm=None, steps=3, log_every=1))
+    update = trainer.train_step.optimizer.step
+    trainer.train_step.scaler.step = lambda optimizer: None if trainer.step == 1 else update()
+    trainer.fit()
+    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    for name, value in one.items():
+        assert_close(two[name], value, atol=2e-5, rtol=1e-4, name=name)
 
 
 def test_shards_are_divided_among_ranks(tmp_path):
@@ -164,12 +249,20 @@ def test_shards_are_divided_among_ranks(tmp_path):
     done(start(tmp_path / "run", data=f"wds/{tmp_path}", batch_size=4, steps=3, workers=0))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["ranks"] == 2 and summary["classes"] == 3 and summary["val_images"] == 8 and summary["steps"] == 3
+    # One process with a worker, which count other shares of the images: the data is the same, and the run goes on.
+    assert train(config(tmp_path / "run", data=f"wds/{tmp_path}", batch_size=4, steps=4, workers=1))["steps"] == 4
 
 
 def test_an_error_of_one_rank_stops_all(tmp_path, monkeypatch):
     """The flag that ranks exchange before every step: here the other rank has failed."""
     trainer = Trainer(config(tmp_path / "run"))
-    monkeypatch.setattr(Ranks, "agree", lambda self, flag: FAILED)
+    next_batch = trainer._next
+
+    def failing(*args):
+        monkeypatch.setattr(Ranks, "agree", lambda self, flag: FAILED)
+        return next_batch(*args)
+
+    trainer._next = failing
     with pytest.raises(TrainingError, match="another rank could not go on"):
         trainer.fit()
 

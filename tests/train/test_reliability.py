@@ -115,7 +115,7 @@ def kills(tmp_path: Path, count: int, steps: int) -> None:
 
     def step() -> int:
         checkpoint = resume.find_checkpoint(run)
-        return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
+        return resume.read_record(checkpoint)["step"] if checkpoint else 0
 
     for number in range(count):
         process = Child(command_line, [*command, *(f"{k}={v}" for k, v in settings.items())])

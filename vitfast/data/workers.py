@@ -21,8 +21,6 @@ def loader_processes(config: Config, img_size: tuple[int, int], evaluated: int, 
     lowered with a warning. Raises InputError for a batch that does not fit into the memory. Ranks on one machine share
     its cores and memory. evaluated: how many images there are for evaluations to read.
     """
-    if config.workers is not None and config.workers < 0:
-        raise InputError(f"workers must be 0 (none) or more, got {config.workers}")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     image, memory, cores = 3 * img_size[0] * img_size[1], total_memory() // here, len(os.sched_getaffinity(0))
     sizes = {"eval_batch_size": min(config.eval_batch_size, -(-evaluated // ranks.world)) * image}

@@ -1,22 +1,22 @@
 """Accuracy on a validation set."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import yaml
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
+from ..baselines import load_any, sizes
 from ..checkpoint.files import locate
-from ..config import Config, check_config, coerce
+from ..config import Config
 from ..data.loader import Data, open_data
 from ..data.samples import PADDING, counts
 from ..device import autocast, autocast_dtype, choose_device
 from ..errors import InputError
-from ..model import ViT
 
 logger = logging.getLogger("vitfast")
 
@@ -125,17 +125,16 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
 def told_crop(weights: str) -> dict:
     """`crop_mode` and `crop_pct` that belong to weights: of their run, or in their JSON."""
     files = locate(weights)
-    told, checkpoints = files.config.get("pretrained_cfg", files.config), files.weights.resolve().parent.parent
-    of_run = checkpoints.parent / "config.yaml"
-    if checkpoints.name == "checkpoints" and of_run.is_file():
+    told, of_run = files.config.get("pretrained_cfg", files.config), files.weights.parent / "state" / "state.json"
+    if of_run.is_file():
         try:
-            told = yaml.safe_load(of_run.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"{of_run} cannot be read as YAML: {str(error).splitlines()[0]}") from None
+            told = json.loads(of_run.read_text(encoding="utf-8"))["settings"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{of_run} is damaged ({type(error).__name__}: {error}); move it away") from None
     elif files.preprocessor.get("do_resize"):
         told = _crop_of_processor(files.preprocessor)
     told = told if isinstance(told, dict) else {}
-    return {name: coerce(name, told[name]) for name in ("crop_mode", "crop_pct") if told.get(name)}
+    return {name: told[name] for name in ("crop_mode", "crop_pct") if told.get(name)}
 
 
 def _crop_of_processor(processor: dict) -> dict:
@@ -149,24 +148,25 @@ def _crop_of_processor(processor: dict) -> dict:
     return dict(crop_mode=mode, crop_pct=min(1.0, cut / resized))
 
 
-def open_weights(config: Config, img_size: int | None = None) -> tuple[ViT, Data, torch.device, torch.dtype | None]:
-    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`.
-
-    Where the config does not say how images are cut, they are as the weights say.
-    """
+def cut_as_told(config: Config) -> Config:
+    """The config with images cut as its weights say, where it says nothing."""
     told = {name: value for name, value in told_crop(config.weights).items() if not getattr(config, name)}
     if told:
         logger.info("images are cut as the weights say: %s", ", ".join(f"{k}={v}" for k, v in told.items()))
-    config = dataclasses.replace(config, **told)
-    check_config(config)
-    device = choose_device(config.device)
-    overrides = {} if img_size is None else dict(img_size=img_size)
-    model = ViT.from_pretrained(config.weights, **overrides).to(device).eval()
-    data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, device)
+    return dataclasses.replace(config, **told)
+
+
+def open_weights(
+    config: Config, img_size: int | None = None
+) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
+    """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`, cut as they say."""
+    config, device = cut_as_told(config), choose_device(config.device)
+    model = load_any(config.model, config.weights, img_size).to(device).eval()
+    data = open_data(config, *sizes(model), device)
     return model, data, device, autocast_dtype(config.amp, device)
 
 
-def check_classes(model: ViT, data: Data) -> None:
+def check_classes(model: nn.Module, data: Data) -> None:
     """Raises InputError where the model's classes are not as many as the data's, or in another order.
 
     Other names may mean the same: a warning. Numbers mean nothing.

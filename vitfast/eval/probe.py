@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..baselines import normalized
 from ..data.loader import Data
 from ..data.samples import counts
 from ..device import autocast
 from ..errors import InputError
-from ..model import ViT
 
 CHUNK = 1024  # images compared with all training images at a time
 
@@ -30,11 +30,11 @@ class Features(NamedTuple):
 
 
 @torch.inference_mode()
-def features(model: ViT, data: Data, source, device: torch.device, dtype: torch.dtype | None) -> Features:
-    """The inputs of the model's last linear layer (`pre_logits`) for the images of a source of `data`.
+def features(model: nn.Module, data: Data, source, device: torch.device, dtype: torch.dtype | None) -> Features:
+    """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`.
 
-    What cannot be read is left out, with a warning. Raises InputError where that is all, or more than `max_unreadable`,
-    and where images have several classes.
+    model: a ViT or a baseline. What cannot be read is left out, with a warning. Raises InputError where that is all,
+    or more than `max_unreadable`, and where images have several classes.
     """
     if data.multi_label:
         raise InputError(f"images of {data.config.data!r} have several classes; features are classified by one")
@@ -43,7 +43,8 @@ def features(model: ViT, data: Data, source, device: torch.device, dtype: torch.
     xs, ys, unreadable = [], [], 0
     for images, labels, messages in data.in_order(source):
         with autocast(device, dtype):
-            x = model.forward_head(model.forward_features(images.to(device, non_blocking=True)), pre_logits=True)
+            x = model.forward_features(normalized(model, images.to(device, non_blocking=True)))
+            x = model.forward_head(x, pre_logits=True)
         xs.append(x.float().cpu())
         ys.append(labels)
         unreadable += data.left_out(messages)

@@ -1,16 +1,20 @@
 """The log of a run: a progress bar, metrics.csv, TensorBoard events, summary.json."""
 
-import csv
 import json
 import logging
+import math
+import os
+import shutil
+import socket
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
-from ..files import write_text
+from ..files import free_name, write_text
+from .run_folder import EVENTS
 
 COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second", "waiting_for_data")
 logger = logging.getLogger("vitfast")
@@ -18,31 +22,78 @@ logger = logging.getLogger("vitfast")
 
 def read_metrics(run: Path) -> list[dict]:
     """The records of metrics.csv as dictionaries of numbers (and `split`); none where there is no file."""
-    path = run / "metrics.csv"
+    return _read_metrics(run / "metrics.csv")[0]
+
+
+def _read_metrics(path: Path) -> tuple[list[dict], int]:
+    """(records, how many lines are none, such as one that a full disk has cut short)."""
     if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        records = list(csv.DictReader(file))
-    return [{k: v if k == "split" else float(v) if v else None for k, v in record.items()} for record in records]
+        return [], 0
+    header, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    rest = lines.pop() if lines else ""  # after the last line's end
+    columns, records = header.split(","), []
+    for line in lines:
+        cells = line.split(",")
+        try:
+            record = {k: v if k == "split" else float(v) if v else None for k, v in zip(columns, cells, strict=True)}
+            record["step"] = int(cells[columns.index("step")])
+        except ValueError:
+            continue
+        if record.get("split") in ("train", "val"):
+            records.append(record)
+    return records, len(lines) - len(records) + bool(rest)
+
+
+class Events:
+    """TensorBoard's file, without SummaryWriter's thread, which prints a traceback where the disk is full."""
+
+    def __init__(self, folder: Path, purge_step: int | None):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{EVENTS}"
+        self.event, self.summary = event_pb2.Event, summary_pb2.Summary
+        self.records = RecordWriter(open(folder / name, "ab"))
+        self._write(file_version="brain.Event:2")
+        if purge_step is not None:  # events of this step and later ones, from before the run was cut off, do not count
+            self._write(step=purge_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def _write(self, **content) -> None:
+        self.records.write(self.event(wall_time=time.time(), **content).SerializeToString())
+        self.records.flush()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """The scalars of a step, by their names."""
+        scalars = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=self.summary(value=scalars))
+
+    def close(self) -> None:
+        self.records.close()
 
 
 class Metrics:
     """Appends records to metrics.csv and TensorBoard; to neither where `run` is None.
 
-    A resumed run drops the records after the step that it resumes from.
+    A resumed run drops the records after the step that it resumes from; `evaluated` says whether that has one of the
+    validation set. Lines that are no records are left out, and the file as it was gets another name.
     """
 
     def __init__(self, run: Path | None, resumed_step: int):
         self.file = self.board = None
+        self.evaluated = False
         if run is None:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
         path = run / "metrics.csv"
-        kept = [record for record in read_metrics(run) if record["step"] <= resumed_step] if resumed_step else []
-        write_text(path, ",".join(COLUMNS) + "\n" + "".join(map(self._line, kept)))
+        records, bad = _read_metrics(path) if resumed_step else ([], 0)
+        if bad:
+            shutil.copyfile(path, kept := free_name(path))
+            logger.warning("%s: %d lines cannot be read; they are left out, and kept in %s", path, bad, kept.name)
+        records = [record for record in records if record["step"] <= resumed_step]
+        self.evaluated = any(r["split"] == "val" and r["step"] == resumed_step for r in records)
+        write_text(path, ",".join(COLUMNS) + "\n" + "".join(map(self._line, records)))
         self.file = open(path, "a", newline="")
-        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
+        self.board = Events(run / "tensorboard", resumed_step + 1 if resumed_step else None)
 
     @staticmethod
     def _line(record: dict) -> str:
@@ -60,14 +111,14 @@ class Metrics:
             return
         self.file.write(self._line(record))
         self.file.flush()
-        for key in COLUMNS[3:]:
-            if record.get(key) is not None:
-                self.board.add_scalar(f"{record['split']}/{key}", record[key], record["step"])
+        values = {f"{record['split']}/{k}": record[k] for k in COLUMNS[3:] if record.get(k) is not None}
+        self.board.write(record["step"], values)
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.board.close()
+        for file in (self.file, self.board):
+            if file is not None:
+                with suppress(OSError):  # a full disk, told when the record was written
+                    file.close()
 
 
 class Progress:
@@ -97,8 +148,13 @@ class Progress:
         self.bar.close()
 
 
+def as_strict_json(summary: dict) -> dict:
+    """A summary with None for each number that is not finite, which JSON has no word for."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+
+
 def write_summary(run: Path, summary: dict) -> None:
-    write_text(run / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_text(run / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 class Meter:

@@ -1,9 +1,8 @@
 """Checkpoints of a run: whole or absent, read without executing anything; where it goes on.
 
-    checkpoints/step-00000120/model.safetensors, config.json   what ViT.from_pretrained reads (EMA where there is one)
-                              state/state.safetensors          model, optimiser, EMA
-                              state/state.json                 step, scaler, and all that is not a tensor
-    checkpoints/last -> step-00000120                          swapped in one rename
+    checkpoints/last/model.safetensors, config.json   what ViT.from_pretrained reads (EMA where there is one)
+                     state/state.safetensors          model, optimiser, EMA
+                     state/state.json                 the record (step, settings, data), scaler, all that is no tensor
 
 The random numbers and the position in the data follow from (seed, step), so they need no place here.
 """
@@ -12,11 +11,9 @@ import copy
 import dataclasses
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -29,77 +26,89 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..config import RUN_ONLY, Config, as_plain, total_steps
-from ..errors import InputError
-from ..files import sync
+from ..data.datasets import Shards
+from ..data.loader import Data
+from ..errors import InputError, both_ends
+from .run_folder import (
+    LAST,
+    PREVIOUS,
+    begin_checkpoint,
+    find_checkpoint,
+    is_checkpoint,
+    keep_as_last,
+    read_settings,
+    read_summary,
+)
 from .step import TrainStep
 
 logger = logging.getLogger("vitfast")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the CPU of the first rank
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
+START_AGAIN = "choose another --output, or --resume never to start it again"
+RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of state.json, with their types
 
 
-def save_checkpoint(run: Path, train_step: TrainStep, step: int, seconds: float) -> None:
-    """Writes the checkpoint of `step` and makes it the last one.
+def make_record(config: Config, data: Data, step: int = 0, seconds: float = 0.0) -> dict:
+    """Where a run is and what it trains: the part of a checkpoint that is compared before a run goes on."""
+    images = dict(train_images=_images(data.train), val_images=_images(data.val))
+    return dict(step=step, seconds=seconds, settings=as_plain(config), data=dict(classes=list(data.classes), **images))
 
-    Every rank calls it, the first one writes. Until the new checkpoint is whole the one before it stays.
+
+def _images(source) -> int:
+    """The images of a source on all ranks; the length of shards is that of one rank and its workers."""
+    return source.dataset.reader.num_samples if isinstance(source, Shards) else len(source)
+
+
+def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
+    """Writes a checkpoint with this record and makes it the last one; the one before it is kept.
+
+    Every rank calls it, the first one writes. Until the new checkpoint is whole the others stay as they are.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in _models(train_step).items()}
-    sections = {**models, "scaler": train_step.scaler.state_dict()}
+    sections = {**models, "scaler": train_step.scaler_state()}
     if train_step.optimizer.state:  # before the first step torch would make up the state after one
         sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
-    if train_step.ranks.first:
-        network = train_step.averaged
-        if train_step.unsharded is not None:
-            network = copy.deepcopy(train_step.unsharded)
-            network.load_state_dict(models["ema" if train_step.ema else "model"], assign=True)
-        named = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
-        _write(run / "checkpoints", step, network, {"step": step, "seconds": seconds, **named})
-    train_step.ranks.wait()
+    train_step.ranks.on_first(_write, run, train_step, models, record, sections)
 
 
 def _models(train_step: TrainStep) -> dict[str, nn.Module]:
     return {"model": train_step.model} | ({"ema": train_step.ema.module} if train_step.ema else {})
 
 
-def _write(folder: Path, step: int, network: nn.Module, training_state: dict) -> None:
-    final, work = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
-    shutil.rmtree(work, ignore_errors=True)
+def _write(run: Path, train_step: TrainStep, models: dict, record: dict, sections: dict) -> None:
+    network = train_step.averaged
+    if train_step.unsharded is not None:
+        network = copy.deepcopy(train_step.unsharded)
+        network.load_state_dict(models["ema" if train_step.ema else "model"], assign=True)
+    named = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    # Cloned where it is cheap: LAMB counts its steps in one tensor, which stands under the name of every parameter.
+    tensors = {k: v.contiguous() if v.dim() else v.clone() for k, v in named.items() if isinstance(v, Tensor)}
+    rest = {name: value for name, value in named.items() if name not in tensors}
+    work = begin_checkpoint(run)
     try:
-        (work / "state").mkdir(parents=True)
         network.save_pretrained(work)
-        # Cloned where it is cheap: LAMB counts its steps in one tensor, which stands under the name of every parameter.
-        tensors = {
-            name: value.contiguous() if value.dim() else value.clone()
-            for name, value in training_state.items()
-            if isinstance(value, Tensor)
-        }
-        rest = {name: value for name, value in training_state.items() if name not in tensors}
+        (work / "state").mkdir()
         save_file(tensors, work / "state" / "state.safetensors")
-        (work / "state" / "state.json").write_text(json.dumps(rest))
-        for path in [*work.rglob("*"), work]:
-            sync(path)
-    except BaseException:  # a full disk: the room goes back, and the last checkpoint stays
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    if final.exists() and not (folder / "last").exists():
-        shutil.rmtree(final)
-    if final.exists():  # the same step was saved before the run was cut off: its bytes are the same
-        shutil.rmtree(work)
-    else:
-        os.rename(work, final)
-    link = folder / ".last"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    os.replace(link, folder / "last")
-    sync(folder)
-    for old in folder.iterdir():
-        if not old.is_symlink() and old != final:
-            shutil.rmtree(old, ignore_errors=True)
+        (work / "state" / "state.json").write_text(json.dumps(record | rest))
+        keep_as_last(work)
+    except SafetensorError as error:  # how it tells of a full disk
+        raise OSError(str(error)) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)  # there still where something failed: a full disk gets its room back
 
 
-def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> tuple[int, float]:
-    """Loads a checkpoint into `train_step`, on any number of ranks. Returns (step, seconds so far)."""
+def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
+    """Loads a checkpoint into `train_step`, on any number of ranks. Raises InputError where it does not fit."""
     training_state = read_training_state(checkpoint)
+    try:
+        _load(training_state, train_step)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        said = f"the training state in {checkpoint} does not fit ({both_ends(str(error))})"
+        raise InputError(f"{said}; {_otherwise(checkpoint)}") from error
+
+
+def _load(training_state: dict, train_step: TrainStep) -> None:
+    """Raises one of several errors where something is missing or has another shape."""
     sections: dict[str, dict] = {"scaler": {}}
     for name, value in training_state.items():
         section, _, rest = name.partition(".")
@@ -109,77 +118,152 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> tuple[int, float
         odd = sorted(model.state_dict().keys() ^ sections.get(name, {}).keys())  # torch itself ignores what is missing
         if odd:
             shown = f"{', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}"
-            raise InputError(f"the saved model does not fit this one: {shown}")
-    if "optimizer" in sections:  # before the models: torch makes room for the state by a step of rate 0
+            raise ValueError(f"the saved {name} has other tensors: {shown}")
+    if "optimizer" in sections:
+        _check_optimizer(sections["optimizer"], train_step.model)
+        # Before the models: torch makes room for the state by a step of rate 0.
         set_optimizer_state_dict(train_step.model, train_step.optimizer, sections["optimizer"], options=WHOLE)
     for name, model in models.items():
         set_model_state_dict(model, sections[name], options=WHOLE)
-    train_step.scaler.load_state_dict(sections["scaler"])
-    return training_state["step"], training_state["seconds"]
+    train_step.load_scaler(sections["scaler"])
+
+
+def _check_optimizer(saved: dict, model: nn.Module) -> None:
+    """Raises ValueError where a parameter's state is not whole or has another shape, which torch does not check."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    entries: dict[str, set] = {}
+    for key, value in saved.items():
+        kind, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        if name not in shapes:
+            raise ValueError(f"the optimiser has state of {name}, which this model has not")
+        if kind == "state":
+            entries.setdefault(name, set()).add(entry)
+            if isinstance(value, Tensor) and value.dim() and value.shape != shapes[name]:
+                raise ValueError(f"{entry} of {name} has shape {tuple(value.shape)}, expected {tuple(shapes[name])}")
+    lacking = [name for name, some in entries.items() if some != set.union(*entries.values())]
+    if lacking:
+        raise ValueError(f"the optimiser's state of {lacking[0]} is not whole")
+
+
+def read_record(checkpoint: Path) -> dict:
+    """What a checkpoint's state.json holds, its RECORD checked. Raises InputError where it is not whole."""
+    path = checkpoint / "state" / "state.json"
+    if not is_checkpoint(checkpoint):
+        takes = "--resume takes a run folder or one of its checkpoints"
+        raise InputError(f"{checkpoint} holds no training state (no state/ folder); {takes}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not (checkpoint / "config.json").is_file():
+            raise ValueError("no object in it, or no config.json beside it")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(checkpoint, error) from None
+    if not RECORD.keys() <= content.keys():
+        start = f"--weights {checkpoint} starts from its model, --resume never from nothing"
+        raise InputError(f"{checkpoint} was written by an earlier vitfast, and this one cannot resume it; {start}")
+    whole = all(isinstance(content[name], kind) for name, kind in RECORD.items()) and content["step"] >= 0
+    if not whole or not isinstance(content["data"].get("classes"), list):
+        raise _damaged(checkpoint, "state.json holds values of other types")
+    return content
 
 
 def read_training_state(checkpoint: Path) -> dict:
     """The names and values in a checkpoint's state/. Raises InputError where it is not whole."""
-    folder = checkpoint / "state"
-    if not folder.is_dir():
-        takes = "--resume takes a run folder or one of its checkpoints"
-        raise InputError(f"{checkpoint} holds no training state (no state/ folder); {takes}")
+    record = read_record(checkpoint)
     try:
-        training_state = load_file(folder / "state.safetensors") | json.loads((folder / "state.json").read_text())
+        return load_file(checkpoint / "state" / "state.safetensors") | record
     except (OSError, SafetensorError, ValueError) as error:
-        again = "start again with --resume never"
-        raise InputError(f"the training state in {folder} is damaged ({error}); {again}") from None
-    if "step" not in training_state:
-        start = f"--weights {checkpoint} starts from its model, --resume never from nothing"
-        raise InputError(f"{checkpoint} was written by an earlier vitfast, and this one cannot resume it; {start}")
-    return training_state
+        raise _damaged(checkpoint, error) from None
 
 
-def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint to continue from: `path` itself, or the last one of the run folder `path`."""
-    if (path / "state").is_dir():
-        return path
-    last = path / "checkpoints" / "last"
-    return last.resolve() if last.exists() else None
+def _damaged(checkpoint: Path, reason: object) -> InputError:
+    return InputError(f"the training state in {checkpoint} is damaged ({reason}); {_otherwise(checkpoint)}")
 
 
-def check_settings(config: Config, run: Path) -> None:
-    """Raises InputError where the folder holds a run with other settings that decide its course."""
-    path = run / "config.yaml"
-    if not path.exists():
-        return
-    saved, now = yaml.safe_load(path.read_text()), as_plain(config)
-    other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and k in saved and saved[k] != now[k]]
+def _otherwise(checkpoint: Path) -> str:
+    """Advice where a checkpoint cannot be resumed: the one before it, where there is one."""
+    previous = checkpoint.with_name(PREVIOUS)
+    if checkpoint.name == LAST and is_checkpoint(previous):
+        return f"--resume {previous} goes on from the one before it"
+    return "start again with --resume never"
+
+
+def check_settings(config: Config, saved: dict, source: Path, advice: str) -> None:
+    """Raises InputError where `saved`, the settings of a run, differ in one that decides its course."""
+    saved, now = as_plain(Config()) | saved, as_plain(config)
+    other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and saved[k] != now[k]]
     if other:
-        shown = "; ".join(f"{k}: {saved.get(k)} there, {now[k]} now" for k in other[:3])
-        advice = "choose another --output, or --resume never to start it again"
-        raise InputError(f"{run} holds a run with other settings ({shown}); {advice}")
+        shown = "; ".join(f"{k}: {saved[k]} there, {now[k]} now" for k in other[:3])
+        raise InputError(f"{source} holds a run with other settings ({shown}); {advice}")
 
 
-def find_start(config: Config, resume: str) -> Path | None:
-    """The checkpoint to continue from: None for "never", the run's last for "auto", or that at a path."""
-    if resume == "never":
-        return None
-    if resume == "auto":
-        checkpoint = find_checkpoint(Path(config.output))
-        if checkpoint:
-            check_settings(config, Path(config.output))
-        return checkpoint
-    checkpoint = find_checkpoint(Path(resume))
+def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
+    """Raises InputError where the data of a run (of `make_record`) is not what it was."""
+    changes = [f"{k}: {saved.get(k)} there, {now[k]} now" for k in now if k != "classes" and saved.get(k) != now[k]]
+    if saved.get("classes") != now["classes"]:
+        before, after = saved["classes"], now["classes"]
+        sides = (("gone", before, after), ("new", after, before))
+        named = [f"{_first(names, others)} {word}" for word, names, others in sides if _first(names, others)]
+        changes.insert(0, f"classes: {', '.join(named) or 'another order'}")
+    if changes:
+        advice = f"restore it, or start a new run from the weights: --weights {checkpoint} and another --output"
+        raise InputError(f"the data is not what {checkpoint} was trained on ({', '.join(changes)}); {advice}")
+
+
+def _first(names: list, without: list) -> str:
+    """The first of the names that are not among the others, as text."""
+    left = [str(name) for name in names if name not in set(map(str, without))]
+    return f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
+
+
+def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
+    """The checkpoint to continue from and what its state.json holds; (None, {}) for a run from the beginning.
+
+    resume: "never", "auto" for the run's own, or a path to any. Raises InputError where it is of another run, and where
+    the folder's own run would be lost.
+    """
+    run = Path(config.output)
+    checkpoint = None if resume == "never" else find_checkpoint(run if resume == "auto" else Path(resume))
     if checkpoint is None:
-        wanted = "a run folder or one of its checkpoints/step-... folders"
-        raise InputError(f"--resume {resume}: no checkpoint there; give {wanted}")
-    return checkpoint
+        if resume == "auto":
+            _check_nothing_to_continue(run)
+        elif resume != "never":
+            wanted = "a run folder or one of its checkpoints"
+            raise InputError(f"--resume {resume}: no checkpoint there; give {wanted}")
+        for name in (LAST, PREVIOUS) if config.weights else ():
+            if Path(config.weights).resolve().is_relative_to((run / "checkpoints" / name).resolve()):
+                replaced = f"--weights {config.weights} is in --output, where it would be replaced"
+                raise InputError(f"{replaced}; choose another --output")
+        return None, {}
+    own = resume == "auto" or checkpoint.resolve().is_relative_to(run.resolve())
+    if not own and (find_checkpoint(run) or read_summary(run)):
+        raise InputError(f"{run} holds a run already; --resume auto goes on with it, or choose another --output")
+    record = read_record(checkpoint)
+    advice = START_AGAIN if own else f"give those, or start a new run from its weights: --weights {checkpoint}"
+    check_settings(config, record["settings"], run if own else checkpoint, advice)
+    return checkpoint, record
+
+
+def _check_nothing_to_continue(run: Path) -> None:
+    """Raises InputError where a run without its last checkpoint would begin again over what there is."""
+    never = "--resume never starts again"
+    others = sorted(path for path in (run / "checkpoints").glob("[!.]*") if is_checkpoint(path))
+    if others:
+        advice = f"--resume {others[-1]} goes on from it, {never}"
+        raise InputError(f"{run} has no checkpoints/last, but checkpoints/{others[-1].name}; {advice}")
+    if read_summary(run):
+        raise InputError(f"{run} holds a finished run, but not its checkpoints/last; bring it back, or {never}")
 
 
 def finished_summary(config: Config, resume: str) -> dict | None:
     """The summary of a run that is complete already, None otherwise."""
-    path = Path(config.output) / "summary.json"
-    if resume != "auto" or not config.output or not path.exists():
+    run = Path(config.output)
+    summary = read_summary(run) if resume == "auto" and config.output else None
+    settings = read_settings(run) if summary else None
+    if settings is None:
         return None
-    check_settings(config, Path(config.output))
-    summary = json.loads(path.read_text())
-    if not summary.get("finished") or summary["steps"] < total_steps(config, summary["train_images"]):
+    check_settings(config, settings, run, START_AGAIN)
+    if not summary.get("stopped_early") and summary["steps"] < total_steps(config, summary["train_images"]):
         return None
     said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
     logger.info(said, config.output, summary["steps"], summary["accuracy"])

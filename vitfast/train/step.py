@@ -51,7 +51,12 @@ class TrainStep:
             raise InputError("fp16 with parallel=fsdp is not supported: use bf16, or parallel=ddp")
         self.config, self.device, self.dtype, self.ranks = config, device, dtype, ranks
         self.model = self.runner = model
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        # The scaler leaves out a step whose gradients are not finite, without waiting for the device to say so. Only
+        # fp16 needs its factor too.
+        self.scaled, self.skipping = dtype == torch.float16, config.non_finite == "skip"
+        factor = 2.0**16 if self.scaled else 1.0
+        self.scaler = torch.amp.GradScaler(device.type, factor, enabled=self.scaled or self.skipping)
+        self.grad_norm = torch.zeros((), device=device)  # of the last step, where it must be finite
         self.masked = config.objective == "masked"
         self.objective = None if self.masked else OBJECTIVES[config.objective]
         self.mixup = None
@@ -94,15 +99,40 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         result = self.accumulate(images, labels, self.config.accumulate)
-        if self.config.clip_norm:
+        if self.config.clip_norm or self.skipping:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+            self._clip()
         self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.scaler.update(None if self.scaled else 1.0)
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema:
             self.ema.update(self.model, step=step + 1)
         return result
+
+    def _clip(self) -> None:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.config.clip_norm:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_norm, norm)
+        if self.skipping or not self.scaled:  # fp16 finds its factor by gradients that are too large
+            self.grad_norm = _local(norm)
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Whether all that this rank would save is finite: weights, average, optimiser. Waits for the device."""
+        models = [self.model] + ([self.ema.module] if self.ema else [])
+        tensors = [parameter for model in models for parameter in model.parameters()]
+        tensors += [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return bool(torch.stack([_local(t).isfinite().all().to(self.device) for t in tensors]).all())
+
+    def scaler_state(self) -> dict:
+        """The state of the fp16 scaler, empty without fp16."""
+        return self.scaler.state_dict() if self.scaled else {}
+
+    def load_scaler(self, state: dict) -> None:
+        """Loads what `scaler_state` returned."""
+        if self.scaled:
+            self.scaler.load_state_dict(state)
 
     def accumulate(self, images: Tensor, labels: Tensor, micro_batches: int) -> tuple[Tensor, Tensor]:
         """Adds the gradients of this rank's share of a batch. Returns its share of (loss, right answers)."""
@@ -152,3 +182,8 @@ class TrainStep:
             except torch.OutOfMemoryError:
                 micro_batches *= 2
         return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 sharded; other tensors as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -3,27 +3,29 @@
 import contextlib
 import logging
 import math
-import shutil
 import signal
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
-from ..config import Config, as_plain, total_steps
+from ..config import Config, total_steps
 from ..device import autocast_dtype, choose_device
-from ..distributed import FAILED, GO, STOP, join
+from ..distributed import FAILED, GO, STOP, join, peers_told
 from ..errors import InputError, TrainingError
 from ..eval.accuracy import evaluate
-from ..files import write_text
-from .log import Meter, Metrics, Progress, write_summary
+from .early import EarlyStop
+from .lock import locked
+from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .masked import evaluate_masked
-from .resume import find_checkpoint, find_start, finished_summary, load_checkpoint, save_checkpoint
+from .report import write_report
+from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
+from .run_folder import LAST, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import TrainStep
 
 logger = logging.getLogger("vitfast")
+MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run stops
 
 
 class Stopper:
@@ -58,66 +60,111 @@ class Trainer:
     def __init__(self, config: Config, resume: str = "auto", examples: int | None = None):
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
-        self.config, self.run = config, Path(config.output)
-        if self.run.exists() and not self.run.is_dir():
-            raise InputError(f"--output {self.run} is a file; give a folder")
+        self.config, self.run, self.resume = config, Path(config.output), resume
+        check_output(self.run, config.early_stop)
         self.ranks, self.device = join(choose_device(config.device))
+        with self._writing("."):
+            self.ranks.on_first(self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
-        self.checkpoint = find_start(config, resume)
+        self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         self.total = total_steps(config, self.data.train_length)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
-        self.step, self.seconds, self.unreadable = 0, 0.0, []
+        self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
+        self.saved = None  # the step of the run's last checkpoint
         if self.checkpoint:
-            self.step, self.seconds = load_checkpoint(self.checkpoint, self.train_step)
+            check_data(record["data"], make_record(config, self.data)["data"], self.checkpoint)
+            load_checkpoint(self.checkpoint, self.train_step)
+            self.step, self.seconds = record["step"], record["seconds"]
+            if self.checkpoint.resolve() == (self.run / "checkpoints" / LAST).resolve():
+                self.saved = self.step
             logger.info("resumed from step %d", self.step)
+        self.eval_every = config.eval_every or max(1, round(max(self.steps_per_epoch, self.total / 20)))
+        self.save_every = config.save_every or self.eval_every
+        self.early = EarlyStop(config, self.checkpoint, self.step)
         self.ranks.wait()  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
         """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
-        config, self.meter = self.config, Meter()
-        if self.step >= self.total:
-            return self._finish(self.evaluate())
-        if self.ranks.first:
-            self._prepare_folder()
-        self.ranks.wait()
-        eval_every = config.eval_every or max(1, round(max(self.steps_per_epoch, self.total / 20)))
-        save_every = config.save_every or eval_every
-        self.metrics = Metrics(self.run if self.ranks.first else None, self.step)
-        self.progress = Progress(config.task, self.step, self.total, self.ranks.first)
+        self.meter, self.metrics = Meter(), Metrics(None, self.step)
+        with contextlib.ExitStack() as stack:
+            stopper = stack.enter_context(Stopper())
+            with self._writing("."):
+                self.ranks.on_first(self._open_folder, stack)
+            self.progress = Progress(self.config.task, self.step, self.total, self.ranks.first)
+            with contextlib.closing(self.metrics), contextlib.closing(self.progress):
+                result = self._go_on(stopper)
+            return self._finish(result) if self.done else self._stopped()
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is at its end."""
+        return self.step >= self.total or self.early.over
+
+    def _go_on(self, stopper: Stopper) -> dict | None:
+        """Takes the steps that are left. Returns the last evaluation."""
+        result = self._evaluate_again() if self.checkpoint else None
         self.train_step.model.train()
-        window, result = [], None  # (loss, right answers) of the steps since the last record, on the device
-        with contextlib.closing(self.metrics), contextlib.closing(self.progress), Stopper() as stopper:
-            batches = iter(self.data.train_batches(self.step, self.total))
-            while self.step < self.total:
-                batch = self._next(batches, stopper)
-                if batch is None:  # asked to stop
-                    self._log_window(window)
-                    self.save()
-                    break
-                window.append(torch.stack(self._train(*batch[:2])))
-                final = self.step == self.total
-                evaluating = final or self.step % eval_every == 0
-                saving = final or self.step % save_every == 0
-                if not (evaluating or saving or self.step % config.log_every == 0):
-                    self.progress.step(self.step)
-                    continue
+        self.meter.start_window()
+        window = []  # (loss, right answers, gradient norm) of the steps since the last record, on the device
+        batches = iter(self.data.train_batches(self.step, self.total))
+        while not self.done:
+            batch = self._next(batches, stopper)
+            if batch is None:  # asked to stop
                 self._log_window(window)
-                window = []
-                if evaluating:
-                    result = self._validate()
-                if saving:
-                    self.save()
-                self.meter.start_window()
-        if self.step < self.total:
-            logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
-            return dict(finished=False, step=self.step, steps=self.total)
-        return self._finish(result)
+                self.save()
+                break
+            window.append(torch.stack([*self._train(*batch[:2]), self.train_step.grad_norm]))
+            evaluating, saving = self._is_due(self.eval_every), self._is_due(self.save_every)
+            if not (evaluating or saving or self.step % self.config.log_every == 0):
+                self.progress.step(self.step)
+                continue
+            self._log_window(window)
+            window = []
+            if saving:  # first, so that nothing in an evaluation can lose the steps before it
+                self.save()
+            if evaluating:
+                result = self._validate()
+                self._keep_best()
+            self.meter.start_window()
+        return result
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something that happens at every so many steps, and at the end, happens now."""
+        return self.step >= self.total or self.step % every == 0
+
+    def _evaluate_again(self) -> dict | None:
+        """The evaluation of the step that the run goes on from, where it is the last or has no record of one."""
+        if self.done:
+            self.save()
+        recorded, result = self.ranks.agree(int(self.metrics.evaluated)), None
+        if self.done or (self.step and self._is_due(self.eval_every) and not recorded):
+            result = self._validate(record=not recorded)
+        self._keep_best()
+        return result
+
+    def _keep_best(self) -> None:
+        """Keeps the model of this step where early stopping finds it the best so far; saves the step where it ends."""
+        if self.early.over or self.early.is_best(self.step):
+            self.save()
+        if self.early.is_best(self.step):
+            with self._writing("best"):
+                self.ranks.on_first(keep_as_best, self.run)
 
     def save(self) -> None:
-        """Writes the checkpoint of this step."""
+        """Writes the checkpoint of this step, unless it is there. Raises TrainingError where it is not finite."""
+        if self.saved == self.step:
+            return
+        if self.ranks.agree(FAILED if not self.train_step.is_finite() else GO):
+            raise TrainingError(
+                f"after step {self.step} a weight or a state of the optimiser is not finite, so that it is not saved; "
+                f"{self._last_good()}; {self._against_overflow()}"
+            )
         self.seconds += self.meter.take_seconds()
-        save_checkpoint(self.run, self.train_step, self.step, self.seconds)
+        with self._writing("checkpoints"):
+            record = make_record(self.config, self.data, self.step, self.seconds)
+            save_checkpoint(self.run, self.train_step, record)
+        self.saved = self.step
 
     def evaluate(self) -> dict:
         """Loss and accuracy on the validation set of the model that is kept."""
@@ -133,13 +180,30 @@ class Trainer:
         """How many times the training set was seen."""
         return round(self.step / self.steps_per_epoch, 4)
 
-    def _prepare_folder(self) -> None:
-        if not self.checkpoint:
-            shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
-            shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
-        self.run.mkdir(parents=True, exist_ok=True)
-        (self.run / "summary.json").unlink(missing_ok=True)
-        write_text(self.run / "config.yaml", yaml.safe_dump(as_plain(self.config), sort_keys=False))
+    def _check_unlocked(self) -> None:
+        """Raises InputError where another process trains there, before the data is read."""
+        if self.run.is_dir():
+            with locked(self.run):
+                pass
+
+    def _open_folder(self, stack: contextlib.ExitStack) -> None:
+        """Makes the run folder this process's own until the stack closes, and ready to be written."""
+        stack.enter_context(locked(self.run))
+        newest = find_checkpoint(self.run)
+        if self.resume == "auto" and (read_record(newest)["step"] if newest else 0) != self.step:
+            raise InputError(f"another process has continued {self.run} meanwhile; the same command goes on from there")
+        prepare(self.run, self.config, fresh=not self.checkpoint)
+        self.metrics = Metrics(self.run, self.step)
+
+    @contextlib.contextmanager
+    def _writing(self, name: str):
+        """Raises TrainingError where a file of the run folder cannot be written, as on a full disk."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            said = f"{self.run / name} cannot be written ({reason}); {self._last_good()}"
+            raise TrainingError(f"{said}; once that is mended, the same command goes on") from error
 
     def _next(self, batches, stopper: Stopper):
         """The next batch, or None where any rank was asked to stop. An error of one rank stops all of them."""
@@ -195,33 +259,50 @@ class Trainer:
 
     def _last_good(self) -> str:
         kept = find_checkpoint(self.run)
-        return f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+        if kept is None:
+            return "there is no checkpoint yet"
+        return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
 
-    def _check_finite(self, losses: list[float]) -> None:
-        """Raises TrainingError naming the first step whose loss is not a number."""
-        bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), None)
-        if bad is None:
-            return
-        step, size = self.step - len(losses) + bad, self.config.batch_size
-        epoch, offset = divmod(step * size, max(1, self.data.train_length))
-        raise TrainingError(
-            f"the loss of step {step + 1} is {losses[bad]} "
-            f"(epoch {epoch}, images {offset} to {offset + size - 1} of its order); {self._last_good()}; "
-            "a lower --lr, a longer warm-up or --set clip_norm=1 may help"
-        )
+    def _finite_losses(self, losses: list[float], norms: list[float]) -> list[float]:
+        """The losses of the steps that count. Raises TrainingError for one whose loss or gradient is not finite.
+
+        With non_finite=skip the optimiser left out a step with such a gradient: then it is told, and does not count.
+        """
+        counted = []
+        for step, (loss, norm) in enumerate(zip(losses, norms), self.step - len(losses)):
+            if math.isfinite(loss) and math.isfinite(norm):
+                self.skipped = 0
+                counted.append(loss)
+                continue
+            size = self.config.batch_size
+            epoch, offset = divmod(step * size, max(1, self.data.train_length))
+            what = f"the norm of the gradients of step {step + 1} is {norm}"
+            if not math.isfinite(loss):
+                what = f"the loss of step {step + 1} is {loss}"
+            what += f" (epoch {epoch}, images {offset} to {offset + size - 1} of its order)"
+            self.skipped += 1
+            if self.config.non_finite == "stop" or math.isfinite(norm) or self.skipped == MOST_SKIPPED:
+                many = f", as in {MOST_SKIPPED} steps in a row" if self.skipped == MOST_SKIPPED else ""
+                raise TrainingError(f"{what}{many}; {self._last_good()}; {self._against_overflow()}")
+            if self.ranks.first:
+                logger.warning("left out: %s", what)
+        return counted
+
+    def _against_overflow(self) -> str:
+        skip = "" if self.config.non_finite == "skip" else ", or --set non_finite=skip for single steps"
+        return f"a lower --lr, a longer warm-up or --set clip_norm=1 may help{skip}"
 
     def _log_window(self, window: list[Tensor]) -> None:
         """Writes the mean loss and accuracy of the steps since the last record; waits for the device."""
         if not window:
             return
-        losses, correct = self.ranks.sum(torch.stack(window)).double().unbind(1)
-        self._check_finite(losses.tolist())
+        losses, correct, norms = self.ranks.sum(torch.stack(window)).double().unbind(1)
+        counted = self._finite_losses(losses.tolist(), norms.tolist())
         images = len(window) * self.config.batch_size
-        loss, accuracy = losses.mean().item(), correct.sum().item() / images
+        loss = sum(counted) / len(counted) if counted else math.nan
+        accuracy = correct.sum().item() / images
         speed, waiting = self.meter.end_window(images), self.meter.waiting_share
-        self.metrics.write(
-            step=self.step,
-            epoch=self.epoch,
+        self._record(
             split="train",
             loss=loss,
             accuracy=accuracy,
@@ -231,14 +312,27 @@ class Trainer:
         )
         self.progress.step(self.step, f"loss {loss:.3f}, {speed:,.0f} images/s, {waiting:.0%} waiting for data")
 
-    def _validate(self) -> dict:
+    def _record(self, **record) -> None:
+        """Writes a record of this step to metrics.csv and TensorBoard."""
+        with self._writing("metrics.csv"):
+            self.ranks.on_first(self.metrics.write, step=self.step, epoch=self.epoch, **record)
+
+    def _validate(self, record: bool = True) -> dict:
+        """Evaluates, and says so. record: whether metrics.csv is told."""
         result = self.evaluate()
         loss, accuracy = result["loss"], result["accuracy"]
-        self.metrics.write(step=self.step, epoch=self.epoch, split="val", loss=loss, accuracy=accuracy)
+        if record:
+            self._record(split="val", loss=loss, accuracy=accuracy)
+            self.early.add(self.step, accuracy)
         self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
         return result
 
+    def _stopped(self) -> dict:
+        logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
+        return dict(finished=False, step=self.step, steps=self.total)
+
     def _finish(self, result: dict) -> dict:
+        self.seconds += self.meter.take_seconds()
         summary = dict(
             finished=True,
             task=self.config.task,
@@ -260,9 +354,13 @@ class Trainer:
             val_images=result["images"],
             unreadable_images=len(self.unreadable),
             val_unreadable_images=result["unreadable_images"],
+            **self.early.summary(),
         )
+        summary = as_strict_json(summary)
+        with self._writing("summary.json"):
+            self.ranks.on_first(write_summary, self.run, summary)
         if self.ranks.first:
-            write_summary(self.run, summary)
+            write_report(self.config, self.data, summary, self.device, self.dtype)
         return summary
 
 
@@ -271,4 +369,5 @@ def train(config: Config, resume: str = "auto") -> dict:
 
     Raises InputError and TrainingError.
     """
-    return finished_summary(config, resume) or Trainer(config, resume).fit()
+    with peers_told():
+        return finished_summary(config, resume) or Trainer(config, resume).fit()

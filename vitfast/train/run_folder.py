@@ -1,0 +1,203 @@
+"""The folder of a run: its files, which of them vitfast wrote, and how its checkpoints take turns.
+
+    config.yaml  metrics.csv  summary.json  report.html  tensorboard/events.out.tfevents.*.vitfast
+    vitfast.lock                       while a process trains there
+    checkpoints/last/                  the newest checkpoint; real folders, so that every way of copying copies them
+                previous/              the one before it
+                .writing  .removing    one that is not whole yet, or no longer
+    best/                              of a run with early stopping: its best checkpoint, links to the files of that
+
+Anything else is the user's, and so is a file of these names that does not look like vitfast's: it is never touched.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from ..config import Config, as_plain
+from ..errors import InputError
+from ..files import exchange, free_name, sync, write_text
+from ..inspect.page import GENERATOR
+
+LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
+BEST = "best"
+EVENTS = "vitfast"  # the ending of the names of TensorBoard files
+FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # of metrics.csv
+logger = logging.getLogger("vitfast")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder was written as a checkpoint, be it damaged since."""
+    return any(os.path.lexists(path / "state" / name) for name in ("state.json", "state.safetensors"))
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """`path` where it is a checkpoint itself, else the newest one of the run folder `path`."""
+    newest = (path, path / "checkpoints" / LAST, path / "checkpoints" / PREVIOUS)
+    return next((checkpoint for checkpoint in newest if is_checkpoint(checkpoint)), None)
+
+
+def read_settings(run: Path) -> dict | None:
+    """The settings in a run folder's config.yaml, None where there are none. Raises InputError for another file."""
+    return _read(run / "config.yaml", yaml.safe_load, lambda content: content.keys() >= {"name", "task", "output"})
+
+
+def read_summary(run: Path) -> dict | None:
+    """The content of summary.json, None where there is none. Raises InputError for another file."""
+    return _read(run / "summary.json", json.loads, _is_summary)
+
+
+def _is_summary(content: dict) -> bool:
+    numbers = [content.get(name) for name in ("steps", "train_images", "accuracy")]
+    return content.get("finished") is True and all(isinstance(n, (int, float)) and n >= 0 for n in numbers)
+
+
+def _read(path: Path, parse: Callable, is_ours: Callable[[dict], bool]) -> dict | None:
+    """The mapping in a file; None where it is not there or empty: then there is nothing to lose."""
+    if not os.path.lexists(path) or (path.is_file() and not path.stat().st_size):
+        return None
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and is_ours(content):
+            return content
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: no JSON, no UTF-8
+        pass
+    raise _not_ours(path)
+
+
+def _not_ours(path: Path) -> InputError:
+    return InputError(f"{path} is damaged, or no run of vitfast wrote it; move it away, or choose another --output")
+
+
+def check_output(run: Path, early_stop: int | None = None) -> None:
+    """Raises InputError where a run cannot be written, or would replace what vitfast did not write."""
+    if not run.is_dir():
+        if os.path.lexists(run):
+            raise InputError(f"--output {run} is {'a file' if run.exists() else 'a link to nothing'}; give a folder")
+        above = next(path for path in run.absolute().parents if os.path.lexists(path))
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise InputError(f"--output {run} cannot be made, as {above} is no folder that can be written to")
+        return
+    if not os.access(run, os.W_OK | os.X_OK):
+        raise InputError(f"--output {run} cannot be written to; choose another")
+    folders = {run / name: Path.is_dir for name in ("checkpoints", "tensorboard")}
+    checkpoints = {run / "checkpoints" / name: is_checkpoint for name in (LAST, PREVIOUS)}
+    checkpoints |= {run / BEST: is_checkpoint} if early_stop else {}
+    files = {run / "metrics.csv": _is_metrics, run / "report.html": _is_report}
+    for path, is_ours in (folders | checkpoints | files).items():
+        if os.path.lexists(path) and not is_ours(path):
+            raise _not_ours(path)
+    read_summary(run)
+    read_settings(run)
+
+
+def _is_metrics(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        start = file.read(len(FIRST_COLUMNS))
+    return start in (b"", FIRST_COLUMNS.encode())
+
+
+def _is_report(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return GENERATOR.encode() in file.read(1000)
+
+
+def prepare(run: Path, config: Config, fresh: bool) -> None:
+    """Makes the folder ready for a run; `fresh`: one that starts from its beginning, so that an earlier one goes."""
+    before, text = read_settings(run) or {}, yaml.safe_dump(as_plain(config), sort_keys=False)
+    write_text(run / "config.yaml", text)  # first: where the disk is full nothing else has gone
+    for name in ("summary.json", "report.html"):
+        (run / name).unlink(missing_ok=True)
+    if fresh:
+        for name in (PREVIOUS, LAST):
+            _discard(run / "checkpoints" / name)
+        if before.get("early_stop"):
+            _discard(run / BEST)
+        for path in (run / "tensorboard").glob(f"events.out.tfevents.*.{EVENTS}"):
+            path.unlink()
+
+
+def begin_checkpoint(run: Path) -> Path:
+    """An empty folder in which the next checkpoint is to be written."""
+    work = run / "checkpoints" / WRITING
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    return work
+
+
+def keep_as_last(work: Path) -> None:
+    """Makes the whole checkpoint `work` the last one, the last one the previous one, and removes that.
+
+    `last` is whole at every moment, but where the system cannot exchange two names: there it is missing for a moment,
+    in which `previous` is what was the last.
+    """
+    for path in [*work.rglob("*"), work]:
+        sync(path)
+    last, previous = work.with_name(LAST), work.with_name(PREVIOUS)
+    if not os.path.lexists(last):
+        os.rename(work, last)
+    elif exchange(work, last):
+        _discard(previous)
+        os.rename(work, previous)
+    else:
+        _discard(previous)
+        os.rename(last, previous)
+        try:
+            os.rename(work, last)
+        except BaseException:
+            os.rename(previous, last)
+            raise
+    sync(work.parent)
+
+
+def keep_as_best(run: Path) -> None:
+    """Makes the last checkpoint the best one too."""
+    best, work = run / BEST, run / f".{BEST}"
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(run / "checkpoints" / LAST, work, copy_function=_link)
+    if not os.path.lexists(best):
+        os.rename(work, best)
+    elif exchange(work, best):
+        shutil.rmtree(work)
+    else:
+        _discard(best)
+        os.rename(work, best)
+    sync(run)
+
+
+def _link(source: str, target: str) -> None:
+    """A second name of a file, whose content never changes; a copy where there are no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        sync(Path(target))
+
+
+def kept_weights(run: Path) -> Path:
+    """The weights of a finished run that count: the best of a run with early stopping, else the last."""
+    early = (read_summary(run) or {}).get("best_step") is not None
+    return run / BEST if early else run / "checkpoints" / LAST
+
+
+def _discard(path: Path) -> None:
+    """Removes a checkpoint; of a link the link, and what is no checkpoint gets another name."""
+    removing = path.with_name(REMOVING)
+    shutil.rmtree(removing, ignore_errors=True)  # of a process that was killed in the last lines
+    if path.is_symlink():
+        path.unlink()
+    elif is_checkpoint(path):
+        os.rename(path, removing)  # so that it is never half a checkpoint
+        shutil.rmtree(removing, ignore_errors=True)
+    elif path.exists():
+        os.rename(path, kept := free_name(path))
+        logger.warning("%s is no checkpoint of vitfast; it is %s now", path, kept.name)
