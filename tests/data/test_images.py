@@ -161,7 +161,27 @@ def test_a_truncated_jpeg_is_replaced_on_the_device_path_as_on_the_hosts(tmp_pat
     assert len(told) == len(also_told) == 1 and all(str(broken) in text[0] for text in (told, also_told))
 
 
-def test_negative_classes_are_no_silence(monkeypatch):
+def test_named_data_sets_say_what_is_broken():
+    from vitfast.data.datasets import Named
+
+    class Gone:
+        def __getitem__(self, index):
+            raise FileNotFoundError(2, "No such file or directory", "gone.png")
+
+    class Reader(list):
+        reader = Gone()
+
+    class Stored(list):
+        reader = [(io.BytesIO(save(Image.fromarray(SIXTEEN), "PNG")), 1)]
+
+    for source in (Reader(), Gone()):
+        with pytest.raises(Unreadable, match=r"hfds/x\[0\] is a broken image .*No such file"):
+            Named("hfds/x", source)[0]
+    image, label = Named("hfds/x", Stored())[0]
+    assert label == 1 and np.array_equal(np.asarray(image)[..., 0], GREY)
+
+
+def test_negative_classes_are_no_silence():
     """The test splits of some data sets have the class -1 everywhere."""
     from vitfast.data.datasets import Named
 

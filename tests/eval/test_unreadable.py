@@ -9,6 +9,7 @@ import pytest
 import torch
 from checks import randomize
 from frozen import run_cli
+from PIL import Image
 from processes import command_line, done, ranks
 
 from vitfast import ViT
@@ -65,6 +66,16 @@ def test_an_evaluation_of_nothing_ends(made, capsys, tmp_path):
     pictures.truncate(tmp_path / "data" / "val" / "b" / "0.jpg")
     code, _, err = run_cli(capsys, "eval", "--weights", weights, "--data", tmp_path / "data", *FLAGS)
     assert code == 2 and "none of the 18 images of" in err and err.count("vitfast: error") == 1
+
+
+def test_decompression_bombs_are_left_out(made, capsys, caplog, tmp_path, monkeypatch):
+    weights, _, rest = made
+    shutil.copytree(rest, tmp_path / "data")
+    pictures.smooth(9, 40, 40).save(tmp_path / "data" / "val" / "a" / "bomb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1200)  # the others have 1024
+    found = result(capsys, "eval", weights, tmp_path / "data")
+    assert found == pytest.approx(result(capsys, "eval", weights, rest) | dict(unreadable_images=1), rel=1e-6)
+    assert "bomb.png has 40 x 40 pixels, more than Pillow's limit of 1200" in caplog.text
 
 
 def of_two(weights, data, output):

@@ -132,16 +132,18 @@ class Named:
         return f"{self.spec}[{index}]"
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        if hasattr(self.dataset, "reader"):  # timm's own __getitem__ skips broken images without a word
-            stream, label = self.dataset.reader[index][:2]
-            with stream:
-                image = read_rgb(stream, self.name(index))
-        else:
-            try:
+        try:
+            if hasattr(self.dataset, "reader"):  # timm's own __getitem__ skips broken images without a word
+                stream, label = self.dataset.reader[index][:2]
+                with stream:
+                    image = read_rgb(stream, self.name(index))
+            else:
                 image, label = self.dataset[index]
                 image = as_rgb(image)
-            except (OSError, SyntaxError, ValueError) as error:
-                raise Unreadable(f"{self.name(index)} is a broken image ({error})") from None
+        except Exception as error:  # each library raises its own
+            if isinstance(error, Unreadable):
+                raise
+            raise Unreadable(f"{self.name(index)} is a broken image ({' '.join(str(error).split())})") from None
         if int(label) < 0:
             raise InputError(f"{self.name(index)} has the class {int(label)}: this split of {self.spec} has no labels")
         return image, int(label)

@@ -85,13 +85,16 @@ def evaluate(
     return means | dict(map=mean_average_precision(logits[read], labels[read]))
 
 
-def mean_average_precision(scores: Tensor, targets: Tensor) -> float:
-    """scikit-learn's average precision, mean over the classes that an image has. scores, targets (n, K)."""
+def mean_average_precision(scores: Tensor, targets: Tensor) -> float | None:
+    """scikit-learn's average precision, mean over the classes that an image has. scores, targets (n, K).
+
+    None where no image has a class, or a score is not finite.
+    """
     from sklearn.metrics import average_precision_score
 
     present = targets.any(0)
     if not present.any() or not scores.isfinite().all():
-        return float("nan")
+        return None
     return float(average_precision_score(targets[:, present].numpy(), scores[:, present].numpy()))
 
 

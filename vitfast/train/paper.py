@@ -9,7 +9,7 @@ Fine-tuning takes the activation of the weights. `about` has the command and the
 How images are cut for an evaluation is in no table. Pre-training: as the released configurations for ImageNet and
 ImageNet-21k, resize_small(256)|central_crop(224) (big_vision, configs/vit_i1k.py, vit_i21k.py, vit_s16_i1k.py).
 Fine-tuning: as the released code, resized to a square whatever the aspect (vision_transformer,
-vit_jax/input_pipeline.py).
+vit_jax/input_pipeline.py). The resampling is bicubic here, TensorFlow's area and bilinear there.
 """
 
 from ..config import Recipe
