@@ -148,3 +148,33 @@ def test_debug_shows_the_traceback(tmp_path):
 def test_wrong_usage_exits_2(capsys, args):
     code, _, err = run_cli(capsys, *args)
     assert code == 2 and "usage: vitfast" in err
+
+
+# Flags of commands that are no settings of a run: each of these values is wrong for each of these flags.
+NUMBERS = {
+    "cost": ("cost --model Ti/16", "--img-size --batch-size --gpus --efficiency", "-1 0 nan inf x"),
+    "length": ("cost --model Ti/16 --images 10", "--epochs", "-1 nan inf x"),
+    "fewshot": ("fewshot --weights W --data digits --device cpu", "--shots --seeds --l2", "-1 0 nan x"),
+    "inspect": ("inspect --weights W --data digits --output O", "--images --img-size --num-heads", "-1 0 0.5 x"),
+    "vtab": ("vtab --weights W --tasks T --output O --method ridge", "--examples --l2 --img-size", "-1 0 nan x"),
+    "convert": ("convert W O --format timm", "--num-heads --num-classes --img-size", "-1 0.5 x"),
+    "export": ("export --weights W --output O.pt2 --format torch", "--num-heads --img-size", "-1 0 x"),
+    "predict": ("predict W --weights W", "--top-k --batch-size --img-size", "-1 0 0.5 x"),
+    "demo": ("demo --output O", "--seed", "-1 0.5 x"),
+    "doctor": ("doctor --only layer_norm", "--jobs", "-1 0 0.5 x"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_mean_nothing_are_one_line(name, tmp_path, capsys):
+    model = ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=10)
+    model.save_pretrained(tmp_path / "W")
+    (tmp_path / "T").write_text("- {name: a, data: digits}\n")
+    command, flags, values = NUMBERS[name]
+    words = [str(tmp_path / word) if word[0] in "WOT" and word[:2] != "Ti" else word for word in command.split()]
+    for flag in flags.split():
+        for value in values.split():
+            code, out, err = run_cli(capsys, *words, flag, value)
+            said = err.strip().splitlines()[-1]
+            assert code == 2 and "error: " in said and len(said) < 400, (flag, value, err)
+            assert not (tmp_path / "O").exists() and not (tmp_path / "O.pt2").exists(), (flag, value)
