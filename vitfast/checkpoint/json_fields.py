@@ -62,9 +62,8 @@ def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, 
     if not value or not count:
         return None, []
     try:
-        numbered = (
-            {int(key): name for key, name in value.items()} if isinstance(value, dict) else dict(enumerate(value))
-        )
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        numbered = {int(key): name for key, name in pairs}
     except (TypeError, ValueError):
         numbered = {0: None}
     if isinstance(value, str) or not all(isinstance(name, str) for name in numbered.values()):
