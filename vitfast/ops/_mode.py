@@ -1,6 +1,8 @@
 """Kernels or plain PyTorch: the mode of a thread, and of the code inside a `with`."""
 
+import ctypes
 import os
+import sys
 import threading
 from contextvars import ContextVar
 
@@ -15,7 +17,7 @@ _inside: ContextVar[tuple[tuple["use_kernels", str], ...]] = ContextVar("vitfast
 # Of each thread: `plain`, the mode of its last call without `with`, and `latest`, the mode that any call, entry or exit
 # left last. Compiled code reads and writes `latest`: Dynamo of torch 2.11 knows threads, but no context variables.
 _thread = threading.local()
-_KEY = "vitfast.use_kernels"  # `latest` once more, where autograd hands it on to its threads
+_KEY = "vitfast.use_kernels"  # of [`latest`] where PyTorch hands it on to the threads of autograd
 
 
 def _checked(mode: str) -> str:
@@ -28,20 +30,33 @@ def _settle(inside: tuple, plain: str | None) -> None:
     """Sets this context and this thread."""
     _inside.set(inside)
     _thread.plain, _thread.latest = plain, inside[-1][1] if inside else plain
-    torch._C._stash_obj_in_tls(_KEY, _thread.latest)
+    if not hasattr(_thread, "handed"):
+        _thread.handed = []
+    handed = _thread.handed
+    handed[:] = [_thread.latest]
+    if not torch._C._is_key_in_tls(_KEY):
+        references = sys.getrefcount(handed)
+        torch._C._stash_obj_in_tls(_KEY, handed)
+        if sys.getrefcount(handed) == references:  # torch 2.11 gives back, at the thread's end, what it never took
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handed))
+
+
+def _of_thread() -> str | None:
+    """The mode of this thread outside of `with`; in a thread of autograd, of the one that called backward()."""
+    if torch._C._is_key_in_tls(_KEY):
+        handed = torch._C._get_obj_in_tls(_KEY)
+        if handed is not getattr(_thread, "handed", None):
+            return handed[0]
+    return getattr(_thread, "plain", None)
 
 
 def current_mode() -> str:
     """The mode in force here; InputError where VITFAST_KERNELS has none."""
-    mode = None
     if torch.compiler.is_compiling():
         mode = getattr(_thread, "latest", None)
-    elif inside := _inside.get():
-        mode = inside[-1][1]
-    elif hasattr(_thread, "plain"):
-        mode = _thread.plain
-    elif torch._C._is_key_in_tls(_KEY):
-        mode = torch._C._get_obj_in_tls(_KEY)
+    else:
+        inside = _inside.get()
+        mode = inside[-1][1] if inside else _of_thread()
     mode = mode or _START
     if mode not in MODES:
         raise InputError(f"VITFAST_KERNELS: must be one of {', '.join(MODES)}, got {mode!r} in the environment")

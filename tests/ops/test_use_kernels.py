@@ -2,9 +2,7 @@
 
 import asyncio
 import contextvars
-import os
-import subprocess
-import sys
+import gc
 import threading
 
 import pytest
@@ -184,12 +182,23 @@ def test_autograds_threads_have_the_mode_of_the_backward_call(mode):
     seen = []
 
     def run(x):
+        with ops.use_kernels("auto"):
+            norm(x)
         seen.append((threading.get_ident(), current_mode()))
         return norm(x)
 
-    with ops.use_kernels(mode):
-        Deep.apply(torch.ones(1, requires_grad=True), 70, run).backward()
-    assert [found for _, found in seen] == [mode] * 2 and threading.get_ident() not in dict(seen)
+    for _ in range(2):
+        with ops.use_kernels(mode):
+            Deep.apply(torch.ones(1, requires_grad=True), 70, run).backward()
+    assert [found for _, found in seen] == [mode] * 4 and threading.get_ident() not in dict(seen)
+
+
+def test_many_threads_may_choose():
+    """torch 2.11 gives back a reference that it never took, when a thread ends: memory was freed that was in use."""
+    for _ in range(50):
+        assert in_thread(lambda: (ops.use_kernels("off"), current_mode())[1]) == "off"
+    gc.collect()
+    assert current_mode() == "auto"
 
 
 def counting_graphs():
@@ -237,24 +246,7 @@ def test_the_mode_can_be_chosen_in_compiled_code():
     assert current_mode() == "auto"
 
 
-SCRIPT = """
-import torch
-from vitfast import InputError, ops
-x = torch.ones(1, 8)
-try:
-    ops.layer_norm(x, None, None)
-except InputError as error:
-    print(error)
-with ops.use_kernels("off"):
-    print(ops.layer_norm(x, None, None).sum().item())
-"""
 WRONG = "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
-
-
-def test_an_unknown_mode_in_the_environment_is_named_at_the_first_operation():
-    environment = {**os.environ, "VITFAST_KERNELS": "foo"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
-    assert run.stdout.splitlines() == [WRONG, "0.0"], run.stderr
 
 
 def test_an_unknown_mode_is_one_line_of_a_command(monkeypatch, capsys, tmp_path):

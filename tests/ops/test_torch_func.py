@@ -1,0 +1,178 @@
+"""Every operation under torch.func, forward-mode and second differentiation, against formulas in plain PyTorch."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import func
+from torch.autograd import forward_ad
+
+from vitfast import ops
+from vitfast.kernels.launch import INTERPRETED
+from vitfast.ops import _dispatch
+
+B, N, D, H, HIDDEN = 2, 3, 16, 1, 24
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
+
+
+def attend(q, k, v):
+    weights = (torch.einsum("bnhd,bmhd->bhnm", q, k) / q.shape[-1] ** 0.5).softmax(-1)
+    return torch.einsum("bhnm,bmhd->bnhd", weights, v)
+
+
+def norm(x, weight, bias):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+
+
+def add_norm(x, residual, weight, bias):
+    return norm(x + residual, weight, bias), x + residual
+
+
+def attention_block(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias):
+    q, k, v = F.linear(norm(x, norm_weight, norm_bias), qkv_weight, qkv_bias).unflatten(-1, (3, H, -1)).unbind(2)
+    return x + F.linear(attend(q, k, v).flatten(2), proj_weight, proj_bias)
+
+
+def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias):
+    return F.linear(F.gelu(F.linear(x, fc1_weight, fc1_bias)), fc2_weight, fc2_bias)
+
+
+def embed(images, weight, bias, cls_token, pos_embed):
+    patches = F.conv2d(images, weight, bias, weight.shape[-2:]).flatten(2).transpose(1, 2)
+    return torch.cat([cls_token.expand(len(images), -1, -1), patches], 1) + pos_embed
+
+
+TOKENS, SQUARE, UP, DOWN, WIDE = (B, N, D), (D, D), (HIDDEN, D), (D, HIDDEN), (3 * D, D)
+# operation: (it, the formula, shapes of its tensors)
+OPERATIONS = {
+    "layer_norm": (ops.layer_norm, norm, [TOKENS, (D,), (D,)]),
+    "add_layer_norm": (ops.add_layer_norm, add_norm, [TOKENS, TOKENS, (D,), (D,)]),
+    "attention, packed": (ops.attention, lambda qkv: attend(*qkv.unbind(2)), [(B, N, 3, H, D)]),
+    "attention": (ops.attention, attend, [(B, N, H, D)] * 3),
+    "linear_gelu": (ops.linear_gelu, lambda x, w, b: F.gelu(F.linear(x, w, b)), [TOKENS, UP, (HIDDEN,)]),
+    "linear_residual": (ops.linear_residual, lambda x, w, b, r: r + F.linear(x, w, b), [TOKENS, SQUARE, (D,), TOKENS]),
+    "mlp": (ops.mlp, mlp, [TOKENS, UP, (HIDDEN,), DOWN, (D,)]),
+    "attention_block": (
+        lambda *tensors: ops.attention_block(*tensors, num_heads=H),
+        attention_block,
+        [TOKENS, (D,), (D,), WIDE, (3 * D,), SQUARE, (D,)],
+    ),
+    "mlp_block": (
+        ops.mlp_block,
+        lambda x, w, b, *layers: x + mlp(norm(x, w, b), *layers),
+        [TOKENS, (D,), (D,), UP, (HIDDEN,), DOWN, (D,)],
+    ),
+    "patch_embed": (ops.patch_embed, embed, [(B, 3, 4, 8), (D, 3, 4, 4), (D,), (1, 1, D), (1, 3, D)]),
+}
+
+
+def scalar(f):
+    def loss(*tensors):
+        out = f(*tensors)
+        out = out if isinstance(out, torch.Tensor) else torch.cat(out, -1)
+        return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sin().sum()
+
+    return loss
+
+
+def each(f, tensors):
+    """Every tensor as an argument, with a sample axis in front: two samples, the second another."""
+    return tuple(torch.stack([t, t.flip(-1)]) for t in tensors)
+
+
+def dual(f, tensors):
+    with forward_ad.dual_level():
+        out = f(*(forward_ad.make_dual(t, t.cos()) for t in tensors))
+        outs = [out] if isinstance(out, torch.Tensor) else out
+        return [forward_ad.unpack_dual(o).tangent for o in outs]
+
+
+def everything(tensors):
+    return tuple(range(len(tensors)))
+
+
+TRANSFORMS = {
+    "grad": lambda f, t: func.grad(scalar(f), everything(t))(*t),
+    "vmap": lambda f, t: func.vmap(f)(*each(f, t)),
+    "vmap of grad": lambda f, t: func.vmap(func.grad(scalar(f), everything(t)))(*each(f, t)),
+    "grad of vmap": lambda f, t: func.grad(lambda *t: func.vmap(scalar(f))(*t).sum(), everything(t))(*each(f, t)),
+    "jvp": lambda f, t: func.jvp(f, t, tuple(tensor.cos() for tensor in t)),
+    "jacrev": lambda f, t: func.jacrev(lambda x: scalar(f)(x, *t[1:]))(t[0]),
+    "jacfwd": lambda f, t: func.jacfwd(lambda x: scalar(f)(x, *t[1:]))(t[0]),
+    "grad of grad": lambda f, t: func.grad(lambda *t: func.grad(scalar(f))(*t).square().sum(), everything(t))(*t),
+    "dual numbers": dual,
+}
+
+
+def tensors_for(name, dtype):
+    draw = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) / 2 for shape in OPERATIONS[name][2])
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_plain_pytorch_takes_every_transform(name, transform):
+    operation, formula, _ = OPERATIONS[name]
+    tensors = tensors_for(name, torch.float64)
+    expected = TRANSFORMS[transform](formula, tensors)
+    for mode in ("auto", "off"):
+        with ops.use_kernels(mode):
+            torch.testing.assert_close(TRANSFORMS[transform](operation, tensors), expected, atol=1e-9, rtol=1e-9)
+
+
+@interpreted
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_kernels_refuse_every_transform(name, transform):
+    """Silence was worst: the tangents of jvp and jacfwd were zero."""
+    message = rf"{name.split(',')[0]}: kernels are switched on, but no kernel runs under torch.func's transforms"
+    with ops.use_kernels("on"), pytest.raises(RuntimeError, match=message):
+        TRANSFORMS[transform](OPERATIONS[name][0], tensors_for(name, torch.float32))
+
+
+def test_a_gpu_takes_plain_pytorch_there_and_says_so(monkeypatch):
+    monkeypatch.setattr(_dispatch.tiles, "generation", lambda device: 90)
+    monkeypatch.setattr(_dispatch, "_warned", set())
+    on_gpu, wanted = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16), []
+
+    def f(x):
+        wanted.append(_dispatch.kernels_wanted("layer_norm", on_gpu))
+        return x.sin()
+
+    with pytest.warns(UserWarning, match="layer_norm: no kernel runs under torch.func's transforms"):
+        func.jvp(f, (torch.ones(2),), (torch.ones(2),))
+    f(torch.ones(2))
+    assert wanted == [False, True]
+
+
+@interpreted
+def test_compiled_kernels_have_no_false_tangents():
+    torch._dynamo.reset()
+    tensors = tensors_for("layer_norm", torch.float32)
+    run = torch.compile(lambda *t: dual(ops.layer_norm, t), backend="eager")
+    with ops.use_kernels("on"), pytest.raises(RuntimeError, match="no kernel runs under torch.func's transforms"):
+        run(*tensors)
+
+
+@interpreted
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_advice_on_a_second_derivative_works(name):
+    operation, formula, _ = OPERATIONS[name]
+
+    def twice(f, dtype):
+        tensors = [t.requires_grad_() for t in tensors_for(name, dtype)]
+        first = torch.autograd.grad(scalar(f)(*tensors), tensors, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
+
+    advice = "a forward in use_kernels('off')"
+    math = " inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+    with ops.use_kernels("on"), pytest.raises(RuntimeError) as error:
+        twice(operation, torch.float32)
+    assert f"{name.split(',')[0]}: cannot be differentiated twice; {advice}" in str(error.value)
+    with contextlib.ExitStack() as followed:
+        followed.enter_context(ops.use_kernels("off"))
+        if math in str(error.value):
+            followed.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        torch.testing.assert_close(twice(operation, torch.float64), twice(formula, torch.float64), atol=1e-9, rtol=1e-9)
