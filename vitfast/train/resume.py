@@ -98,7 +98,7 @@ def _write(run: Path, train_step: TrainStep, models: dict, record: dict, section
 
 
 def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
-    """Loads a checkpoint into `train_step`, on any number of ranks. Raises InputError where it does not fit."""
+    """Loads a checkpoint on any number of ranks. Raises InputError where it does not fit."""
     training_state = read_training_state(checkpoint)
     try:
         _load(training_state, train_step)
@@ -129,7 +129,7 @@ def _load(training_state: dict, train_step: TrainStep) -> None:
 
 
 def _check_optimizer(saved: dict, model: nn.Module) -> None:
-    """Raises ValueError where a parameter's state is not whole or has another shape, which torch does not check."""
+    """Raises ValueError where state is lacking or has another shape, which torch does not check."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     entries: dict[str, set] = {}
     for key, value in saved.items():
@@ -147,7 +147,7 @@ def _check_optimizer(saved: dict, model: nn.Module) -> None:
 
 
 def read_record(checkpoint: Path) -> dict:
-    """What a checkpoint's state.json holds, its RECORD checked. Raises InputError where it is not whole."""
+    """The content of a checkpoint's state.json, its RECORD checked. Raises InputError."""
     path = checkpoint / "state" / "state.json"
     if not is_checkpoint(checkpoint):
         takes = "--resume takes a run folder or one of its checkpoints"
@@ -221,7 +221,7 @@ def _first(names: list, without: list) -> str:
 
 
 def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
-    """The checkpoint to continue from and what its state.json holds; (None, {}) for a run from the beginning.
+    """The checkpoint to continue from and its state.json; (None, {}) for a run from the beginning.
 
     resume: "never", "auto" for the run's own, or a path to any. Raises InputError where it is of another run, and where
     the folder's own run would be lost.

@@ -40,7 +40,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def read_settings(run: Path) -> dict | None:
-    """The settings in a run folder's config.yaml, None where there are none. Raises InputError for another file."""
+    """The settings in config.yaml, None where there are none. Raises InputError for another file."""
     return _read(run / "config.yaml", yaml.safe_load, lambda content: content.keys() >= {"name", "task", "output"})
 
 
@@ -101,7 +101,7 @@ def _is_metrics(path: Path) -> bool:
 
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:
-    """Makes the folder ready for a run; `fresh`: one that starts from its beginning, so that an earlier one goes."""
+    """Makes the folder ready for a run; `fresh`: from the beginning, so that an earlier one goes."""
     # The settings first: where the disk is full nothing else has gone.
     write_text(run / "config.yaml", yaml.safe_dump(as_plain(config), sort_keys=False))
     (run / "summary.json").unlink(missing_ok=True)

@@ -134,7 +134,7 @@ class Trainer:
         return None
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there. Raises TrainingError where it is not finite."""
+        """Writes the checkpoint of this step, unless it is there. Raises TrainingError if not finite."""
         if self.saved == self.step:
             return
         if self.ranks.agree(FAILED if not self.train_step.is_finite() else GO):
@@ -243,7 +243,7 @@ class Trainer:
         return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
 
     def _finite_losses(self, losses: list[float], norms: list[float]) -> list[float]:
-        """The losses of the steps that count. Raises TrainingError for one whose loss or gradient is not finite.
+        """The losses of the steps that count. Raises TrainingError where loss or gradient is not finite.
 
         With non_finite=skip the optimiser left out a step with such a gradient: then it is told, and does not count.
         """
