@@ -1,6 +1,7 @@
 """Shared set-up: one thread per worker, fixed seeds; without a GPU Triton's interpreter and no `gpu` tests."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor believes /proc/cpuinfo: it would try each kind of vector with a compiler and another Python.
@@ -56,3 +57,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_reports(request, monkeypatch):
+    """Runs draw no report.html, half a second each, but in tests that are marked to be about them."""
+    if "vitfast.train.trainer" in sys.modules and "reports" not in request.keywords:
+        monkeypatch.setattr("vitfast.train.trainer.write_report", lambda *_: None)

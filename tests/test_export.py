@@ -132,7 +132,7 @@ def test_errors_are_one_line_and_leave_nothing(model, weights, tmp_path, capsys,
     with pytest.raises(InputError, match="no bfloat16; call model.float"):
         export(ViT(**SMALL).bfloat16(), tmp_path / "m.onnx", "onnx")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(InputError, match="ONNX needs the package onnxscript; pip install 'vitfast.export.'"):
+    with pytest.raises(InputError, match="ONNX needs the package onnxscript: pip install '..export.' in a checkout"):
         export(model, tmp_path / "m.onnx", "onnx")
     assert [p.name for p in tmp_path.iterdir()] == ["there.onnx"] and (tmp_path / "there.onnx").read_text() == "old"
 

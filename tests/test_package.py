@@ -104,16 +104,16 @@ def test_metadata_has_the_extras(dist):
 # From the ground up. A place is a file or a folder of vitfast/; it imports from the floors below its own.
 FLOORS = (
     {"errors", "files", "version", "interpreter", "ref", "kernels"},
-    {"ops", "positions", "presets", "config", "device", "keep", "machine_code"},
-    {"layers", "adapters", "checkpoint", "arguments"},
-    {"model", "hybrid", "init", "settle_keep", "distributed"},
+    {"ops", "positions", "presets", "config", "device", "keep", "machine_code", "arguments"},
+    {"layers", "adapters", "checkpoint"},
+    {"model", "hybrid", "init", "intermediates", "settle_keep", "distributed"},
     {"data", "cost", "verify", "baselines"},
     {"eval", "convert", "export", "inspect", "tune", "doctor"},
     {"train"},
     {"experiments", "timm_models"},
     {"cli"},
 )
-ONE_PLACE = {"hybrid": "model", "init": "model", "settle_keep": "model"}  # parts of the model
+ONE_PLACE = dict.fromkeys(("hybrid", "init", "intermediates", "settle_keep"), "model")  # parts of the model
 
 
 def imports() -> dict[str, set[str]]:

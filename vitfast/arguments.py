@@ -1,31 +1,184 @@
-"""Checks of what a ViT is given: constructor arguments, images, block numbers."""
+"""Checks of what a ViT is given: constructor arguments, names of classes, images, block numbers."""
 
-from collections.abc import Sequence
+import math
+import reprlib
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 
 from torch import Tensor
 
-from . import positions
 from .errors import InputError
 
 POOLS = ("token", "avg", "")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # timm's names -> torch's `approximate`
-CHOICES = {
-    "global_pool": POOLS,
-    "pos_embed": positions.KINDS,
-    "pos_embed_at": positions.PLACES,
-    "act_layer": ACTIVATIONS,
-    "weight_init": ("", "jax", "jax_nlhb", "moco", "reset", "skip"),
+POS_EMBEDS = ("learn", "learn2d", "sincos2d", "relative", "none", "")  # see positions.py
+POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
+MOST_PARAMETERS = 10**11  # four times the largest ViT there is; what a mistyped size asks for lies far above
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+shown = _repr.repr  # values in messages, however long
+
+Check = Callable[[object], object]  # a value -> the same as Python's own type; ValueError says what was expected
+
+
+def whole(low: int, high: int) -> Check:
+    def check(value):
+        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+            raise ValueError(f"a whole number from {low} to {high}")
+        return int(value)
+
+    return check
+
+
+def number(text: str, holds: Callable[[float], bool]) -> Check:
+    """Finite numbers for which `holds`; text: what they are called."""
+
+    def check(value):
+        try:
+            real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        except OverflowError:  # a whole number past every float
+            real = math.inf
+        if not math.isfinite(real) or not holds(real):
+            raise ValueError(text)
+        return real
+
+    return check
+
+
+def one_of(names: Sequence[str]) -> Check:
+    def check(value):
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(f"one of {', '.join(map(repr, names))}")
+        return value
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    def check_unless_none(value):
+        try:
+            return None if value is None else check(value)
+        except ValueError as error:
+            raise ValueError(f"None or {error}") from None
+
+    return check_unless_none
+
+
+def flag(value) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("True or False")
+    return value
+
+
+def some(check: Check, lengths: range, text: str) -> Check:
+    """Lists or tuples of so many values, as tuples. text: what they are called."""
+
+    def check_each(value):
+        try:
+            if isinstance(value, (list, tuple)) and len(value) in lengths:
+                return tuple(check(each) for each in value)
+        except ValueError:
+            pass
+        raise ValueError(text)
+
+    return check_each
+
+
+def one_or_some(check: Check, lengths: range, text: str) -> Check:
+    every = some(check, lengths, text)
+
+    def check_either(value):
+        listed = isinstance(value, (list, tuple))
+        values = every(value if listed else [value] * lengths[0])
+        return values if listed else values[0]
+
+    return check_either
+
+
+def each_channel(check: Check, text: str) -> Check:
+    """One value or one for each channel; a tensor's or an array's too."""
+    every = one_or_some(check, range(1, 2**16 + 1), text)
+    return lambda value: every(value.reshape(-1).tolist() if hasattr(value, "reshape") else value)
+
+
+SIDE = whole(1, 2**16)
+SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
+ANY = number("a number", lambda x: True)
+POSITIVE = number("positive", lambda x: x > 0)
+RATE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
+
+
+def backbone(value):
+    """Types and bounds alone: whether it fits the patches is found out in hybrid.py."""
+    if value is None or isinstance(value, str):
+        return value
+    text = "None, a name, or a dict with layers (the units of one to 4 stages) and, if you like, width (to 16) and eps"
+    parts = {
+        "layers": some(whole(1, 1000), range(1, 5), text),
+        "width": number(text, lambda x: 0 < x <= 16),
+        "eps": number(text, lambda x: x >= 0),
+    }
+    if not isinstance(value, dict) or "layers" not in value or value.keys() - parts:
+        raise ValueError(text)
+    return {name: parts[name](part) for name, part in value.items()}
+
+
+ARGUMENTS: dict[str, Check] = {
+    "img_size": SIZE,
+    "patch_size": SIZE,
+    "in_chans": whole(1, 2**16),
+    "num_classes": whole(0, 2**24),
+    "global_pool": one_of(POOLS),
+    "embed_dim": whole(1, 2**17),
+    "depth": whole(1, 1000),
+    "num_heads": whole(1, 2**17),
+    "mlp_ratio": number("a positive number up to 65536", lambda x: 0 < x <= 2**16),
+    "qkv_bias": flag,
+    "proj_bias": flag,
+    "init_values": optional(number("a number of at least 0", lambda x: x >= 0)),
+    "class_token": flag,
+    "pos_embed": one_of(POS_EMBEDS),
+    "no_embed_class": flag,
+    "reg_tokens": whole(0, 2**16),
+    "fc_norm": optional(flag),
+    "dynamic_img_size": flag,
+    "drop_rate": RATE,
+    "pos_drop_rate": RATE,
+    "proj_drop_rate": RATE,
+    "drop_path_rate": RATE,
+    "weight_init": one_of(("", "jax", "jax_nlhb", "moco", "reset", "skip")),
+    "head_init_bias": optional(ANY),
+    "representation_size": optional(whole(1, 2**17)),
+    "act_layer": one_of(tuple(ACTIVATIONS)),
+    "norm_eps": POSITIVE,
+    "mean": each_channel(ANY, "one number or one for each channel"),
+    "std": each_channel(POSITIVE, "positive, one number or one for each channel"),
+    "residual_in_fp32": flag,
+    "pos_embed_at": one_of(POS_EMBED_PLACES),
+    "backbone": backbone,
 }
 
 
-def check(config: dict) -> None:
-    """Raises InputError for constructor arguments that no ViT can have."""
-    for name, known in CHOICES.items():
-        if config[name] not in known:
-            raise InputError(f"ViT: {name} must be one of {', '.join(map(repr, known))}, got {config[name]!r}")
-    for name in ("in_chans", "embed_dim", "depth", "num_heads"):
-        if config[name] < 1:
-            raise InputError(f"ViT: {name} must be at least 1, got {config[name]}")
+def read(name: str, value, called: str = ""):
+    """The value of one constructor argument, as Python's own type.
+
+    Raises InputError where it is none. called: the name in the message, `ViT: {name}` unless given.
+    """
+    try:
+        return ARGUMENTS[name](value)
+    except ValueError as error:
+        raise InputError(f"{called or f'ViT: {name}'} must be {error}, got {shown(value)}") from None
+
+
+def checked(config: dict) -> dict:
+    """All constructor arguments as `read` returns them, a mean and std for each channel.
+
+    `class_names` stays where there are any. Raises InputError for what no ViT can have, before anything of its size is
+    made.
+    """
+    names, rest = config.get("class_names"), {k: v for k, v in config.items() if k != "class_names"}
+    config = {name: read(name, value) for name, value in rest.items()}
     width, heads, kind, place = (config[name] for name in ("embed_dim", "num_heads", "pos_embed", "pos_embed_at"))
     if width % heads:
         raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {width} and {heads}")
@@ -33,20 +186,45 @@ def check(config: dict) -> None:
         raise InputError(f"ViT: pos_embed_at={place!r} is for pos_embed='learn' or 'learn2d', got pos_embed={kind!r}")
     if kind == "learn2d" and width % 2:
         raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {width}")
+    if kind == "sincos2d" and (width % 4 or width < 8):
+        raise InputError(f"ViT: pos_embed='sincos2d' needs an embed_dim of 8 or more, by 4 divisible, got {width}")
     if config["global_pool"] == "token" and not config["class_token"]:
         raise InputError("ViT: global_pool='token' needs class_token=True; without a class token use global_pool='avg'")
+    if int(width * config["mlp_ratio"]) < 1:
+        raise InputError(f"ViT: mlp_ratio must leave the MLP a width, got {config['mlp_ratio']} of {width}")
+    for name in ("mean", "std"):
+        config[name] = _per_channel(name, config[name], config["in_chans"])
+    if (count := _parameters(config)) > MOST_PARAMETERS:
+        sizes = ", ".join(f"{name}={config[name]}" for name in ("embed_dim", "depth", "patch_size", "img_size"))
+        limit = f"at most {MOST_PARAMETERS:.0e} parameters, these would be {count:.0e}"
+        raise InputError(f"ViT: the sizes must leave {limit} ({sizes}, ...)")
+    return config if names is None else config | {"class_names": class_names(names, config["num_classes"])}
 
 
-def per_channel(name: str, value: float | Sequence[float], chans: int) -> tuple[float, ...]:
-    """A mean or std for each channel, from one number or as many. Raises InputError."""
-    values = (float(value),) * chans if isinstance(value, (int, float)) else tuple(float(v) for v in value)
-    if len(values) == 1:
-        values *= chans
-    if len(values) != chans:
+def _per_channel(name: str, value: float | tuple[float, ...], chans: int) -> tuple[float, ...]:
+    values = value if isinstance(value, tuple) else (value,)
+    if len(values) not in (1, chans):
         raise InputError(f"ViT: {name} must be one number or one for each of the {chans} channels, got {len(values)}")
-    if name == "std" and min(values) <= 0:
-        raise InputError(f"ViT: std must be positive, got {values}")
-    return values
+    return values * (chans // len(values))
+
+
+def _parameters(config: dict) -> int:
+    """How many numbers the model holds, but for biases, norms and a hybrid's CNN."""
+    width, depth, classes = config["embed_dim"], config["depth"], config["num_classes"]
+    (h, w), (p, q) = (2 * (s,) if isinstance(s, int) else s for s in (config["img_size"], config["patch_size"]))
+    hidden, pre_logits = int(width * config["mlp_ratio"]), config["representation_size"] or 0
+    tables = depth if config["pos_embed_at"] == "layers" or config["pos_embed"] == "relative" else 1
+    rows = config["in_chans"] * p * q + config["reg_tokens"] + tables * math.ceil(h / p) * math.ceil(w / q) + pre_logits
+    return width * (rows + depth * (4 * width + 2 * hidden)) + (pre_logits or width) * classes
+
+
+def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:
+    """The names of the classes, in the order of the logits. Raises InputError unless each class has one."""
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"ViT: class_names must be a list of strings, got {shown(names)}")
+    if len(names) != num_classes:
+        raise InputError(f"ViT: class_names must name each of the {num_classes} classes, got {len(names)} names")
+    return tuple(names)
 
 
 def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:

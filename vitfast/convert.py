@@ -6,13 +6,14 @@ import torch
 
 from .checkpoint import load_model, read
 from .checkpoint.files import check_free, staged
-from .checkpoint.writers import FEATURES, WRITERS, file_suffix, tensors
+from .checkpoint.writers import FEATURES, WRITERS, Writer, file_suffix, tensors
 from .errors import InputError, unknown
 from .model import ViT
 
 FORMATS = tuple(WRITERS)
 # Arguments that change what the model computes and that a format may leave unsaid.
 _MEANING = ("num_heads", "act_layer", "norm_eps", "global_pool", "fc_norm", "no_embed_class", "img_size", "mean", "std")
+_ASKED = ("num_heads", "img_size", "act_layer", "pos_embed")  # by the errors of a bare file
 
 
 def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
@@ -29,7 +30,8 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
     writer, config = WRITERS[form], model.config
     lost = [what for key, (what, present) in FEATURES.items() if key in writer.lacks and present(config)]
     if lost:
-        raise InputError(f"the format {form} has no place for {', '.join(lost)}; the format vitfast has")
+        said = f"the format {form} has no place for {', '.join(lost)}; the format vitfast has"
+        raise InputError(said + _new_head(model, writer, lost))
     with staged(path, force) as scratch:
         writer.write(model, scratch)
         return _read_back(model, scratch, form)
@@ -42,6 +44,18 @@ def convert(source: str | Path, path: str | Path, form: str, *, force: bool = Fa
     """
     _check_target(Path(path).expanduser(), form, force)
     return write(load_model(ViT, source, overrides, keep_dtype=True), path, form, force)
+
+
+def _new_head(model, writer: Writer, lost: list[str]) -> str:
+    """How to write the model without its head, where the head alone is what a format has no place for."""
+    heads = [FEATURES[key][0] for key in ("pre_logits", "no_head")]
+    if any(what not in heads for what in lost):
+        return ""
+    # of a model without a last layer, none is what it has: its hidden layer would stay
+    none = "no_head" not in writer.lacks and model.num_classes > 0
+    ways = ["--num-classes 0 leaves the head out"] if none else []
+    ways.append(f"--num-classes N (any but {model.num_classes}) puts a new one in its place")
+    return f"; in vitfast convert {', '.join(ways)}"
 
 
 def _check_target(path: Path, form: str, force: bool) -> None:
@@ -60,9 +74,9 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     notes = []
     try:
         state, config = read(path)
-    except InputError as error:  # heads or an image size that only the reader can tell
+    except InputError as error:  # what only the reader can tell
         notes.append(str(error).replace(str(path), path.name))
-        state, config = read(path, **{name: model.config[name] for name in ("num_heads", "img_size")})
+        state, config = read(path, **{name: model.config[name] for name in _ASKED})
     with torch.device("meta"):
         again = ViT(**config)
     ours = tensors(model)

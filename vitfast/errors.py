@@ -12,13 +12,18 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message says where it stopped and what is kept."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
+def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
     """An InputError for a name that does not exist, with the nearest ones that do."""
-    known = list(known)
+    known, name = list(known), both_ends(str(name), 80)
     lower = {k.lower(): k for k in known}
     near = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.4)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return InputError(f"unknown {kind} {name!r}; {hint}")
+
+
+def install(extra: str) -> str:
+    """How to install vitfast with what an extra needs: from a checkout, as it is not on PyPI yet."""
+    return f"pip install '.[{extra}]' in a checkout of vitfast (once it is on PyPI: pip install 'vitfast[{extra}]')"
 
 
 def both_ends(text: str, limit: int = 400) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint.files import check_free, staged
-from .errors import InputError, unknown
+from .errors import InputError, install, unknown
 from .model import ViT
 from .ops import use_kernels
 
@@ -84,7 +84,7 @@ def _onnx(program: torch.export.ExportedProgram, path: Path) -> Runner | None:
         try:
             __import__(name)
         except ImportError as error:
-            raise InputError(f"export: ONNX needs the package {name}; pip install 'vitfast[export]'") from error
+            raise InputError(f"export: ONNX needs the package {name}: {install('export')}") from error
     names = dict(input_names=["images"], output_names=["logits"])
     torch.onnx.export(program, dynamo=True, verbose=False, **names).save(str(path))
     try:

@@ -34,7 +34,7 @@ def move_synced(source: Path, target: Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swaps two names in one step; False, with nothing done, where the system cannot (NFS, say)."""
+    """Swaps two names in one step; False, and nothing done, where the system cannot (NFS, no Linux)."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), both) == 0

@@ -23,8 +23,15 @@ def sample_drop_path(x: Tensor, rate: float) -> Tensor:
     return factors.bernoulli_(keep).div_(keep) if keep > 0 else factors.zero_()
 
 
+# The parts of a layer, for `acceleration_report`; with each why PyTorch's code runs it, None where an operation does.
+Parts = list[tuple[str, str | None]]
+
+
 class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm over the last axis, on vitfast's operation."""
+
+    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
+        return [("norm", None)]
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -72,6 +79,9 @@ class PatchEmbed(nn.Module):
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
         """The image's size over the grid's (timm's name)."""
         return max(self.patch_size) if as_scalar else self.patch_size
+
+    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
+        return [("patch projection", None)]
 
     def forward(
         self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
@@ -204,6 +214,20 @@ class Block(nn.Module):
         weights = (norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
         factors = self._factors(x, self.ls2)
         return mlp_block(x, *weights, eps=norm.eps, approximate=mlp.approximate, **options, **factors)
+
+    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
+        """As `forward` runs them. above: the modules that it is in; a ViT among them tells the positions."""
+        configs = [getattr(module, "config", None) for module in above]
+        relative = any(isinstance(config, dict) and config.get("pos_embed") == "relative" for config in configs)
+        dropout = "dropout is active in training" if self.training and self.attn.proj_drop.p > 0 else None
+        norm = ("norm", "an fp32 residual stream" if self.residual_in_fp32 else None)
+        attention, mlp = [("attention block", None)], [("MLP block", None)]
+        if dropout or relative:
+            rest = ("projection and residual", dropout or "relative positions")
+            attention = [norm, ("attention", "relative positions" if relative else None), rest]
+        if dropout:
+            mlp = [norm, ("linear layer and GELU", None), ("projection and residual", dropout)]
+        return attention + mlp
 
     def attention_map(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
         """The attention matrices (B, H, N, N), in fp32 at least, of `forward` with these arguments."""

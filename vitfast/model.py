@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import arguments, positions, ref
-from .arguments import ACTIVATIONS, POOLS, block_indices, checked_images, per_channel
+from .arguments import ACTIVATIONS, POOLS, block_indices, checked_images
 from .checkpoint import load_model, save
 from .errors import InputError
 from .hybrid import HybridEmbed
 from .init import init_weights
+from .intermediates import check_form, pack
 from .keep import KEEPS
 from .layers import Block, LayerNorm, PatchEmbed, PreLogits
 from .positions import table_for_images
@@ -43,7 +44,8 @@ class ViT(nn.Module):
     pre-training head, None for none. act_layer: "gelu" (erf) or "gelu_tanh". norm_eps: of every LayerNorm. mean, std:
     of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the residual stream in fp32 when the matrix products
     run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says, None for a ViT. keep: what
-    blocks keep for backward, see `set_keep`; it is of a run, and not in `config`.
+    blocks keep for backward, see `set_keep`; it is of a run, and not in `config`. class_names: of the classes, in the
+    order of the logits; None where nobody said them. Raises InputError for an argument that no ViT can have.
     """
 
     # Of the class too: models pickled before there was a choice have neither.
@@ -85,10 +87,10 @@ class ViT(nn.Module):
         pos_embed_at: str = "stem",
         backbone: str | dict | None = None,
         keep: str = "auto",
+        class_names: Sequence[str] | None = None,
     ):
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__", "keep")}
+        config = arguments.checked({k: v for k, v in locals().items() if k not in ("self", "__class__", "keep")})
         super().__init__()
-        arguments.check(config)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.embed_dim = self.num_features = embed_dim
         self.head_hidden_size = representation_size or embed_dim
@@ -96,7 +98,7 @@ class ViT(nn.Module):
         self.num_reg_tokens, self.has_class_token = reg_tokens, class_token
         self.no_embed_class, self.dynamic_img_size = no_embed_class, dynamic_img_size
         self.grad_checkpointing, self.residual_in_fp32 = False, residual_in_fp32
-        self.mean, self.std = per_channel("mean", mean, in_chans), per_channel("std", std, in_chans)
+        self.mean, self.std = config["mean"], config["std"]
         self._config = config
         if backbone is None:
             self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
@@ -113,15 +115,8 @@ class ViT(nn.Module):
             table = torch.empty(shape)
             setattr(self, name, table if pos_embed == "sincos2d" else nn.Parameter(table))
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        options = dict(
-            qkv_bias=qkv_bias,
-            proj_bias=proj_bias,
-            init_values=init_values,
-            proj_drop=proj_drop_rate,
-            approximate=ACTIVATIONS[act_layer],
-            eps=norm_eps,
-            residual_in_fp32=residual_in_fp32,
-        )
+        options = dict(qkv_bias=qkv_bias, proj_bias=proj_bias, init_values=init_values, proj_drop=proj_drop_rate)
+        options |= dict(approximate=ACTIVATIONS[act_layer], eps=norm_eps, residual_in_fp32=residual_in_fp32)
         hidden, rates = int(embed_dim * mlp_ratio), [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(Block(embed_dim, num_heads, hidden, drop_path=r, **options) for r in rates))
         self.set_keep(keep)
@@ -149,8 +144,8 @@ class ViT(nn.Module):
         """A model with the weights of a file, a folder or `hf-hub:owner/name`.
 
         In any format that load_checkpoint reads. Constructor arguments override what the checkpoint says: another
-        `img_size` resamples the positions, another `num_classes` replaces the whole head by a zero linear layer.
-        InputError names the keys that do not fit.
+        `img_size` resamples the positions, another `num_classes` replaces the whole head by a zero linear layer and
+        drops the names of the classes. InputError names what does not fit, or another function than this ViT's.
         """
         return load_model(cls, source, overrides)
 
@@ -162,6 +157,17 @@ class ViT(nn.Module):
     def config(self) -> dict:
         """The constructor arguments that make this model as it is now."""
         return {**self._config, "mean": self.mean, "std": self.std}
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes, in the order of the logits; None where nobody said them."""
+        return self._config.get("class_names")
+
+    @class_names.setter
+    def class_names(self, names: Sequence[str] | None) -> None:
+        self._config.pop("class_names", None)
+        if names is not None:
+            self._config["class_names"] = arguments.class_names(names, self.num_classes)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Initialises every weight as timm's ViT does; mode "", "jax", "jax_nlhb", "moco" or "reset".
@@ -254,8 +260,7 @@ class ViT(nn.Module):
         with "NCHW", (B, N, D) with "NLC". Returns (final tokens, list), the list alone with `intermediates_only`, or a
         dictionary.
         """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        check_form(output_fmt)
         take = block_indices(indices, len(self.blocks))
         (x, layers), outputs = self._embed(images), []
         settle_in_training(self, x)
@@ -263,19 +268,11 @@ class ViT(nn.Module):
             x = self._run(block, x, *layers[i])
             if i in take:
                 outputs.append(self._final(x) if norm else x)
-        prefix = [y[:, : self.num_prefix_tokens] for y in outputs] if self.num_prefix_tokens else None
-        maps = [y[:, self.num_prefix_tokens :] for y in outputs]
-        if output_fmt == "NCHW":
-            grid = self.patch_embed.dynamic_feat_size(images.shape[-2:])
-            maps = [y.transpose(1, 2).unflatten(2, grid).contiguous() for y in maps]
-        if output_dict:
-            result = {"image_intermediates": maps}
-            if prefix is not None and return_prefix_tokens:
-                result["image_intermediates_prefix"] = prefix
-            return result if intermediates_only else {**result, "image_features": self._final(x)}
-        if return_prefix_tokens and prefix is not None:
-            maps = list(zip(maps, prefix))
-        return maps if intermediates_only else (self._final(x), maps)
+        grid = self.patch_embed.dynamic_feat_size(images.shape[-2:])
+        found = pack(outputs, self.num_prefix_tokens, grid, output_fmt, return_prefix_tokens, output_dict)
+        if intermediates_only:
+            return found
+        return {**found, "image_features": self._final(x)} if output_dict else (self._final(x), found)
 
     def get_intermediate_layers(
         self,
@@ -312,6 +309,7 @@ class ViT(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the whole head, its hidden layer included, by one zero linear layer (the paper, 3.2)."""
+        num_classes = arguments.read("num_classes", num_classes, "reset_classifier: num_classes")
         if global_pool is not None:
             if global_pool not in POOLS or (global_pool == "token" and not self.has_class_token):
                 raise InputError(f"reset_classifier: this model cannot pool by {global_pool!r}")
@@ -326,11 +324,12 @@ class ViT(nn.Module):
         for module in (self.pre_logits, self.head):
             module.train(self.training)
         self._config.update(num_classes=num_classes, global_pool=self.global_pool, representation_size=None)
+        self.class_names = None
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Takes images of another size from now on; the patch size stays, the positions are resampled in 2-D."""
         old = self.patch_embed.grid_size
-        self.patch_embed.set_input_size(img_size)
+        self.patch_embed.set_input_size(arguments.read("img_size", img_size, "set_input_size: img_size"))
         for name in self._tables:
             before = getattr(self, name)
             table = positions.resize_table(name, before.detach(), old, self.patch_embed.grid_size, self._pos_prefix)

@@ -18,9 +18,6 @@ from torch import Tensor
 
 Grid = tuple[int, int]
 
-KINDS = ("learn", "learn2d", "sincos2d", "relative", "none", "")
-PLACES = ("stem", "layers", "layers_shared")
-
 
 def table_shapes(
     kind: str, place: str, grid: Grid, dim: int, head_dim: int, depth: int, prefix: int

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .errors import unknown
+from .errors import InputError, unknown
 
 # Units of each stage, by how much smaller the map is than the image: the paper's options (ii) and (i).
 BACKBONES = {"r50": {16: (3, 4, 9), 32: (3, 4, 6, 3)}}
@@ -13,6 +13,9 @@ PRESETS = {
     "Ti/16": dict(patch_size=16, embed_dim=192, depth=12, num_heads=3),
     "S/16": dict(patch_size=16, embed_dim=384, depth=12, num_heads=6),
     "S/32": dict(patch_size=32, embed_dim=384, depth=12, num_heads=6),
+    # Figure 4's ViT-b: "ViT-B with all hidden dimensions halved", its 12 heads kept (with 6 it is S/32). After S, whose
+    # head count is taken for weights of this width that do not tell theirs.
+    "B-half/32": dict(patch_size=32, embed_dim=384, depth=12, num_heads=12),
     "B/16": dict(patch_size=16, embed_dim=768, depth=12, num_heads=12),
     "B/32": dict(patch_size=32, embed_dim=768, depth=12, num_heads=12),
     "L/16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
@@ -35,9 +38,12 @@ def pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 def preset(name: str) -> dict:
     """The constructor arguments of a preset; InputError with the nearest names for others."""
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
-    return dict(PRESETS[name])
+    if name in PRESETS:
+        return dict(PRESETS[name])
+    if name.lower().removeprefix("vit-") == "b/32":  # two models of the paper, told apart by their case alone
+        both = "B/32 for ViT-B, B-half/32 for the half as wide ViT-b of the paper's Figure 4"
+        raise InputError(f"unknown preset {name!r}; write {both}")
+    raise unknown("preset", name, PRESETS)
 
 
 def reduction(layers: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def _upcastable(function):
@@ -29,6 +30,14 @@ def _upcastable(function):
 
 def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
     return None if parameter is None else parameter.to(x.dtype)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is at work."""
+    if forward_ad._current_level >= 0:
+        return True
+    # Dynamo takes the other question for true always; the transforms that it traces say themselves what they lack.
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
@@ -97,6 +106,9 @@ def add_layer_norm(x, residual, weight, bias, eps=1e-6, *, layer_scale=None, dro
 @_upcastable
 def attention(q, k, v, *, scale=None):
     """softmax(q k^T * scale) v; q, k, v (B, N, H, Dh) -> (B, N, H, Dh). scale: 1/sqrt(Dh) unless given."""
+    if transformed():  # PyTorch's fused attention has no tangents and no second derivative
+        probabilities = attention_probabilities(q, k, scale=scale).to(v.dtype)
+        return (probabilities @ v.transpose(1, 2)).transpose(1, 2).contiguous()
     o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale)
     return o.transpose(1, 2).contiguous()
 

@@ -210,12 +210,12 @@ def test_wrong_paths_say_what_is_wrong(tmp_path):
         ('{"model_type": "vit", "hidden_act": "quick_gelu"}', "activation 'quick_gelu' is not supported"),
         (
             '{"model_type": "vit", "image_size": {"height": 32}}',
-            "config.json is not one of timm, Hugging Face or vitfast",
+            "config.json: image_size must be a whole number of pixels",
         ),
-        ('{"architecture": "vit_base", "global_pool": "max"}', "global_pool='max' is not supported"),
+        ('{"architecture": "vit_base_patch16_224", "global_pool": "max"}', "global_pool='max' is not supported"),
         (
             '{"architecture": "vit_base_patch16_rpn_224"}',
-            "vit_base_patch16_rpn_224 has blocks that vitfast does not have",
+            "timm's vit_base_patch16_rpn_224 has its norms after attention and MLP, which vitfast does not have",
         ),
     ],
 )
@@ -237,3 +237,29 @@ def test_tensors_of_odd_shapes(tmp_path):
         np.savez(tmp_path / "w.npz", **{**google(), key: np.zeros(shape, "f4")})
         with pytest.raises(InputError, match="w.npz: "):
             ViT.from_pretrained(tmp_path / "w.npz")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_tensors_that_are_no_weights(tmp_path, dtype):
+    """Copied into a float32 parameter they would be numbers that mean something else."""
+    state = small_timm().state_dict()
+    torch.save(state | {"head.weight": state["head.weight"].to(dtype)}, tmp_path / "w.pth")
+    said = f"^{tmp_path / 'w.pth'}: head.weight is {dtype} of shape .*, expected values of float64, float32, float16"
+    for call in (load_checkpoint, ViT.from_pretrained):
+        with pytest.raises(InputError, match=said):
+            call(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("key", ["blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight", "patch_embed.proj.weight"])
+@pytest.mark.parametrize("shape", [(), (0, 48), (4,)])
+def test_tensors_of_odd_ranks(tmp_path, key, shape):
+    torch.save(small_timm().state_dict() | {key: torch.zeros(shape)}, tmp_path / "w.pth")
+    with pytest.raises(InputError, match=f"w.pth: .*{key}.* of shape"):
+        ViT.from_pretrained(tmp_path / "w.pth", num_heads=3)
+
+
+def test_a_block_number_out_of_all_reason(tmp_path):
+    state = small_timm().state_dict()
+    torch.save(state | {"blocks.999999999.norm1.bias": torch.zeros(D)}, tmp_path / "w.pth")
+    with pytest.raises(InputError, match="w.pth: ViT: depth must be a whole number from 1 to 1000, got 1000000000"):
+        ViT.from_pretrained(tmp_path / "w.pth", num_heads=3)

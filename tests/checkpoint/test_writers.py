@@ -119,7 +119,9 @@ def test_timm_loads_the_npz(tmp_path, big_vision):
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_torchvision_loads_the_state_dict(tmp_path, suffix):
     model, path = small(representation_size=40), tmp_path / f"w{suffix}"
-    write(ViT(**SMALL, head_init_bias=float("nan")), path, "torchvision")  # a diverged model can be written too
+    diverged = ViT(**SMALL)
+    diverged.head.bias.data.fill_(float("nan"))
+    write(diverged, path, "torchvision")  # it can be written too
     notes = write(model, path, "torchvision", force=True)
     assert any("mean=(0.5, 0.5, 0.5): its readers take (0.485, 0.456, 0.406)" in note for note in notes)
     state = torch.load(path, weights_only=True) if suffix == ".pth" else safetensors.torch.load_file(path)
@@ -246,6 +248,25 @@ def test_models_that_a_format_cannot_hold(tmp_path, form):
         with pytest.raises(InputError, match=f"the format {form} has no place for .*{what}"):
             write(small(**MODELS[what]), tmp_path / TARGETS[form], form)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["timm", "huggingface", "torchvision"])
+@pytest.mark.parametrize("classes", [0, CLASSES])
+def test_a_head_without_a_place_can_be_replaced(tmp_path, capsys, form, classes):
+    """What the error says works, word for word; with 0 classes a hidden layer would be the head that is left."""
+    save(small(representation_size=7 if form != "torchvision" else None, num_classes=classes), tmp_path / "in")
+    command = ["convert", tmp_path / "in", tmp_path / TARGETS[form], "--format", form]
+    code, _, err = run(capsys, *command)
+    if form == "torchvision" and classes:
+        assert code == 0
+        return
+    assert code == 2 and f"--num-classes N (any but {classes}) puts a new one in its place" in err
+    assert ("--num-classes 0 leaves the head out" in err) == (classes > 0)
+    assert run(capsys, *command, "--num-classes", 9)[0] == 0
+    assert load_checkpoint(tmp_path / TARGETS[form])["head.weight"].shape == (9, D)
+    if classes:
+        assert run(capsys, *command, "--num-classes", 0, "--force")[0] == 0
+        assert "head.weight" not in load_checkpoint(tmp_path / TARGETS[form])
 
 
 # ---- files

@@ -67,7 +67,7 @@ def test_what_fp32_is_judged_by_is_fp32(monkeypatch):
     seen = []
 
     def embed(*tensors):
-        seen.append((doctor.ops._dispatch._mode, torch.backends.cudnn.allow_tf32))
+        seen.append((doctor.ops._mode.current_mode(), torch.backends.cudnn.allow_tf32))
         return doctor.ops.patch_embed(*tensors)
 
     before = torch.backends.cudnn.allow_tf32

@@ -62,9 +62,10 @@ def spoil(name: str, root: Path) -> tuple[list, str]:
         torch.save({"model": ViT.from_preset("Nano/8", img_size=32, num_classes=3)}, root / "p.pth")
         return ["finetune", "--data", "digits", "--weights", root / "p.pth"], "p.pth"
     make_folder(data)
-    if name == "no image":
-        (data / "train" / "cat" / "bad.jpg").write_text("not a picture")
-        return base, "bad.jpg cannot be read as an image"
+    if name == "no image of a class":
+        for file in (data / "train" / "cat").iterdir():
+            file.write_text("not a picture")
+        return base, "no image of the class 'cat' can be read, the first: "
     if name == "broken image":
         path = data / "train" / "cat" / "0.png"
         path.write_bytes(path.read_bytes()[:200])
@@ -81,9 +82,10 @@ def spoil(name: str, root: Path) -> tuple[list, str]:
             for other in CLASSES[1:]:
                 (data / split / other).rename(root / f"{split}{other}")
         return base, "one class only ('cat')"
-    assert name == "tiny image"
-    picture(1, 3).save(data / "train" / "cat" / "tiny.png")
-    return base, "tiny.png has 3 x 7 pixels, less than one patch (8 x 8)"
+    assert name == "tiny images"
+    for file in (data / "val" / "cat").iterdir():
+        picture(1, 3).save(file)
+    return base, "0.png has 3 x 7 pixels, less than one patch (8 x 8)"
 
 
 BAD = [
@@ -105,13 +107,13 @@ BAD = [
     "truncated weights",
     "another architecture",
     "pickle",
-    "no image",
+    "no image of a class",
     "fewer classes in validation",
     "other class names",
     "one class",
     "cuda",
     "broken image",
-    "tiny image",
+    "tiny images",
 ]
 
 
@@ -146,3 +148,33 @@ def test_debug_shows_the_traceback(tmp_path):
 def test_wrong_usage_exits_2(capsys, args):
     code, _, err = run_cli(capsys, *args)
     assert code == 2 and "usage: vitfast" in err
+
+
+# Flags of commands that are no settings of a run: each of these values is wrong for each of these flags.
+NUMBERS = {
+    "cost": ("cost --model Ti/16", "--img-size --batch-size --gpus --efficiency", "-1 0 nan inf x"),
+    "length": ("cost --model Ti/16 --images 10", "--epochs", "-1 nan inf x"),
+    "fewshot": ("fewshot --weights W --data digits --device cpu", "--shots --seeds --l2", "-1 0 nan x"),
+    "inspect": ("inspect --weights W --data digits --output O", "--images --img-size --num-heads", "-1 0 0.5 x"),
+    "vtab": ("vtab --weights W --tasks T --output O --method ridge", "--examples --l2 --img-size", "-1 0 nan x"),
+    "convert": ("convert W O --format timm", "--num-heads --num-classes --img-size", "-1 0.5 x"),
+    "export": ("export --weights W --output O.pt2 --format torch", "--num-heads --img-size", "-1 0 x"),
+    "predict": ("predict W --weights W", "--top-k --batch-size --img-size", "-1 0 0.5 x"),
+    "demo": ("demo --output O", "--seed", "-1 0.5 x"),
+    "doctor": ("doctor --only layer_norm", "--jobs", "-1 0 0.5 x"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_mean_nothing_are_one_line(name, tmp_path, capsys):
+    model = ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=10)
+    model.save_pretrained(tmp_path / "W")
+    (tmp_path / "T").write_text("- {name: a, data: digits}\n")
+    command, flags, values = NUMBERS[name]
+    words = [str(tmp_path / word) if word[0] in "WOT" and word[:2] != "Ti" else word for word in command.split()]
+    for flag in flags.split():
+        for value in values.split():
+            code, out, err = run_cli(capsys, *words, flag, value)
+            said = err.strip().splitlines()[-1]
+            assert code == 2 and "error: " in said and len(said) < 400, (flag, value, err)
+            assert not (tmp_path / "O").exists() and not (tmp_path / "O.pt2").exists(), (flag, value)

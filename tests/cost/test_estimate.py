@@ -31,7 +31,8 @@ def test_recipe_gives_model_and_length(capsys):
     code, out, err = run(capsys, "--recipe", "plain-s16/imagenet-90ep", "--gpu", "rtx 4090", "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert found["params"] == 22_050_664 - 384 - 197 * 384  # no class token, fixed positions
+    hidden = 384 * 384 + 384  # of the head
+    assert found["params"] == 22_050_664 - 384 - 197 * 384 + hidden  # no class token, fixed positions
     assert (found["model"], found["batch_size"], found["train_images"], found["device"]["gpu"]) == (
         "S/16",
         1024,
@@ -98,6 +99,11 @@ def test_ceilings_of_a_file(capsys, tmp_path):
         (("--model", "B/16", "--gpu", "Voodoo"), "H100-PCIe, H200, B200"),
         (("--model", "B/16", "--img-size", 100), "no multiple of the patch size"),
         (("--model", "B/16", "--epochs", 3), "both --epochs N and --images N"),
+        (("--model", "R50x1", "--epochs", 3), "both --epochs N and --images N"),
+        (("--model", "R50x1", "--epochs", -3, "--images", 3), "images must be positive"),
+        (("--model", "R50x1", "--img-size", 0), "the model takes no image of 0 x 0 pixels"),
+        (("--model", "R50x9"), "unknown preset 'R50x9'"),
+        (("--model", "timm:nothing"), "timm cannot build 'nothing'"),
         (("--model", "B/16", "--batch-size", 0), "batch_size must be positive"),
         (("--model", "B/16", "--efficiency", "nan"), "efficiency must be positive"),
         (("--recipe", "no/such"), "unknown recipe"),

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitfast import InputError, ViT
-from vitfast.cost import GIB, Rates, estimate, flops_per_image, operations
+from vitfast.cost import GIB, Rates, estimate, flops_per_image, forward_flops, operations
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,13 @@ def test_floors_of_a_base_layer():
     assert found["floor"]["images_per_second"] == pytest.approx(6610, rel=0.01)
     assert found["predicted"]["step_seconds"] == pytest.approx(found["floor"]["step_seconds"] / 0.85)
     assert 5400 < found["predicted"]["images_per_second"] < 5800  # what was thought to be within reach
+
+
+def test_relative_positions_add_one_product_to_attention():
+    """A query of each patch with an embedding of every offset: n x n products of the head size, for each head."""
+    plain, relative = (on_meta("B/16", pos_embed=kind, depth=3) for kind in ("learn", "relative"))
+    more = forward_flops(relative, (3, 224, 224)) - flops_per_image(plain)
+    assert more == 3 * 2 * 196 * 196 * 768
 
 
 def test_relative_positions_are_refused():

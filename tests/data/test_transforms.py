@@ -1,8 +1,93 @@
-"""Random erasing of raw images."""
+"""Random erasing, random crops, and how an evaluation cuts images: against timm, and by hand."""
 
+import numpy as np
+import pictures
+import pytest
 import torch
+from PIL import Image
+from runs import digits
+from timm.data import create_transform
 
-from vitfast.data.transforms import Erase
+from vitfast import InputError
+from vitfast.data.transforms import Erase, SquashedCrop, transforms
+from vitfast.train.recipes import RECIPES
+
+
+def ramp(height: int, width: int) -> Image.Image:
+    """Red is the column, green the row, each from 0 to 200: a crop can be read off its pixels."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    return Image.fromarray(
+        np.dstack([columns * 200 / (width - 1), rows * 200 / (height - 1), rows * 0]).astype(np.uint8)
+    )
+
+
+def ends(pixels, axis: int) -> tuple[float, float]:
+    """Where the first and the last pixel of a line of a ramp come from, as shares of its side."""
+    line = np.asarray(pixels)[0].mean(0) if axis else np.asarray(pixels)[1].mean(1)
+    step = (line[-1] - line[0]) / (len(line) - 1)
+    return (line[0] - step / 2) / 200, (line[-1] + step / 2) / 200
+
+
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("pct", [1.0, 0.875, 0.9])
+@pytest.mark.parametrize("size", [(224, 224), (96, 160)], ids=str)
+def test_evaluations_cut_images_as_timm_does(mode, pct, size):
+    image = pictures.smooth(3, 150, 220)
+    options = dict(interpolation="bicubic", mean=(0.5,) * 3, use_prefetcher=True)
+    theirs = create_transform((3, *size), crop_pct=pct, crop_mode=mode, **options)(image)
+    assert np.array_equal(transforms(digits(crop_mode=mode, crop_pct=pct), size)[1](image), theirs)
+
+
+def test_evaluations_see_what_the_sources_see():
+    """By hand, of a picture twice as wide as high: the share of each side that is left."""
+    image = ramp(200, 400)
+    cases = {
+        "plain-s16/imagenet-90ep": ((1 / 16, 15 / 16), (9 / 32, 23 / 32)),  # resize_small(256)|central_crop(224)
+        "vit-b16/imagenet21k": ((1 / 16, 15 / 16), (9 / 32, 23 / 32)),
+        "finetune/imagenet": ((0, 1), (0, 1)),  # resized to a square
+        "finetune/vtab": ((0, 1), (0, 1)),
+        "deit3-b16/imagenet": ((0, 1), (1 / 4, 3 / 4)),  # the largest square in the middle
+    }
+    for name, (height, width) in cases.items():
+        pixels = transforms(RECIPES[name], (224, 224))[1](image)
+        assert ends(pixels, 0) == pytest.approx(height, abs=0.006) and ends(pixels, 1) == pytest.approx(
+            width, abs=0.006
+        )
+    unset = transforms(digits(), (224, 224))[1](image)  # no recipe says anything: as before
+    assert np.array_equal(unset, transforms(RECIPES["deit3-b16/imagenet"], (224, 224))[1](image))
+    for wrong, message in ((dict(crop_pct=0), "crop_pct must"), (dict(crop_mode="middle"), "crop_mode must be one of")):
+        with pytest.raises(InputError, match=message):
+            digits(**wrong)
+
+
+def test_without_augmentation_training_sees_what_the_evaluation_sees():
+    config, image = RECIPES["finetune/vtab"], pictures.smooth(4, 90, 300)
+    train, evaluate = transforms(config, (48, 48))
+    assert np.array_equal(train(image), evaluate(image))
+
+
+def test_a_squashed_crop_is_bits():
+    """Resize to 448, crop 384: crops of 6/7 of each side, at every place."""
+    image, share = ramp(140, 280), (384 / 448) ** 2
+    crop, places = SquashedCrop((64, 64), (share, share), interpolation="bicubic"), []
+    for _ in range(200):
+        pixels = np.asarray(crop(image)).transpose(2, 0, 1)
+        for axis in (0, 1):
+            first, last = ends(pixels, axis)
+            assert last - first == pytest.approx(6 / 7, abs=0.02)
+            places.append(first)
+    assert min(places) < 0.01 and max(places) > 1 / 7 - 0.015 and np.mean(places) == pytest.approx(1 / 14, abs=0.01)
+
+
+def test_a_long_image_is_cut_before_it_is_resized():
+    """16 x 60000 pixels would be resized to 224 x 840,000."""
+    _, evaluate = transforms(digits(), (224, 224))
+    long, seen = ramp(16, 20000), []
+    evaluate.transforms.insert(1, lambda image: seen.append(image.size) or image)
+    pixels = evaluate(long)
+    assert seen == [(256, 16)] and pixels.shape == (3, 224, 224)
+    first, last = ends(pixels, 1)
+    assert (first + last) / 2 == pytest.approx(0.5, abs=0.01)
 
 
 def test_erasing_changes_one_rectangle_of_its_share():

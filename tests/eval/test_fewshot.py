@@ -1,5 +1,6 @@
 """Frozen features: few-shot least squares, k-NN and the linear probe, against scikit-learn and by hand."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -176,6 +177,34 @@ def test_few_shot_from_weights_to_accuracy(digits_weights, monkeypatch, capsys):
             and out.startswith(" all images a class: accuracy 0.")
             and float(out.split()[5]) > told[0]["accuracy"]
         )
+
+
+def test_the_result_is_written_where_it_is_asked_for(digits_weights, tmp_path, capsys, monkeypatch):
+    base = ("fewshot", "--weights", digits_weights, "--data", "digits", "--device", "cpu", "--seeds", 2)
+    table, whole = tmp_path / "new" / "a.csv", tmp_path / "new" / "a.json"
+    code, out, err = run_cli(capsys, *base, "--shots", 2, 5, "--output", whole, "--json")
+    assert code == 0 and json.loads(whole.read_text()) == json.loads(out), err
+    result = json.loads(out)["results"]
+    assert run_cli(capsys, *base, "--shots", 2, 5, "--output", table)[0] == 0
+    rows = list(csv.DictReader(open(table)))
+    assert [(row["shots"], row["draw"]) for row in rows] == [("2", "0"), ("2", "1"), ("5", "0"), ("5", "1")]
+    assert [float(row["accuracy"]) for row in rows] == result[0]["accuracies"] + result[1]["accuracies"]
+    assert [float(row["mean_accuracy"]) for row in rows][::2] == [row["accuracy"] for row in result]
+    assert {(row["weights"], row["method"], row["l2"]) for row in rows} == {(str(digits_weights), "ridge", "1024.0")}
+    assert run_cli(capsys, *base, "--shots", 3, "--output", whole, "--force")[0] == 0
+    assert json.loads(whole.read_text())["results"][0]["shots"] == 3
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["a.csv", "a.json"]
+
+    monkeypatch.setattr(fewshot, "open_weights", lambda *_: pytest.fail("something was computed"))
+    (tmp_path / "folder.json").mkdir()
+    for path, message in (
+        (whole, "a.json: is there already; add --force"),
+        (tmp_path / "a.txt", "a.txt: the result is written as .json or .csv"),
+        (tmp_path / "folder.json", "folder.json: a folder is in the way"),
+    ):
+        code, _, err = run_cli(capsys, *base, "--output", path)
+        assert code == 2 and message in err and err.count("\n") == 1
+    assert json.loads(whole.read_text())["results"][0]["shots"] == 3
 
 
 def test_wrong_few_shot_settings_are_named(digits_weights, capsys):

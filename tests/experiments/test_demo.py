@@ -10,11 +10,12 @@ from vitfast import ViT
 from vitfast.experiments.demo import demo
 
 
+@pytest.mark.reports
 @pytest.mark.slow(70)
 @pytest.mark.parametrize(
     "seed, wanted", [(0, 0.97), *(pytest.param(seed, 0.96, marks=pytest.mark.long) for seed in (1, 2))]
 )
-def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
+def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, seed, wanted):
     torch.set_num_threads(1)
     start = time.process_time()
     summary = demo(tmp_path, seed, "cpu")
@@ -24,12 +25,20 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, seed, wanted):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     page = (tmp_path / "report.html").read_text()
     assert (
-        page.count("data:image/png;base64,") == 4
+        page.count("data:image/png;base64,") == 3 + 24
         and "http" not in page
-        and f"{summary['finetune_accuracy']:.4f}" in page
+        and f"{summary['finetune_accuracy']:.4f} ± " in page
     )
+    right = [round(360 * summary[f"{task}_accuracy"]) for task in ("pretrain", "finetune")]
+    errors = [f"{k / 360:.4f} ± {(k / 360 * (1 - k / 360) / 360) ** 0.5:.4f}" for k in right]
+    change = f"{abs(right[1] - right[0])} {'more' if right[1] > right[0] else 'fewer'}"
+    change = change if right[1] != right[0] else "as many"
+    said = capsys.readouterr().out
+    assert f"{errors[0]} after pre-training, {errors[1]} after fine-tuning at 48 px" in said
+    assert f"± is the standard error; of 360 test images {change} are answered rightly after fine-tuning" in said
     for task in ("pretrain", "finetune"):
         assert any((tmp_path / task / "tensorboard").iterdir()) and (tmp_path / task / "metrics.csv").exists()
+        assert (tmp_path / task / "report.html").exists()
         ViT.from_pretrained(tmp_path / task / "checkpoints" / "last")
     assert (
         (tmp_path / "metrics.csv")

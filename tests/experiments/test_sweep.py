@@ -1,14 +1,16 @@
-"""The sweep over learning rates."""
+"""The sweep over learning rates, and several runs with one."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from runs import digits, finetuning
+from commands import run_cli
+from runs import digits, finetuning, same, weights
 
 from vitfast import InputError
 from vitfast.experiments import runs as experiments
-from vitfast.experiments.sweep import sweep
+from vitfast.experiments.sweep import fine_tune
 from vitfast.train.trainer import train
 
 
@@ -24,7 +26,7 @@ def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeyp
         return {**summary, "accuracy": fake[config.lr]} if config.hold_out else summary
 
     monkeypatch.setattr(experiments, "train", run)
-    summary = sweep(config)
+    summary = fine_tune(config, sweep=True)
     assert seen == [
         (0.001, 0.1, "lr-0.001"),
         (0.01, 0.1, "lr-0.01"),
@@ -36,4 +38,67 @@ def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeyp
     assert told["lr"] == 0.01 and [row["held_out_accuracy"] for row in told["tried"]] == [0.5, 0.9, 0.9]
     assert json.loads((tmp_path / "fine" / "sweep" / "lr-0.01" / "summary.json").read_text())["train_images"] < 1300
     with pytest.raises(InputError, match="--resume takes auto or never"):
-        sweep(config, "runs/other")
+        fine_tune(config, "runs/other", sweep=True)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Accuracies by seed and rate in the place of trained ones; the runs that asked, in order."""
+    seen = []
+
+    def run(config, resume):
+        Path(config.output).mkdir(parents=True, exist_ok=True)
+        seen.append((Path(config.output).name, config.seed, config.lr, config.hold_out))
+        accuracy = 0.8 + config.lr if config.hold_out else {5: 0.90, 6: 0.94, 7: 0.95}[config.seed]
+        return dict(finished=True, accuracy=accuracy, seconds=1.0)
+
+    monkeypatch.setattr(experiments, "train", run)
+    return seen
+
+
+def test_three_runs_have_a_mean_and_the_deviation_of_a_sample(tmp_path, told, capsys):
+    weights = tmp_path / "weights"
+    command = ("finetune", "--data", "digits", "--weights", weights, "--seed", 5, "--output", tmp_path / "fine")
+    code, out, err = run_cli(capsys, *command, "--runs", 3, "--lr", 0.5)
+    assert code == 0, err
+    assert told == [(f"seed-{seed}", seed, 0.5, 0.0) for seed in (5, 6, 7)]
+    result = json.loads((tmp_path / "fine" / "runs.json").read_text())
+    assert result["accuracies"] == [0.90, 0.94, 0.95] and result["seeds"] == [5, 6, 7] and result["lr"] == 0.5
+    assert result["accuracy"] == pytest.approx(np.mean([0.90, 0.94, 0.95]))
+    assert result["stdev"] == pytest.approx(np.std([0.90, 0.94, 0.95], ddof=1))
+    assert out == f"accuracy 0.9300 ± 0.0265 (0.9000 0.9400 0.9500), 3 s, in {tmp_path / 'fine'}\n"
+
+
+def test_a_sweep_comes_once_before_the_runs(tmp_path, told, capsys):
+    rates = ("--set", "sweep_lr=0.03,0.1,0.01")
+    command = ("finetune", "--data", "digits", "--weights", tmp_path, "--seed", 5, "--output", tmp_path / "fine")
+    code, _, err = run_cli(capsys, *command, *rates, "--runs", 2, "--sweep")
+    assert code == 0, err
+    tried = [(f"lr-{lr:g}", 5, lr, 0.1) for lr in (0.03, 0.1, 0.01)]
+    assert told == [*tried, ("seed-5", 5, 0.1, 0.0), ("seed-6", 6, 0.1, 0.0)]
+    assert json.loads((tmp_path / "fine" / "sweep.json").read_text())["accuracy"] == pytest.approx(0.92)
+    (tmp_path / "file").write_text("")
+    for flags, message in (
+        (["--runs", 0], "--runs must be positive, got 0"),
+        (["--runs", 2, "--resume", "runs/other"], "--resume takes auto or never"),
+        (["--runs", 2, "--output", tmp_path / "file"], "file is a file; give a folder"),
+    ):
+        code, _, err = run_cli(capsys, *command, *flags)
+        assert code == 2 and message in err and err.count("\n") == 1
+    code, _, err = run_cli(capsys, *command[:-2], "--runs", 2)
+    assert code == 2 and "add --output FOLDER" in err and len(told) == 5
+
+
+def test_runs_go_on_where_they_stopped(tmp_path):
+    train(digits(tmp_path / "pre", steps=1))
+    config = finetuning(tmp_path / "pre", tmp_path / "fine", steps=2, batch_size=8, train_images=16)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+        cut_second = iter((False, True))
+        patch.setattr(experiments, "train", lambda *args: train(*args) if not next(cut_second) else {}["cut"])
+        fine_tune(config, runs=2)
+    first = (tmp_path / "fine" / "seed-0" / "summary.json").stat().st_mtime_ns
+    result = fine_tune(config, runs=2)
+    assert (tmp_path / "fine" / "seed-0" / "summary.json").stat().st_mtime_ns == first  # it was not trained again
+    kept = [json.loads((tmp_path / "fine" / f"seed-{seed}/summary.json").read_text())["accuracy"] for seed in (0, 1)]
+    assert result["accuracies"] == kept
+    assert not same(weights(tmp_path / "fine" / "seed-0"), weights(tmp_path / "fine" / "seed-1"))

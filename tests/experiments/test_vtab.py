@@ -13,7 +13,7 @@ from frozen import evaluation, run_cli, save_tiny
 from PIL import Image
 
 from vitfast import ViT
-from vitfast.data.datasets import take
+from vitfast.data.datasets import labels_of, take
 from vitfast.data.loader import open_data
 from vitfast.eval import fewshot, probe
 from vitfast.experiments import vtab
@@ -86,8 +86,8 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
     # the number itself: 200 images drawn once, the regularisation that four fifths of them show to be best on the rest
     data = open_data(evaluation(digits_weights), (16, 16), (8, 8), CPU)
     model = ViT.from_pretrained(digits_weights)
-    x, y = probe.features(model, data.in_order(take(data.train, 200)), CPU, None)
-    queries, truth = probe.features(model, data.eval_batches(), CPU, None)
+    x, y, *_ = probe.features(model, data, take(data.train, 200), CPU, None)
+    queries, truth, *_ = probe.features(model, data, data.val, CPU, None)
     held = {l2: int((fewshot.ridge(x[:160], y[:160], x[160:], 10, l2) == y[160:]).sum()) for l2 in vtab.L2["ridge"]}
     assert held[digits["l2"]] == max(held.values()) > min(held.values())
     assert digits["accuracy"] == pytest.approx(
@@ -151,7 +151,7 @@ def test_vtab_takes_the_first_images_of_shards(digits_weights, stripes, tmp_path
     ]
     data = open_data(evaluation(digits_weights, f"wds/{root}"), (16, 16), (8, 8), CPU)
     taken = take(data.train, 8)
-    assert len(taken) == 8 and {label for _, label in taken.samples} == {0, 1} and taken[0][0].size == (16, 16)
+    assert len(taken) == 8 and set(labels_of(taken)) == {0, 1} and taken[0][0].size == (16, 16)
     result = vtab.evaluate_frozen(evaluation(digits_weights, f"wds/{root}"), "knn", 8)
     assert result["train_images"] == 8 and result["test_images"] == 6
 

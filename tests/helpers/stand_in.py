@@ -263,14 +263,14 @@ def preload() -> None:
     import shapes
 
     from vitfast import doctor
-    from vitfast.ops import _dispatch
+    from vitfast.ops import _mode
     from vitfast.tune import command, trial
 
     shapes.Shape.name = property(lambda s: f"{s.model} {224 if s.image == IMAGE else s.image} B{s.batch}")
     runs = dict.fromkeys(("bfloat16", "float16", "float32"), (lambda: lambda: None, 1e9, 0.0))
     machine.ceiling_runs = lambda: {"copy": (lambda: lambda: None, 0.0, 1e9), **runs}
     peers.BACKENDS.update(dict.fromkeys(peers.BACKENDS, peers.SDPBackend.MATH))
-    _dispatch._checked = lambda mode, checked=_dispatch._checked: "auto" if checked(mode) == "on" else mode
+    _mode._checked = lambda mode, checked=_mode._checked: "auto" if checked(mode) == "on" else mode
     doctor.device = lambda: torch.device("cpu")
     doctor.launches_made = itertools.count().__next__
     doctor.GPU_SIZES = doctor.SMALL_SIZES
@@ -314,10 +314,10 @@ def plant(what: str) -> None:
         import vitfast.layers
         import vitfast.model
         from vitfast import ops
-        from vitfast.ops import _dispatch
+        from vitfast.ops._mode import current_mode
 
         right = ops.mlp_block
-        off = lambda *args, **options: right(*args, **options) * (1 if _dispatch._mode == "off" else 1.1)  # noqa: E731
+        off = lambda *args, **options: right(*args, **options) * (1 if current_mode() == "off" else 1.1)  # noqa: E731
         ops.mlp_block = vitfast.layers.mlp_block = off
     if "memory" in what:
         import peers

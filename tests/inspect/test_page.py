@@ -1,6 +1,6 @@
-"""The page that `inspect` and the demo write."""
+"""The page that `inspect`, runs and the demo write."""
 
-from vitfast.inspect.page import page, picture
+from vitfast.inspect.page import gallery, page, picture, table
 
 
 def test_page_holds_all_it_is_given_in_order_and_escapes_it():
@@ -23,3 +23,10 @@ def test_page_holds_all_it_is_given_in_order_and_escapes_it():
 
 def test_page_without_introduction_has_no_empty_paragraph():
     assert "<p" not in page("t", {}, {"Heading": ("", "")})
+
+
+def test_galleries_and_tables_escape_what_they_are_given():
+    text = gallery([(picture(b"png", "a"), "<i>", True), (picture(b"png", "b"), "b & c", False)])
+    assert "<figcaption class=marked>&lt;i&gt;</figcaption>" in text and "<figcaption>b &amp; c</figcaption>" in text
+    assert text.count("<figure><img ") == 2
+    assert table({"<k>": "1 < 2"}) == "<table><tr><td>&lt;k&gt;</td><td class=n>1 &lt; 2</td></tr></table>"

@@ -366,7 +366,7 @@ def test_exports(tmp_path):
         (dict(backbone="r51"), "unknown backbone 'r51'; did you mean r50"),
         (dict(backbone="r50"), "'r50' makes patches of 16 or 32 pixels, got patch_size 8 x 8"),
         (dict(backbone=dict(layers=(1, 1, 1))), "3 stages make a map 16 times smaller, no divisor of patch_size 8 x 8"),
-        (dict(backbone=dict(layers=(1, 0))), "layers must be the units of one to 4 stages"),
+        (dict(backbone=dict(layers=(1, 0))), "layers .the units of one to 4 stages"),
         (dict(backbone=dict(layers=(1, 1), width=0.3)), "width 0.3 does not fit"),
         (dict(backbone=dict(units=(1, 1))), "a dict with layers"),
     ],

@@ -72,6 +72,7 @@ COUNTS = {
     "Ti/16": 5_717_416,
     "S/16": 22_050_664,
     "S/32": 22_878_952,
+    "B-half/32": 22_878_952,
     "B/16": 86_567_656,
     "B/32": 88_224_232,
     "L/16": 304_326_632,
@@ -85,6 +86,15 @@ def test_preset_parameter_counts(name):
     with torch.device("meta"):
         model = ViT.from_preset(name)
     assert sum(p.numel() for p in model.parameters()) == COUNTS[name]
+
+
+def test_the_half_of_vit_b_is_vit_b_with_hidden_dimensions_halved():
+    with torch.device("meta"):
+        whole, half = ViT.from_preset("B/32"), ViT.from_preset("B-half/32")
+    for model, width in ((whole, 768), (half, 384)):
+        block = model.blocks[0]
+        assert (model.embed_dim, block.mlp.fc1.out_features, len(model.blocks)) == (width, 4 * width, 12)
+        assert (block.attn.num_heads, model.patch_embed.num_patches) == (12, 49)
 
 
 def test_meta_model_materialises_like_a_fresh_one():
@@ -108,6 +118,9 @@ def test_presets_unknown():
         ViT.from_preset("R50-B/16")
     with pytest.raises(InputError, match="did you mean.*B/16"):
         ViT.from_preset("b-16")
+    for name in ("b/32", "ViT-b/32", "ViT-B/32"):  # ViT-B/32 or, in the paper's Figure 4, its half
+        with pytest.raises(InputError, match="write B/32 for ViT-B, B-half/32 for the half as wide ViT-b"):
+            ViT.from_preset(name)
     assert ViT.from_preset("Ti/16", num_classes=10, img_size=32, depth=1).head.out_features == 10
 
 
@@ -284,7 +297,7 @@ def test_optimiser_helpers_have_timms_meaning():
         (dict(class_token=False), "needs class_token"),
         (dict(pos_embed="rope"), "pos_embed must be one of"),
         (dict(act_layer="relu"), "act_layer must be one of"),
-        (dict(depth=0), "depth must be at least 1"),
+        (dict(depth=0), "depth must be a whole number from 1 to"),
         (dict(mean=(0.5, 0.5)), "one for each of the 3 channels"),
         (dict(std=0.0), "std must be positive"),
         (dict(weight_init="kaiming"), "weight_init must be one of"),

@@ -307,7 +307,7 @@ def test_ranks_share_the_stream_and_the_validation_set():
         )
         batches = list(data.eval_batches())
         counts.append([len(b[1]) for b in batches])
-        seen += [label for _, labels in batches for label in labels.tolist()]
+        seen += [label for _, labels, _ in batches for label in labels.tolist()]
     assert len({tuple(c) for c in counts}) == 1  # sharded models need every rank in every forward pass
     assert seen.count(PADDING) == 7 * 52 - 360
     assert sorted(s for s in seen if s != PADDING) == sorted(data.val.labels)

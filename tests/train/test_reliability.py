@@ -1,5 +1,6 @@
 """What goes wrong in a long run: broken and vanished files, a full disk, too little memory, a kill at any step."""
 
+import dataclasses
 import errno
 import os
 import random
@@ -54,17 +55,21 @@ def test_broken_and_vanished_images_are_counted_and_replaced_up_to_a_limit(tmp_p
     assert summary["finished"] and summary["unreadable_images"] == 2
     said = [r.message for r in caplog.records if "replaced" in r.message]
     assert len(said) == 2 and any(str(broken) in text for text in said) and any(str(gone) in text for text in said)
+    often = dataclasses.replace(folder_config(data, tmp_path / "often", max_unreadable=1), steps=27)
+    assert train(often)["unreadable_images"] == 1  # three passes, one broken image
     with pytest.raises(InputError, match=r"1 images could not be read, more than max_unreadable 0; the last: .*03.jpg"):
         train(folder_config(data, tmp_path / "strict", max_unreadable=0))
 
 
-def test_a_broken_validation_image_stops(tmp_path):
+def test_a_broken_validation_image_is_left_out_up_to_the_same_limit(tmp_path, caplog):
     data = photos(tmp_path / "data", per_class=4)
-    trainer = Trainer(folder_config(data, tmp_path / "run"))
     path = data / "val" / "c" / "01.jpg"
     path.write_bytes(path.read_bytes()[:700])
-    with pytest.raises(InputError, match="01.jpg is a broken image"):
-        trainer.fit()
+    summary = train(folder_config(data, tmp_path / "run", eval_every=3))  # three evaluations
+    assert (summary["val_images"], summary["val_unreadable_images"], summary["unreadable_images"]) == (11, 1, 0)
+    assert [str(path) in r.message for r in caplog.records if "left out" in r.message] == [True]
+    with pytest.raises(InputError, match="1 images of .* could not be read, more than max_unreadable 0.*01.jpg"):
+        train(folder_config(data, tmp_path / "strict", max_unreadable=0))
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):

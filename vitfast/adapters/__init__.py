@@ -66,7 +66,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
             module.__dict__.pop("residual_in_fp32", None)
             if residual_in_fp32 is not None:
                 module.residual_in_fp32 = residual_in_fp32
-    report = describe(model)
+    report = describe(model).told()
     _log.log(logging.INFO if report.replaced else logging.WARNING, "accelerate: %s", report.summary())
     return model
 
@@ -86,7 +86,11 @@ def restore(model: nn.Module) -> nn.Module:
 def acceleration_report(model: nn.Module) -> Report:
     """The parts of a model that run on vitfast's operations now, and those that do not and why.
 
-    Print it; `.replaced` and `.left` are lists of entries.
+    Print it; `.replaced` and `.left` are lists of entries. It looks at the modules as they are now, in training or not,
+    and at each one's last call outside of compiled code: what only a call shows, such as padding masks, counts from
+    then on, and the logger "vitfast" says it once, compiled or not. An operation runs a kernel on a GPU, and
+    plain PyTorch elsewhere, which the last line says. vitfast's own models and `set_attn_implementation("vitfast")`
+    are in it too.
     """
     _require_module("acceleration_report", model)
     return describe(model)

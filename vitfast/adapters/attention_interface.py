@@ -12,15 +12,26 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from .. import ops
-from .fused_blocks import are_plain, is_supported_input
+from ..ops.attention import unsupported_reason as head_unsupported
+from .fallbacks import ATTENTION_ALONE as PART
+from .fallbacks import library_runs, operation_runs
+from .fused_blocks import are_plain, asked, input_unsupported
 
 # Keyword arguments that reach the attention and change nothing in it.
-_HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
+HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
 
 
-def changes(kwargs: dict) -> bool:
-    """True where keyword arguments ask an attention layer for more than softmax(q k^T * scale) v."""
-    return any(value is not None and value is not False and name not in _HARMLESS for name, value in kwargs.items())
+def _unsupported_reason(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float) -> str | None:
+    """Why the operation cannot attend; None where it can."""
+    if dropout > 0:
+        return "attention dropout is active in training"
+    if causal:
+        return "attention is causal"
+    if not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:
+        return "queries, keys and values differ in shape or dtype"
+    if not are_plain(k, v):
+        return "keys or values are of a class of their own"
+    return input_unsupported(q) or head_unsupported(q.shape[-1], scale)
 
 
 def vitfast_attention_forward(
@@ -40,13 +51,16 @@ def vitfast_attention_forward(
     transformers' own "sdpa", which also says what it cannot do; like it, this one never returns attention weights.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    same = query.shape == key.shape == value.shape and query.dtype == key.dtype == value.dtype
-    supported = same and is_supported_input(query) and are_plain(key, value)
-    if attention_mask is not None or dropout > 0 or causal or not supported or changes(kwargs):
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    reason = asked(dict(attention_mask=attention_mask, **kwargs), HARMLESS)
+    reason = reason or _unsupported_reason(query, key, value, dropout, causal, scale)
+    if reason is not None:
+        library_runs(module, PART, reason, of_this_call=True)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    return ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=scaling), None
+    operation_runs(module, PART)
+    return ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=scale), None
 
 
 def _mask(**kwargs) -> Tensor | None:

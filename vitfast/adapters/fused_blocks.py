@@ -14,6 +14,7 @@ from torch.nn import Dropout
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..ops._dispatch import KERNEL_DTYPES
+from .fallbacks import library_runs, operation_runs
 
 Modules = dict[str, nn.Module | None]  # the modules of a fused block by their path in the layer; "" is the layer
 
@@ -63,11 +64,23 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def is_supported_input(x: Tensor) -> bool:
-    """True for an input of no class of its own, on a GPU or CPU, under no transform of torch.func."""
-    if type(x) not in _PLAIN or x.device.type not in ("cuda", "cpu"):
-        return False
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+def input_unsupported(x: Tensor) -> str | None:
+    """Why no operation reads an input: a class or device of its own, or a transform; None where one does."""
+    if type(x) not in _PLAIN:
+        return f"its input is {full_name(type(x))}"
+    if x.device.type not in ("cuda", "cpu"):
+        return f"its input is on {x.device.type}"
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return None
+    return "a transform of torch.func is at work"
+
+
+def asked(arguments: dict, harmless: tuple[str, ...] = ()) -> str | None:
+    """The reason why a call asks more of a layer than its tokens, a mask say; None for nothing."""
+    for name, value in arguments.items():
+        if value is not None and value is not False and name not in harmless:
+            return f"the call has {name}"
+    return None
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
@@ -161,21 +174,37 @@ def _stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32
     return out if out in (compute, torch.float32) else None
 
 
-def run(block: FusedBlock, layer: nn.Module, x: Tensor) -> Tensor | None:
-    """x (B, N, D) after a fused block of this layer; None where the library's own modules must run."""
-    found = find(block, layer) if is_supported_input(x) else ""
+def _call_unsupported(x: Tensor, asked: str | None) -> str | None:
+    """Why no operation can serve a call, whatever the layer; None where one can. asked: see `run`."""
+    if asked is not None:
+        return asked
+    return input_unsupported(x) or (None if x.dim() == 3 else "its input is not (B, N, D)")
+
+
+def run(block: FusedBlock, layer: nn.Module, x: Tensor, asked: str | None = None) -> Tensor | None:
+    """x (B, N, D) after a fused block of this layer; None where the library's own modules must run.
+
+    asked: what the call asks for besides, which no operation does.
+    """
+    reason = _call_unsupported(x, asked)
+    if reason is not None:
+        if isinstance(x, Tensor):  # not a proxy of FX
+            library_runs(layer, block.name, reason, of_this_call=True)
+        return None
+    found = find(block, layer)
     if isinstance(found, str):
+        library_runs(layer, block.name, found)
         return None
     modules, weights = found
     layer_scale = None
     if block.layer_scale is not None:
         path, name = block.layer_scale
         layer_scale = modules[path]._parameters.get(name)
-    if not are_plain(layer_scale) or x.dim() != 3:
-        return None
-    dtype = _stream_dtype(x, weights[0], layer_scale, layer.residual_in_fp32)
+    dtype = _stream_dtype(x, weights[0], layer_scale, layer.residual_in_fp32) if are_plain(layer_scale) else None
     if dtype is None:
+        library_runs(layer, block.name, "its input and weights differ in dtype or class", of_this_call=True)
         return None
+    operation_runs(layer, block.name)
     in_fp32 = dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
     drop_path = block.drop_path(modules, x.shape[0], x.device, dtype)
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, residual_in_fp32=in_fp32)

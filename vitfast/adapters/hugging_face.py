@@ -14,8 +14,8 @@ from transformers.models.vit import modeling_vit as vit
 
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
-from .attention_interface import changes
-from .fused_blocks import FusedBlock, Modules, layout, run, weights_and_biases
+from .attention_interface import HARMLESS
+from .fused_blocks import FusedBlock, Modules, asked, layout, run, weights_and_biases
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -111,7 +111,7 @@ class _ViTForward(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs) -> Tensor:
         x, (attention, mlp) = hidden_states, self.fused_blocks
-        y = None if attention_mask is not None or changes(kwargs) else run(attention, self, x)
+        y = run(attention, self, x, asked(dict(attention_mask=attention_mask, **kwargs), HARMLESS))
         x = self.dropout(self.attention(self.layernorm_before(x), attention_mask, **kwargs)[0]) + x if y is None else y
         y = run(mlp, self, x)
         return self.dropout(self.mlp(self.layernorm_after(x))) + x if y is None else y
@@ -136,7 +136,7 @@ class _Dinov2Forward(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs) -> Tensor:
         x, (attention, mlp) = hidden_states, self.fused_blocks
-        y = None if attention_mask is not None or changes(kwargs) else run(attention, self, x)
+        y = run(attention, self, x, asked(dict(attention_mask=attention_mask, **kwargs), HARMLESS))
         if y is None:
             y = self.drop_path(self.layer_scale1(self.attention(self.norm1(x), attention_mask, **kwargs)[0])) + x
         x = y

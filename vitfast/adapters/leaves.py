@@ -5,7 +5,10 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._dispatch import KERNEL_DTYPES
-from .fused_blocks import are_plain, is_supported_input
+from .fallbacks import library_runs, operation_runs
+from .fused_blocks import are_plain, input_unsupported
+
+PATCHES, NORM = "patch projection", "norm"  # the parts, for reports
 
 
 def is_patch_projection(conv: nn.Conv2d) -> bool:
@@ -19,44 +22,68 @@ def is_patch_projection(conv: nn.Conv2d) -> bool:
     )
 
 
+def _runs(module: nn.Module, part: str, x: Tensor, reason: str | None) -> bool:
+    """Whether the operation runs; where a reason speaks against it, that is told."""
+    if reason is None:
+        operation_runs(module, part)
+    elif isinstance(x, Tensor):  # not a proxy of FX
+        library_runs(module, part, reason, of_this_call=True)
+    return reason is None
+
+
 class Conv2d(nn.Conv2d):
     """A patch projection on `ops.patch_embed`; (B, C, H, W) -> (B, D, H/P, W/Q), laid out channels last."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if not is_supported_input(x) or not are_plain(weight, self.bias) or not _projects(x, weight):
+        if not _runs(self, PATCHES, x, _projection_unsupported(x, weight, self.bias)):
             return super().forward(x)
         tokens = ops.patch_embed(x, weight, self.bias)
         return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // weight.shape[2], x.shape[3] // weight.shape[3]))
 
 
-def _projects(x: Tensor, weight: Tensor) -> bool:
-    """Whether the operation takes what the convolution would, whose own errors stay."""
+def _projection_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the operation does not take these images, None where it does; errors stay the convolution's."""
+    reason = input_unsupported(x)
+    if reason is not None:
+        return reason
+    if not are_plain(weight, bias):
+        return "its weights are of a class of their own"
     p, q = weight.shape[2:]
     if x.dim() != 4 or x.shape[1] != weight.shape[1] or min(x.shape[2:]) == 0 or x.shape[2] % p or x.shape[3] % q:
-        return False
+        return "its input does not divide into patches"
     if torch.is_autocast_enabled(x.device.type):
-        return x.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
-    return x.dtype == weight.dtype
+        same = x.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
+    else:
+        same = x.dtype == weight.dtype
+    return None if same else "its input and weights differ in dtype"
+
+
+def _norm_unsupported(norm: nn.LayerNorm, x: Tensor) -> str | None:
+    """Why the library's LayerNorm must run; None where the operation does the same."""
+    reason = "timm's fast norm is on" if getattr(norm, "_fast_norm", False) else input_unsupported(x)
+    if reason is not None:
+        return reason
+    weight, bias = norm.weight, norm.bias
+    if not are_plain(weight, bias):
+        return "its weights are of a class of their own"
+    if weight is None or weight.dim() != 1:
+        return "it has no weight per channel"
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        return "its input and weights differ in dtype"
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
+        return "its input has 16 bits under autocast"
+    return None
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor) -> Tensor | None:
-    """norm(x) by `ops.layer_norm`; None where PyTorch's must run.
-
-    That is without a weight, over several axes, in mixed dtypes, or in 16 bits under autocast.
-    """
-    weight, bias = norm.weight, norm.bias
-    if not is_supported_input(x) or not are_plain(weight, bias) or weight is None or weight.dim() != 1:
+    """norm(x) by `ops.layer_norm`; None where the library's must run."""
+    if not _runs(norm, NORM, x, _norm_unsupported(norm, x)):
         return None
-    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        return None
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return ops.layer_norm(x, weight, bias, norm.eps)
-    if x.dtype != torch.float32:
-        return None
-    with torch.autocast(device, enabled=False):  # LayerNorm stays in fp32 under autocast
-        return ops.layer_norm(x, weight, bias, norm.eps)
+    if not torch.is_autocast_enabled(x.device.type):
+        return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+    with torch.autocast(x.device.type, enabled=False):  # LayerNorm stays in fp32 under autocast
+        return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 class LayerNorm(nn.LayerNorm):

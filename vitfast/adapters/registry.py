@@ -14,6 +14,7 @@ from torch import nn
 
 from ..ops import use_kernels
 from . import leaves
+from .fallbacks import quiet
 from .fused_blocks import full_name, unknown_member_reason
 
 _ADAPTERS = {"timm": "timm", "transformers": "hugging_face", "torchvision": "torchvision"}
@@ -23,12 +24,12 @@ class Known(NamedTuple):
     """The classes that a model's libraries have.
 
     ours: library class -> our subclass. places: parent class -> its children that are leaves. left: a class's full
-    name, or a library's -> why it is left.
+    name, or a library's -> why it is left, in words or from the module and those that it is in.
     """
 
     ours: dict[type, type]
     places: dict[type, tuple[str, ...]]
-    left: dict[str, str]
+    left: dict[str, str | Callable[[nn.Module, tuple[nn.Module, ...]], str]]
 
     @property
     def originals(self) -> dict[type, type]:
@@ -63,7 +64,7 @@ def _agrees(cls: type, make: Callable[[], nn.Module]) -> bool:
 
     Versions of a library differ; what this one does is found out once, on a layer of width 16 and three tokens.
     """
-    plain = torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad(), use_kernels("off")
+    plain = torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad(), use_kernels("off"), quiet()
     with contextlib.ExitStack() as stack:
         for context in (torch.random.fork_rng(devices=[]), *plain):
             stack.enter_context(context)
@@ -133,11 +134,12 @@ def replaceable_modules(model: nn.Module, known: Known) -> dict[str, nn.Module]:
     return found
 
 
-def unsupported_reason(module: nn.Module, known: Known) -> str | None:
-    """Why accelerate leaves a module as it is; None where it gives it a class of ours."""
+def unsupported_reason(module: nn.Module, known: Known, above: tuple[nn.Module, ...] = ()) -> str | None:
+    """Why accelerate leaves a module, which is in those `above`; None where it gives it a class of ours."""
     cls = type(module)
     if full_name(cls) in known.left:
-        return known.left[full_name(cls)]
+        reason = known.left[full_name(cls)]
+        return reason if isinstance(reason, str) else reason(module, above)
     own = replacement_class(cls, known.ours)
     if own is None:
         derived = isinstance(module, tuple(known.ours))

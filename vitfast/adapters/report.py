@@ -5,12 +5,15 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..ops._dispatch import reason_for_plain
+from .fallbacks import ATTENTION_ALONE, last_call, said
 from .fused_blocks import find
+from .leaves import NORM, PATCHES
 from .registry import Known, known_classes, replaceable_modules, replacement_class, unsupported_reason
 
 
 class Entry(NamedTuple):
-    """One module, or one fused block of it.
+    """One module, or one part of it.
 
     name: the module's in the model. kind: its class. part: what of it. why: the unsupported reason, None where vitfast
     runs it.
@@ -23,9 +26,13 @@ class Entry(NamedTuple):
 
 
 class Report(tuple):
-    """A tuple of entries that prints as a summary."""
+    """A tuple of entries that prints as a summary.
+
+    plain: why the operations run plain PyTorch where the model is now, None where they run kernels.
+    """
 
     model = ""
+    plain: str | None = None
 
     @property
     def replaced(self) -> list[Entry]:
@@ -44,6 +51,8 @@ class Report(tuple):
             where = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
             what = " ".join(w for w in (where, kind and f"({kind})") if w) + (f", {part}" if part else "")
             lines.append(f"  {'left    ' if left else 'replaced'}  {what}" + (f": {why}" if left else ""))
+        if self.replaced and self.plain:
+            lines.append(f"  the operations run plain PyTorch, not kernels: {self.plain}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -55,45 +64,88 @@ class Report(tuple):
         rest = "; left: " + ", ".join(why[:3]) + (", ..." if len(why) > 3 else "") if why else ""
         return f"{self.model}: {done} on vitfast{rest}"
 
+    def told(self) -> "Report":
+        """Itself; the log does not say again in a call what is in it."""
+        for entry in self.left:
+            said(entry.kind, entry.part, entry.why)
+        return self
+
 
 def describe(model: nn.Module) -> Report:
-    """The report on a model as it is now."""
+    """The report on a model as it is now, and on the last call that asked for more than operations do."""
     known = known_classes(model)
     replaceable = replaceable_modules(model, known)
     # Names without a dot are libraries that could not be imported.
     entries = [Entry("", "", "", why) for name, why in known.left.items() if "." not in name]
     covered: list[str] = []
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         if any(name.startswith(above) for above in covered):
             continue
         kind = type(module).__name__
+        above = tuple(modules[upper] for upper in _names_above(name) if upper in modules)
         if name in replaceable:
-            covered.append(f"{name}.")
-            entries += _entries_of(name, module, known)
-        elif type(module).__module__.startswith("vitfast.") and type(module) not in known.originals:
-            covered.append(f"{name}." if name else "")
-            entries.append(Entry(name, kind, "", "vitfast's own"))
+            found = _entries_of(name, module, known, above)
+        elif hasattr(module, "operation_parts"):  # vitfast's own layer
+            found = [Entry(name, kind, part, why) for part, why in module.operation_parts(above)]
         elif "Attention" in kind or "Attn" in kind:
-            covered.append(f"{name}.")
-            entries.append(Entry(name, kind, "", "an attention layer that vitfast does not know"))
+            found = _attentions(name, module) or [Entry(name, kind, "", _unknown_attention(module, above))]
+        else:
+            continue
+        covered.append(f"{name}." if name else "")
+        entries += found
     if not entries:
         entries.append(Entry("", "", "", "nothing in it that vitfast replaces"))
     report = Report(entries)
     report.model = type(model).__name__
+    report.plain = next((reason_for_plain(p) for p in model.parameters()), None)
     return report
 
 
-def _entries_of(name: str, module: nn.Module, known: Known) -> list[Entry]:
+def _names_above(name: str) -> list[str]:
+    """ "a.b.c" -> "", "a", "a.b": the modules that a module is in."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:n]) for n in range(len(parts))]
+
+
+def _entries_of(name: str, module: nn.Module, known: Known, above: tuple[nn.Module, ...]) -> list[Entry]:
     """Entries of a replaceable module: one, or one for each of its fused blocks."""
     kind = type(module).__name__
     if replacement_class(type(module), known.originals) is None:
-        return [Entry(name, kind, "", unsupported_reason(module, known) or "vitfast.accelerate(model) was not called")]
+        why = unsupported_reason(module, known, above) or "vitfast.accelerate(model) was not called"
+        return [Entry(name, kind, "", why), *_attentions(name, module)]
     if not hasattr(module, "fused_blocks"):
-        return [Entry(name, kind, "patch projection" if isinstance(module, nn.Conv2d) else "norm", None)]
+        part = PATCHES if isinstance(module, nn.Conv2d) else NORM
+        return [Entry(name, kind, part, last_call(module, part))]
     entries = []
     for block in module.fused_blocks:
         found = find(block, module)
         # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
         sharded = isinstance(found, str) and "DTensor" in found and getattr(module, "_is_fsdp_managed_module", False)
-        entries.append(Entry(name, kind, block.name, found if isinstance(found, str) and not sharded else None))
+        why = last_call(module, block.name)
+        entries.append(Entry(name, kind, block.name, found if isinstance(found, str) and not sharded else why))
+        if entries[-1].why is not None and "attention" in block.name:
+            entries += _attentions(name, module)
     return entries
+
+
+def _implementation(module: nn.Module) -> str | None:
+    """The name of the attention that a layer of transformers takes out of the registry."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _attentions(name: str, module: nn.Module) -> list[Entry]:
+    """Entries of the attention layers to which transformers' registry gives our operation."""
+    found = {path: m for path, m in module.named_modules(prefix=name) if "Attention" in type(m).__name__}
+    found = {path: m for path, m in found.items() if _implementation(m) == "vitfast"}
+    innermost = [path for path in found if not any(path in _names_above(other) for other in found)]
+    kinds = {path: type(found[path]).__name__ for path in innermost}
+    return [Entry(path, kinds[path], ATTENTION_ALONE, last_call(found[path], ATTENTION_ALONE)) for path in innermost]
+
+
+def _unknown_attention(module: nn.Module, above: tuple[nn.Module, ...]) -> str:
+    """Why an attention layer is left, and what can be done."""
+    settable = any(getattr(owner, "_can_set_attn_implementation", bool)() for owner in above)
+    inside = any(_implementation(m) is not None for m in module.modules())
+    hint = '; model.set_attn_implementation("vitfast") runs its attention' if settable and inside else ""
+    return f"an attention layer that vitfast does not know{hint}"

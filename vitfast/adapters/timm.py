@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
 from . import leaves
-from .fused_blocks import ABSENT, FusedBlock, Modules, layout, run, weights_and_biases
+from .fallbacks import library_runs
+from .fused_blocks import ABSENT, FusedBlock, Modules, asked, layout, run, weights_and_biases
 
 _NORMS = (TimmLayerNorm, nn.LayerNorm)
 _UNUSED = (nn.Identity, ABSENT)  # places of what some versions have and some models fill
@@ -81,7 +82,10 @@ class Block(vit.Block):
     residual_in_fp32 = None
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        if any(a is not None and a is not False for a in (*args, *kwargs.values())):
+        reason = asked(dict(zip(("attn_mask", "is_causal"), args), **kwargs))
+        if reason is not None:
+            for block in self.fused_blocks:
+                library_runs(self, block.name, reason, of_this_call=True)
             return super().forward(x, *args, **kwargs)
         y = run(ATTENTION, self, x)
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x)))) if y is None else y
@@ -93,8 +97,20 @@ class LayerNorm(TimmLayerNorm):
     """timm's LayerNorm on `ops.layer_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = None if self._fast_norm else leaves.normalize(self, x)
+        y = leaves.normalize(self, x)
         return super().forward(x) if y is None else y
+
+
+def _eva_unsupported(block: nn.Module, above: tuple[nn.Module, ...]) -> str:
+    """Why a layer of EVA is left. above: the modules that it is in, which hold the rotary positions."""
+    attention, mlp = block._modules.get("attn"), block._modules.get("mlp")
+    found = {
+        "normalises after each branch": type(block).__name__ == "EvaBlockPostNorm",
+        "rotary positions": any(getattr(module, "rope", None) is not None for module in above),
+        "biases of q and v, none of k": getattr(attention, "q_bias", None) is not None,
+        "SwiGLU": type(mlp).__name__ in ("SwiGLU", "GluMlp"),
+    }
+    return ", ".join(reason for reason, so in found.items() if so) or "a layer that vitfast does not know"
 
 
 BLOCKS = {Block: lambda: vit.Block(16, 1, init_values=0.5)}
@@ -108,7 +124,7 @@ LEFT = {
     "timm.models.vision_transformer_relpos.RelPosBlock": "relative position bias",
     "timm.models.vision_transformer_relpos.ResPostRelPosBlock": "relative position bias",
     "timm.models.beit.Block": "relative position bias",
-    "timm.models.eva.EvaBlock": "rotary positions in most of its models",
-    "timm.models.eva.EvaBlockPostNorm": "rotary positions in most of its models",
+    "timm.models.eva.EvaBlock": _eva_unsupported,
+    "timm.models.eva.EvaBlockPostNorm": _eva_unsupported,
     "timm.models.swin_transformer.SwinTransformerBlock": "windows with a relative position bias",
 }

@@ -2,47 +2,115 @@
 
 import math
 import re
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from .. import arguments
 from ..errors import InputError
 from ..presets import PRESETS, ROOT, pair, reduction, shorthand
+from . import hugging_face, timm
 from .files import CheckpointFiles
-from .formats import Format
+from .formats import HALF, Converted
+from .json_fields import class_names, refuse_unknown
 
-_OURS = ("library", "library_version", "architecture")  # our config.json has these besides constructor arguments
-_TANH = ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-_ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
+_OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
+_TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
+# Arguments that the tensors fix: two values are the same where these are.
+_EXACT = "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
+FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
+FIXED |= {"patch_size": pair, "pos_embed": lambda kind: {"sincos2d": "learn", "": "none"}.get(kind, kind)}
+
+_IN_PART = ("global_pool", "init_values", "pos_embed")  # what the shapes show of these is not all
 
 
-def infer(state: dict[str, Tensor], form: Format, facts: dict, files: CheckpointFiles, known: dict) -> dict:
-    """Constructor arguments of a converted state dict.
+def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict, list[str]]:
+    """Constructor arguments of converted tensors, and a line for each thing assumed or not taken over.
 
-    facts: what the conversion saw. known: what the caller says, used only for what nothing else tells (`num_heads`,
-    `img_size`). A config.json of ours is taken as it is. Raises InputError where something is left open, naming the
-    argument to pass.
+    known: what the caller says, used only for what nothing else tells (`num_heads`, `img_size`). A config.json of ours
+    is taken as it is. Raises InputError for a model that computes something else than the ViT, and where something is
+    left open, naming the argument to pass.
     """
-    shapes = _from_shapes(state)
-    if files.config.get("library") == "vitfast":
-        # JSON's lists are tuples again
-        return shapes | {k: tuple(v) if isinstance(v, list) else v for k, v in files.config.items() if k not in _OURS}
-    try:
-        of_timm = {"architecture", "pretrained_cfg"} & files.config.keys()
-        told = _from_timm(files.config) if of_timm else _from_hugging_face(files)
-        size = told.pop("img_size")
-        size = pair(size) if size else None
-    except InputError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"is not one of timm, Hugging Face or vitfast ({type(error).__name__}: {error})"
-        raise InputError(f"config.json {why}; mend or remove it") from error
-    config = form.defaults | shapes | facts | {k: v for k, v in told.items() if v is not None}
-    config |= _positions(state, config, size, known.get("img_size"))
-    config["num_heads"] = config.get("num_heads") or known.get("num_heads") or _preset_heads(config)
+    shapes, config = _from_shapes(made.state), files.config or made.training
+    if config.get("library") == "vitfast":
+        return _ours(config, shapes), []
+    told, notes = _told(made, config, shapes, known)
+    pixels = hugging_face.statistics(files.preprocessor)
     for name in ("mean", "std"):
-        if isinstance(config[name], (list, tuple)) and len(config[name]) not in (1, config["in_chans"]):
-            config[name] = 0.5  # statistics of three channels say nothing about others
-    return config
+        value = pixels[name] if pixels[name] is not None else told.pop(name, None)
+        if value is not None and not (isinstance(value, tuple) and len(value) not in (1, shapes["in_chans"])):
+            told[name] = value  # statistics of three channels say nothing about others
+    sizes = {name: told.pop(name) for name in ("img_size", "input_size") if name in told}
+    _check(told, shapes, told.pop("hidden", None))
+    defaults = made.form.defaults if shapes["in_chans"] == 3 else made.form.defaults | HALF
+    result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
+    result |= _positions(made.state, result, sizes, known.get("img_size"))
+    result["num_heads"] = result.get("num_heads") or known.get("num_heads") or _preset_heads(result)
+    said = {*made.facts, *told, *known}
+    if assumed := [f"{name}={result[name]!r}" for name in made.form.unsaid if name not in said]:
+        notes.append(f"nothing here says {', '.join(assumed)}: assumed; pass those that differ")
+    names, more = _names(config, shapes["num_classes"])
+    return result | ({"class_names": names} if names else {}), notes + more
+
+
+def check_config(config: dict) -> None:
+    """Raises InputError for a config.json of an unknown library, or one that names another model."""
+    if config.get("library") == "vitfast" or _TIMM & config.keys():
+        return
+    if "model_type" in config:
+        hugging_face.check_kind(config)
+    elif config:
+        says = "config.json says neither library (vitfast's), architecture (timm's) nor model_type (Hugging Face's)"
+        raise InputError(f"{says}; mend or remove it")
+
+
+def _told(made: Converted, config: dict, shapes: dict, known: Mapping) -> tuple[dict, list[str]]:
+    """Constructor arguments in the JSON of timm or Hugging Face, none where there is no JSON; and notes."""
+    if _TIMM & config.keys():
+        told, notes = timm.told(config)
+        return {"global_pool": shapes["global_pool"]} | told, notes  # shapes show it in the models that timm.py knows
+    if config:
+        return hugging_face.told(config, made.form.name)
+    if doubt := made.doubt(known):
+        raise InputError(doubt)
+    return {}, []
+
+
+def _ours(config: dict, shapes: dict) -> dict:
+    """The arguments in a config.json of ours, which has them all."""
+    refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, "config.json", "use the vitfast that wrote it")
+    for name in arguments.ARGUMENTS:
+        if name not in config:
+            raise InputError(f"config.json lacks {name}; copy the folder again")
+    told = {name: arguments.read(name, config[name], f"config.json: {name}") for name in arguments.ARGUMENTS}
+    _check(told, shapes)
+    names = config.get("class_names")
+    return told if names is None else told | {"class_names": names}
+
+
+def _check(told: dict, shapes: dict, hidden: int | None = None) -> None:
+    """Raises InputError where the JSON and the tensors disagree.
+
+    hidden: the width of the MLP, None where the JSON does not say it.
+    """
+    dim, ours = shapes["embed_dim"], int(shapes["embed_dim"] * shapes["mlp_ratio"])
+    same = FIXED | {"num_classes": int, "mlp_ratio": lambda ratio: int(dim * ratio)}
+    wrong = [k for k in told if k in shapes and k in same and same[k](told[k]) != same[k](shapes[k])]
+    says = [f"{k}={told[k]}, the tensors {k}={shapes[k]}" for k in wrong]
+    says += [f"intermediate_size={hidden}, the tensors {ours}"] if hidden not in (None, ours) else []
+    if says:
+        raise InputError(f"config.json says {says[0]}; one of the two is of another model")
+
+
+def _names(config: dict, classes: int) -> tuple[tuple[str, ...] | None, list[str]]:
+    """The names of the classes in the JSON of timm or Hugging Face, and notes."""
+    inner = config.get("pretrained_cfg") or {}
+    fields = [(part, name) for part in (config, inner) for name in ("label_names", "labels", "id2label")]
+    part, field = next(((part, name) for part, name in fields if part.get(name)), (config, "id2label"))
+    return class_names(part.get(field), field, classes)
+
+
+_TABLES = {"pos_embed": "learn", "pos_embed_x": "learn2d", "pos_embed_rel": "relative"}
 
 
 def _from_shapes(state: dict[str, Tensor]) -> dict:
@@ -67,7 +135,7 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
         init_values=1e-5 if "blocks.0.ls1.gamma" in state else None,
         class_token="cls_token" in tokens,
         reg_tokens=tokens.get("reg_token", 0),
-        pos_embed="learn" if "pos_embed" in state else "none",
+        pos_embed=next((kind for name, kind in _TABLES.items() if name in state), "none"),
         num_classes=0 if head is None else head.shape[0],
         representation_size=None if pre_logits is None else pre_logits.shape[0],
         global_pool="avg" if fc_norm or "cls_token" not in tokens else "token",
@@ -84,78 +152,39 @@ def _units(state: dict[str, Tensor]) -> list[int]:
     return [stages.count(i) for i in range(1 + max(stages, default=0))]
 
 
-def _from_hugging_face(files: CheckpointFiles) -> dict:
-    """The arguments in transformers' config.json and preprocessor_config.json; None where it has none."""
-    config, pixels = files.config, files.preprocessor
-    plain = pixels.get("do_normalize") is False
-    return dict(
-        num_heads=config.get("num_attention_heads"),
-        norm_eps=config.get("layer_norm_eps"),
-        act_layer=_activation(config.get("hidden_act")),
-        img_size=config.get("image_size"),
-        mean=0.0 if plain else pixels.get("image_mean"),
-        std=1.0 if plain else pixels.get("image_std"),
-    )
-
-
-def _from_timm(config: dict) -> dict:
-    """The arguments in the config.json of a timm repository (the older, flat ones too)."""
-    pretrained, args = config.get("pretrained_cfg", config), config.get("model_args") or {}
-    name = config.get("architecture") or pretrained.get("architecture") or ""
-    if "_rpn_" in name or "quickgelu" in name:
-        raise InputError(f"config.json: {name} has blocks that vitfast does not have yet")
-    pool = args.get("global_pool", config.get("global_pool"))
-    if pool not in (None, "token", "avg", ""):
-        raise InputError(f"config.json: global_pool={pool!r} is not supported; known are 'token', 'avg' and ''")
-    size = pretrained.get("input_size") and tuple(pretrained["input_size"][1:])
-    return dict(
-        num_heads=args.get("num_heads"),
-        img_size=args.get("img_size") or size,
-        mean=pretrained.get("mean"),
-        std=pretrained.get("std"),
-        act_layer=_activation(args.get("act_layer")) or ("gelu_tanh" if "siglip" in name else None),
-        dynamic_img_size=args.get("dynamic_img_size"),
-        global_pool=pool,
-    )
-
-
-def _activation(name: str | None) -> str | None:
-    """The ViT's name of an activation, None for None."""
-    if name is None:
-        return None
-    if name not in _ACTIVATIONS:
-        raise InputError(f"config.json: activation {name!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def _positions(state: dict[str, Tensor], config: dict, told: tuple[int, int] | None, asked) -> dict:
+def _positions(state: dict[str, Tensor], config: dict, told: dict, asked) -> dict:
     """img_size and no_embed_class from the length of the position table.
 
-    The grid is that of `told` (config.json's image size) where it fits the table, else square, else that of `asked`.
-    Without a table the size is free: `told`, else `asked`, else the constructor's default.
+    told: `img_size` of the model, or `input_size` of the images it is meant for, where config.json has them. The grid
+    is that of img_size, of input_size where it fits the table, else square, else that of `asked`. Without a table the
+    size is free: told, else `asked`, else the constructor's default.
     """
+    own, meant, asked = (pair(size) if size else None for size in (told.get("img_size"), told.get("input_size"), asked))
     if "pos_embed" not in state:
-        size = told or asked
+        size = own or meant or asked
         return dict(img_size=size) if size else {}
     patch, length = pair(config["patch_size"]), state["pos_embed"].shape[1]
     prefix = int(config["class_token"]) + config["reg_tokens"]
     patches = {False: length - prefix, True: length}  # how many, by no_embed_class
     if "no_embed_class" in config:
         patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
-
-    def fits(size: tuple[int, int] | None) -> bool | None:
-        """The no_embed_class with which the table has this image size, None where it cannot have it."""
-        number = size and size[0] // patch[0] * (size[1] // patch[1])
-        return next((no_embed for no_embed, n in patches.items() if number == n), None)
-
     sides = [_square(n) for n in patches.values()]
     squares = [(side * patch[0], side * patch[1]) for side in sides if side]
-    for size in (told, *squares, pair(asked) if asked else None):
-        no_embed = fits(size)
-        if no_embed is not None:
-            return dict(img_size=size[0] if size[0] == size[1] else size, no_embed_class=bool(no_embed and prefix))
-    table = f"a position table of {length} entries is no square grid"
-    raise InputError(f"{table}; pass img_size=(height, width) of the checkpoint")
+    for size in filter(None, (own,) if own else (meant, *squares, asked)):
+        grid = size[0] // patch[0], size[1] // patch[1]
+        no_embed = next((no_embed for no_embed, n in patches.items() if n == grid[0] * grid[1]), None)
+        if no_embed is None:
+            continue
+        covered = grid[0] * patch[0], grid[1] * patch[1]
+        if covered != size and not asked:
+            cut = f"patches of {patch[0]} x {patch[1]} leave the last rows of images of {size[0]} x {size[1]} out"
+            raise InputError(f"{cut}; cut the images yourself and pass img_size=({covered[0]}, {covered[1]})")
+        square = covered[0] == covered[1]
+        return dict(img_size=covered[0] if square else covered, no_embed_class=bool(no_embed and prefix))
+    table = f"a position table of {length} entries is"
+    if own:
+        raise InputError(f"config.json says images of {own[0]} x {own[1]}, and {table} not theirs")
+    raise InputError(f"{table} no square grid; pass img_size=(height, width) of the checkpoint")
 
 
 def _preset_heads(config: dict) -> int:

@@ -23,6 +23,7 @@ from ..errors import InputError
 from ..files import move_synced, sync
 
 HUB = "hf-hub:"
+CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 
 
@@ -36,14 +37,19 @@ class CheckpointFiles:
 
 
 def locate(source: str | Path) -> CheckpointFiles:
-    """The files of a weights file, a folder, or `hf-hub:owner/name[@revision]`.
+    """The files of a weights file, a folder, a run folder, or `hf-hub:owner/name[@revision]`.
 
     Raises InputError where there are none. A file called as in a folder (`model.safetensors`,
-    `pytorch_model.bin`) takes the folder's config.json with it; any other is bare.
+    `pytorch_model.bin`) takes the folder's config.json with it; any other is bare. Of a run folder it is the last
+    checkpoint.
     """
     if str(source).startswith(HUB):
         return _in_folder(_download(str(source)), source)
     path = Path(source).expanduser()
+    if path.name == LAST:
+        path = last_checkpoint(path.parent) or path
+    elif (path / CHECKPOINTS).is_dir() and not any((path / name).is_file() for name in WEIGHTS):
+        path = last_checkpoint(path / CHECKPOINTS) or path
     if path.is_dir():
         return _in_folder(path, source)
     if path.is_file():
@@ -51,6 +57,23 @@ def locate(source: str | Path) -> CheckpointFiles:
     like_a_repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source))
     hint = f"; for a repository of the Hugging Face hub write {HUB}{source}" if like_a_repository else ""
     raise InputError(f"{source}: no such file or folder{hint}")
+
+
+def last_checkpoint(checkpoints: Path) -> Path | None:
+    """The checkpoint that `last` in a run's folder of checkpoints stands for, None where there is none.
+
+    `last` is a folder, a link to one, or a text file with the name of a folder beside it. Raises InputError where that
+    is not there.
+    """
+    last = checkpoints / LAST
+    if not last.is_file():
+        return last.resolve() if last.is_dir() else None
+    with open(last, "rb") as file:
+        name = file.read(256).decode("utf-8", "replace").strip()
+    folder = checkpoints / name
+    if folder.parent != checkpoints or "\0" in name or not folder.is_dir():
+        raise InputError(f"{last}: names no checkpoint beside it; give the path of one of {checkpoints}/step-...")
+    return folder.resolve()
 
 
 def read_tensors(path: Path) -> dict:

@@ -1,13 +1,14 @@
 """The weight formats that are read: how each is recognised, what its names become, its defaults."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from . import timm
 from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_ours
 
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -20,8 +21,9 @@ class Format:
     """One format.
 
     mark: a pattern that some key matches. renames: what its names become. ignored: keys (renamed) that the ViT does
-    without. defaults: constructor arguments of this format. prepare: source tensors -> tensors in PyTorch's layout, and
-    the constructor arguments that only the source's shapes tell.
+    without. defaults: constructor arguments of this format. unsaid: arguments that differ from model to model, and that
+    its tensors do not say. prepare: source tensors -> tensors in PyTorch's layout, and the constructor arguments that
+    only the source's shapes tell.
     """
 
     name: str
@@ -29,8 +31,47 @@ class Format:
     renames: Renames
     ignored: str
     defaults: dict
+    unsaid: tuple[str, ...] = ()
     prepare: Callable[[State], tuple[State, dict]] = lambda state: (state, {})
 
+
+@dataclass
+class Converted:
+    """The tensors of a file in timm's names, and what else the file says of its model.
+
+    facts: constructor arguments that only the source could tell. left_out: tensors that the ViT does without. training:
+    see timm.of_training. gamma_names: LayerScale had the names of DeiT III and of timm's rotary models.
+    """
+
+    state: State
+    form: Format
+    facts: dict
+    left_out: list[str]
+    training: dict
+    gamma_names: bool
+
+    def doubt(self, known: Mapping) -> str:
+        """Why these tensors alone may be of a model that computes something else, or "".
+
+        Rotary positions have no parameters, an activation neither, and norms do not tell where they stand. known: what
+        the caller says.
+        """
+        if self.form.name not in ("timm", "Facebook DINOv2"):
+            return ""
+        rotary = "which vitfast does not have yet; where there are none, pass pos_embed="
+        if not any(name.startswith("pos_embed") for name in self.state):
+            if known.get("pos_embed") not in ("none", ""):
+                return f"there is no position table, as in models with rotary positions (DINOv3, rope), {rotary}'none'"
+        elif self.gamma_names and known.get("pos_embed") != "learn":
+            where = "in DeiT III's own files, but also in timm's models with rotary positions"
+            return f"LayerScale is called gamma_1: so it is {where}, {rotary}'learn'"
+        elif known.get("act_layer") is None and not any(name in self.state for name in _SELDOM_ABSENT):
+            others = "SigLIP's have an exact GELU or a tanh one, vit_base_patch16_rpn_224 (which vitfast cannot load)"
+            return f"timm's models with these tensors differ: {others} has its norms after attention; pass act_layer="
+        return ""
+
+
+_SELDOM_ABSENT = ("cls_token", "reg_token", "blocks.0.ls1.gamma")
 
 # Keys of Vision Transformers that ours is not, or not yet.
 NOT_YET = {
@@ -39,9 +80,16 @@ NOT_YET = {
     r"(^|/)MAPHead_0/|^attn_pool\.": "a ViT with attention pooling (MAP head)",
     r"^conv_proj\.(conv_bn_relu_0|conv_last)\.": "a ViT with a convolutional stem",
     r"\.mlp\.(w12|weights_in|gate_proj|fc1_g)\.": "a ViT with a gated MLP (SwiGLU)",
+    r"^rope|rope_embed": "a ViT with rotary positions",
     r"rel_pos|relative_position": "a ViT with relative positions",
     r"^norm_pre\.": "a CLIP ViT (a norm before the first block)",
-    r"\.attn\.[qk]_norm\.": "a ViT with normalised queries and keys",
+    r"\.[qk]_norm\.": "a ViT with normalised queries and keys",
+    r"\.(attn|mlp)\.norm\.": "a ViT with norms inside attention or MLP",
+    r"\.attn\.(q|v)_bias$": "a ViT with biases of queries and values alone",
+    r"\.attn\.lambda_": "a ViT with differential attention",
+    r"^blocks\.\d+\.(attns|ffns|in_proj)\.": "a ViT whose attention and MLP run side by side",
+    r"^embeds\.": "a NaFlex ViT",
+    r"^decoder\.(decoder_|mask_token)": "a masked autoencoder (ViTMAE)",
 }
 
 TIMM_RENAMES: Renames = (
@@ -124,24 +172,28 @@ def _unit(found: re.Match) -> str:
 _HUGGING_FACE = (HUGGING_FACE_RENAMES, r"^(mask_token$|pooler\.|decoder\.)")
 _ERF = dict(act_layer="gelu", norm_eps=1e-6)
 _ERF_1E_12 = dict(act_layer="gelu", norm_eps=1e-12)
-_TANH = dict(act_layer="gelu_tanh", norm_eps=1e-6)
+_GOOGLE = (GOOGLE_RENAMES, NONE, dict(act_layer="gelu_tanh", norm_eps=1e-6) | HALF)
+
+_HEADS, _NUMBERS = ("num_heads",), ("num_heads", "act_layer", "norm_eps", "mean", "std")
+_DISTILLATION = r"(^deit\.|^)embeddings\.distillation_token$"
 
 # The first whose mark is found is it.
 FORMATS = (
-    Format("Google npz", r"(^|/)Transformer/encoderblock(_\d+)?/", GOOGLE_RENAMES, NONE, _TANH | HALF, _prepare_google),
-    Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET),
-    Format("Hugging Face DeiT", r"(^deit\.|^)embeddings\.distillation_token$", *_HUGGING_FACE, _ERF_1E_12 | IMAGENET),
-    Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", *_HUGGING_FACE, _ERF_1E_12 | HALF),
-    Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, NONE, _ERF | IMAGENET),
-    Format("Facebook DINOv2", r"^(mask_token|register_tokens)$", (), r"^mask_token$", _ERF | IMAGENET),
-    Format("timm", r"^blocks\.\d+\.attn\.qkv\.weight$", TIMM_RENAMES, NONE, _ERF | HALF),
+    Format("Google npz", r"(^|/)Transformer/encoderblock(_\d+)?/", *_GOOGLE, prepare=_prepare_google),
+    Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET, _HEADS),
+    Format("Hugging Face DeiT", _DISTILLATION, *_HUGGING_FACE, _ERF_1E_12 | IMAGENET, _NUMBERS),
+    Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", *_HUGGING_FACE, _ERF_1E_12 | HALF, _NUMBERS),
+    Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, NONE, _ERF | IMAGENET, _HEADS),
+    Format("Facebook DINOv2", r"^(mask_token|register_tokens)$", (), r"^mask_token$", _ERF | IMAGENET, _HEADS),
+    Format("timm", r"^blocks\.\d+\.attn\.qkv\.weight$", TIMM_RENAMES, NONE, _ERF | HALF, (*_NUMBERS, "global_pool")),
 )
 
 # In the order in which a wrapper is looked into: averaged weights before raw ones, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ALWAYS = ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
-RANKS = {"patch_embed.proj.weight": 4, "head.weight": 2}
+RANKS = {"patch_embed.proj.weight": 4, **dict.fromkeys((*ALWAYS[1:], "head.weight", "pre_logits.fc.weight"), 2)}
 RANKS |= dict.fromkeys(("pos_embed", "cls_token", "reg_token", "register_tokens"), 3)
 
 
@@ -173,30 +225,49 @@ def detect(state: State) -> Format:
     raise InputError(f"not a Vision Transformer as {names} write one; {listing(ALWAYS, state)}")
 
 
-def to_timm_names(content: dict) -> tuple[State, Format, dict]:
-    """The content of a file in any format -> the state dict in timm's names, the format, and arguments.
+def to_timm_names(content: dict) -> Converted:
+    """The content of a file in any format, in timm's names.
 
-    Those are the constructor arguments that only the source could tell. Raises InputError as `detect` does, and
-    where the tensors of a ViT are missing.
+    Raises InputError as `detect` does, and where the tensors of a ViT are missing, or are no weights.
     """
     source = unwrap(content)
     form = detect(source)
+    gamma_names = any(re.search(r"\.gamma_[12]$", k) for k in source)
     try:
         source, facts = form.prepare(source)
         state = rename(source, form.renames)
-        state = _join_qkv({k: v for k, v in state.items() if not re.search(form.ignored, k)})
+        left_out = [k for k in state if re.search(form.ignored, k)]
+        state = _join_qkv({k: v for k, v in state.items() if k not in left_out})
     except (IndexError, RuntimeError) as error:
         raise InputError(f"a {form.name} file with tensors of unexpected shapes ({error}); export it again") from error
     if any(k not in state for k in ALWAYS):
         raise InputError(f"a {form.name} file without a whole ViT; {listing(ALWAYS, state)}")
-    for key, rank in RANKS.items():
-        if key in state and state[key].dim() != rank:
-            shape = tuple(state[key].shape)
+    for key, value in state.items():
+        shape, rank = tuple(value.shape), RANKS.get(key, value.dim())
+        if value.dim() != rank:
             raise InputError(f"a {form.name} file with {key} of shape {shape}, expected {rank} axes; export it again")
+        if value.dtype not in DTYPES or not value.numel():
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise InputError(f"{key} is {value.dtype} of shape {shape}, expected values of {known}; export it again")
+    if what := _not_yet(state):
+        raise InputError(f"{what} is not supported yet")
     if "register_tokens" in state:
         facts["no_embed_class"] = True
         _fold_class_position(state)
-    return {k: v.contiguous() for k, v in state.items()}, form, facts
+    state = {k: v.contiguous() for k, v in state.items()}
+    training = timm.of_training(content) if form.name == "timm" else {}
+    return Converted(state, form, facts, left_out, training, gamma_names)
+
+
+def _not_yet(state: State) -> str:
+    """The ViT that these tensors, in timm's names, show to be another than ours; "" where they do not."""
+    fc2 = state.get("blocks.0.mlp.fc2.weight")
+    if fc2 is not None and fc2.dim() == 2 and state["blocks.0.mlp.fc1.weight"].shape[0] == 2 * fc2.shape[1]:
+        return "a ViT with a gated MLP (SwiGLU)"
+    if "blocks.0.norm1.weight" in state and "blocks.0.norm1.bias" not in state:
+        return "a ViT with norms without bias (RMSNorm)"
+    last = any(key.startswith(("norm.", "fc_norm.")) for key in state)
+    return "" if last else "a ViT without a norm after its last block"
 
 
 def listing(expected, found) -> str:

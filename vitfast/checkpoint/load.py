@@ -1,6 +1,7 @@
 """From a checkpoint of any format to a state dict, a configuration, or a model."""
 
 import inspect
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,29 +9,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import positions
+from .. import arguments, positions
 from ..errors import InputError, unknown
 from ..presets import pair
-from ..version import __version__
-from .config import infer
+from .config import FIXED, check_config, infer
 from .files import locate, read_tensors
 from .formats import listing, to_timm_names
 
+logger = logging.getLogger("vitfast")
+
 _HEAD = ("head.", "head_dist.", "pre_logits.")
-# Arguments that the tensors fix: two values are the same where these are.
-_EXACT = "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
-_FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
-_FIXED |= {"patch_size": pair, "pos_embed": lambda kind: kind in ("none", "")}
 
 
 @dataclass
 class Checkpoint:
-    """One checkpoint, read: `kind` is its format, `state` is in timm's names, `config` makes its model."""
+    """One checkpoint, read: `kind` is its format, `state` is in timm's names, `config` makes its model.
+
+    notes: a line for each thing that was assumed or left out.
+    """
 
     name: str
     kind: str
     state: dict[str, Tensor]
     config: dict
+    notes: list[str]
 
     def __str__(self) -> str:
         shape = ", ".join(f"{k}={self.config.get(k)}" for k in ("embed_dim", "depth", "patch_size", "num_classes"))
@@ -47,7 +49,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """
     content = read_tensors(locate(path).weights)
     with _named(path):
-        return to_timm_names(content)[0]
+        return to_timm_names(content).state
 
 
 def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
@@ -73,21 +75,21 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
     for name in overrides:
         if name not in names:
             raise unknown("argument of from_pretrained", name, names)
+        if name in arguments.ARGUMENTS:
+            arguments.read(name, overrides[name], f"from_pretrained: {name}")
     found = _open(source, overrides)
-    for name in found.config:
-        if name not in names:
-            has = f"config.json has {name!r}, which vitfast {__version__} does not know"
-            raise InputError(f"{source}: {has}; use the vitfast that wrote it")
+    for note in found.notes:
+        logger.warning("%s: %s", source, note)
 
     classes = overrides.get("num_classes", found.config["num_classes"])
-    changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes")}
+    changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes", "class_names")}
     if classes != found.config["num_classes"]:
         found.state = {k: v for k, v in found.state.items() if not k.startswith(_HEAD)}
-        found.config |= dict(num_classes=0, representation_size=None)
+        found.config |= dict(num_classes=0, representation_size=None, class_names=None)
     else:
         _check_head(found)
     _check_architecture(cls, found, changes)
-    with torch.device("meta"):
+    with _named(source), torch.device("meta"):
         model = cls(**{**found.config, **changes})
     differences = _differences(model.state_dict(), found.state)
     if differences:
@@ -98,6 +100,8 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
         model.set_input_size(overrides["img_size"])
     if classes != model.num_classes:
         model.reset_classifier(classes)
+    if "class_names" in overrides:
+        model.class_names = overrides["class_names"]
     dtypes = {v.dtype for v in found.state.values()}
     return model.to(*dtypes) if keep_dtype and len(dtypes) == 1 else model
 
@@ -113,14 +117,19 @@ def _named(source: str | Path):
 
 def _open(source: str | Path, known: dict) -> Checkpoint:
     files = locate(source)
+    with _named(source):  # a model that is another by its own word is not looked into
+        check_config(files.config)
     content = read_tensors(files.weights)
     with _named(source):
-        state, form, facts = to_timm_names(content)
-        config = infer(state, form, facts, files, known)
-        if config["pos_embed"] == "sincos2d" and "pos_embed" not in state:
+        made = to_timm_names(content)
+        config, notes = infer(made, files, known)
+        if made.facts.get("pos_embed") == "sincos2d":
             size, patch = pair(config.setdefault("img_size", 224)), pair(config["patch_size"])
-            state["pos_embed"] = positions.sincos_2d((size[0] // patch[0], size[1] // patch[1]), config["embed_dim"])
-    return Checkpoint(str(source), form.name, state, config)
+            grid = size[0] // patch[0], size[1] // patch[1]
+            made.state["pos_embed"] = positions.sincos_2d(grid, config["embed_dim"])
+    if made.left_out:
+        notes.append(f"left out, as the ViT has no place for them: {', '.join(made.left_out)}")
+    return Checkpoint(str(source), made.form.name, made.state, config, notes)
 
 
 def _check_head(found: Checkpoint) -> None:
@@ -141,7 +150,7 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
         reads = f"its patch projection reads in_chans={config['in_chans']} channels"
         raise InputError(f"{found}; {reads}, expected in_chans={changes['in_chans']}")
     hidden = int(config["embed_dim"] * config["mlp_ratio"])
-    same = _FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio) == hidden}
+    same = FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio) == hidden}
     asked = {k: v for k, v in changes.items() if k in same and not (k == "fc_norm" and v is None)}
     wrong = {k: v for k, v in asked.items() if same[k](config.get(k)) != same[k](v)}
     if not wrong:

@@ -126,8 +126,8 @@ def _write_json(content: dict, path: Path) -> None:
 def save(model, folder: str | Path) -> None:
     """Writes model.safetensors and config.json, each replaced atomically; makes the folder.
 
-    The state dict is written as it is (dtypes too), from any device; config.json holds `model.config`, the library and
-    its version.
+    The state dict is written as it is (dtypes too), from any device; config.json holds `model.config` (with the names
+    of the classes where they are known), the library and its version.
     """
     folder = Path(folder).expanduser()
     try:
@@ -167,6 +167,7 @@ def _write_timm(model: nn.Module, path: Path) -> None:
         num_features=config["embed_dim"],
         global_pool=config["global_pool"],
     )
+    content |= {"label_names": model.class_names} if model.class_names else {}
     _write_json(content | dict(model_args=model_args, pretrained_cfg=pretrained), path / "config.json")
     _write_tensors(state, path / "model.safetensors")
 
@@ -204,7 +205,7 @@ def _write_hugging_face(model: nn.Module, path: Path) -> None:
     )
     state = rename(_split_qkv(state), HUGGING_FACE_NAMES)
     if classes:
-        labels = {i: f"LABEL_{i}" for i in range(classes)}
+        labels = dict(enumerate(model.class_names or [f"LABEL_{i}" for i in range(classes)]))
         content |= dict(id2label=labels, label2id={name: i for i, name in labels.items()})
         state = {key if key.startswith("classifier.") else f"vit.{key}": value for key, value in state.items()}
     _write_json(content, path / "config.json")

@@ -7,7 +7,7 @@ import argparse
 import logging
 import sys
 
-from ..errors import InputError, TrainingError
+from ..errors import InputError, TrainingError, install
 from ..version import __version__
 from . import (
     convert,
@@ -20,6 +20,7 @@ from . import (
     finetune,
     inspect,
     positions,
+    predict,
     pretrain,
     recipes,
     scaling,
@@ -28,8 +29,8 @@ from . import (
 )
 
 # Each module is the command of its name: its docstring is the help, `add_arguments(parser)`, `run(args)` -> exit code.
-COMMANDS = (pretrain, finetune, eval, fewshot, vtab, demo, doctor, tune, convert, export, inspect, cost, scaling)
-COMMANDS += (positions, recipes)
+COMMANDS = (pretrain, finetune, eval, predict, fewshot, vtab, demo, doctor, tune, convert, export, inspect, cost)
+COMMANDS += (scaling, positions, recipes)
 
 EPILOG = """examples:
   vitfast demo                                                     the whole way on handwritten digits, \
@@ -37,6 +38,7 @@ in a minute or two on a CPU
   vitfast pretrain --recipe plain-s16/imagenet-90ep --data /data/imagenet --output runs/s16
   vitfast finetune --weights runs/s16/checkpoints/last --data torch/cifar10 --output runs/cifar10
   vitfast eval --weights runs/cifar10/checkpoints/last --data torch/cifar10
+  vitfast predict photos --weights runs/cifar10/checkpoints/last --output photos.csv
 
 The same pretrain or finetune command again continues a run that was cut off."""
 
@@ -91,8 +93,10 @@ def _explanation(error: Exception) -> tuple[str | None, int]:
     text = " ".join(str(error).split())
     if isinstance(error, InputError):
         return text, 2
+    if isinstance(error, ImportError) and "triton" in (error.name or text):
+        return f"this command runs the kernels, which need triton (pip install triton, on Linux): {text}", 2
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("vitfast"):
-        return f"{error.name} is not installed; this command needs pip install 'vitfast[train]'", 2
+        return f"{error.name} is not installed, and this command needs it: {install('train')}", 2
     if isinstance(error, (TrainingError, OSError)):
         return text, 1
     return None, 1

@@ -11,7 +11,7 @@ from .options import add_shared
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model = "preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and such (required without --recipe)"
+    model = "preset: Ti/16 ... H/14, R50+B/16 and such; R50x1 and such, timm:NAME (required without --recipe)"
     add("--model", metavar="NAME", help=model)
     add("--recipe", metavar="NAME", help="take model, size, batch and length from it; other flags win")
     add("--img-size", metavar="N", type=int, help="side of the images in pixels (default 224)")
@@ -36,39 +36,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..cost import as_text, estimate, rates
+    from ..cost import as_text, baseline_as_text, estimate, estimate_baseline, rates
     from ..model import ViT
-    from ..presets import preset
 
     device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
-    name, arguments, epochs, images, training = (_from_recipe if hasattr(args, "recipe") else _from_flags)(args)
+    with torch.device("meta"):
+        name, model, epochs, images, training = (_from_recipe if hasattr(args, "recipe") else _from_flags)(args)
     if (epochs is None) != (images is None):
         raise InputError("the length of a training takes both --epochs N and --images N, the images in an epoch")
-    with torch.device("meta"):
-        model = ViT(**{**preset(name), **arguments})
-    total = None if epochs is None else epochs * images
-    efficiency = getattr(args, "efficiency", None)
-    training |= dict(gpus=args.gpus, dtype=args.dtype, efficiency=efficiency, keep=args.keep)
-    found = dict(model=name, **estimate(model, device, images=total, **training))
-    print(json.dumps(found, indent=2) if args.json else as_text(name, found))
+    training |= dict(images=None if epochs is None else epochs * images, dtype=args.dtype)
+    if isinstance(model, ViT):
+        efficiency = getattr(args, "efficiency", None)
+        found = estimate(model, device, gpus=args.gpus, efficiency=efficiency, keep=args.keep, **training)
+        text = as_text(name, found)
+    else:
+        from timm.models.resnetv2 import ResNetV2
+
+        del training["batch_size"]
+        found = estimate_baseline(model, model.image_size, resnet=isinstance(model, ResNetV2), **training)
+        text = baseline_as_text(name, found)
+    print(json.dumps(dict(model=name, **found), indent=2) if args.json else text)
     return 0
 
 
-def _from_flags(args: argparse.Namespace) -> tuple[str, dict, float | None, float | None, dict]:
-    """Preset, its other arguments, epochs, images in an epoch, and what else `estimate` takes."""
+def _from_flags(args: argparse.Namespace) -> tuple:
+    """Name, model, epochs, images in an epoch, and what else `estimate` takes."""
+    from ..model import ViT
+
     given = vars(args)
     if "model" not in given:
         raise InputError("cost of what? give --model NAME or --recipe NAME")
-    training = dict(batch_size=given.get("batch_size", 256))
-    return args.model, dict(img_size=given.get("img_size", 224)), given.get("epochs"), given.get("images"), training
+    size = given.get("img_size", 224)
+    model = _baseline(args.model, size) or ViT.from_preset(args.model, img_size=size)
+    return args.model, model, given.get("epochs"), given.get("images"), dict(batch_size=given.get("batch_size", 256))
 
 
-def _from_recipe(args: argparse.Namespace) -> tuple[str, dict, float | None, float | None, dict]:
+def _baseline(name: str, size: int):
+    """The BiT ResNet or timm's model of this name; None, without timm, for a ViT's."""
+    if "/" in name:
+        return None
+    from ..baselines import baseline, is_baseline
+
+    return baseline(name, 1000, (size, size)) if is_baseline(name) else None
+
+
+def _from_recipe(args: argparse.Namespace) -> tuple:
     """The same of a recipe; flags win over it."""
     from ..cost import DATASETS
-    from ..presets import preset
     from ..train.recipes import resolve
-    from ..train.setup import model_arguments
+    from ..train.setup import new_model
 
     flags = ("model", "img_size", "batch_size", "epochs", "recipe")
     config = resolve("pretrain", {k: v for k, v in vars(args).items() if k in flags})
@@ -76,7 +92,5 @@ def _from_recipe(args: argparse.Namespace) -> tuple[str, dict, float | None, flo
     epochs, images = config.epochs, getattr(args, "images", None) or per_epoch
     if config.steps:
         epochs, images = 1, config.steps * config.batch_size
-    hidden = preset(config.model)["embed_dim"] if config.hidden_head else None
-    arguments = model_arguments(config) | dict(num_classes=classes, representation_size=hidden)
     training = dict(batch_size=config.batch_size, optimizer=config.optimizer, averaged=bool(config.ema_decay))
-    return config.model, arguments, epochs, images, training
+    return config.model, new_model(config, classes), epochs, images, training

@@ -3,9 +3,13 @@ a linear probe.
 """
 
 import argparse
+import csv
+import io
 import json
+from pathlib import Path
 
-from .options import add_evaluation_options, evaluation_layers
+from ..errors import InputError
+from .options import add_evaluation_options, add_shared, evaluation_layers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,21 +22,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shots", metavar="N", nargs="+", type=_shots, default=None, help=shots)
     add("--seeds", metavar="N", type=int, default=3, help="draws of each number of images (default 3)")
     add("--l2", metavar="X", type=float, default=None, help="regularisation (default ridge: 1024, linear: 1)")
+    add("--output", metavar="FILE", type=Path, default=None, help="write the result too, as .json or as .csv")
+    add_shared(parser, "--force")
 
 
 def run(args: argparse.Namespace) -> int:
     from ..eval.fewshot import few_shot
+    from ..files import write_text
     from ..train.recipes import resolve
 
+    output = vars(args).pop("output")  # of the result, no setting
+    if output:
+        _check_output(output, args.force)
     options = dict(method=args.method, shots=args.shots, seeds=args.seeds, l2=args.l2)
     result = few_shot(resolve("eval", *evaluation_layers(args)), img_size=getattr(args, "img_size", None), **options)
     if args.json:
         print(json.dumps(result))
-        return 0
-    for entry in result["results"]:
-        each = " ".join(f"{accuracy:.4f}" for accuracy in entry["accuracies"])
-        print(f"{entry['shots']:>4} images a class: accuracy {entry['accuracy']:.4f} ({each})")
+    else:
+        for entry in result["results"]:
+            each = " ".join(f"{accuracy:.4f}" for accuracy in entry["accuracies"])
+            print(f"{entry['shots']:>4} images a class: accuracy {entry['accuracy']:.4f} ({each})")
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(output, _table(result) if output.suffix == ".csv" else json.dumps(result, indent=2) + "\n")
     return 0
+
+
+def _check_output(path: Path, force: bool) -> None:
+    """Raises InputError, before anything is computed, where the result cannot be written there."""
+    from ..checkpoint.files import check_free
+
+    if path.suffix not in (".json", ".csv"):
+        raise InputError(f"--output {path}: the result is written as .json or .csv")
+    if path.is_dir():
+        raise InputError(f"--output {path}: a folder is in the way")
+    check_free(path, force)
+
+
+def _table(result: dict) -> str:
+    """The result as CSV: a line for each draw of images, of all of which its line repeats the mean."""
+    same = {name: result.get(name, "") for name in ("weights", "data", "method", "l2")}
+    columns = [*same, "shots", "draw", "accuracy", "mean_accuracy"]
+    writer = csv.DictWriter(text := io.StringIO(), columns, lineterminator="\n")
+    writer.writeheader()
+    for row in result["results"]:
+        for draw, accuracy in enumerate(row["accuracies"]):
+            own = dict(shots=row["shots"], draw=draw, accuracy=accuracy, mean_accuracy=row["accuracy"])
+            writer.writerow(same | own)
+    return text.getvalue()
 
 
 def _shots(text: str) -> int | None:

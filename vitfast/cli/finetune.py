@@ -1,14 +1,21 @@
 """Adapt trained weights to other data: the head is replaced by a zero linear layer."""
 
 import argparse
+from functools import partial
 
 from .options import add_training_options
-from .pretrain import run
-
-__all__ = ["add_arguments", "run"]
+from .pretrain import train_as_told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_options(parser, "file, folder or hf-hub:owner/name (required)")
     sweep = "try the recipe's learning rates on a held-out part of the training set first"
     parser.add_argument("--sweep", action="store_true", default=False, help=sweep)
+    runs = "this many, with seeds from --seed on, in OUTPUT/seed-N; their mean and deviation in runs.json (default 1)"
+    parser.add_argument("--runs", metavar="N", type=int, default=1, help=runs)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..experiments.sweep import fine_tune
+
+    return train_as_told(args, partial(fine_tune, sweep=args.sweep, runs=args.runs))

@@ -36,7 +36,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--data",
         metavar="SPEC",
-        help="folder with train/<class>/* and val/<class>/*, 'digits', 'synthetic', or torch/..., hfds/..., wds/...",
+        help="folder with train/<class>/* and val/<class>/*, or with train/labels.csv and val/labels.csv; 'digits', "
+        "'synthetic', or torch/..., hfds/..., wds/...",
     )
     add("--output", metavar="DIR", help="run folder: settings, metrics, checkpoints, summary.json")
     add("--img-size", metavar="N", type=int, help=f"side of the images in pixels; {INTERPOLATED}")
@@ -48,7 +49,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--save-every", metavar="STEPS", type=int, help="steps between checkpoints (default: at each evaluation)")
     add_shared(parser, "--device")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on cuda)")
-    _add_set(parser, "any other setting; pretrain --print-config shows them")
+    add_set(parser, "any other setting; pretrain --print-config shows them")
 
 
 def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> None:
@@ -61,17 +62,21 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> 
     add("--print-config", action="store_true", default=False, help="print the settings of this run as YAML and stop")
 
 
-def add_evaluation_options(parser: argparse.ArgumentParser, data: str = "") -> None:
-    """The settings of an evaluation. data: the help of --data; "" for vtab, which has no such option."""
+def add_evaluation_options(
+    parser: argparse.ArgumentParser, data: str = "", at_once: str = "images at once (default 256)"
+) -> None:
+    """The settings of an evaluation.
+
+    data: the help of --data, "" for no such option. at_once: of --batch-size.
+    """
     add_shared(parser, "--weights")
     add = parser.add_argument
     if data:
         add("--data", metavar="SPEC", required=True, help=data)
     add("--img-size", metavar="N", type=int, help="default: the model's own")
-    at_once = "images at once (default 256)" if data else "images at once; of finetune, per optimiser step"
     add("--batch-size", metavar="N", type=int, help=at_once)
     add_shared(parser, "--device")
-    _add_set(parser, "such as amp=none or data_dir=/data")
+    add_set(parser, "such as amp=none or data_dir=/data")
     add_shared(parser, "--json")
 
 
@@ -129,8 +134,9 @@ def overrides(args: argparse.Namespace) -> dict:
     return given | ({"img_size": tuple(args.img_size * 2)[:2]} if "img_size" in given else {})
 
 
-def _add_set(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--set", metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help=text)
+def add_set(parser: argparse.ArgumentParser, text: str, name: str = "--set") -> None:
+    """An option with settings of a Config."""
+    parser.add_argument(name, metavar="FIELD=VALUE", nargs="+", action="extend", type=_set_pair, help=text)
 
 
 def _set_pair(text: str) -> tuple[str, str]:

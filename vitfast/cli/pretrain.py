@@ -1,6 +1,7 @@
 """Train a ViT, from scratch or from weights whose head it keeps."""
 
 import argparse
+from collections.abc import Callable
 
 from .options import add_training_options, setting_layers, unless_stopped
 
@@ -10,7 +11,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Also `finetune`, whose --sweep makes several runs of one."""
+    from ..train.trainer import train
+
+    return train_as_told(args, train)
+
+
+def train_as_told(args: argparse.Namespace, train: Callable) -> int:
+    """Calls train(config, resume) and prints its result; with --print-config the settings alone."""
     from ..config import as_plain
     from ..train.recipes import resolve
 
@@ -21,11 +28,19 @@ def run(args: argparse.Namespace) -> int:
         print(yaml.safe_dump(as_plain(config), sort_keys=False), end="")
         return 0
     from ..distributed import is_first_rank
-    from ..experiments.sweep import sweep
-    from ..train.trainer import train
 
-    summary = unless_stopped(sweep if getattr(args, "sweep", False) else train, config, args.resume)
+    summary = unless_stopped(train, config, args.resume)
     if summary and summary["finished"] and is_first_rank():
-        speed = f"{summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s"
-        print(f"accuracy {summary['accuracy']:.4f}, {speed}, in {config.output}")
+        print(f"{_told(summary)}, in {config.output}")
     return 0
+
+
+def _told(summary: dict) -> str:
+    if "accuracies" in summary:
+        each = " ".join(f"{accuracy:.4f}" for accuracy in summary["accuracies"])
+        return f"accuracy {summary['accuracy']:.4f} ± {summary['stdev']:.4f} ({each}), {summary['seconds']:.0f} s"
+    best = ""
+    if "best_step" in summary:
+        best = f" (best {summary['best_accuracy']:.4f} at step {summary['best_step']}, in best/)"
+    speed = f"{summary['images_per_second']:,.0f} images/s, {summary['seconds']:.0f} s"
+    return f"accuracy {summary['accuracy']:.4f}{best}, {speed}"

@@ -2,7 +2,7 @@
 
 import argparse
 
-from .options import add_run_options, experiment_config, unless_stopped
+from .options import add_run_options, add_set, experiment_config, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,12 +12,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", metavar="NAME", nargs="+", required=True, help=models)
     lengths = "every model is trained this long, from the start each time"
     add("--lengths", metavar="EPOCHS", nargs="+", type=float, required=True, help=lengths)
+    transfer = "data, as for --data, to which each trained model is transferred: their mean accuracy is reported"
+    add("--transfer", metavar="SPEC", nargs="+", default=(), help=transfer)
+    methods = "5-shot least squares on frozen features (default), or fine-tuning"
+    add("--transfer-method", choices=("fewshot", "finetune"), default="fewshot", help=methods)
+    add_set(parser, "settings of the transfer, such as recipe=finetune/cifar10", "--transfer-set")
 
 
 def run(args: argparse.Namespace) -> int:
     from ..experiments.scaling import scaling
 
-    for entry in unless_stopped(scaling, experiment_config(args), args.models, args.lengths) or ():
+    how = (args.transfer, args.transfer_method, dict(getattr(args, "transfer_set", [])))
+    for entry in unless_stopped(scaling, experiment_config(args), args.models, args.lengths, *how) or ():
         compute = f"{entry['epochs']:>6g} epochs  {entry['exaflops']:.4g} exaFLOPs"
-        print(f"{entry['model']:<10} {compute}  accuracy {entry['accuracy']:.4f}")
+        told = f"accuracy {entry['accuracy']:.4f}"
+        if args.transfer:
+            told += f"  transfer {entry['transfer_accuracy']:.4f}"
+        print(f"{entry['model']:<10} {compute}  {told}")
     return 0

@@ -41,7 +41,9 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
     return kept
 
 
-def state_bytes(model: ViT, size: int = 2, optimizer: str = "adamw", averaged: bool = False) -> dict[str, int]:
+def state_bytes(
+    model: torch.nn.Module, size: int = 2, optimizer: str = "adamw", averaged: bool = False
+) -> dict[str, int]:
     """Bytes that stay from step to step, by kind."""
     total = sum(p.numel() for p in model.parameters())
     layers = [layer for layer in model.modules() if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))]

@@ -9,9 +9,10 @@ import copy
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..errors import InputError
+from ..errors import InputError, both_ends
 from ..hybrid import HybridEmbed
 from ..layers import LayerNorm
 from ..model import ViT
@@ -142,10 +143,19 @@ def flops_per_image(model: ViT) -> float:
 
 
 def forward_flops(model: torch.nn.Module, image: tuple[int, int, int]) -> float:
-    """FLOPs of any model's forward pass for one image; torch counts where `operations` does not."""
+    """FLOPs of any model's forward pass for one image; torch counts where `operations` does not.
+
+    image: (C, H, W). Raises InputError for an image that the model does not take.
+    """
     if isinstance(model, ViT):
         with contextlib.suppress(InputError):
             return flops_per_image(model)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, *image, device=next(model.parameters()).device))
+    # With gradients: the counter asks for those of parameters that a module is given as arguments. PyTorch's plain
+    # attention: not all others are counted everywhere.
+    try:
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model(torch.empty(1, *image, device=next(model.parameters()).device))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        size = " x ".join(map(str, image[1:]))
+        raise InputError(f"the model takes no image of {size} pixels ({both_ends(str(error), 200)})") from None
     return float(counter.get_total_flops())

@@ -1,16 +1,13 @@
-"""The result of `estimate` in words."""
+"""The results of `estimate` and of `estimate_baseline` in words."""
 
 from ..keep import USABLE
+from . import tpu
 from .gpus import GIB
 
 
 def as_text(name: str, found: dict) -> str:
     """`estimate`'s result for people. name: the model's."""
-    size = f"{found['img_size'][0]} x {found['img_size'][1]} px, {found['tokens']} tokens"
-    forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
-    work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"
-    title = f"{name}, {size}: {found['params']:,} parameters, {work}"
-    lines = [title, "", *_operations(found), "", *_memory(found), ""]
+    lines = [_title(name, found), "", *_operations(found), "", *_memory(found), ""]
     where = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}"
     where += f" in {found['accumulate']} parts of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
     assumed = f"{found['predicted']['efficiency']:.0%} of that (assumed)"
@@ -26,10 +23,31 @@ def as_text(name: str, found: dict) -> str:
     if found["dropout"]:
         left_out = "their further passes over memory are not in these times"
         lines.append(f"dropout runs the layers on smaller operations: {left_out}")
-    if found["train_flops"] is not None:
-        whole = f"{found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP"
-        lines.append(f"the whole training: {whole}")
-    return "\n".join(lines)
+    return "\n".join(lines + _whole(found))
+
+
+def baseline_as_text(name: str, found: dict) -> str:
+    """`estimate_baseline`'s result for people."""
+    fixed = f"fixed memory, GiB: {_listed(found['memory']['state'], GIB)}"
+    lines = ["FLOPs by torch's counter; no times, which are known of the kernels of ViTs alone"]
+    return "\n".join([_title(name, found), "", fixed, *lines, *_whole(found)])
+
+
+def _title(name: str, found: dict) -> str:
+    size = f"{found['img_size'][0]} x {found['img_size'][1]} px"
+    size += f", {found['tokens']} tokens" if "tokens" in found else ""
+    forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
+    work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"
+    return f"{name}, {size}: {found['params']:,} parameters, {work}"
+
+
+def _whole(found: dict) -> list[str]:
+    """The lines about a whole training, none where its length is not known."""
+    if found["train_flops"] is None:
+        return []
+    whole = f"{found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP"
+    core_days = [] if found["tpu_v3"] is None else [tpu.as_text(found["tpu_v3"])]
+    return [f"the whole training: {whole}", *core_days]
 
 
 def _operations(found: dict) -> list[str]:

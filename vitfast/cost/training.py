@@ -3,13 +3,15 @@
 import math
 from dataclasses import asdict
 
+from torch import nn
+
 from ..errors import InputError
 from ..keep import KEEPS, USABLE
 from ..model import ViT
-from . import predicted
+from . import predicted, tpu
 from .gpus import Rates
 from .memory import kept_bytes, state_bytes, working_bytes
-from .steps import dropout, flops_per_image, operations, optimizer_step, tokens_of
+from .steps import dropout, flops_per_image, forward_flops, operations, optimizer_step, tokens_of
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number
 EFFICIENCY = {"data sheet": 0.7, "measured": 0.85}  # share of the floors' speed that a whole step is assumed to reach
@@ -44,9 +46,7 @@ def estimate(
     passes that dropout adds is left out. keep: what blocks keep for backward; "auto" is "all" where that fits without
     smaller micro-batches. Raises InputError where a number makes no sense.
     """
-    for name, value in (("batch_size", batch_size), ("gpus", gpus), ("images", images), ("efficiency", efficiency)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f"cost: {name} must be positive, got {value}")
+    _check_positive(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency)
     if keep not in KEEPS:
         raise InputError(f"cost: keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     size, efficiency = DTYPES[dtype], efficiency or EFFICIENCY[device.source]
@@ -65,7 +65,8 @@ def estimate(
         keep = "all" if largest["all"] >= min(on_each, max(1, largest["least"])) else "least"
     micro_batches = math.ceil(on_each / max(1, min(largest[keep], on_each)))
     micro = math.ceil(on_each / micro_batches)
-    parameters, flops = sum(p.numel() for p in model.parameters()), flops_per_image(model)
+    flops = flops_per_image(model)
+    parameters = sum(p.numel() for p in model.parameters())
     rows = [op.row(device) for op in operations(model, micro, size, keep=keep)]
     update = optimizer_step(parameters, optimizer, averaged).row(device)
     inference = micro_batches * sum(row["times"] * row["forward_floor"] for row in rows)
@@ -79,11 +80,8 @@ def estimate(
     return dict(
         img_size=list(model.patch_embed.img_size),
         tokens=tokens_of(model),
-        params=parameters,
-        flops_per_image=flops,
-        train_flops_per_image=3 * flops,
-        train_flops=None if images is None else 3 * flops * images,
-        train_images=images,
+        **_flops(model, flops, images),
+        tpu_v3=None if images is None else tpu.core_days(3 * flops * images),
         dtype=dtype,
         device=asdict(device),
         gpus=gpus,
@@ -102,6 +100,49 @@ def estimate(
         floor=_pace(floor, batch_size, images, gpus),
         predicted=dict(efficiency=efficiency, **_pace(floor / efficiency, batch_size, images, gpus)),
         port_model=ports,
+    )
+
+
+def estimate_baseline(
+    model: nn.Module,
+    img_size: tuple[int, int],
+    *,
+    images: float | None = None,
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    averaged: bool = False,
+    resnet: bool = False,
+) -> dict:
+    """The cost of a model that is no ViT of ours: FLOPs by torch's counter, and the memory of any batch.
+
+    Times are of our kernels, and it has none. resnet: whether it is like the ResNet of Table 2, whose TPUv3-core-days
+    then say those of this one. The other arguments and the result are as those of `estimate`.
+    """
+    _check_positive(images=images)
+    flops = forward_flops(model, (3, *img_size))
+    return dict(
+        img_size=list(img_size),
+        **_flops(model, flops, images),
+        tpu_v3=tpu.core_days(3 * flops * images, resnet=True) if resnet and images else None,
+        dtype=dtype,
+        memory=dict(state=state_bytes(model, DTYPES[dtype], optimizer, averaged)),
+    )
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InputError(f"cost: {name} must be positive, got {value}")
+
+
+def _flops(model: nn.Module, flops: float, images: float | None) -> dict:
+    """Parameters and FLOPs, of an image and of the whole training."""
+    return dict(
+        params=sum(p.numel() for p in model.parameters()),
+        flops_per_image=flops,
+        train_flops_per_image=3 * flops,
+        train_flops=None if images is None else 3 * flops * images,
+        train_images=images,
     )
 
 

@@ -2,22 +2,20 @@
 
 import itertools
 import os
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
-from timm.data import IterableImageDataset, create_dataset
-from timm.data.readers.reader_image_folder import ReaderImageFolder
-from torch.utils.data import IterableDataset
+from PIL import Image
+from timm.data import create_dataset
 
 from ..errors import InputError
+from .folders import ImageFiles, open_folder
+from .images import Unreadable, as_rgb, read_rgb
+from .shards import SUFFIXES, ShardFiles, Shards, decode_streamed, local_shards, undecoded
 
 ITERABLE = ("wds/", "hfids/", "tfds/")
 NAMED = ("torch/", "hfds/", *ITERABLE)
-HELD_OUT = 0.1  # share of a folder without val/ that is kept for validation
-CHECKED_FILES = 20_000  # headers read before a run starts; a larger folder is checked as it is read
 
 
 class Digits:
@@ -66,52 +64,13 @@ class Synthetic:
         return f"synthetic image {index}"
 
 
-class ImageFiles:
-    """Image files of one split, as timm's folder reader lists them."""
-
-    def __init__(self, reader: ReaderImageFolder, indices: list[int], min_size: tuple[int, int]):
-        self.reader, self.indices, self.min_size = reader, indices, min_size
-        self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
-        if len(indices) <= CHECKED_FILES:
-            for index in range(len(indices)):
-                self._open(index).close()
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def name(self, index: int) -> str:
-        return self.reader.filename(self.indices[index], absolute=True)
-
-    def path(self, index: int) -> tuple[str, int]:
-        """File and class of an image whose header is right."""
-        self._open(index).close()
-        return self.name(index), self.reader.samples[self.indices[index]][1]
-
-    def _open(self, index: int) -> Image.Image:
-        try:
-            image = Image.open(self.reader[self.indices[index]][0])
-        except (OSError, UnidentifiedImageError):
-            raise InputError(f"{self.name(index)} cannot be read as an image; remove or replace it") from None
-        if image.height < self.min_size[0] or image.width < self.min_size[1]:
-            pixels, patch = f"{image.height} x {image.width}", f"{self.min_size[0]} x {self.min_size[1]}"
-            raise InputError(f"{self.name(index)} has {pixels} pixels, less than one patch ({patch}); remove it")
-        return image
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        label = self.reader.samples[self.indices[index]][1]
-        try:
-            with self._open(index) as image:
-                return image.convert("RGB"), label
-        except (OSError, SyntaxError) as error:
-            raise InputError(f"{self.name(index)} is a broken image ({error}); remove or replace it") from None
-
-
 class Subset:
     """The images of a map-style source at these indices."""
 
     def __init__(self, source, indices: list[int]):
         self.source, self.indices, self.classes = source, indices, source.classes
         self.transformed = getattr(source, "transformed", False)
+        self.multi_label = getattr(source, "multi_label", False)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -122,20 +81,23 @@ class Subset:
     def name(self, index: int) -> str:
         return self.source.name(self.indices[index])
 
-    def path(self, index: int) -> tuple[str, int]:
-        """File and class, of sources that are files."""
-        return self.source.path(self.indices[index])
+
+def whole(source, index: int) -> tuple[object, int]:
+    """The source that an image of a (nested) Subset is of, and its index there."""
+    while isinstance(source, Subset):
+        source, index = source.source, source.indices[index]
+    return source, index
 
 
 def known_labels(source) -> list[int] | None:
     """The class of each image where the source knows them without reading images, None elsewhere."""
+    if getattr(source, "multi_label", False):
+        return None
     if isinstance(source, Subset):
         known = known_labels(source.source)
         return None if known is None else [known[i] for i in source.indices]
-    if isinstance(source, Digits):
+    if isinstance(source, (Digits, ImageFiles, ShardFiles)):
         return source.labels
-    if isinstance(source, ImageFiles):
-        return [source.reader.samples[i][1] for i in source.indices]
     if not isinstance(source, Named):
         return None
     reader = getattr(source.dataset, "reader", None)
@@ -152,20 +114,6 @@ def labels_of(source) -> list[int]:
     """The class of each image of a map-style source; reads the images only where there is no other way."""
     known = known_labels(source)
     return [source[i][1] for i in range(len(source))] if known is None else known
-
-
-def split_by_class(labels: list[int], count, seed: int) -> tuple[list[int], list[int]]:
-    """(chosen, rest): of every class with n images a fixed random count(n) are chosen."""
-    by_class: dict[int, list[int]] = {}
-    for index, label in enumerate(labels):
-        by_class.setdefault(label, []).append(index)
-    chosen, rest = [], []
-    for _, indices in sorted(by_class.items()):
-        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed)).tolist()
-        number = count(len(indices))
-        chosen += [indices[i] for i in order[:number]]
-        rest += [indices[i] for i in order[number:]]
-    return sorted(chosen), sorted(rest)
 
 
 class Named:
@@ -187,127 +135,50 @@ class Named:
         try:
             if hasattr(self.dataset, "reader"):  # timm's own __getitem__ skips broken images without a word
                 stream, label = self.dataset.reader[index][:2]
-                image = Image.open(stream)
+                with stream:
+                    image = read_rgb(stream, self.name(index))
             else:
                 image, label = self.dataset[index]
-            return image.convert("RGB"), int(label)
-        except OSError as error:
-            raise InputError(f"{self.name(index)} is a broken image ({error})") from None
-
-
-def _reader(folder: Path) -> ReaderImageFolder:
-    try:
-        return ReaderImageFolder(str(folder))
-    except RuntimeError:
-        expected = "expected class folders with .jpg, .jpeg or .png files in them"
-        raise InputError(f"no images in {folder}: {expected}") from None
-
-
-def _held_out(reader: ReaderImageFolder) -> tuple[list[int], list[int]]:
-    """(training, validation) indices: a fixed tenth of every class held out, at least one image of two."""
-    labels = [label for _, label in reader.samples]
-    val, train = split_by_class(labels, lambda n: max(round(n * HELD_OUT), int(n > 1)), seed=0)
-    return train, val
-
-
-def _folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFiles]:
-    if not root.is_dir():
-        raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
-    train_root = root / "train" if (root / "train").is_dir() else root
-    names = ("val", "validation", "test") if train_root != root else ()
-    val_root = next((root / name for name in names if (root / name).is_dir()), None)
-    reader = _reader(train_root)
-    if len(reader.class_to_idx) < 2:
-        only = next(iter(reader.class_to_idx))
-        raise InputError(f"{train_root} has one class only ({only!r}); expected a folder for each class")
-    if val_root is None:
-        train, val = _held_out(reader)
-        return ImageFiles(reader, train, min_size), ImageFiles(reader, val, min_size)
-    val_reader = _reader(val_root)
-    missing = [c for c in reader.class_to_idx if c not in val_reader.class_to_idx]
-    extra = [c for c in val_reader.class_to_idx if c not in reader.class_to_idx]
-    if missing or extra:
-        kinds = {"missing in validation": missing, "only in validation": extra}
-        shown = {kind: f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for kind, names in kinds.items()}
-        differences = "; ".join(f"{kind}: {shown[kind]}" for kind, names in kinds.items() if names)
-        raise InputError(f"{val_root} and {train_root} must have the same class folders; {differences}")
-    return tuple(ImageFiles(each, list(range(len(each))), min_size) for each in (reader, val_reader))
-
-
-class Shards:
-    """An iterable data set of timm's factory: read in order, not by index.
-
-    WebDataset shards, streamed Hugging Face data sets or TensorFlow data sets.
-    """
-
-    def __init__(self, spec: str, dataset: IterableImageDataset, classes: list[str]):
-        self.spec, self.dataset, self.classes = spec, dataset, classes
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def samples(self, transform) -> "ShardSamples":
-        """One pass over the images, transformed in the process that reads them."""
-        return ShardSamples(self.dataset, transform)
-
-
-class ShardSamples(IterableDataset):
-    """(uint8 (C, H, W), label, []) of each image of timm's data set, which itself has no transform.
-
-    The list is of what could not be read, as in the samples of map-style sources; timm passes over such images.
-    """
-
-    def __init__(self, dataset: IterableImageDataset, transform):
-        self.dataset, self.transform = dataset, transform
-
-    def __iter__(self):
-        for image, label in self.dataset:
-            yield np.asarray(self.transform(image)), label, []
+                image = as_rgb(image)
+        except Exception as error:  # each library raises its own
+            if isinstance(error, Unreadable):
+                raise
+            raise Unreadable(f"{self.name(index)} is a broken image ({' '.join(str(error).split())})") from None
+        if int(label) < 0:
+            raise InputError(f"{self.name(index)} has the class {int(label)}: this split of {self.spec} has no labels")
+        return image, int(label)
 
 
 class InMemory:
-    """Images and labels that are held in memory, as a map-style source."""
+    """The first images of a stream, held in memory, as a map-style source."""
 
-    def __init__(self, samples: list, classes: list[str]):
-        self.samples, self.classes = samples, classes
+    def __init__(self, stream: Shards, count: int):
+        self.stream, self.classes = stream, stream.classes
+        self.samples = list(itertools.islice(stream.dataset, count))
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int):
-        return self.samples[index]
+    def name(self, index: int) -> str:
+        return f"{self.stream.spec}, image {index}"
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        content, label = self.samples[index]
+        return self.stream.image(content, index), label
+
+
+def by_index(source):
+    """The same images as a map-style source, where there is one."""
+    return source.files if isinstance(source, Shards) and source.files is not None else source
 
 
 def take(source, count: int):
     """`count` images of a training source, always the same, or all where it has no more."""
+    source = by_index(source)
     if isinstance(source, Shards):
-        return InMemory(list(itertools.islice(source.dataset, count)), source.classes)
+        return InMemory(source, count)
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
     return Subset(source, order[:count].tolist())
-
-
-def _count_shards(paths: list[Path]) -> tuple[int, int]:
-    """(samples, classes) of WebDataset shards, from their .cls members."""
-    samples, top = 0, -1
-    for path in paths:
-        try:
-            with tarfile.open(path) as tar:
-                for member in tar:
-                    if member.name.endswith(".cls"):
-                        samples, top = samples + 1, max(top, int(tar.extractfile(member).read()))
-        except (tarfile.TarError, OSError, ValueError) as error:
-            raise InputError(f"shard {path} cannot be read ({error})") from None
-    return samples, top + 1
-
-
-def _local_shards(root: Path, prefixes: tuple[str, ...]) -> tuple[str, int, int]:
-    """The shards of a split below `root`: (timm's split text with the count, samples, classes)."""
-    for prefix in prefixes:
-        paths = sorted([*root.glob(f"{prefix}*.tar"), *root.glob(f"{prefix}/*.tar")])
-        if paths:
-            samples, classes = _count_shards(paths)
-            return "::".join(str(p.relative_to(root)) for p in paths) + f"|{samples}", samples, classes
-    raise InputError(f"no shards {root}/{prefixes[0]}*.tar; WebDataset folders hold train-*.tar and val-*.tar")
 
 
 def _open_named(spec: str, data_dir: str, split: str, **options):
@@ -324,21 +195,26 @@ def _open_named(spec: str, data_dir: str, split: str, **options):
         raise InputError(f"data set {spec!r}, split {split!r}{where} cannot be opened: {text[0]}") from error
 
 
-def _shards(spec: str, data_dir: str, batch_size: int, seed: int) -> tuple[Shards, Shards]:
-    both, classes = [], 0
-    for train, splits in ((True, ("train",)), (False, ("val", "validation", "test"))):
-        options = dict(is_training=train, batch_size=batch_size, seed=seed)
-        if spec.startswith("wds/"):
-            root = Path(data_dir or spec.partition("/")[2])
-            split, samples, count = _local_shards(root, splits)
-            classes = max(classes, count)
-            dataset = _open_named(spec, str(root), split, num_samples=samples, **options)
-        else:
-            dataset = _open_named(spec, data_dir, "train" if train else "validation", **options)
-            classes = classes or len(getattr(dataset.reader, "class_to_idx", None) or {})
-        both.append(dataset)
-    names = [str(i) for i in range(classes)]
-    return Shards(spec, both[0], names), Shards(spec, both[1], names)
+def _shards(spec: str, data_dir: str, batch_size: int, seed: int):
+    """Training shards, and the validation split: by index where it is local, else shards too."""
+    options = dict(is_training=True, batch_size=batch_size, seed=seed)
+    if spec.startswith("wds/"):
+        root = Path(data_dir or spec.partition("/")[2])
+        train, val = local_shards(root, ("train",)), local_shards(root, ("val", "validation", "test"))
+        split = "::".join(str(p.relative_to(root)) for p in train.paths) + f"|{len(train)}"  # as timm writes it
+        options |= dict(num_samples=len(train), input_img_mode="", input_key=";".join(SUFFIXES))
+        dataset = _open_named(spec, str(root), split, **options)
+        train.classes = val.classes = max(train.classes, val.classes, key=len)
+        return Shards(spec, dataset, train.classes, train), val
+    if spec.startswith("hfids/"):
+        options |= dict(input_img_mode="")  # as_rgb converts
+    train = _open_named(spec, data_dir, "train", **options)
+    val = _open_named(spec, data_dir, "validation", **options | dict(is_training=False))
+    names = getattr(train.reader, "class_to_idx", None) or getattr(val.reader, "class_to_idx", None) or {}
+    classes, decode = [str(i) for i in range(len(names))], None
+    if spec.startswith("hfids/"):
+        train, val, decode = undecoded(train), undecoded(val), decode_streamed
+    return tuple(Shards(spec, dataset, classes, decode=decode) for dataset in (train, val))
 
 
 def open_sources(
@@ -347,6 +223,7 @@ def open_sources(
     """(training source, validation source) of a data SPEC. Raises InputError.
 
     Map-style sources have `len`, `source[i] -> (image, label)`, `classes` and `name(i)`; Shards are read in order.
+    Where images have several classes (`multi_label`) the labels are vectors of zeros and ones.
     """
     if not spec:
         raise InputError("no data given: --data takes a folder, 'digits', 'synthetic', or a name such as torch/cifar10")
@@ -366,4 +243,4 @@ def open_sources(
     if not Path(spec).exists():
         known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
-    return _folder(Path(spec), patch_size)
+    return open_folder(Path(spec), patch_size)

@@ -1,32 +1,36 @@
 """JPEG files decoded, cropped and resized on the device (`--set decode=device`), by nvJPEG on a GPU.
 
 A CPU core decodes some hundreds of photographs a second, a B/16 on a large GPU wants thousands: here the loader reads
-bytes alone. The crops are those of the CPU path, drawn from the same (seed, epoch, sample); the pixels differ by the
-resampling's rounding. Crop and flip only: other augmentations need the CPU path.
+bytes alone, but for files other than grey and RGB JPEG, which it decodes. The crops are those of the CPU path, drawn
+from the same (seed, epoch, sample); the pixels differ by the resampling's rounding. Crop and flip only: other
+augmentations need the CPU path.
 """
 
+import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 import torchvision
-from PIL import Image
-from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from ..config import Config
 from ..errors import InputError
-from .datasets import ImageFiles, Subset
-from .samples import Batch, Samples, seed_everything
+from .datasets import whole
+from .folders import ImageFiles
+from .images import Unreadable, as_rgb, read_rgb
+from .samples import Batch, Samples, as_labels, seed_everything
+from .transforms import CROPS
+
+START, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers before and after the pixels
 
 
 def check_decodable(config: Config, source) -> None:
     """Raises InputError where this path cannot do what the settings ask."""
-    while isinstance(source, Subset):
-        source = source.source
-    if not isinstance(source, ImageFiles):
+    if len(source) and not isinstance(whole(source, 0)[0], ImageFiles):
         raise InputError(f"decode=device reads JPEG files from a folder; {config.data!r} is none, leave decode=host")
     other = [name for name in ("auto_augment", "color_jitter", "random_erasing") if getattr(config, name)]
     if other:
@@ -37,26 +41,40 @@ def check_decodable(config: Config, source) -> None:
 
 
 class EncodedSamples(Samples):
-    """(epoch, index) -> (bytes (n,) uint8, label, unreadable, crop (top, left, height, width), flip)."""
+    """(epoch, index) -> (content, name, label, unreadable, crop (top, left, height, width), flip).
+
+    content: the bytes (n,) uint8 of a grey or RGB JPEG file. All else (16 bits, CMYK, PNG) is decoded here, by the host
+    path's `as_rgb`: pixels (3, H, W) uint8.
+    """
 
     def __init__(self, source, config: Config):
         super().__init__(source, None, config.seed)
         self.config = config
 
-    def _get(self, index: int) -> tuple[str, int]:
-        return self.source.path(index)
+    def _get(self, index: int) -> tuple[Tensor, str, tuple[int, int], int]:
+        files, index = whole(self.source, index)
+        with files.opened(index) as image:
+            size = image.height, image.width
+            if image.format == "JPEG" and image.mode in ("L", "RGB"):
+                encoded = bytearray(Path(files.files[index]).read_bytes())
+                if encoded.rfind(END) < encoded.rfind(START):
+                    raise ValueError("image file is truncated")  # a decoder may fill up what is missing
+                content = torch.frombuffer(encoded, dtype=torch.uint8)
+            else:
+                content = torch.from_numpy(np.asarray(as_rgb(image)).transpose(2, 0, 1).copy())
+        return content, files.name(index), size, files.label(index)
 
     def __getitem__(self, key: tuple[int, int]):
         epoch, index = key
         try:
-            path, label, unreadable = self._read(index)
+            content, name, size, label, unreadable = self._read(index)
         except InputError as error:
             return error
         seed_everything(self.seed, epoch, index)
-        with Image.open(path) as image:  # its header: the size
-            crop = RandomResizedCropAndInterpolation.get_params(image, self.config.crop_scale, self.config.crop_ratio)
+        image = torch.empty(3, *size, device="meta")
+        crop = CROPS[self.config.train_crop_mode].get_params(image, self.config.crop_scale, self.config.crop_ratio)
         flip = torch.rand(1).item() < self.config.hflip if self.config.hflip else False
-        return torch.from_numpy(np.fromfile(path, dtype=np.uint8)), label, unreadable, crop, flip
+        return content, name, label, unreadable, crop, flip
 
 
 def collate_encoded(samples: list) -> list | InputError:
@@ -64,24 +82,31 @@ def collate_encoded(samples: list) -> list | InputError:
     return next((sample for sample in samples if isinstance(sample, InputError)), samples)
 
 
-def decode(encoded: list[Tensor], device: torch.device) -> list[Tensor | None]:
-    """Encoded images -> uint8 (3, H, W) each, on the device; None for a broken one.
-
-    JPEG files are decoded on the device, all others on the host.
-    """
+def decode(contents: list[Tensor], names: list[str], device: torch.device) -> list[Tensor | Unreadable]:
+    """Contents of EncodedSamples -> uint8 (3, H, W) on the device; in place of a broken one the error."""
+    files = [content for content in contents if content.dim() == 1]
     try:
-        return torchvision.io.decode_jpeg(encoded, mode=torchvision.io.ImageReadMode.RGB, device=device)
+        decoded = torchvision.io.decode_jpeg(files, mode="RGB", device=device) if files else []
     except RuntimeError:  # one of them, and it does not say which
-        return [_decode_one(content, device) for content in encoded]
+        decoded = [None] * len(files)
+    decoded = iter(decoded)
+    images = [next(decoded) if content.dim() == 1 else content.to(device) for content in contents]
+    return [
+        _decode_one(content, name, device) if image is None else image
+        for image, content, name in zip(images, contents, names)
+    ]
 
 
-def _decode_one(content: Tensor, device: torch.device) -> Tensor | None:
-    for function in (torchvision.io.decode_jpeg, torchvision.io.decode_image):
-        try:
-            return function(content, mode=torchvision.io.ImageReadMode.RGB).to(device)
-        except RuntimeError:
-            pass
-    return None
+def _decode_one(content: Tensor, name: str, device: torch.device) -> Tensor | Unreadable:
+    try:
+        return torchvision.io.decode_jpeg(content, mode="RGB").to(device)
+    except RuntimeError:
+        pass
+    try:  # PIL reads more kinds of JPEG
+        pixels = np.asarray(read_rgb(io.BytesIO(content.numpy().tobytes()), name))
+    except Unreadable as error:
+        return error
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy()).to(device)
 
 
 def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Batch]:
@@ -90,19 +115,18 @@ def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Bat
     A broken image is replaced by the next whole one of its batch.
     """
     for samples in loaded:
-        content, labels, unreadable, crops, flips = zip(*samples)
+        contents, names, labels, unreadable, crops, flips = zip(*samples)
         messages = [text for texts in unreadable for text in texts]
-        images = decode(list(content), device)
-        whole = [i for i, image in enumerate(images) if image is not None]
-        if not whole:
-            raise InputError(f"none of the {len(images)} images of a batch can be decoded")
+        images = decode(list(contents), list(names), device)
+        broken = [i for i, image in enumerate(images) if isinstance(image, Unreadable)]
+        if len(broken) == len(images):
+            raise InputError(f"none of the {len(images)} images of a batch can be decoded, the first: {images[0]}")
+        messages += [str(images[i]) for i in broken]
         chosen = [
-            i if image is not None else min(whole, key=lambda j, i=i: (j - i) % len(images))
-            for i, image in enumerate(images)
+            next(j % len(images) for j in range(i, i + len(images)) if j % len(images) not in broken)
+            for i in range(len(images))
         ]
-        broken = [i for i, j in enumerate(chosen) if i != j]
-        messages += [f"image {i} of a batch, class {labels[i]}, is a broken JPEG" for i in broken]
         options = dict(interpolation=InterpolationMode.BICUBIC, antialias=True)
         resized = (F.resized_crop(images[i], *crops[i], size, **options) for i in chosen)
         stacked = torch.stack([image.flip(-1) if flips[i] else image for i, image in zip(chosen, resized)])
-        yield stacked, torch.tensor([labels[i] for i in chosen]), messages
+        yield stacked, as_labels([labels[i] for i in chosen]), messages

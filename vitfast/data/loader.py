@@ -1,20 +1,34 @@
 """From data sets to batches of raw uint8 images, on one rank or on many."""
 
-import os
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..config import Config
 from ..distributed import Ranks
 from ..errors import InputError
 from . import jpeg
-from .datasets import Shards, Subset, labels_of, open_sources, split_by_class, take
-from .samples import ONE, PADDING, Batch, Samples, StreamSampler, collate, mix_seed, raising, seed_everything, unchanged
+from .datasets import Shards, Subset, by_index, labels_of, open_sources, take
+from .samples import (
+    ONE,
+    PADDING,
+    Batch,
+    Samples,
+    StreamSampler,
+    collate,
+    mix_seed,
+    raising,
+    seed_everything,
+    split_by_class,
+    unchanged,
+)
 from .transforms import transforms
+from .workers import PREFETCH, loader_processes
+
+logger = logging.getLogger("vitfast")
 
 
 @dataclass
@@ -31,14 +45,20 @@ class Data:
     workers: int
     device: torch.device
     ranks: Ranks = ONE
+    named: list[str] = field(default_factory=list)  # what a warning has said of unreadable images
 
     @property
     def train_length(self) -> int:
         return len(self.train)
 
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image has any number of classes: labels are zeros and ones (B, K)."""
+        return getattr(self.train, "multi_label", False)
+
     def _loader(self, dataset, **options) -> DataLoader:
         if self.workers:
-            options.update(num_workers=self.workers, prefetch_factor=4)
+            options.update(num_workers=self.workers, prefetch_factor=PREFETCH)
         return DataLoader(dataset, pin_memory=self.device.type == "cuda", **{"collate_fn": collate, **options})
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -74,7 +94,7 @@ class Data:
                 if len(kept) < size:
                     continue
                 if step >= start:
-                    yield collate(kept)
+                    yield collate(kept)  # no error among them: unreadable ones are left out
                 step, kept = step + 1, []
                 if step == stop:
                     return
@@ -82,32 +102,46 @@ class Data:
                 raise InputError(f"data set {self.train.spec!r} gave no training image")
             epoch += 1
 
-    def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images, labels) of the validation set, once."""
+    def eval_batches(self) -> Iterator[Batch]:
+        """The batches of the validation set, once."""
         return self.in_order(self.val)
 
-    def in_order(self, source) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images, labels) of every image of a source, once and in order, with the evaluation's transform.
+    def in_order(self, source) -> Iterator[Batch]:
+        """The batches of every image of a source, once and in order, with the evaluation's transform.
 
-        Ranks take turns and all get as many batches; the last one is filled up with images of the label PADDING.
+        What cannot be read has the label PADDING. Ranks take turns and all get as many batches; the last one is filled
+        up with images of that label.
         """
-        size = self.config.eval_batch_size
+        source, size = by_index(source), self.config.eval_batch_size
         if isinstance(source, Shards):
-            samples = source.samples(self.eval_transform)
-            yield from (batch[:2] for batch in DataLoader(samples, batch_size=size, collate_fn=collate))
+            samples = source.samples(self.eval_transform, self.img_size)
+            yield from DataLoader(samples, batch_size=size, collate_fn=collate)
             return
         mine = [(0, i) for i in range(self.ranks.rank, len(source), self.ranks.world)]
         mine += [(PADDING, 0)] * (-(-len(source) // self.ranks.world) - len(mine))
         keys = [mine[first : first + size] for first in range(0, len(mine), size)]
-        for images, labels, _ in raising(self._loader(Samples(source, self.eval_transform, None), batch_sampler=keys)):
-            yield images, labels
+        samples = Samples(source, self.eval_transform, None, self.img_size)
+        yield from raising(self._loader(samples, batch_sampler=keys))
 
+    def left_out(self, messages: list[str]) -> int:
+        """How many images these messages are of.
 
-def default_workers(config: Config) -> int:
-    """Loader processes: the config's number, else none for data in memory, else one per core, at most 8."""
-    if config.workers is not None:
-        return config.workers
-    return 0 if config.data in ("digits", "synthetic") else min(8, len(os.sched_getaffinity(0)))
+        A warning names each image once, up to `max_unreadable` of them.
+        """
+        for message in messages:
+            if message not in self.named and len(self.named) <= self.config.max_unreadable:
+                self.named.append(message)
+                logger.warning("left out: %s", message)
+        return len(messages)
+
+    def check_left_out(self, unreadable: int, read: int) -> None:
+        """Raises InputError where an evaluation read no image, or more than `max_unreadable` were not."""
+        limit, first = self.config.max_unreadable, f"; the first: {self.named[0]}" if self.named else ""
+        if not read:
+            raise InputError(f"none of the {unreadable} images of {self.config.data!r} could be read{first}")
+        if unreadable > limit:
+            many = f"{unreadable} images of {self.config.data!r} could not be read"
+            raise InputError(f"{many}, more than max_unreadable {limit}{first}")
 
 
 def select(config: Config, train, val):
@@ -117,12 +151,19 @@ def select(config: Config, train, val):
     """
     if not (config.hold_out or config.shots or config.train_images):
         return train, val
+    train = by_index(train)
     if isinstance(train, Shards):
         needed = "hold_out, shots and train_images need a data set that is read by index"
         raise InputError(f"{needed}; {config.data!r} is read in order")
+    multi_label = getattr(train, "multi_label", False)
     if config.hold_out:
-        held, kept = split_by_class(labels_of(train), lambda n: max(1, round(n * config.hold_out)), 0)
+        groups = [0] * len(train) if multi_label else labels_of(train)
+        held, kept = split_by_class(groups, lambda n: min(max(1, round(n * config.hold_out)), n - 1), 0)
         train, val = Subset(train, kept), Subset(train, held)
+    if config.shots and multi_label:
+        raise InputError(
+            f"shots is a number of images a class; images of {config.data!r} have several: set train_images"
+        )
     if config.shots:
         train = Subset(train, split_by_class(labels_of(train), lambda n: config.shots, mix_seed(config.seed, 1))[0])
     if config.train_images and config.train_images < len(train):
@@ -148,9 +189,17 @@ def open_data(
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
+    if getattr(train, "multi_label", False) and config.task != "eval" and config.objective == "softmax":
+        several = f"images of {config.data!r} have any number of classes, which softmax cannot learn"
+        raise InputError(f"{several}: add --set objective=sigmoid")
+    for name, source in (("training", train), ("validation", val)):
+        if not isinstance(source, Shards) and not len(source):
+            raise InputError(f"there is no {name} image in {config.data!r} with these settings")
     if config.decode == "device":
         jpeg.check_decodable(config, train)
     if examples is not None:
         train = take(train, examples)
     chain = (None, None) if getattr(train, "transformed", False) else transforms(config, img_size)
-    return Data(config, train, val, *chain, classes, img_size, default_workers(config), device, ranks)
+    read = max(len(val), len(train)) if config.task == "eval" else len(val)  # by eval_batch_size
+    workers = loader_processes(config, img_size, read, ranks)
+    return Data(config, train, val, *chain, classes, img_size, workers, device, ranks)

@@ -15,10 +15,13 @@ from torch.utils.data import Dataset, Sampler
 
 from ..distributed import Ranks
 from ..errors import InputError
+from .images import Unreadable
 
-Batch = tuple[Tensor, Tensor, list[str]]  # uint8 (B, C, H, W), int64 (B,), what could not be read and was replaced
+# uint8 (B, C, H, W); int64 (B,), or float32 (B, K) zeros and ones where images have several classes; what could not be
+# read: replaced in training, PADDING in validation
+Batch = tuple[Tensor, Tensor, list[str]]
 ONE = Ranks()
-PADDING = -1  # the epoch of a sample that only fills up a rank's last batch, and its label
+PADDING = -1  # the label of a sample that counts nowhere: unreadable, or filling up a rank's last batch (its epoch too)
 REPLACEMENTS = 20  # unreadable samples in a row after which a data set is given up
 
 
@@ -37,16 +40,35 @@ def seed_everything(*parts: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+def split_by_class(labels: list[int], count, seed: int) -> tuple[list[int], list[int]]:
+    """(chosen, rest): of every class with n images a fixed random count(n) are chosen."""
+    by_class: dict[int, list[int]] = {}
+    for index, label in enumerate(labels):
+        by_class.setdefault(label, []).append(index)
+    chosen, rest = [], []
+    for _, indices in sorted(by_class.items()):
+        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed)).tolist()
+        number = count(len(indices))
+        chosen += [indices[i] for i in order[:number]]
+        rest += [indices[i] for i in order[number:]]
+    return sorted(chosen), sorted(rest)
+
+
+def padding(size: tuple[int, int], classes: int | None = None) -> tuple[np.ndarray, int | np.ndarray]:
+    """An empty uint8 image (3, *size) and the label PADDING; with `classes`, a vector of it."""
+    return np.zeros((3, *size), np.uint8), PADDING if classes is None else np.full(classes, PADDING, np.float32)
+
+
 class Samples(Dataset):
     """(epoch, index) -> (uint8 (C, H, W), label, unreadable).
 
     A training sample that cannot be read (`unreadable` says which and why) is replaced by the next one that can: the
-    batch keeps its size, and its content depends on nothing but the data. Where nothing can be read, and in validation
-    (no seed), the InputError itself is returned.
+    batch keeps its size, and its content depends on nothing but the data. In validation (no seed) it is an empty image
+    of `size` with the label PADDING, which counts nowhere. Where nothing can be read the InputError itself is returned.
     """
 
-    def __init__(self, source, transform, seed: int | None):
-        self.source, self.transform, self.seed = source, transform, seed
+    def __init__(self, source, transform, seed: int | None, size: tuple[int, int] | None = None):
+        self.source, self.transform, self.seed, self.size = source, transform, seed, size
 
     def __len__(self) -> int:
         return len(self.source)
@@ -60,23 +82,29 @@ class Samples(Dataset):
         for offset in range(REPLACEMENTS):
             try:
                 return *self._get((index + offset) % len(self.source)), unreadable
-            except InputError as error:
+            except Unreadable as error:
                 if self.seed is None:
                     raise
                 unreadable.append(str(error))
         raise InputError(f"{REPLACEMENTS} images in a row cannot be read, the first: {unreadable[0]}")
 
+    def _padding(self, unreadable: list[str]):
+        multi_label = getattr(self.source, "multi_label", False)
+        return *padding(self.size, len(self.source.classes) if multi_label else None), unreadable
+
     def __getitem__(self, key: tuple[int, int]):
         epoch, index = key
+        if epoch == PADDING:
+            return self._padding([])
         try:
             image, label, unreadable = self._read(index)
         except InputError as error:  # raised in the main process: a worker would wrap it in its traceback
-            return error
+            return self._padding([str(error)]) if self.seed is None and isinstance(error, Unreadable) else error
         if self.transform is not None:
             if self.seed is not None:
                 seed_everything(self.seed, epoch, index)
             image = self.transform(image)
-        return np.asarray(image), PADDING if epoch == PADDING else label, unreadable
+        return np.asarray(image), label, unreadable
 
 
 class StreamSampler(Sampler):
@@ -109,7 +137,17 @@ def collate(samples: list) -> Batch | InputError:
         if isinstance(sample, InputError):
             return sample
     images, labels, unreadable = zip(*samples)
-    return torch.from_numpy(np.stack(images)), torch.tensor(labels), [text for texts in unreadable for text in texts]
+    return torch.from_numpy(np.stack(images)), as_labels(labels), [text for texts in unreadable for text in texts]
+
+
+def as_labels(labels) -> Tensor:
+    """Class numbers as int64 (B,), vectors of zeros and ones as float32 (B, K)."""
+    return torch.from_numpy(np.array(labels))
+
+
+def counts(labels: Tensor) -> Tensor:
+    """Which samples of a batch count, (B,) bool: those whose label, (B,) or (B, K), is not PADDING."""
+    return (labels if labels.dim() == 1 else labels[:, 0]) != PADDING
 
 
 def unchanged(sample):

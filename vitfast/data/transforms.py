@@ -1,13 +1,50 @@
 """Training and evaluation transforms: timm's, and random erasing of raw images."""
 
+import math
 import random
 
 import torch
+from PIL import Image
 from timm.data import create_transform
+from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor
 from torchvision.transforms import RandomErasing
+from torchvision.transforms.functional import center_crop, get_image_size
 
 from ..config import Config
+
+
+class SquashedCrop(RandomResizedCropAndInterpolation):
+    """Random crop with the image's own aspect, a share `scale` of the area; resized to `size` without it.
+
+    BiT's crop for transfer (Kolesnikov et al., 2019, 3.3: "we resize the image to a square, crop out a smaller random
+    square"), resampled once in place of twice.
+    """
+
+    @staticmethod
+    def get_params(img, scale: tuple[float, float], ratio=None) -> tuple[int, int, int, int]:
+        """(top, left, height, width) of a crop of the image, a PIL image or (..., H, W)."""
+        width, height = get_image_size(img)
+        side = math.sqrt(random.uniform(*scale))
+        h, w = max(1, round(height * side)), max(1, round(width * side))
+        return random.randint(0, height - h), random.randint(0, width - w), h, w
+
+
+CROPS = {"rrc": RandomResizedCropAndInterpolation, "squash": SquashedCrop}
+
+
+class Trim:
+    """The middle of an image of extreme shape, 16 times as long as a central crop of `size` sees.
+
+    16 x 60000 pixels, resized to cover 224 x 224, would be 840,000 wide.
+    """
+
+    def __init__(self, size: tuple[int, int]):
+        self.longest = 16 * max(size) / min(size)
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        longest = math.ceil(self.longest * min(image.size))
+        return center_crop(image, [min(image.height, longest), min(image.width, longest)])
 
 
 class Erase:
@@ -41,9 +78,20 @@ def transforms(config: Config, img_size: tuple[int, int]):
         auto_augment=config.auto_augment or None,
         interpolation="bicubic",
     )
+    crop = CROPS[config.train_crop_mode]
+    train.transforms[0] = crop(img_size, config.crop_scale, config.crop_ratio, interpolation="bicubic")
     if config.random_erasing:
         train.transforms.append(Erase(config.random_erasing))
+    mode = config.crop_mode or "center"
     evaluate = create_transform(
-        (3, *img_size), is_training=False, use_prefetcher=True, interpolation="bicubic", crop_pct=1.0
+        (3, *img_size),
+        is_training=False,
+        use_prefetcher=True,
+        interpolation="bicubic",
+        crop_pct=config.crop_pct or 1.0,
+        crop_mode=mode,
+        mean=(0.5, 0.5, 0.5),  # what border fills up with: the middle grey
     )
+    if mode == "center":
+        evaluate.transforms.insert(0, Trim(img_size))
     return train, evaluate

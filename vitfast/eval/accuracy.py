@@ -1,5 +1,8 @@
 """Accuracy on a validation set."""
 
+import dataclasses
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,33 +10,38 @@ import torch
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
+from ..baselines import load_any, sizes
+from ..checkpoint.files import locate
 from ..config import Config
 from ..data.loader import Data, open_data
-from ..data.samples import PADDING
+from ..data.samples import PADDING, counts
 from ..device import autocast, autocast_dtype, choose_device
 from ..errors import InputError
-from ..model import ViT
+
+logger = logging.getLogger("vitfast")
 
 
 @torch.no_grad()
 def validation_means(
     model: nn.Module, data: Data, device: torch.device, names: list[str], score: Callable[[Tensor, Tensor], Tensor]
 ) -> dict:
-    """The named means over the validation set, shared by the ranks, and its number of `images`.
+    """The named means over the validation set, its `images` and `unreadable_images`, shared by the ranks.
 
     score: of (images, labels) of a batch the sums, in the order of the names, and the number of images. The model is
-    in eval mode meanwhile. Raises InputError where the set is empty.
+    in eval mode meanwhile. What cannot be read is left out, with a warning. Raises InputError where that is all, or
+    more than `max_unreadable`.
     """
     was_training = model.training
     model.eval()
-    sums = torch.zeros(len(names) + 1, device=device, dtype=torch.float64)
-    for images, labels in data.eval_batches():
-        sums += score(images, labels)
+    sums = torch.zeros(len(names) + 2, device=device, dtype=torch.float64)
+    for images, labels, unreadable in data.eval_batches():
+        sums[:-1] += score(images, labels)
+        sums[-1] += data.left_out(unreadable)
     model.train(was_training)
-    *totals, count = data.ranks.sum(sums).tolist()
-    if not count:
-        raise InputError(f"the validation set of {data.config.data!r} is empty")
-    return {name: total / count for name, total in zip(names, totals)} | dict(images=int(count))
+    *totals, count, left_out = data.ranks.sum(sums).tolist()
+    data.check_left_out(int(left_out), int(count))
+    means = {name: total / count for name, total in zip(names, totals)}
+    return means | dict(images=int(count), unreadable_images=int(left_out))
 
 
 def evaluate(
@@ -41,28 +49,57 @@ def evaluate(
     data: Data,
     device: torch.device,
     dtype: torch.dtype | None,
-    on_logits: Callable[[Tensor], None] | None = None,
+    on_logits: Callable[[Tensor, Tensor], None] | None = None,
 ) -> dict:
     """Mean cross-entropy, top-1 and top-5 accuracy over the validation set, shared by the ranks.
 
-    on_logits: called with the logits of each batch, in the order of the set.
+    Where images have several classes: the sigmoid's cross-entropy, summed over the classes; top-1, right where the
+    first guess is one of the classes; and `map`, `mean_average_precision`. on_logits: called with the logits and labels
+    of each batch, in the order of the set.
     """
+    parts = []
 
     def score(images: Tensor, labels: Tensor) -> Tensor:
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with autocast(device, dtype):
             logits = model(images).float()
+        read = counts(labels)
         if on_logits:
-            on_logits(logits)
+            on_logits(logits, labels)
+        if data.multi_label:
+            parts.append((logits, labels))
+            loss = nn.functional.binary_cross_entropy_with_logits(logits[read], labels[read], reduction="sum")
+            return torch.stack([loss, (labels.gather(1, logits.argmax(1, keepdim=True)) == 1).sum(), read.sum()])
         top = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels[:, None]
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=PADDING)
-        return torch.stack([loss, top[:, 0].sum(), top.sum(), (labels != PADDING).sum()])
+        return torch.stack([loss, top[:, 0].sum(), top.sum(), read.sum()])
 
-    return validation_means(model, data, device, ["loss", "accuracy", "top5"], score)
+    if not data.multi_label:
+        return validation_means(model, data, device, ["loss", "accuracy", "top5"], score)
+    means = validation_means(model, data, device, ["loss", "accuracy"], score)
+    mine = torch.cat([torch.stack(part) for part in parts], dim=1)  # (2, n, K)
+    everyone = mine.new_zeros(2, data.ranks.world, *mine.shape[1:])  # ranks have as many, filled up with PADDING
+    everyone[:, data.ranks.rank] = mine
+    logits, labels = data.ranks.sum(everyone).flatten(1, 2).cpu()
+    read = counts(labels)
+    return means | dict(map=mean_average_precision(logits[read], labels[read]))
 
 
-def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
-    """timm's count of right answers by ImageNet's reassessed labels.
+def mean_average_precision(scores: Tensor, targets: Tensor) -> float | None:
+    """scikit-learn's average precision, mean over the classes that an image has. scores, targets (n, K).
+
+    None where no image has a class, or a score is not finite.
+    """
+    from sklearn.metrics import average_precision_score
+
+    present = targets.any(0)
+    if not present.any() or not scores.isfinite().all():
+        return None
+    return float(average_precision_score(targets[:, present].numpy(), scores[:, present].numpy()))
+
+
+def real_labels(data: Data, path: str = "") -> list[list[int]]:
+    """ImageNet's reassessed labels of the validation images, in order: any number of classes for each.
 
     "Are we done with ImageNet?" (Beyer et al., 2020). path: their real.json, one list of classes for each of
     ILSVRC2012_val_00000001.JPEG and on; "" is the copy that timm brings. Raises InputError where the file is none, or
@@ -70,28 +107,86 @@ def real_labels(data: Data, path: str = "") -> RealLabelsImagenet:
     """
     names = [Path(data.val.name(i)).name for i in range(len(data.val))] if hasattr(data.val, "name") else []
     try:
-        counter = RealLabelsImagenet(names, path or None, topk=(1,))
+        labels = RealLabelsImagenet(names, path or None, topk=(1,)).real_labels
     except AssertionError:
         have = f"the {len(names)} of {data.config.data}"
         raise InputError(f"--real: {path or 'ImageNet'} has labels for another number of images than {have}") from None
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"--real {path} cannot be read as ImageNet's reassessed labels: {error}") from None
-    if not all(isinstance(labels, list) for labels in counter.real_labels.values()):
+    if not all(isinstance(classes, list) for classes in labels.values()):
         raise InputError(f"--real {path} must hold one list of classes for each image")
-    unknown = next((name for name in names if name not in counter.real_labels), None)
+    unknown = next((name for name in names if name not in labels), None)
     if unknown:
         known = "ImageNet's names (ILSVRC2012_val_00000001.JPEG)"
         raise InputError(f"--real tells images by {known}, and {data.config.data} has {unknown}")
-    return counter
+    return [labels[name] for name in names]
 
 
-def open_weights(config: Config, img_size: int | None = None) -> tuple[ViT, Data, torch.device, torch.dtype | None]:
+def told_crop(weights: str) -> dict:
+    """`crop_mode` and `crop_pct` that belong to weights: of their run, or in their JSON."""
+    files = locate(weights)
+    told, of_run = files.config.get("pretrained_cfg", files.config), files.weights.parent / "state" / "state.json"
+    if of_run.is_file():
+        try:
+            told = json.loads(of_run.read_text(encoding="utf-8"))["settings"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{of_run} is damaged ({type(error).__name__}: {error}); move it away") from None
+    elif files.preprocessor.get("do_resize"):
+        told = _crop_of_processor(files.preprocessor)
+    told = told if isinstance(told, dict) else {}
+    return {name: told[name] for name in ("crop_mode", "crop_pct") if told.get(name)}
+
+
+def _crop_of_processor(processor: dict) -> dict:
+    """The crop in transformers' preprocessor_config.json; a size is a number, or names its sides."""
+    size, crop = processor.get("size"), processor.get("crop_size") if processor.get("do_center_crop") else None
+    sides = [side if isinstance(side, dict) else dict(height=side) for side in (size, crop or size)]
+    resized, cut = (side.get("height") or side.get("shortest_edge") for side in sides)
+    if not resized or not cut:
+        return {}
+    mode = "center" if "shortest_edge" in sides[0] else "squash"
+    return dict(crop_mode=mode, crop_pct=min(1.0, cut / resized))
+
+
+def cut_as_told(config: Config) -> Config:
+    """The config with images cut as its weights say, where it says nothing."""
+    told = {name: value for name, value in told_crop(config.weights).items() if not getattr(config, name)}
+    if told:
+        logger.info("images are cut as the weights say: %s", ", ".join(f"{k}={v}" for k, v in told.items()))
+    return dataclasses.replace(config, **told)
+
+
+def open_weights(
+    config: Config, img_size: int | None = None
+) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
     """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
-    device = choose_device(config.device)
-    overrides = {} if img_size is None else dict(img_size=img_size)
-    model = ViT.from_pretrained(config.weights, **overrides).to(device).eval()
-    data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, device)
+    config, device = cut_as_told(config), choose_device(config.device)
+    model = load_any(config.model, config.weights, img_size).to(device).eval()
+    data = open_data(config, *sizes(model), device)
     return model, data, device, autocast_dtype(config.amp, device)
+
+
+def check_classes(model: nn.Module, data: Data) -> None:
+    """Raises InputError where the model's classes are not as many as the data's, or in another order.
+
+    Other names may mean the same: a warning. Numbers mean nothing.
+    """
+    weights, spec = data.config.weights, data.config.data
+    if model.num_classes != len(data.classes):
+        raise InputError(
+            f"{weights} has {model.num_classes} classes and {spec} has {len(data.classes)}; "
+            "fine-tune it on this data first"
+        )
+    names = list(map(str, getattr(model, "class_names", None) or ()))
+    if not names or all(name.isdigit() for name in names) or all(name.isdigit() for name in data.classes):
+        return
+    first = next((i for i, (ours, theirs) in enumerate(zip(names, data.classes)) if ours != theirs), None)
+    if first is None:
+        return
+    differ = f"class {first} is {names[first]!r} in {weights} and {data.classes[first]!r} in {spec}"
+    if set(names) == set(data.classes):
+        raise InputError(f"{differ}, with the same names in another order: rename the class folders to sort like them")
+    logger.warning("%s: the accuracy is right only where names in the same place mean the same", differ)
 
 
 def evaluate_weights(config: Config, img_size: int | None = None, real: str | None = None) -> dict:
@@ -101,14 +196,14 @@ def evaluate_weights(config: Config, img_size: int | None = None, real: str | No
     weights and data do not fit.
     """
     model, data, device, dtype = open_weights(config, img_size)
-    if model.num_classes != len(data.classes):
-        raise InputError(
-            f"{config.weights} has {model.num_classes} classes and {config.data} has {len(data.classes)}; "
-            "fine-tune it on this data first"
-        )
+    check_classes(model, data)
     if real is None:
         return evaluate(model, data, device, dtype)
-    counter = real_labels(data, real)
-    result = evaluate(model, data, device, dtype, counter.add_result)
-    right = counter.is_correct[1]
+    truth, guesses = real_labels(data, real), []
+
+    def guess(logits: Tensor, labels: Tensor) -> None:
+        guesses.extend(torch.where(counts(labels), logits.argmax(1), PADDING).tolist())
+
+    result = evaluate(model, data, device, dtype, guess)
+    right = [first in classes for first, classes in zip(guesses, truth) if classes and first != PADDING]
     return result | dict(real_accuracy=sum(right) / max(1, len(right)), real_images=len(right))

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import Config
-from ..data.datasets import Subset, known_labels
+from ..data.datasets import Subset, by_index, known_labels
 from ..data.loader import Data
 from ..errors import InputError
 from .accuracy import open_weights
-from .probe import features, knn, linear, whitening
+from .probe import Features, features, knn, linear, whitening
 
 SHOTS = (1, 5, 10, 25)
 BIAS = 100.0  # the constant feature: so large that the regularisation hardly touches the bias
@@ -78,26 +78,27 @@ def draw_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.nd
     return np.concatenate([order[:shots] for order in orders])
 
 
-def training_features(
-    model, data: Data, shots: list[int | None], seeds: int, device, dtype
-) -> tuple[Tensor, Tensor, dict]:
-    """Features and labels of all training images drawn, and for each (shots, seed) its indices.
+def training_features(model, data: Data, shots: list[int | None], seeds: int, device, dtype) -> tuple[Features, dict]:
+    """Features of all training images drawn, and for each (shots, seed) which of them.
 
-    Where the labels are known beforehand only those images are read; `None` shots are all images.
+    Where the labels are known beforehand only those images are read; `None` shots are all images. An image drawn that
+    cannot be read is missing in its draw.
     """
 
     def draws(labels: np.ndarray) -> dict:
         every = {(None, 0): np.arange(len(labels))} if None in shots else {}
         return every | {(n, s): draw_shots(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
 
-    labels = None if None in shots else known_labels(data.train)
+    source = by_index(data.train)
+    labels = None if None in shots else known_labels(source)
     if labels is None:
-        x, y = features(model, data.in_order(data.train), device, dtype)
-        return x, y, draws(y.numpy())
+        found = features(model, data, source, device, dtype)
+        return found, draws(found.y.numpy())
     drawn = draws(np.array(labels))
     kept = np.unique(np.concatenate(list(drawn.values())))
-    x, y = features(model, data.in_order(Subset(data.train, kept.tolist())), device, dtype)
-    return x, y, {key: np.searchsorted(kept, indices) for key, indices in drawn.items()}
+    found = features(model, data, Subset(source, kept.tolist()), device, dtype)
+    kept = kept[found.index.numpy()]
+    return found, {key: np.searchsorted(kept, indices[np.isin(indices, kept)]) for key, indices in drawn.items()}
 
 
 def few_shot(
@@ -118,8 +119,8 @@ def few_shot(
         raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive l2")
     check_l2(method, l2)
     model, data, device, dtype = open_weights(config, img_size)
-    x, y, drawn = training_features(model, data, shots, seeds, device, dtype)
-    queries, truth = features(model, data.eval_batches(), device, dtype)
+    (x, y, _, left_out), drawn = training_features(model, data, shots, seeds, device, dtype)
+    queries, truth, _, also_left_out = features(model, data, data.val, device, dtype)
     at = device if method == "knn" else torch.device("cpu")
     results = []
     for n in shots:
@@ -129,5 +130,5 @@ def few_shot(
             accuracies.append((found.cpu() == truth).double().mean().item())
         results.append(dict(shots=n or "all", accuracy=sum(accuracies) / len(accuracies), accuracies=accuracies))
     used = dict(l2=L2[method] if l2 is None else l2) if method in L2 else {}
-    counts = dict(classes=len(data.classes), images=len(truth))
+    counts = dict(classes=len(data.classes), images=len(truth), unreadable_images=left_out + also_left_out)
     return dict(weights=config.weights, data=config.data, method=method, **used, **counts, results=results)

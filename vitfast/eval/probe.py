@@ -4,37 +4,55 @@ x (n, D) features, y (n,) class numbers 0 .. K-1. Every classifier takes the tra
 images to classify, and returns their classes (m,).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..baselines import normalized
+from ..data.loader import Data
+from ..data.samples import counts
 from ..device import autocast
 from ..errors import InputError
-from ..model import ViT
 
 CHUNK = 1024  # images compared with all training images at a time
 
 
-@torch.inference_mode()
-def features(model: ViT, batches: Iterable, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """The inputs of the model's last linear layer (`pre_logits`) for batches (images, labels).
+class Features(NamedTuple):
+    """Features of the images of a source that could be read."""
 
-    Returns fp32 features (n, D) and labels (n,), on the CPU. Raises InputError where there are no images.
+    x: Tensor  # (n, D) fp32, on the CPU
+    y: Tensor  # (n,) class numbers
+    index: Tensor  # (n,) which images of the source they are
+    unreadable: int  # how many are left out
+
+
+@torch.inference_mode()
+def features(model: nn.Module, data: Data, source, device: torch.device, dtype: torch.dtype | None) -> Features:
+    """The inputs of a model's last linear layer (`pre_logits`) for the images of a source of `data`.
+
+    model: a ViT or a baseline. What cannot be read is left out, with a warning. Raises InputError where that is all,
+    or more than `max_unreadable`, and where images have several classes.
     """
+    if data.multi_label:
+        raise InputError(f"images of {data.config.data!r} have several classes; features are classified by one")
     was_training = model.training
     model.eval()
-    xs, ys = [], []
-    for images, labels in batches:
+    xs, ys, unreadable = [], [], 0
+    for images, labels, messages in data.in_order(source):
         with autocast(device, dtype):
-            x = model.forward_head(model.forward_features(images.to(device, non_blocking=True)), pre_logits=True)
+            x = model.forward_features(normalized(model, images.to(device, non_blocking=True)))
+            x = model.forward_head(x, pre_logits=True)
         xs.append(x.float().cpu())
         ys.append(labels)
+        unreadable += data.left_out(messages)
     model.train(was_training)
-    if not xs:
-        raise InputError("no images to take features of")
-    return torch.cat(xs), torch.cat(ys)
+    y = torch.cat(ys) if ys else torch.empty(0)
+    index = counts(y).nonzero()[:, 0]
+    data.check_left_out(unreadable, len(index))
+    return Features(torch.cat(xs)[index], y[index], index, unreadable)
 
 
 def whitening(x: Tensor) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,7 @@ from ..errors import InputError
 from ..files import write_text
 from ..train.log import COLUMNS, write_summary
 from ..train.recipes import resolve
+from ..train.report import with_error
 from ..train.trainer import train
 from .demo_report import write_report
 
@@ -45,15 +46,20 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
     )
     _merge_metrics(output)
     write_summary(output, summary)
-    path = write_report(output, summary)
-    before, after = (
-        f"{first['accuracy']:.4f} after pre-training",
-        f"{second['accuracy']:.4f} after fine-tuning at 48 px",
-    )
-    print(f"test accuracy: {before}, {after}")
+    write_report(output, summary)
+    before, after = (with_error(each["accuracy"], each["val_images"]) for each in (first, second))
+    print(f"test accuracy: {before} after pre-training, {after} after fine-tuning at 48 px")
+    print(f"± is the standard error; of {summary['test_images']} test images {_change(first, second)}")
     speed = f"{summary['images_per_second']:,.0f} images/s on {summary['device']}"
-    print(f"{summary['seconds']:.0f} s, {speed}; open {path}")
+    print(f"{summary['seconds']:.0f} s, {speed}; see {output}/report.html")
     return summary
+
+
+def _change(first: dict, second: dict) -> str:
+    """How many more test images the second run answers rightly, in words."""
+    more = round(second["accuracy"] * second["val_images"]) - round(first["accuracy"] * first["val_images"])
+    change = f"{abs(more)} {'more' if more > 0 else 'fewer'}" if more else "as many"
+    return f"{change} are answered rightly after fine-tuning"
 
 
 def _merge_metrics(output: Path) -> None:

@@ -3,68 +3,133 @@
 import dataclasses
 import itertools
 import logging
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 
-from ..baselines import baseline, is_baseline
-from ..config import Config
+from ..baselines import sizes
+from ..config import Config, check_run
 from ..cost import forward_flops
+from ..data.loader import open_data
+from ..device import choose_device
 from ..distributed import is_first_rank
-from ..model import ViT
-from ..presets import preset
-from ..train.setup import model_arguments
+from ..errors import unknown
+from ..eval.fewshot import few_shot
+from ..train.recipes import resolve
+from ..train.run_folder import kept_weights
+from ..train.setup import new_model
 from .runs import finish, write_records
 
 logger = logging.getLogger("vitfast")
 
+SHOTS = 5  # of the few-shot accuracies in the paper's figures
+METHODS = {"fewshot": f"{SHOTS}-shot accuracy", "finetune": "accuracy after fine-tuning"}
+# Settings of a pre-training that its transfers share.
+SHARED = "seed device amp compile workers eval_batch_size data_dir decode parallel max_unreadable".split()
+
 
 def training_flops(config: Config, classes: int) -> float:
-    """FLOPs per training image: 3 times a forward pass, 2 for each multiply-add."""
+    """FLOPs per training image: 3 times a forward pass, 2 for each multiply-add. Raises InputError."""
     with torch.device("meta"):
-        if is_baseline(config.model):
-            model = baseline(config.model, classes, (config.img_size, config.img_size))
-        else:
-            model = ViT(**{**preset(config.model), **model_arguments(config)}, num_classes=classes)
+        model = new_model(config, classes)
     return 3.0 * forward_flops(model.eval(), (3, config.img_size, config.img_size))
 
 
-def scaling(config: Config, models: list[str], lengths: list[float]) -> list[dict]:
-    """Trains each model for each number of epochs. Returns a record of each run.
+def scaling(
+    config: Config,
+    models: list[str],
+    lengths: list[float],
+    transfer: Sequence[str] = (),
+    method: str = "fewshot",
+    settings: dict | None = None,
+) -> list[dict]:
+    """Pre-trains each model for each number of epochs. Returns a record of each run.
 
-    Writes scaling.csv and scaling.json (accuracy and exaFLOPs) and scaling.png, which has the axes of Figure 5.
+    transfer: SPECs of data; each pre-training is followed by few-shot evaluation on them ("fewshot") or by fine-tuning
+    to them ("finetune", with these `settings` of its config, such as its recipe), and their mean accuracy is what the
+    figure shows. Writes scaling.csv and scaling.json (accuracies and exaFLOPs) and scaling.png, which has the axes of
+    Figure 5. Raises InputError for what is wrong with any of the runs before the first begins.
     """
-    records, output = [], Path(config.output)
-    for model, epochs in itertools.product(models, lengths):
-        run = output / f"{model.replace('/', '-').replace(':', '-')}-{epochs:g}ep"
-        one = dataclasses.replace(config, model=model, epochs=epochs, steps=None, output=str(run))
+    if method not in METHODS:
+        raise unknown("method of transfer", method, METHODS)
+    output, records = Path(config.output), []
+    runs = [_planned(config, model, epochs) for model, epochs in itertools.product(models, lengths)]
+    for one in runs:
+        check_run(one)
+        training_flops(one, 1)  # there is such a model, and it takes the images
+        for spec in transfer:
+            _check_transfer(one, _transfer_config(one, spec, method, settings or {}))
+    for one in runs:
         summary = finish(one)
         flops = training_flops(one, summary["classes"]) * summary["steps"] * config.batch_size
         record = dict(
-            model=model,
-            epochs=epochs,
+            model=one.model,
+            epochs=one.epochs,
             parameters=summary["parameters"],
             exaflops=flops / 1e18,
-            accuracy=summary["accuracy"],
+            accuracy=summary.get("best_accuracy", summary["accuracy"]),
             seconds=summary["seconds"],
         )
+        if transfer:
+            accuracies = {s: _transfer(_transfer_config(one, s, method, settings or {}), method) for s in transfer}
+            record |= dict(transfer_accuracy=statistics.mean(accuracies.values()), transfer_method=METHODS[method])
+            record |= {f"transfer to {spec}": accuracy for spec, accuracy in accuracies.items()}
         records.append(record)
-        logger.info("%s, %g epochs: %.4g exaFLOPs, accuracy %.4f", model, epochs, flops / 1e18, record["accuracy"])
+        said = f"accuracy {record.get('transfer_accuracy', record['accuracy']):.4f}"
+        logger.info("%s, %g epochs: %.4g exaFLOPs, %s", one.model, one.epochs, flops / 1e18, said)
     write_records(output / "scaling", records)
     if is_first_rank():
         draw(records).savefig(output / "scaling.png", dpi=120, bbox_inches="tight")
     return records
 
 
+def _planned(config: Config, model: str, epochs: float) -> Config:
+    run = Path(config.output) / f"{model.replace('/', '-').replace(':', '-')}-{epochs:g}ep"
+    return dataclasses.replace(config, model=model, epochs=epochs, steps=None, output=str(run))
+
+
+def _transfer_config(config: Config, spec: str, method: str, settings: dict) -> Config:
+    """The settings of a transfer of this pre-training, as far as it is done."""
+    shared = {name: getattr(config, name) for name in SHARED}
+    folder = f"{method}-{''.join(c if c.isalnum() else '-' for c in spec)}"
+    own = dict(data=spec, weights=str(kept_weights(Path(config.output))), output=str(Path(config.output) / folder))
+    if method == "fewshot":
+        return resolve("eval", shared, settings, own, dict(img_size=config.img_size))
+    return resolve("finetune", shared, settings, own)
+
+
+def _check_transfer(pretraining: Config, config: Config) -> None:
+    """Raises InputError where there is no such data, or where the model does not take its images."""
+    with torch.device("meta"):
+        model = new_model(dataclasses.replace(pretraining, img_size=config.img_size), 1)
+    open_data(config, *sizes(model), choose_device(config.device))
+
+
+def _transfer(config: Config, method: str) -> float:
+    if method == "finetune":
+        return finish(config)["accuracy"]
+    return few_shot(config, shots=[SHOTS])["results"][0]["accuracy"]
+
+
 def draw(records: list[dict]) -> Figure:
-    """Accuracy against pre-training compute, one line a model."""
+    """Accuracy, where there is one that of the transfer, against pre-training compute, one line a model."""
     figure = Figure(figsize=(7, 4.5))
     axes = figure.subplots()
+    key = "transfer_accuracy" if "transfer_accuracy" in records[0] else "accuracy"
     for model in dict.fromkeys(record["model"] for record in records):
-        points = sorted((record["exaflops"], record["accuracy"]) for record in records if record["model"] == model)
+        points = sorted((record["exaflops"], record[key]) for record in records if record["model"] == model)
         axes.plot(*zip(*points), marker="o", label=model)
-    axes.set(xscale="log", xlabel="total pre-training compute [exaFLOPs]", ylabel="accuracy")
+    axes.set(xscale="log", xlabel="total pre-training compute [exaFLOPs]", ylabel=_label(records[0]))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
+
+
+def _label(record: dict) -> str:
+    if "transfer_accuracy" not in record:
+        return "accuracy of the pre-training"
+    specs = [name.removeprefix("transfer to ") for name in record if name.startswith("transfer to ")]
+    return f"{record['transfer_method']}, {specs[0] if len(specs) == 1 else f'mean of {len(specs)} data sets'}"

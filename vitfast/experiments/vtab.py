@@ -4,6 +4,13 @@ The protocol is VTAB-1k's ("A Large-scale Study of Representation Learning with 
 Zhai et al., 2019): every task is learned from 1000 images, measured on its whole test set, and counts alike in the mean
 of its group and of all. The method is fine-tuning (Table 4 of the ViT paper) or a classifier on frozen features, whose
 regularisation is chosen with 800 of the images on the other 200.
+
+Images. The ViT paper (B.1.1) takes "the pre-processing used in Kolesnikov et al. (2020)", BiT, at 384 px for all tasks.
+BiT (3.3) resizes to a square, crops a smaller random square and flips; tests resize alone. "In some tasks horizontal
+flipping or cropping destroys the label semantics [...] In these cases we omit flipping or cropping": neither paper nor
+the released code (google-research/big_transfer, vision_transformer) says for which. VTAB's own code
+(google-research/task_adaptation, data_loader.py) resizes for all tasks and does no more. Here a task is augmented only
+where its classes are what things are, not where, how many, how far or which way round: FLIPPED, CROPPED.
 """
 
 import dataclasses
@@ -58,6 +65,10 @@ VTAB = {
         smallnorb_elevation="wds_vtab-smallnorb_label_elevation",
     ),
 }
+# Not svhn: mirrored digits are others, and a crop may lose the one in the middle. No structured task.
+FLIPPED = frozenset([*VTAB["natural"], *VTAB["specialized"]]) - {"svhn"}
+CROPPED = FLIPPED - {"patch_camelyon"}  # whose label is of the central third alone, which a crop would move
+CROP_SIDE = 384 / 448  # BiT's, as the released code has it (big_vision, configs/transfer.py)
 GET = "hf download --repo-type dataset clip-benchmark/{0} --local-dir {1}/{0}"
 # What is tried where no l2 is given; of equals the first, the most regularised.
 L2 = {"ridge": [4.0**k for k in range(10, -4, -1)], "linear": [10.0**k for k in range(3, -3, -1)]}
@@ -70,6 +81,13 @@ class Task:
     name: str
     group: str
     settings: dict = field(default_factory=dict)
+
+
+def preparation(name: str) -> dict:
+    """How the images of one of the 19 tasks are cut and augmented, whatever the recipe: settings."""
+    share = CROP_SIDE**2 if name in CROPPED else 1.0
+    crops = dict(crop_mode="squash", crop_pct=1.0, train_crop_mode="squash", crop_scale=(share, share))
+    return crops | dict(hflip=0.5 if name in FLIPPED else 0.0, auto_augment="", random_erasing=0.0)
 
 
 def tasks_in(root: Path) -> list[Task]:
@@ -85,7 +103,7 @@ def tasks_in(root: Path) -> list[Task]:
                 missing.append(name)
                 continue
             shards = any([*folder.glob("train*.tar"), *folder.glob("train/*.tar")])
-            found.append(Task(name, group, dict(data=f"wds/{folder}" if shards else str(folder))))
+            found.append(Task(name, group, dict(data=f"wds/{folder}" if shards else str(folder)) | preparation(name)))
     if not found:
         example = "wds_vtab-pets"
         command = GET.format(example, root)
@@ -133,11 +151,12 @@ def evaluate_frozen(
 ) -> dict:
     """Accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
     model, data, device, dtype = open_weights(config, img_size)
-    x, y = features(model, data.in_order(take(data.train, examples)), device, dtype)
-    queries, truth = features(model, data.eval_batches(), device, dtype)
+    x, y, _, left_out = features(model, data, take(data.train, examples), device, dtype)
+    queries, truth, _, also_left_out = features(model, data, data.val, device, dtype)
     used = {} if method not in L2 else dict(l2=best_l2(method, x, y, len(data.classes)) if l2 is None else l2)
     found = classify(method, x, y, queries, len(data.classes), **used)
-    return dict(accuracy=(found == truth).double().mean().item(), train_images=len(x), test_images=len(truth), **used)
+    images = dict(train_images=len(x), test_images=len(truth), unreadable_images=left_out + also_left_out)
+    return dict(accuracy=(found == truth).double().mean().item(), **images, **used)
 
 
 def fine_tune(config: Config, examples: int) -> dict | None:
@@ -150,7 +169,9 @@ def fine_tune(config: Config, examples: int) -> dict | None:
     summary = Trainer(dataclasses.replace(config, **settings), examples=examples).fit()
     if not summary["finished"]:
         return None
-    return dict(accuracy=summary["accuracy"], train_images=summary["train_images"], test_images=summary["val_images"])
+    images = dict(train_images=summary["train_images"], test_images=summary["val_images"])
+    images["unreadable_images"] = summary["unreadable_images"] + summary["val_unreadable_images"]
+    return dict(accuracy=summary["accuracy"], **images)
 
 
 def vtab(
@@ -169,7 +190,9 @@ def vtab(
     if examples < 1 or (l2 is not None and not l2 > 0):
         raise InputError("vtab takes a positive number of examples and a positive l2")
     check_l2(method, l2)
-    first = [{"recipe": "finetune/vtab"}] if method == "finetune" else []
+    named = [layer["recipe"] for layer in layers if layer.get("recipe")]  # under what a task says, not over it
+    layers = [{k: v for k, v in layer.items() if k != "recipe"} for layer in layers]
+    first = [{"recipe": named[-1] if named else "finetune/vtab"}] if method == "finetune" else []
     settings = [[*first, task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
     kind = "finetune" if method == "finetune" else "eval"
     configs = [resolve(kind, *given) for given in settings]  # all are right before the first begins
@@ -201,9 +224,9 @@ def _means(summary: dict) -> list[tuple[str, str, float]]:
 
 def _write(output: Path, summary: dict) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    columns = ("task", "group", "accuracy", "train_images", "test_images", "l2")
+    columns = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")
     lines = [columns, *([record.get(c, "") for c in columns] for record in summary["tasks"])]
-    lines += [(*mean, "", "", "") for mean in _means(summary)]
+    lines += [(*mean, *[""] * (len(columns) - len(mean))) for mean in _means(summary)]
     write_text(output / "vtab.csv", "".join(",".join(map(str, line)) + "\n" for line in lines))
     write_text(output / "vtab.txt", table(summary) + "\n")
     write_text(output / "vtab.json", json.dumps(summary, indent=2) + "\n")

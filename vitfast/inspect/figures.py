@@ -1,4 +1,4 @@
-"""The figures of `inspect`: Figures 6, 7, 10 and 11 of the ViT paper."""
+"""The figures of `inspect` (Figures 6, 7, 10 and 11 of the ViT paper), and the curves of runs."""
 
 import io
 
@@ -48,8 +48,14 @@ def draw_filters(components: np.ndarray) -> Figure:
     return figure
 
 
-def draw_similarity(similarity: np.ndarray) -> Figure:
-    """A grid of grids from (h, w, h, w): for each patch its position's cosine similarity to all others."""
+def draw_similarity(similarity: np.ndarray, pixels: int | None = None) -> Figure:
+    """A grid of grids from (h, w, h, w): for each patch its position's cosine similarity to all others.
+
+    pixels: where a side of it would have more numbers, only every second, third, ... row and column of patches.
+    """
+    grid = np.array(similarity.shape[:2])
+    step = 1 if pixels is None else -(-grid.max() // max(1, pixels // (grid.max() + 1)))
+    similarity = similarity[step // 2 :: step, step // 2 :: step]
     rows, columns = similarity.shape[:2]
     picture = mosaic(similarity)
     # Beside the margins a pixel for each number at least, or gaps would vanish.
@@ -57,9 +63,9 @@ def draw_similarity(similarity: np.ndarray) -> Figure:
     figure = Figure(figsize=(side * min(1, columns / rows) + 1, side * min(1, rows / columns)))
     axis = figure.subplots()
     shown = axis.imshow(picture, vmin=-1, vmax=1, interpolation="nearest")
-    for count, set_ticks in ((columns, axis.set_xticks), (rows, axis.set_yticks)):
+    for count, side, set_ticks in ((columns, grid[1], axis.set_xticks), (rows, grid[0], axis.set_yticks)):
         every = np.arange(0, count, -(-count // 16))
-        set_ticks(every * (count + 1) + (count - 1) / 2, every + 1, fontsize=8)
+        set_ticks(every * (side + 1) + (side - 1) / 2, step // 2 + every * step + 1, fontsize=8)
     axis.set(xlabel="column of the patch", ylabel="row of the patch")
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -102,4 +108,24 @@ def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
             weights, cmap="inferno", alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="bicubic"
         )
     figure.subplots_adjust(wspace=0.05, hspace=0.05)
+    return figure
+
+
+def draw_curves(runs: dict[str, list[dict]]) -> Figure:
+    """Loss, accuracy and learning rate of each run against its epochs, by the records of its metrics.csv.
+
+    Numbers that are missing or not finite leave a gap.
+    """
+    figure = Figure(figsize=(max(6, 5 * len(runs)), 7))
+    axes = figure.subplots(3, len(runs), squeeze=False, sharex="col")
+    for column, (name, metrics) in enumerate(runs.items()):
+        for axis, key in zip(axes[:, column], ("loss", "accuracy", "lr")):
+            for split, label, color in (("train", "training", "#3366aa"), ("val", "validation", "#dd7722")):
+                points = np.array([(m["epoch"], m[key]) for m in metrics if m["split"] == split], float).reshape(-1, 2)
+                axis.plot(*np.where(np.isfinite(points), points, np.nan).T, color=color, label=label, linewidth=1.4)
+            axis.set_ylabel("learning rate" if key == "lr" else key)
+            axis.grid(alpha=0.3)
+        axes[0][column].set_title(name)
+        axes[0][column].legend(frameon=False)
+        axes[2][column].set_xlabel("epoch")
     return figure

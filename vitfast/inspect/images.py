@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
+from ..data.image_files import SUFFIXES
+from ..data.images import printable, read_rgb
 from ..errors import InputError
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
 def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) -> Tensor:
@@ -24,6 +24,8 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
         raise InputError(f"--data {spec}: the model reads {chans} channels; images have 1 or 3")
     if count < 1:
         raise InputError(f"--images must be at least 1, got {count}")
+    if not spec:
+        raise InputError("no data given: --data takes a folder of images, 'digits', or a name such as torch/cifar10")
     length, opened = _folder(Path(spec)) if Path(spec).exists() else _named(spec, size)
     chosen = np.unique(np.linspace(0, length - 1, min(count, length)).round().astype(int))
     fitted = [
@@ -42,12 +44,7 @@ def _folder(root: Path) -> tuple[int, Callable[[int], Image.Image]]:
         raise InputError(f"no images in {root}; known are files that end in {', '.join(sorted(SUFFIXES))}")
 
     def opened(index: int) -> Image.Image:
-        try:
-            with Image.open(files[index]) as image:
-                image.load()
-                return image
-        except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
-            raise InputError(f"{files[index]} cannot be read as an image ({error}); remove or replace it") from None
+        return read_rgb(files[index], printable(str(files[index])))
 
     return len(files), opened
 

@@ -1,6 +1,6 @@
 """The operations a ViT spends its time on: checks, then a kernel or its plain PyTorch twin."""
 
-from ._dispatch import use_kernels
+from ._mode import use_kernels
 from .attention import attention
 from .blocks import attention_block, mlp_block
 from .layer_norm import add_layer_norm, layer_norm

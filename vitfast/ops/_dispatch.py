@@ -2,55 +2,36 @@
 
 import functools
 import inspect
-import os
 import warnings
 
 import torch
 from torch import Tensor
 
-from .. import interpreter
-from ..kernels import tiles
+from .. import interpreter, ref
 from ..kernels.launch import INTERPRETED
+from ._mode import current_mode
 
-MODES = ("auto", "on", "off")
+try:
+    import triton  # noqa: F401
+except ImportError as error:  # as on macOS and Windows: the operations are plain PyTorch there
+    NO_TRITON = f"triton cannot be imported ({error})"
+else:
+    from ..kernels import tiles
+
+    NO_TRITON = None
+
 # Never cast: factors and LayerNorm's parameters act in fp32, whatever the products run in.
 _KEPT = frozenset({"layer_scale", "drop_path", "norm_weight", "norm_bias"})
 
-
-def _checked(mode: str) -> str:
-    if mode not in MODES:
-        raise ValueError(f"use_kernels: mode must be one of {', '.join(MODES)}, got {mode!r}")
-    return mode
-
-
-_mode = _checked(os.environ.get("VITFAST_KERNELS", "auto"))
-
-
-class use_kernels:
-    """Chooses between the kernels and plain PyTorch, as a setter or a context manager.
-
-    "auto" (default): kernels where they can run, plain PyTorch elsewhere. "on": kernels, or an error that says why not.
-    "off": plain PyTorch. The environment variable VITFAST_KERNELS sets the start value.
-    """
-
-    def __init__(self, mode: str):
-        global _mode
-        self.previous, _mode = _mode, _checked(mode)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        global _mode
-        _mode = self.previous
-
-
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*KERNEL_DTYPES, torch.float64)  # of plain PyTorch, whose products know no smaller ones
 _warned: set[tuple[str, str]] = set()
 
 
 def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
     """Why no kernel can run on x, None where one can."""
+    if NO_TRITON is not None:
+        return NO_TRITON
     if x.device.type == "cuda":
         if tiles.generation(x.device) == 0:
             return "the GPU is older than compute capability 8.0"
@@ -60,6 +41,8 @@ def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
         return "Triton's interpreter computes bfloat16 wrongly (vitfast.interpreter.mend_bfloat16() mends it)"
     if x.dtype not in KERNEL_DTYPES:
         return f"no kernel computes in {x.dtype}"
+    if ref.transformed():
+        return "no kernel runs under torch.func's transforms or forward-mode differentiation"
     return unsupported
 
 
@@ -71,17 +54,28 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     (torch.export, ONNX) always traces plain PyTorch.
     """
     # torch 2.11's Dynamo takes is_exporting() for true while it compiles; the flag behind it is right in every version.
-    if _mode == "off" or (_mode == "auto" and x.device.type != "cuda") or torch.compiler._is_exporting_flag:
+    mode = current_mode()
+    if mode == "off" or (mode == "auto" and x.device.type != "cuda") or torch.compiler._is_exporting_flag:
         return False
     reason = _unsupported_reason(x, unsupported)
     if reason is None:
         return True
-    if _mode == "on":
+    if mode == "on":
         raise RuntimeError(f"{op}: kernels are switched on, but {reason}; use_kernels('auto') runs plain PyTorch there")
     if not torch.compiler.is_compiling() and (op, reason) not in _warned:
         _warned.add((op, reason))
         warnings.warn(f"vitfast {op}: {reason}; plain PyTorch runs in its place", stacklevel=4)
     return False
+
+
+def reason_for_plain(weight: Tensor) -> str | None:
+    """Why operations with a weight like this run plain PyTorch now; None where they run kernels."""
+    mode = current_mode()
+    if mode == "off":
+        return "use_kernels('off')"
+    if mode == "auto" and weight.device.type != "cuda":
+        return f"the weights are on {weight.device.type}"
+    return _unsupported_reason(weight, None)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -91,9 +85,12 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def only_once(backward_op, name: str) -> None:
     """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
+    # PyTorch's fused attention cannot be differentiated twice either.
+    math = " inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)" if "attention" in name else ""
 
     def refuse(ctx, *grads):
-        raise RuntimeError(f"{name}: cannot be differentiated twice; use_kernels('off') runs plain PyTorch, which can")
+        instead = f"a forward in use_kernels('off'){math} runs plain PyTorch, which can"
+        raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
 
     backward_op.register_autograd(refuse)
 
@@ -106,7 +103,7 @@ def autocasts(function=None, *, keep: tuple[str, ...] = ()):
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        device = next(a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        device = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "meta")
         if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for meta
             return function(*args, **kwargs)
         dtype = torch.get_autocast_dtype(device)
@@ -124,12 +121,33 @@ def autocasts(function=None, *, keep: tuple[str, ...] = ()):
     return wrapper
 
 
+def check_tensors(op: str, **tensors: Tensor) -> None:
+    """Every argument is a tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+
+
+def check_rows(op: str, x: Tensor) -> int:
+    """The width of x (..., D)."""
+    check_tensors(op, x=x)
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must be (..., D), got ()")
+    return x.shape[-1]
+
+
+def check_floating(op: str, name: str, tensor: Tensor | None) -> None:
+    """A given tensor has a dtype that the operations compute in."""
+    if tensor is not None and tensor.dtype not in DTYPES:
+        known = "float16, bfloat16, float32 or float64"
+        raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
+
+
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple) -> None:
     """None passes; an int must match, None in `shape` matches any length."""
     if tensor is None:
         return
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+    check_tensors(op, **{name: tensor})
     if tensor.dim() != len(shape) or any(want is not None and have != want for have, want in zip(tensor.shape, shape)):
         want = ", ".join("*" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{op}: {name} must be ({want}), got {tuple(tensor.shape)}")
@@ -137,8 +155,7 @@ def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple) -> None
 
 def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None:
     """Every given tensor lies on x's device in x's dtype."""
-    if not x.is_floating_point():
-        raise TypeError(f"{op}: {x_name} must be floating point, got {x.dtype}")
+    check_floating(op, x_name, x)
     for name, tensor in others.items():
         if tensor is None:
             continue
@@ -157,18 +174,26 @@ def check_norm(op: str, x: Tensor, **parameters: Tensor | None) -> None:
 
 def check_linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
     """A weight (F, D) and a bias (F,) that fit x (..., D). prefix: of their names."""
-    check_shape(op, f"{prefix}weight", weight, (None, x.shape[-1]))
+    width = check_rows(op, x)
+    check_tensors(op, **{f"{prefix}weight": weight})
+    check_shape(op, f"{prefix}weight", weight, (None, width))
     check_shape(op, f"{prefix}bias", bias, (weight.shape[0],))
     check_same(op, "x", x, **{f"{prefix}weight": weight, f"{prefix}bias": bias})
 
 
 def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, width: int) -> None:
-    """layer_scale (D,) and drop_path (B,), on x's device, any floating dtype."""
+    """layer_scale (D,) and drop_path (B,), on x's device, in any dtype of DTYPES."""
     check_shape(op, "layer_scale", layer_scale, (width,))
     check_shape(op, "drop_path", drop_path, (x.shape[0],))
     for name, tensor in (("layer_scale", layer_scale), ("drop_path", drop_path)):
+        check_floating(op, name, tensor)
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
+
+
+def check_eps(op: str, eps: float) -> None:
+    if not isinstance(eps, (int, float, torch.SymFloat)) or not 0 <= eps < float("inf"):
+        raise ValueError(f"{op}: eps must be a number, 0 or above, got {eps!r}")
 
 
 def check_approximate(op: str, approximate: str) -> None:

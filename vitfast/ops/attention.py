@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from .. import ref
-from ..kernels import attention as kernels
-from ._dispatch import autocasts, check_same, check_shape, kernels_wanted, only_once
+from ._dispatch import NO_TRITON, autocasts, check_same, check_shape, check_tensors, kernels_wanted, only_once
 from ._gradients import operation
+
+if NO_TRITON is None:
+    from ..kernels import attention as kernels
 
 
 def _unit_rows(x: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ _packed, _separate = _declare("packed", "qkv"), _declare("separate", "q", "k", "
 
 def unsupported_reason(head_size: int, scale: float) -> str | None:
     """Why no kernel attends with this head size and scale; None where one does."""
-    if head_size not in kernels.HEAD_SIZES:
+    if NO_TRITON is None and head_size not in kernels.HEAD_SIZES:
         return f"head size {head_size} is not one of 16, 24, ..., 128"
     return None if scale > 0 else f"scale {scale} is not positive"
 
@@ -82,6 +84,7 @@ def attention(qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, 
     if (k is None) != (v is None):
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
     packed = k is None
+    check_tensors("attention", **{"qkv" if packed else "q": qkv})
     if packed:
         if qkv.dim() != 5 or qkv.shape[2] != 3:
             raise ValueError(f"attention: qkv must be (B, N, 3, H, Dh), got {tuple(qkv.shape)}")
@@ -93,6 +96,8 @@ def attention(qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, 
         check_shape("attention", "v", v, tuple(qkv.shape))
         check_same("attention", "q", qkv, k=k, v=v)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    if not isinstance(scale, (int, float, torch.SymFloat)) or not abs(scale) < float("inf"):
+        raise ValueError(f"attention: scale must be a number or None, got {scale!r}")
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
         return (_packed(qkv, float(scale)) if packed else _separate(qkv, k, v, float(scale)))[0]
     q, k, v = qkv.unbind(2) if packed else (qkv, k, v)

@@ -17,18 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ref
-from ..kernels.attention import attention_bwd, attention_fwd
-from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
-from ..kernels.linear import input_grad, linear, linear_residual
-from ..kernels.mlp import dgelu_matmul, linear_gelu
-from ..kernels.weight_grad import weight_grad
 from ._dispatch import (
+    NO_TRITON,
     autocasts,
     check_approximate,
+    check_eps,
     check_factors,
+    check_floating,
     check_norm,
+    check_rows,
     check_same,
     check_shape,
+    check_tensors,
     kernels_wanted,
     needs_grad,
 )
@@ -37,6 +37,13 @@ from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import ResidualNeeds, branch_gradient, through_scale, vector_gradients, weight_gradients
+
+if NO_TRITON is None:
+    from ..kernels.attention import attention_bwd, attention_fwd
+    from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
+    from ..kernels.linear import input_grad, linear, linear_residual
+    from ..kernels.mlp import dgelu_matmul, linear_gelu
+    from ..kernels.weight_grad import weight_grad
 
 
 class Inputs(NamedTuple):
@@ -254,7 +261,9 @@ differentiable(_mlp_fwd, _mlp_bwd, "mlp_block", BlockNeeds, only_all=("h", "act"
 # ---- the public operations
 
 
-def _check(op: str, t: Inputs, names: tuple[str, str], rows: int, inner: int, residual_in_fp32: bool, keep: str):
+def _check(
+    op: str, t: Inputs, names: tuple[str, str], rows: int, inner: int, eps: float, residual_in_fp32: bool, keep: str
+):
     """Raises for tensors that do not fit x; names: of the layers "in" (rows, D) and "out" (D, inner).
 
     The residual stream x is fp32 where it is asked to be, else it has the matrices' dtype.
@@ -266,11 +275,14 @@ def _check(op: str, t: Inputs, names: tuple[str, str], rows: int, inner: int, re
     check_factors(op, t.x, t.layer_scale, t.drop_path, width)
     if t.x.dim() != 3:
         raise ValueError(f"{op}: x must be (B, N, D), got {tuple(t.x.shape)}")
+    check_floating(op, "x", t.x)
+    check_floating(op, f"{first}_weight", t.in_weight)
     computed = t.x.new_empty(0, dtype=t.in_weight.dtype) if residual_in_fp32 else t.x
     layers = ((first, t.in_weight, t.in_bias), (last, t.out_weight, t.out_bias))
     for name, weight, bias in layers:
         check_same(op, "x", computed, **{f"{name}_weight": weight, f"{name}_bias": bias})
     check_norm(op, computed, norm_weight=t.norm_weight, norm_bias=t.norm_bias)
+    check_eps(op, eps)
     if keep not in ("least", "all"):
         raise ValueError(f"{op}: keep must be 'least' or 'all', got {keep!r}")
 
@@ -307,19 +319,22 @@ def attention_block(
     products run in. `keep`: "least", or "all" for more memory and less traffic: LayerNorm's output is then kept for
     backward, not written again. Returns (B, N, D) in x's dtype.
     """
-    op, width = "attention_block", x.shape[-1]
+    op, width = "attention_block", check_rows("attention_block", x)
     layers = (norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias)
+    check_tensors(op, norm_weight=norm_weight, qkv_weight=qkv_weight, proj_weight=proj_weight)
     check_shape(op, "norm_weight", norm_weight, (width,))
     check_shape(op, "norm_bias", norm_bias, (width,))
     check_shape(op, "qkv_weight", qkv_weight, (None, width))
     inner, rest = divmod(qkv_weight.shape[0], 3)
+    if not isinstance(num_heads, (int, torch.SymInt)):
+        raise TypeError(f"{op}: num_heads must be an integer, got {num_heads!r}")
     if num_heads < 1 or rest or inner % num_heads:
         raise ValueError(
             f"{op}: qkv_weight must have 3 * num_heads * head size rows with num_heads {num_heads}, "
             f"got {qkv_weight.shape[0]}"
         )
     t = Inputs(x, *layers, layer_scale, drop_path)
-    _check(op, t, ("qkv", "proj"), 3 * inner, inner, residual_in_fp32, keep)
+    _check(op, t, ("qkv", "proj"), 3 * inner, inner, eps, residual_in_fp32, keep)
     if kernels_wanted(op, qkv_weight, head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)):
         return _attention_fwd(*t, num_heads, eps, _keeps(keep, t, qkv_weight))[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
@@ -349,14 +364,15 @@ def mlp_block(
     approximate "none" (erf) or "tanh"; layer_scale (D,) or None; drop_path (B,) factors or None; `residual_in_fp32` and
     `keep`, here of the activation too, as in attention_block. Returns (B, N, D) in x's dtype.
     """
-    op, width = "mlp_block", x.shape[-1]
+    op, width = "mlp_block", check_rows("mlp_block", x)
     layers = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    check_tensors(op, norm_weight=norm_weight, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
     check_shape(op, "norm_weight", norm_weight, (width,))
     check_shape(op, "norm_bias", norm_bias, (width,))
     check_shape(op, "fc1_weight", fc1_weight, (None, width))
     check_approximate(op, approximate)
     t, hidden = Inputs(x, *layers, layer_scale, drop_path), fc1_weight.shape[0]
-    _check(op, t, ("fc1", "fc2"), hidden, hidden, residual_in_fp32, keep)
+    _check(op, t, ("fc1", "fc2"), hidden, hidden, eps, residual_in_fp32, keep)
     if kernels_wanted(op, fc1_weight, width_unsupported(width, drop_path)):
         return _mlp_fwd(*t, approximate, eps, _keeps(keep, t, fc1_weight, fc2_weight, layer_scale))[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=fc1_weight.dtype)

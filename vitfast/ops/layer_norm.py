@@ -6,9 +6,23 @@ import torch
 from torch import Tensor
 
 from .. import ref
-from ..kernels import layer_norm as kernels
-from ._dispatch import autocasts, check_factors, check_norm, check_same, check_shape, kernels_wanted, only_once
+from ._dispatch import (
+    NO_TRITON,
+    autocasts,
+    check_eps,
+    check_factors,
+    check_norm,
+    check_rows,
+    check_same,
+    check_shape,
+    check_tensors,
+    kernels_wanted,
+    only_once,
+)
 from ._gradients import Needs, as_matrix, chosen, differentiable, fake_gradients, filled, operation, sample_rows, shaped
+
+if NO_TRITON is None:
+    from ..kernels import layer_norm as kernels
 
 
 def fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +148,7 @@ only_once(_add_layer_norm_backward, "add_layer_norm")
 
 def unsupported_reason(width: int, drop_path: Tensor | None = None) -> str | None:
     """Why no kernel normalises rows of this width, or takes this drop_path; None where one does."""
-    if width > kernels.MAX_WIDTH:
+    if NO_TRITON is None and width > kernels.MAX_WIDTH:
         return f"width above {kernels.MAX_WIDTH}"
     if width == 0:
         return "width 0"
@@ -148,11 +162,12 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     x (..., D); weight, bias (D,) or None, in x's dtype or fp32 (autocast leaves them as they are). Returns (..., D) in
     x's dtype (under autocast: its dtype).
     """
-    width = x.shape[-1]
+    width = check_rows("layer_norm", x)
     check_shape("layer_norm", "weight", weight, (width,))
     check_shape("layer_norm", "bias", bias, (width,))
     check_same("layer_norm", "x", x)
     check_norm("layer_norm", x, weight=weight, bias=bias)
+    check_eps("layer_norm", eps)
     if kernels_wanted("layer_norm", x, unsupported_reason(width)):
         return _layer_norm(x, weight, bias, float(eps))[0]
     return ref.layer_norm(x, weight, bias, eps)
@@ -174,12 +189,14 @@ def add_layer_norm(
     x, residual (B, ..., D); weight, bias (as in layer_norm), layer_scale (D,) or None; drop_path (B,) factors, 0 or
     1/keep, or None. Returns two tensors shaped and typed like x.
     """
-    width = x.shape[-1]
+    width = check_rows("add_layer_norm", x)
+    check_tensors("add_layer_norm", residual=residual)
     check_shape("add_layer_norm", "residual", residual, tuple(x.shape))
     check_shape("add_layer_norm", "weight", weight, (width,))
     check_shape("add_layer_norm", "bias", bias, (width,))
     check_same("add_layer_norm", "x", x, residual=residual)
     check_norm("add_layer_norm", x, weight=weight, bias=bias)
+    check_eps("add_layer_norm", eps)
     check_factors("add_layer_norm", x, layer_scale, drop_path, width)
     if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
         return _add_layer_norm(x, residual, weight, bias, float(eps), layer_scale, drop_path)[:2]

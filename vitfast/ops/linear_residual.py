@@ -13,12 +13,24 @@ import torch
 from torch import Tensor
 
 from .. import ref
-from ..kernels.linear import input_grad
-from ..kernels.linear import linear_residual as linear_residual_fwd
-from ..kernels.rows import scale_rows
-from ..kernels.weight_grad import weight_grad, weight_grad_scaled
-from ._dispatch import autocasts, check_factors, check_linear, check_same, check_shape, kernels_wanted, needs_grad
+from ._dispatch import (
+    NO_TRITON,
+    autocasts,
+    check_factors,
+    check_linear,
+    check_same,
+    check_shape,
+    check_tensors,
+    kernels_wanted,
+    needs_grad,
+)
 from ._gradients import as_dtype, as_matrix, chosen, differentiable, filled, operation, sample_rows, shaped
+
+if NO_TRITON is None:
+    from ..kernels.linear import input_grad
+    from ..kernels.linear import linear_residual as linear_residual_fwd
+    from ..kernels.rows import scale_rows
+    from ..kernels.weight_grad import weight_grad, weight_grad_scaled
 
 
 class ResidualNeeds(NamedTuple):
@@ -134,6 +146,7 @@ def linear_residual(
     """
     op = "linear_residual"
     check_linear(op, x, weight, bias)
+    check_tensors(op, residual=residual)
     check_shape(op, "residual", residual, (*x.shape[:-1], weight.shape[0]))
     check_same(op, "x", x, residual=residual)
     check_factors(op, x, layer_scale, drop_path, weight.shape[0])

@@ -10,13 +10,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ref
-from ..kernels.linear import input_grad, linear
-from ..kernels.mlp import dgelu_matmul, gelu_bwd
-from ..kernels.mlp import linear_gelu as linear_gelu_fwd
-from ..kernels.rows import scale_rows
-from ..kernels.weight_grad import weight_grad
-from ._dispatch import autocasts, check_approximate, check_linear, check_same, check_shape, kernels_wanted, needs_grad
+from ._dispatch import (
+    NO_TRITON,
+    autocasts,
+    check_approximate,
+    check_linear,
+    check_same,
+    check_shape,
+    check_tensors,
+    kernels_wanted,
+    needs_grad,
+)
 from ._gradients import Needs, as_dtype, as_matrix, differentiable, filled, operation, shaped
+
+if NO_TRITON is None:
+    from ..kernels.linear import input_grad, linear
+    from ..kernels.mlp import dgelu_matmul, gelu_bwd
+    from ..kernels.mlp import linear_gelu as linear_gelu_fwd
+    from ..kernels.rows import scale_rows
+    from ..kernels.weight_grad import weight_grad
 
 # gelu(x W^T + b)
 
@@ -129,6 +141,7 @@ def mlp(
 ) -> Tensor:
     """gelu(x W1^T + b1) W2^T + b2. x (..., D); fc1_weight (F, D); fc2_weight (D', F). Returns (..., D')."""
     check_linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
+    check_tensors("mlp", fc2_weight=fc2_weight)
     check_shape("mlp", "fc2_weight", fc2_weight, (None, fc1_weight.shape[0]))
     check_shape("mlp", "fc2_bias", fc2_bias, (fc2_weight.shape[0],))
     check_same("mlp", "x", x, fc2_weight=fc2_weight, fc2_bias=fc2_bias)

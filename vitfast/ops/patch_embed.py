@@ -7,9 +7,21 @@ import torch
 from torch import Tensor
 
 from .. import ref
-from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
-from ._dispatch import KERNEL_DTYPES, autocasts, check_shape, kernels_wanted, only_once
+from ._dispatch import (
+    KERNEL_DTYPES,
+    NO_TRITON,
+    autocasts,
+    check_floating,
+    check_shape,
+    check_tensors,
+    kernels_wanted,
+    needs_grad,
+    only_once,
+)
 from ._gradients import chosen, filled, operation
+
+if NO_TRITON is None:
+    from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
 
 
 class EmbedNeeds(NamedTuple):
@@ -103,9 +115,51 @@ only_once(_backward, "patch_embed")
 _in_compute_dtype = autocasts(lambda weight: weight)
 
 
-def _per_channel(value: float | Sequence[float] | None, default: float, chans: int) -> list[float]:
-    values = list(value) if isinstance(value, Sequence) else [default if value is None else value]
-    return [float(v) for v in (values * chans if len(values) == 1 else values)]
+def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
+    """One number or one for each channel: a list, or a tensor (1,) or (C,) of a tensor or an array.
+
+    name: "operation: mean" or "operation: std", for the TypeError or ValueError.
+    """
+    if value is None:
+        return None
+    wanted = f"one number or {chans}, one for each of the {chans} channels"
+    if isinstance(value, (int, float)):
+        value = [value]
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(v, (int, float)) for v in value):
+        values, shape = [float(v) for v in value], (len(value),)
+        if not all(abs(v) < float("inf") for v in values):
+            raise ValueError(f"{name} must be finite, got {value}")
+        if name.endswith("std") and 0.0 in values:
+            raise ValueError(f"{name} must not be 0, got {value}")
+    else:
+        try:
+            values = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{name} must be {wanted}, got {value!r}") from None
+        if values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"{name} must be {wanted}, got {values.dtype}")
+        values, shape = values.reshape(-1), tuple(values.shape)
+    if len(values) not in (1, chans) or max(shape, default=1) != len(values):
+        got = len(values) if len(shape) == 1 else f"shape {shape}"
+        raise ValueError(f"{name} must be {wanted}, got {got}")
+    return values
+
+
+def _numbers(values: list[float] | Tensor | None, default: float, chans: int) -> list[float]:
+    """A number for each channel, as the kernel takes them."""
+    values = [default] if values is None else values.tolist() if isinstance(values, Tensor) else values
+    return values * chans if len(values) == 1 else values
+
+
+def _unsupported_reason(mean, std, *tensors: Tensor | None) -> str | None:
+    """Why no kernel takes this normalisation or reads these tensors; None where one does."""
+    for name, value in (("mean", mean), ("std", std)):
+        if isinstance(value, Tensor) and torch.compiler.is_compiling():
+            return f"{name} is a tensor, whose numbers compiled code does not know"
+        if isinstance(value, Tensor) and needs_grad(value):
+            return f"{name} is a constant to the kernel, and it requires a gradient"
+    given = (t for t in tensors if t is not None and t.is_floating_point())
+    return next((f"no kernel reads {t.dtype}" for t in given if t.dtype not in KERNEL_DTYPES), None)
 
 
 def patch_embed(
@@ -115,17 +169,20 @@ def patch_embed(
     cls_token: Tensor | None = None,
     pos_embed: Tensor | None = None,
     *,
-    mean: float | Sequence[float] | None = None,
-    std: float | Sequence[float] | None = None,
+    mean: float | Sequence[float] | Tensor | None = None,
+    std: float | Sequence[float] | Tensor | None = None,
 ) -> Tensor:
     """[prefix; patch_1 W; ...; patch_N W] + bias + positions.
 
     images (B, C, Hi, Wi): floats of any dtype, or uint8, of which (images / 255 - mean) / std is taken (mean 0, std 1
-    unless given; a number or one per channel; floats are never normalised here). weight (D, C, P, Q); bias (D,) or
+    unless given; floats are never normalised here). mean, std: one number or one per channel, as numbers or as a tensor
+    or an array with one axis longer than 1 at most, such as (1, C, 1, 1); the numbers of a tensor on a GPU are waited
+    for, and no kernel runs where they are differentiated or the code is compiled. weight (D, C, P, Q); bias (D,) or
     None; cls_token (1, T, D), all prefix tokens, registers too; pos_embed (1, T+N, D), or (1, N, D) for the patches
     alone. Hi and Wi must be multiples of P and Q. Returns (B, T+N, D), contiguous, in the dtype of weight (under
     autocast: its dtype).
     """
+    check_tensors("patch_embed", images=images, weight=weight)
     check_shape("patch_embed", "weight", weight, (None, None, None, None))
     width, chans, p, q = weight.shape
     check_shape("patch_embed", "images", images, (None, chans, None, None))
@@ -144,19 +201,19 @@ def patch_embed(
         raise ValueError(
             f"patch_embed: pos_embed must have {patches + prefix} or {patches} positions, got {pos_embed.shape[1]}"
         )
-    for name, value in (("mean", mean), ("std", std)):
-        if isinstance(value, Sequence) and len(value) not in (1, chans):
-            raise ValueError(f"patch_embed: {name} must be one number or {chans}, got {len(value)}")
+    for name, tensor in (("weight", weight), ("bias", bias), ("cls_token", cls_token), ("pos_embed", pos_embed)):
+        check_floating("patch_embed", name, tensor)
     for name, tensor in (("images", images), ("bias", bias), ("cls_token", cls_token), ("pos_embed", pos_embed)):
         if tensor is not None and tensor.device != weight.device:
             raise ValueError(f"patch_embed: {name} must be on {weight.device} like weight, got {tensor.device}")
+    raw = images.dtype == torch.uint8
+    mean, std = (channel_values(f"patch_embed: {name}", value, chans) for name, value in (("mean", mean), ("std", std)))
+    mean, std = (mean, std) if raw else (None, None)
     # Autocast concerns the weight alone, which says what is computed in: the images, the largest tensor, are converted
     # as they are read.
     weight = _in_compute_dtype(weight)
-    raw = images.dtype == torch.uint8
-    given = (t for t in (images, bias, cls_token, pos_embed) if t is not None and t.is_floating_point())
-    reason = next((f"no kernel reads {t.dtype}" for t in given if t.dtype not in KERNEL_DTYPES), None)
+    reason = _unsupported_reason(mean, std, images, bias, cls_token, pos_embed)
     if kernels_wanted("patch_embed", weight, reason):
-        normalisation = (_per_channel(mean, 0.0, chans), _per_channel(std, 1.0, chans)) if raw else ([], [])
+        normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
         return _forward(images, weight, bias, cls_token, pos_embed, *normalisation)
     return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std)

@@ -1,4 +1,4 @@
 """Training: recipes are data, the loop is one class.
 
-Needs the extra `train`: pip install 'vitfast[train]'.
+Needs the extra `train`: pip install '.[train]' in a checkout.
 """

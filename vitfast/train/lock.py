@@ -1,4 +1,4 @@
-"""One process for each run folder: a file that says which process on which machine holds it."""
+"""One process for each run folder: a file says which one, on which machine."""
 
 import errno
 import fcntl
@@ -19,7 +19,10 @@ _held: set[str] = set()  # the folders of this process, which the system would l
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Holds the run folder, which is made where there is none. Raises InputError where another does.
+    """Holds the run folder, which is made where there is none.
+
+    Raises InputError where another process holds it.
+
 
     The system's lock on the file ends with its process, however that ends: a file that was left behind on this machine
     is taken over. From one machine to another that lock may not reach, and what the file says decides.

@@ -45,7 +45,7 @@ def _read_metrics(path: Path) -> tuple[list[dict], int]:
 
 
 class Events:
-    """TensorBoard's file, without SummaryWriter's thread, which prints tracebacks on a full disk."""
+    """TensorBoard's file, without SummaryWriter's thread: that prints a traceback where the disk is full."""
 
     def __init__(self, folder: Path, purge_step: int | None):
         from tensorboard.compat.proto import event_pb2, summary_pb2

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from timm.data import Mixup
 from torch import Tensor
 
 
@@ -13,13 +14,30 @@ def softmax_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -
 def sigmoid_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Binary cross-entropy, summed over the classes, mean over the batch.
 
-    As the released code pre-trains on JFT-300M. logits (B, K); target (B,) class numbers or (B, K) probabilities.
+    As the released code pre-trains on JFT-300M. logits (B, K); target (B,) class numbers, or (B, K) probabilities of
+    which any number may be 1.
     """
     classes = logits.shape[-1]
     if target.dim() == 1:
         target = F.one_hot(target, classes)
     target = target.to(torch.float32) * (1 - label_smoothing) + label_smoothing / classes
     return F.binary_cross_entropy_with_logits(logits.float(), target, reduction="sum") / logits.shape[0]
+
+
+def correct(logits: Tensor, target: Tensor) -> Tensor:
+    """How many first guesses are right: the target (B,), or one of the classes with 1 of a target (B, K)."""
+    guess = logits.detach().argmax(-1)
+    return ((guess == target) if target.dim() == 1 else target.gather(1, guess[:, None]) == 1).sum()
+
+
+def mix(mixup: float, cutmix: float, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """timm's Mixup where targets (B, K) have any number of ones: images (B, C, H, W) and targets, mixed.
+
+    timm is given the images' numbers for classes: what comes back is the share of each image in each, (B, B).
+    """
+    mixer = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=len(images))
+    images, shares = mixer(images, torch.arange(len(images), device=images.device))
+    return images, shares @ target
 
 
 OBJECTIVES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import ref
 from ..data.loader import Data
-from ..data.samples import PADDING, mix_seed
+from ..data.samples import counts, mix_seed
 from ..device import autocast
 from ..errors import InputError, unknown
 from ..eval.accuracy import validation_means
@@ -169,11 +169,12 @@ def evaluate_masked(model: MaskedPatches, data: Data, device: torch.device, dtyp
 
     def score(images: Tensor, labels: Tensor) -> Tensor:
         nonlocal position
-        own = labels != PADDING
+        own = counts(labels)
         count = int(own.sum())
-        images = images[own] if count else images  # all ranks run as often: sharded models want it
         noise = fixed_noise(range(position, position + len(images) * data.ranks.world, data.ranks.world), patches)
         position += len(images) * data.ranks.world
+        if count:  # all ranks run as often: sharded models want it
+            images, noise = images[own], noise[own]
         drawn = Corruption(*(part.to(device) for part in corruption(noise, model.share)))
         with autocast(device, dtype):
             result = model(images.to(device, non_blocking=True), drawn)

@@ -1,6 +1,6 @@
 """The recipes by name, and a run's Config out of a recipe, a file and flags."""
 
-from ..config import Config, Recipe, as_plain, check_config, coerce
+from ..config import FIELDS, Config, Recipe, as_plain, check_run
 from ..errors import unknown
 from .paper import PAPER
 
@@ -64,21 +64,24 @@ def get(name: str) -> Recipe:
 def resolve(task: str, *layers: dict) -> Config:
     """A Config from the recipe that the layers name, then each layer of fields over the one before it.
 
+    An evaluation begins with no recipe: that the weights were trained by another says nothing about them.
     Raises InputError for a field that does not exist, a value that it does not allow, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
-    fields = as_plain(get(default_recipe(task, data)))
+    fields = as_plain(Recipe(steps=1) if task == "eval" else get(default_recipe(task, data)))
     for layer in layers:
-        name = layer.get("recipe") or layer.get("name")
-        if name:
-            fields.update(as_plain(get(name)))
+        name = layer.get("recipe", layer.get("name"))
+        if name not in (None, ""):
+            fields.update(as_plain(get(str(name))))
         given = {key: value for key, value in layer.items() if key not in ("recipe", "name", "task")}
         if "epochs" in given and "steps" not in given:
             fields["steps"] = None
         elif "steps" in given and "epochs" not in given:
             fields["epochs"] = None
         fields.update(given)
-    fields = {key: coerce(key, value) for key, value in fields.items()}
+    for name in fields:
+        if name not in FIELDS:
+            raise unknown("setting", name, FIELDS)
     config = Config(**{**fields, "task": task})
-    check_config(config)
+    check_run(config)
     return config

@@ -98,7 +98,7 @@ def _write(run: Path, train_step: TrainStep, models: dict, record: dict, section
 
 
 def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
-    """Loads a checkpoint on any number of ranks. Raises InputError where it does not fit."""
+    """Loads a checkpoint into `train_step`, on any number of ranks. InputError where it does not fit."""
     training_state = read_training_state(checkpoint)
     try:
         _load(training_state, train_step)
@@ -129,7 +129,7 @@ def _load(training_state: dict, train_step: TrainStep) -> None:
 
 
 def _check_optimizer(saved: dict, model: nn.Module) -> None:
-    """Raises ValueError where state is lacking or has another shape, which torch does not check."""
+    """Raises ValueError where a parameter's state is not whole or of another shape: torch does not check."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     entries: dict[str, set] = {}
     for key, value in saved.items():
@@ -147,7 +147,7 @@ def _check_optimizer(saved: dict, model: nn.Module) -> None:
 
 
 def read_record(checkpoint: Path) -> dict:
-    """The content of a checkpoint's state.json, its RECORD checked. Raises InputError."""
+    """The content of a checkpoint's state.json, its RECORD checked. InputError where it is not whole."""
     path = checkpoint / "state" / "state.json"
     if not is_checkpoint(checkpoint):
         takes = "--resume takes a run folder or one of its checkpoints"
@@ -267,7 +267,7 @@ def finished_summary(config: Config, resume: str) -> dict | None:
     if settings is None:
         return None
     check_settings(config, settings, run, START_AGAIN)
-    if summary["steps"] < total_steps(config, summary["train_images"]):
+    if not summary.get("stopped_early") and summary["steps"] < total_steps(config, summary["train_images"]):
         return None
     said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
     logger.info(said, config.output, summary["steps"], summary["accuracy"])

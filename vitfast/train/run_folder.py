@@ -1,10 +1,11 @@
 """The folder of a run: its files, which of them vitfast wrote, and how its checkpoints take turns.
 
-    config.yaml  metrics.csv  summary.json  tensorboard/events.out.tfevents.*.vitfast
+    config.yaml  metrics.csv  summary.json  report.html  tensorboard/events.out.tfevents.*.vitfast
     vitfast.lock                       while a process trains there
     checkpoints/last/                  the newest checkpoint; real folders, so that every way of copying copies them
                 previous/              the one before it
                 .writing  .removing    one that is not whole yet, or no longer
+    best/                              of a run with early stopping: its best checkpoint, links to the files of that
 
 Anything else is the user's, and so is a file of these names that does not look like vitfast's: it is never touched.
 """
@@ -21,8 +22,10 @@ import yaml
 from ..config import Config, as_plain
 from ..errors import InputError
 from ..files import exchange, free_name, sync, write_text
+from ..inspect.page import GENERATOR
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
+BEST = "best"
 EVENTS = "vitfast"  # the ending of the names of TensorBoard files
 FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # of metrics.csv
 logger = logging.getLogger("vitfast")
@@ -40,7 +43,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def read_settings(run: Path) -> dict | None:
-    """The settings in config.yaml, None where there are none. Raises InputError for another file."""
+    """The settings in a run folder's config.yaml, or None. Raises InputError for another file."""
     return _read(run / "config.yaml", yaml.safe_load, lambda content: content.keys() >= {"name", "task", "output"})
 
 
@@ -72,7 +75,7 @@ def _not_ours(path: Path) -> InputError:
     return InputError(f"{path} is damaged, or no run of vitfast wrote it; move it away, or choose another --output")
 
 
-def check_output(run: Path) -> None:
+def check_output(run: Path, early_stop: int | None = None) -> None:
     """Raises InputError where a run cannot be written, or would replace what vitfast did not write."""
     if not run.is_dir():
         if os.path.lexists(run):
@@ -85,7 +88,9 @@ def check_output(run: Path) -> None:
         raise InputError(f"--output {run} cannot be written to; choose another")
     folders = {run / name: Path.is_dir for name in ("checkpoints", "tensorboard")}
     checkpoints = {run / "checkpoints" / name: is_checkpoint for name in (LAST, PREVIOUS)}
-    for path, is_ours in (folders | checkpoints | {run / "metrics.csv": _is_metrics}).items():
+    checkpoints |= {run / BEST: is_checkpoint} if early_stop else {}
+    files = {run / "metrics.csv": _is_metrics, run / "report.html": _is_report}
+    for path, is_ours in (folders | checkpoints | files).items():
         if os.path.lexists(path) and not is_ours(path):
             raise _not_ours(path)
     read_summary(run)
@@ -100,14 +105,24 @@ def _is_metrics(path: Path) -> bool:
     return start in (b"", FIRST_COLUMNS.encode())
 
 
+def _is_report(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return GENERATOR.encode() in file.read(1000)
+
+
 def prepare(run: Path, config: Config, fresh: bool) -> None:
-    """Makes the folder ready for a run; `fresh`: from the beginning, so that an earlier one goes."""
-    # The settings first: where the disk is full nothing else has gone.
-    write_text(run / "config.yaml", yaml.safe_dump(as_plain(config), sort_keys=False))
-    (run / "summary.json").unlink(missing_ok=True)
+    """Makes the folder ready for a run; `fresh`: one from the beginning, so that an earlier one goes."""
+    before, text = read_settings(run) or {}, yaml.safe_dump(as_plain(config), sort_keys=False)
+    write_text(run / "config.yaml", text)  # first: where the disk is full nothing else has gone
+    for name in ("summary.json", "report.html"):
+        (run / name).unlink(missing_ok=True)
     if fresh:
         for name in (PREVIOUS, LAST):
             _discard(run / "checkpoints" / name)
+        if before.get("early_stop"):
+            _discard(run / BEST)
         for path in (run / "tensorboard").glob(f"events.out.tfevents.*.{EVENTS}"):
             path.unlink()
 
@@ -143,6 +158,36 @@ def keep_as_last(work: Path) -> None:
             os.rename(previous, last)
             raise
     sync(work.parent)
+
+
+def keep_as_best(run: Path) -> None:
+    """Makes the last checkpoint the best one too."""
+    best, work = run / BEST, run / f".{BEST}"
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(run / "checkpoints" / LAST, work, copy_function=_link)
+    if not os.path.lexists(best):
+        os.rename(work, best)
+    elif exchange(work, best):
+        shutil.rmtree(work)
+    else:
+        _discard(best)
+        os.rename(work, best)
+    sync(run)
+
+
+def _link(source: str, target: str) -> None:
+    """A second name of a file, whose content never changes; a copy where there are no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        sync(Path(target))
+
+
+def kept_weights(run: Path) -> Path:
+    """The weights of a finished run that count: the best of a run with early stopping, else the last."""
+    early = (read_summary(run) or {}).get("best_step") is not None
+    return run / BEST if early else run / "checkpoints" / LAST
 
 
 def _discard(path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..baselines import baseline, is_baseline
+from ..baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
 from ..config import Config
 from ..data.loader import Data, open_data
 from ..data.samples import ONE, seed_everything
@@ -35,6 +35,7 @@ def model_arguments(config: Config, loaded: bool = False) -> dict:
         **({} if config.pos_embed_at == "stem" else dict(pos_embed_at=config.pos_embed_at)),
         head_init_bias=config.head_init_bias,
         weight_init=config.weight_init,
+        act_layer=config.act_layer,
     )
 
 
@@ -51,25 +52,18 @@ def set_up(
     examples: train on this many images alone.
     """
     seed_everything(config.seed)
-    from_timm = is_baseline(config.model)
-    if config.weights and from_timm:
-        raise InputError(f"--weights are read for ViTs only; {config.model} starts from scratch")
-    if config.objective == "masked" and from_timm:
-        raise InputError(f"objective=masked trains vitfast's ViTs only; take softmax or sigmoid for {config.model}")
-    if (checkpoint or config.weights) and not from_timm:
-        model = ViT.from_pretrained(checkpoint or config.weights, **model_arguments(config, loaded=True))
-        size, patch_size = model.patch_embed.img_size, model.patch_embed.patch_size
-        data = open_data(config, size, patch_size, device, ranks, examples)
+    if source := checkpoint or config.weights:
+        model = _with_weights(config, source)
+        data = open_data(config, *sizes(model), device, ranks, examples)
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
-            model.reset_classifier(len(data.classes))
-    elif config.task == "finetune" and not from_timm:
+            replace_head(model, len(data.classes))
+    elif config.task == "finetune":
         raise InputError("finetune starts from weights: add --weights FILE_OR_FOLDER")
     else:
         with torch.device("meta"):
-            _new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
-        patch_size = (1, 1) if from_timm else pair(preset(config.model)["patch_size"])
-        data = open_data(config, pair(config.img_size), patch_size, device, ranks, examples)
-        model = _new_model(config, len(data.classes))
+            sketch = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
+        data = open_data(config, *sizes(sketch), device, ranks, examples)
+        model = new_model(config, len(data.classes))
     model = model.to(device)
     if config.objective == "masked":
         model = MaskedPatches(model, config.mask_target, config.mask_share)
@@ -78,10 +72,26 @@ def set_up(
     return model, data
 
 
-def _new_model(config: Config, classes: int) -> nn.Module:
+def new_model(config: Config, classes: int) -> nn.Module:
+    """The ViT or the baseline that a config trains, from scratch. Raises InputError."""
     if is_baseline(config.model):
-        arguments = dict(drop_path_rate=config.drop_path) if config.drop_path else {}
-        return baseline(config.model, classes, pair(config.img_size), **arguments)
+        model = baseline(config.model, classes, pair(config.img_size), **_baseline_arguments(config, config.model))
+        for layer in classifiers(model) if config.head_init_bias is not None else ():
+            nn.init.constant_(layer.bias, config.head_init_bias)
+        return model
     shape = preset(config.model)
     hidden = shape["embed_dim"] if config.hidden_head else None
     return ViT(**{**shape, **model_arguments(config)}, num_classes=classes, representation_size=hidden)
+
+
+def _with_weights(config: Config, source: str | Path) -> nn.Module:
+    if name := baseline_of(config.model, source):
+        return load_baseline(name, source, pair(config.img_size), **_baseline_arguments(config, name))
+    return ViT.from_pretrained(source, **model_arguments(config, loaded=True))
+
+
+def _baseline_arguments(config: Config, name: str) -> dict:
+    """timm's arguments that a recipe decides."""
+    if config.objective == "masked":
+        raise InputError(f"objective=masked trains vitfast's ViTs only; take softmax or sigmoid for {name}")
+    return dict(drop_path_rate=config.drop_path) if config.drop_path else {}

@@ -14,7 +14,7 @@ from ..device import autocast
 from ..distributed import Ranks, data_parallel, reducing, shard
 from ..errors import InputError
 from ..model import ViT
-from .losses import OBJECTIVES
+from .losses import OBJECTIVES, correct, mix
 from .optim import learning_rate, make_optimizer
 
 
@@ -154,14 +154,18 @@ class TrainStep:
         target, smoothing = labels, self.config.label_smoothing
         if self.mixup:
             mean, std = self.model.mean, self.model.std
-            images, target = self.mixup(ref.normalize(images, mean, std, torch.float32), target)
-            smoothing = 0.0  # the mixed targets are smooth already
+            images = ref.normalize(images, mean, std, torch.float32)
+            if labels.dim() == 2:  # any number of classes an image
+                images, target = mix(self.config.mixup, self.config.cutmix, images, target)
+            else:
+                images, target = self.mixup(images, target)
+                smoothing = 0.0  # the mixed targets are smooth already
         with autocast(self.device, self.dtype):
             out = self.runner(images)
         if self.masked:
             loss, share = out
             return loss, share.detach() * len(images)
-        return self.objective(out, target, smoothing), (out.detach().argmax(-1) == labels).sum()
+        return self.objective(out, target, smoothing), correct(out, labels)
 
     def micro_batches_that_fit(self, images: Tensor, labels: Tensor) -> int | None:
         """After running out of memory: how many micro-batches fit, None where one image is too much.

@@ -14,11 +14,13 @@ from ..device import autocast_dtype, choose_device
 from ..distributed import FAILED, GO, STOP, join, peers_told
 from ..errors import InputError, TrainingError
 from ..eval.accuracy import evaluate
+from .early import EarlyStop
 from .lock import locked
 from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .masked import evaluate_masked
+from .report import write_report
 from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
-from .run_folder import LAST, check_output, find_checkpoint, prepare
+from .run_folder import LAST, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import TrainStep
 
@@ -59,7 +61,7 @@ class Trainer:
         if not config.output:
             raise InputError("no place for the results: add --output FOLDER")
         self.config, self.run, self.resume = config, Path(config.output), resume
-        check_output(self.run)
+        check_output(self.run, config.early_stop)
         self.ranks, self.device = join(choose_device(config.device))
         with self._writing("."):
             self.ranks.on_first(self._check_unlocked)
@@ -68,7 +70,7 @@ class Trainer:
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
         self.total = total_steps(config, self.data.train_length)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
-        self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, 0, 0
+        self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.saved = None  # the step of the run's last checkpoint
         if self.checkpoint:
             check_data(record["data"], make_record(config, self.data)["data"], self.checkpoint)
@@ -79,6 +81,7 @@ class Trainer:
             logger.info("resumed from step %d", self.step)
         self.eval_every = config.eval_every or max(1, round(max(self.steps_per_epoch, self.total / 20)))
         self.save_every = config.save_every or self.eval_every
+        self.early = EarlyStop(config, self.checkpoint, self.step)
         self.ranks.wait()  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
@@ -91,7 +94,12 @@ class Trainer:
             self.progress = Progress(self.config.task, self.step, self.total, self.ranks.first)
             with contextlib.closing(self.metrics), contextlib.closing(self.progress):
                 result = self._go_on(stopper)
-            return self._finish(result) if self.step >= self.total else self._stopped()
+            return self._finish(result) if self.done else self._stopped()
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is at its end."""
+        return self.step >= self.total or self.early.over
 
     def _go_on(self, stopper: Stopper) -> dict | None:
         """Takes the steps that are left. Returns the last evaluation."""
@@ -100,7 +108,7 @@ class Trainer:
         self.meter.start_window()
         window = []  # (loss, right answers, gradient norm) of the steps since the last record, on the device
         batches = iter(self.data.train_batches(self.step, self.total))
-        while self.step < self.total:
+        while not self.done:
             batch = self._next(batches, stopper)
             if batch is None:  # asked to stop
                 self._log_window(window)
@@ -117,6 +125,7 @@ class Trainer:
                 self.save()
             if evaluating:
                 result = self._validate()
+                self._keep_best()
             self.meter.start_window()
         return result
 
@@ -126,15 +135,24 @@ class Trainer:
 
     def _evaluate_again(self) -> dict | None:
         """The evaluation of the step that the run goes on from, where it is the last or has no record of one."""
-        if self.step >= self.total:
+        if self.done:
             self.save()
-        recorded = self.ranks.agree(int(self.metrics.evaluated))
-        if self.step >= self.total or (self.step and self._is_due(self.eval_every) and not recorded):
-            return self._validate(record=not recorded)
-        return None
+        recorded, result = self.ranks.agree(int(self.metrics.evaluated)), None
+        if self.done or (self.step and self._is_due(self.eval_every) and not recorded):
+            result = self._validate(record=not recorded)
+        self._keep_best()
+        return result
+
+    def _keep_best(self) -> None:
+        """Keeps the model of this step where it is the best so far; saves the step where the run ends."""
+        if self.early.over or self.early.is_best(self.step):
+            self.save()
+        if self.early.is_best(self.step):
+            with self._writing("best"):
+                self.ranks.on_first(keep_as_best, self.run)
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there. Raises TrainingError if not finite."""
+        """Writes the checkpoint of this step, unless it is there. TrainingError where it is not finite."""
         if self.saved == self.step:
             return
         if self.ranks.agree(FAILED if not self.train_step.is_finite() else GO):
@@ -204,13 +222,16 @@ class Trainer:
         return None if flag == STOP else batch
 
     def _count_unreadable(self, messages: list[str]) -> None:
+        """Each image counts once, however often it comes up in the epochs of a run."""
         limit = self.config.max_unreadable
         for message in messages:
-            self.unreadable += 1
-            logger.warning("replaced by the next image (%d of at most %d): %s", self.unreadable, limit, message)
-        if self.unreadable > limit:
+            if message not in self.unreadable:
+                self.unreadable.append(message)
+                count = len(self.unreadable)
+                logger.warning("replaced by the next image (%d of at most %d): %s", count, limit, message)
+        if len(self.unreadable) > limit:
             raise InputError(
-                f"{self.unreadable} images could not be read, more than max_unreadable {limit}; "
+                f"{len(self.unreadable)} images could not be read, more than max_unreadable {limit}; "
                 f"the last: {messages[-1]}"
             )
 
@@ -243,7 +264,7 @@ class Trainer:
         return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
 
     def _finite_losses(self, losses: list[float], norms: list[float]) -> list[float]:
-        """The losses of the steps that count. Raises TrainingError where loss or gradient is not finite.
+        """The losses of the steps that count. TrainingError where a loss or gradient is not finite.
 
         With non_finite=skip the optimiser left out a step with such a gradient: then it is told, and does not count.
         """
@@ -302,6 +323,7 @@ class Trainer:
         loss, accuracy = result["loss"], result["accuracy"]
         if record:
             self._record(split="val", loss=loss, accuracy=accuracy)
+            self.early.add(self.step, accuracy)
         self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
         return result
 
@@ -317,6 +339,7 @@ class Trainer:
             accuracy=result["accuracy"],
             top5=result.get("top5"),
             loss=result["loss"],
+            map=result.get("map"),
             steps=self.step,
             epochs=self.epoch,
             images_per_second=round(self.meter.speed, 1),
@@ -329,11 +352,15 @@ class Trainer:
             classes=len(self.data.classes),
             train_images=self.data.train_length,
             val_images=result["images"],
-            unreadable_images=self.unreadable,
+            unreadable_images=len(self.unreadable),
+            val_unreadable_images=result["unreadable_images"],
+            **self.early.summary(),
         )
         summary = as_strict_json(summary)
         with self._writing("summary.json"):
             self.ranks.on_first(write_summary, self.run, summary)
+        if self.ranks.first:
+            write_report(self.config, self.data, summary, self.device, self.dtype)
         return summary
 
 

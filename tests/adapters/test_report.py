@@ -1,0 +1,310 @@
+"""acceleration_report against the operations that really ran, counted below it by PyTorch's dispatcher."""
+
+import logging
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from adapter_models import (
+    HF,
+    IMAGES,
+    SMALL,
+    hf_deit,
+    hf_dinov2,
+    hf_vit,
+    timm_deit_distilled,
+    timm_vit,
+    tv_vit,
+)
+from checks import randomize
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vitfast
+from vitfast import ViT, ops
+from vitfast.adapters import fallbacks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
+
+OPERATION = {
+    "attention block": "attention_block_fwd",
+    "MLP block": "mlp_block_fwd",
+    "norm": "layer_norm",
+    "patch projection": "patch_embed",
+    "attention only (set_attn_implementation)": "attention_separate",
+    "attention": "attention_packed",
+    "linear layer and GELU": "linear_gelu",
+}
+
+
+class Counting(TorchDispatchMode):
+    """Counts vitfast's operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "vitfast":
+            self.seen[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(model, *args, **kwargs) -> Counter:
+    """The operations of one forward on the kernels."""
+    with ops.use_kernels("on"), torch.no_grad(), Counting() as counting:
+        model(*args, **kwargs)
+    return counting.seen
+
+
+def claimed(model) -> Counter:
+    """The operations that the report says run."""
+    return Counter(OPERATION[entry.part] for entry in vitfast.acceleration_report(model).replaced)
+
+
+def eva(**options):
+    from timm.models.eva import Eva
+
+    return vitfast.accelerate(Eva(**{**SMALL, "qkv_fused": True, **options}))
+
+
+def naflex():
+    from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
+
+    sizes = dict(patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_embed_grid_size=(2, 2))
+    return vitfast.accelerate(NaFlexVit(NaFlexVitCfg(**sizes, global_pool="avg"), num_classes=5))
+
+
+def swin():
+    from timm.models.swin_transformer import SwinTransformer
+
+    sizes = dict(img_size=16, patch_size=2, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2))
+    return vitfast.accelerate(SwinTransformer(**sizes, num_classes=5))
+
+
+def clip(accelerate=False, model="CLIPVision", **options):
+    sizes = {**HF, "num_labels": 2, "intermediate_size": 64, **options}
+    made = getattr(transformers, f"{model}Model")(getattr(transformers, f"{model}Config")(**sizes))
+    return vitfast.accelerate(made) if accelerate else with_attention(made)
+
+
+def with_attention(model):
+    model.set_attn_implementation("vitfast")
+    return model
+
+
+def causal_text():
+    config = transformers.CLIPTextConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99
+    )
+    return with_attention(transformers.CLIPTextModel(config))
+
+
+def hf_swin():
+    sizes = dict(image_size=16, patch_size=2, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2))
+    return with_attention(transformers.SwinModel(transformers.SwinConfig(**sizes)))
+
+
+def hybrid():
+    spec = dict(layers=(1,), width=0.5)
+    return ViT(**{**SMALL, "img_size": 32, "patch_size": 16}, backbone=spec)
+
+
+class Wrapped(nn.Module):
+    """As a user has one of ours in a model of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = ViT(**{**SMALL, "num_classes": 0})
+
+    def forward(self, x):
+        return self.backbone(x)
+
+
+GRID = torch.tensor([[[0, 0], [0, 1], [1, 0], [1, 1]]] * 2)
+PADDED = dict(patch_coord=GRID, patch_valid=torch.tensor([[True] * 4, [True] * 3 + [False]]))
+PATCHES = torch.randn(2, 4, 192, generator=torch.manual_seed(0))
+TOKENS = torch.tensor([[1, 2, 3, 98]])
+
+# name: (model, its input, keyword arguments, a word of each reason why a part is left)
+FAMILIES = {
+    "timm ViT": (lambda: vitfast.accelerate(timm_vit()), IMAGES, {}, []),
+    "timm DeiT distilled": (lambda: vitfast.accelerate(timm_deit_distilled()), IMAGES, {}, []),
+    "timm DINOv2 with registers": (
+        lambda: vitfast.accelerate(timm_vit(reg_tokens=4, init_values=0.5, no_embed_class=True)),
+        IMAGES,
+        {},
+        [],
+    ),
+    "timm SigLIP": (
+        lambda: vitfast.accelerate(timm_vit(global_pool="map", class_token=False)),
+        IMAGES,
+        {},
+        ["does not know"],
+    ),
+    "timm CLIP, quick GELU": (lambda: vitfast.accelerate(timm_vit(act_layer="quick_gelu")), IMAGES, {}, ["Quick"] * 2),
+    "timm dropout in training": (
+        lambda: vitfast.accelerate(timm_vit(proj_drop_rate=0.1)).train(),
+        IMAGES,
+        {},
+        ["active in training"] * 4,
+    ),
+    "timm EVA with rope": (partial(eva, use_rot_pos_emb=True), IMAGES, {}, ["rotary positions"] * 2),
+    "timm EVA without rope": (eva, IMAGES, {}, ["biases of q and v"] * 2),
+    "timm EVA-02": (
+        partial(eva, use_rot_pos_emb=True, swiglu_mlp=True),
+        IMAGES,
+        {},
+        ["rotary positions, biases of q and v, none of k, SwiGLU"] * 2,
+    ),
+    "timm NaFlexViT": (naflex, IMAGES, {}, []),
+    "timm NaFlexViT, padded": (naflex, PATCHES, PADDED, ["in its last call: the call has attn_mask"] * 4),
+    "timm Swin": (swin, IMAGES, {}, ["windows"] * 2),
+    "HF ViT": (lambda: vitfast.accelerate(hf_vit()), IMAGES, {}, []),
+    "HF ViT, masked": (
+        lambda: vitfast.accelerate(hf_vit()),
+        IMAGES,
+        dict(attention_mask=torch.tensor([[1] * 4 + [0]] * 2)),
+        ["attention_mask"] * 2,
+    ),
+    "HF ViT, vitfast attention alone": (lambda: with_attention(hf_vit()), IMAGES, {}, ["was not called"] * 4),
+    "HF DeiT": (lambda: vitfast.accelerate(hf_deit()), IMAGES, {}, []),
+    "HF DINOv2": (lambda: vitfast.accelerate(hf_dinov2()), IMAGES, {}, []),
+    "HF DINOv2, SwiGLU, and vitfast attention": (
+        lambda: with_attention(vitfast.accelerate(hf_dinov2(use_swiglu_ffn=True))),
+        IMAGES,
+        {},
+        ["SwiGLU"] * 2,
+    ),
+    "HF CLIP": (partial(clip, accelerate=True), IMAGES, {}, ["set_attn_implementation"] * 2),
+    "HF CLIP, vitfast attention": (clip, IMAGES, {}, []),
+    "HF CLIP, vitfast attention, dropout": (
+        partial(clip, attention_dropout=0.1),
+        IMAGES,
+        {},
+        ["dropout is active"] * 2,
+    ),
+    "HF CLIP text, causal": (causal_text, TOKENS, {}, ["causal"] * 2),
+    "HF SigLIP, vitfast attention": (partial(clip, model="SiglipVision"), IMAGES, {}, ["does not know"]),
+    "HF Swin, vitfast attention": (hf_swin, IMAGES, {}, ["attention_mask"] * 2),
+    "torchvision": (lambda: vitfast.accelerate(tv_vit()), IMAGES, {}, []),
+    "ours": (lambda: ViT(**SMALL, init_values=0.1, reg_tokens=1), IMAGES, {}, []),
+    "ours, average pooling": (lambda: ViT(**SMALL, global_pool="avg"), IMAGES, {}, []),
+    "ours, hybrid": (hybrid, torch.randn(1, 3, 32, 32), {}, []),
+    "ours, in a model of the user's": (Wrapped, IMAGES, {}, []),
+    "ours, relative positions": (lambda: ViT(**SMALL, pos_embed="relative"), IMAGES, {}, ["relative"] * 4),
+    "ours, dropout in training": (
+        lambda: ViT(**SMALL, proj_drop_rate=0.1).train(),
+        IMAGES,
+        {},
+        ["active in training"] * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_report_claims_what_runs(name):
+    make, inputs, kwargs, left = FAMILIES[name]
+    torch.manual_seed(0)
+    model = randomize(make())
+    model.train("training" in name or "dropout" in name)
+    ran = operations(model, inputs, **kwargs)
+    report = vitfast.acceleration_report(model)
+    assert claimed(model) == ran, report
+    assert len(report.left) == len(left) and all(word in e.why for word, e in zip(left, report.left)), report
+    assert bool(ran) == ("replaced" in str(report)) and f"{sum(ran.values())} parts on vitfast" in str(report)
+
+
+def test_the_last_call_counts(caplog):
+    """Padded, then not: and the log says once what the library's own code ran for."""
+    fallbacks._said.clear()
+    model = naflex().eval()
+    assert len(vitfast.acceleration_report(model).replaced) == 4, "nothing was called yet"
+    with caplog.at_level(logging.WARNING, "vitfast"):
+        for _ in range(2):
+            assert not operations(model, PATCHES, **PADDED) and not claimed(model)
+    said = [record.message for record in caplog.records]
+    assert said == [
+        f"Block, {part}: the call has attn_mask; the library's own code runs"
+        for part in ("attention block", "MLP block")
+    ]
+    assert operations(model, IMAGES) == claimed(model) == Counter(attention_block_fwd=2, mlp_block_fwd=2)
+
+
+def test_the_log_does_not_repeat_what_accelerate_said(caplog):
+    fallbacks._said.clear()
+    with caplog.at_level(logging.INFO, "vitfast"):
+        model = vitfast.accelerate(timm_vit(act_layer="quick_gelu"))
+        model(IMAGES)
+        assert len(caplog.records) == 1 and "QuickGELU" in caplog.text
+        model.blocks[0].attn.register_forward_hook(lambda *_: None)
+        model(IMAGES)
+        model(IMAGES)
+    assert [record.message for record in caplog.records[1:]] == [
+        "Block, attention block: attn has hooks; the library's own code runs"
+    ]
+
+
+def graph_operations(graph: torch.fx.GraphModule) -> Counter:
+    names = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    return Counter(name.split(".")[1] for name in names if name.startswith("vitfast."))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_models(masked, caplog):
+    """One graph, its operations are those that the report claims; the log says while it is compiled what is left."""
+    fallbacks._said.clear()
+    torch._dynamo.reset()
+    graphs, mask = [], torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    inner = vitfast.accelerate(timm_vit()) if masked else ViT(**SMALL)
+    model = torch.compile(inner.eval(), fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    kwargs = dict(attn_mask=mask) if masked else {}
+    with ops.use_kernels("on"), torch.no_grad(), caplog.at_level(logging.WARNING, "vitfast"):
+        model(IMAGES, **kwargs)
+        model(IMAGES, **kwargs)
+    assert len(graphs) == 1
+    if masked:
+        assert caplog.text.count("the call has attn_mask") == 2
+    else:
+        assert graph_operations(graphs[0]) == claimed(model) and not vitfast.acceleration_report(model).left
+        assert not caplog.records
+
+
+def test_a_model_in_ddp_has_nothing_left(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for inner in (ViT(**SMALL), vitfast.accelerate(timm_vit())):
+            model = nn.parallel.DistributedDataParallel(inner)
+            assert claimed(model) == operations(inner, IMAGES) and not vitfast.acceleration_report(model).left
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_suggested_attention_can_be_set():
+    model = clip(accelerate=True)
+    why = vitfast.acceleration_report(model).left[0].why
+    assert why.endswith('; model.set_attn_implementation("vitfast") runs its attention')
+    assert not operations(model, IMAGES)
+    model.set_attn_implementation("vitfast")
+    assert operations(model, IMAGES) == claimed(model) == Counter(attention_separate=2)
+    assert "set_attn_implementation" not in str(vitfast.acceleration_report(swin())), "timm has no registry"
+
+
+def test_the_report_says_where_no_kernel_runs():
+    model = ViT(**SMALL)
+    for mode, why in (("auto", "the weights are on cpu"), ("off", "use_kernels('off')")):
+        with ops.use_kernels(mode):
+            report = vitfast.acceleration_report(model)
+        assert f"the operations run plain PyTorch, not kernels: {why}" in str(report)
+    with ops.use_kernels("on"):
+        assert vitfast.acceleration_report(model).plain is None
+        assert "torch.float64" in vitfast.acceleration_report(model.double()).plain
+
+
+def test_export_says_nothing(caplog):
+    fallbacks._said.clear()
+    with caplog.at_level(logging.WARNING, "vitfast"):
+        torch.export.export(vitfast.accelerate(timm_vit()).eval(), (IMAGES,))
+    assert not caplog.records

@@ -1,0 +1,157 @@
+"""`vitfast predict`: its inputs, its files and its exit codes."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from commands import CLASSES, make_folder, picture, run_cli
+from frozen import save_tiny
+
+from vitfast import ViT
+from vitfast.cli import predict as command
+from vitfast.eval import predict as predictions
+
+
+@pytest.fixture
+def weights(tmp_path):
+    return save_tiny(tmp_path / "weights")  # of 10 classes
+
+
+@pytest.fixture
+def go(capsys, weights):
+    """Runs the command on the CPU: (exit code, stdout, stderr)."""
+    return lambda *args: run_cli(capsys, "predict", *args, "--weights", weights, "--device", "cpu")
+
+
+def rows(text: str) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(text, newline="")))
+
+
+def test_files_folders_and_lists_in_the_order_given(go, tmp_path, monkeypatch):
+    data = make_folder(tmp_path / "data", splits=("x",), count=2)
+    picture(7).save(tmp_path / "z.png")
+    below = [f"{data}/x/{name}/{i}.png" for name in CLASSES for i in (0, 1)]
+    code, out, err = go(tmp_path / "z.png", data, tmp_path / "z.png", "--top-k", 2)
+    table = rows(out)
+    assert code == 0 and [row[0] for row in table[1:]] == [f"{tmp_path}/z.png", *below, f"{tmp_path}/z.png"], err
+    assert table[0] == ["image", "label_1", "probability_1", "label_2", "probability_2"] and "8 images, 0 of" in err
+    assert table[1][1::2] == table[-1][1::2]
+    listed = "\n".join([below[3], "", f"{tmp_path}/gone.png", below[0]]).encode()  # no newline at the end
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(listed)))
+    code, out, err = go("-", tmp_path / "z.png", "--json")
+    records = json.loads(out)
+    assert code == 0 and [r["image"] for r in records] == [
+        below[3],
+        f"{tmp_path}/gone.png",
+        below[0],
+        f"{tmp_path}/z.png",
+    ]
+    assert "gone.png" in records[1]["error"] and err.count("no answer") == 1 and "4 images, 1 of" in err
+    assert [str(p["label"]) for p in records[-1]["predictions"][:2]] == [table[1][1], table[1][3]]
+    assert len(records[-1]["predictions"]) == 5  # of 10, the default
+
+
+def test_a_file_is_whole_or_absent_and_not_replaced_unasked(go, tmp_path, monkeypatch):
+    picture(1).save(tmp_path / "a.png")
+    target = tmp_path / "new" / "out.json"
+    assert go(tmp_path / "a.png", "--output", target, "--top-k", 99)[0] == 0
+    assert len(json.loads(target.read_text())[0]["predictions"]) == 10  # all there are
+    before = target.read_text()
+    code, out, err = go(tmp_path / "a.png", "--output", target)
+    assert code == 2 and "--force" in err and not out and target.read_text() == before
+    assert go(tmp_path / "a.png", "--output", target, "--force", "--top-k", 1)[0] == 0
+    assert len(json.loads(target.read_text())[0]["predictions"]) == 1
+    before, function = target.read_text(), predictions.best_classes
+    for raised, code in ((KeyboardInterrupt, 130), (OSError(28, "No space left on device"), 1)):
+        calls = []
+
+        def cut(*args, raised=raised, calls=calls):
+            calls.append(1)
+            if len(calls) == 3:
+                raise raised
+            return function(*args)
+
+        monkeypatch.setattr(predictions, "best_classes", cut)
+        inputs = [tmp_path / "a.png"] * 8
+        found = go(*inputs, "--output", target, "--force", "--batch-size", 2, "--set", "workers=0")
+        assert found[0] == code and len(calls) == 3, found
+        assert target.read_text() == before and os.listdir(target.parent) == ["out.json"]
+
+
+def test_exit_code_says_whether_there_is_any_answer(go, tmp_path):
+    (tmp_path / "bad.png").write_text("no image")
+    picture(1).save(tmp_path / "good.png")
+    code, _, err = go(tmp_path / "bad.png", tmp_path / "good.png", "--output", tmp_path / "both.csv")
+    assert code == 0 and err.count(f"{tmp_path}/bad.png cannot be read as an image") == 1 and "2 images, 1 of" in err
+    assert [len(set(row[1:])) > 1 for row in rows((tmp_path / "both.csv").read_text())] == [True, False, True]
+    code, _, err = go(tmp_path / "bad.png", "--output", tmp_path / "none.json")
+    assert code == 1 and "Traceback" not in err and "error" in json.loads((tmp_path / "none.json").read_text())[0]
+
+
+@pytest.mark.parametrize("case", ["missing", "empty", "nothing listed", "suffix", "format", "folder", "top", "head"])
+def test_bad_input_is_one_line_and_leaves_nothing(capsys, go, tmp_path, monkeypatch, case):
+    picture(1).save(tmp_path / "a.png")
+    output = tmp_path / "out" / "found.csv"
+    args, message = [tmp_path / "a.png"], ""
+    if case == "missing":
+        args, message = [tmp_path / "a.png", tmp_path / "nope"], f"no file or folder {tmp_path}/nope"
+    elif case == "empty":
+        (tmp_path / "empty").mkdir()
+        args, message = [tmp_path / "empty"], f"no images in {tmp_path}/empty"
+    elif case == "nothing listed":
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\n\n")))
+        args, message = ["-"], "the standard input names none"
+    elif case == "suffix":
+        output, message = tmp_path / "out" / "found.txt", "found.txt: give a file that ends in .csv or .json"
+    elif case == "format":
+        args, message = [*args, "--json"], "found.csv: give a file that ends in .csv or .json, with --json in .json"
+    elif case == "folder":
+        output = tmp_path / "made.csv"
+        output.mkdir()
+        message = "made.csv: give a file"
+    elif case == "top":
+        args, message = [*args, "--top-k", 0], "top_k must be at least 1, got 0"
+    else:
+        ViT.from_pretrained(tmp_path / "weights", num_classes=0).save_pretrained(tmp_path / "weights")
+        message = "no head that tells classes"
+    code, out, err = go(*args, "--output", output)
+    lines = [line for line in err.splitlines() if line.startswith("vitfast: error: ")]
+    assert code == 2 and message in err and len(lines) == 1 and not out and "Traceback" not in err, err
+    assert not output.is_file() and (not output.parent.exists() or not list(output.parent.glob(".*")))
+
+
+def test_a_bar_is_on_a_terminal_and_warnings_stay_lines(go, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    picture(1).save(tmp_path / "a.png")
+    (tmp_path / "bad.png").write_text("no image")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert go(tmp_path / "a.png", tmp_path / "bad.png", "--output", tmp_path / "o.csv")[0] == 0
+    assert "2/2" in sys.stderr.getvalue()
+
+
+@pytest.mark.slow(5)
+def test_a_reader_that_leaves_and_names_that_are_no_text(weights, tmp_path):
+    """`| head` ends it quietly; bytes that are no UTF-8 go out as they came in."""
+    odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    picture(1).save(tmp_path / "a.png")
+    os.rename(os.fsencode(tmp_path / "a.png"), odd)
+    run = [sys.executable, "-m", "vitfast", "predict", "-", "--weights", str(weights), "--batch-size", "4"]
+    process = subprocess.Popen(
+        [*run, "--set", "workers=0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdin.write((odd + b"\n") * 300)  # less than a pipe holds
+    process.stdin.close()
+    process.stdout.readline()
+    assert process.stdout.readline().startswith(odd + b",")
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait() == 0 and "Traceback" not in err and "Broken pipe" not in err, err
+    assert command.TEXT["errors"] == "surrogateescape"

@@ -1,0 +1,175 @@
+"""Folders of images: class folders that are odd, and labels files."""
+
+import json
+import os
+
+import numpy as np
+import pictures
+import pytest
+import torch
+from runs import digits
+
+from vitfast import InputError
+from vitfast.data.datasets import open_sources
+from vitfast.data.folders import open_folder
+from vitfast.data.loader import open_data
+
+CPU = torch.device("cpu")
+
+
+def test_one_broken_image_stops_no_run_before_it_begins(tmp_path):
+    root = pictures.folder(tmp_path / "data")
+    (root / "train" / "a" / "0.jpg").write_bytes(b"")
+    (root / "val" / "b" / "0.jpg").write_bytes(b"")
+    train, val = open_folder(root, (8, 8))
+    assert (len(train), len(val)) == (8, 8)
+    for image in (root / "val" / "b").iterdir():
+        image.write_bytes(b"")
+    with pytest.raises(InputError, match=f"{root / 'val'}: no image of the class 'b' can be read, the first: .*0.jpg"):
+        open_folder(root, (8, 8))
+
+
+def test_links_back_are_named(tmp_path):
+    """timm's reader would follow them forty times, and call each image by another class."""
+    for number, target in enumerate((".", "..", "../..")):
+        root = pictures.folder(tmp_path / str(number))
+        link = root / "train" / "a" / "again"
+        link.symlink_to(target)
+        with pytest.raises(InputError, match="again links back to a folder around it; remove the link"):
+            open_folder(root, (8, 8))
+        link.unlink()
+        link.symlink_to(tmp_path / "other")
+        (tmp_path / "other").mkdir(exist_ok=True)
+        back = tmp_path / "other" / "back"
+        back.symlink_to(root / "train")
+        with pytest.raises(InputError, match="links back"):
+            open_folder(root, (8, 8))
+        back.unlink()
+        assert len(open_folder(root, (8, 8))[0]) == 8  # other links are followed
+
+
+def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
+    root = pictures.folder(tmp_path / "data")
+    pictures.smooth(0).save(root / "train" / "a" / "5.webp")
+    with caplog.at_level("WARNING"):
+        assert len(open_folder(root, (8, 8))[0]) == 8
+    assert "1 files (.webp) are passed over" in caplog.text
+    (root / "train" / "x.jpg").mkdir()  # a folder called like a file is a class folder without images
+    assert open_folder(root, (8, 8))[0].classes == ["a", "b"]
+    pictures.smooth(0).save(root / "train" / "stray.jpg")
+    with pytest.raises(InputError, match="stray.jpg lies in no class folder"):
+        open_folder(root, (8, 8))
+    (root / "train" / "stray.jpg").unlink()
+    scan = os.scandir
+
+    def closed(path):
+        if str(path).endswith("b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(InputError, match="train/b cannot be read .Permission denied."):
+        open_folder(root, (8, 8))
+
+
+def test_a_class_with_one_image_keeps_it_for_training(tmp_path):
+    root = pictures.folder(tmp_path / "data", count=1)
+    pictures.smooth(7, 32, 32).save(root / "train" / "b" / "1.jpg")
+    settings = dict(data=str(root), hold_out=0.999, workers=0)
+    data = open_data(digits(**settings), (32, 32), (8, 8), CPU)
+    assert sorted(label for _, label in (data.train[i] for i in range(len(data.train)))) == [0, 1]
+    assert [data.val[i][1] for i in range(len(data.val))] == [1]
+    (root / "train" / "b" / "1.jpg").unlink()
+    with pytest.raises(InputError, match="there is no validation image"):
+        open_data(digits(**settings), (32, 32), (8, 8), CPU)
+
+
+# ---- labels files
+
+
+def listed(root, lines: str, split: str = "train", name: str = "labels.csv"):
+    """A split whose labels file has these lines, and all files of one letter in it."""
+    (root / split).mkdir(parents=True, exist_ok=True)
+    for i, letter in enumerate("abcdefghijklmnopqrst"):
+        pictures.smooth(i, 16, 16).save(root / split / f"{letter}.png")
+    (root / split / name).write_text(lines)
+    return root
+
+
+def test_labels_files_say_the_classes_of_each_image(tmp_path):
+    csv = 'file,classes\na.png,cat; dog\n"b.png",dog\n\nc.png,\nd.png,eel10;eel9\n'
+    pairs = {"a.png": ["cat", "dog"], "b.png": ["dog"], "c.png": [], "d.png": ["eel10", "eel9"]}
+    for number, (name, content) in enumerate((("labels.csv", csv), ("labels.json", json.dumps(pairs)))):
+        root = listed(tmp_path / str(number), content, name=name)
+        listed(root, content.replace("eel10", "cat"), split="val", name=name)
+        train, val = open_sources(str(root), "", (16, 16), (8, 8), 4, 0)
+        assert train.classes == val.classes == ["cat", "dog", "eel9", "eel10"]  # as timm sorts class folders
+        truth = [[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
+        assert np.array_equal([train[i][1] for i in range(4)], truth) and train[0][1].dtype == np.float32
+        assert val[3][1].tolist() == [1, 0, 1, 0] and train[0][0].size == (16, 16)
+        for where in ("host", "device"):
+            config = digits(data=str(root), objective="sigmoid", batch_size=4, decode=where, workers=0)
+            _, labels, _ = next(iter(open_data(config, (16, 16), (8, 8), CPU).train_batches(0, 1)))
+            assert labels.dtype == torch.float32 and sorted(labels.tolist()) == sorted(truth)
+
+
+def test_without_val_a_tenth_of_a_labels_file_is_held_out(tmp_path):
+    root = listed(tmp_path, "".join(f"{letter}.png,x{i % 3}\n" for i, letter in enumerate("abcdefghijklmnopqrst")))
+    for spec in (root, root / "train"):
+        train, val = open_sources(str(spec), "", (16, 16), (8, 8), 4, 0)
+        assert (len(train), len(val)) == (18, 2) and not set(train.files) & set(val.files)
+    config = digits(data=str(root), objective="sigmoid", hold_out=0.5, workers=0)
+    assert len(open_data(config, (16, 16), (8, 8), CPU).val) == 9
+
+
+WRONG = {
+    "a.png,cat\nz.png,dog\n": "train/labels.csv, line 2: no file .*z.png",
+    "image,label\na.png,cat\n": "line 1: no file .*train/image; the first line may be 'file,classes'",
+    "a.png,cat\nb.png\n": "line 2: expected a file and its classes, such as cat.jpg,cat;dog",
+    "a.png,cat,dog\n": "line 1: expected a file and its classes",
+    "a.png,cat\nb.png,cat;;dog\n": "line 2: expected the names of the classes of b.png",
+    "a.png,cat\nb.png,dog\na.png,dog\n": "line 3: a.png is there already, in .*line 1; give its classes once",
+    'a.png,"cat\n': "labels.csv cannot be read: unexpected end of data",
+    "": "labels.csv lists no images",
+    "a.png,\n": "labels.csv gives no image a class",
+}
+
+
+@pytest.mark.parametrize("lines", WRONG)
+def test_wrong_labels_files_are_named_with_line_and_class(lines, tmp_path):
+    with pytest.raises(InputError, match=WRONG[lines]) as caught:
+        open_folder(listed(tmp_path, lines), (8, 8))
+    assert "\n" not in str(caught.value)
+
+
+def test_labels_files_of_two_splits_must_fit(tmp_path):
+    root = listed(tmp_path / "x", "a.png,cat\nb.png,dog\n")
+    listed(root, "a.png,cat\nb.png,dog;fox\n", split="val")
+    with pytest.raises(
+        InputError, match="val/labels.csv, line 2: b.png has the class 'fox', which no training image has"
+    ):
+        open_folder(root, (8, 8))
+    (root / "val" / "labels.csv").unlink()
+    with pytest.raises(InputError, match="val has no labels file, which the training folder has"):
+        open_folder(root, (8, 8))
+    for content, message in (
+        ("[1]", "must hold an object"),
+        ('{"a.png": [1]}', "names of the classes of a.png, got .1"),
+        ('{"a.png": ["x"], "a.png": ["y"]}', "there already"),
+        ("{", "cannot be read"),
+    ):
+        with pytest.raises(InputError, match=message):
+            open_folder(listed(tmp_path / str(len(message)), content, name="labels.json"), (8, 8))
+    listed(tmp_path / "19", "a.png,x\n")
+    with pytest.raises(InputError, match="two labels files"):
+        open_folder(listed(tmp_path / "y", "a.png,x\n") and listed(tmp_path / "y", "{}", name="labels.json"), (8, 8))
+
+
+def test_settings_that_need_one_class_an_image_are_refused(tmp_path):
+    root = listed(tmp_path, "a.png,cat;dog\nb.png,dog\nc.png,cat\n")
+    for settings, message in (
+        (dict(), "which softmax cannot learn: add --set objective=sigmoid"),
+        (dict(objective="sigmoid", shots=2), "shots is a number of images a class"),
+    ):
+        with pytest.raises(InputError, match=message):
+            open_data(digits(data=str(root), **settings), (16, 16), (8, 8), CPU)

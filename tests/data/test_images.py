@@ -1,0 +1,193 @@
+"""Images of every mode as 8-bit RGB, the same on the host's path and the device's; files that cannot be read."""
+
+import io
+import os
+import warnings
+
+import numpy as np
+import pictures
+import pytest
+import torch
+from PIL import Image
+from runs import digits
+
+from vitfast import InputError
+from vitfast.data.folders import ImageFiles
+from vitfast.data.images import Unreadable, as_rgb, read_rgb
+from vitfast.data.loader import open_data
+
+CPU = torch.device("cpu")
+RGB = np.asarray(pictures.smooth(0))  # (60, 80, 3)
+GREY = np.asarray(pictures.smooth(0).convert("L"))
+SIXTEEN = GREY.astype(np.uint16) * 256 + 77  # the high byte is the 8-bit picture
+
+
+def save(image: Image.Image, kind: str, **options) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def palette() -> tuple[bytes, np.ndarray]:
+    image = Image.fromarray(RGB).quantize(64)
+    return save(image, "PNG", transparency=bytes([0] * 32 + [255] * 32)), np.asarray(image.convert("RGB"))
+
+
+def kinds() -> dict[str, tuple[bytes, np.ndarray]]:
+    """Files, and the RGB pixels of each by arithmetic on what was put in; of CMYK as torchvision converts it."""
+    three = np.repeat(GREY[..., None], 3, 2)
+    alpha = np.full_like(GREY, 7)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # "turn by 90 degrees"
+    cmyk, turned = save(Image.fromarray(RGB).convert("CMYK"), "JPEG"), save(Image.fromarray(GREY), "PNG", exif=turned)
+    import torchvision
+
+    decoded = torchvision.io.decode_jpeg(torch.frombuffer(bytearray(cmyk), dtype=torch.uint8), mode="RGB")
+    return {
+        "16-bit grey": (save(Image.fromarray(SIXTEEN), "PNG"), three),
+        "16-bit RGB": (pictures.png16(RGB.astype(np.uint16) * 256 + 200), RGB),
+        "16-bit PGM": (save(Image.fromarray(SIXTEEN.astype(np.int32)), "PPM"), three),
+        "16-bit TIFF": (save(Image.fromarray(SIXTEEN), "TIFF"), three),
+        "LA": (save(Image.fromarray(np.dstack([GREY, alpha])), "PNG"), three),
+        "RGBA": (save(Image.fromarray(np.dstack([RGB, alpha])), "PNG"), RGB),
+        "1": (save(Image.fromarray(GREY > 127), "PNG"), np.where(three > 127, 255, 0).astype(np.uint8)),
+        "palette with transparency": palette(),
+        "grey PNG that says it is turned": (turned, three),
+        "CMYK JPEG": (cmyk, decoded.permute(1, 2, 0).numpy()),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_mode_is_the_picture_on_both_paths(kind, tmp_path):
+    content, truth = kinds()[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = np.asarray(read_rgb(io.BytesIO(content), kind))
+    assert found.dtype == np.uint8 and np.array_equal(found, truth)
+    for name in "ab":
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for i in range(2):
+            (tmp_path / "train" / name / f"{i}.png").write_bytes(content)
+    settings = dict(data=str(tmp_path), batch_size=2, workers=0, crop_scale=(1, 1), train_crop_mode="squash", hflip=0)
+    for where in ("host", "device"):
+        (images, _, told), *_ = open_data(digits(decode=where, **settings), (60, 80), (8, 8), CPU).train_batches(0, 1)
+        assert not told
+        difference = np.abs(images[0].permute(1, 2, 0).numpy().astype(int) - truth)
+        assert difference.max() <= 1, (where, difference.max())
+
+
+def test_16_bits_keep_their_high_byte():
+    values = np.array([[0, 255, 256, 511, 32768, 65279, 65280, 65535]], np.uint16)
+    for image in (Image.fromarray(values), Image.open(io.BytesIO(save(Image.fromarray(values), "PNG")))):
+        assert np.asarray(as_rgb(image))[0, :, 0].tolist() == [0, 0, 1, 1, 128, 254, 255, 255]
+    for mode in ("I", "F"):
+        with pytest.raises(Unreadable, match="x.tiff is a broken image .its pixels are 32-bit numbers"):
+            read_rgb(io.BytesIO(save(Image.fromarray(GREY).convert(mode), "TIFF")), "x.tiff")
+
+
+def test_grey_and_rgb_jpeg_go_to_the_device_as_they_are(tmp_path):
+    """And differ from the host's by no more than two decoders of one JPEG do."""
+    for name, image in (("a", Image.fromarray(RGB)), ("b", Image.fromarray(GREY))):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for i in range(2):
+            image.save(tmp_path / "train" / name / f"{i}.jpg", quality=95)
+    settings = dict(data=str(tmp_path), batch_size=4, workers=0, crop_scale=(0.5, 1), hflip=0.5)
+    host, device = (
+        next(iter(open_data(digits(decode=where, **settings), (32, 32), (8, 8), CPU).train_batches(0, 1)))
+        for where in ("host", "device")
+    )
+    difference = (host[0].int() - device[0].int()).abs()
+    assert torch.equal(host[1], device[1]) and difference.float().mean() < 1 and difference.max() <= 8
+
+
+def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
+    whole = tmp_path / "whole.jpg"
+    pictures.smooth(1).save(whole)
+    cases = {
+        "empty.jpg": (b"", "cannot be read as an image .of no known format"),
+        "text.jpg": (b"not a picture", "of no known format"),
+        "cut.jpg": (whole.read_bytes()[:-100], "cut.jpg is a broken image .image file is truncated"),
+        "gone.jpg": (None, "cannot be read as an image .No such file or directory"),
+        "line\nfeed.jpg": (b"", r"line\\nfeed.jpg cannot be read"),
+        os.fsdecode(b"latin-\xe9.jpg"): (b"", r"latin-\\udce9.jpg cannot be read"),
+        "näme 图.jpg": (b"", "näme 图.jpg cannot be read"),
+        "small.png": (save(Image.fromarray(RGB[:1]), "PNG"), "has 1 x 80 pixels, less than one patch .8 x 8"),
+    }
+    for name, (content, message) in cases.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(Unreadable, match=message) as caught:
+            ImageFiles([str(tmp_path / name)], [0], ["a"], (8, 8))[0]
+        assert "\n" not in str(caught.value) and str(caught.value).encode()
+    (tmp_path / "folder.jpg").mkdir()
+    with pytest.raises(Unreadable, match="Is a directory"):
+        ImageFiles([str(tmp_path / "folder.jpg")], [0], ["a"], (8, 8))[0]
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Image, "open", refused)  # tests may run as root, whom no file refuses
+    with pytest.raises(Unreadable, match="whole.jpg cannot be read as an image .Permission denied"):
+        ImageFiles([str(whole)], [0], ["a"], (8, 8))[0]
+
+
+@pytest.mark.parametrize("limit", [1000, 3000], ids=["error of Pillow", "warning of Pillow"])
+def test_decompression_bombs_are_unreadable(limit, tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)  # Pillow raises over twice the limit, and warns over it
+    content = save(Image.fromarray(RGB), "PNG")
+    with warnings.catch_warnings(), pytest.raises(Unreadable, match=r"x.png .*(limit of|exceeds limit)"):
+        warnings.simplefilter("error")
+        read_rgb(io.BytesIO(content), "x.png")
+
+
+def test_animations_are_their_first_frame():
+    frames = [pictures.smooth(i) for i in range(3)]
+    for kind in ("GIF", "WEBP"):
+        content = save(frames[0], kind, save_all=True, append_images=frames[1:], duration=50)
+        difference = np.asarray(read_rgb(io.BytesIO(content), "x")).astype(int) - RGB
+        assert np.abs(difference).mean() < 8, kind
+
+
+def test_a_truncated_jpeg_is_replaced_on_the_device_path_as_on_the_hosts(tmp_path):
+    """GPU decoders fill up what is missing: the file is looked at before."""
+    root = pictures.folder(tmp_path, splits=("train",))
+    broken = pictures.truncate(root / "train" / "a" / "1.jpg")
+    batches = []
+    for where in ("host", "device"):
+        config = digits(data=str(root), decode=where, batch_size=6, workers=0)
+        batches.append(next(iter(open_data(config, (32, 32), (8, 8), CPU).train_batches(0, 1))))
+    (host, labels, told), (device, others, also_told) = batches
+    assert torch.equal(labels, others) and (host.int() - device.int()).abs().float().mean() < 2
+    assert len(told) == len(also_told) == 1 and all(str(broken) in text[0] for text in (told, also_told))
+
+
+def test_named_data_sets_say_what_is_broken():
+    from vitfast.data.datasets import Named
+
+    class Gone:
+        def __getitem__(self, index):
+            raise FileNotFoundError(2, "No such file or directory", "gone.png")
+
+    class Reader(list):
+        reader = Gone()
+
+    class Stored(list):
+        reader = [(io.BytesIO(save(Image.fromarray(SIXTEEN), "PNG")), 1)]
+
+    for source in (Reader(), Gone()):
+        with pytest.raises(Unreadable, match=r"hfds/x\[0\] is a broken image .*No such file"):
+            Named("hfds/x", source)[0]
+    image, label = Named("hfds/x", Stored())[0]
+    assert label == 1 and np.array_equal(np.asarray(image)[..., 0], GREY)
+
+
+def test_negative_classes_are_no_silence():
+    """The test splits of some data sets have the class -1 everywhere."""
+    from vitfast.data.datasets import Named
+
+    class Unlabelled(list):
+        pass
+
+    source = Named("hfds/x", Unlabelled([(Image.fromarray(RGB), -1)]))
+    with pytest.raises(InputError, match=r"hfds/x\[0\] has the class -1: this split of hfds/x has no labels"):
+        source[0]

@@ -1,0 +1,134 @@
+"""WebDataset shards by index, Hugging Face streams as files: what cannot be read is named and ends nothing."""
+
+import io
+import tarfile
+
+import numpy as np
+import pictures
+import pytest
+import torch
+from PIL import Image
+from runs import digits
+
+from vitfast import InputError
+from vitfast.data.datasets import Subset, known_labels, take
+from vitfast.data.loader import open_data
+from vitfast.data.samples import PADDING
+from vitfast.distributed import Ranks
+
+CPU = torch.device("cpu")
+
+
+def png(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def files(count: int) -> list[bytes]:
+    return [png(pictures.smooth(i, 24, 24)) for i in range(count)]
+
+
+def write(path, members: list[tuple[str, bytes]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def shards(root, contents: list[bytes], splits=("train", "val"), suffix: str = "png"):
+    """Two shards a split, classes in turn."""
+    for split in splits:
+        for shard in range(2):
+            pairs = [(f"s/{i:03d}", contents[i], b"%d" % (i % 3)) for i in range(shard, len(contents), 2)]
+            members = [m for key, image, label in pairs for m in ((f"{key}.cls", label), (f"{key}.{suffix}", image))]
+            write(root / f"{split}-{shard}.tar", members)
+    return root
+
+
+def test_local_shards_are_read_by_index(tmp_path):
+    contents = files(9)
+    root = shards(tmp_path, contents, suffix="JPEG")  # whatever the suffix says
+    data = open_data(digits(data=f"wds/{root}"), (24, 24), (8, 8), CPU)
+    order = [0, 2, 4, 6, 8, 1, 3, 5, 7]
+    for source in (data.val, data.train.files):
+        assert known_labels(source) == [i % 3 for i in order] and source.classes == ["0", "1", "2"]
+        for at, i in enumerate(order):
+            assert np.array_equal(np.asarray(source[at][0]), np.asarray(Image.open(io.BytesIO(contents[i]))))
+        assert source.name(5) == f"{root}/{'val' if source is data.val else 'train'}-1.tar, s/001.JPEG"
+    taken = take(data.train, 4)
+    assert isinstance(taken, Subset) and taken.indices == take(data.train, 4).indices
+    few = open_data(digits(data=f"wds/{root}", shots=2, hold_out=0.3), (24, 24), (8, 8), CPU)
+    assert sorted(known_labels(few.train)) == [0, 0, 1, 1, 2, 2] and sorted(known_labels(few.val)) == [0, 1, 2]
+
+
+def test_a_broken_image_of_a_shard_is_left_out_named_and_counted(tmp_path):
+    contents = files(8)
+    contents[3] = contents[3][:150]
+    root = shards(tmp_path, contents)
+    seen = {}
+    for world in (1, 2, 3):  # more ranks than shards, too
+        config = digits(data=f"wds/{root}", eval_batch_size=2)
+        ranks = [open_data(config, (24, 24), (8, 8), CPU, Ranks(rank, world)) for rank in range(world)]
+        batches = [list(each.eval_batches()) for each in ranks]
+        assert len({len(b) for b in batches}) == 1
+        labels = [label for rank in batches for _, some, _ in rank for label in some.tolist() if label != PADDING]
+        seen[world] = sorted(labels), [text for rank in batches for _, _, told in rank for text in told]
+    assert seen[1] == seen[2] == seen[3] and seen[1][0] == sorted(i % 3 for i in range(8) if i != 3)
+    assert len(seen[1][1]) == 1 and f"{root}/val-1.tar, s/003.png is a broken image" in seen[1][1][0]
+
+
+def test_training_shards_keep_16_bits(tmp_path):
+    pytest.importorskip("webdataset")
+    pixels = np.full((24, 24), 300, np.uint16)  # 1 of 255; clipped it would be white
+    root = shards(tmp_path, [png(Image.fromarray(pixels))] * 6)
+    config = digits(data=f"wds/{root}", batch_size=4, workers=0)
+    images, labels, told = next(iter(open_data(config, (24, 24), (8, 8), CPU).train_batches(0, 1)))
+    assert images.unique().tolist() == [1] and not told
+
+
+def test_wrong_shards_are_named(tmp_path):
+    picture = files(1)[0]
+    cases = {
+        "no class": ([("a.png", picture)], "train-0.tar: no image in it has a class"),
+        "negative": ([("a.png", picture), ("a.cls", b"-1")], "a.png has the class -1; classes begin with 0"),
+        "text": ([("a.png", picture), ("a.cls", b"cat")], "train-0.tar cannot be read .invalid literal"),
+    }
+    for name, (members, message) in cases.items():
+        write(tmp_path / name / "train-0.tar", members)
+        with pytest.raises(InputError, match=message):
+            open_data(digits(data=f"wds/{tmp_path / name}"), (24, 24), (8, 8), CPU)
+
+
+CARD = """---
+dataset_info:
+  features:
+  - {name: image, dtype: image}
+  - {name: label, dtype: {class_label: {names: {'0': a, '1': b}}}}
+  splits:
+  - {name: train, num_bytes: 1, num_examples: 8}
+  - {name: validation, num_bytes: 1, num_examples: 8}
+---
+"""
+
+
+def test_a_broken_image_does_not_end_a_stream(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    root = pictures.folder(tmp_path / "data", splits=("train", "validation"))
+    (root / "README.md").write_text(CARD)
+    for split in ("train", "validation"):
+        pictures.truncate(root / split / "a" / "1.jpg")
+    config = digits(data=f"hfids/{root}", eval_batch_size=3, batch_size=4, workers=0)
+    data = open_data(config, (24, 24), (8, 8), CPU)
+    labels, told = zip(*((labels.tolist(), told) for _, labels, told in data.eval_batches()))
+    assert sorted(sum(labels, [])) == [PADDING, 0, 0, 0, 1, 1, 1, 1] and len(sum(told, [])) == 1
+    assert f"{root}/validation/a/1.jpg is a broken image" in sum(told, [])[0]
+    trained = list(data.train_batches(0, 3))  # one pass and a half
+    assert all(len(images) == 4 and PADDING not in labels for images, labels, _ in trained)
+    assert len({text for *_, told in trained for text in told}) == 1  # the same image, in each pass
+    taken = take(data.train, 8)
+    left_out = [told for _, _, told in data.in_order(taken)]
+    assert len(taken) == 8 and len(sum(left_out, [])) == 1

@@ -1,0 +1,74 @@
+"""How many processes read images: within the cores and the memory of the machine."""
+
+import os
+
+import pytest
+import torch
+from commands import RUN, run_cli
+from runs import digits
+
+from vitfast import InputError
+from vitfast.data import workers
+from vitfast.data.loader import open_data
+
+CPU = torch.device("cpu")
+BATCH = 32 * 3 * 32 * 32  # bytes of the images of a batch
+
+
+def processes(**settings) -> int:
+    return open_data(digits(eval_batch_size=32, **settings), (32, 32), (8, 8), CPU).workers
+
+
+def test_workers_are_bounded_by_cores_and_memory(monkeypatch, caplog):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    assert processes(workers=24) == 24 and processes(workers=0) == 0 and not caplog.text
+    assert processes(workers=1_000_000_000) == 24
+    assert "workers=1000000000 is lowered to 24: at most 4 for each of 6 cores" in caplog.text
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # ranks share the machine
+    assert processes(workers=24) == 12
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    caplog.clear()
+    monkeypatch.setattr(workers, "total_memory", lambda: 5 * 2 * 4 * BATCH)  # half of it: four batches of each of five
+    assert processes(workers=24) == 5 and "half of the memory holds no more of the 4 batches" in caplog.text
+    with pytest.raises(InputError, match="workers must be at least 0"):
+        processes(workers=-1)
+
+
+def test_the_memory_of_a_container_counts():
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 2**28 < workers.total_memory() <= total
+
+
+@pytest.mark.parametrize("name", ["batch_size", "eval_batch_size"])
+def test_batches_larger_than_the_memory_are_refused_before_anything_is_read(name, capsys, tmp_path):
+    """And more than the images of a validation set are never at once: there is no reason to refuse."""
+    flags = (
+        "pretrain",
+        "--recipe",
+        "digits",
+        "--output",
+        tmp_path / "run",
+        "--data",
+        "digits",
+        *RUN,
+        f"{name}=1000000000",
+    )
+    code, _, err = run_cli(capsys, *flags)
+    if name == "eval_batch_size":
+        assert code == 0, err
+        return
+    assert code == 2 and "batch_size=1000000000 is too large: a batch takes" in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_validation_batch_can_be_too_large(monkeypatch):
+    monkeypatch.setattr(workers, "total_memory", lambda: 300 * BATCH // 32)
+    with pytest.raises(InputError, match="eval_batch_size=200 is too large"):
+        open_data(digits(eval_batch_size=200), (32, 32), (8, 8), CPU)
+    assert open_data(digits(eval_batch_size=100), (32, 32), (8, 8), CPU).workers == 0
+
+
+def test_other_sizes_of_nothing_are_refused(capsys):
+    for setting in ("log_every=0", "eval_batch_size=0", "batch_size=-3"):
+        code, _, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", "digits", "--set", setting)
+        assert code == 2 and f"{setting.split('=')[0]} must be positive" in err and err.count("\n") == 1

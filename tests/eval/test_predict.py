@@ -1,0 +1,173 @@
+"""Predictions of image files: against timm's own pipeline, and against `vitfast eval` on the same folder."""
+
+import csv
+import io
+import itertools
+
+import numpy as np
+import pytest
+import timm
+import torch
+from checks import randomize
+from commands import CLASSES, make_folder
+from frozen import evaluation
+from PIL import Image
+
+from vitfast import InputError, ViT
+from vitfast.config import Config
+from vitfast.data.image_files import image_files
+from vitfast.eval.accuracy import evaluate_weights
+from vitfast.eval.predict import predict, write_csv
+
+HOST = Config(workers=0)
+
+
+def photograph(seed: int, size: tuple[int, int]) -> Image.Image:
+    """Blurred noise: neighbours are alike, as in photographs."""
+    small = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+
+
+def tiny(classes: int = len(CLASSES), **options) -> ViT:
+    torch.manual_seed(1)
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=classes, **options)
+    return randomize(model, std=0.3)
+
+
+@pytest.fixture
+def peer(tmp_path) -> tuple[torch.nn.Module, ViT]:
+    """A random ViT of timm with statistics of its own, and the same in vitfast through timm's files."""
+    overlay = dict(
+        input_size=(3, 48, 48), crop_pct=1.0, interpolation="bicubic", mean=(0.4, 0.5, 0.6), std=(0.3, 0.25, 0.2)
+    )
+    size = dict(img_size=48, embed_dim=48, depth=2, num_heads=3, num_classes=11)
+    theirs = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=overlay, **size).eval()
+    randomize(theirs, std=0.2)
+    timm.models.save_for_hf(theirs, tmp_path / "weights", model_args=size, safe_serialization=True)
+    return theirs, ViT.from_pretrained(tmp_path / "weights")
+
+
+def test_probabilities_are_those_of_timms_pipeline(peer, tmp_path):
+    theirs, model = peer
+    images = {"wide.png": (90, 60), "tall.jpg": (50, 130), "small.png": (20, 17), "exact.png": (48, 48)}
+    for seed, (name, size) in enumerate(images.items()):
+        photograph(seed, size).save(tmp_path / name)
+    photograph(9, (64, 70)).convert("L").save(tmp_path / "grey.png")
+    paths = [str(tmp_path / name) for name in (*images, "grey.png")]
+    config = timm.data.resolve_data_config({}, model=theirs)
+    assert config["input_size"] == (3, 48, 48) and config["mean"] == (0.4, 0.5, 0.6)
+    transform = timm.data.create_transform(**config, is_training=False)
+    with torch.no_grad():
+        inputs = torch.stack([transform(Image.open(path).convert("RGB")) for path in paths])
+        softmax, sigmoid = theirs(inputs).softmax(-1), theirs(inputs).sigmoid()
+    for expected, options in ((softmax, {}), (sigmoid, dict(sigmoid=True))):
+        for k in (3, 100):  # 11 are all
+            records = list(predict(model, paths, HOST, top_k=k, **options))
+            assert [record["image"] for record in records] == paths
+            for record, row in zip(records, expected):
+                best = row.topk(min(k, 11))
+                assert [p["label"] for p in record["predictions"]] == best.indices.tolist()
+                found = torch.tensor([p["probability"] for p in record["predictions"]])
+                torch.testing.assert_close(found, best.values, atol=1e-4, rtol=0)
+    assert softmax.max() > 0.5 and not torch.allclose(softmax, sigmoid, atol=0.1)  # the model tells images apart
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_best_class_is_right_as_often_as_eval_says(tmp_path, workers):
+    data = make_folder(tmp_path / "data", count=8)
+    tiny().save_pretrained(tmp_path / "weights")
+    expected = evaluate_weights(evaluation(tmp_path / "weights", data))
+    model = ViT.from_pretrained(tmp_path / "weights")
+    config = Config(workers=workers, eval_batch_size=5)  # several batches, the last of them smaller
+    records = list(predict(model, image_files(data / "val"), config))
+    right = [CLASSES[r["predictions"][0]["label"]] == r["image"].split("/")[-2] for r in records]
+    assert len(right) == expected["images"] == 24 and 0 < sum(right) < 24
+    assert np.mean(right) == pytest.approx(expected["accuracy"], abs=1e-12)
+    names = ["cat", "<b>", "é,\n"]
+    model.class_names = tuple(names)
+    told = [record["predictions"][0]["label"] for record in predict(model, image_files(data / "val"), config)]
+    assert told == [names[record["predictions"][0]["label"]] for record in records]
+
+
+def test_images_stream(tmp_path):
+    """Paths are taken and files are read as the answers are asked for: an endless list has a beginning."""
+    photograph(0, (30, 30)).save(tmp_path / "a.png")
+    taken = []
+
+    def endless():
+        for number in itertools.count():
+            taken.append(number)
+            yield str(tmp_path / "a.png")
+
+    records = predict(tiny(), endless(), Config(workers=0, eval_batch_size=4))
+    assert len([next(records) for _ in range(9)]) == 9 and len(taken) <= 16
+
+
+def test_what_cannot_be_read_has_its_place_and_its_reason(tmp_path):
+    good, bad, cut = (str(tmp_path / name) for name in ("good.png", "bad.png", "cut.jpg"))
+    photograph(0, (40, 40)).save(good)
+    photograph(1, (400, 400)).save(cut)
+    with open(cut, "r+b") as file:
+        file.truncate(2000)  # its header is whole
+    (tmp_path / "bad.png").write_text("no image")
+    paths = [bad, good, cut, good, str(tmp_path), str(tmp_path / "gone.png")]
+    for size in (1, 2, 6):
+        records = list(predict(tiny(), iter(paths), Config(workers=0, eval_batch_size=size)))
+        assert [r["image"] for r in records] == paths
+        assert ["error" in r for r in records] == [True, False, True, False, True, True]
+        assert all(r["image"] in r["error"] and "predictions" not in r for r in records if "error" in r)
+        first, second = ({p["label"]: p["probability"] for p in records[i]["predictions"]} for i in (1, 3))
+        assert second == pytest.approx(first, abs=1e-6) and len(first) == 3
+
+
+def test_numbers_that_are_none_are_no_answer(tmp_path):
+    photograph(0, (40, 40)).save(tmp_path / "a.png")
+    model = tiny()
+    model.head.bias.data[1] = float("nan")
+    (record,) = predict(model, [str(tmp_path / "a.png")], HOST, sigmoid=True)
+    assert "not a number" in record["error"] and "predictions" not in record
+
+
+def test_models_without_a_head_and_too_little_memory_are_one_line(tmp_path, monkeypatch):
+    photograph(0, (40, 40)).save(tmp_path / "a.png")
+    for model in (tiny(0), tiny(global_pool="")):
+        with pytest.raises(InputError, match="no head that tells classes"):
+            predict(model, [], HOST)
+    with pytest.raises(InputError, match="top_k must be at least 1, got 0"):
+        predict(tiny(), [], HOST, top_k=0)
+
+    def full(self, images):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ViT, "forward", full)
+    with pytest.raises(InputError, match="out of memory with 1 images at once; give a smaller --batch-size"):
+        next(predict(tiny(), [str(tmp_path / "a.png")], HOST))
+
+
+def test_a_folder_is_walked_in_order_with_its_links_and_without_its_circles(tmp_path):
+    for name in ("b/2.JPG", "b/10.png", "a.webp", "c/deep/x.png", "b/.hidden.png", ".cache/y.png", "b/notes.txt"):
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "z.png").touch()
+    (tmp_path / "root" / "d").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "root" / "c" / "up").symlink_to(tmp_path / "root")
+    found = [path.removeprefix(f"{tmp_path}/root/") for path in image_files(tmp_path / "root")]
+    assert found == ["a.webp", "b/10.png", "b/2.JPG", "c/deep/x.png", "d/z.png"]
+    assert list(image_files(tmp_path / "root/b/notes.txt")) == [str(tmp_path / "root/b/notes.txt")]  # as asked for
+    (tmp_path / "empty").mkdir()
+    for path, message in (("empty", "no images in"), ("gone", "no file or folder")):
+        with pytest.raises(InputError, match=message):
+            list(image_files(tmp_path / path))
+
+
+def test_names_of_any_kind_come_back_from_csv():
+    names = ["plain.png", "a, b.png", 'quo"te.png', "new\nline.png", "re\rturn.png", "é 猫.png", "same.png", "same.png"]
+    best = [dict(label="é,\n", probability=0.75), dict(label=3, probability=1.5e-9)]
+    records = [dict(image=name, predictions=best) for name in names] + [dict(image="bad", error="why")]
+    text = io.StringIO(newline="")
+    write_csv(records, text, 2)
+    rows = list(csv.reader(io.StringIO(text.getvalue(), newline="")))
+    assert rows[0] == ["image", "label_1", "probability_1", "label_2", "probability_2"]
+    assert rows[1:-1] == [[name, "é,\n", "0.75", "3", "1.5e-09"] for name in names]
+    assert rows[-1] == ["bad", "", "", "", ""]

@@ -1,0 +1,168 @@
+"""Images that cannot be read are left out of every evaluation, named and counted: as if they were not there."""
+
+import json
+import shutil
+
+import numpy as np
+import pictures
+import pytest
+import torch
+from checks import randomize
+from frozen import run_cli
+from PIL import Image
+from processes import command_line, done, ranks
+
+from vitfast import ViT
+from vitfast.data.loader import open_data
+from vitfast.eval import accuracy
+from vitfast.experiments import vtab
+from vitfast.train.recipes import resolve
+
+FLAGS = ("--device", "cpu", "--set", "workers=0", "eval_batch_size=3")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(weights, data with broken images, the same data without those images)."""
+    root = tmp_path_factory.mktemp("unreadable")
+    torch.manual_seed(3)
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
+    randomize(model, std=0.5).save_pretrained(root / "weights")
+    whole = pictures.folder(root / "data", count=9)
+    shutil.copytree(whole, root / "rest")
+    (whole / "train" / "a" / "2.jpg").write_bytes(b"")
+    pictures.truncate(whole / "val" / "a" / "0.jpg")  # the first of all: ranks fill up with it
+    pictures.truncate(whole / "val" / "b" / "4.jpg")
+    for gone in ("train/a/2.jpg", "val/a/0.jpg", "val/b/4.jpg"):
+        (root / "rest" / gone).unlink()
+    return root / "weights", whole, root / "rest"
+
+
+def result(capsys, command, weights, data, *more) -> dict:
+    code, out, err = run_cli(capsys, command, "--weights", weights, "--data", data, *FLAGS, *more, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_eval_counts_only_what_it_read(made, capsys, caplog):
+    weights, whole, rest = made
+    alone = result(capsys, "eval", weights, rest)
+    assert "left out" not in caplog.text
+    found = result(capsys, "eval", weights, whole)
+    assert (found["images"], found.pop("unreadable_images"), alone.pop("unreadable_images")) == (16, 2, 0)
+    assert found == pytest.approx(alone, rel=1e-6)
+    said = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert len(said) == 2 and "val/a/0.jpg is a broken image" in said[0] and "val/b/4.jpg" in said[1]
+    code, _, err = run_cli(capsys, "eval", "--weights", weights, "--data", whole, *FLAGS, "max_unreadable=1")
+    assert code == 2 and "2 images of" in err and "more than max_unreadable 1; the first: " in err
+
+
+def test_an_evaluation_of_nothing_ends(made, capsys, tmp_path):
+    weights, whole, _ = made
+    shutil.copytree(whole, tmp_path / "data")
+    for image in (tmp_path / "data" / "val").rglob("*.jpg"):
+        if "0.jpg" not in image.name:
+            pictures.truncate(image)
+    pictures.truncate(tmp_path / "data" / "val" / "b" / "0.jpg")
+    code, _, err = run_cli(capsys, "eval", "--weights", weights, "--data", tmp_path / "data", *FLAGS)
+    assert code == 2 and "none of the 18 images of" in err and err.count("vitfast: error") == 1
+
+
+def test_decompression_bombs_are_left_out(made, capsys, caplog, tmp_path, monkeypatch):
+    weights, _, rest = made
+    shutil.copytree(rest, tmp_path / "data")
+    pictures.smooth(9, 40, 40).save(tmp_path / "data" / "val" / "a" / "bomb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1200)  # the others have 1024
+    found = result(capsys, "eval", weights, tmp_path / "data")
+    assert found == pytest.approx(result(capsys, "eval", weights, rest) | dict(unreadable_images=1), rel=1e-6)
+    assert "bomb.png has 40 x 40 pixels, more than Pillow's limit of 1200" in caplog.text
+
+
+def of_two(weights, data, output):
+    """One of two ranks: the result of an evaluation, in a file."""
+    from vitfast.distributed import join, leave
+
+    config = resolve("eval", dict(weights=weights, data=data, device="cpu", workers=0, eval_batch_size=3))
+    group, device = join(torch.device("cpu"))
+    model = ViT.from_pretrained(weights)
+    data = open_data(config, (16, 16), (8, 8), device, group)
+    found = accuracy.evaluate(model, data, device, None)
+    if group.first:
+        output.write_text(json.dumps(found))
+    leave()
+
+
+def test_two_ranks_count_together(made, capsys, tmp_path):
+    weights, whole, _ = made
+    said = done(ranks(2, of_two, str(weights), str(whole), tmp_path / "result.json"))
+    alone = result(capsys, "eval", weights, whole)
+    assert json.loads((tmp_path / "result.json").read_text()) == pytest.approx(alone, rel=1e-6)
+    assert sum(text.count("left out") for text in said) == 2
+
+
+def test_a_run_on_two_ranks_ends_with_its_count(made, tmp_path):
+    _, whole, _ = made
+    flags = [
+        "--recipe",
+        "digits",
+        "--data",
+        str(whole),
+        "--output",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--img-size",
+        "16",
+    ]
+    settings = ["--set", "workers=0", "batch_size=6", "steps=3", "eval_every=2", "eval_batch_size=3"]
+    said = done(ranks(2, command_line, ["pretrain", *flags, *settings]))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["val_images"], summary["val_unreadable_images"]) == (16, 2)
+    assert all("".join(said).count(f"left out: {whole}/val/{name}") == 1 for name in ("a/0.jpg", "b/4.jpg"))
+
+
+@pytest.mark.parametrize("shots", ["all", "9", "3"])
+def test_fewshot_leaves_out_of_both_splits(made, capsys, caplog, shots):
+    """9 shots are all images of a class: drawn by known labels, they are those of the folder without the broken."""
+    weights, whole, rest = made
+    found = result(capsys, "fewshot", weights, whole, "--shots", shots, "--seeds", 1)
+    assert found["images"] == 16 and "val/b/4.jpg" in caplog.text
+    if shots == "3":
+        return
+    alone = result(capsys, "fewshot", weights, rest, "--shots", shots, "--seeds", 1)
+    assert (found["unreadable_images"], alone["unreadable_images"]) == (3, 0)
+    assert found["results"] == alone["results"] and found["images"] == alone["images"]
+
+
+def test_vtab_leaves_out_too(made):
+    weights, whole, rest = made
+    found, alone = (
+        vtab.evaluate_frozen(
+            resolve("eval", dict(weights=str(weights), data=str(data), device="cpu", workers=0)), "knn", 18
+        )
+        for data in (whole, rest)
+    )
+    assert (found["train_images"], found["test_images"], found["unreadable_images"]) == (17, 16, 3)
+    assert found["accuracy"] == alone["accuracy"]
+
+
+def test_reassessed_labels_of_what_was_not_read_do_not_count(made, capsys, tmp_path, monkeypatch):
+    weights, whole, rest = made
+    images = sorted((whole / "val").rglob("*.jpg"))
+    real = {f"ILSVRC2012_val_{i + 1:08d}.JPEG": [0] for i in range(18)}
+    for split in ("train", "val"):
+        for name in "ab":
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+    for number, image in enumerate(images):
+        for split in ("train", "val"):
+            shutil.copy(image, tmp_path / "data" / split / image.parent.name / list(real)[number])
+    (tmp_path / "real.json").write_text(json.dumps(list(real.values())))
+    found = result(capsys, "eval", weights, tmp_path / "data", "--real", tmp_path / "real.json")
+    assert found["real_images"] == 16 == found["images"] and found["unreadable_images"] == 2
+    model = ViT.from_pretrained(weights).eval()
+    guesses = []
+    data = open_data(resolve("eval", dict(data=str(rest), workers=0)), (16, 16), (8, 8), torch.device("cpu"))
+    with torch.no_grad():
+        for images, *_ in data.eval_batches():
+            guesses += model(images).argmax(1).tolist()
+    assert found["real_accuracy"] == pytest.approx(np.mean(np.array(guesses) == 0))

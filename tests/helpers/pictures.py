@@ -1,0 +1,42 @@
+"""Small image files of every kind, and folders of them."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+
+def smooth(seed: int, height: int = 60, width: int = 80) -> Image.Image:
+    """A blurred RGB picture: two resamplers agree on it but for rounding."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(noise).filter(ImageFilter.GaussianBlur(3))
+
+
+def png16(pixels: np.ndarray) -> bytes:
+    """A 16-bit RGB PNG, which Pillow does not write. pixels (H, W, 3) uint16."""
+    height, width, _ = pixels.shape
+    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+
+
+def folder(root: Path, splits=("train", "val"), classes=("a", "b"), count: int = 4, size: int = 32) -> Path:
+    """Class folders of JPEG files of one size."""
+    for split in splits:
+        for number, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                smooth(100 * number + i, size, size).save(root / split / name / f"{i}.jpg", quality=95)
+    return root
+
+
+def truncate(path: Path) -> Path:
+    """Cuts off the end of a file: its header is whole, its pixels are not."""
+    path.write_bytes(path.read_bytes()[:-60])
+    return path

@@ -1,0 +1,127 @@
+"""Every argument of ViT: its type, its range, and nothing of a mistyped size is made."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from vitfast import InputError, ViT
+from vitfast.arguments import ARGUMENTS
+from vitfast.presets import PRESETS
+
+SMALL = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3)
+
+WRONG = {
+    "img_size": (0, -16, 16.0, True, "16", None, (16,), (16, 16, 16), (16, "16"), 10**9),
+    "patch_size": (0, 8.0, False, (8, 0)),
+    "in_chans": (0, True, 3.0, 10**12),
+    "num_classes": (-1, True, 2.5, math.nan, "3", None, 10**12),
+    "global_pool": ("max", None, 0, ["avg"]),
+    "embed_dim": (0, 16.0, 10**12),
+    "depth": (0, -1, True, 10**9),
+    "num_heads": (0, 1.5, 10**9),
+    "mlp_ratio": (0, -4, math.nan, math.inf, True, "4", 1e300),
+    "qkv_bias": (1, None, "yes"),
+    "proj_bias": (0,),
+    "init_values": (-0.1, math.nan, True),
+    "class_token": (1, None),
+    "pos_embed": ("rope", None, 1, {}),
+    "no_embed_class": (0,),
+    "reg_tokens": (-1, True, 10**9),
+    "fc_norm": (1, "avg"),
+    "dynamic_img_size": (1,),
+    "drop_rate": (-0.1, 1.1, math.nan, True, "0.1"),
+    "pos_drop_rate": (2,),
+    "proj_drop_rate": (-1,),
+    "drop_path_rate": (2, math.inf, None),
+    "weight_init": ("kaiming", None),
+    "head_init_bias": (math.nan, "0", True),
+    "representation_size": (0, -1, True, 10**9),
+    "act_layer": ("relu", None, torch.nn.GELU, []),
+    "norm_eps": (-1, 0, math.nan, math.inf, True),
+    "mean": ((0.5, 0.5), "0.5", (0.5, None, 0.5), math.nan, []),
+    "std": (0, -1, (1, 1, 0), math.inf),
+    "residual_in_fp32": (1,),
+    "pos_embed_at": ("head", None),
+    "backbone": (
+        "r51",
+        5,
+        {},
+        dict(layers=5),
+        dict(layers=[1], width="2"),
+        dict(layers=[1], width=1e9),
+        dict(layers=[0]),
+    ),
+    "class_names": ("abc", ["a", "b"], ["a", "b", 3], 3, ["a"] * 4),
+    "keep": ("none", None, 1),
+}
+
+
+def test_every_argument_is_there():
+    assert [*WRONG] == [*ARGUMENTS, "class_names", "keep"]
+    assert {*WRONG} == {*inspect.signature(ViT).parameters}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values], ids=str)
+def test_what_means_nothing_is_refused_by_name(name, value):
+    with pytest.raises(InputError, match=name) as caught:
+        ViT(**{**SMALL, name: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(depth=1000, embed_dim=2**17, num_heads=1),
+        dict(num_classes=2**24, embed_dim=2**16, num_heads=1),
+        dict(img_size=2**16, patch_size=1, pos_embed_at="layers", depth=900),
+        dict(patch_size=2**15, img_size=2**15, embed_dim=64),
+        dict(reg_tokens=2**16, representation_size=2**17, embed_dim=2**17),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_too_much_together_are_refused_before_they_are_made(sizes):
+    with pytest.raises(InputError, match="the sizes must leave at most 1e.11 parameters"):
+        ViT(**{**SMALL, **sizes})
+
+
+def test_the_count_that_is_compared_is_near_the_truth():
+    from vitfast.arguments import _parameters
+
+    for made in (PRESETS["B/16"], PRESETS["H/14"]):
+        with torch.device("meta"):
+            model = ViT(**made)
+        assert _parameters(model.config) == pytest.approx(sum(p.numel() for p in model.parameters()), rel=2e-3)
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = dict(depth=np.int64(1), norm_eps=np.float32(0.5), img_size=(np.int32(16), 16), mean=[np.float64(0.1)] * 3)
+    config = ViT(**{**SMALL, **options}).config
+    assert {type(config[name]) for name in ("depth", "norm_eps")} == {int, float} and config["img_size"] == (16, 16)
+    assert type(config["img_size"][0]) is int and config["mean"] == (0.1, 0.1, 0.1)
+
+
+def test_changes_are_checked_too():
+    model = ViT(**SMALL)
+    for value in (-1, True, 2.0, "3", None, 10**12):
+        with pytest.raises(InputError, match="reset_classifier: num_classes must be a whole number"):
+            model.reset_classifier(value)
+    for value in (0, True, "16", None, (16,), 10**9):
+        with pytest.raises(InputError, match="set_input_size: img_size must be a whole number of pixels"):
+            model.set_input_size(value)
+    assert model.num_classes == 3 and model.patch_embed.img_size == (16, 16)
+
+
+def test_names_of_classes():
+    model = ViT(**SMALL)
+    assert model.class_names is None and "class_names" not in model.config
+    model.class_names = ["a", "b", "c"]
+    assert model.class_names == model.config["class_names"] == ("a", "b", "c")
+    assert ViT(**model.config).class_names == ("a", "b", "c")
+    for names, says in (("abc", "list of strings"), (["a"], "each of the 3 classes, got 1"), ([1, 2, 3], "strings")):
+        with pytest.raises(InputError, match=f"class_names must .*{says}"):
+            model.class_names = names
+    model.reset_classifier(3)
+    assert model.class_names is None and "class_names" not in model.config

@@ -1,0 +1,272 @@
+"""use_kernels in threads, tasks, generators, backward passes and compiled code; VITFAST_KERNELS."""
+
+import asyncio
+import contextvars
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from commands import run_cli
+from torch.utils.checkpoint import checkpoint
+
+from vitfast import InputError, ViT, ops
+from vitfast.kernels.launch import INTERPRETED, launches_made
+from vitfast.ops import _mode
+from vitfast.ops._mode import current_mode
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
+X, WEIGHT = torch.randn(3, 16), torch.randn(16)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """Each test begins and ends as a thread does that never chose."""
+    with ops.use_kernels("auto"):
+        yield
+    assert current_mode() == "auto"
+
+
+def in_thread(function):
+    """What `function()` returns in a thread of its own."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def in_context(function):
+    """What `function()` returns in a new context of a new thread; its error is raised here."""
+    found = in_thread(lambda: contextvars.Context().run(attempt, function))
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def attempt(function):
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def norm(x):
+    return ops.layer_norm(x, WEIGHT, None)
+
+
+def test_two_threads_leave_nothing_behind():
+    """Each enters before the other leaves: what stays was "off" for ever."""
+    inside, seen = threading.Barrier(2, timeout=20), {}
+
+    def run(mode):
+        with ops.use_kernels(mode):
+            inside.wait()
+            seen[mode] = current_mode()
+            inside.wait()
+        seen[f"after {mode}"] = current_mode()
+
+    threads = [threading.Thread(target=run, args=(mode,)) for mode in ("off", "on")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"off": "off", "on": "on", "after off": "auto", "after on": "auto"}
+    assert current_mode() == "auto" and in_thread(current_mode) == "auto"
+
+
+def test_a_with_never_shows_in_another_thread():
+    chosen = ops.use_kernels("off")
+    assert in_thread(current_mode) == "auto", "nor between the call and the entry"
+    with chosen:
+        assert current_mode() == "off" and in_thread(current_mode) == "auto"
+
+
+def test_nested_blocks_and_plain_calls():
+    with ops.use_kernels("off"):
+        with ops.use_kernels("on"):
+            assert current_mode() == "on"
+            ops.use_kernels("auto")
+            assert current_mode() == "auto", "until the block ends"
+        assert current_mode() == "off"
+        with pytest.raises(ZeroDivisionError), ops.use_kernels("on"):
+            1 / 0  # noqa: B018
+        assert current_mode() == "off"
+        with pytest.raises(ValueError, match="must be one of auto, on, off, got 'yes'"):
+            ops.use_kernels("yes")
+        assert current_mode() == "off"
+
+
+def test_a_plain_call_is_of_its_thread():
+    def run():
+        ops.use_kernels("off")
+        with ops.use_kernels("on"):
+            pass
+        return current_mode(), contextvars.Context().run(current_mode)
+
+    assert in_thread(run) == ("off", "off"), "in every context of the thread: a notebook's cells have their own"
+    assert current_mode() == "auto" == in_thread(current_mode)
+
+
+def test_a_plain_call_can_be_undone():
+    setter = in_thread(lambda: (ops.use_kernels("off"), ops.use_kernels("on").__exit__(), current_mode())[2])
+    assert setter == "off"
+
+
+def test_tasks_do_not_see_each_other():
+    async def run(mode, seen):
+        with ops.use_kernels(mode):
+            await asyncio.sleep(0)
+            seen.append(current_mode())
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        seen.append(current_mode())
+
+    async def both():
+        seen = {mode: [] for mode in ("off", "on", "auto")}
+        await asyncio.gather(*(run(mode, found) for mode, found in seen.items()))
+        return seen
+
+    assert in_thread(lambda: asyncio.run(both())) == {mode: [mode, "auto"] for mode in ("off", "on", "auto")}
+
+
+def test_generators_may_leave_in_any_order():
+    def generate(mode):
+        with ops.use_kernels(mode):
+            yield
+
+    first, second = generate("off"), generate("on")
+    next(first), next(second)
+    assert current_mode() == "on"
+    first.close()
+    assert current_mode() == "on"
+    second.close()
+    assert current_mode() == "auto"
+
+
+@interpreted
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_backward_is_of_the_forward_that_ran(mode):
+    x = X.clone().requires_grad_()
+    with ops.use_kernels(mode):
+        y = norm(x).sum()
+    before = launches_made()
+    with ops.use_kernels("off" if mode == "on" else "on"):
+        in_thread(y.backward)
+    assert (launches_made() > before) == (mode == "on")
+
+
+class Deep(torch.autograd.Function):
+    """Its backward calls backward again, so deep that autograd takes another of its threads, as it does on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, depth, run):
+        ctx.depth, ctx.run = depth, run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth == 0:
+            with torch.enable_grad():
+                x = X.clone().requires_grad_()
+                checkpoint(ctx.run, x, use_reentrant=False).sum().backward()
+        else:
+            with torch.enable_grad():
+                Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1, ctx.run).backward()
+        return grad, None, None
+
+
+@pytest.mark.parametrize("mode", ["off", pytest.param("on", marks=interpreted)])
+def test_autograds_threads_have_the_mode_of_the_backward_call(mode):
+    """Forward code that is run again there, of a checkpoint, runs as it did."""
+    seen = []
+
+    def run(x):
+        seen.append((threading.get_ident(), current_mode()))
+        return norm(x)
+
+    with ops.use_kernels(mode):
+        Deep.apply(torch.ones(1, requires_grad=True), 70, run).backward()
+    assert [found for _, found in seen] == [mode] * 2 and threading.get_ident() not in dict(seen)
+
+
+def counting_graphs():
+    graphs = []
+    return graphs, lambda graph, _: graphs.append(graph) or graph
+
+
+def kernels_in(graph) -> bool:
+    return any("vitfast" in str(node.target) for node in graph.graph.nodes)
+
+
+@interpreted
+def test_compiled_code_follows_the_mode_without_end_of_compilations():
+    torch._dynamo.reset()
+    graphs, backend = counting_graphs()
+    compiled = torch.compile(norm, fullgraph=True, backend=backend)
+    expected = norm(X)
+    for _ in range(4):
+        for mode in ("on", "off"):
+            with ops.use_kernels(mode):
+                before = launches_made()
+                torch.testing.assert_close(compiled(X), expected, atol=1e-5, rtol=1e-5)
+                assert (launches_made() > before) == (mode == "on")
+    assert [kernels_in(graph) for graph in graphs] == [True, False]
+    with ops.use_kernels("on"):
+        before = launches_made()
+        in_thread(lambda: compiled(X))
+        assert launches_made() == before, "another thread, another mode"
+    assert len(graphs) == 3
+
+
+@interpreted
+def test_the_mode_can_be_chosen_in_compiled_code():
+    torch._dynamo.reset()
+    graphs, backend = counting_graphs()
+
+    def both(x):
+        with ops.use_kernels("on"):
+            y = norm(x)
+        with ops.use_kernels("off"):
+            return y - norm(x)
+
+    out = torch.compile(both, fullgraph=True, backend=backend)(X)
+    assert out.abs().max() < 1e-5 and len(graphs) == 1 and kernels_in(graphs[0])
+    assert current_mode() == "auto"
+
+
+SCRIPT = """
+import torch
+from vitfast import InputError, ops
+x = torch.ones(1, 8)
+try:
+    ops.layer_norm(x, None, None)
+except InputError as error:
+    print(error)
+with ops.use_kernels("off"):
+    print(ops.layer_norm(x, None, None).sum().item())
+"""
+WRONG = "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
+
+
+def test_an_unknown_mode_in_the_environment_is_named_at_the_first_operation():
+    environment = {**os.environ, "VITFAST_KERNELS": "foo"}
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
+    assert run.stdout.splitlines() == [WRONG, "0.0"], run.stderr
+
+
+def test_an_unknown_mode_is_one_line_of_a_command(monkeypatch, capsys, tmp_path):
+    ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=1, num_classes=10).save_pretrained(tmp_path)
+    monkeypatch.setattr(_mode, "_START", "foo")
+    code, _, err = in_context(lambda: run_cli(capsys, "eval", "--weights", str(tmp_path), "--data", "digits"))
+    assert code == 2 and err.splitlines()[-1] == f"vitfast: error: {WRONG}" and "Traceback" not in err
+
+
+def test_the_start_value(monkeypatch):
+    monkeypatch.setattr(_mode, "_START", "off")
+    assert in_thread(current_mode) == "off"
+    monkeypatch.setattr(_mode, "_START", "foo")
+    with pytest.raises(InputError, match="VITFAST_KERNELS: must be one of auto, on, off, got 'foo'"):
+        in_context(current_mode)

@@ -1,0 +1,101 @@
+"""Early stopping (the paper's 4.3): when a run ends, what it keeps, and that it goes on as if it had not been cut."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import cut_at, digits, same, weights
+from safetensors.torch import load_file
+
+from vitfast import InputError, ViT
+from vitfast.data.loader import open_data
+from vitfast.eval.accuracy import evaluate
+from vitfast.train import trainer
+from vitfast.train.run_folder import kept_weights
+from vitfast.train.trainer import train
+
+ACCURACIES = (0.3, 0.5, 0.5, 0.4, 0.6, 0.6, 0.1, 0.2, 0.9)  # the fifth is best until three were not better
+
+
+def stopping(output: Path, **fields):
+    settings = dict(steps=18, eval_every=2, log_every=2, warmup_steps=0, lr_decay="constant", batch_size=8, img_size=16)
+    return digits(output, **settings | dict(early_stop=3, hold_out=0.2, train_images=64) | fields)
+
+
+def best(run: Path) -> dict:
+    return load_file(run / "best" / "model.safetensors")
+
+
+def records(run: Path, *columns: str) -> list[tuple]:
+    return [tuple(row[column] for column in columns) for row in csv.DictReader(open(run / "metrics.csv"))]
+
+
+def test_the_best_is_the_best_on_held_out_images_and_starts_again_with_the_run(tmp_path):
+    config = stopping(tmp_path / "run", steps=8, lr=0.01, early_stop=9)
+    summary = train(config)
+    accuracies = {
+        int(step): float(accuracy)
+        for step, split, accuracy in records(tmp_path / "run", "step", "split", "accuracy")
+        if split == "val"
+    }
+    assert not summary["stopped_early"] and summary["steps"] == 8
+    assert summary["best_accuracy"] == max(accuracies.values()) == accuracies[summary["best_step"]]
+    model, cpu = ViT.from_pretrained(tmp_path / "run" / "best"), torch.device("cpu")
+    data = open_data(config, (16, 16), (8, 8), cpu)
+    assert evaluate(model, data, cpu, None)["accuracy"] == summary["best_accuracy"]
+    assert summary["val_images"] == len(data.val) == 1437 - 1150
+    with pytest.raises(InputError, match="in its own folder only: give --output .*run"):
+        train(stopping(tmp_path / "other", steps=10, lr=0.01, early_stop=9), resume=str(tmp_path / "run"))
+    train(stopping(tmp_path / "run", steps=2, early_stop=None), resume="never")
+    assert not (tmp_path / "run" / "best").exists()
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """Evaluations tell ACCURACIES, by their step; the weights are those that are trained."""
+
+    def say(self) -> dict:
+        return dict(accuracy=ACCURACIES[self.step // 2 - 1], loss=1.0, images=1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Trainer, "evaluate", say)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(scripted, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("early") / "whole"
+    train(stopping(run))
+    return run
+
+
+def test_a_run_ends_after_the_evaluations_it_may_wait_and_keeps_the_best(whole, tmp_path):
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["finished"] and summary["stopped_early"] and summary["steps"] == 16
+    assert (summary["best_step"], summary["best_accuracy"], summary["accuracy"]) == (10, 0.6, 0.2)
+    tested = [step for step, split in records(whole, "step", "split") if split == "val"]
+    assert tested == [str(step) for step in range(2, 17, 2)]
+    train(stopping(tmp_path / "ten", early_stop=None, steps=10))
+    assert same(best(whole), weights(tmp_path / "ten")) and not same(best(whole), weights(whole))
+    assert "best_step" not in json.loads((tmp_path / "ten" / "summary.json").read_text())
+    assert kept_weights(whole) == whole / "best" and ViT.from_pretrained(whole / "best").num_classes == 10
+    assert kept_weights(tmp_path / "ten") == tmp_path / "ten" / "checkpoints" / "last"
+    assert train(stopping(whole)) == summary  # it is finished: nothing is trained again
+
+
+@pytest.mark.parametrize("cut", [10, 13])
+def test_a_run_that_was_cut_off_stops_where_the_whole_one_does(whole, tmp_path, cut):
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+        cut_at(patch, cut)
+        train(stopping(run))
+    if cut == 10:  # cut off before the copy of the best checkpoint, which is the last one
+        (run / "best" / "model.safetensors").unlink()
+    again, once = train(stopping(run)), json.loads((whole / "summary.json").read_text())
+    for name in ("steps", "best_step", "best_accuracy", "stopped_early", "accuracy"):
+        assert again[name] == once[name], name
+    columns = ("step", "split", "loss", "accuracy", "lr")
+    assert records(run, *columns) == records(whole, *columns)
+    assert same(weights(run), weights(whole)) and same(best(run), best(whole))

@@ -1,0 +1,181 @@
+"""report.html of a run: what is in it, how large it can get, and that it never fails a run."""
+
+import base64
+import html
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checks import randomize
+from commands import RUN, make_folder, run_cli
+from runs import cut_at, digits, finetuning
+
+from vitfast import ViT
+from vitfast.config import Config
+from vitfast.data.loader import open_data
+from vitfast.data.transforms import transforms
+from vitfast.inspect.figures import as_png, draw_curves, draw_similarity
+from vitfast.inspect.page import page
+from vitfast.train import report
+from vitfast.train.trainer import train
+
+pytestmark = pytest.mark.reports
+CPU = torch.device("cpu")
+LIMIT = 3e6  # bytes
+
+
+def parts(run: Path) -> tuple[str, list[str], list[tuple[str, bool]]]:
+    """The text of a report, its headings, and of its small pictures the captions and whether they are marked."""
+    text = (run / "report.html").read_text()
+    captions = re.findall(r"<figcaption( class=marked)?>(.*?)</figcaption>", text)
+    return text, re.findall("<h2>(.*?)</h2>", text), [(html.unescape(c), bool(m)) for m, c in captions]
+
+
+def test_a_finished_run_has_a_report_of_what_its_model_says(tmp_path):
+    for task, config in (
+        ("pretrain", digits(tmp_path / "pretrain", steps=60, lr=1e-3, eval_every=60)),
+        ("finetune", finetuning(tmp_path / "pretrain", tmp_path / "finetune", steps=3, eval_every=3)),
+    ):
+        summary = train(config)
+        text, headings, captions = parts(tmp_path / task)
+        wanted = ["Curves", "Validation images and predictions", "Position embeddings", "Attention rollout", "Settings"]
+        assert headings == wanted
+        assert text.count("data:image/png;base64,") == 3 + 24 and not re.search("https?:|<script|<link", text)
+        p, n = summary["accuracy"], 360
+        assert f"{p:.4f} ± {np.sqrt(p * (1 - p) / n):.4f}" in text
+        assert (
+            f"torch {torch.__version__}" in text and f"<td>batch_size</td><td class=n>{config.batch_size}</td>" in text
+        )
+        assert len(text) < LIMIT
+
+        model = ViT.from_pretrained(tmp_path / task / "checkpoints" / "last").eval()  # and again, without its code
+        val = open_data(config, model.patch_embed.img_size, (1, 1), CPU).val
+        chosen = [round(i * 359 / 23) for i in range(24)]
+        transform = transforms(config, model.patch_embed.img_size)[1]
+        images = torch.stack([torch.from_numpy(np.asarray(transform(val[i][0]))) for i in chosen])
+        truth = [val[i][1] for i in chosen]
+        with torch.no_grad():
+            probabilities, found = model(images).softmax(-1).max(-1)
+        rows = [(p, f"{k} {q:.0%}") for k, q, p in zip(found.tolist(), probabilities.tolist(), truth)]
+        wrong = [(f"{text}, is {p}", True) for p, text in rows if int(text.split()[0]) != p]
+        right = [(text, False) for p, text in rows if int(text.split()[0]) == p]
+        assert captions == wrong + right and (task == "finetune" or (wrong and right))
+        assert f"Of 24 images {len(wrong)} are answered wrongly" in text
+
+
+@pytest.mark.parametrize("kind", ["masked", "resnet", "no positions"])
+def test_other_models_show_what_they_have(tmp_path, kind):
+    fields = dict(masked=dict(objective="masked"), resnet=dict(model="timm:resnet10t"))
+    train(digits(tmp_path, steps=2, batch_size=4, **fields.get(kind, dict(pos_embed="none"))))
+    text, headings, captions = parts(tmp_path)
+    looked = ["Validation images and predictions"] * (kind != "masked")
+    inside = ["Position embeddings", "Attention rollout"] * (kind != "resnet")
+    assert headings == ["Curves", *looked, *inside, "Settings"] and len(captions) == 24 * len(looked)
+    assert ("Not drawn: the model adds no position" in text) == (kind == "no positions")
+    assert ("±" in text.partition("<h2>")[0].partition("</table>")[0].partition("<table>")[2]) == (kind != "masked")
+
+
+def test_names_are_no_markup(tmp_path, capsys):
+    names = ("<script>alert(1)<", "b&amp;", "\"c'")
+    data = make_folder(tmp_path / "<i>data", classes=names)
+    code, _, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", data, "--output", tmp_path / "run", *RUN)
+    assert code == 0, err
+    text, _, captions = parts(tmp_path / "run")
+    assert "<script" not in text and "<i>" not in text and 'alt="validation image, "' not in text
+    shown = {re.split(r" \d+%", caption)[0] for caption, _ in captions} | {c.partition(", is ")[2] for c, _ in captions}
+    assert len(captions) == 18 and shown - {""} <= set(names) and len(shown - {""}) >= 2
+
+
+def test_a_run_that_stops_early_has_none_and_the_same_command_makes_it(tmp_path, monkeypatch):
+    train(digits(tmp_path, steps=4))
+    assert (tmp_path / "report.html").exists()
+    cut_at(monkeypatch, 6)
+    with pytest.raises(KeyError):
+        train(digits(tmp_path, steps=8, save_every=2))
+    assert not (tmp_path / "report.html").exists()  # that of 4 steps would be taken for one of 8
+    monkeypatch.undo()
+    assert train(digits(tmp_path, steps=8, save_every=2))["steps"] == 8
+    assert "<td>steps</td><td class=n>8</td>" in parts(tmp_path)[0]
+
+
+def test_what_fails_in_a_report_is_one_line_and_the_run_is_finished(tmp_path, monkeypatch, caplog):
+    def broken(*_):
+        raise ValueError("no such\ncolour")
+
+    def said() -> list[str]:
+        return [r.message for r in caplog.records if "report.html" in r.message]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vitfast.inspect.figures.draw_curves", broken)
+        summary = train(digits(tmp_path / "a", steps=2))
+    assert json.loads((tmp_path / "a" / "summary.json").read_text()) == summary and summary["finished"]
+    assert said() == ["no report.html: ValueError: no such colour"] and not (tmp_path / "a" / "report.html").exists()
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+        patch.delitem(sys.modules, "vitfast.inspect.figures")
+        patch.delitem(sys.modules, "vitfast.inspect.report")
+        assert train(digits(tmp_path / "b", steps=2))["finished"]
+    assert said() == ["no report.html: matplotlib is not installed"]
+
+
+def test_curves_leave_gaps_where_a_number_is_none():
+    values = [2.0, float("nan"), 1.5, float("inf"), 1.0, None]
+    records = [dict(epoch=i, split="train", loss=v, accuracy=None, lr=0.1) for i, v in enumerate(values)]
+    records += [dict(epoch=5.0, split="val", loss=float("nan"), accuracy=float("nan"), lr=None)]
+    figure = draw_curves({"run": records, "nothing yet": []})
+    lines = {axis.get_ylabel(): axis.lines for axis in figure.axes[::2]}
+    assert np.isnan(lines["loss"][0].get_ydata()).tolist() == [False, True, False, True, False, True]
+    assert (
+        np.isnan(lines["accuracy"][0].get_ydata()).all() and lines["learning rate"][0].get_ydata().tolist() == [0.1] * 6
+    )
+    assert as_png(figure).startswith(b"\x89PNG")
+
+
+def test_a_report_stays_small_whatever_is_in_the_images(tmp_path):
+    """Noise, which no format compresses, on 37 x 37 patches, after a million steps."""
+    torch.manual_seed(0)
+    model = randomize(ViT(img_size=296, patch_size=8, embed_dim=16, depth=1, num_heads=1, num_classes=1000)).eval()
+    data = open_data(Config(data="synthetic"), (296, 296), (8, 8), CPU)
+    rng = np.random.default_rng(0)
+    (tmp_path / "metrics.csv").write_text(
+        "step,epoch,split,loss,accuracy,lr,images_per_second,waiting_for_data\n"
+        + "".join(f"{10 * i},{i / 100},train,{x},{y},0.1,1,0\n" for i, (x, y) in enumerate(rng.random((100_000, 2))))
+    )
+    sections = report.curves({"run": tmp_path}) | report.validation_sections(model, data, CPU, None)
+    size = len(page("t", {}, sections))
+    pictures = re.findall(r'alt="([^"]*)" src="data:image/png;base64,([^"]+)', str(sections))
+    sizes = {name: len(base64.b64decode(content)) for name, content in pictures if not name.startswith("validation")}
+    assert size < LIMIT, sizes
+    assert len(pictures) == 27 and sizes["Position embeddings"] < 6e5
+
+
+def test_few_of_many_patches_are_drawn_with_their_own_numbers():
+    table = np.random.default_rng(0).standard_normal((37 * 37, 8))
+    similarity = (table @ table.T / 8).reshape(37, 37, 37, 37)
+    axis = draw_similarity(similarity, pixels=400).axes[0]
+    shown = axis.images[0].get_array()
+    assert max(shown.shape) <= 400
+    tick, label = axis.get_xticks()[1], int(axis.get_xticklabels()[1].get_text())
+    left = int(tick - 18)  # the tile's first column: 37 of them, the tick in the middle
+    np.testing.assert_array_equal(
+        shown[:37, left : left + 37], similarity[int(axis.get_yticklabels()[0].get_text()) - 1, label - 1]
+    )
+    assert draw_similarity(similarity[:4, :4, :4, :4], pixels=400).axes[0].images[0].get_array().shape == (19, 19)
+
+
+def test_images_of_several_classes_are_right_where_the_answer_is_one_of_them():
+    class Told(torch.nn.Module):
+        def forward(self, images):
+            return torch.eye(4)[[0, 1, 2]] * 3
+
+    labels = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 0, 0]])
+    images = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
+    note, text = report._predictions(Told(), images, labels, list("abcd"), CPU, None, "sigmoid")
+    captions = re.findall(r"<figcaption( class=marked)?>(.*?)</figcaption>", text)
+    assert [c for _, c in captions] == ["b 95%, is a, d", "c 95%, is of no class", "a 95%"]
+    assert [bool(m) for m, _ in captions] == [True, True, False] and "Of 3 images 2 are" in note

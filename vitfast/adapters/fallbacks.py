@@ -1,0 +1,63 @@
+"""The library's own code in the place of an operation: said by the log once, and by the report."""
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+
+ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry
+_log = logging.getLogger("vitfast")
+_quiet = ContextVar("vitfast.adapters.quiet", default=False)
+_said: set[tuple[str, str, str]] = set()
+# What the last call of a module asked for, by part, where no operation does that.
+_asked: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def said(kind: str, part: str, reason: str) -> None:
+    """Keeps the log from saying again what was said."""
+    _said.add((kind, part, reason))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The log says nothing inside."""
+    token = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
+@torch.compiler.assume_constant_result  # compiled code says it while it is compiled
+def _say(kind: str, part: str, reason: str) -> None:
+    if (kind, part, reason) not in _said and not _quiet.get():
+        said(kind, part, reason)
+        _log.warning("%s, %s: %s; the library's own code runs", kind, part, reason)
+
+
+def library_runs(module: nn.Module, part: str, reason: str, of_this_call: bool = False) -> None:
+    """A part of this module runs the library's code.
+
+    of_this_call: for a reason that the module does not show.
+    """
+    if torch.compiler._is_exporting_flag:
+        return
+    _say(type(module).__name__, part, reason)
+    if of_this_call and not torch.compiler.is_compiling():
+        _asked.setdefault(module, {})[part] = reason
+
+
+def operation_runs(module: nn.Module, part: str) -> None:
+    """A part of this module runs as an operation."""
+    if not torch.compiler.is_compiling() and _asked and module in _asked:
+        _asked[module].pop(part, None)
+
+
+def last_call(module: nn.Module, part: str) -> str | None:
+    """Why the last call of a module, compiled ones apart, ran the library's code; None where it did not."""
+    reason = _asked.get(module, {}).get(part)
+    return reason and f"in its last call: {reason}"

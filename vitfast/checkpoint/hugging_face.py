@@ -1,0 +1,101 @@
+"""transformers' JSON files, of the models that compute what our ViT does."""
+
+from ..arguments import shown
+from ..errors import InputError
+from .json_fields import activation, dropout_notes, only, read, refuse_unknown
+
+# Of each model_type: the prefix of its classes, the formats its tensors have, and its defaults for fields left out.
+_DEFAULTS = dict(num_attention_heads=12, hidden_act="gelu", image_size=224)
+MODELS = {
+    "vit": ("ViT", ("Hugging Face ViT",), _DEFAULTS | dict(layer_norm_eps=1e-12)),
+    "deit": ("DeiT", ("Hugging Face DeiT",), _DEFAULTS | dict(layer_norm_eps=1e-12)),
+    "dinov2": ("Dinov2", ("Hugging Face DINOv2",), _DEFAULTS | dict(layer_norm_eps=1e-6)),
+    "dinov2_with_registers": ("Dinov2WithRegisters", ("Hugging Face DINOv2",), _DEFAULTS | dict(layer_norm_eps=1e-6)),
+}
+CLASSES = ("Model", "ForImageClassification", "ForImageClassificationWithTeacher", "ForMaskedImageModeling")
+
+_TANH = ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
+# Their names of constructor arguments.
+ARGUMENTS = {
+    "hidden_size": "embed_dim",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "num_heads",
+    "layer_norm_eps": "norm_eps",
+    "image_size": "img_size",
+    "patch_size": "patch_size",
+    "num_channels": "in_chans",
+    "qkv_bias": "qkv_bias",
+    "num_register_tokens": "reg_tokens",
+    "drop_path_rate": "drop_path_rate",
+}
+FIXED = {
+    "use_swiglu_ffn": (False,),
+    "pruned_heads": ({},),
+    "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+# Fields without a say in the tokens and logits: of a pooler, a decoder and mask tokens, which the ViT leaves out (and
+# says so); of Dinov2Backbone, which is refused; of the start of training; and of any model.
+OTHERS = """
+    pooler_act pooler_output_size encoder_stride use_mask_token
+    apply_layernorm reshape_hidden_states out_features out_indices stage_names _out_features _out_indices
+    initializer_range layerscale_value gradient_checkpointing
+    architectures model_type transformers_version _name_or_path _commit_hash torch_dtype dtype id2label label2id
+    num_labels _num_labels problem_type finetuning_task task_specific_params return_dict use_return_dict
+    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss use_cache tie_word_embeddings
+    chunk_size_feed_forward cross_attention_hidden_size tie_encoder_decoder attn_implementation _attn_implementation
+    _attn_implementation_internal _attn_implementation_autoset
+""".split()
+
+
+def check_kind(config: dict) -> None:
+    """Raises InputError for a model_type or architecture that is not this ViT."""
+    kind = config["model_type"]
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise InputError(f"config.json: model_type {shown(kind)} is not this ViT; known are {', '.join(MODELS)}")
+    names, known = config.get("architectures") or [], [MODELS[kind][0] + name for name in CLASSES]
+    odd = [name for name in names if name not in known] if isinstance(names, list) else [names]
+    if odd:
+        known = ", ".join(known[:2])
+        raise InputError(f"config.json: architecture {shown(odd[0])} is not this ViT; known are {known}")
+
+
+def told(config: dict, form: str) -> tuple[dict, list[str]]:
+    """The constructor arguments in config.json, and notes.
+
+    form: the format of the tensors. Raises InputError for a model that computes something else.
+    """
+    kind = config["model_type"]
+    _, forms, defaults = MODELS[kind]
+    refuse_unknown(
+        config, {*ARGUMENTS, "hidden_act", "mlp_ratio", "intermediate_size", *FIXED, *DROPOUTS, *OTHERS}, "config.json"
+    )
+    only(config, FIXED)
+    config = defaults | {key: value for key, value in config.items() if value is not None}
+    found = {argument: read(config, field, argument) for field, argument in ARGUMENTS.items()}
+    found["act_layer"] = activation(config["hidden_act"], ACTIVATIONS)
+    found["hidden"] = read(config, "intermediate_size", "embed_dim")
+    if found["hidden"] is None and kind.startswith("dinov2"):
+        found["mlp_ratio"] = read(config, "mlp_ratio", "mlp_ratio")
+    if form not in forms:
+        raise InputError(f"config.json says model_type {kind!r}, the tensors are those of {form}")
+    return {k: v for k, v in found.items() if v is not None}, dropout_notes(config, DROPOUTS)
+
+
+def statistics(pixels: dict) -> dict:
+    """mean and std on the 0..1 scale, None where preprocessor_config.json has none."""
+    file = "preprocessor_config.json"
+    mean, std = (read(pixels, f"image_{name}", name, file) for name in ("mean", "std"))
+    if read(pixels, "do_normalize", "class_token", file) is False:
+        mean, std = 0.0, 1.0
+    rescale = read(pixels, "do_rescale", "class_token", file) is not False
+    factor = read(pixels, "rescale_factor", "norm_eps", file) if rescale else 1.0
+    scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # of what is normalised to 0..1
+    return {name: _divided(value, scale) for name, value in dict(mean=mean, std=std).items()}
+
+
+def _divided(value: float | tuple[float, ...] | None, scale: float) -> float | tuple[float, ...] | None:
+    return tuple(v / scale for v in value) if isinstance(value, tuple) else value and value / scale

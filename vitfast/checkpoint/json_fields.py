@@ -1,0 +1,76 @@
+"""Fields of other libraries' JSON: read by name and type, or refused by name."""
+
+from collections.abc import Iterable
+
+from .. import arguments
+from ..arguments import shown
+from ..errors import InputError
+from ..version import __version__
+
+_REMOVE = "remove it where it changes nothing that the model computes"
+
+
+def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str, remedy: str = _REMOVE) -> None:
+    """Raises InputError for fields that may say something of the model that nobody here understands."""
+    if odd := sorted(set(found) - set(known)):
+        raise InputError(f"{where} has {shown(odd[0])}, which vitfast {__version__} does not know; {remedy}")
+
+
+def section(config: dict, name: str) -> dict:
+    """The object in a field, {} where it is absent or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"config.json: {name} must be an object, got {shown(value)}")
+    return value or {}
+
+
+def read(config: dict, field: str, argument: str, file: str = "config.json"):
+    """The value of a field that is one of our arguments by another name; None where absent or null."""
+    value = config.get(field)
+    return None if value is None else arguments.read(argument, value, f"{file}: {field}")
+
+
+def only(config: dict, allowed: dict[str, tuple]) -> None:
+    """Raises InputError for a field with another value than those at which the ViT computes the same."""
+    for field, values in allowed.items():
+        value = config.get(field)
+        if value is not None and not any(value == one and type(value) is type(one) for one in values):
+            wanted = " or ".join(map(repr, values))
+            raise InputError(f"config.json: {field} must be {wanted} for a ViT like ours, got {shown(value)}")
+
+
+def activation(name, known: dict[str, str]) -> str | None:
+    """The ViT's name of an activation, None for None."""
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in known:
+        raise InputError(f"config.json: activation {shown(name)} is not supported; known are {', '.join(known)}")
+    return known[name]
+
+
+def dropout_notes(config: dict, fields: Iterable[str]) -> list[str]:
+    """A line for each rate of a dropout that the ViT has not: in training alone it would do something."""
+    rates = {field: read(config, field, "drop_rate") for field in fields}
+    return [f"{field}={rate} is not taken over, the ViT has no dropout there" for field, rate in rates.items() if rate]
+
+
+def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
+    """The names of `count` classes in a list or, by number, in an object; a note where they do not fit.
+
+    None for no names, and for those that Hugging Face makes up (LABEL_0, LABEL_1, ...).
+    """
+    if not value or not count:
+        return None, []
+    try:
+        numbered = (
+            {int(key): name for key, name in value.items()} if isinstance(value, dict) else dict(enumerate(value))
+        )
+    except (TypeError, ValueError):
+        numbered = {0: None}
+    if isinstance(value, str) or not all(isinstance(name, str) for name in numbered.values()):
+        raise InputError(f"config.json: {field} must be names of classes, got {shown(value)}")
+    if all(name == f"LABEL_{i}" for i, name in numbered.items()):
+        return None, []
+    if numbered.keys() != set(range(count)):
+        return None, [f"{field} is not taken over: it has {len(numbered)} names, not one for each of {count} classes"]
+    return tuple(numbered[i] for i in range(count)), []

@@ -1,0 +1,102 @@
+"""Tell the most probable classes of image files."""
+
+import argparse
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..errors import InputError
+from .options import add_evaluation_options, add_shared, evaluation_layers
+
+TEXT = dict(encoding="utf-8", errors="surrogateescape")  # names that are no UTF-8 go out as they came in
+logger = logging.getLogger("vitfast")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    images = "image files, folders of them at any depth, or - for paths from the standard input, one a line"
+    add("images", metavar="IMAGE", nargs="+", help=images)
+    add_evaluation_options(parser)
+    output = ".csv or .json, whole or absent: an interrupted command leaves none (default: CSV, printed as it comes)"
+    add("--output", metavar="FILE", type=Path, default=None, help=output)
+    add_shared(parser, "--force")
+    add("--top-k", metavar="N", type=int, default=5, help="classes of each image (default 5, at most all)")
+    sigmoid = "the probability of each class by itself, as objective=sigmoid trains it (default: they share 1)"
+    add("--sigmoid", action="store_true", default=False, help=sigmoid)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where at least one image has an answer, else 1."""
+    from ..checkpoint.files import check_free
+    from ..eval.predict import open_model, predict, write_csv, write_json
+    from ..files import write_atomically
+    from ..train.recipes import resolve
+
+    output = vars(args).pop("output")  # no setting of a run
+    suffix = ".json" if output is None and args.json else ".csv" if output is None else output.suffix
+    if suffix not in (".csv", ".json") or (args.json and suffix == ".csv") or (output and output.is_dir()):
+        raise InputError(f"--output {output}: give a file that ends in .csv or .json, with --json in .json")
+    if output is not None:
+        check_free(output, args.force)
+    total = None if "-" in args.images else sum(1 for _ in _paths(args.images))
+    config = resolve("eval", *evaluation_layers(args))
+    model, config = open_model(config, getattr(args, "img_size", None))
+    answers, counts = predict(model, _paths(args.images), config, top_k=args.top_k, sigmoid=args.sigmoid), Counter()
+
+    def write(file) -> None:
+        records = _watched(answers, counts, total, file)
+        if suffix == ".json":
+            write_json(records, file)
+        else:
+            write_csv(records, file, min(args.top_k, model.num_classes))
+
+    def save(temporary: Path) -> None:
+        with open(temporary, "w", newline="", **TEXT) as file:
+            write(file)
+
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, save)
+    else:
+        sys.stdout.reconfigure(**TEXT)
+        try:
+            write(sys.stdout)
+        except BrokenPipeError:  # `| head` has read enough; Python would complain when it closes the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    place = f", in {output}" if output else ""
+    print(f"{counts.total()} images, {counts['failed']} of them without an answer{place}", file=sys.stderr)
+    return 0 if counts["answered"] else 1
+
+
+def _paths(images: list[str]) -> Iterator[str]:
+    """The image files that the arguments name, in their order."""
+    from ..data.image_files import image_files
+
+    for name in images:
+        if name == "-":
+            lines = (os.fsdecode(line.rstrip(b"\n")) for line in sys.stdin.buffer)
+            yield from (line for line in lines if line)
+        else:
+            yield from image_files(name)
+
+
+def _watched(records: Iterable[dict], counts: Counter, total: int | None, file) -> Iterator[dict]:
+    """The records, counted, with a progress bar and a warning for each that is without an answer."""
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    off = not sys.stderr.isatty() or file.isatty()  # rows on the same terminal are progress enough
+    with logging_redirect_tqdm(), tqdm(total=total, unit="image", dynamic_ncols=True, disable=off) as bar:
+        for record in records:
+            if "error" in record:
+                logger.warning("no answer: %s", record["error"])
+            counts["failed" if "error" in record else "answered"] += 1
+            yield record
+            bar.update()
+            if file is sys.stdout:
+                file.flush()
+    if not counts:
+        raise InputError("no image to look at: the standard input names none")

@@ -1,0 +1,230 @@
+"""Folders of images: class folders, or a labels file that gives each image any number of classes."""
+
+import csv
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.utils.misc import natural_key
+
+from ..errors import InputError
+from .images import Unreadable, opened, printable, read_rgb
+from .samples import split_by_class
+
+HELD_OUT = 0.1  # share of a folder without val/ that is kept for validation
+LABELS = ("labels.csv", "labels.json")
+HEADER = ("file", "classes")
+UNLISTED = frozenset(".webp .bmp .gif .tif .tiff .ppm .pgm .avif .jp2".split())  # timm passes over them
+logger = logging.getLogger("vitfast")
+
+
+class ImageFiles:
+    """Image files of one split.
+
+    labels: the class number of each, or where an image has any number of classes a tuple of them.
+    """
+
+    def __init__(self, files: list[str], labels: list, classes: list[str], min_size: tuple[int, int]):
+        self.files, self.labels, self.classes, self.min_size = files, labels, classes, min_size
+        self.multi_label = isinstance(next(iter(labels), None), tuple)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def name(self, index: int) -> str:
+        return printable(self.files[index])
+
+    def label(self, index: int) -> int | np.ndarray:
+        """The class of an image, or (K,) float32 zeros and ones."""
+        if not self.multi_label:
+            return self.labels[index]
+        target = np.zeros(len(self.classes), np.float32)
+        target[list(self.labels[index])] = 1
+        return target
+
+    def opened(self, index: int):
+        """A context: the image, its header read. Raises Unreadable."""
+        return opened(self.files[index], self.name(index), self.min_size)
+
+    def __getitem__(self, index: int):
+        return read_rgb(self.files[index], self.name(index), self.min_size), self.label(index)
+
+
+def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFiles]:
+    """(training, validation) images of a folder. Raises InputError.
+
+    Single images may be unreadable, and are found when they are read; a class of which nothing can be is an error here.
+    """
+    if not root.is_dir():
+        raise InputError(f"{root} is a file; --data takes a folder that holds train/<class>/ (and val/<class>/)")
+    train_root = root / "train" if (root / "train").is_dir() else root
+    names = ("val", "validation", "test") if train_root != root else ()
+    val_root = next((root / name for name in names if (root / name).is_dir()), None)
+    if any((train_root / name).exists() for name in LABELS):
+        return _listed(train_root, val_root, min_size)
+    train = _class_folders(train_root, min_size)
+    if len(train.classes) < 2:
+        raise InputError(f"{train_root} has one class only ({train.classes[0]!r}); expected a folder for each class")
+    if val_root is None:
+        _check_classes(train_root, train)
+        return _held_out(train)
+    val = _class_folders(val_root, min_size)
+    missing = [c for c in train.classes if c not in val.classes]
+    extra = [c for c in val.classes if c not in train.classes]
+    if missing or extra:
+        kinds = {"missing in validation": missing, "only in validation": extra}
+        shown = {kind: f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for kind, names in kinds.items()}
+        differences = "; ".join(f"{kind}: {shown[kind]}" for kind, names in kinds.items() if names)
+        raise InputError(f"{val_root} and {train_root} must have the same class folders; {differences}")
+    _check_classes(train_root, train)
+    _check_classes(val_root, val)
+    return train, val
+
+
+def _held_out(source: ImageFiles) -> tuple[ImageFiles, ImageFiles]:
+    """(training, validation): a fixed tenth of every class held out, at least one image of two.
+
+    Where images have any number of classes, a tenth of all.
+    """
+    groups = [0] * len(source) if source.multi_label else source.labels
+    held, kept = split_by_class(groups, lambda n: max(round(n * HELD_OUT), int(n > 1)), seed=0)
+    parts = ([[whole[i] for i in part] for whole in (source.files, source.labels)] for part in (kept, held))
+    return tuple(ImageFiles(files, labels, source.classes, source.min_size) for files, labels in parts)
+
+
+# ---- class folders
+
+
+def _class_folders(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
+    _check_tree(folder)
+    try:
+        reader = ReaderImageFolder(str(folder))
+    except RuntimeError:
+        expected = "expected class folders with .jpg, .jpeg or .png files in them"
+        raise InputError(f"no images in {folder}: {expected}") from None
+    if "" in reader.class_to_idx:
+        stray = next(file for file, label in reader.samples if label == reader.class_to_idx[""])
+        listing = f"list the images and their classes in {folder / LABELS[0]}"
+        raise InputError(f"{printable(stray)} lies in no class folder: move it into one, or {listing}")
+    files, labels = zip(*reader.samples)
+    classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
+    return ImageFiles(list(files), list(labels), classes, min_size)
+
+
+def _check_tree(folder: Path) -> None:
+    """Raises InputError for a link back to a folder around it, and for a folder that may not be read.
+
+    timm's reader would follow the one forty times, and pass over the other. Warns of image files of kinds that it
+    passes over.
+    """
+
+    def refuse(error: OSError):
+        raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
+
+    unlisted = []
+    for here, names, files in os.walk(folder, followlinks=True, onerror=refuse):
+        unlisted += [name for name in files if os.path.splitext(name)[1].lower() in UNLISTED]
+        for link in (path for name in names if os.path.islink(path := os.path.join(here, name))):
+            around, depth = Path(here), len(Path(here).relative_to(folder).parts)
+            if os.path.realpath(link) in {os.path.realpath(part) for part in (around, *list(around.parents)[:depth])}:
+                raise InputError(f"{printable(link)} links back to a folder around it; remove the link")
+    if unlisted:
+        kinds = " ".join(sorted({os.path.splitext(name)[1].lower() for name in unlisted}))
+        logger.warning(
+            "%s: %d files (%s) are passed over; class folders hold JPEG and PNG", folder, len(unlisted), kinds
+        )
+
+
+def _check_classes(folder: Path, source: ImageFiles) -> None:
+    """Raises InputError where no image of a class has a header that can be read."""
+    readable, errors = set(), {}
+    for index, label in enumerate(source.labels):
+        if label not in readable:
+            try:
+                with source.opened(index):
+                    readable.add(label)
+            except Unreadable as error:
+                errors.setdefault(label, error)
+    empty = next((label for label in errors if label not in readable), None)
+    if empty is not None:
+        name = source.classes[empty]
+        raise InputError(f"{folder}: no image of the class {name!r} can be read, the first: {errors[empty]}")
+
+
+# ---- labels files
+
+
+def _listed(train_root: Path, val_root: Path | None, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFiles]:
+    rows = list(_rows(train_root))
+    classes = sorted({name for _, _, names in rows for name in names}, key=natural_key)
+    if not classes:
+        raise InputError(f"{_labels_file(train_root)} gives no image a class")
+    train = _labelled(train_root, rows, classes, min_size)
+    if val_root is None:
+        return _held_out(train)
+    return train, _labelled(val_root, list(_rows(val_root)), classes, min_size)
+
+
+def _labelled(folder: Path, rows: list, classes: list[str], min_size: tuple[int, int]) -> ImageFiles:
+    """The images of a labels file. Raises InputError for a missing file and an unknown class."""
+    numbers, labels, files, seen = {name: number for number, name in enumerate(classes)}, [], [], {}
+    for row, (where, file, names) in enumerate(rows):
+        if file in seen:
+            raise InputError(f"{where}: {printable(file)} is there already, in {seen[file]}; give its classes once")
+        if not (folder / file).is_file():
+            header = f"; the first line may be {','.join(HEADER)!r}" if row == 0 else ""
+            raise InputError(f"{where}: no file {printable(str(folder / file))}{header}")
+        unknown = next((name for name in names if name not in numbers), None)
+        if unknown is not None:
+            raise InputError(f"{where}: {printable(file)} has the class {unknown!r}, which no training image has")
+        labels.append(tuple(numbers[name] for name in names))
+        seen[file] = where
+        files.append(str(folder / file))
+    return ImageFiles(files, labels, classes, min_size)
+
+
+def _rows(folder: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """(where it stands, file, classes) of each line of a folder's labels file. Raises InputError."""
+    path = _labels_file(folder)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        found = list(_json(path, text) if path.suffix == ".json" else _csv(path, text))
+    except (OSError, ValueError, csv.Error) as error:
+        raise error if isinstance(error, InputError) else InputError(f"{path} cannot be read: {error}") from None
+    if not found:
+        raise InputError(f"{path} lists no images")
+    for where, file, names in found:
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            raise InputError(f"{where}: expected the names of the classes of {printable(file)}, got {names!r}")
+        yield where, file, names
+
+
+def _csv(path: Path, text: str) -> Iterator[tuple[str, str, list[str]]]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    for line in reader:
+        where = f"{path}, line {reader.line_num}"
+        if line and len(line) != 2:
+            raise InputError(f"{where}: expected a file and its classes, such as cat.jpg,cat;dog")
+        if line and tuple(line) != HEADER:
+            yield where, line[0], [name.strip() for name in line[1].split(";")] if line[1].strip() else []
+
+
+def _json(path: Path, text: str) -> Iterator[tuple[str, str, list[str]]]:
+    if not text.lstrip().startswith("{"):
+        raise InputError(f'{path} must hold an object such as {{"cat.jpg": ["cat", "dog"]}}')
+    for file, names in json.loads(text, object_pairs_hook=list):  # pairs: a dict would hide a file given twice
+        yield f"{path}, {printable(file)}", file, names
+
+
+def _labels_file(folder: Path) -> Path:
+    """The labels file of a folder. Raises InputError where there is none, or two."""
+    found = [folder / name for name in LABELS if (folder / name).exists()]
+    if len(found) != 1:
+        have = "two labels files" if found else "no labels file, which the training folder has"
+        raise InputError(f"{folder} has {have}; it takes one of {' and '.join(LABELS)}")
+    return found[0]

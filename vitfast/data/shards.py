@@ -1,0 +1,165 @@
+"""Data sets in shards: WebDataset tar files, streamed Hugging Face data sets, TensorFlow data sets."""
+
+import io
+import tarfile
+from array import array
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from timm.data import IterableImageDataset
+from torch.utils.data import IterableDataset
+
+from ..errors import InputError
+from .images import Unreadable, as_rgb, printable, read_rgb
+from .samples import padding
+
+SUFFIXES = ("jpg", "jpeg", "png", "webp")  # the images of WebDataset shards
+
+
+class ShardFiles:
+    """The images of local WebDataset shards by index, read out of the tar files where they lie."""
+
+    def __init__(self, paths: list[Path]):
+        self.paths, self.labels, self.names = paths, [], []
+        self.where = array("q")  # shard, offset, bytes of each image
+        for number, path in enumerate(paths):
+            for name, offset, size, label in _members(path):
+                self.where.extend((number, offset, size))
+                self.names.append(name)
+                self.labels.append(label)
+        self.classes = [str(i) for i in range(max(self.labels, default=-1) + 1)]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return printable(f"{self.paths[self.where[3 * index]]}, {self.names[index]}")
+
+    def __getitem__(self, index: int):
+        shard, offset, size = self.where[3 * index : 3 * index + 3]
+        try:
+            with open(self.paths[shard], "rb") as file:
+                file.seek(offset)
+                content = file.read(size)
+        except OSError as error:
+            raise Unreadable(f"{self.name(index)} cannot be read ({error.strerror})") from None
+        return read_rgb(io.BytesIO(content), self.name(index)), self.labels[index]
+
+
+def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
+    """(name, offset, bytes, class) of the images of a shard that have a .cls of the same key."""
+    images, labels = {}, {}
+    try:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                key, _, suffix = name.partition(".")
+                if member.isfile() and suffix.lower() == "cls":
+                    labels[folder, key] = int(tar.extractfile(member).read())
+                elif member.isfile() and suffix.lower() in SUFFIXES:
+                    images[folder, key] = member.name, member.offset_data, member.size
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise InputError(f"shard {path} cannot be read ({error})") from None
+    for key, image in images.items():
+        if labels.get(key, 0) < 0:
+            raise InputError(f"shard {path}: {printable(image[0])} has the class {labels[key]}; classes begin with 0")
+        if key in labels:
+            yield *image, labels[key]
+
+
+def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles:
+    """The shards of a split below `root`. Raises InputError where there are none."""
+    for prefix in prefixes:
+        paths = sorted([*root.glob(f"{prefix}*.tar"), *root.glob(f"{prefix}/*.tar")])
+        if paths:
+            found = ShardFiles(paths)
+            if not len(found):
+                raise InputError(
+                    f"{paths[0]}{' ...' if paths[1:] else ''}: no image in it has a class (NAME.jpg and NAME.cls)"
+                )
+            return found
+    raise InputError(f"no shards {root}/{prefixes[0]}*.tar; WebDataset folders hold train-*.tar and val-*.tar")
+
+
+class Shards:
+    """An iterable data set of timm's factory: read in order, not by index.
+
+    files: the same images by index, where they are local. decode: from
+    what the data set gives to a PIL image, where it gives none.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        dataset: IterableImageDataset,
+        classes: list[str],
+        files: ShardFiles | None = None,
+        decode: Callable | None = None,
+    ):
+        self.spec, self.dataset, self.classes, self.files, self.decode = spec, dataset, classes, files, decode
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def image(self, content, number: int) -> Image.Image:
+        """The RGB image of what the data set gave as the number'th of a pass. Raises Unreadable."""
+        path = content.get("path") if isinstance(content, dict) else None
+        name = printable(path or f"{self.spec}, image {number} of a pass,")
+        try:
+            return as_rgb(self.decode(content) if self.decode else content)
+        except Exception as error:
+            raise Unreadable(f"{name} is a broken image ({' '.join(str(error).split())}); remove it") from None
+
+    def samples(self, transform, size: tuple[int, int] | None = None) -> "ShardSamples":
+        """One pass over the images, transformed in the process that reads them; `size` as for ShardSamples."""
+        return ShardSamples(self, transform, size)
+
+
+class ShardSamples(IterableDataset):
+    """(uint8 (C, H, W), label, unreadable) of each image of timm's data set, which has no transform.
+
+    An image that cannot be read is an empty one of `size` with the label PADDING, or without a size (in training) it is
+    left out and named with the next one. Of WebDataset's shards timm passes over what it cannot decode, with a warning.
+    """
+
+    def __init__(self, source: Shards, transform, size: tuple[int, int] | None = None):
+        self.source, self.transform, self.size = source, transform, size
+
+    def __iter__(self):
+        unreadable = []
+        for number, (content, label) in enumerate(self.source.dataset):
+            try:
+                image = self.transform(self.source.image(content, number))
+            except Unreadable as error:
+                unreadable.append(str(error))
+                if self.size is None:
+                    continue
+                image, label = padding(self.size)
+            yield np.asarray(image), label, unreadable
+            unreadable = []
+
+
+def undecoded(dataset: IterableImageDataset) -> IterableImageDataset:
+    """timm's data set of a Hugging Face stream, which now gives files for `decode_streamed`.
+
+    A broken image that the stream itself decodes would end it.
+    """
+    builder = dataset.reader.builder
+    builder.as_streaming_dataset = partial(_stream_files, builder.as_streaming_dataset, dataset.reader.input_key)
+    return dataset
+
+
+def _stream_files(stream: Callable, key: str, **options):
+    import datasets
+
+    return stream(**options).cast_column(key, datasets.Image(decode=False))
+
+
+def decode_streamed(file: dict) -> Image.Image:
+    """The image of a file as Hugging Face streams it, by its bytes or its address; turned as EXIF says."""
+    import datasets
+
+    return datasets.Image().decode_example(file)

@@ -1,0 +1,50 @@
+"""How many processes read images, within the cores and the memory of this machine."""
+
+import logging
+import os
+from pathlib import Path
+
+from ..config import Config
+from ..distributed import Ranks
+from ..errors import InputError
+
+PREFETCH = 4  # batches that each process reads ahead
+A_CORE = 4  # processes at most for each core: more wait for each other
+DEFAULT = 8  # at most, where the settings name no number
+logger = logging.getLogger("vitfast")
+
+
+def loader_processes(config: Config, img_size: tuple[int, int], evaluated: int, ranks: Ranks) -> int:
+    """`config.workers`, else none for data in memory, else one for each core up to eight.
+
+    More than four for each core, or than half of the memory has room for with the batches that they read ahead, is
+    lowered with a warning. Raises InputError for a batch that does not fit into the memory. Ranks on one machine share
+    its cores and memory. evaluated: how many images there are for evaluations to read.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    image, memory, cores = 3 * img_size[0] * img_size[1], total_memory() // here, len(os.sched_getaffinity(0))
+    sizes = {"eval_batch_size": min(config.eval_batch_size, -(-evaluated // ranks.world)) * image}
+    if config.task != "eval":
+        sizes["batch_size"] = -(-config.batch_size // ranks.world) * image
+    name, largest = max(sizes.items(), key=lambda item: item[1])
+    if 2 * largest > memory:  # the single images, and the batch that is made of them
+        gib = f"{2 * largest / 2**30:,.1f} GiB while it is read, and there are {memory / 2**30:,.1f}"
+        raise InputError(f"{name}={getattr(config, name)} is too large: a batch takes {gib}; lower it")
+    by_cores, by_memory = max(1, A_CORE * cores // here), memory // 2 // max(1, PREFETCH * largest)
+    if config.workers is None:
+        return 0 if config.data in ("digits", "synthetic") else min(DEFAULT, cores, by_memory)
+    allowed = min(config.workers, by_cores, by_memory)
+    if allowed < config.workers:
+        half = f"half of the memory holds no more of the {PREFETCH} batches that each reads ahead"
+        why = half if by_memory < by_cores else f"at most {A_CORE} for each of {cores} cores"
+        logger.warning("workers=%d is lowered to %d: %s", config.workers, allowed, why)
+    return allowed
+
+
+def total_memory() -> int:
+    """Bytes of memory of this machine, or of the container that this process is in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or "max"
+        return total

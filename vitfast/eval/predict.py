@@ -1,0 +1,132 @@
+"""Classes and probabilities of image files, in a stream of which a few batches are held."""
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ..baselines import load_any, sizes
+from ..config import Config
+from ..data.images import printable, read_rgb
+from ..data.samples import ONE
+from ..data.transforms import transforms
+from ..data.workers import PREFETCH, loader_processes
+from ..device import autocast, autocast_dtype, choose_device
+from ..errors import InputError
+from .accuracy import cut_as_told
+
+
+class Files(Dataset):
+    """path -> (path, uint8 (C, H, W)), or (path, why it cannot be read)."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __getitem__(self, path: str) -> tuple[str, np.ndarray | str]:
+        try:
+            return path, np.asarray(self.transform(read_rgb(path, printable(path))))
+        except InputError as error:
+            return path, str(error)
+
+
+def collate(samples: list) -> tuple[list[tuple[str, str]], Tensor | None]:
+    """Of the samples of a batch each (path, error or ""), and the images of those without an error."""
+    errors = [(path, pixels if isinstance(pixels, str) else "") for path, pixels in samples]
+    images = [pixels for _, pixels in samples if not isinstance(pixels, str)]
+    return errors, torch.from_numpy(np.stack(images)) if images else None
+
+
+@torch.inference_mode()
+def best_classes(
+    model: nn.Module, images: Tensor, dtype: torch.dtype | None, count: int, sigmoid: bool
+) -> tuple[list, list]:
+    """(classes, probabilities), lists of `count` for each image, the best first."""
+    device = next(model.parameters()).device
+    try:
+        with autocast(device, dtype):
+            logits = model(images.to(device, non_blocking=True)).float()
+    except torch.OutOfMemoryError:
+        raise InputError(f"out of memory with {len(images)} images at once; give a smaller --batch-size") from None
+    probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    classes = logits.topk(count).indices  # not of the probabilities, which saturate
+    return classes.tolist(), probabilities.gather(-1, classes).tolist()
+
+
+def open_model(config: Config, img_size: int | None = None) -> tuple[nn.Module, Config]:
+    """`config.weights` on `config.device`, and the config with images cut as the weights say."""
+    model = load_any(config.model, config.weights, img_size).to(choose_device(config.device))
+    return model, cut_as_told(config)
+
+
+def predict(
+    model: nn.Module, paths: Iterable[str], config: Config | None = None, *, top_k: int = 5, sigmoid: bool = False
+) -> Iterator[dict]:
+    """For each image file, in order, its best classes as the model sees them: a generator of records.
+
+        dict(image=path, predictions=[dict(label="cat", probability=0.98), ...])    # top_k, or as many as classes
+        dict(image=path, error=why)                                                 # of one that cannot be read
+
+    Labels are the model's `class_names`, class numbers where it has none. Images are transformed as by `vitfast eval`,
+    on the CPU; the model, a ViT or a baseline, runs where it is and is set to eval. config: its eval_batch_size, amp,
+    workers, crop_mode and crop_pct count.
+    sigmoid: the probability of each class by itself, in place of shares of 1. Raises InputError where the model has no
+    head, or too little memory.
+    """
+    config = config or Config(task="eval")
+    if not model.num_classes or not getattr(model, "global_pool", "token"):
+        raise InputError("the model has no head that tells classes; fine-tune it first (vitfast finetune)")
+    if top_k < 1:
+        raise InputError(f"top_k must be at least 1, got {top_k}")
+    names = model.class_names or range(model.num_classes)
+    return _records(model.eval(), iter(paths), config, names, min(top_k, model.num_classes), sigmoid)
+
+
+def _records(
+    model: nn.Module, paths: Iterator[str], config: Config, names, count: int, sigmoid: bool
+) -> Iterator[dict]:
+    device, size, img_size = next(model.parameters()).device, config.eval_batch_size, sizes(model)[0]
+    dtype = autocast_dtype(config.amp, device)
+    dataset = Files(transforms(config, img_size)[1])
+    first = list(itertools.islice(paths, size))
+    # A single batch needs no processes.
+    workers = loader_processes(config, img_size, size, ONE) if len(first) == size else 0
+    options = dict(num_workers=workers, prefetch_factor=PREFETCH) if workers else {}
+    paths = itertools.chain(first, paths)
+    batches = iter(lambda: list(itertools.islice(paths, size)), [])
+    pinned = device.type == "cuda"
+    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=collate, pin_memory=pinned, **options)
+    for errors, images in loader:
+        found = iter(()) if images is None else zip(*best_classes(model, images, dtype, count, sigmoid))
+        for path, error in errors:
+            classes, probabilities = ((), ()) if error else next(found)
+            if not all(map(math.isfinite, probabilities)):
+                error = f"{path}: the model's output is not a number in amp={config.amp}"
+            if error:
+                yield dict(image=path, error=error)
+                continue
+            pairs = zip(classes, probabilities)
+            yield dict(image=path, predictions=[dict(label=names[k], probability=p) for k, p in pairs])
+
+
+def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
+    """Rows `image, label_1, probability_1, ...` of `count` classes; after an error empty but for the image."""
+    writer = csv.writer(file)
+    writer.writerow(["image", *(f"{name}_{i + 1}" for i in range(count) for name in ("label", "probability"))])
+    for record in records:
+        best = [(p["label"], f"{p['probability']:.6g}") for p in record.get("predictions", ())]
+        writer.writerow([record["image"], *itertools.chain(*(best or [("", "")] * count))])
+
+
+def write_json(records: Iterable[dict], file: TextIO) -> None:
+    """A JSON list, a line for each record."""
+    file.write("[")
+    for number, record in enumerate(records):
+        file.write(("," if number else "") + "\n" + json.dumps(record))
+    file.write("\n]\n")

@@ -1,0 +1,98 @@
+"""Kernels or plain PyTorch: the mode of a thread, and of the code inside a `with`."""
+
+import os
+import threading
+from contextvars import ContextVar
+
+import torch
+
+from ..errors import InputError
+
+MODES = ("auto", "on", "off")
+_START = os.environ.get("VITFAST_KERNELS") or "auto"
+
+_inside: ContextVar[tuple[tuple["use_kernels", str], ...]] = ContextVar("vitfast.use_kernels", default=())
+# Of each thread: `plain`, the mode of its last call without `with`, and `latest`, the mode that any call, entry or exit
+# left last. Compiled code reads and writes `latest`: Dynamo of torch 2.11 knows threads, but no context variables.
+_thread = threading.local()
+_KEY = "vitfast.use_kernels"  # `latest` once more, where autograd hands it on to its threads
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"use_kernels: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    return mode
+
+
+def _settle(inside: tuple, plain: str | None) -> None:
+    """Sets this context and this thread."""
+    _inside.set(inside)
+    _thread.plain, _thread.latest = plain, inside[-1][1] if inside else plain
+    torch._C._stash_obj_in_tls(_KEY, _thread.latest)
+
+
+def current_mode() -> str:
+    """The mode in force here; InputError where VITFAST_KERNELS has none."""
+    mode = None
+    if torch.compiler.is_compiling():
+        mode = getattr(_thread, "latest", None)
+    elif inside := _inside.get():
+        mode = inside[-1][1]
+    elif hasattr(_thread, "plain"):
+        mode = _thread.plain
+    elif torch._C._is_key_in_tls(_KEY):
+        mode = torch._C._get_obj_in_tls(_KEY)
+    mode = mode or _START
+    if mode not in MODES:
+        raise InputError(f"VITFAST_KERNELS: must be one of {', '.join(MODES)}, got {mode!r} in the environment")
+    return mode
+
+
+class use_kernels:
+    """Chooses between the kernels and plain PyTorch, as a context manager or a setter.
+
+    "auto" (default): kernels where they can run, plain PyTorch elsewhere. "on": kernels, or an error that says why not.
+    "off": plain PyTorch.
+
+    `with use_kernels(mode):` holds inside, in this thread and this task of asyncio alone. `use_kernels(mode)` without
+    `with` holds in this thread until the next such call, or until the `with` around it ends. Other threads begin with
+    the environment variable VITFAST_KERNELS, "auto" where it is not set. Backward is that of the forward that ran,
+    whatever the mode and the thread by then; where it runs forward code again (activation checkpointing), that has the
+    mode of the thread that calls backward(). Compiled code has the latest mode of its thread, without regard to tasks.
+    """
+
+    def __init__(self, mode: str):
+        self.mode, self._entered = _checked(mode), False
+        self._plain, self._latest = getattr(_thread, "plain", None), getattr(_thread, "latest", None)
+        if torch.compiler.is_compiling():
+            _thread.plain = _thread.latest = mode
+            return
+        self._inside = _inside.get()
+        if self._inside:
+            _settle((*self._inside[:-1], (self._inside[-1][0], mode)), self._plain)
+        else:
+            _settle((), mode)
+
+    def __enter__(self):
+        if torch.compiler.is_compiling():
+            _thread.latest = self.mode
+            return self
+        if not self._entered:  # it was no plain call
+            _settle(self._inside, self._plain)
+        self._entered = True
+        _settle((*_inside.get(), (self, self.mode)), getattr(_thread, "plain", None))
+        return self
+
+    def __exit__(self, *_):
+        if torch.compiler.is_compiling():
+            _thread.plain, _thread.latest = self._plain, self._latest
+            return
+        if not self._entered:
+            _settle(self._inside, self._plain)
+            return
+        # Generators may leave their blocks in another order than they entered them.
+        inside = list(_inside.get())
+        owners = [owner for owner, _ in inside]
+        if self in owners:
+            del inside[len(owners) - 1 - owners[::-1].index(self)]
+        _settle(tuple(inside), getattr(_thread, "plain", None))

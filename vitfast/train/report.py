@@ -1,0 +1,178 @@
+"""report.html of a finished run: one file that opens offline, its pictures inside."""
+
+import dataclasses
+import io
+import logging
+import platform
+import shlex
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..baselines import load_any
+from ..config import Config, as_plain
+from ..data.datasets import Shards, Subset
+from ..data.loader import Data
+from ..data.samples import ONE, PADDING
+from ..device import autocast
+from ..errors import InputError
+from ..files import write_atomically
+from ..inspect.measures import attention_rollout, position_similarity
+from ..inspect.page import gallery, page, picture, table
+from ..model import ViT
+from ..version import __version__
+from .log import read_metrics
+
+SHOWN, ATTENDED = 24, 8  # validation images with predictions, with attention
+THUMBNAIL = 96  # pixels of the longer side: with these numbers a report stays under 3 MB, whatever is in the images
+logger = logging.getLogger("vitfast")
+
+
+@contextmanager
+def optional():
+    """Makes a failure in the block one warning: a run is finished without a report too."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        logger.warning("no report.html: %s is not installed", error.name)
+    except Exception as error:
+        logger.warning("no report.html: %s", " ".join(f"{type(error).__name__}: {error}".split()))
+
+
+@optional()
+def write_report(config: Config, data: Data, summary: dict, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Writes report.html into the folder of a run that has its checkpoint, or says why not."""
+    run = Path(config.output)
+    model = load_any(config.model, run / "checkpoints" / "last").to(device).eval()  # not compiled, not sharded
+    sections = curves({config.task: run}) | validation_sections(model, data, device, dtype, config.objective)
+    settings = {name: str(value) for name, value in as_plain(config).items() if name != "about"}
+    sections["Settings"] = ("Those of config.yaml.", table(settings))
+    introduction = f"Recipe {config.name} on {config.data}. ± is the standard error."
+    save_page(run, f"vitfast {config.task}", facts(summary) | origin(), sections, introduction)
+
+
+def save_page(folder: Path, title: str, *content) -> None:
+    """Writes `folder`/report.html out of what `page` takes."""
+    text = page(title, *content).encode(errors="replace")  # names of folders need not be text
+    write_atomically(folder / "report.html", lambda temporary: temporary.write_bytes(text))
+
+
+def facts(summary: dict) -> dict[str, str]:
+    """A run's summary, for people."""
+
+    def text(value) -> str:
+        if isinstance(value, float):
+            return f"{value:,.4f}" if abs(value) < 10 else f"{value:,.1f}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    known = {k.replace("_", " "): text(v) for k, v in summary.items() if v is not None and k != "finished"}
+    if summary.get("top5") is not None:  # the accuracy of masked patches is no share of images
+        known["accuracy"] = with_error(summary["accuracy"], summary["val_images"])
+    return known
+
+
+def with_error(accuracy: float, images: int) -> str:
+    """An accuracy on so many images with its standard error, the binomial's."""
+    return f"{accuracy:.4f} ± {(accuracy * (1 - accuracy) / images) ** 0.5:.4f}"
+
+
+def origin() -> dict[str, str]:
+    """The command and the versions that make a page."""
+    program = Path(sys.argv[0]).name
+    words = ["python", "-m", "vitfast"] if program == "__main__.py" else [program]
+    command = shlex.join([*words, *sys.argv[1:]])
+    versions = f"vitfast {__version__}, torch {torch.__version__}, timm {timm.__version__}"
+    return dict(command=command, versions=f"{versions}, Python {platform.python_version()}")
+
+
+def curves(runs: dict[str, Path]) -> dict[str, tuple[str, str]]:
+    """The section of the curves in metrics.csv of the named run folders, side by side."""
+    from ..inspect.figures import as_png, draw_curves
+
+    figure = draw_curves({name: read_metrics(run) for name, run in runs.items()})
+    return {"Curves": ("", picture(as_png(figure), "loss, accuracy and learning rate against epochs"))}
+
+
+def validation_sections(
+    model: nn.Module,
+    data: Data,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    objective: str = "softmax",
+    examined: int = SHOWN,
+) -> dict[str, tuple[str, str]]:
+    """The sections of what a model in eval mode says of SHOWN validation images, and a ViT looks at.
+
+    examined: of so many, evenly spread over the set (the first of one that is read in order), its mistakes before
+    others.
+    """
+    images, labels = _validation_images(data, examined)
+    sections = {}
+    if getattr(model, "num_classes", 0):  # a ViT that learned by masked patches has no head
+        sections["Validation images and predictions"] = _predictions(
+            model, images, labels, data.classes, device, dtype, objective
+        )
+    return sections | (_inside(model, images[:ATTENDED]) if isinstance(model, ViT) else {})
+
+
+def _validation_images(data: Data, count: int) -> tuple[Tensor, Tensor]:
+    source = data.val
+    if not isinstance(source, Shards):
+        chosen = np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)
+        source = Subset(source, chosen.tolist())
+    config = dataclasses.replace(data.config, eval_batch_size=count)
+    images, labels = next(iter(dataclasses.replace(data, config=config, workers=0, ranks=ONE).in_order(source)))[:2]
+    read = (labels.reshape(len(labels), -1) != PADDING).all(1)
+    return images[read], labels[read]
+
+
+def _predictions(model, images, labels, classes, device, dtype, objective) -> tuple[str, str]:
+    """Note and pictures of SHOWN images with their most probable classes, and the truth if it is another.
+
+    labels: classes (B,), or zeros and ones (B, K).
+    """
+    with torch.no_grad(), autocast(device, dtype):
+        logits = model(images.to(device)).float().cpu()
+    probabilities, found = (logits.sigmoid() if objective == "sigmoid" else logits.softmax(-1)).max(-1)
+    truth = labels if labels.dim() == 2 else nn.functional.one_hot(labels, logits.shape[-1])
+    right = truth.gather(1, found[:, None])[:, 0] > 0
+    pictures = []
+    for i in right.int().argsort(stable=True)[:SHOWN].tolist():
+        names = ", ".join(classes[k] for k in truth[i].nonzero().flatten()) or "of no class"
+        text = f"{classes[found[i]]} {probabilities[i]:.0%}"
+        shown = _thumbnail(images[i], f"validation image, {names}")
+        pictures.append((shown, text if right[i] else f"{text}, is {names}", not right[i]))
+    wrong = int((~right).sum())
+    return f"Of {len(images)} images {wrong} are answered wrongly: those first, in orange.", gallery(pictures)
+
+
+def _thumbnail(image: Tensor, alt: str) -> str:
+    pixels = image.permute(1, 2, 0).numpy()
+    small = Image.fromarray(pixels if pixels.shape[-1] == 3 else pixels[..., 0])
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    small.save(buffer, "png")
+    return picture(buffer.getvalue(), alt)
+
+
+def _inside(model: ViT, images: Tensor) -> dict[str, tuple[str, str]]:
+    """Attention rollout and position embeddings, as `vitfast inspect` draws them."""
+    from ..inspect.figures import as_png, draw_attention, draw_similarity
+    from ..inspect.report import SECTIONS
+
+    figures = dict(rollout=draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy()))
+    try:
+        figures["positions"] = draw_similarity(position_similarity(model).cpu().numpy(), pixels=400)
+    except InputError:  # it adds none to its patches
+        pass
+    return {
+        heading: (note, picture(as_png(figures[name]), heading)) if name in figures else (absent, "")
+        for name, (heading, note, absent) in SECTIONS.items()
+        if name in ("rollout", "positions")
+    }
