@@ -10,7 +10,7 @@ from commands import CLASSES, make_folder, picture, run_cli
 from runs import content, cut_at, digits, pretraining_command, same, training_tensors, weights
 from timm.models._hub import save_for_hf
 
-from vitfast import InputError
+from vitfast import InputError, ViT
 from vitfast.baselines import baseline
 from vitfast.train import trainer as trainer_module
 from vitfast.train.resume import check_data, read_training_state
@@ -154,6 +154,12 @@ def test_classes_in_another_order_are_told():
 
 def test_a_model_knows_its_class_names(cut_off, tmp_path, monkeypatch):
     monkeypatch.chdir(cut_off)
+    last = Path("run", "checkpoints", "last")
+    assert json.loads((last / "config.json").read_text())["class_names"] == list(CLASSES)
+    assert (
+        ViT.from_pretrained(last).class_names == CLASSES
+        and ViT.from_pretrained(last, num_classes=5).class_names is None
+    )
     options = FOLDER | dict(output=str(tmp_path / "run"), steps=1)
     for fields in ({}, dict(ema_decay=0.9), dict(model="timm:test_resnet")):
         model = Trainer(digits(**options | fields)).train_step.averaged
