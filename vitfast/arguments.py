@@ -160,15 +160,20 @@ ARGUMENTS: dict[str, Check] = {
 }
 
 
-def read(name: str, value, called: str = ""):
-    """The value of one constructor argument, as Python's own type.
-
-    Raises InputError where it is none. called: the name in the message, `ViT: {name}` unless given.
-    """
+def enforce(check: Check, value, called: str):
+    """check(value); raises InputError with the name `called` where it does not pass."""
     try:
-        return ARGUMENTS[name](value)
+        return check(value)
     except ValueError as error:
-        raise InputError(f"{called or f'ViT: {name}'} must be {error}, got {shown(value)}") from None
+        raise InputError(f"{called} must be {error}, got {shown(value)}") from None
+
+
+def read(name: str, value, called: str = ""):
+    """The value of one constructor argument, as Python's own type. Raises InputError where it is none.
+
+    called: the name in the message, `ViT: {name}` unless given.
+    """
+    return enforce(ARGUMENTS[name], value, called or f"ViT: {name}")
 
 
 def checked(config: dict) -> dict:

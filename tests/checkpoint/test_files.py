@@ -215,7 +215,7 @@ def test_wrong_paths_say_what_is_wrong(tmp_path):
         ('{"architecture": "vit_base_patch16_224", "global_pool": "max"}', "global_pool='max' is not supported"),
         (
             '{"architecture": "vit_base_patch16_rpn_224"}',
-            "timm's vit_base_patch16_rpn_224 has its norms after attention and MLP, which vitfast does not have",
+            "timm's 'vit_base_patch16_rpn_224' has its norms after attention and MLP, which vitfast does not have",
         ),
     ],
 )

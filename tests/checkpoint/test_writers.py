@@ -250,16 +250,14 @@ def test_models_that_a_format_cannot_hold(tmp_path, form):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("form", ["timm", "huggingface", "torchvision"])
-@pytest.mark.parametrize("classes", [0, CLASSES])
+@pytest.mark.parametrize(
+    "form, classes", [("timm", 0), ("timm", CLASSES), ("huggingface", 0), ("huggingface", CLASSES), ("torchvision", 0)]
+)
 def test_a_head_without_a_place_can_be_replaced(tmp_path, capsys, form, classes):
     """What the error says works, word for word; with 0 classes a hidden layer would be the head that is left."""
     save(small(representation_size=7 if form != "torchvision" else None, num_classes=classes), tmp_path / "in")
     command = ["convert", tmp_path / "in", tmp_path / TARGETS[form], "--format", form]
     code, _, err = run(capsys, *command)
-    if form == "torchvision" and classes:
-        assert code == 0
-        return
     assert code == 2 and f"--num-classes N (any but {classes}) puts a new one in its place" in err
     assert ("--num-classes 0 leaves the head out" in err) == (classes > 0)
     assert run(capsys, *command, "--num-classes", 9)[0] == 0

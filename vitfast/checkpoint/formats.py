@@ -35,6 +35,9 @@ class Format:
     prepare: Callable[[State], tuple[State, dict]] = lambda state: (state, {})
 
 
+_IN_MOST = ("cls_token", "reg_token", "blocks.0.ls1.gamma")  # of timm's models: one of these
+
+
 @dataclass
 class Converted:
     """The tensors of a file in timm's names, and what else the file says of its model.
@@ -49,6 +52,11 @@ class Converted:
     left_out: list[str]
     training: dict
     gamma_names: bool
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for the tensors that are left out."""
+        return [f"left out, as the ViT has no place for them: {', '.join(self.left_out)}"] if self.left_out else []
 
     def doubt(self, known: Mapping) -> str:
         """Why these tensors alone may be of a model that computes something else, or "".
@@ -65,13 +73,11 @@ class Converted:
         elif self.gamma_names and known.get("pos_embed") != "learn":
             where = "in DeiT III's own files, but also in timm's models with rotary positions"
             return f"LayerScale is called gamma_1: so it is {where}, {rotary}'learn'"
-        elif known.get("act_layer") is None and not any(name in self.state for name in _SELDOM_ABSENT):
+        elif known.get("act_layer") is None and not any(name in self.state for name in _IN_MOST):
             others = "SigLIP's have an exact GELU or a tanh one, vit_base_patch16_rpn_224 (which vitfast cannot load)"
             return f"timm's models with these tensors differ: {others} has its norms after attention; pass act_layer="
         return ""
 
-
-_SELDOM_ABSENT = ("cls_token", "reg_token", "blocks.0.ls1.gamma")
 
 # Keys of Vision Transformers that ours is not, or not yet.
 NOT_YET = {

@@ -1,6 +1,7 @@
 """transformers' JSON files, of the models that compute what our ViT does."""
 
-from ..arguments import shown
+from .. import arguments
+from ..arguments import POSITIVE, flag, shown
 from ..errors import InputError
 from .json_fields import activation, dropout_notes, only, read, refuse_unknown
 
@@ -37,9 +38,10 @@ FIXED = {
     "add_cross_attention": (False,),
 }
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-# Fields without a say in the tokens and logits: of a pooler, a decoder and mask tokens, which the ViT leaves out (and
-# says so); of Dinov2Backbone, which is refused; of the start of training; and of any model.
+# Fields that are read below, and those without a say in the tokens and logits: of a pooler, a decoder and mask tokens,
+# which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model.
 OTHERS = """
+    hidden_act intermediate_size mlp_ratio
     pooler_act pooler_output_size encoder_stride use_mask_token
     apply_layernorm reshape_hidden_states out_features out_indices stage_names _out_features _out_indices
     initializer_range layerscale_value gradient_checkpointing
@@ -70,16 +72,14 @@ def told(config: dict, form: str) -> tuple[dict, list[str]]:
     """
     kind = config["model_type"]
     _, forms, defaults = MODELS[kind]
-    refuse_unknown(
-        config, {*ARGUMENTS, "hidden_act", "mlp_ratio", "intermediate_size", *FIXED, *DROPOUTS, *OTHERS}, "config.json"
-    )
+    refuse_unknown(config, {*ARGUMENTS, *FIXED, *DROPOUTS, *OTHERS}, "config.json")
     only(config, FIXED)
     config = defaults | {key: value for key, value in config.items() if value is not None}
-    found = {argument: read(config, field, argument) for field, argument in ARGUMENTS.items()}
+    found = {name: read(config, field, arguments.ARGUMENTS[name]) for field, name in ARGUMENTS.items()}
     found["act_layer"] = activation(config["hidden_act"], ACTIVATIONS)
-    found["hidden"] = read(config, "intermediate_size", "embed_dim")
+    found["hidden"] = read(config, "intermediate_size", arguments.ARGUMENTS["embed_dim"])
     if found["hidden"] is None and kind.startswith("dinov2"):
-        found["mlp_ratio"] = read(config, "mlp_ratio", "mlp_ratio")
+        found["mlp_ratio"] = read(config, "mlp_ratio", arguments.ARGUMENTS["mlp_ratio"])
     if form not in forms:
         raise InputError(f"config.json says model_type {kind!r}, the tensors are those of {form}")
     return {k: v for k, v in found.items() if v is not None}, dropout_notes(config, DROPOUTS)
@@ -88,11 +88,11 @@ def told(config: dict, form: str) -> tuple[dict, list[str]]:
 def statistics(pixels: dict) -> dict:
     """mean and std on the 0..1 scale, None where preprocessor_config.json has none."""
     file = "preprocessor_config.json"
-    mean, std = (read(pixels, f"image_{name}", name, file) for name in ("mean", "std"))
-    if read(pixels, "do_normalize", "class_token", file) is False:
+    mean, std = (read(pixels, f"image_{name}", arguments.ARGUMENTS[name], file) for name in ("mean", "std"))
+    if read(pixels, "do_normalize", flag, file) is False:
         mean, std = 0.0, 1.0
-    rescale = read(pixels, "do_rescale", "class_token", file) is not False
-    factor = read(pixels, "rescale_factor", "norm_eps", file) if rescale else 1.0
+    rescale = read(pixels, "do_rescale", flag, file) is not False
+    factor = read(pixels, "rescale_factor", POSITIVE, file) if rescale else 1.0
     scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # of what is normalised to 0..1
     return {name: _divided(value, scale) for name, value in dict(mean=mean, std=std).items()}
 

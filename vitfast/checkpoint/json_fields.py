@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from .. import arguments
-from ..arguments import shown
+from ..arguments import RATE, Check, enforce, shown
 from ..errors import InputError
 from ..version import __version__
 
@@ -24,10 +23,10 @@ def section(config: dict, name: str) -> dict:
     return value or {}
 
 
-def read(config: dict, field: str, argument: str, file: str = "config.json"):
-    """The value of a field that is one of our arguments by another name; None where absent or null."""
+def read(config: dict, field: str, check: Check, file: str = "config.json"):
+    """The value of a field, which must pass the check; None where it is absent or null."""
     value = config.get(field)
-    return None if value is None else arguments.read(argument, value, f"{file}: {field}")
+    return None if value is None else enforce(check, value, f"{file}: {field}")
 
 
 def only(config: dict, allowed: dict[str, tuple]) -> None:
@@ -50,7 +49,7 @@ def activation(name, known: dict[str, str]) -> str | None:
 
 def dropout_notes(config: dict, fields: Iterable[str]) -> list[str]:
     """A line for each rate of a dropout that the ViT has not: in training alone it would do something."""
-    rates = {field: read(config, field, "drop_rate") for field in fields}
+    rates = {field: read(config, field, RATE) for field in fields}
     return [f"{field}={rate} is not taken over, the ViT has no dropout there" for field, rate in rates.items() if rate]
 
 
@@ -62,9 +61,8 @@ def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, 
     if not value or not count:
         return None, []
     try:
-        numbered = (
-            {int(key): name for key, name in value.items()} if isinstance(value, dict) else dict(enumerate(value))
-        )
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        numbered = {int(key): name for key, name in pairs}
     except (TypeError, ValueError):
         numbered = {0: None}
     if isinstance(value, str) or not all(isinstance(name, str) for name in numbered.values()):

@@ -49,7 +49,10 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """
     content = read_tensors(locate(path).weights)
     with _named(path):
-        return to_timm_names(content).state
+        made = to_timm_names(content)
+    for note in made.notes:
+        logger.warning("%s: %s", path, note)
+    return made.state
 
 
 def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
@@ -78,9 +81,6 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
         if name in arguments.ARGUMENTS:
             arguments.read(name, overrides[name], f"from_pretrained: {name}")
     found = _open(source, overrides)
-    for note in found.notes:
-        logger.warning("%s: %s", source, note)
-
     classes = overrides.get("num_classes", found.config["num_classes"])
     changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes", "class_names")}
     if classes != found.config["num_classes"]:
@@ -102,6 +102,8 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
         model.reset_classifier(classes)
     if "class_names" in overrides:
         model.class_names = overrides["class_names"]
+    for note in found.notes:
+        logger.warning("%s: %s", source, note)
     dtypes = {v.dtype for v in found.state.values()}
     return model.to(*dtypes) if keep_dtype and len(dtypes) == 1 else model
 
@@ -127,9 +129,7 @@ def _open(source: str | Path, known: dict) -> Checkpoint:
             size, patch = pair(config.setdefault("img_size", 224)), pair(config["patch_size"])
             grid = size[0] // patch[0], size[1] // patch[1]
             made.state["pos_embed"] = positions.sincos_2d(grid, config["embed_dim"])
-    if made.left_out:
-        notes.append(f"left out, as the ViT has no place for them: {', '.join(made.left_out)}")
-    return Checkpoint(str(source), made.form.name, made.state, config, notes)
+    return Checkpoint(str(source), made.form.name, made.state, config, notes + made.notes)
 
 
 def _check_head(found: Checkpoint) -> None:

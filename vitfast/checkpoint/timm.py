@@ -8,8 +8,7 @@ refused. The tests compare the logits of every name of timm's, listed or not.
 import re
 from argparse import Namespace
 
-from .. import arguments
-from ..arguments import shown
+from ..arguments import ARGUMENTS, POOLS, enforce, shown
 from ..errors import InputError
 from .json_fields import activation, dropout_notes, only, read, refuse_unknown, section
 
@@ -94,7 +93,6 @@ FIXED = {
     "norm_layer": ("layernorm",),
     "attn_layer": ("", "attn"),
     "fix_init": (False, True),  # of the start of training alone
-    "strict_img_size": (False, True),
 }
 DROPOUTS = ("attn_drop_rate", "patch_drop_rate")
 # Fields of a pretrained_cfg, and beside it; the older config.json has all of them in one place. transformers adds its
@@ -122,25 +120,25 @@ def told(config: dict) -> tuple[dict, list[str]]:
     refuse_unknown(pretrained, PRETRAINED if pretrained is not config else config, "config.json: pretrained_cfg")
     name = config.get("architecture") or pretrained.get("architecture")
     args = {key: value for key, value in section(config, "model_args").items() if value is not None}
-    refuse_unknown(args, {*arguments.ARGUMENTS, *FIXED, *DROPOUTS}, "config.json: model_args")
+    refuse_unknown(args, {*ARGUMENTS, *FIXED, *DROPOUTS}, "config.json: model_args")
     only(args, FIXED)
     only(config, {"model_type": ("timm_wrapper",)})
     found = by_name(name)
     pool = args.pop("global_pool", config.get("global_pool"))
-    if pool is not None and pool not in arguments.POOLS:
+    if pool is not None and pool not in POOLS:
         raise InputError(f"config.json: global_pool={shown(pool)} is not supported; known are 'token', 'avg' and ''")
     act = activation(args.pop("act_layer", None), ACTIVATIONS)
     size = pretrained.get("input_size")
     if size is not None and not (isinstance(size, list) and len(size) == 3):
         raise InputError(f"config.json: input_size must be [channels, height, width], got {shown(size)}")
     found |= dict(
-        input_size=size and arguments.read("img_size", size[1:], "config.json: input_size"),
-        num_classes=read(config if "num_classes" in config else pretrained, "num_classes", "num_classes"),
-        mean=read(pretrained, "mean", "mean"),
-        std=read(pretrained, "std", "std"),
+        input_size=size and enforce(ARGUMENTS["img_size"], size[1:], "config.json: input_size"),
+        num_classes=read(config if "num_classes" in config else pretrained, "num_classes", ARGUMENTS["num_classes"]),
+        mean=read(pretrained, "mean", ARGUMENTS["mean"]),
+        std=read(pretrained, "std", ARGUMENTS["std"]),
         global_pool=pool,
     )
-    found |= {key: read(args, key, key) for key in args if key in arguments.ARGUMENTS}
+    found |= {key: read(args, key, ARGUMENTS[key]) for key in args if key in ARGUMENTS}
     found |= {"act_layer": act} if act else {}
     return {k: v for k, v in found.items() if v is not None}, dropout_notes(args, DROPOUTS)
 
@@ -152,17 +150,14 @@ def by_name(name) -> dict:
     """
     if not isinstance(name, str) or not name:
         raise InputError(f"config.json: architecture must be a name of timm's, got {shown(name)}")
-    name = name.partition(".")[0]
-    if name not in MODELS:
-        called = f"timm's {name if name.isidentifier() and len(name) < 80 else shown(name)}"
-        reason = next((why for pattern, why in REASONS.items() if re.search(pattern, name)), "")
-        if reason:
-            raise InputError(f"{called} {reason}, which vitfast does not have yet")
-        raise InputError(
-            f"vitfast does not know that {called} computes what its ViT does; where it does, put the name of one "
-            "that is known in its place (vit_base_patch16_224, with all other arguments in model_args)"
-        )
-    return dict(num_heads=MODELS[name], norm_eps=1e-6, act_layer="gelu_tanh" if name in TANH else "gelu")
+    name, _, _ = name.partition(".")  # without the tag
+    if name in MODELS:
+        return dict(num_heads=MODELS[name], norm_eps=1e-6, act_layer="gelu_tanh" if name in TANH else "gelu")
+    for pattern, why in REASONS.items():
+        if re.search(pattern, name):
+            raise InputError(f"timm's {shown(name)} {why}, which vitfast does not have yet")
+    other = "put the name of one that is known in its place (vit_base_patch16_224, with all its model_args)"
+    raise InputError(f"vitfast does not know that timm's {shown(name)} computes what its ViT does; where so, {other}")
 
 
 def of_training(content: dict) -> dict:
