@@ -57,7 +57,7 @@ def scripted():
     """Evaluations tell ACCURACIES, by their step; the weights are those that are trained."""
 
     def say(self) -> dict:
-        return dict(accuracy=ACCURACIES[self.step // 2 - 1], loss=1.0, images=1)
+        return dict(accuracy=ACCURACIES[self.step // 2 - 1], loss=1.0, images=1, unreadable_images=0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.Trainer, "evaluate", say)
