@@ -116,7 +116,7 @@ def _records(
 
 
 def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
-    """Rows `image, label_1, probability_1, ...` of `count` classes; after an error empty but for the image."""
+    """Rows `image, label_1, probability_1, ...` of `count` classes; of an error the image alone."""
     writer = csv.writer(file)
     writer.writerow(["image", *(f"{name}_{i + 1}" for i in range(count) for name in ("label", "probability"))])
     for record in records:
