@@ -23,7 +23,6 @@ def locked(run: Path) -> Iterator[None]:
 
     Raises InputError where another process holds it.
 
-
     The system's lock on the file ends with its process, however that ends: a file that was left behind on this machine
     is taken over. From one machine to another that lock may not reach, and what the file says decides.
     """
