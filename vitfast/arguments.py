@@ -39,7 +39,7 @@ def check(config: dict) -> None:
 
 
 def per_channel(name: str, value: float | Sequence[float] | Tensor, chans: int) -> tuple[float, ...]:
-    """A mean or std for each channel, from one number or as many, a tensor's or an array's too. Raises InputError."""
+    """A mean or std for each channel, from one number or as many (a tensor's too). Raises InputError."""
     try:
         values = tuple(map(float, channel_values(f"ViT: {name}", () if value is None else value, chans)))
     except (TypeError, ValueError) as error:

@@ -42,7 +42,7 @@ def _settle(inside: tuple, plain: str | None) -> None:
 
 
 def _of_thread() -> str | None:
-    """The mode of this thread outside of `with`; in a thread of autograd, of the one that called backward()."""
+    """The mode of this thread outside of `with`; in one of autograd's, that of the backward() call."""
     if torch._C._is_key_in_tls(_KEY):
         handed = torch._C._get_obj_in_tls(_KEY)
         if handed is not getattr(_thread, "handed", None):

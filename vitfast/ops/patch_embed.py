@@ -146,7 +146,7 @@ def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
 
 
 def _numbers(values: list[float] | Tensor | None, default: float, chans: int) -> list[float]:
-    """What the kernel takes: a number for each channel."""
+    """A number for each channel, as the kernel takes them."""
     values = [default] if values is None else values.tolist() if isinstance(values, Tensor) else values
     return values * chans if len(values) == 1 else values
 
