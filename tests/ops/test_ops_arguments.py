@@ -142,11 +142,12 @@ def test_a_model_takes_them_too(tmp_path):
         (torch.ones(3, dtype=torch.complex64), TypeError, "must be one number or 3.*, got torch.complex64"),
         (torch.ones(3, dtype=torch.bool), TypeError, "must be one number or 3.*, got torch.bool"),
         (float("nan"), ValueError, "must be finite, got"),
-        ((0.1, 0.0, 0.1), ValueError, "must not be 0, got"),
+        ((0.1, 0.0, 0.1), ValueError, "must be positive, got"),
+        ((0.1, -0.1, 0.1), ValueError, "must be positive, got"),
     ],
 )
 def test_a_wrong_mean_or_std_is_named(value, error, message, mode):
-    for name in ("std",) if "not be 0" in message else ("mean", "std"):
+    for name in ("std",) if "positive" in message else ("mean", "std"):
         with ops.use_kernels(mode), pytest.raises(error, match=f"^patch_embed: {name} {message}"):
             ops.patch_embed(RAW, KERNEL, None, **{name: value})
         with pytest.raises(InputError, match=f"^ViT: {name} {message}"):

@@ -246,6 +246,28 @@ def test_the_mode_can_be_chosen_in_compiled_code():
     assert current_mode() == "auto"
 
 
+@interpreted
+@pytest.mark.parametrize("outer", ["auto", "on"])
+def test_graph_breaks_inside(outer):
+    torch._dynamo.reset()
+    seen = []
+
+    def run(x):
+        chosen = ops.use_kernels("off")
+        y = norm(x)
+        with chosen:
+            torch._dynamo.graph_break()
+            seen.append(current_mode())
+            y = y + norm(x)
+            torch._dynamo.graph_break()
+        seen.append(current_mode())
+        return y
+
+    with ops.use_kernels(outer):
+        torch.testing.assert_close(torch.compile(run, backend="eager")(X), 2 * norm(X), atol=1e-5, rtol=1e-5)
+        assert seen == ["off", outer] and current_mode() == outer
+
+
 WRONG = "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
 
 

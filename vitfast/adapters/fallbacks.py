@@ -1,4 +1,4 @@
-"""The library's own code in the place of an operation: said by the log once, and by the report."""
+"""Calls for which a library's own code runs: the log says it once, the report until the next call."""
 
 import contextlib
 import logging
@@ -42,7 +42,7 @@ def _say(kind: str, part: str, reason: str) -> None:
 def library_runs(module: nn.Module, part: str, reason: str, of_this_call: bool = False) -> None:
     """A part of this module runs the library's code.
 
-    of_this_call: for a reason that the module does not show.
+    of_this_call: for a reason that the module itself does not show.
     """
     if torch.compiler._is_exporting_flag:
         return
@@ -58,6 +58,6 @@ def operation_runs(module: nn.Module, part: str) -> None:
 
 
 def last_call(module: nn.Module, part: str) -> str | None:
-    """Why the last call of a module, compiled ones apart, ran the library's code; None where it did not."""
+    """Why a module's last call, outside of compiled code, ran the library's code; None where not."""
     reason = _asked.get(module, {}).get(part)
     return reason and f"in its last call: {reason}"

@@ -76,7 +76,7 @@ def input_unsupported(x: Tensor) -> str | None:
 
 
 def asked(arguments: dict, harmless: tuple[str, ...] = ()) -> str | None:
-    """The reason why a call asks more of a layer than its tokens, a mask say; None for nothing."""
+    """The reason for a library to run: a call gives more than tokens, a mask say; None where not."""
     for name, value in arguments.items():
         if value is not None and value is not False and name not in harmless:
             return f"the call has {name}"

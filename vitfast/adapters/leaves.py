@@ -43,7 +43,7 @@ class Conv2d(nn.Conv2d):
 
 
 def _projection_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why the operation does not take these images, None where it does; errors stay the convolution's."""
+    """Why the convolution must run, whose own errors stay; None where the operation does the same."""
     reason = input_unsupported(x)
     if reason is not None:
         return reason

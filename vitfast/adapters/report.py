@@ -72,7 +72,7 @@ class Report(tuple):
 
 
 def describe(model: nn.Module) -> Report:
-    """The report on a model as it is now, and on the last call that asked for more than operations do."""
+    """The report on a model as it is now, and as its last call ran."""
     known = known_classes(model)
     replaceable = replaceable_modules(model, known)
     # Names without a dot are libraries that could not be imported.
@@ -135,7 +135,7 @@ def _implementation(module: nn.Module) -> str | None:
 
 
 def _attentions(name: str, module: nn.Module) -> list[Entry]:
-    """Entries of the attention layers to which transformers' registry gives our operation."""
+    """Entries of the attention layers in a module that have ours out of transformers' registry."""
     found = {path: m for path, m in module.named_modules(prefix=name) if "Attention" in type(m).__name__}
     found = {path: m for path, m in found.items() if _implementation(m) == "vitfast"}
     innermost = [path for path in found if not any(path in _names_above(other) for other in found)]

@@ -42,7 +42,7 @@ def _settle(inside: tuple, plain: str | None) -> None:
 
 
 def _of_thread() -> str | None:
-    """The mode of this thread outside of `with`; in a thread of autograd, of that which called backward()."""
+    """The mode of this thread outside of `with`; in one of autograd's, that of the backward() call."""
     if torch._C._is_key_in_tls(_KEY):
         handed = torch._C._get_obj_in_tls(_KEY)
         if handed is not getattr(_thread, "handed", None):
@@ -79,21 +79,26 @@ class use_kernels:
     def __init__(self, mode: str):
         self.mode, self._entered = _checked(mode), False
         self._plain, self._latest = getattr(_thread, "plain", None), getattr(_thread, "latest", None)
+        self._inside = None
         if torch.compiler.is_compiling():
             _thread.plain = _thread.latest = mode
             return
-        self._inside = _inside.get()
-        if self._inside:
-            _settle((*self._inside[:-1], (self._inside[-1][0], mode)), self._plain)
+        self._inside = inside = _inside.get()
+        if inside:
+            _settle((*inside[:-1], (inside[-1][0], mode)), self._plain)
         else:
             _settle((), mode)
+
+    def _undo_call(self) -> None:
+        """Undoes the call without `with`, which may have been made in compiled code."""
+        _settle(_inside.get() if self._inside is None else self._inside, self._plain)
 
     def __enter__(self):
         if torch.compiler.is_compiling():
             _thread.latest = self.mode
             return self
         if not self._entered:  # it was no plain call
-            _settle(self._inside, self._plain)
+            self._undo_call()
         self._entered = True
         _settle((*_inside.get(), (self, self.mode)), getattr(_thread, "plain", None))
         return self
@@ -103,7 +108,7 @@ class use_kernels:
             _thread.plain, _thread.latest = self._plain, self._latest
             return
         if not self._entered:
-            _settle(self._inside, self._plain)
+            self._undo_call()
             return
         # Generators may leave their blocks in another order than they entered them.
         inside = list(_inside.get())

@@ -129,8 +129,8 @@ def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
         values, shape = [float(v) for v in value], (len(value),)
         if not all(abs(v) < float("inf") for v in values):
             raise ValueError(f"{name} must be finite, got {value}")
-        if name.endswith("std") and 0.0 in values:
-            raise ValueError(f"{name} must not be 0, got {value}")
+        if name.endswith("std") and not all(v > 0 for v in values):
+            raise ValueError(f"{name} must be positive, got {value}")
     else:
         try:
             values = torch.as_tensor(value)
