@@ -51,7 +51,7 @@ def _tools() -> dict[str, str]:
     # pip puts ninja beside Python, which is on PATH only where the environment was activated.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     if not shutil.which("ninja", path=path):
-        raise RuntimeError("ninja is not installed (pip install ninja)")
+        raise RuntimeError("ninja is not installed (pip install vitfast[native])")
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler, path=path):
         raise RuntimeError(f"no C++ compiler: {compiler} is not on PATH")

@@ -113,7 +113,7 @@ def only(folder, *names):
 @pytest.mark.parametrize(
     "commands, missing",
     [
-        ((), r"ninja is not installed \(pip install ninja\)"),
+        ((), r"ninja is not installed \(pip install vitfast\[native\]\)"),
         (("ninja",), r"no C\+\+ compiler: c\+\+ is not on PATH"),
     ],
 )
