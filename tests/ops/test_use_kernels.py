@@ -271,16 +271,18 @@ def test_graph_breaks_inside(outer):
 WRONG = "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
 
 
-def test_an_unknown_mode_is_one_line_of_a_command(monkeypatch, capsys, tmp_path):
+def test_an_unknown_mode_is_one_line_of_a_command(capsys, tmp_path):
     ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=1, num_classes=10).save_pretrained(tmp_path)
-    monkeypatch.setattr(_mode, "_START", "foo")
-    code, _, err = in_context(lambda: run_cli(capsys, "eval", "--weights", str(tmp_path), "--data", "digits"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setattr(_mode, "_START", "foo")
+        code, _, err = in_context(lambda: run_cli(capsys, "eval", "--weights", str(tmp_path), "--data", "digits"))
     assert code == 2 and err.splitlines()[-1] == f"vitfast: error: {WRONG}" and "Traceback" not in err
 
 
-def test_the_start_value(monkeypatch):
-    monkeypatch.setattr(_mode, "_START", "off")
-    assert in_thread(current_mode) == "off"
-    monkeypatch.setattr(_mode, "_START", "foo")
-    with pytest.raises(InputError, match="VITFAST_KERNELS: must be one of auto, on, off, got 'foo'"):
-        in_context(current_mode)
+def test_the_start_value():
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setattr(_mode, "_START", "off")
+        assert in_thread(current_mode) == "off"
+        environment.setattr(_mode, "_START", "foo")
+        with pytest.raises(InputError, match="VITFAST_KERNELS: must be one of auto, on, off, got 'foo'"):
+            in_context(current_mode)
