@@ -204,7 +204,7 @@ class Peer:
             harness.gemm_backends(setting.how)  # may skip the case, before anything is built
         model = make_model(setting.library, shape).train(training)
         # fp32, timm's names: what the truth is made of
-        self.state = {k: v.detach().clone() for k, v in to_timm_names(model.state_dict())[0].items()}
+        self.state = {k: v.detach().clone() for k, v in to_timm_names(model.state_dict()).state.items()}
         images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE)
         self.model, self.images = setting.cast(model, images)
         ours = setting.library.startswith("vitfast")
@@ -275,7 +275,7 @@ class Peer:
             if not self.training:
                 return [logits[chosen].double()]
             logits.backward(upstream.to(logits.dtype))
-        gradients = to_timm_names({name: p.grad for name, p in model.named_parameters()})[0]
+        gradients = to_timm_names({name: p.grad for name, p in model.named_parameters()}).state
         model.zero_grad(set_to_none=True)
         flat = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
         return [logits[chosen].detach().double(), flat]
