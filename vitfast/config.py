@@ -87,7 +87,7 @@ class Recipe:
     scale_lr: int | None = positive(None)  # multiply lr by batch_size / this
 
     optimizer: str = choice("adamw", "sgd", "lamb")
-    lr: float = positive(1e-3)
+    lr: float = rule(1e-3, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")
     # The candidates the paper tried; finetune --sweep tries them on sweep_hold_out of the training set.
     sweep_lr: tuple[float, ...] = rule((), lambda value: min(value, default=1) > 0, "be positive numbers")
     sweep_hold_out: float = fraction(0.1)
@@ -119,17 +119,17 @@ class Recipe:
     # (the run they come from, timm's config.json), else center and 1. center keeps the aspect and cuts off what is
     # over, squash does not keep it, border keeps it and fills up.
     crop_mode: str = choice("", "center", "squash", "border")
-    crop_pct: float | None = part(None)
+    crop_pct: float | None = between(None, 0.1, 1)
 
     dropout: float = fraction(0.0)  # the paper's, after dense layers and positions
     drop_path: float = fraction(0.0)
-    init_values: float | None = positive(None)  # LayerScale
+    init_values: float | None = rule(None, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")  # LayerScale
     global_pool: str = choice("token", "avg")
     pos_embed: str = choice("learn", "learn2d", "sincos2d", "relative", "none")
     pos_embed_at: str = choice("stem", "layers", "layers_shared")
     act_layer: str = choice("gelu", "gelu_tanh")  # of new models; weights say their own
     hidden_head: bool = False  # the paper's pre-training head: one tanh layer before the last
-    head_init_bias: float | None = None
+    head_init_bias: float | None = between(None, -1e9, 1e9)
     weight_init: str = choice("", "jax", "jax_nlhb", "moco", "reset", "skip")
     residual_in_fp32: bool = False
 
