@@ -10,6 +10,9 @@ from vitfast import ViT
 from vitfast.experiments.demo import demo
 
 
+STOPPED = dict(finished=False)
+
+
 @pytest.mark.reports
 @pytest.mark.slow(70)
 @pytest.mark.parametrize(
@@ -49,3 +52,15 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, seed, wanted):
     assert (
         demo(tmp_path, seed, "cpu") == summary and time.process_time() - before < 20
     )  # finished: only the report is written again
+
+
+def test_demo_runs_on_one_thread_and_gives_back_the_others(tmp_path, monkeypatch):
+    """So its numbers do not depend on how many cores there are."""
+    seen = []
+    monkeypatch.setattr("vitfast.experiments.demo.train", lambda _: seen.append(torch.get_num_threads()) or STOPPED)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert demo(tmp_path) is None and seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
