@@ -15,7 +15,6 @@ import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..checkpoint.writers import write_safetensors
 from ..config import RUN_ONLY, Config, as_plain, total_steps
 from ..data.datasets import Shards
 from ..data.loader import Data
@@ -88,11 +88,9 @@ def _write(run: Path, train_step: TrainStep, models: dict, record: dict, section
     try:
         network.save_pretrained(work)
         (work / "state").mkdir()
-        save_file(tensors, work / "state" / "state.safetensors", metadata={"step": str(record["step"])})
+        write_safetensors(tensors, work / "state" / "state.safetensors", {"step": str(record["step"])})
         (work / "state" / "state.json").write_text(json.dumps(record | rest))
         keep_as_last(work)
-    except SafetensorError as error:  # how it tells of a full disk
-        raise OSError(str(error)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)  # there still where something failed: a full disk gets its room back
 
