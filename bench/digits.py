@@ -64,7 +64,7 @@ def masked(seeds: int) -> dict:
 
 
 def folds(seeds: int) -> dict:
-    """Accuracy on scans of other folds: pre-trained as in the demo, and then fine-tuned in several ways for as long.
+    """Accuracy on scans of other folds, pre-trained as in the demo, then fine-tuned in several ways.
 
     Differences are of the same scans; their standard errors are over scans, whose answers are averaged over the seeds.
     """
