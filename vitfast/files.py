@@ -3,7 +3,7 @@
 import ctypes
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
@@ -12,13 +12,21 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
 
     Where `write` raises, the old file stays.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    write_all_atomically({Path(path): write})
+
+
+def write_all_atomically(writes: Mapping[Path, Callable[[Path], object]]) -> None:
+    """`write_atomically` of files that belong together: none is replaced before all are written and synced."""
+    temporaries = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writes}
     try:
-        write(temporary)
-        move_synced(temporary, path)
+        for path, write in writes.items():
+            write(temporaries[path])
+            sync(temporaries[path])
+        for path, temporary in temporaries.items():
+            move_synced(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
