@@ -1,6 +1,7 @@
 """Files that are whole or absent: whoever reads one sees the old content or the new, never a part."""
 
 import ctypes
+import errno
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -22,6 +23,9 @@ def write_all_atomically(writes: Mapping[Path, Callable[[Path], object]]) -> Non
         for path, write in writes.items():
             write(temporaries[path])
             sync(temporaries[path])
+        for path in writes:
+            if path.is_dir():  # or the one before it would be new, and the others old
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         for path, temporary in temporaries.items():
             move_synced(temporary, path)
     finally:

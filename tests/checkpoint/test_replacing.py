@@ -148,44 +148,54 @@ def test_an_empty_source_is_not_the_current_folder(tmp_path, capsys, monkeypatch
     for source in (None, 3, b"x"):
         with pytest.raises(InputError, match="the source must be a file, a folder"):
             ViT.from_pretrained(source)
+    for source in (5000 * "x", "~nobody-is-called-so/x"):
+        with pytest.raises(InputError, match="cannot be read"):
+            ViT.from_pretrained(source)
     agree(ViT.from_pretrained("."), ViT.from_pretrained(tmp_path))
 
 
 # ---- flags that the errors ask for
 
 
-def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys):
-    """`act_layer` and `pos_embed` of bare files, on the command line as from Python."""
+def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys, caplog):
+    """What errors and log ask for, of bare files: on the command line as from Python."""
     from timm.models.vision_transformer import VisionTransformer
 
     sizes = dict(SMALL, class_token=False, global_pool="avg")
     for i, changes in enumerate((dict(act_layer="gelu_tanh"), dict(pos_embed="none"))):
         truth = randomised(VisionTransformer(**sizes | changes))
         safetensors.torch.save_file(truth.state_dict(), tmp_path / f"{i}.safetensors")
-        command = (
-            f"convert {tmp_path}/{i}.safetensors {tmp_path}/{i} --format timm --num-heads {HEADS} --img-size 32".split()
-        )
+        files = f"convert {tmp_path}/{i}.safetensors {tmp_path}/{i}"
+        command = f"{files} --format timm --num-heads {HEADS} --img-size 32".split()
         (name, value), code, line = *changes.items(), *run(capsys, *command)
         assert code == 2 and f"pass {name}=" in line
-        assert run(capsys, *command, f"--{name.replace('_', '-')}", value)[0] == 0
-        agree(ViT.from_pretrained(tmp_path / str(i)), truth)
+        command += f"--{name.replace('_', '-')} {value} --norm-eps 1e-6 --mean 0.1 0.2 0.3 --std 0.4".split()
+        caplog.clear()
+        assert run(capsys, *command, "--act-layer", changes.get("act_layer", "gelu"), "--global-pool", "avg")[0] == 0
+        assert not caplog.records
+        model = ViT.from_pretrained(tmp_path / str(i))
+        agree(model, truth)
+        assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.4,) * 3)
 
 
 # ---- saves
 
 
 def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.is_file() and path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("fails", ["weights", "config", "attribute", "disk"])
+@pytest.mark.parametrize("fails", ["weights", "config", "attribute", "folder"])
 def test_a_save_that_fails_leaves_the_old_folder_whole(tmp_path, monkeypatch, fails):
     small().save_pretrained(tmp_path)
+    if fails == "folder":
+        (tmp_path / "config.json").unlink()
+        (tmp_path / "config.json").mkdir()
     before, model = content(tmp_path), small(depth=1)
     if fails == "attribute":
         model.crop_mode = object()
-    else:
-        names = dict(weights="write_safetensors", config="_write_json", disk="_write_json")
+    elif fails != "folder":
+        names = dict(weights="write_safetensors", config="_write_json")
 
         def fail(content, path, *_):
             path.write_text("half")
@@ -195,6 +205,10 @@ def test_a_save_that_fails_leaves_the_old_folder_whole(tmp_path, monkeypatch, fa
     with pytest.raises((OSError, InputError)):
         model.save_pretrained(tmp_path)
     assert content(tmp_path) == before
+    if fails == "folder":
+        with pytest.raises(InputError, match="config.json: a folder is in the way"):
+            write(model, tmp_path, "timm", force=True)
+        assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize(

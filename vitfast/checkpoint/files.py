@@ -55,7 +55,14 @@ def locate(source: str | Path) -> CheckpointFiles:
         raise InputError(f"the source must be a file, a folder or {HUB}owner/name, got {source!r}")
     if str(source).startswith(HUB):
         return _in_folder(_download(str(source)), source)
-    path = Path(source).expanduser()
+    try:
+        return _on_disk(Path(source).expanduser(), source)
+    except (OSError, RuntimeError) as error:  # no right to look there, a name too long, no such user
+        raise InputError(f"{source}: cannot be read ({_line(error)})") from None
+
+
+def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
+    """`locate` without the hub."""
     if path.name == LAST:
         path = last_checkpoint(path.parent) or path
     elif (path / CHECKPOINTS).is_dir() and not any((path / name).is_file() for name in _IN_ORDER):
@@ -189,10 +196,13 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
         except OSError as error:
             raise OSError(f"{path} could not be written: {error.strerror or error}") from error
         written = [p for p in Path(scratch).rglob("*") if p.is_file()]
+        places = {file: path.parent / file.relative_to(scratch) for file in written}
+        for place in places.values():
+            if place.is_dir():
+                raise InputError(f"{place}: a folder is in the way; give another path")
         for file in sorted(written, reverse=True):  # path.data before path, which names it
-            target = path.parent / file.relative_to(scratch)
-            target.parent.mkdir(exist_ok=True)
-            move_synced(file, target)
+            places[file].parent.mkdir(exist_ok=True)
+            move_synced(file, places[file])
         sync(path.parent)  # which may have got a folder
 
 
