@@ -230,7 +230,7 @@ def test_a_training_checkpoint_says_its_pixels(tmp_path, caplog, as_dict):
         (dict(std=[0, 0, 0]), "std must be "),
         (dict(model_kwargs=dict(warp=1)), "model_kwargs has 'warp'"),
         (dict(model_kwargs=3), "model_kwargs must be an object, got 3"),
-        (dict(gp="max"), "global_pool='max' is not supported"),
+        (dict(gp="max"), "gp='max' is not supported"),
         (dict(model_kwargs=dict(act_layer="relu")), "activation 'relu' is not supported"),
         (dict(model_kwargs=dict(qk_norm=True)), "qk_norm must be False"),
         (dict(model_kwargs=dict(depth=7)), "depth=7, the tensors depth=2"),
@@ -246,7 +246,7 @@ def test_arguments_of_a_training_checkpoint_are_named(tmp_path, as_dict, options
         content | dict(args=arguments(as_dict, gp=None) if not options else arguments(as_dict, **options)),
         tmp_path / "w.pth",
     )
-    with pytest.raises(InputError, match="w.pth: the checkpoint's args") as caught:
+    with pytest.raises(InputError, match="w.pth: the checkpoint's field args") as caught:
         ViT.from_pretrained(tmp_path / "w.pth")
     assert says in str(caught.value) and "config.json" not in str(caught.value)
 
@@ -312,6 +312,7 @@ def test_fields_of_transformers_in_its_wrapper_of_timm(tmp_path):
     "fields, says",
     [
         (dict(architectures="ViTModel"), "architectures must be a list of names, got 'ViTModel'"),
+        (dict(architectures={}), "architectures must be a list of names, got {}"),
         (dict(id2label={"0": "a", "00": "b", "1": "c"}), "id2label names class 0 twice"),
     ],
     ids=str,

@@ -63,7 +63,8 @@ def check_kind(config: dict) -> None:
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in MODELS:
         raise InputError(f"config.json: model_type {shown(kind)} is not this ViT; known are {', '.join(MODELS)}")
-    names, known = config.get("architectures") or [], [MODELS[kind][0] + name for name in CLASSES]
+    names, known = config.get("architectures"), [MODELS[kind][0] + name for name in CLASSES]
+    names = [] if names is None else names
     if not isinstance(names, list):
         raise InputError(f"config.json: architectures must be a list of names, got {shown(names)}")
     if odd := [name for name in names if name not in known]:

@@ -111,7 +111,7 @@ BESIDE = """
     id2label label2id num_labels _name_or_path return_dict output_hidden_states output_attentions
 """.split()
 BESIDE += OF_TEXT
-ARGS = "the checkpoint's args"  # in the place of config.json, see of_training
+ARGS = "the checkpoint's field args"  # in the place of config.json, see of_training
 
 
 def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
@@ -119,7 +119,7 @@ def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
 
     where: CONFIG or ARGS, for the errors. Raises InputError for a model that computes something else.
     """
-    named = "model_args" if where == CONFIG else "model_kwargs"
+    pooling, named = ("global_pool", "model_args") if where == CONFIG else ("gp", "model_kwargs")
     pretrained = section(config, "pretrained_cfg") or config
     refuse_unknown(config, BESIDE if pretrained is not config else {*BESIDE, *PRETRAINED}, "config.json")
     refuse_unknown(pretrained, PRETRAINED if pretrained is not config else config, "config.json: pretrained_cfg")
@@ -131,7 +131,7 @@ def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     found = by_name(name, named)
     pool = args.pop("global_pool", config.get("global_pool"))
     if pool is not None and pool not in POOLS:
-        raise InputError(f"{where}: global_pool={shown(pool)} is not supported; known are 'token', 'avg' and ''")
+        raise InputError(f"{where}: {pooling}={shown(pool)} is not supported; known are 'token', 'avg' and ''")
     act = activation(args.pop("act_layer", None), ACTIVATIONS, where)
     size = pretrained.get("input_size")
     if size is not None and not (isinstance(size, list) and len(size) == 3):
