@@ -174,7 +174,7 @@ ARGUMENTS: dict[str, Check] = {
     "act_layer": one_of(tuple(ACTIVATIONS)),
     "norm_eps": NOT_NEGATIVE,
     "mean": each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
-    "std": each_channel(SPREAD, f"one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
+    "std": each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
     "residual_in_fp32": flag,
     "pos_embed_at": one_of(POS_EMBED_PLACES),
     "backbone": backbone,

@@ -17,7 +17,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def write_all_atomically(writes: Mapping[Path, Callable[[Path], object]]) -> None:
-    """`write_atomically` of files that belong together: none is replaced before all are written and synced."""
+    """`write_atomically` of files that belong together: none is replaced before all are written."""
     temporaries = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writes}
     try:
         for path, write in writes.items():

@@ -95,7 +95,7 @@ def _ours(config: dict, shapes: dict) -> dict:
 
 
 def _check_table(made: Converted, told: dict, known: Mapping) -> None:
-    """Raises InputError where a position table is lost: no table is a model without positions, or half a checkpoint."""
+    """Raises InputError where there is no position table, and nobody says that the model has none."""
     if made.facts.get("pos_embed") or any(name in made.state for name in _TABLES):
         return
     if made.form.name not in MAY_LACK_POSITIONS:
