@@ -135,7 +135,7 @@ def target(path: str | Path) -> Path:
 
 
 def present(path: Path) -> str:
-    """What is at a path: "file", "folder", "dangling link", "device or pipe", or "" for nothing.
+    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", or "" for nothing.
 
     Raises InputError where nothing can be: below a file, or with a name that no file can have.
     """

@@ -76,7 +76,10 @@ def _from_flags(args: argparse.Namespace) -> tuple:
 
 
 def _baseline(name: str, size: int):
-    """The BiT ResNet or timm's model of this name; None, without timm, for a ViT's. InputError for no model's."""
+    """The BiT ResNet or timm's model of this name; None, without timm, for a ViT's.
+
+    Raises InputError for a name that is neither's.
+    """
     if "/" in name:
         return None
     from ..baselines import RESNETS, TIMM, baseline, is_baseline
