@@ -135,7 +135,7 @@ def target(path: str | Path) -> Path:
 
 
 def present(path: Path) -> str:
-    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", or "" for nothing.
+    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", "" for none.
 
     Raises InputError where nothing can be: below a file, or with a name that no file can have.
     """
@@ -160,7 +160,10 @@ def check_free(path: Path, force: bool) -> None:
 
 
 def make_folder(folder: Path, wanted: Path) -> None:
-    """Makes a folder and those above it. Raises InputError, naming what is `wanted` there, where there can be none."""
+    """Makes a folder and those above it.
+
+    Raises InputError, naming what is `wanted` there, where there can be none.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

@@ -136,7 +136,7 @@ def _write_json(content: dict, path: Path) -> None:
 
 
 def _config(model) -> dict:
-    """`model.config` as JSON holds it. Raises InputError where an attribute has a value that could not be read."""
+    """`model.config` as JSON holds it. Raises InputError for a value that no reader would take."""
     return arguments.checked(model.config)
 
 
