@@ -30,19 +30,19 @@ Parts = list[tuple[str, str | None]]
 
 
 class Layer(nn.Module):
-    """A layer that runs operations on the parameters of modules in it. `stands_in`: by operation, for which modules."""
+    """A layer that runs operations on parameters of its modules. stands_in: of each operation, for which."""
 
     stands_in: dict[str, Layout] = {}
 
     @torch.compiler.assume_constant_result  # no guards on each hook: as with PyTorch's own, compile after adding them
     def why_called(self, operation: str) -> str | None:
-        """Why those modules must be called: LoRA, a hook, active dropout ...; None where the operation stands in."""
+        """Why those modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
         found = find_modules(self.stands_in[operation], self)
         return found if isinstance(found, str) else None
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm over the last axis, on vitfast's operation; on PyTorch's for an fp32 residual stream, `in_fp32`."""
+    """nn.LayerNorm over the last axis, on vitfast's operation; with `in_fp32` in fp32 on PyTorch's."""
 
     in_fp32 = False
 

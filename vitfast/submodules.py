@@ -1,4 +1,4 @@
-"""Modules in a layer whose parameters an operation reads, in place of calling them: whether it may, now.
+"""Modules whose parameters an operation reads, in place of calling them: whether it may, now.
 
 Nothing is kept between calls: a layer that LoRA has replaced, a hook or a weight norm added a minute ago is seen.
 Modules are read through their dictionaries, which takes a tenth of the time of attribute access.

@@ -146,7 +146,7 @@ def _attentions(name: str, module: nn.Module) -> list[Entry]:
 
 
 def _why_not_attention(module: nn.Module) -> str | None:
-    """Why an attention layer of transformers does not run ours, now or in its last call; None where it does."""
+    """Why an attention layer of transformers does not run ours; None where it does."""
     rate = getattr(module, "attention_dropout", getattr(module, "dropout_prob", 0.0))
     if module.training and isinstance(rate, float) and rate > 0:
         return DROPOUT
