@@ -28,7 +28,8 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
     Recipe(
         name="finetune/digits",
         about="vitfast finetune --recipe finetune/digits --weights runs/digits/checkpoints/last --data digits "
-        "--output runs/digits48\nRate and length of bench/results/digits/choice.json; the paper's SGD is behind: folds.json.",
+        "--output runs/digits48\n"
+        "Rate and length of bench/results/digits/choice.json; the paper's SGD is behind, folds.json.",
         model="Nano/8",
         img_size=48,
         epochs=24,
