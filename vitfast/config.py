@@ -232,6 +232,11 @@ def as_plain(config: Recipe) -> dict:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
 
 
+def course(settings: dict) -> dict:
+    """Of settings those that decide the course of a run, which is the same for any length."""
+    return {k: v for k, v in settings.items() if k not in RUN_ONLY | {"about", "epochs", "steps"}}
+
+
 def check_run(config: Config) -> None:
     """Raises InputError for settings that contradict each other, or tell no length."""
     if config.objective == "masked" and (config.mixup or config.cutmix):

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..config import RUN_ONLY, Config, as_plain, total_steps
+from ..config import Config, as_plain, course, total_steps
 from ..data.datasets import Shards
 from ..data.loader import Data
 from ..errors import InputError, both_ends
@@ -194,11 +194,16 @@ def _otherwise(checkpoint: Path) -> str:
 
 def check_settings(config: Config, saved: dict, source: Path, advice: str) -> None:
     """Raises InputError where `saved`, the settings of a run, differ in one that decides its course."""
-    saved, now = as_plain(Config()) | saved, as_plain(config)
-    other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and saved[k] != now[k]]
+    saved, now = as_plain(Config()) | saved, course(as_plain(config))
+    other = [name for name in now if saved[name] != now[name]]
     if other:
-        shown = "; ".join(f"{k}: {saved[k]} there, {now[k]} now" for k in other[:3])
+        shown = "; ".join(f"{k}: {_value(saved[k])} there, {_value(now[k])} now" for k in other[:3])
         raise InputError(f"{source} holds a run with other settings ({shown}); {advice}")
+
+
+def _value(value: object) -> str:
+    """The value of a setting in a message."""
+    return "unset" if value in (None, "", []) else str(value)
 
 
 def check_data(saved: dict, now: dict, checkpoint: Path) -> None:

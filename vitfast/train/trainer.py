@@ -149,7 +149,8 @@ class Trainer:
             self.save()
         if self.early.is_best(self.step):
             with self._writing("best"):
-                self.ranks.on_first(keep_as_best, self.run)
+                record = dict(step=self.early.step, accuracy=self.early.accuracy)
+                self.ranks.on_first(keep_as_best, self.run, record)
 
     def save(self) -> None:
         """Writes the checkpoint of this step, unless it is there. TrainingError where it is not finite."""
