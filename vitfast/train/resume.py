@@ -7,6 +7,7 @@
 The random numbers and the position in the data follow from (seed, step), so they need no place here.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -14,6 +15,7 @@ import logging
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -45,6 +47,7 @@ logger = logging.getLogger("vitfast")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the CPU of the first rank
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
 START_AGAIN = "choose another --output, or --resume never to start it again"
+MODEL = "model.safetensors"
 RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of state.json, with their types
 
 
@@ -156,28 +159,42 @@ def read_record(checkpoint: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or not (checkpoint / "config.json").is_file():
             raise ValueError("no object in it, or no config.json beside it")
-    except (OSError, ValueError, RecursionError) as error:
+        with safe_open(checkpoint / MODEL, "pt"):
+            pass
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise _damaged(checkpoint, error) from None
-    if not RECORD.keys() <= content.keys():
+    if "step" in content and not RECORD.keys() <= content.keys():
         start = f"--weights {checkpoint} starts from its model, --resume never from nothing"
         raise InputError(f"{checkpoint} was written by an earlier vitfast, and this one cannot resume it; {start}")
-    whole = all(isinstance(content[name], kind) for name, kind in RECORD.items()) and content["step"] >= 0
+    whole = all(isinstance(content.get(name), kind) for name, kind in RECORD.items()) and content["step"] >= 0
     if not whole or not isinstance(content["data"].get("classes"), list):
-        raise _damaged(checkpoint, "state.json holds values of other types")
+        raise _damaged(checkpoint, "state.json lacks values, or holds some of other types")
     return content
 
 
 def read_training_state(checkpoint: Path) -> dict:
-    """The names and values in a checkpoint's state/. Raises InputError where it is not whole."""
+    """The names and values in a checkpoint's state/. InputError where it or the model beside it is not whole."""
     record = read_record(checkpoint)
     try:
         with safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
             step, tensors = (file.metadata() or {}).get("step"), {name: file.get_tensor(name) for name in file.keys()}
+        same = _is_of(tensors, checkpoint / MODEL)
     except (OSError, SafetensorError, ValueError) as error:
         raise _damaged(checkpoint, error) from None
     if step != str(record["step"]):  # copied while the run wrote it
         raise _damaged(checkpoint, f"state.json is of step {record['step']}, state.safetensors of {step}")
+    if not same:
+        raise _damaged(checkpoint, f"{MODEL} is not the model of step {step}, of which state/ is")
     return tensors | record
+
+
+def _is_of(tensors: dict[str, Tensor], model: Path) -> bool:
+    """Whether the kept model is that of a training state: biases and norms, which are quickly read, are compared."""
+    kept = next(("ema." for name in tensors if name.startswith("ema.")), "model.")
+    found = {name.removeprefix(kept).removeprefix("vit."): t for name, t in tensors.items() if name.startswith(kept)}
+    with safe_open(model, "pt") as file:
+        names = [name for name in file.keys() if name in found and len(file.get_slice(name).get_shape()) == 1]
+        return all(torch.equal(file.get_tensor(name), found[name]) for name in names)
 
 
 def _damaged(checkpoint: Path, reason: object) -> InputError:
@@ -185,10 +202,11 @@ def _damaged(checkpoint: Path, reason: object) -> InputError:
 
 
 def _otherwise(checkpoint: Path) -> str:
-    """Advice where a checkpoint cannot be resumed: the one before it, where there is one."""
+    """Advice where a checkpoint cannot be resumed: the one before it, where that can be."""
     previous = checkpoint.with_name(PREVIOUS)
-    if checkpoint.name == LAST and is_checkpoint(previous):
-        return f"--resume {previous} goes on from the one before it"
+    with contextlib.suppress(InputError):
+        if checkpoint.name == LAST and read_training_state(previous):
+            return f"--resume {previous} goes on from the one before it"
     return "start again with --resume never"
 
 

@@ -20,7 +20,7 @@ from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .masked import evaluate_masked
 from .report import write_report
 from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
-from .run_folder import LAST, check_output, find_checkpoint, keep_as_best, prepare
+from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import TrainStep
 
@@ -259,10 +259,10 @@ class Trainer:
         )
 
     def _last_good(self) -> str:
-        kept = find_checkpoint(self.run)
-        if kept is None:
-            return "there is no checkpoint yet"
-        return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
+        for kept in (self.run / "checkpoints" / name for name in (LAST, PREVIOUS)):
+            with contextlib.suppress(InputError):  # there is none, or a damaged one
+                return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
+        return "there is no checkpoint yet"
 
     def _finite_losses(self, losses: list[float], norms: list[float]) -> list[float]:
         """The losses of the steps that count. TrainingError where a loss or gradient is not finite.
