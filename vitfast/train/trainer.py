@@ -18,7 +18,7 @@ from .early import EarlyStop
 from .lock import locked
 from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .masked import evaluate_masked
-from .report import write_report
+from .report import complete, write_report
 from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
@@ -371,4 +371,8 @@ def train(config: Config, resume: str = "auto") -> dict:
     Raises InputError and TrainingError.
     """
     with peers_told():
-        return finished_summary(config, resume) or Trainer(config, resume).fit()
+        summary = finished_summary(config, resume)
+        if summary is None:
+            return Trainer(config, resume).fit()
+        complete(config, summary)
+        return summary
