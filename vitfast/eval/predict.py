@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..baselines import load_any, sizes
+from ..checkpoint.files import locate
 from ..config import Config
 from ..data.images import printable, read_rgb
 from ..data.samples import ONE
@@ -63,6 +64,17 @@ def open_model(config: Config, img_size: int | None = None) -> tuple[nn.Module, 
     """`config.weights` on `config.device`, and the config with images cut as the weights say."""
     model = load_any(config.model, config.weights, img_size).to(choose_device(config.device))
     return model, cut_as_told(config)
+
+
+def learned_by_sigmoid(weights: str) -> bool:
+    """Whether weights are a run's that trained with objective=sigmoid: its state/ says so, without it nothing does."""
+    path = locate(weights).weights.parent / "state" / "state.json"
+    if not path.is_file():
+        return False
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["settings"].get("objective") == "sigmoid"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); move it away") from None
 
 
 def predict(
