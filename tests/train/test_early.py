@@ -105,7 +105,11 @@ def test_a_run_that_was_cut_off_stops_where_the_whole_one_does(whole, tmp_path, 
 def test_a_best_folder_that_the_run_did_not_write_is_refused_and_stays(whole, tmp_path):
     """A copy of another run's checkpoint, of another run's best, and of this run's own last checkpoint."""
     run = tmp_path / "run"
-    for source, resume in ((whole / "checkpoints" / "last", "auto"), (whole / "best", "auto"), (whole / "best", "never")):
+    for source, resume in (
+        (whole / "checkpoints" / "last", "auto"),
+        (whole / "best", "auto"),
+        (whole / "best", "never"),
+    ):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(source, run / "best")
         before = content(run)

@@ -51,7 +51,10 @@ def test_resuming_a_path_checks_the_settings_of_its_run(run, tmp_path, capsys, g
         (["--lr", 0.5], "lr: 0.002 there, 0.5 now"),
         (["--set", "seed=3", "amp=bf16"], "seed: 0 there, 3 now; amp: auto there, bf16 now"),
         (["--set", "auto_augment=3a"], "(auto_augment: unset there, 3a now)"),
-        (["--set", "drop_path=0.1", "clip_norm=none"], "(clip_norm: 1.0 there, unset now; drop_path: 0.0 there, 0.1 now)"),
+        (
+            ["--set", "drop_path=0.1", "clip_norm=none"],
+            "(clip_norm: 1.0 there, unset now; drop_path: 0.0 there, 0.1 now)",
+        ),
     ):
         code, _, err = run_cli(capsys, *command, "--resume", source, *other)
         assert code == 2 and err.count("\n") == 1 and said in err and "--weights" in err
