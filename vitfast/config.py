@@ -232,9 +232,10 @@ def as_plain(config: Recipe) -> dict:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
 
 
-def course(settings: dict) -> dict:
-    """Of settings those that decide the course of a run, which is the same for any length."""
-    return {k: v for k, v in settings.items() if k not in RUN_ONLY | {"about", "epochs", "steps"}}
+def course(settings: dict, length: bool = False) -> dict:
+    """Of settings those that decide the course of a run: the same for any length, or with its `length`."""
+    other = RUN_ONLY | {"about"} if length else RUN_ONLY | {"about", "epochs", "steps"}
+    return {name: value for name, value in settings.items() if name not in other}
 
 
 def check_run(config: Config) -> None:

@@ -9,7 +9,6 @@ import torch
 from vitfast import ViT
 from vitfast.experiments.demo import demo
 
-
 STOPPED = dict(finished=False)
 
 

@@ -292,6 +292,7 @@ def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tm
         "numbers.json",
         "distance.csv",
         "arrays.npz",
+        "inspect.origin.json",
         *(f"{n}.png" for n in names),
     }
     page = Page((output / "report.html").read_text())
@@ -330,11 +331,12 @@ def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tm
 
 def test_command_without_positions_on_digits(capsys, tmp_path):
     torch.manual_seed(0)
-    vit(pos_embed="none", in_chans=1, **POOLED).save_pretrained(tmp_path / "w")
     output = tmp_path / "out"
-    output.mkdir()
-    (output / "positions.png").write_bytes(b"of an earlier model")
-    code, said = run(capsys, "--weights", tmp_path / "w", "--data", "digits", "--output", output, "--images", 2)
+    command = ("--weights", tmp_path / "w", "--data", "digits", "--output", output, "--images", 2)
+    vit(in_chans=1, **POOLED).save_pretrained(tmp_path / "w")
+    assert run(capsys, *command)[0] == 0 and (output / "positions.png").exists()
+    vit(pos_embed="none", in_chans=1, **POOLED).save_pretrained(tmp_path / "w")
+    code, said = run(capsys, *command)
     assert code == 0, said
     assert not (output / "positions.png").exists() and "no position embeddings" in (output / "report.html").read_text()
     numbers = json.loads((output / "numbers.json").read_text())

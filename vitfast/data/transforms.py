@@ -67,7 +67,7 @@ class Erase:
 
 
 def posterize(image: Image.Image, bits: int, **_) -> Image.Image:
-    """timm's posterize for the 0 bits that its policies draw too: black, which Pillow 13 refuses to make of them."""
+    """timm's posterize, for the 0 bits too that its policies draw and Pillow 13 refuses: black."""
     return auto_augment.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 

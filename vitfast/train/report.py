@@ -57,7 +57,8 @@ def write_report(config: Config, data: Data, summary: dict, device: torch.device
     settings = {name: str(value) for name, value in as_plain(config).items() if name != "about"}
     sections["Settings"] = ("Those of config.yaml.", table(settings))
     introduction = f"Recipe {config.name} on {config.data}. ± is the standard error."
-    save_page(run, f"vitfast {config.task}", facts(summary) | origin(), sections, introduction)
+    text = encoded_page(f"vitfast {config.task}", facts(summary) | origin(), sections, introduction)
+    write_atomically(run / "report.html", lambda temporary: temporary.write_bytes(text))
 
 
 @optional()
@@ -74,10 +75,9 @@ def complete(config: Config, summary: dict) -> None:
         write_report(config, data, summary, device, autocast_dtype(config.amp, device))
 
 
-def save_page(folder: Path, title: str, *content) -> None:
-    """Writes `folder`/report.html out of what `page` takes."""
-    text = page(title, *content).encode(errors="replace")  # names of folders need not be text
-    write_atomically(folder / "report.html", lambda temporary: temporary.write_bytes(text))
+def encoded_page(title: str, *content) -> bytes:
+    """The bytes of a report out of what `page` takes: names of folders need not be text."""
+    return page(title, *content).encode(errors="replace")
 
 
 def facts(summary: dict) -> dict[str, str]:

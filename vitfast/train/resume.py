@@ -173,7 +173,7 @@ def read_record(checkpoint: Path) -> dict:
 
 
 def read_training_state(checkpoint: Path) -> dict:
-    """The names and values in a checkpoint's state/. InputError where it or the model beside it is not whole."""
+    """The names and values in a checkpoint's state/. InputError where it, or its model, is not whole."""
     record = read_record(checkpoint)
     try:
         with safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
@@ -189,7 +189,7 @@ def read_training_state(checkpoint: Path) -> dict:
 
 
 def _is_of(tensors: dict[str, Tensor], model: Path) -> bool:
-    """Whether the kept model is that of a training state: biases and norms, which are quickly read, are compared."""
+    """Whether a kept model is that of a training state: biases and norms are compared, the quickly read."""
     kept = next(("ema." for name in tensors if name.startswith("ema.")), "model.")
     found = {name.removeprefix(kept).removeprefix("vit."): t for name, t in tensors.items() if name.startswith(kept)}
     with safe_open(model, "pt") as file:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import Config, total_steps
 from ..device import autocast_dtype, choose_device
 from ..distributed import FAILED, GO, STOP, join, peers_told
-from ..errors import InputError, TrainingError
+from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
 from .early import EarlyStop
 from .lock import locked
@@ -153,11 +153,11 @@ class Trainer:
                 self.ranks.on_first(keep_as_best, self.run, record)
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there. TrainingError where it is not finite."""
+        """Writes the checkpoint of this step, unless it is there. Diverged where it is not finite."""
         if self.saved == self.step:
             return
         if self.ranks.agree(FAILED if not self.train_step.is_finite() else GO):
-            raise TrainingError(
+            raise Diverged(
                 f"after step {self.step} a weight or a state of the optimiser is not finite, so that it is not saved; "
                 f"{self._last_good()}; {self._against_overflow()}"
             )
@@ -265,7 +265,7 @@ class Trainer:
         return "there is no checkpoint yet"
 
     def _finite_losses(self, losses: list[float], norms: list[float]) -> list[float]:
-        """The losses of the steps that count. TrainingError where a loss or gradient is not finite.
+        """The losses of the steps that count. Diverged where a loss or gradient is not finite.
 
         With non_finite=skip the optimiser left out a step with such a gradient: then it is told, and does not count.
         """
@@ -284,7 +284,7 @@ class Trainer:
             self.skipped += 1
             if self.config.non_finite == "stop" or math.isfinite(norm) or self.skipped == MOST_SKIPPED:
                 many = f", as in {MOST_SKIPPED} steps in a row" if self.skipped == MOST_SKIPPED else ""
-                raise TrainingError(f"{what}{many}; {self._last_good()}; {self._against_overflow()}")
+                raise Diverged(f"{what}{many}; {self._last_good()}; {self._against_overflow()}")
             if self.ranks.first:
                 logger.warning("left out: %s", what)
         return counted
