@@ -67,7 +67,7 @@ def open_model(config: Config, img_size: int | None = None) -> tuple[nn.Module, 
 
 
 def learned_by_sigmoid(weights: str) -> bool:
-    """Whether weights are a run's that trained with objective=sigmoid; only its state/ beside them says so."""
+    """Whether weights are a run's that trained with objective=sigmoid, as only its state/ says."""
     path = locate(weights).weights.parent / "state" / "state.json"
     if not path.is_file():
         return False

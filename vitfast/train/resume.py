@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..config import Config, as_plain, course, total_steps
-from ..data.datasets import Shards
 from ..data.loader import Data
 from ..errors import InputError, both_ends
 from .run_folder import (
@@ -53,13 +52,8 @@ RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of st
 
 def make_record(config: Config, data: Data, step: int = 0, seconds: float = 0.0) -> dict:
     """Where a run is and what it trains: the part of a checkpoint that is compared before a run goes on."""
-    images = dict(train_images=_images(data.train), val_images=_images(data.val))
+    images = dict(train_images=len(data.train), val_images=len(data.val))
     return dict(step=step, seconds=seconds, settings=as_plain(config), data=dict(classes=list(data.classes), **images))
-
-
-def _images(source) -> int:
-    """The images of a source on all ranks; the length of shards is that of one rank and its workers."""
-    return source.dataset.reader.num_samples if isinstance(source, Shards) else len(source)
 
 
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
