@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import math
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -346,6 +347,18 @@ def test_command_without_positions_on_digits(capsys, tmp_path):
         and numbers["images"] == "2 of digits"
     )
     assert not list(output.glob(".*"))
+
+
+def test_images_that_cannot_be_read_are_left_out_named_and_counted(capsys, caplog, weights, pictures, tmp_path):
+    folder = shutil.copytree(pictures, tmp_path / "pictures")
+    (folder / "cat" / "b.JPG").write_bytes((folder / "cat" / "b.JPG").read_bytes()[:300])
+    (folder / ".hidden").mkdir()
+    shutil.copyfile(folder / "a.png", folder / ".hidden" / "a.png")
+    code, _ = run(capsys, "--weights", weights, "--data", folder, "--output", tmp_path / "out")
+    assert code == 0 and f"left out: {folder}/cat/b.JPG cannot be read as an image" in caplog.text
+    numbers = json.loads((tmp_path / "out" / "numbers.json").read_text())
+    assert numbers["images"] == f"2 of {folder} (1 more could not be read)"
+    assert np.load(tmp_path / "out" / "arrays.npz")["rollout"].shape[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,14 @@ from .accuracy import cut_as_told
 
 
 class Files(Dataset):
-    """path -> (path, uint8 (C, H, W)), or (path, why it cannot be read)."""
+    """path -> (path, uint8 (C, H, W)), or (path, why it cannot be read), as where it is less than `min_size`."""
 
-    def __init__(self, transform):
-        self.transform = transform
+    def __init__(self, transform, min_size: tuple[int, int]):
+        self.transform, self.min_size = transform, min_size
 
     def __getitem__(self, path: str) -> tuple[str, np.ndarray | str]:
         try:
-            return path, np.asarray(self.transform(read_rgb(path, printable(path))))
+            return path, np.asarray(self.transform(read_rgb(path, printable(path), self.min_size)))
         except InputError as error:
             return path, str(error)
 
@@ -103,9 +103,9 @@ def predict(
 def _records(
     model: nn.Module, paths: Iterator[str], config: Config, names, count: int, sigmoid: bool
 ) -> Iterator[dict]:
-    device, size, img_size = next(model.parameters()).device, config.eval_batch_size, sizes(model)[0]
+    device, size, (img_size, patch_size) = next(model.parameters()).device, config.eval_batch_size, sizes(model)
     dtype = autocast_dtype(config.amp, device)
-    dataset = Files(transforms(config, img_size)[1])
+    dataset = Files(transforms(config, img_size)[1], patch_size)
     first = list(itertools.islice(paths, size))
     # A single batch needs no processes.
     workers = loader_processes(config, img_size, size, ONE) if len(first) == size else 0
