@@ -1,6 +1,4 @@
-"""Small offline results on scikit-learn's digits: masked patch prediction, positions, the demo's fine-tuning.
-
-As in the paper's section 4.6, Table 8 and section 3.2.
+"""Small offline results on scikit-learn's digits (the paper's sections 3.2 and 4.6, Table 8).
 
     python bench/digits.py masked       # 5 seeds; writes masked.json to bench/results/digits
     python bench/digits.py positions    # 8 kinds and places, 3 seeds; writes positions.json and positions.md there
@@ -66,7 +64,7 @@ def masked(seeds: int) -> dict:
 
 
 def folds(seeds: int) -> dict:
-    """Accuracy on scans of other folds: pre-trained as in the demo, and then fine-tuned in several ways for as long.
+    """Accuracy on scans of other folds, pre-trained as in the demo, then fine-tuned in several ways.
 
     Differences are of the same scans; their standard errors are over scans, whose answers are averaged over the seeds.
     """
@@ -114,7 +112,7 @@ def write_scans(folder: Path, scans, indices) -> None:
 
 
 def demos(seeds: int) -> dict:
-    """Accuracies of the demo, which always runs on one thread. The whole summary of seed 0 goes to demo.json."""
+    """Accuracies of the demo, always on one thread. The whole summary of seed 0 goes to demo.json."""
     entries = []
     for seed in range(seeds):
         found = demo(RUNS / f"demo-{seed}", seed, "cpu")

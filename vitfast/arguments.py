@@ -13,6 +13,8 @@ POOLS = ("token", "avg", "")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # timm's names -> torch's `approximate`
 POS_EMBEDS = ("learn", "learn2d", "sincos2d", "relative", "none", "")  # see positions.py
 POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
+CROP_MODES = ("center", "squash", "border")  # timm's
+LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
 MOST_PARAMETERS = 10**11  # four times the largest ViT there is; what a mistyped size asks for lies far above
 
 _repr = reprlib.Repr()
@@ -157,6 +159,8 @@ ARGUMENTS: dict[str, Check] = {
     "residual_in_fp32": flag,
     "pos_embed_at": one_of(POS_EMBED_PLACES),
     "backbone": backbone,
+    "crop_mode": optional(one_of(CROP_MODES)),
+    "crop_pct": optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
 }
 
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import timm
 import torch
-from safetensors.torch import save_file
 from timm.layers import StdConv2d
 from timm.models import is_model_in_modules
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
 from . import ref
+from .arguments import ARGUMENTS, enforce
 from .checkpoint.files import locate, read_tensors
 from .checkpoint.formats import listing
+from .checkpoint.writers import write_safetensors
 from .errors import InputError, both_ends
 from .files import write_text
 from .model import ViT
@@ -32,6 +33,7 @@ RESNETS = {
 # A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name that it would have.
 ARCHITECTURES = {name: f"resnetv2_{name[1:].lower()}_bit" for name in RESNETS}
 TIMM = "timm:"
+CROP = ("crop_mode", "crop_pct")
 VITS = ("vision_transformer", "vision_transformer_hybrid", "deit")  # timm's files of models that ViT reads
 
 
@@ -62,6 +64,7 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
     cfg = getattr(model, "pretrained_cfg", None) or {}
     model.mean, model.std = tuple(cfg.get("mean", (0.5,) * 3)), tuple(cfg.get("std", (0.5,) * 3))
     model.image_size, model.class_names = tuple(cfg.get("input_size", (3, 224, 224)))[1:], None
+    model.crop_mode, model.crop_pct = None, None  # of weights
     if img_size is not None:
         _set_size(model, img_size)
     model.register_forward_pre_hook(_normalize_raw)
@@ -92,8 +95,9 @@ def normalized(model: nn.Module, images: Tensor) -> Tensor:
 def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
     """model.safetensors, and config.json as timm's hub files have it."""
     tensors = {k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}
-    save_file(tensors, Path(folder) / "model.safetensors")
+    write_safetensors(tensors, Path(folder) / "model.safetensors", {})
     cfg = dict(mean=model.mean, std=model.std, input_size=(3, *model.image_size))
+    cfg |= {name: getattr(model, name) for name in CROP if getattr(model, name)}
     config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=cfg)
     if model.class_names:
         config["label_names"] = list(model.class_names)
@@ -140,6 +144,8 @@ def load_baseline(name: str, source: str | Path, img_size: tuple[int, int] | Non
         else:
             model.load_state_dict(tensors)
         model.mean, model.std = (tuple(told.get(key, getattr(model, key))) for key in ("mean", "std"))
+        for key in CROP:
+            setattr(model, key, enforce(ARGUMENTS[key], told.get(key), f"{source}: config.json: {key}"))
         names = files.config.get("label_names", told.get("label_names"))
         model.class_names = tuple(map(str, names)) if names and len(names) == classes else None
     except InputError:

@@ -9,6 +9,7 @@ from .checkpoint.files import check_free, staged
 from .checkpoint.writers import FEATURES, WRITERS, Writer, file_suffix, tensors
 from .errors import InputError, unknown
 from .model import ViT
+from .presets import pair
 
 FORMATS = tuple(WRITERS)
 # Arguments that change what the model computes and that a format may leave unsaid.
@@ -86,11 +87,19 @@ def _read_back(model, path: Path, form: str) -> list[str]:
         names = ", ".join(sorted(wrong)[:3])
         raise RuntimeError(f"{form}: what was written does not read back the same ({names}); please report this")
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
+    if mine["crop_mode"] and _cut(mine) != _cut(theirs):
+        said = ", ".join(f"{name}={mine[name]!r}" for name in ("crop_mode", "crop_pct"))
+        notes.append(f"{form} does not say how images are cut ({said}): evaluations need to be told")
     return notes + [
         f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}"
         for name in _MEANING
         if mine[name] != theirs[name]
     ]
+
+
+def _cut(config: dict) -> tuple:
+    """The crop mode, and the size that images have before they are cut."""
+    return config["crop_mode"], [int(side / (config["crop_pct"] or 1)) for side in pair(config["img_size"])]
 
 
 def _same(ours, theirs) -> bool:

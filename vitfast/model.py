@@ -24,6 +24,8 @@ from .settle_keep import set_blocks, settle, settle_in_training
 torch.fx.wrap("checked_images")
 torch.fx.wrap("table_for_images")
 
+_OF_IMAGES = ("mean", "std", "crop_mode", "crop_pct")  # attributes that may be set to others
+
 
 class ViT(nn.Module):
     """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
@@ -45,11 +47,11 @@ class ViT(nn.Module):
     of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the residual stream in fp32 when the matrix products
     run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says, None for a ViT. keep: what
     blocks keep for backward, see `set_keep`; it is of a run, and not in `config`. class_names: of the classes, in the
-    order of the logits; None where nobody said them. Raises InputError for an argument that no ViT can have.
+    order of the logits. crop_mode, crop_pct: how evaluations cut images ("center", "squash" or "border"; the share of
+    a side), in timm's words. Each None where nobody said it. Raises InputError for an argument that no ViT can have.
     """
 
-    # Of the class too: models pickled before there was a choice have neither.
-    keep = "auto"
+    keep, crop_mode, crop_pct = "auto", None, None  # of models pickled before there was a choice
     _keep_rows = 0  # tokens of the batch for which "auto" was settled
 
     def __init__(
@@ -86,6 +88,8 @@ class ViT(nn.Module):
         residual_in_fp32: bool = False,
         pos_embed_at: str = "stem",
         backbone: str | dict | None = None,
+        crop_mode: str | None = None,
+        crop_pct: float | None = None,
         keep: str = "auto",
         class_names: Sequence[str] | None = None,
     ):
@@ -98,13 +102,13 @@ class ViT(nn.Module):
         self.num_reg_tokens, self.has_class_token = reg_tokens, class_token
         self.no_embed_class, self.dynamic_img_size = no_embed_class, dynamic_img_size
         self.grad_checkpointing, self.residual_in_fp32 = False, residual_in_fp32
-        self.mean, self.std = config["mean"], config["std"]
+        self.mean, self.std, self.crop_mode, self.crop_pct = (config[name] for name in _OF_IMAGES)
         self._config = config
         if backbone is None:
             self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
         else:
             self.patch_embed = HybridEmbed(img_size, patch_size, in_chans, embed_dim, backbone)
-            self._config["backbone"] = self.patch_embed.spec
+            config["backbone"] = self.patch_embed.spec
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
         grid, head_dim = self.patch_embed.grid_size, embed_dim // num_heads
@@ -122,8 +126,7 @@ class ViT(nn.Module):
         self.set_keep(keep)
         feature = dict(num_chs=embed_dim, reduction=max(pair(patch_size)))
         self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(depth)]
-        norm_after_pool = global_pool == "avg" if fc_norm is None else fc_norm
-        self._config["fc_norm"] = norm_after_pool
+        config["fc_norm"] = norm_after_pool = global_pool == "avg" if fc_norm is None else fc_norm
         self.norm = nn.Identity() if norm_after_pool else LayerNorm(embed_dim, eps=norm_eps)
         self.fc_norm = LayerNorm(embed_dim, eps=norm_eps) if norm_after_pool else nn.Identity()
         self.pre_logits = PreLogits(embed_dim, representation_size) if representation_size else nn.Identity()
@@ -156,7 +159,7 @@ class ViT(nn.Module):
     @property
     def config(self) -> dict:
         """The constructor arguments that make this model as it is now."""
-        return {**self._config, "mean": self.mean, "std": self.std}
+        return self._config | {name: getattr(self, name) for name in _OF_IMAGES}
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -289,9 +292,8 @@ class ViT(nn.Module):
     def attention_maps(self, images: Tensor, indices: int | Sequence[int] | None = None) -> list[Tensor]:
         """The exact attention matrices, one (B, H, N, N) per layer, prefix tokens first; rows sum to 1.
 
-        indices: the last n layers (int), these layers (negative from the end), all (None). Each map, in fp32 at least,
-        is computed from q and k beside the fused attention of its own layer, so nothing is kept in training and no more
-        than the maps asked for is held here. No gradients.
+        indices: as of forward_intermediates. Each map, in fp32 at least, is computed from q and k beside the fused
+        attention of its own layer, so nothing is kept in training. No gradients.
         """
         return list(self.each_attention_map(images, indices))
 
@@ -316,11 +318,10 @@ class ViT(nn.Module):
             self.global_pool = global_pool
         weight = self.patch_embed.proj.weight
         self.num_classes, self.head_hidden_size, self.pre_logits = num_classes, self.embed_dim, nn.Identity()
-        self.head = nn.Identity()
-        if num_classes > 0:
-            self.head = nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype)
-            nn.init.zeros_(self.head.weight)
-            nn.init.zeros_(self.head.bias)
+        made = dict(device=weight.device, dtype=weight.dtype)
+        self.head = nn.Linear(self.embed_dim, num_classes, **made) if num_classes > 0 else nn.Identity()
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
         for module in (self.pre_logits, self.head):
             module.train(self.training)
         self._config.update(num_classes=num_classes, global_pool=self.global_pool, representation_size=None)

@@ -169,7 +169,7 @@ def test_our_own_models_under_timms_names(tmp_path):
     save_for_hf(truth, tmp_path, safe_serialization=True)
     model = ViT.from_pretrained(tmp_path)
     agree(model, truth)
-    assert model.config == {**truth.config, "img_size": (32, 32)}
+    assert model.config == {**truth.config, "img_size": (32, 32), "crop_mode": "center", "crop_pct": 0.9}
 
 
 def test_bare_tensors_say_what_is_assumed(tmp_path, caplog):

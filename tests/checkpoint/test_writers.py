@@ -4,6 +4,7 @@ Round trips are bit-exact.
 """
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -348,3 +349,21 @@ def test_hugging_face_config_is_theirs(tmp_path):
         if defaults.get(k) != v and k not in ("transformers_version", "mlp_ratio", "pooler_output_size")
     }
     assert {k: ours.get(k) for k in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    "form, name", [("timm", "w.pth"), ("timm", "w.safetensors"), ("huggingface", "w"), ("npz", "w.npz")]
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capfd, form, name):
+    """No file may grow past 40 KB here; 300 KB are wanted."""
+    ViT(img_size=16, patch_size=8, embed_dim=64, depth=2, num_heads=2, num_classes=2).save_pretrained(tmp_path / "from")
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        code = cli.main(["convert", str(tmp_path / "from"), str(tmp_path / name), "--format", form])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert code == 1 and line.startswith(f"vitfast: error: {tmp_path / name} could not be written: ")
+    assert "too large" in line or "is the disk full?" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["from"]

@@ -11,6 +11,7 @@ from frozen import run_cli
 from PIL import Image
 
 from vitfast import InputError, ViT
+from vitfast.convert import convert
 from vitfast.eval import accuracy
 from vitfast.eval.fewshot import few_shot
 from vitfast.train.recipes import resolve
@@ -92,7 +93,86 @@ def test_evaluations_cut_images_as_they_are_told(weights, wide):
     assert torch.equal(shown(wide, weights, crop_mode="squash"), pixels(resized(wide, (16, 16))))
     assert torch.equal(shown(wide, weights, crop_pct=0.8), pixels(resized(wide, (50, 20)).crop((17, 2, 33, 18))))
     config = json.loads((weights / "config.json").read_text())
-    assert "crop_pct" not in config  # a model is no recipe
+    assert config["crop_mode"] is None and config["crop_pct"] is None  # of no training
+
+
+@pytest.fixture(
+    params=[("center", 0.8), ("squash", 1.0), ("squash", 0.8), ("center", 1.0)],
+    ids=["cut", "squash", "squash-cut", "center"],
+)
+def cut_weights(request, tmp_path):
+    """A checkpoint that says how evaluations cut images, without any state of a run."""
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
+    model.crop_mode, model.crop_pct = request.param
+    model.save_pretrained(tmp_path / "cut")
+    return tmp_path / "cut"
+
+
+def test_the_cut_of_images_goes_into_every_format_and_comes_back(cut_weights, wide, tmp_path):
+    """timm and transformers, which read what was written, see the same pixels."""
+    import timm
+    from transformers import AutoImageProcessor
+
+    ours = shown(wide, cut_weights)
+    mode, share = (json.loads((cut_weights / "config.json").read_text())[name] for name in ("crop_mode", "crop_pct"))
+    truth = (int(16 / share * 2.5), int(16 / share)) if mode == "center" else (int(16 / share),) * 2
+    left, top = ((side - 16) / 2 for side in truth)
+    near = [resized(wide, truth).crop((x, y, x + 16, y + 16)) for x in {int(left), int(left + 0.5)} for y in {int(top)}]
+    assert any(torch.equal(ours, pixels(image)) for image in near)
+    with Image.open(wide / "val" / "a" / "0.jpg") as image:
+        image.load()
+
+    assert convert(cut_weights, tmp_path / "timm", "timm") == []
+    assert torch.equal(shown(wide, tmp_path / "timm"), ours)
+    cfg = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).pretrained_cfg
+    transform = timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=cfg), use_prefetcher=True)
+    assert torch.equal(torch.from_numpy(np.asarray(transform(image))), ours)
+
+    convert(cut_weights, tmp_path / "hf", "huggingface")
+    assert torch.equal(shown(wide, tmp_path / "hf"), ours)
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "hf")
+    theirs = processor(image, return_tensors="pt", do_normalize=False, do_rescale=False)["pixel_values"][0]
+    assert theirs.shape == ours.shape and (ours - theirs.float()).abs().max() <= 2  # another bicubic
+
+    for form, name in (("npz", "w.npz"), ("torchvision", "w.pth"), ("timm", "w.safetensors")):
+        (note,) = [note for note in convert(cut_weights, tmp_path / name, form) if "cut" in note]
+        assert f"crop_mode={mode!r}, crop_pct={share!r}" in note
+    assert convert(tmp_path / "timm", tmp_path / "again", "vitfast") == []
+    assert ViT.from_pretrained(tmp_path / "again").config == ViT.from_pretrained(cut_weights).config
+
+
+def test_what_a_format_cannot_say_of_the_cut_is_told(tmp_path):
+    model = ViT(img_size=(16, 24), patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
+    model.crop_mode, model.crop_pct = "border", 0.9
+    model.save_pretrained(tmp_path / "border")
+    assert convert(tmp_path / "border", tmp_path / "timm", "timm") == []
+    (note,) = convert(tmp_path / "border", tmp_path / "hf", "huggingface")
+    assert "crop_mode='border', crop_pct=0.9" in note
+
+
+def test_fine_tuning_cuts_as_its_weights_do_unless_told(cut_weights, wide, tmp_path, capsys):
+    mode, share = (json.loads((cut_weights / "config.json").read_text())[name] for name in ("crop_mode", "crop_pct"))
+    flags = ("--weights", cut_weights, "--data", wide, "--device", "cpu", "--img-size", 16)
+    quick = ("--set", "workers=0", "steps=1", "batch_size=4", "warmup_steps=0")
+    for name, settings, wanted in (
+        ("as-weights", ("crop_mode=", "crop_pct=none"), [mode, share]),
+        ("told", ("crop_mode=squash", "crop_pct=0.5"), ["squash", 0.5]),
+    ):
+        run = tmp_path / name
+        code, _, err = run_cli(capsys, "finetune", *flags, "--output", run, *quick, *settings)
+        assert code == 0, err
+        config = json.loads((run / "checkpoints" / "last" / "config.json").read_text())
+        assert [config["crop_mode"], config["crop_pct"]] == wanted
+
+
+def test_weights_written_before_the_cut_was_kept_are_read(weights):
+    config = json.loads((weights / "config.json").read_text())
+    del config["crop_mode"], config["crop_pct"]
+    (weights / "config.json").write_text(json.dumps(config))
+    assert ViT.from_pretrained(weights).crop_mode is None
+    (weights / "config.json").write_text(json.dumps(config | dict(crop_pct=1e-6)))
+    with pytest.raises(InputError, match="config.json: crop_pct must be None or a number from 0.1 to 1, got 1e-06"):
+        ViT.from_pretrained(weights)
 
 
 def test_evaluations_cut_images_as_timms_and_hugging_faces_weights_say(tmp_path, wide):

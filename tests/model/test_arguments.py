@@ -54,6 +54,8 @@ WRONG = {
         dict(layers=[1], width=1e9),
         dict(layers=[0]),
     ),
+    "crop_mode": ("middle", 1, []),
+    "crop_pct": (0, 0.01, 1.1, "1", True, math.nan),
     "class_names": ("abc", ["a", "b"], ["a", "b", 3], 3, ["a"] * 4),
     "keep": ("none", None, 1),
 }

@@ -15,6 +15,7 @@ from .formats import HALF, Converted
 from .json_fields import class_names, refuse_unknown
 
 _OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
+_MAY_LACK = ("crop_mode", "crop_pct")  # the first versions wrote none
 _TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
 # Arguments that the tensors fix: two values are the same where these are.
 _EXACT = "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
@@ -40,6 +41,8 @@ def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict
         value = pixels[name] if pixels[name] is not None else told.pop(name, None)
         if value is not None and not (isinstance(value, tuple) and len(value) not in (1, shapes["in_chans"])):
             told[name] = value  # statistics of three channels say nothing about others
+    cut, more = hugging_face.crop(files.preprocessor)
+    told, notes = told | cut, notes + more
     sizes = {name: told.pop(name) for name in ("img_size", "input_size") if name in told}
     _check(told, shapes, told.pop("hidden", None))
     defaults = made.form.defaults if shapes["in_chans"] == 3 else made.form.defaults | HALF
@@ -79,6 +82,7 @@ def _told(made: Converted, config: dict, shapes: dict, known: Mapping) -> tuple[
 def _ours(config: dict, shapes: dict) -> dict:
     """The arguments in a config.json of ours, which has them all."""
     refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, "config.json", "use the vitfast that wrote it")
+    config = dict.fromkeys(_MAY_LACK) | config
     for name in arguments.ARGUMENTS:
         if name not in config:
             raise InputError(f"config.json lacks {name}; copy the folder again")

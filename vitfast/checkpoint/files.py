@@ -119,7 +119,10 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
     check_free(path, force)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        yield Path(scratch) / path.name
+        try:
+            yield Path(scratch) / path.name
+        except OSError as error:
+            raise OSError(f"{path} could not be written: {error.strerror or error}") from error
         written = [p for p in Path(scratch).rglob("*") if p.is_file()]
         for file in sorted(written, reverse=True):  # path.data before path, which names it
             target = path.parent / file.relative_to(scratch)

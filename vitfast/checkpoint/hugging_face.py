@@ -1,7 +1,9 @@
 """transformers' JSON files, of the models that compute what our ViT does."""
 
+import math
+
 from .. import arguments
-from ..arguments import POSITIVE, flag, shown
+from ..arguments import POSITIVE, enforce, flag, shown
 from ..errors import InputError
 from .json_fields import activation, dropout_notes, only, read, refuse_unknown
 
@@ -95,6 +97,53 @@ def statistics(pixels: dict) -> dict:
     factor = read(pixels, "rescale_factor", POSITIVE, file) if rescale else 1.0
     scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # of what is normalised to 0..1
     return {name: _divided(value, scale) for name, value in dict(mean=mean, std=std).items()}
+
+
+def crop(pixels: dict) -> tuple[dict, list[str]]:
+    """`crop_mode` and `crop_pct` in preprocessor_config.json, {} where it has none; and notes."""
+    file = "preprocessor_config.json"
+    if not read(pixels, "do_resize", flag, file):
+        return {}, []
+    mode, size = _size(pixels, "size")
+    cut = _size(pixels, "crop_size")[1] if read(pixels, "do_center_crop", flag, file) else size
+    if size and cut:
+        share = cut[0] / size[0]
+        if int(cut[0] / share) < size[0]:  # rounding must not lose a pixel
+            share = math.nextafter(share, 0)
+        alike = cut[0] == cut[1] if mode == "center" else int(cut[1] / share) == size[1]
+        if alike and arguments.LEAST_CROP <= share <= 1:
+            return dict(crop_mode=mode, crop_pct=share), []
+    said = ", ".join(f"{name}={shown(pixels[name])}" for name in ("size", "crop_size") if name in pixels)
+    return {}, [
+        f"{file}: how images are resized and cut is not taken over ({said or 'no size'}); set crop_mode, crop_pct"
+    ]
+
+
+def _size(pixels: dict, field: str) -> tuple[str, tuple[int, int] | None]:
+    """The crop mode and (height, width) in a field of sizes, None where it has none."""
+    value = pixels.get(field)
+    value = value if isinstance(value, dict) else dict(height=value, width=value)
+    edge = value.get("shortest_edge")
+    mode, sides = ("center", (edge, edge)) if edge else ("squash", (value.get("height"), value.get("width")))
+    check = arguments.ARGUMENTS["img_size"]
+    return mode, enforce(check, sides, f"preprocessor_config.json: {field}") if all(sides) else None
+
+
+def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
+    """Fields of preprocessor_config.json that resize images and cut them to `size`, (height, width).
+
+    Nothing there fills up a border, or keeps the aspect of images for a model whose own are no squares: those are
+    squashed.
+    """
+    height, width = (int(side / crop_pct) for side in size)
+    if crop_mode != "center" or size[0] != size[1]:
+        if crop_pct == 1:
+            return dict(image_processor_type="ViTImageProcessor", do_resize=True, size=dict(height=height, width=width))
+        edges = dict(height=height, width=width)
+    else:
+        edges = dict(shortest_edge=height)
+    cut = dict(do_center_crop=True, crop_size=dict(height=size[0], width=size[1]))
+    return dict(image_processor_type="BitImageProcessor", do_resize=True, size=edges, **cut)
 
 
 def _divided(value: float | tuple[float, ...] | None, scale: float) -> float | tuple[float, ...] | None:

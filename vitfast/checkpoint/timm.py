@@ -137,6 +137,8 @@ def told(config: dict) -> tuple[dict, list[str]]:
         mean=read(pretrained, "mean", ARGUMENTS["mean"]),
         std=read(pretrained, "std", ARGUMENTS["std"]),
         global_pool=pool,
+        crop_mode=read(pretrained, "crop_mode", ARGUMENTS["crop_mode"]),
+        crop_pct=read(pretrained, "crop_pct", ARGUMENTS["crop_pct"]),
     )
     found |= {key: read(args, key, ARGUMENTS[key]) for key in args if key in ARGUMENTS}
     found |= {"act_layer": act} if act else {}

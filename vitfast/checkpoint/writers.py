@@ -11,10 +11,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import InputError, both_ends
 from ..files import write_atomically
 from ..presets import pair
 from ..version import __version__
+from . import hugging_face
 from .files import READERS
 from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_theirs
 
@@ -113,10 +114,20 @@ def file_suffix(path: Path) -> str:
 
 def _write_tensors(state: State, path: Path) -> None:
     """A state dict as safetensors, or to a .pth as torch.save writes it (which `weights_only` reads)."""
-    if path.suffix == ".pth":
+    if path.suffix != ".pth":
+        return write_safetensors(state, path, {"format": "pt"})
+    try:
         torch.save(state, path)
-    else:
-        safetensors.torch.save_file(state, path, metadata={"format": "pt"})
+    except RuntimeError as error:  # how it tells of a full disk
+        raise OSError(f"is the disk full? torch.save says: {both_ends(str(error))}") from error
+
+
+def write_safetensors(state: State, path: Path, metadata: dict[str, str]) -> None:
+    """A safetensors file. Raises OSError where the disk is full."""
+    try:
+        safetensors.torch.save_file(state, path, metadata=metadata)
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _write_json(content: dict, path: Path) -> None:
@@ -152,7 +163,8 @@ def _write_timm(model: nn.Module, path: Path) -> None:
         input_size=(config["in_chans"], *size),
         fixed_input_size=not config["dynamic_img_size"],
         interpolation="bicubic",
-        crop_pct=0.9 if max(size) < 384 else 1.0,
+        crop_pct=config["crop_pct"] or 1.0,
+        crop_mode=config["crop_mode"] or "center",
         mean=config["mean"],
         std=config["std"],
         num_classes=config["num_classes"],
@@ -193,9 +205,7 @@ def _write_hugging_face(model: nn.Module, path: Path) -> None:
         dtype=str(state["cls_token"].dtype).removeprefix("torch."),
     )
     pixels = dict(
-        image_processor_type="ViTImageProcessor",
-        do_resize=True,
-        size=dict(height=size[0], width=size[1]),
+        **hugging_face.processor(size, config["crop_mode"] or "center", config["crop_pct"] or 1.0),
         resample=3,  # bicubic
         do_rescale=True,
         rescale_factor=1 / 255,

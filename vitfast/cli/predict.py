@@ -31,8 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 where at least one image has an answer, else 1."""
+    from ..baselines import load_any
     from ..checkpoint.files import check_free
-    from ..eval.predict import learned_by_sigmoid, open_model, predict, write_csv, write_json
+    from ..device import choose_device
+    from ..eval.predict import learned_by_sigmoid, predict, write_csv, write_json
     from ..files import write_atomically
     from ..train.recipes import resolve
 
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         check_free(output, args.force)
     total = None if "-" in args.images else sum(1 for _ in _paths(args.images))
     config = resolve("eval", *evaluation_layers(args))
-    model, config = open_model(config, getattr(args, "img_size", None))
+    model = load_any(config.model, config.weights, getattr(args, "img_size", None)).to(choose_device(config.device))
     sigmoid = args.sigmoid
     if sigmoid is None and (sigmoid := learned_by_sigmoid(config.weights)):
         logger.info("the probability of each class is its own, as objective=sigmoid trained the weights")

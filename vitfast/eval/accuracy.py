@@ -1,7 +1,6 @@
 """Accuracy on a validation set."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
 from ..baselines import load_any, sizes
-from ..checkpoint.files import locate
 from ..config import Config
 from ..data.loader import Data, open_data
 from ..data.samples import PADDING, counts
@@ -122,36 +120,11 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
     return [labels[name] for name in names]
 
 
-def told_crop(weights: str) -> dict:
-    """`crop_mode` and `crop_pct` that belong to weights: of their run, or in their JSON."""
-    files = locate(weights)
-    told, of_run = files.config.get("pretrained_cfg", files.config), files.weights.parent / "state" / "state.json"
-    if of_run.is_file():
-        try:
-            told = json.loads(of_run.read_text(encoding="utf-8"))["settings"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{of_run} is damaged ({type(error).__name__}: {error}); move it away") from None
-    elif files.preprocessor.get("do_resize"):
-        told = _crop_of_processor(files.preprocessor)
-    told = told if isinstance(told, dict) else {}
-    return {name: told[name] for name in ("crop_mode", "crop_pct") if told.get(name)}
-
-
-def _crop_of_processor(processor: dict) -> dict:
-    """The crop in transformers' preprocessor_config.json; a size is a number, or names its sides."""
-    size, crop = processor.get("size"), processor.get("crop_size") if processor.get("do_center_crop") else None
-    sides = [side if isinstance(side, dict) else dict(height=side) for side in (size, crop or size)]
-    resized, cut = (side.get("height") or side.get("shortest_edge") for side in sides)
-    if not resized or not cut:
-        return {}
-    mode = "center" if "shortest_edge" in sides[0] else "squash"
-    return dict(crop_mode=mode, crop_pct=min(1.0, cut / resized))
-
-
-def cut_as_told(config: Config) -> Config:
-    """The config with images cut as its weights say, where it says nothing."""
-    told = {name: value for name, value in told_crop(config.weights).items() if not getattr(config, name)}
-    if told:
+def cut_as_told(config: Config, model: nn.Module) -> Config:
+    """The config with images cut as the model's weights say, where it says nothing."""
+    told = {name: getattr(model, name, None) for name in ("crop_mode", "crop_pct") if not getattr(config, name)}
+    told = {name: value for name, value in told.items() if value is not None}
+    if set(told.values()) - {"center", 1.0}:  # these are it where nobody says anything
         logger.info("images are cut as the weights say: %s", ", ".join(f"{k}={v}" for k, v in told.items()))
     return dataclasses.replace(config, **told)
 
@@ -160,9 +133,9 @@ def open_weights(
     config: Config, img_size: int | None = None
 ) -> tuple[nn.Module, Data, torch.device, torch.dtype | None]:
     """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
-    config, device = cut_as_told(config), choose_device(config.device)
+    device = choose_device(config.device)
     model = load_any(config.model, config.weights, img_size).to(device).eval()
-    data = open_data(config, *sizes(model), device)
+    data = open_data(cut_as_told(config, model), *sizes(model), device)
     return model, data, device, autocast_dtype(config.amp, device)
 
 

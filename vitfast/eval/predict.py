@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..baselines import load_any, sizes
+from ..baselines import sizes
 from ..checkpoint.files import locate
 from ..config import Config
 from ..data.images import printable, read_rgb
 from ..data.samples import ONE
 from ..data.transforms import transforms
 from ..data.workers import PREFETCH, loader_processes
-from ..device import autocast, autocast_dtype, choose_device
+from ..device import autocast, autocast_dtype
 from ..errors import InputError
 from .accuracy import cut_as_told
 
 
 class Files(Dataset):
-    """path -> (path, uint8 (C, H, W)), or (path, why it cannot be read), as where it is less than `min_size`."""
+    """path -> (path, uint8 (C, H, W)), or (path, why it cannot be read)."""
 
     def __init__(self, transform, min_size: tuple[int, int]):
         self.transform, self.min_size = transform, min_size
@@ -60,12 +60,6 @@ def best_classes(
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
 
 
-def open_model(config: Config, img_size: int | None = None) -> tuple[nn.Module, Config]:
-    """`config.weights` on `config.device`, and the config with images cut as the weights say."""
-    model = load_any(config.model, config.weights, img_size).to(choose_device(config.device))
-    return model, cut_as_told(config)
-
-
 def learned_by_sigmoid(weights: str) -> bool:
     """Whether weights are a run's that trained with objective=sigmoid, as only its state/ says."""
     path = locate(weights).weights.parent / "state" / "state.json"
@@ -87,11 +81,11 @@ def predict(
 
     Labels are the model's `class_names`, class numbers where it has none. Images are transformed as by `vitfast eval`,
     on the CPU; the model, a ViT or a baseline, runs where it is and is set to eval. config: its eval_batch_size, amp,
-    workers, crop_mode and crop_pct count.
+    workers, crop_mode and crop_pct (unset: the model's) count.
     sigmoid: the probability of each class by itself, in place of shares of 1. Raises InputError where the model has no
     head, or too little memory.
     """
-    config = config or Config(task="eval")
+    config = cut_as_told(config or Config(task="eval"), model)
     if not model.num_classes or not getattr(model, "global_pool", "token"):
         raise InputError("the model has no head that tells classes; fine-tune it first (vitfast finetune)")
     if top_k < 1:

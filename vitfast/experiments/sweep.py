@@ -45,7 +45,7 @@ def _check_several(config: Config, resume: str) -> None:
 
 
 def _try_rates(config: Config, resume: str, results: Results) -> dict:
-    """The content of sweep.json: the accuracies of `sweep_lr`, by runs in OUTPUT/sweep/, and the best rate.
+    """The content of sweep.json: the accuracy of each `sweep_lr`, by runs in OUTPUT/sweep/, and the best.
 
     That is the paper's protocol: a share of the training set (`sweep_hold_out`) decides, the test set has no say. A
     rate that diverges has accuracy 0, and its row says how. Raises TrainingError where every one does.

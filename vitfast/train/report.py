@@ -23,6 +23,7 @@ from ..data.samples import ONE, PADDING
 from ..device import autocast, autocast_dtype, choose_device
 from ..distributed import is_first_rank
 from ..errors import InputError
+from ..eval.accuracy import cut_as_told
 from ..files import write_atomically
 from ..inspect.measures import attention_rollout, position_similarity
 from ..inspect.page import gallery, page, picture, table
@@ -71,7 +72,8 @@ def complete(config: Config, summary: dict) -> None:
         if (run / "report.html").exists():
             return
         device = choose_device(config.device)
-        data = open_data(config, *sizes(load_any(config.model, run / "checkpoints" / LAST)), device)
+        model = load_any(config.model, run / "checkpoints" / LAST)
+        data = open_data(cut_as_told(config, model), *sizes(model), device)
         write_report(config, data, summary, device, autocast_dtype(config.amp, device))
 
 

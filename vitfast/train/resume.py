@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..checkpoint.writers import write_safetensors
 from ..config import Config, as_plain, course, total_steps
 from ..data.loader import Data
 from ..errors import InputError, both_ends
@@ -85,11 +85,9 @@ def _write(run: Path, train_step: TrainStep, models: dict, record: dict, section
     try:
         network.save_pretrained(work)
         (work / "state").mkdir()
-        save_file(tensors, work / "state" / "state.safetensors", metadata={"step": str(record["step"])})
+        write_safetensors(tensors, work / "state" / "state.safetensors", {"step": str(record["step"])})
         (work / "state" / "state.json").write_text(json.dumps(record | rest))
         keep_as_last(work)
-    except SafetensorError as error:  # how it tells of a full disk
-        raise OSError(str(error)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)  # there still where something failed: a full disk gets its room back
 

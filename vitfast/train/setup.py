@@ -11,6 +11,7 @@ from ..data.loader import Data, open_data
 from ..data.samples import ONE, seed_everything
 from ..distributed import Ranks
 from ..errors import InputError
+from ..eval.accuracy import cut_as_told
 from ..model import ViT
 from ..presets import pair, preset
 from .masked import MaskedPatches
@@ -54,6 +55,7 @@ def set_up(
     seed_everything(config.seed)
     if source := checkpoint or config.weights:
         model = _with_weights(config, source)
+        config = cut_as_told(config, model)
         data = open_data(config, *sizes(model), device, ranks, examples)
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
             replace_head(model, len(data.classes))
@@ -65,10 +67,12 @@ def set_up(
         data = open_data(config, *sizes(sketch), device, ranks, examples)
         model = new_model(config, len(data.classes))
     model = model.to(device)
+    # Kept in the checkpoint's config.json: who evaluates it later needs to know.
+    model.crop_mode, model.crop_pct = config.crop_mode or "center", config.crop_pct or 1.0
     if config.objective == "masked":
         model = MaskedPatches(model, config.mask_target, config.mask_share)
     else:
-        model.class_names = data.classes  # kept in the checkpoint's config.json
+        model.class_names = data.classes
     return model, data
 
 
