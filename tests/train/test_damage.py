@@ -157,6 +157,7 @@ def of_previous(path: Path) -> None:
 BAD = {
     "state.safetensors cut": ("state/state.safetensors", cut),
     "state.json {}": ("state/state.json", lambda path: path.write_text("{}")),
+    "state.json of other names": ("state/state.json", lambda path: path.write_text('{"step": 4}')),
     "state.json cut": ("state/state.json", cut),
     "no model": ("model.safetensors", Path.unlink),
     "model cut": ("model.safetensors", cut),

@@ -1,5 +1,7 @@
 """The demo, the paper in small: pre-train on digits, fine-tune at a higher resolution, report."""
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import torch
 
 from ..config import Config
 from ..results import Results
-from ..train.log import COLUMNS
+from ..train.log import COLUMNS, read_metrics
 from ..train.recipes import resolve
 from ..train.report import with_error
 from ..train.trainer import train
@@ -70,8 +72,8 @@ def _change(first: dict, second: dict) -> str:
 
 def _merged_metrics(output: Path) -> str:
     """metrics.csv of both runs in one, with the task as its first column."""
-    lines = [",".join(("task", *COLUMNS))]
+    writer = csv.DictWriter(text := io.StringIO(), ("task", *COLUMNS), lineterminator="\n")
+    writer.writeheader()
     for task in ("pretrain", "finetune"):
-        text = (output / task / "metrics.csv").read_text(errors="replace")
-        lines += [f"{task},{line}" for line in text.splitlines()[1:]]
-    return "\n".join(lines) + "\n"
+        writer.writerows(dict(task=task) | record for record in read_metrics(output / task))
+    return text.getvalue()

@@ -155,8 +155,8 @@ def read_record(checkpoint: Path) -> dict:
             pass
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise _damaged(checkpoint, error) from None
-    if "step" in content and not RECORD.keys() <= content.keys():
-        start = f"--weights {checkpoint} starts from its model, --resume never from nothing"
+    if content and not RECORD.keys() <= content.keys():
+        start = f"--weights {checkpoint} starts from its model; {_otherwise(checkpoint)}"
         raise InputError(f"{checkpoint} was written by an earlier vitfast, and this one cannot resume it; {start}")
     whole = all(isinstance(content.get(name), kind) for name, kind in RECORD.items()) and content["step"] >= 0
     if not whole or not isinstance(content["data"].get("classes"), list):
