@@ -133,6 +133,8 @@ def test_a_run_with_its_best_can_be_copied_goes_on_and_begins_again(whole, tmp_p
     run = tmp_path / "moved"
     shutil.copytree(whole, run)
     assert json.loads((run / "best" / "state" / "best.json").read_text()) == dict(step=10, accuracy=0.6)
+    with pytest.raises(InputError, match=f"--weights {run}/best is in --output, where it would be replaced"):
+        train(stopping(run, weights=str(run / "best")), resume="never")
     train(stopping(run, steps=4), resume="never")
     assert json.loads((run / "best" / "state" / "best.json").read_text()) == dict(step=4, accuracy=0.5)
 

@@ -31,6 +31,7 @@ from ..config import Config, as_plain, course, total_steps
 from ..data.loader import Data
 from ..errors import InputError, both_ends
 from .run_folder import (
+    BEST,
     LAST,
     PREVIOUS,
     begin_checkpoint,
@@ -249,8 +250,8 @@ def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
         elif resume != "never":
             wanted = "a run folder or one of its checkpoints"
             raise InputError(f"--resume {resume}: no checkpoint there; give {wanted}")
-        for name in (LAST, PREVIOUS) if config.weights else ():
-            if Path(config.weights).resolve().is_relative_to((run / "checkpoints" / name).resolve()):
+        for kept in (f"checkpoints/{LAST}", f"checkpoints/{PREVIOUS}", BEST) if config.weights else ():
+            if Path(config.weights).resolve().is_relative_to((run / kept).resolve()):
                 replaced = f"--weights {config.weights} is in --output, where it would be replaced"
                 raise InputError(f"{replaced}; choose another --output")
         return None, {}

@@ -44,7 +44,8 @@ def _is_part(path: Path) -> bool:
     """Whether a folder holds nothing but files of a checkpoint: what a kill leaves of one."""
     if path.is_symlink() or not path.is_dir():
         return False
-    return all(PARTS.fullmatch(each.relative_to(path).as_posix()) for each in path.rglob("*"))
+    held = [Path(here, name) for here, folders, files in os.walk(path) for name in folders + files]
+    return all(PARTS.fullmatch(each.relative_to(path).as_posix()) for each in held)
 
 
 def _is_own_best(run: Path) -> bool:
