@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 from ..config import Config, as_plain, course
+from ..distributed import is_first_rank
 from ..errors import Diverged, InputError, TrainingError
 from ..results import Results
 from .runs import finish
@@ -44,6 +45,11 @@ def _check_several(config: Config, resume: str) -> None:
         raise InputError("no place for the results: add --output FOLDER")
 
 
+def _warn(text: str, *values) -> None:
+    if is_first_rank():
+        logger.warning(text, *values)
+
+
 def _try_rates(config: Config, resume: str, results: Results) -> dict:
     """The content of sweep.json: the accuracy of each `sweep_lr`, by runs in OUTPUT/sweep/, and the best.
 
@@ -65,7 +71,7 @@ def _try_rates(config: Config, resume: str, results: Results) -> dict:
             logger.info("lr %g: accuracy %.4f on the held-out part", lr, row["held_out_accuracy"])
         except Diverged as error:
             row["diverged"] = str(error)
-            logger.warning("lr %g diverged, and counts as accuracy 0: %s", lr, error)
+            _warn("lr %g diverged, and counts as accuracy 0: %s", lr, error)
         told["tried"].append(row)
         results.write("sweep.json", json.dumps(told, indent=2) + "\n")
     best = max(told["tried"], key=lambda row: ("diverged" not in row, row["held_out_accuracy"], -row["lr"]))
@@ -89,7 +95,7 @@ def repeat(config: Config, runs: int, results: Results, resume: str = "auto") ->
             logger.info("seed %d: accuracy %.4f", seed, summaries[seed]["accuracy"])
         except Diverged as error:
             diverged[seed] = str(error)
-            logger.warning("seed %d diverged: %s", seed, error)
+            _warn("seed %d diverged: %s", seed, error)
     if diverged:
         others = ", ".join(f"{seed}: {summary['accuracy']:.4f}" for seed, summary in summaries.items())
         named = ", ".join(map(str, diverged))
