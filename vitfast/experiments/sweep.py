@@ -25,9 +25,9 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
         raise InputError(f"--runs must be positive, got {runs}")
     if sweep or runs > 1:
         _check_several(config, resume)
-    several, settings = runs > 1, course(as_plain(config), length=True) | dict(runs=runs)
+    settings = course(as_plain(config), length=True) | dict(runs=runs)
     table = Results(Path(config.output), "sweep", settings, ["sweep.json"]) if sweep else None
-    mean = Results(Path(config.output), "runs", settings, ["runs.json"]) if several else None
+    mean = Results(Path(config.output), "runs", settings, ["runs.json"]) if runs > 1 else None
     told = _try_rates(config, resume, table) if table else {}
     if told:
         logger.info("lr %g is best; training on the whole training set", told["lr"])

@@ -50,10 +50,10 @@ def _is_part(path: Path) -> bool:
 
 def _is_own_best(run: Path) -> bool:
     """Whether best/ is what this run wrote there, no other checkpoint, and none of another run."""
-    best = run / BEST
+    best, default = run / BEST, as_plain(Config())  # for fields that are newer than the run
     try:
         settings = json.loads((best / "state" / "state.json").read_text(encoding="utf-8"))["settings"]
-        return (best / BEST_RECORD).is_file() and course(settings) == course(read_settings(run) or {})
+        return (best / BEST_RECORD).is_file() and course(default | settings) == course(default | read_settings(run))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # ValueError: InputError too
         return False
 
