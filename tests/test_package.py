@@ -107,7 +107,7 @@ FLOORS = (
     {"ops", "positions", "presets", "config", "device", "keep", "machine_code", "arguments", "submodules"},
     {"layers", "adapters", "checkpoint"},
     {"model", "hybrid", "init", "intermediates", "settle_keep", "distributed"},
-    {"data", "cost", "verify", "baselines"},
+    {"data", "cost", "verify", "baselines", "results"},
     {"eval", "convert", "export", "inspect", "tune", "doctor"},
     {"train"},
     {"experiments", "timm_models"},

@@ -17,6 +17,10 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         move_synced(temporary, path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk's own names no file
     finally:
         temporary.unlink(missing_ok=True)
 

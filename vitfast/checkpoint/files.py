@@ -45,6 +45,8 @@ def locate(source: str | Path) -> CheckpointFiles:
     """
     if str(source).startswith(HUB):
         return _in_folder(_download(str(source)), source)
+    if not str(source).strip():
+        raise InputError("no weights given: give a file, a folder or hf-hub:owner/name")
     path = Path(source).expanduser()
     if path.name == LAST:
         path = last_checkpoint(path.parent) or path
