@@ -126,7 +126,7 @@ def folds(seeds: int) -> dict:
 
 
 def trained(folder: Path, seed: int, kind: str, fields: dict) -> dict:
-    """The summary of a run on a fold's data: as the demo pre-trains, or fine-tuned from there with these fields."""
+    """The summary of a run on a fold's data: as the demo pre-trains, or, with fields, fine-tuned."""
     run, pretrained = folder / f"{kind}-{seed}", folder / f"pretrain-{seed}" / "checkpoints" / "last"
     config = dict(recipe="digits", data=f"{folder}/data", output=str(run), seed=seed, device="cpu", workers=0)
     if fields:

@@ -181,7 +181,7 @@ def read(name: str, value, called: str = ""):
 
 
 def checked(config: dict) -> dict:
-    """The constructor arguments among those given as `read` returns them, a mean and std for each channel.
+    """Constructor arguments as `read` returns them, a mean and std for each channel; others are left out.
 
     `class_names` stays where there are any. Raises InputError for what no ViT can have, before anything of its size is
     made.
