@@ -17,7 +17,7 @@ _START = os.environ.get("VITFAST_KERNELS") or "auto"
 
 
 class _Level(NamedTuple):
-    """A thread outside of all `with`, or the code inside of one: its mode, and the last call in it that set that.
+    """A thread outside of all `with`, or the code inside of one: its mode, and the call that set it.
 
     owner: of the `with`. call: a weak reference, as an object that nobody has any more cannot be entered.
     """
