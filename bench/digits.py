@@ -2,6 +2,7 @@
 
     python bench/digits.py masked       # 5 seeds; writes masked.json to bench/results/digits
     python bench/digits.py positions    # 8 kinds and places, 3 seeds; writes positions.json and positions.md there
+    python bench/digits.py choice       # the demo's fine-tuning, chosen on 3 folds of its training set; choice.json
     python bench/digits.py folds        # 5 folds of all 1,797 scans, 3 seeds; writes folds.json there
     python bench/digits.py demos        # the demo, 3 seeds; writes demos.json there, and demo.json of seed 0
 
@@ -25,6 +26,7 @@ from sklearn.model_selection import StratifiedKFold
 
 from vitfast import ViT
 from vitfast.config import Config
+from vitfast.data.datasets import open_sources
 from vitfast.data.image_files import image_files
 from vitfast.eval.predict import predict
 from vitfast.experiments.demo import demo
@@ -34,10 +36,11 @@ from vitfast.train.recipes import resolve
 from vitfast.train.trainer import train
 
 RESULTS = Path(__file__).parent / "results" / "digits"
-RUNS = Path("runs") / "digits"  # of folds and demos, which go on where they were cut off
+RUNS = Path("runs") / "digits"  # of choice, folds and demos, which go on where they were cut off
 COMMON = dict(recipe="digits", data="digits", device="cpu", hidden_head=False, label_smoothing=0.0)
 MASKED = dict(objective="masked", train_images=718, steps=1500, batch_size=64, lr=1e-3, warmup_steps=200)
 FEW = dict(shots=5, steps=400, batch_size=50, lr=1e-3, warmup_steps=40)
+CHOICES = [dict(lr=lr, epochs=epochs) for lr, epochs in ((1e-4, 12), (3e-4, 12), (1e-3, 12), (3e-4, 24), (1e-3, 24))]
 FOLDS = 5
 SGD = dict(img_size=48, optimizer="sgd", lr=0.03, weight_decay=0.0)  # as Table 4 has it
 
@@ -45,22 +48,46 @@ SGD = dict(img_size=48, optimizer="sgd", lr=0.03, weight_decay=0.0)  # as Table 
 def masked(seeds: int) -> dict:
     """Test accuracy with 5 labels a class: masked pre-training on half of the digits, or none."""
 
-    def trained(**fields) -> float:
+    def accuracy(**fields) -> float:
         return train(resolve("pretrain", COMMON | fields))["accuracy"]
 
     entries = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             few = FEW | dict(seed=seed, eval_every=FEW["steps"])
-            right = trained(**MASKED, seed=seed, eval_every=1000, output=f"{folder}/masked")
-            fine = trained(**few, output=f"{folder}/fine", weights=f"{folder}/masked/checkpoints/last")
-            scratch = trained(**few, output=f"{folder}/scratch")
+            right = accuracy(**MASKED, seed=seed, eval_every=1000, output=f"{folder}/masked")
+            fine = accuracy(**few, output=f"{folder}/fine", weights=f"{folder}/masked/checkpoints/last")
+            scratch = accuracy(**few, output=f"{folder}/scratch")
         entries.append(dict(seed=seed, masked=fine, scratch=scratch, colours_right=right))
         print(entries[-1], flush=True)
     means = {kind: statistics.mean(entry[kind] for entry in entries) for kind in ("masked", "scratch")}
     spread = {f"{kind}_stdev": statistics.stdev(e[kind] for e in entries) if seeds > 1 else 0.0 for kind in means}
     question = "5 labels a class: masked pre-training on half of the digits, or from scratch"
     return dict(question=question, **means, **spread, seeds=entries, pretraining=MASKED, training=FEW)
+
+
+def choice(seeds: int) -> dict:
+    """Accuracy on held-out images of the demo's training set, by rate and length of fine-tuning."""
+    scans, entries = load_digits(), []
+    training = np.array(open_sources("digits", "", (32, 32), (8, 8), 64, 0)[0].indices)
+    split = StratifiedKFold(3, shuffle=True, random_state=1).split(training, scans.target[training])
+    for fold, parts in enumerate(split):
+        folder = RUNS / f"choice-{fold}"
+        write_fold(folder, scans, [training[part] for part in parts])
+        for seed in range(seeds):
+            entry = dict(fold=fold, seed=seed, pretrain=trained(folder, seed, "pretrain", {})["accuracy"])
+            entry["finetune"] = [
+                trained(folder, seed, f"finetune-{i}", fields)["accuracy"] for i, fields in enumerate(CHOICES)
+            ]
+            entries.append(entry)
+            print(entry, flush=True)
+    means = [
+        dict(**fields, accuracy=statistics.mean(e["finetune"][i] for e in entries)) for i, fields in enumerate(CHOICES)
+    ]
+    question = "3 folds of the demo's training set: how long and at which rate to fine-tune at 48 px"
+    return dict(
+        question=question, pretrain=statistics.mean(e["pretrain"] for e in entries), finetune=means, runs=entries
+    )
 
 
 def folds(seeds: int) -> dict:
@@ -74,15 +101,10 @@ def folds(seeds: int) -> dict:
     split = StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(scans.target, scans.target)
     for fold, parts in enumerate(split):
         folder = RUNS / f"fold-{fold}"
-        for name, indices in zip(("train", "val"), parts):
-            write_scans(folder / "data" / name, scans, indices)
+        write_fold(folder, scans, parts)
         for seed, (kind, fields) in itertools.product(range(seeds), kinds.items()):
-            run, pretrained = folder / f"{kind}-{seed}", folder / f"pretrain-{seed}" / "checkpoints" / "last"
-            config = dict(recipe="digits", data=f"{folder}/data", output=str(run), seed=seed, device="cpu", workers=0)
-            if fields:
-                config |= dict(recipe="finetune/digits", weights=str(pretrained)) | fields
-            finish(resolve("finetune" if fields else "pretrain", config | dict(eval_every=10_000)))
-            model = ViT.from_pretrained(run / "checkpoints" / "last")
+            trained(folder, seed, kind, fields)
+            model = ViT.from_pretrained(folder / f"{kind}-{seed}" / "checkpoints" / "last")
             for record in predict(model, image_files(folder / "data" / "val"), Config(workers=0), top_k=1):
                 scan, label = int(Path(record["image"]).stem), int(record["predictions"][0]["label"])
                 right[kind][seed, scan] = label == scans.target[scan]
@@ -103,8 +125,23 @@ def folds(seeds: int) -> dict:
     )
 
 
+def trained(folder: Path, seed: int, kind: str, fields: dict) -> dict:
+    """The summary of a run on a fold's data: as the demo pre-trains, or, with fields, fine-tuned."""
+    run, pretrained = folder / f"{kind}-{seed}", folder / f"pretrain-{seed}" / "checkpoints" / "last"
+    config = dict(recipe="digits", data=f"{folder}/data", output=str(run), seed=seed, device="cpu", workers=0)
+    if fields:
+        config |= dict(recipe="finetune/digits", weights=str(pretrained)) | fields
+    return finish(resolve("finetune" if fields else "pretrain", config | dict(eval_every=10_000)))
+
+
+def write_fold(folder: Path, scans, parts) -> None:
+    """Scans for training and for validation as PNG files in class folders: the pixels of `--data digits`."""
+    for name, indices in zip(("train", "val"), parts):
+        write_scans(folder / "data" / name, scans, indices)
+
+
 def write_scans(folder: Path, scans, indices) -> None:
-    """Scans as PNG files in class folders, named by their numbers: the pixels of `--data digits`."""
+    """Scans as PNG files, named by their numbers."""
     for i in indices:
         path = folder / str(scans.target[i]) / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,13 +165,13 @@ def demos(seeds: int) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("masked", "positions", "folds", "demos"))
+    parser.add_argument("what", choices=("masked", "positions", "choice", "folds", "demos"))
     parser.add_argument("--seeds", type=int, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     RESULTS.mkdir(parents=True, exist_ok=True)
     if args.what != "positions":
-        function, seeds = dict(masked=(masked, 5), folds=(folds, 3), demos=(demos, 3))[args.what]
+        function, seeds = dict(masked=(masked, 5), choice=(choice, 2), folds=(folds, 3), demos=(demos, 3))[args.what]
         result = function(args.seeds or seeds) | dict(torch=torch.__version__)
         (RESULTS / f"{args.what}.json").write_text(json.dumps(result, indent=2) + "\n")
         return 0

@@ -63,4 +63,5 @@ def _seed():
 def _no_reports(request, monkeypatch):
     """Runs draw no report.html, half a second each, but in tests that are marked to be about them."""
     if "vitfast.train.trainer" in sys.modules and "reports" not in request.keywords:
-        monkeypatch.setattr("vitfast.train.trainer.write_report", lambda *_: None)
+        for name in ("write_report", "complete"):
+            monkeypatch.setattr(f"vitfast.train.trainer.{name}", lambda *_: None)

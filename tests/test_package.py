@@ -104,10 +104,10 @@ def test_metadata_has_the_extras(dist):
 # From the ground up. A place is a file or a folder of vitfast/; it imports from the floors below its own.
 FLOORS = (
     {"errors", "files", "version", "interpreter", "ref", "kernels"},
-    {"ops", "positions", "presets", "config", "device", "keep", "machine_code", "arguments"},
+    {"ops", "positions", "presets", "config", "device", "keep", "machine_code", "arguments", "submodules"},
     {"layers", "adapters", "checkpoint"},
     {"model", "hybrid", "init", "intermediates", "settle_keep", "distributed"},
-    {"data", "cost", "verify", "baselines"},
+    {"data", "cost", "verify", "baselines", "results"},
     {"eval", "convert", "export", "inspect", "tune", "doctor"},
     {"train"},
     {"experiments", "timm_models"},

@@ -200,13 +200,12 @@ def read(name: str, value, called: str = ""):
 
 
 def checked(config: dict) -> dict:
-    """All constructor arguments as `read` returns them, a mean and std for each channel.
+    """Constructor arguments as `read` returns them, a mean and std for each channel; others are left out.
 
     `class_names` stays where there are any. Raises InputError for what no ViT can have, before anything of its size is
     made.
     """
-    names, rest = config.get("class_names"), {k: v for k, v in config.items() if k != "class_names"}
-    config = {name: read(name, value) for name, value in rest.items()}
+    names, config = config.get("class_names"), {name: read(name, config[name]) for name in ARGUMENTS}
     width, heads, kind, place = (config[name] for name in ("embed_dim", "num_heads", "pos_embed", "pos_embed_at"))
     if width % heads:
         raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {width} and {heads}")

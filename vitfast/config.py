@@ -179,10 +179,15 @@ _TYPES = typing.get_type_hints(Config)
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
+def is_none(value) -> bool:
+    """Whether a value, perhaps text, leaves a field unset that may be."""
+    return value is None or str(value).lower() in ("none", "null", "")
+
+
 def allowed(each: dataclasses.Field, value):
     """`value`, perhaps text, as the type of this field. Raises InputError where it does not allow it."""
     options = typing.get_args(_TYPES[each.name]) if isinstance(_TYPES[each.name], types.UnionType) else ()
-    if type(None) in options and (value is None or str(value).lower() in ("none", "null", "")):
+    if type(None) in options and is_none(value):
         return None
     kind = next((option for option in options if option is not type(None)), _TYPES[each.name])
     shown = both_ends(repr(value), 80)
@@ -230,6 +235,12 @@ def total_steps(config: Recipe, images: int) -> int:
 def as_plain(config: Recipe) -> dict:
     """The fields as YAML and JSON hold them."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def course(settings: dict, length: bool = False) -> dict:
+    """Of settings those that decide the course of a run: the same for any length, or with its `length`."""
+    other = RUN_ONLY | {"about"} if length else RUN_ONLY | {"about", "epochs", "steps"}
+    return {name: value for name, value in settings.items() if name not in other}
 
 
 def check_run(config: Config) -> None:

@@ -12,6 +12,10 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message says where it stopped and what is kept."""
 
 
+class Diverged(TrainingError):
+    """A loss, a gradient or a weight is not finite."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
     """An InputError for a name that does not exist, with the nearest ones that do."""
     known, name = list(known), both_ends(str(name), 80)

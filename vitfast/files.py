@@ -28,6 +28,10 @@ def write_all_atomically(writes: Mapping[Path, Callable[[Path], object]]) -> Non
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         for path, temporary in temporaries.items():
             move_synced(temporary, path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk's own names no file
     finally:
         for temporary in temporaries.values():
             temporary.unlink(missing_ok=True)

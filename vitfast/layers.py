@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from . import ref
 from .errors import InputError
 from .ops import attention, attention_block, layer_norm, linear_gelu, mlp_block, patch_embed
+from .ops.attention import unsupported_reason as head_unsupported
 from .positions import relative_attention, relative_probabilities
 from .presets import pair
+from .submodules import Layout, find_modules, full_name, layout
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
 _LEAVES = "attention attention_block layer_norm linear_gelu mlp_block patch_embed relative_attention sample_drop_path"
@@ -27,21 +29,39 @@ def sample_drop_path(x: Tensor, rate: float) -> Tensor:
 Parts = list[tuple[str, str | None]]
 
 
+class Layer(nn.Module):
+    """A layer that runs operations on parameters of its modules. stands_in: of each operation, for which."""
+
+    stands_in: dict[str, Layout] = {}
+
+    @torch.compiler.assume_constant_result  # no guards on each hook: as with PyTorch's own, compile after adding them
+    def why_called(self, operation: str) -> str | None:
+        """Why those modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
+        found = find_modules(self.stands_in[operation], self)
+        return found if isinstance(found, str) else None
+
+
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm over the last axis, on vitfast's operation."""
+    """nn.LayerNorm over the last axis, on vitfast's operation; with `in_fp32` in fp32 on PyTorch's."""
+
+    in_fp32 = False
 
     def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
-        return [("norm", None)]
+        return [("norm", "an fp32 residual stream" if self.in_fp32 else None)]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.in_fp32:
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class PatchEmbed(nn.Module):
+class PatchEmbed(Layer):
     """Holds the patch projection (`proj.weight` (D, C, P, Q)) and the sizes it is used at.
 
     shrink: how much smaller than the image a map is that the projection reads in its place.
     """
+
+    stands_in = {"patch_embed": layout({"proj": nn.Conv2d})}
 
     def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, shrink: int = 1):
         super().__init__()
@@ -81,11 +101,16 @@ class PatchEmbed(nn.Module):
         return max(self.patch_size) if as_scalar else self.patch_size
 
     def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
-        return [("patch projection", None)]
+        return [("patch projection", self.why_called("patch_embed"))]
 
     def forward(
         self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
     ) -> Tensor:
+        if self.why_called("patch_embed") is not None:
+            dtype = _weights_dtype(self.proj, images.dtype)
+            images = ref.normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
+            patches = self.proj(images).flatten(2).transpose(1, 2)
+            return ref.with_prefix_and_positions(patches, [] if prefix is None else [prefix], pos_embed)
         return patch_embed(images, self.proj.weight, self.proj.bias, prefix, pos_embed, mean=mean, std=std)
 
 
@@ -114,8 +139,10 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(o.flatten(2)))
 
 
-class Mlp(nn.Module):
+class Mlp(Layer):
     """`fc1` (F, D) and `fc2` (D, F). approximate: GELU's, "none" (erf) or "tanh"."""
+
+    stands_in = {"linear_gelu": layout({"fc1": nn.Linear})}
 
     def __init__(self, dim: int, hidden: int, approximate: str, proj_bias: bool, drop: float):
         super().__init__()
@@ -126,7 +153,10 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = linear_gelu(x, self.fc1.weight, self.fc1.bias, approximate=self.approximate)
+        if self.why_called("linear_gelu") is None:
+            h = linear_gelu(x, self.fc1.weight, self.fc1.bias, approximate=self.approximate)
+        else:
+            h = F.gelu(self.fc1(x), approximate=self.approximate)
         return self.drop2(self.fc2(self.drop1(h)))
 
 
@@ -157,15 +187,46 @@ class PreLogits(nn.Module):
         return self.fc(x).tanh()
 
 
-class Block(nn.Module):
+def _norm_parts(norm: nn.Module) -> Parts:
+    return norm.operation_parts(()) if type(norm) is LayerNorm else [("norm", f"it is {full_name(type(norm))}")]
+
+
+def _weights_dtype(module: nn.Module, otherwise: torch.dtype) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), otherwise)
+
+
+class Block(Layer):
     """One pre-norm encoder layer: (B, N, D) -> (B, N, D).
 
-    Two operations, except where dropout sits inside a branch, or where a table of relative positions comes with x: that
-    branch then runs on the smaller operations and PyTorch's attention. `keep`: what the two operations keep for
-    backward, "least" or "all".
+    Two operations, except where a module in it must be called (dropout that is active, a hook, a layer that LoRA has
+    replaced), or where a table of relative positions comes with x: that branch then runs on its modules, the smaller
+    operations and PyTorch. `keep`: what the two operations keep for backward, "least" or "all".
     """
 
     keep = "least"
+    stands_in = {
+        "attention_block": layout(
+            {
+                "norm1": LayerNorm,
+                "attn": Attention,
+                "attn.qkv": nn.Linear,
+                "attn.proj": nn.Linear,
+                "attn.proj_drop": nn.Dropout,
+                "ls1": (LayerScale, nn.Identity),
+            }
+        ),
+        "mlp_block": layout(
+            {
+                "norm2": LayerNorm,
+                "mlp": Mlp,
+                "mlp.fc1": nn.Linear,
+                "mlp.drop1": nn.Dropout,
+                "mlp.fc2": nn.Linear,
+                "mlp.drop2": nn.Dropout,
+                "ls2": (LayerScale, nn.Identity),
+            }
+        ),
+    }
 
     def __init__(
         self,
@@ -191,6 +252,7 @@ class Block(nn.Module):
         self.norm2 = LayerNorm(dim, eps=eps)
         self.mlp = Mlp(dim, hidden, approximate, proj_bias, proj_drop)
         self.ls2 = LayerScale(dim, init_values) if init_values else nn.Identity()
+        self.norm1.in_fp32 = self.norm2.in_fp32 = residual_in_fp32
 
     def _factors(self, x: Tensor, scale: nn.Module) -> dict:
         drop_path = sample_drop_path(x, self.drop_path_rate) if self.training and self.drop_path_rate > 0 else None
@@ -199,17 +261,18 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
         """positions: (1, N, D), added to x first. relative: (2n-1, Dh), see positions.relative_logits."""
         x = x if positions is None else x + positions.to(x.dtype)
-        dropout = self.training and self.attn.proj_drop.p > 0
         options = dict(residual_in_fp32=self.residual_in_fp32, keep=self.keep)
         norm, attn, mlp = self.norm1, self.attn, self.mlp
-        if dropout or relative is not None:
-            x = self._add_branch(x, attn(self.branch_input(x, norm), relative), self.ls1)
+        if relative is not None or self.why_called("attention_block") is not None:
+            x = self._add_branch(
+                x, attn(self.branch_input(x, norm), *(() if relative is None else (relative,))), self.ls1
+            )
         else:
             weights = (norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias)
             factors = self._factors(x, self.ls1)
             x = attention_block(x, *weights, num_heads=attn.num_heads, eps=norm.eps, **options, **factors)
         norm = self.norm2
-        if dropout:
+        if self.why_called("mlp_block") is not None:
             return self._add_branch(x, mlp(self.branch_input(x, norm)), self.ls2)
         weights = (norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
         factors = self._factors(x, self.ls2)
@@ -219,14 +282,19 @@ class Block(nn.Module):
         """As `forward` runs them. above: the modules that it is in; a ViT among them tells the positions."""
         configs = [getattr(module, "config", None) for module in above]
         relative = any(isinstance(config, dict) and config.get("pos_embed") == "relative" for config in configs)
-        dropout = "dropout is active in training" if self.training and self.attn.proj_drop.p > 0 else None
-        norm = ("norm", "an fp32 residual stream" if self.residual_in_fp32 else None)
-        attention, mlp = [("attention block", None)], [("MLP block", None)]
-        if dropout or relative:
-            rest = ("projection and residual", dropout or "relative positions")
-            attention = [norm, ("attention", "relative positions" if relative else None), rest]
-        if dropout:
-            mlp = [norm, ("linear layer and GELU", None), ("projection and residual", dropout)]
+        first, second = (self.why_called(operation) for operation in ("attention_block", "mlp_block"))
+        attn, head = self.attn, None
+        if type(attn) is Attention:
+            head = head_unsupported(attn.head_dim, attn.head_dim**-0.5)
+        attention, mlp = [("attention block", head)], [("MLP block", None)]
+        if first or relative:
+            own = None if type(attn) is Attention else first
+            why = own or ("relative positions" if relative else head)
+            rest = ("projection and residual", first or "relative positions")
+            attention = [*_norm_parts(self.norm1), ("attention", why), rest]
+        if second:
+            fc1 = self.mlp.why_called("linear_gelu") if type(self.mlp) is Mlp else second
+            mlp = [*_norm_parts(self.norm2), ("linear layer and GELU", fc1), ("projection and residual", second)]
         return attention + mlp
 
     def attention_map(self, x: Tensor, positions: Tensor | None = None, relative: Tensor | None = None) -> Tensor:
@@ -236,10 +304,7 @@ class Block(nn.Module):
 
     def branch_input(self, x: Tensor, norm: nn.Module) -> Tensor:
         """norm(x) as the matrix products take it; an fp32 residual stream is normalised in fp32."""
-        if not self.residual_in_fp32:
-            return norm(x)
-        h = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
-        return h.to(self.attn.qkv.weight.dtype)
+        return norm(x).to(_weights_dtype(self.attn, x.dtype)) if self.residual_in_fp32 else norm(x)
 
     def _add_branch(self, x: Tensor, y: Tensor, scale: nn.Module) -> Tensor:
         """x + drop_path * layer_scale * y, for a branch that runs on the smaller operations."""

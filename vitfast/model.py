@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,6 @@ from .settle_keep import set_blocks, settle, settle_in_training
 # Leaves to FX: they look at shapes in Python.
 torch.fx.wrap("checked_images")
 torch.fx.wrap("table_for_images")
-
-_OF_IMAGES = ("mean", "std", "crop_mode", "crop_pct")  # attributes that may be set to others
 
 
 class ViT(nn.Module):
@@ -93,46 +92,47 @@ class ViT(nn.Module):
         keep: str = "auto",
         class_names: Sequence[str] | None = None,
     ):
-        config = arguments.checked({k: v for k, v in locals().items() if k not in ("self", "__class__", "keep")})
+        c = SimpleNamespace(**arguments.checked(locals()))
         super().__init__()
-        self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
-        self.embed_dim = self.num_features = embed_dim
-        self.head_hidden_size = representation_size or embed_dim
-        self.num_prefix_tokens = int(class_token) + reg_tokens
-        self.num_reg_tokens, self.has_class_token = reg_tokens, class_token
-        self.no_embed_class, self.dynamic_img_size = no_embed_class, dynamic_img_size
-        self.grad_checkpointing, self.residual_in_fp32 = False, residual_in_fp32
-        self.mean, self.std, self.crop_mode, self.crop_pct = (config[name] for name in _OF_IMAGES)
-        self._config = config
-        if backbone is None:
-            self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
+        self.num_classes, self.in_chans, self.global_pool = c.num_classes, c.in_chans, c.global_pool
+        self.embed_dim = self.num_features = c.embed_dim
+        self.head_hidden_size = c.representation_size or c.embed_dim
+        self.num_prefix_tokens = int(c.class_token) + c.reg_tokens
+        self.num_reg_tokens, self.has_class_token = c.reg_tokens, c.class_token
+        self.no_embed_class, self.dynamic_img_size = c.no_embed_class, c.dynamic_img_size
+        self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
+        self.mean, self.std, self.crop_mode, self.crop_pct = c.mean, c.std, c.crop_mode, c.crop_pct
+        self._config = vars(c)
+        if c.backbone is None:
+            self.patch_embed = PatchEmbed(c.img_size, c.patch_size, c.in_chans, c.embed_dim)
         else:
-            self.patch_embed = HybridEmbed(img_size, patch_size, in_chans, embed_dim, backbone)
-            config["backbone"] = self.patch_embed.spec
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
-        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
-        grid, head_dim = self.patch_embed.grid_size, embed_dim // num_heads
-        shapes = positions.table_shapes(pos_embed, pos_embed_at, grid, embed_dim, head_dim, depth, self._pos_prefix)
+            self.patch_embed = HybridEmbed(c.img_size, c.patch_size, c.in_chans, c.embed_dim, c.backbone)
+            c.backbone = self.patch_embed.spec
+        self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
+        sizes = self.patch_embed.grid_size, c.embed_dim, c.embed_dim // c.num_heads, c.depth, self._pos_prefix
+        shapes = positions.table_shapes(c.pos_embed, c.pos_embed_at, *sizes)
         self._tables = tuple(shapes)
         self.register_buffer("pos_embed", None)
         for name, shape in shapes.items():
             table = torch.empty(shape)
-            setattr(self, name, table if pos_embed == "sincos2d" else nn.Parameter(table))
-        self.pos_drop = nn.Dropout(pos_drop_rate)
-        options = dict(qkv_bias=qkv_bias, proj_bias=proj_bias, init_values=init_values, proj_drop=proj_drop_rate)
-        options |= dict(approximate=ACTIVATIONS[act_layer], eps=norm_eps, residual_in_fp32=residual_in_fp32)
-        hidden, rates = int(embed_dim * mlp_ratio), [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(Block(embed_dim, num_heads, hidden, drop_path=r, **options) for r in rates))
+            setattr(self, name, table if c.pos_embed == "sincos2d" else nn.Parameter(table))
+        self.pos_drop = nn.Dropout(c.pos_drop_rate)
+        options = dict(qkv_bias=c.qkv_bias, proj_bias=c.proj_bias, init_values=c.init_values, eps=c.norm_eps)
+        options |= dict(proj_drop=c.proj_drop_rate, residual_in_fp32=c.residual_in_fp32)
+        hidden, options["approximate"] = int(c.embed_dim * c.mlp_ratio), ACTIVATIONS[c.act_layer]
+        rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
+        self.blocks = nn.Sequential(*(Block(c.embed_dim, c.num_heads, hidden, drop_path=r, **options) for r in rates))
         self.set_keep(keep)
-        feature = dict(num_chs=embed_dim, reduction=max(pair(patch_size)))
-        self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(depth)]
-        config["fc_norm"] = norm_after_pool = global_pool == "avg" if fc_norm is None else fc_norm
-        self.norm = nn.Identity() if norm_after_pool else LayerNorm(embed_dim, eps=norm_eps)
-        self.fc_norm = LayerNorm(embed_dim, eps=norm_eps) if norm_after_pool else nn.Identity()
-        self.pre_logits = PreLogits(embed_dim, representation_size) if representation_size else nn.Identity()
-        self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(self.head_hidden_size, num_classes) if num_classes > 0 else nn.Identity()
-        if weight_init != "skip":
+        feature = dict(num_chs=c.embed_dim, reduction=max(pair(c.patch_size)))
+        self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
+        c.fc_norm = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm  # the norm is after pooling
+        self.norm = nn.Identity() if c.fc_norm else LayerNorm(c.embed_dim, eps=c.norm_eps)
+        self.fc_norm = LayerNorm(c.embed_dim, eps=c.norm_eps) if c.fc_norm else nn.Identity()
+        self.pre_logits = PreLogits(c.embed_dim, c.representation_size) if c.representation_size else nn.Identity()
+        self.head_drop = nn.Dropout(c.drop_rate)
+        self.head = nn.Linear(self.head_hidden_size, c.num_classes) if c.num_classes > 0 else nn.Identity()
+        if c.weight_init != "skip":
             self.init_weights(needs_reset=False)
 
     # ---- making one
@@ -159,7 +159,7 @@ class ViT(nn.Module):
     @property
     def config(self) -> dict:
         """The constructor arguments that make this model as it is now."""
-        return self._config | {name: getattr(self, name) for name in _OF_IMAGES}
+        return self._config | {name: getattr(self, name) for name in ("mean", "std", "crop_mode", "crop_pct")}
 
     @property
     def class_names(self) -> tuple[str, ...] | None:

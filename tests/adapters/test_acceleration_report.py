@@ -20,6 +20,7 @@ from adapter_models import (
 )
 from checks import randomize
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitfast
@@ -112,6 +113,14 @@ def hybrid():
     return ViT(**{**SMALL, "img_size": 32, "patch_size": 16}, backbone=spec)
 
 
+def changed():
+    model = ViT(**SMALL)
+    prune.l1_unstructured(model.patch_embed.proj, "weight", 0.5)
+    model.blocks[0].attn.qkv.register_forward_hook(lambda *_: None)
+    model.blocks[1].mlp.fc1 = nn.Sequential(model.blocks[1].mlp.fc1)
+    return model
+
+
 class Wrapped(nn.Module):
     """As a user has one of ours in a model of their own."""
 
@@ -201,6 +210,7 @@ FAMILIES = {
         {},
         ["active in training"] * 4,
     ),
+    "ours, pruned and hooked": (changed, IMAGES, {}, ["proj has hooks", "attn.qkv has hooks", "fc1 is", "mlp.fc1 is"]),
 }
 
 
@@ -290,6 +300,41 @@ def test_the_suggested_attention_can_be_set():
     model.set_attn_implementation("vitfast")
     assert operations(model, IMAGES) == claimed(model) == Counter(attention_separate=2)
     assert "set_attn_implementation" not in str(vitfast.acceleration_report(swin())), "timm has no registry"
+
+
+def test_a_forward_set_on_the_instance_decides():
+    for made, names in (
+        (vitfast.accelerate(timm_vit()), ("blocks.0", "norm", "patch_embed.proj")),
+        (ViT(**SMALL), ("blocks.0", "norm", "patch_embed")),
+    ):
+        before = claimed(made)
+        for name in names:
+            module = made.get_submodule(name)
+            module.forward = lambda x, *_, **__: x
+            (entry,) = vitfast.acceleration_report(made).left
+            assert entry.name == name and "a forward of its own" in entry.why
+            del module.forward
+        assert claimed(made) == before
+
+
+def test_dropout_counts_before_the_first_call():
+    model = with_attention(hf_vit(attention_probs_dropout_prob=0.1)).train()
+    parts = [entry for entry in vitfast.acceleration_report(model) if "set_attn_implementation" in entry.part]
+    assert len(parts) == 2 and all(entry.why == fallbacks.DROPOUT for entry in parts)
+    assert not [e for e in vitfast.acceleration_report(model.eval()).left if "set_attn_implementation" in e.part]
+
+
+def test_our_heads_without_a_kernel_are_left():
+    model = ViT(**{**SMALL, "embed_dim": 20, "num_heads": 2})
+    left = vitfast.acceleration_report(model).left
+    assert [entry.part for entry in left] == ["attention block"] * SMALL["depth"] and "head size 10" in left[0].why
+    with pytest.raises(RuntimeError, match="head size 10"), ops.use_kernels("on"):
+        model(IMAGES)
+
+
+def test_no_hint_once_it_was_taken():
+    model = clip(model="SiglipVision")
+    assert not [e for e in vitfast.acceleration_report(model).left if "set_attn_implementation" in e.why]
 
 
 def test_the_report_says_where_no_kernel_runs():

@@ -144,9 +144,9 @@ def test_an_empty_source_is_not_the_current_folder(tmp_path, capsys, monkeypatch
     small().save_pretrained(tmp_path)
     monkeypatch.chdir(tmp_path)
     code, line = run(capsys, "convert", "", tmp_path / "out", "--format", "timm")
-    assert code == 2 and "the source must be a file, a folder or hf-hub:owner/name, got ''" in line
-    for source in (None, 3, b"x"):
-        with pytest.raises(InputError, match="the source must be a file, a folder"):
+    assert code == 2 and "no weights given: give a file, a folder or hf-hub:owner/name, not ''" in line
+    for source in (None, 3, b"x", " "):
+        with pytest.raises(InputError, match="no weights given: give a file, a folder"):
             ViT.from_pretrained(source)
     for source in (5000 * "x", "~nobody-is-called-so/x"):
         with pytest.raises(InputError, match="cannot be read"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from commands import CLASSES, RUN, make_folder, picture, run_cli
 from processes import Child, command_line, done
 
@@ -129,6 +130,76 @@ def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path, name):
         assert not list((tmp_path / "run" / "checkpoints").glob("*"))
     else:
         assert not (tmp_path / "run").exists()
+
+
+PRETRAIN = ("pretrain", "--recipe", "digits", "--data", "digits")
+SAID = [
+    ((*PRETRAIN, "--steps", 3, "--epochs", 2), "epochs 2.0 and steps 3 are two lengths of one run; give one of them"),
+    ((*PRETRAIN, "--steps", 3, "--set", "epochs=2"), "epochs 2 and steps 3 are two lengths of one run"),
+    ((*PRETRAIN, "--config", "CONFIG"), "epochs 4 and steps 5 are two lengths of one run"),
+    (
+        (*PRETRAIN, "--set", "num_classes=7"),
+        "num_classes=7, and data set 'digits' has 10 classes: leave num_classes out",
+    ),
+    ((*PRETRAIN, "--lr", "1e300"), "lr must be positive, and at most 1e9, got 1e+300"),
+    ((*PRETRAIN, "--set", "init_values=1e300"), "init_values must be positive, and at most 1e9, got '1e300'"),
+    ((*PRETRAIN, "--set", "head_init_bias=1e300"), "head_init_bias must lie in [-1e+09, 1e+09], got '1e300'"),
+    ((*PRETRAIN, "--set", "crop_pct=0.0001"), "crop_pct must lie in [0.1, 1], got '0.0001'"),
+    (
+        (*PRETRAIN, "--data", "hfds/"),
+        "--data hfds/ names no data set; write its name or folder after it, such as hfds/",
+    ),
+    (
+        (*PRETRAIN, "--data", "wds/"),
+        "--data wds/ names no data set; write its name or folder after it, such as wds/DIR",
+    ),
+    (("eval", "--data", "digits", "--weights", ""), "no weights given: give a file, a folder or hf-hub:owner/name"),
+    (("predict", "IMAGE", "--weights", ""), "no weights given: give a file, a folder or hf-hub:owner/name"),
+    (("convert", "", "OUT", "--format", "timm"), "no weights given: give a file, a folder or hf-hub:owner/name"),
+    (("finetune", "--data", "digits", "--weights", ""), "finetune starts from weights: add --weights FILE_OR_FOLDER"),
+    (
+        ("fewshot", "--data", "digits", "--weights", "W", "--shots", "x"),
+        "argument --shots: give whole numbers of images a class, or all; got 'x'",
+    ),
+]
+
+
+@pytest.mark.parametrize("args, message", SAID, ids=str)
+def test_one_line_says_what_and_what_to_do(capsys, tmp_path, args, message):
+    picture(0).save(tmp_path / "image.png")
+    (tmp_path / "both.yaml").write_text("epochs: 4\nsteps: 5\n")
+    places = dict(IMAGE=tmp_path / "image.png", CONFIG=tmp_path / "both.yaml", OUT=tmp_path / "out")
+    output = () if args[0] in ("convert", "eval") else ("--output", tmp_path / "out.csv")
+    code, _, err = run_cli(capsys, *(places.get(word, word) for word in args), *output)
+    *usage, said = err.splitlines()
+    assert code == 2 and message in said and not (tmp_path / "out").exists() and not (tmp_path / "out.csv").exists()
+    assert not usage or "--shots" in args  # argparse shows the usage before it
+
+
+def test_a_length_of_the_user_takes_the_place_of_a_recipes_or_a_files(tmp_path, capsys):
+    (tmp_path / "file.yaml").write_text("recipe: digits\nsteps: 7\nepochs: null\n")
+    for flags, length in (
+        (["--recipe", "digits", "--steps", 3], (3, None)),
+        (["--config", tmp_path / "file.yaml"], (7, None)),
+        (["--config", tmp_path / "file.yaml", "--epochs", 2], (None, 2.0)),
+        (["--recipe", "digits", "--set", "steps=none"], (None, 44.0)),
+    ):
+        code, out, _ = run_cli(capsys, "pretrain", "--data", "digits", "--print-config", *flags)
+        settings = yaml.safe_load(out)
+        assert code == 0 and (settings["steps"], settings["epochs"]) == length
+
+
+def test_an_evaluation_under_torchrun_is_printed_once(tmp_path, capsys, monkeypatch):
+    model = ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=10)
+    model.save_pretrained(tmp_path / "w")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    printed = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        code, out, err = run_cli(capsys, "eval", "--weights", tmp_path / "w", "--data", "digits", "--device", "cpu")
+        assert code == 0, err
+        printed.append(out.count("accuracy"))
+    assert printed == [1, 0]
 
 
 def test_debug_shows_the_traceback(tmp_path):

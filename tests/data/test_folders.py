@@ -8,10 +8,12 @@ import pictures
 import pytest
 import torch
 from runs import digits
+from timm.data.readers.reader_image_folder import find_images_and_targets
 
 from vitfast import InputError
 from vitfast.data.datasets import open_sources
-from vitfast.data.folders import open_folder
+from vitfast.data.folders import _class_folders, open_folder
+from vitfast.data.image_files import SUFFIXES
 from vitfast.data.loader import open_data
 
 CPU = torch.device("cpu")
@@ -50,10 +52,10 @@ def test_links_back_are_named(tmp_path):
 
 def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
     root = pictures.folder(tmp_path / "data")
-    pictures.smooth(0).save(root / "train" / "a" / "5.webp")
+    (root / "train" / "a" / "5.jxl").write_bytes(b"\xff\x0a")
     with caplog.at_level("WARNING"):
         assert len(open_folder(root, (8, 8))[0]) == 8
-    assert "1 files (.webp) are passed over" in caplog.text
+    assert "1 files (.jxl) are passed over; known are .bmp, .gif, .jpeg," in caplog.text
     (root / "train" / "x.jpg").mkdir()  # a folder called like a file is a class folder without images
     assert open_folder(root, (8, 8))[0].classes == ["a", "b"]
     pictures.smooth(0).save(root / "train" / "stray.jpg")
@@ -70,6 +72,19 @@ def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(InputError, match="train/b cannot be read .Permission denied."):
         open_folder(root, (8, 8))
+
+
+def test_class_folders_hold_what_timm_finds_there_with_every_suffix_and_nothing_hidden(tmp_path):
+    for name in ("c10/2.png", "c10/10.JPG", "c9/deep/b.jpeg", "c9/a.webp", "c9/z.tiff", "x/deep/9.bmp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pictures.smooth(1, 16, 16).save(tmp_path / name)
+    theirs, numbers = find_images_and_targets(str(tmp_path), types=SUFFIXES)
+    for name in ("c9/._a.jpg", "c9/.b.png", ".thumbnails/1.png", "c10/.trash/deep/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pictures.smooth(1, 16, 16).save(tmp_path / name)
+    source = _class_folders(tmp_path, (8, 8))
+    assert list(zip(source.files, source.labels)) == theirs
+    assert source.classes == list(numbers) == ["c9", "c10", "deep"]
 
 
 def test_a_class_with_one_image_keeps_it_for_training(tmp_path):

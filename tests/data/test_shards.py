@@ -11,6 +11,7 @@ from PIL import Image
 from runs import digits
 
 from vitfast import InputError
+from vitfast.config import total_steps
 from vitfast.data.datasets import Subset, known_labels, take
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING
@@ -87,6 +88,25 @@ def test_training_shards_keep_16_bits(tmp_path):
     config = digits(data=f"wds/{root}", batch_size=4, workers=0)
     images, labels, told = next(iter(open_data(config, (24, 24), (8, 8), CPU).train_batches(0, 1)))
     assert images.unique().tolist() == [1] and not told
+
+
+@pytest.mark.parametrize("spec", ["wds/", "hfids/"])
+def test_an_epoch_has_as_many_images_for_any_number_of_ranks_and_workers(tmp_path, monkeypatch, spec):
+    pytest.importorskip("webdataset" if spec == "wds/" else "datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    if spec == "wds/":
+        root, count = shards(tmp_path / "data", files(9)), 9
+    else:
+        root, count = pictures.folder(tmp_path / "data", splits=("train", "validation")), 8
+        (root / "README.md").write_text(CARD)
+    config = digits(data=f"{spec}{root}", batch_size=4, epochs=3, workers=0)
+    for world in (1, 2, 3):
+        for workers in (0, 2):
+            data = open_data(config, (24, 24), (8, 8), CPU, Ranks(0, world))
+            data.train.dataset.reader.dist_num_replicas = world  # as timm finds it under torchrun
+            data.train.dataset.set_loader_cfg(num_workers=workers)
+            assert len(data.train) == data.train_length == count
+            assert total_steps(config, data.train_length) == round(3 * count / 4)
 
 
 def test_wrong_shards_are_named(tmp_path):

@@ -103,3 +103,32 @@ def test_erasing_changes_one_rectangle_of_its_share():
             area = (rows.max() - rows.min() + 1) * (columns.max() - columns.min() + 1) / 1600
             assert 0.01 < area < 0.36 and (out.any(0).sum() / 1600 - area).abs() < 0.02
     assert 70 <= changed <= 130  # 400 x 0.25, four standard deviations
+
+
+POLICIES = ["original", "originalr", "v0", "v0r-mstd0.5", "3a", "augmix-m9-w4-d2-b1", "rand", "rand-m9-mstd0.5-inc1"]
+POLICIES += ["rand-m9-n3-tweights", "rand-m9-t3a-inc1", "rand-m10-t3aw", "rand-m12-mmax15-inc1"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_operation_of_a_policy_takes_every_strength(policy):
+    image = pictures.smooth(1, 40, 40)
+    steps = transforms(digits(auto_augment=policy), (32, 32))[0].transforms
+    operations = [op for step in steps for op in getattr(step, "ops", ())]
+    operations += [op for step in steps for several in getattr(step, "policy", ()) for op in several]
+    assert len(operations) >= 3
+    for op in operations:
+        op.prob, op.magnitude_std = 1.0, 0
+        for op.magnitude in range(16):
+            assert op(image).size == image.size, op
+
+
+def test_posterizing_keeps_the_highest_bits_and_none_of_them_is_black():
+    """As Pillow did before it refused 0: timm's policies v0 and rand-...-inc1 draw it."""
+    (augment,) = (
+        step for step in transforms(digits(auto_augment="rand"), (32, 32))[0].transforms if hasattr(step, "ops")
+    )
+    keep = next(op for op in augment.ops if op.name == "Posterize").aug_fn
+    image = pictures.smooth(2, 30, 30)
+    for bits in range(-1, 9):
+        mask = 256 - 2 ** (8 - max(0, bits))
+        assert np.array_equal(keep(image, bits, fillcolor=0), np.asarray(image) & mask), bits

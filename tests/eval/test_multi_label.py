@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pictures
@@ -78,6 +79,23 @@ def test_a_run_learns_several_classes_an_image(data, capsys, tmp_path):
     assert found["accuracy"] == pytest.approx(np.mean([y[s.argmax()] for s, y in rows]))
     share = 1 / (1 + np.exp(-scores))
     assert found["loss"] == pytest.approx(-np.log(np.where(truth == 1, share, 1 - share)).sum(1).mean(), rel=1e-4)
+
+    # the first image, as `predict` tells it: each class by itself, unless the user or bare weights say otherwise
+    image, shares = data / "val" / "0.png", np.exp(scores[0])
+    wanted = dict(sigmoid=shares / (1 + shares), softmax=shares / shares.sum())
+    wanted = {kind: dict(zip(sorted(NAMES), values)) for kind, values in wanted.items()}
+    bare = tmp_path / "bare"
+    shutil.copytree(weights, bare, ignore=shutil.ignore_patterns("state"))
+    for source, flag, kind in (
+        (weights, (), "sigmoid"),
+        (tmp_path / "run", (), "sigmoid"),
+        (weights, ("--no-sigmoid",), "softmax"),
+        (bare, (), "softmax"),
+        (bare, ("--sigmoid",), "sigmoid"),
+    ):
+        code, out, _ = run_cli(capsys, "predict", image, "--weights", source, "--device", "cpu", "--json", *flag)
+        said = {p["label"]: p["probability"] for p in json.loads(out)[0]["predictions"]}
+        assert code == 0 and said == pytest.approx(wanted[kind], abs=1e-5), (source, flag)
 
     for command, more in (("fewshot", ()), ("fewshot", ("--method", "knn"))):
         code, _, err = run_cli(capsys, command, "--weights", weights, "--data", data, "--device", "cpu", *more)

@@ -3,8 +3,11 @@
 import csv
 import io
 import itertools
+import shutil
+from pathlib import Path
 
 import numpy as np
+import pictures
 import pytest
 import timm
 import torch
@@ -16,8 +19,11 @@ from PIL import Image
 from vitfast import InputError, ViT
 from vitfast.config import Config
 from vitfast.data.image_files import image_files
-from vitfast.eval.accuracy import evaluate_weights
+from vitfast.data.loader import open_data
+from vitfast.data.samples import PADDING
+from vitfast.eval.accuracy import evaluate, evaluate_weights
 from vitfast.eval.predict import predict, write_csv
+from vitfast.train.recipes import resolve
 
 HOST = Config(workers=0)
 
@@ -171,3 +177,35 @@ def test_names_of_any_kind_come_back_from_csv():
     assert rows[0] == ["image", "label_1", "probability_1", "label_2", "probability_2"]
     assert rows[1:-1] == [[name, "é,\n", "0.75", "3", "1.5e-09"] for name in names]
     assert rows[-1] == ["bad", "", "", "", ""]
+
+
+def test_predict_and_eval_see_the_same_images_of_a_folder(tmp_path):
+    """Any suffix, hidden files, images less than a patch, less than the crop, and long ones."""
+    sizes = [(3, 30), (30, 7), (8, 8), (9, 20), (12, 40), (16, 16), (40, 90), (16, 600), (5, 5)]
+    suffixes = ["png", "jpg", "webp", "bmp", "tif", "ppm", "gif", "JPEG", "tiff"]
+    for number, ((height, width), suffix) in enumerate(zip(sizes, suffixes)):
+        for name in ("a", "b"):
+            file = tmp_path / "val" / name / f"{number}.{suffix}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pictures.smooth(number, height, width).save(file)
+    shutil.copytree(tmp_path / "val", tmp_path / "train")
+    (tmp_path / "val" / "a" / ".hidden").mkdir()
+    for hidden in (".hidden/1.png", ".1.png", "._0.jpg"):
+        pictures.smooth(1, 20, 20).save(tmp_path / "val" / "a" / hidden)
+    torch.manual_seed(0)
+    model = randomize(ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2), std=0.5).eval()
+    config = resolve("eval", dict(data=str(tmp_path), device="cpu", workers=0, crop_pct=0.9))
+    data = open_data(config, (16, 16), (8, 8), torch.device("cpu"))
+    probabilities, files = [], [data.val.name(i) for i in range(len(data.val))]
+
+    def note(logits, labels):
+        probabilities.extend(zip(logits.softmax(1).tolist(), labels.tolist()))
+
+    assert evaluate(model, data, torch.device("cpu"), None, note)["unreadable_images"] == 6
+    told = {record["image"]: record for record in predict(model, image_files(tmp_path / "val"), config, top_k=2)}
+    assert sorted(told) == sorted(files) and len(files) == 18
+    for file, (shares, label) in zip(files, probabilities):
+        assert ("error" in told[file]) == (label == PADDING) == (min(sizes[int(Path(file).stem)]) < 8), file
+        if label != PADDING:
+            said = {p["label"]: p["probability"] for p in told[file]["predictions"]}
+            assert said == pytest.approx(dict(enumerate(shares)), abs=1e-6), file

@@ -49,7 +49,7 @@ def test_transfer_accuracy_is_what_few_shot_evaluation_of_the_weights_says(tmp_p
 
 def test_transfer_by_fine_tuning_has_the_settings_it_is_given(tmp_path, capsys):
     flags = ("--transfer", "digits", "synthetic", "--transfer-method", "finetune", "--set", "workers=0", "early_stop=9")
-    settings = ("recipe=finetune/digits", "steps=1", "batch_size=8", "img_size=24", "num_classes=10", "lr=0.02")
+    settings = ("recipe=finetune/digits", "steps=1", "batch_size=8", "img_size=24", "lr=0.02")
     code, _, err = run_cli(capsys, *command(tmp_path, "Nano/8"), *flags, "--transfer-set", *settings)
     assert code == 0, err
     (row,) = json.loads((tmp_path / "scaling.json").read_text())
@@ -58,7 +58,7 @@ def test_transfer_by_fine_tuning_has_the_settings_it_is_given(tmp_path, capsys):
     assert row["transfer_accuracy"] == pytest.approx(sum(summary["accuracy"] for summary in found) / 2)
     assert row["transfer to digits"] == found[0]["accuracy"] and found[0]["steps"] == 1
     config = (run / "finetune-digits" / "config.yaml").read_text()
-    for told in ("img_size: 24", "lr: 0.02", f"weights: {run / 'best'}", "optimizer: sgd"):
+    for told in ("img_size: 24", "lr: 0.02", f"weights: {run / 'best'}", "optimizer: adamw"):
         assert told in config
     assert module._label(row) == "accuracy after fine-tuning, mean of 2 data sets"
 

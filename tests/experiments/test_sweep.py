@@ -1,6 +1,7 @@
 """The sweep over learning rates, and several runs with one."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from commands import run_cli
 from runs import digits, finetuning, same, weights
 
 from vitfast import InputError
+from vitfast.errors import Diverged, TrainingError
 from vitfast.experiments import runs as experiments
 from vitfast.experiments.sweep import fine_tune
 from vitfast.train.trainer import train
@@ -102,3 +104,65 @@ def test_runs_go_on_where_they_stopped(tmp_path):
     kept = [json.loads((tmp_path / "fine" / f"seed-{seed}/summary.json").read_text())["accuracy"] for seed in (0, 1)]
     assert result["accuracies"] == kept
     assert not same(weights(tmp_path / "fine" / "seed-0"), weights(tmp_path / "fine" / "seed-1"))
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("pre") / "run"
+    train(digits(run, steps=2, batch_size=8, train_images=16, img_size=16))
+    return run
+
+
+QUICK = dict(steps=6, batch_size=8, train_images=40, img_size=16, warmup_steps=0, clip_norm=None, optimizer="sgd")
+
+
+def test_a_rate_that_diverges_counts_as_0_and_the_sweep_goes_on(pretrained, tmp_path, monkeypatch):
+    config = finetuning(pretrained, tmp_path / "fine", sweep_lr="1e8,0.01,0.003", **QUICK)
+    path, on_the_way = tmp_path / "fine" / "sweep.json", []
+
+    def watched(*args):
+        on_the_way.append(len(json.loads(path.read_text())["tried"]) if path.exists() else 0)
+        return train(*args)
+
+    monkeypatch.setattr(experiments, "train", watched)
+    summary = fine_tune(config, sweep=True)
+    assert on_the_way == [0, 1, 2, 3]  # it is written as it goes
+    told = json.loads(path.read_text())
+    bad, *good = told["tried"]
+    assert bad["lr"] == 1e8 and bad["held_out_accuracy"] == 0 and re.search("is (nan|inf)", bad["diverged"])
+    assert [row["lr"] for row in good] == [0.01, 0.003] and not any("diverged" in row for row in good)
+    best = max(good, key=lambda row: (row["held_out_accuracy"], -row["lr"]))
+    assert told["lr"] == best["lr"] and told["accuracy"] == summary["accuracy"]
+    assert json.loads((tmp_path / "fine" / "sweep" / "lr-0.01" / "summary.json").read_text())["finished"]
+
+
+def test_where_every_rate_diverges_the_sweep_says_so(pretrained, tmp_path, capsys):
+    command = (
+        "finetune",
+        "--data",
+        "digits",
+        "--weights",
+        pretrained,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "fine",
+    )
+    settings = [f"{name}={'none' if value is None else value}" for name, value in QUICK.items()]
+    code, _, err = run_cli(capsys, *command, "--sweep", "--set", "sweep_lr=1e8,1e9", *settings)
+    assert code == 1 and err.splitlines()[-1].startswith("vitfast: error: with every rate of sweep_lr the training div")
+    told = json.loads((tmp_path / "fine" / "sweep.json").read_text())
+    assert [row["held_out_accuracy"] for row in told["tried"]] == [0, 0] and told["lr"] is told["accuracy"] is None
+
+
+def test_a_run_that_diverges_is_named_after_the_others(tmp_path, monkeypatch):
+    def run(config, resume):
+        if config.seed == 6:
+            raise Diverged("the loss of step 3 is nan")
+        return dict(finished=True, accuracy=0.25, seconds=1.0)
+
+    monkeypatch.setattr(experiments, "train", run)
+    config = finetuning(tmp_path, tmp_path / "fine", seed=5, steps=1)
+    with pytest.raises(TrainingError, match="1 of 3 runs diverged, with seed 6.*5: 0.2500, 7: 0.2500.*step 3 is nan"):
+        fine_tune(config, runs=3)
+    assert not (tmp_path / "fine" / "runs.json").exists()

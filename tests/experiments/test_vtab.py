@@ -51,7 +51,7 @@ def stripes(tmp_path_factory) -> Path:
 def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, capsys):
     tasks = tmp_path / "tasks.yaml"
     tasks.write_text(
-        f"- digits\n- {{name: stripes, group: structured, data: {stripes}}}\n"
+        f"- digits\n- {{name: 'stripes, \"both\"', group: structured, data: {stripes}}}\n"
         f"- {{name: more, group: structured, data: {stripes}}}\n"
     )
     flags = ("--weights", digits_weights, "--tasks", tasks, "--device", "cpu", "--set", "workers=0")
@@ -69,7 +69,7 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
     rows = list(csv.DictReader(open(tmp_path / "a" / "vtab.csv")))
     assert [(r["task"], r["group"]) for r in rows[:3]] == [
         ("digits", "tasks"),
-        ("stripes", "structured"),
+        ('stripes, "both"', "structured"),
         ("more", "structured"),
     ]
     assert [(r["task"], r["group"]) for r in rows[3:]] == [("mean", "tasks"), ("mean", "structured"), ("mean", "all")]
@@ -165,6 +165,11 @@ def test_wrong_tasks_are_named(digits_weights, tmp_path, capsys, monkeypatch):
         ("- digits\n- digits", "two tasks have the same name"),
         ("- [", "cannot be read as YAML"),
         ("- {data: digits, colour: red}", "unknown setting 'colour'"),
+        ("- {data: digits, name: ../../q}", "the name '../../q' of a task is no name of a folder in --output"),
+        ("- {data: digits, name: a/b}", "the name 'a/b'"),
+        ("- {data: digits, name: /q}", "the name '/q'"),
+        ("- {data: digits, name: ..}", "the name '..'"),
+        ("- {data: digits, name: ''}", "the name ''"),
     ):
         path.write_text(content)
         code, _, err = run_cli(capsys, *base, "--tasks", path)

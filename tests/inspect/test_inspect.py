@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import math
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -292,6 +293,7 @@ def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tm
         "numbers.json",
         "distance.csv",
         "arrays.npz",
+        "inspect.origin.json",
         *(f"{n}.png" for n in names),
     }
     page = Page((output / "report.html").read_text())
@@ -330,11 +332,12 @@ def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tm
 
 def test_command_without_positions_on_digits(capsys, tmp_path):
     torch.manual_seed(0)
-    vit(pos_embed="none", in_chans=1, **POOLED).save_pretrained(tmp_path / "w")
     output = tmp_path / "out"
-    output.mkdir()
-    (output / "positions.png").write_bytes(b"of an earlier model")
-    code, said = run(capsys, "--weights", tmp_path / "w", "--data", "digits", "--output", output, "--images", 2)
+    command = ("--weights", tmp_path / "w", "--data", "digits", "--output", output, "--images", 2)
+    vit(in_chans=1, **POOLED).save_pretrained(tmp_path / "w")
+    assert run(capsys, *command)[0] == 0 and (output / "positions.png").exists()
+    vit(pos_embed="none", in_chans=1, **POOLED).save_pretrained(tmp_path / "w")
+    code, said = run(capsys, *command)
     assert code == 0, said
     assert not (output / "positions.png").exists() and "no position embeddings" in (output / "report.html").read_text()
     numbers = json.loads((output / "numbers.json").read_text())
@@ -344,6 +347,18 @@ def test_command_without_positions_on_digits(capsys, tmp_path):
         and numbers["images"] == "2 of digits"
     )
     assert not list(output.glob(".*"))
+
+
+def test_images_that_cannot_be_read_are_left_out_named_and_counted(capsys, caplog, weights, pictures, tmp_path):
+    folder = shutil.copytree(pictures, tmp_path / "pictures")
+    (folder / "cat" / "b.JPG").write_bytes((folder / "cat" / "b.JPG").read_bytes()[:300])
+    (folder / ".hidden").mkdir()
+    shutil.copyfile(folder / "a.png", folder / ".hidden" / "a.png")
+    code, _ = run(capsys, "--weights", weights, "--data", folder, "--output", tmp_path / "out")
+    assert code == 0 and f"left out: {folder}/cat/b.JPG cannot be read as an image" in caplog.text
+    numbers = json.loads((tmp_path / "out" / "numbers.json").read_text())
+    assert numbers["images"] == f"2 of {folder} (1 more could not be read)"
+    assert np.load(tmp_path / "out" / "arrays.npz")["rollout"].shape[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,14 @@ def test_names_of_classes():
             model.class_names = names
     model.reset_classifier(3)
     assert model.class_names is None and "class_names" not in model.config
+
+
+def test_a_model_of_numpy_numbers_is_the_same_model():
+    numbers = dict(img_size=np.int64(16), patch_size=np.int32(8), num_heads=np.int64(2), norm_eps=np.float32(1e-3))
+    numbers |= dict(embed_dim=np.int16(16), depth=np.uint8(1), num_classes=np.int64(3), mlp_ratio=np.float64(2))
+    plain = {name: value.item() for name, value in numbers.items()}
+    ours, truth = ViT(**numbers), ViT(**plain)
+    assert ours.config == truth.config
+    truth.load_state_dict(ours.state_dict())
+    images = torch.rand(2, 3, 16, 16)
+    assert torch.equal(ours(images), truth(images))

@@ -113,6 +113,53 @@ def test_a_plain_call_can_be_undone():
     assert setter == "off"
 
 
+def test_calls_that_were_not_entered_yet():
+    """Objects made before they are entered, in any order: a `with` leaves everything as it was."""
+    first, second = ops.use_kernels("off"), ops.use_kernels("off")
+    with first:
+        with second:
+            assert current_mode() == "off"
+        assert current_mode() == "off"
+    assert current_mode() == "auto"
+
+    earlier = ops.use_kernels("off")
+    ops.use_kernels("on")  # for good
+    with earlier:
+        assert current_mode() == "off"
+    assert current_mode() == "on"
+    ops.use_kernels("auto")
+
+    with ops.use_kernels("off"):
+        inner = ops.use_kernels("on")
+        assert current_mode() == "on"
+    assert current_mode() == "auto"
+    with inner:  # after the end of the block that it was made in
+        assert current_mode() == "on"
+    assert current_mode() == "auto"
+
+    with ops.use_kernels("off"):
+        first, second = ops.use_kernels("on"), ops.use_kernels("auto")
+        with first:
+            assert current_mode() == "on"
+        assert current_mode() == "auto"
+        with second:
+            assert current_mode() == "auto"
+        assert current_mode() == "off"
+    assert current_mode() == "auto"
+
+
+def test_many_calls_keep_nothing():
+    def alive():
+        gc.collect()
+        return sum(type(thing) is ops.use_kernels for thing in gc.get_objects())
+
+    before = alive()
+    for _ in range(100):
+        ops.use_kernels("off")
+    assert alive() == before
+    ops.use_kernels("auto")
+
+
 def test_tasks_do_not_see_each_other():
     async def run(mode, seen):
         with ops.use_kernels(mode):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from vitfast import InputError
 from vitfast.train.log import read_metrics
+from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import train
 
 SIZES = dict(img_size=16, batch_size=16, save_every=2)
@@ -134,18 +136,71 @@ def test_a_checkpoint_that_was_copied_while_it_was_replaced_is_refused(runs_, tm
         train(digits(run, steps=6, **QUICK))
 
 
-def test_the_checkpoint_before_a_damaged_one_is_named_and_goes_on(runs_, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory) -> dict[str, torch.Tensor]:
+    """What a run of six steps that nothing interrupts keeps for its next one."""
+    run = tmp_path_factory.mktemp("six") / "run"
+    train(digits(run, steps=6, **QUICK))
+    return training_tensors(run)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def of_previous(path: Path) -> None:
+    """The same file or folder of the checkpoint before."""
+    other = Path(str(path).replace("last", "previous"))
+    shutil.copytree(other, path, dirs_exist_ok=True) if path.is_dir() else shutil.copyfile(other, path)
+
+
+BAD = {
+    "state.safetensors cut": ("state/state.safetensors", cut),
+    "state.json {}": ("state/state.json", lambda path: path.write_text("{}")),
+    "state.json of other names": ("state/state.json", lambda path: path.write_text('{"step": 4}')),
+    "state.json cut": ("state/state.json", cut),
+    "no model": ("model.safetensors", Path.unlink),
+    "model cut": ("model.safetensors", cut),
+    "another step's model": ("model.safetensors", of_previous),
+    "another step's state": ("state", of_previous),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_the_checkpoint_before_a_damaged_one_is_named_and_goes_on(runs_, six_steps, tmp_path, capsys, bad):
     run = shutil.copytree(runs_["finished"], tmp_path / "run")
-    path = run / "checkpoints" / "last" / "state" / "state.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
+    name, harm = BAD[bad]
+    harm(run / "checkpoints" / "last" / name)
+    before = content(run)
     command = [*pretraining_command(run, steps=6, **SIZES), "--set", "ema_decay=0.9"]
     code, _, err = run_cli(capsys, *command)
-    previous = run / "checkpoints" / "previous"
-    assert code == 2 and f"--resume {previous} goes on from the one before it" in err
-    assert run_cli(capsys, *command, "--resume", previous)[0] == 0
-    train(digits(tmp_path / "whole", steps=6, **QUICK))
-    mine, whole = training_tensors(run), training_tensors(tmp_path / "whole")
-    assert all(torch.equal(mine[name], value) for name, value in whole.items())
+    assert code == 2 and err.count("\n") == 1 and content(run) == before
+    advice = re.search(r"--resume \S+(?= goes on from the one before it)", err)[0].split()
+    assert advice[1] == str(run / "checkpoints" / "previous")
+    assert run_cli(capsys, *command, *advice)[0] == 0
+    mine = training_tensors(run)
+    assert all(torch.equal(mine[name], value) for name, value in six_steps.items())
+
+
+def test_where_no_checkpoint_is_whole_the_run_can_only_begin_again(runs_, tmp_path, capsys):
+    run = shutil.copytree(runs_["finished"], tmp_path / "run")
+    (run / "checkpoints" / "last" / "state" / "state.json").write_text("{}")
+    (run / "checkpoints" / "previous" / "model.safetensors").unlink()
+    command = [*pretraining_command(run, steps=6, **SIZES), "--set", "ema_decay=0.9"]
+    code, _, err = run_cli(capsys, *command)
+    assert code == 2 and "--resume never" in err and "previous" not in err
+    assert run_cli(capsys, *command, "--resume", "never")[0] == 0
+
+
+@pytest.mark.parametrize("fields", [dict(objective="masked"), dict(model="timm:test_resnet")])
+def test_the_model_beside_a_state_is_compared_whatever_is_trained(tmp_path, fields):
+    sizes = dict(img_size=16, batch_size=4, train_images=8, steps=2, save_every=1)
+    train(digits(tmp_path / "run", **sizes, **fields))
+    last, previous = (tmp_path / "run" / "checkpoints" / name for name in ("last", "previous"))
+    assert read_training_state(last)["step"] == 2
+    shutil.copyfile(previous / "model.safetensors", last / "model.safetensors")
+    with pytest.raises(InputError, match="model.safetensors is not the model of step 2"):
+        read_training_state(last)
 
 
 def test_lines_of_metrics_csv_that_are_none_are_left_out_and_kept_aside(runs_, tmp_path, caplog):

@@ -2,11 +2,12 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from runs import cut_at, digits, same, weights
+from runs import content, cut_at, digits, same, weights
 from safetensors.torch import load_file
 
 from vitfast import InputError, ViT
@@ -99,3 +100,50 @@ def test_a_run_that_was_cut_off_stops_where_the_whole_one_does(whole, tmp_path, 
     columns = ("step", "split", "loss", "accuracy", "lr")
     assert records(run, *columns) == records(whole, *columns)
     assert same(weights(run), weights(whole)) and same(best(run), best(whole))
+
+
+def test_a_best_folder_that_the_run_did_not_write_is_refused_and_stays(whole, tmp_path):
+    """A copy of another run's checkpoint, of another run's best, and of this run's own last checkpoint."""
+    run = tmp_path / "run"
+    for source, resume in (
+        (whole / "checkpoints" / "last", "auto"),
+        (whole / "best", "auto"),
+        (whole / "best", "never"),
+    ):
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(source, run / "best")
+        before = content(run)
+        with pytest.raises(InputError, match=f"{run}/best is damaged, or not the best .*move it away"):
+            train(stopping(run, seed=1), resume=resume)
+        assert content(run) == before
+    shutil.rmtree(run)
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "best")
+    shutil.copytree(run / "checkpoints" / "last", run / "best")
+    before = content(run)
+    with pytest.raises(InputError, match="not the best checkpoint that this run wrote"):
+        train(stopping(run, steps=20), resume="never")
+    train(stopping(run))  # finished: nothing is written
+    assert content(run) == before
+    train(stopping(run, steps=2, early_stop=None), resume="never")  # keeps no best
+    assert content(run / "best") == {name[5:]: data for name, data in before.items() if name.startswith("best/")}
+
+
+def test_a_run_with_its_best_can_be_copied_goes_on_and_begins_again(whole, tmp_path):
+    run = tmp_path / "moved"
+    shutil.copytree(whole, run)
+    assert json.loads((run / "best" / "state" / "best.json").read_text()) == dict(step=10, accuracy=0.6)
+    with pytest.raises(InputError, match=f"--weights {run}/best is in --output, where it would be replaced"):
+        train(stopping(run, weights=str(run / "best")), resume="never")
+    train(stopping(run, steps=4), resume="never")
+    assert json.loads((run / "best" / "state" / "best.json").read_text()) == dict(step=4, accuracy=0.5)
+
+
+def test_a_best_folder_that_is_put_there_meanwhile_gets_another_name(scripted, tmp_path, caplog):
+    run = tmp_path / "run"
+    begun = trainer.Trainer(stopping(run, steps=2))
+    (run / "best").mkdir(parents=True)
+    (run / "best" / "thesis.txt").write_text("mine")
+    begun.fit()
+    assert (run / "best.1" / "thesis.txt").read_text() == "mine" and "best.1 now" in caplog.text
+    assert best(run)

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import run_cli
+from commands import picture, run_cli
 from processes import Child, command_line
 from runs import digits, pretraining_command, same, training_tensors, weights
 
@@ -97,6 +97,17 @@ def test_a_file_that_cannot_become_large_enough(run, tmp_path, size):
     errors = [line for line in err.splitlines() if not line.startswith(("resumed", "pretrain:", "epoch"))]
     assert len(errors) == 1 and "File too large" in errors[0] and "(step 4)" in errors[0], err
     assert_kept(folder, run)
+
+
+@pytest.mark.parametrize("name", ["photos.csv", "photos.json"])
+def test_predictions_that_find_no_room_name_their_file(run, tmp_path, name):
+    for i in range(40):
+        picture(i).save(tmp_path / f"{i}.png")
+    command = ["predict", tmp_path, "--weights", run, "--device", "cpu", "--output", tmp_path / name]
+    child = Child(limited, 4_000, [str(text) for text in command])
+    _, err = child.communicate()
+    assert child.returncode == 1 and err == f"vitfast: error: [Errno 27] File too large: '{tmp_path / name}'\n"
+    assert not list(tmp_path.glob("*photos*"))
 
 
 @pytest.mark.parametrize("part", ["metrics.csv", "tensorboard", "summary.json"])

@@ -79,7 +79,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(resume, "save_file", full)
+    monkeypatch.setattr(resume, "write_safetensors", full)
     command = pretraining_command(tmp_path, steps=6)
     assert main(command) == 1
     err = capsys.readouterr().err

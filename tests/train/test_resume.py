@@ -1,6 +1,7 @@
 """What a run goes on with: its own settings and data, at the step after its last checkpoint, evaluated or not."""
 
 import csv
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -49,6 +50,11 @@ def test_resuming_a_path_checks_the_settings_of_its_run(run, tmp_path, capsys, g
         (["--model", "Ti/8"], "model: Nano/8 there, Ti/8 now"),
         (["--lr", 0.5], "lr: 0.002 there, 0.5 now"),
         (["--set", "seed=3", "amp=bf16"], "seed: 0 there, 3 now; amp: auto there, bf16 now"),
+        (["--set", "auto_augment=3a"], "(auto_augment: unset there, 3a now)"),
+        (
+            ["--set", "drop_path=0.1", "clip_norm=none"],
+            "(clip_norm: 1.0 there, unset now; drop_path: 0.0 there, 0.1 now)",
+        ),
     ):
         code, _, err = run_cli(capsys, *command, "--resume", source, *other)
         assert code == 2 and err.count("\n") == 1 and said in err and "--weights" in err
@@ -56,6 +62,12 @@ def test_resuming_a_path_checks_the_settings_of_its_run(run, tmp_path, capsys, g
     assert run_cli(capsys, *command, "--resume", source)[0] == 0
     assert read_training_state(tmp_path / "new" / "checkpoints" / "last")["step"] == 6
     assert content(run) == before
+
+
+def test_what_a_recipe_says_about_itself_is_no_setting(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config = digits(tmp_path / "run", steps=6, **QUICK)
+    assert train(dataclasses.replace(config, about="another command"))["steps"] == 6
 
 
 def test_settings_may_change_that_do_not_change_the_course(run, tmp_path):

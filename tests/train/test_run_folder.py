@@ -72,6 +72,9 @@ def test_nothing_of_somebody_else_is_removed(tmp_path, capsys):
         ("checkpoints/previous/weights.pt", "mine"),
         ("checkpoints", "a file"),
         ("tensorboard", "a file"),
+        ("checkpoints/.writing", "a file"),
+        ("checkpoints/.writing/thesis.txt", "mine"),
+        ("checkpoints/.removing/state/thesis.txt", "mine"),
     ],
 )
 @pytest.mark.parametrize("resume", ["auto", "never"])
@@ -84,6 +87,23 @@ def test_a_file_that_would_be_replaced_is_refused_before_anything_is_touched(tmp
     named = "/".join(name.split("/")[:2])
     assert code == 2 and err.count("\n") == 1 and f"{tmp_path / named} is damaged, or no run of vitfast wrote it" in err
     assert content(tmp_path) == before
+
+
+def test_the_hidden_folder_of_a_best_checkpoint_is_refused_too(tmp_path, capsys):
+    (tmp_path / ".best").mkdir()
+    (tmp_path / ".best" / "thesis.txt").write_text("mine")
+    code, _, err = run_cli(capsys, *pretraining_command(tmp_path, steps=2), "--set", "early_stop=2", "hold_out=0.1")
+    assert code == 2 and f"{tmp_path}/.best is damaged, or no run of vitfast wrote it" in err
+    assert content(tmp_path) == {".best": None, ".best/thesis.txt": b"mine"}
+
+
+def test_what_a_kill_left_of_a_checkpoint_goes(four_steps, tmp_path):
+    run = shutil.copytree(four_steps, tmp_path / "run")
+    shutil.copytree(run / "checkpoints" / "last", run / "checkpoints" / ".writing")
+    (run / "checkpoints" / ".writing" / ".model.safetensors.0a1b2c3d.tmp").write_bytes(b"half")
+    shutil.copytree(run / "checkpoints" / "last" / "state", run / "checkpoints" / ".removing" / "state")
+    train(digits(run, steps=8, **QUICK))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["last", "previous"]
 
 
 def test_a_folder_that_somebody_puts_in_the_place_of_a_checkpoint_gets_another_name(tmp_path, caplog):

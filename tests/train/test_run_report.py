@@ -3,7 +3,9 @@
 import base64
 import html
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 from checks import randomize
 from commands import RUN, make_folder, run_cli
-from runs import cut_at, digits, finetuning
+from processes import Child
+from runs import content, cut_at, digits, finetuning
 
 from vitfast import ViT
 from vitfast.config import Config
@@ -20,7 +23,7 @@ from vitfast.data.loader import open_data
 from vitfast.data.transforms import transforms
 from vitfast.inspect.figures import as_png, draw_curves, draw_similarity
 from vitfast.inspect.page import page
-from vitfast.train import report
+from vitfast.train import report, trainer
 from vitfast.train.trainer import train
 
 pytestmark = pytest.mark.reports
@@ -100,6 +103,31 @@ def test_a_run_that_stops_early_has_none_and_the_same_command_makes_it(tmp_path,
     monkeypatch.undo()
     assert train(digits(tmp_path, steps=8, save_every=2))["steps"] == 8
     assert "<td>steps</td><td class=n>8</td>" in parts(tmp_path)[0]
+
+
+def _killed_before_its_report(config) -> None:
+    trainer.write_report = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    train(config)
+
+
+@pytest.mark.parametrize("fields", [{}, dict(objective="masked")])
+def test_a_run_that_was_killed_before_its_report_gets_it_from_the_same_command(tmp_path, fields):
+    config = digits(tmp_path, steps=2, **fields)
+    child = Child(_killed_before_its_report, config)
+    child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    assert (tmp_path / "summary.json").exists() and (tmp_path / "vitfast.lock").exists()
+    before = content(tmp_path)
+    assert train(config) == json.loads(before["summary.json"])
+    text, headings, _ = parts(tmp_path)
+    assert "Attention rollout" in headings and "<td>steps</td><td class=n>2</td>" in text
+    now = content(tmp_path)
+    assert now.keys() == before.keys() - {"vitfast.lock"} | {"report.html"}
+    assert all(now[name] == before[name] for name in now.keys() - {"report.html"})
+    written = (tmp_path / "report.html").stat().st_mtime_ns
+    (tmp_path / "vitfast.lock").write_bytes(before["vitfast.lock"])  # a kill after the report
+    train(config)
+    assert (tmp_path / "report.html").stat().st_mtime_ns == written and not (tmp_path / "vitfast.lock").exists()
 
 
 def test_what_fails_in_a_report_is_one_line_and_the_run_is_finished(tmp_path, monkeypatch, caplog):

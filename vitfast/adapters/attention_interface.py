@@ -14,7 +14,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
 from .fallbacks import ATTENTION_ALONE as PART
-from .fallbacks import library_runs, operation_runs
+from .fallbacks import DROPOUT, library_runs, operation_runs
 from .fused_blocks import are_plain, asked, input_unsupported
 
 # Keyword arguments that reach the attention and change nothing in it.
@@ -24,7 +24,7 @@ HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
 def _unsupported_reason(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float) -> str | None:
     """Why the operation cannot attend; None where it can."""
     if dropout > 0:
-        return "attention dropout is active in training"
+        return DROPOUT
     if causal:
         return "attention is causal"
     if not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:

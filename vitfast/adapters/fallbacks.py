@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry
+DROPOUT = "attention dropout is active in training"
 _log = logging.getLogger("vitfast")
 _quiet = ContextVar("vitfast.adapters.quiet", default=False)
 _said: set[tuple[str, str, str]] = set()

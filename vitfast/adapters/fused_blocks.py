@@ -1,8 +1,7 @@
 """Runs an attention or MLP block of a library's encoder layer as one operation.
 
 Where that cannot give the same result, the library's own modules run. Everything is looked up at the call and nothing
-is kept: a layer that LoRA has replaced, a hook or a weight norm added a minute ago is seen. Modules are read through
-their dictionaries, which takes a tenth of the time of attribute access.
+is kept: see submodules.py.
 """
 
 from collections.abc import Callable
@@ -10,13 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Dropout
-from torch.nn.modules.module import _has_any_global_hook
 
 from ..ops._dispatch import KERNEL_DTYPES
+from ..submodules import Layout, Modules, find_modules, full_name
 from .fallbacks import library_runs, operation_runs
-
-Modules = dict[str, nn.Module | None]  # the modules of a fused block by their path in the layer; "" is the layer
 
 # An operation may read these: not DTensor, a quantised tensor, FakeTensor of an export, or a proxy of FX.
 _PLAIN = (Tensor, nn.Parameter)
@@ -26,8 +22,8 @@ ABSENT = type(None)
 class FusedBlock(NamedTuple):
     """One pre-norm residual block of an encoder layer, attention or MLP, as data.
 
-    name: for reports. operation: ops.attention_block or ops.mlp_block. modules: from `layout`, the modules whose calls
-    the operation replaces and the exact types that it can stand in for. weights: path and name of the operation's
+    name: for reports. operation: ops.attention_block or ops.mlp_block. modules: those whose calls the
+    operation replaces, and their exact types. weights: path and name of the operation's
     tensors from norm_weight on. options(modules): its numbers. pack(weights): its six tensors where the library keeps
     q, k and v apart. layer_scale: path and name. drop_path(modules, batch, device, dtype): (B,) factors or None, drawn
     as the library draws. unsupported_reason(modules): what types do not tell. idle_hooks(module): True where all hooks
@@ -36,7 +32,7 @@ class FusedBlock(NamedTuple):
 
     name: str
     operation: Callable[..., Tensor]
-    modules: tuple[tuple[str, str, str, tuple[type, ...]], ...]
+    modules: Layout
     weights: tuple[tuple[str, str], ...]
     options: Callable[[Modules], dict]
     pack: Callable[[list], list] = list
@@ -46,22 +42,9 @@ class FusedBlock(NamedTuple):
     idle_hooks: Callable[[nn.Module], bool] = lambda module: False
 
 
-def layout(modules: dict[str, type | tuple[type, ...]]) -> tuple[tuple[str, str, str, tuple[type, ...]], ...]:
-    """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name in the parent, types)."""
-    found = []
-    for path, types in modules.items():
-        parent, _, name = path.rpartition(".")
-        found.append((path, parent, name, types if isinstance(types, tuple) else (types,)))
-    return tuple(found)
-
-
 def weights_and_biases(*paths: str) -> tuple[tuple[str, str], ...]:
     """Path and name of the weight and the bias of each module."""
     return tuple((path, name) for path in paths for name in ("weight", "bias"))
-
-
-def full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def input_unsupported(x: Tensor) -> str | None:
@@ -96,24 +79,9 @@ def find(block: FusedBlock, layer: nn.Module) -> tuple[Modules, list[Tensor | No
 
     No number is put into a text: torch.compile traces this, and a number may be symbolic there.
     """
-    if _has_any_global_hook():
-        return "a hook on all modules is set"
-    modules = {"": layer}
-    for path, parent, name, types in block.modules:
-        module = modules[path] = modules[parent]._modules.get(name)
-        cls = type(module)
-        if cls not in types:
-            return f"{path} is missing" if module is None else f"{path} is {full_name(cls)}"
-        if module is None:
-            continue
-        # A hook waits for the call of this module.
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            if not block.idle_hooks(module):
-                return f"{path} has hooks"
-        if "forward" in module.__dict__:
-            return f"{path} has a forward of its own, set on the instance"
-        if cls is Dropout and module.p > 0 and module.training:
-            return f"{path} is active in training"
+    modules = find_modules(block.modules, layer, block.idle_hooks)
+    if isinstance(modules, str):
+        return modules
     reason = block.unsupported_reason(modules)
     if reason is not None:
         return reason

@@ -14,8 +14,9 @@ from transformers.models.vit import modeling_vit as vit
 
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
+from ..submodules import Modules, layout
 from .attention_interface import HARMLESS
-from .fused_blocks import FusedBlock, Modules, asked, layout, run, weights_and_biases
+from .fused_blocks import FusedBlock, asked, run, weights_and_biases
 
 try:
     from transformers.utils.output_capturing import _active_collector

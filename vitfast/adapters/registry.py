@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from ..ops import use_kernels
+from ..submodules import full_name
 from . import leaves
 from .fallbacks import quiet
-from .fused_blocks import full_name, unknown_member_reason
+from .fused_blocks import unknown_member_reason
 
 _ADAPTERS = {"timm": "timm", "transformers": "hugging_face", "torchvision": "torchvision"}
 

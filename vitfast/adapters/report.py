@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..ops._dispatch import reason_for_plain
-from .fallbacks import ATTENTION_ALONE, last_call, said
+from .fallbacks import ATTENTION_ALONE, DROPOUT, last_call, said
 from .fused_blocks import find
 from .leaves import NORM, PATCHES
 from .registry import Known, known_classes, replaceable_modules, replacement_class, unsupported_reason
@@ -84,7 +84,9 @@ def describe(model: nn.Module) -> Report:
             continue
         kind = type(module).__name__
         above = tuple(modules[upper] for upper in _names_above(name) if upper in modules)
-        if name in replaceable:
+        if "forward" in vars(module) and (name in replaceable or hasattr(module, "operation_parts")):
+            found = [Entry(name, kind, "", "has a forward of its own, set on the instance, which decides")]
+        elif name in replaceable:
             found = _entries_of(name, module, known, above)
         elif hasattr(module, "operation_parts"):  # vitfast's own layer
             found = [Entry(name, kind, part, why) for part, why in module.operation_parts(above)]
@@ -140,12 +142,20 @@ def _attentions(name: str, module: nn.Module) -> list[Entry]:
     found = {path: m for path, m in found.items() if _implementation(m) == "vitfast"}
     innermost = [path for path in found if not any(path in _names_above(other) for other in found)]
     kinds = {path: type(found[path]).__name__ for path in innermost}
-    return [Entry(path, kinds[path], ATTENTION_ALONE, last_call(found[path], ATTENTION_ALONE)) for path in innermost]
+    return [Entry(path, kinds[path], ATTENTION_ALONE, _why_not_attention(found[path])) for path in innermost]
+
+
+def _why_not_attention(module: nn.Module) -> str | None:
+    """Why an attention layer of transformers does not run ours; None where it does."""
+    rate = getattr(module, "attention_dropout", getattr(module, "dropout_prob", 0.0))
+    if module.training and isinstance(rate, float) and rate > 0:
+        return DROPOUT
+    return last_call(module, ATTENTION_ALONE)
 
 
 def _unknown_attention(module: nn.Module, above: tuple[nn.Module, ...]) -> str:
     """Why an attention layer is left, and what can be done."""
     settable = any(getattr(owner, "_can_set_attn_implementation", bool)() for owner in above)
-    inside = any(_implementation(m) is not None for m in module.modules())
+    inside = any(_implementation(m) not in (None, "vitfast") for m in module.modules())
     hint = '; model.set_attn_implementation("vitfast") runs its attention' if settable and inside else ""
     return f"an attention layer that vitfast does not know{hint}"

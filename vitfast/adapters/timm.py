@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
+from ..submodules import Modules, layout
 from . import leaves
 from .fallbacks import library_runs
-from .fused_blocks import ABSENT, FusedBlock, Modules, asked, layout, run, weights_and_biases
+from .fused_blocks import ABSENT, FusedBlock, asked, run, weights_and_biases
 
 _NORMS = (TimmLayerNorm, nn.LayerNorm)
 _UNUSED = (nn.Identity, ABSENT)  # places of what some versions have and some models fill

@@ -6,7 +6,8 @@ from torchvision.models import vision_transformer as vit
 
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
-from .fused_blocks import FusedBlock, Modules, layout, run, weights_and_biases
+from ..submodules import Modules, layout
+from .fused_blocks import FusedBlock, run, weights_and_biases
 
 
 def _attention_unsupported(modules: Modules) -> str | None:

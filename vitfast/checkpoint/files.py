@@ -51,8 +51,8 @@ def locate(source: str | Path) -> CheckpointFiles:
     `pytorch_model.bin`) takes the folder's config.json with it; any other is bare. Of a run folder it is the last
     checkpoint.
     """
-    if not isinstance(source, (str, os.PathLike)) or not str(source):
-        raise InputError(f"the source must be a file, a folder or {HUB}owner/name, got {source!r}")
+    if not isinstance(source, (str, os.PathLike)) or not str(source).strip():
+        raise InputError(f"no weights given: give a file, a folder or {HUB}owner/name, not {source!r}")
     if str(source).startswith(HUB):
         return _in_folder(_download(str(source)), source)
     try:

@@ -13,11 +13,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..distributed import is_first_rank
     from ..eval.accuracy import evaluate_weights
     from ..train.recipes import resolve
 
     options = {"real": args.real} if hasattr(args, "real") else {}
     result = evaluate_weights(resolve("eval", *evaluation_layers(args)), getattr(args, "img_size", None), **options)
+    if not is_first_rank():  # each of torchrun's measures the same
+        return 0
     text = ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
     print(json.dumps(result) if args.json else text)
     return 0

@@ -73,4 +73,7 @@ def _table(result: dict) -> str:
 
 
 def _shots(text: str) -> int | None:
-    return None if text == "all" else int(text)
+    try:
+        return None if text == "all" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"give whole numbers of images a class, or all; got {text!r}") from None

@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = choose_device(args.device)
     model = ViT.from_pretrained(args.weights, **overrides(args)).to(device)
-    images = read_images(args.data, args.images, model.patch_embed.img_size, model.in_chans)
-    print(f"wrote {write_inspection(model, images, args.output, args.weights, args.data)}")
+    images, left_out = read_images(args.data, args.images, model.patch_embed.img_size, model.in_chans)
+    data = f"{args.data} ({left_out} more could not be read)" if left_out else args.data
+    print(f"wrote {write_inspection(model, images, args.output, args.weights, data)}")
     return 0

@@ -81,10 +81,10 @@ def add_evaluation_options(
 
 
 def setting_layers(args: argparse.Namespace) -> list[dict]:
-    """Settings from the weakest to the strongest: config file, flags, --set."""
+    """Settings from the weakest to the strongest: config file; flags and, where they say the same, --set."""
     import yaml
 
-    layers = [{k: v for k, v in vars(args).items() if k in SETTINGS}, dict(getattr(args, "set", []))]
+    layers = [{k: v for k, v in vars(args).items() if k in SETTINGS} | dict(getattr(args, "set", []))]
     if getattr(args, "config", None):
         path = Path(args.config)
         try:

@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", type=Path, default=None, help=output)
     add_shared(parser, "--force")
     add("--top-k", metavar="N", type=int, default=5, help="classes of each image (default 5, at most all)")
-    sigmoid = "the probability of each class by itself, as objective=sigmoid trains it (default: they share 1)"
-    add("--sigmoid", action="store_true", default=False, help=sigmoid)
+    sigmoid = "the probability of each class by itself, or --no-sigmoid: they share 1 (default: as the run that "
+    sigmoid += "trained the weights, where its state/ is beside them; else they share 1)"
+    add("--sigmoid", action=argparse.BooleanOptionalAction, default=None, help=sigmoid)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from ..baselines import load_any
     from ..checkpoint.files import check_free
     from ..device import choose_device
-    from ..eval.predict import predict, write_csv, write_json
+    from ..eval.predict import learned_by_sigmoid, predict, write_csv, write_json
     from ..files import write_atomically
     from ..train.recipes import resolve
 
@@ -46,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
     total = None if "-" in args.images else sum(1 for _ in _paths(args.images))
     config = resolve("eval", *evaluation_layers(args))
     model = load_any(config.model, config.weights, getattr(args, "img_size", None)).to(choose_device(config.device))
-    answers, counts = predict(model, _paths(args.images), config, top_k=args.top_k, sigmoid=args.sigmoid), Counter()
+    sigmoid = args.sigmoid
+    if sigmoid is None and (sigmoid := learned_by_sigmoid(config.weights)):
+        logger.info("the probability of each class is its own, as objective=sigmoid trained the weights")
+    answers, counts = predict(model, _paths(args.images), config, top_k=args.top_k, sigmoid=sigmoid), Counter()
 
     def write(file) -> None:
         records = _watched(answers, counts, total, file)

@@ -16,6 +16,9 @@ from .shards import SUFFIXES, ShardFiles, Shards, decode_streamed, local_shards,
 
 ITERABLE = ("wds/", "hfids/", "tfds/")
 NAMED = ("torch/", "hfds/", *ITERABLE)
+EXAMPLES = dict(
+    zip(NAMED, ("torch/cifar10", "hfds/timm/mini-imagenet", "wds/DIR", "hfids/timm/mini-imagenet", "tfds/mnist"))
+)
 
 
 class Digits:
@@ -231,6 +234,10 @@ def open_sources(
         return Digits(True), Digits(False)
     if spec == "synthetic":
         return Synthetic(True, img_size), Synthetic(False, img_size)
+    if spec in NAMED and not (spec == "wds/" and data_dir):
+        raise InputError(
+            f"--data {spec} names no data set; write its name or folder after it, such as {EXAMPLES[spec]}"
+        )
     if spec.startswith(ITERABLE):
         return _shards(spec, data_dir, batch_size, seed)
     if spec.startswith(NAMED):

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.utils.misc import natural_key
 
 from ..errors import InputError
+from .image_files import SUFFIXES, image_files
 from .images import Unreadable, opened, printable, read_rgb
 from .samples import split_by_class
 
 HELD_OUT = 0.1  # share of a folder without val/ that is kept for validation
 LABELS = ("labels.csv", "labels.json")
 HEADER = ("file", "classes")
-UNLISTED = frozenset(".webp .bmp .gif .tif .tiff .ppm .pgm .avif .jp2".split())  # timm passes over them
+UNLISTED = frozenset(".avif .heic .jp2 .jxl".split())  # images that not every Pillow reads
 logger = logging.getLogger("vitfast")
 
 
@@ -101,26 +101,27 @@ def _held_out(source: ImageFiles) -> tuple[ImageFiles, ImageFiles]:
 
 
 def _class_folders(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
+    """Every image by the name of its folder, in timm's order (ReaderImageFolder)."""
     _check_tree(folder)
     try:
-        reader = ReaderImageFolder(str(folder))
-    except RuntimeError:
-        expected = "expected class folders with .jpg, .jpeg or .png files in them"
-        raise InputError(f"no images in {folder}: {expected}") from None
-    if "" in reader.class_to_idx:
-        stray = next(file for file, label in reader.samples if label == reader.class_to_idx[""])
+        files = sorted(image_files(folder), key=natural_key)
+    except InputError as error:
+        raise InputError(f"{error}; expected class folders with images in them") from None
+    folders = [os.path.dirname(file) for file in files]
+    if str(folder) in folders:
+        stray = printable(files[folders.index(str(folder))])
         listing = f"list the images and their classes in {folder / LABELS[0]}"
-        raise InputError(f"{printable(stray)} lies in no class folder: move it into one, or {listing}")
-    files, labels = zip(*reader.samples)
-    classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
-    return ImageFiles(list(files), list(labels), classes, min_size)
+        raise InputError(f"{stray} lies in no class folder: move it into one, or {listing}")
+    names = [os.path.basename(each) for each in folders]
+    classes = sorted(set(names), key=natural_key)
+    numbers = {name: number for number, name in enumerate(classes)}
+    return ImageFiles(files, [numbers[name] for name in names], classes, min_size)
 
 
 def _check_tree(folder: Path) -> None:
     """Raises InputError for a link back to a folder around it, and for a folder that may not be read.
 
-    timm's reader would follow the one forty times, and pass over the other. Warns of image files of kinds that it
-    passes over.
+    timm's reader would follow the one forty times, and pass over the other. Warns of image files of unknown kinds.
     """
 
     def refuse(error: OSError):
@@ -128,16 +129,16 @@ def _check_tree(folder: Path) -> None:
 
     unlisted = []
     for here, names, files in os.walk(folder, followlinks=True, onerror=refuse):
-        unlisted += [name for name in files if os.path.splitext(name)[1].lower() in UNLISTED]
+        names[:] = [name for name in names if not name.startswith(".")]
+        unlisted += [name for name in files if os.path.splitext(name)[1].lower() in UNLISTED and name[0] != "."]
         for link in (path for name in names if os.path.islink(path := os.path.join(here, name))):
             around, depth = Path(here), len(Path(here).relative_to(folder).parts)
             if os.path.realpath(link) in {os.path.realpath(part) for part in (around, *list(around.parents)[:depth])}:
                 raise InputError(f"{printable(link)} links back to a folder around it; remove the link")
     if unlisted:
         kinds = " ".join(sorted({os.path.splitext(name)[1].lower() for name in unlisted}))
-        logger.warning(
-            "%s: %d files (%s) are passed over; class folders hold JPEG and PNG", folder, len(unlisted), kinds
-        )
+        known = ", ".join(sorted(SUFFIXES))
+        logger.warning("%s: %d files (%s) are passed over; known are %s", folder, len(unlisted), kinds, known)
 
 
 def _check_classes(folder: Path, source: ImageFiles) -> None:

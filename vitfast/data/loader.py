@@ -189,6 +189,9 @@ def open_data(
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:
         raise InputError(f"data set {config.data!r} does not say how many classes it has; add --set num_classes=N")
+    if config.num_classes not in (None, len(classes)):
+        have = f"num_classes={config.num_classes}, and data set {config.data!r} has {len(classes)} classes"
+        raise InputError(f"{have}: leave num_classes out, it is for data that does not say")
     if getattr(train, "multi_label", False) and config.task != "eval" and config.objective == "softmax":
         several = f"images of {config.data!r} have any number of classes, which softmax cannot learn"
         raise InputError(f"{several}: add --set objective=sigmoid")

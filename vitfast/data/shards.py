@@ -102,7 +102,8 @@ class Shards:
         self.spec, self.dataset, self.classes, self.files, self.decode = spec, dataset, classes, files, decode
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        """The samples of the whole set; timm's own length is that of one rank, rounded up for its workers."""
+        return self.dataset.reader.num_samples
 
     def image(self, content, number: int) -> Image.Image:
         """The RGB image of what the data set gave as the number'th of a pass. Raises Unreadable."""

@@ -1,11 +1,12 @@
 """Training and evaluation transforms: timm's, and random erasing of raw images."""
 
+import itertools
 import math
 import random
 
 import torch
 from PIL import Image
-from timm.data import create_transform
+from timm.data import auto_augment, create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor
 from torchvision.transforms import RandomErasing
@@ -65,6 +66,11 @@ class Erase:
         return image
 
 
+def posterize(image: Image.Image, bits: int, **_) -> Image.Image:
+    """timm's posterize, for the 0 bits too that its policies draw and Pillow 13 refuses: black."""
+    return auto_augment.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
+
+
 def transforms(config: Config, img_size: tuple[int, int]):
     """timm's (training, evaluation) transforms, ending in uint8 (C, H, W): the model normalises."""
     train = create_transform(
@@ -78,6 +84,9 @@ def transforms(config: Config, img_size: tuple[int, int]):
         auto_augment=config.auto_augment or None,
         interpolation="bicubic",
     )
+    for step in train.transforms:
+        for op in (*getattr(step, "ops", ()), *itertools.chain(*getattr(step, "policy", ()))):
+            op.aug_fn = posterize if op.aug_fn is auto_augment.posterize else op.aug_fn
     crop = CROPS[config.train_crop_mode]
     train.transforms[0] = crop(img_size, config.crop_scale, config.crop_ratio, interpolation="bicubic")
     if config.random_erasing:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..baselines import sizes
+from ..checkpoint.files import locate
 from ..config import Config
 from ..data.images import printable, read_rgb
 from ..data.samples import ONE
@@ -26,12 +27,12 @@ from .accuracy import cut_as_told
 class Files(Dataset):
     """path -> (path, uint8 (C, H, W)), or (path, why it cannot be read)."""
 
-    def __init__(self, transform):
-        self.transform = transform
+    def __init__(self, transform, min_size: tuple[int, int]):
+        self.transform, self.min_size = transform, min_size
 
     def __getitem__(self, path: str) -> tuple[str, np.ndarray | str]:
         try:
-            return path, np.asarray(self.transform(read_rgb(path, printable(path))))
+            return path, np.asarray(self.transform(read_rgb(path, printable(path), self.min_size)))
         except InputError as error:
             return path, str(error)
 
@@ -57,6 +58,17 @@ def best_classes(
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
     classes = logits.topk(count).indices  # not of the probabilities, which saturate
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
+
+
+def learned_by_sigmoid(weights: str) -> bool:
+    """Whether weights are a run's that trained with objective=sigmoid, as only its state/ says."""
+    path = locate(weights).weights.parent / "state" / "state.json"
+    if not path.is_file():
+        return False
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["settings"].get("objective") == "sigmoid"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); move it away") from None
 
 
 def predict(
@@ -85,9 +97,9 @@ def predict(
 def _records(
     model: nn.Module, paths: Iterator[str], config: Config, names, count: int, sigmoid: bool
 ) -> Iterator[dict]:
-    device, size, img_size = next(model.parameters()).device, config.eval_batch_size, sizes(model)[0]
+    device, size, (img_size, patch_size) = next(model.parameters()).device, config.eval_batch_size, sizes(model)
     dtype = autocast_dtype(config.amp, device)
-    dataset = Files(transforms(config, img_size)[1])
+    dataset = Files(transforms(config, img_size)[1], patch_size)
     first = list(itertools.islice(paths, size))
     # A single batch needs no processes.
     workers = loader_processes(config, img_size, size, ONE) if len(first) == size else 0

@@ -1,13 +1,15 @@
 """The demo, the paper in small: pre-train on digits, fine-tune at a higher resolution, report."""
 
+import csv
+import io
+import json
 from pathlib import Path
 
 import torch
 
 from ..config import Config
-from ..errors import InputError
-from ..files import write_text
-from ..train.log import COLUMNS, write_summary
+from ..results import Results
+from ..train.log import COLUMNS, read_metrics
 from ..train.recipes import resolve
 from ..train.report import with_error
 from ..train.trainer import train
@@ -25,8 +27,8 @@ def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config,
 
 def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
     """Runs the demo into `output`, or goes on with it. Returns its summary, None if it was stopped."""
-    if output.exists() and not output.is_dir():
-        raise InputError(f"--output {output} is a file; give a folder")
+    files = ("metrics.csv", "summary.json", "report.html")
+    results = Results(output, "demo", dict(seed=seed, device=device), files)
     print(f"vitfast demo: a 4-layer ViT learns handwritten digits from scratch; results in {output}/")
     summaries, threads = {}, torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model is slower on more, whose sums round otherwise
@@ -50,9 +52,9 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
         pretrain=first,
         finetune=second,
     )
-    _merge_metrics(output)
-    write_summary(output, summary)
-    write_report(output, summary)
+    results.write("metrics.csv", _merged_metrics(output))
+    results.write("summary.json", json.dumps(summary, indent=2) + "\n")
+    write_report(output, summary, results)
     before, after = (with_error(each["accuracy"], each["val_images"]) for each in (first, second))
     print(f"test accuracy: {before} after pre-training, {after} after fine-tuning at 48 px")
     print(f"± is the standard error; of {summary['test_images']} test images {_change(first, second)}")
@@ -68,10 +70,10 @@ def _change(first: dict, second: dict) -> str:
     return f"{change} are answered rightly after fine-tuning"
 
 
-def _merge_metrics(output: Path) -> None:
-    """Writes metrics.csv of both runs in one, with the task as its first column."""
-    lines = [",".join(("task", *COLUMNS))]
+def _merged_metrics(output: Path) -> str:
+    """metrics.csv of both runs in one, with the task as its first column."""
+    writer = csv.DictWriter(text := io.StringIO(), ("task", *COLUMNS), lineterminator="\n")
+    writer.writeheader()
     for task in ("pretrain", "finetune"):
-        text = (output / task / "metrics.csv").read_text(errors="replace")
-        lines += [f"{task},{line}" for line in text.splitlines()[1:]]
-    write_text(output / "metrics.csv", "\n".join(lines) + "\n")
+        writer.writerows(dict(task=task) | record for record in read_metrics(output / task))
+    return text.getvalue()

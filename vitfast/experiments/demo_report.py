@@ -5,13 +5,14 @@ from pathlib import Path
 from ..data.loader import open_data
 from ..device import choose_device
 from ..model import ViT
+from ..results import Results
 from ..train.recipes import resolve
-from ..train.report import curves, optional, origin, save_page, validation_sections, with_error
+from ..train.report import curves, encoded_page, optional, origin, validation_sections, with_error
 
 
 @optional()
-def write_report(output: Path, summary: dict) -> None:
-    """Writes `output`/report.html from the demo's run folders, or says in one line why not."""
+def write_report(output: Path, summary: dict, results: Results) -> None:
+    """Writes report.html into the results from the demo's run folders, or says in one line why not."""
     weights, images, cpu = output / "finetune" / "checkpoints" / "last", summary["test_images"], choose_device("cpu")
     model = ViT.from_pretrained(weights).eval()
     config = resolve("eval", dict(data="digits", weights=str(weights)))
@@ -32,4 +33,4 @@ def write_report(output: Path, summary: dict) -> None:
         "scans of handwritten digits, then fine-tuned at a higher resolution: its position embeddings interpolated in "
         "2-D, its head replaced by one zero linear layer. ± is the standard error."
     )
-    save_page(output, "vitfast demo", numbers | origin(), sections, introduction)
+    results.write("report.html", encoded_page("vitfast demo", numbers | origin(), sections, introduction))

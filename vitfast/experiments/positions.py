@@ -5,9 +5,8 @@ import logging
 import statistics
 from pathlib import Path
 
-from ..config import Config
-from ..distributed import is_first_rank
-from ..files import write_text
+from ..config import Config, as_plain, course
+from ..results import Results
 from .runs import finish, write_records
 
 logger = logging.getLogger("vitfast")
@@ -23,6 +22,8 @@ def positions(config: Config, seeds: int = 3) -> list[dict]:
     Writes positions.csv, positions.json and positions.md.
     """
     records, output = [], Path(config.output)
+    files = [f"positions.{suffix}" for suffix in ("csv", "json", "md")]
+    results = Results(output, "positions", course(as_plain(config), length=True) | dict(seeds=seeds), files)
     for kind, place in VARIANTS:
         accuracies = []
         for seed in range(config.seed, config.seed + seeds):
@@ -32,9 +33,8 @@ def positions(config: Config, seeds: int = 3) -> list[dict]:
         mean, stdev = statistics.mean(accuracies), statistics.stdev(accuracies) if seeds > 1 else 0.0
         records.append(dict(positions=kind, at=place, accuracy=mean, stdev=stdev, accuracies=accuracies))
         logger.info("%s at %s: accuracy %.4f", NAMES[kind], place, mean)
-    write_records(output / "positions", records)
-    if is_first_rank():
-        write_text(output / "positions.md", positions_table(records))
+    write_records(results, "positions", records)
+    results.write("positions.md", positions_table(records))
     return records
 
 

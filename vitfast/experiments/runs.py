@@ -6,11 +6,9 @@ Each run has its own folder and goes on where it stopped, so the same command ag
 import csv
 import io
 import json
-from pathlib import Path
 
 from ..config import Config
-from ..distributed import is_first_rank
-from ..files import write_text
+from ..results import Results
 from ..train.trainer import train
 
 
@@ -26,14 +24,12 @@ def finish(config: Config, resume: str = "auto") -> dict:
     return summary
 
 
-def write_records(stem: Path, records: list[dict]) -> None:
-    """Writes stem.json and stem.csv (there lists are joined by spaces), on the first rank alone."""
-    if not is_first_rank():
-        return
-    write_text(stem.with_suffix(".json"), json.dumps(records, indent=2) + "\n")
+def write_records(results: Results, name: str, records: list[dict]) -> None:
+    """Writes NAME.json and NAME.csv (there lists are joined by spaces)."""
+    results.write(f"{name}.json", json.dumps(records, indent=2) + "\n")
     text = io.StringIO()
     writer = csv.DictWriter(text, list(records[0]))
     writer.writeheader()
     for record in records:
         writer.writerow({k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in record.items()})
-    write_text(stem.with_suffix(".csv"), text.getvalue())
+    results.write(f"{name}.csv", text.getvalue())

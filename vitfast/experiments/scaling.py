@@ -1,6 +1,7 @@
 """Accuracy against pre-training compute: the paper's Figure 5."""
 
 import dataclasses
+import io
 import itertools
 import logging
 import statistics
@@ -11,13 +12,13 @@ import torch
 from matplotlib.figure import Figure
 
 from ..baselines import sizes
-from ..config import Config, check_run
+from ..config import Config, as_plain, check_run, course
 from ..cost import forward_flops
 from ..data.loader import open_data
 from ..device import choose_device
-from ..distributed import is_first_rank
 from ..errors import unknown
 from ..eval.fewshot import few_shot
+from ..results import Results
 from ..train.recipes import resolve
 from ..train.run_folder import kept_weights
 from ..train.setup import new_model
@@ -57,6 +58,9 @@ def scaling(
         raise unknown("method of transfer", method, METHODS)
     output, records = Path(config.output), []
     runs = [_planned(config, model, epochs) for model, epochs in itertools.product(models, lengths)]
+    own = dict(models=models, lengths=lengths, transfer=list(transfer), method=method, transfer_set=settings or {})
+    files = [f"scaling.{suffix}" for suffix in ("csv", "json", "png")]
+    results = Results(output, "scaling", course(as_plain(config)) | own, files)
     for one in runs:
         check_run(one)
         training_flops(one, 1)  # there is such a model, and it takes the images
@@ -80,9 +84,9 @@ def scaling(
         records.append(record)
         said = f"accuracy {record.get('transfer_accuracy', record['accuracy']):.4f}"
         logger.info("%s, %g epochs: %.4g exaFLOPs, %s", one.model, one.epochs, flops / 1e18, said)
-    write_records(output / "scaling", records)
-    if is_first_rank():
-        draw(records).savefig(output / "scaling.png", dpi=120, bbox_inches="tight")
+    write_records(results, "scaling", records)
+    draw(records).savefig(png := io.BytesIO(), dpi=120, bbox_inches="tight")
+    results.write("scaling.png", png.getvalue())
     return records
 
 

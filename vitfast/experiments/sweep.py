@@ -6,10 +6,10 @@ import logging
 import statistics
 from pathlib import Path
 
-from ..config import Config
+from ..config import Config, as_plain, course
 from ..distributed import is_first_rank
-from ..errors import InputError
-from ..files import write_text
+from ..errors import Diverged, InputError, TrainingError
+from ..results import Results
 from .runs import finish
 
 logger = logging.getLogger("vitfast")
@@ -19,22 +19,22 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
     """One fine-tuning, or with `sweep` one for each rate before it, or with `runs` several after them.
 
     Returns the summary of the run, or of `repeat`. resume: "auto" goes on where the runs stopped, "never" starts all of
-    them again.
+    them again. A sweep writes OUTPUT/sweep.json, as it goes.
     """
     if runs < 1:
         raise InputError(f"--runs must be positive, got {runs}")
     if sweep or runs > 1:
         _check_several(config, resume)
-    tried = _try_rates(config, resume) if sweep else {}
-    if tried:
-        best = max(tried, key=lambda lr: (tried[lr], -lr))
-        logger.info("lr %g is best; training on the whole training set", best)
-        config = dataclasses.replace(config, lr=best)
-    summary = finish(config, resume) if runs == 1 else repeat(config, runs, resume)
-    if tried and is_first_rank():
-        rows = [dict(lr=lr, held_out_accuracy=accuracy) for lr, accuracy in tried.items()]
-        told = dict(lr=config.lr, hold_out=config.sweep_hold_out, tried=rows, accuracy=summary["accuracy"])
-        write_text(Path(config.output) / "sweep.json", json.dumps(told, indent=2))
+    settings = course(as_plain(config), length=True) | dict(runs=runs)
+    table = Results(Path(config.output), "sweep", settings, ["sweep.json"]) if sweep else None
+    mean = Results(Path(config.output), "runs", settings, ["runs.json"]) if runs > 1 else None
+    told = _try_rates(config, resume, table) if table else {}
+    if told:
+        logger.info("lr %g is best; training on the whole training set", told["lr"])
+        config = dataclasses.replace(config, lr=told["lr"])
+    summary = repeat(config, runs, mean, resume) if mean else finish(config, resume)
+    if table:
+        table.write("sweep.json", json.dumps(told | dict(accuracy=summary["accuracy"]), indent=2) + "\n")
     return summary
 
 
@@ -43,49 +43,75 @@ def _check_several(config: Config, resume: str) -> None:
         raise InputError(f"these are several runs: --resume takes auto or never with them, got {resume}")
     if not config.output:
         raise InputError("no place for the results: add --output FOLDER")
-    if Path(config.output).is_file():
-        raise InputError(f"--output {config.output} is a file; give a folder")
 
 
-def _try_rates(config: Config, resume: str) -> dict[float, float]:
-    """The accuracy with each rate of `sweep_lr`, of runs in OUTPUT/sweep/.
+def _warn(text: str, *values) -> None:
+    if is_first_rank():
+        logger.warning(text, *values)
 
-    That is the paper's protocol: a share of the training set (`sweep_hold_out`) decides, the test set has no say.
+
+def _try_rates(config: Config, resume: str, results: Results) -> dict:
+    """The content of sweep.json: the accuracy of each `sweep_lr`, by runs in OUTPUT/sweep/, and the best.
+
+    That is the paper's protocol: a share of the training set (`sweep_hold_out`) decides, the test set has no say. A
+    rate that diverges has accuracy 0, and its row says how. Raises TrainingError where every one does.
     """
     if len(config.sweep_lr) < 2:
         advice = "give some with --set sweep_lr=0.003,0.01,0.03"
         raise InputError(f"recipe {config.name!r} has no learning rates to try; {advice}")
     if not config.sweep_hold_out:
         raise InputError("a sweep needs a part of the training set to choose on; set sweep_hold_out, such as 0.1")
-    accuracies = {}
+    told = dict(lr=None, hold_out=config.sweep_hold_out, tried=[], accuracy=None)
     for lr in config.sweep_lr:
         folder = str(Path(config.output) / "sweep" / f"lr-{lr:g}")
         one = dataclasses.replace(config, lr=lr, hold_out=config.sweep_hold_out, output=folder)
-        accuracies[lr] = finish(one, resume)["accuracy"]
-        logger.info("lr %g: accuracy %.4f on the held-out part", lr, accuracies[lr])
-    return accuracies
+        row = dict(lr=lr, held_out_accuracy=0.0)
+        try:
+            row["held_out_accuracy"] = finish(one, resume)["accuracy"]
+            logger.info("lr %g: accuracy %.4f on the held-out part", lr, row["held_out_accuracy"])
+        except Diverged as error:
+            row["diverged"] = str(error)
+            _warn("lr %g diverged, and counts as accuracy 0: %s", lr, error)
+        told["tried"].append(row)
+        results.write("sweep.json", json.dumps(told, indent=2) + "\n")
+    best = max(told["tried"], key=lambda row: ("diverged" not in row, row["held_out_accuracy"], -row["lr"]))
+    if "diverged" in best:
+        raise TrainingError(f"with every rate of sweep_lr the training diverged, at {best['lr']:g}: {best['diverged']}")
+    return told | dict(lr=best["lr"])
 
 
-def repeat(config: Config, runs: int, resume: str = "auto") -> dict:
+def repeat(config: Config, runs: int, results: Results, resume: str = "auto") -> dict:
     """The accuracies of `runs` runs in OUTPUT/seed-N, N counting from the seed; their mean and deviation.
 
     Table 2 of the paper: three runs of each fine-tuning. `stdev` is the deviation of a sample, with runs - 1 in the
-    denominator; the paper does not say which one it gives. Writes OUTPUT/runs.json.
+    denominator; the paper does not say which one it gives. Writes OUTPUT/runs.json. Raises TrainingError after the last
+    where one diverged: there is no mean then.
     """
-    output, summaries = Path(config.output), []
+    output, summaries, diverged = Path(config.output), {}, {}
     for seed in range(config.seed, config.seed + runs):
-        summaries.append(finish(dataclasses.replace(config, seed=seed, output=str(output / f"seed-{seed}")), resume))
-        logger.info("seed %d: accuracy %.4f", seed, summaries[-1]["accuracy"])
-    accuracies = [summary["accuracy"] for summary in summaries]
+        try:
+            one = dataclasses.replace(config, seed=seed, output=str(output / f"seed-{seed}"))
+            summaries[seed] = finish(one, resume)
+            logger.info("seed %d: accuracy %.4f", seed, summaries[seed]["accuracy"])
+        except Diverged as error:
+            diverged[seed] = str(error)
+            _warn("seed %d diverged: %s", seed, error)
+    if diverged:
+        others = ", ".join(f"{seed}: {summary['accuracy']:.4f}" for seed, summary in summaries.items())
+        named = ", ".join(map(str, diverged))
+        said = f"{len(diverged)} of {runs} runs diverged, with seed {named}, so that there is no mean"
+        raise TrainingError(
+            f"{said} (accuracy of the others by seed: {others or 'none'}); {next(iter(diverged.values()))}"
+        )
+    accuracies = [summary["accuracy"] for summary in summaries.values()]
     result = dict(
         finished=True,
         accuracy=statistics.mean(accuracies),
         stdev=statistics.stdev(accuracies),
         accuracies=accuracies,
-        seeds=list(range(config.seed, config.seed + runs)),
+        seeds=list(summaries),
         lr=config.lr,
-        seconds=sum(summary["seconds"] for summary in summaries),
+        seconds=sum(summary["seconds"] for summary in summaries.values()),
     )
-    if is_first_rank():
-        write_text(output / "runs.json", json.dumps(result, indent=2) + "\n")
+    results.write("runs.json", json.dumps(result, indent=2) + "\n")
     return result

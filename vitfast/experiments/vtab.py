@@ -13,7 +13,9 @@ the released code (google-research/big_transfer, vision_transformer) says for wh
 where its classes are what things are, not where, how many, how far or which way round: FLIPPED, CROPPED.
 """
 
+import csv
 import dataclasses
+import io
 import json
 import logging
 from dataclasses import dataclass, field
@@ -22,14 +24,14 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
-from ..config import Config, total_steps
+from ..config import Config, as_plain, course, total_steps
 from ..data.datasets import take
 from ..distributed import world_size
 from ..errors import InputError
 from ..eval.accuracy import open_weights
 from ..eval.fewshot import Ridge, check_l2, classify
 from ..eval.probe import features, linear
-from ..files import write_text
+from ..results import Results
 from ..train.recipes import resolve
 from ..train.trainer import Trainer
 
@@ -128,6 +130,11 @@ def read_tasks(path: Path) -> list[Task]:
         if not settings.get("data"):
             raise InputError(f"--tasks {path}: a task without data: {item}")
         name = str(settings.pop("name", Path(str(settings["data"])).name))
+        if not name or name != Path(name).name or name.startswith("."):
+            advice = "give one without a slash, and without a dot in front"
+            raise InputError(
+                f"--tasks {path}: the name {name!r} of a task is no name of a folder in --output; {advice}"
+            )
         tasks.append(Task(name, str(settings.pop("group", "tasks")), settings))
     if len({task.name for task in tasks}) < len(tasks):
         raise InputError(f"--tasks {path}: two tasks have the same name")
@@ -183,8 +190,6 @@ def vtab(
     fine-tuning leaves into output/<task>-<examples>/; the same call again goes on where it stopped. Returns None where
     a fine-tuning was asked to stop. Raises InputError.
     """
-    if output.exists() and not output.is_dir():
-        raise InputError(f"--output {output} is a file; give a folder")
     if world_size() > 1:
         raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
     if examples < 1 or (l2 is not None and not l2 > 0):
@@ -196,6 +201,9 @@ def vtab(
     settings = [[*first, task.settings, *layers, {"output": str(output / f"{task.name}-{examples}")}] for task in tasks]
     kind = "finetune" if method == "finetune" else "eval"
     configs = [resolve(kind, *given) for given in settings]  # all are right before the first begins
+    plain = {task.name: course(as_plain(config), length=True) for task, config in zip(tasks, configs)}
+    files = [f"vtab.{suffix}" for suffix in ("csv", "txt", "json")]
+    results = Results(output, "vtab", dict(method=method, examples=examples, l2=l2, tasks=plain), files)
     records = []
     for task, given, config in zip(tasks, settings, configs):
         size = next((layer["img_size"] for layer in reversed(given) if "img_size" in layer), None)
@@ -210,7 +218,7 @@ def vtab(
     groups = {name: _mean([r for r in records if r["group"] == name]) for name in dict.fromkeys(t.group for t in tasks)}
     summary = dict(weights=configs[0].weights, method=method, examples=examples, mean=_mean(records), groups=groups)
     summary["tasks"] = records
-    _write(output, summary)
+    _write(results, summary)
     return summary
 
 
@@ -222,14 +230,14 @@ def _means(summary: dict) -> list[tuple[str, str, float]]:
     return [("mean", group, accuracy) for group, accuracy in [*summary["groups"].items(), ("all", summary["mean"])]]
 
 
-def _write(output: Path, summary: dict) -> None:
-    output.mkdir(parents=True, exist_ok=True)
+def _write(results: Results, summary: dict) -> None:
     columns = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")
     lines = [columns, *([record.get(c, "") for c in columns] for record in summary["tasks"])]
     lines += [(*mean, *[""] * (len(columns) - len(mean))) for mean in _means(summary)]
-    write_text(output / "vtab.csv", "".join(",".join(map(str, line)) + "\n" for line in lines))
-    write_text(output / "vtab.txt", table(summary) + "\n")
-    write_text(output / "vtab.json", json.dumps(summary, indent=2) + "\n")
+    csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
+    results.write("vtab.csv", text.getvalue())
+    results.write("vtab.txt", table(summary) + "\n")
+    results.write("vtab.json", json.dumps(summary, indent=2) + "\n")
 
 
 def table(summary: dict) -> str:

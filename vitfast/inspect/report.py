@@ -1,5 +1,6 @@
 """The files that `inspect` writes: figures as PNG, their numbers, and one page with all of it."""
 
+import csv
 import io
 import json
 from pathlib import Path
@@ -7,9 +8,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ..errors import InputError
-from ..files import write_atomically
 from ..model import ViT
+from ..results import Results
 from .figures import as_png, draw_attention, draw_distance, draw_filters, draw_similarity
 from .measures import examine, patch_distances, reads_class_token
 from .page import page, picture
@@ -52,9 +52,9 @@ def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: st
     positions.png, distance.png and rollout.png, but for what the model does not have: the report says so.
     Each file is whole or absent. The model is set to eval.
     """
-    output = Path(output)
-    if output.exists() and not output.is_dir():
-        raise InputError(f"--output {output} is a file; give a folder")
+    about = dict(weights=weights, data=data, images=len(images), size=list(images.shape[-2:]))
+    names = ["report.html", "numbers.json", "distance.csv", "arrays.npz", *(f"{name}.png" for name in SECTIONS)]
+    results = Results(Path(output), "inspect", about, names)
     arrays = {name: value.float().cpu().numpy() for name, value in examine(model.eval(), images).items()}
     size, grid = tuple(images.shape[-2:]), arrays["rollout"].shape[1:]
     uniform = patch_distances(size, grid).mean().item()
@@ -87,18 +87,16 @@ def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: st
     }
     archive = io.BytesIO()
     np.savez_compressed(archive, **arrays)
-    distances = (
-        f"{layer + 1},{head + 1},{pixels:.6g}\n" for (layer, head), pixels in np.ndenumerate(arrays["distance"])
-    )
+    rows = ((layer + 1, head + 1, f"{pixels:.6g}") for (layer, head), pixels in np.ndenumerate(arrays["distance"]))
+    csv.writer(distances := io.StringIO(), lineterminator="\n").writerows([("layer", "head", "pixels"), *rows])
     texts = {
-        "distance.csv": "layer,head,pixels\n" + "".join(distances),
+        "distance.csv": distances.getvalue(),
         "numbers.json": json.dumps(numbers, indent=2) + "\n",
         "report.html": page("vitfast inspect", facts | {"rollout from": numbers["rollout_from"]}, sections),
     }
     files = {f"{name}.png": png for name, png in pngs.items()} | {"arrays.npz": archive.getvalue()}
-    output.mkdir(parents=True, exist_ok=True)
-    for name in numbers["not_drawn"]:  # an earlier model's
-        (output / f"{name}.png").unlink(missing_ok=True)
-    for name, content in (files | {name: text.encode() for name, text in texts.items()}).items():
-        write_atomically(output / name, lambda temporary, content=content: temporary.write_bytes(content))
-    return output / "report.html"
+    for name in numbers["not_drawn"]:  # of the weights that had this name before
+        results.remove(f"{name}.png")
+    for name, content in (files | texts).items():
+        results.write(name, content)
+    return results.folder / "report.html"

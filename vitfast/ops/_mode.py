@@ -4,7 +4,9 @@ import ctypes
 import os
 import sys
 import threading
+import weakref
 from contextvars import ContextVar
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -13,9 +15,33 @@ from ..errors import InputError
 MODES = ("auto", "on", "off")
 _START = os.environ.get("VITFAST_KERNELS") or "auto"
 
-_inside: ContextVar[tuple[tuple["use_kernels", str], ...]] = ContextVar("vitfast.use_kernels", default=())
-# Of each thread: `plain`, the mode of its last call without `with`, and `latest`, the mode that any call, entry or exit
-# left last. Compiled code reads and writes `latest`: Dynamo of torch 2.11 knows threads, but no context variables.
+
+class _Level(NamedTuple):
+    """A thread outside of all `with`, or the code inside of one: its mode, and the call that set it.
+
+    owner: of the `with`. call: a weak reference, as an object that nobody has any more cannot be entered.
+    """
+
+    owner: Optional["use_kernels"] = None
+    mode: str | None = None
+    call: weakref.ref | None = None
+
+    def without(self, call: "use_kernels") -> "_Level":
+        """As if this call had not been made; later ones count on."""
+        last = self.call and self.call()
+        if last is call:
+            return self._replace(mode=call._before, call=call._previous)
+        while last is not None:
+            previous = last._previous and last._previous()
+            if previous is call:
+                last._before, last._previous = call._before, call._previous
+            last = previous
+        return self
+
+
+_inside: ContextVar[tuple[_Level, ...]] = ContextVar("vitfast.use_kernels", default=())
+# Of each thread: `outside`, its level outside of `with`, and `latest`, the mode that any call, entry or exit left last.
+# Compiled code reads and writes `latest`: Dynamo of torch 2.11 knows threads, but no context variables.
 _thread = threading.local()
 _KEY = "vitfast.use_kernels"  # of [`latest`] where PyTorch hands it on to the threads of autograd
 
@@ -26,10 +52,14 @@ def _checked(mode: str) -> str:
     return mode
 
 
-def _settle(inside: tuple, plain: str | None) -> None:
+def _outside() -> _Level:
+    return getattr(_thread, "outside", None) or _Level()
+
+
+def _settle(inside: tuple[_Level, ...], outside: _Level) -> None:
     """Sets this context and this thread."""
     _inside.set(inside)
-    _thread.plain, _thread.latest = plain, inside[-1][1] if inside else plain
+    _thread.outside, _thread.latest = outside, (*inside[-1:], outside)[0].mode
     if not hasattr(_thread, "handed"):
         _thread.handed = []
     handed = _thread.handed
@@ -47,7 +77,7 @@ def _of_thread() -> str | None:
         handed = torch._C._get_obj_in_tls(_KEY)
         if handed is not getattr(_thread, "handed", None):
             return handed[0]
-    return getattr(_thread, "plain", None)
+    return _outside().mode
 
 
 def current_mode() -> str:
@@ -56,7 +86,7 @@ def current_mode() -> str:
         mode = getattr(_thread, "latest", None)
     else:
         inside = _inside.get()
-        mode = inside[-1][1] if inside else _of_thread()
+        mode = inside[-1].mode if inside else _of_thread()
     mode = mode or _START
     if mode not in MODES:
         raise InputError(f"VITFAST_KERNELS: must be one of {', '.join(MODES)}, got {mode!r} in the environment")
@@ -78,20 +108,23 @@ class use_kernels:
 
     def __init__(self, mode: str):
         self.mode, self._entered = _checked(mode), False
-        self._plain, self._latest = getattr(_thread, "plain", None), getattr(_thread, "latest", None)
-        self._inside = None
+        self._found = None  # by compiled code: the thread before
         if torch.compiler.is_compiling():
-            _thread.plain = _thread.latest = mode
+            self._found = getattr(_thread, "outside", None), getattr(_thread, "latest", None)
+            _thread.outside, _thread.latest = _Level(None, mode), mode
             return
-        self._inside = inside = _inside.get()
-        if inside:
-            _settle((*inside[:-1], (inside[-1][0], mode)), self._plain)
-        else:
-            _settle((), mode)
+        inside, outside = _inside.get(), _outside()
+        level = inside[-1] if inside else outside
+        self._before, self._previous = level.mode, level.call
+        level = level._replace(mode=mode, call=weakref.ref(self))
+        _settle((*inside[:-1], level), outside) if inside else _settle((), level)
 
     def _undo_call(self) -> None:
-        """Undoes the call without `with`, which may have been made in compiled code."""
-        _settle(_inside.get() if self._inside is None else self._inside, self._plain)
+        """Undoes the call without `with`."""
+        if self._found is not None:
+            _settle(_inside.get(), self._found[0] or _Level())
+        else:
+            _settle(tuple(level.without(self) for level in _inside.get()), _outside().without(self))
 
     def __enter__(self):
         if torch.compiler.is_compiling():
@@ -100,19 +133,19 @@ class use_kernels:
         if not self._entered:  # it was no plain call
             self._undo_call()
         self._entered = True
-        _settle((*_inside.get(), (self, self.mode)), getattr(_thread, "plain", None))
+        _settle((*_inside.get(), _Level(self, self.mode)), _outside())
         return self
 
     def __exit__(self, *_):
         if torch.compiler.is_compiling():
-            _thread.plain, _thread.latest = self._plain, self._latest
+            _thread.outside, _thread.latest = self._found
             return
-        if not self._entered:
+        if not self._entered:  # in compiled code it was
             self._undo_call()
             return
         # Generators may leave their blocks in another order than they entered them.
         inside = list(_inside.get())
-        owners = [owner for owner, _ in inside]
+        owners = [level.owner for level in inside]
         if self in owners:
             del inside[len(owners) - 1 - owners[::-1].index(self)]
-        _settle(tuple(inside), getattr(_thread, "plain", None))
+        _settle(tuple(inside), _outside())

@@ -1,5 +1,7 @@
 """The log of a run: a progress bar, metrics.csv, TensorBoard events, summary.json."""
 
+import csv
+import io
 import json
 import logging
 import math
@@ -91,7 +93,7 @@ class Metrics:
             logger.warning("%s: %d lines cannot be read; they are left out, and kept in %s", path, bad, kept.name)
         records = [record for record in records if record["step"] <= resumed_step]
         self.evaluated = any(r["split"] == "val" and r["step"] == resumed_step for r in records)
-        write_text(path, ",".join(COLUMNS) + "\n" + "".join(map(self._line, records)))
+        write_text(path, self._line(dict(zip(COLUMNS, COLUMNS))) + "".join(map(self._line, records)))
         self.file = open(path, "a", newline="")
         self.board = Events(run / "tensorboard", resumed_step + 1 if resumed_step else None)
 
@@ -103,7 +105,8 @@ class Metrics:
             whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
             return str(int(value) if whole else value)
 
-        return ",".join(text(record.get(column)) for column in COLUMNS) + "\n"
+        csv.writer(line := io.StringIO(), lineterminator="\n").writerow(text(record.get(name)) for name in COLUMNS)
+        return line.getvalue()
 
     def write(self, **record) -> None:
         """One record: the columns, those left out empty."""

@@ -1,7 +1,7 @@
 """The recipes by name, and a run's Config out of a recipe, a file and flags."""
 
-from ..config import FIELDS, Config, Recipe, as_plain, check_run
-from ..errors import unknown
+from ..config import FIELDS, Config, Recipe, as_plain, check_run, is_none
+from ..errors import InputError, unknown
 from .paper import PAPER
 
 # Recipes are data: each stands whole, here as in paper.py, even where two agree in many fields.
@@ -28,10 +28,11 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
     Recipe(
         name="finetune/digits",
         about="vitfast finetune --recipe finetune/digits --weights runs/digits/checkpoints/last --data digits "
-        "--output runs/digits48\nNot by the paper's SGD, which is behind here: bench/results/digits/folds.json.",
+        "--output runs/digits48\n"
+        "Rate and length of bench/results/digits/choice.json; the paper's SGD is behind, folds.json.",
         model="Nano/8",
         img_size=48,
-        epochs=12,
+        epochs=24,
         batch_size=64,
         lr=1e-3,
         sweep_lr=(3e-4, 1e-3, 3e-3),
@@ -65,7 +66,8 @@ def resolve(task: str, *layers: dict) -> Config:
     """A Config from the recipe that the layers name, then each layer of fields over the one before it.
 
     An evaluation begins with no recipe: that the weights were trained by another says nothing about them.
-    Raises InputError for a field that does not exist, a value that it does not allow, or a missing length.
+    epochs of a layer take the place of steps of one before it, and the other way round. Raises InputError for a field
+    that does not exist, a value that it does not allow, two lengths in one layer, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
     fields = as_plain(Recipe(steps=1) if task == "eval" else get(default_recipe(task, data)))
@@ -74,10 +76,12 @@ def resolve(task: str, *layers: dict) -> Config:
         if name not in (None, ""):
             fields.update(as_plain(get(str(name))))
         given = {key: value for key, value in layer.items() if key not in ("recipe", "name", "task")}
-        if "epochs" in given and "steps" not in given:
-            fields["steps"] = None
-        elif "steps" in given and "epochs" not in given:
-            fields["epochs"] = None
+        lengths = {name for name in ("epochs", "steps") if not is_none(given.get(name))}
+        if len(lengths) == 2:
+            both = f"epochs {given['epochs']} and steps {given['steps']}"
+            raise InputError(f"{both} are two lengths of one run; give one of them")
+        if lengths:  # the other one may come from a weaker layer
+            fields.update(epochs=None, steps=None)
         fields.update(given)
     for name in fields:
         if name not in FIELDS:

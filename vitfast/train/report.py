@@ -15,19 +15,23 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..baselines import load_any
+from ..baselines import load_any, sizes
 from ..config import Config, as_plain
 from ..data.datasets import Shards, Subset
-from ..data.loader import Data
+from ..data.loader import Data, open_data
 from ..data.samples import ONE, PADDING
-from ..device import autocast
+from ..device import autocast, autocast_dtype, choose_device
+from ..distributed import is_first_rank
 from ..errors import InputError
+from ..eval.accuracy import cut_as_told
 from ..files import write_atomically
 from ..inspect.measures import attention_rollout, position_similarity
 from ..inspect.page import gallery, page, picture, table
 from ..model import ViT
 from ..version import __version__
+from .lock import LOCK, locked
 from .log import read_metrics
+from .run_folder import LAST
 
 SHOWN, ATTENDED = 24, 8  # validation images with predictions, with attention
 THUMBNAIL = 96  # pixels of the longer side: with these numbers a report stays under 3 MB, whatever is in the images
@@ -49,18 +53,33 @@ def optional():
 def write_report(config: Config, data: Data, summary: dict, device: torch.device, dtype: torch.dtype | None) -> None:
     """Writes report.html into the folder of a run that has its checkpoint, or says why not."""
     run = Path(config.output)
-    model = load_any(config.model, run / "checkpoints" / "last").to(device).eval()  # not compiled, not sharded
+    model = load_any(config.model, run / "checkpoints" / LAST).to(device).eval()  # not compiled, not sharded
     sections = curves({config.task: run}) | validation_sections(model, data, device, dtype, config.objective)
     settings = {name: str(value) for name, value in as_plain(config).items() if name != "about"}
     sections["Settings"] = ("Those of config.yaml.", table(settings))
     introduction = f"Recipe {config.name} on {config.data}. ± is the standard error."
-    save_page(run, f"vitfast {config.task}", facts(summary) | origin(), sections, introduction)
+    text = encoded_page(f"vitfast {config.task}", facts(summary) | origin(), sections, introduction)
+    write_atomically(run / "report.html", lambda temporary: temporary.write_bytes(text))
 
 
-def save_page(folder: Path, title: str, *content) -> None:
-    """Writes `folder`/report.html out of what `page` takes."""
-    text = page(title, *content).encode(errors="replace")  # names of folders need not be text
-    write_atomically(folder / "report.html", lambda temporary: temporary.write_bytes(text))
+@optional()
+def complete(config: Config, summary: dict) -> None:
+    """Writes the report that a finished run lacks, as after a kill, and removes the lock that one left."""
+    run = Path(config.output)
+    if not is_first_rank() or ((run / "report.html").exists() and not (run / LOCK).exists()):
+        return
+    with locked(run):
+        if (run / "report.html").exists():
+            return
+        device = choose_device(config.device)
+        model = load_any(config.model, run / "checkpoints" / LAST)
+        data = open_data(cut_as_told(config, model), *sizes(model), device)
+        write_report(config, data, summary, device, autocast_dtype(config.amp, device))
+
+
+def encoded_page(title: str, *content) -> bytes:
+    """The bytes of a report out of what `page` takes: names of folders need not be text."""
+    return page(title, *content).encode(errors="replace")
 
 
 def facts(summary: dict) -> dict[str, str]:

@@ -7,6 +7,7 @@
 The random numbers and the position in the data follow from (seed, step), so they need no place here.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -14,6 +15,7 @@ import logging
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -25,11 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..checkpoint.writers import write_safetensors
-from ..config import RUN_ONLY, Config, as_plain, total_steps
-from ..data.datasets import Shards
+from ..config import Config, as_plain, course, total_steps
 from ..data.loader import Data
 from ..errors import InputError, both_ends
 from .run_folder import (
+    BEST,
     LAST,
     PREVIOUS,
     begin_checkpoint,
@@ -45,18 +47,14 @@ logger = logging.getLogger("vitfast")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the CPU of the first rank
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
 START_AGAIN = "choose another --output, or --resume never to start it again"
+MODEL = "model.safetensors"
 RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of state.json, with their types
 
 
 def make_record(config: Config, data: Data, step: int = 0, seconds: float = 0.0) -> dict:
     """Where a run is and what it trains: the part of a checkpoint that is compared before a run goes on."""
-    images = dict(train_images=_images(data.train), val_images=_images(data.val))
+    images = dict(train_images=len(data.train), val_images=len(data.val))
     return dict(step=step, seconds=seconds, settings=as_plain(config), data=dict(classes=list(data.classes), **images))
-
-
-def _images(source) -> int:
-    """The images of a source on all ranks; the length of shards is that of one rank and its workers."""
-    return source.dataset.reader.num_samples if isinstance(source, Shards) else len(source)
 
 
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
@@ -154,28 +152,42 @@ def read_record(checkpoint: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or not (checkpoint / "config.json").is_file():
             raise ValueError("no object in it, or no config.json beside it")
-    except (OSError, ValueError, RecursionError) as error:
+        with safe_open(checkpoint / MODEL, "pt"):
+            pass
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise _damaged(checkpoint, error) from None
-    if not RECORD.keys() <= content.keys():
-        start = f"--weights {checkpoint} starts from its model, --resume never from nothing"
+    if content and not RECORD.keys() <= content.keys():
+        start = f"--weights {checkpoint} starts from its model; {_otherwise(checkpoint)}"
         raise InputError(f"{checkpoint} was written by an earlier vitfast, and this one cannot resume it; {start}")
-    whole = all(isinstance(content[name], kind) for name, kind in RECORD.items()) and content["step"] >= 0
+    whole = all(isinstance(content.get(name), kind) for name, kind in RECORD.items()) and content["step"] >= 0
     if not whole or not isinstance(content["data"].get("classes"), list):
-        raise _damaged(checkpoint, "state.json holds values of other types")
+        raise _damaged(checkpoint, "state.json lacks values, or holds some of other types")
     return content
 
 
 def read_training_state(checkpoint: Path) -> dict:
-    """The names and values in a checkpoint's state/. Raises InputError where it is not whole."""
+    """The names and values in a checkpoint's state/. InputError where it, or its model, is not whole."""
     record = read_record(checkpoint)
     try:
         with safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
             step, tensors = (file.metadata() or {}).get("step"), {name: file.get_tensor(name) for name in file.keys()}
+        same = _is_of(tensors, checkpoint / MODEL)
     except (OSError, SafetensorError, ValueError) as error:
         raise _damaged(checkpoint, error) from None
     if step != str(record["step"]):  # copied while the run wrote it
         raise _damaged(checkpoint, f"state.json is of step {record['step']}, state.safetensors of {step}")
+    if not same:
+        raise _damaged(checkpoint, f"{MODEL} is not the model of step {step}, of which state/ is")
     return tensors | record
+
+
+def _is_of(tensors: dict[str, Tensor], model: Path) -> bool:
+    """Whether a kept model is that of a training state: biases and norms are compared, the quickly read."""
+    kept = next(("ema." for name in tensors if name.startswith("ema.")), "model.")
+    found = {name.removeprefix(kept).removeprefix("vit."): t for name, t in tensors.items() if name.startswith(kept)}
+    with safe_open(model, "pt") as file:
+        names = [name for name in file.keys() if name in found and len(file.get_slice(name).get_shape()) == 1]
+        return all(torch.equal(file.get_tensor(name), found[name]) for name in names)
 
 
 def _damaged(checkpoint: Path, reason: object) -> InputError:
@@ -183,20 +195,26 @@ def _damaged(checkpoint: Path, reason: object) -> InputError:
 
 
 def _otherwise(checkpoint: Path) -> str:
-    """Advice where a checkpoint cannot be resumed: the one before it, where there is one."""
+    """Advice where a checkpoint cannot be resumed: the one before it, where that can be."""
     previous = checkpoint.with_name(PREVIOUS)
-    if checkpoint.name == LAST and is_checkpoint(previous):
-        return f"--resume {previous} goes on from the one before it"
+    with contextlib.suppress(InputError):
+        if checkpoint.name == LAST and read_training_state(previous):
+            return f"--resume {previous} goes on from the one before it"
     return "start again with --resume never"
 
 
 def check_settings(config: Config, saved: dict, source: Path, advice: str) -> None:
     """Raises InputError where `saved`, the settings of a run, differ in one that decides its course."""
-    saved, now = as_plain(Config()) | saved, as_plain(config)
-    other = [k for k in now if k not in RUN_ONLY | {"epochs", "steps"} and saved[k] != now[k]]
+    saved, now = as_plain(Config()) | saved, course(as_plain(config))
+    other = [name for name in now if saved[name] != now[name]]
     if other:
-        shown = "; ".join(f"{k}: {saved[k]} there, {now[k]} now" for k in other[:3])
+        shown = "; ".join(f"{k}: {_value(saved[k])} there, {_value(now[k])} now" for k in other[:3])
         raise InputError(f"{source} holds a run with other settings ({shown}); {advice}")
+
+
+def _value(value: object) -> str:
+    """The value of a setting in a message."""
+    return "unset" if value in (None, "", []) else str(value)
 
 
 def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
@@ -232,8 +250,8 @@ def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
         elif resume != "never":
             wanted = "a run folder or one of its checkpoints"
             raise InputError(f"--resume {resume}: no checkpoint there; give {wanted}")
-        for name in (LAST, PREVIOUS) if config.weights else ():
-            if Path(config.weights).resolve().is_relative_to((run / "checkpoints" / name).resolve()):
+        for kept in (f"checkpoints/{LAST}", f"checkpoints/{PREVIOUS}", BEST) if config.weights else ():
+            if Path(config.weights).resolve().is_relative_to((run / kept).resolve()):
                 replaced = f"--weights {config.weights} is in --output, where it would be replaced"
                 raise InputError(f"{replaced}; choose another --output")
         return None, {}

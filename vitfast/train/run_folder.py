@@ -6,6 +6,7 @@
                 previous/              the one before it
                 .writing  .removing    one that is not whole yet, or no longer
     best/                              of a run with early stopping: its best checkpoint, links to the files of that
+                state/best.json            and its step and accuracy: by this file the run knows its own
 
 Anything else is the user's, and so is a file of these names that does not look like vitfast's: it is never touched.
 """
@@ -13,19 +14,22 @@ Anything else is the user's, and so is a file of these names that does not look 
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
-from ..config import Config, as_plain
+from ..config import Config, as_plain, course
 from ..errors import InputError
 from ..files import exchange, free_name, sync, write_text
 from ..inspect.page import GENERATOR
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
-BEST = "best"
+BEST, BEST_RECORD = "best", "state/best.json"
+# The files of a checkpoint, and those beside them that are not whole yet.
+PARTS = re.compile(r"state|(state/)?\.?(model\.safetensors|config\.json|state\.(json|safetensors)|best\.json)(\..+)?")
 EVENTS = "vitfast"  # the ending of the names of TensorBoard files
 FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # of metrics.csv
 logger = logging.getLogger("vitfast")
@@ -34,6 +38,24 @@ logger = logging.getLogger("vitfast")
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder was written as a checkpoint, be it damaged since."""
     return any(os.path.lexists(path / "state" / name) for name in ("state.json", "state.safetensors"))
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a folder holds nothing but files of a checkpoint: what a kill leaves of one."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    held = [Path(here, name) for here, folders, files in os.walk(path) for name in folders + files]
+    return all(PARTS.fullmatch(each.relative_to(path).as_posix()) for each in held)
+
+
+def _is_own_best(run: Path) -> bool:
+    """Whether best/ is what this run wrote there, no other checkpoint, and none of another run."""
+    best, default = run / BEST, as_plain(Config())  # for fields that are newer than the run
+    try:
+        settings = json.loads((best / "state" / "state.json").read_text(encoding="utf-8"))["settings"]
+        return (best / BEST_RECORD).is_file() and course(default | settings) == course(default | read_settings(run))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # ValueError: InputError too
+        return False
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -88,13 +110,17 @@ def check_output(run: Path, early_stop: int | None = None) -> None:
         raise InputError(f"--output {run} cannot be written to; choose another")
     folders = {run / name: Path.is_dir for name in ("checkpoints", "tensorboard")}
     checkpoints = {run / "checkpoints" / name: is_checkpoint for name in (LAST, PREVIOUS)}
-    checkpoints |= {run / BEST: is_checkpoint} if early_stop else {}
+    checkpoints |= {run / "checkpoints" / name: _is_part for name in (WRITING, REMOVING)}
+    checkpoints |= {run / f".{BEST}": _is_part} if early_stop else {}
     files = {run / "metrics.csv": _is_metrics, run / "report.html": _is_report}
     for path, is_ours in (folders | checkpoints | files).items():
         if os.path.lexists(path) and not is_ours(path):
             raise _not_ours(path)
     read_summary(run)
     read_settings(run)
+    if early_stop and os.path.lexists(run / BEST) and not _is_own_best(run):
+        put = "is damaged, or not the best checkpoint that this run wrote there"
+        raise InputError(f"{run / BEST} {put}; move it away, or choose another --output")
 
 
 def _is_metrics(path: Path) -> bool:
@@ -114,14 +140,14 @@ def _is_report(path: Path) -> bool:
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:
     """Makes the folder ready for a run; `fresh`: one from the beginning, so that an earlier one goes."""
-    before, text = read_settings(run) or {}, yaml.safe_dump(as_plain(config), sort_keys=False)
+    has_best, text = _is_own_best(run), yaml.safe_dump(as_plain(config), sort_keys=False)
     write_text(run / "config.yaml", text)  # first: where the disk is full nothing else has gone
     for name in ("summary.json", "report.html"):
         (run / name).unlink(missing_ok=True)
     if fresh:
         for name in (PREVIOUS, LAST):
             _discard(run / "checkpoints" / name)
-        if before.get("early_stop"):
+        if has_best:
             _discard(run / BEST)
         for path in (run / "tensorboard").glob(f"events.out.tfevents.*.{EVENTS}"):
             path.unlink()
@@ -130,7 +156,7 @@ def prepare(run: Path, config: Config, fresh: bool) -> None:
 def begin_checkpoint(run: Path) -> Path:
     """An empty folder in which the next checkpoint is to be written."""
     work = run / "checkpoints" / WRITING
-    shutil.rmtree(work, ignore_errors=True)
+    _clear(work)
     work.mkdir(parents=True)
     return work
 
@@ -160,14 +186,17 @@ def keep_as_last(work: Path) -> None:
     sync(work.parent)
 
 
-def keep_as_best(run: Path) -> None:
-    """Makes the last checkpoint the best one too."""
+def keep_as_best(run: Path, record: dict) -> None:
+    """Makes the last checkpoint the best one too. record: the content of its best.json."""
     best, work = run / BEST, run / f".{BEST}"
-    shutil.rmtree(work, ignore_errors=True)
+    _clear(work)
     shutil.copytree(run / "checkpoints" / LAST, work, copy_function=_link)
+    write_text(work / BEST_RECORD, json.dumps(record) + "\n")
+    if os.path.lexists(best) and not _is_own_best(run):  # put there since the run began
+        _set_aside(best)
     if not os.path.lexists(best):
         os.rename(work, best)
-    elif exchange(work, best):
+    elif not best.is_symlink() and exchange(work, best):
         shutil.rmtree(work)
     else:
         _discard(best)
@@ -193,12 +222,24 @@ def kept_weights(run: Path) -> Path:
 def _discard(path: Path) -> None:
     """Removes a checkpoint; of a link the link, and what is no checkpoint gets another name."""
     removing = path.with_name(REMOVING)
-    shutil.rmtree(removing, ignore_errors=True)  # of a process that was killed in the last lines
+    _clear(removing)
     if path.is_symlink():
         path.unlink()
     elif is_checkpoint(path):
         os.rename(path, removing)  # so that it is never half a checkpoint
         shutil.rmtree(removing, ignore_errors=True)
     elif path.exists():
-        os.rename(path, kept := free_name(path))
-        logger.warning("%s is no checkpoint of vitfast; it is %s now", path, kept.name)
+        _set_aside(path)
+
+
+def _clear(path: Path) -> None:
+    """Frees a hidden name: what a kill left of a checkpoint goes, anything else gets another name."""
+    if _is_part(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        _set_aside(path)
+
+
+def _set_aside(path: Path) -> None:
+    os.rename(path, kept := free_name(path))
+    logger.warning("%s is no checkpoint of this run; it is %s now", path, kept.name)

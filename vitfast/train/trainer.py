@@ -12,15 +12,15 @@ from torch import Tensor
 from ..config import Config, total_steps
 from ..device import autocast_dtype, choose_device
 from ..distributed import FAILED, GO, STOP, join, peers_told
-from ..errors import InputError, TrainingError
+from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
 from .early import EarlyStop
 from .lock import locked
 from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .masked import evaluate_masked
-from .report import write_report
+from .report import complete, write_report
 from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
-from .run_folder import LAST, check_output, find_checkpoint, keep_as_best, prepare
+from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import TrainStep
 
@@ -149,14 +149,15 @@ class Trainer:
             self.save()
         if self.early.is_best(self.step):
             with self._writing("best"):
-                self.ranks.on_first(keep_as_best, self.run)
+                record = dict(step=self.early.step, accuracy=self.early.accuracy)
+                self.ranks.on_first(keep_as_best, self.run, record)
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there. TrainingError where it is not finite."""
+        """Writes the checkpoint of this step, unless it is there. Diverged where it is not finite."""
         if self.saved == self.step:
             return
         if self.ranks.agree(FAILED if not self.train_step.is_finite() else GO):
-            raise TrainingError(
+            raise Diverged(
                 f"after step {self.step} a weight or a state of the optimiser is not finite, so that it is not saved; "
                 f"{self._last_good()}; {self._against_overflow()}"
             )
@@ -258,13 +259,13 @@ class Trainer:
         )
 
     def _last_good(self) -> str:
-        kept = find_checkpoint(self.run)
-        if kept is None:
-            return "there is no checkpoint yet"
-        return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
+        for kept in (self.run / "checkpoints" / name for name in (LAST, PREVIOUS)):
+            with contextlib.suppress(InputError):  # there is none, or a damaged one
+                return f"the last good checkpoint is {kept} (step {read_record(kept)['step']})"
+        return "there is no checkpoint yet"
 
     def _finite_losses(self, losses: list[float], norms: list[float]) -> list[float]:
-        """The losses of the steps that count. TrainingError where a loss or gradient is not finite.
+        """The losses of the steps that count. Diverged where a loss or gradient is not finite.
 
         With non_finite=skip the optimiser left out a step with such a gradient: then it is told, and does not count.
         """
@@ -283,7 +284,7 @@ class Trainer:
             self.skipped += 1
             if self.config.non_finite == "stop" or math.isfinite(norm) or self.skipped == MOST_SKIPPED:
                 many = f", as in {MOST_SKIPPED} steps in a row" if self.skipped == MOST_SKIPPED else ""
-                raise TrainingError(f"{what}{many}; {self._last_good()}; {self._against_overflow()}")
+                raise Diverged(f"{what}{many}; {self._last_good()}; {self._against_overflow()}")
             if self.ranks.first:
                 logger.warning("left out: %s", what)
         return counted
@@ -370,4 +371,8 @@ def train(config: Config, resume: str = "auto") -> dict:
     Raises InputError and TrainingError.
     """
     with peers_told():
-        return finished_summary(config, resume) or Trainer(config, resume).fit()
+        summary = finished_summary(config, resume)
+        if summary is None:
+            return Trainer(config, resume).fit()
+        complete(config, summary)
+        return summary

@@ -1,0 +1,199 @@
+"""LoRA, pruning, hooks, replaced layers: what is done to a layer of a ViT counts, as in timm's; the report says so."""
+
+import pytest
+import timm
+import torch
+from checks import randomize
+from torch import nn
+from torch.nn.utils import parametrizations, prune, weight_norm
+
+from vitfast import ViT, acceleration_report
+
+SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+LINEARS = ("blocks.0.attn.qkv", "blocks.1.attn.proj", "blocks.0.mlp.fc1", "blocks.1.mlp.fc2")
+NORMS = ("blocks.0.norm1", "blocks.1.norm2")
+PROJECTION = "patch_embed.proj"
+
+
+@pytest.fixture
+def twins():
+    torch.manual_seed(0)
+    ours, theirs = randomize(ViT(**SMALL), std=0.3), timm.create_model("vit_tiny_patch16_224", **SMALL)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def replace(model: nn.Module, name: str, make) -> None:
+    parent, _, last = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    setattr(owner, last, make(getattr(owner, last)))
+
+
+def assert_alike(ours, theirs) -> dict[str, torch.Tensor]:
+    """Equal logits and gradients. Returns ours."""
+    found = []
+    for model in (ours, theirs):
+        model.zero_grad()
+        out = model(IMAGES)
+        (out * torch.arange(6.0).reshape(2, 3)).sum().backward()
+        found.append((out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    (out, grads), (truth, true_grads) = found
+    torch.testing.assert_close(out, truth, atol=1e-5, rtol=1e-5)
+    assert grads.keys() == true_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, true_grads[name], atol=1e-4, rtol=1e-4)
+    return grads
+
+
+class LoRA(nn.Module):
+    """As peft's: the layer itself frozen, and a product of low rank beside it."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.base_layer = layer.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.randn(2, layer.in_features, generator=generator))
+        self.lora_B = nn.Parameter(torch.randn(layer.out_features, 2, generator=generator))
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.lora_A.T @ self.lora_B.T
+
+
+class Skip(nn.Module):
+    def forward(self, x, **_):
+        return x
+
+
+class Louder(nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def louder(layer: nn.Linear) -> nn.Linear:
+    made = Louder(layer.in_features, layer.out_features)
+    made.load_state_dict(layer.state_dict())
+    return made
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+CHANGES = {
+    "LoRA": (LoRA, LINEARS),
+    "a class of its own": (louder, LINEARS),
+    "two layers": (lambda layer: nn.Sequential(layer, nn.Tanh()), (*LINEARS, *NORMS)),
+    "pruning": (pruned, (*LINEARS, *NORMS, PROJECTION)),
+    "old weight norm": (weight_norm, (*LINEARS, PROJECTION)),
+    "weight norm": (parametrizations.weight_norm, (*LINEARS, PROJECTION)),
+    "RMSNorm": (lambda norm: nn.RMSNorm(32), NORMS),
+    "none": (lambda layer: Skip(), ("blocks.0.attn", "blocks.1.mlp", *NORMS)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("change, name", [(kind, name) for kind, (_, names) in CHANGES.items() for name in names])
+def test_what_is_put_into_a_layer_runs(twins, change, name):
+    ours, theirs = twins
+    before = ours(IMAGES).detach()
+    for model in twins:
+        replace(model, name, CHANGES[change][0])
+    first = assert_alike(ours, theirs)
+    assert all(first[name].abs().max() > 0 for name in first if "lora" in name)
+    assert "weight norm" in change or (ours(IMAGES).detach() - before).abs().max() > 1e-4
+    last = name.rpartition(".")[2]
+    assert any(last in entry.why for entry in acceleration_report(ours).left)
+
+
+def test_several_steps_with_pruned_layers(twins):
+    for model in twins:
+        for name in LINEARS:
+            pruned(model.get_submodule(name))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(IMAGES).square().sum().backward()
+            optimizer.step()
+    assert_alike(*twins)
+
+
+@pytest.mark.parametrize("name", [*LINEARS, *NORMS, PROJECTION, "blocks.0.attn", "blocks.1.mlp", "blocks.0", "norm"])
+def test_hooks_fire_with_what_passes(twins, name):
+    """Once each, with timm's inputs and outputs, and what they return counts; nothing is left once they are gone."""
+    seen, before = [], twins[0](IMAGES).detach()
+    for model in twins:
+        module, calls = model.get_submodule(name), []
+
+        def forward(module, args, output, calls=calls):
+            calls.append(("forward", args[0].detach().clone(), output.detach().clone()))
+            return output * 1.5
+
+        handles = [
+            module.register_forward_pre_hook(lambda module, args, calls=calls: calls.append(("before", args[0]))),
+            module.register_forward_hook(forward),
+            module.register_full_backward_hook(
+                lambda module, into, out, calls=calls: calls.append(("backward", out[0]))
+            ),
+        ]
+        model(IMAGES).square().sum().backward()
+        for handle in handles:
+            handle.remove()
+        seen.append(calls)
+    ours, theirs = seen
+    assert [kind for kind, *_ in ours] == ["before", "forward", "backward"] == [kind for kind, *_ in theirs]
+    for (_, *mine), (_, *truth) in zip(ours, theirs):
+        torch.testing.assert_close(mine, truth, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(twins[0](IMAGES), before)
+    assert not acceleration_report(twins[0]).left
+
+
+def test_a_hook_on_all_modules_fires(twins):
+    kinds = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: kinds.append(type(module).__name__))
+    try:
+        twins[0](IMAGES)
+    finally:
+        handle.remove()
+    assert kinds.count("Linear") == 2 * 4 + 1 and kinds.count("Conv2d") == 1
+
+
+def test_a_dropout_of_its_own_counts(twins):
+    model = twins[0].train()
+    model.blocks[0].mlp.drop1.p = 1.0
+    assert (model(IMAGES) - model.eval()(IMAGES)).abs().max() > 1e-3
+    model.train()
+    assert any("mlp.drop1 is active in training" in (entry.why or "") for entry in acceleration_report(model))
+
+
+def test_with_an_fp32_residual_stream(twins):
+    """In 16 bits, whose norms see the stream in fp32."""
+    model = ViT(**SMALL, residual_in_fp32=True).bfloat16()
+    model.load_state_dict(twins[0].state_dict())
+    plain, seen = model(IMAGES), []
+    handles = [model.blocks[1].norm1.register_forward_hook(lambda module, args, out: seen.append(args[0].dtype))]
+    handles += [model.get_submodule(name).register_forward_hook(lambda *_: seen.append(None)) for name in LINEARS]
+    torch.testing.assert_close(model(IMAGES), plain, atol=0.05, rtol=0.05)
+    assert len(seen) == 5 and torch.float32 in seen
+    assert [handle.remove() for handle in handles]
+
+
+def test_quantised_layers_run(twins):
+    quantise = torch.ao.quantization.quantize_dynamic
+    ours, theirs = (quantise(model, {nn.Linear}, dtype=torch.qint8) for model in twins)
+    torch.testing.assert_close(ours(IMAGES), theirs(IMAGES), atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_models_see_what_was_there(twins):
+    ours, theirs = twins
+    for model in twins:
+        replace(model, "blocks.0.mlp.fc1", LoRA)
+        pruned(model.blocks[1].attn.qkv)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(IMAGES), theirs(IMAGES), atol=1e-5, rtol=1e-5)
+    for model in twins:  # after it: the types of layers are looked at in each call
+        replace(model, "blocks.1.mlp.fc2", louder)
+    torch.testing.assert_close(compiled(IMAGES), theirs(IMAGES), atol=1e-5, rtol=1e-5)

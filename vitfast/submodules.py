@@ -1,0 +1,56 @@
+"""Modules whose parameters an operation reads, in place of calling them: whether it may, now.
+
+Nothing is kept between calls: a layer that LoRA has replaced, a hook or a weight norm added a minute ago is seen.
+Modules are read through their dictionaries, which takes a tenth of the time of attribute access.
+"""
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn import Dropout
+from torch.nn.modules.module import _has_any_global_hook
+
+Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the layer
+Layout = tuple[tuple[str, str, str, tuple[type, ...]], ...]
+
+
+def layout(modules: dict[str, type | tuple[type, ...]]) -> Layout:
+    """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name in the parent, types)."""
+    found = []
+    for path, types in modules.items():
+        parent, _, name = path.rpartition(".")
+        found.append((path, parent, name, types if isinstance(types, tuple) else (types,)))
+    return tuple(found)
+
+
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def find_modules(
+    expected: Layout, layer: nn.Module, idle_hooks: Callable[[nn.Module], bool] = lambda module: False
+) -> Modules | str:
+    """The modules of a layer that an operation can stand in for, or, as text, why they must be called.
+
+    expected: their exact types. idle_hooks(module): True where all hooks on a module do nothing now. No number is put
+    into a text: torch.compile traces this, and a number may be symbolic there.
+    """
+    if _has_any_global_hook():
+        return "a hook on all modules is set"
+    modules = {"": layer}
+    for path, parent, name, types in expected:
+        module = modules[path] = modules[parent]._modules.get(name)
+        cls = type(module)
+        if cls not in types:
+            return f"{path} is missing" if module is None else f"{path} is {full_name(cls)}"
+        if module is None:
+            continue
+        # A hook waits for the call of this module.
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            if not idle_hooks(module):
+                return f"{path} has hooks"
+        if "forward" in module.__dict__:
+            return f"{path} has a forward of its own, set on the instance"
+        if cls is Dropout and module.p > 0 and module.training:
+            return f"{path} is active in training"
+    return modules
