@@ -15,11 +15,18 @@ POS_EMBEDS = ("learn", "learn2d", "sincos2d", "relative", "none", "")  # see pos
 POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
 CROP_MODES = ("center", "squash", "border")  # timm's
 LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
+FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
+LEAST_STD, MOST_PIXEL = 1e-6, 1e6  # of images on the 0..1 scale; normalised, float32 holds what comes of them
 MOST_PARAMETERS = 10**11  # four times the largest ViT there is; what a mistyped size asks for lies far above
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
-shown = _repr.repr  # values in messages, however long
+
+
+def shown(value) -> str:
+    """A value in a message: in one line, however long."""
+    return " ".join(_repr.repr(value).split())
+
 
 Check = Callable[[object], object]  # a value -> the same as Python's own type; ValueError says what was expected
 
@@ -101,12 +108,24 @@ def one_or_some(check: Check, lengths: range, text: str) -> Check:
 def each_channel(check: Check, text: str) -> Check:
     """One value or one for each channel; a tensor's or an array's too."""
     every = one_or_some(check, range(1, 2**16 + 1), text)
-    return lambda value: every(value.reshape(-1).tolist() if hasattr(value, "reshape") else value)
+
+    def check_values(value):
+        if hasattr(value, "reshape"):
+            try:
+                value = value.reshape(-1).tolist()
+            except (RuntimeError, NotImplementedError):  # without values, or sparse
+                raise ValueError(text) from None
+        return every(value)
+
+    return check_values
 
 
 SIDE = whole(1, 2**16)
 SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
-ANY = number("a number", lambda x: True)
+ANY = number(f"a number from {-FLOAT32:.1e} to {FLOAT32:.1e}", lambda x: abs(x) <= FLOAT32)
+NOT_NEGATIVE = number(f"a number from 0 to {FLOAT32:.1e}", lambda x: 0 <= x <= FLOAT32)
+PIXEL = number("", lambda x: abs(x) <= MOST_PIXEL)
+SPREAD = number("", lambda x: LEAST_STD <= x <= MOST_PIXEL)
 POSITIVE = number("positive", lambda x: x > 0)
 RATE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
@@ -138,7 +157,7 @@ ARGUMENTS: dict[str, Check] = {
     "mlp_ratio": number("a positive number up to 65536", lambda x: 0 < x <= 2**16),
     "qkv_bias": flag,
     "proj_bias": flag,
-    "init_values": optional(number("a number of at least 0", lambda x: x >= 0)),
+    "init_values": optional(NOT_NEGATIVE),
     "class_token": flag,
     "pos_embed": one_of(POS_EMBEDS),
     "no_embed_class": flag,
@@ -153,9 +172,9 @@ ARGUMENTS: dict[str, Check] = {
     "head_init_bias": optional(ANY),
     "representation_size": optional(whole(1, 2**17)),
     "act_layer": one_of(tuple(ACTIVATIONS)),
-    "norm_eps": POSITIVE,
-    "mean": each_channel(ANY, "one number or one for each channel"),
-    "std": each_channel(POSITIVE, "positive, one number or one for each channel"),
+    "norm_eps": NOT_NEGATIVE,
+    "mean": each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
+    "std": each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
     "residual_in_fp32": flag,
     "pos_embed_at": one_of(POS_EMBED_PLACES),
     "backbone": backbone,

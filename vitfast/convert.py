@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from .checkpoint import load_model, read
-from .checkpoint.files import check_free, staged
+from .checkpoint.files import COMPANIONS, INDEXES, SHARD, WEIGHTS, check_free, present, staged, target
 from .checkpoint.writers import FEATURES, WRITERS, Writer, file_suffix, tensors
 from .errors import InputError, unknown
 from .model import ViT
@@ -14,6 +14,7 @@ from .presets import pair
 FORMATS = tuple(WRITERS)
 # Arguments that change what the model computes and that a format may leave unsaid.
 _MEANING = ("num_heads", "act_layer", "norm_eps", "global_pool", "fc_norm", "no_embed_class", "img_size", "mean", "std")
+_OF_CHECKPOINTS = (*WEIGHTS, *INDEXES, *COMPANIONS)
 _ASKED = ("num_heads", "img_size", "act_layer", "pos_embed")  # by the errors of a bare file
 
 
@@ -23,10 +24,11 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
     form: "vitfast" (a folder), "timm" (a folder for `timm.create_model("local-dir:...")`, or a bare .safetensors or
     .pth), "huggingface" (a folder for `from_pretrained`), "npz" (Google's; a .npz), "torchvision" (a bare .safetensors
     or .pth). bfloat16 becomes float32 in an npz. What was written is read back and compared bit for bit before it moves
-    to `path`: whole or not at all. Raises InputError where the format has no place for something the model has, for a
-    wrong suffix, and where `path` is there already, unless `force`.
+    to `path`: whole or not at all. Of a checkpoint that it replaces there, nothing stays that would be read with it.
+    Raises InputError where the format has no place for something the model has, for a wrong suffix, and where `path` is
+    there already, unless `force`.
     """
-    path = Path(path).expanduser()
+    path = target(path)
     _check_target(path, form, force)
     writer, config = WRITERS[form], model.config
     lost = [what for key, (what, present) in FEATURES.items() if key in writer.lacks and present(config)]
@@ -35,7 +37,11 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
         raise InputError(said + _new_head(model, writer, lost))
     with staged(path, force) as scratch:
         writer.write(model, scratch)
-        return _read_back(model, scratch, form)
+        written, notes = {file.name for file in scratch.parent.rglob("*")}, _read_back(model, scratch, form)
+    for file in path.iterdir() if path.is_dir() else ():
+        if file.name not in written and (file.name in _OF_CHECKPOINTS or SHARD.fullmatch(file.name)):
+            file.unlink()
+    return notes
 
 
 def convert(source: str | Path, path: str | Path, form: str, *, force: bool = False, **overrides) -> list[str]:
@@ -43,7 +49,8 @@ def convert(source: str | Path, path: str | Path, form: str, *, force: bool = Fa
 
     overrides: arguments of from_pretrained. The dtype is that of the checkpoint.
     """
-    _check_target(Path(path).expanduser(), form, force)
+    path = target(path)
+    _check_target(path, form, force)
     return write(load_model(ViT, source, overrides, keep_dtype=True), path, form, force)
 
 
@@ -65,9 +72,13 @@ def _check_target(path: Path, form: str, force: bool) -> None:
     suffixes, suffix = WRITERS[form].suffixes, file_suffix(path)
     if suffix not in suffixes:
         raise InputError(f"{path}: the format {form} is written as {' or '.join(s or 'a folder' for s in suffixes)}")
-    if path.is_dir() if suffix else path.is_file():
-        raise InputError(f"{path}: a {'folder' if suffix else 'file'} is in the way")
+    what = present(path)
+    if what not in (("", "file", "dangling link") if suffix else ("", "folder")):
+        raise InputError(f"{path}: a {what} is in the way; give another path")
     check_free(path, force)
+    beside = [name for name in COMPANIONS if path.name in WEIGHTS and present(path.with_name(name))]
+    if beside:
+        raise InputError(f"{path}: {beside[0]} beside it would be read with it; give another name or folder")
 
 
 def _read_back(model, path: Path, form: str) -> list[str]:
@@ -86,6 +97,8 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     if wrong:
         names = ", ".join(sorted(wrong)[:3])
         raise RuntimeError(f"{form}: what was written does not read back the same ({names}); please report this")
+    if model.class_names and again.class_names != model.class_names:
+        notes.append(f"{form} does not keep the names of the classes, such as {model.class_names[0]!r}")
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
     if mine["crop_mode"] and _cut(mine) != _cut(theirs):
         said = ", ".join(f"{name}={mine[name]!r}" for name in ("crop_mode", "crop_pct"))

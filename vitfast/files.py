@@ -1,9 +1,10 @@
 """Files that are whole or absent: whoever reads one sees the old content or the new, never a part."""
 
 import ctypes
+import errno
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
@@ -12,17 +13,28 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
 
     Where `write` raises, the old file stays.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    write_all_atomically({Path(path): write})
+
+
+def write_all_atomically(writes: Mapping[Path, Callable[[Path], object]]) -> None:
+    """`write_atomically` of files that belong together: none is replaced before all are written."""
+    temporaries = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writes}
     try:
-        write(temporary)
-        move_synced(temporary, path)
+        for path, write in writes.items():
+            write(temporaries[path])
+            sync(temporaries[path])
+        for path in writes:
+            if path.is_dir():  # or the one before it would be new, and the others old
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        for path, temporary in temporaries.items():
+            move_synced(temporary, path)
     except OSError as error:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk's own names no file
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -60,7 +60,7 @@ def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
         from timm.layers import StdConv2dSame
         from timm.models.resnetv2 import ResNetV2
     except ImportError as error:
-        raise InputError("a hybrid's ResNet is timm's: pip install timm") from error
+        raise InputError(f"a hybrid's ResNet is timm's: pip install timm torchvision ({error})") from error
     try:
         plain = dict(num_classes=0, global_pool="", preact=False, stem_type="same", zero_init_last=True)
         return ResNetV2(

@@ -38,6 +38,8 @@ def pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 def preset(name: str) -> dict:
     """The constructor arguments of a preset; InputError with the nearest names for others."""
+    if not isinstance(name, str):
+        raise InputError(f"a preset is a name such as 'B/16', got {name!r}")
     if name in PRESETS:
         return dict(PRESETS[name])
     if name.lower().removeprefix("vit-") == "b/32":  # two models of the paper, told apart by their case alone

@@ -101,13 +101,13 @@ def test_save_keeps_the_old_file_when_writing_fails(tmp_path):
         save(ViT(**SMALL), tmp_path / "x")
 
 
-def hub_cache(folder, truth, names):
+def hub_cache(folder, truth, names, **options):
     """A repository as huggingface_hub caches it."""
     snapshot = folder / "models--owner--name" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (folder / "models--owner--name" / "refs").mkdir()
     (folder / "models--owner--name" / "refs" / "main").write_text("0" * 40)
-    truth.save_pretrained(folder / "made")
+    truth.save_pretrained(folder / "made", **options)
     for name in names:
         (folder / "made" / name).rename(snapshot / name)
 
@@ -123,6 +123,18 @@ def test_a_hub_name_loads_like_its_folder(tmp_path, offline):
     hub_cache(tmp_path, truth, ("model.safetensors", "config.json"))
     agree(ViT.from_pretrained("hf-hub:owner/name"), truth)
     assert "blocks.0.attn.qkv.weight" in load_checkpoint("hf-hub:owner/name@main")
+
+
+def test_shards_of_a_hub_name(tmp_path, offline):
+    truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF)))
+    truth.save_pretrained(tmp_path / "look", max_shard_size="50KB")
+    names = [path.name for path in (tmp_path / "look").iterdir()]
+    hub_cache(tmp_path, truth, names, max_shard_size="50KB")
+    agree(ViT.from_pretrained("hf-hub:owner/name"), truth)
+    shard = next(tmp_path.glob("models--*/snapshots/*/*-00001-of-*"))
+    shard.unlink()
+    with pytest.raises(InputError, match=f"^hf-hub:owner/name: .*index.json lists {shard.name}, which is not there"):
+        load_checkpoint("hf-hub:owner/name")
 
 
 def test_hub_errors(tmp_path, offline, monkeypatch):

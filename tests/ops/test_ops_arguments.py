@@ -75,14 +75,50 @@ def test_what_is_no_tensor_is_named(name):
 def test_numbers_that_mean_nothing_are_named(mode):
     with ops.use_kernels(mode):
         for name in ("layer_norm", "add_layer_norm", "attention_block", "mlp_block"):
-            for eps in (-1.0, float("nan"), float("inf"), "1e-6", None, torch.tensor(1e-6)):
-                with pytest.raises(ValueError, match=rf"^{name}: eps must be a number, 0 or above, got "):
+            for eps in (-1.0, float("nan"), float("inf"), 1e300, True, np.True_, "1e-6", None, torch.tensor(1e-6)):
+                with pytest.raises(ValueError, match=rf"^{name}: eps must be a number from 0 to 3.4e\+38, got "):
                     getattr(ops, name)(**arguments(name), eps=eps)
-        for scale in (float("nan"), float("inf"), "1", torch.tensor(1.0)):
-            with pytest.raises(ValueError, match="^attention: scale must be a number or None, got "):
+        for scale in (float("nan"), float("inf"), 1e300, -1e300, 10**400, True, "1", torch.tensor(1.0)):
+            with pytest.raises(ValueError, match="^attention: scale must be None or a number that float32 holds, got "):
                 ops.attention(torch.rand(B, N, 3, 1, D), scale=scale)
-        with pytest.raises(TypeError, match="^attention_block: num_heads must be an integer, got 1.0"):
-            ops.attention_block(**{**arguments("attention_block"), "num_heads": 1.0})
+        for heads in (1.0, True, np.float32(1), None):
+            with pytest.raises(TypeError, match="^attention_block: num_heads must be an integer, got "):
+                ops.attention_block(**{**arguments("attention_block"), "num_heads": heads})
+        for name in ("attention_block", "mlp_block"):
+            for flag in ("no", 1, None):
+                with pytest.raises(TypeError, match=f"^{name}: residual_in_fp32 must be True or False, got {flag!r}"):
+                    getattr(ops, name)(**arguments(name), residual_in_fp32=flag)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_of_numpy_are_numbers(mode):
+    """As eps, scale and num_heads, with the result of Python's numbers."""
+    exact = dict(atol=0, rtol=0)
+    with ops.use_kernels(mode):
+        for name in ("layer_norm", "add_layer_norm", "attention_block", "mlp_block"):
+            operation, given = getattr(ops, name), arguments(name)
+            for eps in (np.float32(0.5), np.float64(0.5), np.int64(1)):
+                torch.testing.assert_close(operation(**given, eps=eps), operation(**given, eps=float(eps)), **exact)
+        qkv = torch.rand(B, N, 3, 1, D)
+        truth = torch.nn.functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), scale=0.25)
+        for scale in (np.float32(0.25), np.float64(0.25)):
+            assert_close(ops.attention(qkv, scale=scale).transpose(1, 2), truth, atol=1e-5)
+        given = arguments("attention_block") | {"num_heads": 1}
+        heads = ops.attention_block(**given | {"num_heads": np.int64(1)})
+        torch.testing.assert_close(heads, ops.attention_block(**given), **exact)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_heads_and_patches_of_no_size_are_named(mode):
+    with ops.use_kernels(mode):
+        for tensors in ([torch.rand(B, N, 3, 1, 0)], [torch.rand(B, N, 1, 0)] * 3):
+            with pytest.raises(ValueError, match="^attention: the head size must be at least 1, got "):
+                ops.attention(*tensors)
+        empty = dict(qkv_weight=torch.rand(0, D), qkv_bias=None, proj_weight=torch.rand(D, 0))
+        with pytest.raises(ValueError, match="^attention_block: qkv_weight must have 3 . num_heads . head size rows"):
+            ops.attention_block(**arguments("attention_block") | empty)
+        with pytest.raises(ValueError, match="^patch_embed: weight must have patches of at least 1 x 1, got "):
+            ops.patch_embed(torch.rand(2, 3, 8, 8), torch.rand(D, 3, 0, 0), None)
 
 
 RAW = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.manual_seed(3))
@@ -141,13 +177,22 @@ def test_a_model_takes_them_too(tmp_path):
         (("a", "b", "c"), TypeError, "must be one number or 3.*, got"),
         (torch.ones(3, dtype=torch.complex64), TypeError, "must be one number or 3.*, got torch.complex64"),
         (torch.ones(3, dtype=torch.bool), TypeError, "must be one number or 3.*, got torch.bool"),
-        (float("nan"), ValueError, "must be finite, got"),
-        ((0.1, 0.0, 0.1), ValueError, "must be positive, got"),
-        ((0.1, -0.1, 0.1), ValueError, "must be positive, got"),
+        (float("nan"), ValueError, "must be from -?1e.06 to 1e.06, got"),
+        (1e300, ValueError, "must be from -?1e.06 to 1e.06, got"),
+        ((0.1, 10**400, 0.1), ValueError, "must be from -?1e.06 to 1e.06, got"),
+        ((0.1, 0.0, 0.1), ValueError, "must be from 1e-06 to 1e.06, got"),
+        ((0.1, -0.1, 0.1), ValueError, "must be from 1e-06 to 1e.06, got"),
+        (1e-300, ValueError, "must be from 1e-06 to 1e.06, got"),
+        (1e-40, ValueError, "must be from 1e-06 to 1e.06, got"),
+        (True, TypeError, "must be one number or 3.*, got torch.bool"),
+        ([True, True, True], TypeError, "must be one number or 3.*, got torch.bool"),
+        (torch.ones(3, device="meta"), TypeError, "must be one number or 3.*, got a meta tensor"),
+        (torch.ones(3).to_sparse(), TypeError, "must be one number or 3.*, got a sparse tensor"),
     ],
+    ids=lambda value: " ".join(str(value).split())[:20],
 )
 def test_a_wrong_mean_or_std_is_named(value, error, message, mode):
-    for name in ("std",) if "positive" in message else ("mean", "std"):
+    for name in ("std",) if "from 1e" in message else ("mean", "std"):
         with ops.use_kernels(mode), pytest.raises(error, match=f"^patch_embed: {name} {message}"):
             ops.patch_embed(RAW, KERNEL, None, **{name: value})
         with pytest.raises(InputError, match=f"^ViT: {name} must be "):

@@ -243,3 +243,30 @@ def test_timms_own_tests():
     ]
     result = subprocess.run([*command, "-k", f"{NAME} and not torchscript"], capture_output=True, text=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-5000:]
+
+
+WITHOUT = """
+import sys, torch, vitfast
+for missing in ("torchvision", "timm"):
+    sys.modules[missing] = None
+    try:
+        import vitfast.timm_models
+    except ImportError as error:
+        print(f"{type(error).__name__}: {error}")
+    try:
+        with torch.device("meta"):
+            vitfast.ViT.from_preset("R50+B/16")
+    except vitfast.InputError as error:
+        print(error)
+"""
+
+
+def test_what_is_missing_is_named():
+    """timm cannot be imported without torchvision: `pip install timm` alone is no help."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    lines = run.stdout.splitlines()
+    for missing, (models, hybrid) in zip(("torchvision", "timm"), (lines[:2], lines[2:])):
+        assert models.startswith("ImportError: vitfast.timm_models needs timm and torchvision (")
+        assert models.endswith("pip install timm torchvision") and missing in models.partition("(")[2].partition(")")[0]
+        assert hybrid.startswith("a hybrid's ResNet is timm's: pip install timm torchvision (")
+        assert missing in hybrid.partition("(")[2]

@@ -12,7 +12,7 @@ from ..presets import PRESETS, ROOT, pair, reduction, shorthand
 from . import hugging_face, timm
 from .files import CheckpointFiles
 from .formats import HALF, Converted
-from .json_fields import class_names, refuse_unknown
+from .json_fields import CONFIG, class_names, refuse_unknown
 
 _OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
 _MAY_LACK = ("crop_mode", "crop_pct")  # the first versions wrote none
@@ -35,19 +35,18 @@ def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict
     shapes, config = _from_shapes(made.state), files.config or made.training
     if config.get("library") == "vitfast":
         return _ours(config, shapes), []
-    told, notes = _told(made, config, shapes, known)
-    pixels = hugging_face.statistics(files.preprocessor)
-    for name in ("mean", "std"):
-        value = pixels[name] if pixels[name] is not None else told.pop(name, None)
-        if value is not None and not (isinstance(value, tuple) and len(value) not in (1, shapes["in_chans"])):
-            told[name] = value  # statistics of three channels say nothing about others
+    where = CONFIG if files.config else timm.ARGS
+    told, notes = _told(made, config, known, where)
+    _check_table(made, told, known)
+    pixels = _pixels(told, hugging_face.statistics(files.preprocessor), shapes["in_chans"], where)
+    told = {name: value for name, value in told.items() if name not in ("mean", "std")} | pixels
     cut, more = hugging_face.crop(files.preprocessor)
     told, notes = told | cut, notes + more
     sizes = {name: told.pop(name) for name in ("img_size", "input_size") if name in told}
-    _check(told, shapes, told.pop("hidden", None))
+    _check(told, shapes, told.pop("hidden", None), where)
     defaults = made.form.defaults if shapes["in_chans"] == 3 else made.form.defaults | HALF
     result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
-    result |= _positions(made.state, result, sizes, known.get("img_size"))
+    result |= _positions(made.state, result, sizes, known.get("img_size"), where)
     result["num_heads"] = result.get("num_heads") or known.get("num_heads") or _preset_heads(result)
     said = {*made.facts, *told, *known}
     if assumed := [f"{name}={result[name]!r}" for name in made.form.unsaid if name not in said]:
@@ -67,11 +66,14 @@ def check_config(config: dict) -> None:
         raise InputError(f"{says}; mend or remove it")
 
 
-def _told(made: Converted, config: dict, shapes: dict, known: Mapping) -> tuple[dict, list[str]]:
+def _told(made: Converted, config: dict, known: Mapping, where: str) -> tuple[dict, list[str]]:
     """Constructor arguments in the JSON of timm or Hugging Face, none where there is no JSON; and notes."""
     if _TIMM & config.keys():
-        told, notes = timm.told(config)
-        return {"global_pool": shapes["global_pool"]} | told, notes  # shapes show it in the models that timm.py knows
+        told, notes = timm.told(config, where)
+        if "fc_norm.weight" in made.state and "fc_norm" not in told and told["global_pool"] != "avg":
+            says = f"{where} says nothing of fc_norm, which the tensors have, with global_pool={told['global_pool']!r}"
+            raise InputError(f"{says}; put global_pool and fc_norm there, as timm made the model")
+        return told, notes
     if config:
         return hugging_face.told(config, made.form.name)
     if doubt := made.doubt(known):
@@ -92,7 +94,35 @@ def _ours(config: dict, shapes: dict) -> dict:
     return told if names is None else told | {"class_names": names}
 
 
-def _check(told: dict, shapes: dict, hidden: int | None = None) -> None:
+def _check_table(made: Converted, told: dict, known: Mapping) -> None:
+    """Raises InputError where there is no position table, and nobody says that the model has none."""
+    if made.facts.get("pos_embed") or any(name in made.state for name in _TABLES):
+        return
+    if made.form.name not in MAY_LACK_POSITIONS:
+        raise InputError(f"there is no position table, and a {made.form.name} always has one; export it again")
+    if told.get("pos_embed") not in ("none", "") and known.get("pos_embed") not in ("none", ""):
+        raise InputError("there is no position table; export it again, or pass pos_embed='none' for a model without")
+
+
+def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:
+    """`mean` and `std` as far as the JSON says them; those of preprocessor_config.json win.
+
+    Raises InputError for another number of them. Three for other than three channels are the defaults of a library,
+    and say nothing.
+    """
+    found = {}
+    for name in ("mean", "std"):
+        value, field = told.get(name), f"{where}: {name}"
+        if preprocessor[name] is not None:
+            value, field = preprocessor[name], f"preprocessor_config.json: image_{name}"
+        count = len(value) if isinstance(value, tuple) else 1
+        if count not in (1, 3, chans):
+            raise InputError(f"{field} must be one number or one for each of the {chans} channels, got {count}")
+        found |= {name: value} if value is not None and count in (1, chans) else {}
+    return found
+
+
+def _check(told: dict, shapes: dict, hidden: int | None = None, where: str = CONFIG) -> None:
     """Raises InputError where the JSON and the tensors disagree.
 
     hidden: the width of the MLP, None where the JSON does not say it.
@@ -103,7 +133,7 @@ def _check(told: dict, shapes: dict, hidden: int | None = None) -> None:
     says = [f"{k}={told[k]}, the tensors {k}={shapes[k]}" for k in wrong]
     says += [f"intermediate_size={hidden}, the tensors {ours}"] if hidden not in (None, ours) else []
     if says:
-        raise InputError(f"config.json says {says[0]}; one of the two is of another model")
+        raise InputError(f"{where} says {says[0]}; one of the two is of another model")
 
 
 def _names(config: dict, classes: int) -> tuple[tuple[str, ...] | None, list[str]]:
@@ -114,6 +144,7 @@ def _names(config: dict, classes: int) -> tuple[tuple[str, ...] | None, list[str
     return class_names(part.get(field), field, classes)
 
 
+MAY_LACK_POSITIONS = ("timm", "Facebook DINOv2")  # with pos_embed="none" in the JSON, or from the caller
 _TABLES = {"pos_embed": "learn", "pos_embed_x": "learn2d", "pos_embed_rel": "relative"}
 
 
@@ -156,7 +187,7 @@ def _units(state: dict[str, Tensor]) -> list[int]:
     return [stages.count(i) for i in range(1 + max(stages, default=0))]
 
 
-def _positions(state: dict[str, Tensor], config: dict, told: dict, asked) -> dict:
+def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where: str) -> dict:
     """img_size and no_embed_class from the length of the position table.
 
     told: `img_size` of the model, or `input_size` of the images it is meant for, where config.json has them. The grid
@@ -187,7 +218,7 @@ def _positions(state: dict[str, Tensor], config: dict, told: dict, asked) -> dic
         return dict(img_size=covered[0] if square else covered, no_embed_class=bool(no_embed and prefix))
     table = f"a position table of {length} entries is"
     if own:
-        raise InputError(f"config.json says images of {own[0]} x {own[1]}, and {table} not theirs")
+        raise InputError(f"{where} says images of {own[0]} x {own[1]}, and {table} not theirs")
     raise InputError(f"{table} no square grid; pass img_size=(height, width) of the checkpoint")
 
 

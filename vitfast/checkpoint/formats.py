@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import timm
-from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_ours
+from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, same_tensor, to_ours
 
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 HALF = dict(mean=0.5, std=0.5)
@@ -151,12 +151,13 @@ def _prepare_google(source: State) -> tuple[State, dict]:
         raise InputError("a NaFlex ViT (a dense patch projection) is not supported yet")
     if "conv_root/kernel" in source and "block1/unit1/conv1/kernel" not in source:
         raise InputError("a hybrid of a ResNet's root alone is not supported yet")
-    state = {}
-    for key, value in source.items():
-        if key.startswith("Transformer/encoderblock/"):
-            state.update({key.replace("encoderblock/", f"encoderblock_{i}/"): layer for i, layer in enumerate(value)})
-        else:
-            state[key] = value
+    stacked = [key for key in source if key.startswith("Transformer/encoderblock/")]
+    state = {key: value for key, value in source.items() if key not in stacked}
+    for key in stacked:
+        for i, layer in enumerate(source[key]):
+            if (name := key.replace("encoderblock/", f"encoderblock_{i}/")) in state:
+                raise same_tensor(key, name)
+            state[name] = layer
     query = next((v for k, v in state.items() if k.endswith("/query/kernel")), None)
     facts = {} if query is None else {"num_heads": query.shape[1]}
     if "Transformer/posembed_input/pos_embedding" in state:
@@ -239,11 +240,22 @@ def to_timm_names(content: dict) -> Converted:
     source = unwrap(content)
     form = detect(source)
     gamma_names = any(re.search(r"\.gamma_[12]$", k) for k in source)
+    for key, value in source.items():
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            kind = "on the meta device" if value.is_meta else "quantized" if value.is_quantized else "sparse"
+            raise InputError(f"{key} is {kind}, expected a dense tensor with values; export it again")
     try:
         source, facts = form.prepare(source)
         state = rename(source, form.renames)
         left_out = [k for k in state if re.search(form.ignored, k)]
-        state = _join_qkv({k: v for k, v in state.items() if k not in left_out})
+        state = {k: v for k, v in state.items() if k not in left_out}
+        for key, value in state.items():  # before q, k and v are joined, which would make a common dtype
+            if value.dtype not in DTYPES or not value.numel():
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+                is_ = f"{key} is {value.dtype} of shape {tuple(value.shape)}"
+                raise InputError(f"{is_}, expected values of {known}; export it again")
+        _check_prefixes(state, form.name)
+        state = _join_qkv(state)
     except (IndexError, RuntimeError) as error:
         raise InputError(f"a {form.name} file with tensors of unexpected shapes ({error}); export it again") from error
     if any(k not in state for k in ALWAYS):
@@ -252,9 +264,6 @@ def to_timm_names(content: dict) -> Converted:
         shape, rank = tuple(value.shape), RANKS.get(key, value.dim())
         if value.dim() != rank:
             raise InputError(f"a {form.name} file with {key} of shape {shape}, expected {rank} axes; export it again")
-        if value.dtype not in DTYPES or not value.numel():
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise InputError(f"{key} is {value.dtype} of shape {shape}, expected values of {known}; export it again")
     if what := _not_yet(state):
         raise InputError(f"{what} is not supported yet")
     if "register_tokens" in state:
@@ -270,10 +279,19 @@ def _not_yet(state: State) -> str:
     fc2 = state.get("blocks.0.mlp.fc2.weight")
     if fc2 is not None and fc2.dim() == 2 and state["blocks.0.mlp.fc1.weight"].shape[0] == 2 * fc2.shape[1]:
         return "a ViT with a gated MLP (SwiGLU)"
-    if "blocks.0.norm1.weight" in state and "blocks.0.norm1.bias" not in state:
+    if "blocks.0.norm1.weight" in state and not any(re.search(r"\.norm[12]\.bias$", key) for key in state):
         return "a ViT with norms without bias (RMSNorm)"
     last = any(key.startswith(("norm.", "fc_norm.")) for key in state)
     return "" if last else "a ViT without a norm after its last block"
+
+
+def _check_prefixes(state: State, form: str) -> None:
+    """Raises InputError where some names have lost the prefix of a wrapper and others have not."""
+    for prefix in PREFIXES:
+        if behind := [key for key in state if key.startswith(prefix)]:
+            some = f"a {form} file with {len(behind)} of {len(state)} names behind {prefix!r}"
+            missing = listing([key[len(prefix) :] for key in behind], behind)
+            raise InputError(f"{some}; {missing}; take it off these names")
 
 
 def listing(expected, found) -> str:
@@ -296,7 +314,9 @@ def _join_qkv(state: State) -> State:
         if not found or any(n not in state for n in names):
             joined[key] = value
         elif found[2] == "q":
-            joined[f"{found[1]}qkv{found[3]}"] = torch.cat([state[n] for n in names])
+            if (whole := f"{found[1]}qkv{found[3]}") in state:
+                raise same_tensor(key, whole)
+            joined[whole] = torch.cat([state[n] for n in names])
     return joined
 
 

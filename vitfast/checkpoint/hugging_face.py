@@ -5,7 +5,7 @@ import math
 from .. import arguments
 from ..arguments import POSITIVE, enforce, flag, shown
 from ..errors import InputError
-from .json_fields import activation, dropout_notes, only, read, refuse_unknown
+from .json_fields import OF_TEXT, activation, dropout_notes, only, read, refuse_unknown
 
 # Of each model_type: the prefix of its classes, the formats its tensors have, and its defaults for fields left out.
 _DEFAULTS = dict(num_attention_heads=12, hidden_act="gelu", image_size=224)
@@ -41,7 +41,8 @@ FIXED = {
 }
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 # Fields that are read below, and those without a say in the tokens and logits: of a pooler, a decoder and mask tokens,
-# which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model.
+# which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model;
+# and of Facebook's own code (interpolate_*), which no code of transformers reads.
 OTHERS = """
     hidden_act intermediate_size mlp_ratio
     pooler_act pooler_output_size encoder_stride use_mask_token
@@ -50,9 +51,11 @@ OTHERS = """
     architectures model_type transformers_version _name_or_path _commit_hash torch_dtype dtype id2label label2id
     num_labels _num_labels problem_type finetuning_task task_specific_params return_dict use_return_dict
     output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss use_cache tie_word_embeddings
-    chunk_size_feed_forward cross_attention_hidden_size tie_encoder_decoder attn_implementation _attn_implementation
+    chunk_size_feed_forward cross_attention_hidden_size attn_implementation _attn_implementation
     _attn_implementation_internal _attn_implementation_autoset
+    interpolate_antialias interpolate_offset
 """.split()
+OTHERS += OF_TEXT
 
 
 def check_kind(config: dict) -> None:
@@ -60,9 +63,11 @@ def check_kind(config: dict) -> None:
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in MODELS:
         raise InputError(f"config.json: model_type {shown(kind)} is not this ViT; known are {', '.join(MODELS)}")
-    names, known = config.get("architectures") or [], [MODELS[kind][0] + name for name in CLASSES]
-    odd = [name for name in names if name not in known] if isinstance(names, list) else [names]
-    if odd:
+    names, known = config.get("architectures"), [MODELS[kind][0] + name for name in CLASSES]
+    names = [] if names is None else names
+    if not isinstance(names, list):
+        raise InputError(f"config.json: architectures must be a list of names, got {shown(names)}")
+    if odd := [name for name in names if name not in known]:
         known = ", ".join(known[:2])
         raise InputError(f"config.json: architecture {shown(odd[0])} is not this ViT; known are {known}")
 

@@ -74,7 +74,8 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
     default dtype, or with `keep_dtype` in that of the tensors where they share one. Raises InputError where an override
     or a key does not fit.
     """
-    names = [name for made in cls.__mro__ for name in inspect.signature(made.__init__).parameters]
+    made = [inspect.signature(one.__init__).parameters.values() for one in cls.__mro__]
+    names = [p.name for ps in made for p in ps if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for name in overrides:
         if name not in names:
             raise unknown("argument of from_pretrained", name, names)
@@ -162,7 +163,7 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
     except InputError as error:
         differences = str(error)
     expected = ", ".join(f"{k}={v}, not {config.get(k)}" for k, v in wrong.items())
-    raise InputError(f"{found}; expected {expected}; {differences}")
+    raise InputError(f"{found}; expected {expected}; {differences or 'leave out what differs'}")
 
 
 def _differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:

@@ -8,6 +8,8 @@ import re
 
 from torch import Tensor
 
+from ..errors import InputError
+
 State = dict[str, Tensor]
 Pairs = tuple[tuple[str, str], ...]
 Renames = tuple[tuple[str, str], ...]  # patterns and replacements, all applied, in this order
@@ -87,10 +89,18 @@ def _pattern(piece: str) -> str:
 
 
 def rename(state: State, renames: Renames) -> State:
-    """The state dict with every name changed by all of `renames`."""
-    renamed = {}
-    for key, value in state.items():
+    """The state dict with every name changed by all of `renames`. Raises InputError where two become one."""
+    renamed, sources = {}, {}
+    for source, value in state.items():
+        key = source
         for pattern, replacement in renames:
             key = re.sub(pattern, replacement, key)
-        renamed[key] = value
+        if key in renamed:
+            raise same_tensor(sources[key], source)
+        renamed[key], sources[key] = value, source
     return renamed
+
+
+def same_tensor(first: str, second: str) -> InputError:
+    """An InputError for two names of one and the same tensor of the ViT."""
+    return InputError(f"{first} and {second} are two names of the same tensor; remove the one that is not the model's")

@@ -10,7 +10,7 @@ from argparse import Namespace
 
 from ..arguments import ARGUMENTS, POOLS, enforce, shown
 from ..errors import InputError
-from .json_fields import activation, dropout_notes, only, read, refuse_unknown, section
+from .json_fields import CONFIG, OF_TEXT, activation, dropout_notes, only, read, refuse_unknown, section
 
 # Models that are ours, by their number of heads. Their norms have eps 1e-6, their GELU is exact but for TANH's.
 HEADS = {
@@ -72,6 +72,8 @@ TANH = """
     vit_so400m_patch16_siglip_gap_512
 """.split()
 MODELS = {name: heads for heads, names in HEADS.items() for name in names.split()}
+# Those that pool the patches unless told otherwise: besides these all with _gap_ in their name.
+AVERAGED = ("eva_large_patch14_196", "eva_large_patch14_336", "test_vit2")
 
 # Why names that the tensors would not give away are not ours.
 REASONS = {
@@ -106,59 +108,61 @@ PRETRAINED = """
 BESIDE = """
     architecture num_classes num_features global_pool label_names label_descriptions labels model_args pretrained_cfg
     architectures model_type do_pooling initializer_range transformers_version torch_dtype dtype problem_type
-    id2label label2id num_labels _name_or_path
+    id2label label2id num_labels _name_or_path return_dict output_hidden_states output_attentions
 """.split()
+BESIDE += OF_TEXT
+ARGS = "the checkpoint's field args"  # in the place of config.json, see of_training
 
 
-def told(config: dict) -> tuple[dict, list[str]]:
+def told(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     """The constructor arguments in the config.json of a timm repository, and notes.
 
-    Raises InputError for a model that computes something else.
+    where: CONFIG or ARGS, for the errors. Raises InputError for a model that computes something else.
     """
+    pooling, named = ("global_pool", "model_args") if where == CONFIG else ("gp", "model_kwargs")
     pretrained = section(config, "pretrained_cfg") or config
     refuse_unknown(config, BESIDE if pretrained is not config else {*BESIDE, *PRETRAINED}, "config.json")
     refuse_unknown(pretrained, PRETRAINED if pretrained is not config else config, "config.json: pretrained_cfg")
     name = config.get("architecture") or pretrained.get("architecture")
-    args = {key: value for key, value in section(config, "model_args").items() if value is not None}
-    refuse_unknown(args, {*ARGUMENTS, *FIXED, *DROPOUTS}, "config.json: model_args")
-    only(args, FIXED)
+    args = {key: value for key, value in section(config, "model_args", where).items() if value is not None}
+    refuse_unknown(args, {*ARGUMENTS, *FIXED, *DROPOUTS}, f"{where}: {named}")
+    only(args, FIXED, where)
     only(config, {"model_type": ("timm_wrapper",)})
-    found = by_name(name)
+    found = by_name(name, named)
     pool = args.pop("global_pool", config.get("global_pool"))
     if pool is not None and pool not in POOLS:
-        raise InputError(f"config.json: global_pool={shown(pool)} is not supported; known are 'token', 'avg' and ''")
-    act = activation(args.pop("act_layer", None), ACTIVATIONS)
+        raise InputError(f"{where}: {pooling}={shown(pool)} is not supported; known are 'token', 'avg' and ''")
+    act = activation(args.pop("act_layer", None), ACTIVATIONS, where)
     size = pretrained.get("input_size")
     if size is not None and not (isinstance(size, list) and len(size) == 3):
-        raise InputError(f"config.json: input_size must be [channels, height, width], got {shown(size)}")
+        raise InputError(f"{where}: input_size must be [channels, height, width], got {shown(size)}")
     found |= dict(
-        input_size=size and enforce(ARGUMENTS["img_size"], size[1:], "config.json: input_size"),
+        input_size=size and enforce(ARGUMENTS["img_size"], size[1:], f"{where}: input_size"),
         num_classes=read(config if "num_classes" in config else pretrained, "num_classes", ARGUMENTS["num_classes"]),
-        mean=read(pretrained, "mean", ARGUMENTS["mean"]),
-        std=read(pretrained, "std", ARGUMENTS["std"]),
-        global_pool=pool,
-        crop_mode=read(pretrained, "crop_mode", ARGUMENTS["crop_mode"]),
-        crop_pct=read(pretrained, "crop_pct", ARGUMENTS["crop_pct"]),
     )
-    found |= {key: read(args, key, ARGUMENTS[key]) for key in args if key in ARGUMENTS}
+    found |= {} if pool is None else dict(global_pool=pool)
+    found |= {key: read(pretrained, key, ARGUMENTS[key], where) for key in ("mean", "std", "crop_mode", "crop_pct")}
+    found |= {key: read(args, key, ARGUMENTS[key], where) for key in args if key in ARGUMENTS}
     found |= {"act_layer": act} if act else {}
-    return {k: v for k, v in found.items() if v is not None}, dropout_notes(args, DROPOUTS)
+    return {k: v for k, v in found.items() if v is not None}, dropout_notes(args, DROPOUTS, where)
 
 
-def by_name(name) -> dict:
+def by_name(name, named: str = "model_args") -> dict:
     """The arguments that a name of timm's stands for, as far as tensors do not show them.
 
-    Raises InputError for one that is not known to compute what the ViT does, with the reason where it is known.
+    named: what the arguments beside it are called. Raises InputError for one that is not known to compute what the ViT
+    does, with the reason where it is known.
     """
     if not isinstance(name, str) or not name:
         raise InputError(f"config.json: architecture must be a name of timm's, got {shown(name)}")
     name, _, _ = name.partition(".")  # without the tag
     if name in MODELS:
-        return dict(num_heads=MODELS[name], norm_eps=1e-6, act_layer="gelu_tanh" if name in TANH else "gelu")
+        act, pool = "gelu_tanh" if name in TANH else "gelu", "avg" if "_gap_" in name or name in AVERAGED else "token"
+        return dict(num_heads=MODELS[name], norm_eps=1e-6, act_layer=act, global_pool=pool)
     for pattern, why in REASONS.items():
         if re.search(pattern, name):
             raise InputError(f"timm's {shown(name)} {why}, which vitfast does not have yet")
-    other = "put the name of one that is known in its place (vit_base_patch16_224, with all its model_args)"
+    other = f"put the name of one that is known in its place (vit_base_patch16_224, with all its {named})"
     raise InputError(f"vitfast does not know that timm's {shown(name)} computes what its ViT does; where so, {other}")
 
 
@@ -167,7 +171,6 @@ def of_training(content: dict) -> dict:
     name, args = content.get("arch"), content.get("args")
     if not isinstance(name, str) or name == "visiontransformer":  # the class, where the script gave no arguments
         return {}
-    given = vars(args) if isinstance(args, Namespace) else {}
-    kwargs = given.get("model_kwargs")
-    pool = {"global_pool": given.get("gp")}
-    return dict(architecture=name, model_args=pool | (kwargs if isinstance(kwargs, dict) else {}))
+    given = vars(args) if isinstance(args, Namespace) else args if isinstance(args, dict) else {}
+    pool, pixels = {"global_pool": given.get("gp")}, {key: given.get(key) for key in ("mean", "std")}
+    return dict(architecture=name, model_args=pool | section(given, "model_kwargs", ARGS), pretrained_cfg=pixels)

@@ -11,12 +11,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, both_ends
-from ..files import write_atomically
+from .. import arguments
+from ..errors import both_ends
+from ..files import write_all_atomically
 from ..presets import pair
 from ..version import __version__
 from . import hugging_face
-from .files import READERS
+from .files import READERS, make_folder, target
 from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_theirs
 
 TIMM_NAMES = {
@@ -134,26 +135,32 @@ def _write_json(content: dict, path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def save(model, folder: str | Path) -> None:
-    """Writes model.safetensors and config.json, each replaced atomically; makes the folder.
+def _config(model) -> dict:
+    """`model.config` as JSON holds it. Raises InputError for a value that no reader would take."""
+    return arguments.checked(model.config)
 
-    The state dict is written as it is (dtypes too), from any device; config.json holds `model.config` (with the names
-    of the classes where they are known), the library and its version.
+
+def save(model, folder: str | Path) -> None:
+    """Writes model.safetensors and config.json, each replaced atomically, neither before both are whole.
+
+    The folder is made. The state dict is written as it is (dtypes too), from any device; config.json holds
+    `model.config` (with the names of the classes where they are known), the library and its version.
     """
-    folder = Path(folder).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"{folder}: a file is in the way; give a folder") from error
-    state = tensors(model)
+    folder = target(folder)
+    state, config = tensors(model), _config(model)
     made_by = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__}
-    write_atomically(folder / "model.safetensors", lambda path: _write_tensors(state, path))
-    write_atomically(folder / "config.json", lambda path: _write_json({**made_by, **model.config}, path))
+    make_folder(folder, folder)
+    write_all_atomically(
+        {
+            folder / "model.safetensors": lambda path: _write_tensors(state, path),
+            folder / "config.json": lambda path: _write_json({**made_by, **config}, path),
+        }
+    )
 
 
 def _write_timm(model: nn.Module, path: Path) -> None:
     """A bare state dict, or a folder for timm.create_model("local-dir:...") as timm's repositories are."""
-    state, config = tensors(model), model.config
+    state, config = tensors(model), _config(model)
     if file_suffix(path):
         return _write_tensors(state, path)
     path.mkdir()
@@ -187,7 +194,7 @@ def _write_timm(model: nn.Module, path: Path) -> None:
 def _write_hugging_face(model: nn.Module, path: Path) -> None:
     """A folder for ViTForImageClassification.from_pretrained, without head for ViTModel's (no prefix)."""
     path.mkdir()
-    state, config = tensors(model), model.config
+    state, config = tensors(model), _config(model)
     classes, size = config["num_classes"], pair(config["img_size"])
     content = dict(
         architectures=["ViTForImageClassification" if classes else "ViTModel"],

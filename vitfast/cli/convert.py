@@ -16,6 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--num-heads")
     add_shared(parser, "--img-size")
     add_shared(parser, "--force")
+    add("--act-layer", choices=("gelu", "gelu_tanh"), help="this and what follows: where the weights do not say it")
+    add("--pos-embed", choices=("learn", "none"), help="learn or none: no rotary positions")
+    add("--global-pool", choices=("token", "avg"), help="what the head reads")
+    add("--norm-eps", metavar="X", type=float, help="of every norm")
+    add(
+        "--mean",
+        metavar="X",
+        type=float,
+        nargs="+",
+        help="of raw images on the 0..1 scale, one or one for each channel",
+    )
+    add("--std", metavar="X", type=float, nargs="+", help="as --mean")
     classes = "other than the weights' own: a new head of zeros, 0 for none"
     add("--num-classes", metavar="N", type=int, help=classes)
 
@@ -23,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..convert import convert
 
-    notes = convert(args.source, args.path, args.form, force=args.force, **overrides(args))
+    asked = ("act_layer", "pos_embed", "global_pool", "norm_eps", "mean", "std")
+    given = overrides(args) | {name: getattr(args, name) for name in asked if hasattr(args, name)}
+    notes = convert(args.source, args.path, args.form, force=args.force, **given)
     print("\n".join([f"wrote {args.path}", *(f"note: {note}" for note in notes)]))
     return 0

@@ -4,8 +4,9 @@ named GPU.
 
 import argparse
 import json
+import math
 
-from ..errors import InputError
+from ..errors import InputError, unknown
 from .options import add_shared
 
 
@@ -44,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
         name, model, epochs, images, training = (_from_recipe if hasattr(args, "recipe") else _from_flags)(args)
     if (epochs is None) != (images is None):
         raise InputError("the length of a training takes both --epochs N and --images N, the images in an epoch")
+    for flag, value in (("--epochs", epochs), ("--images", images)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InputError(f"{flag} must be positive, got {value}")
     training |= dict(images=None if epochs is None else epochs * images, dtype=args.dtype)
     if isinstance(model, ViT):
         efficiency = getattr(args, "efficiency", None)
@@ -72,12 +76,18 @@ def _from_flags(args: argparse.Namespace) -> tuple:
 
 
 def _baseline(name: str, size: int):
-    """The BiT ResNet or timm's model of this name; None, without timm, for a ViT's."""
+    """The BiT ResNet or timm's model of this name; None, without timm, for a ViT's.
+
+    Raises InputError for a name that is neither's.
+    """
     if "/" in name:
         return None
-    from ..baselines import baseline, is_baseline
+    from ..baselines import RESNETS, TIMM, baseline, is_baseline
+    from ..presets import PRESETS
 
-    return baseline(name, 1000, (size, size)) if is_baseline(name) else None
+    if not is_baseline(name):
+        raise unknown("model", name, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
+    return baseline(name, 1000, (size, size))
 
 
 def _from_recipe(args: argparse.Namespace) -> tuple:

@@ -47,6 +47,8 @@ def estimate(
     smaller micro-batches. Raises InputError where a number makes no sense.
     """
     _check_positive(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency)
+    if efficiency is not None and efficiency > 1:
+        raise InputError(f"cost: efficiency must be at most 1, the speed of the floors, got {efficiency}")
     if keep not in KEEPS:
         raise InputError(f"cost: keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     size, efficiency = DTYPES[dtype], efficiency or EFFICIENCY[device.source]

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import warnings
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ _KEPT = frozenset({"layer_scale", "drop_path", "norm_weight", "norm_bias"})
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float64)  # of plain PyTorch, whose products know no smaller ones
+FLOAT32 = torch.finfo(torch.float32).max
 _warned: set[tuple[str, str]] = set()
 
 
@@ -191,9 +193,24 @@ def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Ten
             raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
 
 
-def check_eps(op: str, eps: float) -> None:
-    if not isinstance(eps, (int, float, torch.SymFloat)) or not 0 <= eps < float("inf"):
-        raise ValueError(f"{op}: eps must be a number, 0 or above, got {eps!r}")
+def is_number(value) -> bool:
+    """A real number, NumPy's too, and no truth value. The common types first: this runs at every launch."""
+    kind = type(value)
+    if kind is float or kind is int:
+        return True
+    return isinstance(value, (torch.SymFloat, torch.SymInt)) or (isinstance(value, Real) and kind is not bool)
+
+
+def check_eps(op: str, eps: float) -> float:
+    """The eps of a norm, as Python's or torch's own number."""
+    if not is_number(eps) or not 0 <= eps <= FLOAT32:
+        raise ValueError(f"{op}: eps must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
+    return eps if isinstance(eps, torch.SymFloat) else float(eps)
+
+
+def check_flag(op: str, name: str, value: bool) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
 
 
 def check_approximate(op: str, approximate: str) -> None:

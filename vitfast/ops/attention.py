@@ -4,7 +4,17 @@ import torch
 from torch import Tensor
 
 from .. import ref
-from ._dispatch import NO_TRITON, autocasts, check_same, check_shape, check_tensors, kernels_wanted, only_once
+from ._dispatch import (
+    FLOAT32,
+    NO_TRITON,
+    autocasts,
+    check_same,
+    check_shape,
+    check_tensors,
+    is_number,
+    kernels_wanted,
+    only_once,
+)
 from ._gradients import operation
 
 if NO_TRITON is None:
@@ -95,10 +105,14 @@ def attention(qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, 
         check_shape("attention", "k", k, tuple(qkv.shape))
         check_shape("attention", "v", v, tuple(qkv.shape))
         check_same("attention", "q", qkv, k=k, v=v)
+    if qkv.shape[-1] == 0:
+        raise ValueError(
+            f"attention: the head size must be at least 1, got {'qkv' if packed else 'q'} {tuple(qkv.shape)}"
+        )
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    if not isinstance(scale, (int, float, torch.SymFloat)) or not abs(scale) < float("inf"):
-        raise ValueError(f"attention: scale must be a number or None, got {scale!r}")
+    if not is_number(scale) or not -FLOAT32 <= scale <= FLOAT32:
+        raise ValueError(f"attention: scale must be None or a number that float32 holds, got {scale!r}")
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
         return (_packed(qkv, float(scale)) if packed else _separate(qkv, k, v, float(scale)))[0]
     q, k, v = qkv.unbind(2) if packed else (qkv, k, v)
-    return ref.attention(q, k, v, scale=scale)
+    return ref.attention(q, k, v, scale=scale if isinstance(scale, torch.SymFloat) else float(scale))

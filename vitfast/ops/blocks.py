@@ -10,6 +10,7 @@ LayerNorm's backward reads dout, the gradient of the output, as the residual's: 
 for the output layer's bias.
 """
 
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ._dispatch import (
     check_approximate,
     check_eps,
     check_factors,
+    check_flag,
     check_floating,
     check_norm,
     check_rows,
@@ -263,10 +265,11 @@ differentiable(_mlp_fwd, _mlp_bwd, "mlp_block", BlockNeeds, only_all=("h", "act"
 
 def _check(
     op: str, t: Inputs, names: tuple[str, str], rows: int, inner: int, eps: float, residual_in_fp32: bool, keep: str
-):
-    """Raises for tensors that do not fit x; names: of the layers "in" (rows, D) and "out" (D, inner).
+) -> float:
+    """eps, as Python's number. Raises for tensors that do not fit x, and options that mean nothing.
 
-    The residual stream x is fp32 where it is asked to be, else it has the matrices' dtype.
+    names: of the layers "in" (rows, D) and "out" (D, inner). The residual stream x is fp32 where it is asked to be,
+    else it has the matrices' dtype.
     """
     (first, last), width = names, t.x.shape[-1]
     check_shape(op, f"{first}_bias", t.in_bias, (rows,))
@@ -277,14 +280,16 @@ def _check(
         raise ValueError(f"{op}: x must be (B, N, D), got {tuple(t.x.shape)}")
     check_floating(op, "x", t.x)
     check_floating(op, f"{first}_weight", t.in_weight)
+    check_flag(op, "residual_in_fp32", residual_in_fp32)
     computed = t.x.new_empty(0, dtype=t.in_weight.dtype) if residual_in_fp32 else t.x
     layers = ((first, t.in_weight, t.in_bias), (last, t.out_weight, t.out_bias))
     for name, weight, bias in layers:
         check_same(op, "x", computed, **{f"{name}_weight": weight, f"{name}_bias": bias})
     check_norm(op, computed, norm_weight=t.norm_weight, norm_bias=t.norm_bias)
-    check_eps(op, eps)
+    eps = check_eps(op, eps)
     if keep not in ("least", "all"):
         raise ValueError(f"{op}: keep must be 'least' or 'all', got {keep!r}")
+    return eps
 
 
 def _keeps(keep: str, t: Inputs, *weights: Tensor | None) -> str:
@@ -326,15 +331,17 @@ def attention_block(
     check_shape(op, "norm_bias", norm_bias, (width,))
     check_shape(op, "qkv_weight", qkv_weight, (None, width))
     inner, rest = divmod(qkv_weight.shape[0], 3)
-    if not isinstance(num_heads, (int, torch.SymInt)):
-        raise TypeError(f"{op}: num_heads must be an integer, got {num_heads!r}")
-    if num_heads < 1 or rest or inner % num_heads:
+    if type(num_heads) is not int and not isinstance(num_heads, torch.SymInt):
+        if isinstance(num_heads, bool) or not isinstance(num_heads, Integral):
+            raise TypeError(f"{op}: num_heads must be an integer, got {num_heads!r}")
+        num_heads = int(num_heads)
+    if num_heads < 1 or rest or not inner or inner % num_heads:
         raise ValueError(
             f"{op}: qkv_weight must have 3 * num_heads * head size rows with num_heads {num_heads}, "
             f"got {qkv_weight.shape[0]}"
         )
     t = Inputs(x, *layers, layer_scale, drop_path)
-    _check(op, t, ("qkv", "proj"), 3 * inner, inner, eps, residual_in_fp32, keep)
+    eps = _check(op, t, ("qkv", "proj"), 3 * inner, inner, eps, residual_in_fp32, keep)
     if kernels_wanted(op, qkv_weight, head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)):
         return _attention_fwd(*t, num_heads, eps, _keeps(keep, t, qkv_weight))[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
@@ -372,7 +379,7 @@ def mlp_block(
     check_shape(op, "fc1_weight", fc1_weight, (None, width))
     check_approximate(op, approximate)
     t, hidden = Inputs(x, *layers, layer_scale, drop_path), fc1_weight.shape[0]
-    _check(op, t, ("fc1", "fc2"), hidden, hidden, eps, residual_in_fp32, keep)
+    eps = _check(op, t, ("fc1", "fc2"), hidden, hidden, eps, residual_in_fp32, keep)
     if kernels_wanted(op, fc1_weight, width_unsupported(width, drop_path)):
         return _mlp_fwd(*t, approximate, eps, _keeps(keep, t, fc1_weight, fc2_weight, layer_scale))[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=fc1_weight.dtype)

@@ -167,9 +167,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     check_shape("layer_norm", "bias", bias, (width,))
     check_same("layer_norm", "x", x)
     check_norm("layer_norm", x, weight=weight, bias=bias)
-    check_eps("layer_norm", eps)
+    eps = check_eps("layer_norm", eps)
     if kernels_wanted("layer_norm", x, unsupported_reason(width)):
-        return _layer_norm(x, weight, bias, float(eps))[0]
+        return _layer_norm(x, weight, bias, eps)[0]
     return ref.layer_norm(x, weight, bias, eps)
 
 
@@ -196,8 +196,8 @@ def add_layer_norm(
     check_shape("add_layer_norm", "bias", bias, (width,))
     check_same("add_layer_norm", "x", x, residual=residual)
     check_norm("add_layer_norm", x, weight=weight, bias=bias)
-    check_eps("add_layer_norm", eps)
+    eps = check_eps("add_layer_norm", eps)
     check_factors("add_layer_norm", x, layer_scale, drop_path, width)
     if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
-        return _add_layer_norm(x, residual, weight, bias, float(eps), layer_scale, drop_path)[:2]
+        return _add_layer_norm(x, residual, weight, bias, eps, layer_scale, drop_path)[:2]
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)

@@ -14,6 +14,7 @@ from ._dispatch import (
     check_floating,
     check_shape,
     check_tensors,
+    is_number,
     kernels_wanted,
     needs_grad,
     only_once,
@@ -22,6 +23,9 @@ from ._gradients import chosen, filled, operation
 
 if NO_TRITON is None:
     from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
+
+
+LEAST_STD, MOST_PIXEL = 1e-6, 1e6  # as in arguments.py: what float32 holds once images are normalised
 
 
 class EmbedNeeds(NamedTuple):
@@ -115,22 +119,22 @@ only_once(_backward, "patch_embed")
 _in_compute_dtype = autocasts(lambda weight: weight)
 
 
-def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
+def channel_values(name: str, value, chans: int, device: torch.device) -> list[float] | Tensor | None:
     """One number or one for each channel: a list, or a tensor (1,) or (C,) of a tensor or an array.
 
-    name: "operation: mean" or "operation: std", for the TypeError or ValueError.
+    name: "operation: mean" or "operation: std", for the TypeError or ValueError. The values of a tensor are not looked
+    at, which a GPU would have to be waited for. device: of the weight.
     """
     if value is None:
         return None
     wanted = f"one number or {chans}, one for each of the {chans} channels"
-    if isinstance(value, (int, float)):
+    if is_number(value):
         value = [value]
-    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(v, (int, float)) for v in value):
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_number, value)):
+        low = LEAST_STD if name.endswith("std") else -MOST_PIXEL
+        if not all(low <= v <= MOST_PIXEL for v in value):
+            raise ValueError(f"{name} must be from {low:g} to {MOST_PIXEL:g}, got {value}")
         values, shape = [float(v) for v in value], (len(value),)
-        if not all(abs(v) < float("inf") for v in values):
-            raise ValueError(f"{name} must be finite, got {value}")
-        if name.endswith("std") and not all(v > 0 for v in values):
-            raise ValueError(f"{name} must be positive, got {value}")
     else:
         try:
             values = torch.as_tensor(value)
@@ -138,6 +142,9 @@ def channel_values(name: str, value, chans: int) -> list[float] | Tensor | None:
             raise TypeError(f"{name} must be {wanted}, got {value!r}") from None
         if values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"{name} must be {wanted}, got {values.dtype}")
+        if values.layout != torch.strided or values.device.type == "meta" != device.type:
+            kind = "sparse" if values.layout != torch.strided else "meta"
+            raise TypeError(f"{name} must be {wanted}, got a {kind} tensor")
         values, shape = values.reshape(-1), tuple(values.shape)
     if len(values) not in (1, chans) or max(shape, default=1) != len(values):
         got = len(values) if len(shape) == 1 else f"shape {shape}"
@@ -187,6 +194,8 @@ def patch_embed(
     width, chans, p, q = weight.shape
     check_shape("patch_embed", "images", images, (None, chans, None, None))
     height, length = images.shape[-2:]
+    if not p or not q:
+        raise ValueError(f"patch_embed: weight must have patches of at least 1 x 1, got {tuple(weight.shape)}")
     if height % p or length % q or not height or not length:
         raise ValueError(
             f"patch_embed: images must have sides that are multiples of the patch {p} x {q}, got {height} x {length}"
@@ -207,7 +216,8 @@ def patch_embed(
         if tensor is not None and tensor.device != weight.device:
             raise ValueError(f"patch_embed: {name} must be on {weight.device} like weight, got {tensor.device}")
     raw = images.dtype == torch.uint8
-    mean, std = (channel_values(f"patch_embed: {name}", value, chans) for name, value in (("mean", mean), ("std", std)))
+    given = (("mean", mean), ("std", std))
+    mean, std = (channel_values(f"patch_embed: {name}", value, chans, weight.device) for name, value in given)
     mean, std = (mean, std) if raw else (None, None)
     # Autocast concerns the weight alone, which says what is computed in: the images, the largest tensor, are converted
     # as they are read.

@@ -6,7 +6,13 @@ timm's own train.py, `python -m vitfast.timm_models train.py --model vit_fast_ba
 `torchrun --nproc-per-node 8 -m vitfast.timm_models train.py ...`) does it and then runs the script.
 """
 
-from . import vision_transformer
+try:
+    from . import vision_transformer
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in ("timm", "torchvision"):
+        raise
+    needs = f"vitfast.timm_models needs timm and torchvision ({error}): pip install timm torchvision"
+    raise ImportError(needs, name=error.name) from None
 from .vision_transformer import *  # noqa: F403 - the entry points, as in timm.models
 
 __all__ = vision_transformer.__all__

@@ -1,0 +1,298 @@
+"""What is there before a save or a conversion: replaced whole, or left whole with one error that names it."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+import transformers
+from checkpoints import CLASSES, HEADS, HF, SMALL, agree, images, logits, randomised
+
+from vitfast import InputError, ViT, cli, load_checkpoint
+from vitfast.convert import convert, write
+
+NAMES = [f"LABEL_{i}" for i in range(CLASSES)]  # as Hugging Face makes them up, and as a user may write them
+
+
+def small(**changes):
+    return randomised(ViT(**{**SMALL, **changes}))
+
+
+def hugging_face(folder, **changes):
+    truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF)))
+    truth.save_pretrained(folder, **changes)
+    return truth
+
+
+def run(capsys, *args):
+    """Exit code and the line of the error."""
+    code = cli.main([str(a) for a in args])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 1, lines
+    return code, lines[0] if lines else ""
+
+
+# ---- conversions
+
+
+@pytest.mark.parametrize("form", ["timm", "huggingface", "vitfast"])
+def test_nothing_of_the_replaced_checkpoint_is_read(tmp_path, form):
+    """Its pixel statistics, its shards; what is no checkpoint's stays."""
+    model, old = small(mean=(0.1, 0.2, 0.3), std=0.3), tmp_path / "old"
+    hugging_face(old)
+    transformers.ViTImageProcessor(image_mean=[0.9] * 3, image_std=[0.9] * 3).save_pretrained(old)
+    for name in ("pytorch_model.bin", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "README.md"):
+        (old / name).write_text("old")
+    model.save_pretrained(tmp_path / "from")
+    assert convert(tmp_path / "from", old, form, force=True) == []
+    again = ViT.from_pretrained(old)
+    assert (again.mean, again.std) == (model.mean, model.std)
+    raw = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    assert torch.equal(logits(again.eval(), raw), logits(model, raw))
+    convert(tmp_path / "from", tmp_path / "new", form)
+    assert {p.name for p in old.iterdir()} == {p.name for p in (tmp_path / "new").iterdir()} | {"README.md"}
+
+
+@pytest.mark.parametrize("beside", ["config.json", "preprocessor_config.json"])
+def test_a_bare_file_with_the_name_of_a_folders_weights(tmp_path, beside):
+    """The JSON beside it, of another model, would be read with it."""
+    (tmp_path / beside).write_text("{}")
+    with pytest.raises(InputError, match=f"model.safetensors: {beside} beside it would be read with it"):
+        write(small(), tmp_path / "model.safetensors", "timm", force=True)
+    assert [p.name for p in tmp_path.iterdir()] == [beside]
+
+
+def test_names_of_classes_that_a_format_cannot_hold_are_said(tmp_path):
+    model = small(class_names=list("abcde"), act_layer="gelu_tanh")
+    for path, form in (("w.npz", "npz"), ("w.pth", "torchvision"), ("w.safetensors", "timm")):
+        notes = write(model, tmp_path / path, form)
+        assert f"{form} does not keep the names of the classes, such as 'a'" in notes
+    for form in ("timm", "huggingface", "vitfast"):
+        assert write(model, tmp_path / form, form) == []
+
+
+def test_timms_names_of_classes_are_taken_literally(tmp_path):
+    """Those of Hugging Face are made up where they are LABEL_i, which is said."""
+    model = small(class_names=NAMES)
+    assert write(model, tmp_path / "timm", "timm") == []
+    assert ViT.from_pretrained(tmp_path / "timm").class_names == tuple(NAMES)
+    truth = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+    assert truth.pretrained_cfg["label_names"] == NAMES
+    assert write(model, tmp_path / "hf", "huggingface") == [
+        "huggingface does not keep the names of the classes, such as 'LABEL_0'"
+    ]
+
+
+def odd_target(folder, kind):
+    path = folder / "x.npz"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(folder / "nowhere.npz")
+    return path
+
+
+@pytest.mark.parametrize("kind, says", [("pipe", "a device or pipe is in the way"), ("link", "is there already")])
+def test_pipes_and_dangling_links_are_not_replaced(tmp_path, capsys, kind, says):
+    small(act_layer="gelu_tanh").save_pretrained(tmp_path / "in")
+    path = odd_target(tmp_path, kind)
+    before = os.lstat(path)
+    code, line = run(capsys, "convert", tmp_path / "in", path, "--format", "npz")
+    assert code == 2 and f"{path}: {says}" in line
+    assert (before.st_ino, before.st_mode) == (os.lstat(path).st_ino, os.lstat(path).st_mode)
+
+
+@pytest.mark.parametrize(
+    "target, form, says",
+    [
+        ("{}/file/x.safetensors", "timm", "{}/file/x.safetensors: cannot be made (Not a directory)"),
+        ("{}/file/x", "huggingface", "{}/file/x: cannot be made (Not a directory)"),
+        ("", "timm", "nothing can be written to ''"),
+        ("/", "timm", "nothing can be written to '/'"),
+        ("/dev/null", "timm", "/dev/null: a device or pipe is in the way"),
+        ("/proc/xx", "timm", "/proc/xx: cannot be made ("),
+        ("{}/link", "timm", "{}/link: a dangling link is in the way"),
+        ("{}/" + 300 * "x", "timm", "x: cannot be made (File name too long)"),
+        ("a\0b", "vitfast", "cannot be made (embedded null byte)"),
+        ("~nobody-is-called-so/x", "timm", "is no path to write to"),
+    ],
+    ids=lambda value: repr(value)[:25],
+)
+def test_targets_where_nothing_can_be(tmp_path, capsys, target, form, says):
+    small().save_pretrained(tmp_path / "in")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    code, line = run(capsys, "convert", tmp_path / "in", target.format(tmp_path), "--format", form, "--force")
+    assert code == 2 and line.startswith("vitfast: error: ") and says.format(tmp_path) in line
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "file", "link"}
+
+
+def test_the_current_folder_is_a_target(tmp_path, capsys, monkeypatch):
+    model = small()
+    model.save_pretrained(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert run(capsys, "convert", tmp_path / "in", ".", "--format", "timm") == (0, "")
+    agree(model, timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval())
+
+
+def test_an_empty_source_is_not_the_current_folder(tmp_path, capsys, monkeypatch):
+    small().save_pretrained(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, line = run(capsys, "convert", "", tmp_path / "out", "--format", "timm")
+    assert code == 2 and "no weights given: give a file, a folder or hf-hub:owner/name, not ''" in line
+    for source in (None, 3, b"x", " "):
+        with pytest.raises(InputError, match="no weights given: give a file, a folder"):
+            ViT.from_pretrained(source)
+    for source in (5000 * "x", "~nobody-is-called-so/x"):
+        with pytest.raises(InputError, match="cannot be read"):
+            ViT.from_pretrained(source)
+    agree(ViT.from_pretrained("."), ViT.from_pretrained(tmp_path))
+
+
+# ---- flags that the errors ask for
+
+
+def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys, caplog):
+    """What errors and log ask for, of bare files: on the command line as from Python."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    sizes = dict(SMALL, class_token=False, global_pool="avg")
+    for i, changes in enumerate((dict(act_layer="gelu_tanh"), dict(pos_embed="none"))):
+        truth = randomised(VisionTransformer(**sizes | changes))
+        safetensors.torch.save_file(truth.state_dict(), tmp_path / f"{i}.safetensors")
+        files = f"convert {tmp_path}/{i}.safetensors {tmp_path}/{i}"
+        command = f"{files} --format timm --num-heads {HEADS} --img-size 32".split()
+        (name, value), code, line = *changes.items(), *run(capsys, *command)
+        assert code == 2 and f"pass {name}=" in line
+        command += f"--{name.replace('_', '-')} {value} --norm-eps 1e-6 --mean 0.1 0.2 0.3 --std 0.4".split()
+        caplog.clear()
+        assert run(capsys, *command, "--act-layer", changes.get("act_layer", "gelu"), "--global-pool", "avg")[0] == 0
+        assert not caplog.records
+        model = ViT.from_pretrained(tmp_path / str(i))
+        agree(model, truth)
+        assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.4,) * 3)
+
+
+# ---- saves
+
+
+def content(folder):
+    return {path.name: path.is_file() and path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("fails", ["weights", "config", "attribute", "folder"])
+def test_a_save_that_fails_leaves_the_old_folder_whole(tmp_path, monkeypatch, fails):
+    small().save_pretrained(tmp_path)
+    if fails == "folder":
+        (tmp_path / "config.json").unlink()
+        (tmp_path / "config.json").mkdir()
+    before, model = content(tmp_path), small(depth=1)
+    if fails == "attribute":
+        model.crop_mode = object()
+    elif fails != "folder":
+        names = dict(weights="write_safetensors", config="_write_json")
+
+        def fail(content, path, *_):
+            path.write_text("half")
+            raise OSError("disk full")
+
+        monkeypatch.setattr(f"vitfast.checkpoint.writers.{names[fails]}", fail)
+    with pytest.raises((OSError, InputError)):
+        model.save_pretrained(tmp_path)
+    assert content(tmp_path) == before
+    if fails == "folder":
+        with pytest.raises(InputError, match="config.json: a folder is in the way"):
+            write(model, tmp_path, "timm", force=True)
+        assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "mean", [torch.tensor([0.1, 0.2, 0.3]), np.array([0.1, 0.2, 0.3]), torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)]
+)
+def test_arrays_as_attributes_are_saved_as_numbers(tmp_path, mean):
+    model = small()
+    model.mean = mean
+    for form in ("vitfast", "timm", "huggingface"):
+        if form == "vitfast":
+            model.save_pretrained(tmp_path / form)
+            assert json.loads((tmp_path / form / "config.json").read_text())["mean"] == pytest.approx([0.1, 0.2, 0.3])
+        else:
+            convert(tmp_path / "vitfast", tmp_path / form, form)
+        assert ViT.from_pretrained(tmp_path / form).mean == pytest.approx((0.1, 0.2, 0.3))
+
+
+@pytest.mark.parametrize("target", ["", "{}/file/x", "{}/link", "a\0b", "/proc/xx"])
+def test_folders_that_cannot_be_saved_to(tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError):
+        small().save_pretrained(target.format(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "link"}
+
+
+# ---- shards
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards_of_hugging_face(tmp_path, suffix):
+    truth = hugging_face(tmp_path, max_shard_size="30KB")
+    index = tmp_path / "model.safetensors.index.json"
+    if suffix == "bin":  # as transformers 4 wrote them
+        listed = json.loads(index.read_text())
+        for shard in tmp_path.glob("*.safetensors"):
+            torch.save(safetensors.torch.load_file(shard), shard.with_name(f"pytorch_{shard.stem}.bin"))
+            shard.unlink()
+        index.unlink()
+        index = tmp_path / "pytorch_model.bin.index.json"
+        files = {k: f"pytorch_{v.removesuffix('.safetensors')}.bin" for k, v in listed["weight_map"].items()}
+        index.write_text(json.dumps(dict(weight_map=files)))
+    shards = sorted(tmp_path.glob(f"*-of-*.{suffix}"))
+    assert len(shards) > 1
+    x = images()
+    for source in (tmp_path, index):
+        agree(ViT.from_pretrained(source), truth, x)
+    with pytest.raises(InputError, match="one shard of several; give the folder"):
+        load_checkpoint(shards[0])
+    kept = shards[1].read_bytes()
+    shutil.copy(shards[0], shards[1])
+    with pytest.raises(InputError, match=f"{shards[1].name}: lacks .*, which {index.name} lists"):
+        load_checkpoint(tmp_path)
+    shards[1].unlink()
+    with pytest.raises(InputError, match=f"{index.name}: lists {shards[1].name}, which is not there"):
+        load_checkpoint(tmp_path)
+    shards[1].write_bytes(kept)
+    for odd in ({}, dict(weight_map=[]), dict(weight_map={"a": "../x.safetensors"}), dict(weight_map={"a": 3})):
+        index.write_text(json.dumps(odd))
+        with pytest.raises(InputError, match="weight_map must list a file such as"):
+            load_checkpoint(tmp_path)
+    index.unlink()
+    with pytest.raises(InputError, match="shards without the index that lists them"):
+        load_checkpoint(tmp_path)
+
+
+# ---- arguments of from_pretrained and from_preset
+
+
+def test_heads_that_differ_end_in_a_sentence(tmp_path):
+    small().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="expected num_heads=6, not 3; leave out what differs$"):
+        ViT.from_pretrained(tmp_path, num_heads=6)
+
+
+@pytest.mark.parametrize("name", ["self", "args", "kwargs"])
+def test_self_is_no_argument(tmp_path, name):
+    small().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"unknown argument of from_pretrained '{name}'"):
+        ViT.from_pretrained(tmp_path, **{name: 1})
+
+
+@pytest.mark.parametrize("name", [None, 16, ["B/16"], {}])
+def test_a_preset_is_a_name(name):
+    with pytest.raises(InputError, match="a preset is a name such as 'B/16', got "):
+        ViT.from_preset(name)
