@@ -11,6 +11,7 @@ import timm
 import torch
 import transformers
 from checkpoints import CLASSES, HEADS, HF, SMALL, agree, images, logits, randomised
+from torch.nn.utils import prune
 
 from vitfast import InputError, ViT, cli, load_checkpoint
 from vitfast.convert import convert, write
@@ -296,3 +297,31 @@ def test_self_is_no_argument(tmp_path, name):
 def test_a_preset_is_a_name(name):
     with pytest.raises(InputError, match="a preset is a name such as 'B/16', got "):
         ViT.from_preset(name)
+
+
+@pytest.mark.parametrize("change", ["norm", "norm after pooling", "head", "LoRA", "pruning"])
+def test_a_model_that_could_not_be_read_back_is_not_written(tmp_path, change):
+    small = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model = ViT(**small, global_pool="avg" if "pooling" in change else "token")
+    model.save_pretrained(tmp_path / "w")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "w").iterdir()}
+    if "norm" in change:
+        model.prune_intermediate_layers(1, prune_norm=change == "norm")
+    elif change == "head":
+        model.head = torch.nn.Linear(32, 7)
+    elif change == "LoRA":
+        model.blocks[0].mlp.fc1 = torch.nn.Sequential(model.blocks[0].mlp.fc1)
+    else:
+        prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", 0.5)
+    with pytest.raises(InputError, match="not those that its arguments make .*state_dict"):
+        model.save_pretrained(tmp_path / "w")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "w").iterdir()} == before
+
+
+def test_a_pruned_model_with_its_norm_comes_back(tmp_path):
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=3)
+    model.prune_intermediate_layers([0])
+    model.save_pretrained(tmp_path)
+    images = torch.rand(2, 3, 16, 16)
+    again = ViT.from_pretrained(tmp_path)
+    assert torch.equal(again(images), model(images)) and len(again.blocks) == 1

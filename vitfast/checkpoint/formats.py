@@ -326,3 +326,14 @@ def _fold_class_position(state: State) -> None:
     if "cls_token" in state and "pos_embed" in state:
         state["cls_token"] = state["cls_token"] + state["pos_embed"][:, :1]
         state["pos_embed"] = state["pos_embed"][:, 1:]
+
+
+def differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
+    """The names and shapes that keep a state dict from loading, "" where it fits."""
+    names = listing(expected, state) if expected.keys() != state.keys() else ""
+    shapes = [
+        f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}"
+        for k, v in expected.items()
+        if k in state and state[k].shape != v.shape
+    ]
+    return "; ".join(said for said in (names, ", ".join(shapes[:3])) if said)

@@ -14,7 +14,7 @@ from ..errors import InputError, unknown
 from ..presets import pair
 from .config import FIXED, check_config, infer
 from .files import locate, read_tensors
-from .formats import listing, to_timm_names
+from .formats import differences, to_timm_names
 
 logger = logging.getLogger("vitfast")
 
@@ -92,9 +92,8 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
     _check_architecture(cls, found, changes)
     with _named(source), torch.device("meta"):
         model = cls(**{**found.config, **changes})
-    differences = _differences(model.state_dict(), found.state)
-    if differences:
-        raise InputError(f"{found}; expected the tensors of a ViT like it; {differences}")
+    if wrong := differences(model.state_dict(), found.state):
+        raise InputError(f"{found}; expected the tensors of a ViT like it; {wrong}")
     model.to_empty(device=torch.get_default_device())
     model.load_state_dict(found.state)
     if "img_size" in overrides and pair(overrides["img_size"]) != model.patch_embed.img_size:
@@ -159,19 +158,8 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
     try:
         with torch.device("meta"):  # any head count has these tensors, and one always divides the width
             expected = cls(**{**config, **changes, "num_heads": 1}).state_dict()
-        differences = _differences(expected, found.state)
+        why = differences(expected, found.state)
     except InputError as error:
-        differences = str(error)
+        why = str(error)
     expected = ", ".join(f"{k}={v}, not {config.get(k)}" for k, v in wrong.items())
-    raise InputError(f"{found}; expected {expected}; {differences or 'leave out what differs'}")
-
-
-def _differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
-    """The names and shapes that keep a state dict from loading, "" where it fits."""
-    names = listing(expected, state) if expected.keys() != state.keys() else ""
-    shapes = [
-        f"{k} is {tuple(state[k].shape)} for {tuple(v.shape)}"
-        for k, v in expected.items()
-        if k in state and state[k].shape != v.shape
-    ]
-    return "; ".join(said for said in (names, ", ".join(shapes[:3])) if said)
+    raise InputError(f"{found}; expected {expected}; {why or 'leave out what differs'}")

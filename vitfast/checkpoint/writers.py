@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments
-from ..errors import both_ends
+from ..errors import InputError, both_ends
 from ..files import write_all_atomically
 from ..presets import pair
 from ..version import __version__
 from . import hugging_face
 from .files import READERS, make_folder, target
+from .formats import differences
 from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_theirs
 
 TIMM_NAMES = {
@@ -140,14 +141,28 @@ def _config(model) -> dict:
     return arguments.checked(model.config)
 
 
+def _check_readable(model, state: State, config: dict) -> None:
+    """Raises InputError for a model that `from_pretrained` would not make of its configuration."""
+    try:
+        with torch.device("meta"):
+            twin = type(model)(**config)
+    except TypeError:  # a class with arguments of its own
+        return
+    if wrong := differences(twin.state_dict(), state):
+        advice = "undo that, or save model.state_dict() with torch.save"
+        raise InputError(f"save_pretrained: its layers are not those that its arguments make ({wrong}); {advice}")
+
+
 def save(model, folder: str | Path) -> None:
     """Writes model.safetensors and config.json, each replaced atomically, neither before both are whole.
 
     The folder is made. The state dict is written as it is (dtypes too), from any device; config.json holds
-    `model.config` (with the names of the classes where they are known), the library and its version.
+    `model.config` (with the names of the classes where they are known), the library and its version. Raises InputError
+    for a model that could not be read back: without its last norm, or with a head of its own.
     """
     folder = target(folder)
     state, config = tensors(model), _config(model)
+    _check_readable(model, state, config)
     made_by = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__}
     make_folder(folder, folder)
     write_all_atomically(
