@@ -182,12 +182,12 @@ def patch_embed(
     """[prefix; patch_1 W; ...; patch_N W] + bias + positions.
 
     images (B, C, Hi, Wi): floats of any dtype, or uint8, of which (images / 255 - mean) / std is taken (mean 0, std 1
-    unless given; floats are never normalised here). mean, std: one number or one per channel, as numbers or as a tensor
-    or an array with one axis longer than 1 at most, such as (1, C, 1, 1); the numbers of a tensor on a GPU are waited
-    for, and no kernel runs where they are differentiated or the code is compiled. weight (D, C, P, Q); bias (D,) or
-    None; cls_token (1, T, D), all prefix tokens, registers too; pos_embed (1, T+N, D), or (1, N, D) for the patches
-    alone. Hi and Wi must be multiples of P and Q. Returns (B, T+N, D), contiguous, in the dtype of weight (under
-    autocast: its dtype).
+    unless given; floats are never normalised here). mean, std: one number or one per channel, as numbers (up to 1e6, a
+    std from 1e-6) or as a tensor or an array with one axis longer than 1 at most, such as (1, C, 1, 1); the numbers of
+    a tensor on a GPU are waited for, and no kernel runs where they are differentiated or the code is compiled. weight
+    (D, C, P, Q); bias (D,) or None; cls_token (1, T, D), all prefix tokens, registers too; pos_embed (1, T+N, D), or
+    (1, N, D) for the patches alone. Hi and Wi must be multiples of P and Q. Returns (B, T+N, D), contiguous, in the
+    dtype of weight (under autocast: its dtype).
     """
     check_tensors("patch_embed", images=images, weight=weight)
     check_shape("patch_embed", "weight", weight, (None, None, None, None))
