@@ -16,6 +16,8 @@ _quiet = ContextVar("vitfast.adapters.quiet", default=False)
 _said: set[tuple[str, str, str]] = set()
 # What the last call of a module asked for, by part, where no operation does that.
 _asked: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+# Of modules with a forward of their own, set on the instance: the id of the one in which an operation ran.
+_wrapped: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def said(kind: str, part: str, reason: str) -> None:
@@ -54,8 +56,17 @@ def library_runs(module: nn.Module, part: str, reason: str, of_this_call: bool =
 
 def operation_runs(module: nn.Module, part: str) -> None:
     """A part of this module runs as an operation."""
-    if not torch.compiler.is_compiling() and _asked and module in _asked:
+    if torch.compiler.is_compiling():
+        return
+    if _asked and module in _asked:
         _asked[module].pop(part, None)
+    if "forward" in module.__dict__:
+        _wrapped[module] = id(module.__dict__["forward"])  # itself it would keep the module alive
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward set on the instance in which no operation has run."""
+    return "forward" in module.__dict__ and _wrapped.get(module) != id(module.__dict__["forward"])
 
 
 def last_call(module: nn.Module, part: str) -> str | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..ops._dispatch import reason_for_plain
-from .fallbacks import ATTENTION_ALONE, DROPOUT, last_call, said
+from .fallbacks import ATTENTION_ALONE, DROPOUT, last_call, own_forward, said
 from .fused_blocks import find
 from .leaves import NORM, PATCHES
 from .registry import Known, known_classes, replaceable_modules, replacement_class, unsupported_reason
@@ -84,8 +84,8 @@ def describe(model: nn.Module) -> Report:
             continue
         kind = type(module).__name__
         above = tuple(modules[upper] for upper in _names_above(name) if upper in modules)
-        if "forward" in vars(module) and (name in replaceable or hasattr(module, "operation_parts")):
-            found = [Entry(name, kind, "", "has a forward of its own, set on the instance, which decides")]
+        if own_forward(module) and (name in replaceable or hasattr(module, "operation_parts")):
+            found = [Entry(name, kind, "", "has a forward of its own, set on the instance, in which no operation ran")]
         elif name in replaceable:
             found = _entries_of(name, module, known, above)
         elif hasattr(module, "operation_parts"):  # vitfast's own layer
