@@ -100,7 +100,7 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     if model.class_names and again.class_names != model.class_names:
         notes.append(f"{form} does not keep the names of the classes, such as {model.class_names[0]!r}")
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
-    if mine["crop_mode"] and _cut(mine) != _cut(theirs):
+    if any(made["crop_mode"] or made["crop_pct"] for made in (mine, theirs)) and _cut(mine) != _cut(theirs):
         said = ", ".join(f"{name}={mine[name]!r}" for name in ("crop_mode", "crop_pct"))
         notes.append(f"{form} does not say how images are cut ({said}): evaluations need to be told")
     return notes + [
@@ -112,7 +112,7 @@ def _read_back(model, path: Path, form: str) -> list[str]:
 
 def _cut(config: dict) -> tuple:
     """The crop mode, and the size that images have before they are cut."""
-    return config["crop_mode"], [int(side / (config["crop_pct"] or 1)) for side in pair(config["img_size"])]
+    return config["crop_mode"] or "center", [int(side / (config["crop_pct"] or 1)) for side in pair(config["img_size"])]
 
 
 def _same(ours, theirs) -> bool:

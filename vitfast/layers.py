@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_tracing
 
 from . import ref
 from .errors import InputError
@@ -107,10 +108,9 @@ class PatchEmbed(Layer):
         self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
     ) -> Tensor:
         if self.why_called("patch_embed") is not None:
-            dtype = _weights_dtype(self.proj, images.dtype)
-            images = ref.normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
-            patches = self.proj(images).flatten(2).transpose(1, 2)
-            return ref.with_prefix_and_positions(patches, [] if prefix is None else [prefix], pos_embed)
+            pixels = _pixels(images, mean, std, weights_dtype(self.proj))
+            patches = self.proj(pixels).flatten(2).transpose(1, 2)
+            return _with_tokens(patches, [] if prefix is None else [prefix], pos_embed)
         return patch_embed(images, self.proj.weight, self.proj.bias, prefix, pos_embed, mean=mean, std=std)
 
 
@@ -191,8 +191,24 @@ def _norm_parts(norm: nn.Module) -> Parts:
     return norm.operation_parts(()) if type(norm) is LayerNorm else [("norm", f"it is {full_name(type(norm))}")]
 
 
-def _weights_dtype(module: nn.Module, otherwise: torch.dtype) -> torch.dtype:
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), otherwise)
+def weights_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's first floating parameter, torch's default without one."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+
+def _drops(dropout: nn.Dropout) -> bool:
+    """Whether a dropout is active, or may be in what FX traces; compiled code is guarded by it."""
+    return dropout.p > 0 and (dropout.training or is_fx_tracing())
+
+
+@torch.fx.wrap
+def _with_tokens(patches: Tensor, prefix: list[Tensor], pos_embed: Tensor | None) -> Tensor:
+    return ref.with_prefix_and_positions(patches, prefix, pos_embed)
+
+
+@torch.fx.wrap
+def _pixels(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
+    return ref.normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
 
 
 class Block(Layer):
@@ -263,7 +279,7 @@ class Block(Layer):
         x = x if positions is None else x + positions.to(x.dtype)
         options = dict(residual_in_fp32=self.residual_in_fp32, keep=self.keep)
         norm, attn, mlp = self.norm1, self.attn, self.mlp
-        if relative is not None or self.why_called("attention_block") is not None:
+        if relative is not None or self.why_called("attention_block") is not None or _drops(attn.proj_drop):
             x = self._add_branch(
                 x, attn(self.branch_input(x, norm), *(() if relative is None else (relative,))), self.ls1
             )
@@ -272,7 +288,7 @@ class Block(Layer):
             factors = self._factors(x, self.ls1)
             x = attention_block(x, *weights, num_heads=attn.num_heads, eps=norm.eps, **options, **factors)
         norm = self.norm2
-        if self.why_called("mlp_block") is not None:
+        if self.why_called("mlp_block") is not None or _drops(mlp.drop1) or _drops(mlp.drop2):
             return self._add_branch(x, mlp(self.branch_input(x, norm)), self.ls2)
         weights = (norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
         factors = self._factors(x, self.ls2)
@@ -304,7 +320,7 @@ class Block(Layer):
 
     def branch_input(self, x: Tensor, norm: nn.Module) -> Tensor:
         """norm(x) as the matrix products take it; an fp32 residual stream is normalised in fp32."""
-        return norm(x).to(_weights_dtype(self.attn, x.dtype)) if self.residual_in_fp32 else norm(x)
+        return norm(x).to(weights_dtype(self.attn)) if self.residual_in_fp32 else norm(x)
 
     def _add_branch(self, x: Tensor, y: Tensor, scale: nn.Module) -> Tensor:
         """x + drop_path * layer_scale * y, for a branch that runs on the smaller operations."""

@@ -16,14 +16,14 @@ from .hybrid import HybridEmbed
 from .init import init_weights
 from .intermediates import check_form, pack
 from .keep import KEEPS
-from .layers import Block, LayerNorm, PatchEmbed, PreLogits
+from .layers import Block, LayerNorm, PatchEmbed, PreLogits, weights_dtype
 from .positions import table_for_images
 from .presets import pair, preset
 from .settle_keep import set_blocks, settle, settle_in_training
 
-# Leaves to FX: they look at shapes in Python.
-torch.fx.wrap("checked_images")
-torch.fx.wrap("table_for_images")
+for _leaf in ("checked_images", "table_for_images"):  # to FX: they look at shapes in Python
+    torch.fx.wrap(_leaf)
+_ATTRIBUTES = ("mean", "std", "crop_mode", "crop_pct", "global_pool", "dynamic_img_size")  # free to change
 
 
 class ViT(nn.Module):
@@ -159,7 +159,7 @@ class ViT(nn.Module):
     @property
     def config(self) -> dict:
         """The constructor arguments that make this model as it is now."""
-        return self._config | {name: getattr(self, name) for name in ("mean", "std", "crop_mode", "crop_pct")}
+        return self._config | {name: getattr(self, name) for name in _ATTRIBUTES}
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -216,7 +216,7 @@ class ViT(nn.Module):
 
     def _final(self, x: Tensor) -> Tensor:
         """The norm after the last block, in the parameters' dtype where the stream is fp32."""
-        return self.norm(x.to(self.patch_embed.proj.weight.dtype) if self.residual_in_fp32 else x)
+        return self.norm(x.to(weights_dtype(self.patch_embed.proj)) if self.residual_in_fp32 else x)
 
     def forward_features(self, images: Tensor, change_patches: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D).
@@ -316,7 +316,7 @@ class ViT(nn.Module):
             if global_pool not in POOLS or (global_pool == "token" and not self.has_class_token):
                 raise InputError(f"reset_classifier: this model cannot pool by {global_pool!r}")
             self.global_pool = global_pool
-        weight = self.patch_embed.proj.weight
+        weight = next(self.patch_embed.proj.parameters())
         self.num_classes, self.head_hidden_size, self.pre_logits = num_classes, self.embed_dim, nn.Identity()
         made = dict(device=weight.device, dtype=weight.dtype)
         self.head = nn.Linear(self.embed_dim, num_classes, **made) if num_classes > 0 else nn.Identity()

@@ -325,3 +325,51 @@ def test_a_pruned_model_with_its_norm_comes_back(tmp_path):
     images = torch.rand(2, 3, 16, 16)
     again = ViT.from_pretrained(tmp_path)
     assert torch.equal(again(images), model(images)) and len(again.blocks) == 1
+
+
+def test_attributes_that_change_the_function_are_kept(tmp_path):
+    small = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model = randomised(ViT(**small)).eval()
+    model.global_pool, model.dynamic_img_size = "avg", True
+    model.save_pretrained(tmp_path / "w")
+    write(model, tmp_path / "timm", "timm")
+    images = torch.rand(2, 3, 16, 24)
+    truth = model(images)
+    torch.testing.assert_close(ViT.from_pretrained(tmp_path / "w").eval()(images), truth)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    torch.testing.assert_close(theirs(images), truth, atol=1e-5, rtol=1e-5)
+    with pytest.raises(InputError, match="another pooling than the class token"):
+        write(model, tmp_path / "hf", "huggingface")
+
+
+@pytest.mark.parametrize("name", ["norm", "mlp", "ls1", "norm1"])
+def test_layers_that_come_back_as_others_are_told(tmp_path, name, caplog):
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model.save_pretrained(tmp_path)
+    assert not caplog.records
+    if name == "norm":
+        model.norm.eps = 0.5
+    elif name == "mlp":
+        model.blocks[0].mlp.approximate = "tanh"
+    else:
+        setattr(model.blocks[0], name, torch.nn.Tanh() if name == "ls1" else torch.nn.LayerNorm(32))
+    model.save_pretrained(tmp_path)
+    place = name if name == "norm" else f"blocks.0.{name}"
+    assert f"from_pretrained will not make {place} as it is now" in caplog.text
+
+
+def test_classes_with_a_constructor_of_their_own(tmp_path):
+    class Reads(ViT):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            self.total = float(self.head.weight.detach().sum())
+
+    class Fixed(ViT):
+        def __init__(self):
+            super().__init__(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3)
+
+    Reads(**Fixed().config).save_pretrained(tmp_path / "reads")
+    Fixed().save_pretrained(tmp_path / "fixed")
+    assert ViT.from_pretrained(tmp_path / "reads").num_classes == 3
+    with pytest.raises(InputError, match="Fixed must take the arguments of ViT"):
+        Fixed.from_pretrained(tmp_path / "fixed")

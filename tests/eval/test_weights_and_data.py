@@ -135,8 +135,9 @@ def test_the_cut_of_images_goes_into_every_format_and_comes_back(cut_weights, wi
     assert theirs.shape == ours.shape and (ours - theirs.float()).abs().max() <= 2  # another bicubic
 
     for form, name in (("npz", "w.npz"), ("torchvision", "w.pth"), ("timm", "w.safetensors")):
-        (note,) = [note for note in convert(cut_weights, tmp_path / name, form) if "cut" in note]
-        assert f"crop_mode={mode!r}, crop_pct={share!r}" in note
+        notes = [note for note in convert(cut_weights, tmp_path / name, form) if "cut" in note]
+        assert len(notes) == ((mode, share) != ("center", 1.0))  # that it is where nothing is said
+        assert all(f"crop_mode={mode!r}, crop_pct={share!r}" in note for note in notes)
     assert convert(tmp_path / "timm", tmp_path / "again", "vitfast") == []
     assert ViT.from_pretrained(tmp_path / "again").config == ViT.from_pretrained(cut_weights).config
 
@@ -228,3 +229,44 @@ def test_eval_and_fewshot_cut_images_as_the_run_did(wide, tmp_path, capsys, capl
         patch.setattr(accuracy, "open_data", lambda config, *rest: seen.append(config) or cut(config, *rest))
         few_shot(config, shots=[1], seeds=1)
     assert (seen[0].crop_mode, seen[0].crop_pct) == ("squash", 0.9)
+
+
+PROCESSORS = {
+    "a list": dict(image_processor_type="ViTImageProcessor", size=[16, 16], do_resize=True),
+    "an edge": dict(image_processor_type="BitImageProcessor", size={"shortest_edge": 18}, do_resize=True),
+    "a number": dict(image_processor_type="BitImageProcessor", size=18, do_resize=True, do_center_crop=True),
+    "not cut": dict(image_processor_type="DeiTImageProcessor", size={"height": 20, "width": 20}),
+}
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_processors_mean_what_transformers_takes_them_for(tmp_path, wide, kind):
+    from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification
+
+    shape = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, patch_size=8)
+    ViTForImageClassification(ViTConfig(image_size=16, num_labels=2, **shape)).save_pretrained(tmp_path)
+    content = PROCESSORS[kind] | dict(crop_size={"height": 16, "width": 16}, resample=3)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    with Image.open(wide / "val" / "a" / "0.jpg") as image:
+        theirs = processor(image, return_tensors="pt", do_normalize=False, do_rescale=False)["pixel_values"][0]
+    assert (shown(wide, tmp_path) - theirs.float()).abs().max() <= 2
+
+
+@pytest.mark.parametrize("size", [{"shortest_edge": 18.5}, -3, [16], {"longest_edge": 5}])
+def test_processors_that_say_something_odd_are_a_note(tmp_path, wide, size, caplog):
+    from transformers import ViTConfig, ViTModel
+
+    shape = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, patch_size=8)
+    ViTModel(ViTConfig(image_size=16, **shape)).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(size=size, do_resize=True)))
+    assert ViT.from_pretrained(tmp_path).crop_mode is None
+    assert "how images are resized and cut is not taken over" in caplog.text
+
+
+def test_a_share_without_a_mode_is_told_too(tmp_path):
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
+    model.crop_pct = 0.5
+    model.save_pretrained(tmp_path / "w")
+    (note,) = [note for note in convert(tmp_path / "w", tmp_path / "w.npz", "npz") if "cut" in note]
+    assert "crop_pct=0.5" in note

@@ -197,3 +197,44 @@ def test_compiled_models_see_what_was_there(twins):
     for model in twins:  # after it: the types of layers are looked at in each call
         replace(model, "blocks.1.mlp.fc2", louder)
     torch.testing.assert_close(compiled(IMAGES), theirs(IMAGES), atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_switched_on_after_compiling(twins):
+    model = twins[0].train()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(IMAGES)
+    for name in ("attn.proj_drop", "mlp.drop2"):
+        dropout = model.blocks[0].get_submodule(name)
+        dropout.p = 0.5
+        assert not torch.equal(compiled(IMAGES), compiled(IMAGES)), name
+        dropout.p = 0.0
+        torch.testing.assert_close(compiled(IMAGES), model(IMAGES))
+
+
+def test_fx_keeps_the_dropout_of_a_model_traced_in_eval():
+    model = randomize(ViT(**SMALL, proj_drop_rate=0.5), std=0.3).eval()
+    traced = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(traced(IMAGES), model(IMAGES))
+    traced.train()
+    assert not torch.equal(traced(IMAGES), traced(IMAGES))
+
+
+@pytest.mark.parametrize("change", ["hook", "wrapper", "old weight norm"])
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_changed_projection_in_fx_and_with_an_fp32_stream(twins, change, in_fp32):
+    model = ViT(**SMALL, residual_in_fp32=in_fp32)
+    model.load_state_dict(twins[0].state_dict())
+    if change == "hook":
+        model.patch_embed.proj.register_forward_hook(lambda module, args, out: 2 * out)
+    else:
+        made = nn.Sequential if change == "wrapper" else weight_norm
+        replace(model, PROJECTION, made)
+    out = model(IMAGES)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(IMAGES), out)
+    if change != "hook":
+        torch.testing.assert_close(out, twins[1](IMAGES), atol=1e-5, rtol=1e-5)
+    raw = (IMAGES * 255).to(torch.uint8)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(raw), model(raw))
+    model.reset_classifier(2)
+    assert model(IMAGES).shape == (2, 2)

@@ -333,3 +333,31 @@ def test_the_start_value():
         environment.setattr(_mode, "_START", "foo")
         with pytest.raises(InputError, match="VITFAST_KERNELS: must be one of auto, on, off, got 'foo'"):
             in_context(current_mode)
+
+
+def test_made_before_and_entered_in_compiled_code():
+    def made_early():
+        early = ops.use_kernels("off")
+
+        def run(x):
+            with early:
+                return norm(x)
+
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="eager")(X), norm(X))
+        return current_mode()
+
+    assert in_context(made_early) == "auto"
+
+
+def test_entered_in_another_thread_and_then_here():
+    early = ops.use_kernels("off")
+
+    def enter():
+        with early:
+            return current_mode()
+
+    assert in_thread(enter) == "off" and current_mode() == "off"
+    with early:
+        assert current_mode() == "off"
+    assert current_mode() == "auto"

@@ -3,7 +3,7 @@
 import math
 
 from .. import arguments
-from ..arguments import POSITIVE, enforce, flag, shown
+from ..arguments import POSITIVE, flag, shown
 from ..errors import InputError
 from .json_fields import OF_TEXT, activation, dropout_notes, only, read, refuse_unknown
 
@@ -104,13 +104,18 @@ def statistics(pixels: dict) -> dict:
     return {name: _divided(value, scale) for name, value in dict(mean=mean, std=std).items()}
 
 
+_BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless they say otherwise
+
+
 def crop(pixels: dict) -> tuple[dict, list[str]]:
     """`crop_mode` and `crop_pct` in preprocessor_config.json, {} where it has none; and notes."""
-    file = "preprocessor_config.json"
-    if not read(pixels, "do_resize", flag, file):
+    file, kind = "preprocessor_config.json", str(pixels.get("image_processor_type"))
+    resizes, cuts = read(pixels, "do_resize", flag, file), read(pixels, "do_center_crop", flag, file)
+    if resizes is False or "size" not in pixels:
         return {}, []
-    mode, size = _size(pixels, "size")
-    cut = _size(pixels, "crop_size")[1] if read(pixels, "do_center_crop", flag, file) else size
+    mode, size = _size(pixels, "size", kind.startswith(_BY_EDGE))
+    cuts = kind.startswith((*_BY_EDGE, "DeiT")) if cuts is None else cuts
+    cut = _size(pixels, "crop_size")[1] if cuts else size
     if size and cut:
         share = cut[0] / size[0]
         if int(cut[0] / share) < size[0]:  # rounding must not lose a pixel
@@ -124,14 +129,19 @@ def crop(pixels: dict) -> tuple[dict, list[str]]:
     ]
 
 
-def _size(pixels: dict, field: str) -> tuple[str, tuple[int, int] | None]:
-    """The crop mode and (height, width) in a field of sizes, None where it has none."""
+def _size(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:
+    """The crop mode and (height, width) in a field of sizes, or None. by_edge: what one number means."""
     value = pixels.get(field)
-    value = value if isinstance(value, dict) else dict(height=value, width=value)
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        value = dict(height=value[0], width=value[1])
+    elif not isinstance(value, dict):
+        value = dict(shortest_edge=value) if by_edge else dict(height=value, width=value)
     edge = value.get("shortest_edge")
     mode, sides = ("center", (edge, edge)) if edge else ("squash", (value.get("height"), value.get("width")))
-    check = arguments.ARGUMENTS["img_size"]
-    return mode, enforce(check, sides, f"preprocessor_config.json: {field}") if all(sides) else None
+    try:
+        return mode, arguments.ARGUMENTS["img_size"](sides)
+    except ValueError:
+        return mode, None
 
 
 def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:

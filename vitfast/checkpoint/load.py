@@ -91,7 +91,10 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
         _check_head(found)
     _check_architecture(cls, found, changes)
     with _named(source), torch.device("meta"):
-        model = cls(**{**found.config, **changes})
+        try:
+            model = cls(**{**found.config, **changes})
+        except TypeError as error:
+            raise InputError(f"{cls.__name__} must take the arguments of ViT ({error})") from error
     if wrong := differences(model.state_dict(), found.state):
         raise InputError(f"{found}; expected the tensors of a ViT like it; {wrong}")
     model.to_empty(device=torch.get_default_device())

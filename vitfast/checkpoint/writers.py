@@ -1,6 +1,7 @@
 """The formats that are written: what each has no place for, its names, layouts and files."""
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from . import hugging_face
 from .files import READERS, make_folder, target
 from .formats import differences
 from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_theirs
+
+logger = logging.getLogger("vitfast")
 
 TIMM_NAMES = {
     (16, 192, 12): "vit_tiny_patch16_224",
@@ -146,11 +149,20 @@ def _check_readable(model, state: State, config: dict) -> None:
     try:
         with torch.device("meta"):
             twin = type(model)(**config)
-    except TypeError:  # a class with arguments of its own
+    except (TypeError, RuntimeError):  # a class with a constructor of its own
         return
     if wrong := differences(twin.state_dict(), state):
         advice = "undo that, or save model.state_dict() with torch.save"
         raise InputError(f"save_pretrained: its layers are not those that its arguments make ({wrong}); {advice}")
+    made = {name: _function(module) for name, module in twin.named_modules()}
+    other = [name for name, module in model.named_modules() if name and made.get(name) != _function(module)]
+    if other:
+        logger.warning("save_pretrained: from_pretrained will not make %s as it is now", ", ".join(other[:3]))
+
+
+def _function(module: nn.Module) -> tuple:
+    """The class of a module, and what else of its function is not in the tensors."""
+    return type(module), *(getattr(module, name, None) for name in ("eps", "approximate", "num_heads"))
 
 
 def save(model, folder: str | Path) -> None:

@@ -17,11 +17,11 @@ class Stopped(Exception):
 
 
 def finish(config: Config, resume: str = "auto") -> dict:
-    """The summary of a run, trained to its end. Raises Stopped."""
+    """The summary of a run, trained to its end; `accuracy` is the best of early stopping. Raises Stopped."""
     summary = train(config, resume)
     if not summary["finished"]:
         raise Stopped(config.output)
-    return summary
+    return summary | dict(accuracy=summary.get("best_accuracy", summary["accuracy"]))
 
 
 def write_records(results: Results, name: str, records: list[dict]) -> None:

@@ -74,7 +74,7 @@ def scaling(
             epochs=one.epochs,
             parameters=summary["parameters"],
             exaflops=flops / 1e18,
-            accuracy=summary.get("best_accuracy", summary["accuracy"]),
+            accuracy=summary["accuracy"],
             seconds=summary["seconds"],
         )
         if transfer:

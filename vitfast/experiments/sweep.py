@@ -31,7 +31,7 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
     told = _try_rates(config, resume, table) if table else {}
     if told:
         logger.info("lr %g is best; training on the whole training set", told["lr"])
-        config = dataclasses.replace(config, lr=told["lr"])
+        config = dataclasses.replace(config, lr=told["lr"], sweep_lr=())
     summary = repeat(config, runs, mean, resume) if mean else finish(config, resume)
     if table:
         table.write("sweep.json", json.dumps(told | dict(accuracy=summary["accuracy"]), indent=2) + "\n")
@@ -64,7 +64,7 @@ def _try_rates(config: Config, resume: str, results: Results) -> dict:
     told = dict(lr=None, hold_out=config.sweep_hold_out, tried=[], accuracy=None)
     for lr in config.sweep_lr:
         folder = str(Path(config.output) / "sweep" / f"lr-{lr:g}")
-        one = dataclasses.replace(config, lr=lr, hold_out=config.sweep_hold_out, output=folder)
+        one = dataclasses.replace(config, lr=lr, sweep_lr=(), hold_out=config.sweep_hold_out, output=folder)
         row = dict(lr=lr, held_out_accuracy=0.0)
         try:
             row["held_out_accuracy"] = finish(one, resume)["accuracy"]

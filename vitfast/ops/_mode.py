@@ -123,15 +123,19 @@ class use_kernels:
         """Undoes the call without `with`."""
         if self._found is not None:
             _settle(_inside.get(), self._found[0] or _Level())
+            self._found = None
         else:
             _settle(tuple(level.without(self) for level in _inside.get()), _outside().without(self))
 
     def __enter__(self):
         if torch.compiler.is_compiling():
+            if self._entered:
+                self._found = getattr(_thread, "outside", None), getattr(_thread, "latest", None)
+            elif self._found is None:  # called before it was compiled
+                self._found = _Level(None, self._before), self._before
             _thread.latest = self.mode
             return self
-        if not self._entered:  # it was no plain call
-            self._undo_call()
+        self._undo_call()  # it was no plain call
         self._entered = True
         _settle((*_inside.get(), _Level(self, self.mode)), _outside())
         return self
