@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from runs import digits, finetuning, same, weights
 from vitfast import InputError
 from vitfast.errors import Diverged, TrainingError
 from vitfast.experiments import runs as experiments
-from vitfast.experiments.sweep import fine_tune
+from vitfast.experiments.sweep import _try_rates, fine_tune
 from vitfast.train.trainer import train
 
 
@@ -166,3 +167,40 @@ def test_a_run_that_diverges_is_named_after_the_others(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match="1 of 3 runs diverged, with seed 6.*5: 0.2500, 7: 0.2500.*step 3 is nan"):
         fine_tune(config, runs=3)
     assert not (tmp_path / "fine" / "runs.json").exists()
+
+
+def test_a_sweep_chooses_by_the_best_accuracy_of_early_stopping(tmp_path, monkeypatch):
+    def run(config, resume):
+        Path(config.output).mkdir(parents=True, exist_ok=True)
+        best = dict(best_accuracy=0.8 if config.lr == 0.001 else 0.6) if config.hold_out else {}
+        return dict(finished=True, accuracy=0.1 if config.lr == 0.001 else 0.5, seconds=1.0) | best
+
+    monkeypatch.setattr(experiments, "train", run)
+    fine_tune(finetuning(tmp_path / "pre", tmp_path / "fine", steps=2, sweep_lr="0.001,0.01"), sweep=True)
+    found = json.loads((tmp_path / "fine" / "sweep.json").read_text())
+    assert found["lr"] == 0.001 and [row["held_out_accuracy"] for row in found["tried"]] == [0.8, 0.6]
+
+
+def test_a_sweep_can_be_extended(pretrained, tmp_path, monkeypatch):
+    """Rates that were tried are not tried again; the first table is kept."""
+    steps = []
+
+    def run(config, resume):
+        before = list(Path(config.output).glob("checkpoints/last"))
+        steps.append((Path(config.output).name, bool(before)))
+        return train(config, resume)
+
+    monkeypatch.setattr(experiments, "train", run)
+    monkeypatch.setattr("vitfast.experiments.sweep._try_rates", partial(only_best, 0.01, _try_rates))
+    output, tables = tmp_path / "fine", []
+    for rates in ("0.01,0.02", "0.001,0.01"):
+        fine_tune(finetuning(pretrained, output, steps=2, sweep_lr=rates), sweep=True)
+        tables.append((output / "sweep.json").read_text())
+    tried = [("lr-0.01", False), ("lr-0.02", False), ("fine", False), ("lr-0.001", False), ("lr-0.01", True)]
+    assert steps == [*tried, ("fine", True)]
+    assert (output / "sweep.json.1").read_text() == tables[0]
+
+
+def only_best(lr, function, *args):
+    """The rates are all tried, and this one is taken for the best, so that the last run stays the same."""
+    return function(*args) | dict(lr=lr)
