@@ -101,7 +101,7 @@ def _read_back(model, path: Path, form: str) -> list[str]:
         notes.append(f"{form} does not keep the names of the classes, such as {model.class_names[0]!r}")
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
     if any(made["crop_mode"] or made["crop_pct"] for made in (mine, theirs)) and _cut(mine) != _cut(theirs):
-        said = ", ".join(f"{name}={mine[name]!r}" for name in ("crop_mode", "crop_pct"))
+        said = f"crop_mode={mine['crop_mode'] or 'center'!r}, crop_pct={mine['crop_pct'] or 1.0!r}"
         notes.append(f"{form} does not say how images are cut ({said}): evaluations need to be told")
     return notes + [
         f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}"
