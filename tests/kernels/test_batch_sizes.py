@@ -81,6 +81,7 @@ def launch(*kernel, **arguments):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow(20)
 def test_launchers_are_timed_against_another_tree(monkeypatch, capsys):
     """The benchmark, against launches that take 300 us more; a name that is no launcher is refused."""

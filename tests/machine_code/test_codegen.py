@@ -60,7 +60,9 @@ def codegen():
 
 
 @pytest.mark.slow(50)
-@pytest.mark.parametrize("generations", [("80", "89", "120"), ("90", "100")], ids=str)
+@pytest.mark.parametrize(
+    "generations", [pytest.param(("80", "89", "120"), marks=pytest.mark.long), ("90", "100")], ids=str
+)
 def test_each_kernel_compiles_well_for(codegen, generations):
     """The same Triton makes of every kernel what the table says, which has more sizes."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
