@@ -1,4 +1,4 @@
-"""fc1 + GELU, and the whole MLP, against cuBLAS with eager and compiled pointwise operations.
+"""fc1 + GELU, the MLP and a gated one (SwiGLU), against cuBLAS and PyTorch, eager and compiled.
 
 fc1 + GELU with tanh also against cuBLASLt's own GELU epilogue.
 """
@@ -18,14 +18,14 @@ def case_of(op: str, s: Shape, **options) -> Case:
     d, f = s.width, s.hidden
 
     def make():
-        fc1, fc2 = [weight(f, d), values(f)], [weight(d, f), values(d)]
-        return [values(s.batch, s.tokens, d), *fc1, *(fc2 if op == "mlp" else [])]
+        layers = {"linear_gelu": [(f, d)], "mlp": [(f, d), (d, f)], "gated_mlp": [(f, d), (f, d), (d, f)]}[op]
+        return [values(s.batch, s.tokens, d), *(t for n, k in layers for t in (weight(n, k), values(n)))]
 
     formula, counted = functools.partial(getattr(ref, op), **options), getattr(work, op)(s.rows, d, f, DTYPE.itemsize)
     return Case(" ".join([op, *options.values()]), s.name, formula, make, 1, counted)
 
 
-@pytest.mark.parametrize("op", ["linear_gelu", "mlp"])
+@pytest.mark.parametrize("op", ["linear_gelu", "mlp", "gated_mlp"])
 @pytest.mark.parametrize(
     "shape, direction, impl", grid("vitfast", "eager", "compile", "max-autotune", "max-autotune all")
 )
@@ -44,6 +44,6 @@ def addmm_activation(x: torch.Tensor, fc1_weight: torch.Tensor, fc1_bias: torch.
     grid("vitfast", "eager", "compile", "_addmm_activation", forward_only=("_addmm_activation",)),
 )
 def test_linear_gelu_tanh(benchmark, shape, direction, impl):
-    ours, formula = (functools.partial(place.linear_gelu, approximate="tanh") for place in (ops, ref))
+    ours, formula = (functools.partial(place.linear_gelu, activation="gelu_tanh") for place in (ops, ref))
     function = addmm_activation if impl == "_addmm_activation" else implementation(impl, ours, formula)
-    bench(benchmark, case_of("linear_gelu", SHAPES[shape], approximate="tanh"), impl, function, direction)
+    bench(benchmark, case_of("linear_gelu", SHAPES[shape], activation="gelu_tanh"), impl, function, direction)

@@ -16,6 +16,7 @@ tile_rules.py.
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -23,12 +24,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import attention_libraries, tiles
+from .attention_bias import _bias_bwd_kernel
 from .attention_common import Head
 from .attention_head_bwd import _attention_bwd_head_kernel
+from .attention_rope import _rope_bwd_kernel
 from .attention_short import _attention_fwd_short_kernel
 from .attention_tiled import _attention_fwd_tiled_kernel
 from .attention_tiled_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel, _attention_bwd_phases_kernel
 from .launch import cdiv, fp32_precision, launch
+from .logits import PLAIN, Logits
 from .rows import row_programs, scale_rows
 
 HEAD_SIZES = tuple(range(16, 129, 8))
@@ -68,14 +72,47 @@ def last_block(n: int, block: int) -> int:
 
 
 @functools.cache
-def attention_class(head_dim: int, tokens: int) -> str:
-    """ "d80n256": the padded head size and the tokens, up to 64, 128, 256, 320 or "long"."""
+def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
+    """ "d80n256": the padded head size, the tokens up to 64, 128, 256, 320 or "long"; and Logits.suffix."""
     longest = next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
-    return f"d{sum(head_chunks(head_dim))}n{longest}"
+    return f"d{sum(head_chunks(head_dim))}n{longest}{suffix}"
 
 
-def _lookup(op: str, q: Tensor) -> tiles.Tile:
-    return tiles.lookup(op, q, attention_class(q.shape[-1], q.shape[1]))
+# Providers that lack rotary positions; and those that lack a bias and lengths of keys.
+_NO_ROPE = ("head", *attention_libraries.PROVIDERS)
+_NO_MASK = ("rows", *_NO_ROPE)
+
+
+def _lookup(op: str, q: Tensor, logits: Logits = PLAIN) -> tiles.Tile:
+    suffix = logits.suffix(q.shape[-1])
+    without = () if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
+    return tiles.lookup(op, q, attention_class(q.shape[-1], q.shape[1], suffix), without)
+
+
+def _with_steps(table: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """A table with a last stride of 1, and its strides of B, H and rows.
+
+    (rows, columns), (H, ...) or (B or 1, H or 1, ...): the strides of axes that it lacks, or has once, are 0.
+    """
+    table = table if table.stride(-1) == 1 else table.contiguous()
+    shape, strides = ((1,) * (4 - table.dim()) + t for t in (tuple(table.shape), table.stride()))
+    return table, (strides[0] if shape[0] > 1 else 0, strides[1] if shape[1] > 1 else 0, strides[2])
+
+
+def _terms(logits: Logits, HEAD: Head) -> dict:
+    """The arguments `terms` and QK of the kernels."""
+    rope, bias, QK = None, None, HEAD
+    if logits.cos is not None:
+        cos, sin = logits.cos, logits.sin
+        if cos.stride() != sin.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        (cos, steps), (sin, _) = _with_steps(cos), _with_steps(sin)
+        rope, half = (cos, sin, steps, logits.num_prefix), max(16, triton.next_power_of_2(HEAD.dim // 2))
+        layout = "interleaved" if logits.interleaved else "half"
+        QK = HEAD._replace(first=half, second=half, turned=layout, alike=cos.shape[-1] < HEAD.dim)
+    if logits.bias is not None:
+        bias = _with_steps(logits.bias)
+    return dict(terms=(rope, bias, logits.key_lengths), QK=QK)
 
 
 def _arguments(scale: float, *tensors: Tensor) -> tuple[dict, list[tuple]]:
@@ -95,50 +132,113 @@ def _arguments(scale: float, *tensors: Tensor) -> tuple[dict, list[tuple]]:
     return dict(N=N, H=H, scale=scale, HEAD=head), pairs
 
 
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _last_keys(n: int, block: int, logits: Logits) -> int:
+    """`last_block` of the keys; a whole one where their number differs from sample to sample."""
+    return last_block(n, block) if logits.key_lengths is None else block
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, logits: Logits = PLAIN) -> tuple[Tensor, Tensor]:
     """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0."""
     B, N, H, _ = q.shape
-    tile = _lookup("attention_fwd", q)
+    tile = _lookup("attention_fwd", q, logits)
     if tile.provider in attention_libraries.PROVIDERS:
         return attention_libraries.forward(tile.provider, q, k, v, scale)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=torch.float32, device=q.device)
     common, pairs = _arguments(scale, q, k, v, o)
-    common |= dict(zip("qkvo", pairs), lse_ptr=lse, **tile.meta)
+    common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(logits, common["HEAD"]), **tile.meta)
     blocks = cdiv(N, tile["BLOCK_M"])
     if tile.provider == "rows":
         per_program = blocks if B * H >= MANY_HEADS else 1
-        grid = (B * H * cdiv(blocks, max(1, per_program)),)
+        grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
         launch(_attention_fwd_short_kernel, grid, **common, **key_blocks(N), query_blocks=per_program)
     else:
-        launch(_attention_fwd_tiled_kernel, (B * H * blocks,), **common, LAST_N=last_block(N, tile["BLOCK_N"]))
+        last = _last_keys(N, tile["BLOCK_N"], logits)
+        launch(_attention_fwd_tiled_kernel, (B * H * blocks,), **common, LAST_N=last)
     return o, lse
 
 
 def attention_bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, want_bias_grad: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    scale: float,
+    want_bias_grad: bool = False,
+    logits: Logits = PLAIN,
+    turn_back: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed dqkv (B, N, 3, H, Dh) and, where wanted, the QKV bias's gradient (3 H Dh,) in fp32."""
+    """Packed dqkv (B, N, 3, H, Dh) and, where wanted, the QKV bias's gradient (3 H Dh,) in fp32.
+
+    turn_back: False leaves dq and dk, and their sums in the bias's gradient, as rotary positions turn them, for
+    `rope_bwd`.
+    """
     B, N, H, D = q.shape
-    tile = _lookup("attention_bwd", q)
+    tile = _lookup("attention_bwd", q, logits)
     if tile.provider in attention_libraries.PROVIDERS:
         dqkv = attention_libraries.backward(tile.provider, q, k, v, o, lse, do, scale, packed=True)
         rows = dqkv.view(B * N, 3 * H * D)
         return dqkv, scale_rows(rows, None, None, 1, want_scaled=False)[1] if want_bias_grad else None
     dqkv = torch.empty((B, N, 3, H, D), dtype=q.dtype, device=q.device)
-    return dqkv, _backward(tile, q, k, v, o, lse, do, scale, *dqkv.unbind(2), want_bias_grad)
+    options = want_bias_grad, logits, turn_back
+    return dqkv, _backward(tile, q, k, v, o, lse, do, scale, *dqkv.unbind(2), *options)
 
 
 def attention_bwd_separate(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    scale: float,
+    logits: Logits = PLAIN,
+    turn_back: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, each (B, N, H, Dh) and contiguous."""
-    tile = _lookup("attention_bwd", q)
+    """-> dq, dk, dv, each (B, N, H, Dh) and contiguous. turn_back: as in attention_bwd."""
+    tile = _lookup("attention_bwd", q, logits)
     if tile.provider in attention_libraries.PROVIDERS:
         return attention_libraries.backward(tile.provider, q, k, v, o, lse, do, scale, packed=False)
     grads = tuple(_empty(q) for _ in range(3))
-    _backward(tile, q, k, v, o, lse, do, scale, *grads, False)
+    _backward(tile, q, k, v, o, lse, do, scale, *grads, False, logits, turn_back)
     return grads
+
+
+def rope_bwd(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
+    """Turns dq and dk (B, N, H, Dh) back in place; -> gradients shaped like cos and sin, in fp32."""
+    B, N, H, _ = q.shape
+    tile, cos = _lookup("rope_bwd", q), logits.cos
+    common, pairs = _arguments(1.0, q, k, dq, dk)
+    terms = _terms(logits, common["HEAD"])
+    per_sample, per_head = cos.dim() == 4 and cos.shape[0] > 1, cos.dim() > 2 and cos.shape[-3] > 1
+    samples = 1 if per_sample else max(1, cdiv(B, tile["GROUPS"]))
+    groups, size = cdiv(B, samples), tuple(cos.shape[-2:])
+    shares = [torch.empty((groups, H, *size), dtype=torch.float32, device=q.device) for _ in range(2)]
+    common = dict(N=N, H=H, inputs=tuple(pairs[:2]), grads=tuple(pairs[2:]), rope=terms["terms"][0], HEAD=terms["QK"])
+    common["TABLE"] = terms["QK"]._replace(align=math.gcd(8, size[1]))
+    common |= dict(dcos_ptr=shares[0], dsin_ptr=shares[1], B=B, samples=samples)
+    meta = {name: value for name, value in tile.meta.items() if name != "GROUPS"}
+    launch(_rope_bwd_kernel, (cdiv(size[0], tile["BLOCK_M"]), groups * H), **common, **meta)
+    shared = [axis for axis, own in ((0, per_sample), (1, per_head)) if not own]
+    dcos, dsin = ((share.sum(shared) if shared else share).reshape(cos.shape) for share in shares)
+    return dcos, dsin
+
+
+def bias_bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, logits: Logits
+) -> Tensor:
+    """The gradient of logits.bias, contiguous, shaped and typed like it."""
+    (B, N, H, _), bias = q.shape, logits.bias
+    tile = _lookup("attention_bwd_bias", q, logits)
+    groups = bias.shape[0] if bias.dim() == 4 else 1
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
+    common, pairs = _arguments(scale, q, k, v, o, do)
+    common |= dict(inputs=tuple(pairs), lse_ptr=lse, dbias_ptr=dbias, samples=B // max(1, groups))
+    grid = (cdiv(N, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]), groups * H)
+    launch(_bias_bwd_kernel, grid, **common, **_terms(logits, common["HEAD"]), **tile.meta)
+    return dbias
 
 
 def _empty(q: Tensor) -> Tensor:
@@ -162,6 +262,8 @@ def attention_bwd_dq(
     dq: Tensor | None = None,
     delta: Tensor | None = None,
     want_sums: bool = False,
+    logits: Logits = PLAIN,
+    turn_back: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """First half of the tiled backward: dq and, where wanted, its sums over B and N, (H Dh,) in fp32.
 
@@ -171,12 +273,13 @@ def attention_bwd_dq(
     B, N, H, _ = q.shape
     dq = _empty(q) if dq is None else dq
     delta = torch.empty_like(lse) if delta is None else delta
-    tile = _lookup("attention_bwd_dq", q)
+    tile = _lookup("attention_bwd_dq", q, logits)
     blocks = cdiv(N, tile["BLOCK_M"])
     sums = _sums(q, want_sums, B * blocks)
     common, (*inputs, dq_pair) = _arguments(scale, q, k, v, o, do, dq)
     common |= dict(inputs=tuple(inputs), dq=dq_pair, lse_ptr=lse, delta_ptr=delta, sums_ptr=sums, SUMS=want_sums)
-    last = last_block(N, tile["BLOCK_N"])
+    common |= dict(TURN=turn_back, **_terms(logits, common["HEAD"]))
+    last = _last_keys(N, tile["BLOCK_N"], logits)
     launch(_attention_bwd_dq_kernel, (B * H * blocks,), **common, LAST_N=last, **tile.meta)
     return dq, sums.sum(0).flatten() if want_sums else None
 
@@ -192,6 +295,8 @@ def attention_bwd_dkdv(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
     want_sums: bool = False,
+    logits: Logits = PLAIN,
+    turn_back: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Second half of the tiled backward: dk, dv and, where wanted, their sums, (2 H Dh,) in fp32.
 
@@ -199,11 +304,12 @@ def attention_bwd_dkdv(
     """
     B, N, H, _ = q.shape
     dk, dv = (_empty(q) if grad is None else grad for grad in (dk, dv))
-    tile = _lookup("attention_bwd_dkdv", q)
+    tile = _lookup("attention_bwd_dkdv", q, logits)
     blocks = cdiv(N, tile["BLOCK_N"])
     sums = _sums(q, want_sums, B * blocks, 2)
     common, pairs = _arguments(scale, q, k, v, do, dk, dv)
     common |= dict(inputs=tuple(pairs[:4]), grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr=delta, sums_ptr=sums)
+    common |= dict(TURN=turn_back, **_terms(logits, common["HEAD"]))
     last = last_block(N, tile["BLOCK_M"])
     launch(_attention_bwd_dkdv_kernel, (B * H * blocks,), **common, SUMS=want_sums, LAST_M=last, **tile.meta)
     return dk, dv, sums.sum(0).flatten() if want_sums else None
@@ -246,12 +352,12 @@ def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict[str, TensorDe
     return boxes
 
 
-def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor | None:
+def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, logits, turn_back) -> Tensor | None:
     """Our kernels: fills dq, dk, dv (equal strides); -> their sums, (3 H Dh,) in fp32, where wanted."""
     if tile.provider == "tiled":
         delta = torch.empty_like(lse)
-        _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums)
-        *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums)
+        _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums, logits, turn_back)
+        *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums, logits, turn_back)
         return torch.cat([q_sums, kv_sums]) if want_sums else None
 
     B, N, H, D = q.shape
@@ -261,7 +367,8 @@ def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums) -> Tensor
         q_sums = _sums(q, want_sums, B * cdiv(N, tile["BLOCK_M1"]))
         kv_sums = _sums(q, want_sums, B * cdiv(N, tile["BLOCK_N2"]), 2)
         common |= dict(delta_ptr=torch.empty_like(lse), q_sums_ptr=q_sums, kv_sums_ptr=kv_sums)
-        last = dict(LAST_N1=last_block(N, tile["BLOCK_N1"]), LAST_M2=last_block(N, tile["BLOCK_M2"]))
+        common |= dict(TURN=turn_back, **_terms(logits, common["HEAD"]))
+        last = dict(LAST_N1=_last_keys(N, tile["BLOCK_N1"], logits), LAST_M2=last_block(N, tile["BLOCK_M2"]))
         launch(_attention_bwd_phases_kernel, (B * H,), **common, **last)
         return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None
 

@@ -1,5 +1,7 @@
 """Heads of the attention kernels: one or two power-of-two chunks of columns, as in 80 = 64 + 16.
 
+The chunks of a head that is turned by rotary positions are the two halves of its pairs (attention_rope.py).
+
 The kernels list their arguments, and find their head, in the same lines each: Triton takes arguments by name.
 """
 
@@ -24,6 +26,8 @@ class Head(NamedTuple):
     align: int  # elements that each of its rows starts at a multiple of
     far: bool  # whether its last row may be 2^31 elements past its first
     precision: str  # of products in fp32
+    turned: str = ""  # the layout of the pairs that rotary positions turn: see attention_rope.py
+    alike: bool = False  # whether one number turns both columns of a pair
 
 
 @triton.jit
@@ -45,24 +49,35 @@ def chunk_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.con
 
 
 @triton.jit
-def chunk_mask(in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
-    """Where in_rows is true and the head has that column; only the last chunk can pass its end."""
-    if FIRST + SIZE > HEAD.dim:
-        return in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :]
+def chunk_mask(in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr):
+    """Where in_rows is true and a column FIRST.. lies before END."""
+    if FIRST + SIZE > END:
+        return in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < END)[None, :]
     else:
         return in_rows[:, None]
 
 
 @triton.jit
 def load_head_chunk(
-    head, rows, N, FIRST: tl.constexpr, SIZE: tl.constexpr, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr
+    head,
+    rows,
+    N,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    END: tl.constexpr = 0,
 ):
-    """Columns FIRST..FIRST + SIZE of some rows of a head, zeros outside; MASK_ROWS: rows may pass N."""
+    """Columns FIRST..FIRST + SIZE of some rows of a head, zeros outside; MASK_ROWS: rows may pass N.
+
+    END: the column that it ends before, 0 for the head's own end.
+    """
+    LIMIT: tl.constexpr = END if END > 0 else HEAD.dim
     ptrs = chunk_ptrs(head, rows, FIRST, SIZE, HEAD)
     if MASK_ROWS:
-        return tl.load(ptrs, mask=chunk_mask(rows < N, FIRST, SIZE, HEAD), other=0.0)
-    elif FIRST + SIZE > HEAD.dim:
-        return tl.load(ptrs, mask=(FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :], other=0.0)
+        return tl.load(ptrs, mask=chunk_mask(rows < N, FIRST, SIZE, LIMIT), other=0.0)
+    elif FIRST + SIZE > LIMIT:
+        return tl.load(ptrs, mask=(FIRST + tl.arange(0, SIZE) < LIMIT)[None, :], other=0.0)
     else:
         return tl.load(ptrs)
 
@@ -80,10 +95,11 @@ def load_head_rows(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
-def store_head_chunk(head, x, rows, N, FIRST: tl.constexpr, HEAD: tl.constexpr):
-    """Writes columns FIRST.. of rows below N."""
+def store_head_chunk(head, x, rows, N, FIRST: tl.constexpr, HEAD: tl.constexpr, END: tl.constexpr = 0):
+    """Writes columns FIRST.. of rows below N. END: as in load_head_chunk."""
     SIZE: tl.constexpr = x.shape[1]
-    mask = chunk_mask(rows < N, FIRST, SIZE, HEAD)
+    LIMIT: tl.constexpr = END if END > 0 else HEAD.dim
+    mask = chunk_mask(rows < N, FIRST, SIZE, LIMIT)
     tl.store(chunk_ptrs(head, rows, FIRST, SIZE, HEAD), x.to(head[0].dtype.element_ty), mask=mask)
 
 
@@ -99,11 +115,12 @@ def store_head_rows(head, x, rows, N, HEAD: tl.constexpr):
 @triton.jit
 def store_sums(sums_ptr, x, slot, h, H, HEAD: tl.constexpr):
     """Writes the column sums of the chunks x to sums[slot, h], sums (slots, H, Dh) fp32."""
+    HALVES: tl.constexpr = HEAD.turned == "half"
     row = sums_ptr + (slot.to(tl.int64) * H + h) * HEAD.dim
     offs_d = tl.arange(0, x[0].shape[1])
-    tl.store(row + offs_d, tl.sum(x[0], 0), mask=offs_d < HEAD.dim)
+    tl.store(row + offs_d, tl.sum(x[0], 0), mask=offs_d < (HEAD.dim // 2 if HALVES else HEAD.dim))
     if len(x) > 1:
-        offs_d = x[0].shape[1] + tl.arange(0, x[1].shape[1])
+        offs_d = (HEAD.dim // 2 if HALVES else x[0].shape[1]) + tl.arange(0, x[1].shape[1])
         tl.store(row + offs_d, tl.sum(x[1], 0), mask=offs_d < HEAD.dim)
 
 

@@ -11,22 +11,23 @@ from .attention_common import (
     LN2,
     add_product,
     head_of,
-    load_head_rows,
     outer,
     probabilities,
     store_head_rows,
     zero_head_rows,
 )
+from .attention_rope import load_turned_rows, rope_of
 
 
 @triton.jit
-def load_keys(head, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl.constexpr, HEAD: tl.constexpr):
+def load_keys(head, rope, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl.constexpr, HEAD: tl.constexpr):
     """Every row of a head in one to three blocks of rows; only the last reaches past N."""
-    first = load_head_rows(head, tl.arange(0, KEYS0), N, KEYS1 == 0, HEAD)
+    first = load_turned_rows(head, rope, tl.arange(0, KEYS0), N, KEYS1 == 0, HEAD)
     if KEYS1 > 0:
-        second = load_head_rows(head, KEYS0 + tl.arange(0, KEYS1), N, KEYS2 == 0, HEAD)
+        second = load_turned_rows(head, rope, KEYS0 + tl.arange(0, KEYS1), N, KEYS2 == 0, HEAD)
         if KEYS2 > 0:
-            return (first, second, load_head_rows(head, KEYS0 + KEYS1 + tl.arange(0, KEYS2), N, True, HEAD))
+            third = load_turned_rows(head, rope, KEYS0 + KEYS1 + tl.arange(0, KEYS2), N, True, HEAD)
+            return (first, second, third)
         else:
             return (first, second)
     else:
@@ -40,10 +41,12 @@ def _attention_fwd_short_kernel(
     v,
     o,
     lse_ptr,  # (B, H, N)
+    rope,  # (cos, sin, strides of B, H, rows, num_prefix) or None
     N,
     H,
     query_blocks,
     scale,
+    QK: tl.constexpr,
     HEAD: tl.constexpr,
     KEYS0: tl.constexpr,
     KEYS1: tl.constexpr,
@@ -56,14 +59,15 @@ def _attention_fwd_short_kernel(
     bh = pid // groups
     b, h = bh // H, bh % H
     q_head, o_head = head_of(q, b, h, HEAD), head_of(o, b, h, HEAD)
-    k_blocks = load_keys(head_of(k, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
-    v_blocks = load_keys(head_of(v, b, h, HEAD), N, KEYS0, KEYS1, KEYS2, HEAD)
+    rope = rope_of(rope, b, h)
+    k_blocks = load_keys(head_of(k, b, h, HEAD), rope, N, KEYS0, KEYS1, KEYS2, QK)
+    v_blocks = load_keys(head_of(v, b, h, HEAD), None, N, KEYS0, KEYS1, KEYS2, HEAD)
     # disable_licm: addresses are made anew for every block of queries, which leaves the registers for a third program
     # on a multiprocessor
     for i in tl.range(0, query_blocks, num_stages=1, disable_licm=True):
         rows = (pid % groups * query_blocks + i) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_block = load_head_rows(q_head, rows, N, True, HEAD)
-        s = [outer(q_block, k_block, HEAD) for k_block in k_blocks]
+        q_block = load_turned_rows(q_head, rope, rows, N, True, QK)
+        s = [outer(q_block, k_block, QK) for k_block in k_blocks]
         if KEYS2 > 0:
             s = (s[0], s[1], tl.where((KEYS0 + KEYS1 + tl.arange(0, KEYS2) < N)[None, :], s[2], float("-inf")))
             m = tl.maximum(tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1)), tl.max(s[2], 1))

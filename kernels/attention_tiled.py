@@ -9,6 +9,7 @@ C7515).
 import triton
 import triton.language as tl
 
+from .attention_bias import add_bias, terms_of, unit
 from .attention_common import (
     LN2,
     LOG2E,
@@ -20,22 +21,42 @@ from .attention_common import (
     store_head_rows,
     zero_head_rows,
 )
+from .attention_rope import load_turned_rows
 
 
 @triton.jit
 def _fwd_step(
-    acc, l, m, q, k_head, v_head, start, N, scale, KEYS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr
+    acc,
+    l,
+    m,
+    q,
+    k_head,
+    v_head,
+    rope,  # of this head, or None, as the next
+    bias,
+    rows,
+    start,
+    keys,  # how many count
+    N,
+    scale,
+    KEYS: tl.constexpr,
+    MASK: tl.constexpr,
+    HIDES: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
 ):
-    """One block of keys of the online softmax; m is the largest scaled logit so far."""
+    """One block of keys of the online softmax; m: the largest scaled logit. HIDES: it may be -inf."""
     cols = start + tl.arange(0, KEYS)
-    k = load_head_rows(k_head, cols, N, MASK, HEAD)
-    s = outer(q, k, HEAD)
+    k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
+    s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
     if MASK:
-        s = tl.where((cols < N)[None, :], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * scale)
-    p = probabilities(s, m_new[:, None], scale, q[0].dtype)
-    decay = tl.exp2((m - m_new) * LOG2E)
-    v = load_head_rows(v_head, cols, N, MASK, HEAD)
+        s = tl.where((cols < keys)[None, :], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * unit(bias, scale))
+    # where every key so far is hidden, nothing is subtracted: -inf - -inf is no number
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new) if HIDES else m_new
+    p = probabilities(s, shift[:, None], unit(bias, scale), q[0].dtype)
+    decay = tl.exp2((m - shift) * LOG2E)
+    v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     acc = add_product([chunk * decay[:, None] for chunk in acc], p, v, HEAD)
     return acc, l * decay + tl.sum(p, 1), m_new
 
@@ -47,29 +68,40 @@ def _attention_fwd_tiled_kernel(
     v,
     o,
     lse_ptr,  # (B, H, N)
+    terms,  # rope: cos, sin, strides of B, H, rows, num_prefix; bias (B, H, N, N): pointer, strides of B, H, queries;
+    # key lengths (B,); each or None
     N,
     H,
     scale,
+    QK: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
 ):
     """BLOCK_M queries of one head against blocks of BLOCK_N keys, the last of LAST_N (0: N divides)."""
+    TURNS: tl.constexpr = terms[0] is not None  # then addresses made before the loop would spill
+    HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
     blocks_m = tl.cdiv(N, BLOCK_M)
     pid = tl.program_id(0)
     bh = pid // blocks_m
     b, h = bh // H, bh % H
     k_head, v_head = head_of(k, b, h, HEAD), head_of(v, b, h, HEAD)
+    rope, bias, keys = terms_of(terms, b, h, N)
     rows = pid % blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_block = load_head_rows(head_of(q, b, h, HEAD), rows, N, True, HEAD)
+    q_block = load_turned_rows(head_of(q, b, h, HEAD), rope, rows, N, True, QK)
     acc = zero_head_rows(BLOCK_M, HEAD)
     l = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    whole = N // BLOCK_N * BLOCK_N
+    whole = keys // BLOCK_N * BLOCK_N
+    head = (k_head, v_head, rope, bias, rows)
     if LAST_N > 0:
-        acc, l, m = _fwd_step(acc, l, m, q_block, k_head, v_head, whole, N, scale, LAST_N, True, HEAD)
-    for start in range(0, whole, BLOCK_N):
-        acc, l, m = _fwd_step(acc, l, m, q_block, k_head, v_head, start, N, scale, BLOCK_N, False, HEAD)
+        acc, l, m = _fwd_step(acc, l, m, q_block, *head, whole, keys, N, scale, LAST_N, True, HIDES, QK, HEAD)
+    for start in tl.range(0, whole, BLOCK_N, disable_licm=TURNS):
+        acc, l, m = _fwd_step(acc, l, m, q_block, *head, start, keys, N, scale, BLOCK_N, False, HIDES, QK, HEAD)
+    if HIDES:
+        m = tl.where(l == 0, float("inf"), m)
+        l = tl.where(l == 0, 1.0, l)
+    lse = m + tl.log2(l) * LN2
     store_head_rows(head_of(o, b, h, HEAD), [chunk * (1 / l)[:, None] for chunk in acc], rows, N, HEAD)
-    tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)
+    tl.store(lse_ptr + bh.to(tl.int64) * N + rows, lse, mask=rows < N)

@@ -9,6 +9,7 @@ without masks.
 import triton
 import triton.language as tl
 
+from .attention_bias import add_bias, terms_of, unit
 from .attention_common import (
     add_product,
     head_of,
@@ -20,32 +21,53 @@ from .attention_common import (
     store_sums,
     zero_head_rows,
 )
+from .attention_rope import load_turned_rows, store_turned_back
 
 
 @triton.jit
 def _dq_step(
-    dq, q, do, lse, delta, k_head, v_head, start, N, scale, KEYS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr
+    dq,
+    q,
+    do,
+    lse,
+    delta,
+    k_head,
+    v_head,
+    terms,
+    rows,
+    start,
+    N,
+    scale,
+    KEYS: tl.constexpr,
+    MASK: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
 ):
     """dQ / scale += dS K for one block of keys."""
+    rope, bias, keys = terms
     cols = start + tl.arange(0, KEYS)
-    k = load_head_rows(k_head, cols, N, MASK, HEAD)
-    v = load_head_rows(v_head, cols, N, MASK, HEAD)
-    p = probabilities(outer(q, k, HEAD), lse[:, None], scale, q[0].dtype)
+    k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
+    v = load_head_rows(v_head, cols, keys, MASK, HEAD)
+    s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
+    p = probabilities(s, lse[:, None], unit(bias, scale), q[0].dtype)
     if MASK:
-        p = tl.where((cols < N)[None, :], p, 0.0)
+        p = tl.where((cols < keys)[None, :], p, 0.0)
     ds = p * (outer(do, v, HEAD) - delta[:, None])
-    return add_product(dq, ds, k, HEAD)
+    return add_product(dq, ds, k, QK)
 
 
 @triton.jit
 def queries_bwd(
     heads,  # of q, k, v, o, do
     dq_head,
+    terms,  # of the head: terms_of
     lse_row,  # (N,)
     delta_row,  # (N,)
     first,
     N,
     scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -53,22 +75,22 @@ def queries_bwd(
 ):
     """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
+    rope, _, keys = terms
+    TURNS: tl.constexpr = rope is not None  # then addresses made before the loop would spill
     rows = first + tl.arange(0, BLOCK_M)
-    q = load_head_rows(q_head, rows, N, True, HEAD)
+    q = load_turned_rows(q_head, rope, rows, N, True, QK)
     do = load_head_rows(do_head, rows, N, True, HEAD)
     delta = row_dot(load_head_rows(o_head, rows, N, True, HEAD), do)
     tl.store(delta_row + rows, delta, mask=rows < N)
     # +inf past N: those queries weigh nothing
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
-    dq = zero_head_rows(BLOCK_M, HEAD)
-    whole = N // BLOCK_N * BLOCK_N
+    dq = zero_head_rows(BLOCK_M, QK)
+    whole = keys // BLOCK_N * BLOCK_N
     if LAST_N > 0:
-        dq = _dq_step(dq, q, do, lse, delta, k_head, v_head, whole, N, scale, LAST_N, True, HEAD)
-    for start in range(0, whole, BLOCK_N):
-        dq = _dq_step(dq, q, do, lse, delta, k_head, v_head, start, N, scale, BLOCK_N, False, HEAD)
-    dq = [chunk * scale for chunk in dq]
-    store_head_rows(dq_head, dq, rows, N, HEAD)
-    return dq
+        dq = _dq_step(dq, q, do, lse, delta, k_head, v_head, terms, rows, whole, N, scale, LAST_N, True, QK, HEAD)
+    for start in tl.range(0, whole, BLOCK_N, disable_licm=TURNS):
+        dq = _dq_step(dq, q, do, lse, delta, k_head, v_head, terms, rows, start, N, scale, BLOCK_N, False, QK, HEAD)
+    return store_turned_back(dq_head, [chunk * scale for chunk in dq], rope, rows, N, TURN, QK)
 
 
 @triton.jit
@@ -79,39 +101,47 @@ def _dkdv_step(
     v,
     q_head,
     do_head,
+    terms,
     lse_row,
     delta_row,
+    cols,
     start,
     N,
     scale,
     QUERIES: tl.constexpr,
     MASK: tl.constexpr,
+    QK: tl.constexpr,
     HEAD: tl.constexpr,
 ):
     """dK / scale += dS^T Q and dV += P^T dO for one block of queries.
 
     Everything is transposed, so that P^T and dS^T are left operands as they come.
     """
+    rope, bias, _ = terms
     rows = start + tl.arange(0, QUERIES)
-    q = load_head_rows(q_head, rows, N, MASK, HEAD)
+    q = load_turned_rows(q_head, rope, rows, N, MASK, QK)
     do = load_head_rows(do_head, rows, N, MASK, HEAD)
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
-    p = probabilities(outer(k, q, HEAD), lse[None, :], scale, q[0].dtype)
+    s = add_bias(outer(k, q, QK), bias, rows, cols, N, scale, True)
+    p = probabilities(s, lse[None, :], unit(bias, scale), q[0].dtype)
     dv = add_product(dv, p, do, HEAD)
     ds = p * (outer(v, do, HEAD) - delta[None, :])
-    return add_product(dk, ds, q, HEAD), dv
+    return add_product(dk, ds, q, QK), dv
 
 
 @triton.jit
 def keys_bwd(
     heads,  # of q, k, v, do
     grad_heads,  # of dk, dv
+    terms,  # of the head: terms_of
     lse_row,  # (N,)
     delta_row,  # (N,)
     first,
     N,
     scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -119,27 +149,28 @@ def keys_bwd(
 ):
     """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
     q_head, k_head, v_head, do_head = heads
+    rope, _, keys = terms
     cols = first + tl.arange(0, BLOCK_N)
-    k = load_head_rows(k_head, cols, N, True, HEAD)
-    v = load_head_rows(v_head, cols, N, True, HEAD)
-    dk, dv = zero_head_rows(BLOCK_N, HEAD), zero_head_rows(BLOCK_N, HEAD)
-    whole = N // BLOCK_M * BLOCK_M
+    k = load_turned_rows(k_head, rope, cols, keys, True, QK)
+    v = load_head_rows(v_head, cols, keys, True, HEAD)
+    dk, dv = zero_head_rows(BLOCK_N, QK), zero_head_rows(BLOCK_N, HEAD)
+    whole, rest = N // BLOCK_M * BLOCK_M, (q_head, do_head, terms, lse_row, delta_row, cols)
     if LAST_M > 0:
-        dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, whole, N, scale, LAST_M, True, HEAD)
+        dk, dv = _dkdv_step(dk, dv, k, v, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
-        dk, dv = _dkdv_step(dk, dv, k, v, q_head, do_head, lse_row, delta_row, start, N, scale, BLOCK_M, False, HEAD)
-    # keys past N have had their share of every query, in rows of their own: nothing for the sums
-    dk = [tl.where((cols < N)[:, None], chunk * scale, 0.0) for chunk in dk]
-    dv = [tl.where((cols < N)[:, None], chunk, 0.0) for chunk in dv]
-    store_head_rows(grad_heads[0], dk, cols, N, HEAD)
+        dk, dv = _dkdv_step(dk, dv, k, v, *rest, start, N, scale, BLOCK_M, False, QK, HEAD)
+    # keys that do not count have had their share of every query, in rows of their own
+    dk = [tl.where((cols < keys)[:, None], chunk * scale, 0.0) for chunk in dk]
+    dv = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dv]
+    dk = store_turned_back(grad_heads[0], dk, rope, cols, N, TURN, QK)
     store_head_rows(grad_heads[1], dv, cols, N, HEAD)
     return dk, dv
 
 
 @triton.jit
-def store_key_sums(sums_ptr, dkdv, block, h, H, HEAD: tl.constexpr):
+def store_key_sums(sums_ptr, dkdv, block, h, H, QK: tl.constexpr, HEAD: tl.constexpr):
     """Writes the column sums of dK and dV to sums[block, :, h], sums (blocks, 2, H, Dh) fp32."""
-    store_sums(sums_ptr, dkdv[0], block * 2, h, H, HEAD)
+    store_sums(sums_ptr, dkdv[0], block * 2, h, H, QK)
     store_sums(sums_ptr, dkdv[1], block * 2 + 1, h, H, HEAD)
 
 
@@ -150,9 +181,12 @@ def _attention_bwd_dq_kernel(
     lse_ptr,  # (B, H, N)
     delta_ptr,  # (B, H, N), written here
     sums_ptr,  # (B * blocks, H, Dh)
+    terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
     N,
     H,
     scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
     HEAD: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -166,10 +200,10 @@ def _attention_bwd_dq_kernel(
     b, h = bh // H, bh % H
     heads, dq_head = [head_of(x, b, h, HEAD) for x in inputs], head_of(dq, b, h, HEAD)
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    first = index * BLOCK_M
-    dq_block = queries_bwd(heads, dq_head, lse_row, delta_row, first, N, scale, HEAD, BLOCK_M, BLOCK_N, LAST_N)
+    terms, rows = terms_of(terms, b, h, N), (lse_row, delta_row, index * BLOCK_M, N)
+    dq_block = queries_bwd(heads, dq_head, terms, *rows, scale, TURN, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N)
     if SUMS:
-        store_sums(sums_ptr, dq_block, b * blocks_m + index, h, H, HEAD)
+        store_sums(sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
 
 
 @triton.jit
@@ -179,9 +213,12 @@ def _attention_bwd_dkdv_kernel(
     lse_ptr,  # (B, H, N)
     delta_ptr,  # (B, H, N)
     sums_ptr,  # (B * blocks, 2, H, Dh)
+    terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
     N,
     H,
     scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
     HEAD: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -195,10 +232,10 @@ def _attention_bwd_dkdv_kernel(
     b, h = bh // H, bh % H
     heads, grad_heads = [head_of(x, b, h, HEAD) for x in inputs], [head_of(x, b, h, HEAD) for x in grads]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    first = index * BLOCK_N
-    dkdv = keys_bwd(heads, grad_heads, lse_row, delta_row, first, N, scale, HEAD, BLOCK_N, BLOCK_M, LAST_M)
+    terms, rows = terms_of(terms, b, h, N), (lse_row, delta_row, index * BLOCK_N, N)
+    dkdv = keys_bwd(heads, grad_heads, terms, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M)
     if SUMS:
-        store_key_sums(sums_ptr, dkdv, b * blocks_n + index, h, H, HEAD)
+        store_key_sums(sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)
 
 
 @triton.jit
@@ -209,9 +246,12 @@ def _attention_bwd_phases_kernel(
     delta_ptr,  # (B, H, N), written and read here
     q_sums_ptr,  # (B * blocks of queries, H, Dh)
     kv_sums_ptr,  # (B * blocks of keys, 2, H, Dh)
+    terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
     N,
     H,
     scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
     HEAD: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_M1: tl.constexpr,
@@ -231,15 +271,16 @@ def _attention_bwd_phases_kernel(
     dq_head, kv_heads = head_of(grads[0], b, h, HEAD), [head_of(x, b, h, HEAD) for x in (grads[1], grads[2])]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
     blocks_m, blocks_n = tl.cdiv(N, BLOCK_M1), tl.cdiv(N, BLOCK_N2)
+    terms = terms_of(terms, b, h, N)
     for index in tl.range(0, blocks_m, num_stages=1, disable_licm=True):
-        first = index * BLOCK_M1
-        dq_block = queries_bwd(heads, dq_head, lse_row, delta_row, first, N, scale, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1)
+        rows = (lse_row, delta_row, index * BLOCK_M1, N)
+        dq_block = queries_bwd(heads, dq_head, terms, *rows, scale, TURN, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1)
         if SUMS:
-            store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, HEAD)
+            store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
     # delta was written by other threads of this program
     tl.debug_barrier()
     for index in tl.range(0, blocks_n, num_stages=1, disable_licm=True):
-        without_o, first = (heads[0], heads[1], heads[2], heads[4]), index * BLOCK_N2
-        dkdv = keys_bwd(without_o, kv_heads, lse_row, delta_row, first, N, scale, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2)
+        without_o, rows = (heads[0], heads[1], heads[2], heads[4]), (lse_row, delta_row, index * BLOCK_N2, N)
+        dkdv = keys_bwd(without_o, kv_heads, terms, *rows, scale, TURN, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2)
         if SUMS:
-            store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, HEAD)
+            store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)

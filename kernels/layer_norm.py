@@ -1,7 +1,7 @@
-"""LayerNorm and the residual add before it (Ba et al., 2016): forward.
+"""LayerNorm (Ba et al., 2016), RMSNorm (Zhang & Sennrich, 2019), and the residual add before them.
 
     z = residual + drop_path[b] * layer_scale * x        (M, D); plain LayerNorm: z = x
-    y = (z - mean) * rstd * weight + bias                mean, rstd (M,) in fp32
+    y = (z - mean) * rstd * weight + bias                mean, rstd (M,) in fp32; RMSNorm: mean = 0, not written
 
 A row is read once and stays in registers, as D / BLOCK_D chunks: 768 = 3 x 256, where one warp holds a 16-bit row and
 its sums are warp shuffles. The variance is the mean square of the centred row, so a large mean costs no digits.
@@ -44,7 +44,7 @@ def layer_norm_fwd_kernel(
     b_ptr,  # (D,) or None
     y_ptr,  # (M, D)
     z_ptr,  # (M, D), None without res_ptr
-    mean_ptr,  # (M,)
+    mean_ptr,  # (M,), None for RMSNorm
     rstd_ptr,  # (M,)
     M,
     rows_per_sample,
@@ -83,34 +83,42 @@ def layer_norm_fwd_kernel(
             rounded = (res[i].to(tl.float32) + value).to(z_ptr.dtype.element_ty)
             store_chunk(z_ptr, rounded, rows, M, i, D, BLOCK_D)
             value = rounded.to(tl.float32)
-        total += value
+        total += value if mean_ptr is not None else value * value
         z = z + (value,)
-    mean = tl.sum(total, 1, keep_dims=True) / D
 
-    centred = ()
-    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for i in tl.static_range(CHUNKS):
-        value = tl.where(row_mask(rows, M, i, D, BLOCK_D), z[i] - mean, 0.0)
-        total += value * value
-        centred = centred + (value,)
+    if mean_ptr is not None:
+        mean = tl.sum(total, 1, keep_dims=True) / D
+        centred = ()
+        total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            value = tl.where(row_mask(rows, M, i, D, BLOCK_D), z[i] - mean, 0.0)
+            total += value * value
+            centred = centred + (value,)
+        z = centred
     rstd = tl.rsqrt(tl.sum(total, 1, keep_dims=True) / D + eps)
 
     for i in tl.static_range(CHUNKS):
-        y = centred[i] * rstd
+        y = z[i] * rstd
         if w_ptr is not None:
             y *= w[i].to(tl.float32)
         if b_ptr is not None:
             y += b[i].to(tl.float32)
         store_chunk(y_ptr, y, rows, M, i, D, BLOCK_D)
-    tl.store(mean_ptr + rows, mean, mask=rows < M)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + rows, mean, mask=rows < M)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, D), last stride 1 -> y (M, D) in out_dtype (x's), mean and rstd (M,) fp32."""
-    y, _, mean, rstd = add_layer_norm_fwd(x, None, weight, bias, eps, None, None, 1, out_dtype)
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None = None,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x (M, D), last stride 1 -> y (M, D) in out_dtype (x's), mean (None of RMSNorm), rstd (M,) fp32."""
+    y, _, mean, rstd = add_layer_norm_fwd(x, None, weight, bias, eps, None, None, 1, out_dtype, rms)
     return y, mean, rstd
 
 
@@ -124,8 +132,9 @@ def add_layer_norm_fwd(
     drop_path: Tensor | None,
     rows_per_sample: int,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(y, z, mean, rstd) of x, residual (M, D), last stride 1; without a residual z is None.
+    rms: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(y, z, mean, rstd) of x, residual (M, D), last stride 1; z is None without one, mean with rms.
 
     y (M, D) in out_dtype (x's), z (M, D) in residual's dtype, mean and rstd (M,) in fp32.
     """
@@ -133,10 +142,10 @@ def add_layer_norm_fwd(
     tile = tiles.lookup("layer_norm_fwd", x, layer_norm_class(D, residual is not None))
     if tile.provider == "torch":
         parameters = weight, bias, eps, layer_scale, drop_path, rows_per_sample
-        return layer_norm_torch.forward(x, residual, *parameters, out_dtype)
+        return layer_norm_torch.forward(x, residual, *parameters, out_dtype, rms)
     y = torch.empty((M, D), dtype=out_dtype or x.dtype, device=x.device)
     z = None if residual is None else torch.empty((M, D), dtype=residual.dtype, device=x.device)
-    mean = torch.empty(M, dtype=torch.float32, device=x.device)
+    mean = None if rms else torch.empty(M, dtype=torch.float32, device=x.device)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     launch(
         layer_norm_fwd_kernel,

@@ -1,4 +1,4 @@
-"""LayerNorm and the residual add before it: backward, in one persistent pass over the rows.
+"""LayerNorm, RMSNorm, and the residual add before them: backward, in one persistent pass.
 
 With xhat = (z - mean) * rstd and g = dy * weight:
 
@@ -6,9 +6,9 @@ With xhat = (z - mean) * rstd and g = dy * weight:
     dx = drop_path[b] * layer_scale * dres
     dweight = sum_M(dy * xhat), dbias = sum_M(dy), dlayer_scale = sum_M(drop_path[b] * dres * x), dz_sum = sum_M(dz)
 
-Every program adds up its rows' column sums in registers and writes them once to an fp32 workspace that `column_sums`
-adds in a fixed order: the fused backward of Apex and of Triton's tutorial, without their locks and atomics. The next
-rows are on their way through shared memory (STAGES) while these are computed.
+RMSNorm has neither mean nor mean_D(g). Every program adds up its rows' column sums in registers and writes them once to
+an fp32 workspace that `column_sums` adds in a fixed order: the fused backward of Apex and of Triton's tutorial, without
+their locks and atomics. The next rows are on their way through shared memory (STAGES) while these are computed.
 """
 
 from typing import NamedTuple
@@ -51,6 +51,12 @@ def _add(total, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _standardised(z, mean, rstd):
+    """xhat; mean None: RMSNorm's."""
+    return z.to(tl.float32) * rstd if mean is None else (z.to(tl.float32) - mean) * rstd
+
+
+@triton.jit
 def _store_sums(ws_ptr, total, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes this program's row of the workspace: chunks (BLOCK_M, BLOCK_D) summed over their rows."""
     for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
@@ -64,7 +70,7 @@ def layer_norm_bwd_kernel(
     strides,  # of their rows
     w_ptr,  # (D,) or None
     b_ptr,  # (D,) or None
-    mean_ptr,  # (M,)
+    mean_ptr,  # (M,), None for RMSNorm
     rstd_ptr,  # (M,)
     ls_ptr,  # (D,) or None
     dp_ptr,  # (M / rows_per_sample,) or None
@@ -105,7 +111,7 @@ def layer_norm_bwd_kernel(
             branch = load_rows(branch_ptr, rows, M, strides[3], D, ALIGN, BLOCK_D)
         if dp_ptr is not None:
             dp = row_factor(dp_ptr, rows, M, rows_per_sample)
-        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
+        mean = None if mean_ptr is None else tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
 
         # Beyond D and M dy and dz are zero, and so is everything that is summed.
@@ -114,7 +120,7 @@ def layer_norm_bwd_kernel(
         dw_more = ()
         for i in tl.static_range(CHUNKS):
             g = dy[i].to(tl.float32)
-            xhat = (z[i].to(tl.float32) - mean) * rstd
+            xhat = _standardised(z[i], mean, rstd)
             dw_more = dw_more + (g * xhat,)
             y = xhat
             if w_ptr is not None:
@@ -134,15 +140,16 @@ def layer_norm_bwd_kernel(
             dz_sum = _add(dz_sum, dz, CHUNKS)
 
         if DRES:
-            g_mean = tl.sum(g_total, 1, keep_dims=True) / D
+            if mean_ptr is not None:
+                g_mean = tl.sum(g_total, 1, keep_dims=True) / D
             gx_mean = tl.sum(gx_total, 1, keep_dims=True) / D
             dls_more = ()
             for i in tl.static_range(CHUNKS):
                 g = dy[i].to(tl.float32)
                 if w_ptr is not None:
                     g *= w[i].to(tl.float32)
-                xhat = (z[i].to(tl.float32) - mean) * rstd
-                dres = (g - g_mean - xhat * gx_mean) * rstd
+                xhat = _standardised(z[i], mean, rstd)
+                dres = (g - g_mean - xhat * gx_mean) * rstd if mean_ptr is not None else (g - xhat * gx_mean) * rstd
                 if dz_ptr is not None:
                     dres += dz[i].to(tl.float32)
                 if dres_ptr is not None:
@@ -185,7 +192,7 @@ def layer_norm_bwd(
     z: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     *,
     dz: Tensor | None = None,
@@ -203,7 +210,7 @@ def layer_norm_bwd(
 
     dres in z's dtype; dx in dy's, where layer_scale or drop_path is given (it equals dres otherwise); dweight, dbias
     and dlayer_scale in the dtype of their parameter; dz_sum, the column sum of dz where that is given, in fp32; y =
-    LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale.
+    LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale. mean: None for RMSNorm.
     """
     M, D = z.shape
     tile = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))

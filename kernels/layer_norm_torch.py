@@ -1,4 +1,4 @@
-"""LayerNorm and the residual add before it by PyTorch's own kernels, provider "torch".
+"""LayerNorm and the residual add before it, and RMSNorm, by PyTorch's own kernels, provider "torch".
 
 PyTorch's LayerNorm takes one dtype for everything: where the dtypes differ it runs in fp32. On the CPU it would return
 the statistics of 16-bit rows in 16 bits: fp32 there too.
@@ -6,6 +6,7 @@ the statistics of 16-bit rows in 16 bits: fp32 there too.
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
 from .rows import row_factors
 
@@ -27,8 +28,8 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
 
 
 def forward(
-    x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sample, out_dtype
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    x, residual, weight, bias, eps, layer_scale, drop_path, rows_per_sample, out_dtype, rms
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """add_layer_norm_fwd, with its arguments and results."""
     (count, width), z, normed = x.shape, None, x
     if residual is not None:
@@ -43,6 +44,9 @@ def forward(
     out_dtype = out_dtype or x.dtype
     dtype = _dtype_of(normed, _dtype(weight), _dtype(bias), out_dtype)
     normed, weight, bias = _as(dtype, normed, weight, bias)
+    if rms:
+        y, rstd = aten._fused_rms_norm(normed, [width], weight, eps)
+        return y.to(out_dtype), z, None, rstd.view(count)
     y, mean, rstd = aten.native_layer_norm(normed, [width], weight, bias, eps)
     return y.to(out_dtype), z, mean.view(count), rstd.view(count)
 
@@ -53,14 +57,19 @@ def backward(
     """layer_norm_bwd, with its arguments and results."""
     want_dx, want_dparams, want_layer_scale, want_dz_sum, want_y = wants
     count, width = z.shape
-    statistics = mean[:, None], rstd[:, None]
     want_dres = want_dx or want_layer_scale
     wanted = [want_dres, want_dparams and weight is not None, want_dparams and bias is not None]
     dres = dx = dlayer_scale = dweight = dbias = y = None
     if any(wanted):
         dtype = _dtype_of(z, dy.dtype, _dtype(weight), _dtype(bias))
-        inputs = _as(dtype, dy, z)
-        grads = aten.native_layer_norm_backward(*inputs, [width], *statistics, *_as(dtype, weight, bias), wanted)
+        inputs, parameters = _as(dtype, dy, z), _as(dtype, weight, bias)
+        if mean is None:
+            backward = aten._fused_rms_norm_backward.default  # on the CPU there is its decomposition alone
+            backward = backward if z.device.type == "cuda" else decomposition_table[backward]
+            grads = *backward(*inputs, [width], rstd[:, None], parameters[0], wanted[:2]), None
+        else:
+            statistics = mean[:, None], rstd[:, None]
+            grads = aten.native_layer_norm_backward(*inputs, [width], *statistics, *parameters, wanted)
         dres, dweight, dbias = (grad if want else None for grad, want in zip(grads, wanted))
         (dweight,), (dbias,) = _as(_dtype(weight), dweight), _as(_dtype(bias), dbias)
     if want_dres:
@@ -72,7 +81,7 @@ def backward(
         if want_dx and scaled is not dres:
             dx = scaled.to(dy.dtype)
     if want_y:
-        y = (z - statistics[0]).mul_(statistics[1])
+        y = z * rstd[:, None] if mean is None else (z - mean[:, None]).mul_(rstd[:, None])
         if weight is not None:
             y = y.mul_(weight) if bias is None else torch.addcmul(bias, y, weight)
         elif bias is not None:

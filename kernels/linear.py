@@ -2,7 +2,7 @@
 
 linear            out = x W^T + b                                        x (M, K), W (N, K), b (N,) -> (M, N)
 linear_residual   out = res + drop_path[row // rows_per_sample] * layer_scale * (x W^T + b)
-input_grad        dx = g W                                               g (M, N), W (N, K) -> (M, K)
+input_grad        dx = g W (+ what another layer of x has)               g (M, N), W (N, K) -> (M, K)
 """
 
 import torch
@@ -97,12 +97,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _launch_linear(x, weight, bias, tile, "nt")
 
 
-def input_grad(g: Tensor, weight: Tensor) -> Tensor:
-    """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype."""
+def input_grad(g: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
+    """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K): added; it may be written."""
     tile = tiles.lookup("input_grad", g, product_class(*weight.shape))
     if tile.provider == "cublas":
-        return torch.mm(g, weight)
-    return _launch_linear(g, weight, None, tile, "nn")
+        return torch.mm(g, weight) if onto is None else onto.addmm_(g, weight)
+    return _launch_linear(g, weight, None, tile, "nn", onto)
 
 
 def linear_residual(

@@ -1,16 +1,11 @@
-"""The two layers of a ViT's MLP, their GELU in the epilogue of a product, forward and backward.
+"""The two layers of a ViT's MLP, their activation in the epilogue of a product, forward and backward.
 
     linear_gelu    pre = x W^T + b, act = gelu(pre)            x (M, K), W (N, K), b (N,); pre is kept for backward only
     dgelu_matmul   dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre)     g (M, D), W2 (D, F), pre (M, F)
     gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)                          element-wise
 
-"none": gelu(p) = p Phi(p) = max(p, 0) - |p| Q(|p|), Phi the normal distribution function and Q = 1 - Phi its upper
-tail, computed as two to the power of a polynomial of |p|: two fifths fewer instructions in fc1's kernel than with erf
-(sm_90, Triton 3.9), and digits in the negative tail, where 1 + erf cancels (tests/kernels/test_gelu.py): fp32 gelu's
-relative error is 2e-4 at -4, 1.6e-3 at -5, 1e-2 at -6, 0.15 at -7 (with erf 6e-3 at -4, 0.2 at -5, 1 from -6 on); below
--9, where |gelu| is 1e-18 and less, no digit is left.
-"tanh": p times the logistic function of 2 sqrt(2/pi) (p + 0.044715 p^3) (Hendrycks & Gimpel, 2016).
-GELU acts on `pre` as it is rounded for storing, so that training, evaluation and backward agree.
+gelu stands for any activation of activations.py, by its name there. It acts on `pre` as it is rounded for storing, so
+that training, evaluation and backward agree.
 dgelu_matmul rewrites the activation that the second layer's weight gradient needs, so that forward need not keep it.
 Bias gradients are column sums that every block of rows writes to an fp32 workspace, added up in a fixed order by a
 second, small kernel. No atomics.
@@ -23,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import tiles
+from .activations import activate, activate_and_slope, activated, activation_bwd
 from .launch import cdiv, launch
 from .linear import input_grad, linear, linear_residual
 from .product import describable, load_columns, output_block, product_class, row_product
@@ -32,72 +28,8 @@ from .rows import column_sums, vector
 __all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
 
 
-# log2 Q(z) = c0 + c1 z + ..., lowest power first: the minimax fit of tests/helpers/gelu_polynomial.py.
-UPPER_TAIL = tl.constexpr(
-    (
-        -0.999999922,
-        -1.15110917,
-        -0.459172229,
-        -0.0526167539,
-        0.00725389419,
-        -0.000293898503,
-        -0.000117135696,
-        2.40945069e-05,
-        -1.50350067e-06,
-    )
-)
-LARGE = tl.constexpr(16.0)  # where Q, 2^-190, and the normal density, 2^-186, are zero in fp32
-
-
 @triton.jit
-def upper_tail(z):
-    """Q(z) = 1 - Phi(z) for 0 <= z <= LARGE, Phi being the normal distribution function."""
-    exponent = UPPER_TAIL[8] * z + UPPER_TAIL[7]
-    for i in tl.static_range(6, -1, -1):
-        exponent = exponent * z + UPPER_TAIL[i]
-    return tl.exp2(exponent)
-
-
-@triton.jit
-def tanh_gate(p):
-    """1 / (1 + exp(-2 u)), u = sqrt(2/pi) (p + 0.044715 p^3)."""
-    # 2 sqrt(2/pi) log2(e) = 2.3022082
-    return 1.0 / (1.0 + tl.exp2(-2.302208198 * p * (1.0 + 0.044715 * p * p)))
-
-
-@triton.jit
-def magnitude(p):
-    return tl.minimum(tl.abs(p), LARGE, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def gelu(p, TANH: tl.constexpr):
-    if TANH:
-        return p * tanh_gate(p)
-    else:
-        # p Phi(p) = max(p, 0) - |p| Q(|p|) loses no digits to 1 - Q, and has no branch.
-        z = magnitude(p)
-        return tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL) - z * upper_tail(z)
-
-
-@triton.jit
-def gelu_and_slope(p, TANH: tl.constexpr):
-    """(gelu(p), its derivative)."""
-    if TANH:
-        # gate' = gate (1 - gate) 2 u', 2 u' = 2 sqrt(2/pi) (1 + 3 * 0.044715 p^2)
-        gate = tanh_gate(p)
-        return p * gate, gate + p * gate * (1.0 - gate) * 1.5957691216 * (1.0 + 0.134145 * p * p)
-    else:
-        # Phi(p) + p density(p); of -|p| it is Q - |p| density, of |p| 1 minus that.
-        z = magnitude(p)
-        q = upper_tail(z)
-        density = tl.exp2(-0.7213475204444817 * z * z - 1.3257480647361593)  # log2(e) / 2, log2(2 pi) / 2
-        slope = q - z * density
-        return tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL) - z * q, tl.where(p < 0, slope, 1.0 - slope)
-
-
-@triton.jit
-def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, index_m, offs_m, cols, M, N, stride_om, TANH: tl.constexpr):
+def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, index_m, offs_m, cols, M, N, stride_om, ACT: tl.constexpr):
     """Epilogue of linear_gelu; index_m is for the other one, store_dgelu."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
@@ -106,7 +38,7 @@ def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, index_m, offs_m, cols, M, N, str
     pre = pre.to(act_ptr.dtype.element_ty)
     if pre_ptr is not None:
         tl.store(pre_ptr + at, pre, mask=mask)
-    tl.store(act_ptr + at, gelu(pre.to(tl.float32), TANH).to(act_ptr.dtype.element_ty), mask=mask)
+    tl.store(act_ptr + at, activate(pre.to(tl.float32), ACT).to(act_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -121,7 +53,7 @@ def linear_gelu_kernel(
     K,
     strides,  # of x along M, K and of W along K, N
     stride_om,
-    TANH: tl.constexpr,
+    ACT: tl.constexpr,
     LOADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -135,18 +67,30 @@ def linear_gelu_kernel(
     )
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
-        store_gelu(pieces[i], bias_ptr, pre_ptr, act_ptr, index_m, offs_m, cols, M, N, stride_om, TANH)
+        store_gelu(pieces[i], bias_ptr, pre_ptr, act_ptr, index_m, offs_m, cols, M, N, stride_om, ACT)
 
 
 @triton.jit
 def store_dgelu(
-    dact, pre_ptr, dpre_ptr, act_ptr, sums_ptr, index_m, offs_m, cols, M, N, stride_pm, stride_om, TANH: tl.constexpr
+    dact,
+    pre_ptr,
+    dpre_ptr,
+    act_ptr,
+    sums_ptr,
+    index_m,
+    offs_m,
+    cols,
+    M,
+    N,
+    stride_pm,
+    stride_om,
+    ACT: tl.constexpr,
 ):
     """Epilogue of dgelu_matmul."""
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     at = offs_m[:, None] * stride_om + cols[None, :]
     p = tl.load(pre_ptr + (offs_m[:, None] * stride_pm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
-    act, slope = gelu_and_slope(p, TANH)
+    act, slope = activate_and_slope(p, ACT)
     if act_ptr is not None:
         tl.store(act_ptr + at, act.to(act_ptr.dtype.element_ty), mask=mask)
     dpre = dact * slope
@@ -169,7 +113,7 @@ def dgelu_matmul_kernel(
     strides,  # of g along M, K and of W2 along K, N
     stride_pm,
     stride_om,
-    TANH: tl.constexpr,
+    ACT: tl.constexpr,
     LOADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -184,7 +128,7 @@ def dgelu_matmul_kernel(
     for i in tl.static_range(SUBTILES):
         cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
         pointers = (pre_ptr, dpre_ptr, act_ptr, sums_ptr)
-        store_dgelu(pieces[i], *pointers, index_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
+        store_dgelu(pieces[i], *pointers, index_m, offs_m, cols, M, N, stride_pm, stride_om, ACT)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -199,7 +143,7 @@ def gelu_bwd_kernel(
     stride_ym,
     stride_pm,
     stride_om,
-    TANH: tl.constexpr,
+    ACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -208,7 +152,7 @@ def gelu_bwd_kernel(
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m[:, None] < M) & (cols[None, :] < N)
     dy = tl.load(dy_ptr + (offs_m[:, None] * stride_ym + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
-    store_dgelu(dy, pre_ptr, dpre_ptr, act_ptr, sums_ptr, index_m, offs_m, cols, M, N, stride_pm, stride_om, TANH)
+    store_dgelu(dy, pre_ptr, dpre_ptr, act_ptr, sums_ptr, index_m, offs_m, cols, M, N, stride_pm, stride_om, ACT)
 
 
 def _product_tile(op: str, a: Tensor, b: Tensor, shape: str) -> tiles.Tile:
@@ -219,26 +163,35 @@ def _product_tile(op: str, a: Tensor, b: Tensor, shape: str) -> tiles.Tile:
     return tile
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool) -> tuple[Tensor, Tensor]:
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
     """(gelu(pre), pre), (M, N) in x's dtype: x (M, K), weight (N, K); pre is an empty (0,) unless `save`."""
     (m, k), n = x.shape, weight.shape[0]
     tile = _product_tile("linear_gelu_fwd", x, weight, product_class(k, n))
     if tile.provider == "cublas":
         pre = F.linear(x, weight, bias)
-        return F.gelu(pre, approximate=approximate), pre if save else x.new_empty(0)
+        return activated(pre, activation), pre if save else x.new_empty(0)
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pre = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
-    bias, tanh = vector(bias), approximate == "tanh"
+    bias = vector(bias)
     if tile.provider == "gluon":
-        launch_product(x, weight, "nt", tile, store_gelu, (bias, pre, act), (n,), tanh)
+        launch_product(x, weight, "nt", tile, store_gelu, (bias, pre, act), (n,), activation)
     else:
         grid, shared = row_product(x, weight, tile, "nt")
-        launch(linear_gelu_kernel, grid, **shared, bias_ptr=bias, pre_ptr=pre, act_ptr=act, stride_om=n, TANH=tanh)
+        launch(
+            linear_gelu_kernel,
+            grid,
+            **shared,
+            bias_ptr=bias,
+            pre_ptr=pre,
+            act_ptr=act,
+            stride_om=n,
+            ACT=activation,
+        )
     return act, x.new_empty(0) if pre is None else pre
 
 
 def dgelu_matmul(
-    g: Tensor, weight2: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool = True
+    g: Tensor, weight2: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dpre, act, dbias): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre).
 
@@ -248,15 +201,15 @@ def dgelu_matmul(
     (m, k), n = g.shape, weight2.shape[1]
     tile = _product_tile("dgelu_matmul", g, weight2, product_class(k, n))
     if tile.provider == "cublas":
-        return _gelu_bwd(torch.mm(g, weight2), pre, approximate, want_bias_grad, want_act)
-    blocks, tanh = row_blocks(m) if tile.provider == "gluon" else cdiv(m, tile["BLOCK_M"]), approximate == "tanh"
+        return _gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
+    blocks = row_blocks(m) if tile.provider == "gluon" else cdiv(m, tile["BLOCK_M"])
     dpre, act, sums = _dgelu_outputs(pre, blocks, want_act, want_bias_grad)
     if tile.provider == "gluon":
-        launch_product(g, weight2, "nn", tile, store_dgelu, (pre, dpre, act, sums), (pre.stride(0), n), tanh)
+        launch_product(g, weight2, "nn", tile, store_dgelu, (pre, dpre, act, sums), (pre.stride(0), n), activation)
     else:
         grid, shared = row_product(g, weight2, tile, "nn")
         pointers = dict(pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
-        launch(dgelu_matmul_kernel, grid, **shared, **pointers, stride_pm=pre.stride(0), stride_om=n, TANH=tanh)
+        launch(dgelu_matmul_kernel, grid, **shared, **pointers, stride_pm=pre.stride(0), stride_om=n, ACT=activation)
     return dpre, act, _bias_grad(sums)
 
 
@@ -281,25 +234,25 @@ def _bias_grad(sums: Tensor | None) -> Tensor | None:
 
 
 def _gelu_bwd(
-    dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool, want_act: bool
+    dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As dgelu_matmul, from the product dy (M, N)."""
     m, n = pre.shape
     tile = tiles.lookup("gelu_bwd", pre, f"d{n}")
     if tile.provider == "torch":
-        dpre = torch.ops.aten.gelu_backward(dy, pre, approximate=approximate).contiguous()
+        dpre = activation_bwd(dy, pre, activation).contiguous()
         dbias = dpre.sum(0, dtype=torch.float32) if want_bias_grad else None
-        return dpre, F.gelu(pre, approximate=approximate) if want_act else None, dbias
+        return dpre, activated(pre, activation) if want_act else None, dbias
     blocks = cdiv(m, tile["BLOCK_M"])
     dpre, act, sums = _dgelu_outputs(pre, blocks, want_act, want_bias_grad)
-    grid, tanh = (blocks, cdiv(n, tile["BLOCK_N"])), approximate == "tanh"
+    grid = blocks, cdiv(n, tile["BLOCK_N"])
     pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
     strides = dict(stride_ym=dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
-    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, TANH=tanh, **tile.meta)
+    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, ACT=activation, **tile.meta)
     return dpre, act, _bias_grad(sums)
 
 
-def gelu_bwd(dy: Tensor, pre: Tensor, approximate: str, want_bias_grad: bool) -> tuple[Tensor, Tensor | None]:
+def gelu_bwd(dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool) -> tuple[Tensor, Tensor | None]:
     """dpre = dy * gelu'(pre) (M, N) in pre's dtype, and its column sum (N,) in fp32 where wanted."""
-    dpre, _, dbias = _gelu_bwd(dy, pre, approximate, want_bias_grad, want_act=False)
+    dpre, _, dbias = _gelu_bwd(dy, pre, activation, want_bias_grad, want_act=False)
     return dpre, dbias

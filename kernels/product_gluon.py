@@ -8,7 +8,7 @@ have arrived, and `empty`, both groups have read them. Phases go 0, 1, 0, ...; t
 the producer's first, is none.
 
 The epilogue is a `triton.jit` function that other kernels call too: epilogue(sums (64, columns) in fp32, *pointers,
-index along M, rows, columns, M, N, *strides, TANH). It is called for 64 rows at a time, so the last may lie past M.
+index along M, rows, columns, M, N, *strides, ACT). It is called for 64 rows at a time, so the last may lie past M.
 
 Gluon has no interpreter, and no GPU has run this yet (tiles.UNCHECKED). tests/kernels/test_gluon.py runs it as Python,
 under a model of barriers, copy engine and wgmma in which anything may be late, and reads its machine code.
@@ -80,7 +80,7 @@ def consume(
     order,
     output,
     EPILOGUE: tl.constexpr,
-    TANH: tl.constexpr,
+    ACT: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -118,7 +118,7 @@ def consume(
         pieces = split_columns(acc, SUBTILES)
         for i in gl.static_range(SUBTILES):
             cols = index_n * BLOCK_N + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, STORED))
-            EPILOGUE(gl.convert_layout(pieces[i], STORED), *pointers, row_block, offs_m, cols, M, N, *strides, TANH)
+            EPILOGUE(gl.convert_layout(pieces[i], STORED), *pointers, row_block, offs_m, cols, M, N, *strides, ACT)
 
 
 @jit(do_not_specialize=["M"])
@@ -131,7 +131,7 @@ def product_gluon_kernel(
     N,
     K,
     EPILOGUE: tl.constexpr,
-    TANH: tl.constexpr,
+    ACT: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -154,8 +154,8 @@ def product_gluon_kernel(
     output = (pointers, strides, M, N)
     gl.warp_specialize(
         [
-            (consume, (0, ring, order, output, EPILOGUE, TANH, KIND, BLOCK_N, GROUP_M, SUBTILES, STAGES)),
-            (consume, (1, ring, order, output, EPILOGUE, TANH, KIND, BLOCK_N, GROUP_M, SUBTILES, STAGES)),
+            (consume, (0, ring, order, output, EPILOGUE, ACT, KIND, BLOCK_N, GROUP_M, SUBTILES, STAGES)),
+            (consume, (1, ring, order, output, EPILOGUE, ACT, KIND, BLOCK_N, GROUP_M, SUBTILES, STAGES)),
             (produce, (a, b, ring, order, KIND, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
         ],
         [4, 1],  # warps of the second and the third
@@ -174,7 +174,9 @@ def _descriptor(x: Tensor, rows: int, columns: int):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
-def launch_product(a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, pointers: tuple, strides: tuple, tanh):
+def launch_product(
+    a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, pointers: tuple, strides: tuple, activation: str
+):
     """Has `epilogue` store a (M, K) times b, (K, N) of kind "nn", or transposed, (N, K), of kind "nt"."""
     (m, k), n = a.shape, b.shape[1 if kind == "nn" else 0]
     block_n, block_k = tile["BLOCK_N"], tile["BLOCK_K"]
@@ -191,7 +193,7 @@ def launch_product(a: Tensor, b: Tensor, kind: str, tile: tiles.Tile, epilogue, 
         N=n,
         K=k,
         EPILOGUE=epilogue,
-        TANH=tanh,
+        ACT=activation,
         KIND=kind,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,

@@ -4,6 +4,7 @@ Chosen by measurement (or, where none is at hand yet, by offline compilation: no
 limit). Data only; the first rule that matches wins. tiles.py looks them up.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -83,8 +84,9 @@ _WIDE = tuple(
     )
     for provider in ("triton", "tma")
 )
-# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6). Where BLOCK_K does not divide
-# K, masks would spill: only the widths of models.
+# Where BLOCK_K does not divide K, masks would spill: some tiles are for the widths of models only.
+_WIDTHS = (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6).
 _DGELU, _DGELU_TMA = (
     tuple(
         Rule(
@@ -93,12 +95,39 @@ _DGELU, _DGELU_TMA = (
             bits="16",
             shape=f"{k}x*",
         )
-        for k in (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+        for k in _WIDTHS
     )
     + rules
     for provider, rules in (("triton", _PRODUCT), ("tma", _TMA))
 )
+# Two products at once: the blocks and sums of _PRODUCT with half the columns for each. Backward reads and writes two of
+# everything: narrower, or in smaller pieces.
+_GATED = (
+    *(
+        Rule(
+            tile(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, SUBTILES=2),
+            sm=(90, 100),
+            bits="16",
+            shape=f"{k}x*",
+        )
+        for k in _WIDTHS
+    ),
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2), bits="16"),
+    # In fp32 each of the two spills with one of Triton 3.6 and 3.9 where the other stands.
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, SUBTILES=1), sm=(120,)),
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+)
+_DGATED = (
+    Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=8), sm=(90, 100), bits="16"),
+    Rule(tile(4, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+    _PRODUCT[-1],
+)
 _CUBLAS = (Rule(tile(provider="cublas")),)
+
+
+def _by_descriptors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The first of some rules for a product, for sm_90 and newer, with "tma", which needs no masks."""
+    return (dataclasses.replace(rules[0], tile=dataclasses.replace(rules[0].tile, provider="tma"), shape="*"),)
 
 
 def _head(
@@ -167,10 +196,17 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "scale_rows": (Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=6)),),
     "column_sums": (Rule(tile(8, 1, BLOCK_P=256, BLOCK_D=16)),),
-    # Shape classes of attention: padded head size, tokens up to 64, 128, 256, 320 or "long". Providers: the paths of
-    # attention.py.
+    # Shape classes of attention: padded head size, tokens up to 64, 128, 256, 320 or "long"; "r" or "f", "b", "k" for
+    # rotary positions, a bias, lengths of keys (Logits.suffix). Providers: the paths of attention.py.
     "attention_fwd": (
         Rule(tile(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90,), shape="d[1-6]?n[126]*[rf]"),
+        Rule(tile(8, 1, "rows", BLOCK_M=64), sm=(90, 100), shape="*n[126]*[rf]"),
+        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d[1-6]?n*[rf]"),
+        Rule(tile(8, 2, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*[rfbk]"),
+        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="*f*"),
+        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=64), shape="d[1-6]?n*[rbk]"),
+        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="*[rbk]"),
         Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*nlong"),
         Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
         Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d128*"),
@@ -180,15 +216,21 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64)),
     ),
     "attention_bwd": (
-        _head(90, "d[13][26]n[1-6]*", programs=4, maxnreg=128),
-        _head(90, "d[46][48]n[1-6]*", programs=3, maxnreg=168),
-        _head(90, "d[89][06]n[1-6]*", programs=2, maxnreg=248, exact=1),
+        _head(90, "d[13][26]n[1-6]*[0-9]", programs=4, maxnreg=128),
+        _head(90, "d[46][48]n[1-6]*[0-9]", programs=3, maxnreg=168),
+        _head(90, "d[89][06]n[1-6]*[0-9]", programs=2, maxnreg=248, exact=1),
         _head(100, "d64n64", programs=4, stages=1, exact=1),
-        _head(100, "d[1-9][024568]n[1-6]*", programs=2, exact=1),
+        _head(100, "d[1-9][024568]n[1-6]*[0-9]", programs=2, exact=1),
         Rule(tile(provider="tiled")),
     ),
     "attention_bwd_dq": (
         Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="d128*[rfbk]"),
+        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="*[rf][bk]*"),
+        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*[rfbk]"),
+        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=16), shape="*f*"),
+        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=16), sm=(120,), shape="*r*"),
+        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=32), shape="*[rbk]"),
         Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="d128*"),
         Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
         Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n64"),
@@ -199,6 +241,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "attention_bwd_dkdv": (
         Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d[1-6]?n*f*"),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d[1-6]?n*r[bk]*"),
+        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="d[1-6]?n*[rbk]"),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), sm=(90, 100), shape="*[rfbk]"),
+        Rule(tile(4, 1, BLOCK_M=16, BLOCK_N=16), shape="*f*"),
+        Rule(tile(8, 2, BLOCK_M=16, BLOCK_N=64), shape="*r*"),
+        Rule(tile(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="*[bk]"),
+        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="*[bk]"),
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d128*"),
         Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="*nlong"),
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
@@ -209,6 +259,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), shape="d80*"),
         Rule(tile(4, 2, BLOCK_M=32, BLOCK_N=64)),
     ),
+    "attention_bwd_bias": (
+        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
+        Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=32)),
+    ),
+    # GROUPS: of samples, whose shares are added up afterwards.
+    "rope_bwd": (Rule(tile(4, 1, BLOCK_M=16, GROUPS=8)),),
     # Shape classes: "u8-even-large", see patches.patch_class. PROGRAMS: how many the split of the rows aims at.
     "patch_embed_fwd": (
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=16), bits="32", shape="f32-even-*"),
@@ -248,6 +305,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_DGELU,
     ),
     "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),
+    "gated_linear_fwd": _GATED,
+    "dgated_matmul": _DGATED,
+    "gated_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=32)),),
     "weight_grad": _CUBLAS,
     "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
 }
@@ -259,7 +319,8 @@ UNCHECKED = ("gluon",)
 # Providers that launch no kernel of ours and cannot be compiled offline.
 LIBRARIES = ("torch", "cublaslt", *attention_libraries.PROVIDERS)
 _TORCH = (Rule(tile(provider="torch")),)
-_ATTENTION = tuple(Rule(tile(provider=library)) for library in attention_libraries.PROVIDERS)
+_PLAIN = "*[0-9g]"  # attention without rotary positions, a bias or lengths of keys
+_ATTENTION = tuple(Rule(tile(provider=library), shape=_PLAIN) for library in attention_libraries.PROVIDERS)
 
 _SHORT = "d[1-6][24568]n[1-6]*"  # attention over at most 320 tokens, heads of one chunk or 32 + 16
 
@@ -274,8 +335,8 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
         *_ATTENTION,
     ),
     "attention_bwd": (
-        _head(90, _SHORT, programs=2, maxnreg=248, exact=1, variant="exact"),
-        _head(90, _SHORT, programs=1, warps=8, keys=128, variant="wide"),
+        _head(90, f"{_SHORT}[0-9]", programs=2, maxnreg=248, exact=1, variant="exact"),
+        _head(90, f"{_SHORT}[0-9]", programs=1, warps=8, keys=128, variant="wide"),
         Rule(
             tile(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), sm=(90,), bits="16", shape=_SHORT
         ),
@@ -288,6 +349,9 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "linear_residual_fwd": (*_CUBLAS, Rule(tile(provider="cublaslt"), bits="16"), *_TMA, *_WIDE),
     "dgelu_matmul": _CUBLAS + _DGELU_TMA + _WIDE + _GLUON,
     "gelu_bwd": _TORCH,
+    "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),
+    "dgated_matmul": _CUBLAS + _by_descriptors(_DGATED),
+    "gated_bwd": _TORCH,
     "patch_embed_fwd": _CUBLAS,
     "patch_embed_dweight": _CUBLAS,
     "patch_embed_dimages": _CUBLAS,

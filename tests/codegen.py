@@ -244,7 +244,7 @@ def _rows(tile: str) -> int:
 WAITING = 2 / 3
 # Kernels whose work is a matrix product.
 PRODUCTS = ("linear", "attention", "dgelu_matmul", "product_gluon", "input_grad", "weight_grad_kernel")
-PRODUCTS += ("patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
+PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
 
 
 # ---- an archive of what a run on a GPU launches

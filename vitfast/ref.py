@@ -17,6 +17,8 @@ def _upcastable(function):
     """Adds `upcast=False`: with True every floating tensor becomes float64 before anything is computed."""
 
     def double(a):
+        if isinstance(a, tuple):
+            return tuple(map(double, a))
         return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
 
     @functools.wraps(function)
@@ -38,6 +40,10 @@ def transformed() -> bool:
         return True
     # Dynamo takes the other question for true always; the transforms that it traces say themselves what they lack.
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# Bounds of `std`, and of `mean` and `std`, on the 0..1 scale: float32 holds what comes of them.
+LEAST_STD, MOST_PIXEL = 1e-6, 1e6
 
 
 def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
@@ -86,6 +92,18 @@ def layer_norm(x, weight, bias, eps=1e-6):
 
 
 @_upcastable
+def rms_norm(x, weight, eps=1e-6):
+    """x / sqrt(mean(x^2) + eps) * weight: (..., D) -> (..., D), in x's dtype; at least fp32 inside."""
+    work = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(work, (x.shape[-1],), _like(weight, work), eps).to(x.dtype)
+
+
+def _normed(x, weight, bias, eps, norm):
+    """The norm of a block, "layer" or "rms"."""
+    return rms_norm(x, weight, eps) if norm == "rms" else layer_norm(x, weight, bias, eps)
+
+
+@_upcastable
 def residual_add(x, residual, *, layer_scale=None, drop_path=None):
     """residual + drop_path[b] * layer_scale * x, in the dtype of `residual`. x, residual (B, ..., D)."""
     if layer_scale is not None:
@@ -103,22 +121,85 @@ def add_layer_norm(x, residual, weight, bias, eps=1e-6, *, layer_scale=None, dro
     return layer_norm(z, weight, bias, eps), z
 
 
+def _by_token(table: Tensor) -> Tensor:
+    """A table (N, Dh), (H, N, Dh) or (B, 1|H, N, Dh) as it multiplies (B, N, H, Dh)."""
+    return table[:, None] if table.dim() == 2 else table.transpose(-3, -2)
+
+
 @_upcastable
-def attention(q, k, v, *, scale=None):
-    """softmax(q k^T * scale) v; q, k, v (B, N, H, Dh) -> (B, N, H, Dh). scale: 1/sqrt(Dh) unless given."""
+def rotate(x, cos, sin, *, rope_layout="half", num_prefix=0):
+    """x cos + turned(x) sin after the first num_prefix tokens of x (B, N, H, Dh), in x's dtype.
+
+    turned: of each pair (a, b) of columns (-b, a). Pairs are i and i + Dh/2 ("half") or 2i and 2i + 1 ("interleaved").
+    cos, sin: see `attention`.
+    """
+    half, axis = (x.shape[-1] // 2, -2 if rope_layout == "half" else -1)
+    pair = (2, half) if rope_layout == "half" else (half, 2)
+    if cos.shape[-1] == half:
+        cos, sin = (torch.stack([table, table], axis).flatten(-2) for table in (cos, sin))
+    patches = x[:, num_prefix:].to(torch.promote_types(x.dtype, cos.dtype))
+    a, b = patches.unflatten(-1, pair).unbind(axis)
+    turned = torch.stack([-b, a], axis).flatten(-2)
+    patches = patches * _by_token(cos) + turned * _by_token(sin)
+    return torch.cat([x[:, :num_prefix], patches.to(x.dtype)], dim=1)
+
+
+def _mask(q: Tensor, bias: Tensor | None, key_lengths: Tensor | None) -> Tensor | None:
+    """Numbers to add to the logits (B|1, H|1, N|1, N), or a mask of keys; q (B, N, H, Dh)."""
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        bias = bias if bias.dim() == 4 else bias[None]
+    if key_lengths is None:
+        return bias
+    keys = (torch.arange(q.shape[1], device=q.device) < key_lengths[:, None])[:, None, None]
+    return keys if bias is None else bias.masked_fill(~keys, float("-inf"))
+
+
+@_upcastable
+def attention(q, k, v, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bias=None, key_lengths=None):
+    """softmax(q k^T * scale + bias) v; q, k, v (B, N, H, Dh) -> (B, N, H, Dh).
+
+    scale: 1/sqrt(Dh) unless given. rope: (cos, sin), of `rotate`. bias (H, N, N) or (B|1, H, N, N). key_lengths (B,):
+    later keys do not count.
+    """
+    if rope is not None:
+        q, k = (rotate(x, *rope, rope_layout=rope_layout, num_prefix=num_prefix) for x in (q, k))
     if transformed():  # PyTorch's fused attention has no tangents and no second derivative
-        probabilities = attention_probabilities(q, k, scale=scale).to(v.dtype)
+        probabilities = attention_probabilities(q, k, scale=scale, bias=bias, key_lengths=key_lengths).to(v.dtype)
         return (probabilities @ v.transpose(1, 2)).transpose(1, 2).contiguous()
-    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+    mask = _mask(q, bias, key_lengths)
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        mask = mask.expand(q.shape[0], q.shape[2], *mask.shape[2:])
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale=scale)
     return o.transpose(1, 2).contiguous()
 
 
 @_upcastable
-def attention_probabilities(q, k, *, scale=None):
-    """softmax(q k^T * scale): q, k (B, N, H, Dh) -> (B, H, N, N) in fp32 at least."""
+def attention_logits(q, k, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bias=None, key_lengths=None):
+    """q k^T * scale + bias: q, k (B, N, H, Dh) -> (B, H, N, N), in fp32 at least.
+
+    -inf for keys that do not count. Options as in `attention`.
+    """
+    if rope is not None:
+        q, k = (rotate(x, *rope, rope_layout=rope_layout, num_prefix=num_prefix) for x in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = (q.transpose(1, 2) * scale) @ k.permute(0, 2, 3, 1)
-    return logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1)
+    logits = ((q.transpose(1, 2) * scale) @ k.permute(0, 2, 3, 1)).to(torch.promote_types(q.dtype, torch.float32))
+    mask = _mask(q, bias, key_lengths)
+    if mask is None:
+        return logits
+    return logits + mask if mask.dtype != torch.bool else logits.masked_fill(~mask, float("-inf"))
+
+
+@_upcastable
+def attention_probabilities(q, k, **options):
+    """The softmax of attention_logits over the keys.
+
+    A query that sees no key has zeros, as in PyTorch's fused attention.
+    """
+    logits = attention_logits(q, k, **options)
+    if options.get("bias") is None and options.get("key_lengths") is None:
+        return logits.softmax(-1)
+    return logits.softmax(-1).masked_fill((logits == float("-inf")).all(-1, keepdim=True), 0.0)
 
 
 @_upcastable
@@ -127,10 +208,19 @@ def linear(x, weight, bias=None):
     return F.linear(x, _like(weight, x), _like(bias, x))
 
 
+# Of the MLPs: GELU by erf and by tanh (Hendrycks & Gimpel, 2016), x sigmoid(1.702 x) there too, and SiLU, x sigmoid(x).
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+}
+
+
 @_upcastable
-def linear_gelu(x, weight, bias, *, approximate="none"):
-    """gelu(x W^T + b)."""
-    return F.gelu(linear(x, weight, bias), approximate=approximate)
+def linear_gelu(x, weight, bias, *, activation="gelu"):
+    """activation(x W^T + b)."""
+    return ACTIVATIONS[activation](linear(x, weight, bias))
 
 
 @_upcastable
@@ -140,9 +230,35 @@ def linear_residual(x, weight, bias, residual, *, layer_scale=None, drop_path=No
 
 
 @_upcastable
-def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *, approximate="none"):
-    """gelu(x W1^T + b1) W2^T + b2."""
-    return linear(linear_gelu(x, fc1_weight, fc1_bias, approximate=approximate), fc2_weight, fc2_bias)
+def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *, activation="gelu"):
+    """activation(x W1^T + b1) W2^T + b2."""
+    return linear(linear_gelu(x, fc1_weight, fc1_bias, activation=activation), fc2_weight, fc2_bias)
+
+
+def _gated(x, up_weight, up_bias, gate_weight, gate_bias, activation, inner_weight, inner_bias, inner_eps):
+    """norm(activation(gate(x)) * up(x)), the norm where inner_weight is."""
+    h = ACTIVATIONS[activation](linear(x, gate_weight, gate_bias)) * linear(x, up_weight, up_bias)
+    return h if inner_weight is None else layer_norm(h, inner_weight, inner_bias, inner_eps)
+
+
+@_upcastable
+def gated_mlp(
+    x,
+    up_weight,
+    up_bias,
+    gate_weight,
+    gate_bias,
+    down_weight,
+    down_bias,
+    *,
+    activation="silu",
+    inner_norm_weight=None,
+    inner_norm_bias=None,
+    inner_eps=1e-6,
+):
+    """down(inner_norm(activation(gate(x)) * up(x))), the inner norm only where its weight is given."""
+    layers, inner = (up_weight, up_bias, gate_weight, gate_bias), (inner_norm_weight, inner_norm_bias, inner_eps)
+    return linear(_gated(x, *layers, activation, *inner), down_weight, down_bias)
 
 
 @_upcastable
@@ -157,19 +273,21 @@ def attention_block(
     *,
     num_heads,
     eps=1e-6,
+    norm="layer",
     layer_scale=None,
     drop_path=None,
     compute_dtype=None,
+    **logits,
 ):
-    """x + drop_path[b] * layer_scale * proj(attention(qkv(layer_norm(x)))), in x's dtype.
+    """x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x)))), in x's dtype.
 
-    (B, N, D) -> (B, N, D). compute_dtype: of the matrix products.
+    (B, N, D) -> (B, N, D). compute_dtype: of the matrix products. logits: options of `attention`.
     """
-    h = layer_norm(x, norm_weight, norm_bias, eps)
+    h = _normed(x, norm_weight, norm_bias, eps, norm)
     qkv = linear(h if compute_dtype is None else h.to(compute_dtype), qkv_weight, qkv_bias)
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
     return linear_residual(
-        attention(q, k, v).flatten(2), proj_weight, proj_bias, x, layer_scale=layer_scale, drop_path=drop_path
+        attention(q, k, v, **logits).flatten(2), proj_weight, proj_bias, x, layer_scale=layer_scale, drop_path=drop_path
     )
 
 
@@ -184,12 +302,42 @@ def mlp_block(
     fc2_bias,
     *,
     eps=1e-6,
-    approximate="none",
+    activation="gelu",
+    norm="layer",
     layer_scale=None,
     drop_path=None,
     compute_dtype=None,
 ):
-    """x + drop_path[b] * layer_scale * mlp(layer_norm(x)): (B, N, D) -> (B, N, D), in x's dtype."""
-    h = layer_norm(x, norm_weight, norm_bias, eps)
-    h = linear_gelu(h if compute_dtype is None else h.to(compute_dtype), fc1_weight, fc1_bias, approximate=approximate)
+    """x + drop_path[b] * layer_scale * mlp(norm(x)): (B, N, D) -> (B, N, D), in x's dtype."""
+    h = _normed(x, norm_weight, norm_bias, eps, norm)
+    h = linear_gelu(h if compute_dtype is None else h.to(compute_dtype), fc1_weight, fc1_bias, activation=activation)
     return linear_residual(h, fc2_weight, fc2_bias, x, layer_scale=layer_scale, drop_path=drop_path)
+
+
+@_upcastable
+def gated_mlp_block(
+    x,
+    norm_weight,
+    norm_bias,
+    up_weight,
+    up_bias,
+    gate_weight,
+    gate_bias,
+    down_weight,
+    down_bias,
+    *,
+    eps=1e-6,
+    activation="silu",
+    norm="layer",
+    inner_norm_weight=None,
+    inner_norm_bias=None,
+    inner_eps=1e-6,
+    layer_scale=None,
+    drop_path=None,
+    compute_dtype=None,
+):
+    """x + drop_path[b] * layer_scale * gated_mlp(norm(x)): (B, N, D) -> (B, N, D), in x's dtype."""
+    h = _normed(x, norm_weight, norm_bias, eps, norm)
+    layers, inner = (up_weight, up_bias, gate_weight, gate_bias), (inner_norm_weight, inner_norm_bias, inner_eps)
+    h = _gated(h if compute_dtype is None else h.to(compute_dtype), *layers, activation, *inner)
+    return linear_residual(h, down_weight, down_bias, x, layer_scale=layer_scale, drop_path=drop_path)

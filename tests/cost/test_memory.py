@@ -21,6 +21,29 @@ def test_memory_is_what_a_run_keeps_with_all_kept(options):
     )
 
 
+@pytest.mark.parametrize("options", [{}, dict(scale_mlp_norm=True)], ids=str)
+def test_memory_of_gated_mlps_with_all_kept(options):
+    model = ViT(**TINY, **options, swiglu_mlp=True, norm_layer="layernorm", keep="all").half().train()
+    found = kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8))
+    assert found == sum(kept_bytes(model, 3, 2, keep="all").values()) > sum(kept_bytes(model, 3, 2).values())
+
+
+@pytest.mark.parametrize(
+    "options", [dict(qk_norm=True), dict(scale_mlp_norm=True), dict(pos_embed="relative")], ids=str
+)
+def test_what_is_not_counted_is_refused(options):
+    with pytest.raises(InputError, match="not counted"):
+        estimate(on_meta("B/16", **options), rates())
+
+
+@pytest.mark.parametrize("name", ["DINOv3-7B/16", "SigLIP2-So400m/14", "EVA02-L/14"])
+def test_the_command_takes_the_new_presets(capsys, name):
+    code, out, _ = run(capsys, "--model", name, "--json")
+    found = json.loads(out)
+    with torch.device("meta"):
+        assert code == 0 and found["params"] == sum(p.numel() for p in ViT.from_preset(name).parameters())
+
+
 def test_auto_keeps_all_where_it_fits(capsys):
     """B/16, batch 256: 5.6 GB more on an H200.
 
@@ -113,6 +136,11 @@ def kept(model: ViT, images: torch.Tensor, autocast: torch.dtype | None = None) 
         (dict(residual_in_fp32=True, reg_tokens=2), torch.float16),
         (dict(backbone=dict(layers=[1]), depth=1), torch.float32),
         (dict(pos_embed="learn2d", pos_embed_at="layers", num_heads=1), torch.float32),
+        (dict(rope="dinov3", pos_embed="none", reg_tokens=2, swiglu_mlp=True), torch.float16),
+        (dict(rope="cat", swiglu_mlp=True, scale_mlp_norm=True, depth=1), torch.float32),
+        (dict(pre_norm=True, act_layer="quick_gelu"), torch.float16),
+        (dict(norm_layer="rmsnorm", pre_norm=True), torch.float32),
+        (dict(class_token=False, global_pool="map"), torch.float32),
     ],
     ids=str,
 )

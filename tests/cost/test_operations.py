@@ -22,6 +22,10 @@ from vitfast.cost import GIB, Rates, estimate, flops_per_image, forward_flops, o
         ("Ti/16", dict(reg_tokens=4, representation_size=100, in_chans=1, mlp_ratio=3.5, qkv_bias=False)),
         ("L/32", dict(num_classes=0, depth=3)),
         ("Nano/8", dict(img_size=24, patch_size=(6, 8), global_pool="")),
+        ("DINOv3-S+/16", dict(img_size=(80, 208), depth=3)),
+        ("DINOv3-7B/16", dict(depth=1)),
+        ("EVA02-B/14", dict(depth=2)),
+        ("CLIP-B/32", dict(norm_layer="rmsnorm")),
     ],
     ids=str,
 )
@@ -33,9 +37,15 @@ def test_flops_are_those_torch_counts(name, options):
     assert 2 * flops_per_image(on_meta(name, **options)) == counter.get_total_flops() > 0
 
 
-def test_flops_of_a_hybrid_are_those_torch_counts():
-    model = ViT.from_preset("R50+B/16", img_size=(32, 48), depth=1, embed_dim=96)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+@pytest.mark.parametrize(
+    "name, options",
+    [("R50+B/16", {}), ("SigLIP2-B/16", {}), ("SigLIP2-So400m/16", dict(num_heads=6, num_classes=0, reg_tokens=2))],
+    ids=str,
+)
+def test_flops_of_small_models_are_those_torch_counts(name, options):
+    """A hybrid; MAP heads, which see no prefix tokens."""
+    model = ViT.from_preset(name, **dict(img_size=(32, 48), depth=1, embed_dim=96) | options)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.rand(1, 3, 32, 48))
     assert flops_per_image(model) == counter.get_total_flops() > 0
 

@@ -23,6 +23,13 @@ BY_HAND = {  # op: (flops, elements) of forward, training, backward
     "add_layer_norm": ((0, 4 * 1920 + 384), (0, 4 * 1920 + 384), (0, 4 * 1920 + 576)),
     "linear_gelu": ((2_949_120, FC1), (2_949_120, FC1 + 7680), (5_898_240, FC1_BACKWARD + 2 * 7680)),
     "mlp": ((5_898_240, FC1 + FC2), (5_898_240, FC1 + FC2 + 7680), (11_796_480, FC1_BACKWARD + FC2_BACKWARD)),
+    "gated_mlp": (  # up and gate: 1,920 + 294,912 + 1,536 of weights and biases; they put out 15,360, h is 7,680
+        (8_847_360, 1920 + 294_912 + 1536 + 7680 + FC2),
+        (8_847_360, 1920 + 294_912 + 1536 + 15_360 + 7680 + FC2),
+        # dup, dgate and h again of dout, up and gate; dW down; dx of both; dW of both
+        (17_694_720, (1920 + 147_456 + 5 * 7680) + (1920 + 7680 + 147_456 + 192) + 312_192 + 313_728),
+    ),
+    "rms_norm": ((0, 2 * 1920 + 192), (0, 2 * 1920 + 192), (0, 3 * 1920 + 384)),
     "mlp_block": (
         (5_898_240, 2 * 1920 + 384 + FC1 + FC2 + 1920),
         (5_898_240, 2 * 1920 + 384 + FC1 + FC2 + 1920 + 7680),
@@ -36,7 +43,13 @@ BY_HAND = {  # op: (flops, elements) of forward, training, backward
 }
 
 DIRECTIONS = ("forward", "training", "backward")
-SIZES = {"attention": (M, N, D), "layer_norm": (M, D), "add_layer_norm": (M, D), "attention_block": (M, N, D)}
+SIZES = {
+    "attention": (M, N, D),
+    "layer_norm": (M, D),
+    "rms_norm": (M, D),
+    "add_layer_norm": (M, D),
+    "attention_block": (M, N, D),
+}
 
 
 @pytest.mark.parametrize("op", BY_HAND)

@@ -22,7 +22,8 @@ HALVES = DTYPES[1:]
 CUBLAS = ("linear_fwd", "input_grad", "weight_grad")  # left to cuBLAS by default: here their kernels must run
 
 
-PRODUCTS = (*CUBLAS, "linear_gelu_fwd", "linear_residual_fwd", "dgelu_matmul")
+PRODUCTS = (*CUBLAS, "linear_gelu_fwd", "linear_residual_fwd", "dgelu_matmul", "gated_linear_fwd", "dgated_matmul")
+BY_NAME = ("layer_scale", "drop_path", "inner_norm_weight", "inner_norm_bias")
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
 def run(op, values: dict, dtype: torch.dtype, upstream: torch.Tensor, frozen=(), **kwargs) -> dict:
     """Output and gradients of `op` on leaves of one dtype."""
     leaves = {k: None if v is None else v.detach().to(dtype).requires_grad_(k not in frozen) for k, v in values.items()}
-    factors = {k: leaves.pop(k) for k in ("layer_scale", "drop_path") if k in leaves}
+    factors = {k: leaves.pop(k) for k in BY_NAME if k in leaves}
     out = op(*leaves.values(), **factors, **kwargs)
     out.backward(upstream.to(dtype))
     return {"out": out.detach()} | {

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import pairs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime import interpreter
 
@@ -17,6 +18,7 @@ from vitfast import ops, ref
 from vitfast.kernels import attention as kernels
 from vitfast.kernels import launch, tiles
 from vitfast.kernels.attention import HEAD_SIZES, attention_bwd, attention_bwd_separate, attention_fwd
+from vitfast.kernels.logits import PLAIN
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted kernels; test_gpu.py runs the real ones")
 
@@ -98,16 +100,18 @@ def random(B, N, H, D, dtype=torch.float32):
     return torch.randn(B, N, 3, H, D).to(dtype), torch.randn(B, N, H, D).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N, D", [(n, d) for n in (1, 5, 50, 196, 197, 257) for d in (64, 80)] + [(577, 64)])
-def test_attention_matches_ref_at_every_length(N, D, dtype, poison):
+@pytest.mark.parametrize(
+    "N, dtype, D",
+    [*pairs([1, 5, 50, 196, 197, 257], list(ATOL), [64, 80]), *((577, dtype, 64) for dtype in ATOL)],
+)
+def test_attention_matches_ref_at_every_length(N, dtype, D, poison):
     compare(*random(2 if N < 100 else 1, N, 3 if N < 100 else 1, D, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", HEAD_SIZES)
-def test_attention_matches_ref_at_every_head_size(D, dtype, each_path, poison):
-    compare(*random(1, 37, 2, D, dtype))
+@pytest.mark.parametrize("D, dtype, name", pairs(HEAD_SIZES, list(ATOL), list(PATHS)))
+def test_attention_matches_ref_at_every_head_size(D, dtype, name, poison):
+    with path(name):
+        compare(*random(1, 37, 2, D, dtype))
 
 
 @pytest.mark.parametrize("N, D", [(1, 16), (64, 32), (145, 72), (197, 64), (250, 24), (256, 128)])
@@ -233,20 +237,20 @@ def test_separate_tensors_of_different_strides(each_path, poison):
     assert all(g.is_contiguous() for g in attention_bwd_separate(q, k, v, o, lse, do, D**-0.5))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("D", [32, 80])
-def test_bias_gradient_is_the_column_sums(D, dtype, each_path, poison):
-    qkv, do = random(3, 70, 2, D, dtype)
+@pytest.mark.parametrize("name, D, dtype", pairs(list(PATHS), [32, 80], list(ATOL)[1:]))
+def test_bias_gradient_is_the_column_sums(name, D, dtype, poison):
+    qkv, do = random(2, 70, 2, D, dtype)
     q, k, v = qkv.unbind(2)
-    o, lse = attention_fwd(q, k, v, D**-0.5)
-    dqkv, dbias = attention_bwd(q, k, v, o, lse, do, D**-0.5, want_bias_grad=True)
+    with path(name):
+        o, lse = attention_fwd(q, k, v, D**-0.5)
+        dqkv, dbias = attention_bwd(q, k, v, o, lse, do, D**-0.5, want_bias_grad=True)
+        same, none = attention_bwd(q, k, v, o, lse, do, D**-0.5)
+    assert none is None and torch.equal(same, dqkv)
     _, exact = run(by_ref, qkv.double(), do.double())
     assert dbias.shape == (3 * 2 * D,) and dbias.dtype == torch.float32
     sums = exact.sum((0, 1)).flatten()
     from_rounded = (dqkv.double().sum((0, 1)).flatten() - sums).abs().max()
     assert (dbias - sums).abs().max() <= 2 * from_rounded + 1e-3
-    same, none = attention_bwd(q, k, v, o, lse, do, D**-0.5)
-    assert none is None and torch.equal(same, dqkv)
 
 
 def test_empty_batch(each_path, poison):
@@ -273,9 +277,16 @@ def test_opcheck(packed):
     inputs = [qkv] if packed else list(qkv.unbind(2))
     name = "attention_packed" if packed else "attention_separate"
     forward, backward = getattr(torch.ops.vitfast, name).default, getattr(torch.ops.vitfast, name + "_backward").default
-    o, lse = forward(*inputs, 0.25)
-    torch.library.opcheck(backward, (*inputs, o, lse, do, 0.25))
-    torch.library.opcheck(forward, ([x.detach().clone().requires_grad_() for x in inputs] + [0.25]))
+    cos, sin, bias = torch.rand(2, 8, 16), torch.rand(2, 8, 16), torch.randn(2, 9, 9)
+    acting = (cos, sin, bias, torch.tensor([9, 4]), True, 1)
+    for logits, wanted in ((PLAIN, (False, False)), (acting, (True, True))):
+        o, lse = forward(*inputs, *logits, 0.25)
+        torch.library.opcheck(backward, (*inputs, *logits, o, lse, do, 0.25, *wanted))
+        given = [
+            x.detach().clone().requires_grad_(x.is_floating_point()) for x in (*inputs, *logits[:4]) if x is not None
+        ]
+        given += [None] * (len(inputs) + 4 - len(given))
+        torch.library.opcheck(forward, (*given, *logits[4:], 0.25))
 
 
 def test_compiled_equals_eager():

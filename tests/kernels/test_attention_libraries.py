@@ -30,6 +30,7 @@ from vitfast.kernels.attention import (
     attention_bwd_separate,
     attention_fwd,
 )
+from vitfast.kernels.logits import PLAIN
 
 SHAPES = [(1, 64), (50, 32), (50, 64), (50, 72), (50, 80), (197, 64), (197, 80)]
 
@@ -110,8 +111,9 @@ def test_operation_on_a_library(packed):
         )
         detached = [x.detach() for x in inputs]
         asked = ("test_schema", "test_faketensor")
-        torch.library.opcheck(forward, (*inputs, SCALE), test_utils=asked)
-        torch.library.opcheck(backward, (*detached, *forward(*detached, SCALE), do, SCALE), test_utils=asked)
+        torch.library.opcheck(forward, (*inputs, *PLAIN, SCALE), test_utils=asked)
+        made = forward(*detached, *PLAIN, SCALE)
+        torch.library.opcheck(backward, (*detached, *PLAIN, *made, do, SCALE, False, False), test_utils=asked)
     truth = by_autograd(qkv.double(), do.double())
     torch.testing.assert_close(o.double(), truth["o"], atol=1e-5, rtol=1e-5)
     dqkv = grads[0] if packed else torch.stack(grads, 2)

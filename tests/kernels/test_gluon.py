@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vitfast import ref
 from vitfast.kernels import gluon_names, launch, mlp, product_gluon, rows, tiles
 from vitfast.kernels.tiles import Rule, tile
 from vitfast.tune import user_table
@@ -21,7 +22,7 @@ from vitfast.tune.search import Search
 from vitfast.tune.trial import Problem
 from vitfast.tune.tuner import Attempt, Tuner
 from vitfast.verify.draw import Draw, Sizes
-from vitfast.verify.launchers import Launcher
+from vitfast.verify.launcher import Launcher
 
 BF16 = torch.bfloat16
 CASES = {"fc1": "linear_gelu_fwd", "dgelu": "dgelu_matmul"}
@@ -46,9 +47,11 @@ def product_of(
     b = torch.randn(*((k, n) if kind == "nn" else (n, k)), generator=generator).half()
     out, stored = torch.full((m, n), torch.nan, dtype=torch.float64), torch.zeros(m, n)
 
-    def epilogue(sums, out, row_block, offs_m, cols, m, n, stride, tanh):
+    def epilogue(sums, out, row_block, offs_m, cols, m, n, stride, activation):
         assert (
-            sums.shape == (2, 16) and (offs_m == 2 * row_block + torch.arange(2)).all() and (stride, tanh) == (n, True)
+            sums.shape == (2, 16)
+            and (offs_m == 2 * row_block + torch.arange(2)).all()
+            and (stride, activation) == (n, "gelu")
         )
         offs_m, cols = offs_m[offs_m < m], cols[cols < n]
         out[offs_m[:, None], cols] = sums[: len(offs_m), : len(cols)]
@@ -57,7 +60,7 @@ def product_of(
     small = tile(4, stages, "gluon", BLOCK_N=64, BLOCK_K=64, GROUP_M=group, SUBTILES=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_multiprocessors", lambda device: programs)
-        (made,) = launch.record(lambda: copy.launch_product(a, b, kind, small, epilogue, (out,), (n,), True))
+        (made,) = launch.record(lambda: copy.launch_product(a, b, kind, small, epilogue, (out,), (n,), "gelu"))
     assert made.grid == (min(programs, -(-m // 4) * -(-n // 64)),)
     gluon_model.run(copy, made, seed)
     assert (stored == 1).all(), "a tile is left out, or stored twice"
@@ -113,20 +116,20 @@ def test_every_block_is_visited_once(blocks_m, blocks_n, group):
 
 @triton.jit
 def epilogue_kernel(
-    sums_ptr, p0, p1, p2, p3, index_m, first_m, first_n, M, N, s0, s1, TANH: tl.constexpr, WIDTH: tl.constexpr
+    sums_ptr, p0, p1, p2, p3, index_m, first_m, first_n, M, N, s0, s1, ACT: tl.constexpr, WIDTH: tl.constexpr
 ):
     offs_m, cols = first_m + tl.arange(0, 64).to(tl.int64), first_n + tl.arange(0, WIDTH)
     sums = tl.load(sums_ptr + tl.arange(0, 64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
     if s1 is None:
-        mlp.store_gelu(sums, p0, p1, p2, index_m, offs_m, cols, M, N, s0, TANH)
+        mlp.store_gelu(sums, p0, p1, p2, index_m, offs_m, cols, M, N, s0, ACT)
     else:
-        mlp.store_dgelu(sums, p0, p1, p2, p3, index_m, offs_m, cols, M, N, s0, s1, TANH)
+        mlp.store_dgelu(sums, p0, p1, p2, p3, index_m, offs_m, cols, M, N, s0, s1, ACT)
 
 
 def interpreted(sums, *rest):
     """The epilogue of fc1 or of dGELU, whichever has these arguments, in Triton's interpreter."""
     count = 4 if len(rest) == 12 else 3
-    pointers, (row_block, offs_m, cols, m, n), (*strides, tanh) = (
+    pointers, (row_block, offs_m, cols, m, n), (*strides, activation) = (
         rest[:count],
         rest[count : count + 5],
         rest[count + 5 :],
@@ -135,7 +138,7 @@ def interpreted(sums, *rest):
     first = dict(index_m=row_block, first_m=int(offs_m[0]), first_n=int(cols[0]), M=m, N=n)
     assert len(offs_m) == 64
     sums = sums.float().contiguous()
-    epilogue_kernel[(1,)](sums, p0, p1, p2, p3, **first, s0=s0, s1=s1, TANH=tanh, WIDTH=len(cols))
+    epilogue_kernel[(1,)](sums, p0, p1, p2, p3, **first, s0=s0, s1=s1, ACT=activation, WIDTH=len(cols))
 
 
 @pytest.fixture
@@ -163,29 +166,31 @@ def made(copy, call, seed: int):
     return results
 
 
-@pytest.mark.parametrize("approximate, full", [("none", True), ("tanh", False)])
-def test_fc1_matches_ref(on_cpu, approximate, full):
+@pytest.mark.parametrize(
+    "activation, full", [("gelu", True), ("gelu_tanh", False), ("quick_gelu", True), ("silu", True)]
+)
+def test_fc1_matches_ref(on_cpu, activation, full):
     x, w, b = (torch.randn(*shape).half() for shape in ((197, 72), (264, 72), (264,)))
     with tiles.override("linear_gelu_fwd", gluon_tile("linear_gelu_fwd")):
-        act, pre = made(on_cpu, lambda: mlp.linear_gelu(x, w, b if full else None, approximate, full), 0)
+        act, pre = made(on_cpu, lambda: mlp.linear_gelu(x, w, b if full else None, activation, full), 0)
     want = x.double() @ w.double().t() + (b.double() if full else 0)
-    torch.testing.assert_close(
-        act.double(), torch.nn.functional.gelu(want, approximate=approximate), atol=1e-2, rtol=2e-3
-    )
+    torch.testing.assert_close(act.double(), ref.ACTIVATIONS[activation](want), atol=1e-2, rtol=2e-3)
     assert pre.numel() == (want.numel() if full else 0)
     if full:
         torch.testing.assert_close(pre.double(), want, atol=1e-2, rtol=1e-3)
 
 
-@pytest.mark.parametrize("approximate, full", [("none", True), ("tanh", False)])
-def test_dgelu_matches_ref(on_cpu, approximate, full):
+@pytest.mark.parametrize(
+    "activation, full", [("gelu", True), ("gelu_tanh", False), ("quick_gelu", True), ("silu", True)]
+)
+def test_dgelu_matches_ref(on_cpu, activation, full):
     """165 rows: the last row tile of 64 lies past them whole, and its column sums are written."""
     g, w2 = torch.randn(165, 72).half(), torch.randn(72, 264).half()
     pre = torch.randn(165, 272).half()[:, :264]
     with tiles.override("dgelu_matmul", gluon_tile("dgelu_matmul")):
-        dpre, act, dbias = made(on_cpu, lambda: mlp.dgelu_matmul(g, w2, pre, approximate, full, full), 1)
+        dpre, act, dbias = made(on_cpu, lambda: mlp.dgelu_matmul(g, w2, pre, activation, full, full), 1)
     leaf = pre.double().requires_grad_()
-    want = torch.nn.functional.gelu(leaf, approximate=approximate)
+    want = ref.ACTIVATIONS[activation](leaf)
     (slope,) = torch.autograd.grad(want, leaf, g.double() @ w2.double())
     torch.testing.assert_close(dpre.double(), slope, atol=2e-2, rtol=2e-3)
     assert (act is None, dbias is None) == (not full, not full)
@@ -324,7 +329,7 @@ def test_strides_that_descriptors_cannot_take_leave_it_to_the_shipped_tile():
             torch.empty(*shape, dtype=BF16, device=meta) for shape in ((300, width), (width, 3072), (300, 3072))
         )
         with tiles.targeting(90), tiles.override("dgelu_matmul", gluon_tile("dgelu_matmul")):
-            found = launch.record(lambda: mlp.dgelu_matmul(g, w2, pre, "none", True))[0]  # noqa: B023
+            found = launch.record(lambda: mlp.dgelu_matmul(g, w2, pre, "gelu", True))[0]  # noqa: B023
         assert found.kernel.fn.__name__ == kernel
         if width == 768:
             assert found.grid == (36,) and found.arguments["pointers"][3].shape == (6, 3072)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_norm_cases import DEVICE, DTYPES, HALVES, TOL, check, inputs, rand, run, upstream_of
+from pairs import pairs
 
 from vitfast import ops, ref
 from vitfast.kernels import layer_norm as kernels
@@ -16,16 +17,12 @@ pytestmark = pytest.mark.usefixtures("kernels_on_nan", "few_sums")
 WIDTHS = [192, 384, 768, 1000, 1280]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows_", [0, 1, 5, 50, 197])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width, rows_, dtype", pairs(WIDTHS, [0, 1, 5, 50, 197], DTYPES))
 def test_layer_norm_matches_ref(width, rows_, dtype, few_programs):
     check(inputs((rows_, width), dtype, residual=False), upstream_of((rows_, width), dtype), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows_", [0, 5, 50])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width, rows_, dtype", pairs(WIDTHS, [0, 5, 50], DTYPES))
 def test_add_layer_norm_matches_ref(width, rows_, dtype, few_programs):
     shape = (2, rows_, width) if rows_ else (0, 4, width)
     check(inputs(shape, dtype, layer_scale=True, drop_path=True), upstream_of(shape, dtype), dtype)

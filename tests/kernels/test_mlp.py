@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlp_cases import DTYPES, HALVES, PRODUCTS, all_triton, compare, layer, rand, run, two_layers
+from pairs import pairs
 from torch.nn import functional as F
 
 from vitfast import ops, ref
@@ -26,14 +27,18 @@ SHAPES = [((0,), 64, 64), ((1,), 64, 192), ((1, 5), 200, 64), ((197,), 192, 200)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lead, k, n", SHAPES)
 def test_linear_gelu_matches_ref(dtype, lead, k, n):
-    approximate = "tanh" if n == 192 else "none"
-    compare(ops.linear_gelu, layer(lead, k, n, bias=k != 64), dtype, rand(*lead, n), approximate=approximate)
+    activation = "gelu_tanh" if n == 192 else "gelu"
+    compare(ops.linear_gelu, layer(lead, k, n, bias=k != 64), dtype, rand(*lead, n), activation=activation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("factors", ["", "scale", "drop", "scale drop"])
-@pytest.mark.parametrize("lead, k, n", [((2, 0), 64, 64), ((3, 5), 200, 64), ((2, 99), 64, 200)])
-def test_linear_residual_matches_ref(dtype, factors, lead, k, n):
+FACTORS = ["none", "scale", "drop", "scale drop"]
+
+
+@pytest.mark.parametrize(
+    "factors, shape, dtype", pairs(FACTORS, [((2, 0), 64, 64), ((3, 5), 200, 64), ((2, 99), 64, 200)], DTYPES)
+)
+def test_linear_residual_matches_ref(factors, shape, dtype):
+    lead, k, n = shape
     values = layer(lead, k, n, bias=factors != "scale") | dict(residual=rand(*lead, n))
     if "scale" in factors:
         values["layer_scale"] = rand(n)
@@ -42,18 +47,30 @@ def test_linear_residual_matches_ref(dtype, factors, lead, k, n):
     compare(ops.linear_residual, values, dtype, rand(*lead, n), frozen=("drop_path",))
 
 
+@pytest.mark.parametrize(
+    "shape, dtype, activation",
+    pairs([((0,), 64, 64), ((1,), 64, 192), ((1, 5), 72, 200), ((197,), 64, 192)], DTYPES, ["gelu", "gelu_tanh"]),
+)
+def test_mlp_matches_ref(shape, dtype, activation):
+    lead, k, f = shape
+    compare(ops.mlp, two_layers(lead, k, f, k, bias=f == 192), dtype, rand(*lead, k), activation=activation)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("lead, k, f", [((0,), 64, 64), ((1,), 64, 192), ((1, 5), 72, 200), ((197,), 64, 192)])
-def test_mlp_matches_ref(dtype, approximate, lead, k, f):
-    compare(ops.mlp, two_layers(lead, k, f, k, bias=f == 192), dtype, rand(*lead, k), approximate=approximate)
+@pytest.mark.parametrize("activation", ["quick_gelu", "silu"])
+def test_other_activations_match_ref(dtype, activation):
+    compare(ops.linear_gelu, layer((5,), 72, 136), dtype, rand(5, 136), activation=activation)
+    compare(ops.mlp, two_layers((70,), 72, 200, 40), dtype, rand(70, 40), activation=activation)
+    norm = dict(norm_weight=rand(40), norm_bias=rand(40))
+    values = dict(x=rand(2, 7, 40)) | norm | dict(list(two_layers((1,), 40, 72, 40).items())[1:])
+    compare(ops.mlp_block, values, dtype, rand(2, 7, 40), activation=activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(m=st.integers(1, 70), k=st.integers(1, 90), f=st.integers(1, 90), tanh=st.booleans())
 def test_random_shapes(dtype, m, k, f, tanh):
-    compare(ops.mlp, two_layers((m,), k, f, k), dtype, rand(m, k), approximate="tanh" if tanh else "none")
+    compare(ops.mlp, two_layers((m,), k, f, k), dtype, rand(m, k), activation="gelu_tanh" if tanh else "gelu")
     compare(ops.linear_residual, layer((m,), k, f) | dict(residual=rand(m, f), layer_scale=rand(f)), dtype, rand(m, f))
 
 
@@ -63,8 +80,8 @@ def test_epilogue_in_pieces_is_the_same(subtiles, dtype):
     x, w, b = (t.to(dtype) for t in layer((70,), 40, 150).values())
     small = tiles.tile(BLOCK_M=32, BLOCK_N=64, BLOCK_K=32, GROUP_M=2, SUBTILES=subtiles)
     with tiles.override("linear_gelu_fwd", small), tiles.override("dgelu_matmul", small):
-        act, pre = kernels.linear_gelu(x, w, b, "none", True)
-        dpre, again, dbias = kernels.dgelu_matmul(x, w.t().contiguous(), pre, "none", True)
+        act, pre = kernels.linear_gelu(x, w, b, "gelu", True)
+        dpre, again, dbias = kernels.dgelu_matmul(x, w.t().contiguous(), pre, "gelu", True)
     expected = F.linear(x.double(), w.double(), b.double())
     slope = torch.func.vmap(torch.func.vmap(torch.func.grad(F.gelu)))(pre.double())
     truth = (x.double() @ w.double().t()) * slope
@@ -86,13 +103,13 @@ def products(x, w, b, res, tile):
             stack.enter_context(tiles.override(op, tile))
 
         def run():
-            act, pre = kernels.linear_gelu(x, w, b, "none", True)
+            act, pre = kernels.linear_gelu(x, w, b, "gelu", True)
             return dict(
                 linear=kernels.linear(x, w, b),
                 linear_residual=kernels.linear_residual(x, w, b, res, None, None, 7),
                 input_grad=kernels.input_grad(res, w),
                 linear_gelu=act,
-                dgelu_matmul=kernels.dgelu_matmul(x, w.t().contiguous(), pre, "none", False)[0],
+                dgelu_matmul=kernels.dgelu_matmul(x, w.t().contiguous(), pre, "gelu", False)[0],
             )
 
         return run(), [launch.arguments["LOADS"] for launch in record(run)]
@@ -119,10 +136,10 @@ def test_tensor_descriptors_read_the_same(dtype):
 def test_gelu_far_from_zero(dtype, far):
     """Far from zero, where fp32 holds the square, gelu is 0 or the identity, its slope 0 or 1, never NaN."""
     pre = torch.tensor([[-far, -100.0, -20.0, 20.0, 100.0, far]], dtype=dtype)
-    for approximate in ("none", "tanh"):
-        dpre, dbias = kernels.gelu_bwd(torch.ones_like(pre), pre, approximate, True)
+    for activation in ("gelu", "gelu_tanh"):
+        dpre, dbias = kernels.gelu_bwd(torch.ones_like(pre), pre, activation, True)
         assert dpre.tolist() == [[0, 0, 0, 1, 1, 1]] and dbias.tolist() == [0, 0, 0, 1, 1, 1]
-        act, kept = kernels.linear_gelu(torch.ones(1, 1, dtype=dtype), pre.t().contiguous(), None, approximate, True)
+        act, kept = kernels.linear_gelu(torch.ones(1, 1, dtype=dtype), pre.t().contiguous(), None, activation, True)
         assert torch.equal(kept, pre) and torch.equal(act, pre.clamp(min=0))
 
 

@@ -91,20 +91,20 @@ def test_opcheck():
     with ops.use_kernels("on"):
         for save in (True, False):
             torch.library.opcheck(
-                ops_.linear_gelu, (x, w, b, "none", save), test_utils=("test_schema", "test_faketensor")
+                ops_.linear_gelu, (x, w, b, "gelu", save), test_utils=("test_schema", "test_faketensor")
             )
-        torch.library.opcheck(ops_.linear_gelu, (x, w, b, "tanh", True))
+        torch.library.opcheck(ops_.linear_gelu, (x, w, b, "gelu_tanh", True))
         torch.library.opcheck(ops_.linear_residual, (x, w, b, r, scale, drop))
         torch.library.opcheck(ops_.linear_residual, (x, w, None, r, None, None))
-        torch.library.opcheck(ops_.mlp, (x, w, b, w2, b2, "none", True))
+        torch.library.opcheck(ops_.mlp, (x, w, b, w2, b2, "gelu", True))
         plain = [t.detach() for t in (x, w, b, w2, b2)]
         for mask in (True, False):
-            torch.library.opcheck(ops_.linear_gelu_bwd, (dout, *plain[:3], pre, "none", [mask, True, not mask]))
+            torch.library.opcheck(ops_.linear_gelu_bwd, (dout, *plain[:3], pre, "gelu", [mask, True, not mask]))
             torch.library.opcheck(
                 ops_.linear_residual_bwd, (dout, *plain[:3], scale.detach(), drop, [mask, True, not mask, mask])
             )
             torch.library.opcheck(
-                ops_.mlp_bwd, (rand(2, 3, 64).float(), *plain, pre, "none", [mask, True, not mask, True, mask])
+                ops_.mlp_bwd, (rand(2, 3, 64).float(), *plain, pre, "gelu", [mask, True, not mask, True, mask])
             )
 
 

@@ -59,9 +59,9 @@ def codegen():
     return codegen
 
 
-@pytest.mark.slow(50)
+@pytest.mark.slow(20)
 @pytest.mark.parametrize(
-    "generations", [pytest.param(("80", "89", "120"), marks=pytest.mark.long), ("90", "100")], ids=str
+    "generations", [("90",), pytest.param(("80", "89", "100", "120"), marks=pytest.mark.long)], ids=str
 )
 def test_each_kernel_compiles_well_for(codegen, generations):
     """The same Triton makes of every kernel what the table says, which has more sizes."""
@@ -136,6 +136,8 @@ from vitfast.tune.tuner import Tuner
 def main(folder):
     with codegen.tiles.targeting(90), launching_on_meta():
         found = operations(doctor.SMALL_SIZES, [torch.bfloat16], ["attention", "linear_gelu"], candidates=True)
+    once = {{launch.kernel: compiler.key_of(launch, 90) for launch in found}}  # each kernel takes a second to compile
+    found = [launch for launch in found if compiler.key_of(launch, 90) == once[launch.kernel]]
     archive, elsewhere = folder / "sm90.tar.xz", folder / "elsewhere"
     code = codegen.write_cache(archive, 90, 2, found)
     count, reason = cache.unpack(archive, elsewhere)
@@ -285,7 +287,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(8)
 def test_attentions_barriers_reach_the_machine_code(codegen):
     """What is stored before and after each barrier.
 

@@ -9,7 +9,9 @@ from checks import assert_close
 
 from vitfast import ops, ref
 from vitfast.kernels.launch import record
-from vitfast.ops import blocks
+from vitfast.kernels.logits import PLAIN
+from vitfast.ops.attention_block import _attention_bwd, _attention_fwd
+from vitfast.ops.mlp_block import _mlp_bwd, _mlp_fwd
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
 
@@ -169,27 +171,43 @@ def test_frozen_parameters_cost_nothing(block):
 def forward(block, x, p, keep):
     tensors = [x, *(t.detach() for t in p)]
     if block == "attention":
-        return blocks._attention_fwd(*tensors, None, HEADS, 1e-6, keep)
-    return blocks._mlp_fwd(*tensors, None, "none", 1e-6, keep)
+        return _attention_fwd(*tensors, None, *PLAIN, HEADS, 1e-6, "layer", keep)
+    return _mlp_fwd(*tensors, None, "gelu", 1e-6, "layer", keep)
 
 
-@pytest.mark.parametrize("block", ["attention", "mlp"])
-def test_opcheck_of_forward_and_backward(block):
-    p = parameters(block, torch.float32)
+@pytest.mark.parametrize("acting", [False, True])
+def test_opcheck_of_the_attention_block(acting):
+    p, x = parameters("attention", torch.float32), torch.randn(2, 3, WIDTH, requires_grad=True)
+    tables = (torch.rand(2, WIDTH // HEADS), torch.rand(2, WIDTH // HEADS), torch.randn(1, HEADS, 3, 3))
+    logits = (*tables, torch.tensor([2, 3]), False, 1) if acting else PLAIN
+    for t in tables:
+        t.requires_grad_()
+    for drop_path, keep in ((torch.rand(2), "least"), (None, "all")):
+        torch.library.opcheck(_attention_fwd, (x, *p, drop_path, *logits, HEADS, 1e-6, "layer", keep))
+    bare, *p = (t if t is None else t.detach() for t in (x, *p))
+    cos, sin, bias, *rest = (t.detach() if torch.is_tensor(t) else t for t in logits)
+    torch.library.opcheck(_attention_fwd, (bare, *p, None, cos, sin, bias, *rest, HEADS, 1e-6, "layer", "none"))
+    kept = [t.detach() for t in _attention_fwd(bare, *p, None, cos, sin, bias, *rest, HEADS, 1e-6, "layer", "all")][1:]
+    lengths, *options = rest
+    inputs = (torch.randn(2, 3, WIDTH), bare, *p, cos, sin, bias, None, lengths)
+    for needs in ([True] * 8 + [acting] * 3, [i in (3, 5, 7) for i in range(11)]):
+        for h in (kept[5], None):
+            arguments = (*inputs, *kept[:5], h, *options, 1e-6, "layer", needs)
+            torch.library.opcheck(_attention_bwd, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_opcheck_of_the_mlp_block():
+    p = parameters("mlp", torch.float32)
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
-    option = HEADS if block == "attention" else "tanh"
-    operation = blocks._attention_fwd if block == "attention" else blocks._mlp_fwd
-    torch.library.opcheck(operation, (x, *p, torch.rand(2), option, 1e-6, "least"))
-    torch.library.opcheck(operation, (x, *p, None, option, 1e-6, "all"))
-    torch.library.opcheck(operation, (x.detach(), *(t.detach() for t in p), None, option, 1e-6, "none"))
-    backward, held = (blocks._attention_bwd, 5) if block == "attention" else (blocks._mlp_bwd, 3)
-    kept = [t.detach() for t in operation(x, *p, None, option, 1e-6, "all")][1:]
-    extra = () if block == "attention" else (option,)
+    torch.library.opcheck(_mlp_fwd, (x, *p, torch.rand(2), "gelu_tanh", 1e-6, "layer", "least"))
+    torch.library.opcheck(_mlp_fwd, (x, *p, None, "gelu_tanh", 1e-6, "layer", "all"))
+    torch.library.opcheck(_mlp_fwd, (x.detach(), *(t.detach() for t in p), None, "gelu_tanh", 1e-6, "layer", "none"))
+    kept = [t.detach() for t in _mlp_fwd(x, *p, None, "gelu_tanh", 1e-6, "layer", "all")][1:]
     inputs = (torch.randn(2, 3, WIDTH), x.detach(), *(t.detach() for t in p), None)
     for needs in ([True] * 8, [False, False, False, True, False, True, False, True]):
-        for more in (kept[held:], [None] * len(kept[held:])):
-            arguments = (*inputs, *kept[:held], *more, *extra, 1e-6, needs)
-            torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
+        for more in (kept[3:], [None] * len(kept[3:])):
+            arguments = (*inputs, *kept[:3], *more, "gelu_tanh", 1e-6, "layer", needs)
+            torch.library.opcheck(_mlp_bwd, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("block", ["attention", "mlp"])

@@ -15,6 +15,8 @@ MODES = ["off", pytest.param("on", marks=interpreted)]
 B, N, D, F = 2, 3, 16, 24
 
 BLOCK = dict(x=(B, N, D), norm_weight=(D,), norm_bias=(D,), layer_scale=(D,), drop_path=(B,))
+GATED = dict(up_weight=(F, D), up_bias=(F,), gate_weight=(F, D), gate_bias=(F,), down_weight=(D, F), down_bias=(D,))
+GATED |= dict(inner_norm_weight=(F,), inner_norm_bias=(F,))
 SHAPES = {
     "layer_norm": dict(x=(B, N, D), weight=(D,), bias=(D,)),
     "add_layer_norm": dict(x=(B, N, D), residual=(B, N, D), weight=(D,), bias=(D,), layer_scale=(D,), drop_path=(B,)),
@@ -26,6 +28,9 @@ SHAPES = {
     "mlp": dict(x=(B, N, D), fc1_weight=(F, D), fc1_bias=(F,), fc2_weight=(D, F), fc2_bias=(D,)),
     "attention_block": dict(**BLOCK, qkv_weight=(3 * D, D), qkv_bias=(3 * D,), proj_weight=(D, D), proj_bias=(D,)),
     "mlp_block": dict(**BLOCK, fc1_weight=(F, D), fc1_bias=(F,), fc2_weight=(D, F), fc2_bias=(D,)),
+    "gated_mlp": dict(x=(B, N, D), **GATED),
+    "gated_mlp_block": dict(**BLOCK, **GATED),
+    "rms_norm": dict(x=(B, N, D), weight=(D,)),
     "patch_embed": dict(images=(B, 3, 4, 8), weight=(D, 3, 4, 4), bias=(D,), cls_token=(1, 1, D), pos_embed=(1, 3, D)),
 }
 OPTIONS = {"attention_block": dict(num_heads=1)}
@@ -74,10 +79,13 @@ def test_what_is_no_tensor_is_named(name):
 @pytest.mark.parametrize("mode", MODES)
 def test_numbers_that_mean_nothing_are_named(mode):
     with ops.use_kernels(mode):
-        for name in ("layer_norm", "add_layer_norm", "attention_block", "mlp_block"):
+        for name in ("layer_norm", "add_layer_norm", "rms_norm", "attention_block", "mlp_block", "gated_mlp_block"):
             for eps in (-1.0, float("nan"), float("inf"), 1e300, True, np.True_, "1e-6", None, torch.tensor(1e-6)):
                 with pytest.raises(ValueError, match=rf"^{name}: eps must be a number from 0 to 3.4e\+38, got "):
                     getattr(ops, name)(**arguments(name), eps=eps)
+        for name in ("gated_mlp", "gated_mlp_block"):
+            with pytest.raises(ValueError, match=f"^{name}: inner_eps must be a number from 0 to "):
+                getattr(ops, name)(**arguments(name), inner_eps=-1.0)
         for scale in (float("nan"), float("inf"), 1e300, -1e300, 10**400, True, "1", torch.tensor(1.0)):
             with pytest.raises(ValueError, match="^attention: scale must be None or a number that float32 holds, got "):
                 ops.attention(torch.rand(B, N, 3, 1, D), scale=scale)

@@ -15,8 +15,11 @@ from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels.launch import recording
-from vitfast.ops import blocks
-from vitfast.ops.blocks import BlockNeeds
+from vitfast.kernels.logits import PLAIN
+from vitfast.ops._blocks import BlockNeeds
+from vitfast.ops.attention_block import _attention_bwd, _attention_fwd
+from vitfast.ops.gated_mlp_block import GatedBlockNeeds, _gated_bwd, _gated_fwd
+from vitfast.ops.mlp_block import _mlp_bwd, _mlp_fwd
 
 B, N, D, H, F = 256, 197, 768, 12, 3072
 U = B * N * D
@@ -74,15 +77,18 @@ def layer(
     vectors = meta(D, dtype=torch.float32), meta(D, dtype=torch.float32)
     forward = backward = rest = 0.0
     for fwd, bwd, held, matrices, option in (
-        (blocks._attention_fwd, blocks._attention_bwd, 5, (meta(3 * D, D), meta(3 * D), meta(D, D), meta(D)), H),
-        (blocks._mlp_fwd, blocks._mlp_bwd, 3, (meta(F, D), meta(F), meta(D, F), meta(D)), "none"),
+        (_attention_fwd, _attention_bwd, 5, (meta(3 * D, D), meta(3 * D), meta(D, D), meta(D)), H),
+        (_mlp_fwd, _mlp_bwd, 3, (meta(F, D), meta(F), meta(D, F), meta(D)), "gelu"),
     ):
         tensors = (meta(B, N, D), *vectors, *matrices, *factors)
-        (_, *kept), u, small = counted(lambda: fwd._init_fn(*tensors, option, 1e-6, keep))  # noqa: B023
+        acting = PLAIN if option == H else ()
+        (_, *kept), u, small = counted(lambda: fwd._init_fn(*tensors, *acting, option, 1e-6, "layer", keep))  # noqa: B023
         kept = [*kept[:held], *(t if keep == "all" else None for t in kept[held:])]
-        dout = meta(B, N, D)
-        options = (1e-6, list(needs)) if option == H else (option, 1e-6, list(needs))
-        _, back, more = counted(lambda: bwd._init_fn(dout, *tensors, *kept, *options))  # noqa: B023
+        inputs, options = (meta(B, N, D), *tensors), (option, 1e-6, "layer", list(needs))
+        if option == H:
+            inputs = (*inputs[:-1], None, None, None, factors[1], None)
+            options = (False, 0, 1e-6, "layer", [*needs, False, False, False])
+        _, back, more = counted(lambda: bwd._init_fn(*inputs, *kept, *options))  # noqa: B023
         forward, backward, rest = forward + u, backward + back, rest + small + more
     return forward, backward, rest
 
@@ -113,3 +119,34 @@ def test_factors_and_frozen_parameters():
     biases = NONE._replace(in_bias=True, out_bias=True)
     # a pass of its own for the sum, where LayerNorm's backward does not run
     assert layer("least", biases)[1] == pytest.approx(1 + 2 + 8 + 1 + 9)
+
+
+def gated(keep: str, needs: GatedBlockNeeds, inner: bool = False) -> tuple[float, float]:
+    """(forward, backward) of the gated MLP block, its hidden width 4 D as that of the others."""
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    norm = meta(D, dtype=torch.float32), meta(D, dtype=torch.float32)
+    inner_norm = (meta(F), meta(F)) if inner else (None, None)
+    gate = meta(F, D), meta(F), meta(F, D), meta(F), *inner_norm
+    tensors = meta(B, N, D), *norm, *gate, meta(D, F), meta(D), None, None
+    options = "silu", 1e-6, 1e-6, "layer"
+    (_, *kept), forward, _ = counted(lambda: _gated_fwd._init_fn(*tensors, *options, keep))
+    more = kept[7:] if keep == "all" else (None, None)
+    arguments = meta(B, N, D), *tensors, *kept[:7], *more, *options, list(needs)
+    return forward, counted(lambda: _gated_bwd._init_fn(*arguments))[1]
+
+
+def test_a_gated_block_moves_what_its_plan_says():
+    """In u; a product with F in it moves 4 u for each tensor of that width.
+
+    Forward: LayerNorm 2, up and gate 1 + 12, down 4 + 2. Backward: dh 1 + 8 read and 12 written, down's weight gradient
+    5, dx 5 and, onto it, 5 (in place: by the rule once), LayerNorm 5, the weight gradients of up and gate 10.
+    """
+    needs = GatedBlockNeeds(*[True] * 12)._replace(inner_norm_weight=False, inner_norm_bias=False, layer_scale=False)
+    assert gated("least", needs) == (2 + 13 + 6, 21 + 5 + 5 + 5 + 5 + 10)
+    assert gated("all", needs) == (2 + 13 + 6, 21 + 5 + 5 + 5 + 5 + 10 - 4 - 1)
+    # Its norm: 8 forward. Backward: dinner 1 + 4, dh and the norm's output of dinner and h 16, dup and dgate 4 + 8 + 8.
+    normed = needs._replace(inner_norm_weight=True, inner_norm_bias=True)
+    assert gated("least", normed, inner=True) == (21 + 8, 5 + 16 + 20 + 5 + 5 + 5 + 5 + 10)

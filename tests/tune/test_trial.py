@@ -14,7 +14,8 @@ from vitfast.kernels.tiles import tile
 from vitfast.tune.trial import DeviceClock, Problem, Trial
 from vitfast.verify import EPS, Wrong
 from vitfast.verify.draw import Sizes
-from vitfast.verify.launchers import Launcher, launchers
+from vitfast.verify.launcher import Launcher
+from vitfast.verify.launchers import launchers
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -1,13 +1,13 @@
 """bfloat16 in Triton's interpreter, mended: casts, arithmetic and products against PyTorch's, bit for bit."""
 
+import importlib
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from processes import Child, done
 
 from vitfast.kernels import launch
 
@@ -142,42 +142,36 @@ def test_products_are_summed_in_fp32():
     torch.testing.assert_close(out.double(), a.double() @ b.double().t() + c.double(), atol=2e-5, rtol=0)
 
 
-UNMENDED = """
-import torch
-from vitfast import interpreter, ops
-x = torch.ones(1, 3, 3, 1, 16, dtype=torch.bfloat16)
-with ops.use_kernels("on"):
-    try:
-        ops.attention(x)
-    except RuntimeError as error:
-        print(error)
-    interpreter.mend_bfloat16()
-    interpreter.mend_bfloat16()  # the second time does nothing
-    print(ops.attention(x).unique().tolist())
-"""
+def ask_for_bfloat16_twice():
+    from vitfast import interpreter, ops
+
+    x = torch.ones(1, 3, 3, 1, 16, dtype=torch.bfloat16)
+    with ops.use_kernels("on"):
+        try:
+            ops.attention(x)
+        except RuntimeError as error:
+            print(error)
+        interpreter.mend_bfloat16()
+        interpreter.mend_bfloat16()  # the second time does nothing
+        print(ops.attention(x).unique().tolist())
 
 
 def test_bfloat16_is_refused_until_it_is_mended():
-    done = subprocess.run(
-        [sys.executable, "-c", UNMENDED], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    lines = done.stdout.splitlines()
+    (said,) = done([Child(ask_for_bfloat16_twice, TRITON_INTERPRET="1")])
+    lines = said.splitlines()
     assert (
         "attention: kernels are switched on, but Triton's interpreter computes bfloat16 wrongly (vitfast.interpreter"
         in lines[0]
-    ), done.stderr
+    )
     assert lines[1] == "[1.0]"
 
 
-VALUES = """
-import importlib, os, triton
-from vitfast.kernels import launch
-for value in ("", "0", "1", "true", "True", "false", "off", "on", "no", "2"):
-    os.environ["TRITON_INTERPRET"] = value
-    print(importlib.reload(launch).INTERPRETED == triton.knobs.runtime.interpret)
-"""
+def read_the_environment():
+    for value in ("", "0", "1", "true", "True", "false", "off", "on", "no", "2"):
+        os.environ["TRITON_INTERPRET"] = value
+        print(importlib.reload(launch).INTERPRETED == triton.knobs.runtime.interpret)
 
 
 def test_the_environment_variable_means_what_it_means_to_triton():
-    done = subprocess.run([sys.executable, "-c", VALUES], capture_output=True, text=True)
-    assert done.stdout.split() == ["True"] * 10, done.stdout + done.stderr
+    (said,) = done([Child(read_the_environment)])
+    assert said.split() == ["True"] * 10, said

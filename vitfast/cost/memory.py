@@ -9,8 +9,8 @@ import math
 import torch
 
 from ..hybrid import HybridEmbed
-from ..keep import block_bytes
-from ..layers import LayerNorm
+from ..keep import block_bytes, mlp_working
+from ..layers import OF_NORMS
 from ..model import ViT
 from .steps import dropout, resnet, tokens_of
 
@@ -23,14 +23,21 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
     """
     m, block, depth, d = batch * tokens_of(model), model.blocks[0], len(model.blocks), model.embed_dim
     f, stem, image = block.mlp.fc1.out_features, model.patch_embed, (model.in_chans, *model.patch_embed.img_size)
-    norm, read = isinstance(model.norm, LayerNorm), batch if model.global_pool else m  # read: rows of the head
+    norm, read = type(model.norm) in OF_NORMS, batch if model.global_pool else m  # read: rows of the head
     dropped, hybrid = dropout(model) > 0, isinstance(stem, HybridEmbed)
     kept = {
         "images": 0 if hybrid else batch * math.prod(image) * pixel_size,
         "ResNet": resnet(stem.backbone, batch, image, size)[1] if hybrid else 0,
     }
     kept |= {kind: depth * held for kind, held in block_bytes(block, m, size, "least" if dropped else keep).items()}
-    kept["statistics"] += 2 * 4 * (m if norm else read)  # of the last norm
+    each = 4 * (2 - (block.norm1.bias is None))
+    kept["statistics"] += each * (m if norm else read)  # of the last norm
+    if type(model.norm_pre) in OF_NORMS:
+        kept["norm before the blocks"] = m * (d * size + each)
+    if model.config["rope"] is not None:  # cos and sin, fp32
+        kept["rotary positions"] = stem.num_patches * block.attn.head_dim * 4
+    if model.attn_pool is not None:
+        kept["MAP head"] = _map_head(model, batch, size) + batch * each
     if dropped:
         kept["norms and activations (dropout)"] = depth * m * (2 * d + f) * size
         kept["masks (dropout)"] = depth * m * (2 * d + f) + (m * d if model.pos_drop.p > 0 else 0)  # one byte each
@@ -39,6 +46,13 @@ def kept_bytes(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
     hidden = read * model.head_hidden_size if hasattr(model.pre_logits, "fc") else 0
     kept["head"] = size * ((m * d if norm else pooled) + pooled + hidden)
     return kept
+
+
+def _map_head(model: ViT, batch: int, size: int) -> int:
+    """Keys, values, the query, what each later layer reads, and lse."""
+    d, f = model.embed_dim, model.attn_pool.mlp.fc1.out_features
+    numbers = 2 * batch * model.patch_embed.num_patches * d + batch * (5 * d + 2 * f)
+    return numbers * size + batch * model.attn_pool.num_heads * 4
 
 
 def state_bytes(
@@ -62,6 +76,6 @@ def working_bytes(model: ViT, batch: int, size: int = 2) -> int:
 
     The gradients of its output and pre-activation, the activation, the logits.
     """
-    m, f = batch * tokens_of(model), model.blocks[0].mlp.fc1.out_features
-    numbers = model.embed_dim * (4 if model.residual_in_fp32 else size) + 2 * f * size
+    m, working = batch * tokens_of(model), mlp_working(model.blocks[0])
+    numbers = model.embed_dim * (4 if model.residual_in_fp32 else size) + working * size
     return m * numbers + batch * model.num_classes * (2 * size + 2 * 4)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import InputError, both_ends
 from ..hybrid import HybridEmbed
-from ..layers import LayerNorm
+from ..layers import OF_NORMS, GluMlp
 from ..model import ViT
 from . import work
 from .gpus import Rates
@@ -42,12 +42,15 @@ class Operation:
 
 
 def tokens_of(model: ViT) -> int:
-    """Tokens of an image. Raises InputError for relative positions."""
+    """Tokens of an image. InputError for a ViT whose blocks run on smaller operations or PyTorch's."""
     if model.config.get("pos_embed") == "relative":
         raise InputError(
             "cost: relative positions run on PyTorch's attention, which is not counted; "
             "plain and hybrid ViTs with other positions are"
         )
+    for name in ("qk_norm", "scale_mlp_norm"):
+        if model.config.get(name) and not (name == "scale_mlp_norm" and model.config["swiglu_mlp"]):
+            raise InputError(f"cost: {name}=True runs on the smaller operations, which are not counted; others are")
     return model.num_prefix_tokens + model.patch_embed.num_patches
 
 
@@ -63,7 +66,8 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
     """
     n, stem, depth = tokens_of(model), model.patch_embed, len(model.blocks)
     keep = "least" if dropout(model) else keep
-    d, f, m = model.embed_dim, model.blocks[0].mlp.fc1.out_features, batch * n
+    mlp, d, m = model.blocks[0].mlp, model.embed_dim, batch * n
+    f, norm = mlp.fc2.in_features, work.layer_norm if model.config["norm_layer"] == "layernorm" else work.rms_norm
     patches, length = batch * stem.num_patches, stem.proj.weight[0].numel()
     found = []
 
@@ -76,21 +80,36 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
         found.append(Operation("patch embedding", 1, (kernel,), (kernel, kernel)))
     else:
         add("patch embedding", work.patch_embed(patches, length, m, d, n * d, size, pixel_size))
-    add("LayerNorm 1", work.layer_norm(m, d, size, residual_gradient=True), depth)
+    if type(model.norm_pre) in OF_NORMS:
+        add("norm before the blocks", norm(m, d, size))
+    add("LayerNorm 1", norm(m, d, size, residual_gradient=True), depth)
     add("QKV", work.linear(m, 3 * d, d, size), depth)
     add("attention", work.attention(m, n, d, size), depth)
     add("projection + residual", work.linear(m, d, d, size, m * d), depth)
-    add("LayerNorm 2", work.layer_norm(m, d, size, residual_gradient=True), depth)
-    add("fc1 + GELU", work.fc1(m, d, f, size), depth)
-    add("fc2 + residual", work.fc2(m, d, f, size, residual=True, keep=keep), depth)
+    add("LayerNorm 2", norm(m, d, size, residual_gradient=True), depth)
+    if isinstance(mlp, GluMlp):
+        add("up and gate", work.gated_layers(m, d, f, size), depth)
+        if type(mlp.norm) in OF_NORMS:
+            add("norm in the MLP", work.layer_norm(m, f, size), depth)
+        add("fc2 + residual", work.gated_down(m, d, f, size, residual=True), depth)
+    else:
+        add("fc1 + GELU", work.fc1(m, d, f, size), depth)
+        add("fc2 + residual", work.fc2(m, d, f, size, residual=True, keep=keep), depth)
     read = batch if model.global_pool else m  # rows that the head reads
-    if isinstance(model.norm, LayerNorm):
-        add("last LayerNorm", work.layer_norm(m, d, size))
+    if type(model.norm) in OF_NORMS:
+        add("last LayerNorm", norm(m, d, size))
+    if model.attn_pool is not None:
+        hidden = model.attn_pool.mlp.fc1.out_features
+        add("MAP head: keys, values", work.linear(patches, 2 * d, d, size))
+        add("MAP head: query, projection", work.linear(batch, d, d, size), 2)
+        add("MAP head: attention", work.latent_attention(batch, stem.num_patches, d, size))
+        add("MAP head: LayerNorm", norm(batch, d, size))
+        add("MAP head: MLP", work.mlp(batch, d, hidden, size))
     if model.global_pool == "avg":
         mean = work.moved(m * d + read * d, size)
         add("mean of the patches", Work(mean, mean, mean))
-    if isinstance(model.fc_norm, LayerNorm):
-        add("last LayerNorm", work.layer_norm(read, d, size))
+    if type(model.fc_norm) in OF_NORMS:
+        add("last LayerNorm", norm(read, d, size))
     for name, layer in (("hidden layer of the head", getattr(model.pre_logits, "fc", None)), ("head", model.head)):
         if isinstance(layer, torch.nn.Linear):
             add(name, work.linear(read, layer.out_features, layer.in_features, size))

@@ -113,6 +113,40 @@ def mlp(m: int, d: int, f: int, size: int) -> Work:
     return fc1(m, d, f, size) + fc2(m, d, f, size, residual=False)
 
 
+def gated_layers(m: int, d: int, f: int, size: int) -> Work:
+    """act(gate(x)) * up(x) as one product; training writes up and gate too. Backward: one dx."""
+    two, biases = 2 * f, 2 * f
+    forward, training = (product(m, two, d, size, biases + more) for more in (-m * f, m * f))
+    return Work(forward, training, _linear_backward(m, two, d, size))
+
+
+def gated_down(m: int, d: int, f: int, size: int, residual: bool) -> Work:
+    """h W^T + b (+ residual). Backward: dY W reads up and gate, writes both gradients and h; then dW."""
+    forward = product(m, d, f, size, d + (m * d if residual else 0))
+    return Work(forward, forward, product(m, f, d, size, 4 * m * f) + product(d, f, m, size, d))
+
+
+def latent_attention(batch: int, n: int, d: int, size: int) -> Work:
+    """Attention of one query an image on `n` keys and values; its backward computes the scores again."""
+    forward = ((4.0 * batch * n * d, float(size * batch * d * (2 * n + 2))),)
+    return Work(forward, forward, ((10.0 * batch * n * d, float(size * batch * d * (4 * n + 4))),))
+
+
+def gated_mlp(m: int, d: int, f: int, size: int) -> Work:
+    """Without an inner norm."""
+    return gated_layers(m, d, f, size) + gated_down(m, d, f, size, residual=False)
+
+
+def gated_mlp_block(m: int, d: int, f: int, size: int) -> Work:
+    """LayerNorm, the three linear layers and residual."""
+    return layer_norm(m, d, size, True) + gated_layers(m, d, f, size) + gated_down(m, d, f, size, residual=True)
+
+
+def rms_norm(m: int, d: int, size: int, residual_gradient: bool = False) -> Work:
+    """As layer_norm, with a weight alone."""
+    return Work(*(moved(2 * m * d + d, size),) * 2, moved((4 if residual_gradient else 3) * m * d + 2 * d, size))
+
+
 def attention_block(m: int, n: int, d: int, size: int) -> Work:
     """LayerNorm, QKV, attention, projection and residual."""
     qkv, projection = linear(m, 3 * d, d, size), linear(m, d, d, size, m * d)

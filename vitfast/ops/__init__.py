@@ -2,21 +2,28 @@
 
 from ._mode import use_kernels
 from .attention import attention
-from .blocks import attention_block, mlp_block
+from .attention_block import attention_block
+from .gated_mlp import gated_mlp
+from .gated_mlp_block import gated_mlp_block
 from .layer_norm import add_layer_norm, layer_norm
 from .linear_residual import linear_residual
 from .mlp import linear_gelu, mlp
+from .mlp_block import mlp_block
 from .patch_embed import patch_embed
+from .rms_norm import rms_norm
 
 __all__ = [
     "add_layer_norm",
     "attention",
     "attention_block",
+    "gated_mlp",
+    "gated_mlp_block",
     "layer_norm",
     "linear_gelu",
     "linear_residual",
     "mlp",
     "mlp_block",
     "patch_embed",
+    "rms_norm",
     "use_kernels",
 ]

@@ -1,8 +1,11 @@
 """Which implementation runs, what autocast casts, and the checks that the operations share."""
 
+import contextlib
 import functools
 import inspect
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from numbers import Real
 
 import torch
@@ -22,7 +25,7 @@ else:
     NO_TRITON = None
 
 # Never cast: factors and LayerNorm's parameters act in fp32, whatever the products run in.
-_KEPT = frozenset({"layer_scale", "drop_path", "norm_weight", "norm_bias"})
+_KEPT = frozenset({"layer_scale", "drop_path", "norm_weight", "norm_bias", "inner_norm_weight", "inner_norm_bias"})
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float64)  # of plain PyTorch, whose products know no smaller ones
@@ -48,6 +51,20 @@ def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
     return unsupported
 
 
+_counter: Counter | None = None
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter]:
+    """Counts the operations that are called inside, by name, whatever does them."""
+    global _counter
+    before, _counter = _counter, Counter()
+    try:
+        yield _counter
+    finally:
+        _counter = before
+
+
 def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     """Whether the kernel of `op` is to run on x.
 
@@ -55,6 +72,8 @@ def kernels_wanted(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     with one warning; in mode "on" it raises RuntimeError, as CPU tensors do outside the interpreter. Export
     (torch.export, ONNX) always traces plain PyTorch.
     """
+    if _counter is not None:
+        _counter[op] += 1
     # torch 2.11's Dynamo takes is_exporting() for true while it compiles; the flag behind it is right in every version.
     mode = current_mode()
     if mode == "off" or (mode == "auto" and x.device.type != "cuda") or torch.compiler._is_exporting_flag:
@@ -87,11 +106,11 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def only_once(backward_op, name: str) -> None:
     """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
-    # PyTorch's fused attention cannot be differentiated twice either.
-    math = " inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)" if "attention" in name else ""
 
     def refuse(ctx, *grads):
-        instead = f"a forward in use_kernels('off'){math} runs plain PyTorch, which can"
+        # PyTorch's fused attention, which a model has besides this operation, cannot be differentiated twice either.
+        math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
         raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
 
     backward_op.register_autograd(refuse)
@@ -201,10 +220,10 @@ def is_number(value) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt)) or (isinstance(value, Real) and kind is not bool)
 
 
-def check_eps(op: str, eps: float) -> float:
+def check_eps(op: str, eps: float, name: str = "eps") -> float:
     """The eps of a norm, as Python's or torch's own number."""
     if not is_number(eps) or not 0 <= eps <= FLOAT32:
-        raise ValueError(f"{op}: eps must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
+        raise ValueError(f"{op}: {name} must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
     return eps if isinstance(eps, torch.SymFloat) else float(eps)
 
 
@@ -213,6 +232,30 @@ def check_flag(op: str, name: str, value: bool) -> None:
         raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
 
 
-def check_approximate(op: str, approximate: str) -> None:
-    if approximate not in ("none", "tanh"):
+def check_activation(op: str, activation: str) -> None:
+    """activation names one."""
+    if not isinstance(activation, str) or activation not in ref.ACTIVATIONS:
+        known = ", ".join(map(repr, ref.ACTIVATIONS))
+        raise ValueError(f"{op}: activation must be one of {known}, got {activation!r}")
+
+
+def one_activation(op: str, activation: str | None, approximate: str | None) -> str:
+    """The activation's one name, "gelu" unless given; approximate: torch's word for a GELU."""
+    if approximate not in (None, "none", "tanh"):
         raise ValueError(f"{op}: approximate must be 'none' (erf) or 'tanh', got {approximate!r}")
+    named = "gelu_tanh" if approximate == "tanh" else "gelu"
+    if activation is None:
+        return named
+    check_activation(op, activation)
+    if approximate is not None and activation != named:
+        clash = f"approximate={approximate!r} means activation={named!r}, and activation={activation!r} is given too"
+        raise ValueError(f"{op}: {clash}; give one of the two")
+    return activation
+
+
+def check_norm_kind(op: str, norm: str, norm_bias: Tensor | None) -> None:
+    """norm "layer" or "rms", which has no bias."""
+    if norm not in ("layer", "rms"):
+        raise ValueError(f"{op}: norm must be 'layer' or 'rms', got {norm!r}")
+    if norm == "rms" and norm_bias is not None:
+        raise ValueError(f"{op}: norm_bias must be None where norm is 'rms', which has no bias")

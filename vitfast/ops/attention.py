@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 from .. import ref
+from ..kernels.logits import Logits
 from ._dispatch import (
-    FLOAT32,
     NO_TRITON,
     autocasts,
     check_same,
     check_shape,
     check_tensors,
-    is_number,
     kernels_wanted,
     only_once,
 )
-from ._gradients import operation
+from ._gradients import as_dtype, chosen, filled, operation
+from ._logits import SCHEMA, checked, checked_scale
 
 if NO_TRITON is None:
     from ..kernels import attention as kernels
@@ -32,12 +32,20 @@ def _heads(inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _declare(kind: str, *names: str):
-    """(*inputs, scale) -> (o (B, N, H, Dh), lse (B, H, N)) as an operation with its derivative."""
-    count, packed, tensors = len(names), len(names) == 1, ", ".join(f"Tensor {name}" for name in names)
+    """(*inputs, *logits, scale) -> (o (B, N, H, Dh), lse (B, H, N)) as an operation with its derivative.
 
-    @operation(f"attention_{kind}", f"{tensors}, float scale", 2)
+    logits: kernels.logits.Logits. The derivative has a gradient for each input, cos, sin and the bias.
+    """
+    count, packed, options = len(names), len(names) == 1, len(Logits._fields)
+    tensors = ", ".join(f"Tensor {name}" for name in names)
+
+    def split(arguments: tuple) -> tuple[tuple[Tensor, ...], Logits, tuple]:
+        return arguments[:count], Logits(*arguments[count : count + options]), arguments[count + options :]
+
+    @operation(f"attention_{kind}", f"{tensors}, {SCHEMA}, float scale", 2)
     def forward(*arguments):
-        return kernels.attention_fwd(*_heads(arguments[:-1]), arguments[-1])
+        inputs, logits, (scale,) = split(arguments)
+        return kernels.attention_fwd(*_heads(inputs), scale, logits)
 
     @forward.register_fake
     def _(*arguments):
@@ -45,32 +53,73 @@ def _declare(kind: str, *names: str):
         B, N, H, _ = q.shape
         return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=torch.float32)
 
-    @operation(f"attention_{kind}_backward", f"{tensors}, Tensor o, Tensor lse, Tensor do, float scale", count)
+    kept = "Tensor o, Tensor lse, Tensor do, float scale, bool want_rope, bool want_bias"
+
+    @operation(f"attention_{kind}_backward", f"{tensors}, {SCHEMA}, {kept}", count + 3)
     def backward(*arguments):
-        *inputs, o, lse, do, scale = arguments
-        arguments = *_heads(inputs), o, lse, _unit_rows(do), scale
-        return kernels.attention_bwd(*arguments)[0] if packed else kernels.attention_bwd_separate(*arguments)
+        inputs, logits, (o, lse, do, scale, want_rope, want_bias) = split(arguments)
+        heads, do = _heads(inputs), _unit_rows(do)
+        options = dict(logits=logits, turn_back=not want_rope)
+        if packed:
+            grads = [kernels.attention_bwd(*heads, o, lse, do, scale, **options)[0]]
+            dq, dk, _ = grads[0].unbind(2)
+        else:
+            grads = kernels.attention_bwd_separate(*heads, o, lse, do, scale, **options)
+            dq, dk, _ = grads
+        return *grads, *logit_gradients(heads, (dq, dk), o, lse, do, scale, logits, want_rope, want_bias)
 
     @backward.register_fake
     def _(*arguments):
-        made = tuple(x.new_empty(x.shape) for x in arguments[:count])
-        return made[0] if packed else made
+        inputs, logits, (*_, want_rope, want_bias) = split(arguments)
+        wanted = (logits.cos, want_rope), (logits.sin, want_rope), (logits.bias, want_bias)
+        like = inputs[0]
+        made = [t.new_empty(t.shape) if wish else like.new_empty(0) for t, wish in wanted]
+        return *(x.new_empty(x.shape) for x in inputs), *made
 
     def save(ctx, inputs, output):
-        *tensors, ctx.scale = inputs
+        given, logits, (ctx.scale,) = split(inputs)
+        ctx.options = logits[4:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_backward(*given, *logits[:4], *output)
 
     def differentiate(ctx, do, _):
+        needed = ctx.needs_input_grad[count : count + 3]
+        want_rope, want_bias = needed[0] or needed[1], needed[2]
         if do is None:
-            return (None,) * (count + 1)
-        grads = backward(*ctx.saved_tensors, do, ctx.scale)
-        return (grads, None) if packed else (*grads, None)
+            return (None,) * (count + options + 1)
+        *saved, o, lse = ctx.saved_tensors
+        grads = backward(*saved, *ctx.options, o, lse, do, ctx.scale, want_rope, want_bias)
+        grads, (dcos, dsin, dbias) = grads[:count], chosen(grads[count:], (want_rope, want_rope, want_bias))
+        return *grads, dcos, dsin, dbias, None, None, None, None
 
     forward.register_autograd(differentiate, setup_context=save)
     only_once(backward, "attention")
     return forward
+
+
+def logit_gradients(
+    heads: list[Tensor],
+    grads: tuple[Tensor, Tensor],
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    scale: float,
+    logits: Logits,
+    want_rope: bool,
+    want_bias: bool,
+) -> tuple[Tensor, ...]:
+    """Gradients of cos, sin and the bias, empty where not wanted.
+
+    heads: q, k, v. grads: of q and k, not turned back yet where want_rope; they are turned back here.
+    """
+    dcos = dsin = dbias = None
+    if want_rope:
+        rope = kernels.rope_bwd(*heads[:2], *grads, logits)
+        dcos, dsin = (as_dtype(g, logits.cos.dtype) for g in rope)
+    if want_bias:
+        dbias = kernels.bias_bwd(*heads, o, lse, do, scale, logits)
+    return filled(heads[0], dcos, dsin, dbias)
 
 
 _packed, _separate = _declare("packed", "qkv"), _declare("separate", "q", "k", "v")
@@ -83,13 +132,33 @@ def unsupported_reason(head_size: int, scale: float) -> str | None:
     return None if scale > 0 else f"scale {scale} is not positive"
 
 
-@autocasts
-def attention(qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, scale: float | None = None) -> Tensor:
-    """softmax(q k^T * scale) v over the tokens, for every head.
+@autocasts(keep=("bias",))
+def attention(
+    qkv: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_layout: str = "half",
+    num_prefix: int = 0,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale + bias) v over the tokens, for every head.
 
     Either packed, `attention(qkv)` with qkv (B, N, 3, H, Dh), or `attention(q, k, v)` with three (B, N, H, Dh); any
-    strides with a unit last one. scale: 1/sqrt(Dh) unless given. Returns (B, N, H, Dh), contiguous, in the input's
-    dtype.
+    strides with a unit last one. scale: 1/sqrt(Dh) unless given.
+
+    rope: rotary positions (Su et al., 2021), (cos, sin), each (N - num_prefix, Dh), (H, N - num_prefix, Dh) or
+    (B, 1 or H, N - num_prefix, Dh), in q's dtype or fp32; or half as wide, with one number for both columns of a pair.
+    Of the tokens after the first num_prefix, each pair (a, b) of columns of q and k becomes
+    (a cos_a - b sin_a, b cos_b + a sin_b). rope_layout: pairs are columns i and i + Dh/2 ("half") or 2i and 2i + 1
+    ("interleaved"). bias: (H, N, N) or (B or 1, H, N, N), added to the logits, in q's dtype or fp32; -inf hides a key.
+    key_lengths: (B,) int32 or int64, on the device: the keys from there on do not count; all queries are computed.
+    A query that sees no key gives zeros.
+
+    Returns (B, N, H, Dh), contiguous, in the input's dtype.
     """
     if (k is None) != (v is None):
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
@@ -99,20 +168,21 @@ def attention(qkv: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, 
         if qkv.dim() != 5 or qkv.shape[2] != 3:
             raise ValueError(f"attention: qkv must be (B, N, 3, H, Dh), got {tuple(qkv.shape)}")
         check_same("attention", "qkv", qkv)
+        shape = (*qkv.shape[:2], *qkv.shape[3:])
     else:
         if qkv.dim() != 4:
             raise ValueError(f"attention: q must be (B, N, H, Dh), got {tuple(qkv.shape)}")
-        check_shape("attention", "k", k, tuple(qkv.shape))
-        check_shape("attention", "v", v, tuple(qkv.shape))
+        shape = tuple(qkv.shape)
+        check_shape("attention", "k", k, shape)
+        check_shape("attention", "v", v, shape)
         check_same("attention", "q", qkv, k=k, v=v)
     if qkv.shape[-1] == 0:
         raise ValueError(
             f"attention: the head size must be at least 1, got {'qkv' if packed else 'q'} {tuple(qkv.shape)}"
         )
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    if not is_number(scale) or not -FLOAT32 <= scale <= FLOAT32:
-        raise ValueError(f"attention: scale must be None or a number that float32 holds, got {scale!r}")
+    logits = checked("attention", qkv, shape, rope, rope_layout, num_prefix, bias, key_lengths)
+    scale = checked_scale("attention", scale, qkv.shape[-1])
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
-        return (_packed(qkv, float(scale)) if packed else _separate(qkv, k, v, float(scale)))[0]
+        return (_packed(qkv, *logits, scale) if packed else _separate(qkv, k, v, *logits, scale))[0]
     q, k, v = qkv.unbind(2) if packed else (qkv, k, v)
-    return ref.attention(q, k, v, scale=scale if isinstance(scale, torch.SymFloat) else float(scale))
+    return ref.attention(q, k, v, scale=scale, **logits.options)

@@ -25,10 +25,10 @@ if NO_TRITON is None:
     from ..kernels import layer_norm as kernels
 
 
-def fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The fakes' mean and rstd: (M,) in fp32."""
-    count = x.shape[:-1].numel()
-    return x.new_empty(count, dtype=torch.float32), x.new_empty(count, dtype=torch.float32)
+def fake_statistics(x: Tensor, norm: str = "layer") -> tuple[Tensor | None, Tensor]:
+    """The fakes' mean (None of RMSNorm) and rstd: (M,) in fp32."""
+    mean, rstd = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
+    return None if norm == "rms" else mean, rstd
 
 
 @torch.library.custom_op("vitfast::layer_norm", mutates_args=())

@@ -25,9 +25,6 @@ if NO_TRITON is None:
     from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
 
 
-LEAST_STD, MOST_PIXEL = 1e-6, 1e6  # as in arguments.py: what float32 holds once images are normalised
-
-
 class EmbedNeeds(NamedTuple):
     """Which gradients of patch_embed are needed."""
 
@@ -131,9 +128,9 @@ def channel_values(name: str, value, chans: int, device: torch.device) -> list[f
     if is_number(value):
         value = [value]
     if isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_number, value)):
-        low = LEAST_STD if name.endswith("std") else -MOST_PIXEL
-        if not all(low <= v <= MOST_PIXEL for v in value):
-            raise ValueError(f"{name} must be from {low:g} to {MOST_PIXEL:g}, got {value}")
+        low = ref.LEAST_STD if name.endswith("std") else -ref.MOST_PIXEL
+        if not all(low <= v <= ref.MOST_PIXEL for v in value):
+            raise ValueError(f"{name} must be from {low:g} to {ref.MOST_PIXEL:g}, got {value}")
         values, shape = [float(v) for v in value], (len(value),)
     else:
         try:

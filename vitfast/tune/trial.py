@@ -10,7 +10,7 @@ import torch
 from ..kernels.tiles import Tile
 from ..verify import Judge, Wrong, poisoned
 from ..verify.clock import cold, flush_buffer, head_start
-from ..verify.launchers import Launcher, outputs
+from ..verify.launcher import Launcher, outputs
 
 
 @dataclass

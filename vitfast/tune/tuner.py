@@ -19,7 +19,8 @@ from ..kernels.launch import Launch, record
 from ..kernels.tiles import Tile
 from ..verify import Wrong
 from ..verify.draw import Draw, Sizes
-from ..verify.launchers import Launcher, launchers
+from ..verify.launcher import Launcher
+from ..verify.launchers import launchers
 from . import user_table
 from .search import GAIN, Search
 from .trial import Problem, Trial

@@ -1,6 +1,7 @@
 """Running operations and launchers on random inputs, and judging what they return against float64."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .draw import Draw, Sizes
-from .launchers import Launcher, outputs
+from .launcher import Launcher, outputs
 
 # What rounding the result alone may cost: half a unit in the last place, of numbers just above a power of two.
 EPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -124,6 +125,9 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         """The operation with the layer scale and the drop path as its last two tensors."""
         return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
 
+    def inner_normed(*t: Tensor) -> Tensor:
+        return ops.gated_mlp(*t[:-2], inner_norm_weight=t[-2], inner_norm_bias=t[-1], activation="gelu")
+
     d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
     x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
     norm, fc1, fc2 = [vector, vector], [weight(f, d), values(f)], [weight(d, f), vector]
@@ -131,17 +135,22 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     embed = [weight(d, 3, s.patch, s.patch), vector, values(1, 1, d), values(1, 1 + (s.image // s.patch) ** 2, d)]
     return {
         "layer_norm": (ops.layer_norm, [x, *norm]),
+        "rms_norm": (ops.rms_norm, [x, vector]),
         "add_layer_norm": (scaled(ops.add_layer_norm), [x, x, *norm, vector, drop]),
         "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, s.head)]),
         "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
-        "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, approximate="tanh"), [x, *fc1]),
+        "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, activation="gelu_tanh"), [x, *fc1]),
         "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
         "mlp": (ops.mlp, [x, *fc1, *fc2]),
+        "mlp, quick_gelu": (functools.partial(ops.mlp, activation="quick_gelu"), [x, *fc1, *fc2]),
+        "gated_mlp": (ops.gated_mlp, [x, *fc1, *fc1, *fc2]),
+        "gated_mlp, inner norm": (inner_normed, [x, *fc1, *fc1, *fc2, values(f), values(f)]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
         "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
         "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
+        "gated_mlp_block": (scaled(ops.gated_mlp_block), [x, *norm, *fc1, *fc1, *fc2, vector, drop]),
     }
 
 

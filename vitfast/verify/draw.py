@@ -88,6 +88,14 @@ class Draw:
             return torch.empty(count, device=self.device)
         return torch.rand(count, generator=self.generator, device=self.device) + 0.5
 
+    def lengths(self, count: int, most: int) -> Tensor:
+        """Whole numbers from 0 to `most`, the first of them `most`, in int32."""
+        if self.device.type == "meta":
+            return torch.empty(count, dtype=torch.int32, device=self.device)
+        drawn = torch.randint(0, most + 1, (count,), generator=self.generator, device=self.device, dtype=torch.int32)
+        drawn[:1] = most
+        return drawn
+
     def pixels(self, *shape: int) -> Tensor:
         """Raw uint8."""
         if self.device.type == "meta":

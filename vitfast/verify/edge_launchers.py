@@ -8,9 +8,10 @@ from torch import Tensor
 
 from .. import ref
 from ..kernels import attention, layer_norm, rows
-from . import launchers
+from . import attention_launchers, launchers
 from .draw import Draw, Sizes
-from .launchers import EPS, Launcher
+from .launcher import Launcher, wide
+from .launchers import EPS
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.23, 0.22, 0.26)
 
@@ -32,12 +33,12 @@ def _attention(s: Sizes) -> dict[str, Launcher]:
         "attention, peaked, separate tensors": Launcher(
             lambda t: separate(t, size=64.0),
             lambda *t: attention.attention_fwd(*t, scale),
-            lambda *t: launchers.attention_formula(*t, scale),
+            lambda *t: attention_launchers.attention_formula(*t, scale),
         ),
         "attention backward, separate tensors": Launcher(
-            lambda t: launchers.for_attention_backward(t, *separate(t), scale),
+            lambda t: attention_launchers.for_attention_backward(t, *separate(t), scale),
             lambda *t: attention.attention_bwd_separate(*t, scale),
-            lambda q, k, v, o, lse, do: launchers.attention_gradients(q, k, v, do, scale),
+            lambda q, k, v, o, lse, do: attention_launchers.attention_gradients(q, k, v, do, scale),
         ),
     }
 
@@ -57,7 +58,7 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
 
     def every_sum(dy, z, w, b, mean, rstd, dz, *scaled_branch):
         found = launchers.block_norm_gradients(dy, z, w, b, mean, rstd, dz, *scaled_branch)
-        return *found, dz.sum(0, dtype=launchers.wide(dz)), ref.layer_norm(z, w, b, EPS)
+        return *found, dz.sum(0, dtype=wide(dz)), ref.layer_norm(z, w, b, EPS)
 
     return {
         "scaled rows, layer scale": Launcher(

@@ -22,7 +22,8 @@ from ..kernels.tiles import Tile
 from . import Judge, Wrong
 from .draw import Sizes
 from .edge_launchers import edge_launchers
-from .launchers import Launcher, launchers, outputs
+from .launcher import Launcher, outputs
+from .launchers import launchers
 from .sanitizer import Finding, Sanitizer
 
 CPU = torch.device("cpu")

@@ -5,169 +5,32 @@ the plain case of a training step; the later ones are variants (factors, an fp32
 only compile to other code.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ref
-from ..kernels import attention, layer_norm, linear, mlp, patch_embed, rows, weight_grad
+from ..kernels import gated, layer_norm, linear, mlp, patch_embed, rows, weight_grad
+from .attention_launchers import acting_attentions, attention_parts, attentions
 from .draw import Draw, Sizes
+from .launcher import Launcher, gradients, wide
+from .product_launchers import gated_backward, gelu_backward, layers, products
 
 EPS = 1e-6
 HALF = (0.5, 0.5, 0.5)
 SPLITS = 7  # slices of a weight gradient that are added up
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """`call(*make(draw))` runs kernels; `formula` takes the same inputs, in any dtype.
-
-    variant: a plainer case has the same tile.
-    """
-
-    make: Callable[[Draw], tuple]
-    call: Callable
-    formula: Callable
-    variant: bool = False
-
-
-def outputs(result) -> list[Tensor]:
-    """The tensors of what a launcher or a formula returns, without those that were not asked for."""
-    found = result if isinstance(result, tuple) else (result,)
-    return [t for t in found if t is not None and t.numel()]
-
-
 def launchers(s: Sizes) -> dict[str, Launcher]:
     """Name -> launcher, at these sizes, those that matter most in a training step first."""
-    return _products(s) | _attention(s) | _along_rows(s) | _patch_embeddings(s) | _smaller(s)
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """fp32, or float64 where x is."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> tuple[Tensor, ...]:
-    """Of every leaf, by autograd."""
-    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
-    with torch.enable_grad():
-        return torch.autograd.grad(function(*leaves), leaves, upstream)
-
-
-# ---- products
-
-
-def _layers(s: Sizes) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of each weight of an encoder layer."""
-    d, f = s.width, s.hidden
-    return {"fc2": (d, f), "fc1": (f, d), "qkv": (3 * d, d), "proj": (d, d)}
-
-
-def _gelu_backward(dy: Tensor, pre: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor]:
-    (dpre,) = gradients(lambda p: F.gelu(p, approximate=approximate), (pre,), dy)
-    return dpre, dpre.sum(0, dtype=wide(dpre))
-
-
-def _products(s: Sizes) -> dict[str, Launcher]:
-    m, d, f, layers = s.rows, s.width, s.hidden, _layers(s)
-
-    def linear_inputs(t: Draw, out: int, inner: int) -> tuple:
-        return t.values(m, inner), t.weight(out, inner), t.values(out)
-
-    def linear_gelu(approximate: str, save: bool) -> Launcher:
-        def formula(x, w, b):
-            pre = F.linear(x, w, b)
-            return F.gelu(pre, approximate=approximate), *((pre,) if save else ())
-
-        return Launcher(
-            lambda t: linear_inputs(t, f, d),
-            lambda *t: mlp.linear_gelu(*t, approximate, save),
-            formula,
-            variant=not save,
-        )
-
-    def dgelu(approximate: str, variant: bool) -> Launcher:
-        def formula(g, w2, pre):
-            dpre, dbias = _gelu_backward(g @ w2, pre, approximate)
-            return dpre, F.gelu(pre, approximate=approximate), dbias
-
-        return Launcher(
-            lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
-            lambda *t: mlp.dgelu_matmul(*t, approximate, True),
-            formula,
-            variant,
-        )
-
-    def weight_gradient(out: int, inner: int) -> Launcher:
-        make = lambda t: (t.values(m, out), t.values(m, inner))  # noqa: E731
-        return Launcher(make, weight_grad.weight_grad, lambda g, x: g.t() @ x)
-
-    def input_gradient(out: int, inner: int) -> Launcher:
-        return Launcher(lambda t: (t.values(m, out), t.weight(out, inner)), linear.input_grad, lambda g, w: g @ w)
-
-    def linear_residual(out: int, inner: int) -> Launcher:
-        return Launcher(
-            lambda t: (*linear_inputs(t, out, inner), t.values(m, out)),
-            lambda *t: linear.linear_residual(*t, None, None, s.tokens),
-            ref.linear_residual,
-        )
-
-    return {
-        "linear + gelu": linear_gelu("none", save=True),
-        "dgelu": dgelu("none", variant=False),
-        "linear + gelu, tanh, inference": linear_gelu("tanh", save=False),
-        "dgelu, tanh": dgelu("tanh", variant=True),
-        **{f"weight gradient, {layer}": weight_gradient(*sizes) for layer, sizes in layers.items()},
-        # fc2's is dgelu.
-        **{f"input gradient, {layer}": input_gradient(*layers[layer]) for layer in ("fc1", "qkv", "proj")},
-        **{f"linear + residual, {layer}": linear_residual(*layers[layer]) for layer in ("fc2", "proj")},
-        "linear, qkv": Launcher(lambda t: linear_inputs(t, 3 * d, d), linear.linear, F.linear),
-    }
-
-
-# ---- attention
-
-
-def attention_formula(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(o, lse)."""
-    logits = torch.einsum("bnhd,bmhd->bhnm", q.to(wide(q)), k.to(wide(k))) * scale
-    return ref.attention(q, k, v, scale=scale), logits.logsumexp(-1)
-
-
-def attention_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
-    return gradients(lambda *t: ref.attention(*t, scale=scale), (q, k, v), do)
-
-
-def _qkv(t: Draw, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    return t.values(s.batch, s.tokens, 3, s.heads, s.head).unbind(2)
-
-
-def for_attention_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """q, k, v, o, lse, do."""
-    return q, k, v, *attention_formula(q, k, v, scale), t.values(*q.shape)
-
-
-def _attention(s: Sizes) -> dict[str, Launcher]:
-    scale = s.head**-0.5
-
-    def backward(q, k, v, o, lse, do):
-        dqkv = torch.stack(attention_gradients(q, k, v, do, scale), 2)
-        return dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()
-
-    return {
-        "attention": Launcher(
-            lambda t: _qkv(t, s), lambda *t: attention.attention_fwd(*t, scale), lambda *t: attention_formula(*t, scale)
-        ),
-        "attention backward": Launcher(
-            lambda t: for_attention_backward(t, *_qkv(t, s), scale),
-            lambda *t: attention.attention_bwd(*t, scale, want_bias_grad=True),
-            backward,
-        ),
-    }
+    return (
+        products(s)
+        | attentions(s)
+        | _along_rows(s)
+        | _patch_embeddings(s)
+        | _smaller(s)
+        | attention_parts(s)
+        | acting_attentions(s)
+    )
 
 
 # ---- LayerNorm, and what goes along rows
@@ -177,6 +40,11 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """LayerNorm's mean and rstd of every row."""
     work = x.to(wide(x))
     return work.mean(-1), (work.var(-1, unbiased=False) + EPS).rsqrt()
+
+
+def rms_statistics(x: Tensor) -> Tensor:
+    """RMSNorm's rstd of every row."""
+    return (x.to(wide(x)).square().mean(-1) + EPS).rsqrt()
 
 
 def layer_norm_formula(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -215,6 +83,15 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
         dres, dw, db = layer_norm_gradients(dy, z, w, b, mean, rstd)
         return dres + dz, dw, db, dz.sum(0, dtype=wide(dz)), ref.layer_norm(z, w, b, EPS)
 
+    def rms_normed(t: Draw) -> tuple:
+        """dy, z, w, rstd."""
+        z = t.values(m, d)
+        return t.values(m, d), z, t.values(d), rms_statistics(z)
+
+    def rms_in_a_block(dy, z, w, rstd, dz):
+        dres, dw = gradients(lambda z, w: ref.rms_norm(z, w, EPS), (z, w), dy)
+        return dres + dz, dw, dz.sum(0, dtype=wide(dz)), ref.rms_norm(z, w, EPS)
+
     def rows_and_parameters(t: Draw) -> tuple:
         return t.values(m, d), t.values(m, d), t.values(d), t.values(d)
 
@@ -238,6 +115,18 @@ def _along_rows(s: Sizes) -> dict[str, Launcher]:
             layer_norm_formula,
         ),
         "layer_norm backward": Launcher(normed, layer_norm.layer_norm_bwd, layer_norm_gradients),
+        "rms_norm": Launcher(
+            lambda t: (t.values(m, d), t.values(d)),
+            lambda x, w: layer_norm.layer_norm_fwd(x, w, None, EPS, rms=True)[::2],
+            lambda x, w: (ref.rms_norm(x, w, EPS), rms_statistics(x)),
+            variant=True,
+        ),
+        "rms_norm backward in a block": Launcher(
+            lambda t: (*rms_normed(t), t.values(m, d)),
+            lambda *t: layer_norm.layer_norm_bwd(*t[:3], None, None, t[3], dz=t[4], want_dz_sum=True, want_y=True),
+            rms_in_a_block,
+            variant=True,
+        ),
         "add + layer_norm": Launcher(rows_and_parameters, add_norm, add_norm_formula),
         "add + layer_norm, factors": Launcher(
             lambda t: (*rows_and_parameters(t), t.values(d), t.factors(s.batch)),
@@ -325,12 +214,7 @@ def _patch_embeddings(s: Sizes) -> dict[str, Launcher]:
 
 
 def _smaller(s: Sizes) -> dict[str, Launcher]:
-    m, d, f, scale = s.rows, s.width, s.hidden, s.head**-0.5
-
-    def with_delta(t: Draw) -> tuple:
-        q, k, v, o, lse, do = for_attention_backward(t, *_qkv(t, s), scale)
-        delta = (o.to(wide(o)) * do.to(wide(o))).sum(-1).transpose(1, 2).contiguous()
-        return q, k, v, lse, delta, do
+    m, d, f = s.rows, s.width, s.hidden
 
     def slices(out: int, inner: int) -> Launcher:
         return Launcher(
@@ -360,19 +244,14 @@ def _smaller(s: Sizes) -> dict[str, Launcher]:
     fp32 = torch.float32
     return {
         "gelu backward": Launcher(
-            lambda t: (t.values(m, f), t.values(m, f)), lambda *t: mlp.gelu_bwd(*t, "none", True), _gelu_backward
+            lambda t: (t.values(m, f), t.values(m, f)), lambda *t: mlp.gelu_bwd(*t, "gelu", True), gelu_backward
         ),
-        "attention backward, dq": Launcher(
-            lambda t: for_attention_backward(t, *_qkv(t, s), scale),
-            lambda *t: attention.attention_bwd_dq(*t, scale),
-            lambda q, k, v, o, lse, do: attention_gradients(q, k, v, do, scale)[0],
+        "gated backward": Launcher(
+            lambda t: (t.values(m, f), t.values(m, f), t.values(m, f)),
+            lambda *t: gated.gated_bwd(*t, "silu", True),
+            lambda *t: gated_backward(*t, "silu", want_h=False),
         ),
-        "attention backward, dk and dv": Launcher(
-            with_delta,
-            lambda *t: attention.attention_bwd_dkdv(*t, scale),
-            lambda q, k, v, lse, delta, do: attention_gradients(q, k, v, do, scale)[1:],
-        ),
-        **{f"weight gradient, {layer}, sum": slices(*sizes) for layer, sizes in _layers(s).items()},
+        **{f"weight gradient, {layer}, sum": slices(*sizes) for layer, sizes in layers(s).items()},
         "column sums, layer_norm": column_sums(396, d, None),
         "column sums, gelu": column_sums(-(-m // 128), f, fp32),
         "weight gradient, layer scale": Launcher(

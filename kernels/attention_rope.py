@@ -1,0 +1,159 @@
+"""Rotary positions (Su et al., 2021): q and k are turned as they are loaded, gradients back.
+
+A pair (a, b) of columns of a token after the first num_prefix becomes (a cos_a - b sin_a, b cos_b + a sin_b); its
+gradient (da, db) comes back as (da cos_a + db sin_b, db cos_b - da sin_a). A head's two chunks are the first and the
+second column of its pairs: its halves ("half"), or its even and odd columns ("interleaved"), which one load brings
+together. The sums over a head do not mind the order of its columns, so the products stay as they are.
+
+Nothing that is turned is written to memory: the tables cos and sin are read beside q and k, from L2. The gradient of
+tables that are learned takes the gradients of q and k before they are turned back: attention_tiled_bwd.py then leaves
+them so, and _rope_bwd_kernel turns them back in place, in one pass more over q, k, dq and dk.
+"""
+
+import triton
+import triton.language as tl
+
+from .attention_common import head_of, load_head_chunk, load_head_rows, store_head_chunk, store_head_rows
+
+
+@triton.jit
+def rope_of(rope, b, h):
+    """The tables of a head: pointers to cos and sin, the stride of their rows, num_prefix; None without."""
+    if rope is None:
+        return None
+    else:
+        cos_ptr, sin_ptr, strides, num_prefix = rope
+        offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        return (cos_ptr + offset, sin_ptr + offset, strides[2], num_prefix)
+
+
+@triton.jit
+def _column_factors(table_ptr, rope, rows, N, still, HEAD: tl.constexpr):
+    """A table's numbers for both columns of pairs, in fp32; `still` for tokens that stay."""
+    D0: tl.constexpr = HEAD.first
+    HALF: tl.constexpr = HEAD.dim // 2
+    turns = (rows >= rope[3]) & (rows < N)
+    row_ptrs = table_ptr + ((rows - rope[3]).to(tl.int64) * rope[2])[:, None]
+    if HEAD.alike or HEAD.turned == "half":
+        offs_d = tl.arange(0, D0)[None, :]
+        mask = turns[:, None] & (offs_d < HALF)
+        first = tl.load(row_ptrs + offs_d, mask=mask, other=still).to(tl.float32)
+        if HEAD.alike:
+            return first, first
+        else:
+            return first, tl.load(row_ptrs + (HALF + offs_d), mask=mask, other=still).to(tl.float32)
+    else:
+        offs_d = tl.arange(0, 2 * D0)[None, :]
+        both = tl.load(row_ptrs + offs_d, mask=turns[:, None] & (offs_d < HEAD.dim), other=still).to(tl.float32)
+        return tl.split(both.reshape(rows.shape[0], D0, 2))
+
+
+@triton.jit
+def factors(rope, rows, N, HEAD: tl.constexpr):
+    """cos and sin of some rows: (cos_a, cos_b, sin_a, sin_b), each (rows, pairs)."""
+    cos_a, cos_b = _column_factors(rope[0], rope, rows, N, 1.0, HEAD)
+    sin_a, sin_b = _column_factors(rope[1], rope, rows, N, 0.0, HEAD)
+    return cos_a, cos_b, sin_a, sin_b
+
+
+@triton.jit
+def load_pairs(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Rows of a head as the first and the second columns of its pairs."""
+    D0: tl.constexpr = HEAD.first
+    HALF: tl.constexpr = HEAD.dim // 2
+    if HEAD.turned == "half":
+        first = load_head_chunk(head, rows, N, 0, D0, MASK_ROWS, HEAD, HALF)
+        return first, load_head_chunk(head, rows, N, HALF, D0, MASK_ROWS, HEAD)
+    else:
+        both = load_head_chunk(head, rows, N, 0, 2 * D0, MASK_ROWS, HEAD)
+        return tl.split(both.reshape(rows.shape[0], D0, 2))
+
+
+@triton.jit
+def load_turned_rows(head, rope, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Rows of a head of q or k, turned where there is rope, as its chunks."""
+    if rope is None:
+        return load_head_rows(head, rows, N, MASK_ROWS, HEAD)
+    else:
+        a, b = load_pairs(head, rows, N, MASK_ROWS, HEAD)
+        cos_a, cos_b, sin_a, sin_b = factors(rope, rows, N, HEAD)
+        return ((a * cos_a - b * sin_a).to(a.dtype), (b * cos_b + a * sin_b).to(b.dtype))
+
+
+@triton.jit
+def store_pairs(head, a, b, rows, N, HEAD: tl.constexpr):
+    """Writes what load_pairs reads; returns it as the chunks that store_sums takes."""
+    D0: tl.constexpr = HEAD.first
+    HALF: tl.constexpr = HEAD.dim // 2
+    if HEAD.turned == "half":
+        store_head_chunk(head, a, rows, N, 0, HEAD, HALF)
+        store_head_chunk(head, b, rows, N, HALF, HEAD)
+        return (a, b)
+    else:
+        both = tl.join(a, b).reshape(rows.shape[0], 2 * D0)
+        store_head_chunk(head, both, rows, N, 0, HEAD)
+        return (both,)
+
+
+@triton.jit
+def store_turned_back(head, x, rope, rows, N, TURN: tl.constexpr, HEAD: tl.constexpr):
+    """Writes some rows of dq or dk, x their chunks, turned back where TURN; returns what it writes."""
+    if rope is None:
+        store_head_rows(head, x, rows, N, HEAD)
+        return x
+    else:
+        a, b = x[0], x[1]
+        if TURN:
+            cos_a, cos_b, sin_a, sin_b = factors(rope, rows, N, HEAD)
+            return store_pairs(head, a * cos_a + b * sin_b, b * cos_b - a * sin_a, rows, N, HEAD)
+        else:
+            return store_pairs(head, a, b, rows, N, HEAD)
+
+
+@triton.jit(do_not_specialize=["B", "samples"])
+def _rope_bwd_kernel(
+    inputs,  # q, k (B, N, H, Dh), each its pointer and its strides of B, N, H
+    grads,  # dq, dk, likewise; turned back here, in place
+    rope,  # cos, sin, strides of B, H, rows, num_prefix
+    dcos_ptr,  # (groups, H, N - num_prefix, Dh, or Dh / 2 where a pair has one number), fp32
+    dsin_ptr,
+    B,
+    samples,  # of a group
+    N,
+    H,
+    HEAD: tl.constexpr,
+    TABLE: tl.constexpr,  # HEAD with the alignment of the rows of dcos and dsin
+    BLOCK_M: tl.constexpr,
+):
+    """The share of some samples in the gradients of BLOCK_M rows of one head's tables."""
+    D0: tl.constexpr = HEAD.first
+    HALF: tl.constexpr = HEAD.dim // 2
+    WIDTH: tl.constexpr = HALF if HEAD.alike else HEAD.dim
+    group, h = tl.program_id(1) // H, tl.program_id(1) % H
+    rows = rope[3] + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dcos_a, dcos_b = tl.zeros((BLOCK_M, D0), tl.float32), tl.zeros((BLOCK_M, D0), tl.float32)
+    dsin_a, dsin_b = tl.zeros((BLOCK_M, D0), tl.float32), tl.zeros((BLOCK_M, D0), tl.float32)
+    for i in tl.range(0, tl.minimum(samples, B - group * samples), num_stages=1, disable_licm=True):
+        b = group * samples + i
+        cos_a, cos_b, sin_a, sin_b = factors(rope_of(rope, b, h), rows, N, HEAD)
+        for j in tl.static_range(2):
+            grad_head = head_of(grads[j], b, h, HEAD)
+            x_a, x_b = load_pairs(head_of(inputs[j], b, h, HEAD), rows, N, True, HEAD)
+            d_a, d_b = load_pairs(grad_head, rows, N, True, HEAD)
+            x_a, x_b, d_a, d_b = x_a.to(tl.float32), x_b.to(tl.float32), d_a.to(tl.float32), d_b.to(tl.float32)
+            dcos_a += d_a * x_a
+            dcos_b += d_b * x_b
+            dsin_a -= d_a * x_b
+            dsin_b += d_b * x_a
+            # what is written here was read by other threads
+            tl.debug_barrier()
+            store_pairs(grad_head, d_a * cos_a + d_b * sin_b, d_b * cos_b - d_a * sin_a, rows, N, HEAD)
+    last = N - rope[3]
+    offset = (group * H + h).to(tl.int64) * last * WIDTH
+    dcos, dsin = (dcos_ptr + offset, WIDTH), (dsin_ptr + offset, WIDTH)
+    if HEAD.alike:
+        store_head_chunk(dcos, dcos_a + dcos_b, rows - rope[3], last, 0, TABLE, HALF)
+        store_head_chunk(dsin, dsin_a + dsin_b, rows - rope[3], last, 0, TABLE, HALF)
+    else:
+        store_pairs(dcos, dcos_a, dcos_b, rows - rope[3], last, TABLE)
+        store_pairs(dsin, dsin_a, dsin_b, rows - rope[3], last, TABLE)

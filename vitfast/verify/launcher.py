@@ -1,0 +1,40 @@
+"""One launcher of kernels/ with its inputs and its formula, and what the lists of them share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .draw import Draw
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """`call(*make(draw))` runs kernels; `formula` takes the same inputs, in any dtype.
+
+    variant: a plainer case has the same tile.
+    """
+
+    make: Callable[[Draw], tuple]
+    call: Callable
+    formula: Callable
+    variant: bool = False
+
+
+def outputs(result) -> list[Tensor]:
+    """The tensors of what a launcher or a formula returns, without those that were not asked for."""
+    found = result if isinstance(result, tuple) else (result,)
+    return [t for t in found if t is not None and t.numel()]
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """fp32, or float64 where x is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def gradients(function: Callable, leaves: tuple, upstream: Tensor | tuple) -> tuple[Tensor, ...]:
+    """Of every leaf, by autograd."""
+    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+    with torch.enable_grad():
+        return torch.autograd.grad(function(*leaves), leaves, upstream)
