@@ -8,15 +8,16 @@ from numbers import Integral, Real
 from torch import Tensor
 
 from .errors import InputError
+from .ref import LEAST_STD, MOST_PIXEL
 
-POOLS = ("token", "avg", "")
-ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # timm's names -> torch's `approximate`
+POOLS = ("token", "avg", "map", "")
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu")  # timm's names
 POS_EMBEDS = ("learn", "learn2d", "sincos2d", "relative", "none", "")  # see positions.py
+ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # timm's names of rotary positions, and their temperatures
 POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
 CROP_MODES = ("center", "squash", "border")  # timm's
 LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
 FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
-LEAST_STD, MOST_PIXEL = 1e-6, 1e6  # of images on the 0..1 scale; normalised, float32 holds what comes of them
 MOST_PARAMETERS = 10**11  # four times the largest ViT there is; what a mistyped size asks for lies far above
 
 _repr = reprlib.Repr()
@@ -171,13 +172,21 @@ ARGUMENTS: dict[str, Check] = {
     "weight_init": one_of(("", "jax", "jax_nlhb", "moco", "reset", "skip")),
     "head_init_bias": optional(ANY),
     "representation_size": optional(whole(1, 2**17)),
-    "act_layer": one_of(tuple(ACTIVATIONS)),
+    "act_layer": one_of(ACTIVATIONS),
     "norm_eps": NOT_NEGATIVE,
     "mean": each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
     "std": each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
     "residual_in_fp32": flag,
     "pos_embed_at": one_of(POS_EMBED_PLACES),
     "backbone": backbone,
+    "norm_layer": one_of(("layernorm", "rmsnorm")),
+    "pre_norm": flag,
+    "qk_norm": flag,
+    "swiglu_mlp": flag,
+    "scale_mlp_norm": flag,
+    "rope": optional(one_of(tuple(ROPES))),
+    "rope_temperature": optional(number("a number from 1 to 1e9", lambda x: 1 <= x <= 1e9)),
+    "ref_feat_shape": optional(some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)")),
     "crop_mode": optional(one_of(CROP_MODES)),
     "crop_pct": optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
 }
@@ -215,8 +224,11 @@ def checked(config: dict) -> dict:
         raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {width}")
     if kind == "sincos2d" and (width % 4 or width < 8):
         raise InputError(f"ViT: pos_embed='sincos2d' needs an embed_dim of 8 or more, by 4 divisible, got {width}")
+    if config["swiglu_mlp"] and config["act_layer"] not in ("gelu", "silu"):  # timm's default, which says nothing
+        raise InputError(f"ViT: swiglu_mlp=True has the activation 'silu', got act_layer={config['act_layer']!r}")
     if config["global_pool"] == "token" and not config["class_token"]:
         raise InputError("ViT: global_pool='token' needs class_token=True; without a class token use global_pool='avg'")
+    _check_rope(config)
     if int(width * config["mlp_ratio"]) < 1:
         raise InputError(f"ViT: mlp_ratio must leave the MLP a width, got {config['mlp_ratio']} of {width}")
     for name in ("mean", "std"):
@@ -226,6 +238,21 @@ def checked(config: dict) -> dict:
         limit = f"at most {MOST_PARAMETERS:.0e} parameters, these would be {count:.0e}"
         raise InputError(f"ViT: the sizes must leave {limit} ({sizes}, ...)")
     return config if names is None else config | {"class_names": class_names(names, config["num_classes"])}
+
+
+def _check_rope(config: dict) -> None:
+    """Raises InputError for rotary positions that cannot be."""
+    if config["rope"] is None:
+        for name in ("rope_temperature", "ref_feat_shape"):
+            if config[name] is not None:
+                raise InputError(f"ViT: {name} is for a rope, got {name}={config[name]!r} with rope=None")
+        return
+    if (head := config["embed_dim"] // config["num_heads"]) % 4:
+        raise InputError(f"ViT: rope={config['rope']!r} needs a head size by 4 divisible, got {head}")
+    if config["pos_embed"] == "relative":
+        raise InputError(f"ViT: pos_embed='relative' has no rope beside it, got rope={config['rope']!r}")
+    if config["ref_feat_shape"] is not None and config["rope"] != "cat":
+        raise InputError(f"ViT: ref_feat_shape is for rope='cat', got rope={config['rope']!r}")
 
 
 def _per_channel(name: str, value: float | tuple[float, ...], chans: int) -> tuple[float, ...]:
@@ -242,7 +269,8 @@ def _parameters(config: dict) -> int:
     hidden, pre_logits = int(width * config["mlp_ratio"]), config["representation_size"] or 0
     tables = depth if config["pos_embed_at"] == "layers" or config["pos_embed"] == "relative" else 1
     rows = config["in_chans"] * p * q + config["reg_tokens"] + tables * math.ceil(h / p) * math.ceil(w / q) + pre_logits
-    return width * (rows + depth * (4 * width + 2 * hidden)) + (pre_logits or width) * classes
+    matrices = 3 if config["swiglu_mlp"] else 2
+    return width * (rows + depth * (4 * width + matrices * hidden)) + (pre_logits or width) * classes
 
 
 def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:

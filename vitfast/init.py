@@ -7,7 +7,9 @@ from torch import nn
 
 from . import positions
 from .hybrid import HybridEmbed
-from .layers import LayerScale
+from .layers import AttentionPoolLatent, LayerScale, RmsNorm
+
+_RESET = (nn.Linear, nn.Conv2d, nn.LayerNorm, RmsNorm, LayerScale, AttentionPoolLatent)
 
 
 @torch.no_grad()
@@ -53,6 +55,7 @@ def _init_module(module: nn.Module, name: str, mode: str, needs_reset: bool) -> 
     elif isinstance(module, nn.Conv2d) and mode.startswith("jax"):
         std = math.sqrt(1 / module.weight[0].numel()) / 0.87962566103423978  # LeCun's, after the cut at two deviations
         nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
-        nn.init.zeros_(module.bias)
-    elif needs_reset and isinstance(module, (nn.Linear, nn.Conv2d, nn.LayerNorm, LayerScale)):
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif needs_reset and isinstance(module, _RESET):
         module.reset_parameters()

@@ -1,6 +1,7 @@
 """The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's names."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,45 +10,47 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import arguments, positions, ref
-from .arguments import ACTIVATIONS, POOLS, block_indices, checked_images
+from .arguments import POOLS, ROPES, block_indices, checked_images
+from .block import Block
 from .checkpoint import load_model, save
 from .errors import InputError
 from .hybrid import HybridEmbed
 from .init import init_weights
-from .intermediates import check_form, pack
+from .intermediates import Intermediates
 from .keep import KEEPS
-from .layers import Block, LayerNorm, PatchEmbed, PreLogits, weights_dtype
-from .positions import table_for_images
+from .layers import NORMS, AttentionPoolLatent, PatchEmbed, PreLogits, weights_dtype
+from .positions import rope_tables, table_for_images
 from .presets import pair, preset
 from .settle_keep import set_blocks, settle, settle_in_training
 
-for _leaf in ("checked_images", "table_for_images"):  # to FX: they look at shapes in Python
+for _leaf in ("checked_images", "table_for_images", "rope_tables"):  # to FX: they look at shapes in Python
     torch.fx.wrap(_leaf)
 _ATTRIBUTES = ("mean", "std", "crop_mode", "crop_pct", "global_pool", "dynamic_img_size")  # free to change
 
 
-class ViT(nn.Module):
+class ViT(Intermediates, nn.Module):
     """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
 
     Images are (B, in_chans, H, W): normalised floats, or raw uint8, of which (x / 255 - mean) / std is taken in the
     patch projection.
 
     img_size, patch_size: int or (height, width). num_classes: 0 for no head. global_pool: "token" (class token), "avg"
-    (mean of the patches, normalised after pooling unless `fc_norm` says otherwise), "" (no pooling: the head sees every
-    token). mlp_ratio: F / D. qkv_bias, proj_bias: biases of qkv, and of the other linear layers in a block.
-    init_values: LayerScale's start value, None for none. class_token, reg_tokens: prefix tokens.
-    pos_embed: "learn" (1-D), "learn2d" (columns and rows; patches only), "relative" (1-D, in each layer's attention, on
-    PyTorch's), "sincos2d" (fixed) or "none". pos_embed_at: where learned ones are added, "stem", "layers" (before each,
-    own tables) or "layers_shared"; dropout follows the first only. no_embed_class: positions for patches only.
-    dynamic_img_size: take images of any size that the patch divides. drop_rate: dropout before the head; pos_drop_rate
-    and proj_drop_rate: the paper's dropout; drop_path_rate: stochastic depth, rising linearly from 0. weight_init:
-    timm's modes. head_init_bias: the head's bias at the start. representation_size: width of the tanh layer of the
-    pre-training head, None for none. act_layer: "gelu" (erf) or "gelu_tanh". norm_eps: of every LayerNorm. mean, std:
-    of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the residual stream in fp32 when the matrix products
-    run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says, None for a ViT. keep: what
-    blocks keep for backward, see `set_keep`; it is of a run, and not in `config`. class_names: of the classes, in the
-    order of the logits. crop_mode, crop_pct: how evaluations cut images ("center", "squash" or "border"; the share of
-    a side), in timm's words. Each None where nobody said it. Raises InputError for an argument that no ViT can have.
+    (mean of the patches, normalised after pooling unless `fc_norm` says otherwise), "map" (attention of one learned
+    query and an MLP), "" (no pooling: the head sees every token). mlp_ratio: F / D. qkv_bias, proj_bias: biases of qkv,
+    and of the other linear layers in a block. init_values: LayerScale's start value, None for none. class_token,
+    reg_tokens: prefix tokens. pos_embed: "learn" (1-D), "learn2d" (columns and rows; patches only), "relative" (1-D, in
+    each layer's attention, on PyTorch's), "sincos2d" (fixed) or "none". pos_embed_at: where learned ones are added,
+    "stem", "layers" (before each, own tables) or "layers_shared"; dropout follows the first only. no_embed_class:
+    positions for patches only. dynamic_img_size: take images of any size that the patch divides. drop_rate: dropout
+    before the head; pos_drop_rate and proj_drop_rate: the paper's dropout; drop_path_rate: stochastic depth, rising
+    linearly from 0. weight_init: timm's modes. head_init_bias: the head's bias at the start. representation_size: width
+    of the tanh layer of the pre-training head, None for none. act_layer: "gelu" (erf), "gelu_tanh", "quick_gelu" or
+    "silu". norm_eps: of every LayerNorm. mean, std: of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the
+    residual stream in fp32 when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what
+    `hybrid.HybridEmbed` says, None for a ViT. keep: what blocks keep for backward, see `set_keep`; it is of a run, and
+    not in `config`. class_names: of the classes, in the order of the logits. crop_mode, crop_pct: how evaluations cut
+    images ("center", "squash" or "border"; the share of a side), in timm's words. Each None where nobody said it.
+    Raises InputError for an argument that no ViT can have.
     """
 
     keep, crop_mode, crop_pct = "auto", None, None  # of models pickled before there was a choice
@@ -91,6 +94,14 @@ class ViT(nn.Module):
         crop_pct: float | None = None,
         keep: str = "auto",
         class_names: Sequence[str] | None = None,
+        norm_layer: str = "layernorm",
+        pre_norm: bool = False,
+        qk_norm: bool = False,
+        swiglu_mlp: bool = False,
+        scale_mlp_norm: bool = False,
+        rope: str | None = None,
+        rope_temperature: float | None = None,
+        ref_feat_shape: tuple[int, int] | None = None,
     ):
         c = SimpleNamespace(**arguments.checked(locals()))
         super().__init__()
@@ -104,7 +115,8 @@ class ViT(nn.Module):
         self.mean, self.std, self.crop_mode, self.crop_pct = c.mean, c.std, c.crop_mode, c.crop_pct
         self._config = vars(c)
         if c.backbone is None:
-            self.patch_embed = PatchEmbed(c.img_size, c.patch_size, c.in_chans, c.embed_dim)
+            stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
+            self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
         else:
             self.patch_embed = HybridEmbed(c.img_size, c.patch_size, c.in_chans, c.embed_dim, c.backbone)
             c.backbone = self.patch_embed.spec
@@ -118,17 +130,22 @@ class ViT(nn.Module):
             table = torch.empty(shape)
             setattr(self, name, table if c.pos_embed == "sincos2d" else nn.Parameter(table))
         self.pos_drop = nn.Dropout(c.pos_drop_rate)
-        options = dict(qkv_bias=c.qkv_bias, proj_bias=c.proj_bias, init_values=c.init_values, eps=c.norm_eps)
-        options |= dict(proj_drop=c.proj_drop_rate, residual_in_fp32=c.residual_in_fp32)
-        hidden, options["approximate"] = int(c.embed_dim * c.mlp_ratio), ACTIVATIONS[c.act_layer]
+        norm = partial(NORMS[c.norm_layer], eps=c.norm_eps)
+        self.norm_pre = norm(c.embed_dim) if c.pre_norm else nn.Identity()
+        options = dict(qkv_bias=c.qkv_bias, proj_bias=c.proj_bias, qk_norm=c.qk_norm, init_values=c.init_values)
+        options |= dict(norm=norm, inner_norm=c.scale_mlp_norm, proj_drop=c.proj_drop_rate)
+        options |= dict(residual_in_fp32=c.residual_in_fp32, activation="swiglu" if c.swiglu_mlp else c.act_layer)
+        hidden = int(c.embed_dim * c.mlp_ratio)
         rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
         self.blocks = nn.Sequential(*(Block(c.embed_dim, c.num_heads, hidden, drop_path=r, **options) for r in rates))
         self.set_keep(keep)
         feature = dict(num_chs=c.embed_dim, reduction=max(pair(c.patch_size)))
         self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
         c.fc_norm = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm  # the norm is after pooling
-        self.norm = nn.Identity() if c.fc_norm else LayerNorm(c.embed_dim, eps=c.norm_eps)
-        self.fc_norm = LayerNorm(c.embed_dim, eps=c.norm_eps) if c.fc_norm else nn.Identity()
+        self.norm = nn.Identity() if c.fc_norm else norm(c.embed_dim)
+        head = (c.embed_dim, c.num_heads, hidden, c.act_layer, norm)
+        self.attn_pool = AttentionPoolLatent(*head) if c.global_pool == "map" else None
+        self.fc_norm = norm(c.embed_dim) if c.fc_norm else nn.Identity()
         self.pre_logits = PreLogits(c.embed_dim, c.representation_size) if c.representation_size else nn.Identity()
         self.head_drop = nn.Dropout(c.drop_rate)
         self.head = nn.Linear(self.head_hidden_size, c.num_classes) if c.num_classes > 0 else nn.Identity()
@@ -139,7 +156,7 @@ class ViT(nn.Module):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ViT":
-        """`ViT.from_preset("B/16", num_classes=10)`: the paper's names; arguments override."""
+        """`ViT.from_preset("B/16", num_classes=10)`: the names of presets.PRESETS; arguments override."""
         return cls(**{**preset(name), **overrides})
 
     @classmethod
@@ -193,7 +210,14 @@ class ViT(nn.Module):
             sizes = self.patch_embed.patch_size, self.patch_embed.grid_size, self._pos_prefix
             tables = {name: table_for_images(name, table, images, *sizes) for name, table in tables.items()}
         place, without = self._config["pos_embed_at"], self.num_prefix_tokens - self._pos_prefix
-        return positions.distribute(tables, place, len(self.blocks), without)
+        table, layers = positions.distribute(tables, place, len(self.blocks), without)
+        kind, rope = self._config.get("rope"), None
+        if kind is not None:
+            spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
+            made = rope_tables(kind, images, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)
+            layout = positions.ROPE_LAYOUTS[kind]
+            rope = dict(rope=(made[0], made[1]), rope_layout=layout, num_prefix=self.num_prefix_tokens)
+        return table, [(*layer, rope) for layer in layers]
 
     def _embed(self, images: Tensor, change_patches: Callable | None = None) -> tuple[Tensor, list[tuple]]:
         """(B, C, H, W) -> (B, T+N, D), positions added, dropped out; and each block's arguments besides them."""
@@ -206,7 +230,7 @@ class ViT(nn.Module):
         else:
             patches = change_patches(self.patch_embed(images, mean=self.mean, std=self.std))
             x = ref.with_prefix_and_positions(patches, tokens, table)
-        x = self.pos_drop(x)
+        x = self.norm_pre(self.pos_drop(x))
         return x.float() if self.residual_in_fp32 else x, layers
 
     def _run(self, block: Block, x: Tensor, *layer: Tensor | None) -> Tensor:
@@ -233,6 +257,8 @@ class ViT(nn.Module):
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """(B, T+N, D) -> (B, D), or unchanged with pool type ""."""
         pool_type = self.global_pool if pool_type is None else pool_type
+        if pool_type == "map":
+            return self.attn_pool(x[:, self.num_prefix_tokens :])
         if pool_type == "token":
             return x[:, 0]
         return x[:, self.num_prefix_tokens :].mean(dim=1) if pool_type == "avg" else x
@@ -246,74 +272,14 @@ class ViT(nn.Module):
         """Images (B, C, H, W), normalised floats or raw uint8 -> logits (B, num_classes)."""
         return self.forward_head(self.forward_features(images))
 
-    def forward_intermediates(
-        self,
-        images: Tensor,
-        indices: int | Sequence[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-        output_dict: bool = False,
-    ):
-        """The outputs of chosen blocks, as timm's method of the same name.
-
-        indices: the last n blocks (int), these blocks (negative from the end), all (None). Maps are (B, D, H/P, W/Q)
-        with "NCHW", (B, N, D) with "NLC". Returns (final tokens, list), the list alone with `intermediates_only`, or a
-        dictionary.
-        """
-        check_form(output_fmt)
-        take = block_indices(indices, len(self.blocks))
-        (x, layers), outputs = self._embed(images), []
-        settle_in_training(self, x)
-        for i, block in enumerate(self.blocks[: max(take) + 1] if stop_early else self.blocks):
-            x = self._run(block, x, *layers[i])
-            if i in take:
-                outputs.append(self._final(x) if norm else x)
-        grid = self.patch_embed.dynamic_feat_size(images.shape[-2:])
-        found = pack(outputs, self.num_prefix_tokens, grid, output_fmt, return_prefix_tokens, output_dict)
-        if intermediates_only:
-            return found
-        return {**found, "image_features": self._final(x)} if output_dict else (self._final(x), found)
-
-    def get_intermediate_layers(
-        self,
-        images: Tensor,
-        n: int | Sequence[int] = 1,
-        reshape: bool = False,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-    ) -> list:
-        """DINO's name for forward_intermediates: (B, N, D) each, or (B, D, H/P, W/Q) with `reshape`."""
-        output = dict(output_fmt="NCHW" if reshape else "NLC", intermediates_only=True)
-        return self.forward_intermediates(images, n, return_prefix_tokens, norm, **output)
-
-    def attention_maps(self, images: Tensor, indices: int | Sequence[int] | None = None) -> list[Tensor]:
-        """The exact attention matrices, one (B, H, N, N) per layer, prefix tokens first; rows sum to 1.
-
-        indices: as of forward_intermediates. Each map, in fp32 at least, is computed from q and k beside the fused
-        attention of its own layer, so nothing is kept in training. No gradients.
-        """
-        return list(self.each_attention_map(images, indices))
-
-    @torch.no_grad()
-    def each_attention_map(self, images: Tensor, indices: int | Sequence[int] | None = None) -> Iterator[Tensor]:
-        """`attention_maps` one after another: each is made when it is asked for, and none is held here."""
-        take = block_indices(indices, len(self.blocks))
-        x, layers = self._embed(images)
-        for i, (block, layer) in enumerate(zip(self.blocks[: max(take) + 1], layers)):
-            if i in take:
-                yield block.attention_map(x, *layer)
-            x = block(x, *layer)
-
     # ---- changing it
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the whole head, its hidden layer included, by one zero linear layer (the paper, 3.2)."""
         num_classes = arguments.read("num_classes", num_classes, "reset_classifier: num_classes")
         if global_pool is not None:
-            if global_pool not in POOLS or (global_pool == "token" and not self.has_class_token):
+            lacks = {"token": not self.has_class_token, "map": self.attn_pool is None}
+            if global_pool not in POOLS or lacks.get(global_pool):
                 raise InputError(f"reset_classifier: this model cannot pool by {global_pool!r}")
             self.global_pool = global_pool
         weight = next(self.patch_embed.proj.parameters())
@@ -380,7 +346,7 @@ class ViT(nn.Module):
         if prune_norm:
             self.norm = nn.Identity()
         if prune_head:
-            self.fc_norm = nn.Identity()
+            self.fc_norm, self.attn_pool = nn.Identity(), None
             self.reset_classifier(0, "")
         return take
 

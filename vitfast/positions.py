@@ -8,9 +8,13 @@
 "relative"  in each layer an embedding of every offset between two patches in raster order, an extra key of the queries
 "none"      nothing
 
+Rotary positions ("dinov3", "cat") have no table of their own: `rope_tables`.
+
 A table's first axis counts the layers that have one of their own: 1 at the stem or shared by all layers, else the
 depth.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -66,9 +70,39 @@ def distribute(tables: dict[str, Tensor], place: str, depth: int, prefix: int) -
         return None, [(None, tables["pos_embed_rel"][i]) for i in range(depth)]
     table = absolute(tables)
     if place == "stem":
-        return table, [()] * depth
+        return table, [(None, None)] * depth
     every, own = F.pad(table, (0, 0, prefix, 0)), place == "layers"
-    return table[:1], [(), *((every[i : i + 1] if own else every,) for i in range(1, depth))]
+    return table[:1], [(None, None), *((every[i : i + 1] if own else every, None) for i in range(1, depth))]
+
+
+ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # ops.attention's
+
+
+def rope_tables(
+    kind: str, images: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin (N, Dh / 2), in fp32, of the rotary positions (Su et al., 2021) of patches.
+
+    Patches are in raster order. A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a
+    quarter by the column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025): places run from -1 to 1
+    down and across the image, whatever its size, times 2 pi; frequencies temperature^(-4i / Dh). "cat" (timm's word;
+    EVA-02, Fang et al., 2023): places are counted in patches, those of ref_grid where it is given. One number turns
+    both columns of a pair.
+    """
+    grid, quarter, on = (images.shape[2] // patch[0], images.shape[3] // patch[1]), head_dim // 4, images.device
+    band = torch.arange(quarter, device=on, dtype=torch.float32)
+    if kind == "dinov3":
+        places = [2 * (torch.arange(n, device=on, dtype=torch.float32) + 0.5) / n - 1 for n in grid]
+        period, turn = temperature ** (4 * band / head_dim), 2 * math.pi
+        angles = [turn * place[:, None] / period for place in places]
+    else:
+        places = [torch.arange(n, device=on, dtype=torch.float32) for n in grid]
+        if ref_grid is not None:
+            places = [place / n * ref for place, n, ref in zip(places, grid, ref_grid)]
+        angles = [place[:, None] * temperature ** (-band / quarter) for place in places]
+    down, across = angles[0][:, None].expand(*grid, quarter), angles[1].expand(*grid, quarter)
+    angle = torch.cat([down, across], -1).flatten(0, 1)
+    return angle.cos(), angle.sin()
 
 
 def relative_logits(q: Tensor, table: Tensor) -> Tensor:
@@ -85,13 +119,13 @@ def relative_logits(q: Tensor, table: Tensor) -> Tensor:
     return F.pad(torch.einsum("bqhd,qkd->bhqk", q[:, prefix:] * q.shape[-1] ** -0.5, keys), (prefix, 0, prefix, 0))
 
 
-def relative_attention(qkv: Tensor, table: Tensor) -> Tensor:
-    """Attention of packed qkv (B, N, 3, H, Dh) with `relative_logits` as a bias: (B, N, H, Dh).
+def relative_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Attention of q, k, v (B, N, H, Dh) with `relative_logits` as a bias: (B, N, H, Dh).
 
-    PyTorch's: the attention kernel takes no bias.
+    PyTorch's, which needs no memory of (B, H, N, N) numbers for the bias's gradient.
     """
-    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=relative_logits(qkv[:, :, 0], table)).transpose(1, 2)
+    bias = relative_logits(q, table)
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias).transpose(1, 2)
 
 
 def relative_probabilities(q: Tensor, k: Tensor, table: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The sizes of the named models: the ViT paper's, its released code's, its hybrids'."""
+"""The sizes of the named models: the paper's, its code's, its hybrids', and the ViTs after it."""
 
 from collections.abc import Sequence
 
@@ -26,6 +26,38 @@ PRESETS = {
 
 # A ResNet-50 under the ViT: the number is the total down-sampling, which for a plain ViT is the patch size.
 PRESETS |= {f"R50+{name}": {**PRESETS[name], "backbone": "r50"} for name in ("B/32", "B/16", "L/32", "L/16")}
+
+# The image models that came after it, as their papers and code have them; images of 224 pixels unless told otherwise.
+_TOKEN = dict(class_token=True, global_pool="token")
+_DINOV3 = dict(rope="dinov3", pos_embed="none", reg_tokens=4, init_values=1e-5, norm_eps=1e-5, dynamic_img_size=True)
+_DINOV3 |= dict(act_layer="gelu", **_TOKEN)
+_GATED = dict(swiglu_mlp=True, act_layer="silu")
+_SIGLIP = dict(class_token=False, global_pool="map", act_layer="gelu_tanh", pos_embed="learn")
+_CLIP = dict(pre_norm=True, act_layer="quick_gelu", norm_eps=1e-5, pos_embed="learn", **_TOKEN)
+_EVA02 = dict(rope="cat", ref_feat_shape=(16, 16), pos_embed="learn", mlp_ratio=4 * 2 / 3, **_GATED)
+_EVA02 |= dict(class_token=True, global_pool="avg")
+_SO400M = dict(embed_dim=1152, depth=27, num_heads=16, mlp_ratio=3.7362)  # 4304 wide
+PRESETS |= {
+    "DINOv3-S/16": PRESETS["S/16"] | _DINOV3,
+    "DINOv3-S+/16": PRESETS["S/16"] | _DINOV3 | _GATED,
+    "DINOv3-B/16": PRESETS["B/16"] | _DINOV3,
+    "DINOv3-L/16": PRESETS["L/16"] | _DINOV3,
+    "DINOv3-H+/16": dict(patch_size=16, embed_dim=1280, depth=32, num_heads=20) | _DINOV3 | _GATED,
+    "DINOv3-7B/16": dict(patch_size=16, embed_dim=4096, depth=40, num_heads=32, mlp_ratio=2.0, qkv_bias=False)
+    | _DINOV3
+    | _GATED,
+    "SigLIP2-B/16": PRESETS["B/16"] | _SIGLIP,
+    "SigLIP2-L/16": PRESETS["L/16"] | _SIGLIP,
+    "SigLIP2-So400m/14": _SO400M | _SIGLIP | dict(patch_size=14),
+    "SigLIP2-So400m/16": _SO400M | _SIGLIP | dict(patch_size=16),
+    "CLIP-B/32": PRESETS["B/32"] | _CLIP,
+    "CLIP-B/16": PRESETS["B/16"] | _CLIP,
+    "CLIP-L/14": PRESETS["L/16"] | _CLIP | dict(patch_size=14),
+    "EVA02-Ti/14": PRESETS["Ti/16"] | _EVA02 | dict(patch_size=14),
+    "EVA02-S/14": PRESETS["S/16"] | _EVA02 | dict(patch_size=14),
+    "EVA02-B/14": PRESETS["B/16"] | _EVA02 | dict(patch_size=14, scale_mlp_norm=True),
+    "EVA02-L/14": PRESETS["L/16"] | _EVA02 | dict(patch_size=14, scale_mlp_norm=True),
+}
 
 
 def pair(value: int | tuple[int, int]) -> tuple[int, int]:

@@ -64,3 +64,10 @@ def test_fx_traces_each_operation_as_a_leaf():
     assert names.count("attention_block") == names.count("mlp_block") == 2 and "patch_embed" in names
     x = torch.randn(2, 3, 32, 32)
     assert_close(traced(x), model(x), atol=0)
+
+
+def test_export_of_a_model_with_dropout_warns_of_nothing(capfd):
+    model = randomize(ViT(**SMALL, proj_drop_rate=0.1)).eval()
+    program = torch.export.export(model, (x := torch.randn(2, 3, 32, 32),))
+    assert_close(program.module()(x), model(x), **TOL)
+    assert "fx" not in capfd.readouterr().err

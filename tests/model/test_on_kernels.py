@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from vitfast import ViT, ops
+from vitfast import ViT, interpreter, ops
 from vitfast.cli import main
 from vitfast.kernels.launch import launches_made
 
@@ -53,10 +53,10 @@ def test_uint8_images_through_the_kernels():
             assert_close(grad, wanted[name], atol=1e-4, rtol=1e-4, name=name)
 
 
-@pytest.mark.slow(20)
-def test_fifty_training_steps_follow_plain_pytorch():
+@pytest.mark.parametrize("steps", [20, pytest.param(50, marks=pytest.mark.long)])
+def test_training_steps_follow_plain_pytorch(steps):
     losses = {}
-    images, labels = torch.randn(50, 2, 3, 8, 8), torch.randint(0, 5, (50, 2))
+    images, labels = torch.randn(steps, 2, 3, 8, 8), torch.randint(0, 5, (steps, 2))
     for mode in ("on", "off"):
         torch.manual_seed(1)
         model = ViT(
@@ -155,6 +155,7 @@ def head_start() -> ViT:
 
 def one_of_two(kind: str, folder: Path) -> None:
     """A rank's two steps on its half of each batch; the first one saves what came out."""
+    interpreter.quicken()
     dist.init_process_group("gloo")
     rank, model = dist.get_rank(), head_start()
     if kind == "ddp":
