@@ -6,16 +6,18 @@ import torch
 
 from .checkpoint import load_model, read
 from .checkpoint.files import COMPANIONS, INDEXES, SHARD, WEIGHTS, check_free, present, staged, target
-from .checkpoint.writers import FEATURES, WRITERS, Writer, file_suffix, tensors
+from .checkpoint.writers import FEATURES, WRITERS, file_suffix, tensors
 from .errors import InputError, unknown
 from .model import ViT
 from .presets import pair
 
 FORMATS = tuple(WRITERS)
 # Arguments that change what the model computes and that a format may leave unsaid.
-_MEANING = ("num_heads", "act_layer", "norm_eps", "global_pool", "fc_norm", "no_embed_class", "img_size", "mean", "std")
+_MEANING = """
+    num_heads act_layer norm_eps global_pool fc_norm no_embed_class img_size mean std rope ref_feat_shape
+""".split()
 _OF_CHECKPOINTS = (*WEIGHTS, *INDEXES, *COMPANIONS)
-_ASKED = ("num_heads", "img_size", "act_layer", "pos_embed")  # by the errors of a bare file
+_ASKED = ("num_heads", "img_size", "act_layer", "pos_embed", "rope", "global_pool")  # by the errors of a bare file
 
 
 def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
@@ -31,10 +33,11 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
     path = target(path)
     _check_target(path, form, force)
     writer, config = WRITERS[form], model.config
-    lost = [what for key, (what, present) in FEATURES.items() if key in writer.lacks and present(config)]
+    lacks = writer.lacks(config)
+    lost = [what for key, (what, present) in FEATURES.items() if key in lacks and present(config)]
     if lost:
         said = f"the format {form} has no place for {', '.join(lost)}; the format vitfast has"
-        raise InputError(said + _new_head(model, writer, lost))
+        raise InputError(said + _new_head(model, lacks, lost))
     with staged(path, force) as scratch:
         writer.write(model, scratch)
         written, notes = {file.name for file in scratch.parent.rglob("*")}, _read_back(model, scratch, form)
@@ -54,15 +57,16 @@ def convert(source: str | Path, path: str | Path, form: str, *, force: bool = Fa
     return write(load_model(ViT, source, overrides, keep_dtype=True), path, form, force)
 
 
-def _new_head(model, writer: Writer, lost: list[str]) -> str:
+def _new_head(model, lacks: tuple[str, ...], lost: list[str]) -> str:
     """How to write the model without its head, where the head alone is what a format has no place for."""
-    heads = [FEATURES[key][0] for key in ("pre_logits", "no_head")]
+    heads = [FEATURES[key][0] for key in ("pre_logits", "no_head", "head")]
     if any(what not in heads for what in lost):
         return ""
     # of a model without a last layer, none is what it has: its hidden layer would stay
-    none = "no_head" not in writer.lacks and model.num_classes > 0
+    none = "no_head" not in lacks and model.num_classes > 0
     ways = ["--num-classes 0 leaves the head out"] if none else []
-    ways.append(f"--num-classes N (any but {model.num_classes}) puts a new one in its place")
+    if "head" not in lacks:
+        ways.append(f"--num-classes N (any but {model.num_classes}) puts a new one in its place")
     return f"; in vitfast convert {', '.join(ways)}"
 
 
@@ -100,6 +104,8 @@ def _read_back(model, path: Path, form: str) -> list[str]:
     if model.class_names and again.class_names != model.class_names:
         notes.append(f"{form} does not keep the names of the classes, such as {model.class_names[0]!r}")
     mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
+    if mine["swiglu_mlp"]:  # whose activation is its own
+        mine["act_layer"] = theirs["act_layer"]
     if any(made["crop_mode"] or made["crop_pct"] for made in (mine, theirs)) and _cut(mine) != _cut(theirs):
         said = f"crop_mode={mine['crop_mode'] or 'center'!r}, crop_pct={mine['crop_pct'] or 1.0!r}"
         notes.append(f"{form} does not say how images are cut ({said}): evaluations need to be told")

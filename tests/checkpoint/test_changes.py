@@ -93,12 +93,10 @@ def test_other_architectures(tmp_path):
         ("patch_embed.backbone.layers.0.weight", "hybrid"),
         ("vit.embeddings.patch_embeddings.backbone.bit.embedder.convolution.weight", "hybrid"),
         ("params/img/MAPHead_0/probe", "attention pooling"),
-        ("attn_pool.latent", "attention pooling"),
+        ("rope.freqs", "learned rotary positions"),
         ("conv_proj.conv_bn_relu_0.0.weight", "convolutional stem"),
-        ("blocks.0.mlp.w12.weight", "gated MLP"),
         ("blocks.0.attn.rel_pos.relative_position_bias_table", "relative positions"),
-        ("norm_pre.weight", "CLIP"),
-        ("blocks.0.attn.q_norm.weight", "normalised queries"),
+        ("blocks.0.attn.norm.weight", "norms inside attention"),
     ],
 )
 def test_tensors_of_variants_the_vit_lacks_are_refused(tmp_path, key, what):

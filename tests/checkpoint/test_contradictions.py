@@ -232,7 +232,7 @@ def test_a_training_checkpoint_says_its_pixels(tmp_path, caplog, as_dict):
         (dict(model_kwargs=3), "model_kwargs must be an object, got 3"),
         (dict(gp="max"), "gp='max' is not supported"),
         (dict(model_kwargs=dict(act_layer="relu")), "activation 'relu' is not supported"),
-        (dict(model_kwargs=dict(qk_norm=True)), "qk_norm must be False"),
+        (dict(model_kwargs=dict(qk_norm=True)), "qk_norm=True, the tensors qk_norm=False"),
         (dict(model_kwargs=dict(depth=7)), "depth=7, the tensors depth=2"),
         (dict(model_kwargs=dict(img_size=64)), "images of 64 x 64"),
     ],

@@ -21,11 +21,11 @@ from timm_names import names, one_of_each_kind, outcome, outcomes, small, tagged
 from vitfast import InputError, ViT
 from vitfast.arguments import ARGUMENTS
 from vitfast.checkpoint import timm as timm_config
-from vitfast.checkpoint.timm import MODELS, TANH
+from vitfast.checkpoint.timm import MODELS, TANH, by_name
 
 SEEN = re.compile("^equal$|^refused: ")
-# Bare tensors of these need the activation, which the error asks for.
-ASKED = "timm's models with these tensors differ: .*pass act_layer="
+# Bare tensors of these need the activation, rotary positions or the pooling, which the errors ask for.
+ASKED = "timm's models with these tensors differ: .*pass act_layer=|pass rope=|pass global_pool='map'"
 
 
 def check(name, folder):
@@ -39,12 +39,21 @@ def check(name, folder):
         assert all("has two heads" in said for said in found.values()), found
     else:
         assert found["folder"] == found["name"] == "equal", found
-        act = {"act_layer": "gelu_tanh" if name in TANH else "gelu"}
         assert found["bare"] == "equal" or re.search(ASKED, found["bare"]), found
-        assert outcome(folder / "bare.safetensors", model, num_heads=MODELS[name], **act) == "equal"
+        assert outcome(folder / "bare.safetensors", model, **by_name(name)) == "equal"
 
 
-@pytest.mark.parametrize("name", [*one_of_each_kind(), *(name for name in TANH)])
+# Names that differ from others of their kind in more than sizes.
+APART = {
+    "vit_small_plus_patch16_dinov3",
+    "eva02_base_patch14_224",
+    "eva_giant_patch14_clip_224",
+    "test_vit3",
+    "test_vit4",
+}
+
+
+@pytest.mark.parametrize("name", sorted({*one_of_each_kind(), *filter(TANH.search, MODELS), *APART}))
 def test_one_of_each_kind(tmp_path, name):
     check(name, tmp_path)
 
@@ -108,7 +117,7 @@ def test_no_field_of_timms_is_unknown():
 @pytest.mark.parametrize(
     "model_args",
     [
-        dict(act_layer="quick_gelu"),
+        dict(act_layer="relu"),
         dict(qk_norm=True),
         dict(scale_mlp_norm=True),
         dict(pre_norm=True),
@@ -145,6 +154,41 @@ def test_arguments_that_leave_the_function(tmp_path, name, value):
     save_for_hf(truth, tmp_path, safe_serialization=True)
     assert json.loads((tmp_path / "config.json").read_text())["model_args"][name] == value
     agree(ViT.from_pretrained(tmp_path), truth)
+
+
+@pytest.mark.parametrize(
+    "name, model_args",
+    [
+        ("vit_base_patch16_224", dict(act_layer="quick_gelu")),
+        ("vit_base_patch16_224", dict(qk_norm=True, norm_layer="rmsnorm", scale_mlp_norm=True)),
+        ("vit_base_patch16_224", dict(pre_norm=True, global_pool="map", act_layer="swish")),
+        ("vit_base_patch16_clip_224", dict(norm_layer="layernorm")),  # not with the eps of the name
+    ],
+    ids=str,
+)
+def test_arguments_that_the_vit_has_too(tmp_path, name, model_args):
+    truth = randomised(timm.create_model(name, **SMALL, **model_args))
+    save_for_hf(truth, tmp_path, safe_serialization=True)
+    assert json.loads((tmp_path / "config.json").read_text())["model_args"].items() >= model_args.items()
+    model = ViT.from_pretrained(tmp_path)
+    agree(model, truth)
+    assert model.config["norm_eps"] == truth.norm.eps
+
+
+def test_the_activation_of_a_gate_is_silu(tmp_path):
+    """timm's argument would change it, without a trace in the tensors."""
+    truth = small("vit_giant_patch14_dinov2", act_layer="gelu")
+    save_for_hf(truth, tmp_path, safe_serialization=True)
+    with pytest.raises(InputError, match="act_layer='gelu', and the ViT's gated MLP has 'silu' alone"):
+        ViT.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("size", [(48, 80), (16, 64)])
+def test_dinov3_at_other_sizes(tmp_path, size):
+    """As timm takes them, without being told."""
+    truth = small("vit_small_plus_patch16_dinov3_qkvb")
+    save_for_hf(truth, tmp_path, safe_serialization=True)
+    agree(ViT.from_pretrained(tmp_path), truth, images(*size))
 
 
 def test_dropout_that_the_vit_has_not_is_said(tmp_path, caplog):

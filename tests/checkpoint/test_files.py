@@ -219,7 +219,7 @@ def test_wrong_paths_say_what_is_wrong(tmp_path):
         ("{not json", "config.json: not readable as JSON"),
         ("[1]", "config.json: expected a JSON object, got a list"),
         ('{"library": "vitfast", "warp": 9}', "config.json has 'warp', which vitfast .* does not know"),
-        ('{"model_type": "vit", "hidden_act": "quick_gelu"}', "activation 'quick_gelu' is not supported"),
+        ('{"model_type": "vit", "hidden_act": "relu"}', "activation 'relu' is not supported"),
         (
             '{"model_type": "vit", "image_size": {"height": 32}}',
             "config.json: image_size must be a whole number of pixels",

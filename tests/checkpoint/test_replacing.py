@@ -179,6 +179,27 @@ def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys, caplog):
         assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.4,) * 3)
 
 
+def test_rotary_positions_that_errors_ask_for_are_flags(tmp_path, capsys):
+    from timm_names import images, small
+
+    for name, flags in (
+        ("eva02_tiny_patch14_224", "--rope cat --ref-feat-shape 16 16"),
+        ("eva_giant_patch14_224", "--rope none"),
+        ("vit_small_patch16_dinov3", "--rope dinov3"),
+    ):
+        truth, x = small(name), None
+        safetensors.torch.save_file(truth.state_dict(), tmp_path / f"{name}.safetensors")
+        heads = next(m.num_heads for m in truth.modules() if isinstance(getattr(m, "num_heads", None), int))
+        command = f"convert {tmp_path}/{name}.safetensors {tmp_path}/{name} --format vitfast --num-heads {heads}"
+        code, line = run(capsys, *command.split(), "--global-pool", "avg")
+        assert code == 2 and f"rope={flags.split()[1]!r}".replace("'none'", "None") in line, line
+        assert run(capsys, *command.split(), *flags.split(), "--global-pool", "avg", "--act-layer", "gelu")[0] == 0
+        x = images(truth)
+        model = ViT.from_pretrained(tmp_path / name)
+        model.set_input_size(x.shape[2:])
+        agree(model, truth, x)
+
+
 # ---- saves
 
 
@@ -350,7 +371,7 @@ def test_layers_that_come_back_as_others_are_told(tmp_path, name, caplog):
     if name == "norm":
         model.norm.eps = 0.5
     elif name == "mlp":
-        model.blocks[0].mlp.approximate = "tanh"
+        model.blocks[0].mlp.activation = "gelu_tanh"
     else:
         setattr(model.blocks[0], name, torch.nn.Tanh() if name == "ls1" else torch.nn.LayerNorm(32))
     model.save_pretrained(tmp_path)

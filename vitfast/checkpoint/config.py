@@ -18,7 +18,10 @@ _OURS = ("library", "library_version", "architecture", "class_names")  # our con
 _MAY_LACK = ("crop_mode", "crop_pct")  # the first versions wrote none
 _TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
 # Arguments that the tensors fix: two values are the same where these are.
-_EXACT = "in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size".split()
+_EXACT = """
+    in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size
+    swiglu_mlp scale_mlp_norm qk_norm norm_layer pre_norm
+""".split()
 FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
 FIXED |= {"patch_size": pair, "pos_embed": lambda kind: {"sincos2d": "learn", "": "none"}.get(kind, kind)}
 
@@ -45,8 +48,12 @@ def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict
     sizes = {name: told.pop(name) for name in ("img_size", "input_size") if name in told}
     _check(told, shapes, told.pop("hidden", None), where)
     defaults = made.form.defaults if shapes["in_chans"] == 3 else made.form.defaults | HALF
+    if shapes["pre_norm"] or known.get("rope") == "dinov3":  # of CLIP's and DINOv3's, where nobody says
+        defaults = defaults | dict(norm_eps=1e-5)
     result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
     result |= _positions(made.state, result, sizes, known.get("img_size"), where)
+    if result["swiglu_mlp"] and told.get("act_layer") not in (None, "silu"):
+        raise InputError(f"{where} says act_layer={told['act_layer']!r}, and the ViT's gated MLP has 'silu' alone")
     result["num_heads"] = result.get("num_heads") or known.get("num_heads") or _preset_heads(result)
     said = {*made.facts, *told, *known}
     if assumed := [f"{name}={result[name]!r}" for name in made.form.unsaid if name not in said]:
@@ -97,6 +104,8 @@ def _ours(config: dict, shapes: dict) -> dict:
 def _check_table(made: Converted, told: dict, known: Mapping) -> None:
     """Raises InputError where there is no position table, and nobody says that the model has none."""
     if made.facts.get("pos_embed") or any(name in made.state for name in _TABLES):
+        return
+    if made.form.defaults.get("rope") or known.get("rope") or (told.get("rope") and told["pos_embed"] == "none"):
         return
     if made.form.name not in MAY_LACK_POSITIONS:
         raise InputError(f"there is no position table, and a {made.form.name} always has one; export it again")
@@ -159,12 +168,20 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
     tokens = {name: state[name].shape[1] for name in ("cls_token", "reg_token") if name in state}
     pre_logits, head = state.get("pre_logits.fc.weight"), state.get("head.weight")
     fc_norm = "fc_norm.weight" in state
+    pooled = "avg" if fc_norm or "cls_token" not in tokens else "token"
+    fc1, hidden = (state[f"blocks.0.mlp.{name}.weight"] for name in ("fc1", "fc2"))
+    rows, hidden = fc1.shape[0], hidden.shape[1]
     return dict(
         embed_dim=dim,
         in_chans=chans,
         patch_size=patch[0] if patch[0] == patch[1] else tuple(patch),
         depth=1 + max(int(m[1]) for k in state if (m := re.match(r"blocks\.(\d+)\.", k))),
-        mlp_ratio=_ratio(state["blocks.0.mlp.fc1.weight"].shape[0], dim),
+        mlp_ratio=timm.ratio_of(hidden, dim),
+        swiglu_mlp=rows == 2 * hidden,
+        scale_mlp_norm="blocks.0.mlp.norm.weight" in state,
+        qk_norm="blocks.0.attn.q_norm.weight" in state,
+        norm_layer="layernorm" if "blocks.0.norm1.bias" in state else "rmsnorm",
+        pre_norm="norm_pre.weight" in state,
         qkv_bias="blocks.0.attn.qkv.bias" in state,
         proj_bias="blocks.0.attn.proj.bias" in state,
         init_values=1e-5 if "blocks.0.ls1.gamma" in state else None,
@@ -173,7 +190,7 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
         pos_embed=next((kind for name, kind in _TABLES.items() if name in state), "none"),
         num_classes=0 if head is None else head.shape[0],
         representation_size=None if pre_logits is None else pre_logits.shape[0],
-        global_pool="avg" if fc_norm or "cls_token" not in tokens else "token",
+        global_pool="map" if "attn_pool.latent" in state else pooled,
         fc_norm=fc_norm,
         **hybrid,
     )
@@ -223,19 +240,15 @@ def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where:
 
 
 def _preset_heads(config: dict) -> int:
-    """The head count of the preset with this width and depth."""
+    """The head count of the preset with this width and depth, of the same family where there are several."""
     dim, depth = config["embed_dim"], config["depth"]
-    for made in PRESETS.values():
-        if (made["embed_dim"], made["depth"]) == (dim, depth):
-            return made["num_heads"]
+    found = [made for made in PRESETS.values() if (made["embed_dim"], made["depth"]) == (dim, depth)]
+    family = {name: config.get(name) for name in ("rope", "swiglu_mlp", "pre_norm")}
+    alike = [made for made in found if all(made.get(name) == (value or None) for name, value in family.items())]
+    if found:
+        return (alike or found)[0]["num_heads"]
     no_preset = f"no preset has embed_dim={dim}, depth={depth}"
     raise InputError(f"nothing here says how many heads there are, and {no_preset}; pass num_heads=")
-
-
-def _ratio(hidden: int, dim: int) -> float:
-    """The mlp_ratio with int(dim * ratio) == hidden, whatever the rounding."""
-    ratio = hidden / dim
-    return ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def _square(n: int) -> int | None:

@@ -110,7 +110,10 @@ def read_tensors(path: Path) -> dict:
     except (InputError, MemoryError):
         raise
     except Exception as error:
-        if re.search("Unsupported|allow_pickle", str(error)):
+        if "TorchScript" in str(error):
+            make = f'torch.save(torch.jit.load("{path.name}", "cpu").state_dict(), "weights.pth")'
+            hint = f"a TorchScript archive, which holds code, as OpenAI's CLIP; where you trust it, convert it: {make}"
+        elif re.search("Unsupported|allow_pickle", str(error)):
             said = _line(error, "Unsupported")
             hint = f"holds Python objects, which are never run ({said}); save model.state_dict() alone"
         else:

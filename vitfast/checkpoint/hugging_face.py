@@ -5,20 +5,40 @@ import math
 from .. import arguments
 from ..arguments import POSITIVE, flag, shown
 from ..errors import InputError
-from .json_fields import OF_TEXT, activation, dropout_notes, only, read, refuse_unknown
+from ..presets import pair
+from .json_fields import CONFIG, OF_TEXT, activation, dropout_notes, only, read, refuse_unknown, section
 
-# Of each model_type: the prefix of its classes, the formats its tensors have, and its defaults for fields left out.
 _DEFAULTS = dict(num_attention_heads=12, hidden_act="gelu", image_size=224)
-MODELS = {
-    "vit": ("ViT", ("Hugging Face ViT",), _DEFAULTS | dict(layer_norm_eps=1e-12)),
-    "deit": ("DeiT", ("Hugging Face DeiT",), _DEFAULTS | dict(layer_norm_eps=1e-12)),
-    "dinov2": ("Dinov2", ("Hugging Face DINOv2",), _DEFAULTS | dict(layer_norm_eps=1e-6)),
-    "dinov2_with_registers": ("Dinov2WithRegisters", ("Hugging Face DINOv2",), _DEFAULTS | dict(layer_norm_eps=1e-6)),
-}
+_VIT = _DEFAULTS | dict(layer_norm_eps=1e-12)
+_DINOV2 = _DEFAULTS | dict(layer_norm_eps=1e-6)
+_DINOV3 = _DEFAULTS | dict(num_attention_heads=6, layer_norm_eps=1e-5, rope_theta=100.0)
+_CLIP = _DEFAULTS | dict(hidden_act="quick_gelu", layer_norm_eps=1e-5)
+_SIGLIP = _DEFAULTS | dict(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6)
+_SIGLIP2 = {name: value for name, value in _SIGLIP.items() if name != "image_size"}
 CLASSES = ("Model", "ForImageClassification", "ForImageClassificationWithTeacher", "ForMaskedImageModeling")
+_TOWERS = ("Model", "VisionModel", "VisionModelWithProjection", "ForImageClassification")
+# Of each model_type: its classes, the format its tensors have, and its defaults for fields left out.
+MODELS = {
+    "vit": ([f"ViT{name}" for name in CLASSES], "Hugging Face ViT", _VIT),
+    "deit": ([f"DeiT{name}" for name in CLASSES], "Hugging Face DeiT", _VIT),
+    "dinov2": ([f"Dinov2{name}" for name in CLASSES], "Hugging Face DINOv2", _DINOV2),
+    "dinov2_with_registers": ([f"Dinov2WithRegisters{name}" for name in CLASSES], "Hugging Face DINOv2", _DINOV2),
+    "dinov3_vit": (["DINOv3ViTModel"], "Hugging Face DINOv3", _DINOV3),
+    "clip_vision_model": ([f"CLIP{name}" for name in _TOWERS[1:3]], "Hugging Face CLIP", _CLIP),
+    "clip": ([f"CLIP{name}" for name in _TOWERS[:3]], "Hugging Face CLIP", _CLIP),
+    "siglip_vision_model": (["SiglipVisionModel"], "Hugging Face SigLIP", _SIGLIP),
+    "siglip": ([f"Siglip{name}" for name in _TOWERS], "Hugging Face SigLIP", _SIGLIP),
+    "siglip2_vision_model": (["Siglip2VisionModel"], "Hugging Face SigLIP", _SIGLIP2),
+    "siglip2": ([f"Siglip2{name}" for name in _TOWERS[:2]], "Hugging Face SigLIP", _SIGLIP2),
+}
+# The whole models: what stands beside the configuration of their image tower.
+WHOLE = ("clip", "siglip", "siglip2")
+BESIDE = "text_config vision_config text_config_dict vision_config_dict".split()
+BESIDE += "projection_dim logit_scale_init_value initializer_factor".split()
 
 _TANH = ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
+ACTIVATIONS |= {"quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu"}
 # Their names of constructor arguments.
 ARGUMENTS = {
     "hidden_size": "embed_dim",
@@ -31,20 +51,25 @@ ARGUMENTS = {
     "qkv_bias": "qkv_bias",
     "num_register_tokens": "reg_tokens",
     "drop_path_rate": "drop_path_rate",
+    "rope_theta": "rope_temperature",
+    "use_gated_mlp": "swiglu_mlp",
+    "use_swiglu_ffn": "swiglu_mlp",
+    "proj_bias": "proj_bias",
 }
 FIXED = {
-    "use_swiglu_ffn": (False,),
     "pruned_heads": ({},),
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
-DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout")
+AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # DINOv3's rotary positions, in training
 # Fields that are read below, and those without a say in the tokens and logits: of a pooler, a decoder and mask tokens,
 # which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model;
-# and of Facebook's own code (interpolate_*), which no code of transformers reads.
+# of Facebook's own code (interpolate_*), which no code of transformers reads; and those that the tensors say.
 OTHERS = """
-    hidden_act intermediate_size mlp_ratio
+    hidden_act intermediate_size mlp_ratio num_patches
+    query_bias key_bias value_bias mlp_bias vision_use_head projection_dim initializer_factor
     pooler_act pooler_output_size encoder_stride use_mask_token
     apply_layernorm reshape_hidden_states out_features out_indices stage_names _out_features _out_indices
     initializer_range layerscale_value gradient_checkpointing
@@ -63,7 +88,7 @@ def check_kind(config: dict) -> None:
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in MODELS:
         raise InputError(f"config.json: model_type {shown(kind)} is not this ViT; known are {', '.join(MODELS)}")
-    names, known = config.get("architectures"), [MODELS[kind][0] + name for name in CLASSES]
+    names, known = config.get("architectures"), MODELS[kind][0]
     names = [] if names is None else names
     if not isinstance(names, list):
         raise InputError(f"config.json: architectures must be a list of names, got {shown(names)}")
@@ -77,19 +102,41 @@ def told(config: dict, form: str) -> tuple[dict, list[str]]:
 
     form: the format of the tensors. Raises InputError for a model that computes something else.
     """
-    kind = config["model_type"]
-    _, forms, defaults = MODELS[kind]
-    refuse_unknown(config, {*ARGUMENTS, *FIXED, *DROPOUTS, *OTHERS}, "config.json")
-    only(config, FIXED)
+    kind, where = config["model_type"], CONFIG
+    _, known, defaults = MODELS[kind]
+    if kind in WHOLE:
+        refuse_unknown(config, {*BESIDE, *FIXED, *OTHERS}, where)
+        config = section(config, "vision_config_dict") or section(config, "vision_config")  # the former wins there
+        where = "config.json: vision_config"
+    refuse_unknown(config, {*ARGUMENTS, *FIXED, *DROPOUTS, *AUGMENTED, *OTHERS}, where)
+    only(config, FIXED, where)
     config = defaults | {key: value for key, value in config.items() if value is not None}
-    found = {name: read(config, field, arguments.ARGUMENTS[name]) for field, name in ARGUMENTS.items()}
-    found["act_layer"] = activation(config["hidden_act"], ACTIVATIONS)
-    found["hidden"] = read(config, "intermediate_size", arguments.ARGUMENTS["embed_dim"])
+    checks = arguments.ARGUMENTS
+    found = {n: value for f, n in ARGUMENTS.items() if (value := read(config, f, checks[n], where)) is not None}
+    found["act_layer"] = activation(config["hidden_act"], ACTIVATIONS, where)
+    found["hidden"] = read(config, "intermediate_size", checks["embed_dim"], where)
     if found["hidden"] is None and kind.startswith("dinov2"):
-        found["mlp_ratio"] = read(config, "mlp_ratio", arguments.ARGUMENTS["mlp_ratio"])
-    if form not in forms:
+        found["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
+        if found.get("swiglu_mlp"):  # its own width, and its own activation
+            found |= dict(act_layer="silu", mlp_ratio=None)
+    if defaults is _SIGLIP2:
+        found["img_size"] = _own_size(config, where)
+    if form != known:
         raise InputError(f"config.json says model_type {kind!r}, the tensors are those of {form}")
-    return {k: v for k, v in found.items() if v is not None}, dropout_notes(config, DROPOUTS)
+    notes = dropout_notes(config, DROPOUTS, where) + [
+        f"{field}={config[field]} is not taken over, the ViT changes no positions in training"
+        for field in AUGMENTED
+        if config.get(field) is not None
+    ]
+    return {k: v for k, v in found.items() if v is not None}, notes
+
+
+def _own_size(config: dict, where: str) -> tuple[int, int] | None:
+    """The image size at which SigLIP 2 takes its positions as they are; None where nothing says it."""
+    count = read(config, "num_patches", arguments.SIDE, where) or 256
+    patch = pair(read(config, "patch_size", arguments.SIZE, where) or 16)
+    side = math.isqrt(count)
+    return (side * patch[0], side * patch[1]) if side * side == count else None
 
 
 def statistics(pixels: dict) -> dict:
@@ -109,7 +156,8 @@ _BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless th
 
 def crop(pixels: dict) -> tuple[dict, list[str]]:
     """`crop_mode` and `crop_pct` in preprocessor_config.json, {} where it has none; and notes."""
-    file, kind = "preprocessor_config.json", str(pixels.get("image_processor_type"))
+    file = "preprocessor_config.json"
+    kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))  # the latter in older files
     resizes, cuts = read(pixels, "do_resize", flag, file), read(pixels, "do_center_crop", flag, file)
     if resizes is False or "size" not in pixels:
         return {}, []

@@ -43,9 +43,10 @@ def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """The weights in `path` under vitfast's (= timm's) names, on the CPU, in the file's dtype.
 
     path: a .safetensors, .npz or .pth/.pt/.bin file, a folder, or `hf-hub:owner/name[@revision]`; written by timm,
-    Google (ViT, big_vision), Hugging Face (ViT, DeiT, DINOv2), torchvision, Facebook's DINOv2 or `save_pretrained`. No
-    pickle is ever run. Beyond timm's names there can be `pre_logits.fc.*` (the hidden layer of a pre-training head) and
-    `head_dist.*` (DeiT's second head). Raises InputError, one line, for what is missing, broken, or no ViT of these.
+    Google (ViT, big_vision), Hugging Face (ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP), torchvision, Meta's DINOv2 and
+    DINOv3, OpenAI's CLIP or `save_pretrained`. No pickle is ever run. Beyond timm's names there can be
+    `pre_logits.fc.*` (the hidden layer of a pre-training head) and `head_dist.*` (DeiT's second head). Raises
+    InputError, one line, for what is missing, broken, or no ViT of these.
     """
     content = read_tensors(locate(path).weights)
     with _named(path):

@@ -49,6 +49,65 @@ TORCHVISION: Pairs = (
     ("heads.head.", "head."),
 )
 
+# The image tower of CLIP and SigLIP in transformers, without prefix; q, k and v apart, the MAP head's in one on disk.
+HUGGING_FACE_TOWER: Pairs = (
+    ("visual_projection.", "head."),  # before the MAP head, which is called so there
+    ("embeddings.class_embedding", "cls_token"),
+    ("embeddings.position_embedding.weight", "pos_embed"),
+    ("embeddings.patch_embedding.", "patch_embed.proj."),
+    ("pre_layrnorm.", "norm_pre."),
+    ("encoder.layers.", "blocks."),
+    (".layer_norm1.", ".norm1."),
+    (".layer_norm2.", ".norm2."),
+    (".self_attn.q_proj.", ".attn.q."),
+    (".self_attn.k_proj.", ".attn.k."),
+    (".self_attn.v_proj.", ".attn.v."),
+    (".self_attn.out_proj.", ".attn.proj."),
+    ("post_layernorm.", "norm."),
+    ("head.probe", "attn_pool.latent"),
+    ("head.attention.q.", "attn_pool.q."),
+    ("head.attention.kv.", "attn_pool.kv."),
+    ("head.attention.out_proj.", "attn_pool.proj."),
+    ("head.layernorm.", "attn_pool.norm."),
+    ("head.mlp.", "attn_pool.mlp."),
+)
+
+# transformers' DINOv3 on disk; the gate and what it gates apart.
+HUGGING_FACE_DINOV3: Pairs = (
+    ("embeddings.cls_token", "cls_token"),
+    ("embeddings.register_tokens", "reg_token"),
+    ("embeddings.patch_embeddings.", "patch_embed.proj."),
+    ("layer.", "blocks."),
+    (".attention.q_bias", ".attn.q_bias"),
+    (".attention.v_bias", ".attn.v_bias"),
+    (".attention.q_proj.", ".attn.q."),
+    (".attention.k_proj.", ".attn.k."),
+    (".attention.v_proj.", ".attn.v."),
+    (".attention.o_proj.", ".attn.proj."),
+    (".layer_scale1.lambda1", ".ls1.gamma"),
+    (".layer_scale2.lambda1", ".ls2.gamma"),
+    (".mlp.gate_proj.", ".mlp.fc1_g."),
+    (".mlp.up_proj.", ".mlp.fc1_x."),
+    (".mlp.down_proj.", ".mlp.fc2."),
+)
+
+# CLIP in OpenAI's own code and open_clip.
+OPENAI: Pairs = (
+    ("visual.class_embedding", "cls_token"),
+    ("visual.positional_embedding", "pos_embed"),
+    ("visual.conv1.", "patch_embed.proj."),
+    ("visual.ln_pre.", "norm_pre."),
+    ("visual.transformer.resblocks.", "blocks."),
+    (".ln_1.", ".norm1."),
+    (".ln_2.", ".norm2."),
+    (".attn.in_proj_", ".attn.qkv."),
+    (".attn.out_proj.", ".attn.proj."),
+    (".mlp.c_fc.", ".mlp.fc1."),
+    (".mlp.c_proj.", ".mlp.fc2."),
+    ("visual.ln_post.", "norm."),
+    ("visual.proj.", "head."),
+)
+
 # The paper's own code, against our names with "/" for "."; q, k and v apart.
 GOOGLE: Pairs = (
     ("embedding/", "patch_embed/proj/"),

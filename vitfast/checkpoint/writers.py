@@ -10,17 +10,19 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import arguments
 from ..errors import InputError, both_ends
 from ..files import write_all_atomically
 from ..presets import pair
 from ..version import __version__
-from . import hugging_face
+from . import hugging_face, to_hugging_face
 from .files import READERS, make_folder, target
 from .formats import differences
-from .names import BIG_VISION, GOOGLE, HUGGING_FACE, TORCHVISION, Renames, State, rename, to_theirs
+from .names import BIG_VISION, GOOGLE, TORCHVISION, Renames, State, rename, to_theirs
+from .timm import GATED_NAME, ratio_of
+from .to_hugging_face import split_qkv
 
 logger = logging.getLogger("vitfast")
 
@@ -39,10 +41,9 @@ TIMM_NAMES = {
 TIMM_ARGS = (
     "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio",
     "qkv_bias", "proj_bias", "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm",
-    "dynamic_img_size", "act_layer",
+    "dynamic_img_size", "act_layer", "pre_norm", "qk_norm", "scale_mlp_norm",
 )  # fmt: skip
 
-HUGGING_FACE_NAMES = to_theirs(HUGGING_FACE)
 TORCHVISION_NAMES = to_theirs(TORCHVISION)
 GOOGLE_NAMES: Renames = (
     (r"\.", "/"),
@@ -69,6 +70,22 @@ FEATURES: dict[str, tuple[str, Callable[[dict], bool]]] = {
         lambda c: c["class_token"] and c["no_embed_class"],
     ),
     "no_positions": ("a model without positions", lambda c: c["pos_embed"] in ("none", "")),
+    "rope": ("rotary positions (rope)", lambda c: c["rope"] is not None),
+    "table": ("a position table beside rotary positions (pos_embed)", lambda c: c["pos_embed"] not in ("none", "")),
+    "no_layer_scale": ("a model without LayerScale (init_values)", lambda c: not c["init_values"]),
+    "gated": ("a gated MLP (swiglu_mlp)", lambda c: c["swiglu_mlp"]),
+    "gated_map": ("a gated MLP and a MAP head", lambda c: c["swiglu_mlp"] and c["global_pool"] == "map"),
+    "pre_norm": ("a norm before the blocks (pre_norm)", lambda c: c["pre_norm"]),
+    "qk_norm": ("norms of queries and keys (qk_norm)", lambda c: c["qk_norm"]),
+    "mlp_norm": ("a norm in the MLP (scale_mlp_norm)", lambda c: c["scale_mlp_norm"]),
+    "rms_norm": ("RMSNorm (norm_layer)", lambda c: c["norm_layer"] != "layernorm"),
+    "activation": (
+        "another activation than GELU (act_layer)",
+        lambda c: not c["swiglu_mlp"] and c["act_layer"] not in ("gelu", "gelu_tanh"),
+    ),
+    "map": ("a MAP head (global_pool)", lambda c: c["global_pool"] == "map"),
+    "head": ("a head", lambda c: c["num_classes"] > 0),
+    "class_token": ("prefix tokens (class_token, reg_tokens)", lambda c: c["class_token"] or c["reg_tokens"] > 0),
     "positions": (
         "other positions than one table at the stem",
         lambda c: c["pos_embed"] in ("learn2d", "relative") or c["pos_embed_at"] != "stem",
@@ -92,13 +109,13 @@ FEATURES: dict[str, tuple[str, Callable[[dict], bool]]] = {
 class Writer:
     """One format.
 
-    suffixes: of the file it writes, "" for a folder. write: (model, path) -> None, writes the files. lacks: the keys of
-    FEATURES that it has no place for.
+    suffixes: of the file it writes, "" for a folder. write: (model, path) -> None, writes the files. lacks: of a
+    configuration, the keys of FEATURES that it has no place for.
     """
 
     suffixes: tuple[str, ...]
     write: Callable[[nn.Module, Path], None]
-    lacks: tuple[str, ...] = ()
+    lacks: Callable[[dict], tuple[str, ...]] = lambda config: ()
 
 
 def tensors(model) -> State:
@@ -162,7 +179,7 @@ def _check_readable(model, state: State, config: dict) -> None:
 
 def _function(module: nn.Module) -> tuple:
     """The class of a module, and what else of its function is not in the tensors."""
-    return type(module), *(getattr(module, name, None) for name in ("eps", "approximate", "num_heads"))
+    return type(module), *(getattr(module, name, None) for name in ("eps", "activation", "num_heads"))
 
 
 def save(model, folder: str | Path) -> None:
@@ -206,7 +223,14 @@ def _write_timm(model: nn.Module, path: Path) -> None:
         first_conv="patch_embed.proj",
         classifier="head",
     )
+    if config["norm_layer"] != "layernorm":  # said only where it must be: it would take the eps of a name away
+        model_args["norm_layer"] = config["norm_layer"]
     name = TIMM_NAMES.get((config["patch_size"], config["embed_dim"], config["depth"]), "vit_base_patch16_224")
+    if config["swiglu_mlp"]:  # no argument in JSON has it, a name has; its mlp_ratio counts gate and up
+        name, model_args["act_layer"] = GATED_NAME, "silu"
+        model_args["mlp_ratio"] = ratio_of(state["blocks.0.mlp.fc1.weight"].shape[0], config["embed_dim"])
+    elif config["norm_eps"] == 1e-5 and config["norm_layer"] == "layernorm":
+        name = "vit_base_patch16_clip_224"  # all of whose other arguments are said
     content = dict(
         architecture=name,
         num_classes=config["num_classes"],
@@ -219,27 +243,11 @@ def _write_timm(model: nn.Module, path: Path) -> None:
 
 
 def _write_hugging_face(model: nn.Module, path: Path) -> None:
-    """A folder for ViTForImageClassification.from_pretrained, without head for ViTModel's (no prefix)."""
-    path.mkdir()
-    state, config = tensors(model), _config(model)
-    classes, size = config["num_classes"], pair(config["img_size"])
-    content = dict(
-        architectures=["ViTForImageClassification" if classes else "ViTModel"],
-        model_type="vit",
-        hidden_size=config["embed_dim"],
-        num_hidden_layers=config["depth"],
-        num_attention_heads=config["num_heads"],
-        intermediate_size=state["blocks.0.mlp.fc1.weight"].shape[0],
-        hidden_act={"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}[config["act_layer"]],
-        layer_norm_eps=config["norm_eps"],
-        image_size=size[0] if size[0] == size[1] else size,
-        patch_size=config["patch_size"],
-        num_channels=config["in_chans"],
-        qkv_bias=config["qkv_bias"],
-        dtype=str(state["cls_token"].dtype).removeprefix("torch."),
-    )
+    """A folder for the from_pretrained of transformers' class."""
+    config = _config(model)
+    state, content = to_hugging_face.converted(tensors(model), config, model.class_names)
     pixels = dict(
-        **hugging_face.processor(size, config["crop_mode"] or "center", config["crop_pct"] or 1.0),
+        **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
         resample=3,  # bicubic
         do_rescale=True,
         rescale_factor=1 / 255,
@@ -247,11 +255,7 @@ def _write_hugging_face(model: nn.Module, path: Path) -> None:
         image_mean=config["mean"],
         image_std=config["std"],
     )
-    state = rename(_split_qkv(state), HUGGING_FACE_NAMES)
-    if classes:
-        labels = dict(enumerate(model.class_names or [f"LABEL_{i}" for i in range(classes)]))
-        content |= dict(id2label=labels, label2id={name: i for i, name in labels.items()})
-        state = {key if key.startswith("classifier.") else f"vit.{key}": value for key, value in state.items()}
+    path.mkdir()
     _write_json(content, path / "config.json")
     _write_json(pixels, path / "preprocessor_config.json")
     _write_tensors(state, path / "model.safetensors")
@@ -263,7 +267,7 @@ def _write_google(model: nn.Module, path: Path) -> None:
     bfloat16, which NumPy lacks, becomes float32.
     """
     config = model.config
-    state = rename(_split_qkv(tensors(model)), GOOGLE_NAMES)
+    state = rename(split_qkv(tensors(model)), GOOGLE_NAMES)
     if config["no_embed_class"] or not config["class_token"]:
         state = rename(state, to_theirs(BIG_VISION))
     for pattern, turn in GOOGLE_LAYOUTS:
@@ -276,26 +280,33 @@ def _write_torchvision(model: nn.Module, path: Path) -> None:
     _write_tensors(rename(tensors(model), TORCHVISION_NAMES), path)
 
 
-def _split_qkv(state: State) -> State:
-    """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
-    apart: dict[str, Tensor] = {}
-    for key, value in state.items():
-        names = [key.replace(".qkv.", f".{name}.") for name in "qkv"] if ".attn.qkv." in key else [key]
-        apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
-    return {key: value.contiguous() for key, value in apart.items()}
-
-
 _OURS = ("positions", "hybrid")  # what only our own folder has
-_CLASSIC = (*_OURS, "registers", "layer_scale", "no_positions", "fc_norm", "no_bias")  # what none of these three has
+_LATER = ("rope", "gated", "pre_norm", "qk_norm", "mlp_norm", "rms_norm")  # what came after the paper
+_CLASSIC = (*_OURS, *_LATER, "registers", "layer_scale", "no_positions", "fc_norm", "no_bias")  # none of these three
 _CLASS_TOKEN_ONLY = ("no_class_token", "patch_positions", "pooling")
+_TOWER = (*(one for one in _CLASSIC if one != "pre_norm"), "pre_logits", "no_qkv_bias", "no_square")
+_HELD = ("rope", "gated", "registers", "layer_scale", "no_positions", "no_bias")
+_DINOV3 = (*(one for one in _CLASSIC if one not in _HELD), "no_class_token", "no_layer_scale", "table", "map", "head")
+_HUGGING_FACE = {
+    "vit": (*_CLASSIC, *_CLASS_TOKEN_ONLY, "pre_logits"),
+    "dinov3": (*_DINOV3, "pre_logits"),
+    "clip": (*_TOWER, *_CLASS_TOKEN_ONLY, "map"),
+    "siglip": (*_TOWER, "pre_norm", "head", "class_token"),
+}
+
+
+def _always(*features: str) -> Callable[[dict], tuple[str, ...]]:
+    return lambda config: features
+
+
 WRITERS = {
     "vitfast": Writer(("",), save),
-    "timm": Writer(("", ".safetensors", ".pth"), _write_timm, (*_OURS, "pre_logits")),
-    "huggingface": Writer(("",), _write_hugging_face, (*_CLASSIC, *_CLASS_TOKEN_ONLY, "pre_logits")),
-    "npz": Writer((".npz",), _write_google, (*_CLASSIC, "no_qkv_bias")),
+    "timm": Writer(("", ".safetensors", ".pth"), _write_timm, _always(*_OURS, "pre_logits", "rope", "gated_map")),
+    "huggingface": Writer(("",), _write_hugging_face, lambda config: _HUGGING_FACE[to_hugging_face.family(config)]),
+    "npz": Writer((".npz",), _write_google, _always(*_CLASSIC, "no_qkv_bias", "activation", "map")),
     "torchvision": Writer(
         (".safetensors", ".pth"),
         _write_torchvision,
-        (*_CLASSIC, *_CLASS_TOKEN_ONLY, "no_qkv_bias", "no_head", "no_square", "channels"),
+        _always(*_CLASSIC, *_CLASS_TOKEN_ONLY, "no_qkv_bias", "no_head", "no_square", "channels", "activation"),
     ),
 }

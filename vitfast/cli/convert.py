@@ -16,9 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--num-heads")
     add_shared(parser, "--img-size")
     add_shared(parser, "--force")
-    add("--act-layer", choices=("gelu", "gelu_tanh"), help="this and what follows: where the weights do not say it")
-    add("--pos-embed", choices=("learn", "none"), help="learn or none: no rotary positions")
-    add("--global-pool", choices=("token", "avg"), help="what the head reads")
+    activations = ("gelu", "gelu_tanh", "quick_gelu", "silu")
+    add("--act-layer", choices=activations, help="this and what follows: where the weights do not say it")
+    add("--pos-embed", choices=("learn", "none"), help="learn or none: no rotary positions, unless --rope says so")
+    add("--rope", choices=("dinov3", "cat", "none"), help="rotary positions: DINOv3's, EVA-02's or none")
+    add(
+        "--ref-feat-shape",
+        metavar="N",
+        type=int,
+        nargs=2,
+        help="of --rope cat: patches down and across, 16 16 of EVA-02",
+    )
+    add("--global-pool", choices=("token", "avg", "map"), help="what the head reads")
     add("--norm-eps", metavar="X", type=float, help="of every norm")
     add(
         "--mean",
@@ -35,8 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..convert import convert
 
-    asked = ("act_layer", "pos_embed", "global_pool", "norm_eps", "mean", "std")
+    asked = ("act_layer", "pos_embed", "rope", "ref_feat_shape", "global_pool", "norm_eps", "mean", "std")
     given = overrides(args) | {name: getattr(args, name) for name in asked if hasattr(args, name)}
+    given |= {"rope": None} if given.get("rope") == "none" else {}
     notes = convert(args.source, args.path, args.form, force=args.force, **given)
     print("\n".join([f"wrote {args.path}", *(f"note: {note}" for note in notes)]))
     return 0

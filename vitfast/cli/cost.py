@@ -12,7 +12,7 @@ from .options import add_shared
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model = "preset: Ti/16 ... H/14, R50+B/16 and such; R50x1 and such, timm:NAME (required without --recipe)"
+    model = "preset: Ti/16 ... H/14, R50+B/16, DINOv3-B/16 and such; R50x1 and such, timm:NAME (or --recipe)"
     add("--model", metavar="NAME", help=model)
     add("--recipe", metavar="NAME", help="take model, size, batch and length from it; other flags win")
     add("--img-size", metavar="N", type=int, help="side of the images in pixels (default 224)")

@@ -31,7 +31,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="NAME",
-        help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14, R50+B/16 and the like; R50x1 and the like; timm:NAME",
+        help="preset: Ti/16 S/16 S/32 B/16 B/32 L/16 L/32 H/14; R50+B/16, DINOv3-S/16 S+ B L H+ 7B, SigLIP2-B/16 L "
+        "So400m/14, CLIP-B/32, EVA02-Ti/14 S B L and the like; R50x1 and the like; timm:NAME",
     )
     add(
         "--data",
