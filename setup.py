@@ -34,6 +34,7 @@ TEST = [
     "pytest-xdist",
     "hypothesis",
     "peft",
+    "open_clip_torch",
     "accelerate",
     "datasets",
     "webdataset",

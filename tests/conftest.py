@@ -16,10 +16,13 @@ if not torch.cuda.is_available():
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
+    from known_types import remember_types
+
     from vitfast import interpreter
     from vitfast.verify.sanitizer import Sanitizer
 
     interpreter.quicken()
+    remember_types()
     interpreter.mend_bfloat16()
 
 

@@ -37,7 +37,9 @@ OPERATION = {
     "attention only (set_attn_implementation)": "attention_separate",
     "attention": "attention_packed",
     "linear layer and GELU": "linear_gelu",
+    "MLP": "mlp",
 }
+AROUND = ("layer_norm", "attention_separate", "linear_residual")  # norms of q and k are called
 
 
 class Counting(TorchDispatchMode):
@@ -62,7 +64,10 @@ def operations(model, *args, **kwargs) -> Counter:
 
 def claimed(model) -> Counter:
     """The operations that the report says run."""
-    return Counter(OPERATION[entry.part] for entry in vitfast.acceleration_report(model).replaced)
+    found = Counter()
+    for entry in vitfast.acceleration_report(model).replaced:
+        found.update(AROUND if ", around " in entry.part else [OPERATION[entry.part]])
+    return found
 
 
 def eva(**options):
@@ -86,7 +91,7 @@ def swin():
 
 
 def clip(accelerate=False, model="CLIPVision", **options):
-    sizes = {**HF, "num_labels": 2, "intermediate_size": 64, **options}
+    sizes = {**HF, "num_labels": 2, "intermediate_size": 64, "hidden_act": "gelu", **options}
     made = getattr(transformers, f"{model}Model")(getattr(transformers, f"{model}Config")(**sizes))
     return vitfast.accelerate(made) if accelerate else with_attention(made)
 
@@ -96,16 +101,22 @@ def with_attention(model):
     return model
 
 
-def causal_text():
+def causal_text(attention="vitfast"):
     config = transformers.CLIPTextConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=99,
+        hidden_act="gelu",
+        attn_implementation=attention,
     )
-    return with_attention(transformers.CLIPTextModel(config))
+    return transformers.CLIPTextModel(config)
 
 
-def hf_swin():
+def hf_swin(attention="vitfast"):
     sizes = dict(image_size=16, patch_size=2, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2))
-    return with_attention(transformers.SwinModel(transformers.SwinConfig(**sizes)))
+    return transformers.SwinModel(transformers.SwinConfig(**sizes, attn_implementation=attention))
 
 
 def hybrid():
@@ -151,53 +162,54 @@ FAMILIES = {
         lambda: vitfast.accelerate(timm_vit(global_pool="map", class_token=False)),
         IMAGES,
         {},
-        ["does not know"],
+        ["one learned query"],
     ),
-    "timm CLIP, quick GELU": (lambda: vitfast.accelerate(timm_vit(act_layer="quick_gelu")), IMAGES, {}, ["Quick"] * 2),
+    "timm ReLU": (lambda: vitfast.accelerate(timm_vit(act_layer="relu")), IMAGES, {}, ["ReLU"] * 2),
     "timm dropout in training": (
         lambda: vitfast.accelerate(timm_vit(proj_drop_rate=0.1)).train(),
         IMAGES,
         {},
         ["active in training"] * 4,
     ),
-    "timm EVA with rope": (partial(eva, use_rot_pos_emb=True), IMAGES, {}, ["rotary positions"] * 2),
-    "timm EVA without rope": (eva, IMAGES, {}, ["biases of q and v"] * 2),
-    "timm EVA-02": (
-        partial(eva, use_rot_pos_emb=True, swiglu_mlp=True),
-        IMAGES,
-        {},
-        ["rotary positions, biases of q and v, none of k, SwiGLU"] * 2,
-    ),
-    "timm NaFlexViT": (naflex, IMAGES, {}, []),
-    "timm NaFlexViT, padded": (naflex, PATCHES, PADDED, ["in its last call: the call has attn_mask"] * 4),
+    "timm EVA with rope": (partial(eva, use_rot_pos_emb=True), IMAGES, {}, []),
+    "timm EVA without rope": (eva, IMAGES, {}, []),
+    "timm EVA with norms of q and k": (partial(eva, qk_norm=True), IMAGES, {}, []),
+    "timm EVA, norm after": (partial(eva, use_post_norm=True), IMAGES, {}, ["normalises after"] * 2),
+    "timm NaFlexViT": (naflex, IMAGES, {}, ["a linear layer"]),
+    "timm NaFlexViT, padded": (naflex, PATCHES, PADDED, ["a linear layer"]),
     "timm Swin": (swin, IMAGES, {}, ["windows"] * 2),
     "HF ViT": (lambda: vitfast.accelerate(hf_vit()), IMAGES, {}, []),
     "HF ViT, masked": (
         lambda: vitfast.accelerate(hf_vit()),
         IMAGES,
         dict(attention_mask=torch.tensor([[1] * 4 + [0]] * 2)),
-        ["attention_mask"] * 2,
+        [],
     ),
     "HF ViT, vitfast attention alone": (lambda: with_attention(hf_vit()), IMAGES, {}, ["was not called"] * 4),
     "HF DeiT": (lambda: vitfast.accelerate(hf_deit()), IMAGES, {}, []),
     "HF DINOv2": (lambda: vitfast.accelerate(hf_dinov2()), IMAGES, {}, []),
-    "HF DINOv2, SwiGLU, and vitfast attention": (
-        lambda: with_attention(vitfast.accelerate(hf_dinov2(use_swiglu_ffn=True))),
-        IMAGES,
-        {},
-        ["SwiGLU"] * 2,
-    ),
-    "HF CLIP": (partial(clip, accelerate=True), IMAGES, {}, ["set_attn_implementation"] * 2),
-    "HF CLIP, vitfast attention": (clip, IMAGES, {}, []),
+    "HF CLIP": (partial(clip, accelerate=True), IMAGES, {}, []),
+    "HF CLIP, vitfast attention": (clip, IMAGES, {}, ["was not called"] * 5),
     "HF CLIP, vitfast attention, dropout": (
         partial(clip, attention_dropout=0.1),
         IMAGES,
         {},
-        ["dropout is active"] * 2,
+        ["not called"] * 2 + ["not called", "dropout is active"] * 2 + ["not called"],
     ),
-    "HF CLIP text, causal": (causal_text, TOKENS, {}, ["causal"] * 2),
-    "HF SigLIP, vitfast attention": (partial(clip, model="SiglipVision"), IMAGES, {}, ["does not know"]),
-    "HF Swin, vitfast attention": (hf_swin, IMAGES, {}, ["attention_mask"] * 2),
+    "HF CLIP text, causal": (causal_text, TOKENS, {}, ["not called", "causal"] * 2 + ["not called"]),
+    "HF CLIP text, accelerated": (
+        lambda: vitfast.accelerate(causal_text("sdpa")),
+        TOKENS,
+        {},
+        ["in its last call: the call has is_causal"] * 2,
+    ),
+    "HF SigLIP, vitfast attention": (
+        partial(clip, model="SiglipVision"),
+        IMAGES,
+        {},
+        ["not called"] * 4 + ["one learned query"],
+    ),
+    "HF Swin, vitfast attention": (hf_swin, IMAGES, {}, []),
     "torchvision": (lambda: vitfast.accelerate(tv_vit()), IMAGES, {}, []),
     "ours": (lambda: ViT(**SMALL, init_values=0.1, reg_tokens=1), IMAGES, {}, []),
     "ours, average pooling": (lambda: ViT(**SMALL, global_pool="avg"), IMAGES, {}, []),
@@ -224,31 +236,29 @@ def test_the_report_claims_what_runs(name):
     report = vitfast.acceleration_report(model)
     assert claimed(model) == ran, report
     assert len(report.left) == len(left) and all(word in e.why for word, e in zip(left, report.left)), report
-    assert bool(ran) == ("replaced" in str(report)) and f"{sum(ran.values())} parts on vitfast" in str(report)
+    assert bool(ran) == ("replaced" in str(report)) and f"{len(report.replaced)} parts on vitfast" in str(report)
 
 
 def test_the_last_call_counts(caplog):
-    """Padded, then not: and the log says once what the library's own code ran for."""
+    """Causal, then not: and the log says once what the library's own code ran for."""
     fallbacks._said.clear()
-    model = naflex().eval()
-    assert len(vitfast.acceleration_report(model).replaced) == 4, "nothing was called yet"
+    model = vitfast.accelerate(timm_vit()).eval()
+    assert len(vitfast.acceleration_report(model).replaced) == 6, "nothing was called yet"
+    rest = Counter(mlp_block_fwd=2, layer_norm=1, patch_embed=1)
     with caplog.at_level(logging.WARNING, "vitfast"):
         for _ in range(2):
-            assert not operations(model, PATCHES, **PADDED) and not claimed(model)
+            assert operations(model, IMAGES, is_causal=True) == claimed(model) == rest
     said = [record.message for record in caplog.records]
-    assert said == [
-        f"Block, {part}: the call has attn_mask; the library's own code runs"
-        for part in ("attention block", "MLP block")
-    ]
-    assert operations(model, IMAGES) == claimed(model) == Counter(attention_block_fwd=2, mlp_block_fwd=2)
+    assert said == ["Block, attention block: the call has is_causal; the library's own code runs"]
+    assert operations(model, IMAGES) == claimed(model) == Counter(attention_block_fwd=2, **rest)
 
 
 def test_the_log_does_not_repeat_what_accelerate_said(caplog):
     fallbacks._said.clear()
     with caplog.at_level(logging.INFO, "vitfast"):
-        model = vitfast.accelerate(timm_vit(act_layer="quick_gelu"))
+        model = vitfast.accelerate(timm_vit(act_layer="relu"))
         model(IMAGES)
-        assert len(caplog.records) == 1 and "QuickGELU" in caplog.text
+        assert len(caplog.records) == 1 and "ReLU" in caplog.text
         model.blocks[0].attn.register_forward_hook(lambda *_: None)
         model(IMAGES)
         model(IMAGES)
@@ -262,21 +272,21 @@ def graph_operations(graph: torch.fx.GraphModule) -> Counter:
     return Counter(name.split(".")[1] for name in names if name.startswith("vitfast."))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_compiled_models(masked, caplog):
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiled_models(causal, caplog):
     """One graph, its operations are those that the report claims; the log says while it is compiled what is left."""
     fallbacks._said.clear()
     torch._dynamo.reset()
-    graphs, mask = [], torch.ones(1, 1, 5, 5, dtype=torch.bool)
-    inner = vitfast.accelerate(timm_vit()) if masked else ViT(**SMALL)
+    graphs = []
+    inner = vitfast.accelerate(timm_vit()) if causal else ViT(**SMALL)
     model = torch.compile(inner.eval(), fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
-    kwargs = dict(attn_mask=mask) if masked else {}
+    kwargs = dict(is_causal=True) if causal else {}
     with ops.use_kernels("on"), torch.no_grad(), caplog.at_level(logging.WARNING, "vitfast"):
         model(IMAGES, **kwargs)
         model(IMAGES, **kwargs)
     assert len(graphs) == 1
-    if masked:
-        assert caplog.text.count("the call has attn_mask") == 2
+    if causal:
+        assert caplog.text.count("the call has is_causal") == 1
     else:
         assert graph_operations(graphs[0]) == claimed(model) and not vitfast.acceleration_report(model).left
         assert not caplog.records
@@ -292,14 +302,31 @@ def test_a_model_in_ddp_has_nothing_left(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_the_suggested_attention_can_be_set():
-    model = clip(accelerate=True)
-    why = vitfast.acceleration_report(model).left[0].why
-    assert why.endswith('; model.set_attn_implementation("vitfast") runs its attention')
-    assert not operations(model, IMAGES)
-    model.set_attn_implementation("vitfast")
-    assert operations(model, IMAGES) == claimed(model) == Counter(attention_separate=2)
-    assert "set_attn_implementation" not in str(vitfast.acceleration_report(swin())), "timm has no registry"
+def test_attention_is_set_where_layers_stay_transformers_own():
+    """And put back; what the user has chosen stays, and the report says what can be done."""
+    for chosen in ("sdpa", "eager"):
+        model = hf_swin(chosen)
+        vitfast.accelerate(model)
+        report = str(vitfast.acceleration_report(model))
+        if chosen == "sdpa":
+            assert model.config._attn_implementation == "vitfast" and "left" not in report.partition(" left")[2]
+            assert operations(model, IMAGES) == claimed(model) == Counter(attention_separate=2)
+        else:
+            assert model.config._attn_implementation == "eager" and not operations(model, IMAGES)
+            assert '; model.set_attn_implementation("vitfast") runs its attention' in report
+        state = list(model.state_dict()), model.config.to_dict()
+        vitfast.restore(model)
+        assert model.config._attn_implementation == chosen and not operations(model, IMAGES)
+        assert (list(model.state_dict()), model.config.to_dict()) == state
+    model = vitfast.accelerate(hf_swin("sdpa"))
+    model.set_attn_implementation("eager")
+    assert vitfast.restore(model).config._attn_implementation == "eager", "the last choice is the user's"
+
+
+def test_attention_of_a_decoder_is_not_set():
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+    model = vitfast.accelerate(transformers.LlamaModel(transformers.LlamaConfig(**sizes)))
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_forward_set_on_the_instance_decides():

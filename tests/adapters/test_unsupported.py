@@ -29,9 +29,7 @@ from vitfast import InputError
     [
         ("resnet10t", {}, "nothing in it"),
         ("swin_tiny_patch4_window7_224", dict(depths=(1, 1, 1, 1), embed_dim=16, num_heads=(1, 2, 4, 8)), "windows"),
-        ("eva02_tiny_patch14_224", dict(depth=1), "rotary"),
-        ("vit_relpos_small_patch16_224", dict(depth=1), "relative position"),
-        ("beit_base_patch16_224", dict(depth=1, embed_dim=48, num_heads=3), "relative position"),
+        ("xcit_nano_12_p16_224", dict(depth=1), "does not know"),
     ],
 )
 def test_unknown_models_come_back_untouched(name, options, why, caplog):
@@ -46,7 +44,7 @@ def test_unknown_models_come_back_untouched(name, options, why, caplog):
 
 
 def test_log_and_report_say_what_was_done(caplog):
-    model = timm_vit(act_layer="quick_gelu")
+    model = timm_vit(act_layer="relu")
     assert {e.why for e in vitfast.acceleration_report(model).left} == {"vitfast.accelerate(model) was not called"}
     with caplog.at_level(logging.INFO, "vitfast"):
         vitfast.accelerate(model)
@@ -55,12 +53,12 @@ def test_log_and_report_say_what_was_done(caplog):
         record.name == "vitfast"
         and record.levelname == "INFO"
         and "2 x attention block" in record.message
-        and "QuickGELU" in record.message
+        and "ReLU" in record.message
     )
     text = str(vitfast.acceleration_report(model))
     assert (
         "blocks.0 ... blocks.1 (2) (Block), attention block" in text
-        and "MLP block: mlp.act is timm.layers.activations.QuickGELU" in text
+        and "MLP block: mlp.act is torch.nn.modules.activation.ReLU" in text
     )
 
 
@@ -187,21 +185,20 @@ def test_a_library_that_computes_its_layer_in_another_way_is_left(monkeypatch):
             lambda self, x, rope: x,
             lambda self, x: (x,),
         ):
-            registry._adapter.cache_clear()
+            registry._checked.pop(Block, None)
             monkeypatch.setattr(Block, "forward", change)
             state = torch.get_rng_state()
             model = vitfast.accelerate(timm_vit())
             assert type(model.blocks[0]) is Block
             report = vitfast.acceleration_report(model)
-            assert [e.why for e in report.left] == [
-                f"timm {timm.__version__} computes it in another way than vitfast"
-            ] * 2
+            why = f"timm {timm.__version__} computes it in another way than vitfast"
+            assert len(report.left) == 2 and all(e.why.startswith(why) for e in report.left)
             assert not torch.equal(state, torch.get_rng_state()), "the model's own weights"
             state = torch.get_rng_state()
-            registry._adapter.cache_clear()
+            registry._checked.pop(Block, None)
             vitfast.accelerate(model)
             assert torch.equal(state, torch.get_rng_state()), "the check leaves no trace in the random numbers"
     finally:
         monkeypatch.undo()
-        registry._adapter.cache_clear()
+        registry._checked.pop(Block, None)
     assert not vitfast.acceleration_report(vitfast.accelerate(timm_vit())).left

@@ -9,19 +9,33 @@ import time
 from pathlib import Path
 
 import pytest
-from rehearsal import FIRST, HANG
+from rehearsal import FIRST, HANG, Stage
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_step_that_hangs_costs_its_own_time(stage):
+def every_step_hangs(stage):
+    """Until its limit: the deadline holds, and what is not reached is recorded as skipped."""
+    stage.plan(**dict.fromkeys(FIRST[2:], HANG))
+    yield dict(VITFAST_SECONDS="12")
+    states = stage.states()
+    assert (
+        stage.took < 12
+        and states["smoke"] == "ok"
+        and states["doctor"] == "timed out"
+        and states["gpu_tests"] == "skipped"
+    )
+    assert list(states) == FIRST and '"code": null' in stage.files["steps_first.json"]
+
+
+def a_step_hangs(stage):
     """It ignores SIGINT and SIGTERM, with a child in another session; later steps get their turn.
 
     The other one ends on SIGINT, as pytest does, with what it has to say.
     """
     tells = "trap 'echo told by SIGINT; exit 1' INT; trap 'exit 1' TERM; sleep 300 & wait"
     stage.plan(train=HANG, attention=tells)
-    assert stage.run("first", VITFAST_SECONDS="16") == 1
+    yield dict(VITFAST_SECONDS="16")
     states = stage.states()
     assert [states.pop("train"), states.pop("attention")] == ["timed out", "timed out"]
     assert set(states.values()) <= {"ok", "skipped"}
@@ -34,30 +48,29 @@ def test_a_step_that_hangs_costs_its_own_time(stage):
     assert (stage.folder / "orphan").exists()  # and Stage.end saw that it is gone
 
 
-def test_the_deadline_holds_whatever_hangs(stage):
-    """Every step hangs until its limit: what is not reached is recorded as skipped."""
-    stage.plan(**dict.fromkeys(FIRST[2:], HANG))
-    assert stage.run("first", VITFAST_SECONDS="12") == 1
-    states = stage.states()
-    assert (
-        stage.took < 12
-        and states["smoke"] == "ok"
-        and states["doctor"] == "timed out"
-        and states["gpu_tests"] == "skipped"
-    )
-    assert list(states) == FIRST and '"code": null' in stage.files["steps_first.json"]
-
-
-def test_a_process_that_cannot_be_killed_is_given_up(stage):
-    """As one that waits for a driver: here the `timeout` that should end it does nothing."""
+def a_process_cannot_be_killed(stage):
+    """As one that waits for a driver: it is given up. Here the `timeout` that should end it does nothing."""
     (stage.folder / "bin").mkdir()
     fake = stage.folder / "bin" / "timeout"
     fake.write_text(
         f'#!/bin/bash\ncase "$*" in *bench_model*test_train*) {HANG};; esac\nexec {shutil.which("timeout")} "$@"\n'
     )
     fake.chmod(0o755)
-    assert stage.run("first", VITFAST_SECONDS="16", PATH=f"{stage.folder / 'bin'}:{os.environ['PATH']}") == 1
+    yield dict(VITFAST_SECONDS="16", PATH=f"{stage.folder / 'bin'}:{os.environ['PATH']}")
     assert stage.took < 16 and stage.states()["train"] == "stuck" and stage.states()["attention"] == "ok"
+
+
+@pytest.mark.slow(13)
+def test_what_hangs_costs_its_own_time(tmp_path):
+    """Three runs side by side, as all of them wait; the first to end comes first."""
+    runs = []
+    for run in (every_step_hangs, a_step_hangs, a_process_cannot_be_killed):
+        stage = Stage(tmp_path / run.__name__)
+        checks = run(stage)
+        runs.append((stage, stage.start("first", str(stage.out), **next(checks)), time.monotonic(), checks))
+    for stage, process, start, checks in runs:
+        assert stage.end(process, start) == 1
+        assert next(checks, None) is None
 
 
 def test_a_crash_loses_its_own_step_alone(stage):

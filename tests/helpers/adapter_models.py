@@ -86,7 +86,7 @@ def tv_conv_stem() -> nn.Module:
 MODELS = {
     "timm": (timm_vit, (16, 16), []),
     "timm average pooling, norm after it": (partial(timm_vit, global_pool="avg"), (16, 16), []),
-    "timm MAP head": (partial(timm_vit, global_pool="map", class_token=False), (16, 16), ["does not know"]),
+    "timm MAP head": (partial(timm_vit, global_pool="map", class_token=False), (16, 16), ["one learned query"]),
     "timm maximum pooling, no class token, no position of it": (
         partial(timm_vit, global_pool="avgmax", class_token=False, no_embed_class=True),
         (16, 16),
@@ -104,10 +104,11 @@ MODELS = {
     ),
     "timm dynamic size": (partial(timm_vit, dynamic_img_size=True), (24, 32), []),
     "timm dynamic size, padded": (partial(timm_vit, dynamic_img_size=True, dynamic_img_pad=True), (21, 30), []),
-    "timm CLIP, quick GELU": (partial(timm_clip, "quick_gelu"), (16, 16), ["QuickGELU"] * 2),
+    "timm CLIP, quick GELU": (partial(timm_clip, "quick_gelu"), (16, 16), []),
     "timm CLIP, tanh GELU": (partial(timm_clip, "gelu_tanh"), (16, 16), []),
-    "timm q and k norm": (partial(timm_vit, qk_norm=True), (16, 16), ["q_norm"] * 2),
-    "timm SwiGLU": (timm_swiglu, (16, 16), ["mlp is timm.layers.mlp.SwiGLU"] * 2),
+    "timm q and k norm": (partial(timm_vit, qk_norm=True, init_values=0.5, drop_path_rate=0.5), (16, 16), []),
+    "timm norms inside": (partial(timm_vit, scale_attn_norm=True, scale_mlp_norm=True), (16, 16), []),
+    "timm SwiGLU": (timm_swiglu, (16, 16), []),
     "timm drop path, patch dropout": (
         partial(timm_vit, img_size=(32, 16), drop_path_rate=0.5, patch_drop_rate=0.3, init_values=0.5),
         (32, 16),
@@ -141,7 +142,7 @@ MODELS = {
     ),
     "HF DeiT with teacher": (hf_deit, (16, 16), []),
     "HF DINOv2, drop path": (partial(hf_dinov2, drop_path_rate=0.4), (24, 16), []),
-    "HF DINOv2, SwiGLU": (partial(hf_dinov2, use_swiglu_ffn=True), (16, 16), ["SwiGLU"] * 2),
+    "HF DINOv2, SwiGLU": (partial(hf_dinov2, use_swiglu_ffn=True), (16, 16), []),
     "HF DINOv2 with registers": (partial(hf_dinov2, "Dinov2WithRegistersForImageClassification"), (16, 16), []),
     "torchvision": (tv_vit, (16, 16), []),
     "torchvision, hidden layer in the head": (partial(tv_vit, representation_size=12), (16, 16), []),

@@ -311,14 +311,14 @@ def plant(what: str) -> None:
     import torch
 
     if "wrong" in what:
-        import vitfast.layers
+        import vitfast.block
         import vitfast.model
         from vitfast import ops
         from vitfast.ops._mode import current_mode
 
         right = ops.mlp_block
         off = lambda *args, **options: right(*args, **options) * (1 if current_mode() == "off" else 1.1)  # noqa: E731
-        ops.mlp_block = vitfast.layers.mlp_block = off
+        ops.mlp_block = vitfast.block.mlp_block = off
     if "memory" in what:
         import peers
 

@@ -1,6 +1,7 @@
-"""`accelerate`: vitfast's operations under a timm, Hugging Face or torchvision ViT, in place.
+"""`accelerate`: vitfast's operations under the ViTs of other libraries, in place.
 
-A layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and
+How a library builds its layers is data (descriptions.py, and the tables in timm.py, hugging_face.py, libraries.py). A
+layer that vitfast knows gets another class, a subclass of its own, whose forward runs the operations where it can and
 calls the library's modules where it cannot. Parameters, names, hooks, copies, pickles, isinstance and what was wrapped
 around the model stay as they are. A library is imported only where the model is made of it.
 """
@@ -13,10 +14,21 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from .registry import known_classes, replaceable_modules, replacement_class, unsupported_reason
+from .descriptions import Attention, Layer, Mlp
+from .registry import known_classes, register, replaceable_modules, replacement_class, unsupported_reason
 from .report import Entry, Report, describe
 
-__all__ = ["Entry", "Report", "accelerate", "acceleration_report", "restore"]
+__all__ = [
+    "Attention",
+    "Entry",
+    "Layer",
+    "Mlp",
+    "Report",
+    "accelerate",
+    "acceleration_report",
+    "register",
+    "restore",
+]
 
 _log = logging.getLogger("vitfast")
 
@@ -38,11 +50,16 @@ def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
 def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Module:
     """Puts vitfast's operations under the ViT layers of a model, in place; returns the model.
 
-    timm's VisionTransformer and its relatives of the same Block (1.0 and later), transformers' ViT, DeiT and DINOv2 (5,
-    with q_proj, k_proj, v_proj), torchvision's vit_*. Parameters are the same objects under the same names. What a
-    layer holds is looked at in every call: replaced linear layers (LoRA, quantisation), parametrisations, hooks,
-    dropout in training, masks and requests for attention weights run the library's own code. What was replaced and what
-    was left, with the reason, is logged by the logger "vitfast"; `acceleration_report(model)` says it again.
+    timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and their
+    relatives; transformers' (5 and later) ViT, DeiT, MAE, MSN, I-JEPA, AST, Vivit, VideoMAE, DPT, YOLOS, CLIP, SigLIP,
+    OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL and Pixtral; torchvision's vit_*; open_clip's and OpenAI's
+    CLIP; facebookresearch/dinov2; nn.TransformerEncoderLayer(norm_first=True); and what `register` was given. Where a
+    transformers model has other layers, its attention is set to "vitfast" in place of "sdpa".
+
+    Parameters are the same objects under the same names. What a layer holds is looked at in every call: replaced linear
+    layers (LoRA, quantisation), parametrisations, hooks, dropout in training, causal attention and requests for
+    attention weights run the library's own code. What was replaced and what was left, with the reason, is logged by the
+    logger "vitfast"; `acceleration_report(model)` says it again.
 
     residual_in_fp32: the residual stream under autocast. None keeps the original's dtype (fp32 where a parameter of
     fp32 is added to it), False takes autocast's, which is faster, True fp32. Outside autocast the stream has the dtype
@@ -62,17 +79,23 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
         ]
     )
     for module in modules:
-        if hasattr(module, "fused_blocks"):
+        if hasattr(module, "vitfast_layer"):
             module.__dict__.pop("residual_in_fp32", None)
             if residual_in_fp32 is not None:
                 module.residual_in_fp32 = residual_in_fp32
+    interface = sys.modules.get(f"{__name__}.attention_interface")
+    if interface is not None:
+        interface.set_attention(model)
     report = describe(model).told()
     _log.log(logging.INFO if report.replaced else logging.WARNING, "accelerate: %s", report.summary())
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undoes `accelerate`: every module has the class it came with; returns the model."""
+    """Undoes `accelerate`; returns the model.
+
+    Every module has the class it came with, and transformers' attention is what it was.
+    """
     _require_module("restore", model)
     originals = known_classes(model).originals
     classes = [(module, replacement_class(type(module), originals)) for module in model.modules()]
@@ -80,6 +103,9 @@ def restore(model: nn.Module) -> nn.Module:
     for module, _ in classes:
         module.__dict__.pop("residual_in_fp32", None)
     _set_classes(classes)
+    interface = sys.modules.get(f"{__name__}.attention_interface")
+    if interface is not None:
+        interface.restore_attention(model)
     return model
 
 
@@ -87,7 +113,7 @@ def acceleration_report(model: nn.Module) -> Report:
     """The parts of a model that run on vitfast's operations now, and those that do not and why.
 
     Print it; `.replaced` and `.left` are lists of entries. It looks at the modules as they are now, in training or not,
-    and at each one's last call outside of compiled code: what only a call shows, such as padding masks, counts from
+    and at each one's last call outside of compiled code: what only a call shows, such as causal attention, counts from
     then on, and the logger "vitfast" says it once, compiled or not. An operation runs a kernel on a GPU, and
     plain PyTorch elsewhere, which the last line says. vitfast's own models and `set_attn_implementation("vitfast")`
     are in it too.

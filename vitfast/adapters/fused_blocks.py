@@ -1,50 +1,25 @@
-"""Runs an attention or MLP block of a library's encoder layer as one operation.
+"""One half of a library's encoder layer, attention or MLP: what an operation reads of it.
 
-Where that cannot give the same result, the library's own modules run. Everything is looked up at the call and nothing
-is kept: see submodules.py.
+Everything is looked up at the call and nothing is kept: see submodules.py. The two kinds are in attention.py, mlp.py.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .. import ops, ref
 from ..ops._dispatch import KERNEL_DTYPES
-from ..submodules import Layout, Modules, find_modules, full_name
-from .fallbacks import library_runs, operation_runs
+from ..submodules import Modules, find_modules, full_name, layout
+from .descriptions import Attention, Layer, Mlp
+from .kinds import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
 
 # An operation may read these: not DTensor, a quantised tensor, FakeTensor of an export, or a proxy of FX.
 _PLAIN = (Tensor, nn.Parameter)
-ABSENT = type(None)
-
-
-class FusedBlock(NamedTuple):
-    """One pre-norm residual block of an encoder layer, attention or MLP, as data.
-
-    name: for reports. operation: ops.attention_block or ops.mlp_block. modules: those whose calls the
-    operation replaces, and their exact types. weights: path and name of the operation's
-    tensors from norm_weight on. options(modules): its numbers. pack(weights): its six tensors where the library keeps
-    q, k and v apart. layer_scale: path and name. drop_path(modules, batch, device, dtype): (B,) factors or None, drawn
-    as the library draws. unsupported_reason(modules): what types do not tell. idle_hooks(module): True where all hooks
-    on a module do nothing now.
-    """
-
-    name: str
-    operation: Callable[..., Tensor]
-    modules: Layout
-    weights: tuple[tuple[str, str], ...]
-    options: Callable[[Modules], dict]
-    pack: Callable[[list], list] = list
-    layer_scale: tuple[str, str] | None = None
-    drop_path: Callable[..., Tensor | None] = lambda modules, batch, device, dtype: None
-    unsupported_reason: Callable[[Modules], str | None] = lambda modules: None
-    idle_hooks: Callable[[nn.Module], bool] = lambda module: False
-
-
-def weights_and_biases(*paths: str) -> tuple[tuple[str, str], ...]:
-    """Path and name of the weight and the bias of each module."""
-    return tuple((path, name) for path in paths for name in ("weight", "bias"))
+ABSENT = (nn.Identity, type(None))
+_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
 def input_unsupported(x: Tensor) -> str | None:
@@ -53,6 +28,8 @@ def input_unsupported(x: Tensor) -> str | None:
         return f"its input is {full_name(type(x))}"
     if x.device.type not in ("cuda", "cpu"):
         return f"its input is on {x.device.type}"
+    if x.is_nested:
+        return "its input is a nested tensor"
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return None
     return "a transform of torch.func is at work"
@@ -74,56 +51,29 @@ def are_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
-def find(block: FusedBlock, layer: nn.Module) -> tuple[Modules, list[Tensor | None]] | str:
-    """The modules and weights of a fused block, or, as text, why the library's own modules must run.
-
-    No number is put into a text: torch.compile traces this, and a number may be symbolic there.
-    """
-    modules = find_modules(block.modules, layer, block.idle_hooks)
-    if isinstance(modules, str):
-        return modules
-    reason = block.unsupported_reason(modules)
-    if reason is not None:
-        return reason
-    weights, dtype = [], None
-    for path, name in block.weights:
-        parameters = modules[path]._parameters
-        # The first FSDP puts views in the place of parameters.
-        weight = parameters[name] if name in parameters else getattr(modules[path], name, None)
-        weights.append(weight)
-        if weight is None:
-            continue
-        if type(weight) not in _PLAIN:
-            return f"a weight of {path} is {full_name(type(weight))}"
-        if dtype is not None and weight.dtype != dtype:
-            return "its weights have several dtypes"
-        dtype = weight.dtype
-    if weights[0] is None or weights[0].dim() != 1:
-        return "LayerNorm has no weight per channel"
-    return modules, weights
+def under(path: str, name: str) -> str:
+    """The path of something in a module: "attn", "qkv" -> "attn.qkv"."""
+    return f"{path}.{name}" if path else name
 
 
-def unknown_member_reason(layer: nn.Module, blocks: tuple[FusedBlock, ...]) -> str | None:
-    """Why a layer is left: a module or parameter of it that no fused block covers; None if there is none."""
-    known = {"": (type(layer),)}
-    known.update((path, types) for block in blocks for path, _, _, types in block.modules)
-    for path in sorted({parent for block in blocks for _, parent, _, _ in block.modules}):
-        try:
-            module = layer.get_submodule(path)
-        except AttributeError:
-            continue  # `find` says so
-        if type(module) not in known[path]:
-            continue
-        members = list(module._modules)
-        if not type(module).__module__.startswith("torch."):
-            members += [name for name, parameter in module._parameters.items() if parameter is not None]
-        for name in (f"{path}.{name}".lstrip(".") for name in members):
-            if name not in known:
-                return f"{name} is not known to vitfast"
-    return None
+def attribute(module: nn.Module, path: str):
+    """module.a.b for "a.b", the module itself for ""; None where one is missing."""
+    if not path:
+        return module
+    for name in path.split(".") if "." in path else (path,):
+        # a module is found in a dictionary, other attributes sooner than by nn.Module's own look-up
+        inner = module._modules.get(name) if isinstance(module, nn.Module) else None
+        module = getattr(module, name, None) if inner is None else inner
+    return module
 
 
-def _stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32: bool | None) -> torch.dtype | None:
+def parameter(module: nn.Module, name: str):
+    """A parameter of a module; the first FSDP puts views in the place of parameters."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name, None)
+
+
+def stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32: bool | None) -> torch.dtype | None:
     """The residual stream's dtype after a fused block; None where the original's is another.
 
     Outside autocast x and the weights agree. Under it the matrix products run in its dtype and `residual + branch`
@@ -142,38 +92,184 @@ def _stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32
     return out if out in (compute, torch.float32) else None
 
 
-def _call_unsupported(x: Tensor, asked: str | None) -> str | None:
-    """Why no operation can serve a call, whatever the layer; None where one can. asked: see `run`."""
-    if asked is not None:
-        return asked
-    return input_unsupported(x) or (None if x.dim() == 3 else "its input is not (B, N, D)")
+def add_projection(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    *,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    residual_in_fp32: bool,
+) -> Tensor:
+    """x + drop_path * layer_scale * linear(y), for a half that runs on smaller operations."""
+    if not residual_in_fp32:
+        return ops.linear_residual(y.to(weight.dtype), weight, bias, x, layer_scale=layer_scale, drop_path=drop_path)
+    return ref.residual_add(F.linear(y, weight, bias), x, layer_scale=layer_scale, drop_path=drop_path)
 
 
-def run(block: FusedBlock, layer: nn.Module, x: Tensor, asked: str | None = None) -> Tensor | None:
-    """x (B, N, D) after a fused block of this layer; None where the library's own modules must run.
+class Found(NamedTuple):
+    """Modules of a layer that operations read, and tensors in the block's order.
 
-    asked: what the call asks for besides, which no operation does.
+    around: modules in the part that are called, in words: the smaller operations run around them.
     """
-    reason = _call_unsupported(x, asked)
-    if reason is not None:
-        if isinstance(x, Tensor):  # not a proxy of FX
-            library_runs(layer, block.name, reason, of_this_call=True)
-        return None
-    found = find(block, layer)
-    if isinstance(found, str):
-        library_runs(layer, block.name, found)
-        return None
-    modules, weights = found
-    layer_scale = None
-    if block.layer_scale is not None:
-        path, name = block.layer_scale
-        layer_scale = modules[path]._parameters.get(name)
-    dtype = _stream_dtype(x, weights[0], layer_scale, layer.residual_in_fp32) if are_plain(layer_scale) else None
-    if dtype is None:
-        library_runs(layer, block.name, "its input and weights differ in dtype or class", of_this_call=True)
-        return None
-    operation_runs(layer, block.name)
-    in_fp32 = dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
-    drop_path = block.drop_path(modules, x.shape[0], x.device, dtype)
-    factors = dict(layer_scale=layer_scale, drop_path=drop_path, residual_in_fp32=in_fp32)
-    return block.operation(x.float() if in_fp32 else x, *block.pack(weights), **block.options(modules), **factors)
+
+    modules: Modules
+    tensors: list[Tensor | None]
+    layer_scale: Tensor | None
+    around: str | None
+
+
+class FusedBlock:
+    """One half of a layer with an attention or MLP of one kind, from a description and an example.
+
+    Modules that an operation stands in for must be of the example's exact types, or of those in kinds.py.
+    """
+
+    name = ""
+    half = 0
+
+    def __init__(self, layer: Layer, part: Attention | Mlp, example: nn.Module):
+        self.part, self.norm, self.idle_hooks = part, layer.norms[self.half], layer.idle_hooks
+        self.container = type(example.get_submodule(part.path))
+        first = part.fc1 if isinstance(part, Mlp) else part.qkv
+        self.mark = under(part.path, first if isinstance(first, str) else first[0])  # which tells it from others
+        self.extras = layer.extras
+        self.types: dict[str, tuple[type, ...]] = {}
+        self.tensors: list[tuple[str, str]] = []  # path of the module, name in it
+        self.called: tuple[str, ...] = ()  # paths of modules that smaller operations may run around
+        self.scale: tuple[str, str] | None = None
+        self.drop_path: str | None = None
+        self.example = example
+        if self.norm:
+            self.stand_in(self.norm, loaded((*LAYER_NORMS, *RMS_NORMS)))
+            self.tensors += [(self.norm, "weight"), (self.norm, "bias")]
+        self.build()
+        for name in part.idle:
+            self.stand_in(under(part.path, name), (nn.Dropout, *ABSENT))
+        for path in layer.behind[self.half]:
+            self._behind(path)
+        self.layout = layout(dict(sorted(self.types.items(), key=lambda item: item[0].count("."))))
+        del self.example
+
+    def build(self) -> None:
+        """Names the modules and tensors of the part."""
+        raise NotImplementedError
+
+    def unsupported_reason(self, modules: Modules) -> str | None:
+        """Why no operation gives the result, which types do not tell."""
+        raise NotImplementedError
+
+    def run(self, found: Found, x: Tensor, options: dict, factors: dict) -> Tensor:
+        """x (B, N, D) after the block.
+
+        options: of the call. factors: layer_scale, drop_path and residual_in_fp32.
+        """
+        raise NotImplementedError
+
+    def stand_in(self, path: str, types: tuple[type, ...] = ()) -> None:
+        """Adds a module, of the example's type or of these, and the modules that it is in."""
+        names = path.split(".")
+        for above in (".".join(names[:n]) for n in range(1, len(names))):
+            self.types.setdefault(above, (type(self.example.get_submodule(above)),))
+        self.types[path] = tuple(dict.fromkeys((type(attribute(self.example, path)), *types)))
+
+    def linear(self, path: str, bias: bool = True) -> None:
+        """Adds a linear layer's weight and bias; or a parameter `..weight` and its `..bias`."""
+        if isinstance(attribute(self.example, path), nn.Module):
+            self.stand_in(path, _LINEAR)
+            self.tensors += [(path, "weight"), *([(path, "bias")] if bias else [])]
+            return
+        parent, _, name = path.rpartition(".")
+        self.tensors += [(parent, name), *([(parent, name.replace("weight", "bias"))] if bias else [])]
+
+    def _behind(self, path: str) -> None:
+        """Adds what the branch goes through.
+
+        A parameter is a layer scale, a module without parameters dropout or drop path.
+        """
+        module = attribute(self.example, path)
+        if not isinstance(module, nn.Module):
+            parent, _, name = path.rpartition(".")
+            self.scale = (parent, name)
+            return
+        self.stand_in(path, (nn.Dropout, *ABSENT) if type(module) is nn.Dropout else ABSENT)
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        if names:
+            self.scale = (path, names[0])
+        elif type(module) not in (nn.Dropout, nn.Identity):
+            self.drop_path = path
+
+    def find(self, layer: nn.Module) -> Found | str:
+        """Modules and tensors that operations read, or, as text, why the library's own modules must run.
+
+        No number is put into a text: torch.compile traces this, and a number may be symbolic there.
+        """
+        modules = find_modules(self.layout, layer, self.idle_hooks)
+        if isinstance(modules, str):
+            return modules
+        reason = self._unexpected(modules) or self.unsupported_reason(modules)
+        if reason is not None:
+            return reason
+        tensors, dtype = [], None
+        for path, name in self.tensors:
+            tensor = parameter(modules[path], name)
+            tensors.append(tensor)
+            if tensor is None:
+                continue
+            if type(tensor) not in _PLAIN:
+                return f"a weight of {path or 'the layer'} is {full_name(type(tensor))}"
+            if dtype is not None and tensor.dtype != dtype:
+                return "its weights have several dtypes"
+            dtype = tensor.dtype
+        if self.norm and (tensors[0] is None or tensors[0].dim() != 1):
+            return "its norm has no weight per channel"
+        scale = None
+        if self.scale is not None and modules[self.scale[0]] is not None:
+            scale = parameter(modules[self.scale[0]], self.scale[1])
+            scale = None if type(scale) is float and scale == 1 else scale  # as transformers' BEiT has it
+            if not are_plain(scale):
+                return "its layer scale is no tensor per channel"
+        return Found(modules, tensors, scale, self.around(layer, modules))
+
+    def around(self, layer: nn.Module, modules: Modules) -> str | None:
+        """Modules in the part that must be called, in words."""
+        found = None
+        for path in self.called:
+            if type(attribute(layer, path)) not in ABSENT:
+                found = path if found is None else f"{found}, {path}"
+        return found
+
+    def _unexpected(self, modules: Modules) -> str | None:
+        for name, values in self.part.expects:
+            value = attribute(modules[self.part.path], name)
+            if value not in values:
+                return f"{under(self.part.path, name)} is {value!r}"
+        if not self.norm:
+            return None
+        if norm_eps(modules[self.norm]) is None:
+            return "the eps of its norm depends on the dtype"
+        return "timm's fast norm is on" if modules[self.norm].__dict__.get("_fast_norm", False) else None
+
+    def norm_options(self, modules: Modules) -> dict:
+        norm = modules[self.norm]
+        kind = norm_kind(type(norm))
+        return dict(eps=norm_eps(norm), **({} if kind == "layer" else dict(norm=kind)))
+
+    def factors(self, found: Found, x: Tensor, dtype: torch.dtype) -> dict:
+        """layer_scale, and drop_path as the library's module draws it. dtype: of the stream."""
+        module = None if self.drop_path is None else found.modules[self.drop_path]
+        if type(module) in ABSENT or not module.training or getattr(module, "drop_prob", None) == 0:
+            return dict(layer_scale=found.layer_scale, drop_path=None)
+        draws = module(torch.ones((x.shape[0], 1, 1), device=x.device, dtype=dtype))
+        return dict(layer_scale=found.layer_scale, drop_path=draws.flatten())
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether the layer has the attention or MLP of this block."""
+        path = self.part.path
+        return (not path or type(attribute(layer, path)) is self.container) and attribute(layer, self.mark) is not None
+
+    def covers(self, path: str) -> bool:
+        """Whether a module or parameter of the layer is in the description."""
+        tensors = {under(*tensor) for tensor in (*self.tensors, *([self.scale] if self.scale else []))}
+        return path in self.types or path in self.called or path in tensors or path in self.extras

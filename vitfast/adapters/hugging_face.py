@@ -1,195 +1,265 @@
-"""transformers' ViT, DeiT and DINOv2 (with registers too), and any model built of their layers.
+"""The families of transformers, by name: descriptions of layers, and where patches and norms are."""
 
-These keep q, k and v apart. Their weights are concatenated at each call (7 MB for a layer of ViT-B in fp32) and
-autograd splits the gradient: one matrix product in place of three, and the parameters stay the only copy.
-"""
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-from transformers.activations import GELUActivation, GELUTanh
-from transformers.models.deit import modeling_deit as deit
-from transformers.models.dinov2 import modeling_dinov2 as dinov2
-from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers as registers
-from transformers.models.vit import modeling_vit as vit
+from torch import nn
 
-from .. import ops
-from ..ops.attention import unsupported_reason as head_unsupported
-from ..submodules import Modules, layout
-from .attention_interface import HARMLESS
-from .fused_blocks import FusedBlock, asked, run, weights_and_biases
-
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # without it any hook counts
-    _active_collector = None
-
-_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "vitfast", *(f"flash_attention_{n}" for n in (2, 3, 4)))
-
-
-def _only_captures(module: nn.Module) -> bool:
-    """Whether all hooks are transformers' own, for attentions that are not asked for now."""
-    if _active_collector is None or "forward" in module.__dict__:
-        return False
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return False
-    if any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values()):
-        return False
-    return "attentions" not in (_active_collector.get() or ())
+from .descriptions import Layer, Mlp
+from .hugging_face_layers import (
+    AIMV2,
+    BEIT,
+    BERT,
+    CLIP,
+    DATA2VEC,
+    DINOV2,
+    DINOV2_BERT,
+    DINOV2_BERT_GATED,
+    DINOV3,
+    GATED,
+    INTERNVL,
+    MLP,
+    PIXTRAL,
+    VIT,
+)
 
 
-def _attention_unsupported(modules: Modules) -> str | None:
-    attention, (q, k, v) = modules["attention"], (modules[f"attention.{name}_proj"] for name in "qkv")
-    implementation = attention.config._attn_implementation
-    if implementation not in _IMPLEMENTATIONS:
-        return f"attention is computed by {implementation!r}"
-    if attention.is_causal or attention.scaling != attention.head_dim**-0.5:
-        return "attention is causal or scaled otherwise"
-    if attention.attention_dropout > 0 and attention.training:
-        return "attention dropout is active in training"
-    if len({layer._parameters["bias"] is None for layer in (q, k, v)}) > 1:
-        return "not all of q, k and v have a bias"
-    return head_unsupported(attention.head_dim, attention.scaling)
+def _make(config: str, options: dict, of_layer: dict) -> Callable[[type], nn.Module]:
+    """A layer from its configuration's class, which its file has imported."""
+
+    def make(cls: type) -> nn.Module:
+        sizes = dict(hidden_size=32, num_attention_heads=2, intermediate_size=32, hidden_act="gelu")
+        sizes["attn_implementation"] = "sdpa"
+        return cls(getattr(sys.modules[cls.__module__], config)(**{**sizes, **options}), **of_layer)
+
+    return make
 
 
-def _approximate(activation: nn.Module) -> str | None:
-    """The GELU variant, or None."""
-    if type(activation) is GELUActivation:
-        return "none" if activation.act is nn.functional.gelu else None
-    return "tanh" if getattr(activation.act, "keywords", None) == {"approximate": "tanh"} else None
+class Family(NamedTuple):
+    """A family of models: its file in transformers.models, its layer, and a small one's configuration.
+
+    places: the patch projection and the norms outside of the layers, "Class.attribute".
+    """
+
+    file: str
+    layer: str
+    description: Layer
+    config: str
+    places: str
+    options: dict = {}
+    of_layer: dict = {}  # arguments of the layer besides its configuration
 
 
-def _mlp_unsupported(modules: Modules) -> str | None:
-    return "mlp.activation_fn is written out in Python" if _approximate(modules["mlp.activation_fn"]) is None else None
+_WINDOW = dict(
+    image_size=16, patch_size=8, layer_scale_init_value=0.5, use_relative_position_bias=True, drop_path_rate=0.0
+)
+_RATES = dict(drop_path_rate=0.5, mlp_ratio=1)
+FAMILIES = (
+    Family("vit", "ViTLayer", VIT, "ViTConfig", "ViTPatchEmbeddings.projection ViTModel.layernorm"),
+    Family("deit", "DeiTLayer", VIT, "DeiTConfig", "DeiTPatchEmbeddings.projection DeiTModel.layernorm"),
+    Family(
+        "vit_mae",
+        "ViTMAELayer",
+        VIT,
+        "ViTMAEConfig",
+        "ViTMAEPatchEmbeddings.projection ViTMAEModel.layernorm ViTMAEDecoder.decoder_norm",
+    ),
+    Family("vit_msn", "ViTMSNLayer", VIT, "ViTMSNConfig", "ViTMSNPatchEmbeddings.projection ViTMSNModel.layernorm"),
+    Family("ijepa", "IJepaLayer", VIT, "IJepaConfig", "IJepaPatchEmbeddings.projection IJepaModel.layernorm"),
+    Family(
+        "audio_spectrogram_transformer",
+        "ASTLayer",
+        VIT,
+        "ASTConfig",
+        "ASTPatchEmbeddings.projection ASTModel.layernorm ASTMLPHead.layernorm",
+    ),
+    Family("vivit", "VivitLayer", VIT, "VivitConfig", "VivitTubeletEmbeddings.projection VivitModel.layernorm"),
+    Family(
+        "videomae",
+        "VideoMAELayer",
+        BERT,
+        "VideoMAEConfig",
+        "VideoMAEPatchEmbeddings.projection VideoMAEModel.layernorm VideoMAEDecoder.norm "
+        "VideoMAEForVideoClassification.fc_norm",
+    ),
+    Family("dpt", "DPTViTLayer", BERT, "DPTConfig", "DPTViTPatchEmbeddings.projection DPTModel.layernorm"),
+    Family("yolos", "YolosLayer", BERT, "YolosConfig", "YolosPatchEmbeddings.projection YolosModel.layernorm"),
+    Family(
+        "siglip",
+        "SiglipEncoderLayer",
+        CLIP,
+        "SiglipVisionConfig",
+        "SiglipVisionEmbeddings.patch_embedding SiglipVisionModel.post_layernorm SiglipTextModel.final_layer_norm",
+    ),
+    Family(
+        "siglip2",
+        "Siglip2EncoderLayer",
+        CLIP,
+        "Siglip2VisionConfig",
+        "Siglip2VisionEmbeddings.patch_embedding Siglip2VisionModel.post_layernorm Siglip2TextModel.final_layer_norm",
+    ),
+    Family(
+        "clip",
+        "CLIPEncoderLayer",
+        CLIP,
+        "CLIPVisionConfig",
+        "CLIPVisionEmbeddings.patch_embedding CLIPVisionModel.pre_layrnorm CLIPVisionModel.post_layernorm "
+        "CLIPTextModel.final_layer_norm",
+    ),
+    Family(
+        "owlvit",
+        "OwlViTEncoderLayer",
+        CLIP,
+        "OwlViTVisionConfig",
+        "OwlViTVisionEmbeddings.patch_embedding OwlViTVisionTransformer.pre_layernorm "
+        "OwlViTVisionTransformer.post_layernorm OwlViTForObjectDetection.layer_norm",
+    ),
+    Family(
+        "owlv2",
+        "Owlv2EncoderLayer",
+        CLIP,
+        "Owlv2VisionConfig",
+        "Owlv2VisionEmbeddings.patch_embedding Owlv2VisionTransformer.pre_layernorm "
+        "Owlv2VisionTransformer.post_layernorm Owlv2ForObjectDetection.layer_norm",
+    ),
+    Family(
+        "metaclip_2",
+        "MetaClip2EncoderLayer",
+        CLIP,
+        "MetaClip2VisionConfig",
+        "MetaClip2VisionEmbeddings.patch_embedding MetaClip2VisionModel.pre_layrnorm "
+        "MetaClip2VisionModel.post_layernorm MetaClip2TextModel.final_layer_norm",
+    ),
+    Family(
+        "dinov2",
+        "Dinov2Layer",
+        DINOV2,
+        "Dinov2Config",
+        "Dinov2PatchEmbeddings.projection Dinov2Model.layernorm Dinov2Backbone.layernorm",
+        _RATES,
+    ),
+    *(
+        Family(file, layer, description, config, "", {**_RATES, "use_swiglu_ffn": description.mlp.gate is not None})
+        for file, layer, config in (
+            ("dinov2", "Dinov2Layer", "Dinov2Config"),
+            ("dinov2_with_registers", "Dinov2WithRegistersLayer", "Dinov2WithRegistersConfig"),
+        )
+        for description in (DINOV2._replace(mlp=GATED), DINOV2_BERT, DINOV2_BERT_GATED)
+    ),
+    Family(
+        "dinov3_vit",
+        "DINOv3ViTLayer",
+        DINOV3,
+        "DINOv3ViTConfig",
+        "DINOv3ViTEmbeddings.patch_embeddings DINOv3ViTModel.norm DINOv3ViTBackbone.norm",
+        _RATES,
+    ),
+    Family(
+        "dinov3_vit",
+        "DINOv3ViTLayer",
+        DINOV3._replace(mlp=GATED),
+        "DINOv3ViTConfig",
+        "",
+        {**_RATES, "use_gated_mlp": True},
+    ),
+    Family(
+        "beit",
+        "BeitLayer",
+        BEIT,
+        "BeitConfig",
+        "BeitPatchEmbeddings.projection BeitModel.layernorm BeitPooler.layernorm BeitForMaskedImageModeling.layernorm",
+        _WINDOW,
+        dict(drop_path_rate=0.5),
+    ),
+    Family(
+        "data2vec_vision",
+        "Data2VecVisionLayer",
+        DATA2VEC,
+        "Data2VecVisionConfig",
+        "Data2VecVisionPatchEmbeddings.projection Data2VecVisionModel.layernorm Data2VecVisionPooler.layernorm",
+        _WINDOW,
+        dict(drop_path_rate=0.5, window_size=(2, 2)),
+    ),
+    Family(
+        "aimv2",
+        "Aimv2EncoderLayer",
+        AIMV2,
+        "Aimv2VisionConfig",
+        "Aimv2VisionEmbeddings.patch_embed Aimv2VisionEmbeddings.rms_norm Aimv2VisionModel.rms_norm",
+    ),
+    Family(
+        "internvl",
+        "InternVLVisionLayer",
+        INTERNVL,
+        "InternVLVisionConfig",
+        "InternVLVisionPatchEmbeddings.projection InternVLVisionModel.layernorm",
+        dict(use_qk_norm=True),
+    ),
+    Family(
+        "pixtral",
+        "PixtralAttentionLayer",
+        PIXTRAL,
+        "PixtralVisionConfig",
+        "PixtralVisionModel.patch_conv PixtralVisionModel.ln_pre",
+    ),
+    Family(
+        "dinov2_with_registers",
+        "Dinov2WithRegistersLayer",
+        DINOV2,
+        "Dinov2WithRegistersConfig",
+        "Dinov2WithRegistersPatchEmbeddings.projection Dinov2WithRegistersModel.layernorm "
+        "Dinov2WithRegistersBackbone.layernorm",
+        _RATES,
+    ),
+)
+
+_FOLDERS = dict(data2vec_vision="data2vec")
 
 
-def _pack(weights: list) -> list:
-    """q, k and v as one layer."""
-    *norm, q, k, v, q_bias, k_bias, v_bias, proj_weight, proj_bias = weights
-    bias = None if q_bias is None else torch.cat([q_bias, k_bias, v_bias])
-    return [*norm, torch.cat([q, k, v]), bias, proj_weight, proj_bias]
+def _file_of(family: str) -> str:
+    return f"transformers.models.{_FOLDERS.get(family, family)}.modeling_{family}"
 
 
-def _fused_blocks(
-    attention: type, mlp: type, norms: tuple[str, str], behind: tuple[dict, dict], scales=(None, None), **drop_path
-) -> tuple[FusedBlock, FusedBlock]:
-    """Both fused blocks of a layer. behind: what else the branches go through."""
-    norm1, norm2 = norms
-    qkvo = {f"attention.{name}_proj": nn.Linear for name in "qkvo"}
-    qkv = tuple((f"attention.{layer}_proj", name) for name in ("weight", "bias") for layer in "qkv")
-    fc1_to_fc2 = {"mlp.fc1": nn.Linear, "mlp.activation_fn": (GELUActivation, GELUTanh), "mlp.fc2": nn.Linear}
-    return (
-        FusedBlock(
-            "attention block",
-            ops.attention_block,
-            layout({norm1: nn.LayerNorm, "attention": attention, **qkvo, **behind[0]}),
-            (*weights_and_biases(norm1), *qkv, *weights_and_biases("attention.o_proj")),
-            options=lambda modules: dict(num_heads=modules["attention"].num_attention_heads, eps=modules[norm1].eps),
-            pack=_pack,
-            layer_scale=scales[0],
-            unsupported_reason=_attention_unsupported,
-            idle_hooks=_only_captures,
-            **drop_path,
-        ),
-        FusedBlock(
-            "MLP block",
-            ops.mlp_block,
-            layout({norm2: nn.LayerNorm, "mlp": mlp, **fc1_to_fc2, **behind[1]}),
-            weights_and_biases(norm2, "mlp.fc1", "mlp.fc2"),
-            options=lambda modules: dict(
-                eps=modules[norm2].eps, approximate=_approximate(modules["mlp.activation_fn"])
-            ),
-            layer_scale=scales[1],
-            unsupported_reason=_mlp_unsupported,
-            **drop_path,
-        ),
-    )
+LAYERS: dict[str, tuple[Layer, ...]] = {}
+PLACES: dict[str, tuple[str, ...]] = {}
+for _family in FAMILIES:
+    _file = _file_of(_family.file)
+    _made = _family.description._replace(make=_make(_family.config, _family.options, _family.of_layer))
+    LAYERS[f"{_file}.{_family.layer}"] = (*LAYERS.get(f"{_file}.{_family.layer}", ()), _made)
+    for _cls, _name in (place.split(".") for place in _family.places.split()):
+        PLACES[f"{_file}.{_cls}"] = (*PLACES.get(f"{_file}.{_cls}", ()), _name)
 
+# Modules that are left themselves, with their norms and their MLP on operations.
+_HEAD = "attention of one learned query, for which there is no operation"
+_LEFT = (
+    ("siglip", "SiglipMultiheadAttentionPoolingHead", _HEAD, ("layernorm", "mlp")),
+    ("siglip2", "Siglip2MultiheadAttentionPoolingHead", _HEAD, ("layernorm", "mlp")),
+    ("aimv2", "Aimv2AttentionPoolingHead", _HEAD, ()),
+    ("sam", "SamVisionLayer", "windows with decomposed relative positions", ("layer_norm1", "layer_norm2", "mlp")),
+    ("vitdet", "VitDetLayer", "windows with decomposed relative positions", ("norm1", "norm2", "mlp")),
+    ("qwen2_5_vl", "Qwen2_5_VLVisionBlock", "images packed in one row without a batch", ("norm1", "norm2", "mlp")),
+)
+LEFT: dict[str, str] = {}
+for _family, _cls, _why, _names in _LEFT:
+    LEFT[f"{_file_of(_family)}.{_cls}"] = _why
+    PLACES[f"{_file_of(_family)}.{_cls}"] = _names
+PLACES[f"{_file_of('sam')}.SamPatchEmbeddings"] = ("projection",)
+PLACES[f"{_file_of('vitdet')}.VitDetEmbeddings"] = ("projection",)
 
-class _ViTForward(nn.Module):
-    """The forward of ViT's and DeiT's layers: dropout behind each branch."""
-
-    residual_in_fp32 = None
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs) -> Tensor:
-        x, (attention, mlp) = hidden_states, self.fused_blocks
-        y = run(attention, self, x, asked(dict(attention_mask=attention_mask, **kwargs), HARMLESS))
-        x = self.dropout(self.attention(self.layernorm_before(x), attention_mask, **kwargs)[0]) + x if y is None else y
-        y = run(mlp, self, x)
-        return self.dropout(self.mlp(self.layernorm_after(x))) + x if y is None else y
-
-
-def _vit_blocks(attention: type, mlp: type) -> tuple[FusedBlock, FusedBlock]:
-    return _fused_blocks(attention, mlp, ("layernorm_before", "layernorm_after"), ({"dropout": nn.Dropout},) * 2)
-
-
-class ViTLayer(_ViTForward, vit.ViTLayer):
-    fused_blocks = _vit_blocks(vit.ViTAttention, vit.ViTMLP)
-
-
-class DeiTLayer(_ViTForward, deit.DeiTLayer):
-    fused_blocks = _vit_blocks(deit.DeiTAttention, deit.DeiTMLP)
-
-
-class _Dinov2Forward(nn.Module):
-    """The forward of DINOv2's layers: layer scale and drop path behind each branch."""
-
-    residual_in_fp32 = None
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs) -> Tensor:
-        x, (attention, mlp) = hidden_states, self.fused_blocks
-        y = run(attention, self, x, asked(dict(attention_mask=attention_mask, **kwargs), HARMLESS))
-        if y is None:
-            y = self.drop_path(self.layer_scale1(self.attention(self.norm1(x), attention_mask, **kwargs)[0])) + x
-        x = y
-        y = run(mlp, self, x)
-        return self.drop_path(self.layer_scale2(self.mlp(self.norm2(x)))) + x if y is None else y
-
-
-def _drop_path(modules: Modules, batch: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """transformers' draws: one uniform number a sample, in the dtype of the branch."""
-    module = modules["drop_path"]
-    if type(module) is nn.Identity or module.drop_prob == 0 or not module.training:
-        return None
-    keep = 1 - module.drop_prob
-    return (torch.rand(batch, dtype=dtype, device=device) + keep).floor_().div_(keep)
-
-
-def _dinov2_blocks(attention: type, mlp: type, scale: type, drop_path: type) -> tuple[FusedBlock, FusedBlock]:
-    names = "layer_scale1", "layer_scale2"
-    behind = tuple({name: scale, "drop_path": (nn.Identity, drop_path)} for name in names)
-    scales = tuple((name, "lambda1") for name in names)
-    return _fused_blocks(attention, mlp, ("norm1", "norm2"), behind, scales, drop_path=_drop_path)
-
-
-class Dinov2Layer(_Dinov2Forward, dinov2.Dinov2Layer):
-    fused_blocks = _dinov2_blocks(
-        dinov2.Dinov2Attention, dinov2.Dinov2MLP, dinov2.Dinov2LayerScale, dinov2.Dinov2DropPath
-    )
-
-
-class Dinov2WithRegistersLayer(_Dinov2Forward, registers.Dinov2WithRegistersLayer):
-    fused_blocks = _dinov2_blocks(
-        registers.Dinov2WithRegistersAttention,
-        registers.Dinov2WithRegistersMLP,
-        registers.Dinov2WithRegistersLayerScale,
-        registers.Dinov2WithRegistersDropPath,
-    )
-
-
-_SMALL = dict(hidden_size=16, num_attention_heads=1, attn_implementation="sdpa")
-BLOCKS = {
-    ViTLayer: lambda: vit.ViTLayer(vit.ViTConfig(**_SMALL, intermediate_size=16)),
-    DeiTLayer: lambda: deit.DeiTLayer(deit.DeiTConfig(**_SMALL, intermediate_size=16)),
-    Dinov2Layer: lambda: dinov2.Dinov2Layer(dinov2.Dinov2Config(**_SMALL, mlp_ratio=1)),
-    Dinov2WithRegistersLayer: lambda: registers.Dinov2WithRegistersLayer(
-        registers.Dinov2WithRegistersConfig(**_SMALL, mlp_ratio=1)
+MLPS = {
+    f"{_file_of('siglip')}.SiglipMLP": (MLP._replace(path=""), _make("SiglipVisionConfig", {}, {})),
+    f"{_file_of('siglip2')}.Siglip2MLP": (MLP._replace(path=""), _make("Siglip2VisionConfig", {}, {})),
+    f"{_file_of('sam')}.SamMLPBlock": (
+        Mlp(path="", fc1="lin1", act="act", fc2="lin2"),
+        _make("SamVisionConfig", dict(mlp_dim=32), {}),
+    ),
+    f"{_file_of('vitdet')}.VitDetMlp": (
+        Mlp(path="", idle=("drop",)),
+        _make("VitDetConfig", {}, dict(in_features=32, hidden_features=32)),
+    ),
+    f"{_file_of('qwen2_5_vl')}.Qwen2_5_VLMLP": (
+        GATED._replace(path=""),
+        _make("Qwen2_5_VLVisionConfig", dict(hidden_act="silu"), dict(bias=True)),
     ),
 }
-LEAVES = ()
-PLACES = {
-    **{c: ("projection",) for c in (vit.ViTPatchEmbeddings, deit.DeiTPatchEmbeddings, dinov2.Dinov2PatchEmbeddings)},
-    registers.Dinov2WithRegistersPatchEmbeddings: ("projection",),
-    **{c: ("layernorm",) for c in (vit.ViTModel, deit.DeiTModel, dinov2.Dinov2Model, dinov2.Dinov2Backbone)},
-    **{c: ("layernorm",) for c in (registers.Dinov2WithRegistersModel, registers.Dinov2WithRegistersBackbone)},
-}
-LEFT = {}

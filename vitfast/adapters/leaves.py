@@ -7,6 +7,8 @@ from .. import ops
 from ..ops._dispatch import KERNEL_DTYPES
 from .fallbacks import library_runs, operation_runs
 from .fused_blocks import are_plain, input_unsupported
+from .kinds import norm_eps, norm_kind
+from .subclasses import subclass
 
 PATCHES, NORM = "patch projection", "norm"  # the parts, for reports
 
@@ -31,15 +33,13 @@ def _runs(module: nn.Module, part: str, x: Tensor, reason: str | None) -> bool:
     return reason is None
 
 
-class Conv2d(nn.Conv2d):
+def _project(self, x: Tensor) -> Tensor:
     """A patch projection on `ops.patch_embed`; (B, C, H, W) -> (B, D, H/P, W/Q), laid out channels last."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if not _runs(self, PATCHES, x, _projection_unsupported(x, weight, self.bias)):
-            return super().forward(x)
-        tokens = ops.patch_embed(x, weight, self.bias)
-        return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // weight.shape[2], x.shape[3] // weight.shape[3]))
+    weight = self.weight
+    if not _runs(self, PATCHES, x, _projection_unsupported(x, weight, self.bias)):
+        return nn.Conv2d.forward(self, x)
+    tokens = ops.patch_embed(x, weight, self.bias)
+    return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // weight.shape[2], x.shape[3] // weight.shape[3]))
 
 
 def _projection_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -59,12 +59,12 @@ def _projection_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> s
     return None if same else "its input and weights differ in dtype"
 
 
-def _norm_unsupported(norm: nn.LayerNorm, x: Tensor) -> str | None:
-    """Why the library's LayerNorm must run; None where the operation does the same."""
+def _norm_unsupported(norm: nn.Module, x: Tensor) -> str | None:
+    """Why the library's norm must run; None where the operation does the same."""
     reason = "timm's fast norm is on" if getattr(norm, "_fast_norm", False) else input_unsupported(x)
     if reason is not None:
         return reason
-    weight, bias = norm.weight, norm.bias
+    weight, bias = norm.weight, getattr(norm, "bias", None)
     if not are_plain(weight, bias):
         return "its weights are of a class of their own"
     if weight is None or weight.dim() != 1:
@@ -73,22 +73,29 @@ def _norm_unsupported(norm: nn.LayerNorm, x: Tensor) -> str | None:
         return "its input and weights differ in dtype"
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
         return "its input has 16 bits under autocast"
-    return None
+    return "its eps depends on the dtype" if norm_eps(norm) is None else None
 
 
-def normalize(norm: nn.LayerNorm, x: Tensor) -> Tensor | None:
-    """norm(x) by `ops.layer_norm`; None where the library's must run."""
-    if not _runs(norm, NORM, x, _norm_unsupported(norm, x)):
-        return None
-    if not torch.is_autocast_enabled(x.device.type):
-        return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
-    with torch.autocast(x.device.type, enabled=False):  # LayerNorm stays in fp32 under autocast
-        return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+def normalized(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x) by an operation, by the library's module where that must be called."""
+    return norm(x) if _norm_unsupported(norm, x) else _normalize(norm, x)
 
 
-class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm on `ops.layer_norm`."""
+def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):  # norms stay in fp32 under autocast
+        if norm_kind(type(norm)) == "rms":
+            return ops.rms_norm(x, norm.weight, norm_eps(norm))
+        return ops.layer_norm(x, norm.weight, norm.bias, norm_eps(norm))
+
+
+def norm_class(cls: type) -> type:
+    """A subclass of a norm's class that runs the operation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = normalize(self, x)
-        return super().forward(x) if y is None else y
+        runs = _runs(self, NORM, x, _norm_unsupported(self, x))
+        return _normalize(self, x) if runs else cls.forward(self, x)
+
+    return subclass(cls, forward, vitfast_part=NORM)
+
+
+Projection = subclass(nn.Conv2d, _project, vitfast_part=PATCHES)

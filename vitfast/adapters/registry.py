@@ -1,36 +1,47 @@
 """The classes that vitfast has a subclass of, and how a module gets it."""
 
 import contextlib
-import functools
-import importlib
-import itertools
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from ..ops import use_kernels
+from ..errors import InputError
 from ..submodules import full_name
-from . import leaves
-from .fallbacks import quiet
-from .fused_blocks import unknown_member_reason
+from . import hugging_face, leaves, libraries, subclasses, timm
+from .check import checked_class, checked_mlp, checked_norm, refused
+from .descriptions import Layer
+from .kinds import LAYER_NORMS, RMS_NORMS
+from .layers import unknown_member_reason
 
-_ADAPTERS = {"timm": "timm", "transformers": "hugging_face", "torchvision": "torchvision"}
+_TABLES = (timm, hugging_face, libraries)
+# By full names, so that no library is imported for them: descriptions of layers; children of models and modules that
+# are leaves; classes that are left, with the reason.
+LAYERS: dict[str, tuple[Layer, ...]] = {name: found for table in _TABLES for name, found in table.LAYERS.items()}
+PLACES: dict[str, tuple[str, ...]] = {name: found for table in _TABLES for name, found in table.PLACES.items()}
+LEFT: dict[str, str | Callable] = {name: found for table in _TABLES for name, found in table.LEFT.items()}
+
+MLPS = {name: found for table in _TABLES for name, found in table.MLPS.items()}
+
+_registered: dict[type, tuple[tuple[Layer, ...], tuple[str, ...]]] = {}  # by users: descriptions and places
+_checked: dict[type, type | str | None] = {nn.Conv2d: leaves.Projection}  # what the checks gave
+
+
+# Stems for which there is no operation.
+_STEMS = {
+    nn.Linear: "a linear layer of patches that were cut before",
+    nn.Conv3d: "a patch projection in three dimensions",
+}
 
 
 class Known(NamedTuple):
-    """The classes that a model's libraries have.
+    """The classes in a model.
 
-    ours: library class -> our subclass. places: parent class -> its children that are leaves. left: a class's full
-    name, or a library's -> why it is left, in words or from the module and those that it is in.
+    ours: library class -> our subclass. left: library class -> why it has none.
     """
 
     ours: dict[type, type]
-    places: dict[type, tuple[str, ...]]
-    left: dict[str, str | Callable[[nn.Module, tuple[nn.Module, ...]], str]]
+    left: dict[type, str | Callable[[nn.Module, tuple[nn.Module, ...]], str]]
 
     @property
     def originals(self) -> dict[type, type]:
@@ -38,61 +49,63 @@ class Known(NamedTuple):
         return {own: cls for cls, own in self.ours.items()}
 
 
-def library_class(cls: type) -> type:
-    """The library's class that one of ours is a subclass of."""
-    return cls.__bases__[-1]
-
-
-@functools.cache
-def _adapter(library: str) -> tuple[ModuleType | None, dict[type, type], dict[str, str]]:
-    """(adapter, None if not importable; library class -> ours; full name -> why it is left)."""
-    version = f"{library} {getattr(sys.modules[library], '__version__', 'of this version')}"
-    try:
-        adapter = importlib.import_module(f".{_ADAPTERS[library]}", __package__)
-    except (ImportError, AttributeError) as error:
-        return None, {}, {library: f"{version} has other layers than vitfast knows ({error})"}
-    ours, left = {library_class(cls): cls for cls in adapter.LEAVES}, dict(adapter.LEFT)
-    for cls, make in adapter.BLOCKS.items():
-        if _agrees(cls, make):
-            ours[library_class(cls)] = cls
+def _class_for(cls: type) -> type | str | None:
+    """Our subclass of a library's class, why there is none, or None for one that vitfast does not know."""
+    if cls not in _checked:
+        name = full_name(cls)
+        descriptions = _registered[cls][0] if cls in _registered else LAYERS.get(name, ())
+        if descriptions:
+            _checked[cls] = checked_class(cls, descriptions)
+        elif name in (*LAYER_NORMS, *RMS_NORMS):
+            _checked[cls] = checked_norm(cls)
         else:
-            left[full_name(library_class(cls))] = f"{version} computes it in another way than vitfast"
-    return adapter, ours, left
+            _checked[cls] = checked_mlp(cls, *MLPS[name]) if name in MLPS else None
+    return _checked[cls]
 
 
-def _agrees(cls: type, make: Callable[[], nn.Module]) -> bool:
-    """Whether our class gives a small layer's numbers, by the operations and by the modules.
+def _subclass_of(cls: type) -> type | None:
+    own = _class_for(cls)
+    return own if isinstance(own, type) else None
 
-    Versions of a library differ; what this one does is found out once, on a layer of width 16 and three tokens.
+
+subclasses.subclass_of.append(_subclass_of)
+
+
+def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
+    """Makes `accelerate` know a layer class, or a model, of your own.
+
+    layers: how the layer is built, a description for each kind of attention and MLP it is used with. places: in a model
+    (or any module), the paths of its patch projection (nn.Conv2d) and of norms outside of the layers. Raises InputError
+    where a small layer gives other numbers by the operations than by its own forward, with what was found.
     """
-    plain = torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad(), use_kernels("off"), quiet()
-    with contextlib.ExitStack() as stack:
-        for context in (torch.random.fork_rng(devices=[]), *plain):
-            stack.enter_context(context)
-        try:
-            block = make().float().eval()
-            for parameter in block.parameters():
-                nn.init.normal_(parameter, std=0.3)
-            x = torch.randn(2, 3, 16, dtype=torch.float32)
-            expected = block(x)
-            block.__class__ = cls
-            by_operations = block(x)
-            for module in list(block.modules())[1:]:
-                module.register_forward_hook(lambda *_: None)
-            return all(torch.allclose(out, expected, atol=1e-4, rtol=1e-4) for out in (by_operations, block(x)))
-        except Exception:  # another signature, other modules: not ours to know
-            return False
+    if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+        raise InputError(f"register: cls must be a class of modules, got {cls!r}")
+    if not layers and not places:
+        raise InputError(f"register: give a Layer, or places, for {cls.__name__}")
+    for layer in layers:
+        if not isinstance(layer, Layer):
+            raise InputError(f"register: layers must be vitfast.adapters.Layer, got {type(layer).__name__}")
+    for layer in layers:
+        why = refused(cls, layer)
+        if why is not None:
+            raise InputError(f"register: {cls.__name__} is not as described: {why}")
+    _registered[cls] = layers, tuple(places)
+    _checked.pop(cls, None)
 
 
 def known_classes(model: nn.Module) -> Known:
-    """The known classes of this model's libraries. Imports no library that the model does not use."""
-    found = Known({nn.Conv2d: leaves.Conv2d, nn.LayerNorm: leaves.LayerNorm}, {}, {})
-    libraries = {cls.__module__.partition(".")[0] for module in model.modules() for cls in type(module).__mro__}
-    for library in sorted(libraries & _ADAPTERS.keys()):
-        adapter, ours, left = _adapter(library)
-        found.ours.update(ours)
-        found.left.update(left)
-        found.places.update(adapter.PLACES if adapter else {})
+    """The known classes in a model."""
+    found = Known({}, {})
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+    if any(cls.__module__.startswith("transformers.") for cls in classes):
+        with contextlib.suppress(ImportError):  # transformers 4 has no registry of masks
+            from . import attention_interface  # noqa: F401
+    for cls in classes:
+        own = _class_for(cls) or LEFT.get(full_name(cls))
+        if isinstance(own, type):
+            found.ours[cls] = own
+        elif own is not None:
+            found.left[cls] = own
     return found
 
 
@@ -120,15 +133,22 @@ def _mixed(cls: type, below: type) -> type:
     return _mixtures[cls, below]
 
 
+def _places(module: nn.Module) -> tuple[str, ...]:
+    """Paths of the leaves in a module."""
+    found: list[str] = []
+    for cls in type(module).__mro__:
+        found += _registered[cls][1] if cls in _registered else PLACES.get(full_name(cls), ())
+    return tuple(found)
+
+
 def replaceable_modules(model: nn.Module, known: Known) -> dict[str, nn.Module]:
     """Blocks anywhere, leaves at their places, and classes listed in `left`, by name."""
-    blocks = tuple(cls for cls, own in known.ours.items() if hasattr(own, "fused_blocks"))
+    blocks = tuple(cls for cls, own in known.ours.items() if hasattr(own, "vitfast_layer"))
     modules, found = dict(model.named_modules()), {}
     for name, module in modules.items():
-        if isinstance(module, blocks) or full_name(type(module)) in known.left:
+        if isinstance(module, blocks) or type(module) in known.left:
             found[name] = module
-        children = (children for parent, children in known.places.items() if isinstance(module, parent))
-        for child in itertools.chain.from_iterable(children):
+        for child in _places(module):
             path = f"{name}.{child}".lstrip(".")
             if modules.get(path) is not None and not isinstance(modules[path], nn.Identity):
                 found[path] = modules[path]
@@ -138,10 +158,12 @@ def replaceable_modules(model: nn.Module, known: Known) -> dict[str, nn.Module]:
 def unsupported_reason(module: nn.Module, known: Known, above: tuple[nn.Module, ...] = ()) -> str | None:
     """Why accelerate leaves a module, which is in those `above`; None where it gives it a class of ours."""
     cls = type(module)
-    if full_name(cls) in known.left:
-        reason = known.left[full_name(cls)]
+    if cls in known.left:
+        reason = known.left[cls]
         return reason if isinstance(reason, str) else reason(module, above)
     own = replacement_class(cls, known.ours)
+    if cls in _STEMS:
+        return _STEMS[cls]
     if own is None:
         derived = isinstance(module, tuple(known.ours))
         return f"{full_name(cls)} {'may have code of its own' if derived else 'is nothing that vitfast replaces'}"
@@ -149,4 +171,6 @@ def unsupported_reason(module: nn.Module, known: Known, above: tuple[nn.Module, 
         return "has a forward of its own, set on the instance"
     if issubclass(own, nn.Conv2d) and not leaves.is_patch_projection(module):
         return "not a patch projection"
-    return unknown_member_reason(module, own.fused_blocks) if hasattr(own, "fused_blocks") else None
+    if not hasattr(own, "vitfast_layer"):
+        return None
+    return unknown_member_reason(module, own.vitfast_class, own.vitfast_blocks)

@@ -7,8 +7,8 @@ from torch import nn
 
 from ..ops._dispatch import reason_for_plain
 from .fallbacks import ATTENTION_ALONE, DROPOUT, last_call, own_forward, said
-from .fused_blocks import find
-from .leaves import NORM, PATCHES
+from .fused_blocks import Found
+from .layers import HALVES, find
 from .registry import Known, known_classes, replaceable_modules, replacement_class, unsupported_reason
 
 
@@ -75,14 +75,14 @@ def describe(model: nn.Module) -> Report:
     """The report on a model as it is now, and as its last call ran."""
     known = known_classes(model)
     replaceable = replaceable_modules(model, known)
-    # Names without a dot are libraries that could not be imported.
-    entries = [Entry("", "", "", why) for name, why in known.left.items() if "." not in name]
+    entries = []
     covered: list[str] = []
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if any(name.startswith(above) for above in covered):
-            continue
         kind = type(module).__name__
+        # In a layer that is left there may be norms and an MLP that are not.
+        if any(name.startswith(above) for above in covered) and not hasattr(module, "vitfast_part"):
+            continue
         above = tuple(modules[upper] for upper in _names_above(name) if upper in modules)
         if own_forward(module) and (name in replaceable or hasattr(module, "operation_parts")):
             found = [Entry(name, kind, "", "has a forward of its own, set on the instance, in which no operation ran")]
@@ -116,19 +116,24 @@ def _entries_of(name: str, module: nn.Module, known: Known, above: tuple[nn.Modu
     if replacement_class(type(module), known.originals) is None:
         why = unsupported_reason(module, known, above) or "vitfast.accelerate(model) was not called"
         return [Entry(name, kind, "", why), *_attentions(name, module)]
-    if not hasattr(module, "fused_blocks"):
-        part = PATCHES if isinstance(module, nn.Conv2d) else NORM
-        return [Entry(name, kind, part, last_call(module, part))]
+    if not hasattr(module, "vitfast_layer"):
+        return [Entry(name, kind, module.vitfast_part, last_call(module, module.vitfast_part))]
     entries = []
-    for block in module.fused_blocks:
-        found = find(block, module)
+    for half, part in enumerate(HALVES):
+        found = find(module, half)
         # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
         sharded = isinstance(found, str) and "DTensor" in found and getattr(module, "_is_fsdp_managed_module", False)
-        why = last_call(module, block.name)
-        entries.append(Entry(name, kind, block.name, found if isinstance(found, str) and not sharded else why))
-        if entries[-1].why is not None and "attention" in block.name:
+        why = last_call(module, part)
+        why = found if isinstance(found, str) and not sharded else why
+        entries.append(Entry(name, kind, part_of(part, found), why))
+        if entries[-1].why is not None and half == 0:
             entries += _attentions(name, module)
     return entries
+
+
+def part_of(half: str, found: Found | str) -> str:
+    """The name of a half, and which modules in it are called, the smaller operations running around them."""
+    return half if isinstance(found, str) or found.around is None else f"{half}, around {found.around}"
 
 
 def _implementation(module: nn.Module) -> str | None:

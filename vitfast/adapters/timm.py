@@ -1,131 +1,165 @@
-"""timm's VisionTransformer and its relatives of the same Block (DeiT, DINOv2, CLIP, hybrids)."""
+"""timm's layers: of VisionTransformer (DeiT, CLIP, NaFlexViT ...), Eva, Beit, relative positions."""
+
+import importlib
+from collections.abc import Callable
 
 import torch
-from timm.layers import DropPath, Mlp
-from timm.layers import LayerNorm as TimmLayerNorm
-from timm.layers.activations import GELU, GELUTanh
-from timm.models import vision_transformer as vit
-from timm.models.vision_transformer import Attention, LayerScale
 from torch import Tensor, nn
 
-from .. import ops
-from ..ops.attention import unsupported_reason as head_unsupported
-from ..submodules import Modules, layout
-from . import leaves
-from .fallbacks import library_runs
-from .fused_blocks import ABSENT, FusedBlock, asked, run, weights_and_biases
-
-_NORMS = (TimmLayerNorm, nn.LayerNorm)
-_UNUSED = (nn.Identity, ABSENT)  # places of what some versions have and some models fill
-_SCALES, _DROP_PATHS = (nn.Identity, LayerScale), (nn.Identity, DropPath)
-_APPROXIMATE = {nn.GELU: None, GELU: "none", GELUTanh: "tanh"}  # None: the module says
+from .descriptions import Attention, Layer, Logits, Mlp
+from .masks import rotary_tables
 
 
-def _fast_norm(norm: nn.Module) -> str | None:
-    return "timm's fast norm is on" if getattr(norm, "_fast_norm", False) else None
+def _make(**options) -> Callable[[type], nn.Module]:
+    """A small layer; options "module:class" are imported, when a model of timm is there."""
+
+    def make(cls: type) -> nn.Module:
+        given = {name: _named(value) if ":" in str(value) else value for name, value in options.items()}
+        return cls(**{**_SMALL, **given})
+
+    return make
 
 
-def _attention_unsupported(modules: Modules) -> str | None:
-    attn = modules["attn"]
-    if attn.num_heads * attn.head_dim * 3 != modules["attn.qkv"].out_features:
-        return "attn.qkv does not give num_heads heads"
-    if attn.scale != attn.head_dim**-0.5:
-        return "attn.scale is not 1 / sqrt(head size)"
-    return head_unsupported(attn.head_dim, attn.scale) or _fast_norm(modules["norm1"])
+def _named(name: str):
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
-def _drop_path(module: nn.Module, batch: int, device: torch.device) -> Tensor | None:
-    """timm's draws: one Bernoulli number a sample."""
-    if type(module) is nn.Identity or module.drop_prob == 0 or not module.training:
-        return None
-    keep = 1 - module.drop_prob
-    factors = torch.empty(batch, device=device).bernoulli_(keep)
-    return factors.div_(keep) if keep > 0 and module.scale_by_keep else factors
+_SMALL = dict(dim=32, num_heads=2, mlp_ratio=1.0, qkv_bias=True, init_values=0.5, drop_path=0.5)
+_IDLE = ("attn_drop", "proj_drop")
 
+ATTENTION = Attention(scale="scale", idle=(*_IDLE, "gate"), qk_norms=("q_norm", "k_norm"), inner_norm="norm")
+MLP = Mlp(inner_norm="norm", idle=("drop1", "drop2"))
+SWIGLU = MLP._replace(fc1="fc1_x", gate="fc1_g")
+PACKED_SWIGLU = MLP._replace(gate="first", expects=(("gate_last", (False,)),))
 
-ATTENTION = FusedBlock(
-    "attention block",
-    ops.attention_block,
-    layout(
-        {"norm1": _NORMS, "attn": Attention, "attn.qkv": nn.Linear, "attn.q_norm": _UNUSED, "attn.k_norm": _UNUSED}
-        | {"attn.attn_drop": nn.Dropout, "attn.norm": _UNUSED, "attn.gate": ABSENT, "attn.proj": nn.Linear}
-        | {"attn.proj_drop": nn.Dropout, "ls1": _SCALES, "drop_path1": _DROP_PATHS}
-    ),
-    weights_and_biases("norm1", "attn.qkv", "attn.proj"),
-    options=lambda modules: dict(num_heads=modules["attn"].num_heads, eps=modules["norm1"].eps),
-    layer_scale=("ls1", "gamma"),
-    drop_path=lambda modules, batch, device, _: _drop_path(modules["drop_path1"], batch, device),
-    unsupported_reason=_attention_unsupported,
+# VisionTransformer's block.
+_BLOCK = Layer(
+    _make(),
+    attention=ATTENTION,
+    mlp=MLP,
+    behind=(("ls1", "drop_path1"), ("ls2", "drop_path2")),
+    takes=("attn_mask",),
+    logits=lambda block, given, x: dict(mask=given.get("attn_mask")),
 )
-
-MLP = FusedBlock(
-    "MLP block",
-    ops.mlp_block,
-    layout(
-        {"norm2": _NORMS, "mlp": Mlp, "mlp.fc1": nn.Linear, "mlp.act": tuple(_APPROXIMATE), "mlp.drop1": nn.Dropout}
-        | {"mlp.norm": _UNUSED, "mlp.fc2": nn.Linear, "mlp.drop2": nn.Dropout}
-        | {"ls2": _SCALES, "drop_path2": _DROP_PATHS}
-    ),
-    weights_and_biases("norm2", "mlp.fc1", "mlp.fc2"),
-    options=lambda modules: dict(
-        eps=modules["norm2"].eps, approximate=_APPROXIMATE[type(modules["mlp.act"])] or modules["mlp.act"].approximate
-    ),
-    layer_scale=("ls2", "gamma"),
-    drop_path=lambda modules, batch, device, _: _drop_path(modules["drop_path2"], batch, device),
-    unsupported_reason=lambda modules: _fast_norm(modules["norm2"]),
+_BLOCKS = (
+    _BLOCK,
+    _BLOCK._replace(make=_make(mlp_layer="timm.layers:SwiGLU"), mlp=SWIGLU),
+    _BLOCK._replace(make=_make(mlp_layer="timm.layers:SwiGLUPacked"), mlp=PACKED_SWIGLU),
 )
 
 
-class Block(vit.Block):
-    """timm's pre-norm block; what a fused block cannot take, masks too, runs on timm's modules."""
-
-    fused_blocks = (ATTENTION, MLP)
-    residual_in_fp32 = None
-
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        reason = asked(dict(zip(("attn_mask", "is_causal"), args), **kwargs))
-        if reason is not None:
-            for block in self.fused_blocks:
-                library_runs(self, block.name, reason, of_this_call=True)
-            return super().forward(x, *args, **kwargs)
-        y = run(ATTENTION, self, x)
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x)))) if y is None else y
-        y = run(MLP, self, x)
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))) if y is None else y
+def _eva_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
+    """Rotary positions, of sines beside cosines, and a mask."""
+    rope, options = given.get("rope"), dict(mask=given.get("attn_mask"))
+    if rope is None:
+        return options
+    if rope.dim() == 3 and rope.shape[0] != block.attn.num_heads:
+        return "rope is neither (patches, ...) nor (heads, patches, ...) nor (batch, heads, patches, ...)"
+    sin, cos = rope.chunk(2, -1)
+    layout = "half" if getattr(block.attn, "rotate_half", False) else "interleaved"
+    return dict(rope=rotary_tables(cos, sin, x), rope_layout=layout, num_prefix=block.attn.num_prefix_tokens, **options)
 
 
-class LayerNorm(TimmLayerNorm):
-    """timm's LayerNorm on `ops.layer_norm`."""
+# Eva's block: EVA, EVA-02, DINOv3, Perception Encoder, vit_*_rope_*. One linear layer for q, k and v with biases beside
+# it, or three; as in VisionTransformer (attn_type="rope") with the biases in it.
+_EVA_ATTENTION = ATTENTION._replace(biases=("q_bias", "k_bias", "v_bias"), expects=(("qkv_bias_separate", (False,)),))
+_THREE = ATTENTION._replace(qkv=("q_proj", "k_proj", "v_proj"))
+_EVA = Layer(
+    _make(),
+    attention=_EVA_ATTENTION,
+    mlp=MLP,
+    behind=(("gamma_1", "drop_path1"), ("gamma_2", "drop_path2")),
+    takes=("rope", "attn_mask"),
+    logits=_eva_logits,
+    example=lambda tokens: dict(rope=torch.randn(tokens - 1, 32)),
+)
+_EVAS = (
+    _EVA,
+    _EVA._replace(make=_make(qkv_fused=False), attention=_THREE),
+    _EVA._replace(make=_make(attn_type="rope"), attention=ATTENTION),
+    _EVA._replace(make=_make(attn_type="rope", qkv_fused=False), attention=_THREE),
+    _EVA._replace(make=_make(swiglu_mlp=True, scale_mlp=True), mlp=SWIGLU),
+    _EVA._replace(make=_make(swiglu_mlp=True), mlp=PACKED_SWIGLU),
+)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = leaves.normalize(self, x)
-        return super().forward(x) if y is None else y
+
+def _beit_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
+    """The layer's table of relative positions, or the one of all layers, or both."""
+    shared = given.get("shared_rel_pos_bias")
+    own = None if block.attn.relative_position_bias_table is None else block.attn._get_rel_pos_bias()
+    bias = own if shared is None else shared if own is None else own + shared
+    return {} if bias is None else dict(bias=bias)
 
 
-def _eva_unsupported(block: nn.Module, above: tuple[nn.Module, ...]) -> str:
-    """Why a layer of EVA is left. above: the modules that it is in, which hold the rotary positions."""
-    attention, mlp = block._modules.get("attn"), block._modules.get("mlp")
-    found = {
-        "normalises after each branch": type(block).__name__ == "EvaBlockPostNorm",
-        "rotary positions": any(getattr(module, "rope", None) is not None for module in above),
-        "biases of q and v, none of k": getattr(attention, "q_bias", None) is not None,
-        "SwiGLU": type(mlp).__name__ in ("SwiGLU", "GluMlp"),
-    }
-    return ", ".join(reason for reason, so in found.items() if so) or "a layer that vitfast does not know"
+_BEIT = Layer(
+    _make(window_size=(2, 2)),
+    attention=_EVA_ATTENTION._replace(idle=_IDLE, qk_norms=None, inner_norm=None),
+    mlp=MLP,
+    behind=_EVA.behind,
+    takes=("shared_rel_pos_bias",),
+    logits=_beit_logits,
+    extras=("attn.relative_position_bias_table",),
+)
 
 
-BLOCKS = {Block: lambda: vit.Block(16, 1, init_values=0.5)}
-LEAVES = (LayerNorm,)
-PLACES = {vit.VisionTransformer: ("patch_embed.proj", "norm_pre", "norm", "fc_norm")}
+def _relpos_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
+    own, shared = block.attn.rel_pos, given.get("shared_rel_pos")
+    bias = shared if own is None else own.get_bias()
+    return {} if bias is None else dict(bias=bias)
+
+
+_RELPOS = Layer(
+    _make(),
+    attention=ATTENTION._replace(idle=_IDLE, inner_norm=None),
+    mlp=MLP,
+    behind=_BLOCK.behind,
+    takes=("shared_rel_pos",),
+    logits=_relpos_logits,
+    extras=("attn.rel_pos",),
+    example=lambda tokens: dict(shared_rel_pos=torch.randn(1, 2, tokens, tokens)),
+)
+
+_MODEL = ("patch_embed.proj", "norm_pre", "norm", "fc_norm")
+_MODELS = "timm.models.vision_transformer"
+LAYERS = {
+    f"{_MODELS}.Block": _BLOCKS,
+    f"{_MODELS}_relpos.RelPosBlock": (_RELPOS,),
+    "timm.models.eva.EvaBlock": _EVAS,
+    "timm.models.beit.Block": (_BEIT, _BEIT._replace(make=_make(swiglu_mlp=True, scale_mlp=True), mlp=SWIGLU)),
+}
+PLACES = {
+    f"{_MODELS}.VisionTransformer": _MODEL,
+    f"{_MODELS}_relpos.VisionTransformerRelPos": _MODEL,
+    "timm.models.eva.Eva": _MODEL,
+    "timm.models.beit.Beit": _MODEL,
+    "timm.models.naflexvit.NaFlexVit": ("norm_pre", "norm", "fc_norm"),
+    "timm.models.naflexvit.NaFlexEmbeds": ("proj", "norm"),
+}
+PLACES |= {
+    "timm.layers.attention_pool.AttentionPoolLatent": ("norm", "mlp"),
+    f"{_MODELS}.ResPostBlock": ("norm1", "norm2", "mlp"),
+    f"{_MODELS}_relpos.ResPostRelPosBlock": ("norm1", "norm2", "mlp"),
+    "timm.models.eva.EvaBlockPostNorm": ("norm1", "norm2", "mlp"),
+    f"{_MODELS}_sam.Block": ("norm1", "norm2", "mlp"),
+    f"{_MODELS}_sam.VisionTransformerSAM": ("patch_embed.proj",),
+}
+MLPS = {
+    "timm.layers.mlp.Mlp": (MLP._replace(path=""), lambda cls: cls(32, 32)),
+    "timm.layers.mlp.SwiGLU": (SWIGLU._replace(path=""), lambda cls: cls(32, 32)),
+    "timm.layers.mlp.GluMlp": (
+        PACKED_SWIGLU._replace(path=""),
+        lambda cls: cls(32, 64, act_layer=nn.SiLU, gate_last=False),
+    ),
+}
 LEFT = {
-    "timm.models.vision_transformer.ResPostBlock": "normalises after each branch",
-    "timm.models.vision_transformer.ParallelScalingBlock": "attention and MLP run side by side",
-    "timm.models.vision_transformer.DiffParallelScalingBlock": "attention and MLP run side by side",
-    "timm.models.vision_transformer.ParallelThingsBlock": "several attentions run side by side",
-    "timm.models.vision_transformer_relpos.RelPosBlock": "relative position bias",
-    "timm.models.vision_transformer_relpos.ResPostRelPosBlock": "relative position bias",
-    "timm.models.beit.Block": "relative position bias",
-    "timm.models.eva.EvaBlock": _eva_unsupported,
-    "timm.models.eva.EvaBlockPostNorm": _eva_unsupported,
+    "timm.layers.attention_pool.AttentionPoolLatent": "attention of one learned query, for which there is no operation",
+    f"{_MODELS}_sam.Block": "windows with decomposed relative positions",
+    f"{_MODELS}.ResPostBlock": "normalises after each branch",
+    f"{_MODELS}.ParallelScalingBlock": "attention and MLP run side by side",
+    f"{_MODELS}.DiffParallelScalingBlock": "attention and MLP run side by side",
+    f"{_MODELS}.ParallelThingsBlock": "several attentions run side by side",
+    f"{_MODELS}_relpos.ResPostRelPosBlock": "normalises after each branch",
+    "timm.models.eva.EvaBlockPostNorm": "normalises after each branch",
     "timm.models.swin_transformer.SwinTransformerBlock": "windows with a relative position bias",
 }

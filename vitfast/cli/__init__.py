@@ -16,6 +16,7 @@ from . import (
     doctor,
     eval,
     export,
+    families,
     fewshot,
     finetune,
     inspect,
@@ -30,7 +31,7 @@ from . import (
 
 # Each module is the command of its name: its docstring is the help, `add_arguments(parser)`, `run(args)` -> exit code.
 COMMANDS = (pretrain, finetune, eval, predict, fewshot, vtab, demo, doctor, tune, convert, export, inspect, cost)
-COMMANDS += (scaling, positions, recipes)
+COMMANDS += (scaling, positions, recipes, families)
 
 EPILOG = """examples:
   vitfast demo                                                     the whole way on handwritten digits, \

@@ -87,8 +87,8 @@ def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles:
 class Shards:
     """An iterable data set of timm's factory: read in order, not by index.
 
-    files: the same images by index, where they are local. decode: from
-    what the data set gives to a PIL image, where it gives none.
+    files: the same images by index, where they are local. decode: from what the data set gives to a PIL image, where it
+    gives none.
     """
 
     def __init__(

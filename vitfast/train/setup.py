@@ -1,5 +1,6 @@
 """From a Config to the network and the data of a run. Nothing is written here."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from ..eval.accuracy import cut_as_told
 from ..model import ViT
 from ..presets import pair, preset
 from .masked import MaskedPatches
+
+logger = logging.getLogger("vitfast")
 
 
 def model_arguments(config: Config, loaded: bool = False) -> dict:
@@ -63,6 +66,7 @@ def set_up(
         raise InputError("finetune starts from weights: add --weights FILE_OR_FOLDER")
     else:
         with torch.device("meta"):
+            _say_what_is_its_own(config)
             sketch = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
         data = open_data(config, *sizes(sketch), device, ranks, examples)
         model = new_model(config, len(data.classes))
@@ -85,7 +89,14 @@ def new_model(config: Config, classes: int) -> nn.Module:
         return model
     shape = preset(config.model)
     hidden = shape["embed_dim"] if config.hidden_head else None
-    return ViT(**{**shape, **model_arguments(config)}, num_classes=classes, representation_size=hidden)
+    return ViT(**{**model_arguments(config), **shape}, num_classes=classes, representation_size=hidden)
+
+
+def _say_what_is_its_own(config: Config) -> None:
+    """Logs what a preset says and a recipe would say otherwise: positions, pooling, the activation."""
+    shape, asked = {} if is_baseline(config.model) else preset(config.model), model_arguments(config)
+    if own := [f"{name}={shape[name]!r}" for name in asked if name in shape and shape[name] != asked[name]]:
+        logger.warning("%s has its own %s: the recipe's is not taken", config.model, ", ".join(own))
 
 
 def _with_weights(config: Config, source: str | Path) -> nn.Module:

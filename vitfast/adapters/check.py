@@ -1,0 +1,157 @@
+"""Whether a description does what a library's class does: found out on a small layer.
+
+Versions of a library differ, and people describe blocks of their own.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..ops import use_kernels
+from .attention import AttentionBlock
+from .descriptions import Layer, Mlp
+from .fallbacks import quiet
+from .layers import Blocks, accelerated_layer, unknown_member_reason
+from .leaves import norm_class
+from .mlp import MlpBlock, MlpModule
+from .subclasses import subclass
+
+WIDTH, TOKENS = 32, 5  # of the small layer's input: a prefix token and a grid of 2 x 2
+
+
+@contextlib.contextmanager
+def _plain():
+    """On the CPU, without autocast, gradients, kernels and messages; random numbers are put back."""
+    with contextlib.ExitStack() as stack:
+        contexts = torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad(), use_kernels("off")
+        for context in (torch.random.fork_rng(devices=[]), *contexts, quiet()):
+            stack.enter_context(context)
+        yield
+
+
+def version_of(cls: type) -> str:
+    library = cls.__module__.partition(".")[0]
+    version = getattr(sys.modules.get(library), "__version__", None)
+    return f"{library} {version}" if version else library
+
+
+def _same(got, expected) -> bool:
+    got, expected = (value[0] if isinstance(value, tuple) else value for value in (got, expected))
+    return torch.allclose(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool:
+    """Whether our class gives a small module's numbers: by operations, by modules, in training too."""
+    for name, parameter in module.named_parameters():
+        nn.init.normal_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
+    arguments = arguments or {}
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float32)
+
+    def run(training: bool):
+        torch.manual_seed(0)  # of drop path
+        return module.train(training)(x, **arguments)
+
+    expected = run(False), run(True)
+    module.__class__ = ours
+    same = _same(run(False), expected[0]) and _same(run(True), expected[1])
+    for inner in list(module.modules())[1:]:
+        inner.register_forward_hook(lambda *_: None)
+    return same and _same(run(False), expected[0]) and _same(run(True), expected[1])
+
+
+def _checked(cls: type, description: Layer) -> Blocks:
+    """The blocks of one description of a class; raises ValueError where it does not hold."""
+    with _plain():
+        example = description.make(cls).float().eval()
+        if type(example) is not cls:
+            raise ValueError(f"make gives a {type(example).__name__}")
+        attention, mlp = (
+            AttentionBlock(description, description.attention, example),
+            MlpBlock(description, description.mlp, example),
+        )
+        for block in (attention, mlp):
+            found = block.find(example)
+            if isinstance(found, str):
+                raise ValueError(f"{block.name}: {found}")
+        blocks = (attention,), (mlp,)
+        reason = unknown_member_reason(example, cls, blocks)
+        if reason is not None:
+            raise ValueError(reason)
+        if not agrees(example, accelerated_layer(cls, description, blocks), description.example(TOKENS)):
+            raise ValueError("the operations give other numbers than its forward")
+        return blocks
+
+
+def checked_class(cls: type, descriptions: tuple[Layer, ...]) -> type | str:
+    """Our subclass of a library's layer class, with what of its descriptions holds; or why there is none.
+
+    A class has several descriptions where it is built with several kinds of attention or MLP, or differs by version.
+    """
+    held, reason = None, ""
+    halves: tuple[dict, dict] = ({}, {})
+    for description in descriptions:
+        try:
+            blocks = _checked(cls, description)
+        except Exception as error:  # another signature, other modules: not ours to know
+            reason = reason or _another_way(cls, error)
+            continue
+        held = held or description
+        for kept, (block,) in zip(halves, blocks):
+            kept.setdefault((block.container, block.mark), block)
+    if held is None:
+        return reason
+    return accelerated_layer(cls, held, (tuple(halves[0].values()), tuple(halves[1].values())))
+
+
+def checked_mlp(cls: type, part: Mlp, make: Callable[[type], nn.Module]) -> type | str:
+    """Our subclass of a library's MLP; or why there is none."""
+
+    def forward(self, x):
+        y = block.call(self, x)
+        return cls.forward(self, x) if y is None else y
+
+    try:
+        with _plain():
+            example = make(cls).float().eval()
+            block = MlpModule(part, example)
+            found = block.find(example)
+            if isinstance(found, str):
+                raise ValueError(found)
+            ours = subclass(cls, forward, vitfast_part=block.name, vitfast_block=block)
+            if not agrees(example, ours):
+                raise ValueError("other numbers")
+            return ours
+    except Exception as error:
+        return _another_way(cls, error)
+
+
+def checked_norm(cls: type) -> type | str:
+    """Our subclass of a library's norm; or why there is none."""
+    ours = norm_class(cls)
+    try:
+        with _plain():
+            if not agrees(cls(WIDTH), ours):
+                raise ValueError("other numbers")
+            return ours
+    except Exception as error:
+        return _another_way(cls, error)
+
+
+def refused(cls: type, description: Layer) -> str | None:
+    """Why a description of a class does not hold; None where it does."""
+    try:
+        _checked(cls, description)
+    except Exception as error:
+        return _what(error)
+    return None
+
+
+def _what(error: Exception) -> str:
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+
+
+def _another_way(cls: type, error: Exception) -> str:
+    return f"{version_of(cls)} computes it in another way than vitfast ({_what(error)})"

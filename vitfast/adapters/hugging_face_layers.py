@@ -1,0 +1,208 @@
+"""How transformers (5 and later) builds its layers: a description for each way."""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from .descriptions import Attention, Layer, Logits, Mlp
+from .masks import rotary_tables
+
+# Keyword arguments that reach a layer and change nothing in it.
+HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
+_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "vitfast", *(f"flash_attention_{n}" for n in (2, 3, 4)))
+_EXPECTS = (("config._attn_implementation", _IMPLEMENTATIONS), ("is_causal", (False, None)))
+
+
+def _only_captures(module: nn.Module) -> bool:
+    """Whether all hooks are transformers' own, for attentions that are not asked for now."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is None or "forward" in module.__dict__:
+        return False
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values()):
+        return False
+    return "attentions" not in (capturing._active_collector.get() or ())
+
+
+def _mask(layer: nn.Module, given: dict, x: Tensor) -> dict:
+    return dict(mask=given.get("attention_mask"))
+
+
+def _rotary(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    """DINOv3's cosines and sines, (patches, head size) each."""
+    if given.get("position_embeddings") is None:
+        return "the call has no position_embeddings"
+    cos, sin = given["position_embeddings"]
+    if cos.dim() != 2:
+        return "position_embeddings are not (patches, head size)"
+    rope = rotary_tables(cos, sin, x)
+    return dict(rope=rope, num_prefix=x.shape[1] - cos.shape[0], mask=given.get("attention_mask"))
+
+
+def _beit_bias(layer: nn.Module, given: dict, x: Tensor) -> Tensor | None:
+    """BEiT's relative position bias and the mask, as the layer's forward adds them."""
+    table, mask = layer.relative_position_bias, given.get("attention_mask")
+    if table is None:
+        return mask
+    grid = tuple(side // layer.patch_size for side in given["resolution"])
+    bias = table(grid, given.get("interpolate_pos_encoding", False), dim_size=x.shape[1])
+    return bias if mask is None else bias + mask
+
+
+def _beit_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    if layer.relative_position_bias is None:
+        return dict(mask=given.get("attention_mask"))
+    return dict(bias=_beit_bias(layer, given, x))
+
+
+def _data2vec_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    """The layer's table of relative positions and the one of all layers."""
+    attention, bias = layer.attention.attention, given.get("relative_position_bias")
+    if attention.has_relative_position_bias:
+        grid = tuple(side // attention.config.patch_size for side in given["resolution"])
+        interpolate = given.get("interpolate_pos_encoding", False)
+        own = attention.relative_position_bias(grid, interpolate, dim_size=x.shape[1])
+        bias = own if bias is None else own + bias
+    return {} if bias is None else dict(bias=bias)
+
+
+def _data2vec_mlp(layer: nn.Module, x: Tensor) -> Tensor:
+    y = layer.output(layer.intermediate(layer.layernorm_after(x)))
+    y = y if layer.lambda_2 is None else layer.lambda_2 * y
+    return layer.drop_path(y) + x
+
+
+def _beit_attention(layer: nn.Module, x: Tensor, given: dict) -> Tensor:
+    given = {
+        name: value for name, value in given.items() if name not in ("interpolate_pos_encoding", "resolution")
+    } | dict(attention_mask=_beit_bias(layer, given, x))
+    y = layer.lambda_1 * layer.dropout(layer.attention(layer.layernorm_before(x), **given)[0])
+    return layer.drop_path(y) + x
+
+
+ATTENTION = Attention(
+    path="attention",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    proj="o_proj",
+    heads="num_attention_heads",
+    scale="scaling",
+    dropout="attention_dropout",
+    expects=_EXPECTS,
+)
+MLP = Mlp(act="activation_fn")
+LAYER = Layer(
+    nn.Identity,  # each family has its own
+    attention=ATTENTION,
+    mlp=MLP,
+    takes=("attention_mask",),
+    logits=_mask,
+    harmless=HARMLESS,
+    idle_hooks=_only_captures,
+    example=lambda tokens: dict(attention_mask=torch.arange(tokens) < torch.tensor([3, tokens])[:, None, None, None]),
+)
+VIT = LAYER._replace(norms=("layernorm_before", "layernorm_after"), behind=(("dropout",), ("dropout",)))
+DINOV2 = LAYER._replace(behind=(("layer_scale1", "drop_path"), ("layer_scale2", "drop_path")))
+CLIP = LAYER._replace(
+    norms=("layer_norm1", "layer_norm2"),
+    attention=ATTENTION._replace(
+        path="self_attn", proj="out_proj", heads="num_heads", scale="scale", dropout="dropout"
+    ),
+)
+# As BERT names its modules; the output adds the residual itself.
+BERT = LAYER._replace(
+    norms=("layernorm_before", "layernorm_after"),
+    attention=ATTENTION._replace(
+        qkv=("attention.query", "attention.key", "attention.value"),
+        proj="output.dense",
+        heads="attention.num_attention_heads",
+        scale="attention.scaling",
+        dropout="attention.dropout_prob",
+        idle=("output.dropout",),
+        expects=tuple((f"attention.{name}", values) for name, values in _EXPECTS),
+    ),
+    mlp=Mlp(
+        path="",
+        fc1="intermediate.dense",
+        act="intermediate.intermediate_act_fn",
+        fc2="output.dense",
+        idle=("output.dropout",),
+    ),
+    takes=(),
+    logits=lambda layer, given, x: {},
+    example=lambda tokens: {},
+    mlp_half=lambda layer, x: layer.output(layer.intermediate(layer.layernorm_after(x)), x),
+)
+GATED = Mlp(fc1="up_proj", gate="gate_proj", act="act_fn", fc2="down_proj")
+# DINOv2 of transformers before 5.20 or so.
+DINOV2_BERT = DINOV2._replace(
+    attention=BERT.attention, mlp=Mlp(act="activation"), takes=(), logits=BERT.logits, example=BERT.example
+)
+DINOV2_BERT_GATED = DINOV2_BERT._replace(
+    mlp=Mlp(fc1="weights_in", gate="first", act=None, activation="silu", fc2="weights_out")
+)
+# DINOv3: rotary positions of the patches, biases as the configuration has them.
+DINOV3 = DINOV2._replace(
+    attention=ATTENTION._replace(heads="num_heads", dropout="dropout"),
+    mlp=Mlp(fc1="up_proj", act="act_fn", fc2="down_proj"),
+    takes=("attention_mask", "position_embeddings"),
+    logits=_rotary,
+    example=lambda tokens: dict(position_embeddings=tuple(torch.randn(2, tokens - 1, 16))),
+)
+BEIT = VIT._replace(
+    behind=(("dropout", "lambda_1", "drop_path"), ("dropout", "lambda_2", "drop_path")),
+    takes=("attention_mask", "interpolate_pos_encoding", "resolution"),
+    logits=_beit_logits,
+    extras=("relative_position_bias",),
+    attention_half=_beit_attention,
+    example=lambda tokens: dict(resolution=(16, 16)),
+)
+DATA2VEC = BERT._replace(
+    attention=BERT.attention._replace(
+        scale=None,
+        dropout="attention.config.attention_probs_dropout_prob",
+        idle=("output.dropout", "attention.dropout"),
+        expects=(),
+    ),
+    behind=(("lambda_1", "drop_path"), ("lambda_2", "drop_path")),
+    takes=("relative_position_bias", "interpolate_pos_encoding", "resolution"),
+    logits=_data2vec_logits,
+    extras=("attention.attention.relative_position_bias",),
+    mlp_half=_data2vec_mlp,
+    returns_tuple=True,
+    example=lambda tokens: dict(resolution=(16, 16), relative_position_bias=torch.randn(1, 2, tokens, tokens)),
+)
+AIMV2 = CLIP._replace(
+    norms=("rms_norm1", "rms_norm2"),
+    attention=CLIP.attention._replace(path="attention"),
+    mlp=GATED._replace(path="ffn"),
+)
+INTERNVL = VIT._replace(
+    attention=ATTENTION._replace(
+        heads="num_heads",
+        proj="projection_layer",
+        scale="scale",
+        idle=("projection_dropout",),
+        qk_norms=("q_norm", "k_norm"),
+        norms_over_heads=True,
+    ),
+    behind=(("lambda_1",), ("dropout", "lambda_2")),
+    takes=(),
+    logits=BERT.logits,
+    example=BERT.example,
+)
+# All images of a batch in one row, their attention apart by a mask, for flash attention by position_ids.
+PIXTRAL = LAYER._replace(
+    norms=("attention_norm", "ffn_norm"),
+    attention=DINOV3.attention._replace(
+        expects=(("config._attn_implementation", ("eager", "sdpa", "vitfast")), ("is_causal", (False, None)))
+    ),
+    harmless=(*HARMLESS, "position_ids"),
+    mlp=GATED._replace(path="feed_forward"),
+    takes=DINOV3.takes,
+    logits=_rotary,
+    example=lambda tokens: dict(
+        position_embeddings=tuple(torch.randn(2, tokens, 16)), attention_mask=torch.randn(1, 1, tokens, tokens)
+    ),
+)

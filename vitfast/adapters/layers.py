@@ -1,0 +1,151 @@
+"""Subclasses of libraries' encoder layers, made from descriptions: two operations in a forward.
+
+An instance keeps its parameters, names and hooks; only its class is another.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from ..submodules import full_name
+from .descriptions import Layer
+from .fallbacks import library_runs, operation_runs
+from .fused_blocks import Found, FusedBlock, asked, attribute, input_unsupported, stream_dtype
+from .masks import call_options
+from .subclasses import subclass
+
+# For each half the blocks that were checked, one for each kind of attention or MLP; their names, in reports.
+Blocks = tuple[tuple[FusedBlock, ...], tuple[FusedBlock, ...]]
+HALVES = ("attention block", "MLP block")
+
+
+def block_of(layer: nn.Module, half: int) -> FusedBlock | str:
+    """The block for the attention or MLP that a layer has, or why there is none."""
+    blocks = layer.vitfast_blocks[half]
+    if len(blocks) == 1:
+        return blocks[0]  # which finds out itself
+    for block in blocks:
+        if block.fits(layer):
+            return block
+    path = blocks[0].part.path
+    module = attribute(layer, path)
+    return f"{path} is missing" if module is None else f"{path} is {full_name(type(module))}"
+
+
+def find(layer: nn.Module, half: int) -> Found | str:
+    """Modules and tensors that operations read for a half, or why the library's modules must run."""
+    block = layer.vitfast_layer.unsupported(layer) or block_of(layer, half)
+    return block if isinstance(block, str) else block.find(layer)
+
+
+def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks) -> str | None:
+    """Why a layer is left: a module or parameter of it that no description covers; None if there is none."""
+    known = [block for half in blocks for block in half]
+    containers = {"": {cls}}
+    for block in known:
+        for path, types in block.types.items():
+            containers.setdefault(path, set()).update(types)
+    parents = {path.rpartition(".")[0] for path in containers if path}
+    for path in sorted(parents):
+        module = attribute(layer, path)
+        if module is None or type(module) not in containers[path] | {type(layer)}:
+            continue  # `find` says so
+        members = list(module._modules)
+        if not type(module).__module__.startswith("torch."):
+            members += [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in (f"{path}.{name}".lstrip(".") for name in members):
+            if not any(block.covers(name) for block in known):
+                return f"{name} is not known to vitfast"
+    return None
+
+
+def _by_modules(layer: nn.Module, half: int, x: Tensor, arguments: dict) -> Tensor:
+    """A half by the library's own modules."""
+    description = layer.vitfast_layer
+    own = (description.attention_half, description.mlp_half)[half]
+    if own is not None:
+        return own(layer, x, arguments) if half == 0 else own(layer, x)
+    part = (description.attention, description.mlp)[half]
+    y = attribute(layer, part.path)(attribute(layer, description.norms[half])(x), **arguments)
+    y = y[0] if isinstance(y, tuple) else y
+    for path in description.behind[half]:
+        module = attribute(layer, path)
+        if module is not None:
+            y = module(y) if isinstance(module, nn.Module) else module * y
+    return x + y
+
+
+def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reason: str | None) -> Tensor | None:
+    """A half by operations; None where the library's modules must run.
+
+    reason: why they must, where that is known.
+    """
+    name, description = HALVES[half], layer.vitfast_layer
+    reason = reason or input_unsupported(x)
+    if reason is None and x.dim() != 3:
+        reason = "its input is not (B, N, D)"
+    if reason is not None:
+        if isinstance(x, Tensor):  # not a proxy of FX
+            library_runs(layer, name, reason, of_this_call=True)
+        return None
+    block = block_of(layer, half)
+    found = block if isinstance(block, str) else block.find(layer)
+    if isinstance(found, str):
+        library_runs(layer, name, found)
+        return None
+    tokens_first = description.tokens_first(layer)
+    x = x.transpose(0, 1) if tokens_first else x
+    dtype = stream_dtype(x, found.tensors[0], found.layer_scale, layer.residual_in_fp32)
+    options = {}
+    if dtype is None:
+        options = "its input and weights differ in dtype or class"
+    elif half == 0:
+        shape = (x.shape[0], block.heads(found.modules), x.shape[1])
+        options = call_options(description.logits(layer, arguments, x), x, shape)
+    if isinstance(options, str):
+        library_runs(layer, name, options, of_this_call=True)
+        return None
+    operation_runs(layer, name)
+    in_fp32 = dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    factors = dict(residual_in_fp32=in_fp32, **block.factors(found, x, dtype))
+    y = block.run(found, x.float() if in_fp32 else x, options, factors)
+    return y.transpose(0, 1) if tokens_first else y
+
+
+def _forward(cls: type, description: Layer):
+    """The forward of the subclass of a library's layer."""
+    signature = inspect.signature(cls.forward)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(name for name, given in signature.parameters.items() if given.kind in positional)[1:]
+    others = any(given.kind is inspect.Parameter.VAR_KEYWORD for given in signature.parameters.values())
+
+    def forward(self, *args, **kwargs):
+        arguments = dict(zip(names, args), **kwargs)
+        x = arguments.pop(names[0], None)
+        if isinstance(x, (list, tuple)):  # dinov2's packed images
+            return cls.forward(self, *args, **kwargs)
+        known = others or all(name in names for name in arguments)
+        fits = known and x is not None and len(args) <= len(names) and not (args and names[0] in kwargs)
+        if not fits:
+            return cls.forward(self, *args, **kwargs)  # which says what it expects
+        extra = {name: value for name, value in arguments.items() if name not in description.takes}
+        call, whole = asked(extra, description.harmless), description.unsupported(self)
+        if whole is not None or (call is not None and description.returns_tuple):
+            for half in HALVES:
+                library_runs(self, half, whole or call, of_this_call=True)
+            return cls.forward(self, *args, **kwargs)
+        y = _by_operation(self, 0, x, arguments, call)
+        x = _by_modules(self, 0, x, arguments) if y is None else y
+        y = _by_operation(self, 1, x, {}, None)
+        y = _by_modules(self, 1, x, {}) if y is None else y
+        return (y,) if description.returns_tuple else y
+
+    forward.__signature__ = signature
+    return forward
+
+
+def accelerated_layer(cls: type, description: Layer, blocks: Blocks) -> type:
+    """Our subclass of a library's layer class."""
+    attributes = dict(vitfast_layer=description, vitfast_blocks=blocks, residual_in_fp32=None)
+    return subclass(cls, _forward(cls, description), **attributes)

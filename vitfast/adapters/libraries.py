@@ -1,0 +1,136 @@
+"""Layers of torchvision, open_clip, OpenAI's CLIP, PyTorch itself and facebookresearch/dinov2."""
+
+import torch
+from torch import Tensor, nn
+
+from .descriptions import Attention, Layer, Logits, Mlp
+
+# nn.MultiheadAttention holds q, k and v packed.
+MULTIHEAD = Attention(
+    qkv="in_proj_weight",
+    proj="out_proj",
+    dropout="dropout",
+    expects=(
+        ("bias_k", (None,)),
+        ("add_zero_attn", (False,)),
+        ("_qkv_same_embed_dim", (True,)),
+    ),
+)
+
+
+def _torchvision_attention(block: nn.Module, x: Tensor, arguments: dict) -> Tensor:
+    h = block.ln_1(x)
+    return x + block.dropout(block.self_attention(h, h, h, need_weights=False)[0])
+
+
+_TORCHVISION = Layer(
+    lambda cls: cls(2, 32, 32, 0.0, 0.0),
+    norms=("ln_1", "ln_2"),
+    attention=MULTIHEAD._replace(path="self_attention"),
+    mlp=Mlp(fc1="0", act="1", fc2="3", idle=("2", "4")),
+    behind=(("dropout",), ()),
+    attention_half=_torchvision_attention,
+)
+
+
+def _encoder_layer_mask(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    """nn.TransformerEncoderLayer's masks, in which True hides a key."""
+    masks = given.get("src_mask"), given.get("src_key_padding_mask")
+    if masks == (None, None):
+        return {}
+    if any(mask is not None and mask.dim() != 2 for mask in masks):
+        return "the mask is not one for all images and heads"
+    seen = [None if m is None else ~m if m.dtype == torch.bool else m for m in masks]
+    own, padding = seen[0], None if seen[1] is None else seen[1][:, None, None, :]
+    if own is None or padding is None:
+        return dict(mask=padding if own is None else own)
+    if own.dtype != padding.dtype:
+        return "the masks differ in dtype"
+    return dict(mask=own & padding if own.dtype == torch.bool else own + padding)
+
+
+def _encoder_layer_attention(layer: nn.Module, x: Tensor, given: dict) -> Tensor:
+    masks = given.get("src_mask"), given.get("src_key_padding_mask")
+    return x + layer._sa_block(layer.norm1(x), *masks, is_causal=given.get("is_causal", False))
+
+
+_ENCODER_LAYER = Layer(
+    lambda cls: cls(32, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True),
+    attention=MULTIHEAD._replace(path="self_attn"),
+    tokens_first=lambda layer: not layer.self_attn.batch_first,
+    mlp=Mlp(path="", fc1="linear1", act="activation", fc2="linear2", idle=("dropout",)),
+    behind=(("dropout1",), ("dropout2",)),
+    takes=("src_mask", "src_key_padding_mask"),
+    logits=_encoder_layer_mask,
+    unsupported=lambda layer: None if layer.norm_first else "normalises after each branch (norm_first=False)",
+    attention_half=_encoder_layer_attention,
+    mlp_half=lambda layer, x: x + layer._ff_block(layer.norm2(x)),
+)
+
+
+def _open_clip_attention(block: nn.Module, x: Tensor, given: dict) -> Tensor:
+    return x + block.ls_1(block.attention(q_x=block.ln_1(x), **given))
+
+
+def _open_clip_mask(block: nn.Module, given: dict, x: Tensor) -> Logits:
+    """nn.MultiheadAttention's mask: one for all images and heads, True hides a key."""
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dim() != 2:
+        return "the mask is not one for all images and heads"
+    # open_clip casts a mask to the tokens' dtype, so that even a boolean one is added
+    return dict(mask=None if mask is None else mask.to(x.dtype))
+
+
+_OPEN_CLIP = Layer(
+    lambda cls: cls(32, 2, 1.0, 0.5),
+    norms=("ln_1", "ln_2"),
+    attention=MULTIHEAD,
+    mlp=Mlp(fc1="c_fc", act="gelu", fc2="c_proj"),
+    behind=(("ls_1",), ("ls_2",)),
+    takes=("attn_mask",),
+    logits=_open_clip_mask,
+    tokens_first=lambda block: not block.attn.batch_first,
+    attention_half=_open_clip_attention,
+)
+
+_OPENAI_CLIP = _OPEN_CLIP._replace(
+    make=lambda cls: cls(32, 2),
+    behind=((), ()),
+    takes=(),
+    logits=lambda block, given, x: dict(mask=block.attn_mask),
+    attention_half=lambda block, x, given: x + block.attention(block.ln_1(x)),
+)
+
+_DINOV2 = Layer(
+    lambda cls: cls(32, 2, 1.0, qkv_bias=True, init_values=0.5, drop_path=0.1),
+    attention=Attention(scale="scale", idle=("attn_drop", "proj_drop")),
+    mlp=Mlp(idle=("drop",)),
+    behind=(("ls1", "drop_path1"), ("ls2", "drop_path1")),  # the first for both, in its code
+    extras=("drop_path2",),
+    unsupported=lambda block: (
+        "drops images of the batch in training" if block.training and block.sample_drop_ratio > 0.1 else None
+    ),
+)
+
+
+LAYERS = {
+    "torchvision.models.vision_transformer.EncoderBlock": (_TORCHVISION,),
+    "torch.nn.modules.transformer.TransformerEncoderLayer": (_ENCODER_LAYER,),
+    "open_clip.transformer.ResidualAttentionBlock": (_OPEN_CLIP,),
+    "clip.model.ResidualAttentionBlock": (_OPENAI_CLIP,),
+    "dinov2.layers.block.Block": (_DINOV2,),
+    "dinov2.layers.block.NestedTensorBlock": (_DINOV2,),
+}
+PLACES = {
+    "torchvision.models.vision_transformer.VisionTransformer": ("conv_proj",),
+    "torchvision.models.vision_transformer.Encoder": ("ln",),
+    "torch.nn.modules.transformer.TransformerEncoder": ("norm",),
+    "open_clip.transformer.VisionTransformer": ("conv1", "ln_pre", "ln_post"),
+    "open_clip.model.CLIP": ("ln_final",),
+    "open_clip.transformer.TextTransformer": ("ln_final",),
+    "clip.model.VisionTransformer": ("conv1", "ln_pre", "ln_post"),
+    "clip.model.CLIP": ("ln_final",),
+    "dinov2.models.vision_transformer.DinoVisionTransformer": ("patch_embed.proj", "norm"),
+}
+LEFT: dict[str, str] = {}
+MLPS: dict[str, tuple] = {}

@@ -1,0 +1,52 @@
+"""Masks of a call as options of attention: a bias on the logits, and the length of the keys.
+
+Without a look at the values, for which a GPU would be waited for, nobody knows whether a mask hides a tail of padding
+alone. So attention is given both: the mask itself as a bias, which is right for every mask, and the last key that any
+query sees, behind which nothing need be read.
+"""
+
+import torch
+from torch import Tensor
+
+from .descriptions import Logits
+
+
+def call_options(logits: Logits, x: Tensor, shape: tuple[int, int, int]) -> Logits:
+    """Keyword arguments of attention, of x, over (B, H, N); why not, in words, where they do not fit."""
+    if isinstance(logits, str):
+        return logits
+    options = {name: value for name, value in logits.items() if name != "mask"}
+    mask = logits.get("mask")
+    reason = None if mask is None else _add_mask(options, mask, x, *shape)
+    return options if reason is None else reason
+
+
+def _add_mask(options: dict, mask: Tensor, x: Tensor, B: int, heads: int, N: int) -> str | None:
+    """Adds a mask to the options as a bias and lengths; why not, in words, where it does not fit."""
+    if type(mask) is not Tensor or mask.device != x.device:
+        return "the mask is no tensor like its input"
+    shape = (B, heads, N, N)[-mask.dim() :]
+    if mask.dim() not in (2, 4) or any(n not in (1, want) for n, want in zip(mask.shape, shape)):
+        return "the mask is not (B, H, N, N) or of a shape that broadcasts to it"
+    mask = mask if mask.dim() == 4 else mask[None, None]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if mask.dtype == torch.bool:
+        seen = mask
+        bias = torch.zeros(mask.shape, dtype=dtype, device=x.device).masked_fill(~mask, float("-inf"))
+    elif mask.is_floating_point():
+        seen = mask > torch.finfo(mask.dtype).min / 2
+        bias = mask.to(dtype)
+    else:
+        return f"the mask is {mask.dtype}"
+    counted = torch.arange(1, N + 1, device=x.device) * seen.expand(*seen.shape[:3], N).flatten(1, 2).any(1)
+    options["key_lengths"] = counted.amax(-1).expand(B).contiguous()
+    bias = bias if "bias" not in options else bias + options["bias"]
+    options["bias"] = bias.expand(bias.shape[0], heads, N, N)
+    return None
+
+
+def rotary_tables(cos: Tensor, sin: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines as attention over x takes them: in its dtype or in fp32."""
+    if cos.dtype not in (x.dtype, torch.float32) or torch.is_autocast_enabled(x.device.type):
+        cos, sin = cos.float(), sin.float()
+    return cos, sin

@@ -1,0 +1,124 @@
+"""MLPs of libraries: the half of an encoder layer on one operation, or the module alone."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops._dispatch import KERNEL_DTYPES
+from ..submodules import Modules, full_name
+from .descriptions import Layer, Mlp
+from .fallbacks import library_runs, operation_runs
+from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, input_unsupported, parameter, under
+from .kinds import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
+from .leaves import normalized
+
+_ROWS = ("first", "last")  # where the gate is among the rows of fc1
+
+
+class MlpBlock(FusedBlock):
+    """x + behind(fc2(act(fc1(h)))) with h = norm(x), or x + behind(fc2(act(gate(h)) * fc1(h))).
+
+    Its tensors: those of the norm, of fc1, of the gate where it is a layer, and of fc2.
+    """
+
+    name = "MLP block"
+    half = 1
+    part: Mlp
+
+    def build(self) -> None:
+        part = self.part
+        self.linear(under(part.path, part.fc1))
+        if part.gate is not None and part.gate not in _ROWS:
+            self.linear(under(part.path, part.gate))
+        self.act = None if part.activation else under(part.path, part.act)
+        if self.act is not None and isinstance(attribute(self.example, self.act), nn.Module):
+            self.stand_in(self.act, loaded(ACTIVATIONS))
+        self.linear(under(part.path, part.fc2))
+        self.called = (under(part.path, part.inner_norm),) if part.inner_norm else ()
+
+    def activation(self, modules: Modules) -> str | None:
+        """The operations' name for it; None where they have none."""
+        if self.part.activation is not None:
+            return self.part.activation
+        return activation(attribute(modules[""], self.act))
+
+    def unsupported_reason(self, modules: Modules) -> str | None:
+        if self.activation(modules) is not None:
+            return None
+        act = attribute(modules[""], self.act)
+        known = full_name(type(act)) in ACTIVATIONS
+        return f"{self.act} is written out in Python" if known else f"{self.act} is {full_name(type(act))}"
+
+    def _gated(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """Up, gate and down; their weights and biases."""
+        *first, fc2_weight, fc2_bias = tensors
+        if self.part.gate not in _ROWS:
+            return tensors
+        halves = [(None, None) if tensor is None else tensor.chunk(2) for tensor in first]
+        up, gate = (1, 0) if self.part.gate == "first" else (0, 1)
+        return [*(half[up] for half in halves), *(half[gate] for half in halves), fc2_weight, fc2_bias]
+
+    def _inner_norm(self, modules: Modules) -> dict | None:
+        """The inner norm as an operation takes it; None where it must be called."""
+        norm = attribute(modules[self.part.path], self.part.inner_norm) if self.part.inner_norm else None
+        if type(norm) in ABSENT:
+            return {}
+        hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+        if type(norm) not in loaded(LAYER_NORMS) or hooks or "forward" in norm.__dict__ or norm.weight is None:
+            return None
+        tensors = {name: parameter(norm, name) for name in ("weight", "bias")}
+        return dict(inner_eps=norm_eps(norm), **{f"inner_norm_{name}": value for name, value in tensors.items()})
+
+    def around(self, layer: nn.Module, modules: Modules) -> str | None:
+        takes = self.part.gate is not None and self._inner_norm(modules) is not None
+        return None if takes else super().around(layer, modules)
+
+    def run(self, found: Found, x: Tensor, options: dict, factors: dict) -> Tensor:
+        modules, act = found.modules, dict(activation=self.activation(found.modules))
+        norm, tensors = found.tensors[:2], found.tensors[2:]
+        if self.part.gate is None and found.around is None:
+            return ops.mlp_block(x, *norm, *tensors, **act, **self.norm_options(modules), **factors)
+        if self.part.gate is not None:
+            tensors = self._gated(tensors)
+        if found.around is None:
+            options = {**self.norm_options(modules), **self._inner_norm(modules)}
+            return ops.gated_mlp_block(x, *norm, *tensors, **act, **options, **factors)
+        *first, fc2_weight, fc2_bias = tensors
+        h = normalized(modules[self.norm], x)
+        y = ops.linear_gelu(h, *first[-2:], **act)
+        y = y if self.part.gate is None else y * F.linear(h, *first[:2])
+        y = attribute(modules[self.part.path], self.part.inner_norm)(y)
+        return add_projection(y, fc2_weight, fc2_bias, x, **factors)
+
+
+class MlpModule(MlpBlock):
+    """An MLP alone, as a head or a layer that is left has it."""
+
+    name = "MLP"
+
+    def __init__(self, part: Mlp, example: nn.Module):
+        super().__init__(Layer(type, norms=("", ""), mlp=part), part, example)
+
+    def unsupported_reason(self, modules: Modules) -> str | None:
+        around = self.around(modules[""], modules)
+        return super().unsupported_reason(modules) or (f"{around} is called inside" if around else None)
+
+    def call(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """module(x) by an operation; None where the library's code must run."""
+        reason = input_unsupported(x)
+        found = self.find(module) if reason is None else reason
+        if not isinstance(found, str):
+            autocast = torch.is_autocast_enabled(x.device.type)
+            same = x.dtype == found.tensors[0].dtype
+            fits = x.dtype in KERNEL_DTYPES and found.tensors[0].dtype in KERNEL_DTYPES if autocast else same
+            reason = None if fits else "its input and weights differ in dtype"
+        if isinstance(found, str) or reason is not None:
+            if isinstance(x, Tensor):  # not a proxy of FX
+                library_runs(module, self.name, reason or found, of_this_call=True)
+            return None
+        operation_runs(module, self.name)
+        act = dict(activation=self.activation(found.modules))
+        if self.part.gate is None:
+            return ops.mlp(x, *found.tensors, **act)
+        return ops.gated_mlp(x, *self._gated(found.tensors), **act, **self._inner_norm(found.modules))

@@ -1,0 +1,26 @@
+"""Subclasses of libraries' classes, made at run time, and how a module gets one."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+# registry.py's: our subclass of a library's class, None where there is none (any more).
+subclass_of: list[Callable[[type], type | None]] = []
+
+
+def subclass(cls: type, forward: Callable, **attributes) -> type:
+    """A subclass of a library's class with another forward, under the same name.
+
+    Its instances are pickled as the library's, and get the subclass of the vitfast that reads them.
+    """
+    body = dict(forward=forward, vitfast_class=cls, __reduce_ex__=_reduce, __module__=__name__, **attributes)
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def _rebuild(cls: type) -> nn.Module:
+    """An empty instance of our subclass; of the library's class where vitfast does not know it."""
+    return cls.__new__(subclass_of[0](cls) or cls)
+
+
+def _reduce(self, protocol):
+    return _rebuild, (type(self).vitfast_class,), object.__reduce_ex__(self, 2)[2]
