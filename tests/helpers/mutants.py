@@ -3,7 +3,7 @@
 from mutant import NUMBERS, Mutant
 
 _STORE_CHUNK = "ptr + rows.to(tl.int64) * D + offs_d"
-_LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q_block, k_head, v_head, whole, N, scale, LAST_N, "
+_LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q_block, *head, whole, keys, N, scale, LAST_N, "
 _GRID = "(cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)"
 _SHORT_GRID = "(max(1, m // blocks[0]) * cdiv(n, blocks[1]),)"
 _DELTA = "grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr="
@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "a column past the head: k beside q",
         "attention_common.py",
-        "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < HEAD.dim)[None, :]",
-        "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) <= HEAD.dim)[None, :]",
+        "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < END)[None, :]",
+        "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) <= END)[None, :]",
         "attention",
         "out of bounds",
     ),
@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "tiles of queries that overlap",
         "attention_tiled_bwd.py",
-        "first = index * BLOCK_M\n",
-        "first = index * (BLOCK_M - 1)\n",
+        "index * BLOCK_M, N)",
+        "index * (BLOCK_M - 1), N)",
         "attention backward, dq",
         "write-write race",
         True,
@@ -386,5 +386,62 @@ MUTANTS = [
     ),
     Mutant(
         "a misaligned descriptor", "product.py", " and x.data_ptr() % 16 == 0 and", " and", "linear + gelu", NUMBERS
+    ),
+    # Rotary positions, biases, lengths of keys, gated layers.
+    Mutant(
+        "a row past the tables",
+        "attention_rope.py",
+        "& (rows < N)\n    row_ptrs",
+        "& (rows <= N)\n    row_ptrs",
+        "attention, rotary",
+        "out of bounds",
+    ),
+    Mutant(
+        "prefix tokens turned",
+        "attention_rope.py",
+        "(rows >= rope[3]) &",
+        "(rows >= 0) &",
+        "attention, rotary",
+        "out of bounds",
+    ),
+    Mutant(
+        "gradients turned on",
+        "attention_rope.py",
+        "a * cos_a + b * sin_b, b * cos_b - a * sin_a, rows",
+        "a * cos_a - b * sin_b, b * cos_b + a * sin_a, rows",
+        "attention backward, rotary",
+        NUMBERS,
+    ),
+    Mutant(
+        "the next head's bias",
+        "attention_bias.py",
+        "h.to(tl.int64) * strides[1])",
+        "(h + 1).to(tl.int64) * strides[1])",
+        "attention, bias",
+        "out of bounds",
+    ),
+    Mutant(
+        "a bias of one sample",
+        "attention_bias.py",
+        "in tl.range(0, samples,",
+        "in tl.range(0, 1,",
+        "attention backward, of a bias",
+        NUMBERS,
+    ),
+    Mutant(
+        "keys that do not count",
+        "attention_tiled.py",
+        "(cols < keys)[None, :], s,",
+        "(cols < N)[None, :], s,",
+        "attention, key lengths",
+        NUMBERS,
+    ),
+    Mutant(
+        "the sums of the gates in those of up",
+        "gated.py",
+        "sum_ptrs[1] + index_m",
+        "sum_ptrs[0] + index_m",
+        "dgated",
+        "left unwritten",
     ),
 ]
