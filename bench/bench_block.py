@@ -1,4 +1,4 @@
-"""The two fused blocks of an encoder layer against eager PyTorch and torch.compile.
+"""The fused blocks of an encoder layer, the gated MLP (SwiGLU) among them, against eager PyTorch and torch.compile.
 
 All of the same formula; each peer of the attention block runs on the fastest SDPA backend.
 """
@@ -22,17 +22,18 @@ def attention_case_of(s: Shape) -> Case:
     return Case("attention_block", s.name, formula, lambda: _inputs(s, (3 * d, d), (d, d)), 1, counted)
 
 
-def mlp_case_of(s: Shape) -> Case:
+def mlp_case_of(op: str, s: Shape) -> Case:
+    """Of mlp_block or gated_mlp_block."""
     d, f = s.width, s.hidden
-    counted = work.mlp_block(s.rows, d, f, DTYPE.itemsize)
-    return Case("mlp_block", s.name, ref.mlp_block, lambda: _inputs(s, (f, d), (d, f)), 1, counted)
+    counted, layers = getattr(work, op)(s.rows, d, f, DTYPE.itemsize), [(f, d)] * (1 + op.startswith("gated"))
+    return Case(op, s.name, getattr(ref, op), lambda: _inputs(s, *layers, (d, f)), 1, counted)
 
 
-def _inputs(s: Shape, first: tuple[int, int], second: tuple[int, int]) -> list:
-    """Tokens, the norm's weight and bias, and those of two linear layers."""
+def _inputs(s: Shape, *layers: tuple[int, int]) -> list:
+    """Tokens, the norm's weight and bias, and those of linear layers."""
     d = s.width
-    layers = weight(*first), values(first[0]), weight(*second), values(d)
-    return [values(s.batch, s.tokens, d), values(d), values(d), *layers]
+    parameters = (t for out, inner in layers for t in (weight(out, inner), values(out)))
+    return [values(s.batch, s.tokens, d), values(d), values(d), *parameters]
 
 
 @pytest.mark.parametrize("shape, direction, impl", CASES)
@@ -48,5 +49,11 @@ def test_attention_block(benchmark, shape, direction, impl):
 
 @pytest.mark.parametrize("shape, direction, impl", CASES)
 def test_mlp_block(benchmark, shape, direction, impl):
-    case = mlp_case_of(SHAPES[shape])
+    case = mlp_case_of("mlp_block", SHAPES[shape])
     bench(benchmark, case, impl, implementation(impl, ops.mlp_block, case.formula), direction)
+
+
+@pytest.mark.parametrize("shape, direction, impl", CASES)
+def test_gated_mlp_block(benchmark, shape, direction, impl):
+    case = mlp_case_of("gated_mlp_block", SHAPES[shape])
+    bench(benchmark, case, impl, implementation(impl, ops.gated_mlp_block, case.formula), direction)

@@ -168,7 +168,7 @@ first() {
     broken && return
     bench attention 25 80 40 bench/bench_attention.py -k "$main and B256 and not separate"
     broken && return
-    bench blocks 30 110 60 bench/bench_block.py -k "$main and B256 and not max-autotune"
+    bench blocks 30 110 60 bench/bench_block.py -k "$main and B256 and not max-autotune and not gated"
     broken && return
     bench norm_and_patches 25 90 60 bench/bench_layer_norm.py bench/bench_patch_embed.py \
         -k "$main and B256 and not max-autotune and (test_add_layer_norm or test_patch_embed)"
@@ -216,8 +216,8 @@ case "$wanted" in
         checks "compute-sanitizer"
         ;;
     ops) # a process for each file: an illegal access in one kernel spoils that file alone
-        files=5
-        for op in attention layer_norm patch_embed block mlp; do
+        files=6
+        for op in attention attention_options layer_norm patch_embed block mlp; do
             bench "ops_$op" 20 $(($(left) * 555 / seconds / files)) 100 "bench/bench_$op.py" "$@"
             files=$((files - 1))
         done

@@ -112,9 +112,9 @@ def measures_what_it_should(stage: Stage, client: Path) -> None:
         "linear_gelu, tanh",
     }
     assert (
-        {r["dtype"] for r in smoke} == {"bfloat16"} and len(doctor) == 51 and all(r["passed"] for r in smoke + doctor)
+        {r["dtype"] for r in smoke} == {"bfloat16"} and len(doctor) == 60 and all(r["passed"] for r in smoke + doctor)
     )
-    assert "51 passed, 2 skipped" in stage.files["gpu_tests.log"]  # 17 operations twice, in B/16's sizes and H/14's
+    assert "60 passed, 2 skipped" in stage.files["gpu_tests.log"]  # 20 operations twice, in B/16's sizes and H/14's
     for what in (
         "of timm bf16 ",
         "throughput ",
@@ -152,11 +152,11 @@ def runs_the_other_stages(stage: Stage, client: Path) -> None:
     assert faithful(stage, client, arguments=("tests", *alone)) == 0, stage.text
     found = json.loads(stage.files["steps_tests.json"])
     assert found["checks"] == {"vitfast doctor": 0, "gpu tests": 0}  # nobody has a compute-sanitizer here
-    assert "17 passed" in stage.files["gpu_tests.log"] and found["skipped"][0]["name"] == "compute-sanitizer"
+    assert "20 passed" in stage.files["gpu_tests.log"] and found["skipped"][0]["name"] == "compute-sanitizer"
     chosen = ("ops", "-k", "B/16 and 224 and B256 and both and not max-autotune")
     assert faithful(stage, client, arguments=chosen, VITFAST_PLANT="wrong memory") == 1
-    files = [f"ops_{name}" for name in ("attention", "layer_norm", "patch_embed", "block", "mlp")]
-    assert [len(cases(stage, name)) for name in files] == [8, 6, 8, 5, 12]
+    files = [f"ops_{name}" for name in ("attention", "attention_options", "layer_norm", "patch_embed", "block", "mlp")]
+    assert [len(cases(stage, name)) for name in files] == [8, 6, 9, 8, 8, 12]
     assert cases(stage, "ops_block", "failed") == [f"test_mlp_block[{MAIN}-both-vitfast]"]
     failed = json.loads(stage.files["ops_attention.json"])["failed"]
     assert len(failed) == 2 and all("sdpa efficient" in c["name"] and "out of memory" in c["reason"] for c in failed)

@@ -19,6 +19,7 @@ FC1_BACKWARD = (7680 + 147_456 + 1920) + (7680 + 1920 + 147_456 + 768)  # dX, dW
 FC2_BACKWARD = (1920 + 147_456 + 3 * 7680) + (1920 + 7680 + 147_456 + 192)  # dpre: reads pre, writes dpre and act; dW
 BY_HAND = {  # op: (flops, elements) of forward, training, backward
     "attention": ((38_400, 4 * 1920), (38_400, 4 * 1920), (96_000, 8 * 1920)),
+    "biased_attention": ((38_400, 4 * 1920 + 75), (38_400, 4 * 1920 + 75), (96_000, 8 * 1920 + 150)),
     "layer_norm": ((0, 2 * 1920 + 384), (0, 2 * 1920 + 384), (0, 3 * 1920 + 576)),
     "add_layer_norm": ((0, 4 * 1920 + 384), (0, 4 * 1920 + 384), (0, 4 * 1920 + 576)),
     "linear_gelu": ((2_949_120, FC1), (2_949_120, FC1 + 7680), (5_898_240, FC1_BACKWARD + 2 * 7680)),
@@ -45,6 +46,7 @@ BY_HAND = {  # op: (flops, elements) of forward, training, backward
 DIRECTIONS = ("forward", "training", "backward")
 SIZES = {
     "attention": (M, N, D),
+    "biased_attention": (M, N, D, 3),
     "layer_norm": (M, D),
     "rms_norm": (M, D),
     "add_layer_norm": (M, D),

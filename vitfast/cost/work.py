@@ -65,6 +65,13 @@ def attention(m: int, n: int, d: int, size: int) -> Work:
     return Work(forward, forward, ((10.0 * m * n * d, size * 8 * m * d),))
 
 
+def biased_attention(m: int, n: int, d: int, heads: int, size: int) -> Work:
+    """`attention` with a bias (heads, N, N), read both times, and its gradient written."""
+    bias = heads * n * n
+    forward = ((4.0 * m * n * d, size * (4 * m * d + bias)),)
+    return Work(forward, forward, ((10.0 * m * n * d, size * (8 * m * d + 2 * bias)),))
+
+
 def layer_norm(m: int, d: int, size: int, residual_gradient: bool = False) -> Work:
     """Backward: dy, x -> dx; in a block the residual's gradient too, which it reads and adds."""
     forward = moved(2 * m * d + 2 * d, size)

@@ -128,7 +128,15 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     def inner_normed(*t: Tensor) -> Tensor:
         return ops.gated_mlp(*t[:-2], inner_norm_weight=t[-2], inner_norm_bias=t[-1], activation="gelu")
 
+    def turned(qkv: Tensor, angles: Tensor) -> Tensor:
+        return ops.attention(qkv, rope=(angles.cos(), angles.sin()), num_prefix=1)
+
+    def masked(qkv: Tensor, bias: Tensor) -> Tensor:
+        lengths = 1 + torch.arange(s.batch, device=qkv.device) * 7 % s.tokens
+        return ops.attention(qkv, bias=bias, key_lengths=lengths)
+
     d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
+    packed, angles = values(s.batch, s.tokens, 3, s.heads, s.head), (s.tokens - 1, s.head // 2)
     x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
     norm, fc1, fc2 = [vector, vector], [weight(f, d), values(f)], [weight(d, f), vector]
     qkv, proj = [weight(3 * d, d), values(3 * d)], [weight(d, d), vector]
@@ -137,8 +145,12 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "layer_norm": (ops.layer_norm, [x, *norm]),
         "rms_norm": (ops.rms_norm, [x, vector]),
         "add_layer_norm": (scaled(ops.add_layer_norm), [x, x, *norm, vector, drop]),
-        "attention": (ops.attention, [values(s.batch, s.tokens, 3, s.heads, s.head)]),
+        "attention": (ops.attention, [packed]),
         "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
+        # of attention; under names of their own: the smallest check on a GPU is of attention alone
+        "rope": (turned, [packed, ("factor", angles)]),
+        "rope, learned tables": (turned, [packed, values(s.heads, *angles)]),
+        "bias, key lengths": (masked, [packed, values(s.heads, s.tokens, s.tokens)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, activation="gelu_tanh"), [x, *fc1]),
         "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
