@@ -71,13 +71,21 @@ def load_pairs(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
 
 @triton.jit
 def load_turned_rows(head, rope, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """Rows of a head of q or k, turned where there is rope, as its chunks."""
+    """Rows of a head of q or k, turned where there is rope, as its chunks.
+
+    tl.where by the numbers of rows, though the tables leave those rows as they are: past a chain of loads and what is
+    element-wise Triton moves a change of layout up to the loads, and would turn rows once for every product that takes
+    them, with their tables in fp32. Numbers of rows are no loads.
+    """
     if rope is None:
         return load_head_rows(head, rows, N, MASK_ROWS, HEAD)
     else:
         a, b = load_pairs(head, rows, N, MASK_ROWS, HEAD)
         cos_a, cos_b, sin_a, sin_b = factors(rope, rows, N, HEAD)
-        return ((a * cos_a - b * sin_a).to(a.dtype), (b * cos_b + a * sin_b).to(b.dtype))
+        turns = ((rows >= rope[3]) & (rows < N))[:, None]
+        first = tl.where(turns, a * cos_a - b * sin_a, a.to(tl.float32))
+        second = tl.where(turns, b * cos_b + a * sin_b, b.to(tl.float32))
+        return (first.to(a.dtype), second.to(b.dtype))
 
 
 @triton.jit

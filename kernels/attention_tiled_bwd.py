@@ -162,6 +162,9 @@ def keys_bwd(
     # keys that do not count have had their share of every query, in rows of their own
     dk = [tl.where((cols < keys)[:, None], chunk * scale, 0.0) for chunk in dk]
     dv = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dv]
+    if rope is not None:
+        # or the tables of these rows would stay in registers since they were read for k; dQ's store of delta does this
+        tl.debug_barrier()
     dk = store_turned_back(grad_heads[0], dk, rope, cols, N, TURN, QK)
     store_head_rows(grad_heads[1], dv, cols, N, HEAD)
     return dk, dv

@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "no barrier between the phases",
         "attention_tiled_bwd.py",
-        "    tl.debug_barrier()\n",
-        "",
+        "this program\n    tl.debug_barrier()\n",
+        "this program\n",
         "attention backward",
         "missing barrier",
         True,
@@ -354,8 +354,8 @@ MUTANTS = [
     Mutant(
         "a barrier for the sums alone",
         "attention_tiled_bwd.py",
-        "    tl.debug_barrier()\n",
-        "    if SUMS:\n        tl.debug_barrier()\n",
+        "this program\n    tl.debug_barrier()\n",
+        "this program\n    if SUMS:\n        tl.debug_barrier()\n",
         "attention backward, separate tensors",
         "missing barrier",
         True,
