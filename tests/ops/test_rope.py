@@ -139,3 +139,24 @@ def test_errors_name_what_does_not_fit(options, message):
 def test_rope_needs_pairs():
     with pytest.raises(ValueError, match="the head size must be even, got 7"):
         ops.attention(rand(B, N, 3, H, 7), rope=(torch.ones(N, 7),) * 2)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_what_acts_on_logits_is_exported_as_plain_pytorch(layout):
+    """With a batch of any size, whether kernels are on or off."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, qkv, cos, sin, bias, lengths):
+            options = dict(rope=(cos, sin), rope_layout=layout, num_prefix=PREFIX, bias=bias, key_lengths=lengths)
+            return ops.attention(qkv, **options)
+
+    given = tuple(t.float() for t in (rand(B, N, 3, H, DH), *angles(H), rand(H, N, N))) + (torch.tensor([3, 7]),)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    dynamic = ({0: batch}, None, None, None, {0: batch})
+    for mode in ("on", "off"):
+        with ops.use_kernels(mode):
+            exported = torch.export.export(Attend(), given, dynamic_shapes=dynamic)
+        names = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+        assert names and not any("vitfast" in name for name in names)
+        for inputs in (given, (rand(5, N, 3, H, DH).float(), *given[1:4], torch.tensor([1, 2, 9, 4, 5]))):
+            assert_close(exported.module()(*inputs), Attend()(*inputs), atol=1e-5)
