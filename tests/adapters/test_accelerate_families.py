@@ -198,3 +198,20 @@ def test_drop_path_draws_what_the_library_draws():
         outs.append(each(x))
     assert_close(*outs, atol=1e-5)
     assert calls(block, x) == {"attention block": 1, "MLP block": 1}
+
+
+@pytest.mark.parametrize("name", ["timm EVA-02", "timm BEiT"])
+def test_a_bias_in_a_layer_that_should_have_none(name):
+    """timm adds it where there is no bias of q beside it, and leaves it out where there is."""
+    model, original, batch = pair_of(name)
+    for has_own in (True, False):
+        for each in (model, original):
+            attention = each.blocks[0].attn
+            layer = attention.qkv if attention.qkv is not None else attention.q_proj
+            torch.manual_seed(1)
+            layer.bias = nn.Parameter(torch.randn(layer.out_features))
+            if not has_own and attention.qkv is not None:
+                attention.q_bias = attention.v_bias = None
+        assert_same(both(model, original, batch), atol=2e-5, rtol=1e-4)
+    if model.blocks[0].attn.qkv is not None:
+        assert "attn.qkv has a bias beside q_bias" in str(vitfast.acceleration_report(model))

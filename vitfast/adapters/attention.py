@@ -47,6 +47,8 @@ class AttentionBlock(FusedBlock):
             rows = layer.out_features if layer is not None else attribute(attention, name).shape[0]
             if rows != (3 * width if self.packed else width):
                 return f"{path} does not give num_heads heads"
+            if part.biases is not None and layer is not None and layer.bias is not None:
+                return f"{path} has a bias beside {', '.join(part.biases)}"
         if part.scale is not None and attribute(attention, part.scale) != (width // heads) ** -0.5:
             return f"{under(part.path, part.scale)} is not 1 / sqrt(head size)"
         return head_unsupported(width // heads, 1.0)
