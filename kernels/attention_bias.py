@@ -11,7 +11,7 @@ products again for each sample, a block of the bias at a time, and adds up in re
 import triton
 import triton.language as tl
 
-from .attention_common import head_of, load_head_rows, outer, probabilities, row_dot
+from .attention_common import LOG2E, head_of, load_head_rows, outer, probabilities, row_dot
 from .attention_rope import load_turned_rows, rope_of
 
 
@@ -58,6 +58,18 @@ def unit(bias, scale):
 
 
 @triton.jit
+def weights(s, lse, bias, scale, DTYPE: tl.constexpr):
+    """exp(s - lse) of what add_bias returns, lse a column or a row.
+
+    With a bias the difference comes first: it is 0 where a mask has the least number there is for all keys of a query.
+    """
+    if bias is None:
+        return probabilities(s, lse, scale, DTYPE)
+    else:
+        return tl.exp2((s - lse) * LOG2E)
+
+
+@triton.jit
 def terms_of(terms, b, h, N):
     """A head's rope, its bias, and how many of its keys count. terms: as attention_tiled.py takes them."""
     return rope_of(terms[0], b, h), bias_of(terms[1], b, h), keys_of(terms[2], b, N)
@@ -97,7 +109,7 @@ def _bias_bwd_kernel(
         # +inf past N: those queries weigh nothing
         lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * N + rows, mask=rows < N, other=float("inf"))
         s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
-        p = probabilities(s, lse[:, None], unit(bias, scale), q[0].dtype)
+        p = weights(s, lse[:, None], bias, scale, q[0].dtype)
         p = tl.where((cols < keys)[None, :], p, 0.0)
         total += p * (outer(do, v, HEAD) - delta[:, None])
     at = (group.to(tl.int64) * H + h) * N * N + rows.to(tl.int64)[:, None] * N + cols[None, :]

@@ -9,7 +9,7 @@ C7515).
 import triton
 import triton.language as tl
 
-from .attention_bias import add_bias, terms_of, unit
+from .attention_bias import add_bias, terms_of, unit, weights
 from .attention_common import (
     LN2,
     LOG2E,
@@ -17,7 +17,6 @@ from .attention_common import (
     head_of,
     load_head_rows,
     outer,
-    probabilities,
     store_head_rows,
     zero_head_rows,
 )
@@ -54,7 +53,7 @@ def _fwd_step(
     m_new = tl.maximum(m, tl.max(s, 1) * unit(bias, scale))
     # where every key so far is hidden, nothing is subtracted: -inf - -inf is no number
     shift = tl.where(m_new == float("-inf"), 0.0, m_new) if HIDES else m_new
-    p = probabilities(s, shift[:, None], unit(bias, scale), q[0].dtype)
+    p = weights(s, shift[:, None], bias, scale, q[0].dtype)
     decay = tl.exp2((m - shift) * LOG2E)
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     acc = add_product([chunk * decay[:, None] for chunk in acc], p, v, HEAD)

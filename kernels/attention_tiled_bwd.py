@@ -9,13 +9,12 @@ without masks.
 import triton
 import triton.language as tl
 
-from .attention_bias import add_bias, terms_of, unit
+from .attention_bias import add_bias, terms_of, weights
 from .attention_common import (
     add_product,
     head_of,
     load_head_rows,
     outer,
-    probabilities,
     row_dot,
     store_head_rows,
     store_sums,
@@ -49,7 +48,7 @@ def _dq_step(
     k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
-    p = probabilities(s, lse[:, None], unit(bias, scale), q[0].dtype)
+    p = weights(s, lse[:, None], bias, scale, q[0].dtype)
     if MASK:
         p = tl.where((cols < keys)[None, :], p, 0.0)
     ds = p * (outer(do, v, HEAD) - delta[:, None])
@@ -124,7 +123,7 @@ def _dkdv_step(
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
     s = add_bias(outer(k, q, QK), bias, rows, cols, N, scale, True)
-    p = probabilities(s, lse[None, :], unit(bias, scale), q[0].dtype)
+    p = weights(s, lse[None, :], bias, scale, q[0].dtype)
     dv = add_product(dv, p, do, HEAD)
     ds = p * (outer(v, do, HEAD) - delta[None, :])
     return add_product(dk, ds, q, QK), dv

@@ -143,6 +143,19 @@ def test_minus_infinity_in_a_bias_hides_keys(each_path, kernels_on_nan):
         torch.testing.assert_close(ours.double(), theirs.nan_to_num(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mask_of_least_numbers(dtype, each_path, kernels_on_nan):
+    """As libraries write masks: padding's queries see nothing, so they see all keys alike; and come to no account."""
+    qkv, do, _ = case(1, 70, 2, 16, dtype)
+    bias = torch.zeros(1, 2, 70, 70)
+    bias[..., 60:] = bias[..., 60:, :] = torch.finfo(torch.float32).min
+    do[:, 60:] = 0
+    compare(qkv, do, {"bias": bias})
+    out, *_ = run(by_kernels, qkv, do, {"bias": bias}, "half", 0)
+    alike = qkv[:, :, 2].double().mean(1, keepdim=True)
+    torch.testing.assert_close(out[:, 60:].double(), alike.expand(1, 10, 2, 16), atol=ATOL[dtype], rtol=0)
+
+
 def test_a_mask_of_stride_zero_is_read_where_it_lies(each_path):
     qkv, do, _ = case(2, 70, 2, 16, torch.float32)
     mask = torch.zeros(2, 1, 1, 70).masked_fill(torch.rand(2, 1, 1, 70) < 0.3, float("-inf"))

@@ -2,7 +2,8 @@
 
 Without a look at the values, for which a GPU would be waited for, nobody knows whether a mask hides a tail of padding
 alone. So attention is given both: the mask itself as a bias, which is right for every mask, and the last key that any
-query sees, behind which nothing need be read.
+query sees, behind which nothing need be read. A query that a mask of large negative numbers lets see nothing sees all
+keys alike, in every library: it counts as such, except for the queries of padding, whose keys nobody sees either.
 """
 
 import torch
@@ -38,11 +39,20 @@ def _add_mask(options: dict, mask: Tensor, x: Tensor, B: int, heads: int, N: int
         bias = mask.to(dtype)
     else:
         return f"the mask is {mask.dtype}"
-    counted = torch.arange(1, N + 1, device=x.device) * seen.expand(*seen.shape[:3], N).flatten(1, 2).any(1)
-    options["key_lengths"] = counted.amax(-1).expand(B).contiguous()
+    options["key_lengths"] = _last_keys(seen.expand(*seen.shape[:3], N)).expand(B).contiguous()
     bias = bias if "bias" not in options else bias + options["bias"]
     options["bias"] = bias.expand(bias.shape[0], heads, N, N)
     return None
+
+
+def _last_keys(seen: Tensor) -> Tensor:
+    """How many keys count, (B or 1,), of what queries see, (B or 1, H or 1, N or 1, N)."""
+    N = seen.shape[-1]
+    sees, keys = seen.any(-1), seen.any(2)
+    blind = ~sees & keys if sees.shape[2] == N else ~sees
+    blind = blind | ~sees.any(-1, keepdim=True)
+    counted = torch.arange(1, N + 1, device=seen.device) * keys.any(1)
+    return torch.where(blind.flatten(1).any(1), N, counted.amax(-1))
 
 
 def rotary_tables(cos: Tensor, sin: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
