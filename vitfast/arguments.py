@@ -5,6 +5,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
+import torch
 from torch import Tensor
 
 from .errors import InputError
@@ -284,6 +285,8 @@ def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:
 
 def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:
     """The images; raises ValueError unless they are (B, chans, *size). size None leaves it open."""
+    if torch.jit.is_tracing():
+        raise NotImplementedError("ViT: torch.jit.trace cannot record it; torch.export.export and `vitfast export` can")
     if images.dim() != 4 or images.shape[1] != chans or (size is not None and tuple(images.shape[2:]) != size):
         want = "(B, {}, {}, {})".format(chans, *(size or ("H", "W")))
         hint = "set_input_size or dynamic_img_size=True takes other sizes"

@@ -45,11 +45,21 @@ class ViT(Intermediates, nn.Module):
     before the head; pos_drop_rate and proj_drop_rate: the paper's dropout; drop_path_rate: stochastic depth, rising
     linearly from 0. weight_init: timm's modes. head_init_bias: the head's bias at the start. representation_size: width
     of the tanh layer of the pre-training head, None for none. act_layer: "gelu" (erf), "gelu_tanh", "quick_gelu" or
-    "silu". norm_eps: of every LayerNorm. mean, std: of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the
+    "silu". norm_layer: "layernorm" or "rmsnorm", of norm_eps. mean, std: of raw uint8 images, on the 0..1 scale.
+    residual_in_fp32: keep the
     residual stream in fp32 when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what
     `hybrid.HybridEmbed` says, None for a ViT. keep: what blocks keep for backward, see `set_keep`; it is of a run, and
     not in `config`. class_names: of the classes, in the order of the logits. crop_mode, crop_pct: how evaluations cut
     images ("center", "squash" or "border"; the share of a side), in timm's words. Each None where nobody said it.
+
+    Of families since the paper: pre_norm: a norm before the blocks, and no bias in the patch projection (CLIP).
+    qk_norm: norms of q and k, over each head. swiglu_mlp: MLPs gated by SiLU (act_layer is then a MAP head's alone),
+    gate and up mlp_ratio * D wide each; scale_mlp_norm: a norm of what they multiply (EVA-02). rope: rotary positions
+    of the patches, beside `pos_embed` or with "none": "dinov3" (the image is -1..1 down and across, at any size; halves
+    of a head in pairs) or "cat" (EVA's: patches are counted; neighbours in pairs); None for none. rope_temperature: the
+    base of its periods, 100 and 10,000 unless given. ref_feat_shape: patches (down, across) of the grid that "cat"
+    counts, whatever the image's own, (16, 16) in EVA-02; None: as many as there are.
+
     Raises InputError for an argument that no ViT can have.
     """
 

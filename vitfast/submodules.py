@@ -11,15 +11,20 @@ from torch.nn import Dropout
 from torch.nn.modules.module import _has_any_global_hook
 
 Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the layer
-Layout = tuple[tuple[str, str, str, tuple[type, ...]], ...]
+Layout = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], ...]
 
 
-def layout(modules: dict[str, type | tuple[type, ...]]) -> Layout:
-    """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name in the parent, types)."""
+def layout(modules: dict[str, type | tuple[type, ...]], sequences: dict[str, tuple[str, ...]] | None = None) -> Layout:
+    """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name in the parent, types, sequence).
+
+    sequences: of modules that call all that they hold, the names of that, in order.
+    """
+    sequences = sequences or {}
     found = []
     for path, types in modules.items():
         parent, _, name = path.rpartition(".")
-        found.append((path, parent, name, types if isinstance(types, tuple) else (types,)))
+        types = types if isinstance(types, tuple) else (types,)
+        found.append((path, parent, name, types, sequences.get(path)))
     return tuple(found)
 
 
@@ -38,13 +43,15 @@ def find_modules(
     if _has_any_global_hook():
         return "a hook on all modules is set"
     modules = {"": layer}
-    for path, parent, name, types in expected:
+    for path, parent, name, types, sequence in expected:
         module = modules[path] = modules[parent]._modules.get(name)
         cls = type(module)
         if cls not in types:
             return f"{path} is missing" if module is None else f"{path} is {full_name(cls)}"
         if module is None:
             continue
+        if sequence is not None and tuple(module._modules) != sequence:
+            return f"{path} holds other modules than it did"
         # A hook waits for the call of this module.
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             if not idle_hooks(module):

@@ -215,3 +215,17 @@ def test_a_bias_in_a_layer_that_should_have_none(name):
         assert_same(both(model, original, batch), atol=2e-5, rtol=1e-4)
     if model.blocks[0].attn.qkv is not None:
         assert "attn.qkv has a bias beside q_bias" in str(vitfast.acceleration_report(model))
+
+
+def test_one_layer_beside_three():
+    """timm's Eva takes q, k and v from `qkv` where there is one."""
+    from timm.models.eva import Eva
+
+    original = randomize(Eva(32, 16, embed_dim=32, depth=1, num_heads=2, num_classes=3, qkv_fused=False)).eval()
+    model = vitfast.accelerate(copy.deepcopy(original))
+    for each in (model, original):
+        torch.manual_seed(1)
+        each.blocks[0].attn.qkv = nn.Linear(32, 96, bias=False)
+    images = torch.randn(2, 3, 32, 32)
+    assert_close(model(images), original(images), atol=1e-5)
+    assert len(vitfast.acceleration_report(model).replaced) == 4

@@ -52,6 +52,9 @@ def test_padded_batches(name, lengths, caplog):
         assert_close(outs[0][i, :length], outs[1][i, :length], atol=1e-5)
 
 
+LEAST, FIRST, LAST = torch.finfo(torch.float32).min, torch.tensor([0]), torch.tensor([4])
+
+
 def masks():
     tail = torch.arange(5) < torch.tensor([5, 3])[:, None]
     some = torch.rand(2, 1, 5, 5, generator=torch.manual_seed(1)) > 0.4
@@ -63,6 +66,8 @@ def masks():
         "additive": torch.randn(2, 1, 5, 5, generator=torch.manual_seed(2)),
         "additive, by head": torch.randn(1, 2, 5, 5, generator=torch.manual_seed(3)),
         "least numbers": torch.zeros(2, 1, 5, 5).masked_fill(~some, torch.finfo(torch.float32).min),
+        "a query that sees all alike": torch.zeros(5, 5).index_fill(0, FIRST, LEAST).index_fill(1, LAST, LEAST),
+        "an image that is padding alone": torch.zeros(2, 1, 1, 5).index_fill(0, torch.tensor([1]), LEAST),
         "a query that sees nothing": torch.arange(5)[None, None, :, None].expand(2, 1, 5, 5) < 4,
     }
 

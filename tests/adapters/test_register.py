@@ -232,3 +232,80 @@ def test_the_check_leaves_no_trace():
     state = torch.get_rng_state()
     register(Block, LAYER)
     assert torch.equal(state, torch.get_rng_state()) and Block in registry._registered
+
+
+def test_a_class_that_is_registered_again():
+    """As when a cell of a notebook is run twice: what was accelerated stays known."""
+    Block = make_block()
+    register(Block, LAYER)
+    model, x = vitfast.accelerate(nn.Sequential(Block(32, 2))).eval(), torch.randn(2, 5, 32)
+    register(Block, LAYER._replace(make=lambda cls: cls(32, 2, drop_path=0.2)))
+    assert len(vitfast.acceleration_report(model).replaced) == 2 and calls(model, x) == BOTH
+    assert len(vitfast.acceleration_report(vitfast.accelerate(model)).replaced) == 2
+    assert type(vitfast.restore(model)[0]) is Block
+    assert calls(vitfast.accelerate(model), x) == BOTH
+
+
+def with_a_gain(Block):
+    class WithGain(Block):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.register_buffer("gain", torch.tensor(1.0))
+
+        def forward(self, x):
+            return self.gain * super().forward(x)
+
+    return WithGain
+
+
+class FixedScale(SelfAttention):
+    """1 / 4 is right for the head size of the check, 16, alone."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v, scale=0.25).transpose(1, 2).flatten(2))
+
+
+def with_a_fixed_scale(Block):
+    class WithFixedScale(Block):
+        def __init__(self, dim, num_heads):
+            super().__init__(dim, num_heads)
+            self.attn = FixedScale(dim, num_heads)
+
+    return WithFixedScale
+
+
+ATTENTION = LAYER.attention
+WRONG = {
+    "norms: Block has no `n1`": dict(norms=("n1", "norm2")),
+    "norms and behind are pairs": dict(norms=("norm1",)),
+    "attention.path: Block has no `attention`": dict(attention=ATTENTION._replace(path="attention")),
+    "attention.qkv: Block has no `attn.in_proj`": dict(attention=ATTENTION._replace(qkv="in_proj")),
+    "attention.heads: Block has no `attn.heads`": dict(attention=ATTENTION._replace(heads="heads")),
+    "mlp.gate: Block has no `mlp.gate`": dict(mlp=Mlp(gate="gate")),
+    "mlp: give act or activation": dict(mlp=Mlp(act=None)),
+    "behind: Block has no `gamma`": dict(behind=(("gamma",), ("ls2", "drop_path1"))),
+    "takes: Block's forward has no argument `rope`": dict(takes=("rope",)),
+    "attention block: no operation ran, in its last call: never": dict(logits=lambda layer, given, x: "never"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_description_is_told_by_its_field(message):
+    with pytest.raises(InputError, match=f"register: Block is not as described: {message}"):
+        register(make_block(), LAYER._replace(**WRONG[message]))
+
+
+def test_what_one_size_does_not_show():
+    fixed = LAYER._replace(attention=ATTENTION._replace(scale=None, idle=("attn_drop", "proj_drop")))
+    for Block in (make_block(), with_a_fixed_scale(make_block())):
+        with pytest.raises(InputError, match="is not as described: its attention's scale is not 1 / sqrt"):
+            register(Block, fixed)
+    with pytest.raises(InputError, match="WithGain is not as described: gain is not known"):
+        register(with_a_gain(make_block()), LAYER)
+
+
+@pytest.mark.parametrize("places", ["patches", ("patches", 3)])
+def test_places_are_paths(places):
+    with pytest.raises(InputError, match="register: places must be a tuple of paths, got "):
+        register(make_block(), LAYER, places=places)

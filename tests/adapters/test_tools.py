@@ -1,6 +1,7 @@
 """accelerate with LoRA, parametrisations, hooks, quantisation, copies, moving averages."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -16,8 +17,10 @@ from adapter_models import (
     running,
     tensor,
     timm_vit,
+    tv_vit,
 )
 from checks import assert_close, randomize
+from operation_calls import calls
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -180,6 +183,57 @@ def test_dynamic_quantisation_and_tensor_subclasses():
     weight.weight = nn.Parameter(weight.weight.detach().as_subclass(Marked))
     assert running(pair[0]) == ALL_PARTS - 1 and "Marked" in str(vitfast.acceleration_report(pair[0]))
     assert_close(pair[0](IMAGES).as_subclass(torch.Tensor), pair[1](IMAGES), atol=1e-5)
+
+
+def test_the_report_knows_leaves_before_a_call():
+    """A MAP head's MLP whose layers are another's, a norm without weights."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(32, 16, 3, 5, "map", 32, 2, 2, class_token=False)
+    vitfast.accelerate(model.eval())
+    assert not {entry.part for entry in vitfast.acceleration_report(model).left} & {"MLP", "norm"}
+    model.attn_pool.mlp.fc1 = nn.Sequential(model.attn_pool.mlp.fc1)
+    model.norm = vitfast.accelerate(nn.Sequential(nn.LayerNorm(32, elementwise_affine=False)))[0]
+    for _ in range(2):  # before a call, and after it
+        found = {entry.name: entry.why for entry in vitfast.acceleration_report(vitfast.accelerate(model)).left}
+        assert "Sequential" in found["attn_pool.mlp"] and "no weight per channel" in found["norm"], found
+        model(torch.randn(1, 3, 32, 32))
+
+
+def test_modules_added_to_a_sequence_are_called():
+    """torchvision's MLP calls all that it holds; in another order, or with an adapter behind, it is another."""
+    for change in (lambda mlp: mlp.append(nn.Linear(32, 32)), lambda mlp: mlp.insert(3, nn.LayerNorm(64))):
+        for first in (True, False):  # before accelerate, and after
+            model = randomize(tv_vit()).eval()
+            original = copy.deepcopy(model)
+            if not first:
+                vitfast.accelerate(model)
+            for each in (model, original):
+                torch.manual_seed(1)
+                change(each.encoder.layers[0].mlp)
+            vitfast.accelerate(model)
+            assert_close(model(IMAGES), original(IMAGES), atol=1e-5)
+            left = str(vitfast.acceleration_report(model))
+            assert "is not known to vitfast" in left if first else "mlp holds other modules than it did" in left
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_a_layer_scale_of_one_number(shape):
+    model, original = accelerated_pair(functools.partial(timm_vit, init_values=0.5))
+    for each in (model, original):
+        each.blocks[0].ls1.gamma = nn.Parameter(torch.full(shape, 0.3))
+    assert_close(model(IMAGES), original(IMAGES), atol=1e-5)
+    assert "attention block: its layer scale is no tensor per channel" in str(vitfast.acceleration_report(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_jit_trace_records_the_librarys_code():
+    model, original = accelerated_pair(timm_vit)
+    traced = torch.jit.trace(model.eval(), IMAGES)
+    assert_close(traced(IMAGES), original.eval()(IMAGES), atol=1e-5)
+    assert calls(model, IMAGES)  # and afterwards the operations
+    with pytest.raises(NotImplementedError, match="torch.jit.trace cannot record it; torch.export.export"):
+        torch.jit.trace(vitfast.ViT(32, 16, embed_dim=32, num_heads=2, depth=1), torch.randn(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize("library", MAKERS)

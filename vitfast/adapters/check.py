@@ -4,16 +4,20 @@ Versions of a library differ, and people describe blocks of their own.
 """
 
 import contextlib
+import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from ..ops import use_kernels
+from ..ops._dispatch import counting
 from .attention import AttentionBlock
 from .descriptions import Layer, Mlp
-from .fallbacks import quiet
+from .fallbacks import last_call, quiet
+from .fused_blocks import attribute, under
 from .layers import Blocks, accelerated_layer, unknown_member_reason
 from .leaves import norm_class
 from .mlp import MlpBlock, MlpModule
@@ -62,12 +66,17 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
     return same and _same(run(False), expected[0]) and _same(run(True), expected[1])
 
 
-def _checked(cls: type, description: Layer) -> Blocks:
-    """The blocks of one description of a class; raises ValueError where it does not hold."""
+def _checked(cls: type, description: Layer, of_users: bool = False) -> Blocks:
+    """The blocks of one description of a class; raises ValueError where it does not hold.
+
+    of_users: nothing in it may be missing, as in a library's other versions, and no buffer may go unnamed.
+    """
     with _plain():
         example = description.make(cls).float().eval()
         if type(example) is not cls:
             raise ValueError(f"make gives a {type(example).__name__}")
+        if of_users and (reason := _missing(cls, example, description)) is not None:
+            raise ValueError(reason)
         attention, mlp = (
             AttentionBlock(description, description.attention, example),
             MlpBlock(description, description.mlp, example),
@@ -77,12 +86,68 @@ def _checked(cls: type, description: Layer) -> Blocks:
             if isinstance(found, str):
                 raise ValueError(f"{block.name}: {found}")
         blocks = (attention,), (mlp,)
-        reason = unknown_member_reason(example, cls, blocks)
+        reason = unknown_member_reason(example, cls, blocks, with_buffers=of_users)
         if reason is not None:
             raise ValueError(reason)
-        if not agrees(example, accelerated_layer(cls, description, blocks), description.example(TOKENS)):
+        ours, arguments = accelerated_layer(cls, description, blocks), description.example(TOKENS)
+        with counting() as ran:
+            same = agrees(example, ours, arguments)
+        if not same:
             raise ValueError("the operations give other numbers than its forward")
+        for block, ran_one in zip((attention, mlp), (any("attention" in op for op in ran), _ran_an_mlp(ran))):
+            if not ran_one:
+                raise ValueError(f"{block.name}: no operation ran, {last_call(example, block.name) or 'not even once'}")
+        if of_users and not arguments and not _scale_follows(description.make(cls).float().eval(), ours, description):
+            raise ValueError(
+                "its attention's scale is not 1 / sqrt(head size): name its attribute in Attention(scale=)"
+            )
         return blocks
+
+
+def _ran_an_mlp(ran: Counter) -> bool:
+    return any("mlp" in op or op == "linear_gelu" for op in ran)
+
+
+def _missing(cls: type, example: nn.Module, description: Layer) -> str | None:
+    """What a description names that a layer has not."""
+    attention, mlp, name = description.attention, description.mlp, cls.__name__
+    if len(description.norms) != 2 or len(description.behind) != 2:
+        return "norms and behind are pairs, of the attention and of the MLP"
+    if mlp.act is None and mlp.activation is None:
+        return "mlp: give act or activation"
+    inner = [("attention", key) for key in ("heads", "proj")] + [("mlp", key) for key in ("fc1", "fc2")]
+    inner += [("mlp", "gate")] if mlp.gate not in (None, "first", "last") else []
+    inner += [("mlp", "act")] if mlp.activation is None else []
+    paths = [("norms", path) for path in description.norms]
+    paths += [("behind", path) for half in description.behind for path in half]
+    paths += [("attention.path", attention.path), ("mlp.path", mlp.path)]
+    three = (attention.qkv,) if isinstance(attention.qkv, str) else attention.qkv
+    paths += [("attention.qkv", under(attention.path, each)) for each in three]
+    for part, key in inner:
+        each = getattr(description, part)
+        paths.append((f"{part}.{key}", under(each.path, getattr(each, key))))
+    for field, path in paths:
+        if path is None or (path and attribute(example, path) is None):
+            return f"{field}: {name} has no `{path}`"
+    given = inspect.signature(cls.forward).parameters
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in given.values()):
+        for taken in description.takes:
+            if taken not in given:
+                return f"takes: {name}'s forward has no argument `{taken}`"
+    return None
+
+
+def _scale_follows(example: nn.Module, ours: type, description: Layer) -> bool:
+    """Whether a layer and our class agree with one head too; True where the layer's forward cannot have one."""
+    attention = description.attention
+    owner, _, last = under(attention.path, attention.heads).rpartition(".")
+    try:
+        setattr(attribute(example, owner), last, 1)
+        expected = example(torch.randn(2, TOKENS, WIDTH, generator=torch.manual_seed(0)))
+    except Exception:  # it keeps more than the number of its heads
+        return True
+    example.__class__ = ours
+    return _same(example(torch.randn(2, TOKENS, WIDTH, generator=torch.manual_seed(0))), expected)
 
 
 def checked_class(cls: type, descriptions: tuple[Layer, ...]) -> type | str:
@@ -120,7 +185,8 @@ def checked_mlp(cls: type, part: Mlp, make: Callable[[type], nn.Module]) -> type
             found = block.find(example)
             if isinstance(found, str):
                 raise ValueError(found)
-            ours = subclass(cls, forward, vitfast_part=block.name, vitfast_block=block)
+            alone = lambda module: block.alone_unsupported(module)  # noqa: E731
+            ours = subclass(cls, forward, vitfast_part=block.name, vitfast_block=block, vitfast_unsupported=alone)
             if not agrees(example, ours):
                 raise ValueError("other numbers")
             return ours
@@ -143,7 +209,7 @@ def checked_norm(cls: type) -> type | str:
 def refused(cls: type, description: Layer) -> str | None:
     """Why a description of a class does not hold; None where it does."""
     try:
-        _checked(cls, description)
+        _checked(cls, description, of_users=True)
     except Exception as error:
         return _what(error)
     return None

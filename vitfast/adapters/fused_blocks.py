@@ -30,6 +30,8 @@ def input_unsupported(x: Tensor) -> str | None:
         return f"its input is on {x.device.type}"
     if x.is_nested:
         return "its input is a nested tensor"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace is at work"
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return None
     return "a transform of torch.func is at work"
@@ -149,7 +151,9 @@ class FusedBlock:
             self.stand_in(under(part.path, name), (nn.Dropout, *ABSENT))
         for path in layer.behind[self.half]:
             self._behind(path)
-        self.layout = layout(dict(sorted(self.types.items(), key=lambda item: item[0].count("."))))
+        held = {path: attribute(example, path) for path in self.types}
+        sequences = {path: tuple(m._modules) for path, m in held.items() if isinstance(m, nn.Sequential)}
+        self.layout = layout(dict(sorted(self.types.items(), key=lambda item: item[0].count("."))), sequences)
         del self.example
 
     def build(self) -> None:
@@ -228,7 +232,7 @@ class FusedBlock:
         if self.scale is not None and modules[self.scale[0]] is not None:
             scale = parameter(modules[self.scale[0]], self.scale[1])
             scale = None if type(scale) is float and scale == 1 else scale  # as transformers' BEiT has it
-            if not are_plain(scale):
+            if not are_plain(scale) or (scale is not None and scale.shape != tensors[0].shape):
                 return "its layer scale is no tensor per channel"
         return Found(modules, tensors, scale, self.around(layer, modules))
 

@@ -39,7 +39,7 @@ def find(layer: nn.Module, half: int) -> Found | str:
     return block if isinstance(block, str) else block.find(layer)
 
 
-def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks) -> str | None:
+def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buffers: bool = False) -> str | None:
     """Why a layer is left: a module or parameter of it that no description covers; None if there is none."""
     known = [block for half in blocks for block in half]
     containers = {"": {cls}}
@@ -53,7 +53,8 @@ def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks) -> str | 
             continue  # `find` says so
         members = list(module._modules)
         if not type(module).__module__.startswith("torch."):
-            members += [name for name, parameter in module._parameters.items() if parameter is not None]
+            held = {**module._parameters, **(module._buffers if with_buffers else {})}
+            members += [name for name, tensor in held.items() if tensor is not None]
         for name in (f"{path}.{name}".lstrip(".") for name in members):
             if not any(block.covers(name) for block in known):
                 return f"{name} is not known to vitfast"

@@ -42,13 +42,15 @@ def _project(self, x: Tensor) -> Tensor:
     return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // weight.shape[2], x.shape[3] // weight.shape[3]))
 
 
+def _weights_unsupported(weight: Tensor | None, bias: Tensor | None) -> str | None:
+    return None if are_plain(weight, bias) else "its weights are of a class of their own"
+
+
 def _projection_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why the convolution must run, whose own errors stay; None where the operation does the same."""
-    reason = input_unsupported(x)
+    reason = input_unsupported(x) or _weights_unsupported(weight, bias)
     if reason is not None:
         return reason
-    if not are_plain(weight, bias):
-        return "its weights are of a class of their own"
     p, q = weight.shape[2:]
     if x.dim() != 4 or x.shape[1] != weight.shape[1] or min(x.shape[2:]) == 0 or x.shape[2] % p or x.shape[3] % q:
         return "its input does not divide into patches"
@@ -61,19 +63,25 @@ def _projection_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> s
 
 def _norm_unsupported(norm: nn.Module, x: Tensor) -> str | None:
     """Why the library's norm must run; None where the operation does the same."""
-    reason = "timm's fast norm is on" if getattr(norm, "_fast_norm", False) else input_unsupported(x)
+    reason = input_unsupported(x) or _norm_alone_unsupported(norm)
     if reason is not None:
         return reason
     weight, bias = norm.weight, getattr(norm, "bias", None)
-    if not are_plain(weight, bias):
-        return "its weights are of a class of their own"
-    if weight is None or weight.dim() != 1:
-        return "it has no weight per channel"
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return "its input and weights differ in dtype"
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
         return "its input has 16 bits under autocast"
-    return "its eps depends on the dtype" if norm_eps(norm) is None else None
+    return None
+
+
+def _norm_alone_unsupported(norm: nn.Module) -> str | None:
+    """Why no call of this norm runs an operation; None where one may."""
+    if getattr(norm, "_fast_norm", False):
+        return "timm's fast norm is on"
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    if weight is None or weight.dim() != 1:
+        return "it has no weight per channel"
+    return _weights_unsupported(weight, bias) or ("its eps depends on the dtype" if norm_eps(norm) is None else None)
 
 
 def normalized(norm: nn.Module, x: Tensor) -> Tensor:
@@ -95,7 +103,11 @@ def norm_class(cls: type) -> type:
         runs = _runs(self, NORM, x, _norm_unsupported(self, x))
         return _normalize(self, x) if runs else cls.forward(self, x)
 
-    return subclass(cls, forward, vitfast_part=NORM)
+    return subclass(cls, forward, vitfast_part=NORM, vitfast_unsupported=_norm_alone_unsupported)
 
 
-Projection = subclass(nn.Conv2d, _project, vitfast_part=PATCHES)
+def _projection_alone_unsupported(conv: nn.Conv2d) -> str | None:
+    return _weights_unsupported(conv.weight, conv.bias)
+
+
+Projection = subclass(nn.Conv2d, _project, vitfast_part=PATCHES, vitfast_unsupported=_projection_alone_unsupported)

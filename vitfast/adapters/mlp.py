@@ -104,6 +104,11 @@ class MlpModule(MlpBlock):
         around = self.around(modules[""], modules)
         return super().unsupported_reason(modules) or (f"{around} is called inside" if around else None)
 
+    def alone_unsupported(self, module: nn.Module) -> str | None:
+        """Why no call of this module runs an operation; None where one may."""
+        found = self.find(module)
+        return found if isinstance(found, str) else None
+
     def call(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """module(x) by an operation; None where the library's code must run."""
         reason = input_unsupported(x)

@@ -37,16 +37,13 @@ _STEMS = {
 class Known(NamedTuple):
     """The classes in a model.
 
-    ours: library class -> our subclass. left: library class -> why it has none.
+    ours: library class -> our subclass. left: library class -> why it has none. originals: our subclass -> the
+    library's class, of classes that are described otherwise by now too.
     """
 
     ours: dict[type, type]
     left: dict[type, str | Callable[[nn.Module, tuple[nn.Module, ...]], str]]
-
-    @property
-    def originals(self) -> dict[type, type]:
-        """Our subclass -> the library's class."""
-        return {own: cls for cls, own in self.ours.items()}
+    originals: dict[type, type]
 
 
 def _class_for(cls: type) -> type | str | None:
@@ -80,6 +77,8 @@ def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise InputError(f"register: cls must be a class of modules, got {cls!r}")
+    if isinstance(places, str) or not all(isinstance(place, str) for place in places):
+        raise InputError(f"register: places must be a tuple of paths, got {places!r}")
     if not layers and not places:
         raise InputError(f"register: give a Layer, or places, for {cls.__name__}")
     for layer in layers:
@@ -95,15 +94,17 @@ def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
 
 def known_classes(model: nn.Module) -> Known:
     """The known classes in a model."""
-    found = Known({}, {})
+    found = Known({}, {}, {})
     classes = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
     if any(cls.__module__.startswith("transformers.") for cls in classes):
         with contextlib.suppress(ImportError):  # transformers 4 has no registry of masks
             from . import attention_interface  # noqa: F401
     for cls in classes:
         own = _class_for(cls) or LEFT.get(full_name(cls))
+        if "vitfast_class" in vars(cls):
+            found.originals[cls] = cls.vitfast_class
         if isinstance(own, type):
-            found.ours[cls] = own
+            found.ours[cls], found.originals[own] = own, cls
         elif own is not None:
             found.left[cls] = own
     return found

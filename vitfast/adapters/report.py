@@ -116,15 +116,15 @@ def _entries_of(name: str, module: nn.Module, known: Known, above: tuple[nn.Modu
     if replacement_class(type(module), known.originals) is None:
         why = unsupported_reason(module, known, above) or "vitfast.accelerate(model) was not called"
         return [Entry(name, kind, "", why), *_attentions(name, module)]
+    # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
+    sharded = getattr(module, "_is_fsdp_managed_module", False)
     if not hasattr(module, "vitfast_layer"):
-        return [Entry(name, kind, module.vitfast_part, last_call(module, module.vitfast_part))]
+        why = None if sharded else module.vitfast_unsupported()
+        return [Entry(name, kind, module.vitfast_part, why or last_call(module, module.vitfast_part))]
     entries = []
     for half, part in enumerate(HALVES):
         found = find(module, half)
-        # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
-        sharded = isinstance(found, str) and "DTensor" in found and getattr(module, "_is_fsdp_managed_module", False)
-        why = last_call(module, part)
-        why = found if isinstance(found, str) and not sharded else why
+        why = found if isinstance(found, str) and not (sharded and "DTensor" in found) else last_call(module, part)
         entries.append(Entry(name, kind, part_of(part, found), why))
         if entries[-1].why is not None and half == 0:
             entries += _attentions(name, module)

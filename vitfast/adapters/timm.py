@@ -64,7 +64,7 @@ def _eva_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
 # Eva's block: EVA, EVA-02, DINOv3, Perception Encoder, vit_*_rope_*. One linear layer for q, k and v with biases beside
 # it, or three; as in VisionTransformer (attn_type="rope") with the biases in it.
 _EVA_ATTENTION = ATTENTION._replace(biases=("q_bias", "k_bias", "v_bias"), expects=(("qkv_bias_separate", (False,)),))
-_THREE = ATTENTION._replace(qkv=("q_proj", "k_proj", "v_proj"))
+_THREE = ATTENTION._replace(qkv=("q_proj", "k_proj", "v_proj"), expects=(*ATTENTION.expects, ("qkv", (None,))))
 _EVA = Layer(
     _make(),
     attention=_EVA_ATTENTION,

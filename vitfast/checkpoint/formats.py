@@ -139,6 +139,9 @@ HUGGING_FACE_RENAMES: Renames = (
     (r"^embeddings\.", ""),
     (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
     (r"\.mlp\.weights_in\.", ".mlp.fc1."),
+    (r"\.mlp\.gate_proj\.", ".mlp.fc1_g."),  # in memory, as the next two
+    (r"\.mlp\.up_proj\.", ".mlp.fc1_x."),
+    (r"\.mlp\.down_proj\.", ".mlp.fc2."),
     (r"\.mlp\.weights_out\.", ".mlp.fc2."),
     (r"^layers\.", "blocks."),  # these three are of transformers 5, in memory
     (r"\.attention\.([qkv])_proj\.", r".attn.\1."),
@@ -204,7 +207,7 @@ FORMATS = (
         towers.OPENAI_RENAMES,
         towers.BESIDE_OPENAI,
         _CLIP,
-        ("num_heads", "act_layer"),
+        ("num_heads", "act_layer", "global_pool", "norm_eps"),
         towers.prepare_openai,
     ),
     Format("Hugging Face DINOv2", r"\.layer_scale1\.lambda1$", *_HUGGING_FACE, _ERF | IMAGENET, _HEADS),

@@ -83,6 +83,9 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
         if name in arguments.ARGUMENTS:
             arguments.read(name, overrides[name], f"from_pretrained: {name}")
     found = _open(source, overrides)
+    if found.config["swiglu_mlp"] and overrides.get("act_layer", "silu") != "silu":
+        asked = f"act_layer={overrides['act_layer']!r}"
+        raise InputError(f"{source}: its MLPs are gated, and the ViT's gates have 'silu' alone, not {asked}")
     classes = overrides.get("num_classes", found.config["num_classes"])
     changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes", "class_names")}
     if classes != found.config["num_classes"]:

@@ -13,7 +13,7 @@ OPENAI_RENAMES: Renames = (*to_ours(OPENAI), (r"\.ls_([12])\.gamma$", r".ls\1.ga
 DINOV3_RENAMES: Renames = (*to_ours(HUGGING_FACE_DINOV3), (r"^embeddings\.", ""))
 # What stands beside an image tower: one for texts, and how the two are compared.
 BESIDE = r"^text_model\.|^text_projection\.|^logit_(scale|bias)$|^vision_model\.|^embeddings\.position_ids$"
-BESIDE_OPENAI = r"^(?!cls_token|pos_embed|patch_embed|norm|blocks|head)"
+BESIDE_OPENAI = r"^(?!visual\.|cls_token|pos_embed|patch_embed|norm|blocks|head)"
 
 ROUNDED = 2**-8  # of a number that was in bfloat16
 
@@ -66,6 +66,8 @@ def prepare_openai(source: State) -> tuple[State, dict]:
     """The image tower of CLIP in OpenAI's or open_clip's names, by itself or in the whole model."""
     if not any(key.startswith("visual.") for key in source):
         source = {f"visual.{key}": value for key, value in source.items()}
+    if any(key.startswith("visual.attn_pool.") for key in source):
+        raise InputError("a CLIP whose embedding an attentional pooler makes (attn_pool) is not supported yet")
     state = dict(source)
     for key, lead in (("visual.positional_embedding", (1,)), ("visual.class_embedding", (1, 1))):
         if key in state:
