@@ -17,12 +17,9 @@ from .attention_rope import load_turned_rows, rope_of
 
 @triton.jit
 def bias_of(bias, b, h):
-    """The bias of a head: a pointer to its (N, N), the stride of its rows; None without."""
-    if bias is None:
-        return None
-    else:
-        ptr, strides = bias
-        return (ptr + (b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]), strides[2])
+    """The bias of a head: a pointer to its (N, N), the stride of its rows."""
+    ptr, strides = bias
+    return (ptr + (b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]), strides[2])
 
 
 @triton.jit
@@ -69,12 +66,6 @@ def weights(s, lse, bias, scale, DTYPE: tl.constexpr):
         return tl.exp2((s - lse) * LOG2E)
 
 
-@triton.jit
-def terms_of(terms, b, h, N):
-    """A head's rope, its bias, and how many of its keys count. terms: as attention_tiled.py takes them."""
-    return rope_of(terms[0], b, h), bias_of(terms[1], b, h), keys_of(terms[2], b, N)
-
-
 @triton.jit(do_not_specialize=["samples"])
 def _bias_bwd_kernel(
     inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
@@ -95,12 +86,16 @@ def _bias_bwd_kernel(
     blocks_n = tl.cdiv(N, BLOCK_N)
     rows = tl.program_id(0) // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    tables, biases, lengths_ptr = terms[0], terms[1], terms[2]
+    TURNS: tl.constexpr = tables is not None
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # disable_licm: nothing is kept from sample to sample but the sums
     for i in tl.range(0, samples, num_stages=1, disable_licm=True):
         b = group * samples + i
         q_head, k_head, v_head, o_head, do_head = [head_of(x, b, h, HEAD) for x in inputs]
-        rope, bias, keys = terms_of(terms, b, h, N)
+        rope = rope_of(tables, b, h) if TURNS else None
+        bias = bias_of(biases, b, h)
+        keys = keys_of(lengths_ptr, b, N)
         q = load_turned_rows(q_head, rope, rows, N, True, QK)
         k = load_turned_rows(k_head, rope, cols, keys, True, QK)
         v = load_head_rows(v_head, cols, keys, True, HEAD)

@@ -18,13 +18,10 @@ from .attention_common import head_of, load_head_chunk, load_head_rows, store_he
 
 @triton.jit
 def rope_of(rope, b, h):
-    """The tables of a head: pointers to cos and sin, the stride of their rows, num_prefix; None without."""
-    if rope is None:
-        return None
-    else:
-        cos_ptr, sin_ptr, strides, num_prefix = rope
-        offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-        return (cos_ptr + offset, sin_ptr + offset, strides[2], num_prefix)
+    """The tables of a head: pointers to cos and sin, the stride of their rows, num_prefix."""
+    cos_ptr, sin_ptr, strides, num_prefix = rope
+    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return (cos_ptr + offset, sin_ptr + offset, strides[2], num_prefix)
 
 
 @triton.jit

@@ -59,7 +59,7 @@ def _attention_fwd_short_kernel(
     bh = pid // groups
     b, h = bh // H, bh % H
     q_head, o_head = head_of(q, b, h, HEAD), head_of(o, b, h, HEAD)
-    rope = rope_of(rope, b, h)
+    rope = rope_of(rope, b, h) if rope is not None else None
     k_blocks = load_keys(head_of(k, b, h, HEAD), rope, N, KEYS0, KEYS1, KEYS2, QK)
     v_blocks = load_keys(head_of(v, b, h, HEAD), None, N, KEYS0, KEYS1, KEYS2, HEAD)
     # disable_licm: addresses are made anew for every block of queries, which leaves the registers for a third program

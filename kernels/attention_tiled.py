@@ -9,7 +9,7 @@ C7515).
 import triton
 import triton.language as tl
 
-from .attention_bias import add_bias, terms_of, unit, weights
+from .attention_bias import add_bias, bias_of, keys_of, unit, weights
 from .attention_common import (
     LN2,
     LOG2E,
@@ -20,7 +20,7 @@ from .attention_common import (
     store_head_rows,
     zero_head_rows,
 )
-from .attention_rope import load_turned_rows
+from .attention_rope import load_turned_rows, rope_of
 
 
 @triton.jit
@@ -85,19 +85,24 @@ def _attention_fwd_tiled_kernel(
     pid = tl.program_id(0)
     bh = pid // blocks_m
     b, h = bh // H, bh % H
-    k_head, v_head = head_of(k, b, h, HEAD), head_of(v, b, h, HEAD)
-    rope, bias, keys = terms_of(terms, b, h, N)
+    heads = head_of(k, b, h, HEAD), head_of(v, b, h, HEAD)
+    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
+    bias = bias_of(terms[1], b, h) if terms[1] is not None else None
+    keys = keys_of(terms[2], b, N)
     rows = pid % blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
     q_block = load_turned_rows(head_of(q, b, h, HEAD), rope, rows, N, True, QK)
     acc = zero_head_rows(BLOCK_M, HEAD)
     l = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     whole = keys // BLOCK_N * BLOCK_N
-    head = (k_head, v_head, rope, bias, rows)
     if LAST_N > 0:
-        acc, l, m = _fwd_step(acc, l, m, q_block, *head, whole, keys, N, scale, LAST_N, True, HIDES, QK, HEAD)
+        acc, l, m = _fwd_step(
+            acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, N, scale, LAST_N, True, HIDES, QK, HEAD
+        )
     for start in tl.range(0, whole, BLOCK_N, disable_licm=TURNS):
-        acc, l, m = _fwd_step(acc, l, m, q_block, *head, start, keys, N, scale, BLOCK_N, False, HIDES, QK, HEAD)
+        acc, l, m = _fwd_step(
+            acc, l, m, q_block, *heads, rope, bias, rows, start, keys, N, scale, BLOCK_N, False, HIDES, QK, HEAD
+        )
     if HIDES:
         m = tl.where(l == 0, float("inf"), m)
         l = tl.where(l == 0, 1.0, l)

@@ -9,7 +9,7 @@ without masks.
 import triton
 import triton.language as tl
 
-from .attention_bias import add_bias, terms_of, weights
+from .attention_bias import add_bias, bias_of, keys_of, weights
 from .attention_common import (
     add_product,
     head_of,
@@ -20,7 +20,7 @@ from .attention_common import (
     store_sums,
     zero_head_rows,
 )
-from .attention_rope import load_turned_rows, store_turned_back
+from .attention_rope import load_turned_rows, rope_of, store_turned_back
 
 
 @triton.jit
@@ -32,7 +32,9 @@ def _dq_step(
     delta,
     k_head,
     v_head,
-    terms,
+    rope,
+    bias,
+    keys,
     rows,
     start,
     N,
@@ -43,7 +45,6 @@ def _dq_step(
     HEAD: tl.constexpr,
 ):
     """dQ / scale += dS K for one block of keys."""
-    rope, bias, keys = terms
     cols = start + tl.arange(0, KEYS)
     k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
@@ -59,7 +60,9 @@ def _dq_step(
 def queries_bwd(
     heads,  # of q, k, v, o, do
     dq_head,
-    terms,  # of the head: terms_of
+    rope,  # of the head, or None, as the next
+    bias,
+    keys,  # how many count
     lse_row,  # (N,)
     delta_row,  # (N,)
     first,
@@ -74,7 +77,6 @@ def queries_bwd(
 ):
     """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
-    rope, _, keys = terms
     TURNS: tl.constexpr = rope is not None  # then addresses made before the loop would spill
     rows = first + tl.arange(0, BLOCK_M)
     q = load_turned_rows(q_head, rope, rows, N, True, QK)
@@ -86,9 +88,13 @@ def queries_bwd(
     dq = zero_head_rows(BLOCK_M, QK)
     whole = keys // BLOCK_N * BLOCK_N
     if LAST_N > 0:
-        dq = _dq_step(dq, q, do, lse, delta, k_head, v_head, terms, rows, whole, N, scale, LAST_N, True, QK, HEAD)
+        dq = _dq_step(
+            dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, whole, N, scale, LAST_N, True, QK, HEAD
+        )
     for start in tl.range(0, whole, BLOCK_N, disable_licm=TURNS):
-        dq = _dq_step(dq, q, do, lse, delta, k_head, v_head, terms, rows, start, N, scale, BLOCK_N, False, QK, HEAD)
+        dq = _dq_step(
+            dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, start, N, scale, BLOCK_N, False, QK, HEAD
+        )
     return store_turned_back(dq_head, [chunk * scale for chunk in dq], rope, rows, N, TURN, QK)
 
 
@@ -100,7 +106,8 @@ def _dkdv_step(
     v,
     q_head,
     do_head,
-    terms,
+    rope,
+    bias,
     lse_row,
     delta_row,
     cols,
@@ -116,7 +123,6 @@ def _dkdv_step(
 
     Everything is transposed, so that P^T and dS^T are left operands as they come.
     """
-    rope, bias, _ = terms
     rows = start + tl.arange(0, QUERIES)
     q = load_turned_rows(q_head, rope, rows, N, MASK, QK)
     do = load_head_rows(do_head, rows, N, MASK, HEAD)
@@ -133,7 +139,9 @@ def _dkdv_step(
 def keys_bwd(
     heads,  # of q, k, v, do
     grad_heads,  # of dk, dv
-    terms,  # of the head: terms_of
+    rope,  # of the head, or None, as the next
+    bias,
+    keys,  # how many count
     lse_row,  # (N,)
     delta_row,  # (N,)
     first,
@@ -148,16 +156,15 @@ def keys_bwd(
 ):
     """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
     q_head, k_head, v_head, do_head = heads
-    rope, _, keys = terms
     cols = first + tl.arange(0, BLOCK_N)
     k = load_turned_rows(k_head, rope, cols, keys, True, QK)
     v = load_head_rows(v_head, cols, keys, True, HEAD)
     dk, dv = zero_head_rows(BLOCK_N, QK), zero_head_rows(BLOCK_N, HEAD)
-    whole, rest = N // BLOCK_M * BLOCK_M, (q_head, do_head, terms, lse_row, delta_row, cols)
+    whole, loads, rest = N // BLOCK_M * BLOCK_M, (q_head, do_head), (lse_row, delta_row, cols)
     if LAST_M > 0:
-        dk, dv = _dkdv_step(dk, dv, k, v, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
+        dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
-        dk, dv = _dkdv_step(dk, dv, k, v, *rest, start, N, scale, BLOCK_M, False, QK, HEAD)
+        dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, False, QK, HEAD)
     # keys that do not count have had their share of every query, in rows of their own
     dk = [tl.where((cols < keys)[:, None], chunk * scale, 0.0) for chunk in dk]
     dv = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dv]
@@ -202,8 +209,10 @@ def _attention_bwd_dq_kernel(
     b, h = bh // H, bh % H
     heads, dq_head = [head_of(x, b, h, HEAD) for x in inputs], head_of(dq, b, h, HEAD)
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    terms, rows = terms_of(terms, b, h, N), (lse_row, delta_row, index * BLOCK_M, N)
-    dq_block = queries_bwd(heads, dq_head, terms, *rows, scale, TURN, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N)
+    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
+    bias = bias_of(terms[1], b, h) if terms[1] is not None else None
+    keys, rows = keys_of(terms[2], b, N), (lse_row, delta_row, index * BLOCK_M, N)
+    dq_block = queries_bwd(heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N)
     if SUMS:
         store_sums(sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
 
@@ -234,8 +243,10 @@ def _attention_bwd_dkdv_kernel(
     b, h = bh // H, bh % H
     heads, grad_heads = [head_of(x, b, h, HEAD) for x in inputs], [head_of(x, b, h, HEAD) for x in grads]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    terms, rows = terms_of(terms, b, h, N), (lse_row, delta_row, index * BLOCK_N, N)
-    dkdv = keys_bwd(heads, grad_heads, terms, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M)
+    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
+    bias = bias_of(terms[1], b, h) if terms[1] is not None else None
+    keys, rows = keys_of(terms[2], b, N), (lse_row, delta_row, index * BLOCK_N, N)
+    dkdv = keys_bwd(heads, grad_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M)
     if SUMS:
         store_key_sums(sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)
 
@@ -273,16 +284,22 @@ def _attention_bwd_phases_kernel(
     dq_head, kv_heads = head_of(grads[0], b, h, HEAD), [head_of(x, b, h, HEAD) for x in (grads[1], grads[2])]
     lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
     blocks_m, blocks_n = tl.cdiv(N, BLOCK_M1), tl.cdiv(N, BLOCK_N2)
-    terms = terms_of(terms, b, h, N)
+    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
+    bias = bias_of(terms[1], b, h) if terms[1] is not None else None
+    keys = keys_of(terms[2], b, N)
     for index in tl.range(0, blocks_m, num_stages=1, disable_licm=True):
         rows = (lse_row, delta_row, index * BLOCK_M1, N)
-        dq_block = queries_bwd(heads, dq_head, terms, *rows, scale, TURN, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1)
+        dq_block = queries_bwd(
+            heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1
+        )
         if SUMS:
             store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
     # delta was written by other threads of this program
     tl.debug_barrier()
     for index in tl.range(0, blocks_n, num_stages=1, disable_licm=True):
         without_o, rows = (heads[0], heads[1], heads[2], heads[4]), (lse_row, delta_row, index * BLOCK_N2, N)
-        dkdv = keys_bwd(without_o, kv_heads, terms, *rows, scale, TURN, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2)
+        dkdv = keys_bwd(
+            without_o, kv_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2
+        )
         if SUMS:
             store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)

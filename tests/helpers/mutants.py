@@ -3,7 +3,7 @@
 from mutant import NUMBERS, Mutant
 
 _STORE_CHUNK = "ptr + rows.to(tl.int64) * D + offs_d"
-_LAST_KEYS = "        acc, l, m = _fwd_step(acc, l, m, q_block, *head, whole, keys, N, scale, LAST_N, "
+_LAST_KEYS = "acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, N, scale, LAST_N, "
 _GRID = "(cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)"
 _SHORT_GRID = "(max(1, m // blocks[0]) * cdiv(n, blocks[1]),)"
 _DELTA = "grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr="
