@@ -212,3 +212,41 @@ def test_lost_positions(tmp_path, name):
     safetensors.torch.save_file(state, path, metadata={"format": "pt"})
     with pytest.raises(InputError, match="there is no position table, and a Hugging Face .* always has one"):
         ViT.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_dinov2_in_memory(tmp_path, gated):
+    """transformers names a gated MLP's layers otherwise in memory than in its files."""
+    fields = {k: v for k, v in VISION.items() if k != "intermediate_size"}
+    truth, x = randomised(transformers.Dinov2Model(transformers.Dinov2Config(use_swiglu_ffn=gated, **fields))), images()
+    torch.save(truth.state_dict(), tmp_path / "bare.pth")
+    bare = ViT.from_pretrained(tmp_path / "bare.pth", num_heads=HEADS)
+    agree(bare, lambda x: pooled(truth, x), x)
+
+
+def test_clip_with_an_attentional_pooler_is_not_taken_for_clip(tmp_path):
+    open_clip = pytest.importorskip("open_clip.transformer")
+    model = open_clip.VisionTransformer(32, 8, 48, 1, 3, 2.0, attentional_pool=True, attn_pooler_heads=3, output_dim=48)
+    torch.save(model.state_dict(), tmp_path / "coca.pth")
+    with pytest.raises(InputError, match="coca.pth: a CLIP whose embedding an attentional pooler makes"):
+        ViT.from_pretrained(tmp_path / "coca.pth", num_heads=3)
+
+
+def test_what_openais_tensors_do_not_say_is_named(tmp_path, caplog):
+    open_clip = pytest.importorskip("open_clip.transformer")
+    torch.save(open_clip.VisionTransformer(32, 8, 48, 1, 3, 2.0, output_dim=48).state_dict(), tmp_path / "clip.pth")
+    with caplog.at_level(logging.WARNING, "vitfast"):
+        ViT.from_pretrained(tmp_path / "clip.pth", num_heads=3)
+    assert "act_layer='quick_gelu', global_pool='token', norm_eps=1e-05: assumed" in caplog.text
+
+
+def test_a_gate_has_one_activation_whoever_asks(tmp_path):
+    model = ViT(32, 8, embed_dim=48, depth=1, num_heads=3, num_classes=3, swiglu_mlp=True)
+    model.save_pretrained(tmp_path / "ours")
+    torch.save(model.state_dict(), tmp_path / "bare.pth")
+    for source in (tmp_path / "ours", tmp_path / "bare.pth"):
+        with pytest.raises(InputError, match=rf"{source}: its MLPs are gated, .* not act_layer='gelu'"):
+            ViT.from_pretrained(source, num_heads=3, act_layer="gelu")
+        ViT.from_pretrained(source, num_heads=3, act_layer="silu")
+        with pytest.raises(InputError, match=f"{source}: image size 33 x 33 is no multiple"):
+            ViT.from_pretrained(source, num_heads=3, img_size=33)

@@ -1,5 +1,6 @@
 """Rotary positions, an additive bias and lengths of keys: plain PyTorch against timm, transformers and formulas."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,6 +135,14 @@ def test_attention_block_takes_what_attention_takes(mode):
 def test_errors_name_what_does_not_fit(options, message):
     with pytest.raises((TypeError, ValueError), match=f"attention: {message}"):
         ops.attention(rand(B, N, 3, H, DH), **options)
+
+
+def test_numbers_of_numpy_and_a_type_named_once():
+    qkv, tables = rand(B, N, 3, H, DH), angles()
+    expected = ops.attention(qkv, rope=tables, num_prefix=PREFIX)
+    assert torch.equal(ops.attention(qkv, rope=tables, num_prefix=np.int64(PREFIX)), expected)
+    with pytest.raises(TypeError, match="^attention: bias must be torch.float32 like its input, got torch.float64$"):
+        ops.attention(qkv.float(), bias=rand(H, N, N))
 
 
 def test_rope_needs_pairs():

@@ -104,7 +104,8 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
     model.to_empty(device=torch.get_default_device())
     model.load_state_dict(found.state)
     if "img_size" in overrides and pair(overrides["img_size"]) != model.patch_embed.img_size:
-        model.set_input_size(overrides["img_size"])
+        with _named(source):
+            model.set_input_size(overrides["img_size"])
     if classes != model.num_classes:
         model.reset_classifier(classes)
     if "class_names" in overrides:

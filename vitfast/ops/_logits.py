@@ -1,5 +1,7 @@
 """Checks of the options of attention: rotary positions, a bias, lengths of the keys."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ def checked(op: str, q: Tensor, shape: tuple, rope, rope_layout: str, num_prefix
             raise ValueError(f"{op}: key_lengths must be on {q.device} like its input, got {key_lengths.device}")
         if tuple(key_lengths.shape) != (B,):
             raise ValueError(f"{op}: key_lengths must be ({B},), got {_shape(key_lengths)}")
+    num_prefix = num_prefix if isinstance(num_prefix, torch.SymInt) else int(num_prefix)
     return Logits(cos, sin, bias, key_lengths, rope_layout == "interleaved", num_prefix)
 
 
@@ -45,13 +48,14 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
     if table.device != q.device:
         raise ValueError(f"{op}: {name} must be on {q.device} like its input, got {table.device}")
     if table.dtype not in (q.dtype, torch.float32):
-        raise TypeError(f"{op}: {name} must be {q.dtype} like its input, or torch.float32, got {table.dtype}")
+        other = "" if q.dtype == torch.float32 else ", or torch.float32"
+        raise TypeError(f"{op}: {name} must be {q.dtype} like its input{other}, got {table.dtype}")
 
 
 def _check_layout(op: str, layout: str, num_prefix: int, shape: tuple) -> None:
     if layout not in ROPE_LAYOUTS:
         raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {layout!r}")
-    whole = isinstance(num_prefix, torch.SymInt) or (isinstance(num_prefix, int) and not isinstance(num_prefix, bool))
+    whole = isinstance(num_prefix, (torch.SymInt, Integral)) and not isinstance(num_prefix, bool)
     if not whole or not 0 <= num_prefix <= shape[1]:
         raise ValueError(f"{op}: num_prefix must be a whole number from 0 to the {shape[1]} tokens, got {num_prefix!r}")
 
