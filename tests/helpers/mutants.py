@@ -1,6 +1,7 @@
 """The bugs that the sanitizer is to find, by the exact text of the kernels."""
 
 from mutant import NUMBERS, Mutant
+from mutants_on_logits import ON_LOGITS
 
 _STORE_CHUNK = "ptr + rows.to(tl.int64) * D + offs_d"
 _LAST_KEYS = "acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, N, scale, LAST_N, "
@@ -387,61 +388,5 @@ MUTANTS = [
     Mutant(
         "a misaligned descriptor", "product.py", " and x.data_ptr() % 16 == 0 and", " and", "linear + gelu", NUMBERS
     ),
-    # Rotary positions, biases, lengths of keys, gated layers.
-    Mutant(
-        "a row past the tables",
-        "attention_rope.py",
-        "& (rows < N)\n    row_ptrs",
-        "& (rows <= N)\n    row_ptrs",
-        "attention, rotary",
-        "out of bounds",
-    ),
-    Mutant(
-        "prefix tokens turned",
-        "attention_rope.py",
-        "(rows >= rope[3]) &",
-        "(rows >= 0) &",
-        "attention, rotary",
-        "out of bounds",
-    ),
-    Mutant(
-        "gradients turned on",
-        "attention_rope.py",
-        "a * cos_a + b * sin_b, b * cos_b - a * sin_a, rows",
-        "a * cos_a - b * sin_b, b * cos_b + a * sin_a, rows",
-        "attention backward, rotary",
-        NUMBERS,
-    ),
-    Mutant(
-        "the next head's bias",
-        "attention_bias.py",
-        "h.to(tl.int64) * strides[1])",
-        "(h + 1).to(tl.int64) * strides[1])",
-        "attention, bias",
-        "out of bounds",
-    ),
-    Mutant(
-        "a bias of one sample",
-        "attention_bias.py",
-        "in tl.range(0, samples,",
-        "in tl.range(0, 1,",
-        "attention backward, of a bias",
-        NUMBERS,
-    ),
-    Mutant(
-        "keys that do not count",
-        "attention_tiled.py",
-        "(cols < keys)[None, :], s,",
-        "(cols < N)[None, :], s,",
-        "attention, key lengths",
-        NUMBERS,
-    ),
-    Mutant(
-        "the sums of the gates in those of up",
-        "gated.py",
-        "sum_ptrs[1] + index_m",
-        "sum_ptrs[0] + index_m",
-        "dgated",
-        "left unwritten",
-    ),
+    *ON_LOGITS,
 ]

@@ -109,7 +109,7 @@ def _ran_an_mlp(ran: Counter) -> bool:
 
 
 def _missing(cls: type, example: nn.Module, description: Layer) -> str | None:
-    """What a description names that a layer has not."""
+    """A field of a description that names nothing of a layer; None where there is none."""
     attention, mlp, name = description.attention, description.mlp, cls.__name__
     if len(description.norms) != 2 or len(description.behind) != 2:
         return "norms and behind are pairs, of the attention and of the MLP"
@@ -138,7 +138,10 @@ def _missing(cls: type, example: nn.Module, description: Layer) -> str | None:
 
 
 def _scale_follows(example: nn.Module, ours: type, description: Layer) -> bool:
-    """Whether a layer and our class agree with one head too; True where the layer's forward cannot have one."""
+    """Whether a layer and our class agree with one head too.
+
+    True where the layer's own forward cannot have one.
+    """
     attention = description.attention
     owner, _, last = under(attention.path, attention.heads).rpartition(".")
     try:
