@@ -1,4 +1,4 @@
-"""Attention with rotary positions, and with a bias, against what people write around SDPA, eager and compiled.
+"""Attention with rotary positions, and with a bias, against PyTorch around SDPA, eager and compiled.
 
 The peers turn q and k in PyTorch, as timm and Hugging Face do, and give the bias to SDPA as its mask.
 """
@@ -36,7 +36,7 @@ def rotary_case(s: Shape) -> Case:
 
 
 def biased_case(s: Shape) -> Case:
-    """A bias that the batch shares and a layer learns; its gradient costs both products of the logits again."""
+    """A bias that the batch shares and a layer learns."""
 
     def make():
         return [values(s.batch, s.tokens, 3, s.heads, s.head), values(s.heads, s.tokens, s.tokens)]

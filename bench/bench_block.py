@@ -1,6 +1,7 @@
 """The fused blocks of an encoder layer against eager PyTorch and torch.compile.
 
-The gated MLP (SwiGLU) among them. All of the same formula; each peer of the attention block runs on the fastest SDPA backend.
+The gated MLP (SwiGLU) among them. All of the same formula; each peer of the attention block runs on the fastest SDPA
+backend.
 """
 
 import functools

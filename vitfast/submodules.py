@@ -15,7 +15,7 @@ Layout = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], .
 
 
 def layout(modules: dict[str, type | tuple[type, ...]], sequences: dict[str, tuple[str, ...]] | None = None) -> Layout:
-    """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name in the parent, types, sequence).
+    """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name there, types, sequence).
 
     sequences: of modules that call all that they hold, the names of that, in order.
     """
