@@ -106,6 +106,5 @@ def _attention_fwd_tiled_kernel(
     if HIDES:
         m = tl.where(l == 0, float("inf"), m)
         l = tl.where(l == 0, 1.0, l)
-    lse = m + tl.log2(l) * LN2
     store_head_rows(head_of(o, b, h, HEAD), [chunk * (1 / l)[:, None] for chunk in acc], rows, N, HEAD)
-    tl.store(lse_ptr + bh.to(tl.int64) * N + rows, lse, mask=rows < N)
+    tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)

@@ -275,6 +275,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), shape="d[89]?n*[rfbk]"),
         Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d16n*[rf]"),
         Rule(tile(8, 2, BLOCK_M=16, BLOCK_N=64), shape="*[rf]*"),
+        Rule(tile(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(80,), shape="*n64b*"),
         Rule(tile(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="*[bk]"),
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="*[bk]"),
         Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d128*"),
