@@ -53,8 +53,8 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and their
     relatives; transformers' (5 and later) ViT, DeiT, MAE, MSN, I-JEPA, AST, Vivit, VideoMAE, DPT, YOLOS, CLIP, SigLIP,
     OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL and Pixtral; torchvision's vit_*; open_clip's and OpenAI's
-    CLIP; facebookresearch/dinov2; nn.TransformerEncoderLayer(norm_first=True); and what `register` was given. Where a
-    transformers model has other layers, its attention is set to "vitfast" in place of "sdpa".
+    CLIP; facebookresearch/dinov2 and /dinov3; nn.TransformerEncoderLayer(norm_first=True); and what `register` was
+    given. Where a transformers model has other layers, its attention is set to "vitfast" in place of "sdpa".
 
     Parameters are the same objects under the same names. What a layer holds is looked at in every call: replaced linear
     layers (LoRA, quantisation), parametrisations, hooks, dropout in training, causal attention and requests for

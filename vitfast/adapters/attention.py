@@ -67,6 +67,10 @@ class AttentionBlock(FusedBlock):
     def run(self, found: Found, x: Tensor, options: dict, factors: dict) -> Tensor:
         *norm, weight, bias, proj_weight, proj_bias = tensors = self._pack(found.tensors)
         modules, heads = found.modules, self.heads(found.modules)
+        if self.part.bias_mask is not None and bias is not None:
+            mask = attribute(modules[under(self.part.path, self.part.qkv)], self.part.bias_mask)
+            bias = bias if mask is None else bias * mask.to(bias.dtype)
+            tensors = [*norm, weight, bias, proj_weight, proj_bias]
         if found.around is None:
             options = dict(num_heads=heads, **self.norm_options(modules), **options)
             return ops.attention_block(x, *tensors, **options, **factors)

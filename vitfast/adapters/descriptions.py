@@ -21,7 +21,8 @@ class Attention(NamedTuple):
 
     Paths and attributes are those in `path`, the module that is called, "" where it is the layer. qkv: one linear layer
     for q, k and v, or a parameter like nn.MultiheadAttention's, or three layers. biases: parameters that are the biases
-    of q, k and v, where the layers have none; a missing one counts as zeros. heads: the attribute with their number.
+    of q, k and v, where the layers have none; a missing one counts as zeros. bias_mask: the attribute of the layer at
+    `qkv` that its bias is multiplied by, where it has one. heads: the attribute with their number.
     scale: the attribute that must be 1 / sqrt(head size). dropout: the attribute with the rate of dropout on the
     probabilities. idle: modules that must do nothing now, dropout say. qk_norms: the norms of q and k, over each head,
     or over all of them (`norms_over_heads`); inner_norm: of what goes into the projection. expects: attributes and the
@@ -32,6 +33,7 @@ class Attention(NamedTuple):
     qkv: str | tuple[str, str, str] = "qkv"
     proj: str = "proj"
     biases: tuple[str, str, str] | None = None
+    bias_mask: str | None = None
     heads: str = "num_heads"
     scale: str | None = None
     dropout: str | None = None

@@ -1,9 +1,12 @@
-"""Layers of torchvision, open_clip, OpenAI's CLIP, PyTorch itself and facebookresearch/dinov2."""
+"""Layers of torchvision, open_clip, OpenAI's CLIP, PyTorch itself, facebookresearch/dinov2 and /dinov3."""
+
+import importlib
 
 import torch
 from torch import Tensor, nn
 
 from .descriptions import Attention, Layer, Logits, Mlp
+from .masks import rotary_tables
 
 # nn.MultiheadAttention holds q, k and v packed.
 MULTIHEAD = Attention(
@@ -113,6 +116,49 @@ _DINOV2 = Layer(
 )
 
 
+def _dinov3(gated: bool):
+    """Makes a small layer of DINOv3's own code, without biases of keys, as its weights have it."""
+
+    def make(cls: type) -> nn.Module:
+        options = dict(ffn_layer=_sibling(cls, "ffn_layers").SwiGLUFFN) if gated else {}
+        block = cls(32, 2, 2.0, qkv_bias=True, init_values=0.5, mask_k_bias=True, **options)
+        block.attn.qkv.bias_mask.fill_(1.0)[32:64] = 0.0  # it starts as NaN
+        return block
+
+    return make
+
+
+def _sibling(cls: type, name: str):
+    return importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
+
+
+def _dinov3_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
+    """(sin, cos) of the patches, one angle for both columns of a pair."""
+    rope = given.get("rope_or_rope_list")
+    if rope is None:
+        return {}
+    sin, cos = (table[..., : table.shape[-1] // 2] for table in rope)
+    return dict(rope=rotary_tables(cos, sin, x), num_prefix=x.shape[1] - cos.shape[-2])
+
+
+_DINOV3 = Layer(
+    _dinov3(gated=False),
+    attention=Attention(bias_mask="bias_mask", scale="scale", idle=("attn_drop", "proj_drop")),
+    mlp=Mlp(idle=("drop",)),
+    behind=(("ls1",), ("ls2",)),
+    takes=("rope_or_rope_list",),
+    logits=_dinov3_logits,
+    unsupported=lambda block: (
+        "drops images of the batch in training" if block.training and block.sample_drop_ratio > 0 else None
+    ),
+    attention_half=lambda block, x, given: (
+        x + block.ls1(block.attn(block.norm1(x), rope=given.get("rope_or_rope_list")))
+    ),
+    example=lambda tokens: dict(rope_or_rope_list=tuple(torch.randn(2, tokens - 1, 8).repeat(1, 1, 2))),
+)
+_SWIGLU_FFN = Mlp(fc1="w2", gate="w1", fc2="w3", act=None, activation="silu")
+_DINOV3S = (_DINOV3, _DINOV3._replace(make=_dinov3(gated=True), mlp=_SWIGLU_FFN))
+
 LAYERS = {
     "torchvision.models.vision_transformer.EncoderBlock": (_TORCHVISION,),
     "torch.nn.modules.transformer.TransformerEncoderLayer": (_ENCODER_LAYER,),
@@ -120,6 +166,7 @@ LAYERS = {
     "clip.model.ResidualAttentionBlock": (_OPENAI_CLIP,),
     "dinov2.layers.block.Block": (_DINOV2,),
     "dinov2.layers.block.NestedTensorBlock": (_DINOV2,),
+    "dinov3.layers.block.SelfAttentionBlock": _DINOV3S,
 }
 PLACES = {
     "torchvision.models.vision_transformer.VisionTransformer": ("conv_proj",),
@@ -131,6 +178,12 @@ PLACES = {
     "clip.model.VisionTransformer": ("conv1", "ln_pre", "ln_post"),
     "clip.model.CLIP": ("ln_final",),
     "dinov2.models.vision_transformer.DinoVisionTransformer": ("patch_embed.proj", "norm"),
+    "dinov3.models.vision_transformer.DinoVisionTransformer": (
+        "patch_embed.proj",
+        "norm",
+        "cls_norm",
+        "local_cls_norm",
+    ),
 }
 LEFT: dict[str, str] = {}
 MLPS: dict[str, tuple] = {}
