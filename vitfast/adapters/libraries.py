@@ -1,4 +1,4 @@
-"""Layers of torchvision, open_clip, OpenAI's CLIP, PyTorch itself, facebookresearch/dinov2 and /dinov3."""
+"""Layers of torchvision, open_clip, OpenAI's CLIP, PyTorch itself, Meta's DINOv2 and DINOv3."""
 
 import importlib
 
