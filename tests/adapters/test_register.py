@@ -175,6 +175,53 @@ def test_open_clips_block():
         assert_equal_and_counted(randomize(block).train(), torch.randn(2, 5, 32), attn_mask=causal)
 
 
+PACKED = Attention(qkv="in_proj_weight", proj="out_proj", dropout="dropout")
+
+
+def test_open_clips_block_described_anew():
+    """As one of a fork's: its own class, with a description written out here."""
+    transformer = pytest.importorskip("open_clip.transformer")
+
+    class Forked(transformer.ResidualAttentionBlock):
+        pass
+
+    register(
+        Forked,
+        Layer(
+            make=lambda cls: cls(32, 2, 2.0, 0.5),
+            norms=("ln_1", "ln_2"),
+            attention=PACKED,
+            mlp=Mlp(fc1="c_fc", act="gelu", fc2="c_proj"),
+            behind=(("ls_1",), ("ls_2",)),
+            takes=("attn_mask",),
+            logits=lambda block, given, x: dict(mask=given.get("attn_mask")),
+            attention_half=lambda block, x, given: x + block.ls_1(block.attention(q_x=block.ln_1(x), **given)),
+        ),
+    )
+    block, x = randomize(Forked(32, 2, 2.0, 0.5)).train(), torch.randn(2, 5, 32)
+    assert_equal_and_counted(block, x)
+    assert_equal_and_counted(block, x, attn_mask=torch.full((5, 5), float("-inf")).triu(1))
+
+
+def test_pytorchs_encoder_layer_described_anew():
+    class Mine(nn.TransformerEncoderLayer):
+        pass
+
+    register(
+        Mine,
+        Layer(
+            make=lambda cls: cls(32, 2, 64, 0.0, "gelu", batch_first=True, norm_first=True),
+            attention=PACKED._replace(path="self_attn"),
+            mlp=Mlp(path="", fc1="linear1", act="activation", fc2="linear2", idle=("dropout",)),
+            behind=(("dropout1",), ("dropout2",)),
+            attention_half=lambda layer, x, given: x + layer._sa_block(layer.norm1(x), None, None),
+            mlp_half=lambda layer, x: x + layer._ff_block(layer.norm2(x)),
+        ),
+    )
+    layer = Mine(32, 2, 64, 0.0, "gelu", batch_first=True, norm_first=True)
+    assert_equal_and_counted(randomize(layer).train(), torch.randn(2, 5, 32))
+
+
 def test_a_model_with_places():
     Block = make_block()
 

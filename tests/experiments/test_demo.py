@@ -2,37 +2,27 @@
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from vitfast import ViT
 from vitfast.experiments.demo import demo
-from vitfast.train.recipes import RECIPES
 
 STOPPED = dict(finished=False)
 
 
-# A third of its epochs gives 0.90 to 0.95 after pre-training and 0.93 to 0.98 after fine-tuning, with seeds 0 to 3.
-SHORT = pytest.param(0, {"digits": 16, "finetune/digits": 8}, (0.87, 0.9), id="seed 0, short")
-WHOLE = [
-    pytest.param(seed, {}, (0.9, wanted), marks=pytest.mark.long, id=f"seed {seed}")
-    for seed, wanted in ((0, 0.97), (1, 0.96), (2, 0.96))
-]
-
-
 @pytest.mark.reports
-@pytest.mark.slow(30)
-@pytest.mark.parametrize("seed, epochs, wanted", [SHORT, *WHOLE])
-def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, monkeypatch, seed, epochs, wanted):
-    for name, number in epochs.items():
-        monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], epochs=number))
+@pytest.mark.slow(70)
+@pytest.mark.parametrize(
+    "seed, wanted", [(0, 0.97), *(pytest.param(seed, 0.96, marks=pytest.mark.long) for seed in (1, 2))]
+)
+def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, seed, wanted):
     torch.set_num_threads(1)
     start = time.process_time()
     summary = demo(tmp_path, seed, "cpu")
     assert time.process_time() - start < 180  # of one core: the tests beside this one slow the clock, not the work
-    assert summary["pretrain_accuracy"] >= wanted[0] and summary["finetune_accuracy"] >= wanted[1]
+    assert summary["finetune_accuracy"] >= wanted and summary["pretrain_accuracy"] >= 0.9
     assert summary["test_images"] == 360 and summary["device"] == "cpu" and summary["seconds"] > 0
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     page = (tmp_path / "report.html").read_text()

@@ -53,10 +53,10 @@ def test_uint8_images_through_the_kernels():
             assert_close(grad, wanted[name], atol=1e-4, rtol=1e-4, name=name)
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(50, marks=pytest.mark.long)])
-def test_training_steps_follow_plain_pytorch(steps):
+@pytest.mark.slow(20)
+def test_fifty_training_steps_follow_plain_pytorch():
     losses = {}
-    images, labels = torch.randn(steps, 2, 3, 8, 8), torch.randint(0, 5, (steps, 2))
+    images, labels = torch.randn(50, 2, 3, 8, 8), torch.randint(0, 5, (50, 2))
     for mode in ("on", "off"):
         torch.manual_seed(1)
         model = ViT(
