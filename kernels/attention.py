@@ -27,6 +27,7 @@ from . import attention_libraries, tiles
 from .attention_bias import _bias_bwd_kernel
 from .attention_common import Head
 from .attention_head_bwd import _attention_bwd_head_kernel
+from .attention_packed import tiles_of
 from .attention_rope import _rope_bwd_kernel
 from .attention_short import _attention_fwd_short_kernel
 from .attention_tiled import _attention_fwd_tiled_kernel
@@ -73,19 +74,24 @@ def last_block(n: int, block: int) -> int:
 
 @functools.cache
 def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
-    """ "d80n256": the padded head size, the tokens up to 64, 128, 256, 320 or "long"; and Logits.suffix."""
+    """ "d80n256": the padded head size, the tokens up to 64, 128, 256, 320 or "long"; and Logits.suffix.
+
+    Of packed samples "d80p": another number of tokens compiles nothing anew.
+    """
     longest = next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
-    return f"d{sum(head_chunks(head_dim))}n{longest}{suffix}"
+    return f"d{sum(head_chunks(head_dim))}{'' if suffix.endswith('p') else f'n{longest}'}{suffix}"
 
 
-# Providers that lack rotary positions; and those that lack a bias and lengths of keys.
+# Providers that lack rotary positions; a bias and lengths of keys; packed samples.
 _NO_ROPE = ("head", *attention_libraries.PROVIDERS)
 _NO_MASK = ("rows", *_NO_ROPE)
+_NO_OFFSETS = ("phases", *_NO_MASK)
 
 
 def _lookup(op: str, q: Tensor, logits: Logits = PLAIN) -> tiles.Tile:
     suffix = logits.suffix(q.shape[-1])
     without = () if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
+    without = without if logits.offsets is None else _NO_OFFSETS
     return tiles.lookup(op, q, attention_class(q.shape[-1], q.shape[1], suffix), without)
 
 
@@ -115,26 +121,28 @@ def _terms(logits: Logits, HEAD: Head) -> dict:
     return dict(terms=(rope, bias, logits.key_lengths), QK=QK)
 
 
-def _arguments(scale: float, *tensors: Tensor) -> tuple[dict, list[tuple]]:
+def _arguments(scale: float, *tensors: Tensor, logits: Logits = PLAIN) -> tuple[dict, list[tuple]]:
     """Sizes, scale and head, which every kernel takes; and (B, N, H, Dh) tensors with their strides.
 
     Heads that all start at multiples of 8 elements are said to: Triton would see multiples of 16 only, and load heads
-    of 72 or 88 one element at a time.
+    of 72 or 88 one element at a time. Of packed samples the sizes that differ from batch to batch are left out.
     """
     _, N, H, D = tensors[0].shape
-    pairs, misaligned, farthest = [], 0, 0
+    packed = logits.offsets is not None
+    pairs, misaligned, farthest, N = [], 0, 0, 0 if packed else N
     for x in tensors:
         strides = x.stride()[:3]
+        strides = (0, *strides[1:]) if packed else strides
         pairs.append((x, strides))
         misaligned |= strides[0] | strides[1] | strides[2]
-        farthest = max(farthest, N * strides[1])
+        farthest = max(farthest, (logits.longest if packed else N) * strides[1])
     head = Head(D, *head_chunks(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision())
     return dict(N=N, H=H, scale=scale, HEAD=head), pairs
 
 
 def _last_keys(n: int, block: int, logits: Logits) -> int:
     """`last_block` of the keys; a whole one where their number differs from sample to sample."""
-    return last_block(n, block) if logits.key_lengths is None else block
+    return last_block(n, block) if logits.key_lengths is None and logits.offsets is None else block
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, logits: Logits = PLAIN) -> tuple[Tensor, Tensor]:
@@ -145,16 +153,16 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, logits: Logits 
         return attention_libraries.forward(tile.provider, q, k, v, scale)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=torch.float32, device=q.device)
-    common, pairs = _arguments(scale, q, k, v, o)
+    common, pairs = _arguments(scale, q, k, v, o, logits=logits)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(logits, common["HEAD"]), **tile.meta)
-    blocks = cdiv(N, tile["BLOCK_M"])
     if tile.provider == "rows":
+        blocks = cdiv(N, tile["BLOCK_M"])
         per_program = blocks if B * H >= MANY_HEADS else 1
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
         launch(_attention_fwd_short_kernel, grid, **common, **key_blocks(N), query_blocks=per_program)
     else:
-        last = _last_keys(N, tile["BLOCK_N"], logits)
-        launch(_attention_fwd_tiled_kernel, (B * H * blocks,), **common, LAST_N=last)
+        last, (count, packed) = _last_keys(N, tile["BLOCK_N"], logits), tiles_of(q, logits.offsets, tile["BLOCK_M"])
+        launch(_attention_fwd_tiled_kernel, (count * H,), **common, packed=packed, LAST_N=last)
     return o, lse
 
 
@@ -274,13 +282,13 @@ def attention_bwd_dq(
     dq = _empty(q) if dq is None else dq
     delta = torch.empty_like(lse) if delta is None else delta
     tile = _lookup("attention_bwd_dq", q, logits)
-    blocks = cdiv(N, tile["BLOCK_M"])
-    sums = _sums(q, want_sums, B * blocks)
-    common, (*inputs, dq_pair) = _arguments(scale, q, k, v, o, do, dq)
+    count, packed = tiles_of(q, logits.offsets, tile["BLOCK_M"])
+    sums = _sums(q, want_sums, count)
+    common, (*inputs, dq_pair) = _arguments(scale, q, k, v, o, do, dq, logits=logits)
     common |= dict(inputs=tuple(inputs), dq=dq_pair, lse_ptr=lse, delta_ptr=delta, sums_ptr=sums, SUMS=want_sums)
-    common |= dict(TURN=turn_back, **_terms(logits, common["HEAD"]))
+    common |= dict(TURN=turn_back, packed=packed, **_terms(logits, common["HEAD"]))
     last = _last_keys(N, tile["BLOCK_N"], logits)
-    launch(_attention_bwd_dq_kernel, (B * H * blocks,), **common, LAST_N=last, **tile.meta)
+    launch(_attention_bwd_dq_kernel, (count * H,), **common, LAST_N=last, **tile.meta)
     return dq, sums.sum(0).flatten() if want_sums else None
 
 
@@ -305,13 +313,13 @@ def attention_bwd_dkdv(
     B, N, H, _ = q.shape
     dk, dv = (_empty(q) if grad is None else grad for grad in (dk, dv))
     tile = _lookup("attention_bwd_dkdv", q, logits)
-    blocks = cdiv(N, tile["BLOCK_N"])
-    sums = _sums(q, want_sums, B * blocks, 2)
-    common, pairs = _arguments(scale, q, k, v, do, dk, dv)
+    count, packed = tiles_of(q, logits.offsets, tile["BLOCK_N"])
+    sums = _sums(q, want_sums, count, 2)
+    common, pairs = _arguments(scale, q, k, v, do, dk, dv, logits=logits)
     common |= dict(inputs=tuple(pairs[:4]), grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr=delta, sums_ptr=sums)
-    common |= dict(TURN=turn_back, **_terms(logits, common["HEAD"]))
-    last = last_block(N, tile["BLOCK_M"])
-    launch(_attention_bwd_dkdv_kernel, (B * H * blocks,), **common, SUMS=want_sums, LAST_M=last, **tile.meta)
+    common |= dict(TURN=turn_back, packed=packed, **_terms(logits, common["HEAD"]))
+    last = last_block(N, tile["BLOCK_M"]) if packed is None else tile["BLOCK_M"]
+    launch(_attention_bwd_dkdv_kernel, (count * H,), **common, SUMS=want_sums, LAST_M=last, **tile.meta)
     return dk, dv, sums.sum(0).flatten() if want_sums else None
 
 

@@ -32,6 +32,15 @@ def keys_of(lengths_ptr, b, N):
 
 
 @triton.jit
+def whole_blocks(count, BLOCK: tl.constexpr, VARIES: tl.constexpr):
+    """How many of `count` rows lie in blocks without masks. VARIES: the last block has one, always."""
+    if VARIES:
+        return tl.maximum(count - 1, 0) // BLOCK * BLOCK
+    else:
+        return count // BLOCK * BLOCK
+
+
+@triton.jit
 def add_bias(s, bias, rows, cols, N, scale, TRANSPOSED: tl.constexpr):
     """scale s + bias, of (queries, keys) or transposed; without a bias s, which `unit` scales."""
     if bias is None:

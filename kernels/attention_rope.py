@@ -17,10 +17,10 @@ from .attention_common import head_of, load_head_chunk, load_head_rows, store_he
 
 
 @triton.jit
-def rope_of(rope, b, h):
-    """The tables of a head: pointers to cos and sin, the stride of their rows, num_prefix."""
+def rope_of(rope, b, h, first=0):
+    """A head's tables from row `first` on: pointers to cos and sin, the stride of rows, num_prefix."""
     cos_ptr, sin_ptr, strides, num_prefix = rope
-    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + tl.cast(first, tl.int64) * strides[2]
     return (cos_ptr + offset, sin_ptr + offset, strides[2], num_prefix)
 
 

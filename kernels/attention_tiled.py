@@ -9,7 +9,7 @@ C7515).
 import triton
 import triton.language as tl
 
-from .attention_bias import add_bias, bias_of, keys_of, unit, weights
+from .attention_bias import add_bias, bias_of, keys_of, unit, weights, whole_blocks
 from .attention_common import (
     LN2,
     LOG2E,
@@ -20,6 +20,7 @@ from .attention_common import (
     store_head_rows,
     zero_head_rows,
 )
+from .attention_packed import place
 from .attention_rope import load_turned_rows, rope_of
 
 
@@ -60,7 +61,7 @@ def _fwd_step(
     return acc, l * decay + tl.sum(p, 1), m_new
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["packed"])
 def _attention_fwd_tiled_kernel(
     q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next three
     k,
@@ -69,6 +70,7 @@ def _attention_fwd_tiled_kernel(
     lse_ptr,  # (B, H, N)
     terms,  # rope: cos, sin, strides of B, H, rows, num_prefix; bias (B, H, N, N): pointer, strides of B, H, queries;
     # key lengths (B,); each or None
+    packed,  # (offsets, table of tiles, tokens) of attention_packed.py, or None
     N,
     H,
     scale,
@@ -81,30 +83,31 @@ def _attention_fwd_tiled_kernel(
     """BLOCK_M queries of one head against blocks of BLOCK_N keys, the last of LAST_N (0: N divides)."""
     TURNS: tl.constexpr = terms[0] is not None  # then addresses made before the loop would spill
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
-    blocks_m = tl.cdiv(N, BLOCK_M)
-    pid = tl.program_id(0)
-    bh = pid // blocks_m
-    b, h = bh // H, bh % H
-    heads = head_of(k, b, h, HEAD), head_of(v, b, h, HEAD)
-    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
+    VARIES: tl.constexpr = terms[2] is not None or packed is not None
+    b, h, _, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
+    if packed is not None:
+        if n == 0:  # a program that is left over
+            return
+    heads = head_of(k, b, h, HEAD, first), head_of(v, b, h, HEAD, first)
+    rope = rope_of(terms[0], b, h, first) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
-    keys = keys_of(terms[2], b, N)
-    rows = pid % blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_block = load_turned_rows(head_of(q, b, h, HEAD), rope, rows, N, True, QK)
+    keys = keys_of(terms[2], b, n)
+    rows = index * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_block = load_turned_rows(head_of(q, b, h, HEAD, first), rope, rows, n, True, QK)
     acc = zero_head_rows(BLOCK_M, HEAD)
     l = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    whole = keys // BLOCK_N * BLOCK_N
+    whole = whole_blocks(keys, BLOCK_N, VARIES)
     if LAST_N > 0:
         acc, l, m = _fwd_step(
-            acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, N, scale, LAST_N, True, HIDES, QK, HEAD
+            acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, n, scale, LAST_N, True, HIDES, QK, HEAD
         )
     for start in tl.range(0, whole, BLOCK_N, disable_licm=TURNS):
         acc, l, m = _fwd_step(
-            acc, l, m, q_block, *heads, rope, bias, rows, start, keys, N, scale, BLOCK_N, False, HIDES, QK, HEAD
+            acc, l, m, q_block, *heads, rope, bias, rows, start, keys, n, scale, BLOCK_N, False, HIDES, QK, HEAD
         )
     if HIDES:
         m = tl.where(l == 0, float("inf"), m)
         l = tl.where(l == 0, 1.0, l)
-    store_head_rows(head_of(o, b, h, HEAD), [chunk * (1 / l)[:, None] for chunk in acc], rows, N, HEAD)
-    tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)
+    store_head_rows(head_of(o, b, h, HEAD, first), [chunk * (1 / l)[:, None] for chunk in acc], rows, n, HEAD)
+    tl.store(lse_ptr + lse_at + rows, m + tl.log2(l) * LN2, mask=rows < n)

@@ -9,7 +9,7 @@ without masks.
 import triton
 import triton.language as tl
 
-from .attention_bias import add_bias, bias_of, keys_of, weights
+from .attention_bias import add_bias, bias_of, keys_of, weights, whole_blocks
 from .attention_common import (
     add_product,
     head_of,
@@ -20,6 +20,7 @@ from .attention_common import (
     store_sums,
     zero_head_rows,
 )
+from .attention_packed import place
 from .attention_rope import load_turned_rows, rope_of, store_turned_back
 
 
@@ -74,6 +75,7 @@ def queries_bwd(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LAST_N: tl.constexpr,
+    VARIES: tl.constexpr,
 ):
     """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
@@ -86,7 +88,7 @@ def queries_bwd(
     # +inf past N: those queries weigh nothing
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     dq = zero_head_rows(BLOCK_M, QK)
-    whole = keys // BLOCK_N * BLOCK_N
+    whole = whole_blocks(keys, BLOCK_N, VARIES)
     if LAST_N > 0:
         dq = _dq_step(
             dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, whole, N, scale, LAST_N, True, QK, HEAD
@@ -153,6 +155,7 @@ def keys_bwd(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LAST_M: tl.constexpr,
+    VARIES: tl.constexpr,
 ):
     """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
     q_head, k_head, v_head, do_head = heads
@@ -160,7 +163,7 @@ def keys_bwd(
     k = load_turned_rows(k_head, rope, cols, keys, True, QK)
     v = load_head_rows(v_head, cols, keys, True, HEAD)
     dk, dv = zero_head_rows(BLOCK_N, QK), zero_head_rows(BLOCK_N, HEAD)
-    whole, loads, rest = N // BLOCK_M * BLOCK_M, (q_head, do_head), (lse_row, delta_row, cols)
+    whole, loads, rest = whole_blocks(N, BLOCK_M, VARIES), (q_head, do_head), (lse_row, delta_row, cols)
     if LAST_M > 0:
         dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
     for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
@@ -183,7 +186,7 @@ def store_key_sums(sums_ptr, dkdv, block, h, H, QK: tl.constexpr, HEAD: tl.const
     store_sums(sums_ptr, dkdv[1], block * 2 + 1, h, H, HEAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["packed"])
 def _attention_bwd_dq_kernel(
     inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
     dq,  # likewise
@@ -191,6 +194,7 @@ def _attention_bwd_dq_kernel(
     delta_ptr,  # (B, H, N), written here
     sums_ptr,  # (B * blocks, H, Dh)
     terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
+    packed,  # or None: likewise
     N,
     H,
     scale,
@@ -203,21 +207,25 @@ def _attention_bwd_dq_kernel(
     LAST_N: tl.constexpr,
 ):
     """dQ and delta of BLOCK_M queries of one head."""
-    blocks_m = tl.cdiv(N, BLOCK_M)
-    pid = tl.program_id(0)
-    bh, index = pid // blocks_m, pid % blocks_m
-    b, h = bh // H, bh % H
-    heads, dq_head = [head_of(x, b, h, HEAD) for x in inputs], head_of(dq, b, h, HEAD)
-    lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
+    VARIES: tl.constexpr = terms[2] is not None or packed is not None
+    b, h, slot, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
+    if packed is not None:
+        if n == 0:  # a program that is left over
+            if SUMS:
+                store_sums(sums_ptr, zero_head_rows(16, QK), slot, h, H, QK)
+            return
+    heads, dq_head = [head_of(x, b, h, HEAD, first) for x in inputs], head_of(dq, b, h, HEAD, first)
+    rope = rope_of(terms[0], b, h, first) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
-    keys, rows = keys_of(terms[2], b, N), (lse_row, delta_row, index * BLOCK_M, N)
-    dq_block = queries_bwd(heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N)
+    keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_M, n)
+    dq_block = queries_bwd(
+        heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, VARIES
+    )
     if SUMS:
-        store_sums(sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
+        store_sums(sums_ptr, dq_block, slot, h, H, QK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["packed"])
 def _attention_bwd_dkdv_kernel(
     inputs,  # q, k, v, do (B, N, H, Dh), each its pointer and its strides of B, N, H
     grads,  # dk and dv, likewise
@@ -225,6 +233,7 @@ def _attention_bwd_dkdv_kernel(
     delta_ptr,  # (B, H, N)
     sums_ptr,  # (B * blocks, 2, H, Dh)
     terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
+    packed,  # or None: likewise
     N,
     H,
     scale,
@@ -237,18 +246,20 @@ def _attention_bwd_dkdv_kernel(
     LAST_M: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one head."""
-    blocks_n = tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    bh, index = pid // blocks_n, pid % blocks_n
-    b, h = bh // H, bh % H
-    heads, grad_heads = [head_of(x, b, h, HEAD) for x in inputs], [head_of(x, b, h, HEAD) for x in grads]
-    lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
-    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
+    PACKED: tl.constexpr = packed is not None
+    b, h, slot, index, first, n, lse_at = place(packed, N, H, BLOCK_N)
+    if PACKED:
+        if n == 0:  # a program that is left over
+            if SUMS:
+                store_key_sums(sums_ptr, (zero_head_rows(16, QK), zero_head_rows(16, HEAD)), slot, h, H, QK, HEAD)
+            return
+    heads, grad_heads = [head_of(x, b, h, HEAD, first) for x in inputs], [head_of(x, b, h, HEAD, first) for x in grads]
+    rope = rope_of(terms[0], b, h, first) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
-    keys, rows = keys_of(terms[2], b, N), (lse_row, delta_row, index * BLOCK_N, N)
-    dkdv = keys_bwd(heads, grad_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M)
+    keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n)
+    dkdv = keys_bwd(heads, grad_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED)
     if SUMS:
-        store_key_sums(sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)
+        store_key_sums(sums_ptr, dkdv, slot, h, H, QK, HEAD)
 
 
 @triton.jit
@@ -278,6 +289,7 @@ def _attention_bwd_phases_kernel(
 
     Those of BLOCK_N2 keys after the other, against BLOCK_M2 queries at a time.
     """
+    VARIES: tl.constexpr = terms[2] is not None
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
     heads = [head_of(x, b, h, HEAD) for x in inputs]
@@ -290,7 +302,7 @@ def _attention_bwd_phases_kernel(
     for index in tl.range(0, blocks_m, num_stages=1, disable_licm=True):
         rows = (lse_row, delta_row, index * BLOCK_M1, N)
         dq_block = queries_bwd(
-            heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1
+            heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1, VARIES
         )
         if SUMS:
             store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
@@ -299,7 +311,7 @@ def _attention_bwd_phases_kernel(
     for index in tl.range(0, blocks_n, num_stages=1, disable_licm=True):
         without_o, rows = (heads[0], heads[1], heads[2], heads[4]), (lse_row, delta_row, index * BLOCK_N2, N)
         dkdv = keys_bwd(
-            without_o, kv_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2
+            without_o, kv_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2, False
         )
         if SUMS:
             store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)

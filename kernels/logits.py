@@ -1,4 +1,4 @@
-"""The options of attention that act on its logits: rotary positions, a bias, lengths of the keys."""
+"""The options of attention that act on its logits: rotary positions, a bias, which keys count."""
 
 from typing import NamedTuple
 
@@ -14,20 +14,24 @@ class Logits(NamedTuple):
     sin: Tensor | None = None
     bias: Tensor | None = None  # (H, N, N) or (B or 1, H, N, N)
     key_lengths: Tensor | None = None  # (B,)
+    offsets: Tensor | None = None  # (S + 1,), of packed samples: then B is 1, and num_prefix 0
     interleaved: bool = False
     num_prefix: int = 0
+    longest: int = 0  # tokens of the longest packed sample, or more
 
     def suffix(self, head_dim: int) -> str:
-        """Of the shape class: "r" rope, "f" rope of tables Dh wide, "b" a bias, "k" lengths of keys."""
+        """Of the shape class: "r" rope, "f" with tables Dh wide, "b" a bias, "k" key lengths, "p" packed."""
         rope = "" if self.cos is None else "f" if self.cos.shape[-1] == head_dim else "r"
-        return rope + "b" * (self.bias is not None) + "k" * (self.key_lengths is not None)
+        keys = "p" if self.offsets is not None else "k" * (self.key_lengths is not None)
+        return rope + "b" * (self.bias is not None) + keys
 
     @property
     def options(self) -> dict:
         """Keyword arguments of ref.attention."""
         layout = "interleaved" if self.interleaved else "half"
         rope = dict(rope=(self.cos, self.sin), rope_layout=layout, num_prefix=self.num_prefix)
-        return dict(bias=self.bias, key_lengths=self.key_lengths, **(rope if self.cos is not None else {}))
+        found = dict(bias=self.bias, key_lengths=self.key_lengths, **(rope if self.cos is not None else {}))
+        return found if self.offsets is None else found | dict(offsets=self.offsets, longest=self.longest)
 
 
 PLAIN = Logits()

@@ -17,6 +17,7 @@ from . import tiles
 from .launch import cdiv, launch
 from .patch_embed_bwd import Gradients, patch_embed_bwd
 from .patches import (
+    Packed,
     channel_values,
     folding,
     geometry_of,
@@ -86,6 +87,7 @@ def patch_embed_fwd_kernel(
     rows,
     prefix,
     pos_start,
+    packed,  # of images of many sizes: (rows (N,), starts (S,)); or None
     layout,  # a patches.Layout
     strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
@@ -122,7 +124,8 @@ def patch_embed_fwd_kernel(
         # In two halves: positions and accumulator together are more than the registers hold.
         half: tl.constexpr = BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))
-        out_row, pos_row = token_row(row, image, prefix), patch + prefix - pos_start
+        out_row = token_row(row, image, prefix, packed, mask_m)
+        pos_row = patch + prefix - pos_start if packed is None else row.to(tl.int64)
         offs_half = start_d + tl.arange(0, half)
         _store_tokens(left, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half, mask_m, D)
         _store_tokens(right, out_ptr, bias_ptr, pos_ptr, out_row, pos_row, offs_half + half, mask_m, D)
@@ -133,7 +136,11 @@ def patch_embed_fwd_kernel(
         if pos_ptr is not None:
             if token >= pos_start:
                 value += tl.load(pos_ptr + (token - pos_start) * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        out_ptrs = out_ptr + (image.to(tl.int64) * (prefix + layout.patches) + token)[:, None] * D + offs_d[None, :]
+        if packed is None:
+            first = image.to(tl.int64) * (prefix + layout.patches)
+        else:
+            first = tl.load(packed[1] + image, mask=image < batch, other=0).to(tl.int64)
+        out_ptrs = out_ptr + (first + token)[:, None] * D + offs_d[None, :]
         tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty)[None, :], mask=(image < batch)[:, None] & mask_d[None, :])
 
 
@@ -145,16 +152,24 @@ def patch_embed_fwd(
     pos_embed: Tensor | None,
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
+    packed: Packed | None = None,
 ) -> Tensor:
-    """(B, T+N, D) in weight's dtype. mean and std, one number per channel, are for uint8 images only."""
-    batch, (width, _, p, q) = images.shape[0], weight.shape
-    prefix = 0 if cls_token is None else cls_token.shape[1]
-    geometry = geometry_of(images, (p, q), prefix)
+    """(B, T+N, D) in weight's dtype. mean and std, one number per channel, are for uint8 images only.
+
+    packed: see patches.geometry_of; images are then patches (N, C, P, Q), pos_embed is (N, D), and (N + S T, D) comes
+    out.
+    """
+    (width, _, p, q), prefix = weight.shape, 0 if cls_token is None else cls_token.shape[1]
+    batch = len(images) if packed is None else len(packed[1])
+    images = images if packed is None else images.contiguous()
+    geometry = geometry_of(images, (p, q), prefix, packed)
     patches, k = geometry["layout"].patches, geometry["AXES"].k
     tile = tiles.lookup("patch_embed_fwd", weight, patch_class(images, geometry, width))
     if tile.provider == "cublas":
         bias, cls_token, pos_embed = (None if t is None else t.to(weight.dtype) for t in (bias, cls_token, pos_embed))
         tokens = F.linear(patch_matrix(images, (p, q), weight.dtype, mean, std), weight.flatten(1), bias)
+        if packed is not None:
+            return _packed_tokens(tokens, cls_token, pos_embed, *packed)
         return _with_prefix(tokens.view(batch, patches, width), cls_token, pos_embed)
     ordered = in_image_order(weight, images)
     if images.dtype == torch.uint8:
@@ -162,7 +177,11 @@ def patch_embed_fwd(
         ordered = torch.empty(width, k, device=weight.device, dtype=weight.dtype)
         bias = torch.empty(width, device=weight.device, dtype=torch.float32)
         launch(patch_embed_fold_kernel, (width,), folded_ptr=ordered, folded_bias_ptr=bias, **given)
-    out = torch.empty(batch, prefix + patches, width, device=weight.device, dtype=weight.dtype)
+    if packed is None:
+        size, pos_start = (batch, prefix + patches), 0 if pos_embed is None else prefix + patches - pos_embed.shape[1]
+    else:
+        size, pos_start = (len(images) + batch * prefix,), prefix
+    out = torch.empty(*size, width, device=weight.device, dtype=weight.dtype)
     blocks = cdiv(geometry["rows"], tile["BLOCK_M"]) + prefix * cdiv(batch, tile["BLOCK_M"])
     launch(
         patch_embed_fwd_kernel,
@@ -173,12 +192,24 @@ def patch_embed_fwd(
         prefix_ptr=cls_token.contiguous() if prefix else None,
         pos_ptr=vector(pos_embed),
         out_ptr=out,
-        pos_start=0 if pos_embed is None else prefix + patches - pos_embed.shape[1],
+        pos_start=pos_start,
         batch=batch,
         D=width,
         **geometry,
         **tile.meta,
     )
+    return out
+
+
+def _packed_tokens(
+    patches: Tensor, cls_token: Tensor | None, pos_embed: Tensor | None, rows: Tensor, starts: Tensor
+) -> Tensor:
+    """(N, D) -> (N + S T, D): `_with_prefix` of images of many sizes; pos_embed (N, D)."""
+    prefix, width = 0 if cls_token is None else cls_token.shape[1], patches.shape[1]
+    out = patches.new_empty(len(patches) + len(starts) * prefix, width)
+    out[rows] = patches if pos_embed is None else patches + pos_embed
+    if prefix:
+        out[starts[:, None] + torch.arange(prefix, device=starts.device)] = cls_token
     return out
 
 

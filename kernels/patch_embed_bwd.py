@@ -16,6 +16,7 @@ from torch import Tensor
 from . import tiles
 from .launch import cdiv, launch
 from .patches import (
+    Packed,
     channel_values,
     folding,
     geometry_of,
@@ -26,6 +27,7 @@ from .patches import (
     patch_matrix,
     token_row,
 )
+from .rows import scale_rows
 
 
 @triton.jit
@@ -77,6 +79,7 @@ def patch_embed_dweight_kernel(
     rows,
     rows_per_split,
     prefix,
+    packed,  # of images of many sizes: (rows (N,), starts (S,)); or None
     layout,  # a patches.Layout
     strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
@@ -100,7 +103,7 @@ def patch_embed_dweight_kernel(
         row = start + tl.arange(0, BLOCK_M)
         mask_m = row < rows
         image, _, corner = locate(row, layout, strides, AXES)
-        dy = load_tokens(dy_ptr, token_row(row, image, prefix), offs_d, mask_m, mask_d, D)
+        dy = load_tokens(dy_ptr, token_row(row, image, prefix, packed, mask_m), offs_d, mask_m, mask_d, D)
         x_ptrs = image_ptr + corner[:, None] + pixels[None, :]
         x = load_patches(x_ptrs, mask_m[:, None] & mask_k[None, :], dy_ptr.dtype.element_ty)
         acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
@@ -145,6 +148,7 @@ def patch_embed_dimages_kernel(
     dimage_ptr,  # (B, C, Hi, Wi)
     rows,
     prefix,
+    packed,  # of images of many sizes: (rows (N,), starts (S,)); or None
     layout,  # a patches.Layout
     strides,  # of images and of the K axis
     PRECISION: tl.constexpr,
@@ -162,7 +166,7 @@ def patch_embed_dimages_kernel(
     mask_k = k < K
     mask_m = row < rows
     image, _, corner = locate(row, layout, strides, AXES)
-    dy_row = token_row(row, image, prefix)
+    dy_row = token_row(row, image, prefix, packed, mask_m)
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
@@ -172,6 +176,13 @@ def patch_embed_dimages_kernel(
         acc = tl.dot(dy, w, acc, input_precision=PRECISION)
     pixels = corner[:, None] + k_offsets(k, strides, AXES)[None, :]
     tl.store(dimage_ptr + pixels, acc.to(dimage_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_k[None, :])
+
+
+def _patch_rows(dy: Tensor, prefix: int, packed: Packed | None) -> Tensor:
+    """The rows (M, D) of the patches in dy, (B, T+N, D) or packed."""
+    if packed is not None:
+        return dy[packed[0]] if prefix else dy
+    return dy[:, prefix:].flatten(0, 1)
 
 
 class Gradients(NamedTuple):
@@ -192,14 +203,15 @@ def _dweight(
     dbias: Tensor | None,
     mean: Sequence[float],
     std: Sequence[float],
+    packed: Packed | None,
 ) -> Tensor:
     """(D, C, P, Q); dbias is given for raw images and None for floats."""
-    geometry = geometry_of(images, weight.shape[2:], prefix)
+    geometry = geometry_of(images, weight.shape[2:], prefix, packed)
     width, k, rows = weight.shape[0], geometry["AXES"].k, geometry["rows"]
     tile = tiles.lookup("patch_embed_dweight", dy, patch_class(images, geometry, width))
     if tile.provider == "cublas":
         patches = patch_matrix(images, weight.shape[2:], dy.dtype, mean, std)
-        return torch.mm(dy[:, prefix:].flatten(0, 1).t(), patches).view(weight.shape).to(weight.dtype)
+        return torch.mm(_patch_rows(dy, prefix, packed).t(), patches).view(weight.shape).to(weight.dtype)
     flags = dict(tile.meta)
     blocks = cdiv(width, flags["BLOCK_D"]) * cdiv(k, flags["BLOCK_K"])
     steps = cdiv(rows, flags["BLOCK_M"])
@@ -224,18 +236,18 @@ def _dweight(
     return dweight
 
 
-def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int) -> Tensor:
+def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, packed: Packed | None) -> Tensor:
     """(B, C, Hi, Wi), contiguous whatever the layout of the images."""
     batch, chans, height, columns = images.shape
     p, q = weight.shape[2:]
-    shape = patch_class(images, geometry_of(images, (p, q), prefix), weight.shape[0])
+    shape = patch_class(images, geometry_of(images, (p, q), prefix, packed), weight.shape[0])
     tile = tiles.lookup("patch_embed_dimages", dy, shape)
     if tile.provider == "cublas":
-        patches = torch.mm(dy[:, prefix:].flatten(0, 1), weight.flatten(1))
+        patches = torch.mm(_patch_rows(dy, prefix, packed), weight.flatten(1))
         grid = patches.view(batch, height // p, columns // q, chans, p, q).permute(0, 3, 1, 4, 2, 5)
         return grid.reshape(images.shape).to(images.dtype)
     dimages = torch.empty(images.shape, device=dy.device, dtype=images.dtype)
-    geometry = geometry_of(dimages, (p, q), prefix)
+    geometry = geometry_of(dimages, (p, q), prefix, packed)
     launch(
         patch_embed_dimages_kernel,
         (cdiv(geometry["rows"], tile["BLOCK_M"]) * cdiv(geometry["AXES"].k, tile["BLOCK_K"]),),
@@ -264,22 +276,49 @@ def patch_embed_bwd(
     want_cls: bool,
     want_pos: bool,
     dtypes: Sequence[torch.dtype | None] = (None, None, None),
+    packed: Packed | None = None,
 ) -> Gradients:
-    """Gradients of `patch_embed_fwd` for dy (B, T+N, D).
+    """Gradients of `patch_embed_fwd` for dy (B, T+N, D), or (N + S T, D) with `packed`.
 
     Those of bias, cls_token and pos_embed in `dtypes` (weight's unless given). `images` may be None where neither
     `want_images` nor `want_weight` is set; mean and std are read for uint8 images only.
     """
     dy = dy.contiguous()
+    bias_dtype, cls_dtype, pos_dtype = types = [dtype or weight.dtype for dtype in dtypes]
+    raw, dbias = want_weight and images.dtype == torch.uint8, None
+    if packed is None:
+        dbias, dcls, dpos = _sums(dy, prefix, pos_len, want_bias or raw, want_cls, want_pos, types)
+    else:
+        images = None if images is None else images.contiguous()
+        dbias, dcls, dpos = _packed_sums(dy, prefix, packed, want_bias or raw, want_cls, want_pos, types)
+    given = (mean, std, packed)
+    dweight = _dweight(dy, images, weight, prefix, dbias if raw else None, *given) if want_weight else None
+    dimages = _dimages(dy, images, weight, prefix, packed) if want_images else None
+    return Gradients(dimages, dweight, dbias.to(bias_dtype) if want_bias else None, dcls, dpos)
+
+
+def _packed_sums(dy, prefix, packed, want_bias, want_cls, want_pos, dtypes) -> tuple[Tensor | None, ...]:
+    """As `_sums`, of images of many sizes: every patch has a position of its own."""
+    dbias = dcls = dpos = None
+    if want_bias or want_pos:
+        patches = _patch_rows(dy, prefix, packed)
+        dbias = scale_rows(patches, None, None, 1, want_scaled=False)[1] if want_bias else None
+        dpos = patches.to(dtypes[2], copy=patches is dy) if want_pos else None
+    if want_cls:
+        tokens = dy[packed[1][:, None] + torch.arange(prefix, device=dy.device)]
+        dcls = tokens.sum(0, keepdim=True, dtype=torch.float32).to(dtypes[1])
+    return dbias, dcls, dpos
+
+
+def _sums(dy, prefix, pos_len, want_bias, want_cls, want_pos, dtypes) -> tuple[Tensor | None, ...]:
+    """Gradients of the bias (D,), in fp32, of the prefix (1, T, D) and of the positions (1, pos_len, D)."""
     batch, tokens, width = dy.shape
-    bias_dtype, cls_dtype, pos_dtype = (dtype or weight.dtype for dtype in dtypes)
-    raw = want_weight and images.dtype == torch.uint8
 
     def gradient(wanted: bool, count: int, dtype: torch.dtype) -> Tensor | None:
         return torch.empty(1, count, width, device=dy.device, dtype=dtype) if wanted else None
 
-    dcls, dpos = gradient(want_cls, prefix, cls_dtype), gradient(want_pos, pos_len, pos_dtype)
-    patch_sums = gradient(want_bias or raw, tokens - prefix, torch.float32)
+    dcls, dpos = gradient(want_cls, prefix, dtypes[1]), gradient(want_pos, pos_len, dtypes[2])
+    patch_sums = gradient(want_bias, tokens - prefix, torch.float32)
     if want_cls or want_pos or patch_sums is not None:
         launch(
             patch_embed_batch_sum_kernel,
@@ -297,7 +336,4 @@ def patch_embed_bwd(
             BLOCK_D=256,
             num_warps=4,
         )
-    dbias = None if patch_sums is None else patch_sums.sum((0, 1))
-    dweight = _dweight(dy, images, weight, prefix, dbias if raw else None, mean, std) if want_weight else None
-    dimages = _dimages(dy, images, weight, prefix) if want_images else None
-    return Gradients(dimages, dweight, dbias.to(bias_dtype) if want_bias else None, dcls, dpos)
+    return None if patch_sums is None else patch_sums.sum((0, 1)), dcls, dpos

@@ -70,9 +70,15 @@ def locate(row, layout, strides, AXES: tl.constexpr):
 
 
 @triton.jit
-def token_row(row, image, prefix):
-    """The row of a patch among all tokens, (B, T+N, D): every image has `prefix` tokens more."""
-    return (row + (image + 1) * prefix).to(tl.int64)
+def token_row(row, image, prefix, packed, mask):
+    """The row of a patch among all tokens, (B, T+N, D): every image has `prefix` tokens more.
+
+    packed: (rows, starts) of images of many sizes, see geometry_of, or None.
+    """
+    if packed is None:
+        return (row + (image + 1) * prefix).to(tl.int64)
+    else:
+        return tl.load(packed[0] + row, mask=mask, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -122,10 +128,19 @@ def _geometry(shape: tuple[int, ...], image_strides: tuple[int, ...], patch: tup
     )
 
 
-def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int) -> dict:
-    """The arguments by which all kernels find a patch's pixels and its row among the tokens."""
+Packed = tuple[Tensor, Tensor]
+
+
+def geometry_of(images: Tensor, patch: tuple[int, int], prefix: int, packed: Packed | None = None) -> dict:
+    """The arguments by which all kernels find a patch's pixels and its row among the tokens.
+
+    packed: of images of many sizes, cut into patches (N, C, P, Q): where the tokens of each patch and of each image
+    begin, rows (N,) and starts (S,).
+    """
+    if packed is not None:  # a patch is an image of one row
+        images, patch = images.view(len(images), 1, 1, -1), (1, images.shape[1:].numel())
     found = _geometry(images.shape, images.stride(), patch, channels_last(images))
-    return dict(found, prefix=prefix, PRECISION=fp32_precision())
+    return dict(found, prefix=prefix, packed=packed, PRECISION=fp32_precision())
 
 
 def in_image_order(weight: Tensor, images: Tensor) -> Tensor:

@@ -5,65 +5,11 @@ limit). Data only; the first rule that matches wins. tiles.py looks them up.
 """
 
 import dataclasses
-import functools
-from dataclasses import dataclass
 
-from . import attention_libraries
+from . import attention_libraries, attention_rules
+from .tile import GENERATIONS, SHARED_LIMIT, Rule, Tile, tile
 
-GENERATIONS = (80, 89, 90, 100, 120)
-# Shared memory a program may use, bytes.
-SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
-
-    The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch, "torch" LayerNorm;
-    "cublaslt" is cublaslt.py; attention's libraries are attention_libraries.PROVIDERS. maxnreg: registers a thread may
-    have, so that more programs fit a multiprocessor (of 4 warps: 168 for three, 128 for four); 0 leaves it to the
-    compiler.
-    """
-
-    num_warps: int = 4
-    num_stages: int = 2
-    provider: str = "triton"
-    blocks: tuple[tuple[str, int], ...] = ()
-    maxnreg: int = 0
-
-    @functools.cached_property
-    def meta(self) -> dict:
-        """Keyword arguments for the launch; not to be changed."""
-        limit = {"maxnreg": self.maxnreg} if self.maxnreg else {}
-        return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
-
-    @functools.cached_property
-    def _numbers(self) -> dict[str, int]:
-        return dict(self.blocks)
-
-    def __getitem__(self, name: str) -> int:
-        return self._numbers[name]
-
-
-def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxnreg: int = 0, **blocks: int) -> Tile:
-    """`tile(8, 3, BLOCK_M=128, BLOCK_N=128)`."""
-    return Tile(num_warps, num_stages, provider, tuple(sorted(blocks.items())), maxnreg)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A tile and where it applies: GPU generations, bits of the dtype and shape classes.
-
-    bits: "32", "16", or "*" for both; shape: a pattern (fnmatch). variant: of CANDIDATES, tells several tiles of one
-    provider apart.
-    """
-
-    tile: Tile
-    sm: tuple[int, ...] = GENERATIONS
-    bits: str = "*"
-    shape: str = "*"
-    variant: str = ""
-
+__all__ = ["CANDIDATES", "GENERATIONS", "LIBRARIES", "RULES", "SHARED_LIMIT", "UNCHECKED", "Rule", "Tile", "tile"]
 
 # A product in pieces: two programs fit a multiprocessor, and nothing spills.
 _PRODUCT = (
@@ -130,22 +76,6 @@ def _by_descriptors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return (dataclasses.replace(rules[0], tile=dataclasses.replace(rules[0].tile, provider="tma"), shape="*"),)
 
 
-def _head(
-    sm: int,
-    shape: str,
-    programs: int,
-    maxnreg: int = 0,
-    exact: int = 0,
-    stages: int = 2,
-    warps: int = 4,
-    keys: int = 64,
-    variant: str = "",
-) -> Rule:
-    """Attention's backward in one program a head, `programs` of them on a multiprocessor."""
-    blocks = dict(BLOCK_M=64, BLOCK_N=keys, STAGES=stages, PER_SM=programs, EXACT=exact)
-    return Rule(tile(warps, 1, "head", maxnreg, **blocks), (sm,), "16", shape, variant)
-
-
 def _split(stages: int, block_k: int, variant: str = "") -> tuple[Rule, ...]:
     """Weight gradients for sm_90 and newer, through pointers and descriptors.
 
@@ -196,109 +126,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "scale_rows": (Rule(tile(4, 1, BLOCK_M=8, BLOCK_D=256, STAGES=3, PER_SM=6)),),
     "column_sums": (Rule(tile(8, 1, BLOCK_P=256, BLOCK_D=16)),),
-    # Shape classes of attention: padded head size, tokens up to 64, 128, 256, 320 or "long"; "r" or "f", "b", "k" for
-    # rotary positions, a bias, lengths of keys (Logits.suffix). Providers: the paths of attention.py.
-    "attention_fwd": (
-        Rule(tile(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
-        Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90,), shape="d[1-6]?n[126]*[rf]"),
-        Rule(tile(8, 1, "rows", BLOCK_M=64), sm=(90,), shape="*n[126]*[rf]"),
-        Rule(tile(8, 1, "rows", BLOCK_M=64), sm=(100,), shape="d[1-6]?n[126]*[rf]"),
-        Rule(tile(8, 1, "rows", BLOCK_M=64), sm=(100,), shape="*n[126]*r"),
-        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d[1-6]?n*[rf]"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=32, BLOCK_N=32), sm=(90,), shape="d16n*[bk]"),
-        Rule(tile(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(100,), shape="d[14][68]n*[bk]"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=32, BLOCK_N=32), sm=(90,), shape="d32n*[rf][bk]*"),
-        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(90,), shape="d48n*[rf][bk]*"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="d[134][268]n*[bk]"),
-        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(100,), shape="d64n*[0-9g][bk]*"),
-        Rule(tile(4, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(90,), shape="d128*f[bk]*"),
-        Rule(tile(4, 1, "tiled", BLOCK_M=64, BLOCK_N=16), sm=(90,), shape="d128*[0-9g]b*"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90,), shape="d128*[0-9g]k"),
-        Rule(tile(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(100,), shape="d128*[0-9g][bk]*"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=128, BLOCK_N=32), sm=(90,), shape="d128*[bk]"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*[rfbk]"),
-        Rule(tile(8, 1, "tiled", BLOCK_M=64, BLOCK_N=16), shape="d128*[bk]"),
-        Rule(tile(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128*[rf]"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="*f*"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=64), shape="d[1-6]?n*[rbk]"),
-        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="*[rbk]"),
-        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*nlong"),
-        Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
-        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d128*"),
-        Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90, 100)),
-        Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128*"),
-        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d96*"),
-        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64)),
-    ),
-    "attention_bwd": (
-        _head(90, "d[13][26]n[1-6]*[0-9]", programs=4, maxnreg=128),
-        _head(90, "d[46][48]n[1-6]*[0-9]", programs=3, maxnreg=168),
-        _head(90, "d[89][06]n[1-6]*[0-9]", programs=2, maxnreg=248, exact=1),
-        _head(100, "d64n64", programs=4, stages=1, exact=1),
-        _head(100, "d[1-9][024568]n[1-6]*[0-9]", programs=2, exact=1),
-        Rule(tile(provider="tiled")),
-    ),
-    "attention_bwd_dq": (
-        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(90,), shape="d16n*[bk]"),
-        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=32), sm=(100,), shape="d16n*[bk]"),
-        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=32), sm=(90, 100), shape="d128*f[bk]*"),
-        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="d128*[rf]"),
-        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(100,), shape="d48*[rf]"),
-        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="*[bk]"),
-        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*[rf]"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), shape="d128*[bk]"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), shape="d[89]?n*[rf][bk]*"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), shape="d96*f"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*[rf]"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d[89]?n*[rf]"),
-        Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=32), shape="d128*[rf]"),
-        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=32), shape="*[rfbk]"),
-        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="d128*"),
-        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n320"),
-        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*n64"),
-        Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90, 100)),
-        Rule(tile(4, 1, BLOCK_M=32, BLOCK_N=32), shape="d128*"),
-        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=32), shape="d96*"),
-        Rule(tile(4, 2, BLOCK_M=64, BLOCK_N=32)),
-    ),
-    "attention_bwd_dkdv": (
-        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
-        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="d[13][26]n*[rfbk]"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d[1-6]?n*f*"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d[1-6]?n*r[bk]*"),
-        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="d[1-6]?n*[rbk]"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), sm=(90, 100), shape="*[rfbk]"),
-        Rule(tile(8, 1, BLOCK_M=16, BLOCK_N=32), shape="d128*f[bk]*"),
-        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), shape="d128*[rfbk]"),
-        Rule(tile(8, 1, BLOCK_M=16, BLOCK_N=64), shape="d96*[0-9g][bk]*"),
-        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), shape="d[89]?n*[rfbk]"),
-        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d16n*[rf]"),
-        Rule(tile(8, 2, BLOCK_M=16, BLOCK_N=64), shape="*[rf]*"),
-        Rule(tile(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(80,), shape="*n64b*"),
-        Rule(tile(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="*[bk]"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="*[bk]"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d128*"),
-        Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="*nlong"),
-        Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*"),
-        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="d32*"),
-        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=32), shape="d128*"),
-        Rule(tile(8, 2, BLOCK_M=32, BLOCK_N=64), shape="d96*"),
-        Rule(tile(4, 2, BLOCK_M=16, BLOCK_N=64), shape="d80*"),
-        Rule(tile(4, 2, BLOCK_M=32, BLOCK_N=64)),
-    ),
-    "attention_bwd_bias": (
-        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
-        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), sm=(90,), shape="d16n*"),
-        Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=32), sm=(90,), shape="d128*"),
-        Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
-        Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*"),
-        Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=64), sm=(120,), shape="d[13][26]n*"),
-        Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=32)),
-    ),
-    # GROUPS: of samples, whose shares are added up afterwards.
-    "rope_bwd": (Rule(tile(4, 1, BLOCK_M=16, GROUPS=8)),),
+    **attention_rules.RULES,
     # Shape classes: "u8-even-large", see patches.patch_class. PROGRAMS: how many the split of the rows aims at.
     "patch_embed_fwd": (
         Rule(tile(4, 3, BLOCK_M=64, BLOCK_D=64, BLOCK_K=16), bits="32", shape="f32-even-*"),
@@ -352,30 +180,13 @@ UNCHECKED = ("gluon",)
 # Providers that launch no kernel of ours and cannot be compiled offline.
 LIBRARIES = ("torch", "cublaslt", *attention_libraries.PROVIDERS)
 _TORCH = (Rule(tile(provider="torch")),)
-_PLAIN = "*[0-9g]"  # attention without rotary positions, a bias or lengths of keys
-_ATTENTION = tuple(Rule(tile(provider=library), shape=_PLAIN) for library in attention_libraries.PROVIDERS)
-
-_SHORT = "d[1-6][24568]n[1-6]*"  # attention over at most 320 tokens, heads of one chunk or 32 + 16
 
 # Other tiles that can do an operation: the tuner tries them and `make codegen` compiles them, but nothing runs them
 # unasked. First match for each provider and variant.
 CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "layer_norm_fwd": _TORCH,
     "layer_norm_bwd": _TORCH,
-    "attention_fwd": (
-        Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), bits="16"),
-        Rule(tile(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), bits="16"),
-        *_ATTENTION,
-    ),
-    "attention_bwd": (
-        _head(90, f"{_SHORT}[0-9]", programs=2, maxnreg=248, exact=1, variant="exact"),
-        _head(90, f"{_SHORT}[0-9]", programs=1, warps=8, keys=128, variant="wide"),
-        Rule(
-            tile(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), sm=(90,), bits="16", shape=_SHORT
-        ),
-        Rule(tile(provider="tiled")),
-        *_ATTENTION,
-    ),
+    **attention_rules.CANDIDATES,
     "linear_fwd": _PRODUCT + _TMA + _WIDE,
     "input_grad": _PRODUCT + _TMA + _WIDE,
     "linear_gelu_fwd": _CUBLAS + _TMA + _WIDE + _GLUON,

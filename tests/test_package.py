@@ -101,17 +101,19 @@ def test_metadata_has_the_extras(dist):
 
 # From the ground up. A place is a file or a folder of vitfast/; it imports from the floors below its own.
 FLOORS = (
-    {"errors", "files", "version", "interpreter", "ref", "kernels"},
+    {"errors", "files", "version", "packed"},
+    {"interpreter", "ref", "kernels"},
     {"ops", "positions", "presets", "config", "device", "keep", "machine_code", "arguments", "submodules"},
     {"layers", "block", "adapters", "checkpoint"},
-    {"model", "hybrid", "init", "intermediates", "settle_keep", "distributed"},
+    {"model", "hybrid", "init", "intermediates", "packed_forward", "settle_keep", "distributed"},
     {"data", "cost", "verify", "baselines", "results"},
     {"eval", "convert", "export", "inspect", "tune", "doctor", "families"},
     {"train"},
     {"experiments", "timm_models"},
     {"cli"},
 )
-ONE_PLACE = dict.fromkeys(("hybrid", "init", "intermediates", "settle_keep"), "model")  # parts of the model
+# Parts of the model.
+ONE_PLACE = dict.fromkeys(("hybrid", "init", "intermediates", "packed_forward", "settle_keep"), "model")
 ONE_PLACE["block"] = "layers"
 
 

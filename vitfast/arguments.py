@@ -13,7 +13,7 @@ from .ref import LEAST_STD, MOST_PIXEL
 
 POOLS = ("token", "avg", "map", "")
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu")  # timm's names
-POS_EMBEDS = ("learn", "learn2d", "sincos2d", "relative", "none", "")  # see positions.py
+POS_EMBEDS = ("learn", "learn2d", "factorized", "sincos2d", "relative", "none", "")  # see positions.py
 ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # timm's names of rotary positions, and their temperatures
 POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
 CROP_MODES = ("center", "squash", "border")  # timm's
@@ -170,6 +170,7 @@ ARGUMENTS: dict[str, Check] = {
     "pos_drop_rate": RATE,
     "proj_drop_rate": RATE,
     "drop_path_rate": RATE,
+    "drop_path_mode": one_of(("mask", "subset")),
     "weight_init": one_of(("", "jax", "jax_nlhb", "moco", "reset", "skip")),
     "head_init_bias": optional(ANY),
     "representation_size": optional(whole(1, 2**17)),
@@ -219,8 +220,9 @@ def checked(config: dict) -> dict:
     width, heads, kind, place = (config[name] for name in ("embed_dim", "num_heads", "pos_embed", "pos_embed_at"))
     if width % heads:
         raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {width} and {heads}")
-    if place != "stem" and kind not in ("learn", "learn2d"):
-        raise InputError(f"ViT: pos_embed_at={place!r} is for pos_embed='learn' or 'learn2d', got pos_embed={kind!r}")
+    if place != "stem" and kind not in ("learn", "learn2d", "factorized"):
+        learned = "'learn', 'learn2d' or 'factorized'"
+        raise InputError(f"ViT: pos_embed_at={place!r} is for pos_embed={learned}, got pos_embed={kind!r}")
     if kind == "learn2d" and width % 2:
         raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {width}")
     if kind == "sincos2d" and (width % 4 or width < 8):
@@ -285,6 +287,8 @@ def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:
 
 def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:
     """The images; raises ValueError unless they are (B, chans, *size). size None leaves it open."""
+    if isinstance(images, (list, tuple)):
+        raise TypeError("ViT: images must be one (B, C, H, W) tensor here; a list is for forward and forward_features")
     if torch.jit.is_tracing():
         raise NotImplementedError("ViT: torch.jit.trace cannot record it; torch.export.export and `vitfast export` can")
     if images.dim() != 4 or images.shape[1] != chans or (size is not None and tuple(images.shape[2:]) != size):

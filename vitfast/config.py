@@ -125,7 +125,7 @@ class Recipe:
     drop_path: float = fraction(0.0)
     init_values: float | None = rule(None, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")  # LayerScale
     global_pool: str = choice("token", "avg")
-    pos_embed: str = choice("learn", "learn2d", "sincos2d", "relative", "none")
+    pos_embed: str = choice("learn", "learn2d", "factorized", "sincos2d", "relative", "none")
     pos_embed_at: str = choice("stem", "layers", "layers_shared")
     act_layer: str = choice("gelu", "gelu_tanh")  # of new models; weights say their own
     hidden_head: bool = False  # the paper's pre-training head: one tanh layer before the last

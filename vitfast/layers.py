@@ -1,5 +1,6 @@
 """The modules of the ViT: parameters under timm's names, and calls of the operations."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from . import ref
+from . import packed, ref
 from .errors import InputError
 from .ops import attention, gated_mlp, layer_norm, linear_gelu, patch_embed, rms_norm
 from .positions import relative_attention, relative_probabilities
@@ -127,13 +128,24 @@ class PatchEmbed(Layer):
         return [("patch projection", self.why_called("patch_embed"))]
 
     def forward(
-        self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
+        self,
+        images: Tensor,
+        prefix: Tensor | None = None,
+        pos_embed: Tensor | None = None,
+        mean=None,
+        std=None,
+        offsets: Tensor | None = None,
     ) -> Tensor:
+        """offsets: of images of many sizes, cut into patches; see ops.patch_embed."""
         if self.why_called("patch_embed") is not None:
             pixels = _pixels(images, mean, std, weights_dtype(self.proj))
             patches = self.proj(pixels).flatten(2).transpose(1, 2)
+            if offsets is not None:
+                rows = packed.token_rows(offsets, len(patches), 0 if prefix is None else prefix.shape[1])
+                return packed.tokens(patches[:, 0], prefix, pos_embed, *rows)
             return _with_tokens(patches, [] if prefix is None else [prefix], pos_embed)
-        return patch_embed(images, self.proj.weight, self.proj.bias, prefix, pos_embed, mean=mean, std=std)
+        options = dict(mean=mean, std=std) | ({} if offsets is None else dict(offsets=offsets))
+        return patch_embed(images, self.proj.weight, self.proj.bias, prefix, pos_embed, **options)
 
 
 class Attention(nn.Module):
@@ -153,12 +165,12 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def split(self, x: Tensor) -> Tensor:
-        """x (B, N, D) -> q, k, v packed as (B, N, 3, H, Dh)."""
+        """x (B, N, D) -> q, k, v packed as (B, N, 3, H, Dh); (tokens, D) -> (tokens, 3, H, Dh)."""
         return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v, each (B, N, H, Dh), q and k normalised where they are."""
-        q, k, v = self.split(x).unbind(2)
+        q, k, v = self.split(x).unbind(-3)
         return self.q_norm(q), self.k_norm(k), v
 
     def probabilities(self, x: Tensor, relative: Tensor | None = None, rope: dict | None = None) -> Tensor:
@@ -168,15 +180,15 @@ class Attention(nn.Module):
             return relative_probabilities(q, k, relative)
         return ref.attention_probabilities(q, k, **(rope or {}))
 
-    def forward(self, x: Tensor, relative: Tensor | None = None, rope: dict | None = None) -> Tensor:
-        """rope: the arguments of ops.attention for rotary positions."""
+    def forward(self, x: Tensor, relative: Tensor | None = None, options: dict | None = None) -> Tensor:
+        """options: of ops.attention, for rotary positions and packed samples."""
         if relative is not None:
             o = relative_attention(*self.heads(x), relative)
         elif type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
-            o = attention(self.split(x), **(rope or {}))
+            o = attention(self.split(x), **(options or {}))
         else:
-            o = attention(*self.heads(x), **(rope or {}))
-        return self.proj_drop(self.proj(o.flatten(2)))
+            o = attention(*self.heads(x), **(options or {}))
+        return self.proj_drop(self.proj(o.flatten(-2)))
 
 
 def drops(dropout: nn.Dropout) -> bool:
@@ -285,6 +297,18 @@ class AttentionPoolLatent(nn.Module):
         pooled = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (query, keys, values)))
         x = self.proj(pooled.transpose(1, 2).flatten(2))
         return (x + self.mlp(self.norm(x)))[:, 0]
+
+    def pool_packed(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """(tokens, D) of S packed samples -> (S, D), the softmax and the sums over a sample's tokens in fp32."""
+        query = self.q(self.latent[0].to(x.dtype)).unflatten(-1, (self.num_heads, -1))  # (1, H, Dh)
+        keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
+        owner, work = packed.owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
+        over = functools.partial(torch.segment_reduce, offsets=offsets, axis=0)
+        logits = (query.to(work) * keys.to(work)).sum(-1) * query.shape[-1] ** -0.5  # (tokens, H)
+        weights = (logits - over(logits.detach(), "max")[owner]).exp()
+        pooled = over(weights[..., None] * values.to(work), "sum") / over(weights, "sum")[..., None]
+        x = self.proj(pooled.to(x.dtype).flatten(1))
+        return x + self.mlp(self.norm(x))
 
 
 class PreLogits(nn.Module):

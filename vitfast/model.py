@@ -19,6 +19,7 @@ from .init import init_weights
 from .intermediates import Intermediates
 from .keep import KEEPS
 from .layers import NORMS, AttentionPoolLatent, PatchEmbed, PreLogits, weights_dtype
+from .packed_forward import ManyImages, PackedForward, of_many_sizes
 from .positions import rope_tables, table_for_images
 from .presets import pair, preset
 from .settle_keep import set_blocks, settle, settle_in_training
@@ -28,29 +29,31 @@ for _leaf in ("checked_images", "table_for_images", "rope_tables"):  # to FX: th
 _ATTRIBUTES = ("mean", "std", "crop_mode", "crop_pct", "global_pool", "dynamic_img_size")  # free to change
 
 
-class ViT(Intermediates, nn.Module):
+class ViT(Intermediates, PackedForward, nn.Module):
     """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
 
     Images are (B, in_chans, H, W): normalised floats, or raw uint8, of which (x / 255 - mean) / std is taken in the
-    patch projection.
+    patch projection. Images of many sizes come as a list of (in_chans, H_i, W_i), or as vitfast.pack made one of it:
+    nothing is padded, positions are resampled for each grid.
 
     img_size, patch_size: int or (height, width). num_classes: 0 for no head. global_pool: "token" (class token), "avg"
     (mean of the patches, normalised after pooling unless `fc_norm` says otherwise), "map" (attention of one learned
     query and an MLP), "" (no pooling: the head sees every token). mlp_ratio: F / D. qkv_bias, proj_bias: biases of qkv,
     and of the other linear layers in a block. init_values: LayerScale's start value, None for none. class_token,
-    reg_tokens: prefix tokens. pos_embed: "learn" (1-D), "learn2d" (columns and rows; patches only), "relative" (1-D, in
-    each layer's attention, on PyTorch's), "sincos2d" (fixed) or "none". pos_embed_at: where learned ones are added,
-    "stem", "layers" (before each, own tables) or "layers_shared"; dropout follows the first only. no_embed_class:
-    positions for patches only. dynamic_img_size: take images of any size that the patch divides. drop_rate: dropout
-    before the head; pos_drop_rate and proj_drop_rate: the paper's dropout; drop_path_rate: stochastic depth, rising
-    linearly from 0. weight_init: timm's modes. head_init_bias: the head's bias at the start. representation_size: width
-    of the tanh layer of the pre-training head, None for none. act_layer: "gelu" (erf), "gelu_tanh", "quick_gelu" or
-    "silu". norm_layer: "layernorm" or "rmsnorm", of norm_eps. mean, std: of raw uint8 images, on the 0..1 scale.
-    residual_in_fp32: keep the
-    residual stream in fp32 when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what
-    `hybrid.HybridEmbed` says, None for a ViT. keep: what blocks keep for backward, see `set_keep`; it is of a run, and
-    not in `config`. class_names: of the classes, in the order of the logits. crop_mode, crop_pct: how evaluations cut
-    images ("center", "squash" or "border"; the share of a side), in timm's words. Each None where nobody said it.
+    reg_tokens: prefix tokens. pos_embed: "learn" (1-D), "learn2d" (columns and rows, joined; patches only),
+    "factorized" (the two added, NaViT's), "relative" (1-D, in each layer's attention, on PyTorch's), "sincos2d" (fixed)
+    or "none". pos_embed_at: where learned ones are added, "stem", "layers" (before each, own tables) or
+    "layers_shared"; dropout follows the first only. no_embed_class: positions for patches only. dynamic_img_size: take
+    images of any size that the patch divides. drop_rate: dropout before the head; pos_drop_rate and proj_drop_rate: the
+    paper's dropout; drop_path_rate: stochastic depth, rising linearly from 0; drop_path_mode: "mask" computes all
+    images and drops some, "subset" only those that are kept, a fixed share (DINOv2's). weight_init: timm's modes.
+    head_init_bias: the head's bias at the start. representation_size: width of the tanh layer of the pre-training head,
+    None for none. act_layer: "gelu" (erf), "gelu_tanh", "quick_gelu" or "silu". norm_layer: "layernorm" or "rmsnorm",
+    of norm_eps. mean, std: of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the residual stream in fp32
+    when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says,
+    None for a ViT. keep: what blocks keep for backward, see `set_keep`; it is of a run, and not in `config`.
+    class_names: of the classes, in the order of the logits. crop_mode, crop_pct: how evaluations cut images ("center",
+    "squash" or "border"; the share of a side), in timm's words. Each None where nobody said it.
 
     Of families since the paper: pre_norm: a norm before the blocks, and no bias in the patch projection (CLIP).
     qk_norm: norms of q and k, over each head. swiglu_mlp: MLPs gated by SiLU (act_layer is then a MAP head's alone),
@@ -105,6 +108,7 @@ class ViT(Intermediates, nn.Module):
         keep: str = "auto",
         class_names: Sequence[str] | None = None,
         norm_layer: str = "layernorm",
+        drop_path_mode: str = "mask",
         pre_norm: bool = False,
         qk_norm: bool = False,
         swiglu_mlp: bool = False,
@@ -144,6 +148,7 @@ class ViT(Intermediates, nn.Module):
         self.norm_pre = norm(c.embed_dim) if c.pre_norm else nn.Identity()
         options = dict(qkv_bias=c.qkv_bias, proj_bias=c.proj_bias, qk_norm=c.qk_norm, init_values=c.init_values)
         options |= dict(norm=norm, inner_norm=c.scale_mlp_norm, proj_drop=c.proj_drop_rate)
+        options |= dict(drop_path_mode=c.drop_path_mode)
         options |= dict(residual_in_fp32=c.residual_in_fp32, activation="swiglu" if c.swiglu_mlp else c.act_layer)
         hidden = int(c.embed_dim * c.mlp_ratio)
         rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
@@ -211,7 +216,7 @@ class ViT(Intermediates, nn.Module):
     @property
     def _pos_prefix(self) -> int:
         """Prefix tokens that have a slot in the position table."""
-        return 0 if self.no_embed_class or self._config["pos_embed"] == "learn2d" else self.num_prefix_tokens
+        return 0 if self.no_embed_class or self._config["pos_embed"] in positions.AXES else self.num_prefix_tokens
 
     def _positions(self, images: Tensor) -> tuple[Tensor | None, list[tuple]]:
         """The table added at the stem, and each block's arguments besides its tokens: positions.distribute."""
@@ -220,7 +225,7 @@ class ViT(Intermediates, nn.Module):
             sizes = self.patch_embed.patch_size, self.patch_embed.grid_size, self._pos_prefix
             tables = {name: table_for_images(name, table, images, *sizes) for name, table in tables.items()}
         place, without = self._config["pos_embed_at"], self.num_prefix_tokens - self._pos_prefix
-        table, layers = positions.distribute(tables, place, len(self.blocks), without)
+        table, layers = positions.distribute(self._config["pos_embed"], tables, place, len(self.blocks), without)
         kind, rope = self._config.get("rope"), None
         if kind is not None:
             spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
@@ -253,11 +258,15 @@ class ViT(Intermediates, nn.Module):
         return self.norm(x.to(weights_dtype(self.patch_embed.proj)) if self.residual_in_fp32 else x)
 
     def forward_features(self, images: Tensor, change_patches: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D).
+        """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D); of many sizes a list of (T+N_i, D).
 
         change_patches: applied to the patch embeddings (B, N, D) before prefix tokens and positions are added, as
         masked patch prediction does.
         """
+        if of_many_sizes(images):
+            if change_patches is not None:
+                raise NotImplementedError("ViT: change_patches is for images of one size, (B, C, H, W)")
+            return self._features_packed(images)
         x, layers = self._embed(images, change_patches)
         settle_in_training(self, x)
         for block, layer in zip(self.blocks, layers):
@@ -273,13 +282,21 @@ class ViT(Intermediates, nn.Module):
             return x[:, 0]
         return x[:, self.num_prefix_tokens :].mean(dim=1) if pool_type == "avg" else x
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+    def forward_head(self, x: Tensor | list[Tensor], pre_logits: bool = False) -> Tensor:
         """Tokens -> logits (B, num_classes), or what the last linear layer sees with `pre_logits=True`."""
-        x = self.head_drop(self.pre_logits(self.fc_norm(self.pool(x))))
+        return self._head_packed(x, pre_logits) if of_many_sizes(x) else self._head(self.pool(x), pre_logits)
+
+    def _head(self, x: Tensor, pre_logits: bool) -> Tensor:
+        x = self.head_drop(self.pre_logits(self.fc_norm(x)))
         return x if pre_logits else self.head(x)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Images (B, C, H, W), normalised floats or raw uint8 -> logits (B, num_classes)."""
+    def forward(self, images: Tensor | ManyImages) -> Tensor:
+        """Images, normalised floats or raw uint8 -> logits (B, num_classes).
+
+        (B, C, H, W); or images of many sizes: a list of (C, H, W), what vitfast.pack made of one, or a nested tensor.
+        """
+        if of_many_sizes(images):
+            return self._forward_packed(images)
         return self.forward_head(self.forward_features(images))
 
     # ---- changing it

@@ -5,6 +5,7 @@
             coordinates, and its own learned vector is the token itself (at the stem the sum of two learned vectors is
             one)
 "sincos2d"  fixed
+"factorized" likewise, D wide each, added (NaViT, Dehghani et al., 2023; resampled, they are its fractional ones)
 "relative"  in each layer an embedding of every offset between two patches in raster order, an extra key of the queries
 "none"      nothing
 
@@ -15,12 +16,17 @@ depth.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import packed
+from .packed import PackedImages
+
 Grid = tuple[int, int]
+AXES = ("learn2d", "factorized")  # of a table for the columns and one for the rows
 
 
 def table_shapes(
@@ -33,8 +39,9 @@ def table_shapes(
     (height, width), count = grid, depth if place == "layers" else 1
     if kind in ("learn", "sincos2d"):
         return {"pos_embed": (count, prefix + height * width, dim)}
-    if kind == "learn2d":
-        return {"pos_embed_x": (count, width, dim // 2), "pos_embed_y": (count, height, dim // 2)}
+    if kind in AXES:
+        dim = dim // 2 if kind == "learn2d" else dim
+        return {"pos_embed_x": (count, width, dim), "pos_embed_y": (count, height, dim)}
     return {"pos_embed_rel": (depth, 2 * height * width - 1, head_dim)} if kind == "relative" else {}
 
 
@@ -52,15 +59,21 @@ def table_for_images(name: str, table: Tensor, images: Tensor, patch: Grid, grid
     return resize_table(name, table, grid, (images.shape[2] // patch[0], images.shape[3] // patch[1]), prefix)
 
 
-def absolute(tables: dict[str, Tensor]) -> Tensor | None:
+def absolute(kind: str, tables: dict[str, Tensor]) -> Tensor | None:
     """The positions added to tokens: (n, T+N, D), or (n, N, D) for patches alone; None where none are."""
-    if "pos_embed_x" in tables:
-        x, y = tables["pos_embed_x"][:, None, :], tables["pos_embed_y"][:, :, None]  # (n, 1, w, D/2), (n, h, 1, D/2)
-        return torch.cat([x.expand(-1, y.shape[1], -1, -1), y.expand(-1, -1, x.shape[2], -1)], dim=-1).flatten(1, 2)
-    return tables.get("pos_embed")
+    if kind not in AXES:
+        return tables.get("pos_embed")
+    x, y = tables["pos_embed_x"][:, None, :], tables["pos_embed_y"][:, :, None]  # (n, 1, w, D'), (n, h, 1, D')
+    return _joined(kind, x.expand(-1, y.shape[1], -1, -1), y.expand(-1, -1, x.shape[2], -1)).flatten(1, 2)
 
 
-def distribute(tables: dict[str, Tensor], place: str, depth: int, prefix: int) -> tuple[Tensor | None, list[tuple]]:
+def _joined(kind: str, x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x, y], dim=-1) if kind == "learn2d" else x + y
+
+
+def distribute(
+    kind: str, tables: dict[str, Tensor], place: str, depth: int, prefix: int
+) -> tuple[Tensor | None, list[tuple]]:
     """The table added at the stem, and each block's arguments: positions, or relative ones.
 
     The first is (1, T+N, D), or (1, N, D) for patches alone. prefix: tokens before the patches that no table has a slot
@@ -68,7 +81,7 @@ def distribute(tables: dict[str, Tensor], place: str, depth: int, prefix: int) -
     """
     if "pos_embed_rel" in tables:
         return None, [(None, tables["pos_embed_rel"][i]) for i in range(depth)]
-    table = absolute(tables)
+    table = absolute(kind, tables)
     if place == "stem":
         return table, [(None, None)] * depth
     every, own = F.pad(table, (0, 0, prefix, 0)), place == "layers"
@@ -78,31 +91,95 @@ def distribute(tables: dict[str, Tensor], place: str, depth: int, prefix: int) -
 ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # ops.attention's
 
 
+class Places(NamedTuple):
+    """Row and column of patches, (N,), and how many of both their image has, (N,) or one number."""
+
+    y: Tensor
+    x: Tensor
+    height: Tensor | int
+    width: Tensor | int
+
+
+def grid_places(grid: Grid, device: torch.device) -> Places:
+    """Every patch of a grid, row by row."""
+    number = torch.arange(grid[0] * grid[1], device=device)
+    return Places(number // grid[1], number % grid[1], *grid)
+
+
+def packed_places(images: PackedImages) -> Places:
+    """The patches of many images."""
+    height, width = images.grids.long()[packed.owners(images.offsets, len(images.patches))].unbind(1)
+    number = images.places.long()
+    return Places(number // width, number % width, height, width)
+
+
+def axis_weights(place: Tensor, size: Tensor, old: int) -> Tensor:
+    """(N, old) fp32: the shares of `old` positions along an axis in a place of `size` ones.
+
+    The rows of `resample`'s linear map: bicubic (Keys, 1981, a = -1/2), stretched where it shrinks, normalised.
+    """
+    scale = old / size.float()
+    centre, width = scale * (place + 0.5), scale.clamp(min=1.0)
+    t = ((torch.arange(old, device=place.device) + 0.5 - centre[:, None]) / width[:, None]).abs()
+    near, far = (1.5 * t - 2.5) * t * t + 1, ((-0.5 * t + 2.5) * t - 4) * t + 2
+    weights = torch.where(t <= 1, near, torch.where(t < 2, far, 0.0))
+    return weights / weights.sum(1, keepdim=True)
+
+
+def packed_positions(
+    kind: str, tables: dict[str, Tensor], places: Places, grid: Grid, prefix: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Positions (n, N, D) of patches of many images, and (n, prefix, D) of prefix tokens, or None.
+
+    tables: made for `grid`. One product for all images, however many sizes they have: what `resample` does is linear in
+    a table, and the same for columns and rows.
+    """
+    if not tables:
+        return None, None
+    first = next(iter(tables.values()))
+    down = axis_weights(places.y, places.height, grid[0])
+    across = axis_weights(places.x, places.width, grid[1])
+    with torch.autocast(first.device.type, enabled=False):  # as resample computes
+        work = torch.promote_types(first.dtype, torch.float32)
+        product = lambda weights, table: (weights.to(work) @ table.to(work)).to(table.dtype)  # noqa: E731
+        if kind in AXES:
+            x, y = product(across, tables["pos_embed_x"]), product(down, tables["pos_embed_y"])
+            return _joined(kind, x, y), None
+        both = (down[:, :, None] * across[:, None]).flatten(1)
+        table = tables["pos_embed"]
+        return product(both, table[:, prefix:]), table[:, :prefix] if prefix else None
+
+
 def rope_tables(
     kind: str, images: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin (N, Dh / 2), in fp32, of the rotary positions (Su et al., 2021) of patches.
+    """cos and sin (N, Dh / 2), in fp32, of the rotary positions of the patches of images, row by row."""
+    grid = images.shape[2] // patch[0], images.shape[3] // patch[1]
+    angle = rope_angles(kind, grid_places(grid, images.device), head_dim, temperature, ref_grid)
+    return angle.cos(), angle.sin()
 
-    Patches are in raster order. A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a
+
+def rope_angles(kind: str, places: Places, head_dim: int, temperature: float, ref_grid: Grid | None) -> Tensor:
+    """The angles (N, Dh / 2), in fp32, of rotary positions (Su et al., 2021).
+
+    A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a
     quarter by the column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025): places run from -1 to 1
     down and across the image, whatever its size, times 2 pi; frequencies temperature^(-4i / Dh). "cat" (timm's word;
     EVA-02, Fang et al., 2023): places are counted in patches, those of ref_grid where it is given. One number turns
     both columns of a pair.
     """
-    grid, quarter, on = (images.shape[2] // patch[0], images.shape[3] // patch[1]), head_dim // 4, images.device
-    band = torch.arange(quarter, device=on, dtype=torch.float32)
+    quarter, sizes = head_dim // 4, (places.height, places.width)
+    band = torch.arange(quarter, device=places.y.device, dtype=torch.float32)
+    along = [places.y.float(), places.x.float()]
     if kind == "dinov3":
-        places = [2 * (torch.arange(n, device=on, dtype=torch.float32) + 0.5) / n - 1 for n in grid]
+        along = [2 * (place + 0.5) / n - 1 for place, n in zip(along, sizes)]
         period, turn = temperature ** (4 * band / head_dim), 2 * math.pi
-        angles = [turn * place[:, None] / period for place in places]
+        angles = [turn * place[:, None] / period for place in along]
     else:
-        places = [torch.arange(n, device=on, dtype=torch.float32) for n in grid]
         if ref_grid is not None:
-            places = [place / n * ref for place, n, ref in zip(places, grid, ref_grid)]
-        angles = [place[:, None] * temperature ** (-band / quarter) for place in places]
-    down, across = angles[0][:, None].expand(*grid, quarter), angles[1].expand(*grid, quarter)
-    angle = torch.cat([down, across], -1).flatten(0, 1)
-    return angle.cos(), angle.sin()
+            along = [place / n * ref for place, n, ref in zip(along, sizes, ref_grid)]
+        angles = [place[:, None] * temperature ** (-band / quarter) for place in along]
+    return torch.cat(angles, -1)
 
 
 def relative_logits(q: Tensor, table: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import packed
+
 
 def _upcastable(function):
     """Adds `upcast=False`: with True every floating tensor becomes float64 before anything is computed."""
@@ -60,14 +62,17 @@ def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
 
 
 @_upcastable
-def patch_embed(images, weight, bias, cls_token=None, pos_embed=None, *, mean=None, std=None):
+def patch_embed(images, weight, bias, cls_token=None, pos_embed=None, *, mean=None, std=None, rows=None):
     """(B, C, Hi, Wi) floats or uint8 -> (B, T+N, D): Eq. 1 of the paper.
 
-    Computes in the dtype of `weight` (D, C, P, Q).
+    Computes in the dtype of `weight` (D, C, P, Q). rows: packed.token_rows of images of many sizes, cut into patches
+    (N, C, P, Q), with positions (N, D) -> (N + S T, D).
     """
     dtype = weight.dtype
     images = normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
     x = F.conv2d(images, weight, _like(bias, weight), stride=weight.shape[-2:]).flatten(2).transpose(1, 2)
+    if rows is not None:
+        return packed.tokens(x[:, 0], cls_token, pos_embed, *rows)
     return with_prefix_and_positions(x, [] if cls_token is None else [cls_token], pos_embed).contiguous()
 
 
@@ -155,15 +160,42 @@ def _mask(q: Tensor, bias: Tensor | None, key_lengths: Tensor | None) -> Tensor 
     return keys if bias is None else bias.masked_fill(~keys, float("-inf"))
 
 
+def _packed_attention(q, k, v, scale, offsets, longest):
+    """Attention of packed samples, (tokens, H, Dh): each filled up to `longest` tokens, and cut again."""
+    lengths = offsets.diff()
+    longest = longest or int(lengths.max())
+    owner = packed.owners(offsets, len(q))
+    rows = owner * longest + torch.arange(len(q), device=q.device) - offsets[owner]
+    spread = lambda x: x.new_zeros(len(lengths) * longest, *x.shape[1:]).index_copy(0, rows, x)  # noqa: E731
+    q, k, v = (spread(x).unflatten(0, (len(lengths), longest)) for x in (q, k, v))
+    return attention(q, k, v, scale=scale, key_lengths=lengths).flatten(0, 1)[rows]
+
+
 @_upcastable
-def attention(q, k, v, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bias=None, key_lengths=None):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    rope=None,
+    rope_layout="half",
+    num_prefix=0,
+    bias=None,
+    key_lengths=None,
+    offsets=None,
+    longest=None,
+):
     """softmax(q k^T * scale + bias) v; q, k, v (B, N, H, Dh) -> (B, N, H, Dh).
 
     scale: 1/sqrt(Dh) unless given. rope: (cos, sin), of `rotate`. bias (H, N, N) or (B|1, H, N, N). key_lengths (B,):
-    later keys do not count.
+    later keys do not count. offsets (S + 1,), longest: of samples packed as (tokens, H, Dh), each on its own.
     """
     if rope is not None:
-        q, k = (rotate(x, *rope, rope_layout=rope_layout, num_prefix=num_prefix) for x in (q, k))
+        turn = functools.partial(rotate, cos=rope[0], sin=rope[1], rope_layout=rope_layout, num_prefix=num_prefix)
+        q, k = (turn(x) if offsets is None else turn(x[None])[0] for x in (q, k))
+    if offsets is not None:
+        return _packed_attention(q, k, v, scale, offsets, longest) if len(q) else q + k + v
     if transformed():  # PyTorch's fused attention has no tangents and no second derivative
         probabilities = attention_probabilities(q, k, scale=scale, bias=bias, key_lengths=key_lengths).to(v.dtype)
         return (probabilities @ v.transpose(1, 2)).transpose(1, 2).contiguous()
@@ -175,11 +207,19 @@ def attention(q, k, v, *, scale=None, rope=None, rope_layout="half", num_prefix=
 
 
 @_upcastable
-def attention_logits(q, k, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bias=None, key_lengths=None):
+def attention_logits(q, k, *, offsets=None, longest=None, key_lengths=None, **options):
     """q k^T * scale + bias: q, k (B, N, H, Dh) -> (B, H, N, N), in fp32 at least.
 
-    -inf for keys that do not count. Options as in `attention`.
+    -inf for keys that do not count. Options as in `attention`; packed, (tokens, H, Dh), -> (H, tokens, tokens).
     """
+    if offsets is None:
+        return _logits(q, k, key_lengths=key_lengths, **options)
+    owner = packed.owners(offsets, len(q))
+    return _logits(q[None], k[None], **options)[0].masked_fill(owner != owner[:, None], float("-inf"))
+
+
+def _logits(q, k, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bias=None, key_lengths=None):
+    """The logits of (B, N, H, Dh)."""
     if rope is not None:
         q, k = (rotate(x, *rope, rope_layout=rope_layout, num_prefix=num_prefix) for x in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -285,10 +325,9 @@ def attention_block(
     """
     h = _normed(x, norm_weight, norm_bias, eps, norm)
     qkv = linear(h if compute_dtype is None else h.to(compute_dtype), qkv_weight, qkv_bias)
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    return linear_residual(
-        attention(q, k, v, **logits).flatten(2), proj_weight, proj_bias, x, layer_scale=layer_scale, drop_path=drop_path
-    )
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(-3)
+    o = attention(q, k, v, **logits).flatten(-2)
+    return linear_residual(o, proj_weight, proj_bias, x, layer_scale=layer_scale, drop_path=drop_path)
 
 
 @_upcastable

@@ -22,11 +22,11 @@ def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None) -> None:
 
 
 def settle_in_training(vit: nn.Module, x: Tensor) -> None:
-    """The same for tokens x (B, N, D) of an eager training forward, where they are more than ever before."""
+    """The same for tokens x (..., D) of an eager training forward, where they are more than ever before."""
     if vit.keep != "auto" or not vit.training or not torch.is_grad_enabled():
         return
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return
-    rows, kind = x.shape[0] * x.shape[1], x.device.type
+    rows, kind = x.shape[:-1].numel(), x.device.type
     if kind in keep.DEVICES and rows > vit._keep_rows:
         settle(vit, rows, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)

@@ -36,6 +36,7 @@ WRONG = {
     "pos_drop_rate": (2,),
     "proj_drop_rate": (-1,),
     "drop_path_rate": (2, math.inf, None),
+    "drop_path_mode": ["", "zero", 1],
     "weight_init": ("kaiming", None),
     "head_init_bias": (math.nan, "0", True, 1e300, -1e300),
     "representation_size": (0, -1, True, 10**9),

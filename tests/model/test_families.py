@@ -155,7 +155,7 @@ def test_attention_maps_are_those_of_the_layers(family):
     block = model.blocks[0]
     h, attn = block.branch_input(x, block.norm1), block.attn
     o = model.attention_maps(images, [0])[0] @ attn.heads(h)[2].transpose(1, 2)
-    given = {} if layers[0][2] is None else dict(rope=layers[0][2])
+    given = {} if layers[0][2] is None else dict(options=layers[0][2])
     assert_close(attn.proj(o.transpose(1, 2).flatten(2)), attn(h, **given), **TOL)
 
 

@@ -198,7 +198,7 @@ def test_two_processes_equal_one(tmp_path, kind):
 def test_doctor_passes_here(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "60 of 60 passed" in out and "interpreter" in out, out
+    assert "69 of 69 passed" in out and "interpreter" in out, out
 
 
 def test_doctor_takes_the_interpreter_by_itself():

@@ -187,13 +187,19 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
         init_values=1e-5 if "blocks.0.ls1.gamma" in state else None,
         class_token="cls_token" in tokens,
         reg_tokens=tokens.get("reg_token", 0),
-        pos_embed=next((kind for name, kind in _TABLES.items() if name in state), "none"),
+        pos_embed=_positions_kind(state, dim),
         num_classes=0 if head is None else head.shape[0],
         representation_size=None if pre_logits is None else pre_logits.shape[0],
         global_pool="map" if "attn_pool.latent" in state else pooled,
         fc_norm=fc_norm,
         **hybrid,
     )
+
+
+def _positions_kind(state: dict[str, Tensor], dim: int) -> str:
+    """The kind of the tables; those of columns and rows are added where each has the whole width."""
+    kind = next((kind for name, kind in _TABLES.items() if name in state), "none")
+    return "factorized" if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim else kind
 
 
 def _units(state: dict[str, Tensor]) -> list[int]:

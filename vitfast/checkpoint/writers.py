@@ -88,7 +88,7 @@ FEATURES: dict[str, tuple[str, Callable[[dict], bool]]] = {
     "class_token": ("prefix tokens (class_token, reg_tokens)", lambda c: c["class_token"] or c["reg_tokens"] > 0),
     "positions": (
         "other positions than one table at the stem",
-        lambda c: c["pos_embed"] in ("learn2d", "relative") or c["pos_embed_at"] != "stem",
+        lambda c: c["pos_embed"] in ("learn2d", "factorized", "relative") or c["pos_embed_at"] != "stem",
     ),
     "hybrid": ("the ResNet of a hybrid", lambda c: c["backbone"] is not None),
     "fc_norm": ("a norm after pooling (fc_norm)", lambda c: bool(c["fc_norm"])),

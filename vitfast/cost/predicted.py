@@ -24,7 +24,7 @@ def source_hash() -> str:
     """sha256 over the files with kernels and tiles, not those that call libraries."""
     digest = hashlib.sha256()
     for path in sorted(KERNELS.glob("*.py")):
-        if b"import triton" in path.read_bytes() or path.name == "tile_rules.py":
+        if b"import triton" in path.read_bytes() or path.name in ("tile.py", "tile_rules.py", "attention_rules.py"):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

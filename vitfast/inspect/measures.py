@@ -36,7 +36,7 @@ def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
 
 def _positions(model: ViT) -> Tensor | None:
     """The table that is added to the patches, (N, D); of several, that before the first layer."""
-    table = positions.absolute({name: getattr(model, name) for name in model._tables})
+    table = positions.absolute(model.config["pos_embed"], {name: getattr(model, name) for name in model._tables})
     return None if table is None else table[0, -model.patch_embed.num_patches :]
 
 

@@ -22,7 +22,7 @@ from ._dispatch import (
     check_shape,
     needs_grad,
 )
-from ._gradients import as_dtype, as_matrix, chosen, filled
+from ._gradients import as_dtype, as_matrix, chosen, filled, sample_rows
 from .linear_residual import ResidualNeeds, branch_gradient, vector_gradients
 
 if NO_TRITON is None:
@@ -34,7 +34,7 @@ if NO_TRITON is None:
 class Inputs(NamedTuple):
     """The tensors of a block. "in" is the layer qkv or fc1, "out" is proj or fc2; K is D or F."""
 
-    x: Tensor  # (B, N, D)
+    x: Tensor  # (B, N, D) or (tokens, D)
     norm_weight: Tensor  # (D,)
     norm_bias: Tensor | None  # (D,)
     in_weight: Tensor  # (3K, D) or (K, D)
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
     out_weight: Tensor  # (D, K)
     out_bias: Tensor | None  # (D,)
     layer_scale: Tensor | None  # (D,)
-    drop_path: Tensor | None  # (B,)
+    drop_path: Tensor | None  # (B,) or (tokens,)
 
 
 class BlockNeeds(NamedTuple):
@@ -103,7 +103,7 @@ def output_gradient(dout: Tensor, t: Inputs, dtype: torch.dtype, needs: BlockNee
     """
     norm_sums = needs.norm and t.drop_path is None and dout.dtype == dtype
     want_sum = needs.out.column_sum(t.out_bias) and not norm_sums
-    return branch_gradient(dout, dtype, t.drop_path, t.x.shape[1], want_sum)
+    return branch_gradient(dout, dtype, t.drop_path, sample_rows(t.x), want_sum)
 
 
 def through_norm(
@@ -198,8 +198,8 @@ def check(
     check_shape(op, f"{last}_weight", t.out_weight, (width, inner))
     check_shape(op, f"{last}_bias", t.out_bias, (width,))
     check_factors(op, t.x, t.layer_scale, t.drop_path, width)
-    if t.x.dim() != 3:
-        raise ValueError(f"{op}: x must be (B, N, D), got {tuple(t.x.shape)}")
+    if t.x.dim() not in (2, 3):
+        raise ValueError(f"{op}: x must be (B, N, D) or (tokens, D), got {tuple(t.x.shape)}")
     check_floating(op, "x", t.x)
     check_floating(op, f"{first}_weight", t.in_weight)
     check_flag(op, "residual_in_fp32", residual_in_fp32)

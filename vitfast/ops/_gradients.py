@@ -34,7 +34,7 @@ def as_matrix(x: Tensor | None) -> Tensor | None:
 
 
 def sample_rows(x: Tensor) -> int:
-    """Rows of the matrix of x (B, ..., D) that share a drop path factor."""
+    """Rows of the matrix of x (B, ..., D) that share a drop path factor: one of (tokens, D)."""
     return max(1, x.shape[1:-1].numel())
 
 

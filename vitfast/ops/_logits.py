@@ -1,19 +1,41 @@
-"""Checks of the options of attention: rotary positions, a bias, lengths of the keys."""
+"""Checks of the options of attention: rotary positions, a bias, lengths of the keys, packed samples."""
 
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from ..errors import both_ends
 from ..kernels.logits import PLAIN, Logits
 from ._dispatch import FLOAT32, check_floating, check_tensors, is_number
 
 ROPE_LAYOUTS = ("half", "interleaved")
-SCHEMA = "Tensor? cos, Tensor? sin, Tensor? bias, Tensor? key_lengths, bool interleaved, SymInt num_prefix"
+SCHEMA = (
+    "Tensor? cos, Tensor? sin, Tensor? bias, Tensor? key_lengths, Tensor? offsets, "
+    "bool interleaved, SymInt num_prefix, SymInt longest"
+)
 
 
-def checked(op: str, q: Tensor, shape: tuple, rope, rope_layout: str, num_prefix: int, bias, key_lengths) -> Logits:
-    """The options of an attention, checked: shape is its (B, N, H, Dh). Raises for those that do not fit."""
+def checked(
+    op: str,
+    q: Tensor,
+    shape: tuple,
+    rope,
+    rope_layout: str,
+    num_prefix: int,
+    bias,
+    key_lengths,
+    offsets=None,
+    longest: int | None = None,
+) -> Logits:
+    """The options of an attention, checked: shape is its (B, N, H, Dh). Raises for those that do not fit.
+
+    Of packed samples B is 1.
+    """
+    if offsets is not None:
+        return _checked_packed(op, q, shape, rope, rope_layout, num_prefix, bias, key_lengths, offsets, longest)
+    if longest is not None:
+        raise ValueError(f"{op}: longest is for packed samples, and there are no offsets")
     if rope is None and bias is None and key_lengths is None:
         if num_prefix or rope_layout != "half":
             _check_layout(op, rope_layout, num_prefix, shape)
@@ -34,7 +56,46 @@ def checked(op: str, q: Tensor, shape: tuple, rope, rope_layout: str, num_prefix
         if tuple(key_lengths.shape) != (B,):
             raise ValueError(f"{op}: key_lengths must be ({B},), got {_shape(key_lengths)}")
     num_prefix = num_prefix if isinstance(num_prefix, torch.SymInt) else int(num_prefix)
-    return Logits(cos, sin, bias, key_lengths, rope_layout == "interleaved", num_prefix)
+    options = dict(interleaved=rope_layout == "interleaved", num_prefix=num_prefix)
+    return Logits(cos, sin, bias, key_lengths, **options)
+
+
+def _checked_packed(
+    op, q, shape, rope, rope_layout, num_prefix, bias, key_lengths, offsets, longest: int | None
+) -> Logits:
+    """The options of packed samples, (1, tokens, H, Dh)."""
+    for name, given in (
+        ("bias", bias is not None),
+        ("key_lengths", key_lengths is not None),
+        ("num_prefix", num_prefix),
+    ):
+        if given:
+            raise ValueError(f"{op}: {name} is not for packed samples; leave it out where offsets are given")
+    logits = checked(op, q, shape, rope, rope_layout, num_prefix, None, None)
+    check_offsets(op, offsets, shape[1], q.device)
+    if longest is None:
+        longest = shape[1]
+    elif not is_whole(longest) or longest < 0:
+        raise ValueError(
+            f"{op}: longest must be None or a whole number, the tokens of a sample at most, got {longest!r}"
+        )
+    return logits._replace(offsets=offsets, longest=longest if isinstance(longest, torch.SymInt) else int(longest))
+
+
+def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -> None:
+    """offsets (S + 1,) of packed samples; their values too where nothing waits for them, on the CPU."""
+    check_tensors(op, offsets=offsets)
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: offsets must be int32 or int64, got {offsets.dtype}")
+    if offsets.device != device:
+        raise ValueError(f"{op}: offsets must be on {device} like its input, got {offsets.device}")
+    if offsets.dim() != 1 or not len(offsets):
+        raise ValueError(f"{op}: offsets must be (S + 1,), got {_shape(offsets)}")
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling() or type(offsets) is not Tensor:
+        return
+    if offsets[0] != 0 or offsets[-1] != tokens or bool((offsets.diff() < 0).any()):
+        text = f"must rise from 0 to the {tokens} tokens, got {both_ends(str(offsets.tolist()), 80)}"
+        raise ValueError(f"{op}: offsets {text}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -52,11 +113,15 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be {q.dtype} like its input{other}, got {table.dtype}")
 
 
+def is_whole(value) -> bool:
+    """A whole number, NumPy's and torch's too, and no truth value."""
+    return isinstance(value, (torch.SymInt, Integral)) and not isinstance(value, bool)
+
+
 def _check_layout(op: str, layout: str, num_prefix: int, shape: tuple) -> None:
     if layout not in ROPE_LAYOUTS:
         raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {layout!r}")
-    whole = isinstance(num_prefix, (torch.SymInt, Integral)) and not isinstance(num_prefix, bool)
-    if not whole or not 0 <= num_prefix <= shape[1]:
+    if not is_whole(num_prefix) or not 0 <= num_prefix <= shape[1]:
         raise ValueError(f"{op}: num_prefix must be a whole number from 0 to the {shape[1]} tokens, got {num_prefix!r}")
 
 

@@ -37,6 +37,7 @@ def _declare(kind: str, *names: str):
     logits: kernels.logits.Logits. The derivative has a gradient for each input, cos, sin and the bias.
     """
     count, packed, options = len(names), len(names) == 1, len(Logits._fields)
+    acting = Logits._fields.index("interleaved")  # the tensors among them
     tensors = ", ".join(f"Tensor {name}" for name in names)
 
     def split(arguments: tuple) -> tuple[tuple[Tensor, ...], Logits, tuple]:
@@ -78,10 +79,10 @@ def _declare(kind: str, *names: str):
 
     def save(ctx, inputs, output):
         given, logits, (ctx.scale,) = split(inputs)
-        ctx.options = logits[4:]
+        ctx.options = logits[acting:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*given, *logits[:4], *output)
+        ctx.save_for_backward(*given, *logits[:acting], *output)
 
     def differentiate(ctx, do, _):
         needed = ctx.needs_input_grad[count : count + 3]
@@ -91,7 +92,7 @@ def _declare(kind: str, *names: str):
         *saved, o, lse = ctx.saved_tensors
         grads = backward(*saved, *ctx.options, o, lse, do, ctx.scale, want_rope, want_bias)
         grads, (dcos, dsin, dbias) = grads[:count], chosen(grads[count:], (want_rope, want_rope, want_bias))
-        return *grads, dcos, dsin, dbias, None, None, None, None
+        return *grads, dcos, dsin, dbias, *(None,) * (options - 2)
 
     forward.register_autograd(differentiate, setup_context=save)
     only_once(backward, "attention")
@@ -132,6 +133,19 @@ def unsupported_reason(head_size: int, scale: float) -> str | None:
     return None if scale > 0 else f"scale {scale} is not positive"
 
 
+def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Tensor | None, **options) -> Tensor:
+    """`attention` of jagged nested tensors, as one."""
+    given = [x for x in (qkv, k, v) if x is not None]
+    if offsets is not None or any(not isinstance(x, Tensor) or x.layout != torch.jagged for x in given):
+        raise ValueError("attention: nested tensors must be jagged, all of them, and come without offsets")
+    if any(x.shape != qkv.shape for x in given):  # the jagged length too, which stands for the offsets
+        raise ValueError("attention: jagged q, k and v must be alike, with the same offsets")
+    values, offsets = [x.values() for x in given], qkv.offsets()
+    if qkv.lengths() is not None:
+        raise ValueError("attention: a jagged tensor with gaps cannot be read; make it contiguous()")
+    return torch.nested.nested_tensor_from_jagged(attention(*values, offsets=offsets, **options), offsets)
+
+
 @autocasts(keep=("bias",))
 def attention(
     qkv: Tensor,
@@ -144,11 +158,19 @@ def attention(
     num_prefix: int = 0,
     bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    offsets: Tensor | None = None,
+    longest: int | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale + bias) v over the tokens, for every head.
 
     Either packed, `attention(qkv)` with qkv (B, N, 3, H, Dh), or `attention(q, k, v)` with three (B, N, H, Dh); any
     strides with a unit last one. scale: 1/sqrt(Dh) unless given.
+
+    Samples of many sizes: qkv (tokens, 3, H, Dh) or three (tokens, H, Dh), where sample s owns the tokens offsets[s] to
+    offsets[s + 1] and attends to itself alone; offsets (S + 1,) int32 or int64, on the device, from 0 to all tokens.
+    longest: the tokens of the longest sample or more, a number of Python's; all of them unless given. rope is then
+    (tokens, Dh) or (H, tokens, Dh), with 1 and 0 for tokens that are not turned; there is no num_prefix, bias or
+    key_lengths. Jagged nested tensors (S, j, ...) are taken with their own offsets, and one is given back.
 
     rope: rotary positions (Su et al., 2021), (cos, sin), each (N - num_prefix, Dh), (H, N - num_prefix, Dh) or
     (B, 1 or H, N - num_prefix, Dh), in q's dtype or fp32; or half as wide, with one number for both columns of a pair.
@@ -158,20 +180,22 @@ def attention(
     key_lengths: (B,) int32 or int64, on the device: the keys from there on do not count; all queries are computed.
     A query that sees no key gives zeros.
 
-    Returns (B, N, H, Dh), contiguous, in the input's dtype.
+    Returns (B, N, H, Dh) or (tokens, H, Dh), contiguous, in the input's dtype.
     """
+    if isinstance(qkv, Tensor) and qkv.is_nested:
+        return _attend_nested(qkv, k, v, offsets, scale=scale, rope=rope, rope_layout=rope_layout)
     if (k is None) != (v is None):
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
-    packed = k is None
+    packed, lead = k is None, ("B", "N") if offsets is None else ("tokens",)
     check_tensors("attention", **{"qkv" if packed else "q": qkv})
     if packed:
-        if qkv.dim() != 5 or qkv.shape[2] != 3:
-            raise ValueError(f"attention: qkv must be (B, N, 3, H, Dh), got {tuple(qkv.shape)}")
+        if qkv.dim() != len(lead) + 3 or qkv.shape[-3] != 3:
+            raise ValueError(f"attention: qkv must be ({', '.join(lead)}, 3, H, Dh), got {tuple(qkv.shape)}")
         check_same("attention", "qkv", qkv)
-        shape = (*qkv.shape[:2], *qkv.shape[3:])
+        shape = (*qkv.shape[:-3], *qkv.shape[-2:])
     else:
-        if qkv.dim() != 4:
-            raise ValueError(f"attention: q must be (B, N, H, Dh), got {tuple(qkv.shape)}")
+        if qkv.dim() != len(lead) + 2:
+            raise ValueError(f"attention: q must be ({', '.join(lead)}, H, Dh), got {tuple(qkv.shape)}")
         shape = tuple(qkv.shape)
         check_shape("attention", "k", k, shape)
         check_shape("attention", "v", v, shape)
@@ -180,9 +204,13 @@ def attention(
         raise ValueError(
             f"attention: the head size must be at least 1, got {'qkv' if packed else 'q'} {tuple(qkv.shape)}"
         )
-    logits = checked("attention", qkv, shape, rope, rope_layout, num_prefix, bias, key_lengths)
+    shape, options = shape if offsets is None else (1, *shape), (rope, rope_layout, num_prefix, bias, key_lengths)
+    logits = checked("attention", qkv, shape, *options, offsets, longest)
     scale = checked_scale("attention", scale, qkv.shape[-1])
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
-        return (_packed(qkv, *logits, scale) if packed else _separate(qkv, k, v, *logits, scale))[0]
-    q, k, v = qkv.unbind(2) if packed else (qkv, k, v)
+        tensors = (qkv,) if packed else (qkv, k, v)
+        if offsets is not None:
+            return (_packed if packed else _separate)(*(x[None] for x in tensors), *logits, scale)[0][0]
+        return (_packed if packed else _separate)(*tensors, *logits, scale)[0]
+    q, k, v = qkv.unbind(-3) if packed else (qkv, k, v)
     return ref.attention(q, k, v, scale=scale, **logits.options)

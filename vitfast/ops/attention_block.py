@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ref
+from .. import packed, ref
 from ..kernels.logits import Logits
 from ._blocks import (
     INPUTS,
@@ -27,7 +27,7 @@ from ._blocks import (
     split,
 )
 from ._dispatch import NO_TRITON, autocasts, check_norm_kind, check_rows, check_shape, check_tensors, kernels_wanted
-from ._gradients import as_matrix, differentiable, filled, operation, shaped
+from ._gradients import as_matrix, differentiable, filled, operation, sample_rows, shaped
 from ._logits import SCHEMA, checked
 from .attention import logit_gradients
 from .attention import unsupported_reason as head_unsupported
@@ -41,6 +41,11 @@ if NO_TRITON is None:
     from ..kernels.rows import scale_rows
 
 
+def _samples(x: Tensor) -> tuple[int, int]:
+    """B and N of x (B, N, D); of packed samples, x (tokens, D), 1 and the tokens."""
+    return x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
+
+
 @operation("attention_block_fwd", f"{INPUTS}, {SCHEMA}, SymInt num_heads, float eps, str norm, str keep", 7)
 def _attention_fwd(*arguments):
     """(out, mean, rstd, qkv, lse, o, the norm's output).
@@ -48,20 +53,20 @@ def _attention_fwd(*arguments):
     keep "least": the last is empty, "none": all but the first are.
     """
     t, (*logits, num_heads, eps, norm, keep) = split(arguments)
-    (batch, tokens, _), x = t.x.shape, as_matrix(t.x)
+    (batch, tokens), x = _samples(t.x), as_matrix(t.x)
     qkv_weight, proj_weight = as_matrix(t.in_weight), as_matrix(t.out_weight)
     inner = proj_weight.shape[1]
     h, mean, rstd = normed(t, eps, norm)
     qkv = linear(h, qkv_weight, t.in_bias).view(batch, tokens, 3, num_heads, inner // num_heads)
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, Logits(*logits))
-    out = linear_residual(o.view(-1, inner), proj_weight, t.out_bias, x, t.layer_scale, t.drop_path, tokens)
+    out = linear_residual(o.view(-1, inner), proj_weight, t.out_bias, x, t.layer_scale, t.drop_path, sample_rows(t.x))
     return shaped(out, *t.x.shape), *kept(keep, t.x, (mean, rstd, qkv, lse, o), (h,))
 
 
 @_attention_fwd.register_fake
 def _(*arguments):
     t, (*_, num_heads, _, norm, keep) = split(arguments)
-    (batch, tokens, width), new = t.x.shape, t.in_weight.new_empty
+    (batch, tokens), width, new = _samples(t.x), t.x.shape[-1], t.in_weight.new_empty
     head = t.in_weight.shape[0] // 3 // num_heads
     qkv, o = new(batch, tokens, 3, num_heads, head), new(batch, tokens, num_heads, head)
     lse = t.x.new_empty(batch, num_heads, tokens, dtype=torch.float32)
@@ -88,15 +93,15 @@ class AttentionNeeds(NamedTuple):
 @operation(
     "attention_block_bwd",
     f"Tensor dout, {TRAINED}, Tensor? cos, Tensor? sin, Tensor? bias, Tensor? drop_path, Tensor? key_lengths, "
-    "Tensor mean, Tensor rstd, Tensor qkv, Tensor lse, Tensor o, Tensor? h, "
-    "bool interleaved, SymInt num_prefix, float eps, str norm, bool[] needs",
+    "Tensor? offsets, Tensor mean, Tensor rstd, Tensor qkv, Tensor lse, Tensor o, Tensor? h, "
+    "bool interleaved, SymInt num_prefix, SymInt longest, float eps, str norm, bool[] needs",
     11,
 )
 def _attention_bwd(dout, *arguments):
     """The gradients that AttentionNeeds names, empty where not needed. h: the norm's output, if kept."""
-    *trained, cos, sin, bias, drop_path, lengths = arguments[:13]
-    mean, rstd, qkv, lse, o, h, interleaved, num_prefix, eps, norm, needs = arguments[13:]
-    t, logits = Inputs(*trained, drop_path), Logits(cos, sin, bias, lengths, interleaved, num_prefix)
+    *trained, cos, sin, bias, drop_path, lengths, offsets = arguments[:14]
+    mean, rstd, qkv, lse, o, h, *options, eps, norm, needs = arguments[14:]
+    t, logits = Inputs(*trained, drop_path), Logits(cos, sin, bias, lengths, offsets, *options)
     *needs, want_cos, want_sin, want_bias = needs
     want_rope, needs, din, more = want_cos or want_sin, BlockNeeds(*needs), None, (None,) * 3
     dout, proj_weight = as_matrix(dout), as_matrix(t.out_weight)
@@ -142,6 +147,8 @@ def attention_block(
     num_prefix: int = 0,
     bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    offsets: Tensor | None = None,
+    longest: int | None = None,
 ) -> Tensor:
     """x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x)))).
 
@@ -149,8 +156,9 @@ def attention_block(
     proj_weight (D, D); biases may be None; layer_scale (D,) or None; drop_path (B,) factors or None. norm: "layer", or
     "rms" for RMSNorm, whose norm_bias is None. `residual_in_fp32`: x is fp32 and stays so, whatever the dtype of the
     parameters (or autocast) that the matrix products run in. `keep`: "least", or "all" for more memory and less
-    traffic: the norm's output is then kept for backward, not written again. `rope`, `rope_layout`, `num_prefix`, `bias`
-    and `key_lengths`: as in attention. Returns (B, N, D) in x's dtype.
+    traffic: the norm's output is then kept for backward, not written again. `rope`, `rope_layout`, `num_prefix`,
+    `bias`, `key_lengths`, `offsets` and `longest`: as in attention; of packed samples x is (tokens, D), drop_path (S,)
+    or (tokens,). Returns x's shape in x's dtype.
     """
     op, width = "attention_block", check_rows("attention_block", x)
     layers = (norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias)
@@ -169,10 +177,15 @@ def attention_block(
             f"{op}: qkv_weight must have 3 * num_heads * head size rows with num_heads {num_heads}, "
             f"got {qkv_weight.shape[0]}"
         )
+    if x.dim() != (3 if offsets is None else 2):
+        want = "(B, N, D), or packed with offsets" if offsets is None else "(tokens, D) of packed samples"
+        raise ValueError(f"{op}: x must be {want}, got {tuple(x.shape)}")
+    shape, options = (*_samples(x), num_heads, inner // num_heads), (rope, rope_layout, num_prefix, bias, key_lengths)
+    logits = checked(op, qkv_weight, shape, *options, offsets, longest)
+    if offsets is not None and isinstance(drop_path, Tensor) and drop_path.shape == (len(offsets) - 1,):
+        drop_path = drop_path[packed.owners(offsets, len(x))]
     t = Inputs(x, *layers, layer_scale, drop_path)
     eps = check(op, t, ("qkv", "proj"), 3 * inner, inner, eps, residual_in_fp32, keep)
-    shape = (*x.shape[:2], num_heads, inner // num_heads)
-    logits = checked(op, qkv_weight, shape, rope, rope_layout, num_prefix, bias, key_lengths)
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
         return _attention_fwd(*t, *logits, num_heads, eps, norm, keeps(keep, t, qkv_weight))[0]

@@ -13,6 +13,7 @@ backward    one product reads dout, up and gate, and writes dup, dgate, h again 
             dh, up and gate to dup, dgate and the sums.
 """
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -84,7 +85,7 @@ def hidden_fwd(x: Tensor, gate: Gate, activation: str, inner_eps: float, save: b
 
 def fake_hidden(x: Tensor, gate: Gate) -> Hidden:
     """The fake of what backward needs; x: of as many rows."""
-    up, pre, h = (gate.up_weight.new_empty(x.shape[:-1].numel(), gate.up_weight.shape[0]) for _ in range(3))
+    up, pre, h = (gate.up_weight.new_empty(math.prod(x.shape[:-1]), gate.up_weight.shape[0]) for _ in range(3))
     return Hidden(up, pre, *((None,) * 3 if gate.inner_norm_weight is None else (h, *fake_statistics(x))))
 
 

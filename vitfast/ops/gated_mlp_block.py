@@ -24,7 +24,7 @@ from ._dispatch import (
     check_tensors,
     kernels_wanted,
 )
-from ._gradients import as_dtype, as_matrix, differentiable, operation, shaped
+from ._gradients import as_dtype, as_matrix, differentiable, operation, sample_rows, shaped
 from .gated_mlp import (
     GATE,
     HIDDEN,
@@ -51,7 +51,7 @@ if NO_TRITON is None:
 class Inputs(NamedTuple):
     """The tensors of the block, named as in _blocks.py: "out" is `down`."""
 
-    x: Tensor  # (B, N, D)
+    x: Tensor  # (B, N, D) or (tokens, D)
     norm_weight: Tensor  # (D,)
     norm_bias: Tensor | None  # (D,)
     up_weight: Tensor  # (F, D)
@@ -125,7 +125,7 @@ def _gated_fwd(*arguments):
     t, (activation, eps, inner_eps, norm, keep) = split(arguments, Inputs)
     h, mean, rstd = normed(t, eps, norm)
     inner, hidden = hidden_fwd(h, t.gate, activation, inner_eps, keep != "none")
-    factors = t.layer_scale, t.drop_path, t.x.shape[1]
+    factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
     # Without an inner norm `inner` is its input h, which is not kept twice.
     return shaped(out, *t.x.shape), *kept(keep, t.x, (mean, rstd, *hidden), (h, inner))
@@ -135,7 +135,7 @@ def _gated_fwd(*arguments):
 def _(*arguments):
     t, (_, _, _, norm, keep) = split(arguments, Inputs)
     hidden = fake_hidden(t.x, t.gate)
-    h, inner = t.up_weight.new_empty(hidden.up.shape[0], t.x.shape[2]), t.up_weight.new_empty(hidden.up.shape)
+    h, inner = t.up_weight.new_empty(hidden.up.shape[0], t.x.shape[-1]), t.up_weight.new_empty(hidden.up.shape)
     return t.x.new_empty(t.x.shape), *kept(keep, t.x, (*fake_statistics(t.x, norm), *hidden), (h, inner))
 
 

@@ -1,5 +1,6 @@
 """LayerNorm (Ba et al., 2016), alone and after a residual add (the ViT paper, Eq. 2 and 3)."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ if NO_TRITON is None:
 
 def fake_statistics(x: Tensor, norm: str = "layer") -> tuple[Tensor | None, Tensor]:
     """The fakes' mean (None of RMSNorm) and rstd: (M,) in fp32."""
-    mean, rstd = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
+    mean, rstd = (x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32) for _ in range(2))
     return None if norm == "rms" else mean, rstd
 
 

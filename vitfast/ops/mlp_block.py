@@ -6,6 +6,8 @@ Kept for backward besides what _blocks.py says: the pre-activation. The activati
 applies its derivative; keep="all" keeps it too, and backward writes 4 of M x D numbers less a layer.
 """
 
+import math
+
 from torch import Tensor
 
 from .. import ref
@@ -32,7 +34,7 @@ from ._dispatch import (
     kernels_wanted,
     one_activation,
 )
-from ._gradients import as_matrix, differentiable, operation, shaped
+from ._gradients import as_matrix, differentiable, operation, sample_rows, shaped
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import through_scale, weight_gradients
@@ -53,15 +55,15 @@ def _mlp_fwd(*arguments):
     x, fc1_weight, fc2_weight = as_matrix(t.x), as_matrix(t.in_weight), as_matrix(t.out_weight)
     h, mean, rstd = normed(t, eps, norm)
     act, pre = linear_gelu(h, fc1_weight, t.in_bias, activation, keep != "none")
-    out = linear_residual(act, fc2_weight, t.out_bias, x, t.layer_scale, t.drop_path, t.x.shape[1])
+    out = linear_residual(act, fc2_weight, t.out_bias, x, t.layer_scale, t.drop_path, sample_rows(t.x))
     return shaped(out, *t.x.shape), *kept(keep, t.x, (mean, rstd, pre), (h, act))
 
 
 @_mlp_fwd.register_fake
 def _(*arguments):
     t, (_, _, norm, keep) = split(arguments)
-    rows, hidden = t.x.shape[0] * t.x.shape[1], t.in_weight.shape[0]
-    h, pre, act = (t.in_weight.new_empty(rows, n) for n in (t.x.shape[2], hidden, hidden))
+    rows, hidden = math.prod(t.x.shape[:-1]), t.in_weight.shape[0]
+    h, pre, act = (t.in_weight.new_empty(rows, n) for n in (t.x.shape[-1], hidden, hidden))
     return t.x.new_empty(t.x.shape), *kept(keep, t.x, (*fake_statistics(t.x, norm), pre), (h, act))
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ref
+from .. import packed, ref
 from ._dispatch import (
     KERNEL_DTYPES,
     NO_TRITON,
@@ -20,6 +20,7 @@ from ._dispatch import (
     only_once,
 )
 from ._gradients import chosen, filled, operation
+from ._logits import check_offsets
 
 if NO_TRITON is None:
     from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
@@ -37,28 +38,32 @@ class EmbedNeeds(NamedTuple):
 
 @operation(
     "patch_embed",
-    "Tensor images, Tensor weight, Tensor? bias, Tensor? cls_token, Tensor? pos_embed, float[] mean, float[] std",
+    "Tensor images, Tensor weight, Tensor? bias, Tensor? cls_token, Tensor? pos_embed, Tensor? rows, Tensor? starts, "
+    "float[] mean, float[] std",
     1,
 )
-def _forward(images, weight, bias, cls_token, pos_embed, mean, std):
-    return patch_embed_fwd(images, weight, bias, cls_token, pos_embed, mean, std)
+def _forward(images, weight, bias, cls_token, pos_embed, rows, starts, mean, std):
+    packed = None if rows is None else (rows, starts)
+    return patch_embed_fwd(images, weight, bias, cls_token, pos_embed, mean, std, packed)
 
 
 @_forward.register_fake
-def _(images, weight, bias, cls_token, pos_embed, mean, std):
+def _(images, weight, bias, cls_token, pos_embed, rows, starts, mean, std):
     width, _, p, q = weight.shape
     prefix = 0 if cls_token is None else cls_token.shape[1]
+    if rows is not None:
+        return weight.new_empty(images.shape[0] + starts.shape[0] * prefix, width)
     tokens = prefix + (images.shape[2] // p) * (images.shape[3] // q)
     return weight.new_empty(images.shape[0], tokens, width)
 
 
 @operation(
     "patch_embed_bwd",
-    "Tensor dy, Tensor? images, Tensor weight, float[] mean, float[] std, SymInt prefix, SymInt pos_len, "
-    "ScalarType? bias_dtype, ScalarType? cls_dtype, ScalarType? pos_dtype, bool[] needs",
+    "Tensor dy, Tensor? images, Tensor weight, Tensor? rows, Tensor? starts, float[] mean, float[] std, "
+    "SymInt prefix, SymInt pos_len, ScalarType? bias_dtype, ScalarType? cls_dtype, ScalarType? pos_dtype, bool[] needs",
     5,
 )
-def _backward(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
+def _backward(dy, images, weight, rows, starts, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
     """Gradients of the five tensors, those of the last three in the dtypes given; empty where not needed."""
     needs = EmbedNeeds(*needs)
     grads = patch_embed_bwd(
@@ -75,38 +80,39 @@ def _backward(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dt
         want_cls=needs.cls_token,
         want_pos=needs.pos_embed,
         dtypes=(bias_dtype, cls_dtype, pos_dtype),
+        packed=None if rows is None else (rows, starts),
     )
     return filled(dy, *grads)
 
 
 @_backward.register_fake
-def _(dy, images, weight, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
-    width = weight.shape[0]
+def _(dy, images, weight, rows, starts, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
+    width, lead = weight.shape[0], () if rows is not None else (1,)
     wanted = (
         lambda: torch.empty(images.shape, dtype=images.dtype, device=dy.device),
         lambda: torch.empty(weight.shape, dtype=weight.dtype, device=dy.device),
         lambda: dy.new_empty(width, dtype=bias_dtype),
         lambda: dy.new_empty(1, prefix, width, dtype=cls_dtype),
-        lambda: dy.new_empty(1, pos_len, width, dtype=pos_dtype),
+        lambda: dy.new_empty(*lead, pos_len, width, dtype=pos_dtype),
     )
     return tuple(make() if need else dy.new_empty(0) for make, need in zip(wanted, needs))
 
 
 def _setup_context(ctx, inputs, output):
-    images, weight, bias, cls_token, pos_embed, ctx.mean, ctx.std = inputs
+    images, weight, bias, cls_token, pos_embed, rows, starts, ctx.mean, ctx.std = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(images if any(ctx.needs_input_grad[:2]) else None, weight)
+    ctx.save_for_backward(images if any(ctx.needs_input_grad[:2]) else None, weight, rows, starts)
     ctx.prefix = 0 if cls_token is None else cls_token.shape[1]
-    ctx.pos_len = 0 if pos_embed is None else pos_embed.shape[1]
+    ctx.pos_len = 0 if pos_embed is None else pos_embed.shape[-2]
     ctx.dtypes = [None if t is None else t.dtype for t in (bias, cls_token, pos_embed)]
 
 
 def _differentiate(ctx, dy):
     needs = list(ctx.needs_input_grad[:5])
     if dy is None or not any(needs):
-        return (None,) * 7
+        return (None,) * 9
     grads = _backward(dy, *ctx.saved_tensors, ctx.mean, ctx.std, ctx.prefix, ctx.pos_len, *ctx.dtypes, needs)
-    return *chosen(grads, needs), None, None
+    return *chosen(grads, needs), None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -175,6 +181,7 @@ def patch_embed(
     *,
     mean: float | Sequence[float] | Tensor | None = None,
     std: float | Sequence[float] | Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """[prefix; patch_1 W; ...; patch_N W] + bias + positions.
 
@@ -185,6 +192,10 @@ def patch_embed(
     (D, C, P, Q); bias (D,) or None; cls_token (1, T, D), all prefix tokens, registers too; pos_embed (1, T+N, D), or
     (1, N, D) for the patches alone. Hi and Wi must be multiples of P and Q. Returns (B, T+N, D), contiguous, in the
     dtype of weight (under autocast: its dtype).
+
+    Images of many sizes, cut into patches: images (N, C, P, Q), where image s owns the patches offsets[s] to
+    offsets[s + 1]; offsets (S + 1,) int32 or int64, on the device, from 0 to N. pos_embed is then (N, D), a position
+    for each patch. Returns (N + S T, D): the tokens of each image, one after the other.
     """
     check_tensors("patch_embed", images=images, weight=weight)
     check_shape("patch_embed", "weight", weight, (None, None, None, None))
@@ -201,9 +212,19 @@ def patch_embed(
         raise TypeError(f"patch_embed: images must be floating point or uint8, got {images.dtype}")
     check_shape("patch_embed", "bias", bias, (width,))
     check_shape("patch_embed", "cls_token", cls_token, (1, None, width))
-    check_shape("patch_embed", "pos_embed", pos_embed, (1, None, width))
     patches, prefix = (height // p) * (length // q), 0 if cls_token is None else cls_token.shape[1]
-    if pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
+    rows = starts = None
+    if offsets is not None:
+        if (height, length) != (p, q):
+            raise ValueError(
+                f"patch_embed: with offsets images must be (N, {chans}, {p}, {q}), got {tuple(images.shape)}"
+            )
+        check_shape("patch_embed", "pos_embed", pos_embed, (len(images), width))
+        check_offsets("patch_embed", offsets, len(images), images.device)
+        rows, starts = packed.token_rows(offsets, len(images), prefix)
+    else:
+        check_shape("patch_embed", "pos_embed", pos_embed, (1, None, width))
+    if offsets is None and pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
         raise ValueError(
             f"patch_embed: pos_embed must have {patches + prefix} or {patches} positions, got {pos_embed.shape[1]}"
         )
@@ -222,5 +243,6 @@ def patch_embed(
     reason = _unsupported_reason(mean, std, images, bias, cls_token, pos_embed)
     if kernels_wanted("patch_embed", weight, reason):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
-        return _forward(images, weight, bias, cls_token, pos_embed, *normalisation)
-    return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std)
+        return _forward(images, weight, bias, cls_token, pos_embed, rows, starts, *normalisation)
+    given = None if rows is None else (rows, starts)
+    return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std, rows=given)

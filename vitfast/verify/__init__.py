@@ -135,6 +135,20 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         lengths = 1 + torch.arange(s.batch, device=qkv.device) * 7 % s.tokens
         return ops.attention(qkv, bias=bias, key_lengths=lengths)
 
+    def packed_offsets(tokens: int, device: torch.device) -> Tensor:
+        """Three samples: nearly all tokens, one, and the rest."""
+        return torch.tensor([0, tokens * 2 // 3, tokens * 2 // 3 + 1, tokens], dtype=torch.int32, device=device)
+
+    def together(qkv: Tensor) -> Tensor:
+        return ops.attention(*qkv.unbind(1), offsets=packed_offsets(len(qkv), qkv.device), longest=len(qkv))
+
+    def block_together(x: Tensor, *t: Tensor) -> Tensor:
+        packed = dict(offsets=packed_offsets(len(x), x.device), longest=len(x))
+        return ops.attention_block(x, *t[:-2], num_heads=s.heads, layer_scale=t[-2], drop_path=t[-1], **packed)
+
+    def embed_together(patches: Tensor, *t: Tensor) -> Tensor:
+        return ops.patch_embed(patches, *t, mean=0.5, std=0.5, offsets=packed_offsets(len(patches), patches.device))
+
     d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
     packed, angles = values(s.batch, s.tokens, 3, s.heads, s.head), (s.tokens - 1, s.head // 2)
     x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
@@ -151,6 +165,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "rope": (turned, [packed, ("factor", angles)]),
         "rope, learned tables": (turned, [packed, values(s.heads, *angles)]),
         "bias, key lengths": (masked, [packed, values(s.heads, s.tokens, s.tokens)]),
+        "packed": (together, [values(s.rows, 3, s.heads, s.head)]),
         "linear_gelu": (ops.linear_gelu, [x, *fc1]),
         "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, activation="gelu_tanh"), [x, *fc1]),
         "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
@@ -160,7 +175,15 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "gated_mlp, inner norm": (inner_normed, [x, *fc1, *fc1, *fc2, values(f), values(f)]),
         "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
         "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
+        "patch_embed, packed": (
+            embed_together,
+            [("uint8", (s.rows, 3, s.patch, s.patch)), *embed[:3], values(s.rows, d)],
+        ),
         "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
+        "attention_block, packed": (
+            block_together,
+            [values(s.rows, d), *norm, *qkv, *proj, vector, ("factor", (s.rows,))],
+        ),
         "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
         "gated_mlp_block": (scaled(ops.gated_mlp_block), [x, *norm, *fc1, *fc1, *fc2, vector, drop]),
     }

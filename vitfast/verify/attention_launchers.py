@@ -1,4 +1,4 @@
-"""Launchers of attention: plain, with rotary positions, a bias or lengths of keys; and its parts."""
+"""Launchers of attention: plain, rotary, with a bias, with lengths of keys, packed; and its parts."""
 
 from collections.abc import Callable
 
@@ -16,6 +16,8 @@ PREFIX = 1  # tokens that rotary positions leave
 
 def attention_formula(q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
     """(o, lse); +inf for a query that sees no key, as the kernels have it."""
+    if "offsets" in options:
+        return _each_sample(q, k, v, scale, **options)
     lse = ref.attention_logits(q.to(wide(q)), k.to(wide(k)), scale=scale, **options).logsumexp(-1)
     return ref.attention(q, k, v, scale=scale, **options), lse.where(lse > -torch.inf, torch.inf)
 
@@ -24,7 +26,17 @@ def attention_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    return gradients(lambda *t: ref.attention(*t, scale=scale, **options), (q, k, v), do)
+    return gradients(lambda *t: attention_formula(*t, scale, **options)[0], (q, k, v), do)
+
+
+def _each_sample(q, k, v, scale: float, offsets: Tensor, longest: int, rope=None, **options) -> tuple[Tensor, Tensor]:
+    """`attention_formula` of packed samples, one after the other; q, k, v (1, tokens, H, Dh)."""
+    found, ends = [], offsets.tolist()
+    for first, end in zip(ends, ends[1:]):
+        own = {} if rope is None else dict(rope=tuple(table[first:end] for table in rope), **options)
+        found.append(attention_formula(*(x[:, first:end] for x in (q, k, v)), scale, **own))
+    o, lse = zip(*found)
+    return torch.cat(o, 1), torch.cat(lse, 2)
 
 
 def qkv(t: Draw, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +64,11 @@ def _lengths(t: Draw, s: Sizes) -> tuple[Tensor]:
 
 
 def _pair(
-    s: Sizes, draw: Callable[[Draw, Sizes], tuple], logits: Callable[..., Logits], variant: bool = False
+    s: Sizes,
+    draw: Callable[[Draw, Sizes], tuple],
+    logits: Callable[..., Logits],
+    variant: bool = False,
+    qkv: Callable[[Draw, Sizes], tuple] = qkv,
 ) -> tuple[Launcher, Launcher]:
     """Forward and backward, of a packed qkv.
 
@@ -95,6 +111,29 @@ def acting_attentions(s: Sizes) -> dict[str, Launcher]:
         ("key lengths", _lengths, lambda lengths: Logits(key_lengths=lengths), True),
     ):
         found[f"attention, {name}"], found[f"attention backward, {name}"] = _pair(s, draw, logits, variant)
+    return found
+
+
+def packed_attentions(s: Sizes) -> dict[str, Launcher]:
+    """Forward and backward of samples of many sizes, and with rotary positions."""
+    options = dict(longest=s.rows)
+
+    def together(t: Draw, s: Sizes) -> tuple[Tensor, ...]:
+        return t.values(1, s.rows, 3, s.heads, s.head).unbind(2)
+
+    def offsets(t: Draw, s: Sizes) -> tuple[Tensor]:
+        return (t.offsets(2 * s.batch, s.rows),)
+
+    def with_rope(t: Draw, s: Sizes) -> tuple[Tensor, ...]:
+        angles = t.values(s.rows, s.head // 2, dtype=torch.float32, scale=3.0)
+        return *offsets(t, s), angles.cos(), angles.sin()
+
+    found = {}
+    for name, draw, logits in (
+        ("packed", offsets, lambda offsets: Logits(offsets=offsets, **options)),
+        ("packed, rotary", with_rope, lambda offsets, cos, sin: Logits(cos, sin, offsets=offsets, **options)),
+    ):
+        found[f"attention, {name}"], found[f"attention backward, {name}"] = _pair(s, draw, logits, qkv=together)
     return found
 
 

@@ -96,6 +96,13 @@ class Draw:
         drawn[:1] = most
         return drawn
 
+    def offsets(self, count: int, total: int) -> Tensor:
+        """(count + 1,) int32 from 0 to `total`: samples of many sizes, some of them perhaps of none."""
+        if self.device.type == "meta":
+            return torch.empty(count + 1, dtype=torch.int32, device=self.device)
+        ends = (torch.rand(count, generator=self.generator, device=self.device) + 0.05).cumsum(0)
+        return torch.cat([ends.new_zeros(1), ends / ends[-1] * total]).round().int()
+
     def pixels(self, *shape: int) -> Tensor:
         """Raw uint8."""
         if self.device.type == "meta":

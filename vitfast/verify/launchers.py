@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ref
 from ..kernels import gated, layer_norm, linear, mlp, patch_embed, rows, weight_grad
-from .attention_launchers import acting_attentions, attention_parts, attentions
+from .attention_launchers import acting_attentions, attention_parts, attentions, packed_attentions
 from .draw import Draw, Sizes
 from .launcher import Launcher, gradients, wide
 from .product_launchers import gated_backward, gelu_backward, layers, products
@@ -30,6 +30,7 @@ def launchers(s: Sizes) -> dict[str, Launcher]:
         | _smaller(s)
         | attention_parts(s)
         | acting_attentions(s)
+        | packed_attentions(s)
     )
 
 

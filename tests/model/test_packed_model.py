@@ -1,0 +1,351 @@
+"""A ViT on images of many sizes: what each image gives alone, whatever comes with it."""
+
+import pickle
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+
+from vitfast import InputError, PackedImages, ViT, ops, pack, packed
+from vitfast.block import subset_of_packed
+from vitfast.packed import TokenLayout, draw_kept
+
+SMALL = dict(img_size=(32, 24), patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
+SIZES = [(32, 24), (16, 24), (4, 4), (40, 12), (8, 64)]
+KINDS = {
+    "class token": {},
+    "average": dict(global_pool="avg", class_token=False),
+    "MAP head": dict(global_pool="map"),
+    "registers": dict(reg_tokens=4, no_embed_class=True, global_pool="avg"),
+    "joined positions": dict(pos_embed="learn2d"),
+    "factorized positions": dict(pos_embed="factorized"),
+    "fixed positions": dict(pos_embed="sincos2d"),
+    "DINOv3's rope": dict(rope="dinov3", pos_embed="none", reg_tokens=2),
+    "EVA's rope": dict(rope="cat", ref_feat_shape=(16, 16)),
+    "positions in each layer": dict(pos_embed_at="layers", reg_tokens=1),
+    "shared positions": dict(pos_embed_at="layers_shared", pos_embed="factorized"),
+    "norms and gates": dict(qk_norm=True, norm_layer="rmsnorm", swiglu_mlp=True, init_values=0.1, pre_norm=True),
+    "fp32 stream": dict(residual_in_fp32=True),
+}
+
+
+def model_of(**options):
+    torch.manual_seed(1)
+    model = ViT(**{**SMALL, **options})
+    for p in model.parameters():  # every part counts
+        torch.nn.init.normal_(p, std=0.2) if p.dim() > 1 else torch.nn.init.normal_(p, mean=0.5, std=0.2)
+    return model
+
+
+def images_of(raw=False, sizes=SIZES):
+    if raw:
+        return [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
+    return [torch.randn(3, *size) for size in sizes]
+
+
+def alone(model, images):
+    """The logits of each image by itself, by the path for images of one size."""
+    model.dynamic_img_size = True
+    logits = torch.cat([model(image[None]) for image in images])
+    model.dynamic_img_size = False
+    return logits
+
+
+def close(actual, truth):
+    """Equal to 1e-5 of the largest number."""
+    limit = 1e-5 * max(1.0, truth.abs().max().item())
+    assert actual.shape == truth.shape and (actual - truth).abs().max().item() <= limit
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["floats", "uint8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_list_is_each_image_alone(kind, raw):
+    model, images = model_of(**KINDS[kind]).eval(), images_of(raw)
+    leaves = list(model.parameters()) + ([] if raw else [image.requires_grad_() for image in images])
+    logits, truth = model(images), alone(model, images)
+    close(logits, truth)
+    upstream = torch.randn_like(truth)
+    ours, theirs = (torch.autograd.grad(y, leaves, upstream, allow_unused=True) for y in (logits, truth))
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert (mine is None) == (exact is None)
+        if mine is not None:
+            limit = 2e-5 * max(1e-3, exact.abs().max().item())
+            assert (mine - exact).abs().max().item() <= limit
+    tokens = model.forward_features(images)
+    assert [len(t) for t in tokens] == [h // 4 * (w // 4) + model.num_prefix_tokens for h, w in SIZES]
+    assert torch.equal(model.forward_head(tokens), logits)
+    assert model.forward_head(tokens, pre_logits=True).shape == (5, 32)
+
+
+@pytest.mark.parametrize("kind", ["class token", "average", "DINOv3's rope", "norms and gates"])
+def test_on_kernels(kind):
+    model, images = model_of(**KINDS[kind]).eval(), images_of(raw=True, sizes=[(16, 24), (4, 4), (24, 8)])
+    truth = alone(model, images)
+    parameters = list(model.parameters())
+    exact = torch.autograd.grad(truth, parameters, torch.ones_like(truth), allow_unused=True)
+    with ops.use_kernels("on"):
+        logits = model(images)
+        ours = torch.autograd.grad(logits, parameters, torch.ones_like(truth), allow_unused=True)
+    close(logits, truth)
+    for mine, theirs in zip(ours, exact, strict=True):
+        if theirs is not None:
+            assert (mine - theirs).abs().max().item() <= 3e-5 * max(1e-2, theirs.abs().max().item())
+
+
+def test_one_list_in_every_form(tmp_path):
+    """A list, a tuple, packed, packed in a worker, pinned in one buffer, nested: the same logits."""
+    model, images = model_of().eval(), images_of(raw=True)
+    logits = model(images)
+    packed_images = pack(images, 4)
+    again = pickle.loads(pickle.dumps(packed_images))
+    loaded = next(iter(DataLoader(images, batch_size=5, collate_fn=Pack(), num_workers=1)))
+    copied = packed_images.to("cpu")._shared()
+    for form in (tuple(images), packed_images, again, loaded, copied, [image.numpy() for image in images]):
+        assert torch.equal(model(form), logits)
+    assert isinstance(loaded, PackedImages) and len(loaded) == 5 and loaded.buffer is not None
+    nested = torch.nested.nested_tensor([image.float() for image in images])
+    floats = model([image.float() for image in images])
+    assert torch.equal(model(nested), floats)
+    tokens = model.forward_features(nested)
+    assert tokens.layout == torch.jagged and torch.equal(model.forward_head(tokens), floats)
+
+
+class Pack:
+    """A collate function that a worker process can be given."""
+
+    def __call__(self, images):
+        return pack(images, 4)
+
+
+def test_a_buffer_holds_everything():
+    images = images_of()
+    made = pack(images, 4)
+    ends = made.buffer.data_ptr(), made.buffer.data_ptr() + made.buffer.numel()
+    for part in (made.patches, made.places, made.offsets, made.grids):
+        assert ends[0] <= part.data_ptr() and part.data_ptr() % 16 == ends[0] % 16
+        assert part.data_ptr() + part.numel() * part.element_size() <= ends[1]
+    assert made.shape == (135, 3, 4, 4) and made.dtype == torch.float32 and made.device.type == "cpu"
+    assert made.counts == (48, 24, 1, 30, 32) and made.longest == 48
+    assert made.offsets.tolist() == [0, 48, 72, 73, 103, 135] and made.grids.tolist()[3] == [10, 3]
+    for i, image in enumerate(images):
+        part = made.patches[made.offsets[i] : made.offsets[i + 1]].unflatten(0, made.grids[i].tolist())
+        assert torch.equal(part.permute(2, 0, 3, 1, 4).reshape(image.shape), image)
+
+
+def test_patches_that_are_dropped():
+    """Those that stay keep their places: positions are of the whole grid."""
+    images = images_of(raw=True)
+    keep = [torch.tensor([7, 3, 40]), None, torch.tensor([0]), torch.arange(0, 30, 2), None]
+    made = pack(images, 4, keep)
+    assert made.counts == (3, 24, 1, 15, 32)
+    assert made.places[:3].tolist() == [7, 3, 40] and made.places[28:33].tolist() == [0, 2, 4, 6, 8]
+    whole = pack(images, 4)
+    assert torch.equal(made.patches[:3], whole.patches[[7, 3, 40]])
+    model = model_of(rope="dinov3").eval()
+    logits = model(made)
+    assert_close(logits[[1, 2, 4]], model(images)[[1, 2, 4]], atol=1e-5, rtol=1e-5)
+    shuffled = model(pack(images[:1], 4, [torch.tensor([40, 7, 3])]))  # a set of patches has no order
+    assert_close(shuffled, logits[:1], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(logits[0], model(images)[0], atol=1e-3)
+    with_gradients = [image.float().requires_grad_() for image in images]
+    assert torch.equal(pack(with_gradients, 4, keep).patches, made.patches.float())
+
+
+@pytest.mark.parametrize("drop, count, kept", [(0.5, 48, 24), (0.0, 7, 7), (0.99, 5, 1), (0.3, 10, 7)])
+def test_what_is_kept_is_drawn(drop, count, kept):
+    draw = lambda seed: draw_kept(count, drop, torch.Generator().manual_seed(seed))  # noqa: E731
+    numbers = draw(0)
+    assert len(numbers) == kept == len(numbers.unique()) and numbers.max() < count
+    assert torch.equal(numbers, draw(0)) and torch.equal(numbers, numbers.sort().values)
+    if 1 < kept < count:
+        assert any(not torch.equal(numbers, draw(seed)) for seed in range(1, 5))
+
+
+@pytest.mark.slow(30)
+def test_compiled_once_for_all_sizes():
+    torch._dynamo.reset()
+    model, graphs = model_of(reg_tokens=1), torch._dynamo.utils.counters["stats"]
+    compiled, seen = torch.compile(model, fullgraph=True), []
+    for sizes in (SIZES, SIZES[1:3], [(8, 8)] * 7, [(64, 64), (4, 4), (12, 20)]):
+        images = pack(images_of(True, sizes), 4)
+        logits, truth = compiled(images), model(images)
+        close(logits, truth)
+        upstream = torch.randn_like(truth)
+        ours, exact = (torch.autograd.grad(y, list(model.parameters()), upstream) for y in (logits, truth))
+        for mine, theirs in zip(ours, exact, strict=True):
+            assert (mine - theirs).abs().max().item() <= 1e-4 * max(1.0, theirs.abs().max().item())
+        seen.append(graphs["unique_graphs"])
+    assert seen[1:] == [seen[1]] * 3, seen
+    assert torch.compile(model)(images_of(True)).shape == (5, 5)  # a list is packed outside the graph
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_checkpointing_autocast_and_drop_path(checkpointing):
+    model, images = model_of(drop_path_rate=0.6).train(), images_of(True)
+    model.set_grad_checkpointing(checkpointing)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(images)
+    grads = torch.autograd.grad(logits.float().square().sum(), list(model.parameters()))
+    model.set_grad_checkpointing(False)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        truth = model(images)
+    exact = torch.autograd.grad(truth.float().square().sum(), list(model.parameters()))
+    assert torch.equal(logits, truth)
+    assert all(torch.equal(a, b) for a, b in zip(grads, exact))
+
+
+def test_drop_path_drops_images():
+    """With a fixed draw: an image's branch is left out for all of its tokens, or taken times 1 / keep."""
+    model, images = model_of(depth=2, drop_path_rate=0.5).train(), images_of()
+    block = model.blocks[1]  # at rate 0.5
+    x, layers, layout = model._embed_packed(model._packed(images))
+    torch.manual_seed(5)
+    y = block(x, *layers[1])
+    torch.manual_seed(5)
+    factors = [torch.empty(5).bernoulli_(0.5).div_(0.5) for _ in range(2)]
+    owner = packed.owners(layout.offsets, len(x))
+    block.eval()
+    attended = block._attend(None, x, factors[0][owner], None, layout)
+    assert_close(y, block._transform(attended, factors[1][owner]), atol=1e-5, rtol=1e-5)
+    assert {*factors[0].tolist(), *factors[1].tolist()} == {0.0, 2.0}
+
+
+# ---- drop_path_mode="subset"
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one size", "packed"])
+@pytest.mark.parametrize("rope", [None, "dinov3"])
+def test_a_subset_is_computed_and_added_back(together, rope, monkeypatch):
+    """On a fixed draw: what "mask" gives with factors samples / kept for these samples and 0 for the others."""
+    model = model_of(drop_path_rate=0.5, drop_path_mode="subset", rope=rope).train()
+    images = images_of() if together else torch.randn(5, 3, 32, 24)
+    block, computed = model.blocks[2], []
+    if together:
+        x, layers, layout = model._embed_packed(model._packed(images))
+        given, owner = layers[2], packed.owners(layout.offsets, len(x))
+        drawn = given[4]
+        masks = [torch.zeros(len(x)).index_fill(0, s.rows, 5 / 2) for s in drawn]
+        assert all(len(owner[s.rows].unique()) == 2 and (s.factors == 2.5).all() for s in drawn)
+    else:
+        (x, layers), layout = model._embed(images), None
+        given = layers[2]
+        torch.manual_seed(5)
+        masks = [torch.zeros(5).index_fill(0, torch.randperm(5)[:2], 5 / 2) for _ in range(2)]
+        torch.manual_seed(5)
+    for name in ("_attend", "_transform"):
+        run = getattr(block, name)
+        monkeypatch.setattr(
+            block, name, lambda *a, run=run, at=name == "_attend": (computed.append(len(a[at])), run(*a))[1]
+        )
+    y = block(x, *given)
+    monkeypatch.undo()
+    leaves = [p for p in block.parameters()]
+    upstream = torch.randn_like(y)
+    grads = torch.autograd.grad(y, [*leaves, x] if x.requires_grad else leaves, upstream, retain_graph=True)
+    whole = block._attend(None, x, masks[0], given[2], layout)
+    truth = block._transform(whole, masks[1])
+    exact = torch.autograd.grad(truth, [*leaves, x] if x.requires_grad else leaves, upstream)
+    assert_close(y, truth, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(grads, exact, strict=True):
+        assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    rows = [int((m > 0).sum()) for m in masks]
+    assert computed == rows and max(rows) < len(x)
+
+
+def test_subsets_are_fair():
+    """Each sample is kept as often as the others, two of five here, and factors make up for it."""
+    layout = TokenLayout(torch.tensor([0, 3, 4, 9, 11, 12]), 5)
+    sizes, kept = layout.offsets.diff(), torch.zeros(12)
+    for _ in range(2000):
+        subset = subset_of_packed(sizes, layout, 0.5)
+        kept.index_add_(0, subset.rows, subset.factors)
+        assert subset.layout.offsets[-1] == len(subset.rows) and len(subset.layout.offsets) == 3
+    assert (kept / 2000 - 1).abs().max() < 0.12  # 4 standard errors of a mean of 0 and 2.5
+
+
+def test_subset_leaves_evaluation_and_rate_1_alone():
+    images = torch.randn(5, 3, 32, 24)
+    subset, mask = (model_of(drop_path_rate=0.5, drop_path_mode=m).eval() for m in ("subset", "mask"))
+    assert torch.equal(subset(images), mask(images)) and subset.config["drop_path_mode"] == "subset"
+    model = model_of(depth=2, drop_path_rate=1.0, drop_path_mode="subset").train()
+    for given in (images, images_of()):  # the last block, at rate 1, does nothing
+        y = model(given)
+        blocks, model.blocks = model.blocks, model.blocks[:1]
+        assert_close(y, model(given))
+        model.blocks = blocks
+    compiled = torch.compile(model_of(drop_path_rate=0.3, drop_path_mode="subset").train())
+    assert compiled(images).isfinite().all() and compiled(pack(images_of(), 4)).isfinite().all()
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    "images, error, message",
+    [
+        ([], ValueError, "images is empty"),
+        ([torch.randn(3, 8, 8), torch.randn(8, 8)], ValueError, r"images\[1\] must be \(C, H, W\), got \(8, 8\)"),
+        (
+            [torch.randn(3, 8, 9)],
+            ValueError,
+            r"images\[0\] must have sides that are multiples of the patch 4 x 4, got 8 x 9",
+        ),
+        ([torch.randn(3, 8, 0)], ValueError, r"multiples of the patch 4 x 4, got 8 x 0"),
+        (
+            [torch.randn(3, 8, 8), torch.zeros(3, 8, 8).byte()],
+            ValueError,
+            r"alike, got dtype torch.float32 of images\[0\]",
+        ),
+        (
+            [torch.randn(3, 8, 8), torch.randn(1, 8, 8)],
+            ValueError,
+            r"alike, got channels 3 of images\[0\], 1 of images\[1\]",
+        ),
+        ([torch.randn(3, 8, 8).int()], TypeError, r"images\[0\] must be uint8 or floating point, got torch.int32"),
+        (["cat.jpg"], TypeError, r"images\[0\] must be a tensor or an array, got str"),
+        (torch.randn(2, 3, 8, 8), TypeError, "images must be a list of .* got Tensor"),
+    ],
+)
+def test_images_that_cannot_be_packed(images, error, message):
+    with pytest.raises(error, match=message):
+        pack(images, 4)
+
+
+@pytest.mark.parametrize(
+    "keep", [torch.tensor([4]), torch.tensor([1, 1]), torch.tensor([], dtype=torch.int64), [0], torch.tensor([0.0])]
+)
+def test_patches_that_cannot_be_kept(keep):
+    with pytest.raises(
+        ValueError, match=r"keep\[0\] must be numbers of patches from 0 to 3, each once and at least one"
+    ):
+        pack([torch.randn(3, 8, 8)], 4, [keep])
+    with pytest.raises(ValueError, match="keep must have an entry for each of 1 images, got 2"):
+        pack([torch.randn(3, 8, 8)], 4, [None, None])
+    with pytest.raises(ValueError, match=r"patch_size must be P or \(P, Q\), got 0"):
+        pack([torch.randn(3, 8, 8)], 0)
+
+
+def test_models_that_take_one_size_say_so():
+    with pytest.raises(InputError, match="pos_embed='relative' takes images of one size"):
+        model_of(pos_embed="relative")(images_of())
+    with pytest.raises(
+        ValueError, match="images must have 3 channels in patches of 4 x 4, got 1 channels in patches of 8 x 8"
+    ):
+        model_of()(pack([torch.randn(1, 8, 8)], 8))
+    with pytest.raises(TypeError, match="a list is for forward and forward_features"):
+        model_of().forward_intermediates(images_of())
+    with pytest.raises(NotImplementedError, match="change_patches is for images of one size"):
+        model_of().forward_features(images_of(), lambda x: x)
+
+
+def test_without_pooling_every_token_has_logits():
+    model, images = model_of(global_pool="").eval(), images_of()
+    logits = model(images)
+    assert [t.shape for t in logits] == [(h * w // 16 + 1, 5) for h, w in SIZES]
+    tokens = model.forward_features(images)
+    for mine, theirs in zip(logits, model.forward_head(tokens), strict=True):
+        assert torch.equal(mine, theirs)
