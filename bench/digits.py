@@ -5,6 +5,7 @@
     python bench/digits.py choice       # the demo's fine-tuning, chosen on 3 folds of its training set; choice.json
     python bench/digits.py folds        # 5 folds of all 1,797 scans, 3 seeds; writes folds.json there
     python bench/digits.py demos        # the demo, 3 seeds; writes demos.json there, and demo.json of seed 0
+    python bench/digits.py sizes        # pre-training on images of many sizes, 3 seeds; writes sizes.json there
 
 Everything else than what is compared is equal: data, labels, steps, rates, augmentation. Small-scale evidence about our
 code, not about the paper's claims.
@@ -41,6 +42,7 @@ COMMON = dict(recipe="digits", data="digits", device="cpu", hidden_head=False, l
 MASKED = dict(objective="masked", train_images=718, steps=1500, batch_size=64, lr=1e-3, warmup_steps=200)
 FEW = dict(shots=5, steps=400, batch_size=50, lr=1e-3, warmup_steps=40)
 CHOICES = [dict(lr=lr, epochs=epochs) for lr, epochs in ((1e-4, 12), (3e-4, 12), (1e-3, 12), (3e-4, 24), (1e-3, 24))]
+SIZES = dict(sizes="24:40", tokens_per_step=1000)  # as many images a step as the recipe's 48, and as many patches
 FOLDS = 5
 SGD = dict(img_size=48, optimizer="sgd", lr=0.03, weight_decay=0.0)  # as Table 4 has it
 
@@ -163,15 +165,31 @@ def demos(seeds: int) -> dict:
     return dict(question="the demo with several seeds", runs=entries)
 
 
+def sizes(seeds: int) -> dict:
+    """Test accuracy at 32 px after the demo's pre-training at 32 px, and on images of many sizes."""
+    kinds = dict(one_size={}, many_sizes=SIZES, half_of_the_patches=dict(**SIZES, drop_tokens=0.5))
+    entries = []
+    for seed, (kind, fields) in itertools.product(range(seeds), kinds.items()):
+        with tempfile.TemporaryDirectory() as folder:
+            config = dict(recipe="digits", data="digits", device="cpu", seed=seed, output=folder, eval_every=10_000)
+            summary = finish(resolve("pretrain", config | fields))
+        keys = ("accuracy", "steps", "seconds", "images_per_step", "patches_per_image", "padding_not_computed")
+        entries.append(dict(kind=kind, seed=seed, **{key: summary[key] for key in keys if key in summary}))
+        print(entries[-1], flush=True)
+    means = {kind: statistics.mean(e["accuracy"] for e in entries if e["kind"] == kind) for kind in kinds}
+    return dict(question="the demo's pre-training at one size and at many", **means, runs=entries, many_sizes_are=SIZES)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("masked", "positions", "choice", "folds", "demos"))
+    parser.add_argument("what", choices=("masked", "positions", "choice", "folds", "demos", "sizes"))
     parser.add_argument("--seeds", type=int, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     RESULTS.mkdir(parents=True, exist_ok=True)
     if args.what != "positions":
-        function, seeds = dict(masked=(masked, 5), choice=(choice, 2), folds=(folds, 3), demos=(demos, 3))[args.what]
+        small = dict(demos=(demos, 3), sizes=(sizes, 3))
+        function, seeds = (small | dict(masked=(masked, 5), choice=(choice, 2), folds=(folds, 3)))[args.what]
         result = function(args.seeds or seeds) | dict(torch=torch.__version__)
         (RESULTS / f"{args.what}.json").write_text(json.dumps(result, indent=2) + "\n")
         return 0

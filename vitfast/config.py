@@ -64,6 +64,12 @@ def span(default: tuple[float, float], low: float, high: float):
     return rule(default, lambda value: low < value[0] <= value[1] <= high, text)
 
 
+def _sizes(value: str) -> bool:
+    """ "128:256": two sides in pixels, the smaller first."""
+    low, _, high = value.partition(":")
+    return not value or (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= 16384)
+
+
 # The names of augmentations as timm takes them: AutoAugment, RandAugment, AugMix.
 _NUMBER = r"\d{1,3}(\.\d+)?"
 _POLICIES = rf"(original|originalr|v0|v0r|3a)(-mstd{_NUMBER})?"
@@ -108,6 +114,12 @@ class Recipe:
     label_smoothing: float = fraction(0.0)
     mixup: float = between(0.0, 0, 100)
     cutmix: float = between(0.0, 0, 100)
+    # Images of many sizes, packed without padding (NaViT): each is given the area of a square of a side drawn from
+    # LOW:HIGH pixels, in its own aspect; a step takes as many as fit into tokens_per_step (unset: batch_size images);
+    # drop_tokens: the share of an image's patches that is dropped. Evaluations are at img_size.
+    sizes: str = rule("", _sizes, "be LOW:HIGH in pixels, the smaller first, such as 128:256, or empty")
+    tokens_per_step: int | None = count(None, 10**9)
+    drop_tokens: float = fraction(0.0)
     train_crop_mode: str = choice("rrc", "squash")  # random resized crop; or the image's own aspect, resized square
     crop_scale: tuple[float, float] = span((0.08, 1.0), 0, 1)  # share of the area; (1, 1), squash: the plain resize
     crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100)  # of rrc
@@ -123,6 +135,7 @@ class Recipe:
 
     dropout: float = fraction(0.0)  # the paper's, after dense layers and positions
     drop_path: float = fraction(0.0)
+    drop_path_mode: str = choice("mask", "subset")  # subset: branches of a fixed share of the images alone, DINOv2's
     init_values: float | None = rule(None, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")  # LayerScale
     global_pool: str = choice("token", "avg")
     pos_embed: str = choice("learn", "learn2d", "factorized", "sincos2d", "relative", "none")
@@ -227,9 +240,9 @@ def _parse(kind, value):
     return kind(number)
 
 
-def total_steps(config: Recipe, images: int) -> int:
-    """Optimiser steps of a whole run on `images` training images."""
-    return config.steps or max(1, round((config.epochs or 0) * images / config.batch_size))
+def total_steps(config: Recipe, images: int, per_step: float | None = None) -> int:
+    """Optimiser steps of a whole run on `images` training images, `batch_size` or per_step of them in each."""
+    return config.steps or max(1, round((config.epochs or 0) * images / (per_step or config.batch_size)))
 
 
 def as_plain(config: Recipe) -> dict:

@@ -27,12 +27,16 @@ def _pack(images: ManyImages, patch: tuple[int, int]) -> PackedImages:
 class PackedForward:
     """The methods of a ViT for images of many sizes; x (tokens, D) has one image after the other."""
 
-    def _packed(self, images: ManyImages) -> PackedImages:
-        """The images as patches on the model's device. Raises what says why these are none of this model's."""
+    def check_many_sizes(self) -> None:
+        """Raises InputError where this model takes images of one size alone."""
         kind = self._config["pos_embed"]
         if self._config["backbone"] is not None or kind == "relative":
             what = "a hybrid's CNN" if self._config["backbone"] is not None else f"pos_embed={kind!r}"
             raise InputError(f"ViT: {what} takes images of one size, (B, C, H, W), and no list of them")
+
+    def _packed(self, images: ManyImages) -> PackedImages:
+        """The images as patches on the model's device. Raises ValueError where they are none of this model's."""
+        self.check_many_sizes()
         found = images if isinstance(images, PackedImages) else _pack(images, self.patch_embed.patch_size)
         wanted = (self.in_chans, *self.patch_embed.patch_size)
         if tuple(found.shape[1:]) != wanted:

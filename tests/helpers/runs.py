@@ -47,10 +47,10 @@ def cut_at(monkeypatch, step: int) -> None:
     """Every run raises KeyError in place of this step (from 0), until `monkeypatch.undo()`."""
     call = TrainStep.__call__
 
-    def cut(self, images, labels, number, total):
+    def cut(self, images, labels, number, total, **count):
         if number == step:
             raise KeyError("power cut")
-        return call(self, images, labels, number, total)
+        return call(self, images, labels, number, total, **count)
 
     monkeypatch.setattr(TrainStep, "__call__", cut)
 

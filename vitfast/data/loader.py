@@ -1,6 +1,7 @@
 """From data sets to batches of raw uint8 images, on one rank or on many."""
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from ..distributed import Ranks
 from ..errors import InputError
 from . import jpeg
 from .datasets import Shards, Subset, by_index, labels_of, open_sources, take
+from .packing import PackedCollate, Packing, Progress, SizedSamples, sampler
 from .samples import (
     ONE,
     PADDING,
@@ -45,6 +47,8 @@ class Data:
     workers: int
     device: torch.device
     ranks: Ranks = ONE
+    packing: Packing | None = None  # of images of many sizes
+    progress: Progress = field(default_factory=Progress)  # of those, after the last training batch
     named: list[str] = field(default_factory=list)  # what a warning has said of unreadable images
 
     @property
@@ -62,7 +66,10 @@ class Data:
         return DataLoader(dataset, pin_memory=self.device.type == "cuda", **{"collate_fn": collate, **options})
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """The batches of training steps `start` to `stop`."""
+        """The batches of training steps `start` to `stop`; of many sizes, from where `progress` is."""
+        if self.packing is not None:
+            yield from self._packed(stop - start)
+            return
         if isinstance(self.train, Shards):
             yield from self._stream(start, stop)
             return
@@ -74,6 +81,20 @@ class Data:
         else:
             samples = Samples(self.train, self.train_transform, self.config.seed)
             yield from raising(self._loader(samples, batch_sampler=sampler))
+
+    def _packed(self, steps: int) -> Iterator[Batch]:
+        """The batches of so many steps of images of many sizes: lists of PackedImages, one for each micro-batch."""
+        samples = SizedSamples(self.train, self.train_transform, self.config.seed, self.packing)
+        order = sampler(len(self.train), self.packing, self.config, steps, self.progress, self.ranks)
+        collated = PackedCollate(self.packing.patch)
+        for batch in raising(self._loader(samples, batch_sampler=order, collate_fn=collated)):
+            self.progress = order.after.popleft()
+            yield batch
+
+    @property
+    def images_per_step(self) -> float:
+        """How many images a training step has; of a budget of tokens, about."""
+        return self.config.batch_size if self.packing is None else self.packing.images_per_step
 
     def _stream(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of an iterable data set, epoch after epoch.
@@ -179,11 +200,15 @@ def open_data(
     device: torch.device,
     ranks: Ranks = ONE,
     examples: int | None = None,
+    prefix: int = 0,
 ) -> Data:
     """The data of a run, checked as far as it can be before anything is written. Raises InputError.
 
-    examples: train on this many images alone (`take`).
+    examples: train on this many images alone (`take`). prefix: tokens of an image besides its patches.
     """
+    packing = Packing.of(config, img_size, patch_size, prefix) if config.task != "eval" else None
+    if packing is not None:
+        packing.check(ranks.world * config.accumulate)
     sources = open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
     train, val = select(config, *sources)
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
@@ -202,7 +227,15 @@ def open_data(
         jpeg.check_decodable(config, train)
     if examples is not None:
         train = take(train, examples)
-    chain = (None, None) if getattr(train, "transformed", False) else transforms(config, img_size)
+    made = getattr(train, "transformed", False)
+    if packing is not None and isinstance(train, Shards):
+        raise InputError(
+            f"images of many sizes need a data set that is read by index; {config.data!r} is read in order"
+        )
+    if packing is not None and made and packing.high**2 > math.prod(img_size):
+        raise InputError(f"{config.data!r} has images of {img_size[0]} x {img_size[1]}; sizes must not be larger")
+    chain = (None, None) if made else transforms(config, img_size, packing)
     read = max(len(val), len(train)) if config.task == "eval" else len(val)  # by eval_batch_size
-    workers = loader_processes(config, img_size, read, ranks)
-    return Data(config, train, val, *chain, classes, img_size, workers, device, ranks)
+    step = None if packing is None else packing.step_bytes
+    workers = loader_processes(config, img_size, read, ranks, step)
+    return Data(config, train, val, *chain, classes, img_size, workers, device, ranks, packing)

@@ -14,18 +14,22 @@ DEFAULT = 8  # at most, where the settings name no number
 logger = logging.getLogger("vitfast")
 
 
-def loader_processes(config: Config, img_size: tuple[int, int], evaluated: int, ranks: Ranks) -> int:
+def loader_processes(
+    config: Config, img_size: tuple[int, int], evaluated: int, ranks: Ranks, step_bytes: int | None = None
+) -> int:
     """`config.workers`, else none for data in memory, else one for each core up to eight.
 
     More than four for each core, or than half of the memory has room for with the batches that they read ahead, is
     lowered with a warning. Raises InputError for a batch that does not fit into the memory. Ranks on one machine share
-    its cores and memory. evaluated: how many images there are for evaluations to read.
+    its cores and memory. evaluated: how many images there are for evaluations to read. step_bytes: of a training step,
+    batch_size images unless given.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     image, memory, cores = 3 * img_size[0] * img_size[1], total_memory() // here, len(os.sched_getaffinity(0))
     sizes = {"eval_batch_size": min(config.eval_batch_size, -(-evaluated // ranks.world)) * image}
     if config.task != "eval":
-        sizes["batch_size"] = -(-config.batch_size // ranks.world) * image
+        name = "tokens_per_step" if step_bytes and config.tokens_per_step else "batch_size"
+        sizes[name] = -(-(step_bytes or config.batch_size * image) // ranks.world)
     name, largest = max(sizes.items(), key=lambda item: item[1])
     if 2 * largest > memory:  # the single images, and the batch that is made of them
         gib = f"{2 * largest / 2**30:,.1f} GiB while it is read, and there are {memory / 2**30:,.1f}"

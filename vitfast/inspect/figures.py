@@ -129,3 +129,13 @@ def draw_curves(runs: dict[str, list[dict]]) -> Figure:
         axes[0][column].legend(frameon=False)
         axes[2][column].set_xlabel("epoch")
     return figure
+
+
+def draw_counts(counts: dict[int, int], across: str, up: str) -> Figure:
+    """Bars of how many there are of each number. across, up: what the axes say."""
+    figure = Figure(figsize=(5.4, 2.6))
+    axis = figure.subplots()
+    apart = min((b - a for a, b in zip(sorted(counts), sorted(counts)[1:])), default=1)
+    axis.bar(list(counts), list(counts.values()), width=0.8 * apart)
+    axis.set(xlabel=across, ylabel=up)
+    return figure

@@ -55,6 +55,7 @@ def write_report(config: Config, data: Data, summary: dict, device: torch.device
     run = Path(config.output)
     model = load_any(config.model, run / "checkpoints" / LAST).to(device).eval()  # not compiled, not sharded
     sections = curves({config.task: run}) | validation_sections(model, data, device, dtype, config.objective)
+    sections |= many_sizes(summary)
     settings = {name: str(value) for name, value in as_plain(config).items() if name != "about"}
     sections["Settings"] = ("Those of config.yaml.", table(settings))
     introduction = f"Recipe {config.name} on {config.data}. ± is the standard error."
@@ -90,10 +91,28 @@ def facts(summary: dict) -> dict[str, str]:
             return f"{value:,.4f}" if abs(value) < 10 else f"{value:,.1f}"
         return f"{value:,}" if isinstance(value, int) else str(value)
 
-    known = {k.replace("_", " "): text(v) for k, v in summary.items() if v is not None and k != "finished"}
+    known = {
+        k.replace("_", " "): text(v) for k, v in summary.items() if v is not None and k not in ("finished", "sizes")
+    }
     if summary.get("top5") is not None:  # the accuracy of masked patches is no share of images
         known["accuracy"] = with_error(summary["accuracy"], summary["val_images"])
     return known
+
+
+def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
+    """The section of a run on images of many sizes; none for others."""
+    if not summary.get("sizes"):
+        return {}
+    from ..inspect.figures import as_png, draw_counts
+
+    saved, each = summary["padding_not_computed"], summary["patches_per_image"]
+    note = (
+        f"Each image was drawn a size, the side of a square of its area, and had {each:,.1f} patches in the mean. "
+        f"Filled up to the longest image of its batch, {saved:.1%} of all patches would have been padding: "
+        "none of it was computed."
+    )
+    figure = draw_counts({int(side): count for side, count in summary["sizes"].items()}, "pixels", "images")
+    return {"Sizes": (note, picture(as_png(figure), "how many images were drawn each size"))}
 
 
 def with_error(accuracy: float, images: int) -> str:

@@ -30,6 +30,7 @@ from ..checkpoint.writers import write_safetensors
 from ..config import Config, as_plain, course, total_steps
 from ..data.loader import Data
 from ..errors import InputError, both_ends
+from .many_sizes import PackedTotals
 from .run_folder import (
     BEST,
     LAST,
@@ -51,10 +52,15 @@ MODEL = "model.safetensors"
 RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of state.json, with their types
 
 
-def make_record(config: Config, data: Data, step: int = 0, seconds: float = 0.0) -> dict:
+def make_record(
+    config: Config, data: Data, step: int = 0, seconds: float = 0.0, packed: PackedTotals | None = None
+) -> dict:
     """Where a run is and what it trains: the part of a checkpoint that is compared before a run goes on."""
     images = dict(train_images=len(data.train), val_images=len(data.val))
-    return dict(step=step, seconds=seconds, settings=as_plain(config), data=dict(classes=list(data.classes), **images))
+    record = dict(
+        step=step, seconds=seconds, settings=as_plain(config), data=dict(classes=list(data.classes), **images)
+    )
+    return record if data.packing is None else record | dict(packing=dataclasses.asdict(packed or PackedTotals()))
 
 
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
@@ -275,6 +281,11 @@ def _check_nothing_to_continue(run: Path) -> None:
         raise InputError(f"{run} holds a finished run, but not its checkpoints/last; bring it back, or {never}")
 
 
+def _steps_of(config: Config, summary: dict) -> int:
+    """The steps of a whole run, of a budget of tokens as the run itself found them."""
+    return total_steps(config, summary["train_images"], summary.get("expected_images_per_step"))
+
+
 def finished_summary(config: Config, resume: str) -> dict | None:
     """The summary of a run that is complete already, None otherwise."""
     run = Path(config.output)
@@ -283,7 +294,7 @@ def finished_summary(config: Config, resume: str) -> dict | None:
     if settings is None:
         return None
     check_settings(config, settings, run, START_AGAIN)
-    if not summary.get("stopped_early") and summary["steps"] < total_steps(config, summary["train_images"]):
+    if not summary.get("stopped_early") and summary["steps"] < _steps_of(config, summary):
         return None
     said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
     logger.info(said, config.output, summary["steps"], summary["accuracy"])

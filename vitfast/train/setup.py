@@ -28,6 +28,7 @@ def model_arguments(config: Config, loaded: bool = False) -> dict:
         proj_drop_rate=config.dropout,
         drop_path_rate=config.drop_path,
         residual_in_fp32=config.residual_in_fp32,
+        drop_path_mode=config.drop_path_mode,
     )
     if loaded:
         return arguments
@@ -59,7 +60,7 @@ def set_up(
     if source := checkpoint or config.weights:
         model = _with_weights(config, source)
         config = cut_as_told(config, model)
-        data = open_data(config, *sizes(model), device, ranks, examples)
+        data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model))
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
             replace_head(model, len(data.classes))
     elif config.task == "finetune":
@@ -68,7 +69,7 @@ def set_up(
         with torch.device("meta"):
             _say_what_is_its_own(config)
             sketch = new_model(config, 1)  # what does not fit or is not known fails here, before the data is read
-        data = open_data(config, *sizes(sketch), device, ranks, examples)
+        data = open_data(config, *sizes(sketch), device, ranks, examples, prefix_of(config, sketch))
         model = new_model(config, len(data.classes))
     model = model.to(device)
     # Kept in the checkpoint's config.json: who evaluates it later needs to know.
@@ -78,6 +79,17 @@ def set_up(
     else:
         model.class_names = data.classes
     return model, data
+
+
+def prefix_of(config: Config, model: nn.Module) -> int:
+    """Tokens of an image besides its patches. Raises InputError where many sizes are asked of a model of one."""
+    if not isinstance(model, ViT):
+        if config.sizes or config.drop_tokens:
+            raise InputError(f"{config.model} takes images of one size: sizes and drop_tokens are for ViTs")
+        return 0
+    if config.sizes or config.drop_tokens:
+        model.check_many_sizes()
+    return model.num_prefix_tokens
 
 
 def new_model(config: Config, classes: int) -> nn.Module:

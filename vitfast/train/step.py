@@ -1,6 +1,7 @@
 """One optimiser step: model, objective, optimiser and average, on one device or on many."""
 
 import copy
+import math
 
 import torch
 from timm.data import Mixup
@@ -14,8 +15,11 @@ from ..device import autocast
 from ..distributed import Ranks, data_parallel, reducing, shard
 from ..errors import InputError
 from ..model import ViT
+from ..packed import PackedImages
 from .losses import OBJECTIVES, correct, mix
 from .optim import learning_rate, make_optimizer
+
+Images = Tensor | list[PackedImages]
 
 
 class TrainStep:
@@ -72,7 +76,9 @@ class TrainStep:
         self.optimizer = make_optimizer(config, model)
         vit = model.vit if self.masked else model
         if isinstance(vit, ViT):  # before torch.compile, for which it is a constant
-            vit.decide_keep(-(-config.batch_size // micro_batches), dtype)
+            tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
+            images = config.tokens_per_step / tokens if config.tokens_per_step else config.batch_size
+            vit.decide_keep(math.ceil(images / micro_batches), dtype)
         if config.compile if config.compile is not None else device.type == "cuda":
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
                 module.compile()
@@ -89,16 +95,19 @@ class TrainStep:
         """The learning rate of the last step."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
-    def __call__(self, images: Tensor, labels: Tensor, step: int, total: int) -> tuple[Tensor, Tensor]:
-        """Optimiser step `step` of `total` on this rank's uint8 images (B, C, H, W) and labels (B,).
+    def __call__(
+        self, images: Images, labels: Tensor, step: int, total: int, count: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Optimiser step `step` of `total` on this rank's images and labels (B,).
 
-        Returns its share of (loss, right answers), on the device.
+        images: uint8 (B, C, H, W), or PackedImages for each micro-batch. count: images of the step on all ranks,
+        batch_size unless given: each weighs as much. Returns its share of (loss, right answers), on the device.
         """
         seed_everything(self.config.seed, step, 1 + self.ranks.rank)
         rate = learning_rate(self.config, step, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
-        result = self.accumulate(images, labels, self.config.accumulate)
+        result = self.accumulate(images, labels, self.config.accumulate, count)
         if self.config.clip_norm or self.skipping:
             self.scaler.unscale_(self.optimizer)
             self._measure_gradients()
@@ -135,15 +144,20 @@ class TrainStep:
         if self.scaled:
             self.scaler.load_state_dict(state)
 
-    def accumulate(self, images: Tensor, labels: Tensor, micro_batches: int) -> tuple[Tensor, Tensor]:
+    def accumulate(
+        self, images: Images, labels: Tensor, micro_batches: int, count: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Adds the gradients of this rank's share of a batch. Returns its share of (loss, right answers)."""
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        split = zip(images.tensor_split(micro_batches), labels.tensor_split(micro_batches))
+        if isinstance(images, list):
+            split = zip(images, labels.split([len(some) for some in images]))
+        else:
+            split = zip(images.tensor_split(micro_batches), labels.tensor_split(micro_batches))
         for index, (some, target) in enumerate(split):
             some, target = some.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
             with reducing(self.runner, last=index == micro_batches - 1):
                 loss, right = self._loss(some, target)
-                loss = loss * (len(some) / self.config.batch_size)
+                loss = loss * (len(some) / (count or self.config.batch_size))
                 self.scaler.scale(loss * self.ranks.world).backward()  # the ranks' gradients are averaged
             loss_sum += loss.detach()
             correct += right
@@ -167,11 +181,13 @@ class TrainStep:
             return loss, share.detach() * len(images)
         return self.objective(out, target, smoothing), correct(out, labels)
 
-    def micro_batches_that_fit(self, images: Tensor, labels: Tensor) -> int | None:
+    def micro_batches_that_fit(self, images: Images, labels: Tensor) -> int | None:
         """After running out of memory: how many micro-batches fit, None where one image is too much.
 
-        Tried out: the smallest of `accumulate` times 2, 4, 8, ...
+        Tried out: the smallest of `accumulate` times 2, 4, 8, ... Images of many sizes are split as they are read.
         """
+        if isinstance(images, list):
+            return None
         micro_batches = self.config.accumulate * 2
         while micro_batches <= len(images):
             self.optimizer.zero_grad(set_to_none=True)

@@ -17,12 +17,13 @@ from ..eval.accuracy import evaluate
 from .early import EarlyStop
 from .lock import locked
 from .log import Meter, Metrics, Progress, as_strict_json, write_summary
+from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
 from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
-from .step import TrainStep
+from .step import Images, TrainStep
 
 logger = logging.getLogger("vitfast")
 MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run stops
@@ -68,14 +69,17 @@ class Trainer:
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
-        self.total = total_steps(config, self.data.train_length)
+        self.total = total_steps(config, self.data.train_length, self.data.images_per_step)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
+        self.packed = PackedTotals()
         self.saved = None  # the step of the run's last checkpoint
         if self.checkpoint:
             check_data(record["data"], make_record(config, self.data)["data"], self.checkpoint)
             load_checkpoint(self.checkpoint, self.train_step)
             self.step, self.seconds = record["step"], record["seconds"]
+            self.packed = read_totals(record, self.data, self.checkpoint)
+            self.data.progress = self.packed.progress
             if self.checkpoint.resolve() == (self.run / "checkpoints" / LAST).resolve():
                 self.saved = self.step
             logger.info("resumed from step %d", self.step)
@@ -106,7 +110,7 @@ class Trainer:
         result = self._evaluate_again() if self.checkpoint else None
         self.train_step.model.train()
         self.meter.start_window()
-        window = []  # (loss, right answers, gradient norm) of the steps since the last record, on the device
+        window = []  # (loss, right answers, gradient norm, *counts) of each step since the last record, on the device
         batches = iter(self.data.train_batches(self.step, self.total))
         while not self.done:
             batch = self._next(batches, stopper)
@@ -114,7 +118,8 @@ class Trainer:
                 self._log_window(window)
                 self.save()
                 break
-            window.append(torch.stack([*self._train(*batch[:2]), self.train_step.grad_norm]))
+            counted = counts(batch[0]).to(self.device, non_blocking=True)
+            window.append(torch.cat([torch.stack([*self._train(*batch[:2]), self.train_step.grad_norm]), counted]))
             evaluating, saving = self._is_due(self.eval_every), self._is_due(self.save_every)
             if not (evaluating or saving or self.step % self.config.log_every == 0):
                 self.progress.step(self.step)
@@ -163,7 +168,7 @@ class Trainer:
             )
         self.seconds += self.meter.take_seconds()
         with self._writing("checkpoints"):
-            record = make_record(self.config, self.data, self.step, self.seconds)
+            record = make_record(self.config, self.data, self.step, self.seconds, self.packed)
             save_checkpoint(self.run, self.train_step, record)
         self.saved = self.step
 
@@ -174,11 +179,13 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> float:
-        return self.data.train_length / self.config.batch_size
+        return self.data.train_length / self.data.images_per_step
 
     @property
     def epoch(self) -> float:
         """How many times the training set was seen."""
+        if self.data.packing is not None:
+            return round(self.packed.progress.images / max(1, self.data.train_length), 4)
         return round(self.step / self.steps_per_epoch, 4)
 
     def _check_unlocked(self) -> None:
@@ -236,19 +243,28 @@ class Trainer:
                 f"the last: {messages[-1]}"
             )
 
-    def _train(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _train(self, images: Images, labels: Tensor) -> tuple[Tensor, Tensor]:
         """One optimiser step; a TrainingError that says what would fit where the memory does not suffice."""
         result = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            result = self.train_step(images, labels, self.step, self.total)
+            taken = self.data.progress.images - self.packed.progress.images
+            count = {} if self.data.packing is None else dict(count=taken)
+            result = self.train_step(images, labels, self.step, self.total, **count)
         if result is None:  # here the error, and every activation that its traceback held, is gone
             raise TrainingError(self._out_of_memory(images, labels))
         self.step += 1
+        self.packed.progress = self.data.progress
         return result
 
-    def _out_of_memory(self, images: Tensor, labels: Tensor) -> str:
+    def _out_of_memory(self, images: Images, labels: Tensor) -> str:
         """The message: the size that did not fit, and one that does, found by trying."""
         accumulate, advice = self.config.accumulate, "a smaller model, image or batch may fit"
+        if isinstance(images, list):
+            held = f"{max(len(some.patches) for some in images):,} patches"
+            advice = f"--set accumulate={2 * accumulate} halves what a device holds, with the same result"
+            return (
+                f"out of memory in step {self.step + 1} with {held} at once on a device; {advice}; {self._last_good()}"
+            )
         if self.ranks.world > 1:
             advice = f"--set accumulate={2 * accumulate} halves what a device holds, with the same result"
         elif fitting := self.train_step.micro_batches_that_fit(images, labels):
@@ -280,7 +296,8 @@ class Trainer:
             what = f"the norm of the gradients of step {step + 1} is {norm}"
             if not math.isfinite(loss):
                 what = f"the loss of step {step + 1} is {loss}"
-            what += f" (epoch {epoch}, images {offset} to {offset + size - 1} of its order)"
+            if self.data.packing is None:
+                what += f" (epoch {epoch}, images {offset} to {offset + size - 1} of its order)"
             self.skipped += 1
             if self.config.non_finite == "stop" or math.isfinite(norm) or self.skipped == MOST_SKIPPED:
                 many = f", as in {MOST_SKIPPED} steps in a row" if self.skipped == MOST_SKIPPED else ""
@@ -297,9 +314,10 @@ class Trainer:
         """Writes the mean loss and accuracy of the steps since the last record; waits for the device."""
         if not window:
             return
-        losses, correct, norms = self.ranks.sum(torch.stack(window)).double().unbind(1)
+        losses, correct, norms, *counted = self.ranks.sum(torch.stack(window)).double().unbind(1)
+        images, patches, padded = (int(each.sum()) for each in counted)
+        self.packed.patches, self.packed.padded = self.packed.patches + patches, self.packed.padded + padded
         counted = self._finite_losses(losses.tolist(), norms.tolist())
-        images = len(window) * self.config.batch_size
         loss = sum(counted) / len(counted) if counted else math.nan
         accuracy = correct.sum().item() / images
         speed, waiting = self.meter.end_window(images), self.meter.waiting_share
@@ -357,6 +375,8 @@ class Trainer:
             val_unreadable_images=result["unreadable_images"],
             **self.early.summary(),
         )
+        if self.data.packing is not None:
+            summary |= packed_summary(self.data, self.packed, self.step)
         summary = as_strict_json(summary)
         with self._writing("summary.json"):
             self.ranks.on_first(write_summary, self.run, summary)

@@ -1,0 +1,56 @@
+"""What a run on images of many sizes counts, keeps and reports besides others."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..data.loader import Data
+from ..data.packing import Progress
+from ..errors import InputError
+from ..packed import PackedImages
+
+
+@dataclass
+class PackedTotals:
+    """Of the steps that a run has taken, on all ranks: the stream of images, and how many patches they had.
+
+    padded: how many they would have had if each batch had been filled up to its longest image.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    patches: int = 0
+    padded: int = 0
+
+
+def counts(images: Tensor | list[PackedImages]) -> Tensor:
+    """(3,) on the CPU, of this rank's part of a batch: images, patches, and patches with padding."""
+    if isinstance(images, Tensor):
+        return torch.tensor([len(images), 0, 0], dtype=torch.float32)
+    own = ((len(some), len(some.patches), len(some) * some.longest) for some in images)
+    return torch.tensor(list(own), dtype=torch.float32).sum(0)
+
+
+def read_totals(record: dict, data: Data, checkpoint: Path) -> PackedTotals:
+    """Those in a checkpoint's record; none for a run of one size. Raises InputError where they are damaged."""
+    if data.packing is None:
+        return PackedTotals()
+    try:
+        saved = record["packing"]
+        return PackedTotals(Progress.of(saved["progress"]), int(saved["patches"]), int(saved["padded"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = f"the training state in {checkpoint} does not say where its images of many sizes are ({error!r})"
+        raise InputError(f"{said}; start again with --resume never") from None
+
+
+def packed_summary(data: Data, totals: PackedTotals, steps: int) -> dict:
+    """Of the images of a run: their sizes, and the share of patches that padding would have added."""
+    images = max(1, totals.progress.images)
+    return dict(
+        expected_images_per_step=data.images_per_step,
+        images_per_step=round(images / max(1, steps), 2),
+        patches_per_image=round(totals.patches / images, 2),
+        padding_not_computed=round(1 - totals.patches / max(1, totals.padded), 4),
+        sizes={str(side): count for side, count in totals.progress.sizes.items()},
+    )
