@@ -65,9 +65,9 @@ def span(default: tuple[float, float], low: float, high: float):
 
 
 def _sizes(value: str) -> bool:
-    """ "128:256": two sides in pixels, the smaller first."""
+    """ "128:256": two sides in pixels, the smaller first; or "native"."""
     low, _, high = value.partition(":")
-    return not value or (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= 16384)
+    return value in ("", "native") or (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= 16384)
 
 
 # The names of augmentations as timm takes them: AutoAugment, RandAugment, AugMix.
@@ -116,8 +116,9 @@ class Recipe:
     cutmix: float = between(0.0, 0, 100)
     # Images of many sizes, packed without padding (NaViT): each is given the area of a square of a side drawn from
     # LOW:HIGH pixels, in its own aspect; a step takes as many as fit into tokens_per_step (unset: batch_size images);
-    # drop_tokens: the share of an image's patches that is dropped. Evaluations are at img_size.
-    sizes: str = rule("", _sizes, "be LOW:HIGH in pixels, the smaller first, such as 128:256, or empty")
+    # drop_tokens: the share of an image's patches that is dropped. Evaluations are at img_size; those of `vitfast eval`
+    # and `predict` with sizes=native at each image's own size.
+    sizes: str = rule("", _sizes, "be LOW:HIGH in pixels, the smaller first, such as 128:256, or native, or empty")
     tokens_per_step: int | None = count(None, 10**9)
     drop_tokens: float = fraction(0.0)
     train_crop_mode: str = choice("rrc", "squash")  # random resized crop; or the image's own aspect, resized square

@@ -28,3 +28,14 @@ def test_each_example_trains(name, tmp_path, capsys):
     assert "on vitfast" not in capsys.readouterr().out
     assert len(losses) == STEPS and losses == pytest.approx(plain_losses, abs=2e-3)  # Trainer logs four digits
     assert accuracy == pytest.approx(plain_accuracy, abs=0.02)
+
+
+def test_two_crops_in_one_pass_are_those_of_two(capsys):
+    """DINO's global and local crops as one list: the losses of a pass for each size, and fewer patches than padded."""
+    module = load("two_crops")
+    together, _ = module.main(["--steps", "6", "--drop-path", "0"])
+    assert "320 crops of a step in 2,048 patches; padded 5,120" in capsys.readouterr().out
+    apart, _ = module.main(["--steps", "6", "--drop-path", "0", "--apart"])
+    assert len(together) == 6 and together == pytest.approx(apart, abs=1e-3)
+    dropped, _ = module.main(["--steps", "6", "--drop-path", "0.5"])
+    assert dropped != pytest.approx(together, abs=1e-2) and max(dropped) < 6

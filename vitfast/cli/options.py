@@ -7,7 +7,9 @@ from ..errors import InputError
 
 INTERPOLATED = "positions are interpolated where it changes"
 # The flags that are fields of a run's Config, in any command.
-SETTINGS = "recipe model data output img_size batch_size epochs steps lr seed save_every device compile weights".split()
+SETTINGS = (
+    "recipe model data output img_size batch_size epochs steps lr seed save_every device compile weights sizes".split()
+)
 _SHARED = {
     "--weights": dict(metavar="PATH", required=True, help="file, folder or hf-hub:owner/name"),
     "--device": dict(choices=("cpu", "cuda"), help="default: cuda where there is one"),
@@ -64,11 +66,14 @@ def add_training_options(parser: argparse.ArgumentParser, weights_help: str) -> 
 
 
 def add_evaluation_options(
-    parser: argparse.ArgumentParser, data: str = "", at_once: str = "images at once (default 256)"
+    parser: argparse.ArgumentParser,
+    data: str = "",
+    at_once: str = "images at once (default 256)",
+    sizes: bool = False,
 ) -> None:
     """The settings of an evaluation.
 
-    data: the help of --data, "" for no such option. at_once: of --batch-size.
+    data: the help of --data, "" for no such option. at_once: of --batch-size. sizes: whether there is a --sizes.
     """
     add_shared(parser, "--weights")
     add = parser.add_argument
@@ -76,6 +81,9 @@ def add_evaluation_options(
         add("--data", metavar="SPEC", required=True, help=data)
     add("--img-size", metavar="N", type=int, help="default: the model's own")
     add("--batch-size", metavar="N", type=int, help=at_once)
+    if sizes:
+        native = "native: each image at its own size, whole, to the nearest patch, and none of them padded"
+        add("--sizes", metavar="native", choices=("native",), help=native)
     add_shared(parser, "--device")
     add_set(parser, "such as amp=none or data_dir=/data")
     add_shared(parser, "--json")

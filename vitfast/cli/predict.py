@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     images = "image files, folders of them at any depth, or - for paths from the standard input, one a line"
     add("images", metavar="IMAGE", nargs="+", help=images)
-    add_evaluation_options(parser)
+    add_evaluation_options(parser, sizes=True)
     output = ".csv or .json, whole or absent: an interrupted command leaves none (default: CSV, printed as it comes)"
     add("--output", metavar="FILE", type=Path, default=None, help=output)
     add_shared(parser, "--force")

@@ -13,7 +13,7 @@ from ..distributed import Ranks
 from ..errors import InputError
 from . import jpeg
 from .datasets import Shards, Subset, by_index, labels_of, open_sources, take
-from .packing import PackedCollate, Packing, Progress, SizedSamples, sampler
+from .packing import NATIVE_AT_ONCE, Native, PackedCollate, Packing, Progress, SizedSamples, sampler
 from .samples import (
     ONE,
     PADDING,
@@ -48,6 +48,7 @@ class Data:
     device: torch.device
     ranks: Ranks = ONE
     packing: Packing | None = None  # of images of many sizes
+    native: Native | None = None  # of an evaluation at the images' own sizes: lists of PackedImages in place of images
     progress: Progress = field(default_factory=Progress)  # of those, after the last training batch
     named: list[str] = field(default_factory=list)  # what a warning has said of unreadable images
 
@@ -133,16 +134,18 @@ class Data:
         What cannot be read has the label PADDING. Ranks take turns and all get as many batches; the last one is filled
         up with images of that label.
         """
-        source, size = by_index(source), self.config.eval_batch_size
+        source, size, together = by_index(source), self.config.eval_batch_size, collate
+        if self.native is not None:
+            size, together = NATIVE_AT_ONCE, self.native.collate
         if isinstance(source, Shards):
             samples = source.samples(self.eval_transform, self.img_size)
-            yield from DataLoader(samples, batch_size=size, collate_fn=collate)
+            yield from DataLoader(samples, batch_size=size, collate_fn=together)
             return
         mine = [(0, i) for i in range(self.ranks.rank, len(source), self.ranks.world)]
         mine += [(PADDING, 0)] * (-(-len(source) // self.ranks.world) - len(mine))
         keys = [mine[first : first + size] for first in range(0, len(mine), size)]
         samples = Samples(source, self.eval_transform, None, self.img_size)
-        yield from raising(self._loader(samples, batch_sampler=keys))
+        yield from raising(self._loader(samples, batch_sampler=keys, collate_fn=together))
 
     def left_out(self, messages: list[str]) -> int:
         """How many images these messages are of.
@@ -206,8 +209,10 @@ def open_data(
 
     examples: train on this many images alone (`take`). prefix: tokens of an image besides its patches.
     """
-    packing = Packing.of(config, img_size, patch_size, prefix) if config.task != "eval" else None
-    if packing is not None:
+    packing = native = None
+    if config.task == "eval":
+        native = Native.of(config, img_size, patch_size)
+    elif packing := Packing.of(config, img_size, patch_size, prefix):
         packing.check(ranks.world * config.accumulate)
     sources = open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
     train, val = select(config, *sources)
@@ -236,6 +241,8 @@ def open_data(
         raise InputError(f"{config.data!r} has images of {img_size[0]} x {img_size[1]}; sizes must not be larger")
     chain = (None, None) if made else transforms(config, img_size, packing)
     read = max(len(val), len(train)) if config.task == "eval" else len(val)  # by eval_batch_size
-    step = None if packing is None else packing.step_bytes
+    step = native.batch_bytes if native else packing.step_bytes if packing else None
+    if native is not None and not made:
+        chain = chain[0], native.transform
     workers = loader_processes(config, img_size, read, ranks, step)
-    return Data(config, train, val, *chain, classes, img_size, workers, device, ranks, packing)
+    return Data(config, train, val, *chain, classes, img_size, workers, device, ranks, packing, native)

@@ -24,6 +24,7 @@ from ..errors import InputError
 from ..packed import PackedImages, draw_kept, pack
 from .samples import ONE, Samples, as_labels, mix_seed, seed_everything
 
+NATIVE_AT_ONCE = 64  # images of an evaluation at their own sizes that are read together
 WINDOW = 1024  # images of the order among which those are found that fit into what is left of a step
 
 
@@ -65,6 +66,8 @@ class Packing:
     @classmethod
     def of(cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int], prefix: int) -> "Packing | None":
         """None for a run of one size. Raises InputError for settings that do not go together."""
+        if config.sizes == "native":
+            raise InputError("sizes=native is for eval and predict; a training run draws sizes from LOW:HIGH")
         if not config.sizes and not config.drop_tokens:
             if config.tokens_per_step:
                 raise InputError("tokens_per_step is for images of many sizes: add --set sizes=LOW:HIGH")
@@ -250,6 +253,58 @@ class SizedSamples(Samples):
         (p, q), (_, height, width) = self.packing.patch, image.shape  # of a data set that is not decoded: its corner
         down, across = fit_grid(height, width, self.packing.patch, self.packing.patches(side))
         return image[:, : down * p, : across * q]
+
+
+@dataclass(frozen=True)
+class Native:
+    """Images at their own sizes, to the nearest whole patches: an evaluation's transform and collate function.
+
+    most: patches of an image, and of those that are computed together; a larger image is made smaller.
+    """
+
+    patch: tuple[int, int]
+    most: int
+
+    @classmethod
+    def of(cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int]) -> "Native | None":
+        """None for an evaluation at one size. Raises InputError for sizes that no evaluation has."""
+        if not config.sizes:
+            return None
+        if config.sizes != "native":
+            raise InputError(f"eval and predict take sizes=native, got sizes={config.sizes}")
+        own = math.prod(img_size) // math.prod(patch)
+        return cls(patch, config.tokens_per_step or config.eval_batch_size * own)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of NATIVE_AT_ONCE images, were they all as large as one may be."""
+        return 3 * math.prod(self.patch) * self.most * NATIVE_AT_ONCE
+
+    def transform(self, image: Image.Image) -> np.ndarray:
+        """The whole image as uint8 (C, H, W), resized where the patch does not divide it."""
+        down, across = native_grid(image.height, image.width, self.patch, self.most)
+        size = across * self.patch[1], down * self.patch[0]
+        image = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+    def pack(self, images: list) -> list[PackedImages]:
+        """The images in their order, as many together as `most` patches allow."""
+        groups, held = [[]], 0
+        for image in map(torch.as_tensor, images):
+            patches = image.shape[1] // self.patch[0] * (image.shape[2] // self.patch[1])
+            if groups[-1] and held + patches > self.most:
+                groups, held = [*groups, []], 0
+            groups[-1].append(image)
+            held += patches
+        return [pack(group, self.patch) for group in groups if group]
+
+    def collate(self, samples: list) -> tuple[list[PackedImages], Tensor, list[str]] | InputError:
+        """The samples of a batch, packed, or the first error among them."""
+        for sample in samples:
+            if isinstance(sample, InputError):
+                return sample
+        images, labels, unreadable = zip(*samples)
+        return self.pack(images), as_labels(labels), [text for texts in unreadable for text in texts]
 
 
 class PackedCollate:

@@ -22,12 +22,14 @@ def loader_processes(
     More than four for each core, or than half of the memory has room for with the batches that they read ahead, is
     lowered with a warning. Raises InputError for a batch that does not fit into the memory. Ranks on one machine share
     its cores and memory. evaluated: how many images there are for evaluations to read. step_bytes: of a training step,
-    batch_size images unless given.
+    or of a batch of an evaluation; batch_size and eval_batch_size images unless given.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     image, memory, cores = 3 * img_size[0] * img_size[1], total_memory() // here, len(os.sched_getaffinity(0))
     sizes = {"eval_batch_size": min(config.eval_batch_size, -(-evaluated // ranks.world)) * image}
-    if config.task != "eval":
+    if config.task == "eval" and step_bytes:
+        sizes = {"tokens_per_step": step_bytes}
+    elif config.task != "eval":
         name = "tokens_per_step" if step_bytes and config.tokens_per_step else "batch_size"
         sizes[name] = -(-(step_bytes or config.batch_size * image) // ranks.world)
     name, largest = max(sizes.items(), key=lambda item: item[1])

@@ -15,6 +15,8 @@ from ..data.loader import Data, open_data
 from ..data.samples import PADDING, counts
 from ..device import autocast, autocast_dtype, choose_device
 from ..errors import InputError
+from ..model import ViT
+from ..packed import PackedImages
 
 logger = logging.getLogger("vitfast")
 
@@ -58,9 +60,8 @@ def evaluate(
     parts = []
 
     def score(images: Tensor, labels: Tensor) -> Tensor:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with autocast(device, dtype):
-            logits = model(images).float()
+        labels = labels.to(device, non_blocking=True)
+        logits = logits_of(model, images, device, dtype)
         read = counts(labels)
         if on_logits:
             on_logits(logits, labels)
@@ -81,6 +82,23 @@ def evaluate(
     logits, labels = data.ranks.sum(everyone).flatten(1, 2).cpu()
     read = counts(labels)
     return means | dict(map=mean_average_precision(logits[read], labels[read]))
+
+
+def logits_of(
+    model: nn.Module, images: Tensor | list[PackedImages], device: torch.device, dtype: torch.dtype | None
+) -> Tensor:
+    """fp32 logits of a batch: images (B, C, H, W), or of many sizes, packed, one after the other."""
+    parts = images if isinstance(images, list) else [images]
+    with autocast(device, dtype):
+        return torch.cat([model(part.to(device, non_blocking=True)).float() for part in parts])
+
+
+def check_sizes(model: nn.Module, config: Config) -> None:
+    """Raises InputError where images' own sizes are asked of a model that takes one size."""
+    if config.sizes and not isinstance(model, ViT):
+        raise InputError(f"{config.weights or 'the model'} takes images of one size: sizes=native is for ViTs")
+    if config.sizes:
+        model.check_many_sizes()
 
 
 def mean_average_precision(scores: Tensor, targets: Tensor) -> float | None:
@@ -135,6 +153,7 @@ def open_weights(
     """(model, data, device, autocast's dtype) to evaluate `config.weights` on `config.data`."""
     device = choose_device(config.device)
     model = load_any(config.model, config.weights, img_size).to(device).eval()
+    check_sizes(model, config)
     data = open_data(cut_as_told(config, model), *sizes(model), device)
     return model, data, device, autocast_dtype(config.amp, device)
 

@@ -118,6 +118,8 @@ def few_shot(
     if any(n is not None and n < 1 for n in shots) or seeds < 1 or (l2 is not None and not l2 > 0):
         raise InputError("few-shot evaluation takes positive numbers of shots and seeds, and a positive l2")
     check_l2(method, l2)
+    if config.sizes:
+        raise InputError("fewshot takes images of one size: leave sizes out")
     model, data, device, dtype = open_weights(config, img_size)
     (x, y, _, left_out), drawn = training_features(model, data, shots, seeds, device, dtype)
     queries, truth, _, also_left_out = features(model, data, data.val, device, dtype)

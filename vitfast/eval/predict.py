@@ -16,12 +16,14 @@ from ..baselines import sizes
 from ..checkpoint.files import locate
 from ..config import Config
 from ..data.images import printable, read_rgb
+from ..data.packing import NATIVE_AT_ONCE, Native
 from ..data.samples import ONE
 from ..data.transforms import transforms
 from ..data.workers import PREFETCH, loader_processes
-from ..device import autocast, autocast_dtype
+from ..device import autocast_dtype
 from ..errors import InputError
-from .accuracy import cut_as_told
+from ..packed import PackedImages
+from .accuracy import check_sizes, cut_as_told, logits_of
 
 
 class Files(Dataset):
@@ -37,24 +39,36 @@ class Files(Dataset):
             return path, str(error)
 
 
-def collate(samples: list) -> tuple[list[tuple[str, str]], Tensor | None]:
-    """Of the samples of a batch each (path, error or ""), and the images of those without an error."""
-    errors = [(path, pixels if isinstance(pixels, str) else "") for path, pixels in samples]
-    images = [pixels for _, pixels in samples if not isinstance(pixels, str)]
-    return errors, torch.from_numpy(np.stack(images)) if images else None
+class Collate:
+    """Of the samples of a batch each (path, error or ""), and the images of those without an error.
+
+    native: how images of many sizes are packed.
+    """
+
+    def __init__(self, native: Native | None):
+        self.native = native
+
+    def __call__(self, samples: list) -> tuple[list[tuple[str, str]], Tensor | list[PackedImages] | None]:
+        errors = [(path, pixels if isinstance(pixels, str) else "") for path, pixels in samples]
+        images = [pixels for _, pixels in samples if not isinstance(pixels, str)]
+        if self.native is not None:
+            return errors, self.native.pack(images) or None
+        return errors, torch.from_numpy(np.stack(images)) if images else None
 
 
 @torch.inference_mode()
 def best_classes(
-    model: nn.Module, images: Tensor, dtype: torch.dtype | None, count: int, sigmoid: bool
+    model: nn.Module, images: Tensor | list[PackedImages], dtype: torch.dtype | None, count: int, sigmoid: bool
 ) -> tuple[list, list]:
     """(classes, probabilities), lists of `count` for each image, the best first."""
     device = next(model.parameters()).device
     try:
-        with autocast(device, dtype):
-            logits = model(images.to(device, non_blocking=True)).float()
+        logits = logits_of(model, images, device, dtype)
     except torch.OutOfMemoryError:
-        raise InputError(f"out of memory with {len(images)} images at once; give a smaller --batch-size") from None
+        many = (
+            f"{len(images)} images" if isinstance(images, Tensor) else f"{max(len(i.patches) for i in images)} patches"
+        )
+        raise InputError(f"out of memory with {many} at once; give a smaller --batch-size") from None
     probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
     classes = logits.topk(count).indices  # not of the probabilities, which saturate
     return classes.tolist(), probabilities.gather(-1, classes).tolist()
@@ -81,11 +95,12 @@ def predict(
 
     Labels are the model's `class_names`, class numbers where it has none. Images are transformed as by `vitfast eval`,
     on the CPU; the model, a ViT or a baseline, runs where it is and is set to eval. config: its eval_batch_size, amp,
-    workers, crop_mode and crop_pct (unset: the model's) count.
+    workers, crop_mode and crop_pct (unset: the model's), sizes and tokens_per_step count.
     sigmoid: the probability of each class by itself, in place of shares of 1. Raises InputError where the model has no
     head, or too little memory.
     """
     config = cut_as_told(config or Config(task="eval"), model)
+    check_sizes(model, config)
     if not model.num_classes or not getattr(model, "global_pool", "token"):
         raise InputError("the model has no head that tells classes; fine-tune it first (vitfast finetune)")
     if top_k < 1:
@@ -99,15 +114,18 @@ def _records(
 ) -> Iterator[dict]:
     device, size, (img_size, patch_size) = next(model.parameters()).device, config.eval_batch_size, sizes(model)
     dtype = autocast_dtype(config.amp, device)
-    dataset = Files(transforms(config, img_size)[1], patch_size)
+    native = Native.of(config, img_size, patch_size)
+    size = size if native is None else NATIVE_AT_ONCE
+    dataset = Files(native.transform if native else transforms(config, img_size)[1], patch_size)
     first = list(itertools.islice(paths, size))
     # A single batch needs no processes.
-    workers = loader_processes(config, img_size, size, ONE) if len(first) == size else 0
+    held = native.batch_bytes if native else None
+    workers = loader_processes(config, img_size, size, ONE, held) if len(first) == size else 0
     options = dict(num_workers=workers, prefetch_factor=PREFETCH) if workers else {}
     paths = itertools.chain(first, paths)
     batches = iter(lambda: list(itertools.islice(paths, size)), [])
     pinned = device.type == "cuda"
-    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=collate, pin_memory=pinned, **options)
+    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=Collate(native), pin_memory=pinned, **options)
     for errors, images in loader:
         found = iter(()) if images is None else zip(*best_classes(model, images, dtype, count, sigmoid))
         for path, error in errors:

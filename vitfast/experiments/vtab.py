@@ -157,6 +157,8 @@ def evaluate_frozen(
     config: Config, method: str, examples: int, l2: float | None = None, img_size: int | None = None
 ) -> dict:
     """Accuracy of a classifier of fewshot.METHODS on frozen features of `examples` training images."""
+    if config.sizes:
+        raise InputError("vtab takes images of one size: leave sizes out")
     model, data, device, dtype = open_weights(config, img_size)
     x, y, _, left_out = features(model, data, take(data.train, examples), device, dtype)
     queries, truth, _, also_left_out = features(model, data, data.val, device, dtype)

@@ -1,0 +1,132 @@
+"""`eval` and `predict` on folders of mixed sizes, each image at its own: what the model says of it alone."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from checks import randomize
+from commands import run_cli
+from PIL import Image
+
+from vitfast import InputError, ViT
+from vitfast.config import Config
+from vitfast.data.loader import open_data
+from vitfast.data.packing import Native
+from vitfast.eval.accuracy import evaluate, evaluate_weights
+from vitfast.eval.predict import predict
+from vitfast.train.recipes import resolve
+
+SIZES = [(16, 16), (40, 16), (13, 30), (64, 64), (9, 90), (24, 24)]  # width, height
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(1)
+    options = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=2, dynamic_img_size=True)
+    return randomize(ViT(**options), std=0.3).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model):
+    """Two classes, three validation images each, every one of another size; and one that cannot be read."""
+    root = tmp_path_factory.mktemp("mixed")
+    for i, size in enumerate(SIZES):
+        for split in ("train", "val"):
+            place = root / "data" / split / f"c{i % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            pixels = np.random.default_rng(i).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(place / f"{i}.png")
+    (root / "data" / "val" / "c1" / "broken.png").write_bytes(b"no image")
+    model.save_pretrained(root / "weights")
+    return root
+
+
+def whole(path, most=10**9):
+    """An image file as the model is to see it: to the nearest patches, both sides resized at once."""
+    with Image.open(path) as image:
+        grid = [max(1, round(side / 8)) for side in image.size]
+        assert grid[0] * grid[1] <= most
+        size = [8 * n for n in grid]
+        image = image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def alone(model, path):
+    with torch.no_grad():
+        return model(whole(path)[None])[0]
+
+
+@pytest.mark.parametrize("settings", [[], ["--batch-size", "1"], ["--set", "workers=2", "tokens_per_step=90"]])
+def test_eval_sees_each_image_whole(folder, model, capsys, settings):
+    command = ("eval", "--weights", folder / "weights", "--data", folder / "data", "--device", "cpu", "--json")
+    if "--batch-size" in settings:  # 4 patches, the model's own, at once: what is larger is made smaller
+        settings = [*settings, "--set", "tokens_per_step=64"]
+    code, out, err = run_cli(capsys, *command, "--sizes", "native", *settings)
+    assert code == 0, err
+    found = json.loads(out)
+    paths = sorted((folder / "data" / "val").glob("c?/[0-9].png"))
+    logits = torch.stack([alone(model, path) for path in paths])
+    labels = torch.tensor([int(path.parent.name[1]) for path in paths])
+    assert found["images"] == 6 and found["unreadable_images"] == 1
+    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert found["accuracy"] == pytest.approx((logits.argmax(1) == labels).double().mean().item())
+
+
+def test_predict_sees_each_image_whole(folder, model, capsys):
+    paths = [folder / "data" / "val" / f"c{i % 2}" / f"{i}.png" for i in range(6)]
+    paths.insert(2, folder / "data" / "val" / "c1" / "broken.png")
+    command = ("predict", *paths, "--weights", folder / "weights", "--device", "cpu", "--json", "--top-k", 2)
+    code, out, err = run_cli(capsys, *command, "--sizes", "native", "--set", "tokens_per_step=70")
+    assert code == 0 and "broken.png" in err
+    records = json.loads(out)
+    assert [record["image"] for record in records] == list(map(str, paths)) and "error" in records.pop(2)
+    for record in records:
+        best = record["predictions"][0]
+        probabilities = alone(model, record["image"]).softmax(-1)
+        assert int(best["label"]) == probabilities.argmax() and best["probability"] == pytest.approx(
+            probabilities.max().item(), rel=1e-5
+        )
+    one_size = list(predict(model, map(str, paths[3:4]), Config(workers=0)))[0]["predictions"]
+    assert one_size != records[2]["predictions"]  # 64 x 64 made 16 x 16
+
+
+def test_large_images_are_made_smaller():
+    native = Native((8, 8), 50)
+    image = Image.fromarray(np.zeros((200, 400, 3), np.uint8))
+    assert native.transform(image).shape == (3, 40, 80)
+    kept = native.transform(Image.fromarray(np.arange(16 * 24 * 3, dtype=np.uint8).reshape(16, 24, 3)))
+    assert np.array_equal(kept.transpose(1, 2, 0), np.arange(16 * 24 * 3, dtype=np.uint8).reshape(16, 24, 3))
+
+
+def test_images_are_computed_together_up_to_a_budget():
+    images = [np.zeros((3, 8 * h, 8 * w), np.uint8) for h, w in ((2, 5), (4, 5), (5, 5), (1, 1), (5, 10), (1, 2))]
+    groups = Native((8, 8), 50).pack(images)
+    assert [list(group.counts) for group in groups] == [[10, 20], [25, 1], [50], [2]]
+
+
+def test_what_is_of_one_size_says_so(folder, tmp_path, capsys):
+    common = ("--weights", folder / "weights", "--data", folder / "data", "--device", "cpu")
+    code, _, err = run_cli(capsys, "eval", *common, "--set", "sizes=16:32")
+    assert code == 2 and "eval and predict take sizes=native, got sizes=16:32" in err
+    code, _, err = run_cli(capsys, "fewshot", *common, "--set", "sizes=native", "--shots", 1)
+    assert code == 2 and "fewshot takes images of one size" in err
+    train = ("pretrain", "--data", "digits", "--output", tmp_path / "run", "--device", "cpu", "--set", "sizes=native")
+    code, _, err = run_cli(capsys, *train)
+    assert code == 2 and "sizes=native is for eval and predict" in err
+    ViT(
+        img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2, pos_embed="relative"
+    ).save_pretrained(tmp_path / "relative")
+    with pytest.raises(InputError, match="pos_embed='relative' takes images of one size"):
+        evaluate_weights(
+            resolve("eval", dict(weights=str(tmp_path / "relative"), data=str(folder / "data"), sizes="native"))
+        )
+
+
+def test_streams_and_several_classes_an_image(folder, model):
+    """The evaluation of a run's data object, in batches of its own."""
+    config = resolve("eval", dict(data=str(folder / "data"), sizes="native", workers=0))
+    data = open_data(config, (16, 16), (8, 8), torch.device("cpu"))
+    (images, labels, unreadable), *rest = data.eval_batches()
+    assert not rest and sum(map(len, images)) == len(labels) == 7 and len(unreadable) == 1
+    assert evaluate(model, data, torch.device("cpu"), None)["images"] == 6
