@@ -59,12 +59,11 @@ def _tiles_kernel(
 ):
     """The tiles of one sample: after those of all with more blocks, and of earlier ones with as many."""
     sample = tl.program_id(0)
-    _, n = bounds(offsets_ptr, sample, tokens)
-    blocks = tl.cdiv(n, BLOCK)
+    blocks = tl.cdiv(bounds(offsets_ptr, sample, tokens)[1], BLOCK)
     before, total = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for start in range(0, samples, CHUNK):
         others = start + tl.arange(0, CHUNK)
-        _, lengths = bounds(offsets_ptr, tl.minimum(others, samples - 1), tokens)
+        lengths = bounds(offsets_ptr, tl.minimum(others, samples - 1), tokens)[1]
         theirs = tl.where(others < samples, tl.cdiv(lengths, BLOCK), 0)
         ahead = (theirs > blocks) | ((theirs == blocks) & (others < sample))
         before += tl.sum(tl.where(ahead, theirs, 0), 0)

@@ -31,6 +31,8 @@ def attention_gradients(
 
 def _each_sample(q, k, v, scale: float, offsets: Tensor, longest: int, rope=None, **options) -> tuple[Tensor, Tensor]:
     """`attention_formula` of packed samples, one after the other; q, k, v (1, tokens, H, Dh)."""
+    if offsets.is_meta:  # shapes alone
+        return torch.empty_like(q), q.new_empty(1, q.shape[2], q.shape[1], dtype=wide(q))
     found, ends = [], offsets.tolist()
     for first, end in zip(ends, ends[1:]):
         own = {} if rope is None else dict(rope=tuple(table[first:end] for table in rope), **options)

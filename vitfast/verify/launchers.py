@@ -8,7 +8,7 @@ only compile to other code.
 import torch
 from torch import Tensor
 
-from .. import ref
+from .. import packed, ref
 from ..kernels import gated, layer_norm, linear, mlp, patch_embed, rows, weight_grad
 from .attention_launchers import acting_attentions, attention_parts, attentions, packed_attentions
 from .draw import Draw, Sizes
@@ -199,15 +199,48 @@ def patch_embedding(
     return forward, backward
 
 
+def packed_patch_embedding(s: Sizes) -> tuple[Launcher, Launcher]:
+    """Forward and backward, of raw patches of images of many sizes."""
+    d, count, shape = s.width, s.batch * (s.image // s.patch) ** 2, (3, s.patch, s.patch)
+    wanted = dict(want_images=False, want_weight=True, want_bias=True, want_cls=True, want_pos=True)
+
+    def make(t: Draw) -> tuple:
+        parameters = t.weight(d, *shape), t.values(d), t.values(1, 1, d), t.values(count, d)
+        return t.pixels(count, *shape), *parameters, t.offsets(2 * s.batch, count)
+
+    def formula(images, w, b, cls, pos, offsets):
+        rows = packed.token_rows(offsets, count, 1)
+        return ref.patch_embed(images, w, b, cls, pos, mean=HALF, std=HALF, rows=rows)
+
+    def call(images, w, b, cls, pos, offsets):
+        rows = packed.token_rows(offsets, count, 1)
+        return patch_embed.patch_embed_fwd(images, w, b, cls, pos, HALF, HALF, rows)
+
+    def backward(dy, images, w, b, cls, pos, offsets):
+        rows = packed.token_rows(offsets, count, 1)
+        options = dict(prefix=1, pos_len=count, packed=rows, **wanted)
+        return patch_embed.patch_embed_bwd(dy, images, w, HALF, HALF, **options)
+
+    def backward_formula(dy, images, *tensors):
+        *leaves, offsets = tensors
+        return gradients(lambda *t: formula(images, *t, offsets), leaves, dy)
+
+    upstream = lambda t: t.values(count + 2 * s.batch, d)  # noqa: E731
+    return Launcher(make, call, formula), Launcher(lambda t: (upstream(t), *make(t)), backward, backward_formula)
+
+
 def _patch_embeddings(s: Sizes) -> dict[str, Launcher]:
     across = s.image // s.patch
     raw, raw_backward = patch_embedding(s, across, 1, 1 + across**2, HALF, HALF)
     forward, backward = patch_embedding(s, across, 1, 1 + across**2)
+    together, together_backward = packed_patch_embedding(s)
     return {
         "patch embedding, uint8": raw,
         "patch embedding, uint8, backward": raw_backward,
         "patch embedding": forward,
         "patch embedding backward": backward,
+        "patch embedding, packed": together,
+        "patch embedding, packed, backward": together_backward,
     }
 
 
