@@ -193,7 +193,7 @@ class Block(Layer):
         norm, attn = self.norm1, self.attn
         options = (rope or {}) | ({} if layout is None else layout.options)
         if relative is not None or self.why_called("attention_block") is not None or drops(attn.proj_drop):
-            given = {name: value for name, value in (("relative", relative), ("options", options)) if value}
+            given = ({} if relative is None else dict(relative=relative)) | (dict(options=options) if options else {})
             return self._add_branch(x, attn(self.branch_input(x, norm), **given), self.ls1, drop_path)
         weights = (norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias)
         options |= self._options(norm) | dict(layer_scale=getattr(self.ls1, "gamma", None), drop_path=drop_path)

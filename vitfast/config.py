@@ -242,7 +242,7 @@ def _parse(kind, value):
 
 
 def total_steps(config: Recipe, images: int, per_step: float | None = None) -> int:
-    """Optimiser steps of a whole run on `images` training images, `batch_size` or per_step of them in each."""
+    """Optimiser steps of a run on `images` training images, per_step (batch_size) of them in each."""
     return config.steps or max(1, round((config.epochs or 0) * images / (per_step or config.batch_size)))
 
 

@@ -40,7 +40,7 @@ class Mutant:
         shutil.copytree(ROOT / "kernels", copy / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
         # What vitfast.verify.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
         shutil.copytree(ROOT / "vitfast" / "verify", copy / "verify", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("ref.py", "presets.py", "errors.py"):
+        for name in ("ref.py", "packed.py", "presets.py", "errors.py"):
             shutil.copy(ROOT / "vitfast" / name, copy)
         (copy / "__init__.py").touch()
         path = copy / "kernels" / self.file

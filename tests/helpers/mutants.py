@@ -2,9 +2,10 @@
 
 from mutant import NUMBERS, Mutant
 from mutants_on_logits import ON_LOGITS
+from mutants_packed import PACKED
 
 _STORE_CHUNK = "ptr + rows.to(tl.int64) * D + offs_d"
-_LAST_KEYS = "acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, N, scale, LAST_N, "
+_LAST_KEYS = "acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, n, scale, LAST_N, "
 _GRID = "(cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)"
 _SHORT_GRID = "(max(1, m // blocks[0]) * cdiv(n, blocks[1]),)"
 _DELTA = "grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr="
@@ -120,8 +121,8 @@ MUTANTS = [
     Mutant(
         "tiles of queries that overlap",
         "attention_tiled_bwd.py",
-        "index * BLOCK_M, N)",
-        "index * (BLOCK_M - 1), N)",
+        "index * BLOCK_M, n)",
+        "index * (BLOCK_M - 1), n)",
         "attention backward, dq",
         "write-write race",
         True,
@@ -129,8 +130,8 @@ MUTANTS = [
     Mutant(
         "prefix tokens a row too far",
         "patch_embed.py",
-        "(prefix + layout.patches) + token)",
-        "(prefix + layout.patches) + token + 1)",
+        "(first + token)[:, None] * D",
+        "(first + token + 1)[:, None] * D",
         "patch embedding",
         "write-write race",
     ),
@@ -151,12 +152,19 @@ MUTANTS = [
         "write-write race",
     ),
     # One program reads what another writes.
-    Mutant("dQ over K", "attention.py", "o, do, dq)", "o, do, k)", "attention backward, dq", "read-write race"),
+    Mutant(
+        "dQ over K",
+        "attention.py",
+        "o, do, dq, logits",
+        "o, do, k, logits",
+        "attention backward, dq",
+        "read-write race",
+    ),
     Mutant(
         "o over V",
         "attention.py",
-        "_arguments(scale, q, k, v, o)",
-        "_arguments(scale, q, k, v, v)",
+        "_arguments(scale, q, k, v, o, logits",
+        "_arguments(scale, q, k, v, v, logits",
         "attention",
         "read-write race",
     ),
@@ -389,4 +397,5 @@ MUTANTS = [
         "a misaligned descriptor", "product.py", " and x.data_ptr() % 16 == 0 and", " and", "linear + gelu", NUMBERS
     ),
     *ON_LOGITS,
+    *PACKED,
 ]

@@ -84,7 +84,7 @@ class Data:
             yield from raising(self._loader(samples, batch_sampler=sampler))
 
     def _packed(self, steps: int) -> Iterator[Batch]:
-        """The batches of so many steps of images of many sizes: lists of PackedImages, one for each micro-batch."""
+        """Batches of images of many sizes: lists of PackedImages, one for each micro-batch."""
         samples = SizedSamples(self.train, self.train_transform, self.config.seed, self.packing)
         order = sampler(len(self.train), self.packing, self.config, steps, self.progress, self.ranks)
         collated = PackedCollate(self.packing.patch)

@@ -1,4 +1,4 @@
-"""Training on images of many sizes: their sizes, steps filled to a budget of tokens, dropped patches, batches.
+"""Images of many sizes: their sizes, steps filled to a budget of tokens, dropped patches, batches.
 
 As NaViT (Dehghani et al., 2023): every image is drawn a size and keeps its aspect; a step takes as many images as fit
 into a budget of tokens; a share of an image's patches is dropped. Everything follows from (seed, epoch, index) and from
@@ -29,9 +29,10 @@ WINDOW = 1024  # images of the order among which those are found that fit into w
 
 
 def fit_grid(height: int, width: int, patch: tuple[int, int], most: int) -> tuple[int, int]:
-    """Patches down and across, at most so many together, nearest to a rectangle of so many in an image's shape.
+    """Patches down and across of a grid in an image's shape, at most so many together.
 
-    height, width: of the image in pixels. Nearest: with the largest overlap over union.
+    height, width: of the image in pixels. Of the grids around a rectangle of so many patches in the image's shape that
+    with the largest overlap over union.
     """
     ratio = (height / patch[0]) / (width / patch[1])
     tall, wide = math.sqrt(most * ratio), math.sqrt(most / ratio)
@@ -46,7 +47,7 @@ def fit_grid(height: int, width: int, patch: tuple[int, int], most: int) -> tupl
 
 
 def native_grid(height: int, width: int, patch: tuple[int, int], most: int | None = None) -> tuple[int, int]:
-    """Patches down and across of an image of these pixels, to the nearest whole ones; at most so many together."""
+    """Patches down and across of an image of these pixels, rounded; at most so many together."""
     grid = max(1, round(height / patch[0])), max(1, round(width / patch[1]))
     return grid if most is None or grid[0] * grid[1] <= most else fit_grid(height, width, patch, most)
 
@@ -111,7 +112,7 @@ class Packing:
         return 3 * math.prod(self.patch) * (self.budget or images * self.patches(self.sides[-1]))
 
     def check(self, parts: int) -> None:
-        """Raises InputError where a step has no room for the largest image on each of so many devices or shares."""
+        """Raises InputError where a step has no room for a largest image in each of so many parts."""
         largest = self.tokens(self.sides[-1])
         if self.budget is not None and self.budget < parts * largest:
             shares = "" if parts == 1 else f", one for each of {parts} ranks and micro-batches"
@@ -132,7 +133,7 @@ class Progress:
 
     @classmethod
     def of(cls, record: dict) -> "Progress":
-        """What `vars` of one became in JSON. Raises ValueError or TypeError where it is none."""
+        """One out of its `vars`, read from JSON. Raises ValueError or TypeError where it is none."""
         sizes = {int(side): int(count) for side, count in record["sizes"].items()}
         waiting = [int(position) for position in record["waiting"]]
         return cls(int(record["position"]), waiting, int(record["images"]), sizes)
@@ -206,7 +207,7 @@ class StepSampler(Sampler):
 
 
 def balanced(sizes: list[int], parts: int) -> list[list[int]]:
-    """The indices of sizes in so many shares of about the same sum: the largest first, each to the lightest share."""
+    """The indices of sizes in shares of about the same sum: the largest first, to the lightest share."""
     shares, sums = [[] for _ in range(parts)], [0] * parts
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         lightest = sums.index(min(sums))
@@ -216,7 +217,7 @@ def balanced(sizes: list[int], parts: int) -> list[list[int]]:
 
 
 class SizedTransform:
-    """A training transform to a size that each image is given: a crop, resized in its own aspect, then the rest."""
+    """A training transform to a size of each image's own: a crop, resized in its aspect, then the rest."""
 
     def __init__(self, crop, rest, packing: Packing):
         self.crop, self.rest, self.packing = crop, rest, packing
@@ -257,7 +258,7 @@ class SizedSamples(Samples):
 
 @dataclass(frozen=True)
 class Native:
-    """Images at their own sizes, to the nearest whole patches: an evaluation's transform and collate function.
+    """Images at their own sizes, to the nearest patch: an evaluation's transform and collate function.
 
     most: patches of an image, and of those that are computed together; a larger image is made smaller.
     """

@@ -1,4 +1,4 @@
-"""What a run on images of many sizes counts, keeps and reports besides others."""
+"""Counts of a run on images of many sizes: kept in its checkpoints, told in its summary."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..packed import PackedImages
 
 @dataclass
 class PackedTotals:
-    """Of the steps that a run has taken, on all ranks: the stream of images, and how many patches they had.
+    """Counts of the steps taken, on all ranks: the stream of images, and how many patches they had.
 
     padded: how many they would have had if each batch had been filled up to its longest image.
     """
@@ -33,7 +33,10 @@ def counts(images: Tensor | list[PackedImages]) -> Tensor:
 
 
 def read_totals(record: dict, data: Data, checkpoint: Path) -> PackedTotals:
-    """Those in a checkpoint's record; none for a run of one size. Raises InputError where they are damaged."""
+    """Those in a checkpoint's record; none for a run of one size.
+
+    Raises InputError where they are damaged.
+    """
     if data.packing is None:
         return PackedTotals()
     try:

@@ -82,7 +82,10 @@ def set_up(
 
 
 def prefix_of(config: Config, model: nn.Module) -> int:
-    """Tokens of an image besides its patches. Raises InputError where many sizes are asked of a model of one."""
+    """Tokens of an image besides its patches.
+
+    Raises InputError where many sizes are asked of a model of one.
+    """
     if not isinstance(model, ViT):
         if config.sizes or config.drop_tokens:
             raise InputError(f"{config.model} takes images of one size: sizes and drop_tokens are for ViTs")

@@ -1,0 +1,70 @@
+"""Bugs for the sanitizer to find in attention and patch embedding of packed samples."""
+
+from mutant import NUMBERS, Mutant
+
+PACKED = [
+    Mutant(
+        "two samples in the same tiles",
+        "attention_packed.py",
+        "(others < sample))",
+        "(others > sample + 1))",
+        "attention, packed",
+        "left unwritten",
+    ),
+    Mutant(
+        "the second tile of a sample for the first",
+        "attention_packed.py",
+        "tl.store(ptrs + 1, index, mask=mask)",
+        "tl.store(ptrs + 1, index + 1, mask=mask)",
+        "attention, packed",
+        "left unwritten",
+    ),
+    Mutant(
+        "a sample that begins with the batch",
+        "attention_tiled.py",
+        "heads = head_of(k, b, h, HEAD, first)",
+        "heads = head_of(k, b, h, HEAD)",
+        "attention, packed",
+        NUMBERS,
+    ),
+    Mutant(
+        "keys of the next sample",
+        "attention_packed.py",
+        "return first, end - first",
+        "return first, tl.minimum(end - first + 1, tokens - first)",
+        "attention, packed",
+        "write-write race",
+    ),
+    Mutant(
+        "a whole block without a mask",
+        "attention_bias.py",
+        "return tl.maximum(count - 1, 0) // BLOCK * BLOCK",
+        "return tl.cdiv(count, BLOCK) * BLOCK",
+        "attention backward, packed",
+        "out of bounds",
+    ),
+    Mutant(
+        "tables of the first sample",
+        "attention_rope.py",
+        "tl.cast(first, tl.int64) * strides[2]",
+        "tl.cast(first, tl.int64) * 0",
+        "attention, packed, rotary",
+        NUMBERS,
+    ),
+    Mutant(
+        "sums of a program that is left over",
+        "attention_tiled_bwd.py",
+        "store_sums(sums_ptr, zero_head_rows(16, QK), slot, h, H, QK)",
+        "pass",
+        "attention backward, packed",
+        "left unwritten",
+    ),
+    Mutant(
+        "patches without the prefix before them",
+        "patches.py",
+        "tl.load(packed[0] + row, mask=mask, other=0)",
+        "row",
+        "patch embedding, packed",
+        "write-write race",
+    ),
+]
