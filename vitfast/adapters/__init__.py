@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import InputError
 from .descriptions import Attention, Layer, Mlp
-from .registry import known_classes, register, replaceable_modules, replacement_class, unsupported_reason
+from .registry import known_classes, register, replaceable_modules, replacement_class, towers, unsupported_reason
 from .report import Entry, Report, describe
 
 __all__ = [
@@ -74,7 +74,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     _set_classes(
         [
             (module, replacement_class(type(module), known.ours))
-            for module in modules
+            for module in (*modules, *towers(model, known))
             if replacement_class(type(module), known.originals) is None and unsupported_reason(module, known) is None
         ]
     )
