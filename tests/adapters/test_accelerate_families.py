@@ -58,7 +58,15 @@ def test_numbers_gradients_and_operations(name, caplog):
     assert sum(claimed(report).values()) >= 5
 
 
-ON_KERNELS = {"timm EVA-02": 9, "timm q and k norm": 9, "transformers AIMv2": 9, "transformers SigLIP 2, padded": 9}
+ON_KERNELS = {
+    "timm EVA-02": 9,
+    "timm q and k norm": 9,
+    "transformers AIMv2": 9,
+    "transformers SigLIP 2, padded": 9,
+    "timm NaFlexViT, padded": 9,
+    "transformers Qwen2.5-VL": 9,
+    "transformers Pixtral": 9,
+}
 
 
 @pytest.mark.slow(6)

@@ -30,7 +30,7 @@ def _unsupported(
 
     seen: modules that get it. idle(module): whether its hooks would not notice.
     """
-    if not all(hasattr(layer, "vitfast_layer") for layer in layers):
+    if not all(hasattr(layer, "vitfast_layer") and layer.vitfast_layer.unsupported(layer) is None for layer in layers):
         return "some of its layers are the library's"
     if _has_any_global_hook():
         return "a hook on all modules is set"
@@ -45,7 +45,9 @@ def _unsupported(
 
 def _may_wait(x: Tensor) -> bool:
     """Whether the host may look at numbers on the device."""
-    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _runs(tower: nn.Module, reason: str | None) -> bool:
