@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .descriptions import Attention, Layer, Logits, Mlp
-from .masks import rotary_tables
+from .masks import may_wait, rotary_tables
 
 # Keyword arguments that reach a layer and change nothing in it.
 HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
@@ -57,7 +57,7 @@ _counted = WeakTensorKeyDictionary()  # longest by offsets, with their version: 
 
 def _longest(offsets: Tensor) -> int | None:
     """The tokens of the longest image, for which a GPU is waited for once; None where nobody may wait."""
-    if torch.compiler.is_compiling() or (offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not may_wait(offsets):
         return None
     version = None if offsets.is_inference() else offsets._version  # written anew they are others
     found = _counted.get(offsets)
@@ -237,8 +237,8 @@ INTERNVL = VIT._replace(
     logits=BERT.logits,
     example=BERT.example,
 )
-# All images of a batch in one row. Where each begins Pixtral tells flash attention; others get a mask of all pairs of
-# tokens, ours in an accelerated tower what towers.py puts in its place. Qwen tells it always.
+# All images of a batch in one row. Qwen says in each call where they begin, Pixtral to flash attention; for others
+# it writes a mask of all pairs of tokens, in whose place the layers of an accelerated tower get offsets (towers.py).
 PIXTRAL = LAYER._replace(
     norms=("attention_norm", "ffn_norm"),
     attention=DINOV3.attention,

@@ -9,6 +9,7 @@ keys alike, in every library: it counts as such, except for the queries of paddi
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .descriptions import Logits
@@ -48,7 +49,7 @@ class UnpaddedTokens(PackedTokens):
     """
 
     def __init__(self, valid: Tensor, count: int, longest: int, mask: Callable[[], Tensor]):
-        super().__init__(torch.nn.functional.pad(valid.sum(1).cumsum(0), (1, 0)).int(), longest, mask)
+        super().__init__(F.pad(valid.sum(1).cumsum(0), (1, 0)).int(), longest, mask)
         self.shape = valid.shape
         self.rows = torch.nonzero_static(valid.flatten(), size=count)[:, 0]
         self._padded: dict[int, tuple[Tensor, Tensor]] = {}
@@ -75,6 +76,13 @@ class UnpaddedTokens(PackedTokens):
     def padded(self, arguments: dict) -> dict:
         given = super().padded(arguments)
         return {name: self._padded.get(id(value), (None, value))[1] for name, value in given.items()}
+
+
+def may_wait(x: Tensor) -> bool:
+    """Whether the host may look at the numbers in a tensor: not in compiled code or a CUDA graph."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def packed_tokens(arguments: dict) -> PackedTokens | None:

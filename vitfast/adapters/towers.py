@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .fallbacks import PACKING, library_runs, operation_runs
 from .fused_blocks import input_unsupported
 from .hugging_face_layers import only_captures
-from .masks import PackedTokens, UnpaddedTokens
+from .masks import PackedTokens, UnpaddedTokens, may_wait
 from .subclasses import subclass
 
 
@@ -43,13 +43,6 @@ def _unsupported(
     return None
 
 
-def _may_wait(x: Tensor) -> bool:
-    """Whether the host may look at numbers on the device."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 def _runs(tower: nn.Module, reason: str | None) -> bool:
     if reason is None:
         operation_runs(tower, PACKING)
@@ -61,7 +54,10 @@ def _runs(tower: nn.Module, reason: str | None) -> bool:
 def _unpadded(
     tower: nn.Module, valid: Tensor, fits: Tensor | None, mask: Callable[[], Tensor]
 ) -> UnpaddedTokens | None:
-    """The tokens that count, (B, N), of a batch; None where all do, or none. fits: whether the mask says just that."""
+    """The tokens of a batch that count, by valid (B, N); None where all do, or none.
+
+    fits: whether the library's mask says just that.
+    """
     lengths = valid.sum(1)
     fits = torch.ones_like(lengths[0]) if fits is None else fits.to(lengths.dtype)
     count, longest, fits = torch.stack([lengths.sum(), lengths.max(), fits]).tolist()
@@ -89,7 +85,7 @@ def _naflexvit(cls: type) -> type:
 
     def forward_features(self, patches, patch_coord=None, patch_valid=None, attn_mask=None):
         packed = None
-        if patch_coord is not None and patch_valid is not None and attn_mask is None and _may_wait(patch_valid):
+        if patch_coord is not None and patch_valid is not None and attn_mask is None and may_wait(patch_valid):
             packed = tokens(self, patches, patch_valid)
         if packed is None:
             return cls.forward_features(self, patches, patch_coord, patch_valid, attn_mask)
@@ -131,7 +127,7 @@ def _siglip2(cls: type) -> type:
     def forward(self, inputs_embeds, attention_mask=None, **kwargs):
         packed = None
         images = type(self.config).__name__ == "Siglip2VisionConfig"
-        if images and attention_mask is not None and _may_wait(attention_mask):
+        if images and attention_mask is not None and may_wait(attention_mask):
             packed = tokens(self, inputs_embeds, attention_mask)
         if packed is None:
             return cls.forward(self, inputs_embeds, attention_mask, **kwargs)
@@ -146,7 +142,7 @@ _in_one_row: ContextVar[bool] = ContextVar("vitfast.adapters.towers.in_one_row",
 
 
 def _pixtral(cls: type) -> type:
-    """Pixtral's tower. Its function that writes masks gives offsets in the forward of an accelerated tower alone."""
+    """Pixtral's tower: in an accelerated one the function that writes masks gives offsets."""
     library = sys.modules[cls.__module__]
     write = library.generate_block_attention_mask
 
