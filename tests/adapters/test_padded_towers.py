@@ -5,10 +5,12 @@ import logging
 import pytest
 import torch
 from checks import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from tower_models import SIGLIP, assert_same, blocks_in, family, naflex, padded, pair
 
 import vitfast
 from vitfast.adapters import fallbacks
+from vitfast.ops import _logits
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,30 @@ def test_batches_without_padding_stay_batches():
     batch["spatial_shapes"][:] = 2
     assert_same(model, original, batch)
     assert {x.dim() for _, x, _ in blocks_in(model, batch)} == {3}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would be waited for: numbers read, and shapes that depend on them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.count += name in ("_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave")
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_a_forward(monkeypatch):
+    monkeypatch.setattr(_logits, "check_offsets", lambda *_: None)  # which looks at offsets on the CPU alone
+    tolist, counts = torch.Tensor.tolist, []
+    for each in pair(naflex(drop_path_rate=0.4, class_token=True, rope_type="axial")):
+        lists = []
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda self, lists=lists: (lists.append(1), tolist(self))[1])
+        with Waits() as waits, torch.no_grad():
+            each.train()(**padded((2, 3), (4, 4)))
+        counts.append((len(lists), waits.count))
+    (ours, others), (theirs, others_of_library) = counts
+    assert ours == theirs + 1 and others == others_of_library
 
 
 def test_a_mask_of_the_callers_own_is_taken_as_it_is():
