@@ -59,8 +59,8 @@ def judge(family: Family, device: str = "cpu") -> Row:
             batch = {name: value.to(device) for name, value in family.batch().items()}
             model = accelerate(copy.deepcopy(original))
             with counting() as called:
-                ours = _run(model, batch)
-            theirs, report = _run(original, batch), acceleration_report(model)
+                ours = _run(family, model, batch)
+            theirs, report = _run(family, original, batch), acceleration_report(model)
             errors = [_error(a, b) for a, b in zip(ours, theirs)]
     except Exception as error:  # a library of another version: a row says so, and the others follow
         return Row(**named, failure=f"{type(error).__name__}: {error}".split("\n")[0])
@@ -116,11 +116,11 @@ def _randomised(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run(model: nn.Module, batch: dict) -> tuple[list[Tensor], list[Tensor]]:
+def _run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], list[Tensor]]:
     """The floating outputs of a model in training mode, and every gradient of random upstream ones."""
     torch.manual_seed(1)
     leaves = [t for t in tree_leaves(model.train()(**batch)) if isinstance(t, Tensor) and t.is_floating_point()]
-    leaves = [t for t in leaves if t.requires_grad]
+    leaves = [family.counted(t, batch) for t in leaves if t.requires_grad]
     upstream = [torch.randn(t.shape, generator=torch.Generator().manual_seed(2)).to(t) for t in leaves]
     wanted = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(leaves, wanted, upstream, allow_unused=True)

@@ -33,11 +33,11 @@ def pair_of(name: str, dtype=torch.float32):
     return vitfast.accelerate(copy.deepcopy(model)), model, batch
 
 
-def both(model, original, batch):
+def both(name, model, original, batch):
     results = []
     for each in (model, original):
         torch.manual_seed(1)
-        out = tokens(each(**batch))
+        out = NAMES[name].counted(tokens(each(**batch)), batch)
         upstream = torch.randn(out.shape, generator=torch.manual_seed(2), dtype=out.dtype)
         results.append((out, gradients(each, out, upstream)))
     return results
@@ -48,8 +48,8 @@ def test_numbers_gradients_and_operations(name, caplog):
     model, original, batch = pair_of(name)
     fallbacks._said.clear()
     assert list(model.state_dict()) == list(original.state_dict())
-    assert_same(both(model.train(), original.train(), batch), atol=2e-5, rtol=1e-4)
-    assert_same(both(model.eval(), original.eval(), batch), atol=2e-5, rtol=1e-4)
+    assert_same(both(name, model.train(), original.train(), batch), atol=2e-5, rtol=1e-4)
+    assert_same(both(name, model.eval(), original.eval(), batch), atol=2e-5, rtol=1e-4)
     report, left = vitfast.acceleration_report(model), NAMES[name].left
     assert [why for e, why in zip(report.left, left) if why not in e.why] == [], report
     assert len(report.left) == len(left), report
@@ -58,7 +58,15 @@ def test_numbers_gradients_and_operations(name, caplog):
     assert sum(claimed(report).values()) >= 5
 
 
-ON_KERNELS = {"timm EVA-02": 9, "timm q and k norm": 9, "transformers AIMv2": 9, "transformers SigLIP 2, padded": 9}
+ON_KERNELS = {
+    "timm EVA-02": 9,
+    "timm q and k norm": 9,
+    "transformers AIMv2": 9,
+    "transformers SigLIP 2, padded": 9,
+    "timm NaFlexViT, padded": 9,
+    "transformers Qwen2.5-VL": 9,
+    "transformers Pixtral": 9,
+}
 
 
 @pytest.mark.slow(6)
@@ -68,9 +76,9 @@ def test_on_kernels(name):
     model, original, batch = pair_of(name)
     before = launches_made()
     with torch.no_grad():
-        expected = tokens(original(**batch))
+        expected = NAMES[name].counted(tokens(original(**batch)), batch)
         with ops.use_kernels("on"):
-            out = tokens(model(**batch))
+            out = NAMES[name].counted(tokens(model(**batch)), batch)
     assert launches_made() - before >= ON_KERNELS[name]
     assert_close(out, expected, atol=1e-5)
 
@@ -80,7 +88,7 @@ DOUBLE = ("timm EVA-02", "timm BEiT", "timm NaFlexViT, padded", "transformers DI
 
 @pytest.mark.parametrize("name", DOUBLE)
 def test_in_double_precision(name):
-    assert_same(both(*pair_of(name, torch.float64)), atol=1e-11, rtol=1e-9)
+    assert_same(both(name, *pair_of(name, torch.float64)), atol=1e-11, rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +127,13 @@ def test_a_replaced_layer_a_hook_and_active_dropout(name):
     for each in (model, original):
         parent, path = mlp_layer(each)
         setattr(parent, path, nn.Sequential(getattr(parent, path)))
-    assert_same(both(model, original, batch), atol=2e-5, rtol=1e-4)
+    assert_same(both(name, model, original, batch), atol=2e-5, rtol=1e-4)
     report = vitfast.acceleration_report(model)
     assert len(report.replaced) == parts - 1 and f"{path} is torch.nn.modules.container.Sequential" in str(report)
     seen = []
     attentions = [m for m in model.modules() if "ttention" in type(m).__name__ and not hasattr(m, "vitfast_layer")]
     attentions[0].register_forward_hook(lambda *_: seen.append(1))
-    assert_same(both(model, original, batch), atol=2e-5, rtol=1e-4)
+    assert_same(both(name, model, original, batch), atol=2e-5, rtol=1e-4)
     assert seen and len(vitfast.acceleration_report(model).replaced) == parts - 2
     assert calls(model, **batch) == claimed(vitfast.acceleration_report(model))
 
@@ -139,7 +147,7 @@ def test_lora(name, targets):
         config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
         adapted.append(peft.get_peft_model(model, config))
     batch = NAMES[name].batch()
-    assert_same(both(*adapted, batch), atol=2e-5, rtol=1e-4)
+    assert_same(both(name, *adapted, batch), atol=2e-5, rtol=1e-4)
     left = [entry.why for entry in vitfast.acceleration_report(adapted[0]).left]
     assert len(left) == 2 and all("peft.tuners.lora" in why for why in left)
     after = vitfast.accelerate(adapted[1])
@@ -212,7 +220,7 @@ def test_a_bias_in_a_layer_that_should_have_none(name):
             layer.bias = nn.Parameter(torch.randn(layer.out_features))
             if not has_own and attention.qkv is not None:
                 attention.q_bias = attention.v_bias = None
-        assert_same(both(model, original, batch), atol=2e-5, rtol=1e-4)
+        assert_same(both(name, model, original, batch), atol=2e-5, rtol=1e-4)
     if model.blocks[0].attn.qkv is not None:
         assert "attn.qkv has a bias beside q_bias" in str(vitfast.acceleration_report(model))
 

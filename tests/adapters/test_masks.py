@@ -32,7 +32,7 @@ def given_to_attention(model, **batch) -> list[dict]:
     "name, lengths", [("NaFlexViT, padded", [4, 3]), ("SigLIP 2, padded", [4, 2])], ids=["timm", "transformers"]
 )
 def test_padded_batches(name, lengths, caplog):
-    """Equal on valid tokens; attention is told how many keys there are."""
+    """Equal on valid tokens; where somebody looks at all, attention is told how many keys there are."""
     family = next(family for family in FAMILIES if family.name == name)
     pytest.importorskip(family.library)
     original = randomize(family.make()).eval()
@@ -40,7 +40,7 @@ def test_padded_batches(name, lengths, caplog):
     fallbacks._said.clear()
     with caplog.at_level(logging.WARNING, "vitfast"):
         for each in given_to_attention(model, **batch):
-            assert each["key_lengths"].tolist() == lengths and each["bias"].shape == (2, 2, 4, 4)
+            assert each["offsets"].tolist() == [0, lengths[0], sum(lengths)] and each["longest"] == 4
     assert not caplog.records
     outs = []
     for each in (model, original):
@@ -48,6 +48,8 @@ def test_padded_batches(name, lengths, caplog):
         layers[-1].register_forward_hook(lambda _, __, out: outs.append(out))
         with torch.no_grad():
             each(**batch)
+    for each in given_to_attention(model, **batch):
+        assert each["key_lengths"].tolist() == lengths and each["bias"].shape == (2, 2, 4, 4)
     for i, length in enumerate(lengths):
         assert_close(outs[0][i, :length], outs[1][i, :length], atol=1e-5)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import InputError
 from .descriptions import Attention, Layer, Mlp
-from .registry import known_classes, register, replaceable_modules, replacement_class, unsupported_reason
+from .registry import known_classes, register, replaceable_modules, replacement_class, towers, unsupported_reason
 from .report import Entry, Report, describe
 
 __all__ = [
@@ -52,9 +52,14 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
 
     timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and their
     relatives; transformers' (5 and later) ViT, DeiT, MAE, MSN, I-JEPA, AST, Vivit, VideoMAE, DPT, YOLOS, CLIP, SigLIP,
-    OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL and Pixtral; torchvision's vit_*; open_clip's and OpenAI's
-    CLIP; facebookresearch/dinov2 and /dinov3; nn.TransformerEncoderLayer(norm_first=True); and what `register` was
-    given. Where a transformers model has other layers, its attention is set to "vitfast" in place of "sdpa".
+    OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL, Pixtral and the towers of Qwen2-VL, 2.5 and 3;
+    torchvision's vit_*; open_clip's and OpenAI's CLIP; facebookresearch/dinov2 and /dinov3;
+    nn.TransformerEncoderLayer(norm_first=True); and what `register` was given. Where a transformers model has other
+    layers, its attention is set to "vitfast" in place of "sdpa".
+
+    Images of many sizes: the layers of NaFlexVit and SigLIP 2 run without the padding of a batch, whose tokens are
+    zeros behind them; Pixtral's and Qwen's on images in one row, each attending to itself. Compiled code, and a model
+    whose layers have hooks, keeps padding and masks; the report has an entry "packing" that says so.
 
     Parameters are the same objects under the same names. What a layer holds is looked at in every call: replaced linear
     layers (LoRA, quantisation), parametrisations, hooks, dropout in training, causal attention and requests for
@@ -74,7 +79,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     _set_classes(
         [
             (module, replacement_class(type(module), known.ours))
-            for module in modules
+            for module in (*modules, *towers(model, known))
             if replacement_class(type(module), known.originals) is None and unsupported_reason(module, known) is None
         ]
     )

@@ -76,19 +76,19 @@ class AttentionBlock(FusedBlock):
             return ops.attention_block(x, *tensors, **options, **factors)
         part, attention = self.part, modules[self.part.path]
         qkv = F.linear(normalized(modules[self.norm], x), weight, bias).unflatten(-1, (3, heads, -1))
-        q, k, v = qkv.unbind(2)
+        q, k, v = qkv.unbind(-3)
         if part.qk_norms is not None:
             q, k = (self._norm_of(attribute(attention, name), y) for name, y in zip(part.qk_norms, (q, k)))
-        o = ops.attention(q.to(v.dtype), k.to(v.dtype), v, **options).flatten(2)
+        o = ops.attention(q.to(v.dtype), k.to(v.dtype), v, **options).flatten(-2)
         if part.inner_norm is not None and (norm := attribute(attention, part.inner_norm)) is not None:
             o = norm(o)
         return add_projection(o, proj_weight, proj_bias, x, **factors)
 
     def _norm_of(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """The norm of q or k (B, N, H, Dh), over each head or over all."""
+        """The norm of q or k (..., H, Dh), over each head or over all."""
         if not self.part.norms_over_heads:
             return norm(x)
-        return norm(x.flatten(2)).unflatten(2, x.shape[2:])
+        return norm(x.flatten(-2)).unflatten(-1, x.shape[-2:])
 
 
 def _packed_bias(biases: list[Tensor | None]) -> Tensor | None:

@@ -52,7 +52,8 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
     for name, parameter in module.named_parameters():
         nn.init.normal_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
     arguments = arguments or {}
-    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float32)
+    described = getattr(ours, "vitfast_layer", None)
+    x = torch.randn(*(() if described and described.packed else (2,)), TOKENS, WIDTH, dtype=torch.float32)
 
     def run(training: bool):
         torch.manual_seed(0)  # of drop path

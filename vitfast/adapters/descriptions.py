@@ -12,7 +12,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 # Keyword arguments of ops.attention that a call of a layer brings (rope, rope_layout, num_prefix, bias), and `mask`,
-# boolean (True: seen) or added to the logits, of any shape that (B, H, N, N) can be made of. In words: why not.
+# boolean (True: seen) or added to the logits, of any shape that (B, H, N, N) can be made of; of packed samples offsets
+# and longest. In words: why not.
 Logits = dict | str
 
 
@@ -74,9 +75,10 @@ class Layer(NamedTuple):
     takes: arguments of the layer's forward, besides its tokens, that `logits(layer, arguments, x)` reads; harmless:
     arguments that change nothing. Where others are given, the library's code runs. extras: paths of further modules and
     parameters, which `logits` reads or nobody uses. returns_tuple: the layer's output is (tokens,).
-    tokens_first(layer): its tokens are (N, B, D). unsupported(layer): why the library's forward must run, None where
-    not. idle_hooks(module): True where all hooks on a module do nothing now. attention_half(layer, x, arguments),
-    mlp_half(layer, x): the library's own code of a half, where that is not a call of the module at `path` as above.
+    tokens_first(layer): its tokens are (N, B, D). packed: they are (tokens, D), and `logits` gives offsets.
+    unsupported(layer): why the library's forward must run, None where not. idle_hooks(module): True where all hooks on
+    a module do nothing now. attention_half(layer, x, arguments), mlp_half(layer, x): the library's own code of a half,
+    where that is not a call of the module at `path` as above.
     """
 
     make: Callable[[type], nn.Module]
@@ -90,6 +92,7 @@ class Layer(NamedTuple):
     harmless: tuple[str, ...] = ()
     returns_tuple: bool = False
     tokens_first: Callable[[nn.Module], bool] = lambda layer: False
+    packed: bool = False
     unsupported: Callable[[nn.Module], str | None] = lambda layer: None
     idle_hooks: Callable[[nn.Module], bool] = lambda module: False
     attention_half: Callable[[nn.Module, Tensor, dict], Tensor] | None = None

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
+PACKING = "packing"  # the part of a model around its layers
 ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry
 DROPOUT = "attention dropout is active in training"
 _log = logging.getLogger("vitfast")

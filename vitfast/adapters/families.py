@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Family(NamedTuple):
     """A family of models.
 
     make(): a small one, with random weights. batch(): its arguments, of two images. left: words of the reasons for
-    which parts stay the library's, one for each part.
+    which parts stay the library's, one for each part. valid: the argument that says which tokens of its output count.
     """
 
     library: str
@@ -24,6 +24,11 @@ class Family(NamedTuple):
     make: Callable[[], nn.Module]
     batch: Callable[[], dict]
     left: tuple[str, ...] = ()
+    valid: str = ""
+
+    def counted(self, output: Tensor, batch: dict) -> Tensor:
+        """The output, of its tokens (B, N, D) those that are no padding."""
+        return output[batch[self.valid].bool()] if self.valid and output.dim() == 3 else output
 
 
 def _images(name: str = "x", size: int = 16, frames: int = 0) -> Callable[[], dict]:
@@ -72,12 +77,21 @@ def _hugging_face(model: str, config: str = "", **options) -> Callable[[], nn.Mo
     return make
 
 
-def _qwen() -> nn.Module:
-    library = importlib.import_module("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
-    config = library.Qwen2_5_VLVisionConfig(
-        depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=32, patch_size=4
-    )
-    return library.Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa")
+def _qwen(file: str, model: str, config: str, **options) -> Callable[[], nn.Module]:
+    sizes = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
+
+    def make() -> nn.Module:
+        library = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
+        made = getattr(library, config)(**{**sizes, **options})
+        return getattr(library, model)._from_config(made, attn_implementation="sdpa")
+
+    return make
+
+
+def _grids() -> dict:
+    """Two images of 6 x 4 and 4 x 8 patches, in one row."""
+    grids = torch.tensor([[1, 6, 4], [1, 4, 8]])
+    return dict(hidden_states=torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4), grid_thw=grids)
 
 
 def _internvl() -> nn.Module:
@@ -116,6 +130,11 @@ def _open_clip(act: str) -> Callable[[], nn.Module]:
         return library.VisionTransformer(16, 8, 32, 2, 2, 2.0, act_layer=act_layer, output_dim=16)
 
     return make
+
+
+def _sizes() -> dict:
+    """Two images of 4 and 2 patches."""
+    return dict(pixel_values=torch.randn(2, 3, 16, 16), image_sizes=torch.tensor([[16, 16], [8, 16]]))
 
 
 def _frames() -> dict:
@@ -210,6 +229,7 @@ _TRANSFORMERS = (
         _hugging_face("Siglip2VisionModel", num_patches=4),
         _siglip2,
         ("a linear layer of patches", _QUERY),
+        "pixel_attention_mask",
     ),
     ("CLIP", _hugging_face("CLIPVisionModel"), _PIXELS),
     ("OWL-ViT", _hugging_face("OwlViTVisionModel", "OwlViTVisionConfig"), _PIXELS),
@@ -226,7 +246,7 @@ _TRANSFORMERS = (
         _PIXELS,
     ),
     ("InternVL", _internvl, _PIXELS),
-    ("Pixtral", _hugging_face("PixtralVisionModel"), lambda: dict(pixel_values=torch.randn(1, 3, 16, 16))),
+    ("Pixtral", _hugging_face("PixtralVisionModel"), _sizes),
     (
         "SAM",
         _hugging_face("SamVisionModel", mlp_dim=64, window_size=1, global_attn_indexes=[1], output_channels=8),
@@ -246,10 +266,36 @@ _TRANSFORMERS = (
         (_WINDOWS,) * 2,
     ),
     (
+        "Qwen2-VL",
+        _qwen("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", embed_dim=32, mlp_ratio=2),
+        _grids,
+        (_3D,),
+    ),
+    (
         "Qwen2.5-VL",
-        _qwen,
-        lambda: dict(hidden_states=torch.randn(16, 3 * 2 * 4 * 4), grid_thw=torch.tensor([[1, 4, 4]])),
-        ("packed",) * 2,
+        _qwen(
+            "qwen2_5_vl",
+            "Qwen2_5_VisionTransformerPretrainedModel",
+            "Qwen2_5_VLVisionConfig",
+            out_hidden_size=32,
+            window_size=16,
+            fullatt_block_indexes=[1],
+        ),
+        _grids,
+        (_3D,),
+    ),
+    (
+        "Qwen3-VL",
+        _qwen(
+            "qwen3_vl",
+            "Qwen3VLVisionModel",
+            "Qwen3VLVisionConfig",
+            out_hidden_size=32,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0],
+        ),
+        _grids,
+        (_3D,),
     ),
 )
 _OTHERS = (

@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import ops, ref
 from ..ops._dispatch import KERNEL_DTYPES
+from ..packed import owners
 from ..submodules import Modules, find_modules, full_name, layout
 from .descriptions import Attention, Layer, Mlp
 from .kinds import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
@@ -165,7 +166,7 @@ class FusedBlock:
         raise NotImplementedError
 
     def run(self, found: Found, x: Tensor, options: dict, factors: dict) -> Tensor:
-        """x (B, N, D) after the block.
+        """x (B, N, D), or (tokens, D) with offsets in the options, after the block.
 
         options: of the call. factors: layer_scale, drop_path and residual_in_fp32.
         """
@@ -260,13 +261,18 @@ class FusedBlock:
         kind = norm_kind(type(norm))
         return dict(eps=norm_eps(norm), **({} if kind == "layer" else dict(norm=kind)))
 
-    def factors(self, found: Found, x: Tensor, dtype: torch.dtype) -> dict:
-        """layer_scale, and drop_path as the library's module draws it. dtype: of the stream."""
+    def factors(self, found: Found, x: Tensor, dtype: torch.dtype, offsets: Tensor | None = None) -> dict:
+        """layer_scale, and drop_path as the library's module draws it, for each sample.
+
+        dtype: of the stream. offsets: of packed samples, x (tokens, D).
+        """
         module = None if self.drop_path is None else found.modules[self.drop_path]
         if type(module) in ABSENT or not module.training or getattr(module, "drop_prob", None) == 0:
             return dict(layer_scale=found.layer_scale, drop_path=None)
-        draws = module(torch.ones((x.shape[0], 1, 1), device=x.device, dtype=dtype))
-        return dict(layer_scale=found.layer_scale, drop_path=draws.flatten())
+        samples = x.shape[0] if offsets is None else len(offsets) - 1
+        draws = module(torch.ones((samples, 1, 1), device=x.device, dtype=dtype)).flatten()
+        draws = draws if offsets is None else draws[owners(offsets, len(x))]
+        return dict(layer_scale=found.layer_scale, drop_path=draws)
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether the layer has the attention or MLP of this block."""

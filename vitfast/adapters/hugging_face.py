@@ -21,6 +21,9 @@ from .hugging_face_layers import (
     INTERNVL,
     MLP,
     PIXTRAL,
+    QWEN2,
+    QWEN2_5,
+    QWEN3,
     VIT,
 )
 
@@ -204,6 +207,30 @@ FAMILIES = (
         "PixtralVisionModel.patch_conv PixtralVisionModel.ln_pre",
     ),
     Family(
+        "qwen2_vl",
+        "Qwen2VLVisionBlock",
+        QWEN2,
+        "Qwen2VLVisionConfig",
+        "PatchEmbed.proj PatchMerger.ln_q",
+        dict(embed_dim=32, num_heads=2, mlp_ratio=1),
+    ),
+    Family(
+        "qwen2_5_vl",
+        "Qwen2_5_VLVisionBlock",
+        QWEN2_5,
+        "Qwen2_5_VLVisionConfig",
+        "Qwen2_5_VisionPatchEmbed.proj Qwen2_5_VLPatchMerger.ln_q",
+        dict(num_heads=2, hidden_act="silu"),
+    ),
+    Family(
+        "qwen3_vl",
+        "Qwen3VLVisionBlock",
+        QWEN3,
+        "Qwen3VLVisionConfig",
+        "Qwen3VLVisionPatchEmbed.proj Qwen3VLVisionPatchMerger.norm",
+        dict(num_heads=2),
+    ),
+    Family(
         "dinov2_with_registers",
         "Dinov2WithRegistersLayer",
         DINOV2,
@@ -238,7 +265,6 @@ _LEFT = (
     ("aimv2", "Aimv2AttentionPoolingHead", _HEAD, ()),
     ("sam", "SamVisionLayer", "windows with decomposed relative positions", ("layer_norm1", "layer_norm2", "mlp")),
     ("vitdet", "VitDetLayer", "windows with decomposed relative positions", ("norm1", "norm2", "mlp")),
-    ("qwen2_5_vl", "Qwen2_5_VLVisionBlock", "images packed in one row without a batch", ("norm1", "norm2", "mlp")),
 )
 LEFT: dict[str, str] = {}
 for _family, _cls, _why, _names in _LEFT:
@@ -257,9 +283,5 @@ MLPS = {
     f"{_file_of('vitdet')}.VitDetMlp": (
         Mlp(path="", idle=("drop",)),
         _make("VitDetConfig", {}, dict(in_features=32, hidden_features=32)),
-    ),
-    f"{_file_of('qwen2_5_vl')}.Qwen2_5_VLMLP": (
-        GATED._replace(path=""),
-        _make("Qwen2_5_VLVisionConfig", dict(hidden_act="silu"), dict(bias=True)),
     ),
 }

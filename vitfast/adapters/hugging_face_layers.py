@@ -4,9 +4,10 @@ import sys
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .descriptions import Attention, Layer, Logits, Mlp
-from .masks import rotary_tables
+from .masks import may_wait, rotary_tables
 
 # Keyword arguments that reach a layer and change nothing in it.
 HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
@@ -14,8 +15,8 @@ _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "vitfast", *(f"flash_atte
 _EXPECTS = (("config._attn_implementation", _IMPLEMENTATIONS), ("is_causal", (False, None)))
 
 
-def _only_captures(module: nn.Module) -> bool:
-    """Whether all hooks are transformers' own, for attentions that are not asked for now."""
+def only_captures(module: nn.Module, keys: tuple[str, ...] = ("attentions",)) -> bool:
+    """Whether all hooks are transformers' own, for outputs that are not asked for now."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is None or "forward" in module.__dict__:
         return False
@@ -23,7 +24,7 @@ def _only_captures(module: nn.Module) -> bool:
         return False
     if any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values()):
         return False
-    return "attentions" not in (capturing._active_collector.get() or ())
+    return not set(keys) & set(capturing._active_collector.get() or ())
 
 
 def _mask(layer: nn.Module, given: dict, x: Tensor) -> dict:
@@ -39,6 +40,50 @@ def _rotary(layer: nn.Module, given: dict, x: Tensor) -> Logits:
         return "position_embeddings are not (patches, head size)"
     rope = rotary_tables(cos, sin, x)
     return dict(rope=rope, num_prefix=x.shape[1] - cos.shape[0], mask=given.get("attention_mask"))
+
+
+def _packed(offsets, longest, rope: tuple[Tensor, Tensor], x: Tensor) -> Logits:
+    """Rotary positions of all tokens, and where each image or window begins."""
+    if type(offsets) is not Tensor or offsets.dtype not in (torch.int32, torch.int64):
+        return "the offsets of its images are no tensor of whole numbers"
+    if offsets.device != x.device:
+        return "the offsets of its images are on another device"
+    longest = longest if isinstance(longest, (int, torch.SymInt)) else _longest(offsets)
+    return dict(rope=rope, offsets=offsets, longest=longest)
+
+
+_counted = WeakTensorKeyDictionary()  # longest by offsets, with their version: all layers get the same tensors
+
+
+def _longest(offsets: Tensor) -> int | None:
+    """The tokens of the longest image, for which a GPU is waited for once; None where nobody may wait."""
+    if not may_wait(offsets):
+        return None
+    version = None if offsets.is_inference() else offsets._version  # written anew they are others
+    found = _counted.get(offsets)
+    if found is None or version is None or found[0] != version:
+        found = _counted[offsets] = version, int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return found[1]
+
+
+def _qwen_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    if given.get("position_embeddings") is None:
+        return "the call has no position_embeddings"
+    rope = rotary_tables(*given["position_embeddings"], x)
+    return _packed(given.get("cu_seqlens"), given.get("max_seqlen"), rope, x)
+
+
+def _pixtral_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    """The offsets that flash attention gets, or a mask that keeps the images apart."""
+    options, offsets = _rotary(layer, given, x), given.get("cu_seq_lens_q")
+    if isinstance(options, str):
+        return options
+    if offsets is None:
+        flash = "flash" in layer.attention.config._attn_implementation and given.get("attention_mask") is None
+        return "the call has neither a mask nor offsets of its images" if flash else options
+    if given.get("cu_seq_lens_k") is not offsets or len(x) != 1:
+        return "the offsets are not of one row of images"
+    return _packed(offsets, given.get("max_length_q"), options["rope"], x)
 
 
 def _beit_bias(layer: nn.Module, given: dict, x: Tensor) -> Tensor | None:
@@ -99,7 +144,7 @@ LAYER = Layer(
     takes=("attention_mask",),
     logits=_mask,
     harmless=HARMLESS,
-    idle_hooks=_only_captures,
+    idle_hooks=only_captures,
     example=lambda tokens: dict(attention_mask=torch.arange(tokens) < torch.tensor([3, tokens])[:, None, None, None]),
 )
 VIT = LAYER._replace(norms=("layernorm_before", "layernorm_after"), behind=(("dropout",), ("dropout",)))
@@ -192,17 +237,29 @@ INTERNVL = VIT._replace(
     logits=BERT.logits,
     example=BERT.example,
 )
-# All images of a batch in one row, their attention apart by a mask, for flash attention by position_ids.
+# All images of a batch in one row. Qwen says in each call where they begin, Pixtral to flash attention; for others
+# it writes a mask of all pairs of tokens, in whose place the layers of an accelerated tower get offsets (towers.py).
 PIXTRAL = LAYER._replace(
     norms=("attention_norm", "ffn_norm"),
-    attention=DINOV3.attention._replace(
-        expects=(("config._attn_implementation", ("eager", "sdpa", "vitfast")), ("is_causal", (False, None)))
-    ),
+    attention=DINOV3.attention,
     harmless=(*HARMLESS, "position_ids"),
     mlp=GATED._replace(path="feed_forward"),
-    takes=DINOV3.takes,
-    logits=_rotary,
+    takes=(*DINOV3.takes, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    logits=_pixtral_logits,
     example=lambda tokens: dict(
         position_embeddings=tuple(torch.randn(2, tokens, 16)), attention_mask=torch.randn(1, 1, tokens, tokens)
     ),
 )
+QWEN2 = LAYER._replace(
+    attention=Attention(heads="num_heads", scale="scaling", dropout="attention_dropout", expects=ATTENTION.expects),
+    mlp=Mlp(act="act"),
+    takes=("cu_seqlens", "max_seqlen", "position_embeddings"),
+    logits=_qwen_logits,
+    packed=True,
+    example=lambda tokens: dict(
+        cu_seqlens=torch.tensor([0, 2, tokens], dtype=torch.int32),
+        position_embeddings=tuple(torch.randn(2, tokens, 16)),
+    ),
+)
+QWEN2_5 = QWEN2._replace(mlp=GATED)
+QWEN3 = QWEN2._replace(mlp=Mlp(fc1="linear_fc1", act="act_fn", fc2="linear_fc2"))

@@ -12,7 +12,7 @@ from ..submodules import full_name
 from .descriptions import Layer
 from .fallbacks import library_runs, operation_runs
 from .fused_blocks import Found, FusedBlock, asked, attribute, input_unsupported, stream_dtype
-from .masks import call_options
+from .masks import call_options, packed_tokens
 from .subclasses import subclass
 
 # For each half the blocks that were checked, one for each kind of attention or MLP; their names, in reports.
@@ -63,7 +63,10 @@ def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buff
 
 def _by_modules(layer: nn.Module, half: int, x: Tensor, arguments: dict) -> Tensor:
     """A half by the library's own modules."""
-    description = layer.vitfast_layer
+    description, packed = layer.vitfast_layer, packed_tokens(arguments)
+    if packed is not None:
+        return packed.pack(_by_modules(layer, half, packed.unpack(x), packed.padded(arguments)))
+    arguments = arguments if half == 0 else {}
     own = (description.attention_half, description.mlp_half)[half]
     if own is not None:
         return own(layer, x, arguments) if half == 0 else own(layer, x)
@@ -82,10 +85,10 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
 
     reason: why they must, where that is known.
     """
-    name, description = HALVES[half], layer.vitfast_layer
+    name, description, packed = HALVES[half], layer.vitfast_layer, packed_tokens(arguments)
     reason = reason or input_unsupported(x)
-    if reason is None and x.dim() != 3:
-        reason = "its input is not (B, N, D)"
+    if reason is None and packed is None and x.dim() != (2 if description.packed else 3):
+        reason = f"its input is not {'(tokens, D)' if description.packed else '(B, N, D)'}"
     if reason is not None:
         if isinstance(x, Tensor):  # not a proxy of FX
             library_runs(layer, name, reason, of_this_call=True)
@@ -102,15 +105,19 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
     if dtype is None:
         options = "its input and weights differ in dtype or class"
     elif half == 0:
-        shape = (x.shape[0], block.heads(found.modules), x.shape[1])
+        shape = (*x.shape[:-2], block.heads(found.modules), x.shape[-2])
         options = call_options(description.logits(layer, arguments, x), x, shape)
     if isinstance(options, str):
         library_runs(layer, name, options, of_this_call=True)
         return None
     operation_runs(layer, name)
     in_fp32 = dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
-    factors = dict(residual_in_fp32=in_fp32, **block.factors(found, x, dtype))
+    in_one_row = x.dim() == 3 and "offsets" in options  # all images in the first sample of a batch
+    x = x[0] if in_one_row else x
+    offsets = packed.offsets if packed is not None and x.dim() == 2 else None
+    factors = dict(residual_in_fp32=in_fp32, **block.factors(found, x, dtype, offsets))
     y = block.run(found, x.float() if in_fp32 else x, options, factors)
+    y = y[None] if in_one_row else y
     return y.transpose(0, 1) if tokens_first else y
 
 
@@ -138,8 +145,8 @@ def _forward(cls: type, description: Layer):
             return cls.forward(self, *args, **kwargs)
         y = _by_operation(self, 0, x, arguments, call)
         x = _by_modules(self, 0, x, arguments) if y is None else y
-        y = _by_operation(self, 1, x, {}, None)
-        y = _by_modules(self, 1, x, {}) if y is None else y
+        y = _by_operation(self, 1, x, arguments, None)
+        y = _by_modules(self, 1, x, arguments) if y is None else y
         return (y,) if description.returns_tuple else y
 
     forward.__signature__ = signature

@@ -6,10 +6,88 @@ query sees, behind which nothing need be read. A query that a mask of large nega
 keys alike, in every library: it counts as such, except for the queries of padding, whose keys nobody sees either.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .descriptions import Logits
+
+
+class PackedTokens:
+    """Samples one after the other in one row (1, tokens, D); its layers get this in the place of a mask.
+
+    offsets (S + 1,), longest: as attention takes them. mask(): the library's, for layers that run its code.
+    """
+
+    def __init__(self, offsets: Tensor, longest: int, mask: Callable[[], Tensor]):
+        self.offsets, self.longest, self._make_mask, self._mask = offsets, longest, mask, None
+
+    def mask(self) -> Tensor:
+        if self._mask is None:
+            self._mask = self._make_mask()
+        return self._mask
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Tokens as the library has them, as ours."""
+        return x
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Our tokens as the library has them."""
+        return x
+
+    def padded(self, arguments: dict) -> dict:
+        """The arguments of a layer as its library gives them."""
+        return {name: self.mask() if value is self else value for name, value in arguments.items()}
+
+
+class UnpaddedTokens(PackedTokens):
+    """The tokens (tokens, D) that count of a padded batch (B, N, D).
+
+    valid (B, N): True for those tokens; count, longest: how many in all and of the longest sample.
+    """
+
+    def __init__(self, valid: Tensor, count: int, longest: int, mask: Callable[[], Tensor]):
+        super().__init__(F.pad(valid.sum(1).cumsum(0), (1, 0)).int(), longest, mask)
+        self.shape = valid.shape
+        self.rows = torch.nonzero_static(valid.flatten(), size=count)[:, 0]
+        self._padded: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, N, ...) -> (tokens, ...)."""
+        return x.flatten(0, 1).index_select(0, self.rows)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(tokens, ...) -> (B, N, ...), with zeros for padding."""
+        rows = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.rows, x)
+        return rows.unflatten(0, self.shape)
+
+    def pack_rope(self, rope: Tensor) -> Tensor:
+        """timm's sines beside cosines, (B, 1 or H, N - prefix, 2 Dh), as (tokens, 2 Dh) or (H, tokens, 2 Dh)."""
+        still = torch.zeros_like(rope[:, :, :1])
+        still[..., still.shape[-1] // 2 :] = 1.0  # prefix tokens are not turned
+        prefix = still.expand(-1, -1, self.shape[1] - rope.shape[2], -1)
+        packed = self.pack(torch.cat([prefix, rope], 2).transpose(1, 2)).transpose(0, 1)
+        packed = packed[0] if len(packed) == 1 else packed
+        self._padded[id(packed)] = packed, rope
+        return packed
+
+    def padded(self, arguments: dict) -> dict:
+        given = super().padded(arguments)
+        return {name: self._padded.get(id(value), (None, value))[1] for name, value in given.items()}
+
+
+def may_wait(x: Tensor) -> bool:
+    """Whether the host may look at the numbers in a tensor: not in compiled code or a CUDA graph."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def packed_tokens(arguments: dict) -> PackedTokens | None:
+    """The packed tokens that a layer is called with, if any."""
+    return next((value for value in arguments.values() if isinstance(value, PackedTokens)), None)
 
 
 def call_options(logits: Logits, x: Tensor, shape: tuple[int, int, int]) -> Logits:
@@ -18,6 +96,8 @@ def call_options(logits: Logits, x: Tensor, shape: tuple[int, int, int]) -> Logi
         return logits
     options = {name: value for name, value in logits.items() if name != "mask"}
     mask = logits.get("mask")
+    if isinstance(mask, PackedTokens):
+        return dict(options, offsets=mask.offsets, longest=mask.longest)
     reason = None if mask is None else _add_mask(options, mask, x, *shape)
     return options if reason is None else reason
 

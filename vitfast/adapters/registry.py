@@ -13,6 +13,7 @@ from .check import checked_class, checked_mlp, checked_norm, refused
 from .descriptions import Layer
 from .kinds import LAYER_NORMS, RMS_NORMS
 from .layers import unknown_member_reason
+from .towers import TOWERS, tower_class
 
 _TABLES = (timm, hugging_face, libraries)
 # By full names, so that no library is imported for them: descriptions of layers; children of models and modules that
@@ -48,6 +49,8 @@ class Known(NamedTuple):
 
 def _class_for(cls: type) -> type | str | None:
     """Our subclass of a library's class, why there is none, or None for one that vitfast does not know."""
+    if "vitfast_class" in vars(cls):
+        return None
     if cls not in _checked:
         name = full_name(cls)
         descriptions = _registered[cls][0] if cls in _registered else LAYERS.get(name, ())
@@ -55,6 +58,8 @@ def _class_for(cls: type) -> type | str | None:
             _checked[cls] = checked_class(cls, descriptions)
         elif name in (*LAYER_NORMS, *RMS_NORMS):
             _checked[cls] = checked_norm(cls)
+        elif name in TOWERS:
+            _checked[cls] = tower_class(cls, name)
         else:
             _checked[cls] = checked_mlp(cls, *MLPS[name]) if name in MLPS else None
     return _checked[cls]
@@ -154,6 +159,12 @@ def replaceable_modules(model: nn.Module, known: Known) -> dict[str, nn.Module]:
             if modules.get(path) is not None and not isinstance(modules[path], nn.Identity):
                 found[path] = modules[path]
     return found
+
+
+def towers(model: nn.Module, known: Known) -> list[nn.Module]:
+    """Modules around layers, which bring tokens into another form for them."""
+    classes = ((module, replacement_class(type(module), known.ours)) for module in model.modules())
+    return [module for module, own in classes if hasattr(own, "vitfast_tower")]
 
 
 def unsupported_reason(module: nn.Module, known: Known, above: tuple[nn.Module, ...] = ()) -> str | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..ops._dispatch import reason_for_plain
-from .fallbacks import ATTENTION_ALONE, DROPOUT, last_call, own_forward, said
+from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, own_forward, said
 from .fused_blocks import Found
 from .layers import HALVES, find
 from .registry import Known, known_classes, replaceable_modules, replacement_class, unsupported_reason
@@ -80,6 +80,8 @@ def describe(model: nn.Module) -> Report:
     modules = dict(model.named_modules())
     for name, module in modules.items():
         kind = type(module).__name__
+        if hasattr(module, "vitfast_tower") and (why := last_call(module, PACKING)) is not None:
+            entries.append(Entry(name, kind, PACKING, why))
         # In a layer that is left there may be norms and an MLP that are not.
         if any(name.startswith(above) for above in covered) and not hasattr(module, "vitfast_part"):
             continue

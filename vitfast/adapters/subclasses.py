@@ -13,8 +13,8 @@ def subclass(cls: type, forward: Callable, **attributes) -> type:
 
     Its instances are pickled as the library's, and get the subclass of the vitfast that reads them.
     """
-    body = dict(forward=forward, vitfast_class=cls, __reduce_ex__=_reduce, __module__=__name__, **attributes)
-    return type(cls)(cls.__name__, (cls,), body)
+    body = dict(forward=forward, vitfast_class=cls, __reduce_ex__=_reduce, __module__=__name__)
+    return type(cls)(cls.__name__, (cls,), body | attributes)
 
 
 def _rebuild(cls: type) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .descriptions import Attention, Layer, Logits, Mlp
-from .masks import rotary_tables
+from .masks import packed_tokens, rotary_tables
 
 
 def _make(**options) -> Callable[[type], nn.Module]:
@@ -58,7 +58,8 @@ def _eva_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
         return "rope is neither (patches, ...) nor (heads, patches, ...) nor (batch, heads, patches, ...)"
     sin, cos = rope.chunk(2, -1)
     layout = "half" if getattr(block.attn, "rotate_half", False) else "interleaved"
-    return dict(rope=rotary_tables(cos, sin, x), rope_layout=layout, num_prefix=block.attn.num_prefix_tokens, **options)
+    num_prefix = 0 if packed_tokens(options) else block.attn.num_prefix_tokens
+    return dict(rope=rotary_tables(cos, sin, x), rope_layout=layout, num_prefix=num_prefix, **options)
 
 
 # Eva's block: EVA, EVA-02, DINOv3, Perception Encoder, vit_*_rope_*. One linear layer for q, k and v with biases beside
