@@ -1,7 +1,7 @@
 """Batches of images of many sizes, as data: NaViT's resolutions, DINO's crops, documents.
 
 The sizes are drawn once, from a fixed seed, so that every run has the same images. A CPU has small mixes of the same
-kind, and their names say so.
+kind and two layers, and their names say so.
 """
 
 import itertools
@@ -23,11 +23,15 @@ TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits
 
 @dataclass(frozen=True)
 class Mix:
-    """A batch of images: (height, width) of each in pixels, in patches of PATCH; a class token for each image."""
+    """A batch of images: (height, width) of each in pixels, in patches of PATCH; a class token for each image.
+
+    layers: of the model, where it is not to have all of its preset's.
+    """
 
     name: str
     model: str
     images: tuple[tuple[int, int], ...]
+    layers: int | None = None
 
     @property
     def shape(self) -> str:
@@ -61,7 +65,9 @@ class Mix:
         """depth, width, heads, head and hidden of the model."""
         found = preset(self.model)
         width, heads = found["embed_dim"], found["num_heads"]
-        return dict(depth=found["depth"], width=width, heads=heads, head=width // heads, hidden=4 * width)
+        return dict(
+            depth=self.layers or found["depth"], width=width, heads=heads, head=width // heads, hidden=4 * width
+        )
 
     @cached_property
     def groups(self) -> dict[tuple[int, int], list[int]]:
@@ -129,8 +135,8 @@ ON_GPU = (
     Mix("documents 224-1024 px", "B/16", filled(draw(224, 1024, 2.0, seed=0), TOKENS)),
 )
 ON_CPU = (
-    Mix("cpu small NaViT 32-96 px", "Ti/16", filled(draw(32, 96, 2.0, seed=0), 96)),
-    Mix("cpu small DINO 2x96 + 8x48 px", "Ti/16", crops(1, 96, 48)),
-    Mix("cpu small documents 64-192 px", "Ti/16", filled(draw(64, 192, 2.0, seed=0), 192)),
+    Mix("cpu small NaViT 32-96 px", "Ti/16", filled(draw(32, 96, 2.0, seed=0), 96), 2),
+    Mix("cpu small DINO 2x96 + 8x48 px", "Ti/16", crops(1, 96, 48), 2),
+    Mix("cpu small documents 64-192 px", "Ti/16", filled(draw(64, 192, 2.0, seed=0), 192), 2),
 )
 MIXES = {mix.name: mix for mix in (ON_GPU if clock.GPU else ON_CPU)}

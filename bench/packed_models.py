@@ -27,15 +27,16 @@ CLASSES = 1000
 
 
 @functools.cache
-def weights(model: str) -> dict[str, Tensor]:
-    """Random weights of the mixes' ViT in fp32."""
+def weights(model: str, depth: int) -> dict[str, Tensor]:
+    """Random weights of `plain` in fp32."""
     torch.manual_seed(0)
     with clock.DEVICE:
-        return randomised(plain(model)).state_dict()
+        return randomised(plain(model, depth)).state_dict()
 
 
-def plain(model: str) -> ViT:
-    return ViT.from_preset(model, num_classes=CLASSES, no_embed_class=True, dynamic_img_size=True)
+def plain(model: str, depth: int) -> ViT:
+    options = dict(depth=depth, num_classes=CLASSES, no_embed_class=True, dynamic_img_size=True)
+    return ViT.from_preset(model, **options)
 
 
 def images_of(mix: Mix) -> list[Tensor]:
@@ -75,8 +76,8 @@ class Way:
 
     def load(self) -> nn.Module:
         with clock.DEVICE:
-            model = plain(self.mix.model)
-        model.load_state_dict(weights(self.mix.model))
+            model = plain(self.mix.model, self.mix.sizes["depth"])
+        model.load_state_dict(weights(self.mix.model, self.mix.sizes["depth"]))
         return model
 
     def lay_out(self, images: list[Tensor]):
@@ -173,7 +174,7 @@ class NaFlex(Way):
     def load(self) -> nn.Module:
         from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 
-        s, own = self.mix.sizes, weights(self.mix.model)
+        s, own = self.mix.sizes, weights(self.mix.model, self.mix.sizes["depth"])
         table = own["pos_embed"]
         side = int(table.shape[1] ** 0.5)
         options = dict(patch_size=PATCH, embed_dim=s["width"], depth=s["depth"], num_heads=s["heads"], class_token=True)
