@@ -21,7 +21,7 @@ from vitfast.cost.work import total_flops
 from vitfast.kernels import attention, tiles
 from vitfast.kernels.logits import PLAIN, Logits
 
-GENERATIONS = {80: "A100", 89: "L4, RTX 40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
+GENERATIONS = tiles.GENERATIONS
 FLEX_BLOCK = 128  # of torch's block masks, queries and keys
 Square = tuple[int, int, float]  # (pairs that count, pairs that are computed, products over them)
 
@@ -148,26 +148,36 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
+LAYOUTS = ("padded", "one size at a time", "packed")
+
+
 def tables() -> str:
-    """The mixes and the padded shares of each way; then ours for every generation of GPUs."""
-    like, ways, by_gpu = torch.empty((), dtype=torch.bfloat16, device="meta"), [], []
+    """The mixes, and what is padded of attention in both directions, of a training step, and of ours on each GPU."""
+    like = torch.empty((), dtype=torch.bfloat16, device="meta")
+    mixes, of_attention, of_step, by_gpu = [], [], [], []
     for mix in ON_GPU:
+        numbers = len(mix.images), mix.tokens, min(mix.lengths), mix.longest, len(mix.groups)
+        mixes.append([mix.name, *(f"{n:,}" for n in numbers)])
         with tiles.targeting(90):
-            packed, padded, single = (
-                attention_share(mix, layout, "both", like) for layout in ("packed", "padded", "one size at a time")
-            )
-        shares = [token_share(mix, "padded"), full_share(mix), padded, single, flex_share(mix), packed]
-        sizes = [f"{n:,}" for n in (len(mix.images), mix.tokens, mix.longest, len(mix.groups))]
-        ways.append([mix.name, *sizes, *map(_percent, shares)])
+            shares = {layout: attention_share(mix, layout, "both", like) for layout in LAYOUTS}
+        linear = token_share(mix, "padded")
+        of_attention.append([mix.name, *map(_percent, (full_share(mix), flex_share(mix), *shares.values()))])
+        steps = [model_share(mix, token_share(mix, layout), shares[layout]) for layout in LAYOUTS]
+        of_step.append([mix.name, _percent(linear), _percent(model_share(mix, linear, full_share(mix)))])
+        of_step[-1] += map(_percent, steps)
         row = [mix.name]
         for generation in GENERATIONS:
             with tiles.targeting(generation):
                 row += [_percent(attention_share(mix, "packed", way, like)) for way in ("forward", "backward")]
         by_gpu.append(row)
-    first = ["mix", "images", "tokens", "longest", "sizes", "padded: tokens", "padded: every pair"]
-    first += ["padded: key_lengths", "one size at a time", "flex blocks of 128", "packed"]
-    second = [f"sm_{sm} {way}" for sm in GENERATIONS for way in ("forward", "backward")]
-    return f"{_table(first, ways)}\n{_table(['packed', *second], by_gpu)}"
+    ours = ["padded, key_lengths", "one size at a time", "packed"]
+    found = (
+        _table(["mix", "images", "tokens", "shortest", "longest", "sizes"], mixes),
+        _table(["attention, sm_90", "padded, a mask", "flex_attention", *ours], of_attention),
+        _table(["training step, sm_90", "padded: linear layers", "padded, a mask", *ours], of_step),
+        _table(["packed", *(f"sm_{sm} {way}" for sm in GENERATIONS for way in ("forward", "backward"))], by_gpu),
+    )
+    return "\n".join(found)
 
 
 if __name__ == "__main__":
