@@ -113,9 +113,9 @@ def measures_what_it_should(stage: Stage, client: Path) -> None:
         "linear_gelu, tanh",
     }
     assert (
-        {r["dtype"] for r in smoke} == {"bfloat16"} and len(doctor) == 60 and all(r["passed"] for r in smoke + doctor)
+        {r["dtype"] for r in smoke} == {"bfloat16"} and len(doctor) == 69 and all(r["passed"] for r in smoke + doctor)
     )
-    assert "60 passed, 2 skipped" in stage.files["gpu_tests.log"]  # 20 operations twice, in B/16's sizes and H/14's
+    assert "69 passed, 2 skipped" in stage.files["gpu_tests.log"]  # 23 operations twice, in B/16's sizes and H/14's
     for what in (
         "of timm bf16 ",
         "throughput ",
@@ -153,7 +153,7 @@ def runs_the_other_stages(stage: Stage, client: Path) -> None:
     assert faithful(stage, client, arguments=("tests", *alone)) == 0, stage.text
     found = json.loads(stage.files["steps_tests.json"])
     assert found["checks"] == {"vitfast doctor": 0, "gpu tests": 0}  # nobody has a compute-sanitizer here
-    assert "20 passed" in stage.files["gpu_tests.log"] and found["skipped"][0]["name"] == "compute-sanitizer"
+    assert "23 passed" in stage.files["gpu_tests.log"] and found["skipped"][0]["name"] == "compute-sanitizer"
     chosen = ("ops", "-k", "(B/16 and 224 and B256 or NaViT) and both and not max-autotune")
     assert faithful(stage, client, arguments=chosen, VITFAST_PLANT="wrong memory") == 1
     names = "attention attention_options layer_norm patch_embed block mlp packed"
