@@ -244,6 +244,7 @@ class Check:
 
     def _plain(self, dtype: torch.dtype) -> list[Tensor]:
         way, images, upstream = Way(self.mix, "eager", dtype), images_of(self.mix), upstream_of(self.mix, self.chosen)
+        way.model.set_grad_checkpointing()  # a document's logits of all layers in float64 would be tens of GB
         rows = [step(way.model, images[i].to(dtype)[None], upstream[[i]]) for i in self.chosen]
         return [*torch.cat(rows).double(), _flat(way.gradients())]
 
