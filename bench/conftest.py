@@ -14,6 +14,10 @@ Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 
                                                       ours is there again as "vitfast compile bf16 again"
     test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch: latency has one image,
                                                       throughput each library's best batch
+    test_attention_packed[MIX-DIRECTION-IMPL]         images of many sizes (mixes.py): vitfast, "vitfast padded",
+                                                      "vitfast one size at a time", "flash-attn 2|3|4", "torch varlen",
+                                                      "torch nested", "flex compile|max-autotune"
+    test_train_packed[MIX-WAY HOW]                    WAY: the first three of these, or "timm NaFlexVit"
     test_train_from_files[SHAPE-vitfast|timm], test_ceiling[copy|bfloat16|...], test_gemm[SHAPE-LAYER-forward|dX|dW]
 
 SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward

@@ -7,8 +7,9 @@
 #           in order of weight
 # ceilings  copy, matrix products, cuBLAS at the GEMM shapes of a step, SDPA's backends, timm compiled in amp and bf16
 # tests     vitfast doctor, pytest tests -m gpu on 8 workers, compute-sanitizer where there is one
-# ops       every operation against its peers; `-k max-autotune` for what there was no time for, `--shapes all` for more
-# models    whole models; one call does not hold them all, so give a filter: -k "B/16 and 224 and train"
+# ops       every operation against its peers, on images of many sizes too; `-k max-autotune` for what there was no time for, `--shapes all` for more
+# models    whole models; one call does not hold them all, so give a filter: -k "B/16 and 224 and train"; or
+#           -k packed, training steps on images of many sizes
 # train     end to end from JPEG files
 # curves    losses of 1,000 steps of S/16, ours and timm's, three seeds; `--model B/16 --precision bf16` for others
 # tune      searches faster tiles and adds the user's table to the archive as tiles.json; options: `vitfast tune`'s
@@ -191,6 +192,7 @@ if [ "$wanted" = all ]; then
     for model in "B/16 and 224" "S/16" "L/16" "B/16 and 384" "H/14"; do
         for what in train inference; do bash bench/gpu.sh models "$folder" -k "$model and $what" || failed=1; done
     done
+    for mix in NaViT DINO documents; do bash bench/gpu.sh models "$folder" -k "packed and $mix" || failed=1; done
     exit $failed
 fi
 filter="" # of models, for names of files
@@ -216,13 +218,13 @@ case "$wanted" in
         checks "compute-sanitizer"
         ;;
     ops) # a process for each file: an illegal access in one kernel spoils that file alone
-        files=6
-        for op in attention attention_options layer_norm patch_embed block mlp; do
+        files=7
+        for op in attention attention_options layer_norm patch_embed block mlp packed; do
             bench "ops_$op" 20 $(($(left) * 555 / seconds / files)) 100 "bench/bench_$op.py" "$@"
             files=$((files - 1))
         done
         ;;
-    models) bench "models$filter" 30 555 150 bench/bench_model.py "$@" ;;
+    models) bench "models$filter" 30 555 150 bench/bench_model.py bench/bench_packed_model.py "$@" ;;
     train) bench train_from_files 30 555 200 bench/bench_train.py "$@" ;;
     curves) step curves 30 555 "$python" bench/curves.py "$work" "$@" ;;
     tune)

@@ -13,7 +13,7 @@ max-autotune also gemm_backends.
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import clock
@@ -43,7 +43,8 @@ class Case:
     """An operation at a shape.
 
     formula: in plain PyTorch. make: fresh random inputs, of which the first `batched` have the batch as their first
-    axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared.
+    axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared; cut: into
+    these pieces each result and gradient, every one against its own norm, so that none hides among the others.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Case:
     make: Callable[[], list[Tensor]]
     batched: int
     work: Work
+    cut: Callable[[Tensor], Sequence[Tensor]] = lambda result: (result,)
 
 
 def values(*shape: int) -> Tensor:
@@ -166,16 +168,19 @@ class Check:
                 self.upstream = zeros if case.batched else upstream
                 for w, u in zip(self.upstream, upstream):
                     w[self.chosen] = u.to(w.dtype)
-            self.truth = [t.detach() for t in run(case.formula, doubles, upstream)]
-            self.own = worst(run(case.formula, few, upstream), self.truth)
+            self.truth = self._cut(t.detach() for t in run(case.formula, doubles, upstream))
+            self.own = worst(self._cut(run(case.formula, few, upstream)), self.truth)
         # Results with the batch as their first axis come first.
         self.batched = len(outputs) + sum(t.requires_grad for t in self.tensors[: case.batched]) if case.batched else 0
+
+    def _cut(self, results: Iterable[Tensor]) -> list[Tensor]:
+        return [piece for result in results for piece in self.case.cut(result)]
 
     def judge(self, impl: str, function: Callable, when: str = "") -> dict[str, float]:
         """{error, error_limit} of `function`. when: for the message, such as " after timing"."""
         with torch.set_grad_enabled(self.direction != "forward"):
             result = run(function, self.tensors, self.upstream)
-        compared = [r[self.chosen] if i < self.batched else r for i, r in enumerate(result)]
+        compared = self._cut(r[self.chosen] if i < self.batched else r for i, r in enumerate(result))
         what = f"{self.case.op} {self.case.shape} {self.direction}{when}"
         return judge(impl, what, compared, self.truth, self.own, DTYPE)
 
@@ -252,7 +257,7 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
     if impl.startswith("max-autotune"):
         more["gemm_backends"] = gemm_backends(impl)
     # on: a case that no kernel covers fails, it does not fall back.
-    with ops.use_kernels("on" if clock.GPU and impl == "vitfast" else "auto"):
+    with ops.use_kernels("on" if clock.GPU and impl.split()[0] == "vitfast" else "auto"):
         start = time.perf_counter()
         check = Check(case, direction)
         errors = check.judge(impl, function)
@@ -262,7 +267,7 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
         warm_up(call.whole)
         peak = peak_bytes(call.whole, before)
         calls = [call] + [Call(case, function, direction) for _ in range(SETS - 1)]
-        graph = clock.GPU and direction == "forward" and call.tensors[0].shape[0] == 1
+        graph = clock.GPU and direction == "forward" and case.batched > 0 and call.tensors[0].shape[0] == 1
         seconds = _measure_captured(benchmark, case, calls) if graph else _measure_rotated(benchmark, calls)
         errors["error_after"] = check.judge(impl, function, " after timing")["error"]
     facts = dict(op=case.op, shape=case.shape, direction=direction, cuda_graph=graph, check_s=check_s, **errors)

@@ -178,6 +178,17 @@ BUILDERS = {
 
 
 @torch.no_grad()
+def randomised(model: nn.Module) -> nn.Module:
+    """The model with random numbers in every parameter."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        else:
+            fan_in = parameter[0].numel()
+            parameter.copy_(torch.randn_like(parameter) * min(0.5, fan_in**-0.5))
+    return model
+
+
 def make_model(library: str, s: Shape) -> nn.Module:
     """A library's ViT with 1000 classes in fp32, every parameter random.
 
@@ -185,14 +196,7 @@ def make_model(library: str, s: Shape) -> nn.Module:
     """
     torch.manual_seed(0)
     with clock.DEVICE:
-        model = BUILDERS[library](s)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            else:
-                fan_in = parameter[0].numel()
-                parameter.copy_(torch.randn_like(parameter) * min(0.5, fan_in**-0.5))
-    return model
+        return randomised(BUILDERS[library](s))
 
 
 class Peer:

@@ -17,6 +17,7 @@ from result_files import Results, by_model, load, plotted
 from targets import ACCELERATED, VITFAST, counted, library, target_rows
 
 HERE = Path(__file__).parent
+PACKED_OPS = ("train packed", "packed attention")
 MODEL_OPS, OURS = ("train", "throughput", "latency"), (VITFAST, ACCELERATED)
 START, END = "<!-- speed -->", "<!-- /speed -->"
 NOTHING = (
@@ -32,7 +33,10 @@ precision, and name the settings of peers that have no time. "again" is the same
 its peers: the slower of the two counts. Under amp vitfast's own ViT keeps its residual stream in bf16 where timm's
 keeps fp32; `accelerate(timm)` keeps timm's, so that is the pair of equal numerics. "error" is the largest relative
 error against float64, by norm, of the logits and in training of all gradients. The batch of "throughput" is each
-library's best of several, searched with its eager model in bf16 (`batch_search`) and used for all its settings.
+library's best of several, searched with its eager model in bf16 (`batch_search`) and used for all its settings. Of
+images of many sizes (`bench/mixes.py`) "vitfast" is packed, "of vitfast's" is a time over the fastest packed one's,
+"padded" the share of the work that is padding by the tiles that are launched (`bench/padding.py`), "-" where these are
+not ours to know, and TFLOP/s count what is needed without it.
 """
 
 
@@ -142,6 +146,37 @@ def files_table(cases: list[dict]) -> str:
     return "#### Training from JPEG files\n\n" + table(header, lines)
 
 
+PACKED_COLUMNS: dict[
+    str, Callable[[dict, dict, dict | None], str]
+] = {  # the same; and our packed case, if it has a time
+    "implementation": lambda case, info, ours: info["impl"],
+    "ms": lambda case, info, ours: _spread(case, 1e3),
+    "of vitfast's": lambda case, info, ours: "-" if ours is None else f"{_us(case) / _us(ours):.2f}",
+    "padded": lambda case, info, ours: _or_dash(info["padded_share"], ".1%"),
+    "TFLOP/s": lambda case, info, ours: number(info["tflops"]),
+    "peak GiB": lambda case, info, ours: _or_dash(info["peak_mib"], ".1f", 1 / 1024),
+    "error": lambda case, info, ours: _or_dash(info.get("error"), ".1e"),
+}
+
+
+def packed_tables(cases: list[dict], op: str) -> str:
+    """For each mix and direction a row per implementation, fastest first."""
+    found, tables = {}, []
+    for case in cases:
+        info = case["extra_info"]
+        sizes = f"{number(info['images'])} images, {number(info['tokens'])} tokens"
+        found.setdefault(f"{op}: {info['shape']} {info['direction']} ({sizes})", []).append(case)
+    for title, group in found.items():
+        fastest_first = sorted(group, key=_us)
+        packed = (
+            c for c in fastest_first if c["extra_info"]["impl"].removeprefix(VITFAST) in ("", " compile", " eager")
+        )
+        ours = next(packed, None)
+        lines = [[of(case, case["extra_info"], ours) for of in PACKED_COLUMNS.values()] for case in fastest_first]
+        tables.append(f"#### {cell(title)}\n\n" + table(list(PACKED_COLUMNS), lines))
+    return "\n".join(tables)
+
+
 def damaged_lines(results: Results) -> str:
     return "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
 
@@ -160,8 +195,10 @@ def sections(results: Results) -> str:
         found += [model_table(cases, f"{op}: {model}") for model, cases in by_model(results, op).items()]
     if files := results.of("train from JPEG files"):
         found.append(files_table(files))
+    found += [packed_tables(cases, op) for op in PACKED_OPS if (cases := results.of(op))]
     ops = dict.fromkeys(case["extra_info"]["op"] for case in results.measured.values())
-    found += [op_table(results.of(op), op) for op in ops if op not in (*MODEL_OPS, "train from JPEG files")]
+    shown = (*MODEL_OPS, *PACKED_OPS, "train from JPEG files")
+    found += [op_table(results.of(op), op) for op in ops if op not in shown]
     missing = [[case["name"], case["state"], case.get("reason") or ""] for case in results.missing.values()]
     found.append("#### Without a time\n\n" + table(["case", "state", "reason"], missing) if missing else "")
     return "\n".join(found)

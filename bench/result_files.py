@@ -72,7 +72,9 @@ MODEL_INFO = {
 FILES_INFO = dict(
     images_per_second=_positive, images_per_second_in_memory=_positive, waiting_for_data=_amount, workers=_amount
 )
+PACKED_INFO = dict(images=_positive, tokens=_positive, padded_share=_maybe(_amount), peak_mib=_maybe(_amount))
 MORE_INFO = {"train": MODEL_INFO, "throughput": MODEL_INFO, "latency": MODEL_INFO, "train from JPEG files": FILES_INFO}
+MORE_INFO |= {"packed attention": PACKED_INFO, "train packed": PACKED_INFO}
 CURVES = dict(steps=_amount, runs=_amount, planned=_amount, precision=_text, distance=_maybe(_amount))
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import packed_models
 import pytest
 from rehearsal import FIRST, Stage
 
@@ -112,9 +113,9 @@ def measures_what_it_should(stage: Stage, client: Path) -> None:
         "linear_gelu, tanh",
     }
     assert (
-        {r["dtype"] for r in smoke} == {"bfloat16"} and len(doctor) == 60 and all(r["passed"] for r in smoke + doctor)
+        {r["dtype"] for r in smoke} == {"bfloat16"} and len(doctor) == 69 and all(r["passed"] for r in smoke + doctor)
     )
-    assert "60 passed, 2 skipped" in stage.files["gpu_tests.log"]  # 20 operations twice, in B/16's sizes and H/14's
+    assert "69 passed, 2 skipped" in stage.files["gpu_tests.log"]  # 23 operations twice, in B/16's sizes and H/14's
     for what in (
         "of timm bf16 ",
         "throughput ",
@@ -152,15 +153,20 @@ def runs_the_other_stages(stage: Stage, client: Path) -> None:
     assert faithful(stage, client, arguments=("tests", *alone)) == 0, stage.text
     found = json.loads(stage.files["steps_tests.json"])
     assert found["checks"] == {"vitfast doctor": 0, "gpu tests": 0}  # nobody has a compute-sanitizer here
-    assert "20 passed" in stage.files["gpu_tests.log"] and found["skipped"][0]["name"] == "compute-sanitizer"
-    chosen = ("ops", "-k", "B/16 and 224 and B256 and both and not max-autotune")
+    assert "23 passed" in stage.files["gpu_tests.log"] and found["skipped"][0]["name"] == "compute-sanitizer"
+    chosen = ("ops", "-k", "(B/16 and 224 and B256 or NaViT) and both and not max-autotune")
     assert faithful(stage, client, arguments=chosen, VITFAST_PLANT="wrong memory") == 1
-    files = [f"ops_{name}" for name in ("attention", "attention_options", "layer_norm", "patch_embed", "block", "mlp")]
-    assert [len(cases(stage, name)) for name in files] == [8, 6, 9, 8, 8, 12]
+    names = "attention attention_options layer_norm patch_embed block mlp packed"
+    files = [f"ops_{name}" for name in names.split()]
+    assert [len(cases(stage, name)) for name in files] == [8, 6, 9, 8, 8, 12, 6]
     assert cases(stage, "ops_block", "failed") == [f"test_mlp_block[{MAIN}-both-vitfast]"]
     failed = json.loads(stage.files["ops_attention.json"])["failed"]
     assert len(failed) == 2 and all("sdpa efficient" in c["name"] and "out of memory" in c["reason"] for c in failed)
     stage.environment.pop("VITFAST_PLANT")
+    assert faithful(stage, client, arguments=("models", "-k", "packed and NaViT")) == 0, stage.text
+    ways = [f"{way} {how}" for how in ("compile", "eager") for way in packed_models.WAYS]
+    assert cases(stage, "models_packed_and_NaViT") == [f"test_train_packed[NaViT 64-256 px-{way}]" for way in ways]
+    assert "| vitfast padded compile |" in stage.files["report.md"]
     assert faithful(stage, client, arguments=("tune", "--only", "gelu")) == 0, stage.text
     log, table = stage.files["tune.log"], json.loads(stage.files["tiles.json"])
     assert re.search(r"B/16: \d+ compilations, \d+ results checked, \d+ timings", log) and table["trying"] == []

@@ -174,7 +174,7 @@ def test_stages_add_up_in_one_archive(stage):
     assert (
         stage.run("ops", "-k", "forward", VITFAST_TILES="") == 0
     )  # pytest's 5: the user's -k left nothing of that file
-    names = [f"ops_{name}" for name in "attention attention_options layer_norm patch_embed block mlp".split()]
+    names = [f"ops_{name}" for name in "attention attention_options layer_norm patch_embed block mlp packed".split()]
     assert list(stage.states("ops")) == ["prepare", *names] and "-k forward --bench" in stage.calls["ops_mlp"]
     (stage.folder / "home" / ".cache" / "vitfast").mkdir(parents=True)
     assert stage.run("tune", "--model", "L/16") == 0

@@ -259,6 +259,7 @@ def preload() -> None:
     clock._flush_buffer = lambda: torch.empty(0)
 
     import machine
+    import packed_peers
     import peers
     import shapes
 
@@ -269,6 +270,8 @@ def preload() -> None:
     shapes.Shape.name = property(lambda s: f"{s.model} {224 if s.image == IMAGE else s.image} B{s.batch}")
     runs = dict.fromkeys(("bfloat16", "float16", "float32"), (lambda: lambda: None, 1e9, 0.0))
     machine.ceiling_runs = lambda: {"copy": (lambda: lambda: None, 0.0, 1e9), **runs}
+    for name in ("torch varlen", "flex compile", "flex max-autotune"):  # whose kernels are for GPUs alone
+        packed_peers.PEERS[name] = packed_peers.nested
     peers.BACKENDS.update(dict.fromkeys(peers.BACKENDS, peers.SDPBackend.MATH))
     _mode._checked = lambda mode, checked=_mode._checked: "auto" if checked(mode) == "on" else mode
     doctor.device = lambda: torch.device("cpu")
@@ -345,6 +348,9 @@ def pytest_collection_modifyitems(items):
     for name, module in list(sys.modules.items()):
         if name == "shapes":
             module.SHAPES.update({key: tiny(shape) for key, shape in module.SHAPES.items()})
+        if name == "mixes":
+            few = lambda mix: replace(mix, images=mix.images[:BATCH])  # noqa: E731
+            module.MIXES.update({key: few(mix) for key, mix in module.MIXES.items()})
         if name == "bench_model":
             module.MODELS.update({key: tiny(shape) for key, shape in module.MODELS.items()})
             module.BATCHES = (2, BATCH)

@@ -1,0 +1,272 @@
+"""Training steps of a ViT on a mix of image sizes: packed, padded, one size at a time, and timm's NaFlexVit.
+
+Each way has the same weights and images, laid out beforehand as its loader would. The ViT has a class token without a
+position and positions resampled for each image, which is what NaFlexVit computes too.
+"""
+
+import functools
+from collections.abc import Callable
+
+import clock
+import harness
+import padding
+import torch
+from harness import compiled
+from mixes import PATCH, Mix
+from peers import randomised
+from torch import Tensor, nn
+
+import vitfast
+from vitfast import ViT, ops
+from vitfast.cost.work import Work
+from vitfast.packed import PackedImages
+from vitfast.settle_keep import settle_in_training
+from vitfast.verify import exact_fp32, worst
+
+CLASSES = 1000
+
+
+@functools.cache
+def weights(model: str, depth: int) -> dict[str, Tensor]:
+    """Random weights of `plain` in fp32."""
+    torch.manual_seed(0)
+    with clock.DEVICE:
+        return randomised(plain(model, depth)).state_dict()
+
+
+def plain(model: str, depth: int) -> ViT:
+    options = dict(depth=depth, num_classes=CLASSES, no_embed_class=True, dynamic_img_size=True)
+    return ViT.from_preset(model, **options)
+
+
+def images_of(mix: Mix) -> list[Tensor]:
+    """(3, height, width) in fp32 each, the same every time."""
+    torch.manual_seed(1)
+    return [torch.randn(3, *size, device=clock.DEVICE) for size in mix.images]
+
+
+def upstream_of(mix: Mix, chosen: list[int] | None = None) -> Tensor:
+    """Gradients of the logits (S, classes) in fp32, zero but for the `chosen` images where those are given."""
+    torch.manual_seed(2)
+    found = torch.randn(len(mix.images), CLASSES, device=clock.DEVICE)
+    if chosen is not None:
+        keep = torch.zeros(len(found), 1, device=clock.DEVICE)
+        keep[chosen] = 1.0
+        found *= keep
+    return found
+
+
+def step(forward: Callable, images, upstream: Tensor) -> Tensor:
+    """Forward and backward; the gradients add up in the model's parameters."""
+    logits = forward(images)
+    logits.backward(upstream.to(logits.dtype))
+    return logits.detach()
+
+
+class Way:
+    """A ViT and the images of a mix, ready for training steps. padding: the layout's name in padding.py."""
+
+    layout = "packed"
+
+    def __init__(self, mix: Mix, how: str, dtype: torch.dtype):
+        self.mix, self.dtype = mix, dtype
+        self.model = self.load().to(dtype).train()
+        self.images = self.lay_out([image.to(dtype) for image in images_of(mix)])
+        self.forward = self.call if how == "eager" else self.compile(how)
+
+    def load(self) -> nn.Module:
+        with clock.DEVICE:
+            model = plain(self.mix.model, self.mix.sizes["depth"])
+        model.load_state_dict(weights(self.mix.model, self.mix.sizes["depth"]))
+        return model
+
+    def lay_out(self, images: list[Tensor]):
+        return vitfast.pack(images, PATCH)
+
+    def compile(self, how: str) -> Callable:
+        return compiled(self.call, how, fullgraph=True)
+
+    def call(self, images) -> Tensor:
+        return self.model(images)
+
+    def __call__(self, upstream: Tensor) -> Tensor:
+        """Logits (S, classes) after a step with these gradients of theirs."""
+        return step(self.forward, self.images, upstream)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By the ViT's names and in its shapes."""
+        return {name: p.grad for name, p in self.model.named_parameters()}
+
+    def share(self) -> float | None:
+        """The share of the work that is padding (padding.py)."""
+        layout = self.layout
+        return padding.model_share(
+            self.mix, padding.token_share(self.mix, layout), padding.attention_share(self.mix, layout, "both")
+        )
+
+
+class KeyLengths:
+    """Stands where a block takes the layout of packed tokens: tokens (S, longest, D), the keys of each image."""
+
+    def __init__(self, lengths: Tensor):
+        self.options = dict(key_lengths=lengths)
+
+
+class Padded(Way):
+    """Zero patches after those of each image up to the longest; attention ends at the last key that counts."""
+
+    layout = "padded"
+
+    def lay_out(self, images: list[Tensor]) -> tuple[PackedImages, Tensor]:
+        given, most = vitfast.pack(images, PATCH), self.mix.longest - 1
+        count, device = len(images), clock.DEVICE
+        patches = given.patches.new_zeros(count * most, *given.patches.shape[1:])
+        places = torch.zeros(count * most, dtype=torch.int32, device=device)
+        for i, (own, number) in enumerate(zip(given.patches.split(given.counts), given.places.split(given.counts))):
+            patches[i * most : i * most + len(own)], places[i * most : i * most + len(own)] = own, number
+        offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * most
+        filled = PackedImages(patches, places, offsets, given.grids, (most,) * count, most)
+        return filled, torch.tensor(self.mix.lengths, device=device, dtype=torch.int32)
+
+    def call(self, images) -> Tensor:
+        (filled, lengths), model = images, self.model
+        x, _, _ = model._embed_packed(filled)
+        x, layout = x.unflatten(0, (len(lengths), self.mix.longest)), KeyLengths(lengths)
+        settle_in_training(model, x)
+        for block in model.blocks:
+            x = block(x, layout=layout)
+        return model.forward_head(model._final(x))
+
+
+class OneSize(Way):
+    """A step for each size of images; gradients add up."""
+
+    layout = "one size at a time"
+
+    def lay_out(self, images: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        groups = self.mix.groups.values()
+        return [(torch.stack([images[i] for i in group]), torch.tensor(group, device=clock.DEVICE)) for group in groups]
+
+    def compile(self, how: str) -> Callable:
+        """The blocks, once for all sizes; torch cannot compile the backward of resampled positions of any size."""
+        # fullgraph: one compilation too many fails, it does not go on without
+        blocks, model = compiled(self.model.blocks, how, fullgraph=True, dynamic=True), self.model
+
+        def call(images: Tensor) -> Tensor:
+            x, _ = model._embed(images)
+            settle_in_training(model, x)
+            return model.forward_head(model._final(blocks(x)))
+
+        return call
+
+    def __call__(self, upstream: Tensor) -> Tensor:
+        logits = torch.empty(len(upstream), CLASSES, dtype=self.dtype, device=clock.DEVICE)
+        for images, group in self.images:
+            logits[group] = step(self.forward, images, upstream[group])
+        return logits
+
+
+class NaFlex(Way):
+    """timm's NaFlexVit (after NaFlex of SigLIP 2): padded patches, and a mask of every pair for attention."""
+
+    layout = "padded"
+
+    def load(self) -> nn.Module:
+        from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
+
+        s, own = self.mix.sizes, weights(self.mix.model, self.mix.sizes["depth"])
+        table = own["pos_embed"]
+        side = int(table.shape[1] ** 0.5)
+        options = dict(patch_size=PATCH, embed_dim=s["width"], depth=s["depth"], num_heads=s["heads"], class_token=True)
+        options |= dict(pos_embed_grid_size=(side, side), global_pool="token", fc_norm=False, norm_layer="layernorm")
+        with clock.DEVICE:
+            model = NaFlexVit(NaFlexVitCfg(**options), num_classes=CLASSES)
+        state = {name: value for name, value in own.items() if name.startswith(("blocks.", "norm.", "head."))}
+        state |= {"embeds.cls_token": own["cls_token"], "embeds.pos_embed": table.unflatten(1, (side, side))}
+        state["embeds.proj.weight"] = own["patch_embed.proj.weight"].permute(0, 2, 3, 1).flatten(1)  # channels last
+        state["embeds.proj.bias"] = own["patch_embed.proj.bias"]
+        model.load_state_dict(state)
+        for module in model.modules():  # of its norms; ours are 1e-6
+            if isinstance(module, nn.LayerNorm):
+                module.eps = 1e-6
+        return model
+
+    def lay_out(self, images: list[Tensor]) -> dict[str, Tensor]:
+        given, most, count = vitfast.pack(images, PATCH), self.mix.longest - 1, len(images)
+        patches = given.patches.permute(0, 2, 3, 1).flatten(1)
+        filled = patches.new_zeros(count, most, patches.shape[1])
+        places = torch.zeros(count, most, 2, dtype=torch.long, device=clock.DEVICE)
+        valid = torch.zeros(count, most, dtype=torch.bool, device=clock.DEVICE)
+        starts = given.offsets.tolist()
+        for i, (start, end) in enumerate(zip(starts, starts[1:])):
+            number, across = given.places[start:end].long(), int(given.grids[i, 1])
+            filled[i, : end - start], valid[i, : end - start] = patches[start:end], True
+            places[i, : end - start] = torch.stack([number // across, number % across], 1)
+        return dict(patches=filled, patch_coord=places, patch_valid=valid)
+
+    def compile(self, how: str) -> Callable:
+        return compiled(self.call, how)  # it breaks the graph at its positions
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {name.removeprefix("embeds."): p.grad for name, p in self.model.named_parameters()}
+        found["pos_embed"] = found["pos_embed"].flatten(1, 2)
+        weight = found.pop("proj.weight").unflatten(1, (PATCH, PATCH, 3)).permute(0, 3, 1, 2)
+        return found | {"patch_embed.proj.weight": weight, "patch_embed.proj.bias": found.pop("proj.bias")}
+
+    def share(self) -> float:
+        linear = padding.token_share(self.mix, "padded")
+        return padding.model_share(self.mix, linear, padding.full_share(self.mix))
+
+
+WAYS: dict[str, type[Way]] = {
+    "vitfast": Way,
+    "vitfast padded": Padded,
+    "vitfast one size at a time": OneSize,
+    "timm NaFlexVit": NaFlex,
+}
+
+
+class Check:
+    """Judges the logits and gradients of a way against a plain ViT in float64 that sees one image at a time.
+
+    Some images are compared; the upstream gradient of all others is zero, though every way computes the whole batch.
+    The limit comes from the error of the plain ViT in the same dtype. Gradients are compared as one vector.
+    """
+
+    def __init__(self, mix: Mix, dtype: torch.dtype):
+        by_length = sorted(range(len(mix.lengths)), key=mix.lengths.__getitem__)
+        self.mix, self.dtype = mix, dtype
+        self.chosen = sorted({0, by_length[0], by_length[-1], len(mix.lengths) - 1})
+        with ops.use_kernels("off"), exact_fp32():
+            truth = self._plain(torch.float64)
+            self.own = worst(self._plain(dtype), truth)
+        self.truth = [t.cpu() for t in truth]  # its memory is nobody's who is measured
+
+    def _plain(self, dtype: torch.dtype) -> list[Tensor]:
+        way, images, upstream = Way(self.mix, "eager", dtype), images_of(self.mix), upstream_of(self.mix, self.chosen)
+        way.model.set_grad_checkpointing()  # a document's logits of all layers in float64 would be tens of GB
+        rows = [step(way.model, images[i].to(dtype)[None], upstream[[i]]) for i in self.chosen]
+        return [*torch.cat(rows).double(), _flat(way.gradients())]
+
+    def judge(self, impl: str, way: Way, when: str = "") -> dict[str, float]:
+        way.model.zero_grad(set_to_none=True)
+        logits = way(upstream_of(self.mix, self.chosen))
+        result = [*logits[self.chosen].double(), _flat(way.gradients())]
+        way.model.zero_grad(set_to_none=True)
+        truth = [t.to(clock.DEVICE) for t in self.truth]
+        return harness.judge(impl, f"{self.mix.shape}{when}", result, truth, self.own, self.dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def check_of(mix: Mix, dtype: torch.dtype) -> Check:
+    """The check of a mix, kept for the next way of it."""
+    return Check(mix, dtype)
+
+
+def _flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
+
+
+def needed(mix: Mix, dtype: torch.dtype) -> Work:
+    """Of a step, without padding."""
+    return mix.model_work(dtype.itemsize, CLASSES)
