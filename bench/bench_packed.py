@@ -1,4 +1,4 @@
-"""Attention over images of many sizes: packed, padded, one size at a time, and as other libraries do it.
+"""Attention over images of many sizes: packed, padded, one size at a time, and other libraries'.
 
 The mixes are those of mixes.py; q, k and v come apart, each way in the layout that it wants, so that no way pays for
 another's. "vitfast": packed, ops.attention with offsets. "vitfast padded": (S, longest, H, Dh) with key_lengths, all
@@ -33,7 +33,7 @@ DIRECTIONS = ("forward", "backward", "both")
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Plain attention of (B, N, H, Dh), whose logits are made again for the backward: they would not all fit."""
+    """Plain attention of (B, N, H, Dh), whose logits are made again for backward: not all would fit."""
     return checkpoint(functools.partial(ref.attention, **options), q, k, v, use_reentrant=False)
 
 

@@ -1,4 +1,4 @@
-"""Training steps of a whole ViT on images of many sizes: packed, padded, one size at a time, and timm's NaFlexVit.
+"""Training steps of a ViT on images of many sizes: packed, padded, one size at a time, NaFlexVit.
 
 A step is forward and backward, of the mixes of mixes.py, in bf16 weights on a GPU and fp32 on a CPU; the optimiser is
 everybody's own. Logits and gradients are compared with float64 before anything is timed and again after it

@@ -23,7 +23,7 @@ TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits
 
 @dataclass(frozen=True)
 class Mix:
-    """A batch of images: (height, width) of each in pixels, in patches of PATCH; a class token for each image.
+    """A batch of images: (height, width) of each in pixels; patches of PATCH, a class token each.
 
     layers: of the model, where it is not to have all of its preset's.
     """

@@ -1,4 +1,4 @@
-"""Training steps of a ViT on a mix of image sizes: packed, padded, one size at a time, and timm's NaFlexVit.
+"""Training steps of a ViT on a mix of image sizes: packed, padded, one size at a time, NaFlexVit.
 
 Each way has the same weights and images, laid out beforehand as its loader would. The ViT has a class token without a
 position and positions resampled for each image, which is what NaFlexVit computes too.
@@ -46,7 +46,7 @@ def images_of(mix: Mix) -> list[Tensor]:
 
 
 def upstream_of(mix: Mix, chosen: list[int] | None = None) -> Tensor:
-    """Gradients of the logits (S, classes) in fp32, zero but for the `chosen` images where those are given."""
+    """Gradients of the logits (S, classes) in fp32, zero but for the `chosen` images if given."""
     torch.manual_seed(2)
     found = torch.randn(len(mix.images), CLASSES, device=clock.DEVICE)
     if chosen is not None:
@@ -106,14 +106,14 @@ class Way:
 
 
 class KeyLengths:
-    """Stands where a block takes the layout of packed tokens: tokens (S, longest, D), the keys of each image."""
+    """In the place of the layout of packed tokens: tokens (S, longest, D), the keys of each image."""
 
     def __init__(self, lengths: Tensor):
         self.options = dict(key_lengths=lengths)
 
 
 class Padded(Way):
-    """Zero patches after those of each image up to the longest; attention ends at the last key that counts."""
+    """Zero patches after those of each image; attention ends at the last key that counts."""
 
     layout = "padded"
 
@@ -148,7 +148,7 @@ class OneSize(Way):
         return [(torch.stack([images[i] for i in group]), torch.tensor(group, device=clock.DEVICE)) for group in groups]
 
     def compile(self, how: str) -> Callable:
-        """The blocks, once for all sizes; torch cannot compile the backward of resampled positions of any size."""
+        """The blocks, once for all sizes: torch cannot compile the backward of resampled positions."""
         # fullgraph: one compilation too many fails, it does not go on without
         blocks, model = compiled(self.model.blocks, how, fullgraph=True, dynamic=True), self.model
 
@@ -167,7 +167,7 @@ class OneSize(Way):
 
 
 class NaFlex(Way):
-    """timm's NaFlexVit (after NaFlex of SigLIP 2): padded patches, and a mask of every pair for attention."""
+    """timm's NaFlexVit (NaFlex, SigLIP 2): padded patches, a mask of every pair for attention."""
 
     layout = "padded"
 
@@ -227,7 +227,7 @@ WAYS: dict[str, type[Way]] = {
 
 
 class Check:
-    """Judges the logits and gradients of a way against a plain ViT in float64 that sees one image at a time.
+    """Judges logits and gradients against a plain ViT in float64 that sees one image at a time.
 
     Some images are compared; the upstream gradient of all others is zero, though every way computes the whole batch.
     The limit comes from the error of the plain ViT in the same dtype. Gradients are compared as one vector.

@@ -73,7 +73,7 @@ def nested(mix: Mix) -> Attention:
 
 
 def flex_mask(mix: Mix):
-    """The block-diagonal mask of flex_attention: blocks of no pair are left out, those of some are masked."""
+    """The block-diagonal mask of flex_attention: blocks without a pair are left out."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     owner = torch.arange(len(mix.lengths), device=clock.DEVICE).repeat_interleave(

@@ -1,4 +1,4 @@
-"""The share of the work of a batch of images of many sizes that is done for padding, by the tiles that are launched.
+"""The share of a batch's work that is done for padding, by the tiles that are launched.
 
     python bench/padding.py     # prints the tables of docs/kernels/packed.md
 
@@ -99,7 +99,7 @@ def share(found: list[Square] | None) -> float | None:
 
 
 def attention_share(mix: Mix, layout: str, direction: str, like: Tensor | None = None) -> float | None:
-    """Of attention in our kernels; without them plain PyTorch pads packed images too, and computes every pair."""
+    """Of attention in our kernels; plain PyTorch pads packed images too, and computes every pair."""
     if like is None:
         if not clock.GPU:
             return 0.0 if layout == "one size at a time" else full_share(mix)
@@ -118,7 +118,7 @@ def full_share(mix: Mix) -> float:
 
 
 def flex_share(mix: Mix, block: int = FLEX_BLOCK) -> float:
-    """Of attention by a block mask of the packed tokens: a block in which several images lie is computed once."""
+    """Of attention by a block mask: a block in which several images lie is computed once."""
     pairs, start = set(), 0
     for n in mix.lengths:
         blocks = range(start // block, (start + n - 1) // block + 1)
@@ -152,7 +152,7 @@ LAYOUTS = ("padded", "one size at a time", "packed")
 
 
 def tables() -> str:
-    """The mixes, and what is padded of attention in both directions, of a training step, and of ours on each GPU."""
+    """The mixes, and the padding of attention, of a training step, and of ours on each GPU."""
     like = torch.empty((), dtype=torch.bfloat16, device="meta")
     mixes, of_attention, of_step, by_gpu = [], [], [], []
     for mix in ON_GPU:

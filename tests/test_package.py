@@ -101,8 +101,7 @@ def test_metadata_has_the_extras(dist):
 
 # From the ground up. A place is a file or a folder of vitfast/; it imports from the floors below its own.
 FLOORS = (
-    {"errors", "files", "version", "packed"},
-    {"interpreter", "ref", "kernels"},
+    {"errors", "files", "version", "interpreter", "ref", "packed", "kernels"},
     {"ops", "positions", "presets", "config", "device", "keep", "machine_code", "arguments", "submodules"},
     {"layers", "block", "adapters", "checkpoint"},
     {"model", "hybrid", "init", "intermediates", "packed_forward", "settle_keep", "distributed"},
@@ -114,7 +113,7 @@ FLOORS = (
 )
 # Parts of the model.
 ONE_PLACE = dict.fromkeys(("hybrid", "init", "intermediates", "packed_forward", "settle_keep"), "model")
-ONE_PLACE["block"] = "layers"
+ONE_PLACE |= {"block": "layers", "packed": "ref"}
 
 
 def imports() -> dict[str, set[str]]:

@@ -153,23 +153,6 @@ MUTANTS = [
     ),
     # One program reads what another writes.
     Mutant(
-        "dQ over K",
-        "attention.py",
-        "o, do, dq, logits",
-        "o, do, k, logits",
-        "attention backward, dq",
-        "read-write race",
-    ),
-    Mutant(
-        "o over V",
-        "attention.py",
-        "_arguments(scale, q, k, v, o, logits",
-        "_arguments(scale, q, k, v, v, logits",
-        "attention",
-        "read-write race",
-    ),
-    # A program reads or writes again what its other threads wrote.
-    Mutant(
         "no barrier between the phases",
         "attention_tiled_bwd.py",
         "this program\n    tl.debug_barrier()\n",

@@ -1,4 +1,4 @@
-"""Bugs for the sanitizer to find in attention and patch embedding of packed samples."""
+"""Bugs for the sanitizer to find in packed samples, and in what attention writes over its inputs."""
 
 from mutant import NUMBERS, Mutant
 
@@ -67,4 +67,21 @@ PACKED = [
         "patch embedding, packed",
         "write-write race",
     ),
+    Mutant(
+        "dQ over K",
+        "attention.py",
+        "o, do, dq, logits",
+        "o, do, k, logits",
+        "attention backward, dq",
+        "read-write race",
+    ),
+    Mutant(
+        "o over V",
+        "attention.py",
+        "_arguments(scale, q, k, v, o, logits",
+        "_arguments(scale, q, k, v, v, logits",
+        "attention",
+        "read-write race",
+    ),
+    # A program reads or writes again what its other threads wrote.
 ]
