@@ -31,14 +31,17 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def head_of(x, b, h, HEAD: tl.constexpr, first=0):
+def head_of(x, b, h, HEAD: tl.constexpr, first=0, PACKED: tl.constexpr = False):
     """A head of x = (pointer, strides of B, N, H), (B, N, H, Dh): its row `first`, the stride of rows.
 
     The hint keeps 16-byte loads where head sizes divide by 8 but not by 16.
     """
     ALIGN: tl.constexpr = HEAD.align
-    start = b.to(tl.int64) * x[1][0] + h.to(tl.int64) * x[1][2] + tl.cast(first, tl.int64) * x[1][1]
-    return x[0] + tl.multiple_of(start, ALIGN), x[1][1]
+    if PACKED:  # not of 0: the hint would stand on an addition that is folded away
+        start = first.to(tl.int64) * x[1][1] + h.to(tl.int64) * x[1][2]
+        return x[0] + tl.multiple_of(start, ALIGN), x[1][1]
+    else:
+        return x[0] + tl.multiple_of(b.to(tl.int64) * x[1][0] + h.to(tl.int64) * x[1][2], ALIGN), x[1][1]
 
 
 @triton.jit

@@ -17,10 +17,12 @@ from .attention_common import head_of, load_head_chunk, load_head_rows, store_he
 
 
 @triton.jit
-def rope_of(rope, b, h, first=0):
+def rope_of(rope, b, h, first=0, PACKED: tl.constexpr = False):
     """A head's tables from row `first` on: pointers to cos and sin, the stride of rows, num_prefix."""
     cos_ptr, sin_ptr, strides, num_prefix = rope
-    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + tl.cast(first, tl.int64) * strides[2]
+    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    if PACKED:
+        offset += first.to(tl.int64) * strides[2]
     return (cos_ptr + offset, sin_ptr + offset, strides[2], num_prefix)
 
 

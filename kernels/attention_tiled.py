@@ -83,17 +83,18 @@ def _attention_fwd_tiled_kernel(
     """BLOCK_M queries of one head against blocks of BLOCK_N keys, the last of LAST_N (0: N divides)."""
     TURNS: tl.constexpr = terms[0] is not None  # then addresses made before the loop would spill
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
-    VARIES: tl.constexpr = terms[2] is not None or packed is not None
+    PACKED: tl.constexpr = packed is not None
+    VARIES: tl.constexpr = terms[2] is not None or PACKED
     b, h, _, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
-    if packed is not None:
+    if PACKED:
         if n == 0:  # a program that is left over
             return
-    heads = head_of(k, b, h, HEAD, first), head_of(v, b, h, HEAD, first)
-    rope = rope_of(terms[0], b, h, first) if terms[0] is not None else None
+    heads = head_of(k, b, h, HEAD, first, PACKED), head_of(v, b, h, HEAD, first, PACKED)
+    rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys = keys_of(terms[2], b, n)
     rows = index * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_block = load_turned_rows(head_of(q, b, h, HEAD, first), rope, rows, n, True, QK)
+    q_block = load_turned_rows(head_of(q, b, h, HEAD, first, PACKED), rope, rows, n, True, QK)
     acc = zero_head_rows(BLOCK_M, HEAD)
     l = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -109,5 +110,5 @@ def _attention_fwd_tiled_kernel(
     if HIDES:
         m = tl.where(l == 0, float("inf"), m)
         l = tl.where(l == 0, 1.0, l)
-    store_head_rows(head_of(o, b, h, HEAD, first), [chunk * (1 / l)[:, None] for chunk in acc], rows, n, HEAD)
+    store_head_rows(head_of(o, b, h, HEAD, first, PACKED), [chunk * (1 / l)[:, None] for chunk in acc], rows, n, HEAD)
     tl.store(lse_ptr + lse_at + rows, m + tl.log2(l) * LN2, mask=rows < n)

@@ -207,15 +207,17 @@ def _attention_bwd_dq_kernel(
     LAST_N: tl.constexpr,
 ):
     """dQ and delta of BLOCK_M queries of one head."""
-    VARIES: tl.constexpr = terms[2] is not None or packed is not None
+    PACKED: tl.constexpr = packed is not None
+    VARIES: tl.constexpr = terms[2] is not None or PACKED
     b, h, slot, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
-    if packed is not None:
+    if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:
                 store_sums(sums_ptr, zero_head_rows(16, QK), slot, h, H, QK)
             return
-    heads, dq_head = [head_of(x, b, h, HEAD, first) for x in inputs], head_of(dq, b, h, HEAD, first)
-    rope = rope_of(terms[0], b, h, first) if terms[0] is not None else None
+    heads = [head_of(x, b, h, HEAD, first, PACKED) for x in inputs]
+    dq_head = head_of(dq, b, h, HEAD, first, PACKED)
+    rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_M, n)
     dq_block = queries_bwd(
@@ -253,8 +255,9 @@ def _attention_bwd_dkdv_kernel(
             if SUMS:
                 store_key_sums(sums_ptr, (zero_head_rows(16, QK), zero_head_rows(16, HEAD)), slot, h, H, QK, HEAD)
             return
-    heads, grad_heads = [head_of(x, b, h, HEAD, first) for x in inputs], [head_of(x, b, h, HEAD, first) for x in grads]
-    rope = rope_of(terms[0], b, h, first) if terms[0] is not None else None
+    heads = [head_of(x, b, h, HEAD, first, PACKED) for x in inputs]
+    grad_heads = [head_of(x, b, h, HEAD, first, PACKED) for x in grads]
+    rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n)
     dkdv = keys_bwd(heads, grad_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED)

@@ -289,6 +289,9 @@ def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> 
     """The images; raises ValueError unless they are (B, chans, *size). size None leaves it open."""
     if isinstance(images, (list, tuple)):
         raise TypeError("ViT: images must be one (B, C, H, W) tensor here; a list is for forward and forward_features")
+    if not hasattr(images, "dim"):  # of a tensor, or of what FX traces
+        got = type(images).__name__
+        raise TypeError(f"ViT: images must be a tensor (B, C, H, W) or a list of (C, H, W), got {got}")
     if torch.jit.is_tracing():
         raise NotImplementedError("ViT: torch.jit.trace cannot record it; torch.export.export and `vitfast export` can")
     if images.dim() != 4 or images.shape[1] != chans or (size is not None and tuple(images.shape[2:]) != size):

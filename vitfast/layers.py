@@ -1,6 +1,5 @@
 """The modules of the ViT: parameters under timm's names, and calls of the operations."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -303,12 +302,23 @@ class AttentionPoolLatent(nn.Module):
         query = self.q(self.latent[0].to(x.dtype)).unflatten(-1, (self.num_heads, -1))  # (1, H, Dh)
         keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
         owner, work = packed.owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
-        over = functools.partial(torch.segment_reduce, offsets=offsets, axis=0)
         logits = (query.to(work) * keys.to(work)).sum(-1) * query.shape[-1] ** -0.5  # (tokens, H)
-        weights = (logits - over(logits.detach(), "max")[owner]).exp()
-        pooled = over(weights[..., None] * values.to(work), "sum") / over(weights, "sum")[..., None]
+        least = logits.new_full((len(offsets) - 1, self.num_heads), -torch.inf)
+        largest = least.index_reduce(0, owner, logits.detach(), "amax")
+        weights = (logits - largest[owner]).exp()
+        pooled = segment_sum(weights[..., None] * values.to(work), offsets) / segment_sum(weights, offsets)[..., None]
         x = self.proj(pooled.to(x.dtype).flatten(1))
         return x + self.mlp(self.norm(x))
+
+
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """(tokens, ...) -> (S, ...): the sum over each sample's tokens, in one order: the same bits every time.
+
+    On a GPU PyTorch's sum over segments, which can be differentiated once; elsewhere one that can be as often as asked.
+    """
+    if x.device.type == "cuda":
+        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0)
+    return x.new_zeros(len(offsets) - 1, *x.shape[1:]).index_add(0, packed.owners(offsets, len(x)), x)
 
 
 class PreLogits(nn.Module):

@@ -6,15 +6,17 @@ offsets[s + 1] of all; in a ViT its tokens are its prefix tokens and then its pa
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes at which a tensor in the buffer begins
 
 
-@dataclass(eq=False, frozen=True)
+@dataclass(eq=False, frozen=True, repr=False)
 class PackedImages:
     """S images as N patches, made by `pack`: a ViT takes it wherever it takes a list of images.
 
@@ -47,12 +49,33 @@ class PackedImages:
         """The patches' shape, (N, C, P, Q)."""
         return self.patches.shape
 
+    def __repr__(self) -> str:
+        return f"PackedImages({len(self)} images, patches {tuple(self.shape)} {self.dtype} on {self.device})"
+
+    def __reduce__(self):
+        if self._together:  # once, as torch.save wants it, and together again
+            return _in_buffer, (self.buffer, tuple(self.shape), self.dtype, self.counts)
+        return PackedImages, (self.patches, self.places, self.offsets, self.grids, self.counts, self.longest)
+
+    @property
+    def _together(self) -> bool:
+        """Whether the tensors lie in the buffer: not where one was replaced."""
+        if self.buffer is None:
+            return False
+        memory = self.buffer.untyped_storage().data_ptr()
+        tensors = (self.patches, self.places, self.offsets, self.grids)
+        return all(t.untyped_storage().data_ptr() == memory for t in tensors)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedImages":
-        """The same on another device, in one copy where the tensors share their memory."""
-        if self.buffer is not None:
+        """The same on another device, in one copy where the tensors share their memory.
+
+        Other patches, normalised ones say: `dataclasses.replace(images, patches=...)`.
+        """
+        if self._together:
             return self._in(self.buffer.to(device, non_blocking=non_blocking))
         names = ("patches", "places", "offsets", "grids")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        return replace(self, buffer=None, **moved)
 
     def cuda(self, device: int | None = None, non_blocking: bool = False) -> "PackedImages":
         return self.to("cuda" if device is None else f"cuda:{device}", non_blocking)
@@ -62,10 +85,10 @@ class PackedImages:
 
     def pin_memory(self) -> "PackedImages":
         """The same in page-locked memory, from which a GPU copies while it computes; a DataLoader calls it."""
-        return self._in((self if self.buffer is not None else self._shared()).buffer.pin_memory())
+        return self._in((self if self._together else self._shared()).buffer.pin_memory())
 
     def is_pinned(self) -> bool:
-        return self.buffer is not None and self.buffer.is_pinned()
+        return self._together and self.buffer.is_pinned()
 
     def _shared(self) -> "PackedImages":
         """The same in a buffer of its own."""
@@ -116,7 +139,7 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
     found = []
     for i, image in enumerate(images):
         try:
-            image = torch.as_tensor(image)
+            image = image if isinstance(image, Tensor) else torch.as_tensor(np.ascontiguousarray(image))
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"pack: images[{i}] must be a tensor or an array, got {type(image).__name__}") from None
         if image.dim() != 3:
@@ -126,7 +149,8 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
         chans, height, width = image.shape
         if height % patch[0] or width % patch[1] or not height or not width:
             sides = f"multiples of the patch {patch[0]} x {patch[1]}"
-            raise ValueError(f"pack: images[{i}] must have sides that are {sides}, got {height} x {width}")
+            hint = "; it must be (C, H, W), channels first" if width in (1, 3, 4) and chans > 4 else ""
+            raise ValueError(f"pack: images[{i}] must have sides that are {sides}, got {height} x {width}{hint}")
         for name, own, first in (
             ("channels", chans, (found or [image])[0].shape[0]),
             ("dtype", image.dtype, (found or [image])[0].dtype),
@@ -156,17 +180,18 @@ def pack(
 
     Raises ValueError or TypeError, which name the image.
     """
-    patch = (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
-    if len(patch) != 2 or min(patch) < 1:
-        raise ValueError(f"pack: patch_size must be P or (P, Q), got {patch_size!r}")
+    patch = tuple(patch_size) if isinstance(patch_size, (list, tuple)) else (patch_size, patch_size)
+    whole = all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in patch)
+    if len(patch) != 2 or not whole:
+        raise ValueError(f"pack: patch_size must be P or (P, Q) in pixels, got {patch_size!r}")
     images = _checked(images, patch)
     grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
-    kept = [None] * len(images) if keep is None else list(keep)
+    kept = [None] * len(images) if keep is None else [p if p is None else _numbers(p) for p in keep]
     if len(kept) != len(images):
         raise ValueError(f"pack: keep must have an entry for each of {len(images)} images, got {len(kept)}")
     for i, (places, (down, across)) in enumerate(zip(kept, grids)):
         if places is not None and not _fit(places, down * across):
-            text = f"numbers of patches from 0 to {down * across - 1}, each once and at least one"
+            text = f"whole numbers of patches from 0 to {down * across - 1}, each once and at least one"
             raise ValueError(f"pack: keep[{i}] must be {text}")
     counts = tuple(h * w if places is None else len(places) for places, (h, w) in zip(kept, grids))
     places = torch.cat([torch.arange(h * w) if p is None else p.cpu() for p, (h, w) in zip(kept, grids)]).int()
@@ -188,9 +213,17 @@ def pack(
     return made
 
 
+def _numbers(places) -> Tensor:
+    """The numbers of patches as a tensor, of a list or an array too; anything else as an empty one."""
+    try:
+        return torch.as_tensor(places)
+    except (TypeError, ValueError, RuntimeError):
+        return torch.empty(0)
+
+
 def _fit(places: Tensor, count: int) -> bool:
     """Whether these are numbers of patches, at least one, each once."""
-    if not isinstance(places, Tensor) or places.dtype not in (torch.int32, torch.int64) or places.dim() != 1:
+    if places.dtype not in (torch.int32, torch.int64) or places.dim() != 1:
         return False
     inside = len(places) and 0 <= int(places.min()) and int(places.max()) < count
     return bool(inside) and len(places.unique()) == len(places)
@@ -200,6 +233,11 @@ def draw_kept(count: int, drop: float, generator: torch.Generator | None = None)
     """The numbers of the patches, at least one, that stay of `count` when a random share `drop` goes."""
     kept = max(1, round(count * (1 - drop)))
     return torch.randperm(count, generator=generator)[:kept].sort().values
+
+
+def at_hand(offsets: Tensor) -> bool:
+    """Whether the host may look at the values: on the CPU, neither compiled nor fake."""
+    return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and type(offsets) is Tensor
 
 
 def owners(offsets: Tensor, count: int) -> Tensor:

@@ -7,6 +7,7 @@ from . import packed, positions
 from .arguments import ROPES
 from .block import Subset, subset_of_packed
 from .errors import InputError
+from .layers import segment_sum
 from .packed import PackedImages, TokenLayout, pack
 from .positions import ROPE_LAYOUTS
 from .settle_keep import settle_in_training
@@ -109,28 +110,37 @@ class PackedForward:
 
     def _head_packed(self, tokens: list[Tensor] | Tensor, pre_logits: bool) -> Tensor | list[Tensor]:
         """`forward_head` of what forward_features returned."""
-        counts = None
-        if isinstance(tokens, Tensor):  # jagged
-            x, offsets = tokens.values(), tokens.offsets()
-        else:
-            x, counts = torch.cat(list(tokens)), [len(t) for t in tokens]
-            offsets = torch.tensor([0, *counts]).cumsum(0).to(x.device)
+        x, offsets = _together(tokens)
         if self.global_pool:
             return self._head(self._pool_packed(x, offsets), pre_logits)
         y = self._head(x, pre_logits)
-        return torch.nested.nested_tensor_from_jagged(y, offsets) if counts is None else list(y.split(counts))
+        if isinstance(tokens, Tensor):
+            return torch.nested.nested_tensor_from_jagged(y, offsets)
+        return list(y.split([len(t) for t in tokens]))
 
-    def _pool_packed(self, x: Tensor, offsets: Tensor) -> Tensor:
+    def _pool_many(self, tokens: list[Tensor] | Tensor, pool_type: str) -> Tensor | list[Tensor]:
+        """`pool` of what forward_features returned."""
+        return self._pool_packed(*_together(tokens), pool_type) if pool_type else tokens
+
+    def _pool_packed(self, x: Tensor, offsets: Tensor, pool_type: str | None = None) -> Tensor:
         """(tokens, D) -> (S, D). Sums of an image's tokens have one order, so the same bits every time."""
-        prefix = self.num_prefix_tokens
-        if self.global_pool == "token":
+        prefix, pool_type = self.num_prefix_tokens, self.global_pool if pool_type is None else pool_type
+        if pool_type == "token":
             return x.index_select(0, offsets[:-1])
-        if self.global_pool == "avg":
+        if pool_type == "avg":
             return segment_mean(x, offsets, prefix)
         count = len(offsets) - 1
         offsets = offsets - torch.arange(count + 1, device=x.device, dtype=offsets.dtype) * prefix
         rows, _ = packed.token_rows(offsets, len(x) - count * prefix, prefix)
         return self.attn_pool.pool_packed(x.index_select(0, rows) if prefix else x, offsets)
+
+
+def _together(tokens: list[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of many images, a list or a jagged tensor, one after the other; and their offsets."""
+    if isinstance(tokens, Tensor):
+        return tokens.values(), tokens.offsets()
+    x = torch.cat(list(tokens))
+    return x, torch.tensor([0, *(len(t) for t in tokens)]).cumsum(0).to(x.device)
 
 
 def _split(x: Tensor, images: PackedImages, prefix: int) -> list[Tensor]:
@@ -142,8 +152,8 @@ def segment_mean(x: Tensor, offsets: Tensor, prefix: int) -> Tensor:
     """(tokens, D) -> (S, D): the mean of each image's tokens after the first `prefix`, in fp32 at least."""
     if prefix:  # every other segment is an image's prefix
         offsets = torch.stack([offsets, offsets + prefix], 1).flatten()[:-1]
-    work = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.segment_reduce(work, "mean", offsets=offsets, axis=0)[bool(prefix) :: 1 + bool(prefix)].to(x.dtype)
+    sums = segment_sum(x.to(torch.promote_types(x.dtype, torch.float32)), offsets)
+    return (sums / offsets.diff()[:, None])[bool(prefix) :: 1 + bool(prefix)].to(x.dtype)
 
 
 @torch.compiler.disable  # it draws on the host, which knows how many tokens an image has

@@ -16,6 +16,7 @@ depth.
 """
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -139,7 +140,8 @@ def packed_positions(
     first = next(iter(tables.values()))
     down = axis_weights(places.y, places.height, grid[0])
     across = axis_weights(places.x, places.width, grid[1])
-    with torch.autocast(first.device.type, enabled=False):  # as resample computes
+    exact = nullcontext() if first.is_meta else torch.autocast(first.device.type, enabled=False)
+    with exact:  # as resample computes
         work = torch.promote_types(first.dtype, torch.float32)
         product = lambda weights, table: (weights.to(work) @ table.to(work)).to(table.dtype)  # noqa: E731
         if kind in AXES:

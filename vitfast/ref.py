@@ -161,8 +161,15 @@ def _mask(q: Tensor, bias: Tensor | None, key_lengths: Tensor | None) -> Tensor 
 
 
 def _packed_attention(q, k, v, scale, offsets, longest):
-    """Attention of packed samples, (tokens, H, Dh): each filled up to `longest` tokens, and cut again."""
+    """Attention of packed samples, (tokens, H, Dh).
+
+    Those of one length together, where the offsets are at hand; else each is filled up to `longest` tokens.
+    """
     lengths = offsets.diff()
+    if packed.at_hand(offsets):
+        rows = [offsets[:-1][lengths == n, None] + torch.arange(n) for n in lengths.unique().tolist() if n]
+        found = [attention(q[each], k[each], v[each], scale=scale).flatten(0, 1) for each in rows]
+        return torch.cat(found).index_select(0, torch.cat([each.flatten() for each in rows]).argsort())
     longest = longest or int(lengths.max())
     owner = packed.owners(offsets, len(q))
     rows = owner * longest + torch.arange(len(q), device=q.device) - offsets[owner]

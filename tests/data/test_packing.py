@@ -78,6 +78,15 @@ def test_steps_are_filled():
     assert abs(per_step / PACKING.images_per_step - 1) < 0.05
 
 
+@pytest.mark.parametrize("length", [100, 100_000])
+def test_a_large_budget_is_used(length):
+    """More images than the smallest window holds; more than the data set has, too."""
+    packing = Packing(16, 32, (8, 8), 1, 0.0, 30_000, 20)
+    keys, _ = steps(3, packing, length=length)
+    tokens = [sum(packing.tokens(side) for *_, side, _ in step) for step in keys]
+    assert min(tokens) > 30_000 - packing.tokens(16) and packing.images_per_step > 2000
+
+
 def test_the_same_anywhere_and_after_any_interruption():
     keys, after = steps(12)
     assert keys == steps(12)[0] and keys != steps(12, seed=1)[0]
@@ -171,6 +180,7 @@ def test_micro_batches_and_streams(tmp_path):
         (dict(objective="masked"), "which objective=masked cannot"),
         (dict(tokens_per_step=30), "no room for images of 48 px, 37 tokens: it must be at least 37"),
         (dict(tokens_per_step=100, accumulate=4), "one for each of 4 ranks and micro-batches: it must be at least 148"),
+        (dict(scale_lr=256), "scale_lr is for steps of batch_size images: set scale_lr=none"),
         (dict(sizes="4:16"), "begin below one patch of 8 x 8"),
         (dict(data="synthetic", sizes="16:64"), "has images of 32 x 32; sizes must not be larger"),
     ],

@@ -17,7 +17,7 @@ from vitfast.eval.accuracy import evaluate, evaluate_weights
 from vitfast.eval.predict import predict
 from vitfast.train.recipes import resolve
 
-SIZES = [(16, 16), (40, 16), (13, 30), (64, 64), (9, 90), (24, 24)]  # width, height
+SIZES = [(16, 16), (40, 16), (13, 30), (64, 64), (5, 90), (24, 24)]  # width, height
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,8 @@ def test_what_is_of_one_size_says_so(folder, tmp_path, capsys):
     common = ("--weights", folder / "weights", "--data", folder / "data", "--device", "cpu")
     code, _, err = run_cli(capsys, "eval", *common, "--set", "sizes=16:32")
     assert code == 2 and "eval and predict take sizes=native, got sizes=16:32" in err
+    code, _, err = run_cli(capsys, "eval", *common, "--set", "tokens_per_step=90")
+    assert code == 2 and "tokens_per_step is for images of many sizes: add --sizes native" in err
     code, _, err = run_cli(capsys, "fewshot", *common, "--set", "sizes=native", "--shots", 1)
     assert code == 2 and "fewshot takes images of one size" in err
     train = ("pretrain", "--data", "digits", "--output", tmp_path / "run", "--device", "cpu", "--set", "sizes=native")

@@ -22,8 +22,8 @@ PACKED = [
     Mutant(
         "a sample that begins with the batch",
         "attention_tiled.py",
-        "heads = head_of(k, b, h, HEAD, first)",
-        "heads = head_of(k, b, h, HEAD)",
+        "heads = head_of(k, b, h, HEAD, first, PACKED)",
+        "heads = head_of(k, b, h, HEAD, first * 0, PACKED)",
         "attention, packed",
         NUMBERS,
     ),
@@ -46,8 +46,8 @@ PACKED = [
     Mutant(
         "tables of the first sample",
         "attention_rope.py",
-        "tl.cast(first, tl.int64) * strides[2]",
-        "tl.cast(first, tl.int64) * 0",
+        "first.to(tl.int64) * strides[2]",
+        "first.to(tl.int64) * 0",
         "attention, packed, rotary",
         NUMBERS,
     ),

@@ -1,7 +1,10 @@
 """A ViT on images of many sizes: what each image gives alone, whatever comes with it."""
 
+import copy
+import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -315,17 +318,15 @@ def test_images_that_cannot_be_packed(images, error, message):
         pack(images, 4)
 
 
-@pytest.mark.parametrize(
-    "keep", [torch.tensor([4]), torch.tensor([1, 1]), torch.tensor([], dtype=torch.int64), [0], torch.tensor([0.0])]
-)
+@pytest.mark.parametrize("keep", [torch.tensor([4]), torch.tensor([1, 1]), [], ["a"], torch.tensor([0.0]), [True]])
 def test_patches_that_cannot_be_kept(keep):
     with pytest.raises(
-        ValueError, match=r"keep\[0\] must be numbers of patches from 0 to 3, each once and at least one"
+        ValueError, match=r"keep\[0\] must be whole numbers of patches from 0 to 3, each once and at least one"
     ):
         pack([torch.randn(3, 8, 8)], 4, [keep])
     with pytest.raises(ValueError, match="keep must have an entry for each of 1 images, got 2"):
         pack([torch.randn(3, 8, 8)], 4, [None, None])
-    with pytest.raises(ValueError, match=r"patch_size must be P or \(P, Q\), got 0"):
+    with pytest.raises(ValueError, match=r"patch_size must be P or \(P, Q\) in pixels, got 0"):
         pack([torch.randn(3, 8, 8)], 0)
 
 
@@ -349,3 +350,59 @@ def test_without_pooling_every_token_has_logits():
     tokens = model.forward_features(images)
     for mine, theirs in zip(logits, model.forward_head(tokens), strict=True):
         assert torch.equal(mine, theirs)
+
+
+# ---- a packed batch as an object
+
+
+def test_patches_can_be_replaced():
+    """The buffer is not what is sent then, nor saved."""
+    images = pack(images_of(raw=True), 4)
+    changed = dataclasses.replace(images, patches=images.patches.float() / 255)
+    for again in (changed.to("cpu"), pickle.loads(pickle.dumps(changed)), changed._shared()):
+        assert torch.equal(again.patches, changed.patches) and torch.equal(again.grids, images.grids)
+    assert repr(changed) == "PackedImages(5 images, patches (135, 3, 4, 4) torch.float32 on cpu)"
+
+
+def test_a_packed_batch_is_saved_once(tmp_path):
+    images = pack(images_of(raw=True), 4)
+    torch.save(images, tmp_path / "batch.pt")
+    assert (tmp_path / "batch.pt").stat().st_size < 1.5 * images.buffer.numel() + 5000
+    for again in (torch.load(tmp_path / "batch.pt", weights_only=False), copy.deepcopy(images)):
+        assert torch.equal(again.patches, images.patches) and again.counts == images.counts
+        assert again._together and torch.equal(again.to("cpu").places, images.places)
+
+
+def test_arrays_of_any_layout_and_lists_of_numbers():
+    array = np.random.default_rng(0).random((3, 8, 12), dtype=np.float32)
+    flipped = pack([array[:, ::-1, ::-1]], 4)
+    assert torch.equal(flipped.patches, pack([torch.tensor(array).flip(1, 2)], 4).patches)
+    assert torch.equal(pack([array], 4, [[0, 2, 5]]).places, pack([array], 4, [torch.tensor([0, 2, 5])]).places)
+    assert torch.equal(pack([array], 4, [np.array([1])]).patches, pack([array], np.int64(4), [[1]]).patches)
+    with pytest.raises(ValueError, match=r"got 32 x 4; it must be \(C, H, W\), channels first"):
+        pack([torch.zeros(32, 32, 4)], 8)
+    for wrong in ("4", 4.0, True, (4, 4, 4), (4, 0)):
+        with pytest.raises(ValueError, match=r"patch_size must be P or \(P, Q\) in pixels"):
+            pack([array], wrong)
+    with pytest.raises(TypeError, match=r"a tensor \(B, C, H, W\) or a list of \(C, H, W\), got generator"):
+        model_of()(image for image in images_of())
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "map"])
+def test_pooling_can_be_differentiated_twice_and_forward(pool):
+    model, images = model_of(global_pool=pool).double().eval(), [image.double() for image in images_of()]
+    weight = model.blocks[0].mlp.fc1.weight
+
+    def second(logits):
+        (grad,) = torch.autograd.grad(logits.square().sum(), weight, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), weight)[0]
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        close(second(model(images)), second(alone(model, images)))
+    tokens = model.forward_features(images)
+    assert torch.equal(model.pool(tokens), model._pool_many(tokens, pool)) and model.pool(tokens, "") is tokens
+
+
+def test_on_the_meta_device():
+    model = model_of(global_pool="avg").to("meta")
+    assert model([torch.empty(3, 8, 12, device="meta"), torch.empty(3, 4, 4, device="meta")]).shape == (2, 5)

@@ -183,6 +183,22 @@ def test_errors(op, change, error, message):
             ops.attention_block(X, *block_weights(H * D), num_heads=H, **given)
 
 
+def test_offsets_that_do_not_lie_together(mode):
+    """A column of a table: strides of 2."""
+    strided = torch.stack([OFFSETS, OFFSETS + 7], 1)[:, 0]
+    assert torch.equal(ops.attention(QKV, offsets=strided), ops.attention(QKV, offsets=OFFSETS))
+    lengths = torch.tensor([[9, 1], [4, 1]])[:, 0]
+    qkv = torch.randn(2, 10, 3, H, D)
+    alike = ops.attention(qkv, key_lengths=lengths), ops.attention(qkv, key_lengths=lengths.contiguous())
+    assert torch.equal(*alike)
+
+
+def test_the_longest_sample_is_checked_or_found(mode):
+    with pytest.raises(ValueError, match="longest must be at least the tokens of the longest sample, 33, got 32"):
+        ops.attention(QKV, offsets=OFFSETS, longest=32)
+    assert torch.equal(ops.attention(QKV, offsets=OFFSETS), ops.attention(QKV, offsets=OFFSETS, longest=33))
+
+
 def test_errors_of_shapes():
     with pytest.raises(ValueError, match=r"attention: qkv must be \(tokens, 3, H, Dh\), got \(1, 59, 3, 2, 16\)"):
         ops.attention(QKV[None], offsets=OFFSETS)

@@ -214,7 +214,8 @@ def open_data(
         native = Native.of(config, img_size, patch_size)
     elif packing := Packing.of(config, img_size, patch_size, prefix):
         packing.check(ranks.world * config.accumulate)
-    sources = open_sources(config.data, config.data_dir, img_size, patch_size, config.batch_size, config.seed)
+    least = (1, 1) if native else patch_size  # sides of an image that can be read
+    sources = open_sources(config.data, config.data_dir, img_size, least, config.batch_size, config.seed)
     train, val = select(config, *sources)
     classes = train.classes or [str(i) for i in range(config.num_classes or 0)]
     if not classes:

@@ -25,7 +25,7 @@ from ..packed import PackedImages, draw_kept, pack
 from .samples import ONE, Samples, as_labels, mix_seed, seed_everything
 
 NATIVE_AT_ONCE = 64  # images of an evaluation at their own sizes that are read together
-WINDOW = 1024  # images of the order among which those are found that fit into what is left of a step
+WINDOW = 1024  # images of the order, at least, among which those are found that fit into what is left of a step
 
 
 def fit_grid(height: int, width: int, patch: tuple[int, int], most: int) -> tuple[int, int]:
@@ -80,6 +80,9 @@ class Packing:
         if config.objective == "masked":
             raise InputError(f"{which} packs images of many sizes, which objective=masked cannot")
         low, high = map(int, config.sizes.split(":")) if config.sizes else (round(math.sqrt(math.prod(img_size))),) * 2
+        if config.tokens_per_step and config.scale_lr:
+            advice = "set scale_lr=none and lr for tokens_per_step"
+            raise InputError(f"scale_lr is for steps of batch_size images: {advice}")
         made = cls(low, high, patch, prefix, config.drop_tokens, config.tokens_per_step, config.batch_size)
         if low * low < patch[0] * patch[1]:
             raise InputError(f"sizes={config.sizes} begin below one patch of {patch[0]} x {patch[1]} pixels")
@@ -178,7 +181,9 @@ class StepSampler(Sampler):
     def _step(self) -> list[int]:
         """The positions of the next step's images: of a window of the order, one after the other that fits."""
         now, packing = self.progress, self.packing
-        window = WINDOW if packing.budget is not None else packing.batch_size
+        window = packing.batch_size
+        if packing.budget is not None:
+            window = max(WINDOW, 2 * math.ceil(packing.images_per_step))  # or a large budget would not be used
         waiting = now.waiting + list(range(now.position, now.position + window - len(now.waiting)))
         chosen, left, least = [], packing.budget, packing.tokens(packing.low)
         for position in waiting:
@@ -270,6 +275,8 @@ class Native:
     def of(cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int]) -> "Native | None":
         """None for an evaluation at one size. Raises InputError for sizes that no evaluation has."""
         if not config.sizes:
+            if config.tokens_per_step:
+                raise InputError("tokens_per_step is for images of many sizes: add --sizes native")
             return None
         if config.sizes != "native":
             raise InputError(f"eval and predict take sizes=native, got sizes={config.sizes}")

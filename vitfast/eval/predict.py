@@ -116,7 +116,8 @@ def _records(
     dtype = autocast_dtype(config.amp, device)
     native = Native.of(config, img_size, patch_size)
     size = size if native is None else NATIVE_AT_ONCE
-    dataset = Files(native.transform if native else transforms(config, img_size)[1], patch_size)
+    transform, least = (native.transform, (1, 1)) if native else (transforms(config, img_size)[1], patch_size)
+    dataset = Files(transform, least)
     first = list(itertools.islice(paths, size))
     # A single batch needs no processes.
     held = native.batch_bytes if native else None

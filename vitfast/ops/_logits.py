@@ -5,6 +5,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from .. import packed
 from ..errors import both_ends
 from ..kernels.logits import PLAIN, Logits
 from ._dispatch import FLOAT32, check_floating, check_tensors, is_number
@@ -56,6 +57,7 @@ def checked(
         if tuple(key_lengths.shape) != (B,):
             raise ValueError(f"{op}: key_lengths must be ({B},), got {_shape(key_lengths)}")
     num_prefix = num_prefix if isinstance(num_prefix, torch.SymInt) else int(num_prefix)
+    key_lengths = None if key_lengths is None else key_lengths.contiguous()
     options = dict(interleaved=rope_layout == "interleaved", num_prefix=num_prefix)
     return Logits(cos, sin, bias, key_lengths, **options)
 
@@ -72,18 +74,24 @@ def _checked_packed(
         if given:
             raise ValueError(f"{op}: {name} is not for packed samples; leave it out where offsets are given")
     logits = checked(op, q, shape, rope, rope_layout, num_prefix, None, None)
-    check_offsets(op, offsets, shape[1], q.device)
-    if longest is None:
-        longest = shape[1]
-    elif not is_whole(longest) or longest < 0:
+    if longest is not None and (not is_whole(longest) or longest < 0):
         raise ValueError(
             f"{op}: longest must be None or a whole number, the tokens of a sample at most, got {longest!r}"
         )
-    return logits._replace(offsets=offsets, longest=longest if isinstance(longest, torch.SymInt) else int(longest))
+    most = check_offsets(op, offsets, shape[1], q.device)
+    if longest is None:
+        longest = shape[1] if most is None else most
+    elif most is not None and most > longest:
+        raise ValueError(f"{op}: longest must be at least the tokens of the longest sample, {most}, got {longest}")
+    longest = longest if isinstance(longest, torch.SymInt) else int(longest)
+    return logits._replace(offsets=offsets.contiguous(), longest=longest)
 
 
-def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -> None:
-    """offsets (S + 1,) of packed samples; their values too where nothing waits for them, on the CPU."""
+def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -> int | None:
+    """Tokens of the longest sample of offsets (S + 1,); None where the host would have to wait for that.
+
+    Their values are checked on the CPU alone.
+    """
     check_tensors(op, offsets=offsets)
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: offsets must be int32 or int64, got {offsets.dtype}")
@@ -91,11 +99,12 @@ def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -
         raise ValueError(f"{op}: offsets must be on {device} like its input, got {offsets.device}")
     if offsets.dim() != 1 or not len(offsets):
         raise ValueError(f"{op}: offsets must be (S + 1,), got {_shape(offsets)}")
-    if offsets.device.type != "cpu" or torch.compiler.is_compiling() or type(offsets) is not Tensor:
-        return
+    if not packed.at_hand(offsets):
+        return None
     if offsets[0] != 0 or offsets[-1] != tokens or bool((offsets.diff() < 0).any()):
         text = f"must rise from 0 to the {tokens} tokens, got {both_ends(str(offsets.tolist()), 80)}"
         raise ValueError(f"{op}: offsets {text}")
+    return int(offsets.diff().max()) if len(offsets) > 1 else 0
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -143,7 +143,9 @@ def _attend_nested(qkv: Tensor, k: Tensor | None, v: Tensor | None, offsets: Ten
     values, offsets = [x.values() for x in given], qkv.offsets()
     if qkv.lengths() is not None:
         raise ValueError("attention: a jagged tensor with gaps cannot be read; make it contiguous()")
-    return torch.nested.nested_tensor_from_jagged(attention(*values, offsets=offsets, **options), offsets)
+    longest = qkv._maybe_max_seqlen  # None where nobody has asked for it
+    found = attention(*values, offsets=offsets, longest=longest, **options)
+    return torch.nested.nested_tensor_from_jagged(found, offsets)
 
 
 @autocasts(keep=("bias",))
@@ -168,9 +170,10 @@ def attention(
 
     Samples of many sizes: qkv (tokens, 3, H, Dh) or three (tokens, H, Dh), where sample s owns the tokens offsets[s] to
     offsets[s + 1] and attends to itself alone; offsets (S + 1,) int32 or int64, on the device, from 0 to all tokens.
-    longest: the tokens of the longest sample or more, a number of Python's; all of them unless given. rope is then
-    (tokens, Dh) or (H, tokens, Dh), with 1 and 0 for tokens that are not turned; there is no num_prefix, bias or
-    key_lengths. Jagged nested tensors (S, j, ...) are taken with their own offsets, and one is given back.
+    longest: the tokens of the longest sample or more, a number of Python's (without it plain PyTorch waits for the
+    device). rope is then (tokens, Dh) or (H, tokens, Dh), with 1 and 0 for tokens that are not turned; there is no
+    num_prefix, bias or key_lengths. Jagged nested tensors (S, j, ...) are taken with their own offsets, and one is
+    given back.
 
     rope: rotary positions (Su et al., 2021), (cos, sin), each (N - num_prefix, Dh), (H, N - num_prefix, Dh) or
     (B, 1 or H, N - num_prefix, Dh), in q's dtype or fp32; or half as wide, with one number for both columns of a pair.
@@ -213,4 +216,5 @@ def attention(
             return (_packed if packed else _separate)(*(x[None] for x in tensors), *logits, scale)[0][0]
         return (_packed if packed else _separate)(*tensors, *logits, scale)[0]
     q, k, v = qkv.unbind(-3) if packed else (qkv, k, v)
-    return ref.attention(q, k, v, scale=scale, **logits.options)
+    options = logits.options | ({} if offsets is None else dict(longest=longest))
+    return ref.attention(q, k, v, scale=scale, **options)

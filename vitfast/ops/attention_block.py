@@ -190,4 +190,5 @@ def attention_block(
     if kernels_wanted(op, qkv_weight, unsupported):
         return _attention_fwd(*t, *logits, num_heads, eps, norm, keeps(keep, t, qkv_weight))[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
-    return ref.attention_block(x, *layers, num_heads=num_heads, eps=eps, norm=norm, **factors, **logits.options)
+    acting = logits.options | ({} if offsets is None else dict(longest=longest))
+    return ref.attention_block(x, *layers, num_heads=num_heads, eps=eps, norm=norm, **factors, **acting)

@@ -53,6 +53,7 @@ def packed_summary(data: Data, totals: PackedTotals, steps: int) -> dict:
     return dict(
         expected_images_per_step=data.images_per_step,
         images_per_step=round(images / max(1, steps), 2),
+        tokens_per_step=round((totals.patches + images * data.packing.prefix) / max(1, steps), 1),
         patches_per_image=round(totals.patches / images, 2),
         padding_not_computed=round(1 - totals.patches / max(1, totals.padded), 4),
         sizes={str(side): count for side, count in totals.progress.sizes.items()},
