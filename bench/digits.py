@@ -42,7 +42,7 @@ COMMON = dict(recipe="digits", data="digits", device="cpu", hidden_head=False, l
 MASKED = dict(objective="masked", train_images=718, steps=1500, batch_size=64, lr=1e-3, warmup_steps=200)
 FEW = dict(shots=5, steps=400, batch_size=50, lr=1e-3, warmup_steps=40)
 CHOICES = [dict(lr=lr, epochs=epochs) for lr, epochs in ((1e-4, 12), (3e-4, 12), (1e-3, 12), (3e-4, 24), (1e-3, 24))]
-SIZES = dict(sizes="24:40", tokens_per_step=1000)  # as many images a step as the recipe's 48, and as many patches
+SIZES = dict(sizes="24:40", tokens_per_step=850)  # as many images a step as the recipe's 48, and as many patches
 FOLDS = 5
 SGD = dict(img_size=48, optimizer="sgd", lr=0.03, weight_decay=0.0)  # as Table 4 has it
 

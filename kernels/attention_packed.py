@@ -27,7 +27,7 @@ def bounds(offsets_ptr, samples, tokens):
 
 @triton.jit
 def place(packed, N, H, BLOCK: tl.constexpr):
-    """Of a program: (b, h, tile, block in its sample, first token, tokens of it, start of its lse).
+    """Of a program: (b, h, block in its sample, first token, tokens of it, start of its lse).
 
     packed: (offsets, table, tokens), or None for tensors (B, N, H, Dh) of one size. A program that is left over has a
     sample without tokens.
@@ -36,15 +36,23 @@ def place(packed, N, H, BLOCK: tl.constexpr):
     if packed is None:
         blocks = tl.cdiv(N, BLOCK)
         bh = pid // blocks
-        b, index = bh // H, pid % blocks
-        return b, bh % H, b * blocks + index, index, tl.full((), 0, tl.int32), N, bh.to(tl.int64) * N
+        return bh // H, bh % H, pid % blocks, tl.full((), 0, tl.int32), N, bh.to(tl.int64) * N
     else:
         offsets_ptr, table_ptr, tokens = packed
         slot, h = pid // H, pid % H
         sample, index = tl.load(table_ptr + 2 * slot), tl.load(table_ptr + 2 * slot + 1)
         first, n = bounds(offsets_ptr, tl.maximum(sample, 0), tokens)
         n = tl.where(sample < 0, 0, n)
-        return tl.full((), 0, tl.int32), h, slot, index, first, n, h.to(tl.int64) * tokens + first
+        return tl.full((), 0, tl.int32), h, index, first, n, h.to(tl.int64) * tokens + first
+
+
+@triton.jit
+def tile_of(b, index, N, H, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """The number of a program's tile, found when it is needed: it would hold a register all along."""
+    if PACKED:
+        return tl.program_id(0) // H
+    else:
+        return b * tl.cdiv(N, BLOCK) + index
 
 
 @triton.jit(do_not_specialize=["samples", "tokens", "tiles"])

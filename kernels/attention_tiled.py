@@ -85,7 +85,7 @@ def _attention_fwd_tiled_kernel(
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
     PACKED: tl.constexpr = packed is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
-    b, h, _, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
+    b, h, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # a program that is left over
             return

@@ -20,7 +20,7 @@ from .attention_common import (
     store_sums,
     zero_head_rows,
 )
-from .attention_packed import place
+from .attention_packed import place, tile_of
 from .attention_rope import load_turned_rows, rope_of, store_turned_back
 
 
@@ -209,11 +209,11 @@ def _attention_bwd_dq_kernel(
     """dQ and delta of BLOCK_M queries of one head."""
     PACKED: tl.constexpr = packed is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
-    b, h, slot, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
+    b, h, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:
-                store_sums(sums_ptr, zero_head_rows(16, QK), slot, h, H, QK)
+                store_sums(sums_ptr, zero_head_rows(16, QK), tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
             return
     heads = [head_of(x, b, h, HEAD, first, PACKED) for x in inputs]
     dq_head = head_of(dq, b, h, HEAD, first, PACKED)
@@ -224,7 +224,7 @@ def _attention_bwd_dq_kernel(
         heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, VARIES
     )
     if SUMS:
-        store_sums(sums_ptr, dq_block, slot, h, H, QK)
+        store_sums(sums_ptr, dq_block, tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
 
 
 @triton.jit(do_not_specialize=["packed"])
@@ -249,11 +249,12 @@ def _attention_bwd_dkdv_kernel(
 ):
     """dK and dV of BLOCK_N keys of one head."""
     PACKED: tl.constexpr = packed is not None
-    b, h, slot, index, first, n, lse_at = place(packed, N, H, BLOCK_N)
+    b, h, index, first, n, lse_at = place(packed, N, H, BLOCK_N)
     if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:
-                store_key_sums(sums_ptr, (zero_head_rows(16, QK), zero_head_rows(16, HEAD)), slot, h, H, QK, HEAD)
+                zeros = (zero_head_rows(16, QK), zero_head_rows(16, HEAD))
+                store_key_sums(sums_ptr, zeros, tile_of(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
             return
     heads = [head_of(x, b, h, HEAD, first, PACKED) for x in inputs]
     grad_heads = [head_of(x, b, h, HEAD, first, PACKED) for x in grads]
@@ -262,7 +263,7 @@ def _attention_bwd_dkdv_kernel(
     keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n)
     dkdv = keys_bwd(heads, grad_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED)
     if SUMS:
-        store_key_sums(sums_ptr, dkdv, slot, h, H, QK, HEAD)
+        store_key_sums(sums_ptr, dkdv, tile_of(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ PACKED = [
     Mutant(
         "sums of a program that is left over",
         "attention_tiled_bwd.py",
-        "store_sums(sums_ptr, zero_head_rows(16, QK), slot, h, H, QK)",
+        "store_sums(sums_ptr, zero_head_rows(16, QK), tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)",
         "pass",
         "attention backward, packed",
         "left unwritten",
