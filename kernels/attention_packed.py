@@ -26,23 +26,20 @@ def bounds(offsets_ptr, samples, tokens):
 
 
 @triton.jit
-def place(packed, N, H, BLOCK: tl.constexpr):
+def place(table_ptr, N, H, BLOCK: tl.constexpr):
     """Of a program: (b, h, block in its sample, first token, tokens of it, start of its lse).
 
-    packed: (offsets, table, tokens), or None for tensors (B, N, H, Dh) of one size. A program that is left over has a
-    sample without tokens.
+    table_ptr: what `tile_table` makes, or None for tensors (B, N, H, Dh) of one size. A program that is left over has
+    a sample without tokens.
     """
     pid = tl.program_id(0)
-    if packed is None:
+    if table_ptr is None:
         blocks = tl.cdiv(N, BLOCK)
         bh = pid // blocks
         return bh // H, bh % H, pid % blocks, tl.full((), 0, tl.int32), N, bh.to(tl.int64) * N
     else:
-        offsets_ptr, table_ptr, tokens = packed
-        slot, h = pid // H, pid % H
-        sample, index = tl.load(table_ptr + 2 * slot), tl.load(table_ptr + 2 * slot + 1)
-        first, n = bounds(offsets_ptr, tl.maximum(sample, 0), tokens)
-        n = tl.where(sample < 0, 0, n)
+        h, row = pid % H, table_ptr + pid // H * 4
+        first, n, index, tokens = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
         return tl.full((), 0, tl.int32), h, index, first, n, h.to(tl.int64) * tokens + first
 
 
@@ -55,10 +52,20 @@ def tile_of(b, index, N, H, BLOCK: tl.constexpr, PACKED: tl.constexpr):
         return b * tl.cdiv(N, BLOCK) + index
 
 
+@triton.jit
+def _store_tiles(table_ptr, slots, mask, first, n, index, tokens):
+    """Rows of the table."""
+    ptrs = table_ptr + 4 * slots
+    tl.store(ptrs, first, mask=mask)
+    tl.store(ptrs + 1, n, mask=mask)
+    tl.store(ptrs + 2, index, mask=mask)
+    tl.store(ptrs + 3, tokens, mask=mask)
+
+
 @triton.jit(do_not_specialize=["samples", "tokens", "tiles"])
 def _tiles_kernel(
     offsets_ptr,  # (samples + 1,)
-    table_ptr,  # (tiles, 2)
+    table_ptr,  # (tiles, 4)
     samples,
     tokens,
     tiles,
@@ -67,7 +74,8 @@ def _tiles_kernel(
 ):
     """The tiles of one sample: after those of all with more blocks, and of earlier ones with as many."""
     sample = tl.program_id(0)
-    blocks = tl.cdiv(bounds(offsets_ptr, sample, tokens)[1], BLOCK)
+    first, n = bounds(offsets_ptr, sample, tokens)
+    blocks = tl.cdiv(n, BLOCK)
     before, total = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for start in range(0, samples, CHUNK):
         others = start + tl.arange(0, CHUNK)
@@ -78,30 +86,31 @@ def _tiles_kernel(
         total += tl.sum(theirs, 0)
     for start in range(0, blocks, CHUNK):
         index = start + tl.arange(0, CHUNK)
-        ptrs, mask = table_ptr + 2 * (before + index), (index < blocks) & (before + index < tiles)
-        tl.store(ptrs, sample, mask=mask)
-        tl.store(ptrs + 1, index, mask=mask)
+        _store_tiles(table_ptr, before + index, (index < blocks) & (before + index < tiles), first, n, index, tokens)
     if sample == samples - 1:  # who fills what is left over
         for start in range(total, tiles, CHUNK):
             left = start + tl.arange(0, CHUNK)
-            tl.store(table_ptr + 2 * left, -1, mask=left < tiles)
-            tl.store(table_ptr + 2 * left + 1, 0, mask=left < tiles)
+            _store_tiles(table_ptr, left, left < tiles, 0, 0, 0, tokens)
 
 
 def tile_table(offsets: Tensor, tokens: int, block: int) -> Tensor:
-    """(tiles, 2) int32: the sample of each tile of `block` rows, or -1, and the tile's number in it."""
+    """(tiles, 4) int32: first token of a tile's sample, tokens of it, number of the tile in it, tokens of the batch.
+
+    Of a tile that is left over the sample has no tokens. All that differs from batch to batch is read from here: as an
+    argument it would be another kernel where 16 divides it.
+    """
     samples = len(offsets) - 1
     tiles = tokens // block + samples
-    table = torch.empty((tiles, 2), dtype=torch.int32, device=offsets.device)
+    table = torch.empty((tiles, 4), dtype=torch.int32, device=offsets.device)
     sizes = dict(samples=samples, tokens=tokens, tiles=tiles, BLOCK=block, CHUNK=1024)
     launch(_tiles_kernel, (samples,), offsets_ptr=offsets, table_ptr=table, **sizes, num_warps=4)
     return table
 
 
-def tiles_of(q: Tensor, offsets: Tensor | None, block: int) -> tuple[int, tuple[Tensor, Tensor, int] | None]:
-    """How many tiles of `block` rows q (B, N, H, Dh) has, and the argument `packed` of the kernels."""
+def tiles_of(q: Tensor, offsets: Tensor | None, block: int) -> tuple[int, Tensor | None]:
+    """How many tiles of `block` rows q (B, N, H, Dh) has, and their table where there are offsets."""
     batch, tokens = q.shape[:2]
     if offsets is None:
         return batch * cdiv(tokens, block), None
     table = tile_table(offsets, tokens, block)
-    return len(table), (offsets, table, tokens)
+    return len(table), table

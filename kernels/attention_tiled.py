@@ -61,7 +61,7 @@ def _fwd_step(
     return acc, l * decay + tl.sum(p, 1), m_new
 
 
-@triton.jit(do_not_specialize=["packed"])
+@triton.jit
 def _attention_fwd_tiled_kernel(
     q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next three
     k,
@@ -70,7 +70,7 @@ def _attention_fwd_tiled_kernel(
     lse_ptr,  # (B, H, N)
     terms,  # rope: cos, sin, strides of B, H, rows, num_prefix; bias (B, H, N, N): pointer, strides of B, H, queries;
     # key lengths (B,); each or None
-    packed,  # (offsets, table of tiles, tokens) of attention_packed.py, or None
+    table_ptr,  # of the tiles of packed samples (attention_packed.py), or None
     N,
     H,
     scale,
@@ -83,9 +83,9 @@ def _attention_fwd_tiled_kernel(
     """BLOCK_M queries of one head against blocks of BLOCK_N keys, the last of LAST_N (0: N divides)."""
     TURNS: tl.constexpr = terms[0] is not None  # then addresses made before the loop would spill
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
-    PACKED: tl.constexpr = packed is not None
+    PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
-    b, h, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
+    b, h, index, first, n, lse_at = place(table_ptr, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # a program that is left over
             return

@@ -186,7 +186,7 @@ def store_key_sums(sums_ptr, dkdv, block, h, H, QK: tl.constexpr, HEAD: tl.const
     store_sums(sums_ptr, dkdv[1], block * 2 + 1, h, H, HEAD)
 
 
-@triton.jit(do_not_specialize=["packed"])
+@triton.jit
 def _attention_bwd_dq_kernel(
     inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
     dq,  # likewise
@@ -194,7 +194,7 @@ def _attention_bwd_dq_kernel(
     delta_ptr,  # (B, H, N), written here
     sums_ptr,  # (B * blocks, H, Dh)
     terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
-    packed,  # or None: likewise
+    table_ptr,  # or None: likewise
     N,
     H,
     scale,
@@ -207,9 +207,9 @@ def _attention_bwd_dq_kernel(
     LAST_N: tl.constexpr,
 ):
     """dQ and delta of BLOCK_M queries of one head."""
-    PACKED: tl.constexpr = packed is not None
+    PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
-    b, h, index, first, n, lse_at = place(packed, N, H, BLOCK_M)
+    b, h, index, first, n, lse_at = place(table_ptr, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:
@@ -227,7 +227,7 @@ def _attention_bwd_dq_kernel(
         store_sums(sums_ptr, dq_block, tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
 
 
-@triton.jit(do_not_specialize=["packed"])
+@triton.jit
 def _attention_bwd_dkdv_kernel(
     inputs,  # q, k, v, do (B, N, H, Dh), each its pointer and its strides of B, N, H
     grads,  # dk and dv, likewise
@@ -235,7 +235,7 @@ def _attention_bwd_dkdv_kernel(
     delta_ptr,  # (B, H, N)
     sums_ptr,  # (B * blocks, 2, H, Dh)
     terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
-    packed,  # or None: likewise
+    table_ptr,  # or None: likewise
     N,
     H,
     scale,
@@ -248,8 +248,8 @@ def _attention_bwd_dkdv_kernel(
     LAST_M: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one head."""
-    PACKED: tl.constexpr = packed is not None
-    b, h, index, first, n, lse_at = place(packed, N, H, BLOCK_N)
+    PACKED: tl.constexpr = table_ptr is not None
+    b, h, index, first, n, lse_at = place(table_ptr, N, H, BLOCK_N)
     if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:

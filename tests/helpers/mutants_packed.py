@@ -14,8 +14,8 @@ PACKED = [
     Mutant(
         "the second tile of a sample for the first",
         "attention_packed.py",
-        "tl.store(ptrs + 1, index, mask=mask)",
-        "tl.store(ptrs + 1, index + 1, mask=mask)",
+        "tl.store(ptrs + 2, index, mask=mask)",
+        "tl.store(ptrs + 2, index + 1, mask=mask)",
         "attention, packed",
         "left unwritten",
     ),
