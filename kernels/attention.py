@@ -161,8 +161,8 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, logits: Logits 
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
         launch(_attention_fwd_short_kernel, grid, **common, **key_blocks(N), query_blocks=per_program)
     else:
-        last, (count, table) = _last_keys(N, tile["BLOCK_N"], logits), tiles_of(q, logits.offsets, tile["BLOCK_M"])
-        launch(_attention_fwd_tiled_kernel, (count * H,), **common, table_ptr=table, LAST_N=last)
+        last, (count, packed) = _last_keys(N, tile["BLOCK_N"], logits), tiles_of(q, logits.offsets, tile["BLOCK_M"])
+        launch(_attention_fwd_tiled_kernel, (count * H,), **common, **packed, LAST_N=last)
     return o, lse
 
 
@@ -282,11 +282,11 @@ def attention_bwd_dq(
     dq = _empty(q) if dq is None else dq
     delta = torch.empty_like(lse) if delta is None else delta
     tile = _lookup("attention_bwd_dq", q, logits)
-    count, table = tiles_of(q, logits.offsets, tile["BLOCK_M"])
+    count, packed = tiles_of(q, logits.offsets, tile["BLOCK_M"])
     sums = _sums(q, want_sums, count)
     common, (*inputs, dq_pair) = _arguments(scale, q, k, v, o, do, dq, logits=logits)
     common |= dict(inputs=tuple(inputs), dq=dq_pair, lse_ptr=lse, delta_ptr=delta, sums_ptr=sums, SUMS=want_sums)
-    common |= dict(TURN=turn_back, table_ptr=table, **_terms(logits, common["HEAD"]))
+    common |= dict(TURN=turn_back, **packed, **_terms(logits, common["HEAD"]))
     last = _last_keys(N, tile["BLOCK_N"], logits)
     launch(_attention_bwd_dq_kernel, (count * H,), **common, LAST_N=last, **tile.meta)
     return dq, sums.sum(0).flatten() if want_sums else None
@@ -313,12 +313,12 @@ def attention_bwd_dkdv(
     B, N, H, _ = q.shape
     dk, dv = (_empty(q) if grad is None else grad for grad in (dk, dv))
     tile = _lookup("attention_bwd_dkdv", q, logits)
-    count, table = tiles_of(q, logits.offsets, tile["BLOCK_N"])
+    count, packed = tiles_of(q, logits.offsets, tile["BLOCK_N"])
     sums = _sums(q, want_sums, count, 2)
     common, pairs = _arguments(scale, q, k, v, do, dk, dv, logits=logits)
     common |= dict(inputs=tuple(pairs[:4]), grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr=delta, sums_ptr=sums)
-    common |= dict(TURN=turn_back, table_ptr=table, **_terms(logits, common["HEAD"]))
-    last = last_block(N, tile["BLOCK_M"]) if table is None else tile["BLOCK_M"]
+    common |= dict(TURN=turn_back, **packed, **_terms(logits, common["HEAD"]))
+    last = last_block(N, tile["BLOCK_M"]) if logits.offsets is None else tile["BLOCK_M"]
     launch(_attention_bwd_dkdv_kernel, (count * H,), **common, SUMS=want_sums, LAST_M=last, **tile.meta)
     return dk, dv, sums.sum(0).flatten() if want_sums else None
 

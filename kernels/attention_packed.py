@@ -26,11 +26,11 @@ def bounds(offsets_ptr, samples, tokens):
 
 
 @triton.jit
-def place(table_ptr, N, H, BLOCK: tl.constexpr):
+def place(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
     """Of a program: (b, h, block in its sample, first token, tokens of it, start of its lse).
 
-    table_ptr: what `tile_table` makes, or None for tensors (B, N, H, Dh) of one size. A program that is left over has
-    a sample without tokens.
+    table_ptr: what `tile_table` makes for all `tokens`, or None for tensors (B, N, H, Dh) of one size. A program that
+    is left over has a sample without tokens.
     """
     pid = tl.program_id(0)
     if table_ptr is None:
@@ -38,8 +38,8 @@ def place(table_ptr, N, H, BLOCK: tl.constexpr):
         bh = pid // blocks
         return bh // H, bh % H, pid % blocks, tl.full((), 0, tl.int32), N, bh.to(tl.int64) * N
     else:
-        h, row = pid % H, table_ptr + pid // H * 4
-        first, n, index, tokens = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+        h, row = pid % H, table_ptr + pid // H * 3
+        first, n, index = tl.load(row), tl.load(row + 1), tl.load(row + 2)
         return tl.full((), 0, tl.int32), h, index, first, n, h.to(tl.int64) * tokens + first
 
 
@@ -53,19 +53,18 @@ def tile_of(b, index, N, H, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _store_tiles(table_ptr, slots, mask, first, n, index, tokens):
+def _store_tiles(table_ptr, slots, mask, first, n, index):
     """Rows of the table."""
-    ptrs = table_ptr + 4 * slots
+    ptrs = table_ptr + 3 * slots
     tl.store(ptrs, first, mask=mask)
     tl.store(ptrs + 1, n, mask=mask)
     tl.store(ptrs + 2, index, mask=mask)
-    tl.store(ptrs + 3, tokens, mask=mask)
 
 
 @triton.jit(do_not_specialize=["samples", "tokens", "tiles"])
 def _tiles_kernel(
     offsets_ptr,  # (samples + 1,)
-    table_ptr,  # (tiles, 4)
+    table_ptr,  # (tiles, 3)
     samples,
     tokens,
     tiles,
@@ -86,31 +85,30 @@ def _tiles_kernel(
         total += tl.sum(theirs, 0)
     for start in range(0, blocks, CHUNK):
         index = start + tl.arange(0, CHUNK)
-        _store_tiles(table_ptr, before + index, (index < blocks) & (before + index < tiles), first, n, index, tokens)
+        _store_tiles(table_ptr, before + index, (index < blocks) & (before + index < tiles), first, n, index)
     if sample == samples - 1:  # who fills what is left over
         for start in range(total, tiles, CHUNK):
             left = start + tl.arange(0, CHUNK)
-            _store_tiles(table_ptr, left, left < tiles, 0, 0, 0, tokens)
+            _store_tiles(table_ptr, left, left < tiles, 0, 0, 0)
 
 
 def tile_table(offsets: Tensor, tokens: int, block: int) -> Tensor:
-    """(tiles, 4) int32: first token of a tile's sample, tokens of it, number of the tile in it, tokens of the batch.
+    """(tiles, 3) int32: the first token of a tile's sample, how many it has, the tile's number there.
 
-    Of a tile that is left over the sample has no tokens. All that differs from batch to batch is read from here: as an
-    argument it would be another kernel where 16 divides it.
+    Of a tile that is left over the sample has no tokens.
     """
     samples = len(offsets) - 1
     tiles = tokens // block + samples
-    table = torch.empty((tiles, 4), dtype=torch.int32, device=offsets.device)
+    table = torch.empty((tiles, 3), dtype=torch.int32, device=offsets.device)
     sizes = dict(samples=samples, tokens=tokens, tiles=tiles, BLOCK=block, CHUNK=1024)
     launch(_tiles_kernel, (samples,), offsets_ptr=offsets, table_ptr=table, **sizes, num_warps=4)
     return table
 
 
-def tiles_of(q: Tensor, offsets: Tensor | None, block: int) -> tuple[int, Tensor | None]:
-    """How many tiles of `block` rows q (B, N, H, Dh) has, and their table where there are offsets."""
+def tiles_of(q: Tensor, offsets: Tensor | None, block: int) -> tuple[int, dict]:
+    """How many tiles of `block` rows q (B, N, H, Dh) has, and the kernels' arguments for packed samples."""
     batch, tokens = q.shape[:2]
     if offsets is None:
-        return batch * cdiv(tokens, block), None
+        return batch * cdiv(tokens, block), dict(table_ptr=None, tokens=0)
     table = tile_table(offsets, tokens, block)
-    return len(table), table
+    return len(table), dict(table_ptr=table, tokens=tokens)

@@ -61,7 +61,7 @@ def _fwd_step(
     return acc, l * decay + tl.sum(p, 1), m_new
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attention_fwd_tiled_kernel(
     q,  # (pointer, strides of B, N, H) of (B, N, H, Dh), as the next three
     k,
@@ -71,6 +71,7 @@ def _attention_fwd_tiled_kernel(
     terms,  # rope: cos, sin, strides of B, H, rows, num_prefix; bias (B, H, N, N): pointer, strides of B, H, queries;
     # key lengths (B,); each or None
     table_ptr,  # of the tiles of packed samples (attention_packed.py), or None
+    tokens,  # of all packed samples
     N,
     H,
     scale,
@@ -85,7 +86,7 @@ def _attention_fwd_tiled_kernel(
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
-    b, h, index, first, n, lse_at = place(table_ptr, N, H, BLOCK_M)
+    b, h, index, first, n, lse_at = place(table_ptr, tokens, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # a program that is left over
             return

@@ -186,7 +186,7 @@ def store_key_sums(sums_ptr, dkdv, block, h, H, QK: tl.constexpr, HEAD: tl.const
     store_sums(sums_ptr, dkdv[1], block * 2 + 1, h, H, HEAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attention_bwd_dq_kernel(
     inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
     dq,  # likewise
@@ -194,7 +194,8 @@ def _attention_bwd_dq_kernel(
     delta_ptr,  # (B, H, N), written here
     sums_ptr,  # (B * blocks, H, Dh)
     terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
-    table_ptr,  # or None: likewise
+    table_ptr,  # or None, and tokens: likewise
+    tokens,
     N,
     H,
     scale,
@@ -209,7 +210,7 @@ def _attention_bwd_dq_kernel(
     """dQ and delta of BLOCK_M queries of one head."""
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
-    b, h, index, first, n, lse_at = place(table_ptr, N, H, BLOCK_M)
+    b, h, index, first, n, lse_at = place(table_ptr, tokens, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:
@@ -227,7 +228,7 @@ def _attention_bwd_dq_kernel(
         store_sums(sums_ptr, dq_block, tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attention_bwd_dkdv_kernel(
     inputs,  # q, k, v, do (B, N, H, Dh), each its pointer and its strides of B, N, H
     grads,  # dk and dv, likewise
@@ -235,7 +236,8 @@ def _attention_bwd_dkdv_kernel(
     delta_ptr,  # (B, H, N)
     sums_ptr,  # (B * blocks, 2, H, Dh)
     terms,  # rope, bias, key lengths, each or None: as attention_tiled.py takes them
-    table_ptr,  # or None: likewise
+    table_ptr,  # or None, and tokens: likewise
+    tokens,
     N,
     H,
     scale,
@@ -249,7 +251,7 @@ def _attention_bwd_dkdv_kernel(
 ):
     """dK and dV of BLOCK_N keys of one head."""
     PACKED: tl.constexpr = table_ptr is not None
-    b, h, index, first, n, lse_at = place(table_ptr, N, H, BLOCK_N)
+    b, h, index, first, n, lse_at = place(table_ptr, tokens, N, H, BLOCK_N)
     if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:

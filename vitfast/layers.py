@@ -312,9 +312,10 @@ class AttentionPoolLatent(nn.Module):
 
 
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """(tokens, ...) -> (S, ...): the sum over each sample's tokens, in one order: the same bits every time.
+    """(tokens, ...) -> (S, ...): the sum over each sample's tokens.
 
-    On a GPU PyTorch's sum over segments, which can be differentiated once; elsewhere one that can be as often as asked.
+    In one order, so with the same bits every time: on a GPU by PyTorch's sum over segments, which can be differentiated
+    once; elsewhere by one that can be as often as asked.
     """
     if x.device.type == "cuda":
         return torch.segment_reduce(x, "sum", offsets=offsets, axis=0)

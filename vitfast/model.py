@@ -274,7 +274,7 @@ class ViT(Intermediates, PackedForward, nn.Module):
         return self._final(x)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
-        """(B, T+N, D) -> (B, D), or unchanged with pool type ""; of many sizes a list of (T+N_i, D) -> (S, D)."""
+        """(B, T+N, D), or a list of (T+N_i, D), -> (B, D); unchanged with pool type ""."""
         pool_type = self.global_pool if pool_type is None else pool_type
         if of_many_sizes(x):
             return self._pool_many(x, pool_type)

@@ -18,7 +18,7 @@ from vitfast import ops, ref
 from vitfast.kernels import attention as kernels
 from vitfast.kernels import launch, tiles
 from vitfast.kernels.attention import HEAD_SIZES, attention_bwd, attention_bwd_separate, attention_fwd
-from vitfast.kernels.logits import PLAIN
+from vitfast.kernels.logits import PLAIN, Logits
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted kernels; test_gpu.py runs the real ones")
 
@@ -278,14 +278,16 @@ def test_opcheck(packed):
     name = "attention_packed" if packed else "attention_separate"
     forward, backward = getattr(torch.ops.vitfast, name).default, getattr(torch.ops.vitfast, name + "_backward").default
     cos, sin, bias = torch.rand(2, 8, 16), torch.rand(2, 8, 16), torch.randn(2, 9, 9)
-    acting = (cos, sin, bias, torch.tensor([9, 4]), True, 1)
-    for logits, wanted in ((PLAIN, (False, False)), (acting, (True, True))):
+    acting = Logits(cos, sin, bias, torch.tensor([9, 4]), interleaved=True, num_prefix=1)
+    many = Logits(torch.rand(18, 16), torch.rand(18, 16), offsets=torch.tensor([0, 11, 18]), longest=11)
+    for logits, wanted in ((PLAIN, (False, False)), (acting, (True, True)), (many, (True, False))):
+        if logits is many:
+            qkv, do = random(1, 18, 2, 16)
+            inputs = [qkv] if packed else list(qkv.unbind(2))
         o, lse = forward(*inputs, *logits, 0.25)
         torch.library.opcheck(backward, (*inputs, *logits, o, lse, do, 0.25, *wanted))
-        given = [
-            x.detach().clone().requires_grad_(x.is_floating_point()) for x in (*inputs, *logits[:4]) if x is not None
-        ]
-        given += [None] * (len(inputs) + 4 - len(given))
+        fresh = lambda x: x if x is None else x.detach().clone().requires_grad_(x.is_floating_point())  # noqa: E731
+        given = [fresh(x) for x in (*inputs, *logits[:4])]
         torch.library.opcheck(forward, (*given, *logits[4:], 0.25))
 
 

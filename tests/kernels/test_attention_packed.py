@@ -118,13 +118,13 @@ def test_sums_for_the_qkv_bias_leave_nothing_out(kernels_on_nan):
 def test_the_table_has_each_tile_once_long_samples_first(sizes, block, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(77))
-    offsets, tokens = offsets_of(sizes), sum(sizes)
-    table = attention_packed.tile_table(offsets, tokens, block).tolist()
+    offsets = offsets_of(sizes)
+    table = attention_packed.tile_table(offsets, sum(sizes), block).tolist()
     blocks = [-(-size // block) for size in sizes]
     order = sorted(range(len(sizes)), key=lambda s: (-blocks[s], s))
-    wanted = [[int(offsets[s]), sizes[s], i, tokens] for s in order for i in range(blocks[s])]
+    wanted = [[int(offsets[s]), sizes[s], i] for s in order for i in range(blocks[s])]
     assert table[: len(wanted)] == wanted
-    assert all(row == [0, 0, 0, tokens] for row in table[len(wanted) :])
+    assert all(row == [0, 0, 0] for row in table[len(wanted) :])
     assert len(table) == sum(sizes) // block + len(sizes)
 
 

@@ -12,6 +12,7 @@ from vitfast import ops, ref
 from vitfast.kernels import patch_embed as forward_module
 from vitfast.kernels import patch_embed_bwd as backward_module
 from vitfast.kernels import patches, tiles
+from vitfast.packed import token_rows
 
 # On top of twice PyTorch's own error. fp32: sums of some hundred products of size 1 in another order. fp16: half a
 # rounding step of results up to 8, where PyTorch happens to round well; its gradients are sums over all patches of
@@ -271,13 +272,29 @@ def test_patch_embed_same_bits_twice(images):
 def test_patch_embed_opcheck(images):
     tensors = make(images=images, patch=(2, 2), layout="channels last")
     norm = [list(v) for v in normalisation(tensors).values()] or [[], []]
-    torch.library.opcheck(torch.ops.vitfast.patch_embed.default, (*tensors.values(), *norm))
+    torch.library.opcheck(torch.ops.vitfast.patch_embed.default, (*tensors.values(), None, None, *norm))
     dtypes, floats = (F32, F32, F32), images == F32
     given_ = [t.detach() for t in (torch.randn(2, 7, 24), tensors["images"], tensors["weight"])]
     tests = ("test_schema", "test_faketensor")  # the others ask for a derivative of the derivative, which is refused
     for needed in ([floats, True, True, True, True], [False, False, True, False, False]):
         torch.library.opcheck(
-            torch.ops.vitfast.patch_embed_bwd.default, (*given_, *norm, 1, 7, *dtypes, needed), test_utils=tests
+            torch.ops.vitfast.patch_embed_bwd.default,
+            (*given_, None, None, *norm, 1, 7, *dtypes, needed),
+            test_utils=tests,
+        )
+
+
+def test_patch_embed_opcheck_of_packed_images():
+    """Three images of 4, 0 and 3 patches, with a class token."""
+    patches, weight, bias = (torch.randn(s, requires_grad=True) for s in ((7, 3, 2, 2), (24, 3, 2, 2), (24,)))
+    cls_token, pos_embed = (torch.randn(s, requires_grad=True) for s in ((1, 1, 24), (7, 24)))
+    placed = token_rows(torch.tensor([0, 4, 4, 7]), 7, 1)
+    given_ = (patches, weight, bias, cls_token, pos_embed, *placed, [], [])
+    torch.library.opcheck(torch.ops.vitfast.patch_embed.default, given_)
+    bare = (torch.randn(10, 24), patches.detach(), weight.detach(), *placed, [], [], 1, 7, F32, F32, F32)
+    for needed in ([True] * 5, [False, False, True, False, True]):
+        torch.library.opcheck(
+            torch.ops.vitfast.patch_embed_bwd.default, (*bare, needed), test_utils=("test_schema", "test_faketensor")
         )
 
 

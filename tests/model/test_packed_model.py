@@ -1,21 +1,19 @@
 """A ViT on images of many sizes: what each image gives alone, whatever comes with it."""
 
-import copy
-import dataclasses
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from many_sizes import SIZES, images_of
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from vitfast import InputError, PackedImages, ViT, ops, pack, packed
 from vitfast.block import subset_of_packed
-from vitfast.packed import TokenLayout, draw_kept
+from vitfast.packed import TokenLayout
 
 SMALL = dict(img_size=(32, 24), patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
-SIZES = [(32, 24), (16, 24), (4, 4), (40, 12), (8, 64)]
 KINDS = {
     "class token": {},
     "average": dict(global_pool="avg", class_token=False),
@@ -39,12 +37,6 @@ def model_of(**options):
     for p in model.parameters():  # every part counts
         torch.nn.init.normal_(p, std=0.2) if p.dim() > 1 else torch.nn.init.normal_(p, mean=0.5, std=0.2)
     return model
-
-
-def images_of(raw=False, sizes=SIZES):
-    if raw:
-        return [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
-    return [torch.randn(3, *size) for size in sizes]
 
 
 def alone(model, images):
@@ -121,21 +113,6 @@ class Pack:
         return pack(images, 4)
 
 
-def test_a_buffer_holds_everything():
-    images = images_of()
-    made = pack(images, 4)
-    ends = made.buffer.data_ptr(), made.buffer.data_ptr() + made.buffer.numel()
-    for part in (made.patches, made.places, made.offsets, made.grids):
-        assert ends[0] <= part.data_ptr() and part.data_ptr() % 16 == ends[0] % 16
-        assert part.data_ptr() + part.numel() * part.element_size() <= ends[1]
-    assert made.shape == (135, 3, 4, 4) and made.dtype == torch.float32 and made.device.type == "cpu"
-    assert made.counts == (48, 24, 1, 30, 32) and made.longest == 48
-    assert made.offsets.tolist() == [0, 48, 72, 73, 103, 135] and made.grids.tolist()[3] == [10, 3]
-    for i, image in enumerate(images):
-        part = made.patches[made.offsets[i] : made.offsets[i + 1]].unflatten(0, made.grids[i].tolist())
-        assert torch.equal(part.permute(2, 0, 3, 1, 4).reshape(image.shape), image)
-
-
 def test_patches_that_are_dropped():
     """Those that stay keep their places: positions are of the whole grid."""
     images = images_of(raw=True)
@@ -153,16 +130,6 @@ def test_patches_that_are_dropped():
     assert not torch.allclose(logits[0], model(images)[0], atol=1e-3)
     with_gradients = [image.float().requires_grad_() for image in images]
     assert torch.equal(pack(with_gradients, 4, keep).patches, made.patches.float())
-
-
-@pytest.mark.parametrize("drop, count, kept", [(0.5, 48, 24), (0.0, 7, 7), (0.99, 5, 1), (0.3, 10, 7)])
-def test_what_is_kept_is_drawn(drop, count, kept):
-    draw = lambda seed: draw_kept(count, drop, torch.Generator().manual_seed(seed))  # noqa: E731
-    numbers = draw(0)
-    assert len(numbers) == kept == len(numbers.unique()) and numbers.max() < count
-    assert torch.equal(numbers, draw(0)) and torch.equal(numbers, numbers.sort().values)
-    if 1 < kept < count:
-        assert any(not torch.equal(numbers, draw(seed)) for seed in range(1, 5))
 
 
 @pytest.mark.slow(30)
@@ -287,49 +254,6 @@ def test_subset_leaves_evaluation_and_rate_1_alone():
 # ---- what cannot be
 
 
-@pytest.mark.parametrize(
-    "images, error, message",
-    [
-        ([], ValueError, "images is empty"),
-        ([torch.randn(3, 8, 8), torch.randn(8, 8)], ValueError, r"images\[1\] must be \(C, H, W\), got \(8, 8\)"),
-        (
-            [torch.randn(3, 8, 9)],
-            ValueError,
-            r"images\[0\] must have sides that are multiples of the patch 4 x 4, got 8 x 9",
-        ),
-        ([torch.randn(3, 8, 0)], ValueError, r"multiples of the patch 4 x 4, got 8 x 0"),
-        (
-            [torch.randn(3, 8, 8), torch.zeros(3, 8, 8).byte()],
-            ValueError,
-            r"alike, got dtype torch.float32 of images\[0\]",
-        ),
-        (
-            [torch.randn(3, 8, 8), torch.randn(1, 8, 8)],
-            ValueError,
-            r"alike, got channels 3 of images\[0\], 1 of images\[1\]",
-        ),
-        ([torch.randn(3, 8, 8).int()], TypeError, r"images\[0\] must be uint8 or floating point, got torch.int32"),
-        (["cat.jpg"], TypeError, r"images\[0\] must be a tensor or an array, got str"),
-        (torch.randn(2, 3, 8, 8), TypeError, "images must be a list of .* got Tensor"),
-    ],
-)
-def test_images_that_cannot_be_packed(images, error, message):
-    with pytest.raises(error, match=message):
-        pack(images, 4)
-
-
-@pytest.mark.parametrize("keep", [torch.tensor([4]), torch.tensor([1, 1]), [], ["a"], torch.tensor([0.0]), [True]])
-def test_patches_that_cannot_be_kept(keep):
-    with pytest.raises(
-        ValueError, match=r"keep\[0\] must be whole numbers of patches from 0 to 3, each once and at least one"
-    ):
-        pack([torch.randn(3, 8, 8)], 4, [keep])
-    with pytest.raises(ValueError, match="keep must have an entry for each of 1 images, got 2"):
-        pack([torch.randn(3, 8, 8)], 4, [None, None])
-    with pytest.raises(ValueError, match=r"patch_size must be P or \(P, Q\) in pixels, got 0"):
-        pack([torch.randn(3, 8, 8)], 0)
-
-
 def test_models_that_take_one_size_say_so():
     with pytest.raises(InputError, match="pos_embed='relative' takes images of one size"):
         model_of(pos_embed="relative")(images_of())
@@ -350,27 +274,6 @@ def test_without_pooling_every_token_has_logits():
     tokens = model.forward_features(images)
     for mine, theirs in zip(logits, model.forward_head(tokens), strict=True):
         assert torch.equal(mine, theirs)
-
-
-# ---- a packed batch as an object
-
-
-def test_patches_can_be_replaced():
-    """The buffer is not what is sent then, nor saved."""
-    images = pack(images_of(raw=True), 4)
-    changed = dataclasses.replace(images, patches=images.patches.float() / 255)
-    for again in (changed.to("cpu"), pickle.loads(pickle.dumps(changed)), changed._shared()):
-        assert torch.equal(again.patches, changed.patches) and torch.equal(again.grids, images.grids)
-    assert repr(changed) == "PackedImages(5 images, patches (135, 3, 4, 4) torch.float32 on cpu)"
-
-
-def test_a_packed_batch_is_saved_once(tmp_path):
-    images = pack(images_of(raw=True), 4)
-    torch.save(images, tmp_path / "batch.pt")
-    assert (tmp_path / "batch.pt").stat().st_size < 1.5 * images.buffer.numel() + 5000
-    for again in (torch.load(tmp_path / "batch.pt", weights_only=False), copy.deepcopy(images)):
-        assert torch.equal(again.patches, images.patches) and again.counts == images.counts
-        assert again._together and torch.equal(again.to("cpu").places, images.places)
 
 
 def test_arrays_of_any_layout_and_lists_of_numbers():

@@ -9,7 +9,7 @@ from checks import assert_close
 
 from vitfast import ops, ref
 from vitfast.kernels.launch import record
-from vitfast.kernels.logits import PLAIN
+from vitfast.kernels.logits import PLAIN, Logits
 from vitfast.ops.attention_block import _attention_bwd, _attention_fwd
 from vitfast.ops.mlp_block import _mlp_bwd, _mlp_fwd
 
@@ -175,21 +175,24 @@ def forward(block, x, p, keep):
     return _mlp_fwd(*tensors, None, "gelu", 1e-6, "layer", keep)
 
 
-@pytest.mark.parametrize("acting", [False, True])
-def test_opcheck_of_the_attention_block(acting):
-    p, x = parameters("attention", torch.float32), torch.randn(2, 3, WIDTH, requires_grad=True)
+@pytest.mark.parametrize("kind", ["plain", "acting", "packed"])
+def test_opcheck_of_the_attention_block(kind):
+    p, acting = parameters("attention", torch.float32), kind == "acting"
+    shape = (6, WIDTH) if kind == "packed" else (2, 3, WIDTH)
+    x = torch.randn(shape, requires_grad=True)
     tables = (torch.rand(2, WIDTH // HEADS), torch.rand(2, WIDTH // HEADS), torch.randn(1, HEADS, 3, 3))
-    logits = (*tables, torch.tensor([2, 3]), False, 1) if acting else PLAIN
+    logits = PLAIN if kind == "plain" else Logits(offsets=torch.tensor([0, 2, 6]), longest=4)
+    logits = Logits(*tables, torch.tensor([2, 3]), num_prefix=1) if acting else logits
     for t in tables:
         t.requires_grad_()
-    for drop_path, keep in ((torch.rand(2), "least"), (None, "all")):
+    for drop_path, keep in ((torch.rand(6 if kind == "packed" else 2), "least"), (None, "all")):
         torch.library.opcheck(_attention_fwd, (x, *p, drop_path, *logits, HEADS, 1e-6, "layer", keep))
     bare, *p = (t if t is None else t.detach() for t in (x, *p))
     cos, sin, bias, *rest = (t.detach() if torch.is_tensor(t) else t for t in logits)
     torch.library.opcheck(_attention_fwd, (bare, *p, None, cos, sin, bias, *rest, HEADS, 1e-6, "layer", "none"))
     kept = [t.detach() for t in _attention_fwd(bare, *p, None, cos, sin, bias, *rest, HEADS, 1e-6, "layer", "all")][1:]
-    lengths, *options = rest
-    inputs = (torch.randn(2, 3, WIDTH), bare, *p, cos, sin, bias, None, lengths)
+    lengths, offsets, *options = rest
+    inputs = (torch.randn(shape), bare, *p, cos, sin, bias, None, lengths, offsets)
     for needs in ([True] * 8 + [acting] * 3, [i in (3, 5, 7) for i in range(11)]):
         for h in (kept[5], None):
             arguments = (*inputs, *kept[:5], h, *options, 1e-6, "layer", needs)

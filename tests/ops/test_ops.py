@@ -295,9 +295,9 @@ X, W = torch.randn(B, N, D), torch.randn(D)
             "attention_block: qkv_weight must",
         ),
         bad(
-            lambda: ops.mlp_block(X[0], W, W, torch.randn(F, D), None, torch.randn(D, F), None),
+            lambda: ops.mlp_block(X[0, 0], W, W, torch.randn(F, D), None, torch.randn(D, F), None),
             ValueError,
-            r"mlp_block: x must be \(B, N, D\)",
+            r"mlp_block: x must be \(B, N, D\) or \(tokens, D\), got \(\d+,\)",
         ),
         bad(
             lambda: ops.patch_embed(torch.randn(1, 3, 9, 8), torch.randn(D, 3, 4, 4), None),

@@ -86,8 +86,8 @@ def layer(
         kept = [*kept[:held], *(t if keep == "all" else None for t in kept[held:])]
         inputs, options = (meta(B, N, D), *tensors), (option, 1e-6, "layer", list(needs))
         if option == H:
-            inputs = (*inputs[:-1], None, None, None, factors[1], None)
-            options = (False, 0, 1e-6, "layer", [*needs, False, False, False])
+            inputs = (*inputs[:-1], None, None, None, factors[1], None, None)
+            options = (False, 0, 0, 1e-6, "layer", [*needs, False, False, False])
         _, back, more = counted(lambda: bwd._init_fn(*inputs, *kept, *options))  # noqa: B023
         forward, backward, rest = forward + u, backward + back, rest + small + more
     return forward, backward, rest
