@@ -59,18 +59,29 @@ class PackedImages:
 
     @property
     def _together(self) -> bool:
-        """Whether the tensors lie in the buffer: not where one was replaced."""
+        """Whether the tensors lie in the buffer as `pack` laid them: not where one was replaced."""
         if self.buffer is None:
             return False
-        memory = self.buffer.untyped_storage().data_ptr()
+        *parts, (end, *_) = _parts(self.shape, self.dtype, len(self.counts))
+        memory, first = self.buffer.untyped_storage().data_ptr(), self.buffer.storage_offset()
+        lies = lambda t, start, size, kind: (  # noqa: E731
+            t.untyped_storage().data_ptr() == memory
+            and (t.storage_offset() * kind.itemsize, tuple(t.shape), t.dtype) == (first + start, size, kind)
+            and t.is_contiguous()
+        )
         tensors = (self.patches, self.places, self.offsets, self.grids)
-        return all(t.untyped_storage().data_ptr() == memory for t in tensors)
+        return len(self.buffer) == end and all(lies(t, *part) for t, part in zip(tensors, parts))
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedImages":
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedImages":
         """The same on another device, in one copy where the tensors share their memory.
 
-        Other patches, normalised ones say: `dataclasses.replace(images, patches=...)`.
+        Other patches, normalised ones say: `dataclasses.replace(images, patches=...)`. Raises TypeError for what is no
+        device.
         """
+        for name, value, kinds in (("device", device, (str, int, torch.device)), ("non_blocking", non_blocking, bool)):
+            if not isinstance(value, kinds):
+                hint = "for another dtype: dataclasses.replace(images, patches=images.patches.to(dtype))"
+                raise TypeError(f"PackedImages.to: {name} cannot be {value!r}; {hint}")
         if self._together:
             return self._in(self.buffer.to(device, non_blocking=non_blocking))
         names = ("patches", "places", "offsets", "grids")
@@ -197,7 +208,8 @@ def pack(
     places = torch.cat([torch.arange(h * w) if p is None else p.cpu() for p, (h, w) in zip(kept, grids)]).int()
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     first, cuts = images[0], [_cut(image, patch) for image in images]
-    if first.device.type != "cpu" or any(image.requires_grad for image in images):
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # vmap: nothing is copied in place
+    if first.device.type != "cpu" or transformed or any(image.requires_grad for image in images):
         whole = [cut.flatten(0, 1) for cut in cuts]
         patches = torch.cat([x if p is None else x[p.to(x.device)] for x, p in zip(whole, kept)])
         rest = (t.to(first.device) for t in (places, offsets, torch.tensor(grids, dtype=torch.int32)))

@@ -33,7 +33,7 @@ class PackedForward:
         kind = self._config["pos_embed"]
         if self._config["backbone"] is not None or kind == "relative":
             what = "a hybrid's CNN" if self._config["backbone"] is not None else f"pos_embed={kind!r}"
-            raise InputError(f"ViT: {what} takes images of one size, (B, C, H, W), and no list of them")
+            raise InputError(f"ViT: {what} takes images of one size, (B, C, H, W), not of many sizes")
 
     def _packed(self, images: ManyImages) -> PackedImages:
         """The images as patches on the model's device. Raises ValueError where they are none of this model's."""
@@ -139,6 +139,8 @@ def _together(tokens: list[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
     """The tokens of many images, a list or a jagged tensor, one after the other; and their offsets."""
     if isinstance(tokens, Tensor):
         return tokens.values(), tokens.offsets()
+    if not tokens:
+        raise ValueError("ViT: the tokens of at least one image are wanted, got an empty list")
     x = torch.cat(list(tokens))
     return x, torch.tensor([0, *(len(t) for t in tokens)]).cumsum(0).to(x.device)
 

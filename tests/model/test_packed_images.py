@@ -96,3 +96,45 @@ def test_a_packed_batch_is_saved_once(tmp_path):
     for again in (torch.load(tmp_path / "batch.pt", weights_only=False), copy.deepcopy(images)):
         assert torch.equal(again.patches, images.patches) and again.counts == images.counts
         assert again._together and torch.equal(again.to("cpu").places, images.places)
+
+
+def micro_batch(images, k):
+    """The first k images, as one would write it: views of the same memory."""
+    n = sum(images.counts[:k])
+    parts = dict(patches=images.patches[:n], places=images.places[:n], offsets=images.offsets[: k + 1])
+    return dataclasses.replace(
+        images, **parts, grids=images.grids[:k], counts=images.counts[:k], longest=max(images.counts[:k])
+    )
+
+
+def views_of(images):
+    patches = images.patches
+    return {
+        "one channel": dataclasses.replace(images, patches=patches[:, :1]),
+        "transposed": dataclasses.replace(images, patches=patches.transpose(-1, -2)),
+        "other bits": dataclasses.replace(images, patches=patches.view(torch.int32)),
+        "two images": micro_batch(images, 2),
+        "all but the first": dataclasses.replace(
+            images, patches=patches[48:], places=images.places[48:], offsets=images.offsets[1:] - 48,
+            grids=images.grids[1:], counts=images.counts[1:], longest=max(images.counts[1:]),
+        ),
+        "shifted places": dataclasses.replace(images, places=images.places.flip(0)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", views_of(pack(images_of(), 4)))
+def test_a_part_of_a_batch_stays_that_part(kind):
+    """Views of the buffer are not what the buffer would be cut into."""
+    part = views_of(pack(images_of(), 4))[kind]
+    copies = part.to("cpu"), pickle.loads(pickle.dumps(part)), copy.deepcopy(part), part._shared(), part.cpu()
+    for again in copies:
+        for name in ("patches", "places", "offsets", "grids"):
+            assert torch.equal(getattr(again, name), getattr(part, name)), name
+        assert (again.counts, again.longest) == (part.counts, part.longest)
+
+
+def test_to_takes_devices():
+    images = pack(images_of(), 4)
+    for arguments in ((torch.float32,), ("cpu", torch.float32), (None,)):
+        with pytest.raises(TypeError, match=r"PackedImages.to: \w+ cannot be .*dataclasses.replace"):
+            images.to(*arguments)

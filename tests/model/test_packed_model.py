@@ -309,3 +309,15 @@ def test_pooling_can_be_differentiated_twice_and_forward(pool):
 def test_on_the_meta_device():
     model = model_of(global_pool="avg").to("meta")
     assert model([torch.empty(3, 8, 12, device="meta"), torch.empty(3, 4, 4, device="meta")]).shape == (2, 5)
+
+
+def test_vmap_over_the_images_of_a_list():
+    model, (image, *_) = model_of().eval(), images_of()
+    stack = torch.stack([image, image.flip(1), image * 2])
+    together = torch.func.vmap(lambda x: model([x, x[:, :8]]))(stack)
+    close(together, torch.stack([model([x, x[:, :8]]) for x in stack]))
+
+
+def test_no_tokens_are_no_batch():
+    with pytest.raises(ValueError, match="the tokens of at least one image are wanted"):
+        model_of().forward_head([])
