@@ -31,7 +31,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(8, 2, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90,), shape="d128[rf]p"),
         Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), shape="d96fp"),
         Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(100,), shape="d128fp"),
-        Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=128), sm=(100,), shape="d16p"),
+        Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=128), sm=(100,), shape="d16*p"),
         Rule(tile(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*p"),
         Rule(tile(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128[rf]p"),
         Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128p"),
