@@ -135,7 +135,7 @@ def test_patches_that_are_dropped():
 @pytest.mark.slow(30)
 def test_compiled_once_for_all_sizes():
     torch._dynamo.reset()
-    model, graphs = model_of(reg_tokens=1), torch._dynamo.utils.counters["stats"]
+    model, graphs = model_of(reg_tokens=1, depth=1), torch._dynamo.utils.counters["stats"]
     compiled, seen = torch.compile(model, fullgraph=True), []
     for sizes in (SIZES, SIZES[1:3], [(8, 8)] * 7, [(64, 64), (4, 4), (12, 20)]):
         images = pack(images_of(True, sizes), 4)
@@ -147,7 +147,8 @@ def test_compiled_once_for_all_sizes():
             assert (mine - theirs).abs().max().item() <= 1e-4 * max(1.0, theirs.abs().max().item())
         seen.append(graphs["unique_graphs"])
     assert seen[1:] == [seen[1]] * 3, seen
-    assert torch.compile(model)(images_of(True)).shape == (5, 5)  # a list is packed outside the graph
+    again = torch.compile(model, backend="aot_eager")
+    assert again(images_of(True)).shape == (5, 5)  # a list is packed outside the graph
     torch._dynamo.reset()
 
 
@@ -247,7 +248,8 @@ def test_subset_leaves_evaluation_and_rate_1_alone():
         blocks, model.blocks = model.blocks, model.blocks[:1]
         assert_close(y, model(given))
         model.blocks = blocks
-    compiled = torch.compile(model_of(drop_path_rate=0.3, drop_path_mode="subset").train())
+    model = model_of(depth=2, drop_path_rate=0.3, drop_path_mode="subset").train()
+    compiled = torch.compile(model, backend="aot_eager")
     assert compiled(images).isfinite().all() and compiled(pack(images_of(), 4)).isfinite().all()
 
 
