@@ -76,10 +76,12 @@ def last_block(n: int, block: int) -> int:
 def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
     """ "d80n256": the padded head size, the tokens up to 64, 128, 256, 320 or "long"; and Logits.suffix.
 
-    Of packed samples "d80p": another number of tokens compiles nothing anew.
+    "d80m256" of heads that are padded: masks take registers. Of packed samples "d80np": another number of tokens
+    compiles nothing anew.
     """
-    longest = next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
-    return f"d{sum(head_chunks(head_dim))}{'' if suffix.endswith('p') else f'n{longest}'}{suffix}"
+    padded = sum(head_chunks(head_dim))
+    longest = "" if suffix.endswith("p") else next((n for n in (64, 128, 256, 320) if tokens <= n), "long")
+    return f"d{padded}{'n' if head_dim == padded else 'm'}{longest}{suffix}"
 
 
 # Providers that lack rotary positions; a bias and lengths of keys; packed samples.

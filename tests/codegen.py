@@ -15,6 +15,7 @@ unset.
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -34,8 +36,9 @@ import triton  # noqa: E402
 from meta_launches import META, everything  # noqa: E402
 
 from vitfast.errors import both_ends  # noqa: E402
-from vitfast.kernels import tiles  # noqa: E402
+from vitfast.kernels import attention, tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
+from vitfast.kernels.logits import Logits  # noqa: E402
 from vitfast.machine_code import compiler, cubin, ports  # noqa: E402
 from vitfast.verify.draw import Draw, Sizes  # noqa: E402
 from vitfast.verify.launchers import launchers  # noqa: E402
@@ -187,6 +190,46 @@ ALL_SIZES = QUICK_SIZES | {
     "L/32": Sizes.of_preset("L/32", batch=512),
 }
 
+# Also of SigLIP's SO-400M: heads that are padded, of tokens that every tile divides.
+TABLE_SIZES = ALL_SIZES | {
+    "Dh 72": Sizes(batch=64, tokens=256, width=1152, heads=16, hidden=4304, image=224, patch=14),
+}
+HEAD_SIZES = range(16, 129, 8)  # of packed samples
+
+
+def packed_calls(head_dim: int, dtype: torch.dtype) -> dict[str, Callable]:
+    """Name -> a call of attention of packed samples, forward and backward, with each form of rotary positions."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    tokens, heads, samples = 4096, 16, 30
+    q, k, v = empty(1, tokens, 3, heads, head_dim).unbind(2)
+    o, do, lse = empty(*q.shape), empty(*q.shape), empty(1, heads, tokens, dtype=torch.float32)
+    options = dict(offsets=empty(samples + 1, dtype=torch.int32), longest=1024)
+    kinds = {"packed": Logits(**options)}
+    for columns, width in (("", head_dim // 2), (", a column each", head_dim)):
+        for layout in ("half", "interleaved"):
+            table, turned = empty(tokens, width, dtype=torch.float32), layout == "interleaved"
+            kinds[f"packed, {layout}{columns}"] = Logits(table, table, interleaved=turned, **options)
+    calls = {}
+    for name, logits in kinds.items():
+        calls[f"attention, {name}"] = partial(attention.attention_fwd, q, k, v, 0.1, logits)
+        calls[f"attention backward, {name}"] = partial(attention.attention_bwd, q, k, v, o, lse, do, 0.1, True, logits)
+    return calls
+
+
+def packed_jobs(dtype: torch.dtype, generations) -> dict[tuple, tuple]:
+    """As `jobs`: attention of packed samples at every head size."""
+    found = {}
+    for sm, head_dim in itertools.product(generations, HEAD_SIZES):
+        with tiles.targeting(sm):
+            for case, call in packed_calls(head_dim, dtype).items():
+                for launch in record(call):
+                    key = (sm, launch.kernel.__name__, *compiler.key_of(launch, sm))
+                    found.setdefault(key, (f"Dh {head_dim} {case}", sm, TYPES[dtype], compiler.Job.of(launch)))
+    return found
+
 
 def rows_of(work: dict[tuple, tuple], processes: int, chunk: int = 4) -> list[dict]:
     """Compiles every job, several at a time."""
@@ -291,9 +334,10 @@ def main() -> int:
         if len(args.sm) != 1:
             parser.error("--cache is for one GPU generation: give --sm 90, say")
         return write_cache(args.cache, args.sm[0], args.processes, everything(args.sm[0], ALL_SIZES.values()))
-    work = jobs(QUICK_SIZES if args.quick else ALL_SIZES, [torch.bfloat16], args.sm, not args.quick)
+    work = jobs(QUICK_SIZES if args.quick else TABLE_SIZES, [torch.bfloat16], args.sm, not args.quick)
     if not args.quick:
         work |= jobs(QUICK_SIZES, [torch.float32], args.sm, True)
+        work = packed_jobs(torch.bfloat16, args.sm) | work
     rows = rows_of(work, args.processes)
     if args.quick:
         print(json.dumps(dict(rows=rows, problems=problems(rows))))

@@ -315,6 +315,12 @@ def test_the_committed_table_is_of_these_kernels(codegen):
     assert {row["sm"] for row in rows} == {80, 89, 90, 100, 120} and {row["dtype"] for row in rows} >= {"bf16", "fp32"}
     text = "".join(path.read_text() for path in Path(tiles.__file__).parent.glob("*.py"))
     assert set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)) == {row["kernel"] for row in rows}
+    assert codegen.problems(rows) == [] and not any(too_few_programs(rows))
+    cases = {(row["sm"], row["case"]) for row in rows}
+    for sm in tiles.GENERATIONS:
+        for size in codegen.HEAD_SIZES:  # of packed samples, all: models of any size come here
+            of_size = [case for found, case in cases if found == sm and case.startswith(f"Dh {size} attention")]
+            assert sum(", packed" in case for case in of_size) >= 6, (sm, size)
     candidates = {
         rule.tile.provider
         for rules in tiles.CANDIDATES.values()
