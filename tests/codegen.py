@@ -121,8 +121,13 @@ def with_candidates(call: Callable) -> dict[str, Callable]:
     return runs
 
 
+def job(case: str, launch: Launch, sm: int, dtype: torch.dtype) -> tuple[tuple, tuple]:
+    """What tells a compilation from others; and (case, sm, dtype name, the launch as plain data)."""
+    return (sm, launch.kernel.__name__, *compiler.key_of(launch, sm)), (case, sm, TYPES[dtype], compiler.Job.of(launch))
+
+
 def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple, tuple]:
-    """Distinct compilations: key -> (case, sm, dtype name, the launch as plain data)."""
+    """Distinct compilations, as `job` gives them."""
     found = {}
     for sm in generations:
         for model, s in sizes.items():
@@ -142,8 +147,7 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple
                         and any(key[:2] == (sm, launch.kernel.__name__) for key in found)
                     ):
                         continue  # and candidates only where nothing else compiles their kernel
-                    key = (sm, launch.kernel.__name__, *compiler.key_of(launch, sm))
-                    found.setdefault(key, (f"{model} {case}", sm, TYPES[dtype], compiler.Job.of(launch)))
+                    found.setdefault(*job(f"{model} {case}", launch, sm, dtype))
     return found
 
 
@@ -226,8 +230,7 @@ def packed_jobs(dtype: torch.dtype, generations) -> dict[tuple, tuple]:
         with tiles.targeting(sm):
             for case, call in packed_calls(head_dim, dtype).items():
                 for launch in record(call):
-                    key = (sm, launch.kernel.__name__, *compiler.key_of(launch, sm))
-                    found.setdefault(key, (f"Dh {head_dim} {case}", sm, TYPES[dtype], compiler.Job.of(launch)))
+                    found.setdefault(*job(f"Dh {head_dim} {case}", launch, sm, dtype))
     return found
 
 
