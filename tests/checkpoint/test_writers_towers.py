@@ -7,6 +7,7 @@ import timm
 import torch
 import transformers
 from checkpoints import SMALL, TOL, agree, images, randomised
+from packaging.version import Version
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import InputError, ViT, cli
@@ -41,9 +42,11 @@ def whole(cls, folder):
 def test_transformers_loads_dinov3(tmp_path, changes):
     model = small(**DINOV3 | changes)
     assert all("images are cut" in note for note in write(model, tmp_path / "out", "huggingface"))
-    truth, x = whole("DINOv3ViTModel", tmp_path / "out"), images(*model.patch_embed.img_size)
-    with torch.no_grad():
-        torch.testing.assert_close(model.forward_features(x), truth(x).last_hidden_state, **TOL)
+    x = images(*model.patch_embed.img_size)
+    if x.shape[2] == x.shape[3] or Version(transformers.__version__) >= Version("5.18"):  # before it, squares alone
+        truth = whole("DINOv3ViTModel", tmp_path / "out")
+        with torch.no_grad():
+            torch.testing.assert_close(model.forward_features(x), truth(x).last_hidden_state, **TOL)
     agree(ViT.from_pretrained(tmp_path / "out"), model, x)
 
 

@@ -64,6 +64,8 @@ def test_two_ranks_take_the_same_steps(tmp_path, parallel):
     done(ranks(2, command_line, argv))
     one, two = (load_file(tmp_path / run / "checkpoints/last/state/state.safetensors") for run in ("one", "two"))
     for name, value in one.items():  # fp32 rounding, of which Adam's division makes the most
+        if name.endswith("attn.qkv.bias"):  # and nothing else of keys' biases: softmax takes their gradient away
+            value, two[name] = (torch.cat((bias.chunk(3)[0], bias.chunk(3)[2])) for bias in (value, two[name]))
         assert_close(two[name], value, atol=2e-5, rtol=1e-4, name=name)
     summaries = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two")]
     for name in ("sizes", "images_per_step", "patches_per_image", "epochs"):

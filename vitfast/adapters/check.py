@@ -43,8 +43,13 @@ def version_of(cls: type) -> str:
 
 
 def _same(got, expected) -> bool:
-    got, expected = (value[0] if isinstance(value, tuple) else value for value in (got, expected))
+    if isinstance(got, tuple) or isinstance(expected, tuple):
+        return type(got) is type(expected) and _same(got[0], expected[0])  # others: attention's weights
     return torch.allclose(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def _tokens(description: Layer | None) -> torch.Tensor:
+    return torch.randn(*(() if description and description.packed else (2,)), TOKENS, WIDTH, dtype=torch.float32)
 
 
 def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool:
@@ -52,8 +57,7 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
     for name, parameter in module.named_parameters():
         nn.init.normal_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
     arguments = arguments or {}
-    described = getattr(ours, "vitfast_layer", None)
-    x = torch.randn(*(() if described and described.packed else (2,)), TOKENS, WIDTH, dtype=torch.float32)
+    x = _tokens(getattr(ours, "vitfast_layer", None))
 
     def run(training: bool):
         torch.manual_seed(0)  # of drop path
@@ -67,8 +71,8 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
     return same and _same(run(False), expected[0]) and _same(run(True), expected[1])
 
 
-def _checked(cls: type, description: Layer, of_users: bool = False) -> Blocks:
-    """The blocks of one description of a class; raises ValueError where it does not hold.
+def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Layer, Blocks]:
+    """One description of a class, as it holds, and its blocks; raises ValueError where it does not.
 
     of_users: nothing in it may be missing, as in a library's other versions, and no buffer may go unnamed.
     """
@@ -90,7 +94,10 @@ def _checked(cls: type, description: Layer, of_users: bool = False) -> Blocks:
         reason = unknown_member_reason(example, cls, blocks, with_buffers=of_users)
         if reason is not None:
             raise ValueError(reason)
-        ours, arguments = accelerated_layer(cls, description, blocks), description.example(TOKENS)
+        arguments = description.example(TOKENS)
+        returned = example(_tokens(description), **arguments)  # a tuple or not differs by version too
+        description = description._replace(returns_tuple=isinstance(returned, tuple))
+        ours = accelerated_layer(cls, description, blocks)
         with counting() as ran:
             same = agrees(example, ours, arguments)
         if not same:
@@ -102,7 +109,7 @@ def _checked(cls: type, description: Layer, of_users: bool = False) -> Blocks:
             raise ValueError(
                 "its attention's scale is not 1 / sqrt(head size): name its attribute in Attention(scale=)"
             )
-        return blocks
+        return description, blocks
 
 
 def _ran_an_mlp(ran: Counter) -> bool:
@@ -163,7 +170,7 @@ def checked_class(cls: type, descriptions: tuple[Layer, ...]) -> type | str:
     halves: tuple[dict, dict] = ({}, {})
     for description in descriptions:
         try:
-            blocks = _checked(cls, description)
+            description, blocks = _checked(cls, description)
         except Exception as error:  # another signature, other modules: not ours to know
             reason = reason or _another_way(cls, error)
             continue

@@ -74,7 +74,9 @@ class Layer(NamedTuple):
 
     takes: arguments of the layer's forward, besides its tokens, that `logits(layer, arguments, x)` reads; harmless:
     arguments that change nothing. Where others are given, the library's code runs. extras: paths of further modules and
-    parameters, which `logits` reads or nobody uses. returns_tuple: the layer's output is (tokens,).
+    parameters, which `logits` reads or nobody uses. returns_tuple: the layer's output is (tokens,), as the small layer
+    shows.
+
     tokens_first(layer): its tokens are (N, B, D). packed: they are (tokens, D), and `logits` gives offsets.
     unsupported(layer): why the library's forward must run, None where not. idle_hooks(module): True where all hooks on
     a module do nothing now. attention_half(layer, x, arguments), mlp_half(layer, x): the library's own code of a half,

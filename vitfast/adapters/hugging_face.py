@@ -12,6 +12,7 @@ from .hugging_face_layers import (
     BEIT,
     BERT,
     CLIP,
+    CLIP_BEFORE,
     DATA2VEC,
     DINOV2,
     DINOV2_BERT,
@@ -93,14 +94,16 @@ FAMILIES = (
         "SiglipEncoderLayer",
         CLIP,
         "SiglipVisionConfig",
-        "SiglipVisionEmbeddings.patch_embedding SiglipVisionModel.post_layernorm SiglipTextModel.final_layer_norm",
+        "SiglipVisionEmbeddings.patch_embedding SiglipVisionModel.post_layernorm SiglipTextModel.final_layer_norm "
+        "SiglipVisionTransformer.post_layernorm SiglipTextTransformer.final_layer_norm",
     ),
     Family(
         "siglip2",
         "Siglip2EncoderLayer",
         CLIP,
         "Siglip2VisionConfig",
-        "Siglip2VisionEmbeddings.patch_embedding Siglip2VisionModel.post_layernorm Siglip2TextModel.final_layer_norm",
+        "Siglip2VisionEmbeddings.patch_embedding Siglip2VisionModel.post_layernorm Siglip2TextModel.final_layer_norm "
+        "Siglip2VisionTransformer.post_layernorm Siglip2TextTransformer.final_layer_norm",
     ),
     Family(
         "clip",
@@ -108,7 +111,9 @@ FAMILIES = (
         CLIP,
         "CLIPVisionConfig",
         "CLIPVisionEmbeddings.patch_embedding CLIPVisionModel.pre_layrnorm CLIPVisionModel.post_layernorm "
-        "CLIPTextModel.final_layer_norm",
+        "CLIPTextModel.final_layer_norm "
+        "CLIPVisionTransformer.pre_layrnorm CLIPVisionTransformer.post_layernorm "
+        "CLIPTextTransformer.final_layer_norm",
     ),
     Family(
         "owlvit",
@@ -132,7 +137,9 @@ FAMILIES = (
         CLIP,
         "MetaClip2VisionConfig",
         "MetaClip2VisionEmbeddings.patch_embedding MetaClip2VisionModel.pre_layrnorm "
-        "MetaClip2VisionModel.post_layernorm MetaClip2TextModel.final_layer_norm",
+        "MetaClip2VisionModel.post_layernorm MetaClip2TextModel.final_layer_norm "
+        "MetaClip2VisionTransformer.pre_layrnorm MetaClip2VisionTransformer.post_layernorm "
+        "MetaClip2TextTransformer.final_layer_norm",
     ),
     Family(
         "dinov2",
@@ -248,12 +255,16 @@ def _file_of(family: str) -> str:
     return f"transformers.models.{_FOLDERS.get(family, family)}.modeling_{family}"
 
 
+# Layers as transformers before 5.10 builds them, beside those of later versions.
+_BEFORE = ((VIT, BERT), (BEIT, DATA2VEC), (CLIP, CLIP_BEFORE))
 LAYERS: dict[str, tuple[Layer, ...]] = {}
 PLACES: dict[str, tuple[str, ...]] = {}
 for _family in FAMILIES:
     _file = _file_of(_family.file)
-    _made = _family.description._replace(make=_make(_family.config, _family.options, _family.of_layer))
-    LAYERS[f"{_file}.{_family.layer}"] = (*LAYERS.get(f"{_file}.{_family.layer}", ()), _made)
+    _makes = _make(_family.config, _family.options, _family.of_layer)
+    _ways = _family.description, *(before for now, before in _BEFORE if now is _family.description)
+    _made = (each._replace(make=_makes) for each in _ways)
+    LAYERS[f"{_file}.{_family.layer}"] = (*LAYERS.get(f"{_file}.{_family.layer}", ()), *_made)
     for _cls, _name in (place.split(".") for place in _family.places.split()):
         PLACES[f"{_file}.{_cls}"] = (*PLACES.get(f"{_file}.{_cls}", ()), _name)
 

@@ -155,6 +155,8 @@ CLIP = LAYER._replace(
         path="self_attn", proj="out_proj", heads="num_heads", scale="scale", dropout="dropout"
     ),
 )
+# CLIP of transformers 4 asks for a second mask in every call.
+CLIP_BEFORE = CLIP._replace(example=lambda tokens: LAYER.example(tokens) | dict(causal_attention_mask=None))
 # As BERT names its modules; the output adds the residual itself.
 BERT = LAYER._replace(
     norms=("layernorm_before", "layernorm_after"),
@@ -215,7 +217,6 @@ DATA2VEC = BERT._replace(
     logits=_data2vec_logits,
     extras=("attention.attention.relative_position_bias",),
     mlp_half=_data2vec_mlp,
-    returns_tuple=True,
     example=lambda tokens: dict(resolution=(16, 16), relative_position_bias=torch.randn(1, 2, tokens, tokens)),
 )
 AIMV2 = CLIP._replace(

@@ -20,6 +20,7 @@ RMS_NORMS = (
     "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm",
     "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm",
     "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm",
 )
 

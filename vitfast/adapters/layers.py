@@ -142,7 +142,11 @@ def _forward(cls: type, description: Layer):
         if whole is not None or (call is not None and description.returns_tuple):
             for half in HALVES:
                 library_runs(self, half, whole or call, of_this_call=True)
-            return cls.forward(self, *args, **kwargs)
+            packed = packed_tokens(arguments)
+            if packed is None:
+                return cls.forward(self, *args, **kwargs)
+            y = cls.forward(self, packed.unpack(x), **packed.padded(arguments))
+            return (packed.pack(y[0]), *y[1:]) if isinstance(y, tuple) else packed.pack(y)
         y = _by_operation(self, 0, x, arguments, call)
         x = _by_modules(self, 0, x, arguments) if y is None else y
         y = _by_operation(self, 1, x, arguments, None)
