@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # an environment that forbids writing it waits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test long bench codegen docs lint clean
+.PHONY: help demo test oldest long bench codegen docs lint clean
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -18,7 +18,7 @@ $(READY): setup.py pyproject.toml
 	    || { echo "vitfast needs Python 3.10 or newer: make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[all]' $(addprefix -c ,$(CONSTRAINTS))
 	touch $@
 
 demo: $(READY)  ## pre-train and fine-tune a small ViT on handwritten digits; writes runs/demo/
@@ -26,6 +26,9 @@ demo: $(READY)  ## pre-train and fine-tune a small ViT on handwritten digits; wr
 
 test: $(READY)  ## every test (those marked gpu only where there is a GPU)
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "not long" tests
+
+oldest:  ## every test with the oldest PyTorch, timm and transformers that vitfast is for, in .venv-oldest
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=tests/oldest.txt
 
 long: $(READY)  ## the tests that take minutes each: other seeds, twenty kills, a longer grid under the sanitizer
 	$(BIN)/python -m pytest -n 2 -q -m long tests
@@ -47,5 +50,5 @@ lint: $(READY)  ## ruff: its checks and its format
 	$(BIN)/ruff format --check .
 
 clean:  ## removes .venv, runs and caches
-	rm -rf $(VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest runs build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vitfast" / "version.py").read_text()).group(1)
 
 TRAIN = [
-    "timm>=1.0.20",
+    "timm>=1.0.26",
     "torchvision",
     "pillow",
     "pyyaml",
@@ -19,7 +19,15 @@ TRAIN = [
     "scikit-learn",
     "huggingface_hub",
 ]
-BENCH = ["pytest", "pytest-benchmark", "timm>=1.0.20", "transformers>=5", "torchvision", "matplotlib", "scikit-image"]
+BENCH = [
+    "pytest",
+    "pytest-benchmark",
+    "timm>=1.0.26",
+    "transformers>=5.10",
+    "torchvision",
+    "matplotlib",
+    "scikit-image",
+]
 EXPORT = ["onnx", "onnxscript", "onnxruntime"]
 INTERPRETER = ["ml_dtypes"]
 NATIVE = ["ninja", "setuptools>=77"]
@@ -31,6 +39,7 @@ TEST = [
     *INTERPRETER,
     *NATIVE,
     *DOCS,
+    "timm>=1.0.31",  # what the tests write with it
     "pytest-xdist",
     "hypothesis",
     "peft",
