@@ -31,7 +31,12 @@ BENCH = [
 EXPORT = ["onnx", "onnxscript", "onnxruntime"]
 INTERPRETER = ["ml_dtypes"]
 NATIVE = ["ninja", "setuptools>=77"]
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"]
+DOCS = [
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.6",
+    "mkdocstrings[python]>=0.29",
+    "pymdown-extensions<12; python_version < '3.11'",  # the last mkdocstrings for 3.10 fails with 12
+]
 TEST = [
     *TRAIN,
     *BENCH,

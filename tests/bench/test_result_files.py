@@ -50,7 +50,7 @@ def test_the_newest_state_of_a_case_counts_but_a_skip_hides_nothing(tmp_path):
         folder.mkdir()
         for day, state in enumerate(states):
             of = dict(time=dict(benchmarks=[case]), failure=dict(failed=[wrong]), skip=dict(skipped=[skip]))[state]
-            state_file(folder, f"{9 - day}", f"2026-01-0{day + 1}T00:00:00.5+00:00", **of)
+            state_file(folder, f"{9 - day}", f"2026-01-0{day + 1}T00:00:00.500000+00:00", **of)
         return report.load(folder)
 
     row = f"| {case['name']} | failed | WrongResult: vitfast is wrong |"
