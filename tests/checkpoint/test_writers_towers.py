@@ -8,6 +8,7 @@ import torch
 import transformers
 from checkpoints import SMALL, TOL, agree, images, randomised
 from packaging.version import Version
+from safetensors.torch import load_file
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import InputError, ViT, cli
@@ -48,6 +49,17 @@ def test_transformers_loads_dinov3(tmp_path, changes):
         with torch.no_grad():
             torch.testing.assert_close(model.forward_features(x), truth(x).last_hidden_state, **TOL)
     agree(ViT.from_pretrained(tmp_path / "out"), model, x)
+
+
+@pytest.mark.parametrize("arguments", [CLIP, {**CLIP, "num_classes": 0}, SIGLIP], ids=["projection", "CLIP", "SigLIP"])
+def test_names_are_those_of_the_released_files(tmp_path, arguments):
+    """transformers before 5.8 takes no others: it would start such weights at random, with a warning."""
+    model = small(**arguments)
+    if model.num_classes:
+        model.head.bias.data.zero_()
+    write(model, tmp_path / "out", "huggingface")
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(name.startswith("vision_model.") or name == "visual_projection.weight" for name in names)
 
 
 @pytest.mark.parametrize("classes", [0, 5])

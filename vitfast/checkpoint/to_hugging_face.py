@@ -95,27 +95,25 @@ def _clip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
     name = "CLIPVisionModelWithProjection" if classes else "CLIPVisionModel"
     content = dict(architectures=[name], model_type="clip_vision_model")
     content |= dict(projection_dim=classes) if classes else {}
-    made = _tower(state)
-    if classes:
-        made = {key if key.startswith("visual_") else f"vision_model.{key}": value for key, value in made.items()}
-    return made, content
+    return _tower(state), content
 
 
 def _siglip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
     """SiglipVisionModel; the MAP head's query, keys and values in one."""
     made = _tower(state)
     for last in ("weight", "bias"):
-        rows = [made.pop(f"head.attention.{name}.{last}") for name in ("q", "kv")]
-        made[f"head.attention.in_proj_{last}"] = torch.cat(rows)
+        rows = [made.pop(f"vision_model.head.attention.{name}.{last}") for name in ("q", "kv")]
+        made[f"vision_model.head.attention.in_proj_{last}"] = torch.cat(rows)
     return made, dict(architectures=["SiglipVisionModel"], model_type="siglip_vision_model")
 
 
 def _tower(state: State) -> State:
+    """With the prefix of the released files, which all versions read: later ones take names without it too."""
     made = rename(state, to_theirs(HUGGING_FACE_TOWER))
     for key in ("embeddings.position_embedding.weight", "embeddings.class_embedding"):
         if key in made:
             made[key] = made[key].flatten(0, -2) if "position" in key else made[key].flatten()
-    return made
+    return {key if key.startswith("visual_") else f"vision_model.{key}": value for key, value in made.items()}
 
 
 _FAMILIES = {"vit": _vit, "dinov3": _dinov3, "clip": _clip, "siglip": _siglip}
