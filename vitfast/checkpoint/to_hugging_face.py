@@ -108,7 +108,7 @@ def _siglip(state: State, config: dict, class_names: tuple[str, ...] | None) -> 
 
 
 def _tower(state: State) -> State:
-    """With the prefix of the released files, which all versions read: later ones take names without it too."""
+    """A tower of CLIP or SigLIP, with the prefix of the released files, which every version reads."""
     made = rename(state, to_theirs(HUGGING_FACE_TOWER))
     for key in ("embeddings.position_embedding.weight", "embeddings.class_embedding"):
         if key in made:
