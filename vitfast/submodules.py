@@ -32,6 +32,22 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def own_forward(module: nn.Module) -> bool:
+    """Whether a forward is set on the instance; its class's own, which transformers puts back, is none."""
+    return "forward" in module.__dict__ and not _of_class(module)
+
+
+def _of_class(module: nn.Module) -> bool:
+    return getattr(module.__dict__["forward"], "__func__", None) is type(module).forward
+
+
+def set_class(module: nn.Module, cls: type) -> None:
+    """Gives a module another class, and lets go of the forward of the class before."""
+    if "forward" in module.__dict__ and _of_class(module):
+        del module.__dict__["forward"]
+    module.__class__ = cls
+
+
 def find_modules(
     expected: Layout, layer: nn.Module, idle_hooks: Callable[[nn.Module], bool] = lambda module: False
 ) -> Modules | str:
@@ -56,7 +72,7 @@ def find_modules(
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             if not idle_hooks(module):
                 return f"{path} has hooks"
-        if "forward" in module.__dict__:
+        if own_forward(module):
             return f"{path} has a forward of its own, set on the instance"
         if cls is Dropout and module.p > 0 and module.training:
             return f"{path} is active in training"

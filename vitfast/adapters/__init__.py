@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..submodules import set_class
 from .descriptions import Attention, Layer, Mlp
 from .registry import known_classes, register, replaceable_modules, replacement_class, towers, unsupported_reason
 from .report import Entry, Report, describe
@@ -41,7 +42,7 @@ def _require_module(function: str, model: nn.Module) -> None:
 def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
     """Replaces the classes of modules, and makes torch.compile look again."""
     for module, cls in classes:
-        module.__class__ = cls
+        set_class(module, cls)
     # torch 2.11 does not guard on a module's class, 2.15 does: what it compiled before would go on unchanged.
     if classes and "torch._dynamo" in sys.modules and torch.__version__ < "2.15":
         torch.compiler.reset()

@@ -44,7 +44,7 @@ def version_of(cls: type) -> str:
 
 def _same(got, expected) -> bool:
     if isinstance(got, tuple) or isinstance(expected, tuple):
-        return type(got) is type(expected) and _same(got[0], expected[0])  # others: attention's weights
+        return type(got) is type(expected) and got[1:] == expected[1:] and _same(got[0], expected[0])
     return torch.allclose(got, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -96,8 +96,11 @@ def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Lay
             raise ValueError(reason)
         arguments = description.example(TOKENS)
         returned = example(_tokens(description), **arguments)  # a tuple or not differs by version too
-        description = description._replace(returns_tuple=isinstance(returned, tuple))
-        ours = accelerated_layer(cls, description, blocks)
+        entries = len(returned) if isinstance(returned, tuple) else 0
+        if entries and any(other is not None for other in returned[1:]):
+            raise ValueError("it returns more than its tokens")
+        description = description._replace(returns_tuple=entries)
+        ours = accelerated_layer(cls, description, blocks, of_users)
         with counting() as ran:
             same = agrees(example, ours, arguments)
         if not same:
@@ -161,25 +164,30 @@ def _scale_follows(example: nn.Module, ours: type, description: Layer) -> bool:
     return _same(example(torch.randn(2, TOKENS, WIDTH, generator=torch.manual_seed(0))), expected)
 
 
-def checked_class(cls: type, descriptions: tuple[Layer, ...]) -> type | str:
+def checked_class(cls: type, descriptions: tuple[Layer, ...], of_users: bool = False) -> type | str:
     """Our subclass of a library's layer class, with what of its descriptions holds; or why there is none.
 
     A class has several descriptions where it is built with several kinds of attention or MLP, or differs by version.
+    of_users: a call that gives what no description knows runs the class's own forward.
     """
-    held, reason = None, ""
+    held, reasons = None, []
     halves: tuple[dict, dict] = ({}, {})
     for description in descriptions:
         try:
             description, blocks = _checked(cls, description)
         except Exception as error:  # another signature, other modules: not ours to know
-            reason = reason or _another_way(cls, error)
+            reasons.append(_another_way(cls, error))
             continue
         held = held or description
+        if held.returns_tuple != description.returns_tuple:
+            return (
+                f"some of its layers return a tuple of {max(held.returns_tuple, description.returns_tuple)}, some not"
+            )
         for kept, (block,) in zip(halves, blocks):
             kept.setdefault((block.container, block.mark), block)
     if held is None:
-        return reason
-    return accelerated_layer(cls, held, (tuple(halves[0].values()), tuple(halves[1].values())))
+        return min(reasons, key=lambda reason: "AttributeError" in reason)  # which is another version's description
+    return accelerated_layer(cls, held, (tuple(halves[0].values()), tuple(halves[1].values())), of_users)
 
 
 def checked_mlp(cls: type, part: Mlp, make: Callable[[type], nn.Module]) -> type | str:

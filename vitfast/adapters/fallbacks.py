@@ -9,6 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
+from ..submodules import own_forward
+
 PACKING = "packing"  # the part of a model around its layers
 ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry
 DROPOUT = "attention dropout is active in training"
@@ -65,9 +67,9 @@ def operation_runs(module: nn.Module, part: str) -> None:
         _wrapped[module] = id(module.__dict__["forward"])  # itself it would keep the module alive
 
 
-def own_forward(module: nn.Module) -> bool:
+def wrapped_away(module: nn.Module) -> bool:
     """Whether a module has a forward set on the instance in which no operation has run."""
-    return "forward" in module.__dict__ and _wrapped.get(module) != id(module.__dict__["forward"])
+    return own_forward(module) and _wrapped.get(module) != id(module.__dict__["forward"])
 
 
 def last_call(module: nn.Module, part: str) -> str | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..submodules import own_forward
 from .descriptions import Attention, Layer, Logits, Mlp
 from .masks import may_wait, rotary_tables
 
@@ -18,7 +19,7 @@ _EXPECTS = (("config._attn_implementation", _IMPLEMENTATIONS), ("is_causal", (Fa
 def only_captures(module: nn.Module, keys: tuple[str, ...] = ("attentions",)) -> bool:
     """Whether all hooks are transformers' own, for outputs that are not asked for now."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
-    if capturing is None or "forward" in module.__dict__:
+    if capturing is None or own_forward(module):
         return False
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False

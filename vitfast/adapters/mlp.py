@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._dispatch import KERNEL_DTYPES
-from ..submodules import Modules, full_name
+from ..submodules import Modules, full_name, own_forward
 from .descriptions import Layer, Mlp
 from .fallbacks import library_runs, operation_runs
 from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, input_unsupported, parameter, under
@@ -65,7 +65,7 @@ class MlpBlock(FusedBlock):
         if type(norm) in ABSENT:
             return {}
         hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-        if type(norm) not in loaded(LAYER_NORMS) or hooks or "forward" in norm.__dict__ or norm.weight is None:
+        if type(norm) not in loaded(LAYER_NORMS) or hooks or own_forward(norm) or norm.weight is None:
             return None
         tensors = {name: parameter(norm, name) for name in ("weight", "bias")}
         return dict(inner_eps=norm_eps(norm), **{f"inner_norm_{name}": value for name, value in tensors.items()})

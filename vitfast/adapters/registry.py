@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..errors import InputError
-from ..submodules import full_name
+from ..submodules import full_name, own_forward
 from . import hugging_face, leaves, libraries, subclasses, timm
 from .check import checked_class, checked_mlp, checked_norm, refused
 from .descriptions import Layer
@@ -55,7 +55,7 @@ def _class_for(cls: type) -> type | str | None:
         name = full_name(cls)
         descriptions = _registered[cls][0] if cls in _registered else LAYERS.get(name, ())
         if descriptions:
-            _checked[cls] = checked_class(cls, descriptions)
+            _checked[cls] = checked_class(cls, descriptions, of_users=cls in _registered)
         elif name in (*LAYER_NORMS, *RMS_NORMS):
             _checked[cls] = checked_norm(cls)
         elif name in TOWERS:
@@ -179,7 +179,7 @@ def unsupported_reason(module: nn.Module, known: Known, above: tuple[nn.Module, 
     if own is None:
         derived = isinstance(module, tuple(known.ours))
         return f"{full_name(cls)} {'may have code of its own' if derived else 'is nothing that vitfast replaces'}"
-    if "forward" in module.__dict__:
+    if own_forward(module):
         return "has a forward of its own, set on the instance"
     if issubclass(own, nn.Conv2d) and not leaves.is_patch_projection(module):
         return "not a patch projection"

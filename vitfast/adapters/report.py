@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..ops._dispatch import reason_for_plain
-from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, own_forward, said
+from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, said, wrapped_away
 from .fused_blocks import Found
 from .layers import HALVES, find
 from .registry import Known, known_classes, replaceable_modules, replacement_class, unsupported_reason
@@ -86,7 +86,7 @@ def describe(model: nn.Module) -> Report:
         if any(name.startswith(above) for above in covered) and not hasattr(module, "vitfast_part"):
             continue
         above = tuple(modules[upper] for upper in _names_above(name) if upper in modules)
-        if own_forward(module) and (name in replaceable or hasattr(module, "operation_parts")):
+        if wrapped_away(module) and (name in replaceable or hasattr(module, "operation_parts")):
             found = [Entry(name, kind, "", "has a forward of its own, set on the instance, in which no operation ran")]
         elif name in replaceable:
             found = _entries_of(name, module, known, above)

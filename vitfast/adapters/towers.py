@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..submodules import own_forward
 from .fallbacks import PACKING, library_runs, operation_runs
 from .fused_blocks import input_unsupported
 from .hugging_face_layers import only_captures
@@ -38,7 +39,7 @@ def _unsupported(
         hooks = (
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         )
-        if "forward" in module.__dict__ or (hooks and not idle(module)):
+        if own_forward(module) or (hooks and not idle(module)):
             return "its layers have hooks"
     return None
 
