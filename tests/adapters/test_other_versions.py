@@ -3,11 +3,13 @@
 import pytest
 import torch
 import transformers
-from adapter_models import HF, accelerated_pair, randomize, run_both, timm_vit
+from adapter_models import HF, accelerated_pair, randomize, run_both
 from checks import assert_close
-from timm.models.vision_transformer import Block
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.data2vec.modeling_data2vec_vision import Data2VecVisionLayer
 from transformers.models.pixtral.modeling_pixtral import PixtralAttentionLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMerger
 from transformers.models.yolos.modeling_yolos import YolosLayer
 
 import vitfast
@@ -66,21 +68,60 @@ def test_a_beit_of_transformers_before_5_10(monkeypatch):
     assert_close(torch.autograd.grad(out[0], layer.lambda_1, upstream)[0], truth[0], atol=1e-5)
 
 
-def test_layers_that_return_a_tuple_still_do(monkeypatch):
-    """As many of transformers' did: the model around them takes the first of it."""
-    forward = Block.forward
-    try:
-        registry._checked.pop(Block, None)
-        monkeypatch.setattr(Block, "forward", lambda self, x: (forward(self, x),))
-        (model, original), x = accelerated_pair(timm_vit), torch.randn(2, 5, 32)
+def test_a_clip_of_transformers_4(monkeypatch):
+    """Its layers want a second mask and return a tuple."""
+
+    def forward(self, hidden_states, attention_mask, causal_attention_mask, output_attentions=False):
+        mask = attention_mask if causal_attention_mask is None else causal_attention_mask
+        return (CLIPEncoderLayer.forward(self, hidden_states, mask),)
+
+    as_before(monkeypatch, "clip", "CLIPEncoderLayer", CLIPEncoderLayer, forward=forward)
+    modeling = transformers.models.clip.modeling_clip
+    config = transformers.CLIPVisionConfig(**HF, intermediate_size=64, attn_implementation="sdpa")
+    layer = randomize(modeling.CLIPEncoderLayer(config)).eval()
+    x, mask = torch.randn(2, 5, HF["hidden_size"]), torch.randn(2, 1, 5, 5)
+    calls = ((x, None, None), (x, mask, None), (x, None, mask))
+    expected = [layer(*call)[0] for call in calls]
+    layer.__class__ = registry._class_for(type(layer))
+    for call, truth, ran_ours in zip(calls, expected, (1, 1, 0)):
         with counting() as ran:
-            (out,), (expected,) = model.blocks[0](x), original.blocks[0](x)
-        assert_close(out, expected, atol=1e-5)
-        assert ran["attention_block"] == ran["mlp_block"] == 1
-    finally:
-        monkeypatch.undo()
-        registry._checked.pop(Block, None)
-    assert isinstance(vitfast.accelerate(timm_vit()).blocks[0](x), torch.Tensor)
+            (out,) = layer(*call)
+        assert_close(out, truth, atol=1e-5)
+        assert ran["attention_block"] == ran["mlp_block"] == ran_ours
+
+
+TOWERS = [
+    ("clip", "CLIPVision", "pre_layrnorm post_layernorm"),
+    ("metaclip_2", "MetaClip2Vision", "pre_layrnorm post_layernorm"),
+    ("siglip", "SiglipVision", "post_layernorm"),
+    ("siglip2", "Siglip2Vision", "post_layernorm"),
+    ("clip", "CLIPText", "final_layer_norm"),
+    ("siglip", "SiglipText", "final_layer_norm"),
+]
+
+
+@pytest.mark.parametrize("module, name, norms", TOWERS, ids=lambda value: value)
+def test_norms_of_towers_of_transformers_before_5_8(module, name, norms):
+    """The model that has them was called ...Transformer."""
+    modeling = getattr(getattr(transformers.models, module), f"modeling_{module}")
+    model = getattr(modeling, f"{name}Model")
+    old = type(f"{name}Transformer", (model,), dict(__module__=modeling.__name__))
+    sizes = {key: value for key, value in HF.items() if name != "Siglip2Vision" or key != "image_size"}
+    tower = old(getattr(modeling, f"{name}Config")(**sizes, intermediate_size=64))
+    replaced = {entry.name for entry in vitfast.acceleration_report(vitfast.accelerate(tower)).replaced}
+    assert replaced >= set(norms.split()), replaced
+
+
+def test_qwens_merger_of_transformers_before_5_1():
+    """Its norm was that of the model of texts."""
+    merger = Qwen2_5_VLPatchMerger(32, 32)
+    merger.ln_q = randomize(Qwen2RMSNorm(32))
+    x = torch.randn(4, 32)
+    expected = merger(x)
+    vitfast.accelerate(merger)
+    with counting() as ran:
+        assert_close(merger(x), expected, atol=1e-5)
+    assert ran["layer_norm"] + ran["rms_norm"] == 1, ran
 
 
 def test_a_layer_asked_for_more_gives_the_library_its_mask(monkeypatch):

@@ -85,7 +85,7 @@ def test_descriptions_whose_layers_return_differently():
         theirs = randomize(Two(32, 2, pair=pair)).eval()
         ours = vitfast.accelerate(copy.deepcopy(theirs))
         assert_returns_the_same(theirs, ours)
-        assert "return a tuple of 1, some not" in str(vitfast.acceleration_report(ours))
+        assert "return another tuple than others" in str(vitfast.acceleration_report(ours))
 
 
 @pytest.mark.parametrize("make", [timm_vit, hf_vit])

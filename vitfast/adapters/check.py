@@ -71,10 +71,11 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
     return same and _same(run(False), expected[0]) and _same(run(True), expected[1])
 
 
-def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Layer, Blocks]:
-    """One description of a class, as it holds, and its blocks; raises ValueError where it does not.
+def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks, int]:
+    """The blocks of one description of a class, and the entries of the tuple that its layer returns, 0 where none.
 
-    of_users: nothing in it may be missing, as in a library's other versions, and no buffer may go unnamed.
+    Raises ValueError where the description does not hold. of_users: nothing in it may be
+    missing, as in a library's other versions, and no buffer may go unnamed.
     """
     with _plain():
         example = description.make(cls).float().eval()
@@ -99,8 +100,7 @@ def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Lay
         entries = len(returned) if isinstance(returned, tuple) else 0
         if entries and any(other is not None for other in returned[1:]):
             raise ValueError("it returns more than its tokens")
-        description = description._replace(returns_tuple=entries)
-        ours = accelerated_layer(cls, description, blocks, of_users)
+        ours = accelerated_layer(cls, description, blocks, entries, of_users)
         with counting() as ran:
             same = agrees(example, ours, arguments)
         if not same:
@@ -112,7 +112,7 @@ def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Lay
             raise ValueError(
                 "its attention's scale is not 1 / sqrt(head size): name its attribute in Attention(scale=)"
             )
-        return description, blocks
+        return blocks, entries
 
 
 def _ran_an_mlp(ran: Counter) -> bool:
@@ -170,24 +170,23 @@ def checked_class(cls: type, descriptions: tuple[Layer, ...], of_users: bool = F
     A class has several descriptions where it is built with several kinds of attention or MLP, or differs by version.
     of_users: a call that gives what no description knows runs the class's own forward.
     """
-    held, reasons = None, []
+    held, returned, reasons = None, set(), []
     halves: tuple[dict, dict] = ({}, {})
     for description in descriptions:
         try:
-            description, blocks = _checked(cls, description)
+            blocks, entries = _checked(cls, description)
         except Exception as error:  # another signature, other modules: not ours to know
             reasons.append(_another_way(cls, error))
             continue
         held = held or description
-        if held.returns_tuple != description.returns_tuple:
-            return (
-                f"some of its layers return a tuple of {max(held.returns_tuple, description.returns_tuple)}, some not"
-            )
+        returned.add(entries)
         for kept, (block,) in zip(halves, blocks):
             kept.setdefault((block.container, block.mark), block)
     if held is None:
         return min(reasons, key=lambda reason: "AttributeError" in reason)  # which is another version's description
-    return accelerated_layer(cls, held, (tuple(halves[0].values()), tuple(halves[1].values())), of_users)
+    if len(returned) > 1:
+        return "some of its layers return another tuple than others"
+    return accelerated_layer(cls, held, (tuple(halves[0].values()), tuple(halves[1].values())), *returned, of_users)
 
 
 def checked_mlp(cls: type, part: Mlp, make: Callable[[type], nn.Module]) -> type | str:

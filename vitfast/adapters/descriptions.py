@@ -74,8 +74,8 @@ class Layer(NamedTuple):
 
     takes: arguments of the layer's forward, besides its tokens, that `logits(layer, arguments, x)` reads; harmless:
     arguments that change nothing. Where others are given, the library's code runs. extras: paths of further modules and
-    parameters, which `logits` reads or nobody uses. returns_tuple: entries of the layer's output where that is a tuple,
-    (tokens, None, ...); 0 for the tokens themselves. The small layer shows it, whatever is given.
+    parameters, which `logits` reads or nobody uses. The layer's output is its tokens, or a tuple of them and None, as
+    the small layer shows.
 
     tokens_first(layer): its tokens are (N, B, D). packed: they are (tokens, D), and `logits` gives offsets.
     unsupported(layer): why the library's forward must run, None where not. idle_hooks(module): True where all hooks on
@@ -92,7 +92,6 @@ class Layer(NamedTuple):
     logits: Callable[[nn.Module, dict, Tensor], Logits] = lambda layer, arguments, x: {}
     extras: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
-    returns_tuple: int = 0
     tokens_first: Callable[[nn.Module], bool] = lambda layer: False
     packed: bool = False
     unsupported: Callable[[nn.Module], str | None] = lambda layer: None

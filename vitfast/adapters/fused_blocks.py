@@ -38,10 +38,13 @@ def input_unsupported(x: Tensor) -> str | None:
     return "a transform of torch.func is at work"
 
 
-def asked(arguments: dict, harmless: tuple[str, ...] = ()) -> str | None:
-    """The reason for a library to run: a call gives more than tokens, a mask say; None where not."""
+def asked(arguments: dict, harmless: tuple[str, ...] = (), on: tuple[str, ...] = ()) -> str | None:
+    """The reason for a library to run: a call gives more than tokens, a mask say; None where not.
+
+    on: arguments that are on unless a call says otherwise, by None or False too, which say nothing elsewhere.
+    """
     for name, value in arguments.items():
-        if value is not None and value is not False and name not in harmless:
+        if name not in harmless and (name in on or (value is not None and value is not False)):
             return f"the call has {name}"
     return None
 

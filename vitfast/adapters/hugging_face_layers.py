@@ -1,4 +1,4 @@
-"""How transformers (5 and later) builds its layers: a description for each way."""
+"""How transformers (4.57 and later) builds its layers: a description for each way."""
 
 import sys
 

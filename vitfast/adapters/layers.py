@@ -121,17 +121,15 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
     return y.transpose(0, 1) if tokens_first else y
 
 
-def _forward(cls: type, description: Layer, of_users: bool):
+def _forward(cls: type, description: Layer, entries: int, of_users: bool):
     """The forward of the subclass of a library's layer."""
     signature = inspect.signature(cls.forward)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(name for name, given in signature.parameters.items() if given.kind in positional)[1:]
-    # None or False for one of these is a choice, elsewhere it is nothing given.
     off = (inspect.Parameter.empty, None, False)
-    on = [name for name, given in signature.parameters.items() if not any(given.default is value for value in off)]
+    on = tuple(name for name, given in signature.parameters.items() if not any(given.default is x for x in off))
     others = any(given.kind is inspect.Parameter.VAR_KEYWORD for given in signature.parameters.values())
-
-    nothing = (None,) * (description.returns_tuple - 1)
+    nothing = (None,) * (entries - 1)
 
     def forward(self, *args, **kwargs):
         arguments = dict(zip(names, args), **kwargs)
@@ -143,11 +141,8 @@ def _forward(cls: type, description: Layer, of_users: bool):
         if not fits:
             return cls.forward(self, *args, **kwargs)  # which says what it expects
         extra = {name: value for name, value in arguments.items() if name not in description.takes}
-        call, whole = asked(extra, description.harmless), description.unsupported(self)
-        for name in on:
-            if name in extra and (extra[name] is None or extra[name] is False) and name not in description.harmless:
-                call = f"the call has {name}={extra[name]}"
-        if whole is not None or (call is not None and (of_users or description.returns_tuple)):
+        call, whole = asked(extra, description.harmless, on), description.unsupported(self)
+        if whole is not None or (call is not None and (of_users or entries)):
             for half in HALVES:
                 library_runs(self, half, whole or call, of_this_call=True)
             packed = packed_tokens(arguments)
@@ -159,16 +154,17 @@ def _forward(cls: type, description: Layer, of_users: bool):
         x = _by_modules(self, 0, x, arguments) if y is None else y
         y = _by_operation(self, 1, x, arguments, None)
         y = _by_modules(self, 1, x, arguments) if y is None else y
-        return (y, *nothing) if description.returns_tuple else y
+        return (y, *nothing) if entries else y
 
     forward.__signature__ = signature
     return forward
 
 
-def accelerated_layer(cls: type, description: Layer, blocks: Blocks, of_users: bool = False) -> type:
+def accelerated_layer(cls: type, description: Layer, blocks: Blocks, entries: int, of_users: bool) -> type:
     """Our subclass of a library's layer class.
 
-    of_users: of a class of the user's own, of which nobody knows what an argument may do.
+    entries: of the tuple (tokens, None, ...) that it returns, 0 where it returns its tokens. of_users: it is a user's
+    own, of which nobody knows what an argument may do.
     """
     attributes = dict(vitfast_layer=description, vitfast_blocks=blocks, residual_in_fp32=None)
-    return subclass(cls, _forward(cls, description, of_users), **attributes)
+    return subclass(cls, _forward(cls, description, entries, of_users), **attributes)
