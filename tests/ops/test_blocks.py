@@ -168,6 +168,52 @@ def test_frozen_parameters_cost_nothing(block):
             assert all(t.numel() == 0 for t in forward(block, x, p, keep="none")[1:])
 
 
+def attend_to(function, **options):
+    """The operation, with cos and sin each by its name."""
+    return lambda cos, sin, **tensors: function(**tensors, rope=(cos, sin), **options)
+
+
+PACKED = dict(offsets=torch.tensor([0, 2, 5]), longest=3)
+VECTORS = dict(norm_weight=(WIDTH,), norm_bias=(WIDTH,), layer_scale=(WIDTH,))
+QKV = dict(qkv_weight=(3 * WIDTH, WIDTH), qkv_bias=(3 * WIDTH,), proj_weight=(WIDTH, WIDTH), proj_bias=(WIDTH,))
+ROPE = dict(cos=(5, WIDTH // HEADS), sin=(5, WIDTH // HEADS))
+BIAS = dict(bias=(HEADS, 5, 5))
+FC = dict(fc1_weight=(HIDDEN, WIDTH), fc1_bias=(HIDDEN,), fc2_weight=(WIDTH, HIDDEN), fc2_bias=(WIDTH,))
+GATED = {name.replace("fc1", layer): shape for layer in ("up", "gate") for name, shape in FC.items() if "fc1" in name}
+GATED |= dict(inner_norm_weight=(HIDDEN,), inner_norm_bias=(HIDDEN,), down_weight=(WIDTH, HIDDEN), down_bias=(WIDTH,))
+HEAD = (2, 5, HEADS, 16)
+OPERATIONS = {
+    "attention block": (attend_to(ops.attention_block, num_heads=HEADS), dict(**VECTORS, **QKV, **ROPE, **BIAS)),
+    "packed attention block": (
+        attend_to(ops.attention_block, num_heads=HEADS, **PACKED),
+        dict(x=(5, WIDTH), **VECTORS, **QKV, **ROPE),
+    ),
+    "MLP block": (ops.mlp_block, VECTORS | FC),
+    "gated MLP block": (ops.gated_mlp_block, VECTORS | GATED),
+    "gated MLP": (ops.gated_mlp, GATED),
+    "attention": (attend_to(ops.attention), dict(qkv=HEAD, k=HEAD, v=HEAD, **ROPE, **BIAS)),
+    "packed attention": (attend_to(ops.attention, **PACKED), dict(qkv=(5, 3, HEADS, 16), **ROPE)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_input_alone_gets_its_gradient(name):
+    """Where one input alone is trained, its gradient is the one that float64 PyTorch computes."""
+    function, shapes = OPERATIONS[name]
+    shapes = shapes if "qkv" in shapes else dict(x=(2, 5, WIDTH)) | shapes
+    values = {key: torch.randn(shape) * (0.1 if "weight" in key else 1) for key, shape in shapes.items()}
+    doubles = {key: t.double().requires_grad_() for key, t in values.items()}
+    out = function(**doubles)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    for key, double in doubles.items():
+        given = {other: t.detach().requires_grad_(other == key) for other, t in values.items()}
+        with ops.use_kernels("on"):
+            function(**given).backward(upstream.float())
+        size = double.grad.abs().max().item()  # cos and sin: small differences of sums, so more than TOL
+        assert_close(given[key].grad.double(), double.grad, atol=1e-4 * size, name=key)
+
+
 def forward(block, x, p, keep):
     tensors = [x, *(t.detach() for t in p)]
     if block == "attention":

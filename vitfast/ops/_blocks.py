@@ -214,8 +214,8 @@ def check(
     return eps
 
 
-def keeps(keep: str, t: Inputs, *weights: Tensor | None) -> str:
-    """`keep` of a forward operation; what "all" adds serves the gradients of these weights alone."""
-    if not needs_grad(*t):
+def keeps(keep: str, tensors: tuple[Tensor | None, ...], *weights: Tensor | None) -> str:
+    """`keep` of a forward operation on these tensors; what "all" adds serves the gradients of these weights alone."""
+    if not needs_grad(*tensors):
         return "none"
     return keep if needs_grad(*weights) else "least"

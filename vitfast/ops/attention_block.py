@@ -188,7 +188,8 @@ def attention_block(
     eps = check(op, t, ("qkv", "proj"), 3 * inner, inner, eps, residual_in_fp32, keep)
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
-        return _attention_fwd(*t, *logits, num_heads, eps, norm, keeps(keep, t, qkv_weight))[0]
+        keep = keeps(keep, (*t, logits.cos, logits.sin, logits.bias), qkv_weight)
+        return _attention_fwd(*t, *logits, num_heads, eps, norm, keep)[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
     acting = logits.options | ({} if offsets is None else dict(longest=longest))
     return ref.attention_block(x, *layers, num_heads=num_heads, eps=eps, norm=norm, **factors, **acting)
