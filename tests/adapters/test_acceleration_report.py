@@ -318,9 +318,17 @@ def test_attention_is_set_where_layers_stay_transformers_own():
         vitfast.restore(model)
         assert model.config._attn_implementation == chosen and not operations(model, IMAGES)
         assert (list(model.state_dict()), model.config.to_dict()) == state
-    model = vitfast.accelerate(hf_swin("sdpa"))
-    model.set_attn_implementation("eager")
-    assert vitfast.restore(model).config._attn_implementation == "eager", "the last choice is the user's"
+    model = hf_swin("sdpa")
+    other = type(model)(model.config).eval()
+    vitfast.accelerate(model)
+    assert other.config._attn_implementation == "sdpa" and not operations(other, IMAGES), "of the same config"
+    vitfast.accelerate(other)
+    vitfast.restore(model)
+    assert model.config._attn_implementation == "sdpa" and not operations(model, IMAGES)
+    assert operations(other, IMAGES) == Counter(attention_separate=2)
+    other.set_attn_implementation("eager")
+    assert vitfast.restore(other).config._attn_implementation == "eager", "the last choice is the user's"
+    assert model.config._attn_implementation == "sdpa" and not operations(model, IMAGES)
 
 
 def test_attention_of_a_decoder_is_not_set():

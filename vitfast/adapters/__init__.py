@@ -56,7 +56,7 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL, Pixtral and the towers of Qwen2-VL, 2.5 and 3;
     torchvision's vit_*; open_clip's and OpenAI's CLIP; facebookresearch/dinov2 and /dinov3;
     nn.TransformerEncoderLayer(norm_first=True); and what `register` was given. Where a transformers model has other
-    layers, its attention is set to "vitfast" in place of "sdpa".
+    layers, its attention is set to "vitfast" in place of "sdpa", in configs of its own.
 
     Images of many sizes: the layers of NaFlexVit and SigLIP 2 run without the padding of a batch, whose tokens are
     zeros behind them; Pixtral's and Qwen's on images in one row, each attending to itself. Compiled code, and a model

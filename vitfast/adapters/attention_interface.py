@@ -7,9 +7,10 @@ transformers makes a mask of ones for "sdpa".
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
@@ -83,6 +84,15 @@ def _settable(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def _copy_configs(model: nn.Module) -> None:
+    """Gives the modules of a model copies of their configs, which other models may have been made of too."""
+    copies: dict = {}  # one for all modules: what they shared they share still
+    for module in model.modules():
+        for name, config in list(vars(module).items()):
+            if isinstance(config, PreTrainedConfig):
+                setattr(module, name, deepcopy(config, copies))
+
+
 def set_attention(model: nn.Module) -> None:
     """Sets "vitfast" where transformers' own layers attend with "sdpa", both ways and not in a decoder.
 
@@ -95,6 +105,7 @@ def set_attention(model: nn.Module) -> None:
         both_ways = all(getattr(module, "is_causal", True) is False for module in attentions)
         left = [module for module in attentions if id(module) not in ours]
         if left and both_ways and all(module.config._attn_implementation == "sdpa" for module in attentions):
+            _copy_configs(model)
             owner.set_attn_implementation("vitfast")
             owner.vitfast_attention_before = "sdpa"
 
