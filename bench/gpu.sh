@@ -6,7 +6,7 @@
 # first     the first ten minutes on a new GPU: an answer from the smallest check on, the headline early, what is left
 #           in order of weight
 # ceilings  copy, matrix products, cuBLAS at the GEMM shapes of a step, SDPA's backends, timm compiled in amp and bf16
-# tests     vitfast doctor, pytest tests -m gpu on 8 workers, compute-sanitizer where there is one
+# tests     vitfast doctor, pytest tests -m gpu on 8 workers at most, compute-sanitizer where there is one
 # ops       every operation against its peers, on images of many sizes too; `-k max-autotune` for what there was no time for, `--shapes all` for more
 # models    whole models; one call does not hold them all, so give a filter: -k "B/16 and 224 and train"; or
 #           -k packed, training steps on images of many sizes
@@ -59,6 +59,7 @@ if not torch.cuda.is_available():
 import triton
 python = sys.version.split()[0]
 print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, python {python}")
+print(f"{torch.cuda.mem_get_info()[0] // 2**30} GiB free")
 try:
     import vitfast.kernels
     found = pathlib.Path(vitfast.kernels.__file__).resolve().parents[1] == pathlib.Path.cwd()
@@ -84,6 +85,10 @@ running=""
 facts=$(< "$probe")
 cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which are not about processes
 workers=$((cpus < 8 ? cpus : 8))
+if [[ $facts =~ ([0-9]+)" GiB free" ]]; then # a worker of the gpu tests takes 5 GiB
+    room=$((BASH_REMATCH[1] / 5))
+    workers=$((room < 1 ? 1 : room < workers ? room : workers))
+fi
 jobs=$((cpus < 14 ? cpus : 14))
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 COLUMNS=160
 
@@ -97,7 +102,8 @@ bench() {
         --benchmark-json="$work/$name.json" --case-limit "$case_limit" --ends $((EPOCHSECONDS + $(left "$limit")))
 }
 
-doctor() { # doctor NAME LIMIT OPTIONS...: vitfast doctor in parallel, its JSON in NAME.json
+# doctor NAME LIMIT OPTIONS...: vitfast doctor, its JSON in NAME.json, in as many processes as it has memory for
+doctor() {
     local name=$1 limit=$2
     shift 2
     # shellcheck disable=SC2016
@@ -141,7 +147,8 @@ first() {
     rm -f "$work"/{smoke,diagnosis,doctor,train,train_peers,attention,attention_separate,blocks}.{log,json}
     rm -f "$work"/{norm_and_patches,accelerate,inference,gpu_tests}.{log,json}
     prepared
-    doctor smoke 90 --only layer_norm --only attention --only linear_gelu --dtype bfloat16
+    doctor smoke 90 --only layer_norm --only attention --only linear_gelu --only "patch_embed, uint8" \
+        --dtype bfloat16
     checks "smoke"
     if [ "$state" != ok ]; then
         export CUDA_LAUNCH_BLOCKING=1

@@ -101,6 +101,15 @@ def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: l
     result.gigabytes_per_second = moved / result.forward_us / 1e3
 
 
+PROCESS_BYTES = 4 * 2**30  # that a process takes of a GPU: CUDA's context, and 2 GiB of inputs and float64 at most
+
+
+def most_processes() -> int:
+    """As many as there are CPUs here and as fit into the GPU's free memory, one at least."""
+    cpus = len(os.sched_getaffinity(0))
+    return cpus if INTERPRETED else max(1, min(cpus, torch.cuda.mem_get_info()[0] // PROCESS_BYTES))
+
+
 Task = tuple[str, str]  # an operation (or EDGES and a launcher) and a dtype, by their names
 EDGES = "edges of "
 
@@ -313,8 +322,9 @@ def doctor(
 ) -> int:
     """Checks this machine and prints a table; 0 when everything passed, 1 when not, 130 when interrupted.
 
-    as_json: JSON on stdout, the table on stderr. only, dtype: see `tasks`. jobs: processes, at most one a CPU; with
-    more than one nothing is timed. timed: on a GPU. debug: the whole traceback of the first failure follows the table.
+    as_json: JSON on stdout, the table on stderr. only, dtype: see `tasks`. jobs: processes, `most_processes` at
+    most; with more than one nothing is timed. timed: on a GPU. debug: the whole traceback of the first failure follows
+    the table.
     interpreted: kernels are interpreted, in bfloat16 too, all they read and write is watched, and every launcher runs
     at the edges of its tiles with every provider; the process needs TRITON_INTERPRET=1, and the work is done by as many
     processes as there are CPUs. Raises InputError for a name or a dtype that does not exist here.
@@ -328,8 +338,8 @@ def doctor(
             "doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16"
         )
     todo = tasks(only, dtype, interpreted)
-    cpus = len(os.sched_getaffinity(0))
-    jobs = min(jobs or (cpus if interpreted else 1), len(todo), cpus)
+    most = most_processes()
+    jobs = min(jobs or (most if interpreted else 1), len(todo), most)
     work = functools.partial(perform, timed=timed and jobs == 1, watched=interpreted)
     facts, results, interrupted = machine(), [], False
     show = lambda *lines: print(*lines, sep="\n", file=sys.stderr if as_json else sys.stdout, flush=True)  # noqa: E731

@@ -28,6 +28,8 @@ def test_first_goes_through_all_its_steps(stage):
     assert stage.states() == dict.fromkeys(FIRST, "ok")
     assert list(stage.calls) == FIRST[1:]  # prepare asks no Python for anything
     assert "abc1234" in stage.files["prepare.log"] and "NVIDIA Rehearsal" in stage.files["prepare.log"]
+    assert "--only patch_embed, uint8 --dtype bfloat16" in stage.calls["smoke"]
+    assert " -n 1 " in stage.calls["gpu_tests"]  # there is memory for one, as stand_in.sh tells
     for name in FIRST:
         assert f"{name}.log" in stage.files
     for name in FIRST[3:-2]:

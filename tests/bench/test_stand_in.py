@@ -111,6 +111,7 @@ def measures_what_it_should(stage: Stage, client: Path) -> None:
         "attention, N = 300",
         "linear_gelu",
         "linear_gelu, tanh",
+        "patch_embed, uint8",
     }
     assert (
         {r["dtype"] for r in smoke} == {"bfloat16"} and len(doctor) == 69 and all(r["passed"] for r in smoke + doctor)

@@ -5,12 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import run_cli
+from meta_launches import meta_inputs
 from processes import SERVER
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vitfast import doctor
 
@@ -75,6 +79,48 @@ def test_what_fp32_is_judged_by_is_fp32(monkeypatch):
     inputs = doctor.cases(doctor.SMALL_SIZES, doctor.ops)["patch_embed"][1]
     assert doctor.check_operation("patch_embed", embed, inputs, torch.float32, torch.device("cpu"), timed=False).passed
     assert [tf32 for mode, tf32 in seen if mode == "off"] == [False] * 3 and torch.backends.cudnn.allow_tf32 == before
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, on the meta device too. most: the largest count."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return result
+
+
+def test_the_truth_on_a_gpu_takes_2_gib_at_most():
+    """Two results in float64 and all that backward needs, as check_operation asks for them."""
+    for name, (function, inputs) in doctor.cases(doctor.GPU_SIZES, doctor.ops).items():
+        with Memory() as memory, doctor.ops.use_kernels("off"):
+            doubles = meta_inputs(inputs, torch.float64)
+            upstream = [torch.empty_like(o) for o in doctor.run(function, doubles)]
+            results = doctor.run(function, doubles, upstream)
+        assert sum(t.nbytes for t in results) < memory.most < 2 * 2**30, (name, memory.most)
+
+
+def test_as_many_processes_as_cpus_and_as_fit_into_the_gpus_free_memory(monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    assert doctor.most_processes() == 16  # interpreted: whatever GPU there is
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor, "INTERPRETED", False)
+        for gib, wanted in ((3, 1), (23.6, 5), (80, 16)):
+            patch.setattr(torch.cuda, "mem_get_info", lambda gib=gib: (int(gib * 2**30), 2**37))
+            assert doctor.most_processes() == wanted
+    asked = []
+    monkeypatch.setattr(doctor, "most_processes", lambda: 2)
+    monkeypatch.setattr(doctor, "in_processes", lambda work, todo, jobs: asked.append(jobs) or [])
+    run_cli(capsys, "doctor", "--jobs", "9", "--only", "layer_norm")
+    assert asked == [2]
 
 
 def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatch, capsys):

@@ -33,7 +33,7 @@ def launching_on_meta() -> Iterator[None]:
             op._abstract_fn = fake
 
 
-def _meta(inputs: list[Input], dtype: torch.dtype) -> list[torch.Tensor]:
+def meta_inputs(inputs: list[Input], dtype: torch.dtype) -> list[torch.Tensor]:
     """What verify.make draws, on the meta device."""
     kinds = dict(uint8=torch.uint8, factor=torch.float32)
     tensors = [torch.empty(shape, dtype=kinds.get(kind, dtype), device=META) for kind, shape in inputs]
@@ -50,7 +50,7 @@ def operations(
     found = []
     for name, (function, inputs) in cases(s, ops).items():
         for dtype in dtypes if names is None or name in names else ():
-            tensors = _meta(inputs, dtype)
+            tensors = meta_inputs(inputs, dtype)
 
             def both_ways(function=function, tensors=tensors):
                 with torch.no_grad():
@@ -89,7 +89,7 @@ def fp32_stream(s: Sizes) -> list[Launch]:
     """What the two blocks launch where `accelerate` keeps timm's fp32 residual stream under autocast."""
     found = []
     for name, function in (("attention_block", ops.attention_block), ("mlp_block", ops.mlp_block)):
-        x, w, b, *matrices = _meta(cases(s, ops)[name][1], torch.bfloat16)[:7]
+        x, w, b, *matrices = meta_inputs(cases(s, ops)[name][1], torch.bfloat16)[:7]
         stream = [t.detach().float().requires_grad_() for t in (x, w, b)]
         options = dict(num_heads=s.heads) if name == "attention_block" else {}
 

@@ -234,6 +234,7 @@ def preload() -> None:
         synchronize=lambda *_: None,
         empty_cache=lambda: None,
         current_stream=lambda *_: Stream(),
+        mem_get_info=lambda *_: (2**36, 2**36),
         memory_allocated=lambda *_: 2**30,
         memory_reserved=lambda *_: 2**30,
         max_memory_allocated=lambda *_: next(used) + 2**30,

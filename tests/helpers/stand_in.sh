@@ -10,7 +10,7 @@ case "$asked" in
     -c*is_available*)
         [ ! -f "$REHEARSAL/no_gpu" ] || exit 3
         [ ! -f "$REHEARSAL/no_triton" ] || { echo "ModuleNotFoundError: No module named 'triton'" >&2 && exit 1; }
-        echo "NVIDIA Rehearsal" && cat "$REHEARSAL/installed"
+        echo "NVIDIA Rehearsal" && echo "7 GiB free" && cat "$REHEARSAL/installed"
         exit
         ;;
     *bench/cache.py*) name=cache ;;

@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only = "an operation such as attention, or those whose name contains this; can be repeated (default: all)"
     add("--only", metavar="NAME", action="append", default=[], help=only)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="", help="default: all that run here")
-    jobs = "processes at once, at most one a CPU; more than one is quicker and shows no times "
+    jobs = "processes at once, at most one a CPU and one for every 4 GiB free on the GPU; "
+    jobs += "more than one is quicker and shows no times "
     jobs += "(default 1, interpreted one a CPU)"
     add("--jobs", metavar="N", type=int, default=None, help=jobs)
     add("--untimed", action="store_true", default=False, help="check only, without times")
