@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,30 @@ def test_two_ranks_equal_one_process(one, tmp_path, parallel):
         and summary["parameters"] == alone["parameters"]
     )
     assert summary["accuracy"] == alone["accuracy"] and summary["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+
+
+def compiled(output: str) -> int:
+    """Compiled runs of two ranks, without the seconds that Inductor takes. Returns 1 where not one graph is all."""
+    from torch._dynamo.utils import counters
+
+    torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    for number, parallel in enumerate(("ddp", "fsdp"), 1):
+        train(config(Path(output) / parallel, parallel=parallel, compile=True, accumulate=1, ema_decay=0.9))
+        if counters["stats"]["unique_graphs"] != number or counters["graph_break"]:
+            return 1
+    leave()
+    return 0
+
+
+@pytest.mark.slow(20)
+def test_two_compiled_ranks_equal_one_process(one, tmp_path):
+    """DDP around a compiled model; FSDP2 around compiled blocks, which share a graph."""
+    done(ranks(2, compiled, str(tmp_path)))
+    a = tensors(one)
+    for b in (tensors(tmp_path / parallel) for parallel in ("ddp", "fsdp")):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            assert_close(b[name], value, atol=2e-5, rtol=1e-4, name=name)
 
 
 def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(tmp_path):
