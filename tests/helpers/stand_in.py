@@ -257,7 +257,7 @@ def preload() -> None:
 
     clock.DEVICE, clock.ROUNDS, clock.WARMUP = torch.device("cpu"), 3, 1
     clock.WARM_SECONDS = clock.CASE_WARM_SECONDS = 0.0
-    clock._flush_buffer = lambda: torch.empty(0)
+    clock._flush_buffer = lambda: torch.empty(2, 0)
 
     import machine
     import packed_peers
@@ -306,7 +306,7 @@ def clock_of_the_tuner():
     from vitfast.tune.trial import DeviceClock
 
     found = DeviceClock.__new__(DeviceClock)
-    found.rounds, found.flushed = 3, torch.empty(0)
+    found.rounds, found.flushed = 3, torch.empty(2, 0)
     return found
 
 

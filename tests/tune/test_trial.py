@@ -13,6 +13,7 @@ from vitfast.kernels.launch import launches_made
 from vitfast.kernels.tiles import tile
 from vitfast.tune.trial import DeviceClock, Problem, Trial
 from vitfast.verify import EPS, Wrong
+from vitfast.verify.clock import flush_buffer
 from vitfast.verify.draw import Sizes
 from vitfast.verify.launcher import Launcher
 from vitfast.verify.launchers import launchers
@@ -118,11 +119,14 @@ def test_the_clock_takes_the_median_of_calls_that_are_launched_behind_a_busy_dev
         torch.cuda, "_sleep", lambda cycles: told.append("lead" if cycles > 2e9 * 0.01 else "short lead")
     )
     clock = DeviceClock.__new__(DeviceClock)
-    clock.rounds, clock.flushed = 3, SimpleNamespace(zero_=lambda: told.append("flush"))
+    written, read = (SimpleNamespace(**{name: lambda name=name: told.append(name)}) for name in ("zero_", "sum"))
+    clock.rounds, clock.flushed = 3, (written, read)
 
     def run():
         told.append("run")
         time.sleep(0.005)
 
     assert clock.seconds(None, None, run) == pytest.approx(5e-3)
-    assert told == ["run", "run", "wait", "run", *(["flush", "lead", "event", "run", "event"] * 3), "wait"]
+    assert told == ["run", "run", "wait", "run", *(["zero_", "sum", "lead", "event", "run", "event"] * 3), "wait"]
+    largest_l2 = 126 * 2**20  # of a B200, in bytes
+    assert all(piece.nbytes >= largest_l2 for piece in flush_buffer(torch.device("meta")))

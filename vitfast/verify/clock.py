@@ -8,13 +8,18 @@ from torch import Tensor
 
 
 def flush_buffer(device: torch.device) -> Tensor:
-    """The memory that `cold` overwrites: twice the largest L2 there is."""
-    return torch.empty(256 * 2**20, dtype=torch.int8, device=device)
+    """The memory that `cold` overwrites and the memory that it reads: each twice the largest L2 there is."""
+    return torch.empty(2, 64 * 2**20, dtype=torch.int32, device=device)
 
 
 def cold(flushed: Tensor, lead: float) -> None:
-    """Overwrites the L2 cache, then keeps the device busy for `lead` seconds while Python launches."""
-    flushed.zero_()
+    """Makes the L2 cache cold, then keeps the device busy for `lead` seconds while Python launches.
+
+    Written memory alone would be written back during the timed call: other memory, which is read, takes its place.
+    """
+    written, read = flushed
+    written.zero_()
+    read.sum()
     torch.cuda._sleep(int(2e9 * lead))  # in clock cycles
 
 
