@@ -1,14 +1,17 @@
 """Feeding the device: JPEG bytes to the device against the host's path, and images that stay raw until the kernel."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image, ImageFilter
 from runs import digits
 
 from vitfast import InputError
+from vitfast.data import jpeg
 from vitfast.data.loader import open_data
 from vitfast.train.trainer import Trainer
 
@@ -61,6 +64,45 @@ def test_a_broken_jpeg_is_replaced_by_the_next_of_its_batch(photos, tmp_path):
     path.write_bytes(header[:700] + bytes(3000))
     (images, labels, told), *_ = data.train_batches(0, 1)
     assert len(images) == 16 and images.float().std(dim=(1, 2, 3)).min() > 0
+
+
+def test_a_gpu_decodes_into_memory_that_no_queued_kernel_uses(monkeypatch):
+    """nvJPEG waits for no stream, so that its images must not be allocated on the one that runs the model."""
+    log, current, gpu = [], ["model"], torch.device("cuda", 0)
+
+    class Stream:
+        def __init__(self, device, name="allocating"):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    class Image:
+        def record_stream(self, stream):
+            log.append(f"freed after {stream.name}")
+
+    @contextlib.contextmanager
+    def entered(stream):
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    def decode_jpeg(files, mode, device):
+        assert device == gpu
+        log.append(f"allocated on {current[-1]}")
+        return [Image() for _ in files]
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, current[-1]))
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", decode_jpeg)
+    jpeg._allocating_stream.cache_clear()
+    try:
+        images = jpeg.decode([torch.zeros(9, dtype=torch.uint8)] * 2, ["a", "b"], gpu)
+    finally:
+        jpeg._allocating_stream.cache_clear()
+    assert log == ["allocated on allocating", "model waits for allocating"] + 2 * ["freed after model"]
+    assert len(images) == 2 and all(isinstance(image, Image) for image in images)
 
 
 def test_what_the_device_path_cannot_do_is_said(photos):

@@ -6,6 +6,7 @@ from the same (seed, epoch, sample); the pixels differ by the resampling's round
 augmentations need the CPU path.
 """
 
+import functools
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,7 @@ def decode(contents: list[Tensor], names: list[str], device: torch.device) -> li
     """Contents of EncodedSamples -> uint8 (3, H, W) on the device; in place of a broken one the error."""
     files = [content for content in contents if content.dim() == 1]
     try:
-        decoded = torchvision.io.decode_jpeg(files, mode="RGB", device=device) if files else []
+        decoded = _decode_all(files, device) if files else []
     except RuntimeError:  # one of them, and it does not say which
         decoded = [None] * len(files)
     decoded = iter(decoded)
@@ -95,6 +96,28 @@ def decode(contents: list[Tensor], names: list[str], device: torch.device) -> li
         _decode_one(content, name, device) if image is None else image
         for image, content, name in zip(images, contents, names)
     ]
+
+
+def _decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Whole JPEG files -> uint8 (3, H, W) on the device. Raises RuntimeError where one of them is broken.
+
+    On a GPU torchvision allocates the images on the current stream, and nvJPEG fills them on another one, which does
+    not wait for it: queued kernels may still use that memory. So the images come from a stream that runs no kernels.
+    """
+    if device.type != "cuda":
+        return torchvision.io.decode_jpeg(files, mode="RGB", device=device)
+    stream, consumer = _allocating_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        images = torchvision.io.decode_jpeg(files, mode="RGB", device=device)  # makes `stream` wait for nvJPEG
+    consumer.wait_stream(stream)
+    for image in images:
+        image.record_stream(consumer)  # the memory is free again once the consumer is done with it
+    return images
+
+
+@functools.cache
+def _allocating_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _decode_one(content: Tensor, name: str, device: torch.device) -> Tensor | Unreadable:
