@@ -109,7 +109,10 @@ def patch_embed_fwd_kernel(
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = row < rows
         image, patch, corner = locate(row, layout, strides, AXES)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        # uint8 becomes a float in registers. As the first operand wgmma would take it from there, and Triton before 3.9
+        # overwrites such registers too early (triton-lang/triton#9433); the second lies in shared memory.
+        SECOND: tl.constexpr = image_ptr.dtype.element_ty == tl.uint8
+        acc = tl.zeros((BLOCK_D, BLOCK_M) if SECOND else (BLOCK_M, BLOCK_D), tl.float32)
         for start in range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             x_ptrs = image_ptr + corner[:, None] + k_offsets(k, strides, AXES)[None, :]
@@ -120,7 +123,12 @@ def patch_embed_fwd_kernel(
             else:
                 x = load_patches(x_ptrs, mask_m[:, None] & (k < K)[None, :], weight_ptr.dtype.element_ty)
                 w = tl.load(w_ptrs, mask=(k < K)[:, None] & mask_d[None, :], other=0.0)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+            if SECOND:
+                acc = tl.dot(tl.trans(w), tl.trans(x), acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if SECOND:
+            acc = tl.trans(acc)
         # In two halves: positions and accumulator together are more than the registers hold.
         half: tl.constexpr = BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))

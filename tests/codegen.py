@@ -40,12 +40,14 @@ from vitfast.kernels import attention, tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
 from vitfast.kernels.logits import Logits  # noqa: E402
 from vitfast.machine_code import compiler, cubin, ports  # noqa: E402
+from vitfast.machine_code.hazards import hazards  # noqa: E402
 from vitfast.verify.draw import Draw, Sizes  # noqa: E402
 from vitfast.verify.launchers import launchers  # noqa: E402
 
 TABLE = Path(__file__).with_name("codegen.csv")
 WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
-# hgmma, hmma: how many of each; waits: HGMMAs that wait; notes: of ptxas, on wgmma that it serialised.
+# hgmma, hmma: how many of each; waits: HGMMAs that wait; hazards: instructions that touch registers which wgmma still
+# uses; notes: of ptxas, on wgmma that it serialised.
 COLUMNS = (
     "kernel",
     "case",
@@ -60,7 +62,7 @@ COLUMNS = (
     "shared",
     "tensor_core",
 )
-COLUMNS += ("hgmma", "waits", "hmma", "notes", "programs_per_sm")
+COLUMNS += ("hgmma", "waits", "hazards", "hmma", "notes", "programs_per_sm")
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 ARCHIVE_LIMIT = 64 * 2**20  # bytes
 
@@ -78,6 +80,7 @@ def compile_launch(launch: Launch, sm: int) -> dict:
         tensor_core=code.tensor_core,
         hgmma=hgmma,
         waits=code.waits,
+        hazards=len(hazards(code)),
         hmma=code.count("HMMA"),
         notes=" ".join(cubin.assembler_notes(compiled.asm["ptx"], sm)) if hgmma else "",
         shared=shared,
@@ -250,7 +253,8 @@ def committed() -> list[dict]:
 def problems(rows: list[dict]) -> list[str]:
     """What no tile may do: not compile, fit no multiprocessor; in 16 bits spill, leave a product to the scalar units.
 
-    On sm_90 nor have wgmma wait one by one or leave tiles of 64 rows and more to mma.sync, on sm_100 any product.
+    On sm_90 nor touch registers that wgmma still uses, have wgmma wait one by one, or leave tiles of 64 rows and more
+    to mma.sync; on sm_100 any product.
     """
     found = []
     for r in rows:
@@ -272,6 +276,8 @@ def problems(rows: list[dict]) -> list[str]:
         if r["hgmma"] and (r["notes"] or (r["hgmma"] > 1 and r["waits"] > WAITING * r["hgmma"])):
             waits = f"{r['waits']} waits for {r['hgmma']} HGMMA ({r['notes'] or 'ptxas says nothing'})"
             found.append(f"{name}: serialised wgmma, {waits}")
+        if r["hazards"]:
+            found.append(f"{name}: {r['hazards']} instructions touch registers that wgmma still uses")
         if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")
         if r["sm"] == 100 and r["hmma"] and product:
