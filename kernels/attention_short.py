@@ -10,9 +10,9 @@ import triton.language as tl
 from .attention_common import (
     LN2,
     add_product,
+    exp_difference,
     head_of,
     outer,
-    probabilities,
     store_head_rows,
     zero_head_rows,
 )
@@ -77,8 +77,7 @@ def _attention_fwd_short_kernel(
         else:
             s = (tl.where((tl.arange(0, KEYS0) < N)[None, :], s[0], float("-inf")),)
             m = tl.max(s[0], 1)
-        m = m * scale
-        p = [probabilities(logits, m[:, None], scale, q_block[0].dtype) for logits in s]
+        p = [exp_difference(logits, m[:, None], scale) for logits in s]
         l = tl.sum(p[0], 1)
         acc = add_product(zero_head_rows(BLOCK_M, HEAD), p[0], v_blocks[0], HEAD)
         if KEYS1 > 0:
@@ -88,4 +87,4 @@ def _attention_fwd_short_kernel(
             l += tl.sum(p[2], 1)
             acc = add_product(acc, p[2], v_blocks[2], HEAD)
         store_head_rows(o_head, [chunk * (1 / l)[:, None] for chunk in acc], rows, N, HEAD)
-        tl.store(lse_ptr + bh.to(tl.int64) * N + rows, m + tl.log2(l) * LN2, mask=rows < N)
+        tl.store(lse_ptr + bh.to(tl.int64) * N + rows, tl.fma(m, scale, tl.log2(l) * LN2), mask=rows < N)

@@ -9,11 +9,11 @@ C7515).
 import triton
 import triton.language as tl
 
-from .attention_bias import add_bias, bias_of, keys_of, unit, weights, whole_blocks
+from .attention_bias import add_bias, bias_of, keys_of, unit, whole_blocks
 from .attention_common import (
     LN2,
-    LOG2E,
     add_product,
+    exp_difference,
     head_of,
     load_head_rows,
     outer,
@@ -45,17 +45,17 @@ def _fwd_step(
     QK: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """One block of keys of the online softmax; m: the largest scaled logit. HIDES: it may be -inf."""
+    """One block of keys of the online softmax; m: the largest logit in add_bias' unit. HIDES: it may be -inf."""
     cols = start + tl.arange(0, KEYS)
     k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
     s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
     if MASK:
         s = tl.where((cols < keys)[None, :], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * unit(bias, scale))
+    m_new = tl.maximum(m, tl.max(s, 1))
     # where every key so far is hidden, nothing is subtracted: -inf - -inf is no number
     shift = tl.where(m_new == float("-inf"), 0.0, m_new) if HIDES else m_new
-    p = weights(s, shift[:, None], bias, scale, q[0].dtype)
-    decay = tl.exp2((m - shift) * LOG2E)
+    p = exp_difference(s, shift[:, None], unit(bias, scale))
+    decay = exp_difference(m, shift, unit(bias, scale))
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     acc = add_product([chunk * decay[:, None] for chunk in acc], p, v, HEAD)
     return acc, l * decay + tl.sum(p, 1), m_new
@@ -112,4 +112,4 @@ def _attention_fwd_tiled_kernel(
         m = tl.where(l == 0, float("inf"), m)
         l = tl.where(l == 0, 1.0, l)
     store_head_rows(head_of(o, b, h, HEAD, first, PACKED), [chunk * (1 / l)[:, None] for chunk in acc], rows, n, HEAD)
-    tl.store(lse_ptr + lse_at + rows, m + tl.log2(l) * LN2, mask=rows < n)
+    tl.store(lse_ptr + lse_at + rows, tl.fma(m, unit(bias, scale), tl.log2(l) * LN2), mask=rows < n)

@@ -50,7 +50,7 @@ def _dq_step(
     k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
     s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
-    p = weights(s, lse[:, None], bias, scale, q[0].dtype)
+    p = weights(s, lse[:, None], bias, scale)
     if MASK:
         p = tl.where((cols < keys)[None, :], p, 0.0)
     ds = p * (outer(do, v, HEAD) - delta[:, None])
@@ -131,7 +131,7 @@ def _dkdv_step(
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
     s = add_bias(outer(k, q, QK), bias, rows, cols, N, scale, True)
-    p = weights(s, lse[None, :], bias, scale, q[0].dtype)
+    p = weights(s, lse[None, :], bias, scale)
     dv = add_product(dv, p, do, HEAD)
     ds = p * (outer(v, do, HEAD) - delta[None, :])
     return add_product(dk, ds, q, QK), dv
