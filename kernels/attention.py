@@ -230,7 +230,7 @@ def rope_bwd(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, logits: Logits) -> tu
     common["TABLE"] = terms["QK"]._replace(align=math.gcd(8, size[1]))
     common |= dict(dcos_ptr=shares[0], dsin_ptr=shares[1], B=B, samples=samples)
     meta = {name: value for name, value in tile.meta.items() if name != "GROUPS"}
-    launch(_rope_bwd_kernel, (cdiv(size[0], tile["BLOCK_M"]), groups * H), **common, **meta)
+    launch(_rope_bwd_kernel, (cdiv(size[0], tile["BLOCK_M"]) * groups * H,), **common, **meta)
     shared = [axis for axis, own in ((0, per_sample), (1, per_head)) if not own]
     dcos, dsin = ((share.sum(shared) if shared else share).reshape(cos.shape) for share in shares)
     return dcos, dsin
@@ -246,8 +246,8 @@ def bias_bwd(
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
     common, pairs = _arguments(scale, q, k, v, o, do)
     common |= dict(inputs=tuple(pairs), lse_ptr=lse, dbias_ptr=dbias, samples=B // max(1, groups))
-    grid = (cdiv(N, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]), groups * H)
-    launch(_bias_bwd_kernel, grid, **common, **_terms(logits, common["HEAD"]), **tile.meta)
+    blocks = cdiv(N, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"])
+    launch(_bias_bwd_kernel, (blocks * groups * H,), **common, **_terms(logits, common["HEAD"]), **tile.meta)
     return dbias
 
 

@@ -11,7 +11,7 @@ products again for each sample, a block of the bias at a time, and adds up in re
 import triton
 import triton.language as tl
 
-from .attention_common import LOG2E, head_of, load_head_rows, outer, probabilities, row_dot
+from .attention_common import LOG2E, head_of, load_head_rows, outer, row_dot
 from .attention_rope import load_turned_rows, rope_of
 
 
@@ -64,13 +64,14 @@ def unit(bias, scale):
 
 
 @triton.jit
-def weights(s, lse, bias, scale, DTYPE: tl.constexpr):
-    """exp(s - lse) of what add_bias returns, lse a column or a row.
+def weights(s, lse, bias, scale):
+    """exp(unit s - lse) of what add_bias returns, lse a column or a row.
 
-    With a bias the difference comes first: it is 0 where a mask has the least number there is for all keys of a query.
+    The difference comes before base 2, as in exp_difference; with a bias it is 0 where a mask has the least number
+    there is for all keys of a query.
     """
     if bias is None:
-        return probabilities(s, lse, scale, DTYPE)
+        return tl.exp2(tl.fma(s, scale, -lse) * LOG2E)
     else:
         return tl.exp2((s - lse) * LOG2E)
 
@@ -91,10 +92,12 @@ def _bias_bwd_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """BLOCK_M x BLOCK_N of one head's gradient, over the samples that share it."""
-    group, h = tl.program_id(1) // H, tl.program_id(1) % H
     blocks_n = tl.cdiv(N, BLOCK_N)
-    rows = tl.program_id(0) // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks = tl.cdiv(N, BLOCK_M) * blocks_n
+    head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    group, h = head // H, head % H
+    rows = block // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = block % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
     tables, biases, lengths_ptr = terms[0], terms[1], terms[2]
     TURNS: tl.constexpr = tables is not None
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -113,7 +116,7 @@ def _bias_bwd_kernel(
         # +inf past N: those queries weigh nothing
         lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * N + rows, mask=rows < N, other=float("inf"))
         s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
-        p = weights(s, lse[:, None], bias, scale, q[0].dtype)
+        p = weights(s, lse[:, None], bias, scale)
         p = tl.where((cols < keys)[None, :], p, 0.0)
         total += p * (outer(do, v, HEAD) - delta[:, None])
     at = (group.to(tl.int64) * H + h) * N * N + rows.to(tl.int64)[:, None] * N + cols[None, :]

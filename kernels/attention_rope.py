@@ -136,8 +136,10 @@ def _rope_bwd_kernel(
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
     WIDTH: tl.constexpr = HALF if HEAD.alike else HEAD.dim
-    group, h = tl.program_id(1) // H, tl.program_id(1) % H
-    rows = rope[3] + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    blocks = tl.cdiv(N - rope[3], BLOCK_M)
+    head = tl.program_id(0) // blocks
+    group, h = head // H, head % H
+    rows = rope[3] + tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     dcos_a, dcos_b = tl.zeros((BLOCK_M, D0), tl.float32), tl.zeros((BLOCK_M, D0), tl.float32)
     dsin_a, dsin_b = tl.zeros((BLOCK_M, D0), tl.float32), tl.zeros((BLOCK_M, D0), tl.float32)
     for i in tl.range(0, tl.minimum(samples, B - group * samples), num_stages=1, disable_licm=True):

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from vitfast.kernels import launch
-from vitfast.verify.draw import Sizes
+from vitfast.kernels import attention, launch
+from vitfast.kernels.logits import Logits
+from vitfast.verify.draw import Draw, Sizes
 from vitfast.verify.launchers import launchers
 
 TESTS = Path(__file__).parents[1]
@@ -58,6 +60,21 @@ def test_another_batch_size_compiles_nothing_new(compiled_for, launcher):
     assert not grows, {
         name: sorted(set(map(str, same_tiles[0])) ^ set(map(str, same_tiles[1]))) for name, same_tiles in grows.items()
     }
+
+
+def test_a_batch_of_6000_fits_every_grid():
+    """CUDA allows 65,535 programs in y and z: what grows with the batch must lie in x, tables of each sample too."""
+    batch, heads = 6000, MODEL["heads"]
+    draw = Draw(torch.bfloat16, torch.device("meta"))
+    q, k, v, o, do = draw.values(batch, 197, 5, heads, 64).unbind(2)
+    lse, table = draw.values(batch, heads, 197, dtype=torch.float32), draw.values(batch, heads, 197, 32)
+    own = Logits(cos=table, sin=table), Logits(bias=draw.values(batch, heads, 197, 197))
+    calls = [lambda: attention.rope_bwd(q, k, o, do, own[0])]
+    calls += [lambda: attention.bias_bwd(q, k, v, o, lse, do, 0.125, own[1])]
+    calls += [lambda each=each: each.call(*each.make(draw)) for each in launchers(Sizes(batch=batch, **MODEL)).values()]
+    found = [each for call in calls for each in launch.record(call)]
+    assert len({each.kernel.__name__ for each in found}) > 20
+    assert not {each.kernel.__name__: each.grid for each in found if max(each.grid[1:], default=0) > 65_535}
 
 
 def test_no_launcher_pays_for_what_is_made_for_kernels():
