@@ -110,19 +110,30 @@ def build(source: Path, target: Path) -> None:
             is_python_module=False,
         )
         _run([sys.executable, "-c", _BUILD, json.dumps(arguments)], Path(folder), environment)
+        Path(folder, "extension.so").chmod(0o755)
         os.replace(Path(folder, "extension.so"), target)
+
+
+def _check_owner(path: Path) -> None:
+    """Raises RuntimeError for a library that another user could have written: loading it runs what is in it."""
+    found = path.stat()
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        raise RuntimeError(f"{path} belongs to another user, or others may write it; remove it")
 
 
 def built(source: Path) -> Path:
     """`source` compiled, among torch's own extensions, built if missing.
 
-    A file for each text, torch, libcublasLt and kind of processor: machines may share a home folder.
+    A file for each text, torch, libcublasLt and kind of processor: machines may share a home folder. Raises
+    RuntimeError for one that another user could have written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     made_for = f"{torch.__version__} {_cublaslt()[0]} {platform.machine()}"
     kind = hashlib.sha256(source.read_bytes() + made_for.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache).absolute()  # ninja runs in another
     path = folder / f"vitfast_{source.stem}_{kind}.so"
-    if not path.exists():
+    if path.exists():
+        _check_owner(path)
+    else:
         build(source, path)
     return path

@@ -21,8 +21,20 @@ from .tile_rules import CANDIDATES, GENERATIONS, LIBRARIES, RULES, SHARED_LIMIT,
 __all__ = ["GENERATIONS", "LIBRARIES", "CANDIDATES", "RULES", "SHARED_LIMIT", "UNCHECKED", "Rule", "Tile", "tile"]
 
 
+def _wrong_number(value: Tile) -> str:
+    """The first number of a tile that no kernel runs with, as "SPLIT_K = 0", or ""."""
+    numbers = dict(value.blocks, num_warps=value.num_warps, num_stages=value.num_stages, maxnreg=value.maxnreg)
+    for name, number in numbers.items():
+        least = 0 if name in ("EXACT", "maxnreg") else 1
+        whole = type(number) is int and number >= least
+        power_of_two = name.startswith("BLOCK") or name in ("num_warps", "SUBTILES")
+        if not whole or (power_of_two and number & (number - 1)):
+            return f"{name} = {number!r}"
+    return ""
+
+
 def _fault(op: str, value: Tile, blocks: bool = True) -> str:
-    """Why no launcher of `op` takes a tile, or "": its provider or (`blocks`) the names of its numbers."""
+    """Why no launcher of `op` takes a tile, or "": its provider or (`blocks`) the names of its numbers, or a number."""
     known: dict[str, list[set[str]]] = {}
     for rule in (*RULES.get(op, ()), *CANDIDATES.get(op, ())):
         known.setdefault(rule.tile.provider, []).append({name for name, _ in rule.tile.blocks})
@@ -32,6 +44,8 @@ def _fault(op: str, value: Tile, blocks: bool = True) -> str:
     if blocks and names not in wanted:
         spelt = lambda names: " ".join(sorted(names)) or "no numbers"  # noqa: E731
         return f"{op} by {value.provider} takes {spelt(wanted[0])}, not {spelt(names)}"
+    if number := _wrong_number(value):
+        return f"{op} by {value.provider} cannot run with {number}"
     return ""
 
 

@@ -1,6 +1,7 @@
 """The C++ extension for cuBLASLt as users get it: it builds and loads, or says why it cannot."""
 
 import ctypes
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_a_damaged_file_is_built_again_once(pretended, monkeypatch):
     path.write_bytes(b"")
     monkeypatch.setattr(native, "build", lambda source, path: pretended.append(path))  # in vain
     assert cublaslt._library() == (None, "not built: file too short") and len(pretended) == 3
+
+
+def test_what_another_user_could_have_written_is_not_loaded(pretended, monkeypatch):
+    path = native.built(cublaslt.SOURCE)
+    path.chmod(0o755)
+    assert native.built(cublaslt.SOURCE) == path
+    for mode, user in ((0o757, 0), (0o775, 0), (0o755, 1)):
+        path.chmod(mode)
+        monkeypatch.setattr(native.os, "geteuid", lambda user=user: path.stat().st_uid + user)
+        if user and not path.stat().st_uid:  # root's libraries are everybody's
+            os.chown(path, 12345, -1)
+            monkeypatch.setattr(native.os, "geteuid", lambda: 54321)
+        cublaslt._library.cache_clear()
+        reason = f"not built: {path} belongs to another user, or others may write it; remove it"
+        assert cublaslt._library() == (None, reason), oct(mode)
+    assert pretended == [path]
 
 
 def test_each_kind_of_processor_has_a_file(pretended, monkeypatch):

@@ -68,6 +68,19 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
         ),
         ("weight_grad", tile(8, 3, "cublas", BLOCK_M=64), "weight_grad by cublas takes no numbers, not BLOCK_M; "),
         ("softmax_fwd", tile(), "no operation 'softmax_fwd'; "),
+        ("gelu_bwd", tile(4, 1, BLOCK_M=64, BLOCK_N=-64), "gelu_bwd by triton cannot run with BLOCK_N = -64; "),
+        (
+            "weight_grad_sum",
+            tile(4, 1, BLOCK_N=0, BLOCK_K=512),
+            "weight_grad_sum by triton cannot run with BLOCK_N = 0",
+        ),
+        ("scale_rows", tile(4, 1, BLOCK_M=8, BLOCK_D=250, STAGES=3, PER_SM=6), "scale_rows by triton cannot run with"),
+        ("column_sums", tile("4", 1, BLOCK_P=256, BLOCK_D=16), "column_sums by triton cannot run with num_warps = '4'"),
+        (
+            "patch_embed_dweight",
+            tile(8, 3, BLOCK_M=64, BLOCK_D=256, BLOCK_K=128, PROGRAMS=0),
+            "patch_embed_dweight by triton cannot run with PROGRAMS = 0; ",
+        ),
         ("dgelu_matmul", tile(4, 2, **product), ""),
         ("linear_residual_fwd", tile(provider="cublas"), ""),
     ]
