@@ -18,6 +18,7 @@ import torch
 from clock import median_seconds
 
 from vitfast.files import write_text
+from vitfast.machine_code.toolchain import ptxas_version
 
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
 # Of peers that need not be there.
@@ -56,6 +57,7 @@ def facts() -> dict[str, str]:
     found["commit"] = os.environ.get("VITFAST_COMMIT") or _output("git", "describe", "--always", "--dirty") or "unknown"
     if clock.GPU:
         p = torch.cuda.get_device_properties(0)
+        found["ptxas"] = ptxas_version(10 * p.major + p.minor)
         memory, cache = f"{p.total_memory / 2**30:.0f} GiB", f"L2 {p.L2_cache_size / 2**20:.0f} MiB"
         sizes = f"{memory}, {p.multi_processor_count} multiprocessors, {cache}"
         found["gpu"] = f"sm_{p.major}{p.minor}, {sizes}, CUDA {torch.version.cuda}"

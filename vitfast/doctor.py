@@ -6,6 +6,7 @@ In Triton's interpreter, on any machine: every launcher at the edges of its tile
 import contextlib
 import functools
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -24,13 +25,15 @@ from torch import Tensor
 
 from . import interpreter, ops
 from .errors import InputError, both_ends
-from .kernels import cublaslt
+from .kernels import cublaslt, native
 from .kernels.launch import INTERPRETED, launches_made
+from .machine_code.toolchain import missing_for_launchers, ptxas_version
 from .verify import EPS, Input, cases, edges, exact_fp32, make, run, worst
 from .verify.draw import Sizes
 from .verify.sanitizer import Sanitizer
 from .version import __version__
 
+logger = logging.getLogger("vitfast")
 GPU_SIZES = Sizes.of_preset("B/16", batch=32)
 SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
 
@@ -271,20 +274,24 @@ def _serve(connection: Connection, work: Callable[[Task], Result]) -> None:
 
 
 def machine() -> dict[str, str]:
-    """Versions and the GPU."""
+    """Versions and the GPU, what is missing to launch kernels there, and whether cublaslt is built."""
     import triton
 
+    gpu = None if INTERPRETED else torch.cuda.get_device_properties(0)
     facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
+    facts |= {} if gpu is None else dict(ptxas=ptxas_version(10 * gpu.major + gpu.minor))
     facts |= dict(python=platform.python_version(), cuda=str(torch.version.cuda))
-    if INTERPRETED:
+    if gpu is None:
         facts["gpu"] = (
             "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
         )
         if not interpreter.bfloat16_mended:
             facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
         return facts
-    gpu = torch.cuda.get_device_properties(0)
     facts["gpu"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+    if missing := missing_for_launchers():
+        facts["launcher"] = f"Triton cannot build any that is not in its cache: {missing}"
+    logger.info("cublaslt: its C++ extension is compiled where it is missing, %d s at most", native.BUILD_SECONDS)
     like = torch.empty(0, dtype=torch.bfloat16, device=device())
     facts["cublaslt"] = cublaslt.unsupported_reason(like) or "built, for linear_residual"
     return facts

@@ -1,6 +1,7 @@
 """The machine in words, its ceilings, its data sheet, and the clock."""
 
 import json
+import subprocess
 import time
 import types
 from pathlib import Path
@@ -9,10 +10,12 @@ import clock
 import machine
 import pytest
 import report
+import stand_in
 import torch
 from bench_cases import bench_conftest
 
 from vitfast import cost
+from vitfast.machine_code.cubin import BIN
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,10 +56,14 @@ def test_ceilings_are_shared_by_the_processes_of_a_run(tmp_path, monkeypatch):
     assert "on the same machine" in report.HOW_TO_READ
 
 
-def test_cudnn_chooses_for_the_peers_and_the_facts_say_so(gpu, monkeypatch):
+def test_the_facts_say_that_cudnn_chooses_and_who_assembles(gpu, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     bench_conftest().pytest_configure(types.SimpleNamespace(getoption=dict(shapes="few", dtype=None).get))
     assert torch.backends.cudnn.benchmark
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: stand_in.NAME)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: stand_in.PROPERTIES)
+    said = subprocess.run([BIN / "ptxas", "--version"], capture_output=True, text=True).stdout
+    assert f"release {machine.facts.__wrapped__()['ptxas']}," in said
     monkeypatch.setattr(clock, "GPU", False)
     facts = machine.facts.__wrapped__()
     assert facts["cudnn.benchmark"] == "on" and facts["device"] == "cpu"
