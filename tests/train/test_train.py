@@ -50,12 +50,17 @@ def test_a_run_leaves_what_it_promises(tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["softmax", "masked"])
-def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compiled(tmp_path, monkeypatch, objective):
-    asked = []
+def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compiled(
+    tmp_path, monkeypatch, caplog, objective
+):
+    asked, said = [], "the first step compiles the model, which may take minutes; --no-compile does without"
+    caplog.set_level("INFO", "vitfast")
     monkeypatch.setattr(ViT, "decide_keep", lambda self, batch, dtype=None: asked.append((batch, dtype)))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: asked.append("compile"))
     Trainer(digits(tmp_path, steps=1, batch_size=30, accumulate=4, compile=True, objective=objective))
-    assert asked == [(8, None), "compile"]
+    assert asked == [(8, None), "compile"] and caplog.messages.count(said) == 1
+    Trainer(digits(tmp_path, steps=1, batch_size=30, compile=False, objective=objective))
+    assert asked[2:] == [(30, None)] and caplog.messages.count(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """One optimiser step: model, objective, optimiser and average, on one device or on many."""
 
 import copy
+import logging
 import math
 
 import torch
@@ -19,6 +20,7 @@ from ..packed import PackedImages
 from .losses import OBJECTIVES, correct, mix
 from .optim import learning_rate, make_optimizer
 
+logger = logging.getLogger("vitfast")
 Images = Tensor | list[PackedImages]
 
 
@@ -80,6 +82,8 @@ class TrainStep:
             images = config.tokens_per_step / tokens if config.tokens_per_step else config.batch_size
             vit.decide_keep(math.ceil(images / micro_batches), dtype)
         if config.compile if config.compile is not None else device.type == "cuda":
+            if ranks.first:
+                logger.info("the first step compiles the model, which may take minutes; --no-compile does without")
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
                 module.compile()
         if ranks.world > 1 and not sharded:
