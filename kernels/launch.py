@@ -108,5 +108,8 @@ def record(run: Callable[[], object]) -> list[Launch]:
 
 
 def fp32_precision() -> str:
-    """The input precision of `tl.dot` for fp32 operands: torch's float32 matmul precision."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """The input precision of `tl.dot` for fp32 operands: that of torch's own products on CUDA.
+
+    torch.get_float32_matmul_precision() would raise where torch.backends.fp32_precision was set.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

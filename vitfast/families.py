@@ -96,12 +96,12 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _exact() -> Iterator[None]:
     """fp32 products in fp32, on GPUs too."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @torch.no_grad()

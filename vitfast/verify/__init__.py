@@ -43,12 +43,12 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 @contextlib.contextmanager
 def exact_fp32() -> Iterator[None]:
     """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        torch.backends.cudnn.conv.fp32_precision = before
 
 
 @contextlib.contextmanager
