@@ -1,5 +1,6 @@
 """WebDataset shards by index, Hugging Face streams as files: what cannot be read is named and ends nothing."""
 
+import hashlib
 import io
 import tarfile
 
@@ -12,7 +13,7 @@ from runs import digits
 
 from vitfast import InputError
 from vitfast.config import total_steps
-from vitfast.data.datasets import Subset, known_labels, take
+from vitfast.data.datasets import Subset, fingerprint, known_labels, take
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING
 from vitfast.distributed import Ranks
@@ -59,8 +60,11 @@ def test_local_shards_are_read_by_index(tmp_path):
         for at, i in enumerate(order):
             assert np.array_equal(np.asarray(source[at][0]), np.asarray(Image.open(io.BytesIO(contents[i]))))
         assert source.name(5) == f"{root}/{'val' if source is data.val else 'train'}-1.tar, s/001.JPEG"
+        assert source.described(5) == ("s/001.JPEG", 1, len(contents[1]))
     taken = take(data.train, 4)
     assert isinstance(taken, Subset) and taken.indices == take(data.train, 4).indices
+    labels = "".join(f"{label}\0" for label in known_labels(taken))
+    assert fingerprint(taken)["labels"] == hashlib.sha256(labels.encode()).hexdigest()
     few = open_data(digits(data=f"wds/{root}", shots=2, hold_out=0.3), (24, 24), (8, 8), CPU)
     assert sorted(known_labels(few.train)) == [0, 0, 1, 1, 2, 2] and sorted(known_labels(few.val)) == [0, 1, 2]
 

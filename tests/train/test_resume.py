@@ -13,6 +13,8 @@ from timm.models._hub import save_for_hf
 
 from vitfast import InputError, ViT
 from vitfast.baselines import baseline
+from vitfast.data.datasets import fingerprint
+from vitfast.data.folders import ImageFiles
 from vitfast.train import trainer as trainer_module
 from vitfast.train.resume import check_data, read_training_state
 from vitfast.train.trainer import Trainer, train
@@ -135,12 +137,24 @@ def add_class(data: Path) -> None:
         picture(7).save(data / split / "fox" / "0.png")
 
 
+def move_images(data: Path) -> None:
+    """A cat is a dog now, and a dog a cat: there are as many of each as before."""
+    (data / "train" / "cat" / "0.png").rename(data / "train" / "dog" / "9.png")
+    (data / "train" / "dog" / "0.png").rename(data / "train" / "cat" / "9.png")
+
+
+def replace_image(data: Path) -> None:
+    picture(77).resize((50, 50)).save(data / "val" / "cat" / "0.png")
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
         (rename_class, "classes: dog gone, dingo new"),
         (add_image, "train_images: 9 there, 10 now"),
         (remove_validation_image, "val_images: 9 there, 8 now"),
+        (move_images, "train_images: files renamed or moved"),
+        (replace_image, "val_images: files of other sizes"),
         (add_class, "classes: fox new, train_images: 9 there, 10 now, val_images: 9 there, 10 now"),
     ],
 )
@@ -162,6 +176,21 @@ def test_classes_in_another_order_are_told():
     with pytest.raises(InputError, match="classes: another order"):
         check_data(saved, saved | dict(classes=["b", "a"]), Path("run"))
     check_data(saved, saved, Path("run"))
+
+
+def test_other_labels_are_told_but_not_of_an_earlier_checkpoint(tmp_path):
+    """The same files with other classes in labels.csv. A checkpoint without a fingerprint goes on as it did."""
+    picture(1).save(tmp_path / "a.png")
+    files = [str(tmp_path / "a.png"), str(tmp_path / "gone.png")]
+    earlier = dict(classes=["x", "y"], train_images=2, val_images=2)
+    saved, now = (
+        earlier | {f"val_{kind}": value for kind, value in fingerprint(source).items()}
+        for source in (ImageFiles(files, labels, ["x", "y"], (1, 1)) for labels in ([(0,), (1,)], [(0, 1), (1,)]))
+    )
+    assert saved["val_names"] == now["val_names"] and saved["val_sizes"] == now["val_sizes"]
+    with pytest.raises(InputError, match=r"\(val_images: files of other classes\); restore it"):
+        check_data(saved, now, Path("run"))
+    check_data(earlier, now, Path("run"))
 
 
 def test_a_model_knows_its_class_names(cut_off, tmp_path, monkeypatch):

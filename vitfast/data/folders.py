@@ -47,6 +47,14 @@ class ImageFiles:
         target[list(self.labels[index])] = 1
         return target
 
+    def described(self, index: int) -> tuple[str, int | tuple[int, ...], int]:
+        """The path, the classes and the size in bytes of an image, the size -1 where the path leads nowhere."""
+        try:
+            size = os.stat(self.files[index]).st_size
+        except OSError:
+            size = -1
+        return self.files[index], self.labels[index], size
+
     def opened(self, index: int):
         """A context: the image, its header read. Raises Unreadable."""
         return opened(self.files[index], self.name(index), self.min_size)

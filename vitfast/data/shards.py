@@ -38,6 +38,10 @@ class ShardFiles:
     def name(self, index: int) -> str:
         return printable(f"{self.paths[self.where[3 * index]]}, {self.names[index]}")
 
+    def described(self, index: int) -> tuple[str, int, int]:
+        """The name, the class and the size in bytes of an image."""
+        return self.names[index], self.labels[index], self.where[3 * index + 2]
+
     def __getitem__(self, index: int):
         shard, offset, size = self.where[3 * index : 3 * index + 3]
         try:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..checkpoint.writers import write_safetensors
 from ..config import Config, as_plain, course, total_steps
+from ..data.datasets import fingerprint
 from ..data.loader import Data
 from ..errors import InputError, both_ends
 from .many_sizes import PackedTotals
@@ -49,18 +50,25 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, o
 FLAT = dataclasses.replace(WHOLE, flatten_optimizer_state_dict=True)
 START_AGAIN = "choose another --output, or --resume never to start it again"
 MODEL = "model.safetensors"
+CHANGED = dict(names="files renamed or moved", labels="files of other classes", sizes="files of other sizes")
 RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of state.json, with their types
 
 
-def make_record(
-    config: Config, data: Data, step: int = 0, seconds: float = 0.0, packed: PackedTotals | None = None
-) -> dict:
-    """Where a run is and what it trains: the part of a checkpoint that is compared before a run goes on."""
-    images = dict(train_images=len(data.train), val_images=len(data.val))
-    record = dict(
-        step=step, seconds=seconds, settings=as_plain(config), data=dict(classes=list(data.classes), **images)
-    )
-    return record if data.packing is None else record | dict(packing=dataclasses.asdict(packed or PackedTotals()))
+def make_record(config: Config, data: dict, step: int, seconds: float, packed: PackedTotals | None) -> dict:
+    """Where a run is and what it trains: the part of a checkpoint that is compared before a run goes on.
+
+    data: of `describe_data`. packed: of images of many sizes.
+    """
+    record = dict(step=step, seconds=seconds, settings=as_plain(config), data=data)
+    return record if packed is None else record | dict(packing=dataclasses.asdict(packed))
+
+
+def describe_data(data: Data) -> dict:
+    """The classes, the numbers of images and the `fingerprint` of the data of a run."""
+    described = dict(classes=list(data.classes), train_images=len(data.train), val_images=len(data.val))
+    for split, source in (("train", data.train), ("val", data.val)):
+        described |= {f"{split}_{kind}": value for kind, value in fingerprint(source).items()}
+    return described
 
 
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
@@ -224,16 +232,30 @@ def _value(value: object) -> str:
 
 
 def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
-    """Raises InputError where the data of a run (of `make_record`) is not what it was."""
-    changes = [f"{k}: {saved.get(k)} there, {now[k]} now" for k in now if k != "classes" and saved.get(k) != now[k]]
+    """Raises InputError where the data of a run (of `describe_data`) is not what it was.
+
+    A checkpoint of an earlier vitfast has no fingerprint, and is compared without.
+    """
+    counts = ("train_images", "val_images")
+    changes = [f"{k}: {saved.get(k)} there, {now[k]} now" for k in counts if saved.get(k) != now[k]]
     if saved.get("classes") != now["classes"]:
         before, after = saved["classes"], now["classes"]
         sides = (("gone", before, after), ("new", after, before))
         named = [f"{_first(names, others)} {word}" for word, names, others in sides if _first(names, others)]
         changes.insert(0, f"classes: {', '.join(named) or 'another order'}")
-    if changes:
+    if changes := changes or _changed_files(saved, now):
         advice = f"restore it, or start a new run from the weights: --weights {checkpoint} and another --output"
         raise InputError(f"the data is not what {checkpoint} was trained on ({', '.join(changes)}); {advice}")
+
+
+def _changed_files(saved: dict, now: dict) -> list[str]:
+    """What differs first of the files of each split, between two fingerprints."""
+    changes = []
+    for split in ("train", "val"):
+        kinds = ((text, f"{split}_{kind}") for kind, text in CHANGED.items())
+        other = [text for text, key in kinds if key in saved and key in now and saved[key] != now[key]]
+        changes += [f"{split}_images: {text}" for text in other[:1]]
+    return changes
 
 
 def _first(names: list, without: list) -> str:

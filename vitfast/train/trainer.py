@@ -20,7 +20,16 @@ from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
-from .resume import check_data, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
+from .resume import (
+    check_data,
+    describe_data,
+    find_start,
+    finished_summary,
+    load_checkpoint,
+    make_record,
+    read_record,
+    save_checkpoint,
+)
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import Images, TrainStep
@@ -74,8 +83,9 @@ class Trainer:
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
         self.saved = None  # the step of the run's last checkpoint
+        self.described = {}  # the data, on the first rank
+        self.ranks.on_first(self._describe_data, record)
         if self.checkpoint:
-            check_data(record["data"], make_record(config, self.data)["data"], self.checkpoint)
             load_checkpoint(self.checkpoint, self.train_step)
             self.step, self.seconds = record["step"], record["seconds"]
             self.packed = read_totals(record, self.data, self.checkpoint)
@@ -168,7 +178,8 @@ class Trainer:
             )
         self.seconds += self.meter.take_seconds()
         with self._writing("checkpoints"):
-            record = make_record(self.config, self.data, self.step, self.seconds, self.packed)
+            packed = None if self.data.packing is None else self.packed
+            record = make_record(self.config, self.described, self.step, self.seconds, packed)
             save_checkpoint(self.run, self.train_step, record)
         self.saved = self.step
 
@@ -187,6 +198,12 @@ class Trainer:
         if self.data.packing is not None:
             return round(self.packed.progress.images / max(1, self.data.train_length), 4)
         return round(self.step / self.steps_per_epoch, 4)
+
+    def _describe_data(self, record: dict) -> None:
+        """Looks at the files of the data. Raises InputError where the record of a checkpoint is of others."""
+        self.described = describe_data(self.data)
+        if self.checkpoint:
+            check_data(record["data"], self.described, self.checkpoint)
 
     def _check_unlocked(self) -> None:
         """Raises InputError where another process trains there, before the data is read."""
