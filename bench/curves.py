@@ -55,6 +55,8 @@ def losses(setting: Setting, shape: Shape, weights: dict, seed: int, steps: int)
     model.load_state_dict(weights)
     model, _ = setting.cast(model, torch.empty(0, device=clock.DEVICE))
     torch._dynamo.reset()
+    if setting.library == "vitfast":
+        model.decide_keep(shape.batch, setting.dtype)  # before torch.compile, which takes what it finds
     function = model if setting.how == "eager" else torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=clock.GPU)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * steps)))

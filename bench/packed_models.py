@@ -20,7 +20,7 @@ import vitfast
 from vitfast import ViT, ops
 from vitfast.cost.work import Work
 from vitfast.packed import PackedImages
-from vitfast.settle_keep import settle_in_training
+from vitfast.settle_keep import settle, settle_in_training
 from vitfast.verify import exact_fp32, worst
 
 CLASSES = 1000
@@ -83,7 +83,13 @@ class Way:
     def lay_out(self, images: list[Tensor]):
         return vitfast.pack(images, PATCH)
 
+    @property
+    def rows(self) -> int:
+        """Tokens in a step, padding included."""
+        return self.mix.tokens
+
     def compile(self, how: str) -> Callable:
+        settle(self.model, self.rows, self.dtype)  # before torch.compile, which takes what it finds
         return compiled(self.call, how, fullgraph=True)
 
     def call(self, images) -> Tensor:
@@ -127,6 +133,10 @@ class Padded(Way):
         offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * most
         filled = PackedImages(patches, places, offsets, given.grids, (most,) * count, most)
         return filled, torch.tensor(self.mix.lengths, device=device, dtype=torch.int32)
+
+    @property
+    def rows(self) -> int:
+        return len(self.mix.lengths) * self.mix.longest
 
     def call(self, images) -> Tensor:
         (filled, lengths), model = images, self.model

@@ -214,6 +214,8 @@ class Peer:
         ours = setting.library.startswith("vitfast")
         self.backend = None if ours else best_backend(shape.batch, shape.tokens, shape.heads, shape.head, training)
         self.kernels = "on" if ours and clock.GPU else "auto"
+        if training and setting.library == "vitfast":  # eager training finds it out, torch.compile takes what it finds
+            self.model.decide_keep(shape.batch, setting.dtype)
         self.function = self.model if setting.how == "eager" else compiled(self.model, setting.how)
 
     def __call__(self, images: Tensor) -> Tensor:

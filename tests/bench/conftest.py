@@ -10,6 +10,8 @@ import torch
 from bench_results import entry, model_entry
 from rehearsal import Stage
 
+from vitfast import keep
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,6 +22,15 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(shapes, "SHAPES", dict(shapes.SHAPES))
     shapes.choose("few")
+
+
+@pytest.fixture
+def settled(monkeypatch) -> list[int]:
+    """The tokens that ViTs were settled for: this device has memory for all that their blocks may keep."""
+    asked = []
+    monkeypatch.setattr(keep, "DEVICES", (clock.DEVICE.type,))
+    monkeypatch.setattr(keep, "choose", lambda blocks, parameters, rows, *_: asked.append(rows) or "all")
+    return asked
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import curves
 import machine
 import pytest
 import torch
+from peers import BUILDERS, Setting
+from shapes import Shape
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +47,14 @@ def test_loss_curves_compare_the_same_training(tmp_path):
     found = json.loads((tmp_path / "curves.json").read_text())["curves"]
     ours, theirs = (found["losses"][name][0] for name in ("vitfast", "timm"))
     assert ours == pytest.approx(theirs, abs=1e-4) and 4 < ours[0] < 9 and found["machine"]["device"] == machine.name()
+
+
+def test_what_our_compiled_model_keeps_is_settled_before_it_is_compiled(settled, monkeypatch):
+    found = []
+    monkeypatch.setattr(torch, "compile", lambda model: found.append({b.keep for b in model.blocks}) or model)
+    setting, shape = Setting("vitfast", "compile", "fp32"), Shape("Nano/8", 16, 2)
+    curves.losses(setting, shape, BUILDERS["timm"](shape).state_dict(), seed=0, steps=1)
+    assert found == [{"all"}] and settled == [shape.batch * shape.tokens]
 
 
 def test_loss_curves_are_kept_after_every_run(tmp_path, monkeypatch, capsys):

@@ -269,6 +269,15 @@ def test_every_way_makes_the_same_step(tiny):
         assert check.judge(name, way(tiny, "eager", torch.float32))["error"] < 1e-5, name
 
 
+def test_what_our_compiled_ways_keep_follows_the_memory_as_in_eager_training(tiny, settled, monkeypatch):
+    found = []
+    monkeypatch.setattr(packed_models, "compiled", lambda call, *_, **__: found.append(call.__self__.model))
+    packed_models.Way(tiny, "compile", torch.float32)
+    packed_models.Padded(tiny, "compile", torch.float32)
+    assert {block.keep for model in found for block in model.blocks} == {"all"} and len(found) == 2
+    assert settled == [7 + 2 + 21 + 7, 4 * 21]
+
+
 def test_a_way_that_sees_padding_or_loses_an_image_gets_no_time(tiny, monkeypatch):
     check = packed_models.Check(tiny, torch.float32)
     padded = packed_models.Padded(tiny, "eager", torch.float32)

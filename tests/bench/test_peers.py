@@ -23,6 +23,14 @@ def test_peers_compute_the_same_function(library):
     assert peer.check()["error"] < 1e-5
 
 
+def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(settled, monkeypatch):
+    found = []
+    monkeypatch.setattr(peers, "compiled", lambda model, how: found.append({block.keep for block in model.blocks}))
+    for training in (True, False):
+        peers.Peer(peers.Setting("vitfast", "compile", "fp32"), NANO, training)
+    assert found == [{"all"}, {"least"}] and settled == [NANO.batch * NANO.tokens]
+
+
 def test_a_peer_that_computes_something_else_gets_no_time(monkeypatch):
     from timm.models.vision_transformer import VisionTransformer
 

@@ -68,7 +68,10 @@ def operations(
 
 
 def training_step(preset: str, image: int, batch: int, train: bool, amp: bool) -> list[Launch]:
-    """What a step, or an inference, of a preset launches in bf16. amp: autocast, LayerNorm's parameters in fp32."""
+    """What a step, or an inference, of a preset launches in bf16, whatever blocks keep for backward.
+
+    amp: autocast, LayerNorm's parameters in fp32.
+    """
     with META:
         model = ViT.from_preset(preset, img_size=image).bfloat16().train(train)
     for module in model.modules() if amp else ():
@@ -82,7 +85,11 @@ def training_step(preset: str, image: int, batch: int, train: bool, amp: bool) -
             if train:
                 logits.backward(torch.empty_like(logits))
 
-    return record(run)
+    found = []
+    for keep in ("least", "all") if train else ("least",):
+        model.set_keep(keep)
+        found += record(run)
+    return found
 
 
 def fp32_stream(s: Sizes) -> list[Launch]:
