@@ -122,6 +122,9 @@ def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
     (tmp_path / "folder.jpg").mkdir()
     with pytest.raises(Unreadable, match="Is a directory"):
         ImageFiles([str(tmp_path / "folder.jpg")], [0], ["a"], (8, 8))[0]
+    (tmp_path / "device.jpg").symlink_to(os.devnull)  # a pipe would let a test that fails wait for ever
+    with pytest.raises(Unreadable, match="device.jpg cannot be read as an image .it is no regular file"):
+        ImageFiles([str(tmp_path / "device.jpg")], [0], ["a"], (8, 8))[0]
 
     def refused(*_):
         raise PermissionError(13, "Permission denied")

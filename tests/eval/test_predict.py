@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -158,8 +159,13 @@ def test_a_folder_is_walked_in_order_with_its_links_and_without_its_circles(tmp_
     (tmp_path / "elsewhere" / "z.png").touch()
     (tmp_path / "root" / "d").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root" / "c" / "up").symlink_to(tmp_path / "root")
+    os.mkfifo(tmp_path / "root" / "pipe.png")
+    for name, target in (("e.png", "a.webp"), ("f.png", "gone.png"), ("g.png", "g.png")):
+        (tmp_path / "root" / name).symlink_to(target)
     found = [path.removeprefix(f"{tmp_path}/root/") for path in image_files(tmp_path / "root")]
-    assert found == ["a.webp", "b/10.png", "b/2.JPG", "c/deep/x.png", "d/z.png"]
+    assert found == ["a.webp", "b/10.png", "b/2.JPG", "c/deep/x.png", "d/z.png", "e.png", "f.png", "g.png"]
+    records = predict(tiny(), [str(tmp_path / "root" / name) for name in ("f.png", "g.png")], HOST)
+    assert [record["error"].split("(")[1][:8] for record in records] == ["No such ", "Too many"]
     assert list(image_files(tmp_path / "root/b/notes.txt")) == [str(tmp_path / "root/b/notes.txt")]  # as asked for
     (tmp_path / "empty").mkdir()
     for path, message in (("empty", "no images in"), ("gone", "no file or folder")):

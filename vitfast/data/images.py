@@ -1,5 +1,7 @@
 """An image file as 8-bit RGB, whatever it holds; files that cannot be read."""
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,6 +39,8 @@ def opened(file, name: str, min_size: tuple[int, int] = (1, 1)) -> Iterator[Imag
     decompression bombs, and for whatever goes wrong here or in the block: damaged files raise what they like.
     """
     try:
+        if not hasattr(file, "read") and stat.S_IFMT(os.stat(file).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            raise ValueError("it is no regular file")  # opening a pipe would wait for who writes to it
         image = Image.open(file)
     except Exception as error:
         raise Unreadable(f"{name} cannot be read as an image ({_reason(error)}); remove or replace it") from None
