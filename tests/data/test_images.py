@@ -13,6 +13,7 @@ from runs import digits
 
 from vitfast import InputError
 from vitfast.data.folders import ImageFiles
+from vitfast.data.image_files import SUFFIXES
 from vitfast.data.images import Unreadable, as_rgb, read_rgb
 from vitfast.data.loader import open_data
 
@@ -106,6 +107,7 @@ def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
     cases = {
         "empty.jpg": (b"", "cannot be read as an image .of no known format"),
         "text.jpg": (b"not a picture", "of no known format"),
+        "eps.jpg": (save(Image.fromarray(RGB), "EPS"), "of no known format"),  # PIL would hand it to Ghostscript
         "cut.jpg": (whole.read_bytes()[:-100], "cut.jpg is a broken image .image file is truncated"),
         "gone.jpg": (None, "cannot be read as an image .No such file or directory"),
         "line\nfeed.jpg": (b"", r"line\\nfeed.jpg cannot be read"),
@@ -126,7 +128,7 @@ def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
     with pytest.raises(Unreadable, match="device.jpg cannot be read as an image .it is no regular file"):
         ImageFiles([str(tmp_path / "device.jpg")], [0], ["a"], (8, 8))[0]
 
-    def refused(*_):
+    def refused(*_, **__):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Image, "open", refused)  # tests may run as root, whom no file refuses
@@ -141,6 +143,14 @@ def test_decompression_bombs_are_unreadable(limit, tmp_path, monkeypatch):
     with warnings.catch_warnings(), pytest.raises(Unreadable, match=r"x.png .*(limit of|exceeds limit)"):
         warnings.simplefilter("error")
         read_rgb(io.BytesIO(content), "x.png")
+
+
+def test_a_file_may_hold_what_any_known_suffix_says():
+    Image.init()
+    assert {suffix: Image.EXTENSION[suffix] for suffix in SUFFIXES} == SUFFIXES
+    for kind in {*SUFFIXES.values(), "MPO"}:  # MPO: a camera's JPEG with a second picture
+        found = np.asarray(read_rgb(io.BytesIO(save(Image.fromarray(RGB), kind)), "x.jpg")).astype(int)
+        assert np.abs(found - RGB).mean() < 8, kind
 
 
 def test_animations_are_their_first_frame():

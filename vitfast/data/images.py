@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from ..errors import InputError
+from .image_files import FORMATS
 
 
 class Unreadable(InputError):
@@ -41,7 +42,7 @@ def opened(file, name: str, min_size: tuple[int, int] = (1, 1)) -> Iterator[Imag
     try:
         if not hasattr(file, "read") and stat.S_IFMT(os.stat(file).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
             raise ValueError("it is no regular file")  # opening a pipe would wait for who writes to it
-        image = Image.open(file)
+        image = Image.open(file, formats=FORMATS)
     except Exception as error:
         raise Unreadable(f"{name} cannot be read as an image ({_reason(error)}); remove or replace it") from None
     with image:
