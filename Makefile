@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # an environment that forbids writing it waits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test oldest long bench codegen docs lint clean
+.PHONY: help demo test oldest long tritons bench codegen docs lint clean
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -32,6 +32,14 @@ oldest:  ## every test with the oldest PyTorch, timm and transformers that vitfa
 
 long: $(READY)  ## the tests that take minutes each: other seeds, twenty kills, a longer grid under the sanitizer
 	$(BIN)/python -m pytest -n 2 -q -m long tests
+
+tritons: $(READY)  ## what Triton 3.6 and 3.8 make of the kernels, and what their launchers hand over
+	for version in 3.6.0 3.8.0; do \
+	    test -d $(VENV)/triton-$$version || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	        --no-deps --no-compile --target $(VENV)/triton-$$version triton==$$version || exit 1; \
+	    PYTHONPATH=$(VENV)/triton-$$version $(BIN)/python -m pytest -n 2 -q tests/machine_code \
+	        -k "compiles_well or hazards or real_launches" || exit 1; \
+	done
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
 	if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; \

@@ -97,6 +97,7 @@ def test_a_kernel_that_regresses_is_a_problem(codegen):
         "32 HMMA, mma.sync where wgmma fits": dict(hmma=32),
         "31 HMMA, mma.sync where wgmma fits": dict(hmma=31, tile="SUBTILES=4"),
         "16 HMMA, mma.sync where tcgen05 fits": dict(tcgen05, hmma=16, tile="BLOCK_M=32"),
+        "45 instructions touch registers that wgmma still uses": dict(hazards=45),
         "8 bytes of stack": dict(stack=8),
         "no program fits a multiprocessor": dict(programs_per_sm=0),
         "3 local loads and stores": dict(spills=3, stack=8),
