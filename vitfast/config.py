@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from .errors import InputError, both_ends
 
+MOST_CLASSES = 10**6  # of a data set: a larger label is damaged, and would fill the memory with classes
+
 
 def rule(default, holds: Callable[[object], bool], text: str):
     """A field whose values other than None must fulfil `holds`; `text` completes "FIELD must ..."."""
@@ -159,7 +161,7 @@ class Config(Recipe):
     task: str = choice("pretrain", "finetune", "eval")
     data: str = ""
     data_dir: str = ""  # root of timm's dataset names
-    num_classes: int | None = count(None, 10**6)  # only where the data does not say
+    num_classes: int | None = count(None, MOST_CLASSES)  # only where the data does not say
     shots: int | None = positive(None)  # train on this many images a class alone
     train_images: int | None = positive(None)  # train on this many images alone
     hold_out: float = fraction(0.0)  # validate on this share of the training images, which are then not trained on

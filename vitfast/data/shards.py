@@ -12,6 +12,7 @@ from PIL import Image
 from timm.data import IterableImageDataset
 from torch.utils.data import IterableDataset
 
+from ..config import MOST_CLASSES
 from ..errors import InputError
 from .images import Unreadable, as_rgb, printable, read_rgb
 from .samples import padding
@@ -68,8 +69,9 @@ def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
     except (tarfile.TarError, OSError, ValueError) as error:
         raise InputError(f"shard {path} cannot be read ({error})") from None
     for key, image in images.items():
-        if labels.get(key, 0) < 0:
-            raise InputError(f"shard {path}: {printable(image[0])} has the class {labels[key]}; classes begin with 0")
+        if not 0 <= labels.get(key, 0) < MOST_CLASSES:
+            which, most = f"{printable(image[0])} has the class {labels[key]}", MOST_CLASSES - 1
+            raise InputError(f"shard {path}: {which}; classes are numbers from 0 to at most {most:,}")
         if key in labels:
             yield *image, labels[key]
 
