@@ -75,7 +75,8 @@ def test_what_a_folder_holds_besides_is_said(tmp_path, caplog, monkeypatch):
 
 
 def test_class_folders_hold_what_timm_finds_there_with_every_suffix_and_nothing_hidden(tmp_path):
-    for name in ("c10/2.png", "c10/10.JPG", "c9/deep/b.jpeg", "c9/a.webp", "c9/z.tiff", "x/deep/9.bmp"):
+    names = "c10/2.png c10/10.JPG c9/deep/b.jpeg c9/a.webp c9/z.tiff x/deep/9.bmp n01.440/1.png x.jpg/a.b.png"
+    for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pictures.smooth(1, 16, 16).save(tmp_path / name)
     theirs, numbers = find_images_and_targets(str(tmp_path), types=SUFFIXES)
@@ -84,7 +85,7 @@ def test_class_folders_hold_what_timm_finds_there_with_every_suffix_and_nothing_
         pictures.smooth(1, 16, 16).save(tmp_path / name)
     source = _class_folders(tmp_path, (8, 8))
     assert list(zip(source.files, source.labels)) == theirs
-    assert source.classes == list(numbers) == ["c9", "c10", "deep"]
+    assert source.classes == list(numbers) == ["c9", "c10", "deep", "n01.440", "x.jpg"]
 
 
 def test_a_class_with_one_image_keeps_it_for_training(tmp_path):
