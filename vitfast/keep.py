@@ -4,7 +4,7 @@ keep: "least", "all" (see ops/_blocks.py) or "auto": "all" where the memory of t
 the most tokens seen.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -35,18 +35,37 @@ def mlp_working(block: nn.Module) -> int:
     return block.mlp.fc1.out_features + block.mlp.fc2.in_features
 
 
-def choose(
-    blocks: Iterable[nn.Module], parameters: Iterable[nn.Parameter], rows: int, size: int, device: torch.device
-) -> str:
-    """ "all" where it fits into what is free on a GPU, "least" elsewhere.
+def step_bytes(
+    blocks: Sequence[nn.Module], parameters: Iterable[nn.Parameter], rows: int, logits: int, size: int
+) -> int:
+    """Bytes that training steps with keep="all" will allocate at their peak.
 
-    Parameters without a gradient are taken to get one, and AdamW's two moments, later: 12 bytes each.
+    What blocks and the last norm keep; what comes and goes in the backward of an MLP; logits, as many numbers, and
+    their gradients, in fp32 too; copies of the parameters in the dtype of the products, gradients where there are none
+    yet, once more in DDP's buckets, and AdamW's two moments.
     """
+    d = blocks[0].norm1.normalized_shape[0]
+    kept = sum(sum(block_bytes(block, rows, size, "all").values()) for block in blocks) + 2 * rows * d * size
+    working = rows * (d * (4 if blocks[0].residual_in_fp32 else size) + max(map(mlp_working, blocks)) * size)
+    gradient = 8 if torch.distributed.is_available() and torch.distributed.is_initialized() else 4
+    total = kept + working + logits * (2 * size + 12)
+    for p in parameters:
+        total += p.numel() * (size if size < p.itemsize else 0)
+        if p.requires_grad:
+            total += p.numel() * (8 + (gradient if p.grad is None else 0))
+    return total
+
+
+def choose(
+    blocks: Sequence[nn.Module],
+    parameters: Iterable[nn.Parameter],
+    rows: int,
+    logits: int,
+    size: int,
+    device: torch.device,
+) -> str:
+    """ "all" where training steps with it fit into what is free on a GPU, "least" elsewhere."""
     if device.type not in DEVICES:
         return "least"
-    blocks = list(blocks)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    kept = sum(sum(block_bytes(block, rows, size, "all").values()) for block in blocks)
-    working = max(rows * (block.norm1.normalized_shape[0] + mlp_working(block)) * size for block in blocks)
-    coming = sum(12 * p.numel() for p in parameters if p.requires_grad and p.grad is None)
-    return "all" if kept + working + coming <= USABLE * free else "least"
+    return "all" if step_bytes(blocks, parameters, rows, logits, size) <= USABLE * free else "least"

@@ -17,8 +17,9 @@ def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None) -> None:
     weight = vit.patch_embed.proj.weight
     if vit.keep == "auto" and weight.device.type in keep.DEVICES and not vit.grad_checkpointing:
         vit._keep_rows = rows
-        size = (dtype or weight.dtype).itemsize
-        set_blocks(vit, keep.choose(vit.blocks, vit.parameters(), rows, size, weight.device))
+        size, tokens = (dtype or weight.dtype).itemsize, vit.num_prefix_tokens + vit.patch_embed.num_patches
+        logits = -(-rows // tokens) * vit.num_classes
+        set_blocks(vit, keep.choose(vit.blocks, vit.parameters(), rows, logits, size, weight.device))
 
 
 def settle_in_training(vit: nn.Module, x: Tensor) -> None:

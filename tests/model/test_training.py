@@ -91,7 +91,7 @@ def settled(monkeypatch):
     """
     asked = []
 
-    def choose(blocks, parameters, rows, size, device):
+    def choose(blocks, parameters, rows, logits, size, device):
         asked.append((rows, size))
         return "all" if rows <= 100 else "least"
 
