@@ -185,6 +185,19 @@ def test_names_of_any_kind_come_back_from_csv():
     assert rows[-1] == ["bad", "", "", "", ""]
 
 
+def test_no_cell_of_a_csv_is_a_formula():
+    """As OWASP says for "CSV injection"; a path still names its file, and a number is one."""
+    names = ["=cmd().png", "+1.png", "-x.png", "@a.png", "\ttab.png", "\rreturn.png", "a=b.png", "/=.png"]
+    labels = ["=1+1", "+a", "-cat", "@SUM(A1)", "\t=1", "-1.5", "+2e-3", 7]
+    records = [dict(image=i, predictions=[dict(label=k, probability=0.5)]) for i, k in zip(names, labels)]
+    text = io.StringIO(newline="")
+    write_csv(records, text, 1)
+    _, *rows = csv.reader(io.StringIO(text.getvalue(), newline=""))
+    assert not [cell for row in rows for cell in row[:1] if cell[0] in "=+-@\t\r"]
+    assert [Path(row[0]) for row in rows] == [Path(name) for name in names]
+    assert [row[1] for row in rows] == ["'=1+1", "'+a", "'-cat", "'@SUM(A1)", "'\t=1", "-1.5", "+2e-3", "7"]
+
+
 def test_predict_and_eval_see_the_same_images_of_a_folder(tmp_path):
     """Any suffix, hidden files, images less than a patch, less than the crop, and long ones."""
     sizes = [(3, 30), (30, 7), (8, 8), (9, 20), (12, 40), (16, 16), (40, 90), (16, 600), (5, 5)]

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
@@ -24,6 +25,8 @@ from ..device import autocast_dtype
 from ..errors import InputError
 from ..packed import PackedImages
 from .accuracy import check_sizes, cut_as_told, logits_of
+
+FORMULA, NUMBER = re.compile(r"[=+\-@\t\r\n]"), re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
 
 
 class Files(Dataset):
@@ -141,12 +144,22 @@ def _records(
 
 
 def write_csv(records: Iterable[dict], file: TextIO, count: int) -> None:
-    """Rows `image, label_1, probability_1, ...` of `count` classes; of an error the image alone."""
+    """Rows `image, label_1, probability_1, ...` of `count` classes; of an error the image alone.
+
+    A spreadsheet would run a cell such as =cmd() as a formula. So a path that begins like one is written with ./ before
+    it, which names the same file, and a label with an apostrophe before it (OWASP, "CSV injection").
+    """
     writer = csv.writer(file)
     writer.writerow(["image", *(f"{name}_{i + 1}" for i in range(count) for name in ("label", "probability"))])
     for record in records:
-        best = [(p["label"], f"{p['probability']:.6g}") for p in record.get("predictions", ())]
-        writer.writerow([record["image"], *itertools.chain(*(best or [("", "")] * count))])
+        best = [(_as_text(p["label"], "'"), f"{p['probability']:.6g}") for p in record.get("predictions", ())]
+        writer.writerow([_as_text(record["image"], "./"), *itertools.chain(*(best or [("", "")] * count))])
+
+
+def _as_text(value: str | int, mark: str) -> str:
+    """A value as a cell, with a mark before it where it begins like a formula and is no number."""
+    text = str(value)
+    return f"{mark}{text}" if FORMULA.match(text) and not NUMBER.fullmatch(text) else text
 
 
 def write_json(records: Iterable[dict], file: TextIO) -> None:
