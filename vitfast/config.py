@@ -91,7 +91,9 @@ class Recipe:
     epochs: float | None = rule(None, lambda value: 0 < value <= 1e6, "be positive, and at most a million")
     steps: int | None = count(None, 10**12)  # in place of epochs
     batch_size: int = count(1024, 10**9)
-    accumulate: int = count(1, 10**9)  # micro-batches per step and device: the same step in less memory
+    # Micro-batches per step and device: the same step in less memory, but for random numbers. Dropout, drop path,
+    # mixup, cutmix and the masks of patch prediction are drawn anew for each micro-batch.
+    accumulate: int = count(1, 10**9)
     scale_lr: int | None = positive(None)  # multiply lr by batch_size / this
 
     optimizer: str = choice("adamw", "sgd", "lamb")

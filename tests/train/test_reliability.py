@@ -91,7 +91,10 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     assert main(command) == 0 and resume.read_training_state(tmp_path / "checkpoints" / "last")["step"] == 6
 
 
-@pytest.mark.parametrize("room, wanted", [(9, "accumulate=4 fits, 8 at once"), (0, "a smaller model, image or batch")])
+@pytest.mark.parametrize(
+    "room, wanted",
+    [(9, "=4 fits, 8 at once, with the same result but for random"), (0, "a smaller model, image or batch")],
+)
 def test_out_of_memory_says_what_fits(tmp_path, monkeypatch, room, wanted):
     forward = ViT.forward
 

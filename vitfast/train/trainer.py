@@ -35,6 +35,7 @@ from .setup import set_up
 from .step import Images, TrainStep
 
 logger = logging.getLogger("vitfast")
+SAME = "with the same result but for random numbers, such as dropout's"  # of other micro-batches
 MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run stops
 
 
@@ -278,14 +279,14 @@ class Trainer:
         accumulate, advice = self.config.accumulate, "a smaller model, image or batch may fit"
         if isinstance(images, list):
             held = f"{max(len(some.patches) for some in images):,} patches"
-            advice = f"--set accumulate={2 * accumulate} halves what a device holds, with the same result"
+            advice = f"--set accumulate={2 * accumulate} halves what a device holds, {SAME}"
             return (
                 f"out of memory in step {self.step + 1} with {held} at once on a device; {advice}; {self._last_good()}"
             )
         if self.ranks.world > 1:
-            advice = f"--set accumulate={2 * accumulate} halves what a device holds, with the same result"
+            advice = f"--set accumulate={2 * accumulate} halves what a device holds, {SAME}"
         elif fitting := self.train_step.micro_batches_that_fit(images, labels):
-            advice = f"--set accumulate={fitting} fits, {-(-len(images) // fitting)} at once, with the same result"
+            advice = f"--set accumulate={fitting} fits, {-(-len(images) // fitting)} at once, {SAME}"
         return (
             f"out of memory in step {self.step + 1} with {-(-len(images) // accumulate)} images at once on a device; "
             f"{advice}; {self._last_good()}"
