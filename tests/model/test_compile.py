@@ -1,12 +1,17 @@
 """The ViT under torch.compile, torch.export and FX."""
 
+import functools
+import warnings
+
 import pytest
 import torch
 import torch._dynamo.testing
 import torch._inductor.config
 from checks import assert_close, gradients, randomize
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitfast import ViT
+from vitfast.kernels import tiles
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7)
 TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
@@ -42,6 +47,26 @@ def test_compiled_code_of_uint8_in_training_equals_eager():
     for key, value in results[1].items():
         assert_close(results[0][key], value, atol=1e-4, rtol=1e-4, name=key)
     assert not torch.equal(results[1]["logits"], model.eval()(raw))
+
+
+def test_for_a_gpu_the_model_is_one_graph_of_operations_and_dynamo_warns_of_nothing(monkeypatch):
+    """On fake tensors: Dynamo traces what it would on a GPU, which kernel can run there too."""
+    monkeypatch.setattr(tiles, "_generation", functools.cache(lambda index: 90))  # a cache, as on a GPU
+    names = []
+
+    def backend(module, inputs):
+        names.extend(str(node.target) for node in module.graph.nodes if str(node.target).startswith("vitfast."))
+        return module
+
+    with torch.device("meta"):
+        model = ViT(**SMALL).bfloat16()
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        images = torch.empty(2, 3, 32, 32, dtype=torch.bfloat16, device="cuda:0")
+        torch.compile(model.to_empty(device="cuda:0"), fullgraph=True, backend=backend)(images)
+    wanted = ["patch_embed", *["attention_block_fwd", "mlp_block_fwd"] * 2, "layer_norm"]
+    assert names == [f"vitfast.{name}.default" for name in wanted]
 
 
 def test_export_has_a_dynamic_batch():

@@ -33,12 +33,18 @@ FLOAT32 = torch.finfo(torch.float32).max
 _warned: set[tuple[str, str]] = set()
 
 
+@torch.compiler.assume_constant_result  # Dynamo would trace through the cache behind it: 2.14 warns, 2.11 cannot
+def _too_old(device: torch.device) -> bool:
+    """Whether a GPU is older than any that there are kernels for."""
+    return tiles.generation(device) == 0
+
+
 def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
     """Why no kernel can run on x, None where one can."""
     if NO_TRITON is not None:
         return NO_TRITON
     if x.device.type == "cuda":
-        if tiles.generation(x.device) == 0:
+        if _too_old(x.device):
             return "the GPU is older than compute capability 8.0"
     elif x.device.type != "cpu" or not INTERPRETED:
         return f"tensors on {x.device.type} need TRITON_INTERPRET=1 before vitfast is imported"
