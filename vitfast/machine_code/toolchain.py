@@ -1,4 +1,4 @@
-"""What Triton compiles with on this machine: ptxas, and a C compiler for what launches kernels."""
+"""The tools that Triton compiles with on this machine: ptxas, and a C compiler for launchers."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ def ptxas_version(capability: int) -> str:
 
 
 def missing_for_launchers() -> str | None:
-    """What Triton lacks to build its launchers, in C, and which package has it; None where it lacks nothing."""
+    """Why Triton cannot build its launchers, which are C, and what to install; None where it can."""
     named = os.environ.get("CC")
     if named is not None and not shutil.which(named):
         return f"CC is {named!r}, which is not a program"
