@@ -219,20 +219,23 @@ class ViT(Intermediates, PackedForward, nn.Module):
         return 0 if self.no_embed_class or self._config["pos_embed"] in positions.AXES else self.num_prefix_tokens
 
     def _positions(self, images: Tensor) -> tuple[Tensor | None, list[tuple]]:
-        """The table added at the stem, and each block's arguments besides its tokens: positions.distribute."""
+        """The table added at the stem, and what each block adds: positions.distribute."""
         tables = {name: getattr(self, name) for name in self._tables}
         if self.dynamic_img_size:
             sizes = self.patch_embed.patch_size, self.patch_embed.grid_size, self._pos_prefix
             tables = {name: table_for_images(name, table, images, *sizes) for name, table in tables.items()}
         place, without = self._config["pos_embed_at"], self.num_prefix_tokens - self._pos_prefix
-        table, layers = positions.distribute(self._config["pos_embed"], tables, place, len(self.blocks), without)
-        kind, rope = self._config.get("rope"), None
-        if kind is not None:
-            spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
-            made = rope_tables(kind, images, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)
-            layout = positions.ROPE_LAYOUTS[kind]
-            rope = dict(rope=(made[0], made[1]), rope_layout=layout, num_prefix=self.num_prefix_tokens)
-        return table, [(*layer, rope) for layer in layers]
+        return positions.distribute(self._config["pos_embed"], tables, place, len(self.blocks), without)
+
+    def _rope(self, images: Tensor, x: Tensor) -> dict | None:
+        """Rotary positions of the tokens x of images: arguments of ops.attention, None where there are none."""
+        kind = self._config.get("rope")
+        if kind is None:
+            return None
+        spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
+        made = rope_tables(kind, images, x, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)
+        layout = positions.ROPE_LAYOUTS[kind]
+        return dict(rope=(made[0], made[1]), rope_layout=layout, num_prefix=self.num_prefix_tokens)
 
     def _embed(self, images: Tensor, change_patches: Callable | None = None) -> tuple[Tensor, list[tuple]]:
         """(B, C, H, W) -> (B, T+N, D), positions added, dropped out; and each block's arguments besides them."""
@@ -245,8 +248,8 @@ class ViT(Intermediates, PackedForward, nn.Module):
         else:
             patches = change_patches(self.patch_embed(images, mean=self.mean, std=self.std))
             x = ref.with_prefix_and_positions(patches, tokens, table)
-        x = self.norm_pre(self.pos_drop(x))
-        return x.float() if self.residual_in_fp32 else x, layers
+        x, rope = self.norm_pre(self.pos_drop(x)), self._rope(images, x)
+        return x.float() if self.residual_in_fp32 else x, [(*layer, rope) for layer in layers]
 
     def _run(self, block: Block, x: Tensor, *layer: Tensor | None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():

@@ -68,7 +68,7 @@ class PackedForward:
             layers[1:] = made[1:] if c["pos_embed_at"] == "layers" else made * (depth - 1)
         if c.get("rope") is not None:
             spec = c["rope_temperature"] or ROPES[c["rope"]], c["ref_feat_shape"]
-            angle = positions.rope_angles(c["rope"], places, self.blocks[0].attn.head_dim, *spec)
+            angle = positions.rope_angles(c["rope"], places, x.dtype, self.blocks[0].attn.head_dim, *spec)
             angle = angle.new_zeros(len(x), angle.shape[1]).index_copy(0, rows, angle)  # prefix tokens are not turned
             rope = dict(rope=(angle.cos(), angle.sin()), rope_layout=ROPE_LAYOUTS[c["rope"]])
         every = torch.arange(len(images) + 1, device=rows.device, dtype=images.offsets.dtype) * prefix

@@ -114,14 +114,14 @@ def packed_places(images: PackedImages) -> Places:
     return Places(number // width, number % width, height, width)
 
 
-def axis_weights(place: Tensor, size: Tensor, old: int) -> Tensor:
-    """(N, old) fp32: the shares of `old` positions along an axis in a place of `size` ones.
+def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype) -> Tensor:
+    """(N, old) in `dtype`: the shares of `old` positions along an axis in a place of `size` ones.
 
     The rows of `resample`'s linear map: bicubic (Keys, 1981, a = -1/2), stretched where it shrinks, normalised.
     """
-    scale = old / size.float()
+    scale = old / size.to(dtype)
     centre, width = scale * (place + 0.5), scale.clamp(min=1.0)
-    t = ((torch.arange(old, device=place.device) + 0.5 - centre[:, None]) / width[:, None]).abs()
+    t = ((torch.arange(old, device=place.device, dtype=dtype) + 0.5 - centre[:, None]) / width[:, None]).abs()
     near, far = (1.5 * t - 2.5) * t * t + 1, ((-0.5 * t + 2.5) * t - 4) * t + 2
     weights = torch.where(t <= 1, near, torch.where(t < 2, far, 0.0))
     return weights / weights.sum(1, keepdim=True)
@@ -138,12 +138,12 @@ def packed_positions(
     if not tables:
         return None, None
     first = next(iter(tables.values()))
-    down = axis_weights(places.y, places.height, grid[0])
-    across = axis_weights(places.x, places.width, grid[1])
+    work = torch.promote_types(first.dtype, torch.float32)
+    down = axis_weights(places.y, places.height, grid[0], work)
+    across = axis_weights(places.x, places.width, grid[1], work)
     exact = nullcontext() if first.is_meta else torch.autocast(first.device.type, enabled=False)
     with exact:  # as resample computes
-        work = torch.promote_types(first.dtype, torch.float32)
-        product = lambda weights, table: (weights.to(work) @ table.to(work)).to(table.dtype)  # noqa: E731
+        product = lambda weights, table: (weights @ table.to(work)).to(table.dtype)  # noqa: E731
         if kind in AXES:
             x, y = product(across, tables["pos_embed_x"]), product(down, tables["pos_embed_y"])
             return _joined(kind, x, y), None
@@ -153,16 +153,18 @@ def packed_positions(
 
 
 def rope_tables(
-    kind: str, images: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
+    kind: str, images: Tensor, x: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin (N, Dh / 2), in fp32, of the rotary positions of the patches of images, row by row."""
+    """cos and sin (N, Dh / 2) of the rotary positions of the patches of images, row by row; for tokens like x."""
     grid = images.shape[2] // patch[0], images.shape[3] // patch[1]
-    angle = rope_angles(kind, grid_places(grid, images.device), head_dim, temperature, ref_grid)
+    angle = rope_angles(kind, grid_places(grid, images.device), x.dtype, head_dim, temperature, ref_grid)
     return angle.cos(), angle.sin()
 
 
-def rope_angles(kind: str, places: Places, head_dim: int, temperature: float, ref_grid: Grid | None) -> Tensor:
-    """The angles (N, Dh / 2), in fp32, of rotary positions (Su et al., 2021).
+def rope_angles(
+    kind: str, places: Places, dtype: torch.dtype, head_dim: int, temperature: float, ref_grid: Grid | None
+) -> Tensor:
+    """The angles (N, Dh / 2), for tokens of `dtype` and in fp32 at least, of rotary positions (Su et al., 2021).
 
     A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a
     quarter by the column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025): places run from -1 to 1
@@ -171,8 +173,9 @@ def rope_angles(kind: str, places: Places, head_dim: int, temperature: float, re
     both columns of a pair.
     """
     quarter, sizes = head_dim // 4, (places.height, places.width)
-    band = torch.arange(quarter, device=places.y.device, dtype=torch.float32)
-    along = [places.y.float(), places.x.float()]
+    dtype = torch.promote_types(dtype, torch.float32)
+    band = torch.arange(quarter, device=places.y.device, dtype=dtype)
+    along = [places.y.to(dtype), places.x.to(dtype)]
     if kind == "dinov3":
         along = [2 * (place + 0.5) / n - 1 for place, n in zip(along, sizes)]
         period, turn = temperature ** (4 * band / head_dim), 2 * math.pi
@@ -233,8 +236,8 @@ def sincos_2d(grid: Grid, dim: int, prefix: int = 0, temperature: float = 10_000
 def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor:
     """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one.
 
-    Prefix positions stay. Bicubic with antialias, in fp32 whatever the dtype, which is kept (the ViT paper, 3.2; the
-    filter is timm's).
+    Prefix positions stay. Bicubic with antialias, in fp32 at least; the dtype stays (the ViT paper, 3.2; the filter is
+    timm's).
     """
     if tuple(old) == tuple(new):
         return pos_embed
@@ -243,7 +246,7 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
             f"resample: pos_embed must have {prefix} + {old[0]} x {old[1]} positions, got {pos_embed.shape[1]}"
         )
     first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
-    table = table.float().unflatten(1, old).permute(0, 3, 1, 2)
+    table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old).permute(0, 3, 1, 2)
     table = F.interpolate(table, size=new, mode="bicubic", antialias=True)
     return torch.cat([first, table.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
 
@@ -264,7 +267,8 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
             f"resample_offsets: the table must have {offsets} offsets for a grid of {h} x {w}, got {table.shape[1]}"
         )
     (before, _), (after, pairs) = (_displacements(grid, table.device) for grid in (old, new))
-    plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new)).float()
+    plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new))
+    plane = plane.to(torch.promote_types(plane.dtype, torch.float32))
     made = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2])
     made = made.index_add(1, after, plane * pairs[:, None])
     return (made / pairs.new_zeros(made.shape[1]).index_add(0, after, pairs)[:, None]).to(table.dtype)

@@ -1,6 +1,8 @@
 """DINOv3, EVA-02, SigLIP, CLIP and other families of the ViT, equal to timm's, and every gradient."""
 
+import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import nn
 
 from vitfast import InputError, ViT
 from vitfast.ops import use_kernels
+from vitfast.positions import rope_tables
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
-TOL = dict(atol=3e-7, rtol=3e-7)  # the tables of rotary positions are in fp32, timm's of DINOv3 in the model's dtype
+TOL = dict(atol=1e-10, rtol=1e-10)
+ROTARY_TOL = dict(atol=3e-5, rtol=3e-5)  # timm makes the tables of rotary positions in fp32
 NORM5 = partial(nn.LayerNorm, eps=1e-5)
 ROTARY = dict(use_rot_pos_emb=True)
 # timm's class, its arguments, ours
@@ -86,9 +90,10 @@ def pair(family: str, **more):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_are_timms(family):
     original, model = pair(family)
+    tolerance = ROTARY_TOL if type(original) is Eva else TOL
     images, upstream = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
     logits, theirs = model(images), original(images)
-    assert_close(logits, theirs, **TOL)
+    assert_close(logits, theirs, **tolerance)
     ours = gradients(model, logits, upstream)
     theirs = gradients(original, theirs, upstream)
     if type(original) is Eva:
@@ -99,7 +104,7 @@ def test_logits_and_gradients_are_timms(family):
         theirs = whole
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
-        assert_close(gradient, theirs[name], **TOL, name=name)
+        assert_close(gradient, theirs[name], **tolerance, name=name)
 
 
 @pytest.mark.parametrize("family", ["DINOv3", "EVA-02"])
@@ -110,7 +115,20 @@ def test_rotary_positions_at_other_sizes_are_timms(family, size):
     if family == "EVA-02":
         original.set_input_size(size)
         model.set_input_size(size)
-    assert_close(model(images), original(images), **TOL)
+    assert_close(model(images), original(images), **ROTARY_TOL)
+
+
+@pytest.mark.parametrize("kind", ["dinov3", "cat"])
+def test_rotary_positions_of_float64_tokens_are_exact(kind):
+    """Two rows and three columns of patches, a head of 8 columns: two frequencies for either."""
+    images, x = torch.empty(1, 3, 16, 24), torch.empty(0, dtype=torch.float64)
+    tables = rope_tables(kind, images, x, (8, 8), 8, 100.0, None)
+    for patch, column in product(range(6), range(4)):
+        place, count = ((patch // 3, 2), (patch % 3, 3))[column // 2]
+        frequency = 100.0 ** -(column % 2 / 2)
+        angle = (2 * math.pi * (2 * (place + 0.5) / count - 1) if kind == "dinov3" else place) * frequency
+        for table, exact in zip(tables, (math.cos(angle), math.sin(angle))):
+            assert table[patch, column].item() == pytest.approx(exact, abs=1e-14)
 
 
 @pytest.mark.parametrize("family", ["DINOv3", "EVA-02", "CLIP", "SigLIP", "norms everywhere", "DINOv2 giant"])
