@@ -57,18 +57,23 @@ RECORD = dict(step=int, seconds=(int, float), settings=dict, data=dict)  # of st
 def make_record(config: Config, data: dict, step: int, seconds: float, packed: PackedTotals | None) -> dict:
     """Where a run is and what it trains: the part of a checkpoint that is compared before a run goes on.
 
-    data: of `describe_data`. packed: of images of many sizes.
+    data: its `data_index`. packed: of images of many sizes.
     """
     record = dict(step=step, seconds=seconds, settings=as_plain(config), data=data)
     return record if packed is None else record | dict(packing=dataclasses.asdict(packed))
 
 
-def describe_data(data: Data) -> dict:
-    """The classes, the numbers of images and the `fingerprint` of the data of a run."""
-    described = dict(classes=list(data.classes), train_images=len(data.train), val_images=len(data.val))
+def data_index(data: Data, saved: dict | None, checkpoint: Path | None) -> dict:
+    """The classes, the numbers of images and the `fingerprint` of the data of a run.
+
+    saved: that of the checkpoint that the run goes on from. Raises InputError where the two differ.
+    """
+    index = dict(classes=list(data.classes), train_images=len(data.train), val_images=len(data.val))
     for split, source in (("train", data.train), ("val", data.val)):
-        described |= {f"{split}_{kind}": value for kind, value in fingerprint(source).items()}
-    return described
+        index |= {f"{split}_{kind}": value for kind, value in fingerprint(source).items()}
+    if saved is not None:
+        check_data(saved, index, checkpoint)
+    return index
 
 
 def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
@@ -232,7 +237,7 @@ def _value(value: object) -> str:
 
 
 def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
-    """Raises InputError where the data of a run (of `describe_data`) is not what it was.
+    """Raises InputError where the data of a run (its `data_index`) is not what it was.
 
     A checkpoint of an earlier vitfast has no fingerprint, and is compared without.
     """
@@ -249,7 +254,7 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
 
 
 def _changed_files(saved: dict, now: dict) -> list[str]:
-    """What differs first of the files of each split, between two fingerprints."""
+    """The first difference between the files of each split, by their fingerprints."""
     changes = []
     for split in ("train", "val"):
         kinds = ((text, f"{split}_{kind}") for kind, text in CHANGED.items())

@@ -20,22 +20,12 @@ from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
-from .resume import (
-    check_data,
-    describe_data,
-    find_start,
-    finished_summary,
-    load_checkpoint,
-    make_record,
-    read_record,
-    save_checkpoint,
-)
+from .resume import data_index, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import Images, TrainStep
 
 logger = logging.getLogger("vitfast")
-SAME = "with the same result but for random numbers, such as dropout's"  # of other micro-batches
 MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run stops
 
 
@@ -84,8 +74,8 @@ class Trainer:
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
         self.saved = None  # the step of the run's last checkpoint
-        self.described = {}  # the data, on the first rank
-        self.ranks.on_first(self._describe_data, record)
+        self.index = {}  # of the data, on the first rank
+        self.ranks.on_first(lambda: self.index.update(data_index(self.data, record.get("data"), self.checkpoint)))
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.train_step)
             self.step, self.seconds = record["step"], record["seconds"]
@@ -180,7 +170,7 @@ class Trainer:
         self.seconds += self.meter.take_seconds()
         with self._writing("checkpoints"):
             packed = None if self.data.packing is None else self.packed
-            record = make_record(self.config, self.described, self.step, self.seconds, packed)
+            record = make_record(self.config, self.index, self.step, self.seconds, packed)
             save_checkpoint(self.run, self.train_step, record)
         self.saved = self.step
 
@@ -199,12 +189,6 @@ class Trainer:
         if self.data.packing is not None:
             return round(self.packed.progress.images / max(1, self.data.train_length), 4)
         return round(self.step / self.steps_per_epoch, 4)
-
-    def _describe_data(self, record: dict) -> None:
-        """Looks at the files of the data. Raises InputError where the record of a checkpoint is of others."""
-        self.described = describe_data(self.data)
-        if self.checkpoint:
-            check_data(record["data"], self.described, self.checkpoint)
 
     def _check_unlocked(self) -> None:
         """Raises InputError where another process trains there, before the data is read."""
@@ -276,21 +260,17 @@ class Trainer:
 
     def _out_of_memory(self, images: Images, labels: Tensor) -> str:
         """The message: the size that did not fit, and one that does, found by trying."""
-        accumulate, advice = self.config.accumulate, "a smaller model, image or batch may fit"
-        if isinstance(images, list):
+        accumulate, same = self.config.accumulate, "with the same result but for random numbers, such as dropout's"
+        packed, advice = isinstance(images, list), "a smaller model, image or batch may fit"
+        if packed:
             held = f"{max(len(some.patches) for some in images):,} patches"
-            advice = f"--set accumulate={2 * accumulate} halves what a device holds, {SAME}"
-            return (
-                f"out of memory in step {self.step + 1} with {held} at once on a device; {advice}; {self._last_good()}"
-            )
-        if self.ranks.world > 1:
-            advice = f"--set accumulate={2 * accumulate} halves what a device holds, {SAME}"
+        else:
+            held = f"{-(-len(images) // accumulate)} images"
+        if packed or self.ranks.world > 1:
+            advice = f"--set accumulate={2 * accumulate} halves what a device holds, {same}"
         elif fitting := self.train_step.micro_batches_that_fit(images, labels):
-            advice = f"--set accumulate={fitting} fits, {-(-len(images) // fitting)} at once, {SAME}"
-        return (
-            f"out of memory in step {self.step + 1} with {-(-len(images) // accumulate)} images at once on a device; "
-            f"{advice}; {self._last_good()}"
-        )
+            advice = f"--set accumulate={fitting} fits, {-(-len(images) // fitting)} at once, {same}"
+        return f"out of memory in step {self.step + 1} with {held} at once on a device; {advice}; {self._last_good()}"
 
     def _last_good(self) -> str:
         for kept in (self.run / "checkpoints" / name for name in (LAST, PREVIOUS)):
