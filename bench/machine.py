@@ -18,7 +18,7 @@ import torch
 from clock import median_seconds
 
 from vitfast.files import write_text
-from vitfast.machine_code.toolchain import ptxas_version
+from vitfast.machine_code.cubin import ptxas_version
 
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
 # Of peers that need not be there.

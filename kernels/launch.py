@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -82,11 +83,19 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
         settle(kernel)
     arguments["enable_fp_fusion"] = True  # Triton 3.10 turns a * b + c into two roundings unless it is asked not to
     device = next(_tensors(arguments.values())).device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    try:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                kernel[grid](**arguments)
+        else:
             kernel[grid](**arguments)
-    else:
-        kernel[grid](**arguments)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        from .native import missing_for_launchers
+
+        missing = None if INTERPRETED else missing_for_launchers()
+        if missing is None:
+            raise
+        raise RuntimeError(f"Triton cannot build what launches kernels: {missing}") from error
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
-"""Builds the C++ extensions of this folder when they are first asked for, by torch's cpp_extension.
+"""Compiles on the user's machine: this folder's C++ extensions; names what Triton lacks to do so.
 
-With ninja, from the headers and the libraries of the wheels that torch came with: no CUDA toolkit. They have a C
-interface, for ctypes.
+Extensions are built when they are first asked for, by torch's cpp_extension with ninja, from the headers and the
+libraries of the wheels that torch came with: no CUDA toolkit. They have a C interface, for ctypes.
 """
 
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import platform
 import shlex
@@ -22,6 +23,7 @@ import torch
 import triton
 
 BUILD_SECONDS = 120
+logger = logging.getLogger("vitfast")
 
 # Run by a process of its own: what hangs can be ended, and what is killed leaves no lock that others wait for
 # (pytorch/pytorch#189245, mended in torch 2.15). torch hands the folder of its own libraries to the shell as it is.
@@ -96,6 +98,7 @@ def build(source: Path, target: Path) -> None:
     In a folder beside it, so that whoever finds `target` finds all of it. Of processes that start together each builds
     it, and the last one's stays. Raises RuntimeError or OSError.
     """
+    logger.info("compiling %s, once for this torch: %d s at most", source.name, BUILD_SECONDS)
     environment, (library, headers) = _tools(), _cublaslt()
     flags = f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +118,7 @@ def build(source: Path, target: Path) -> None:
 
 
 def _check_owner(path: Path) -> None:
-    """Raises RuntimeError for a library that another user could have written: loading it runs what is in it."""
+    """Raises RuntimeError for a library that another user could have written: loading runs it."""
     found = path.stat()
     if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
         raise RuntimeError(f"{path} belongs to another user, or others may write it; remove it")
@@ -137,3 +140,18 @@ def built(source: Path) -> Path:
     else:
         build(source, path)
     return path
+
+
+def missing_for_launchers() -> str | None:
+    """Why Triton cannot build its launchers, which are C, and what to install; None where it can."""
+    named = os.environ.get("CC")
+    if named is not None and not shutil.which(named):
+        return f"CC is {named!r}, which is not a program"
+    if named is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler; install gcc (on Debian: apt install gcc), or name one in CC"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
+    folder = sysconfig.get_paths(scheme=scheme)["include"]
+    if Path(folder, "Python.h").is_file():
+        return None
+    package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    return f"there is no Python.h in {folder}; install Python's headers (on Debian: apt install {package})"

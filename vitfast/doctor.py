@@ -6,7 +6,6 @@ In Triton's interpreter, on any machine: every launcher at the edges of its tile
 import contextlib
 import functools
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -25,15 +24,15 @@ from torch import Tensor
 
 from . import interpreter, ops
 from .errors import InputError, both_ends
-from .kernels import cublaslt, native
+from .kernels import cublaslt
 from .kernels.launch import INTERPRETED, launches_made
-from .machine_code.toolchain import missing_for_launchers, ptxas_version
+from .kernels.native import missing_for_launchers
+from .machine_code.cubin import ptxas_version
 from .verify import EPS, Input, cases, edges, exact_fp32, make, run, worst
 from .verify.draw import Sizes
 from .verify.sanitizer import Sanitizer
 from .version import __version__
 
-logger = logging.getLogger("vitfast")
 GPU_SIZES = Sizes.of_preset("B/16", batch=32)
 SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
 
@@ -291,7 +290,6 @@ def machine() -> dict[str, str]:
     facts["gpu"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
     if missing := missing_for_launchers():
         facts["launcher"] = f"Triton cannot build any that is not in its cache: {missing}"
-    logger.info("cublaslt: its C++ extension is compiled where it is missing, %d s at most", native.BUILD_SECONDS)
     like = torch.empty(0, dtype=torch.bfloat16, device=device())
     facts["cublaslt"] = cublaslt.unsupported_reason(like) or "built, for linear_residual"
     return facts

@@ -2,6 +2,9 @@
 
 import ctypes
 import os
+import subprocess
+import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,14 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime import build
 
-from vitfast.kernels import cublaslt, native
+from vitfast.kernels import cublaslt, launch, native
 
 like_a_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
 
 
 @pytest.mark.slow(12)
-def test_it_builds_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch):
+def test_it_builds_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch, caplog):
     """Two builds at once, beside what killed ones leave; then the real library, as far as a CPU gets.
 
     In an environment whose path has a space, into a relative folder.
@@ -33,8 +37,9 @@ def test_it_builds_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch):
     for name in (".vitfast-build-killed", "extension", "vitfast_cublaslt"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").touch()
-    with ThreadPoolExecutor(2) as both:
+    with ThreadPoolExecutor(2) as both, caplog.at_level("INFO", "vitfast"):
         one, other = both.map(native.built, [cublaslt.SOURCE] * 2)
+    assert "compiling cublaslt.cpp, once for this torch: 120 s at most" in caplog.text
     assert one == other and [path for path in tmp_path.iterdir() if path.is_file()] == [one]
     assert [path.name for path in tmp_path.glob(".vitfast-build-*")] == [".vitfast-build-killed"]
     monkeypatch.setattr(native, "build", lambda *_: pytest.fail("it is there"))
@@ -107,6 +112,52 @@ def test_each_kind_of_processor_has_a_file(pretended, monkeypatch):
         monkeypatch.setattr(native.platform, "machine", lambda machine=machine: machine)
         paths.add(native.built(cublaslt.SOURCE))
     assert len(paths) == 2 and set(pretended) == paths
+
+
+def test_what_triton_lacks_to_build_a_launcher_is_said_where_it_cannot(monkeypatch, tmp_path):
+    """Triton's own build fails where something is said to be missing, and there alone."""
+    source = tmp_path / "launcher.c"
+    source.write_text("#include <Python.h>\n")
+    include = sysconfig.get_paths()["include"]
+
+    def missing(folder: str) -> str | None:
+        monkeypatch.setattr(sysconfig, "get_paths", lambda **_: dict(include=folder))
+        if hasattr(build, "_find_compiler"):  # in Triton 3.6 nothing remembers the compiler
+            build._find_compiler.cache_clear()
+        said, builds = native.missing_for_launchers(), True
+        try:
+            build._build("launcher", str(source), str(tmp_path), [], [], [], [])
+        except (RuntimeError, OSError, subprocess.CalledProcessError):
+            builds = False
+        assert builds == (said is None), said
+        return said
+
+    monkeypatch.delenv("CC", raising=False)
+    assert missing(include) is None
+    version = f"python3.{sys.version_info.minor}-dev"
+    assert missing(str(tmp_path)) == (
+        f"there is no Python.h in {tmp_path}; install Python's headers (on Debian: apt install {version})"
+    )
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert missing(include) == "CC is 'no-such-compiler', which is not a program"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert missing(include) == "there is no C compiler; install gcc (on Debian: apt install gcc), or name one in CC"
+    # so a launch that fails says that, and one that fails otherwise what it says itself
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "settle", lambda kernel: None)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            raise RuntimeError("out of resources")
+
+    says = "^Triton cannot build what launches kernels: there is no C compiler; install gcc"
+    with pytest.raises(RuntimeError, match=says):
+        launch.launch(Kernel(), (1,), x=torch.empty(1))
+    monkeypatch.undo()
+    monkeypatch.setattr(launch, "settle", lambda kernel: None)
+    with pytest.raises(RuntimeError, match="^out of resources$"):
+        launch.launch(Kernel(), (1,), x=torch.empty(1))
 
 
 @pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])

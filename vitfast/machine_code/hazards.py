@@ -1,4 +1,4 @@
-"""Register hazards of wgmma: an instruction touches a register that an asynchronous product still uses.
+"""Register hazards of wgmma: instructions touch what an asynchronous product still uses.
 
 wgmma, HGMMA in SASS, returns before it is done. Until a wait covers its group, nothing may write the registers that
 hold its first operand, and nothing but another wgmma may touch its accumulators: what happens otherwise is undefined
@@ -90,7 +90,7 @@ def _uses(instruction: str, at: int) -> Iterator[Use]:
 
 
 def _touched(instruction: str, state: State) -> set[Use]:
-    """What an instruction may not touch of what still runs."""
+    """The registers in use that an instruction touches and may not."""
     if name_of(instruction) == "HGMMA":
         own = list(_uses(instruction, -1))
         sums, operand = ({u.register for u in own if u.accumulates is kind} for kind in (True, False))
@@ -101,7 +101,7 @@ def _touched(instruction: str, state: State) -> set[Use]:
 
 
 def _after(instruction: str, at: int, state: State) -> State:
-    """What still runs after an instruction."""
+    """The registers in use after an instruction."""
     if name_of(instruction) == "HGMMA":
         state = state | dict.fromkeys(_uses(instruction, at), OPEN)
         return {use: age + 1 for use, age in state.items()} if "gsb0" in instruction else state
