@@ -45,7 +45,7 @@ def _fwd_step(
     QK: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """One block of keys of the online softmax; m: the largest logit in add_bias' unit. HIDES: it may be -inf."""
+    """One block of keys of the online softmax; m: the largest logit so far. HIDES: it may be -inf."""
     cols = start + tl.arange(0, KEYS)
     k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
     s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)

@@ -34,7 +34,7 @@ def _wrong_number(value: Tile) -> str:
 
 
 def _fault(op: str, value: Tile, blocks: bool = True) -> str:
-    """Why no launcher of `op` takes a tile, or "": its provider or (`blocks`) the names of its numbers, or a number."""
+    """Why no launcher of `op` takes a tile, or "": its provider, a number, or (`blocks`) their names."""
     known: dict[str, list[set[str]]] = {}
     for rule in (*RULES.get(op, ()), *CANDIDATES.get(op, ())):
         known.setdefault(rule.tile.provider, []).append({name for name, _ in rule.tile.blocks})

@@ -320,30 +320,6 @@ def test_autocast_computes_in_its_dtype(dtype):
     assert qkv.grad.dtype == torch.float32
 
 
-def test_products_in_fp32_take_torchs_precision():
-    """Set by either of torch's ways; each makes some of the other's getters raise."""
-
-    def precision():
-        (found,) = launch.record(lambda: attention_fwd(*torch.empty(1, 5, 3, 1, 64, device="meta").unbind(2), 0.1))
-        return found.arguments["HEAD"].precision
-
-    before, matmul = torch.backends.fp32_precision, torch.backends.cuda.matmul
-    assert precision() == "ieee"
-    try:
-        torch.backends.fp32_precision = "tf32"
-        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
-            torch.get_float32_matmul_precision()
-        assert precision() == "tf32"
-        matmul.fp32_precision = "ieee"
-        assert precision() == "ieee"
-    finally:
-        torch.backends.fp32_precision = before
-        matmul.fp32_precision = "none"
-    for name, expected in (("high", "tf32"), ("highest", "ieee")):
-        torch.set_float32_matmul_precision(name)
-        assert precision() == expected
-
-
 def test_without_gradients_only_the_forward_runs():
     qkv, _ = random(1, 9, 1, 32)
     with torch.no_grad():

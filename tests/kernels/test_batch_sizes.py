@@ -77,6 +77,32 @@ def test_a_batch_of_6000_fits_every_grid():
     assert not {each.kernel.__name__: each.grid for each in found if max(each.grid[1:], default=0) > 65_535}
 
 
+def test_products_in_fp32_take_torchs_precision():
+    """Set by either of torch's ways; each makes some of the other's getters raise."""
+
+    def precision():
+        (found,) = launch.record(
+            lambda: attention.attention_fwd(*torch.empty(1, 5, 3, 1, 64, device="meta").unbind(2), 0.1)
+        )
+        return found.arguments["HEAD"].precision
+
+    before, matmul = torch.backends.fp32_precision, torch.backends.cuda.matmul
+    assert precision() == "ieee"
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert precision() == "tf32"
+        matmul.fp32_precision = "ieee"
+        assert precision() == "ieee"
+    finally:
+        torch.backends.fp32_precision = before
+        matmul.fp32_precision = "none"
+    for name, expected in (("high", "tf32"), ("highest", "ieee")):
+        torch.set_float32_matmul_precision(name)
+        assert precision() == expected
+
+
 def test_no_launcher_pays_for_what_is_made_for_kernels():
     """triton.cdiv, which takes 2 us where launch.cdiv takes a tenth of one."""
     paths = sorted(Path(launch.__file__).parent.glob("*.py"))

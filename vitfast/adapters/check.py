@@ -72,9 +72,9 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
 
 
 def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks, int]:
-    """The blocks of one description of a class, and the entries of the tuple that its layer returns, 0 where none.
+    """The blocks of one description of a class, and how many entries its layer's tuple has.
 
-    Raises ValueError where the description does not hold. of_users: nothing in it may be
+    0 where it returns no tuple. Raises ValueError where the description does not hold. of_users: nothing in it may be
     missing, as in a library's other versions, and no buffer may go unnamed.
     """
     with _plain():
