@@ -277,7 +277,7 @@ def problems(rows: list[dict]) -> list[str]:
         if r["hgmma"] and (r["notes"] or (r["hgmma"] > 1 and r["waits"] > WAITING * r["hgmma"])):
             waits = f"{r['waits']} waits for {r['hgmma']} HGMMA ({r['notes'] or 'ptxas says nothing'})"
             found.append(f"{name}: serialised wgmma, {waits}")
-        if r["hazards"]:
+        if r.get("hazards"):  # earlier tables have no such column
             found.append(f"{name}: {r['hazards']} instructions touch registers that wgmma still uses")
         if r["sm"] == 90 and r["hmma"] and r["dtype"] != "fp32" and _rows(r["tile"]) >= 64:
             found.append(f"{name}: {r['hmma']} HMMA, mma.sync where wgmma fits")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from many_sizes import SIZES, images_of
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from vitfast import InputError, PackedImages, ViT, ops, pack, packed
@@ -74,6 +75,40 @@ def test_a_list_is_each_image_alone(kind, raw):
     assert [len(t) for t in tokens] == [h // 4 * (w // 4) + model.num_prefix_tokens for h, w in SIZES]
     assert torch.equal(model.forward_head(tokens), logits)
     assert model.forward_head(tokens, pre_logits=True).shape == (5, 32)
+
+
+# What torch.use_deterministic_algorithms names, or its source (index_reduce), as raising on a GPU.
+RAISING = """index_reduce _upsample_bicubic2d_aa_backward upsample_bicubic2d_backward upsample_bilinear2d_backward
+_adaptive_avg_pool2d_backward adaptive_max_pool2d_backward nll_loss2d_forward nll_loss2d_backward histc bincount median
+put put_ kthvalue grid_sampler_2d_backward reflection_pad2d_backward max_unpool2d""".split()
+
+
+class Names(TorchDispatchMode):
+    """Collects the names of PyTorch's operations."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_deterministic_mode_runs_nothing_that_raises_on_a_gpu():
+    """Packed samples with a MAP head, and positions resized in training: the same gradients."""
+    model = model_of(global_pool="map", dynamic_img_size=True).double()
+    packed_images = [image.double() for image in images_of()]
+    found = []
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            with Names() as names:
+                names.seen = set()
+                loss = model(packed_images).square().sum() + model(packed_images[0][None, :, :16]).square().sum()
+                found.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert "index_add" in names.seen and not names.seen.intersection(RAISING)
+    for mine, truth in zip(*found, strict=True):
+        if truth is not None:
+            assert_close(mine, truth, atol=1e-12 * max(1.0, truth.abs().max().item()), rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["class token", "average", "DINOv3's rope", "norms and gates"])

@@ -8,7 +8,7 @@ import torch
 from checks import assert_close
 
 from vitfast import ops, ref
-from vitfast.kernels.launch import record
+from vitfast.kernels.launch import record, recording
 from vitfast.kernels.logits import PLAIN, Logits
 from vitfast.ops.attention_block import _attention_bwd, _attention_fwd
 from vitfast.ops.mlp_block import _mlp_bwd, _mlp_fwd
@@ -212,6 +212,36 @@ def test_each_input_alone_gets_its_gradient(name):
             function(**given).backward(upstream.float())
         size = double.grad.abs().max().item()  # cos and sin: small differences of sums, so more than TOL
         assert_close(given[key].grad.double(), double.grad, atol=1e-4 * size, name=key)
+
+
+def test_deterministic_mode_fills_nothing_that_kernels_write():
+    """In PyTorch's deterministic mode, where it writes NaN to each new tensor, no more is filled than outside of it."""
+
+    def ours(event) -> bool:
+        return event is not None and (event.name.startswith("vitfast::") or ours(event.cpu_parent))
+
+    def fills(function, values) -> int:
+        given, cpu = {key: t.requires_grad_() for key, t in values.items()}, [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu) as profile, recording():
+            out = function(**given)
+            torch.autograd.grad(out, given.values(), out.detach())
+        return sum(event.name == "aten::fill_" and ours(event) for event in profile.events())
+
+    norm = dict(x=(4, WIDTH), weight=(WIDTH,))
+    more = [(ops.layer_norm, norm | dict(bias=(WIDTH,))), (ops.rms_norm, norm)]
+    more.append((ops.linear_gelu, dict(x=(4, WIDTH), weight=(HIDDEN, WIDTH), bias=(HIDDEN,))))
+    with ops.use_kernels("on"):
+        for function, shapes in (*OPERATIONS.values(), *more):
+            shapes = shapes if "x" in shapes or "qkv" in shapes else dict(x=(2, 5, WIDTH)) | shapes
+            values, counts = {key: torch.randn(shape) for key, shape in shapes.items()}, []
+            for deterministic in (False, True):
+                torch.use_deterministic_algorithms(deterministic)
+                try:
+                    counts.append(fills(function, values))
+                    assert torch.utils.deterministic.fill_uninitialized_memory
+                finally:
+                    torch.use_deterministic_algorithms(False)
+            assert counts[0] == counts[1], shapes
 
 
 def forward(block, x, p, keep):
