@@ -304,7 +304,7 @@ class AttentionPoolLatent(nn.Module):
         owner, work = packed.owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
         logits = (query.to(work) * keys.to(work)).sum(-1) * query.shape[-1] ** -0.5  # (tokens, H)
         least = logits.new_full((len(offsets) - 1, self.num_heads), -torch.inf)
-        largest = least.index_reduce(0, owner, logits.detach(), "amax")
+        largest = least.scatter_reduce(0, owner[:, None].expand_as(logits), logits.detach(), "amax")
         weights = (logits - largest[owner]).exp()
         pooled = segment_sum(weights[..., None] * values.to(work), offsets) / segment_sum(weights, offsets)[..., None]
         x = self.proj(pooled.to(x.dtype).flatten(1))

@@ -127,6 +127,11 @@ def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype) -> T
     return weights / weights.sum(1, keepdim=True)
 
 
+def _without_autocast(x: Tensor):
+    """A context in which products with x keep their dtype."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 def packed_positions(
     kind: str, tables: dict[str, Tensor], places: Places, grid: Grid, prefix: int
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -141,8 +146,7 @@ def packed_positions(
     work = torch.promote_types(first.dtype, torch.float32)
     down = axis_weights(places.y, places.height, grid[0], work)
     across = axis_weights(places.x, places.width, grid[1], work)
-    exact = nullcontext() if first.is_meta else torch.autocast(first.device.type, enabled=False)
-    with exact:  # as resample computes
+    with _without_autocast(first):  # as resample computes
         product = lambda weights, table: (weights @ table.to(work)).to(table.dtype)  # noqa: E731
         if kind in AXES:
             x, y = product(across, tables["pos_embed_x"]), product(down, tables["pos_embed_y"])
@@ -155,7 +159,10 @@ def packed_positions(
 def rope_tables(
     kind: str, images: Tensor, x: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin (N, Dh / 2) of the rotary positions of the patches of images, row by row; for tokens like x."""
+    """cos and sin (N, Dh / 2) of the rotary positions of the patches of images, row by row.
+
+    They are for tokens in the dtype of x, and in fp32 at least.
+    """
     grid = images.shape[2] // patch[0], images.shape[3] // patch[1]
     angle = rope_angles(kind, grid_places(grid, images.device), x.dtype, head_dim, temperature, ref_grid)
     return angle.cos(), angle.sin()
@@ -164,9 +171,9 @@ def rope_tables(
 def rope_angles(
     kind: str, places: Places, dtype: torch.dtype, head_dim: int, temperature: float, ref_grid: Grid | None
 ) -> Tensor:
-    """The angles (N, Dh / 2), for tokens of `dtype` and in fp32 at least, of rotary positions (Su et al., 2021).
+    """The angles (N, Dh / 2) of rotary positions (Su et al., 2021).
 
-    A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a
+    They are for tokens of `dtype`, and in fp32 at least. A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a
     quarter by the column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025): places run from -1 to 1
     down and across the image, whatever its size, times 2 pi; frequencies temperature^(-4i / Dh). "cat" (timm's word;
     EVA-02, Fang et al., 2023): places are counted in patches, those of ref_grid where it is given. One number turns
@@ -246,9 +253,16 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
             f"resample: pos_embed must have {prefix} + {old[0]} x {old[1]} positions, got {pos_embed.shape[1]}"
         )
     first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
-    table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old).permute(0, 3, 1, 2)
-    table = F.interpolate(table, size=new, mode="bicubic", antialias=True)
-    return torch.cat([first, table.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
+    table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old)
+    if torch.are_deterministic_algorithms_enabled():  # interpolate's derivative adds in any order on a GPU
+        places = (torch.arange(n, device=table.device) for n in new)
+        down, across = (axis_weights(at, torch.full_like(at, len(at)), n, table.dtype) for at, n in zip(places, old))
+        with _without_autocast(table):
+            table = torch.einsum("yh,xw,nhwd->nyxd", down, across, table)
+    else:
+        table = table.permute(0, 3, 1, 2)
+        table = F.interpolate(table, size=new, mode="bicubic", antialias=True).permute(0, 2, 3, 1)
+    return torch.cat([first, table.flatten(1, 2).to(pos_embed.dtype)], dim=1)
 
 
 def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:

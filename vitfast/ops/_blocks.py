@@ -215,7 +215,10 @@ def check(
 
 
 def keeps(keep: str, tensors: tuple[Tensor | None, ...], *weights: Tensor | None) -> str:
-    """`keep` of a forward operation on these tensors; what "all" adds serves the gradients of these weights alone."""
+    """`keep` of a forward operation on these tensors.
+
+    What "all" adds serves the gradients of these weights alone.
+    """
     if not needs_grad(*tensors):
         return "none"
     return keep if needs_grad(*weights) else "least"

@@ -3,6 +3,9 @@
 Custom operations take and return tensors only: a gradient that nobody needs is an empty tensor there, None to autograd.
 """
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,10 +22,39 @@ class Needs(NamedTuple):
     bias: bool
 
 
-def operation(name: str, arguments: str, outputs: int):
-    """Decorates a custom operation that takes `arguments` and returns so many tensors."""
-    schema = f"({arguments}) -> {'Tensor' if outputs == 1 else '(' + ', '.join(['Tensor'] * outputs) + ')'}"
-    return torch.library.custom_op(f"vitfast::{name}", mutates_args=(), schema=schema)
+_filling = threading.RLock()  # PyTorch's switch is one for all threads
+
+
+def _unfilled(function: Callable) -> Callable:
+    """`function` without the pass in which PyTorch's deterministic mode fills each new tensor with NaN.
+
+    The kernels write every number of them.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments):
+        if not torch.are_deterministic_algorithms_enabled():
+            return function(*arguments)
+        with _filling:
+            before = torch.utils.deterministic.fill_uninitialized_memory
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            try:
+                return function(*arguments)
+            finally:
+                torch.utils.deterministic.fill_uninitialized_memory = before
+
+    return run
+
+
+def operation(name: str, arguments: str | None = None, outputs: int = 1):
+    """Decorates a custom operation that takes `arguments` and returns so many tensors.
+
+    Without `arguments` both are read from the function's annotations.
+    """
+    results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
+    schema = None if arguments is None else f"({arguments}) -> {results}"
+    register = torch.library.custom_op(f"vitfast::{name}", mutates_args=(), schema=schema)
+    return lambda function: register(_unfilled(function))
 
 
 def as_matrix(x: Tensor | None) -> Tensor | None:

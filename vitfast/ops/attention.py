@@ -213,7 +213,7 @@ def attention(
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
         tensors = (qkv,) if packed else (qkv, k, v)
         if offsets is not None:
-            return (_packed if packed else _separate)(*(x[None] for x in tensors), *logits, scale)[0][0]
+            return (_packed if packed else _separate)(*(x[None] for x in tensors), *logits, scale)[0].flatten(0, 1)
         return (_packed if packed else _separate)(*tensors, *logits, scale)[0]
     q, k, v = qkv.unbind(-3) if packed else (qkv, k, v)
     options = logits.options | ({} if offsets is None else dict(longest=longest))

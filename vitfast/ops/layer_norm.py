@@ -32,7 +32,7 @@ def fake_statistics(x: Tensor, norm: str = "layer") -> tuple[Tensor | None, Tens
     return None if norm == "rms" else mean, rstd
 
 
-@torch.library.custom_op("vitfast::layer_norm", mutates_args=())
+@operation("layer_norm")
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., D) -> y like x, mean and rstd (M,) in fp32."""
     y, mean, rstd = kernels.layer_norm_fwd(as_matrix(x), weight, bias, eps)
@@ -44,7 +44,7 @@ def _(x, weight, bias, eps):
     return x.new_empty(x.shape), *fake_statistics(x)
 
 
-@torch.library.custom_op("vitfast::layer_norm_backward", mutates_args=())
+@operation("layer_norm_backward")
 def _layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,6 @@ Kept for backward: the inputs and the pre-activation; the activation is computed
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import ref
@@ -33,7 +32,7 @@ if NO_TRITON is None:
 # activation(x W^T + b)
 
 
-@torch.library.custom_op("vitfast::linear_gelu", mutates_args=())
+@operation("linear_gelu")
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
     """(activation (..., F), pre-activation (M, F)); the second is empty unless `save`."""
     act, pre = linear_gelu_fwd(as_matrix(x), as_matrix(weight), bias, activation, save)
@@ -49,7 +48,7 @@ def _fake_pre(x: Tensor, weight: Tensor, save: bool) -> Tensor:
     return x.new_empty(x.numel() // x.shape[-1], weight.shape[0]) if save else x.new_empty(0)
 
 
-@torch.library.custom_op("vitfast::linear_gelu_bwd", mutates_args=())
+@operation("linear_gelu_bwd")
 def _linear_gelu_bwd(
     dact: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, activation: str, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:

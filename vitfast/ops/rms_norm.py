@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import ref
@@ -16,7 +15,7 @@ from ._dispatch import (
     check_shape,
     kernels_wanted,
 )
-from ._gradients import as_matrix, chosen, differentiable, filled, shaped
+from ._gradients import as_matrix, chosen, differentiable, filled, operation, shaped
 from .layer_norm import fake_statistics, unsupported_reason
 
 if NO_TRITON is None:
@@ -30,7 +29,7 @@ class Needs(NamedTuple):
     weight: bool
 
 
-@torch.library.custom_op("vitfast::rms_norm", mutates_args=())
+@operation("rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """x (..., D) -> y like x, rstd (M,) in fp32."""
     y, _, rstd = layer_norm_fwd(as_matrix(x), weight, None, eps, rms=True)
@@ -42,7 +41,7 @@ def _(x, weight, eps):
     return x.new_empty(x.shape), fake_statistics(x)[1]
 
 
-@torch.library.custom_op("vitfast::rms_norm_backward", mutates_args=())
+@operation("rms_norm_backward")
 def _rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
