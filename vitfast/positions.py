@@ -173,11 +173,11 @@ def rope_angles(
 ) -> Tensor:
     """The angles (N, Dh / 2) of rotary positions (Su et al., 2021).
 
-    They are for tokens of `dtype`, and in fp32 at least. A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a
-    quarter by the column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025): places run from -1 to 1
-    down and across the image, whatever its size, times 2 pi; frequencies temperature^(-4i / Dh). "cat" (timm's word;
-    EVA-02, Fang et al., 2023): places are counted in patches, those of ref_grid where it is given. One number turns
-    both columns of a pair.
+    They are for tokens of `dtype`, and in fp32 at least. A head's pairs of columns turn by an angle: a quarter of its
+    columns by the row's, a quarter by the column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025):
+    places run from -1 to 1 down and across the image, whatever its size, times 2 pi; frequencies
+    temperature^(-4i / Dh). "cat" (timm's word; EVA-02, Fang et al., 2023): places are counted in patches, those of
+    ref_grid where it is given. One number turns both columns of a pair.
     """
     quarter, sizes = head_dim // 4, (places.height, places.width)
     dtype = torch.promote_types(dtype, torch.float32)
