@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from vitfast.data.image_files import FORMATS
+from vitfast.data.images import formats
 
 SKIMAGE = "astronaut.png coffee.png chelsea.png rocket.jpg motorcycle_left.png hubble_deep_field.jpg"
 PHOTOS = {
@@ -27,7 +27,7 @@ def sources() -> dict[str, Image.Image]:
         for file in files if spec else ():
             path = Path(spec.origin).parent / file
             if path.is_file():  # what a wheel of another version lacks would have to be downloaded
-                found[path.stem] = Image.open(path, formats=FORMATS).convert("RGB")
+                found[path.stem] = Image.open(path, formats=formats()).convert("RGB")
     if not found:
         raise FileNotFoundError("no photographs: neither scikit-learn nor scikit-image is installed")
     return found

@@ -92,7 +92,8 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         from .native import missing_for_launchers
 
-        missing = None if INTERPRETED else missing_for_launchers()
+        building = not isinstance(error, RuntimeError) or "C compiler" in str(error)
+        missing = missing_for_launchers() if building and not INTERPRETED else None
         if missing is None:
             raise
         raise RuntimeError(f"Triton cannot build what launches kernels: {missing}") from error

@@ -144,6 +144,8 @@ def built(source: Path) -> Path:
 
 def missing_for_launchers() -> str | None:
     """Why Triton cannot build its launchers, which are C, and what to install; None where it can."""
+    if triton.knobs.build.impl is not None:  # the user's own way
+        return None
     named = os.environ.get("CC")
     if named is not None and not shutil.which(named):
         return f"CC is {named!r}, which is not a program"

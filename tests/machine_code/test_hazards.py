@@ -35,6 +35,10 @@ WAIT, ONE_RUNS = (f"WARPGROUP.DEPBAR.LE gsb0, {count}" for count in ("0x0", "0x1
         ((SHARED, "HGMMA.64x8x16.F32.BF16 R40, R24, gdesc[UR8], R40, gsb0"), [1]),  # and be no operand
         ((GROUP, SHARED, ONE_RUNS, "MOV R21, R3"), []),  # the group before the last is over
         ((SHARED, GROUP, ONE_RUNS, "MOV R21, R3"), [3]),
+        ((GROUP, "ATOMG.E.ADD.STRONG.GPU PT, R21, desc[UR4][R2.64], R9"), [1]),
+        (("QGMMA.64x8x32.F32.E4M3.E4M3 R24, R20, gdesc[UR8], R24, gsb0", "MOV R23, R3"), [1]),
+        ((GROUP, "@P0 WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R21, R3"), [2]),
+        ((GROUP, "BRA.DIV UR4, `(.L_x_1)", "MOV R20, R3", "NOP", WAIT), [2]),
         (("NOP", "MOV R20, R3", GROUP, ONE_RUNS, "@P0 BRA `(.L_x_0)", WAIT), [1]),  # in the next turn of the loop
         (("NOP", "MOV R20, R3", GROUP, WAIT, "@P0 BRA `(.L_x_0)", ONE_RUNS), []),
         ((GROUP, "BRA `(.L_x_1)", "MOV R20, R3", "NOP", WAIT, "MOV R20, R3"), []),  # what is skipped is not run

@@ -5,20 +5,7 @@ from collections.abc import Iterator
 
 from ..errors import InputError
 
-# The suffixes of image files, with Pillow's names of what such files hold.
-SUFFIXES = {
-    ".jpg": "JPEG",
-    ".jpeg": "JPEG",
-    ".png": "PNG",
-    ".webp": "WEBP",
-    ".bmp": "BMP",
-    ".gif": "GIF",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
-    ".ppm": "PPM",
-    ".pgm": "PPM",
-}
-FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))  # all that is read, whatever the suffix; EPS would start Ghostscript
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
 def image_files(path: str | os.PathLike) -> Iterator[str]:

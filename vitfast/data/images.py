@@ -9,7 +9,6 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from ..errors import InputError
-from .image_files import FORMATS
 
 
 class Unreadable(InputError):
@@ -32,6 +31,15 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
+def formats() -> list[str]:
+    """The formats that images are opened in: Pillow's and its plugins', but EPS, which starts Ghostscript.
+
+    Pillow goes by what a file holds, whatever its suffix.
+    """
+    Image.init()
+    return [name for name in Image.ID if name != "EPS"]
+
+
 @contextmanager
 def opened(file, name: str, min_size: tuple[int, int] = (1, 1)) -> Iterator[Image.Image]:
     """The image in a file (path or binary stream), its header read.
@@ -42,7 +50,7 @@ def opened(file, name: str, min_size: tuple[int, int] = (1, 1)) -> Iterator[Imag
     try:
         if not hasattr(file, "read") and stat.S_IFMT(os.stat(file).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
             raise ValueError("it is no regular file")  # opening a pipe would wait for who writes to it
-        image = Image.open(file, formats=FORMATS)
+        image = Image.open(file, formats=formats())
     except Exception as error:
         raise Unreadable(f"{name} cannot be read as an image ({_reason(error)}); remove or replace it") from None
     with image:

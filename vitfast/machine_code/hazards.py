@@ -16,7 +16,9 @@ from .cubin import Code, name_of
 
 OPERAND_REGISTERS = 4  # of the first operand, in every thread, for 8, 16 and 32 bits alike
 OPEN = -1  # the age of a group that is not closed yet
+PRODUCTS = ("HGMMA", "IGMMA", "QGMMA")  # wgmma in 16 and 32 bits, int8, fp8
 NO_RESULT = ("BAR", "BRX", "JMX", "NANOSLEEP", "RET", "WARPSYNC")  # their first operand is read
+PREDICATE_FIRST = ("ATOM", "ATOMG", "ATOMS", "MATCH", "SHFL")  # their second operand is the result
 
 
 class Use(NamedTuple):
@@ -46,10 +48,11 @@ def _register(operand: str) -> int | None:
 
 
 def _results(instruction: str) -> range:
-    """The registers that an instruction other than HGMMA writes."""
+    """The registers that an instruction other than a wgmma writes."""
     operands, opcode = _operands(instruction), _opcode(instruction)
     name = name_of(instruction)
-    first = _register(operands[1] if name == "SHFL" else operands[0])
+    second = name in PREDICATE_FIRST and re.fullmatch(r"P[0-6T]", operands[0])
+    first = _register(operands[1 if second else 0])
     if first is None or name in NO_RESULT:
         return range(0)
     count = 1
@@ -65,7 +68,7 @@ def _results(instruction: str) -> range:
 
 
 def _reads(instruction: str) -> set[int]:
-    """The registers that an instruction other than HGMMA reads, those of wide stores included."""
+    """The registers that an instruction other than a wgmma reads, those of wide stores included."""
     operands, opcode = _operands(instruction), _opcode(instruction)
     written = len(_results(instruction)) > 0
     found = set()
@@ -77,11 +80,11 @@ def _reads(instruction: str) -> set[int]:
 
 
 def _uses(instruction: str, at: int) -> Iterator[Use]:
-    """The registers that an HGMMA uses while it runs."""
+    """The registers that a wgmma uses while it runs."""
     operands, opcode = _operands(instruction), _opcode(instruction)
     columns = int(re.search(r"\.64x(\d+)x", opcode).group(1))
     accumulator = _register(operands[0])
-    for register in range(accumulator, accumulator + columns // (2 if ".F32" in opcode else 4)):
+    for register in range(accumulator, accumulator + columns // (4 if re.search(r"x\d+\.F16", opcode) else 2)):
         yield Use(register, True, at)
     first = _register(operands[1])
     if first is not None:  # otherwise it lies in shared memory
@@ -91,7 +94,7 @@ def _uses(instruction: str, at: int) -> Iterator[Use]:
 
 def _touched(instruction: str, state: State) -> set[Use]:
     """The registers in use that an instruction touches and may not."""
-    if name_of(instruction) == "HGMMA":
+    if name_of(instruction) in PRODUCTS:
         own = list(_uses(instruction, -1))
         sums, operand = ({u.register for u in own if u.accumulates is kind} for kind in (True, False))
         return {use for use in state if use.register in (operand if use.accumulates else sums)}
@@ -102,10 +105,10 @@ def _touched(instruction: str, state: State) -> set[Use]:
 
 def _after(instruction: str, at: int, state: State) -> State:
     """The registers in use after an instruction."""
-    if name_of(instruction) == "HGMMA":
+    if name_of(instruction) in PRODUCTS:
         state = state | dict.fromkeys(_uses(instruction, at), OPEN)
         return {use: age + 1 for use, age in state.items()} if "gsb0" in instruction else state
-    if wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", instruction):
+    if wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", instruction):  # for all threads, no predicate
         return {use: age for use, age in state.items() if age < int(wait.group(1), 16)}
     return state
 
@@ -116,14 +119,15 @@ def _next(code: Code, at: int) -> Iterator[int]:
     target = re.search(r"`\((\.L\w+)\)", instruction) if name in ("BRA", "CALL") else None
     if target:
         yield code.labels[target.group(1)]
-    unconditional = name in ("BRA", "EXIT") and not instruction.startswith("@")
-    if at + 1 < len(code.instructions) and (not unconditional or re.search(r"BRA\S* !?U?P\d", instruction)):
+    # BRA.DIV and BRA.CONV have an operand more: where the threads of a warp agree, the program goes on behind them.
+    ends = name in ("EXIT", "RET") or (name == "BRA" and len(_operands(instruction)) == 1)
+    if at + 1 < len(code.instructions) and (instruction.startswith("@") or not ends):
         yield at + 1
 
 
 def hazards(code: Code) -> dict[int, Use]:
     """Instruction -> a register that it touches while a wgmma still uses it, over all paths of a program."""
-    if not code.count("HGMMA"):
+    if not code.count(*PRODUCTS):
         return {}
     states: dict[int, State] = {0: {}}
     found: dict[int, Use] = {}
