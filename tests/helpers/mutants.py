@@ -243,8 +243,8 @@ MUTANTS = [
     Mutant(
         "the last lse",
         "attention_short.py",
-        "m + tl.log2(l) * LN2, mask=rows < N)",
-        "m + tl.log2(l) * LN2, mask=rows < N - 1)",
+        "tl.log2(l) * LN2), mask=rows < N)",
+        "tl.log2(l) * LN2), mask=rows < N - 1)",
         "attention",
         "left unwritten",
     ),
