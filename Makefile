@@ -37,7 +37,7 @@ tritons: $(READY)  ## what Triton 3.6 and 3.8 make of the kernels, and what thei
 	for version in 3.6.0 3.8.0; do \
 	    test -d $(VENV)/triton-$$version || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	        --no-deps --no-compile --target $(VENV)/triton-$$version triton==$$version || exit 1; \
-	    PYTHONPATH=$(VENV)/triton-$$version $(BIN)/python -m pytest -n 2 -q tests/machine_code \
+	    PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest -n 2 -q tests/machine_code \
 	        -k "hazards or real_launches or compiles_well_for and (80 or 89 or 90)" || exit 1; \
 	done
 
