@@ -32,9 +32,9 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def formats() -> list[str]:
-    """The formats that images are opened in: Pillow's and its plugins', but EPS, which starts Ghostscript.
+    """The formats that images are opened in: Pillow's and its plugins', but for EPS.
 
-    Pillow goes by what a file holds, whatever its suffix.
+    Pillow goes by what a file holds, whatever its suffix, and starts Ghostscript for EPS.
     """
     Image.init()
     return [name for name in Image.ID if name != "EPS"]
