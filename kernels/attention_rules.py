@@ -77,6 +77,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(4, 1, "rows", BLOCK_M=64), sm=(90, 100)),
         Rule(tile(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128*"),
         Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d96*"),
+        Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(80, 89), shape="d64n*"),
         Rule(tile(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64)),
     ),
     "attention_bwd": (
@@ -90,6 +91,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "attention_bwd_dq": (
         Rule(tile(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
+        Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=32), sm=(89,), shape="d80n*r"),
         Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=32), sm=(90, 100), shape="d128mrp"),
         Rule(tile(8, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="d64mrp"),
         Rule(tile(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90,), shape="d80mrp"),
@@ -202,7 +204,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(tile(8, 1, BLOCK_M=64, BLOCK_N=32)),
     ),
     # GROUPS: of samples, whose shares are added up afterwards.
-    "rope_bwd": (Rule(tile(4, 1, BLOCK_M=16, GROUPS=8)),),
+    "rope_bwd": (
+        Rule(tile(8, 1, BLOCK_M=16, GROUPS=8), sm=(100,)),
+        Rule(tile(4, 1, BLOCK_M=16, GROUPS=8)),
+    ),
 }
 
 _PLAIN = "*[0-9g]"  # attention without rotary positions, a bias or lengths of keys
