@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
@@ -89,7 +89,7 @@ def _copy_configs(model: nn.Module) -> None:
     copies: dict = {}  # one for all modules: what they shared they share still
     for module in model.modules():
         for name, config in list(vars(module).items()):
-            if isinstance(config, PreTrainedConfig):
+            if hasattr(config, "_attn_implementation"):  # whatever the class of configs is called
                 setattr(module, name, deepcopy(config, copies))
 
 
