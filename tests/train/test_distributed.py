@@ -22,9 +22,11 @@ from processes import command_line, done, free_port, ranks
 from runs import pretraining_command
 from safetensors.torch import load_file
 
+from vitfast import distributed
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING, StreamSampler
 from vitfast.distributed import FAILED, Ranks, leave
+from vitfast.train import step
 from vitfast.train.lock import LOCK, locked
 from vitfast.train.recipes import resolve
 from vitfast.train.resume import read_training_state
@@ -131,13 +133,20 @@ def compiled(output: str) -> int:
     """Compiled runs of two ranks, without the seconds that Inductor takes. Returns 1 where not one graph is all."""
     from torch._dynamo.utils import counters
 
+    compiled_before = []
+
+    def sharding(model, dtype):
+        compiled_before.append(all(block._compiled_call_impl for block in model.blocks))
+        distributed.shard(model, dtype)
+
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    step.shard = sharding
     for number, parallel in enumerate(("ddp", "fsdp"), 1):
         train(config(Path(output) / parallel, parallel=parallel, compile=True, accumulate=1, ema_decay=0.9))
         if counters["stats"]["unique_graphs"] != number or counters["graph_break"]:
             return 1
     leave()
-    return 0
+    return int(compiled_before != [True, False])  # the blocks, and those of their average, which is not compiled
 
 
 @pytest.mark.slow(20)

@@ -71,11 +71,6 @@ class TrainStep:
             self.mixup = Mixup(config.mixup, config.cutmix, label_smoothing=smoothing, num_classes=classes)
         self.ema = ModelEmaV3(model, decay=config.ema_decay) if config.ema_decay else None
         self.unsharded = copy.deepcopy(self.averaged).to("meta") if sharded else None
-        if sharded:
-            shard(model, dtype)
-            if self.ema:
-                shard(self.ema.module, dtype)
-        self.optimizer = make_optimizer(config, model)
         vit = model.vit if self.masked else model
         if isinstance(vit, ViT):  # before torch.compile, for which it is a constant
             tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
@@ -86,6 +81,11 @@ class TrainStep:
                 logger.info("the first step compiles the model, which may take minutes; --no-compile does without")
             for module in model.blocks if sharded and hasattr(model, "blocks") else (model,):
                 module.compile()
+        if sharded:
+            shard(model, dtype)
+            if self.ema:
+                shard(self.ema.module, dtype)
+        self.optimizer = make_optimizer(config, model)
         if ranks.world > 1 and not sharded:
             self.runner = data_parallel(model, device)
 
