@@ -93,10 +93,15 @@ def _some_run_on(instructions: tuple[str, ...]) -> bool:
     return next((int(found.group(1), 16) > 0 for found in left if found), False)
 
 
+def opcode_of(instruction: str) -> str:
+    """ "HGMMA.64x128x16.F32" of "@P0 HGMMA.64x128x16.F32 R24, ..."."""
+    words = instruction.split()
+    return words[1] if words[0].startswith("@") else words[0]
+
+
 def name_of(instruction: str) -> str:
     """ "HGMMA" of "@P0 HGMMA.64x128x16.F32 R24, ..."."""
-    words = instruction.split()
-    return (words[1] if words[0].startswith("@") else words[0]).partition(".")[0]
+    return opcode_of(instruction).partition(".")[0]
 
 
 def read(cubin: bytes) -> Code:

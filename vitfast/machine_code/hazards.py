@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .cubin import Code, name_of
+from .cubin import Code, name_of, opcode_of
 
 OPERAND_REGISTERS = 4  # of the first operand, in every thread, for 8, 16 and 32 bits alike
 OPEN = -1  # the age of a group that is not closed yet
@@ -37,11 +37,6 @@ def _operands(instruction: str) -> list[str]:
     return [operand.strip() for operand in words[-1].split(",")]
 
 
-def _opcode(instruction: str) -> str:
-    words = instruction.split()
-    return words[1] if words[0].startswith("@") else words[0]
-
-
 def _register(operand: str) -> int | None:
     found = re.fullmatch(r"R(\d+)(\.\w+)*", operand)
     return int(found.group(1)) if found else None
@@ -49,7 +44,7 @@ def _register(operand: str) -> int | None:
 
 def _results(instruction: str) -> range:
     """The registers that an instruction other than a wgmma writes."""
-    operands, opcode = _operands(instruction), _opcode(instruction)
+    operands, opcode = _operands(instruction), opcode_of(instruction)
     name = name_of(instruction)
     second = name in PREDICATE_FIRST and re.fullmatch(r"P[0-6T]", operands[0])
     first = _register(operands[1 if second else 0])
@@ -69,7 +64,7 @@ def _results(instruction: str) -> range:
 
 def _reads(instruction: str) -> set[int]:
     """The registers that an instruction other than a wgmma reads, those of wide stores included."""
-    operands, opcode = _operands(instruction), _opcode(instruction)
+    operands, opcode = _operands(instruction), opcode_of(instruction)
     written = len(_results(instruction)) > 0
     found = set()
     for operand in operands[1:] if written else operands:
@@ -81,7 +76,7 @@ def _reads(instruction: str) -> set[int]:
 
 def _uses(instruction: str, at: int) -> Iterator[Use]:
     """The registers that a wgmma uses while it runs."""
-    operands, opcode = _operands(instruction), _opcode(instruction)
+    operands, opcode = _operands(instruction), opcode_of(instruction)
     columns = int(re.search(r"\.64x(\d+)x", opcode).group(1))
     accumulator = _register(operands[0])
     for register in range(accumulator, accumulator + columns // (4 if re.search(r"x\d+\.F16", opcode) else 2)):
