@@ -1,27 +1,32 @@
-# Every target makes .venv where it is missing and installs vitfast with all extras into it.
+# Every target makes .venv where it is missing and installs vitfast into it: for the demo what training needs, for the
+# others everything.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRITONS ?= 3.6.0 3.8.0
+SMS ?= 80 or 89 or 90
 # An import of torch and timm takes three times as long without byte code, and the tests start many processes:
 # an environment that forbids writing it waits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test oldest long tritons bench codegen docs lint clean
+.PHONY: help demo test oldest long planted tritons bench codegen docs lint clean
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
 # setup.py is the only thing that changes what is installed: the package itself is an editable install.
 # --no-compile: most of it is never imported.
-$(READY): setup.py pyproject.toml
+$(READY): EXTRA := all
+$(VENV)/.train: EXTRA := train
+$(READY) $(VENV)/.train: setup.py pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python {v[0]}.{v[1]} is too old" if v < (3, 10) else 0)' \
 	    || { echo "vitfast needs Python 3.10 or newer: make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[all]' $(addprefix -c ,$(CONSTRAINTS))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[$(EXTRA)]' $(addprefix -c ,$(CONSTRAINTS))
 	touch $@
 
-demo: $(READY)  ## pre-train and fine-tune a small ViT on handwritten digits; writes runs/demo/
+demo: $(if $(wildcard $(READY)),$(READY),$(VENV)/.train)  ## pre-train and fine-tune a small ViT on handwritten digits; writes runs/demo/
 	$(BIN)/vitfast demo --output runs/demo
 
 test: $(READY)  ## every test (those marked gpu only where there is a GPU)
@@ -33,12 +38,15 @@ oldest:  ## every test with the oldest PyTorch, timm and transformers that vitfa
 long: $(READY)  ## the tests that take minutes each: other seeds, twenty kills, a longer grid under the sanitizer
 	$(BIN)/python -m pytest -n 2 -q -m long tests
 
-tritons: $(READY)  ## what Triton 3.6 and 3.8 make of the kernels, and what their launchers hand over
-	for version in 3.6.0 3.8.0; do \
+planted: $(READY)  ## every bug that is planted in a copy, of kernels and of the rest, and the test that must find it
+	$(BIN)/python -m pytest -n 2 -q tests/test_planted.py tests/tools/verify/test_edges.py -k planted
+
+tritons: $(READY)  ## what earlier Tritons make of the kernels, and what their launchers hand over
+	for version in $(TRITONS); do \
 	    test -d $(VENV)/triton-$$version || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	        --no-deps --no-compile --target $(VENV)/triton-$$version triton==$$version || exit 1; \
-	    PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest -n 2 -q tests/machine_code \
-	        -k "hazards or real_launches or compiles_well_for and (80 or 89 or 90)" || exit 1; \
+	    PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest -n 2 -q tests/tools/machine_code \
+	        -k "hazards or real_launches or compiles_well_for and ($(SMS))" || exit 1; \
 	done
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
@@ -46,9 +54,8 @@ bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small 
 	then PYTHON=$(BIN)/python bench/gpu.sh all bench/results/local; \
 	else $(BIN)/python -m pytest bench --benchmark-only -q; fi
 
-codegen: $(READY)  ## compile every kernel for every GPU generation, predict its time: the committed tables
+codegen: $(READY)  ## compile every kernel for every GPU generation: the committed table
 	$(BIN)/python tests/codegen.py
-	$(BIN)/python tests/predict.py
 
 docs: $(READY)  ## the documentation, site/index.html; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

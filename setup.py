@@ -56,6 +56,8 @@ TEST = [
     "wheel",
 ]
 
+KERNELS = ["vitfast.kernels", *(f"vitfast.kernels.{name}" for name in find_packages("kernels"))]
+
 setup(
     name="vitfast",
     version=VERSION,
@@ -65,8 +67,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=[*find_packages(include=["vitfast", "vitfast.*"]), "vitfast.kernels"],
-    package_data={"vitfast.cost": ["predicted.csv"], "vitfast.kernels": ["*.cpp"]},
+    packages=[*find_packages(include=["vitfast", "vitfast.*"]), *KERNELS],
+    package_data={"vitfast.kernels": ["libraries/*.cpp"]},
     package_dir={"vitfast": "vitfast", "vitfast.kernels": "kernels"},
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "numpy", "safetensors>=0.4"],
     extras_require={

@@ -1,6 +1,6 @@
 """Ceilings of the device and its libraries: copies, products, cuBLAS at a training step's shapes.
 
-SDPA's backends are in bench_attention.py, timm under torch.compile in bench_model.py; `bench/gpu.sh ceilings` runs all
+SDPA's backends are in bench_ops.py, timm under torch.compile in bench_model.py; `bench/gpu.sh ceilings` runs all
 three.
 """
 
@@ -11,13 +11,13 @@ import machine
 import pytest
 import torch.nn.functional as F
 from clock import cold, lead_of, warm_up
-from harness import DTYPE, Case, bench, describe, measure, values, weight
-from shapes import CPU_SHAPE, WHERE, Shape
+from harness import DTYPE, Case, bench, describe, draw, measure
+from shapes import CPU_SHAPE, WHERE, Shape, planned
 
-from vitfast.cost import work
+from vitfast.tools.cost import work
 
 ON_GPU = (Shape("B/16", 224, 256), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
-STEPS = {s.name: s for s in (ON_GPU if clock.GPU else (CPU_SHAPE,))}
+STEPS = {s.name: s for s in planned(ON_GPU, CPU_SHAPE)}
 # A pass of a linear layer -> what it computes from x (M, K), W (N, K) and dY (M, N).
 PASSES = {
     "forward": lambda x, w, b, dy: F.linear(x, w, b),
@@ -46,7 +46,8 @@ def test_gemm(benchmark, shape, layer, which):
     m, k, n = s.rows, *(s.width * units for units in LAYERS[layer])
 
     def make():
-        return [t.detach() for t in (values(m, k), weight(n, k), values(n), values(m, n))]
+        listed = ("values", (m, k)), ("weight", (n, k)), ("values", (n,)), ("values", (m, n))
+        return [t.detach() for t in draw(listed)]
 
     sizes = dict(forward=(m, n, k, size, n), dX=(m, k, n, size), dW=(n, k, m, size))
     kernels = work.product(*sizes[which])

@@ -16,6 +16,7 @@ through what stays between steps (batch 0) and the peak of the measured batch, w
 """
 
 import functools
+from dataclasses import replace
 
 import clock
 import machine
@@ -25,11 +26,11 @@ import torch.nn.functional as F
 from clock import allocated, captured, cold, median_seconds, peak_bytes, warm_up
 from harness import describe, gemm_backends, measure
 from peers import BUILDERS, Peer, Setting
-from shapes import WHERE, Shape, model_work
+from shapes import CPU_SHAPE, Shape, model_work, planned
 
 from vitfast import ops
-from vitfast.cost import datasheet_flops
-from vitfast.cost.work import total_flops, update
+from vitfast.tools.cost import datasheet_flops
+from vitfast.tools.cost.work import total_flops, update
 
 LEADING = (  # what decides, first: a stage has no time for all
     Setting("vitfast", "compile", "bf16"),
@@ -52,10 +53,9 @@ EVERY = tuple(Setting(library, how, precision) for how in HOW for precision in (
 SETTINGS = tuple(dict.fromkeys((*LEADING, *EVERY)))
 CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in BUILDERS)
 SIZES = (("B/16", 224, 256), ("S/16", 224, 512), ("L/16", 224, 128), ("B/16", 384, 64), ("H/14", 224, 64))
-if not clock.GPU:
-    SIZES = (("Ti/16", 64, 2),)
-MODELS = {f"{WHERE}{size[0]} {size[1]}": Shape(*size) for size in SIZES}  # with the batch of the training step
-CASES = {s.name: s for s in (SETTINGS if clock.GPU else CPU_SETTINGS)}
+# Without the batch, which is that of the training step.
+MODELS = {s.name.rpartition(" B")[0]: s for s in planned(tuple(Shape(*size) for size in SIZES), CPU_SHAPE)}
+CASES = {s.name: s for s in (SETTINGS if clock.GPU or clock.REHEARSED else CPU_SETTINGS)}
 ONCE = [name for name, setting in CASES.items() if not setting.again]
 BATCHES = (64, 128, 256, 512)  # tried for throughput
 SEARCH = ("eager", "bf16")  # how: compiling each batch of each setting would take too long
@@ -149,7 +149,8 @@ def test_train(benchmark, model, setting):
 @pytest.mark.parametrize("model", MODELS)
 def test_inference(benchmark, model, setting, what):
     wanted = MODELS[model]
-    shape = Shape(wanted.model, wanted.image, 1 if what == "latency" else best_batch(CASES[setting].library, model))
+    batch = 1 if what == "latency" else best_batch(CASES[setting].library, model)
+    shape = replace(wanted, batch=batch)
     benchmark.group = f"{what} {model}"
     before = allocated()
     peer = Peer(CASES[setting], shape, training=False)

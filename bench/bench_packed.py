@@ -1,11 +1,15 @@
-"""Attention over images of many sizes: packed, padded, one size at a time, and other libraries'.
+"""Images of many sizes: attention, and training steps of a ViT; packed, padded, one size at a time, and by others.
 
-The mixes are those of mixes.py; q, k and v come apart, each way in the layout that it wants, so that no way pays for
-another's. "vitfast": packed, ops.attention with offsets. "vitfast padded": (S, longest, H, Dh) with key_lengths, all
-queries computed. "vitfast one size at a time": a call for each group of images of equal height and width. The peers
-take packed tensors (packed_peers.py). FLOPs and bytes are of what is needed, without padding, for everybody;
-`padded_share` is the share of the pairs of a query and a key that an implementation computes for padding (padding.py),
-None where its tiles are not known. Truth is plain attention in float64 of each image alone, compared image by image.
+The mixes are those of mixes.py. FLOPs and bytes are of what is needed, without padding, for everybody; `padded_share`
+is the share of the pairs of a query and a key, or of a step's FLOPs, that an implementation computes for padding
+(padding.py), None where its tiles are not known. Truth is float64 of each image alone, compared image by image.
+
+Attention: q, k and v come apart, each way in the layout that it wants, so that no way pays for another's. "vitfast":
+packed, ops.attention with offsets. "vitfast padded": (S, longest, H, Dh) with key_lengths, all queries computed.
+"vitfast one size at a time": a call for each group of images of equal height and width. The peers take packed tensors.
+A step is forward and backward, in bf16 weights on a GPU and fp32 on a CPU; the optimiser is everybody's own. "vitfast
+padded" and NaFlexVit run on patches padded to the longest image, the first with the keys of each image ended in
+attention, the second with a mask of every pair.
 """
 
 import functools
@@ -15,21 +19,20 @@ import harness
 import padding
 import pytest
 import torch
-from harness import Case, bench, values
+from clock import allocated, peak_bytes, warm_up
+from harness import Case, bench, describe, measure, values
 from mixes import MIXES, Mix
-from packed_peers import FLASH_VARLEN, PEERS, offsets_of
+from packed import PEERS, WAYS, check_of, offsets_of, upstream_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vitfast import ops, ref
+from vitfast import ops
+from vitfast.ops import reference as ref
 
-LAYOUTS = {  # implementations of ours -> their layout
-    "vitfast": "packed",
-    "vitfast padded": "padded",
-    "vitfast one size at a time": "one size at a time",
-}
+LAYOUTS = {"vitfast": "packed", "vitfast padded": "padded", "vitfast one size at a time": "one size at a time"}
 ON_CPU = (*LAYOUTS, "torch nested")  # the others are for GPUs alone
-DIRECTIONS = ("forward", "backward", "both")
+HOW = ("compile", "eager") if clock.GPU or clock.REHEARSED else ("eager",)
+STEPS = 3 if clock.GPU else 1  # calls per timed round
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -79,20 +82,13 @@ def function_of(impl: str, mix: Mix):
     return functools.partial(by_group, ops.attention)
 
 
-def padded_share(impl: str, mix: Mix, direction: str) -> float | None:
-    if impl in LAYOUTS:
-        return padding.attention_share(mix, LAYOUTS[impl], direction)
-    return padding.flex_share(mix) if impl.startswith("flex") else None
-
-
 def wanted() -> list:
-    """(mix, direction, impl) of the cases; on a CPU both directions at once, and forward of ours."""
-    names = (*LAYOUTS, *FLASH_VARLEN, *(name for name in PEERS if name not in FLASH_VARLEN))
+    """(mix, direction, impl) of attention's cases; on a CPU both directions at once, and forward of ours."""
     found = [
         (mix, direction, impl)
         for mix in MIXES
-        for direction in DIRECTIONS
-        for impl in names
+        for direction in ("forward", "backward", "both")
+        for impl in (*LAYOUTS, *PEERS)
         if clock.GPU or (impl in ON_CPU and direction != "backward")
     ]
     return [pytest.param(*case, id="-".join(case)) for case in found]
@@ -101,6 +97,36 @@ def wanted() -> list:
 @pytest.mark.parametrize("mix, direction, impl", wanted())
 def test_attention_packed(benchmark, mix, direction, impl):
     mix = MIXES[mix]
-    case, function = case_of(mix, LAYOUTS.get(impl, "packed")), function_of(impl, mix)
-    facts = dict(padded_share=padded_share(impl, mix, direction), images=len(mix.images), tokens=mix.tokens)
-    bench(benchmark, case, impl, function, direction, **facts)
+    share = padding.flex_share(mix) if impl.startswith("flex") else None
+    share = padding.attention_share(mix, LAYOUTS[impl], direction) if impl in LAYOUTS else share
+    facts = dict(padded_share=share, images=len(mix.images), tokens=mix.tokens)
+    bench(benchmark, case_of(mix, LAYOUTS.get(impl, "packed")), impl, function_of(impl, mix), direction, **facts)
+
+
+TRAINED = list(MIXES) if clock.GPU or clock.REHEARSED else list(MIXES)[:1]
+STEP_CASES = [pytest.param(m, way, how, id=f"{m}-{way} {how}") for m in TRAINED for how in HOW for way in WAYS]
+
+
+@pytest.mark.parametrize("mix, way, how", STEP_CASES)
+def test_train_packed(benchmark, mix, way, how):
+    mix, impl, dtype = MIXES[mix], f"{way} {how}", torch.bfloat16 if clock.GPU else torch.float32
+    benchmark.group = f"train packed {mix.shape}"
+    with ops.use_kernels("on" if clock.GPU and way.split()[0] == "vitfast" else "auto"):
+        check, before = check_of(mix, dtype), allocated()
+        runner = WAYS[way](mix, how, dtype)
+        errors = check.judge(impl, runner)
+        upstream = upstream_of(mix)
+
+        def run():
+            for _ in range(STEPS):
+                runner(upstream)
+                runner.model.zero_grad(set_to_none=True)
+
+        warm_up(run, seconds=clock.WARM_SECONDS)
+        peak = peak_bytes(run, before)
+        seconds = measure(benchmark, run, calls=STEPS, rounds=max(3, clock.ROUNDS // 3))
+        errors["error_after"] = check.judge(impl, runner, " after timing")["error"]
+    facts = dict(op="train packed", shape=mix.shape, direction="both", padded_share=runner.share(), **errors)
+    facts |= dict(images=len(mix.images), tokens=mix.tokens, steps_per_second=1 / seconds)
+    needed = mix.model_work(dtype.itemsize).of("both")  # without padding
+    describe(benchmark, impl, needed, seconds, dtype, peak, **facts)

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from clock import wall, warm_up
 from harness import describe, measure
-from shapes import Shape, model_work
+from shapes import Shape, model_work, planned
 
 ON_GPU = (Shape("S/16", 224, 256), Shape("B/16", 224, 256))
-MODELS = {s.name: s for s in (ON_GPU if clock.GPU else (Shape("Ti/16", 64, 8),))}
+MODELS = {s.name: s for s in planned(ON_GPU, Shape("Ti/16", 64, 8))}
 FILES, SIZE = (4096, (500, 375)) if clock.GPU else (64, (160, 120))
 STEPS, ROUNDS, WARMUP = (20, 5, 8) if clock.GPU else (2, 3, 1)
 WORKERS = len(os.sched_getaffinity(0))
@@ -58,7 +58,7 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
     from timm.data import create_dataset, create_loader
     from timm.models.vision_transformer import VisionTransformer
 
-    from vitfast.presets import preset
+    from vitfast.model.presets import preset
 
     dataset, size = create_dataset("", root=str(folder / "train")), (3, s.image, s.image)
     augmentation = dict(scale=SCALE, ratio=RATIO, hflip=0.5, color_jitter=None, interpolation="bicubic")

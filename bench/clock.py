@@ -6,21 +6,23 @@ Before anything is timed on a GPU it runs for a while, so that the chip's clocks
 WARM_SECONDS, a whole model each time, every other operation for CASE_WARM_SECONDS; and WARMUP calls at least, on a CPU
 these alone (`warm_up`).
 
-Everything here is looked up when it is called: other files say `clock.GPU`, so that a test can rehearse a GPU by
-setting it.
+Everything here is looked up when it is called: other files say `clock.GPU`, so that a test can set it. REHEARSED
+(`bench/gpu.sh ... --rehearse`): a CPU runs the plan of a GPU, every case by its real name, at a toy's sizes.
 """
 
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
-from vitfast.verify import clock as between_calls
+from vitfast.tools.verify import clock as between_calls
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
+REHEARSED = not GPU and os.environ.get("VITFAST_REHEARSE") == "1"
 WARMUP = 3 if GPU else 1
 ROUNDS = 20 if GPU else 5
 WARM_SECONDS = 2.0

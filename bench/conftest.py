@@ -43,9 +43,9 @@ import pytest
 import shapes
 import torch
 
-from vitfast.cost import datasheet_flops
 from vitfast.errors import both_ends
-from vitfast.files import write_text
+from vitfast.run.files import write_text
+from vitfast.tools.cost import datasheet_flops
 
 LEAST_SECONDS = 15  # before the end that --ends names: with fewer left no case starts
 ALARM_AGAIN = 5  # seconds; the first TimeoutError may end in somebody's `except Exception`

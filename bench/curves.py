@@ -27,7 +27,7 @@ from peers import BUILDERS, Setting
 from shapes import Shape
 
 from vitfast import ops
-from vitfast.files import write_text
+from vitfast.run.files import write_text
 
 WINDOW = 50
 CLASSES = 100

@@ -26,13 +26,13 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import StratifiedKFold
 
 from vitfast import ViT
-from vitfast.config import Config
 from vitfast.data.datasets import open_sources
 from vitfast.data.image_files import image_files
 from vitfast.eval.predict import predict
 from vitfast.experiments.demo import demo
 from vitfast.experiments.positions import positions
 from vitfast.experiments.runs import Stopped, finish
+from vitfast.run.config import Config
 from vitfast.train.recipes import resolve
 from vitfast.train.trainer import train
 

@@ -6,7 +6,7 @@ several sets of random inputs, the L2 cache overwritten before each; (4) compare
 timed still computes it. On a GPU the clock is the device's (events, with a head start that hides Python's launches; at
 batch 1 a captured graph over inputs that together exceed the cache); on a CPU it is the process's time. Every entry of
 the JSON file that pytest-benchmark writes has, in `extra_info`: impl, device, dtype, op, shape, direction, flops, bytes
-(vitfast/cost/work.py), floor_us and percent_of_floor (against the ceilings), tflops, gigabytes_per_second, error,
+(vitfast/tools/cost/work.py), floor_us and percent_of_floor (against the ceilings), tflops, gigabytes_per_second, error,
 error_after and error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included); with
 max-autotune also gemm_backends.
 """
@@ -24,9 +24,9 @@ from clock import allocated, captured, cold, lead_of, peak_bytes, warm_up
 from torch import Tensor
 
 from vitfast import ops
-from vitfast.cost.work import Kernels, Work, floor_seconds, total_bytes, total_flops
-from vitfast.verify import ATOL, run, worst
-from vitfast.verify.draw import Draw
+from vitfast.tools.cost.work import Kernels, Work, floor_seconds, total_bytes, total_flops
+from vitfast.tools.verify import ATOL, Input, run, worst
+from vitfast.tools.verify.draw import Draw
 
 # conftest's --dtype sets another, before the bench files are read.
 DTYPE = torch.bfloat16 if clock.GPU else torch.float32
@@ -61,9 +61,17 @@ def values(*shape: int) -> Tensor:
     return Draw(DTYPE, clock.DEVICE).values(*shape).requires_grad_()
 
 
-def weight(*shape: int) -> Tensor:
-    """Random weights that keep the size of what they multiply and want a gradient."""
-    return Draw(DTYPE, clock.DEVICE).weight(*shape).requires_grad_()
+def draw(inputs: Iterable[Input]) -> list[Tensor]:
+    """Random inputs on the device by shape and kind; all want a gradient but pixels and factors."""
+    drawn, tensors = Draw(DTYPE, clock.DEVICE), []
+    for kind, shape in inputs:
+        if kind == "factor":
+            tensors.append(torch.rand(shape, device=clock.DEVICE) + 0.5)
+        elif kind == "uint8":
+            tensors.append(drawn.pixels(*shape))
+        else:
+            tensors.append(getattr(drawn, kind)(*shape).requires_grad_())
+    return tensors
 
 
 def unsupported_gemm_backends() -> dict[str, str]:
@@ -106,6 +114,8 @@ def compiled(function: Callable, how: str, **options) -> Callable:
     import torch._inductor
 
     torch._dynamo.reset()
+    if clock.REHEARSED:  # traced, nothing generated
+        return torch.compile(function, backend="eager", **options)
     if how != "compile":
         mode = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
         options["options"] = {**mode, "max_autotune_gemm_backends": gemm_backends(how)}

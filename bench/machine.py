@@ -17,8 +17,8 @@ import clock
 import torch
 from clock import median_seconds
 
-from vitfast.files import write_text
-from vitfast.machine_code.cubin import ptxas_version
+from vitfast.run.files import write_text
+from vitfast.tools.machine_code.cubin import ptxas_version
 
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
 # Of peers that need not be there.
@@ -122,7 +122,7 @@ def ceilings() -> dict[str, float | None]:
 
     Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, the first process measures
     and writes it, and later ones read it: their ceilings are then of the same stage on the same machine, not of the
-    same process. A file that was written for another device, torch or run (VITFAST_RUN, which bench/steps.sh sets for
+    same process. A file that was written for another device, torch or run (VITFAST_RUN, which bench/gpu.sh sets for
     each stage) is not used but written anew.
     """
     name_of_file = os.environ.get("VITFAST_CEILINGS")

@@ -4,17 +4,16 @@ The sizes are drawn once, from a fixed seed, so that every run has the same imag
 kind and two layers, and their names say so.
 """
 
-import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import clock
 
-from vitfast.cost import work
-from vitfast.presets import preset
+from vitfast.model.presets import preset
+from vitfast.tools.cost import work
 
 PATCH = 16
 PREFIX = 1  # the class token
@@ -33,41 +32,22 @@ class Mix:
     images: tuple[tuple[int, int], ...]
     layers: int | None = None
 
-    @property
-    def shape(self) -> str:
-        return f"{self.model} {self.name}"
-
-    @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """Patches of each image."""
-        return tuple((height // PATCH) * (width // PATCH) for height, width in self.images)
+    shape = property(lambda self: f"{self.model} {self.name}")
+    tokens = property(lambda self: sum(self.lengths))
+    longest = property(lambda self: max(self.lengths))
+    squares = property(lambda self: sum(n * n for n in self.lengths))  # pairs of a query and a key
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each image."""
-        return tuple(PREFIX + count for count in self.counts)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def squares(self) -> int:
-        """Pairs of a query and a key."""
-        return sum(n * n for n in self.lengths)
+        return tuple(PREFIX + (height // PATCH) * (width // PATCH) for height, width in self.images)
 
     @property
     def sizes(self) -> dict[str, int]:
         """depth, width, heads, head and hidden of the model."""
         found = preset(self.model)
-        width, heads = found["embed_dim"], found["num_heads"]
-        return dict(
-            depth=self.layers or found["depth"], width=width, heads=heads, head=width // heads, hidden=4 * width
-        )
+        width, heads, depth = found["embed_dim"], found["num_heads"], self.layers or found["depth"]
+        return dict(depth=depth, width=width, heads=heads, head=width // heads, hidden=4 * width)
 
     @cached_property
     def groups(self) -> dict[tuple[int, int], list[int]]:
@@ -89,7 +69,7 @@ class Mix:
     def linear_work(self, size: int, classes: int) -> work.Work:
         """Of all but attention: patch embedding, linear layers, norms, and the head on the class token."""
         s, m = self.sizes, self.tokens
-        width, patches = s["width"], sum(self.counts)
+        width, patches = s["width"], m - PREFIX * len(self.images)
         layer = work.layer_norm(m, width, size, True) + work.linear(m, 3 * width, width, size)
         layer += work.linear(m, width, width, size, m * width) + work.mlp_block(m, width, s["hidden"], size)
         stem = work.patch_embed(patches, 3 * PATCH**2, m, width, (patches + 2) * width, size, size)
@@ -113,10 +93,10 @@ def draw(least: int, most: int, aspect: float, seed: int) -> Iterator[tuple[int,
         yield clip(side * root), clip(side / root)
 
 
-def filled(sizes: Iterator[tuple[int, int]], tokens: int) -> tuple[tuple[int, int], ...]:
-    """As many of the sizes as fit into so many tokens."""
+def filled(least: int, most: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    """As many drawn sizes as fit into so many tokens."""
     found = []
-    for height, width in sizes:
+    for height, width in draw(least, most, aspect=2.0, seed=0):
         tokens -= PREFIX + (height // PATCH) * (width // PATCH)
         if tokens < 0:
             return tuple(found)
@@ -125,18 +105,20 @@ def filled(sizes: Iterator[tuple[int, int]], tokens: int) -> tuple[tuple[int, in
 
 def crops(images: int, large: int, small: int) -> tuple[tuple[int, int], ...]:
     """DINO's crops of each image (Caron et al., 2021): two large ones and eight small ones."""
-    return tuple(itertools.chain.from_iterable([(large, large)] * 2 + [(small, small)] * 8 for _ in range(images)))
+    return (((large, large),) * 2 + ((small, small),) * 8) * images
 
 
 ON_GPU = (
     # NaViT (Dehghani et al., 2023): resolutions drawn anew for every image, aspects kept
-    Mix("NaViT 64-256 px", "B/16", filled(draw(64, 256, 2.0, seed=0), TOKENS)),
+    Mix("NaViT 64-256 px", "B/16", filled(64, 256, TOKENS)),
     Mix("DINO 2x224 + 8x96 px", "B/16", crops(64, 224, 96)),
-    Mix("documents 224-1024 px", "B/16", filled(draw(224, 1024, 2.0, seed=0), TOKENS)),
+    Mix("documents 224-1024 px", "B/16", filled(224, 1024, TOKENS)),
 )
 ON_CPU = (
-    Mix("cpu small NaViT 32-96 px", "Ti/16", filled(draw(32, 96, 2.0, seed=0), 96), 2),
+    Mix("cpu small NaViT 32-96 px", "Ti/16", filled(32, 96, 96), 2),
     Mix("cpu small DINO 2x96 + 8x48 px", "Ti/16", crops(1, 96, 48), 2),
-    Mix("cpu small documents 64-192 px", "Ti/16", filled(draw(64, 192, 2.0, seed=0), 192), 2),
+    Mix("cpu small documents 64-192 px", "Ti/16", filled(64, 192, 192), 2),
 )
+if clock.REHEARSED:
+    ON_CPU = tuple(replace(cpu, name=f"rehearsed {gpu.name}") for gpu, cpu in zip(ON_GPU, ON_CPU))
 MIXES = {mix.name: mix for mix in (ON_GPU if clock.GPU else ON_CPU)}

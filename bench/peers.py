@@ -2,15 +2,14 @@
 
 The models in each of their settings. Every library builds the same function: eps 1e-6, erf GELU, no dropout, a class
 token, random weights in every parameter. That it is the same function is checked, not assumed: a plain ViT in float64
-reads the peer's own weights (vitfast.checkpoint knows everybody's names); the peer's logits in fp32 are compared with
-it, and then logits and gradients of exactly what is about to be timed; and once more of what has been timed, its
+reads the peer's own weights (vitfast.model.checkpoint knows everybody's names); the peer's logits in fp32 are compared
+with it, and then logits and gradients of exactly what is about to be timed; and once more of what has been timed, its
 weights put back.
 """
 
 import contextlib
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,9 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitfast
 from vitfast import ViT, ops
-from vitfast.checkpoint.formats import to_timm_names
-from vitfast.presets import preset
-from vitfast.verify import exact_fp32, worst
+from vitfast.model.checkpoint.formats import to_timm_names
+from vitfast.model.presets import preset
+from vitfast.tools.verify import exact_fp32, worst
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -50,28 +49,32 @@ def sdpa_separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
-FLASH_ATTENTION = {  # name -> package, the module of its public flash_attn_func, which has a backward
+FLASH = {  # name -> package, the module of its public functions, which have a backward
+    "flash-attn 2": ("flash_attn", "flash_attn"),
     "flash-attn 3": ("flash_attn_3", "flash_attn_interface"),
     "flash-attn 4": ("flash_attn_4", "flash_attn.cute"),
 }
+FLASH_ATTENTION = ("flash-attn 3", "flash-attn 4")  # peers of attention; 2 is SDPA's
 
 
-def flash_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Of q, k, v, each (B, N, H, Dh); skips the case where the package is not installed."""
-    package, module = FLASH_ATTENTION[name]
+def library_function(package: str, module: str, name: str) -> Callable:
+    """A function of a package; skips the case where that is not installed or has none of that name.
+
+    Of several results it returns the first: some versions of flash-attn return the logsumexp too.
+    """
     try:
-        there = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of flash_attn, the package above
-        there = False
-    if not there:
-        pytest.skip(f"{package} is not installed")
-    function = importlib.import_module(module).flash_attn_func
+        function = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        pytest.skip(f"{package} cannot be imported: {error}")
+    if function is None:
+        pytest.skip(f"{package} has no {module}.{name}")
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = function(q, k, v)
-        return result[0] if isinstance(result, tuple) else result  # some versions return the logsumexp too
+    @functools.wraps(function)
+    def first_result(*args, **options):
+        result = function(*args, **options)
+        return result[0] if isinstance(result, tuple) else result
 
-    return attention
+    return first_result
 
 
 def forced(function, backend: str):
@@ -79,7 +82,7 @@ def forced(function, backend: str):
 
     @functools.wraps(function)
     def wrapper(*args):
-        with sdpa_kernel(BACKENDS[backend]):
+        with sdpa_kernel(BACKENDS[backend if clock.GPU else "math"]):
             return function(*args)
 
     return wrapper

@@ -26,8 +26,8 @@ NOTHING = (
 )
 HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in
 `bench/harness.py`, `bench/peers.py` and `bench/bench_model.py`. Times are medians, ± is the interquartile range. "%
-floor" is the share of the time that the work needs at least (`vitfast/cost/work.py`) at the ceilings measured in the
-same run: once for all processes of a stage of `bench/gpu.sh`, on the same machine. "vitfast" in the last column is
+floor" is the share of the time that the work needs at least (`vitfast/tools/cost/work.py`) at the ceilings measured in
+the same run: once for all processes of a stage of `bench/gpu.sh`, on the same machine. "vitfast" in the last column is
 how many times faster vitfast is than the fastest other implementation: **below 1.00 it lost**. Ratios are of equal
 precision, and name the settings of peers that have no time. "again" is the same case measured a second time, after
 its peers: the slower of the two counts. Under amp vitfast's own ViT keeps its residual stream in bf16 where timm's

@@ -3,7 +3,7 @@
 A file that is damaged or half written, or that lacks what a table needs, is named with the reason, and the others
 count. A file with exit codes has {"checks": {name: code}}, where a dictionary with "code" and "reason" may stand for a
 code; beside it there may be lists "failed" and "skipped" of names or {name, reason}, and "steps" of {name, state, code,
-seconds} (bench/steps.sh).
+seconds} (bench/gpu.sh).
 
 Of a case that several files hold the newest state counts, by the files' datetime: a newer failure takes the place of an
 older time. Only a skip ("not run" is one too) says nothing new, so it hides neither an older time nor an older failure.

@@ -1,38 +1,45 @@
 """The shapes of the models, and which implementations run at which of them.
 
-A CPU has one small shape, and its name says so.
+A CPU has one small shape, and its name says so; where it rehearses a GPU's plan it has the GPU's shapes by name and a
+toy's sizes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import clock
 import pytest
 
-from vitfast.cost import work
-from vitfast.presets import preset
-from vitfast.verify.draw import Sizes
+from vitfast.model.presets import preset
+from vitfast.tools.cost import work
+from vitfast.tools.verify.draw import Sizes
 
-WHERE = "" if clock.GPU else "cpu small "
-
-
-def _size(name: str) -> property:
-    """Looked up when it is read: a test may shrink the presets."""
-    return property(lambda shape: getattr(Sizes.of_preset(shape.model, shape.batch, shape.image), name))
+WHERE = "" if clock.GPU else "rehearsed " if clock.REHEARSED else "cpu small "
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A preset at a resolution and batch, with the sizes of vitfast.verify.draw.Sizes and a name."""
+    """A preset at a resolution and batch, with its Sizes and a name."""
 
     model: str
     image: int
     batch: int
+    label: str = ""
 
-    patch, tokens, width, heads, head, hidden, rows = map(
-        _size, ("patch", "tokens", "width", "heads", "head", "hidden", "rows")
-    )
+    sizes = property(lambda self: Sizes.of_preset(self.model, self.batch, self.image))
     depth = property(lambda self: preset(self.model)["depth"])
-    name = property(lambda self: f"{WHERE}{self.model} {self.image} B{self.batch}")
+    name = property(lambda self: f"{WHERE}{self.label or f'{self.model} {self.image} B{self.batch}'}")
+
+    def __getattr__(self, name: str):
+        """patch, tokens, width, heads, head, hidden and rows, looked up when read: a test may shrink the presets."""
+        return getattr(self.sizes, name)
+
+
+def planned(shapes: tuple[Shape, ...], small: Shape) -> tuple[Shape, ...]:
+    """What runs here of a GPU's shapes: they, toys that have their names, or on a CPU the small one."""
+    if clock.GPU or not clock.REHEARSED:
+        return shapes if clock.GPU else (small,)
+    toy = dict(model="Nano/8", image=16, batch=2)
+    return tuple(replace(s, **toy, label=f"{s.model} {s.image} B{s.batch}") for s in shapes)
 
 
 def patch_embed_work(s: Shape, size: int, pixel_size: int) -> work.Work:
@@ -54,47 +61,40 @@ MAIN = (FOCUS, Shape("S/16", 224, 512), Shape("B/16", 384, 64), Shape("L/16", 22
 MORE = (("B/16", 224, 1), ("B/16", 224, 32), ("Ti/16", 224, 512), ("L/16", 512, 16), ("H/14", 518, 8))
 FEW = (*MAIN, *(Shape(*sizes) for sizes in MORE))
 SIZES = {"Ti/16": (224, 384), "S/16": (224, 384), "B/16": (224, 384, 512), "L/16": (224, 384, 512), "H/14": (224, 518)}
-BATCHES = (1, 8, 64, 256, 512)
-ALL = tuple(Shape(model, image, batch) for model, images in SIZES.items() for image in images for batch in BATCHES)
+ALL = tuple(Shape(m, image, batch) for m, images in SIZES.items() for image in images for batch in (1, 8, 64, 256, 512))
 MOST_ROWS = 128 * 1025  # of D numbers; more do not come up in training on one GPU
-
-SHAPES: dict[str, Shape] = {}
+SHAPES: dict[str, Shape] = {}  # by name
 
 
 def choose(which: str) -> None:
     """Fills SHAPES, before the bench files are read: "few", or "all" of them that fit."""
     more = () if which == "few" else (s for s in ALL if s.rows <= MOST_ROWS)
+    wanted = tuple(dict.fromkeys((*FEW, *more)))
     SHAPES.clear()
-    SHAPES.update({s.name: s for s in ((*FEW, *more) if clock.GPU else (CPU_SHAPE,))})
+    SHAPES.update({s.name: s for s in planned(wanted, CPU_SHAPE)})
 
 
-def _runs_at(impl: str, shape: Shape, direction: str, compile_at: tuple[Shape, ...]) -> bool:
+def _runs_at(impl: str, name: str, direction: str, compile_at: tuple[Shape, ...]) -> bool:
     """Whether it is measured there: compiling takes seconds, max-autotune's search up to minutes."""
-    if not clock.GPU:
-        return direction == "both" or not impl.startswith("compile")
+    focus, main = name == FOCUS.name, any(name == s.name for s in MAIN)
     if impl.startswith("max-autotune"):
-        return shape == FOCUS
-    if shape.batch == 1:
+        return focus
+    if name.endswith(" B1"):
         return direction == "forward" and (not impl.startswith("compile") or compile_at != (FOCUS,))
     if impl.startswith("compile"):
-        return shape == FOCUS or (shape in compile_at and direction == "both")
-    return shape in MAIN or direction != "backward"
+        return focus or (direction == "both" and any(name == s.name for s in compile_at))
+    return main or direction != "backward"
 
 
-def grid(
-    *impls: str,
-    cpu: tuple[str, ...] = ("vitfast", "eager"),
-    compile_at: tuple[Shape, ...] = (FOCUS,),
-    forward_only: tuple[str, ...] = (),
-) -> list:
-    """(shape, direction, impl) of a bench file's cases; cpu: the implementations that run on a CPU."""
+def grid(impls: tuple[str, ...], compile_at: tuple[Shape, ...], forward_only: tuple[str, ...] = ()) -> list:
+    """(shape, direction, impl) of an operation's cases; a CPU that rehearses nothing compiles nothing."""
+    on_cpu = [impl for impl in impls if impl in ("vitfast", "eager", "sdpa math")]
     wanted = [
         (name, direction, impl)
-        for name, shape in SHAPES.items()
+        for name in SHAPES
         for direction in ("forward", "backward", "both")
-        for impl in impls
-        if _runs_at(impl, shape, direction, compile_at)
-        and (clock.GPU or impl in cpu)
+        for impl in (impls if clock.GPU or clock.REHEARSED else on_cpu)
+        if (not (clock.GPU or clock.REHEARSED) or _runs_at(impl, name, direction, compile_at))
         and (direction == "forward" or impl not in forward_only)
     ]
     return [pytest.param(*case, id="-".join(case)) for case in wanted]

@@ -2,9 +2,13 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 
 import torch
@@ -12,6 +16,7 @@ from torch import Tensor
 
 # Triton reads the variable when a kernel is decorated: what it was then is what the kernels are.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
+bfloat16_mended = False  # in the interpreter: vitfast/tools/interpreter.py sets it
 
 
 @dataclass
@@ -70,6 +75,25 @@ def _tensors(arguments: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors(argument)
 
 
+def missing_for_launchers() -> str | None:
+    """Why Triton cannot build its launchers, which are C, and what to install; None where it can."""
+    import triton
+
+    if triton.knobs.build.impl is not None:  # the user's own way
+        return None
+    named = os.environ.get("CC")
+    if named is not None and not shutil.which(named):
+        return f"CC is {named!r}, which is not a program"
+    if named is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler; install gcc (on Debian: apt install gcc), or name one in CC"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
+    folder = sysconfig.get_paths(scheme=scheme)["include"]
+    if Path(folder, "Python.h").is_file():
+        return None
+    package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    return f"there is no Python.h in {folder}; install Python's headers (on Debian: apt install {package})"
+
+
 def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
     """`kernel[grid](**arguments)` on the device of its tensors; nothing for an empty grid."""
     global _made
@@ -90,8 +114,6 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
         else:
             kernel[grid](**arguments)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        from .native import missing_for_launchers
-
         building = not isinstance(error, RuntimeError) or "C compiler" in str(error)
         missing = missing_for_launchers() if building and not INTERPRETED else None
         if missing is None:

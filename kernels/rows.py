@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
+from .configs import tiles
 from .launch import cdiv, launch
 
 

@@ -9,8 +9,8 @@
         gpu tests and the benchmarks launch; `bench/gpu.sh` unpacks it (bench/cache.py), and compiles nothing in it
 
 Launchers run on meta tensors with their launches recorded, and Triton's own front end decides what a launch is compiled
-for (vitfast/machine_code/compiler.py), so what is compiled is exactly what a GPU would get. TRITON_INTERPRET must be
-unset.
+for (vitfast/tools/machine_code/compiler.py), so what is compiled is exactly what a GPU would get. TRITON_INTERPRET must
+be unset.
 """
 
 import argparse
@@ -36,13 +36,14 @@ import triton  # noqa: E402
 from meta_launches import META, everything  # noqa: E402
 
 from vitfast.errors import both_ends  # noqa: E402
-from vitfast.kernels import attention, tiles  # noqa: E402
+from vitfast.kernels.attention import launchers as attention  # noqa: E402
+from vitfast.kernels.attention.options import Logits  # noqa: E402
+from vitfast.kernels.configs import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
-from vitfast.kernels.logits import Logits  # noqa: E402
-from vitfast.machine_code import compiler, cubin, ports  # noqa: E402
-from vitfast.machine_code.hazards import hazards  # noqa: E402
-from vitfast.verify.draw import Draw, Sizes  # noqa: E402
-from vitfast.verify.launchers import launchers  # noqa: E402
+from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
+from vitfast.tools.machine_code.hazards import hazards  # noqa: E402
+from vitfast.tools.verify.draw import Draw, Sizes  # noqa: E402
+from vitfast.tools.verify.launchers import launchers  # noqa: E402
 
 TABLE = Path(__file__).with_name("codegen.csv")
 WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
@@ -86,7 +87,7 @@ def compile_launch(launch: Launch, sm: int) -> dict:
         shared=shared,
         warps=warps,
         stages=compiled.metadata.num_stages,
-        programs_per_sm=ports.fitting(code.registers, warps, shared, sm),
+        programs_per_sm=cubin.programs_per_multiprocessor(code.registers, warps, shared, sm),
     )
 
 
@@ -112,7 +113,7 @@ def with_candidates(call: Callable) -> dict[str, Callable]:
         runs = {"": call} if record(call) else {}
     for (op, bits, shape), _ in used.items():
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else torch.bfloat16, device=META)
-        for tile in tiles.candidates(op, like, shape, unchecked=True):
+        for tile in tiles.candidates(op, like, shape):
             if tile.blocks or tile.provider == "tiled":
 
                 def run(op=op, tile=tile, shape=shape):
@@ -296,7 +297,7 @@ def _rows(tile: str) -> int:
 # Triton 3.6 and 3.9).
 WAITING = 2 / 3
 # Kernels whose work is a matrix product.
-PRODUCTS = ("linear", "attention", "dgelu_matmul", "product_gluon", "input_grad", "weight_grad_kernel")
+PRODUCTS = ("linear", "attention", "dgelu_matmul", "input_grad", "weight_grad_kernel")
 PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dweight_kernel", "patch_embed_dimages")
 
 

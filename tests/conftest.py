@@ -18,8 +18,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from known_types import remember_types
 
-    from vitfast import interpreter
-    from vitfast.verify.sanitizer import Sanitizer
+    from vitfast.tools import interpreter
+    from vitfast.tools.verify.sanitizer import Sanitizer
 
     interpreter.quicken()
     remember_types()

@@ -1,11 +1,15 @@
 """vitfast: faster Vision Transformers, a drop-in for timm, Hugging Face and torchvision."""
 
+import importlib
+import importlib.machinery
+import sys
+
 from . import ops
 from .adapters import accelerate, acceleration_report, restore
-from .checkpoint import load_checkpoint
 from .errors import InputError
 from .model import ViT
-from .packed import PackedImages, pack
+from .model.checkpoint import load_checkpoint
+from .ops.packed import PackedImages, pack
 from .version import __version__
 
 __all__ = [
@@ -20,3 +24,40 @@ __all__ = [
     "pack",
     "restore",
 ]
+
+# Names of modules that the documentation gave, and that pickled models hold, before they moved; and `ref`, for short.
+MOVED = {
+    "ref": "ops.reference",
+    "packed": "ops.packed",
+    "interpreter": "tools.interpreter",
+    "verify": "tools.verify",
+    "checkpoint": "model.checkpoint",
+    "block": "model.block",
+    "hybrid": "model.hybrid",
+    "layers": "model.layers",
+    "positions": "model.positions",
+    "kernels.tiles": "kernels.configs.tiles",
+}
+
+
+class _Moved:
+    """Finds a module by its earlier name: the module itself, not a copy."""
+
+    @staticmethod
+    def find_spec(name: str, path=None, target=None):
+        package, _, inner = name.partition(".")
+        for old, new in MOVED.items() if package == __name__ else ():
+            if inner == old or inner.startswith(f"{old}."):
+                return importlib.machinery.ModuleSpec(name, _Moved, origin=f"{__name__}.{new}{inner[len(old) :]}")
+        return None
+
+    @staticmethod
+    def create_module(spec):
+        return None
+
+    @staticmethod
+    def exec_module(module) -> None:
+        sys.modules[module.__name__] = importlib.import_module(module.__spec__.origin)
+
+
+sys.meta_path.insert(0, _Moved)  # before the finder of files, which would load a copy

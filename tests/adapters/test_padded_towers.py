@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tower_models import SIGLIP, assert_same, blocks_in, family, naflex, padded, pair
 
 import vitfast
-from vitfast import packed
 from vitfast.adapters import fallbacks
+from vitfast.ops import reference as ref
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ class Waits(TorchDispatchMode):
 
 
 def test_the_host_waits_once_a_forward(monkeypatch):
-    monkeypatch.setattr(packed, "at_hand", lambda _: False)  # offsets are looked at on the CPU alone
+    monkeypatch.setattr(ref, "at_hand", lambda _: False)  # offsets are looked at on the CPU alone
     tolist, counts = torch.Tensor.tolist, []
     for each in pair(naflex(drop_path_rate=0.4, class_token=True, rope_type="axial")):
         lists = []

@@ -8,9 +8,8 @@ import pytest
 import shapes
 import torch
 from bench_results import entry, model_entry
-from rehearsal import Stage
 
-from vitfast import keep
+from vitfast.model import activation_memory as keep
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,8 +81,3 @@ def results(tmp_path) -> Path:
         )
         (folder / f"{name}.json").write_text(json.dumps(whole))
     return tmp_path / "results"
-
-
-@pytest.fixture
-def stage(tmp_path):
-    return Stage(tmp_path)

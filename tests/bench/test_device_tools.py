@@ -12,9 +12,9 @@ import pytest
 import sanitized
 
 from vitfast import ops
-from vitfast.doctor import SMALL_SIZES
 from vitfast.kernels.launch import launches_made
-from vitfast.verify import cases as cases_of
+from vitfast.tools.doctor import SMALL_SIZES
+from vitfast.tools.verify import cases as cases_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +95,7 @@ def test_the_sanitizer_is_given_every_kernel_to_watch(capsys):
 
 
 def test_no_kernel_of_ours_is_kept_from_racecheck():
-    kernels = re.findall(r"@triton.jit\s+def (\w+)", "".join(p.read_text() for p in (ROOT / "kernels").glob("*.py")))
+    kernels = re.findall(r"@triton.jit\s+def (\w+)", "".join(p.read_text() for p in (ROOT / "kernels").rglob("*.py")))
     assert len(kernels) > 20
     assert [k for k in kernels if k.endswith("_kernel") and any(name in k for name in sanitized.FOREIGN)] == []
 

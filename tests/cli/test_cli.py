@@ -1,59 +1,53 @@
-"""The command line: help, precedence of settings, recipes."""
+"""The command line: help, precedence of settings, recipes, what is missing."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
+from importlib.metadata import entry_points
 
-import pytest
 import yaml
 from commands import run_cli
 
+from vitfast import __main__, cli
 
-@pytest.mark.parametrize("command", ["pretrain", "finetune", "eval", "demo", "recipes"])
-def test_help_explains_every_option(capsys, command):
-    code, out, _ = run_cli(capsys, command, "--help")
-    assert code == 0
-    options = [line for line in out.splitlines() if line.strip().startswith("--")]
-    assert len(options) >= 2 and "--debug" in out
-    code, out, _ = run_cli(capsys, "--help")
-    assert code == 0 and command in out and "examples:" in out
+
+def test_help_explains_every_option(capsys):
+    code, whole, _ = run_cli(capsys, "--help")
+    assert code == 0 and "examples:" in whole
+    for command in ("pretrain", "finetune", "eval", "demo", "recipes"):
+        code, out, _ = run_cli(capsys, command, "--help")
+        options = [line for line in out.splitlines() if line.strip().startswith("--")]
+        assert code == 0 and len(options) >= 2 and "--debug" in out and command in whole
 
 
 def test_module_and_script_are_the_same():
-    for command in ([sys.executable, "-m", "vitfast"], [str(Path(sys.executable).parent / "vitfast")]):
-        run = subprocess.run([*command, "--version"], capture_output=True, text=True)
-        assert run.returncode == 0 and run.stdout.startswith("vitfast 0.")
+    """tests/cli/test_predict_command.py starts the module as a process of its own."""
+    (script,) = entry_points(group="console_scripts", name="vitfast")
+    assert script.load() is __main__.main is cli.main
 
 
 def test_flags_win_over_the_config_file(capsys, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("recipe: digits\nlr: 0.5\nseed: 7\nbetas: [0.8, 0.9]\n")
-    code, out, _ = run_cli(
-        capsys,
-        "pretrain",
-        "--config",
-        path,
-        "--lr",
-        0.25,
-        "--set",
-        "warmup_steps=3",
-        "hflip=0.5",
-        "--set",
-        "seed=9",
-        "--print-config",
-    )
+    told = ("--lr", 0.25, "--set", "warmup_steps=3", "hflip=0.5", "--set", "seed=9")
+    code, out, _ = run_cli(capsys, "pretrain", "--config", path, *told, "--print-config")
     config = yaml.safe_load(out)
-    assert code == 0
-    assert (config["lr"], config["seed"], config["warmup_steps"], config["hflip"], config["betas"]) == (
-        0.25,
-        9,
-        3,
-        0.5,
-        [0.8, 0.9],
-    )
+    wanted = dict(lr=0.25, seed=9, warmup_steps=3, hflip=0.5, betas=[0.8, 0.9])
+    assert code == 0 and {name: config[name] for name in wanted} == wanted
     path.write_text(out)
     assert run_cli(capsys, "pretrain", "--config", path, "--print-config")[1] == out
+
+
+def test_a_length_of_the_user_takes_the_place_of_a_recipes_or_a_files(tmp_path, capsys):
+    (tmp_path / "file.yaml").write_text("recipe: digits\nsteps: 7\nepochs: null\n")
+    for flags, length in (
+        (["--recipe", "digits", "--steps", 3], (3, None)),
+        (["--config", tmp_path / "file.yaml"], (7, None)),
+        (["--config", tmp_path / "file.yaml", "--epochs", 2], (None, 2.0)),
+        (["--recipe", "digits", "--set", "steps=none"], (None, 44.0)),
+    ):
+        code, out, _ = run_cli(capsys, "pretrain", "--data", "digits", "--print-config", *flags)
+        settings = yaml.safe_load(out)
+        assert code == 0 and (settings["steps"], settings["epochs"]) == length
 
 
 def test_recipes_as_json(capsys):
@@ -66,3 +60,12 @@ def test_recipes_as_json(capsys):
         assert set(fields.split()) <= set(row) and isinstance(row["lr"], float) and isinstance(row["img_size"], int)
         assert not any(isinstance(value, dict) for value in row.values())
     assert "digits" in run_cli(capsys, "recipes")[1]
+
+
+def test_missing_packages_are_named_with_a_command_that_works_today(capsys, monkeypatch):
+    """From a checkout, as vitfast is not on PyPI."""
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert cli.main(["pretrain", "--recipe", "digits", "--data", "digits"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("vitfast: error: yaml is not installed") and said.count("\n") == 1
+    assert "pip install '.[train]' in a checkout of vitfast" in said

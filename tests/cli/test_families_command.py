@@ -10,7 +10,7 @@ from vitfast import InputError
 from vitfast.adapters.families import FAMILIES, Family, families
 from vitfast.cli import main
 from vitfast.cli.families import markdown
-from vitfast.families import SAME, chosen, judge
+from vitfast.tools.families import SAME, chosen, judge
 
 PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
 NAMES = {f"{family.library} {family.name}": family for family in FAMILIES}

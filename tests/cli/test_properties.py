@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitfast import InputError
-from vitfast.config import AUTO_AUGMENT, FIELDS, Config, as_plain
 from vitfast.data.transforms import transforms
+from vitfast.run.config import AUTO_AUGMENT, FIELDS, Config, as_plain
 from vitfast.train.recipes import resolve
 
 EDGES = ["", "a\0b", "9" * 5000, *"-1 0 1 2 0.5 0.999 1e-3 1e400 nan inf none true x 1,1 0.5,1 0,0,0 2,3".split()]

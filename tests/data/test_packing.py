@@ -13,7 +13,7 @@ from vitfast import InputError, PackedImages
 from vitfast.data.loader import open_data
 from vitfast.data.packing import Packing, Progress, StepSampler, balanced, fit_grid, native_grid
 from vitfast.data.samples import ONE
-from vitfast.distributed import Ranks
+from vitfast.run.distributed import Ranks
 
 PACKING = Packing(low=16, high=48, patch=(8, 8), prefix=1, drop=0.0, budget=300, batch_size=20)
 

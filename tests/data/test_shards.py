@@ -12,11 +12,11 @@ from PIL import Image
 from runs import digits
 
 from vitfast import InputError
-from vitfast.config import total_steps
 from vitfast.data.datasets import Subset, fingerprint, known_labels, take
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING
-from vitfast.distributed import Ranks
+from vitfast.run.config import total_steps
+from vitfast.run.distributed import Ranks
 
 CPU = torch.device("cpu")
 

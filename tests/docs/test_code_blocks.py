@@ -4,6 +4,7 @@ Python runs page by page, in order, in a temporary folder, on the CPU, with rand
 """
 
 import argparse
+import ast
 import io
 import re
 import shlex
@@ -15,12 +16,13 @@ import pytest
 from doc_blocks import PAGES, ROOT, Block, blocks
 
 from vitfast import cli, ops
-from vitfast.kernels import tiles
+from vitfast.kernels.configs import tiles
 
 LANGUAGES = ("python", "bash", "text")
 PYTHON = [page for page in PAGES if any(block.language == "python" or block.mark == "run" for block in blocks(page))]
 BASH = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
-SLOW = {"README.md", "docs/tutorials/from-scratch.md", "docs/tutorials/torchvision.md", "docs/quick-start.md"}
+# These run for seconds each: `make long` runs them, `make test` compiles them and runs their imports.
+SLOW = {"README.md", *(f"docs/{page}.md" for page in ("tutorials/from-scratch", "tutorials/torchvision"))}
 PROGRAMS = ("pytest", "python", "sbatch")  # that a page may name, beside vitfast, make, pip and our own scripts
 
 
@@ -100,7 +102,7 @@ def execute(block: Block, file: Path, names: dict) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow(10) if p in SLOW else ()) for p in PYTHON])
+@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.long if p in SLOW else ()) for p in PYTHON])
 def test_python_runs_and_so_do_the_commands_marked_to_run(page, tmp_path, monkeypatch, capsys, _no_downloads):
     monkeypatch.chdir(tmp_path)
     names, printed = {"__name__": "page"}, ""
@@ -118,9 +120,17 @@ def test_python_runs_and_so_do_the_commands_marked_to_run(page, tmp_path, monkey
                     assert code == 0, f"{block}: {command}: {capsys.readouterr().err}"
 
 
-@pytest.mark.parametrize("block", BASH, ids=str)
-def test_commands_are_ones_that_their_program_takes(block: Block, capsys):
-    for command in block.commands():
+def test_every_block_compiles_and_finds_what_it_imports():
+    for block in (block for page in PAGES for block in blocks(page) if block.language == "python"):
+        tree = ast.parse(block.code, str(block))
+        tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        compile(block.code, str(block), "exec")
+        if block.mark != "not run":
+            exec(compile(tree, str(block), "exec"), {})
+
+
+def test_commands_are_ones_that_their_program_takes(capsys):
+    for block, command in ((block, command) for block in BASH for command in block.commands()):
         found = words(command)
         arguments = vitfast_arguments(found)
         if arguments is None:
@@ -136,14 +146,10 @@ def test_commands_are_ones_that_their_program_takes(block: Block, capsys):
             assert cli.main(arguments) == 0, f"{block}: {command}: {capsys.readouterr().err}"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_blocks_say_their_language_and_why_they_are_not_run(page):
-    for block in blocks(page):
+def test_blocks_say_their_language_and_why_they_are_not_run():
+    assert len(PAGES) > 20 and len(BASH) > 20 and len(PYTHON) > 10
+    for block in (block for page in PAGES for block in blocks(page)):
         assert block.language in LANGUAGES, f"{block}: language {block.language!r}"
         assert block.mark != "not run" or len(block.reason) > 10, f"{block}: not run without a reason"
         meant_for = {"run": "bash", "not run": "python", "output": "text"}.get(block.mark, block.language)
         assert block.language == meant_for, f"{block}: a block of {block.language} cannot be marked {block.mark!r}"
-
-
-def test_the_blocks_are_found():
-    assert len(PAGES) > 20 and len(BASH) > 20 and len(PYTHON) > 10

@@ -27,20 +27,16 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow(20)
-def test_it_builds_without_a_warning_and_holds_every_page(site):
+@pytest.mark.long
+def test_it_builds_without_a_warning_holds_every_page_and_loads_nothing_from_elsewhere(site):
     for page in PAGES[1:]:
         assert (site / page.removeprefix("docs/")).with_suffix(".html").is_file(), page
-
-
-def test_nothing_is_loaded_from_elsewhere(site):
+    loads = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="(https?:[^"]+)"')
     for path in site.rglob("*.html"):
-        loaded = re.findall(
-            r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="(https?:[^"]+)"', path.read_text()
-        )
-        assert not loaded, f"{path.name}: {loaded}"
+        assert not loads.findall(path.read_text()), path
 
 
+@pytest.mark.long
 def test_the_reference_has_every_public_name(site):
     text = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
     methods = [name for name, _ in inspect.getmembers(vitfast.ViT, inspect.isfunction)]
@@ -50,6 +46,7 @@ def test_the_reference_has_every_public_name(site):
         assert re.search(rf'id="vitfast[\w.]*\.{name.split(".")[-1]}"', text), f"{name} is not in the reference"
 
 
+@pytest.mark.long
 def test_every_command_has_its_help(site, capsys):
     with pytest.raises(SystemExit):
         cli.main(["no-such-command"])
@@ -60,13 +57,13 @@ def test_every_command_has_its_help(site, capsys):
         assert option in text
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.name)
-def test_pictures_have_a_title_both_palettes_and_are_shown(picture):
-    root = xml.parse(picture).getroot()
-    names = {child.tag.rpartition("}")[2] for child in root}
-    assert "title" in names and "prefers-color-scheme: dark" in picture.read_text()
-    assert any(picture.name in (ROOT / page).read_text() for page in PAGES)
-    assert not re.search(r"https?://(?!www\.w3\.org)", picture.read_text())
+def test_pictures_have_a_title_both_palettes_and_are_shown():
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    for picture in (ROOT / "docs" / "images").glob("*.svg"):
+        root = xml.parse(picture).getroot()
+        names = {child.tag.rpartition("}")[2] for child in root}
+        assert "title" in names and "prefers-color-scheme: dark" in picture.read_text(), picture
+        assert picture.name in pages and not re.search(r"https?://(?!www\.w3\.org)", picture.read_text()), picture
 
 
 # Files of the example in "How to add a kernel", which are not there.
@@ -74,7 +71,8 @@ EXAMPLE = re.compile(r".*squared_relu\.py")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_pages_name_are_there(page):
+def test_pages_are_short_and_narrow_and_name_files_that_are_there(page):
+    """Short except for tables, and what bench/report.py writes into README.md."""
     text = (ROOT / page).read_text()
     named = re.findall(r"`((?:vitfast|kernels|tests|bench|docs|examples)/[\w./-]*)`", text)
     named += [f"vitfast/{path}" for line in re.findall(r"^ \w+/.*\.py.*$", text, re.MULTILINE) for path in line.split()]
@@ -82,6 +80,9 @@ def test_files_that_pages_name_are_there(page):
     assert not missing
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert not [path for path in linked if not ((ROOT / page).parent / path).exists()]
+    plain = re.sub(r"<!-- speed -->.*<!-- /speed -->", "", text, flags=re.DOTALL)
+    wide = [line for line in plain.splitlines() if not line.lstrip().startswith("|") and len(line) > WIDEST_LINE]
+    assert len(plain.splitlines()) <= LONGEST_FILE and not wide, wide
 
 
 def test_every_place_of_the_house_stands_on_its_floor():
@@ -90,18 +91,3 @@ def test_every_place_of_the_house_stands_on_its_floor():
     floors = [int(floor) for floor, _ in rows]
     assert sorted(rows) == sorted((str(i), place) for i, floor in enumerate(FLOORS, 1) for place in floor)
     assert floors == sorted(floors, reverse=True) and len(text.splitlines()) <= 60
-
-
-def test_the_way_of_an_image_has_at_most_ten_boxes():
-    picture = (ROOT / "README.md").read_text().partition("[start:way]")[2].partition("[end:way]")[0]
-    assert 0 < picture.count("┌") == picture.count("└") <= 10
-    assert len({len(line) for line in picture.splitlines() if line.endswith(("┐", "┘", "│"))}) == 1  # straight edges
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_pages_are_short_and_narrow(page):
-    """Except for tables, and what bench/report.py writes into README.md."""
-    text = re.sub(r"<!-- speed -->.*<!-- /speed -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
-    wide = [line for line in lines if len(line) > WIDEST_LINE]
-    assert len(text.splitlines()) <= LONGEST_FILE and not wide, wide

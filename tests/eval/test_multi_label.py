@@ -116,7 +116,7 @@ def test_the_metric_is_scikit_learns_over_the_classes_there_are():
 
 
 def of_two(weights, data, output):
-    from vitfast.distributed import join, leave
+    from vitfast.run.distributed import join, leave
 
     config = resolve("eval", dict(weights=weights, data=data, device="cpu", workers=0, eval_batch_size=4))
     group, device = join(CPU)

@@ -10,11 +10,11 @@ from commands import run_cli
 from PIL import Image
 
 from vitfast import InputError, ViT
-from vitfast.config import Config
 from vitfast.data.loader import open_data
 from vitfast.data.packing import Native
 from vitfast.eval.accuracy import evaluate, evaluate_weights
 from vitfast.eval.predict import predict
+from vitfast.run.config import Config
 from vitfast.train.recipes import resolve
 
 SIZES = [(16, 16), (40, 16), (13, 30), (64, 64), (5, 90), (24, 24)]  # width, height

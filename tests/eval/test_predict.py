@@ -18,12 +18,12 @@ from frozen import evaluation
 from PIL import Image
 
 from vitfast import InputError, ViT
-from vitfast.config import Config
 from vitfast.data.image_files import image_files
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING
 from vitfast.eval.accuracy import evaluate, evaluate_weights
 from vitfast.eval.predict import predict, write_csv
+from vitfast.run.config import Config
 from vitfast.train.recipes import resolve
 
 HOST = Config(workers=0)

@@ -80,7 +80,7 @@ def test_decompression_bombs_are_left_out(made, capsys, caplog, tmp_path, monkey
 
 def of_two(weights, data, output):
     """One of two ranks: the result of an evaluation, in a file."""
-    from vitfast.distributed import join, leave
+    from vitfast.run.distributed import join, leave
 
     config = resolve("eval", dict(weights=weights, data=data, device="cpu", workers=0, eval_batch_size=3))
     group, device = join(torch.device("cpu"))

@@ -11,9 +11,9 @@ from frozen import run_cli
 from PIL import Image
 
 from vitfast import InputError, ViT
-from vitfast.convert import convert
 from vitfast.eval import accuracy
 from vitfast.eval.fewshot import few_shot
+from vitfast.model.convert import convert
 from vitfast.train.recipes import resolve
 
 CPU = torch.device("cpu")

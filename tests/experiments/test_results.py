@@ -9,11 +9,12 @@ from commands import run_cli
 from frozen import save_tiny
 from runs import content
 
-from vitfast import InputError, results
+from vitfast import InputError
+from vitfast.eval.inspect import report
 from vitfast.experiments import demo, vtab
 from vitfast.experiments import runs as experiments
-from vitfast.inspect import report
-from vitfast.results import Results
+from vitfast.run import results
+from vitfast.run.results import Results
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,13 @@
-"""One small model in every library's words, random weights, and a comparison of logits."""
+"""One small model in every library's words, random weights, a comparison of logits, and one of refusals."""
+
+import re
 
 import numpy as np
+import pytest
 import torch
 from timm.models import vision_transformer as timm_vit
+
+from vitfast import InputError, ViT, load_checkpoint
 
 # fp32 on both sides, logits of size ~1; erf in the place of tanh moves them by more than 1e-4
 TOL = dict(atol=1e-5, rtol=1e-5)
@@ -100,3 +105,61 @@ def stacked(w):
     return {k: v for k, v in w.items() if "encoderblock_" not in k} | {
         f"Transformer/encoderblock/{k}": v for k, v in layers.items()
     }
+
+
+VISION = {name: HF[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+VISION |= dict(image_size=32, patch_size=8)
+TEXT = dict(hidden_size=48, num_hidden_layers=1, num_attention_heads=3, intermediate_size=96, vocab_size=99)
+TEXT |= dict(max_position_embeddings=9, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+WHOLE = ["CLIPModel", "SiglipModel", "SiglipForImageClassification"]
+
+
+def made(name, **changes):
+    """A small model of transformers with random weights; only the fields that its configuration has."""
+    import transformers
+
+    cls = getattr(transformers, name)
+    if name in WHOLE:
+        more = dict(projection_dim=40) if name == "CLIPModel" else {}
+        config = cls.config_class(vision_config=VISION | changes, text_config=TEXT, num_labels=5, **more)
+    else:
+        known = {*cls.config_class().to_dict(), "num_labels"}
+        fields = HF | dict(projection_dim=40, num_register_tokens=2)
+        config = cls.config_class(**{k: v for k, v in fields.items() if k in known} | changes)
+    config._attn_implementation = "eager"
+    return randomised(cls(config))
+
+
+WITHOUT_HEAD = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=HEADS, num_classes=0)
+
+
+def meta(truth, base=100.0):
+    """The tensors of timm's DINOv3 as Meta's code names them, with all that stands beside them there."""
+    state, theirs = {}, truth.state_dict()
+    for name, tensor in theirs.items():
+        name = name.replace("gamma_", "ls").replace("reg_token", "storage_tokens")
+        name = name + ".gamma" if name.endswith((".ls1", ".ls2")) else name
+        if "blocks.0.mlp.fc1_g.weight" in theirs:
+            name = name.replace("fc1_g", "w1").replace("fc1_x", "w2").replace("fc2", "w3")
+        if name.endswith("attn.q_bias"):
+            stem = name.removesuffix("q_bias") + "qkv."
+            whole = torch.cat([tensor, torch.randn_like(tensor), theirs[stem[:-4] + "v_bias"]])
+            mask = torch.ones_like(whole)
+            mask[len(tensor) : 2 * len(tensor)] = 0  # what stands there for k is not read
+            state |= {f"{stem}bias": whole, f"{stem}bias_mask": mask}
+        elif not name.endswith("v_bias"):
+            state[name] = tensor
+    exponent = torch.arange(0, 16, 4) / 16
+    state |= {"mask_token": torch.randn(1, 48), "rope_embed.periods": (base**exponent).bfloat16()}
+    return state | {f"local_cls_norm.{name}": torch.randn(48) for name in ("weight", "bias")}
+
+
+def refused(source, says, calls=(ViT.from_pretrained,), **known):
+    """Each call raises an InputError of one line that begins with the source and matches `says`."""
+    for call in calls:
+        with pytest.raises(InputError) as caught:
+            call(source, **(known if call is not load_checkpoint else {}))
+        said = str(caught.value)
+        assert (
+            re.match(f"{re.escape(str(source))}(/config.json)?: ", said) and "\n" not in said and re.search(says, said)
+        ), said

@@ -1,4 +1,4 @@
-"""The fit of the coefficients of kernels/activations.py's `upper_tail`; run as a script it prints them.
+"""The fit of the coefficients of kernels/matmul/activations.py's `upper_tail`; run as a script it prints them.
 
 log2 of Q(z) = 1 - Phi(z) is nearly a parabola, where Q itself falls by twelve orders of magnitude. Weighted minimax fit
 (Lawson, 1961: least squares, reweighted by the errors) on [0, 7]. An error is weighed by what it costs: an absolute one

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from vitfast import ViT, doctor, ops
-from vitfast.kernels import tiles
+from vitfast import ViT, ops
+from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import Launch, record
 from vitfast.ops import _dispatch
-from vitfast.verify import Input, cases, run
-from vitfast.verify.draw import Sizes
+from vitfast.tools import doctor
+from vitfast.tools.verify import Input, cases, run
+from vitfast.tools.verify.draw import Sizes
 
 META = torch.device("meta")
 
@@ -61,7 +62,7 @@ def operations(
                 found += record(both_ways)
             for (op, bits, shape), _ in used.items() if candidates else ():
                 like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=META)
-                for tile in tiles.candidates(op, like, shape, unchecked=True):
+                for tile in tiles.candidates(op, like, shape):
                     with tiles.override(op, tile, shape):
                         found += record(both_ways)
     return found

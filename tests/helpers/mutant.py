@@ -34,22 +34,23 @@ class Mutant:
 
     @contextlib.contextmanager
     def made(self, folder: Path) -> Iterator[ModuleType]:
-        """vitfast.verify.edges of a copy in `folder` that has the bug."""
+        """vitfast.tools.verify.edges of a copy in `folder` that has the bug."""
         package = "mutant_" + re.sub(r"\W+", "_", self.what)
         copy = folder / package
         shutil.copytree(ROOT / "kernels", copy / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-        # What vitfast.verify.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
-        shutil.copytree(ROOT / "vitfast" / "verify", copy / "verify", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("ref.py", "packed.py", "presets.py", "errors.py"):
-            shutil.copy(ROOT / "vitfast" / name, copy)
-        (copy / "__init__.py").touch()
+        # What vitfast.tools.verify.edges needs beside the kernels: copied too, so that it imports the copy's kernels.
+        verify = copy / "tools" / "verify"
+        shutil.copytree(ROOT / "vitfast" / "tools" / "verify", verify, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("ops/reference.py", "ops/packed.py", "model/presets.py", "errors.py"):
+            (copy / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / "vitfast" / name, copy / name)
         path = copy / "kernels" / self.file
         text = path.read_text()
         assert self.old in text, f"{self.what}: {self.file} has changed"
         path.write_text(text.replace(self.old, self.new, 1))
         sys.path.insert(0, str(folder))
         try:
-            yield importlib.import_module(f"{package}.verify.edges")
+            yield importlib.import_module(f"{package}.tools.verify.edges")
         finally:
             sys.path.remove(str(folder))
             for module in [name for name in sys.modules if name.partition(".")[0] == package]:

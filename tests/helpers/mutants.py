@@ -1,384 +1,229 @@
-"""The bugs that the sanitizer is to find, by the exact text of the kernels."""
+"""The bugs that the plan of edges is to find, by the exact text of the kernels.
 
-from mutant import NUMBERS, Mutant
-from mutants_on_logits import ON_LOGITS
-from mutants_packed import PACKED
+Each has three lines: its name, the launcher that shows it and the file in kernels/; then the text and what it becomes
+where it first occurs, with \\n for the end of a line. A comment names the kind of those below it. Of the kind "wrong
+numbers" the sanitizer finds nothing; of "silent" ones all results stay right, so that no test of numbers sees them.
+"""
 
-_STORE_CHUNK = "ptr + rows.to(tl.int64) * D + offs_d"
-_LAST_KEYS = "acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, n, scale, LAST_N, "
-_GRID = "(cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)"
-_SHORT_GRID = "(max(1, m // blocks[0]) * cdiv(n, blocks[1]),)"
-_DELTA = "grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr="
+from mutant import Mutant
 
-MUTANTS = [
-    # Bounds: of rows, of columns, before the start, through a descriptor, of what lies beside in the same storage.
-    Mutant("a row past M", "rows.py", "return rows < M\n", "return rows <= M\n", "layer_norm", "out of bounds"),
-    Mutant(
-        "a column past D",
-        "rows.py",
-        "[None, :] < D)\n\n\n",
-        "[None, :] <= D)\n\n\n",
-        "layer_norm backward",
-        "out of bounds",
-    ),
-    Mutant(
-        "a column past the head: k beside q",
-        "attention_common.py",
-        "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < END)[None, :]",
-        "in_rows[:, None] & (FIRST + tl.arange(0, SIZE) <= END)[None, :]",
-        "attention",
-        "out of bounds",
-    ),
-    Mutant(
-        "the last block of keys unmasked",
-        "attention_tiled.py",
-        _LAST_KEYS + "True",
-        _LAST_KEYS + "False",
-        "attention",
-        "out of bounds",
-    ),
-    Mutant(
-        "lse of a query past N",
-        "attention_tiled_bwd.py",
-        "delta_row + rows, mask=rows < N,",
-        "delta_row + rows, mask=rows <= N,",
-        "attention backward, dk and dv",
-        "out of bounds",
-    ),
-    Mutant(
-        "a row of the workspace too many",
-        "rows.py",
-        "P=programs, D=D",
-        "P=programs + 1, D=D",
-        "sum of rows",
-        "out of bounds",
-    ),
-    Mutant(
-        "a sum past D",
-        "rows.py",
-        "tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D",
-        "tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d <= D",
-        "sum of rows",
-        "out of bounds",
-    ),
-    Mutant(
-        "a split too many",
-        "patch_embed_bwd.py",
-        "in range(splits)",
-        "in range(splits + 1)",
-        "patch embedding backward",
-        "out of bounds",
-    ),
-    Mutant(
-        "rows before the first",
-        "patch_embed_bwd.py",
-        "if token >= prefix:",
-        "if token >= 0:",
-        "patch embedding backward",
-        "out of bounds",
-    ),
-    Mutant(
-        "factors of the next image",
-        "rows.py",
-        "rows // rows_per_sample,",
-        "rows // rows_per_sample + 1,",
-        "add + layer_norm, factors",
-        "out of bounds",
-    ),
-    Mutant(
-        "a descriptor a row too long",
-        "product.py",
-        "TensorDescriptor(x, list(x.shape),",
-        "TensorDescriptor(x, [x.shape[0] + 1, x.shape[1]],",
-        "linear, qkv",
-        "out of bounds",
-    ),
-    Mutant(
-        "bias of a column past N",
-        "product.py",
-        "mask=offs_n < N, other",
-        "mask=offs_n <= N, other",
-        "linear + gelu",
-        "out of bounds",
-    ),
-    # Two programs write one element.
-    Mutant(
-        "all splits into one slice",
-        "weight_grad.py",
-        "split.to(tl.int64) * stride_os",
-        "split.to(tl.int64) * 0",
-        "weight gradient, fc1",
-        "write-write race",
-    ),
-    Mutant(
-        "the sums of two heads in one slot",
-        "attention_common.py",
-        "* H + h) * HEAD.dim",
-        "* H + h // 2) * HEAD.dim",
-        "attention backward",
-        "write-write race",
-    ),
-    Mutant(
-        "tiles of queries that overlap",
-        "attention_tiled_bwd.py",
-        "index * BLOCK_M, n)",
-        "index * (BLOCK_M - 1), n)",
-        "attention backward, dq",
-        "write-write race",
-        True,
-    ),
-    Mutant(
-        "prefix tokens a row too far",
-        "patch_embed.py",
-        "(first + token)[:, None] * D",
-        "(first + token + 1)[:, None] * D",
-        "patch embedding",
-        "write-write race",
-    ),
-    Mutant(
-        "rows shared by two programs",
-        "rows.py",
-        "tl.num_programs(0) * BLOCK_M",
-        "tl.num_programs(0)",
-        "scaled rows",
-        "write-write race",
-    ),
-    Mutant(
-        "a row tile of sums for two",
-        "mlp.py",
-        "sums_ptr + index_m.to(tl.int64) * N",
-        "sums_ptr + (index_m // 2).to(tl.int64) * N",
-        "dgelu",
-        "write-write race",
-    ),
-    # One program reads what another writes.
-    Mutant(
-        "no barrier between the phases",
-        "attention_tiled_bwd.py",
-        "this program\n    tl.debug_barrier()\n",
-        "this program\n",
-        "attention backward",
-        "missing barrier",
-        True,
-    ),
-    Mutant(
-        "no barrier between the parts of keys",
-        "attention_head_bwd.py",
-        "            tl.debug_barrier()\n\n        dq_sums",
-        "\n        dq_sums",
-        "attention backward",
-        "missing barrier",
-        True,
-    ),
-    Mutant(
-        "no barrier before the next head",
-        "attention_head_bwd.py",
-        "have read\n        tl.debug_barrier()\n",
-        "have read\n",
-        "attention backward",
-        "missing barrier",
-        True,
-    ),
-    Mutant(
-        "a scratch for two programs",
-        "attention_head_bwd.py",
-        "dq_acc_ptr + pid *",
-        "dq_acc_ptr + pid // 2 *",
-        "attention backward",
-        "write-write race",
-    ),
-    Mutant(
-        "no barrier before the parts of keys",
-        "attention_head_bwd.py",
-        "        tl.debug_barrier()\n\n        for first",
-        "\n        for first",
-        "attention backward",
-        "missing barrier",
-        True,
-    ),
-    Mutant(
-        "rows one element short",
-        "rows.py",
-        _STORE_CHUNK,
-        _STORE_CHUNK.replace("* D", "* (D - 1)"),
-        "layer_norm",
-        "missing barrier",
-    ),
-    # Lanes of one store disagree.
-    Mutant(
-        "two rows in one",
-        "mlp.py",
-        "at = offs_m[:, None] * stride_om",
-        "at = offs_m[:, None] // 2 * stride_om",
-        "linear + gelu",
-        "two values",
-    ),
-    Mutant(
-        "patches one pixel short",
-        "patches.py",
-        "(x * AXES.k2)",
-        "(x * (AXES.k2 - 1))",
-        "patch embedding backward",
-        "two values",
-    ),
-    # Never written.
-    Mutant("a grid one row tile short", "product.py", _GRID, _SHORT_GRID, "linear + residual, fc2", "left unwritten"),
-    Mutant(
-        "a row of the workspace for nobody",
-        "layer_norm_bwd.py",
-        "torch.empty((programs, D)",
-        "torch.empty((programs + 1, D)",
-        "layer_norm backward",
-        "left unwritten",
-        True,
-    ),
-    Mutant(
-        "the last mean",
-        "layer_norm.py",
-        "mean_ptr + rows, mean, mask=rows < M",
-        "mean_ptr + rows, mean, mask=rows < M - 1",
-        "layer_norm",
-        "left unwritten",
-    ),
-    Mutant(
-        "the last lse",
-        "attention_short.py",
-        "tl.log2(l) * LN2), mask=rows < N)",
-        "tl.log2(l) * LN2), mask=rows < N - 1)",
-        "attention",
-        "left unwritten",
-    ),
-    # Read before it is written.
-    Mutant(
-        "delta of nobody",
-        "attention.py",
-        _DELTA + "delta",
-        _DELTA + "torch.empty_like(lse)",
-        "attention backward, dk and dv",
-        "uninitialised read",
-    ),
-    Mutant(
-        "the last folded weight",
-        "patch_embed.py",
-        "folded.to(folded_ptr.dtype.element_ty), mask=k < K",
-        "folded.to(folded_ptr.dtype.element_ty), mask=k < K - 1",
-        "patch embedding, uint8",
-        "uninitialised read",
-    ),
-    # Hints.
-    Mutant(
-        "a hint of 16 for heads of 72",
-        "attention.py",
-        "1 if misaligned % 8 else 8,",
-        "1 if misaligned % 8 else 16,",
-        "attention",
-        "false hint",
-        True,
-    ),
-    Mutant(
-        "a hint for the rows of odd tensors",
-        "attention.py",
-        "1 if misaligned % 8 else 8,",
-        "8,",
-        "attention",
-        "false hint",
-        True,
-    ),
-    Mutant(
-        "an atomic sum",
-        "rows.py",
-        "tl.store(sum_ptr + tl.program_id(0)",
-        "tl.atomic_add(sum_ptr + tl.program_id(0)",
-        "sum of rows",
-        "atomic operation",
-    ),
-    # Of what only some of the plan reaches: loops that go round twice, strides of their own, several images, options.
-    Mutant("one tile of queries", "attention_short.py", "0, query_blocks,", "0, 1,", "attention", "left unwritten"),
-    Mutant("zeros that nobody asked for", "rows.py", "BLOCK_D), other=0.0)", "BLOCK_D))", "layer_norm", NUMBERS),
-    Mutant(
-        "the last rows' dweight",
-        "layer_norm_bwd.py",
-        "dw = _add(dw, dw_more, CHUNKS)",
-        "dw = dw_more",
-        "layer_norm backward",
-        NUMBERS,
-    ),
-    Mutant(
-        "one slice of dweight",
-        "patch_embed_bwd.py",
-        "        partial_ptrs += D * K\n",
-        "",
-        "patch embedding backward",
-        NUMBERS,
-    ),
-    Mutant(
-        "always the first images",
-        "patch_embed.py",
-        "(block - blocks) // prefix * BLOCK_M",
-        "0 * BLOCK_M",
-        "patch embedding",
-        "left unwritten",
-    ),
-    Mutant(
-        "channels of another order",
-        "patches.py",
-        "C_INNER=1 if channels_last(images)",
-        "C_INNER=2 if channels_last(images)",
-        "patch embedding, uint8, oblong, no prefix",
-        NUMBERS,
-    ),
-    Mutant(
-        "row tiles of one group",
-        "product.py",
-        "first = pid // (GROUP_M * blocks_n) * GROUP_M",
-        "first = 0",
-        "linear + gelu",
-        "write-write race",
-    ),
-    Mutant(
-        "v by the strides of k",
-        "attention_short.py",
-        "head_of(v, b, h, HEAD)",
-        "head_of((v[0], k[1]), b, h, HEAD)",
-        "attention, peaked, separate tensors",
-        "out of bounds",
-    ),
-    Mutant(
-        "a barrier for the sums alone",
-        "attention_tiled_bwd.py",
-        "this program\n    tl.debug_barrier()\n",
-        "this program\n    if SUMS:\n        tl.debug_barrier()\n",
-        "attention backward, separate tensors",
-        "missing barrier",
-        True,
-    ),
-    Mutant(
-        "dQ of the last part alone",
-        "attention_head_bwd.py",
-        "if before:",
-        "if rows is None:",
-        "attention backward",
-        NUMBERS,
-    ),
-    Mutant(
-        "k for q in the box",
-        "attention_head_bwd.py",
-        "qkv_rest, b, h, rows",
-        "qkv_rest, b, H + h, rows",
-        "attention backward",
-        NUMBERS,
-    ),
-    Mutant(
-        "statistics of whole tiles alone",
-        "attention_head_bwd.py",
-        "tl.store(stat[1] + rows, ndelta)",
-        "tl.store(stat[1] + rows, ndelta, mask=rows < N)",
-        "attention backward",
-        "uninitialised read",
-    ),
-    Mutant(
-        "a misaligned descriptor", "product.py", " and x.data_ptr() % 16 == 0 and", " and", "linear + gelu", NUMBERS
-    ),
-    *ON_LOGITS,
-    *PACKED,
-]
+BUGS = r"""
+# out of bounds
+a row past M | layer_norm | rows.py
+- return rows < M\n
++ return rows <= M\n
+a column past D | layer_norm backward | rows.py
+- [None, :] < D)\n\n\n
++ [None, :] <= D)\n\n\n
+a column past the head: k beside q | attention | attention/common.py
+- in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < END)[None, :]
++ in_rows[:, None] & (FIRST + tl.arange(0, SIZE) <= END)[None, :]
+the last block of keys unmasked | attention | attention/forward_tiled.py
+- acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, n, scale, LAST_N, True
++ acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, n, scale, LAST_N, False
+lse of a query past N | attention backward, dk and dv | attention/backward_tiled.py
+- delta_row + rows, mask=rows < N,
++ delta_row + rows, mask=rows <= N,
+a row of the workspace too many | sum of rows | rows.py
+- P=programs, D=D
++ P=programs + 1, D=D
+a sum past D | sum of rows | rows.py
+- tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D
++ tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=offs_d <= D
+a split too many | patch embedding backward | patch_embed/backward.py
+- in range(splits)
++ in range(splits + 1)
+rows before the first | patch embedding backward | patch_embed/backward.py
+- if token >= prefix:
++ if token >= 0:
+factors of the next image | add + layer_norm, factors | rows.py
+- rows // rows_per_sample,
++ rows // rows_per_sample + 1,
+a descriptor a row too long | linear, qkv | matmul/product.py
+- TensorDescriptor(x, list(x.shape),
++ TensorDescriptor(x, [x.shape[0] + 1, x.shape[1]],
+bias of a column past N | linear + gelu | matmul/product.py
+- mask=offs_n < N, other
++ mask=offs_n <= N, other
+v by the strides of k | attention, peaked, separate tensors | attention/forward_rows.py
+- head_of(v, b, h, HEAD)
++ head_of((v[0], k[1]), b, h, HEAD)
+a row past the tables | attention, rotary | attention/terms.py
+- & (rows < N)\n    row_ptrs
++ & (rows <= N)\n    row_ptrs
+prefix tokens turned | attention, rotary | attention/terms.py
+- (rows >= rope[3]) &
++ (rows >= 0) &
+the next head's bias | attention, bias | attention/terms.py
+- h.to(tl.int64) * strides[1])
++ (h + 1).to(tl.int64) * strides[1])
+a whole block without a mask | attention backward, packed | attention/terms.py
+- return tl.maximum(count - 1, 0) // BLOCK * BLOCK
++ return tl.cdiv(count, BLOCK) * BLOCK
+# write-write race
+all splits into one slice | weight gradient, fc1 | matmul/weight_grad.py
+- split.to(tl.int64) * stride_os
++ split.to(tl.int64) * 0
+the sums of two heads in one slot | attention backward | attention/common.py
+- * H + h) * HEAD.dim
++ * H + h // 2) * HEAD.dim
+tiles of queries that overlap | attention backward, dq | attention/backward_tiled.py | silent
+- index * BLOCK_M, n)
++ index * (BLOCK_M - 1), n)
+prefix tokens a row too far | patch embedding | patch_embed/forward.py
+- (first + token)[:, None] * D
++ (first + token + 1)[:, None] * D
+rows shared by two programs | scaled rows | rows.py
+- tl.num_programs(0) * BLOCK_M
++ tl.num_programs(0)
+a row tile of sums for two | dgelu | matmul/mlp.py
+- sums_ptr + index_m.to(tl.int64) * N
++ sums_ptr + (index_m // 2).to(tl.int64) * N
+a scratch for two programs | attention backward | attention/backward_head.py
+- dq_acc_ptr + pid *
++ dq_acc_ptr + pid // 2 *
+row tiles of one group | linear + gelu | matmul/product.py
+- first = pid // (GROUP_M * blocks_n) * GROUP_M
++ first = 0
+keys of the next sample | attention, packed | attention/common.py
+- return first, end - first
++ return first, tl.minimum(end - first + 1, tokens - first)
+patches without the prefix before them | patch embedding, packed | patch_embed/patches.py
+- tl.load(packed[0] + row, mask=mask, other=0)
++ row
+# missing barrier
+no barrier between the phases | attention backward | attention/backward_tiled.py | silent
+- this program\n    tl.debug_barrier()\n
++ this program\n
+no barrier between the parts of keys | attention backward | attention/backward_head.py | silent
+-             tl.debug_barrier()\n\n        dq_sums
++ \n        dq_sums
+no barrier before the next head | attention backward | attention/backward_head.py | silent
+- have read\n        tl.debug_barrier()\n
++ have read\n
+no barrier before the parts of keys | attention backward | attention/backward_head.py | silent
+-         tl.debug_barrier()\n\n        for first
++ \n        for first
+rows one element short | layer_norm | rows.py
+- ptr + rows.to(tl.int64) * D + offs_d
++ ptr + rows.to(tl.int64) * (D - 1) + offs_d
+a barrier for the sums alone | attention backward, separate tensors | attention/backward_tiled.py | silent
+- this program\n    tl.debug_barrier()\n
++ this program\n    if SUMS:\n        tl.debug_barrier()\n
+# two values
+two rows in one | linear + gelu | matmul/mlp.py
+- at = offs_m[:, None] * stride_om
++ at = offs_m[:, None] // 2 * stride_om
+patches one pixel short | patch embedding backward | patch_embed/patches.py
+- (x * AXES.k2)
++ (x * (AXES.k2 - 1))
+# left unwritten
+a grid one row tile short | linear + residual, fc2 | matmul/product.py
+- (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)
++ (max(1, m // blocks[0]) * cdiv(n, blocks[1]),)
+a row of the workspace for nobody | layer_norm backward | layer_norm/backward.py | silent
+- torch.empty((programs, D)
++ torch.empty((programs + 1, D)
+the last mean | layer_norm | layer_norm/forward.py
+- mean_ptr + rows, mean, mask=rows < M
++ mean_ptr + rows, mean, mask=rows < M - 1
+the last lse | attention | attention/forward_rows.py
+- tl.log2(l) * LN2), mask=rows < N)
++ tl.log2(l) * LN2), mask=rows < N - 1)
+one tile of queries | attention | attention/forward_rows.py
+- 0, query_blocks,
++ 0, 1,
+always the first images | patch embedding | patch_embed/forward.py
+- (block - blocks) // prefix * BLOCK_M
++ 0 * BLOCK_M
+the sums of the gates in those of up | dgated | matmul/gated.py
+- sum_ptrs[1] + index_m
++ sum_ptrs[0] + index_m
+two samples in the same tiles | attention, packed | attention/common.py
+- (others < sample))
++ (others > sample + 1))
+the second tile of a sample for the first | attention, packed | attention/common.py
+- tl.store(ptrs + 2, index, mask=mask)
++ tl.store(ptrs + 2, index + 1, mask=mask)
+sums of a program that is left over | attention backward, packed | attention/backward_tiled.py
+- store_sums(sums_ptr, zero_head_rows(16, QK), tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
++ pass
+# uninitialised read
+delta of nobody | attention backward, dk and dv | attention/launchers.py
+- grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr=delta
++ grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr=torch.empty_like(lse)
+the last folded weight | patch embedding, uint8 | patch_embed/forward.py
+- folded.to(folded_ptr.dtype.element_ty), mask=k < K
++ folded.to(folded_ptr.dtype.element_ty), mask=k < K - 1
+statistics of whole tiles alone | attention backward | attention/backward_head.py
+- tl.store(stat[1] + rows, ndelta)
++ tl.store(stat[1] + rows, ndelta, mask=rows < N)
+# false hint
+a hint of 16 for heads of 72 | attention | attention/launchers.py | silent
+- 1 if misaligned % 8 else 8,
++ 1 if misaligned % 8 else 16,
+a hint for the rows of odd tensors | attention | attention/launchers.py | silent
+- 1 if misaligned % 8 else 8,
++ 8,
+# atomic operation
+an atomic sum | sum of rows | rows.py
+- tl.store(sum_ptr + tl.program_id(0)
++ tl.atomic_add(sum_ptr + tl.program_id(0)
+# wrong numbers
+zeros that nobody asked for | layer_norm | rows.py
+- BLOCK_D), other=0.0)
++ BLOCK_D))
+the last rows' dweight | layer_norm backward | layer_norm/backward.py
+- dw = _add(dw, dw_more, CHUNKS)
++ dw = dw_more
+one slice of dweight | patch embedding backward | patch_embed/backward.py
+-         partial_ptrs += D * K\n
++
+channels of another order | patch embedding, uint8, oblong, no prefix | patch_embed/patches.py
+- C_INNER=1 if channels_last(images)
++ C_INNER=2 if channels_last(images)
+dQ of the last part alone | attention backward | attention/backward_head.py
+- if before:
++ if rows is None:
+k for q in the box | attention backward | attention/backward_head.py
+- qkv_rest, b, h, rows
++ qkv_rest, b, H + h, rows
+a misaligned descriptor | linear + gelu | matmul/product.py
+-  and x.data_ptr() % 16 == 0 and
++  and
+gradients turned on | attention backward, rotary | attention/terms.py
+- a * cos_a + b * sin_b, b * cos_b - a * sin_a, rows
++ a * cos_a - b * sin_b, b * cos_b + a * sin_a, rows
+a bias of one sample | attention backward, of a bias | attention/terms.py
+- in tl.range(0, samples,
++ in tl.range(0, 1,
+keys that do not count | attention, key lengths | attention/forward_tiled.py
+- (cols < keys)[None, :], s,
++ (cols < N)[None, :], s,
+a sample that begins with the batch | attention, packed | attention/forward_tiled.py
+- heads = head_of(k, b, h, HEAD, first, PACKED)
++ heads = head_of(k, b, h, HEAD, first * 0, PACKED)
+tables of the first sample | attention, packed, rotary | attention/terms.py
+- first.to(tl.int64) * strides[2]
++ first.to(tl.int64) * 0
+# read-write race
+dQ over K | attention backward, dq | attention/launchers.py
+- o, do, dq, logits
++ o, do, k, logits
+o over V | attention | attention/launchers.py
+- _arguments(scale, q, k, v, o, logits
++ _arguments(scale, q, k, v, v, logits
+"""
+
+
+def _parsed():
+    kind, lines = "", [line for line in BUGS.splitlines() if line]
+    while lines:
+        if lines[0].startswith("# "):
+            kind = lines.pop(0)[2:]
+        what, name, file, *silent = lines.pop(0).split(" | ")
+        old, new = (lines.pop(0)[2:].replace("\\n", "\n") for _ in range(2))
+        yield Mutant(what, file, old, new, name, kind, bool(silent))
+
+
+MUTANTS = list(_parsed())

@@ -26,9 +26,9 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 
+from vitfast.kernels.configs.tiles import SHARED_LIMIT  # noqa: E402
 from vitfast.kernels.launch import Launch  # noqa: E402
-from vitfast.kernels.tiles import SHARED_LIMIT  # noqa: E402
-from vitfast.machine_code import compiler  # noqa: E402
+from vitfast.tools.machine_code import compiler  # noqa: E402
 
 # Bytes of a parameter by its type in PTX, and in a kernel's signature.
 PTX = {kind + str(8 * size): size for size in (1, 2, 4, 8) for kind in "usbf"}

@@ -1,13 +1,18 @@
 """Small runs on the digits, and what they leave."""
 
+import csv
+import dataclasses
+import time
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from vitfast.config import Config
+from vitfast.run.config import Config
 from vitfast.train.recipes import resolve
 from vitfast.train.step import TrainStep
+
+QUICK = dict(img_size=16, batch_size=16, save_every=2, ema_decay=0.9)
 
 
 def digits(output: Path | str = "unused", **fields) -> Config:
@@ -22,10 +27,12 @@ def finetuning(pretrained: Path, output: Path, **fields) -> Config:
     return resolve("finetune", dict(data="digits", weights=kept, output=str(output), device="cpu", **fields))
 
 
-def pretraining_command(output: Path, **options) -> list[str]:
-    """The arguments of `vitfast` that pre-train on the digits; options such as save_every=3."""
-    given = dict(recipe="digits", data="digits", device="cpu", batch_size=32, output=output) | options
-    return ["pretrain", *(text for k, v in given.items() for text in (f"--{k.replace('_', '-')}", str(v)))]
+def pretraining_command(output: Path, resume: str | Path = "auto", **fields) -> list[str]:
+    """The arguments of `vitfast` that pre-train on the digits, with the settings of `digits`."""
+    given = dict(recipe="digits", data="digits", device="cpu", output=output, resume=resume, batch_size=32) | fields
+    flags = [(f"--{name}", str(given.pop(name))) for name in ("recipe", "data", "device", "output", "resume")]
+    settings = [f"{name}={'none' if value is None else value}" for name, value in given.items()]
+    return ["pretrain", *(text for flag in flags for text in flag), "--set", *settings]
 
 
 def weights(run: Path) -> dict:
@@ -43,6 +50,18 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def same_runs(a: Path, b: Path) -> bool:
+    """Whether two runs kept, bit for bit, the same model and the same training state."""
+    return same(weights(a), weights(b)) and same(training_tensors(a), training_tensors(b))
+
+
+def records(run: Path, split: str, *columns: str) -> list:
+    """A column of the records of a split in metrics.csv, or tuples of several."""
+    with open(run / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["split"] == split]
+    return [row[columns[0]] if len(columns) == 1 else tuple(row[name] for name in columns) for row in rows]
+
+
 def cut_at(monkeypatch, step: int) -> None:
     """Every run raises KeyError in place of this step (from 0), until `monkeypatch.undo()`."""
     call = TrainStep.__call__
@@ -53,6 +72,19 @@ def cut_at(monkeypatch, step: int) -> None:
         return call(self, images, labels, number, total, **count)
 
     monkeypatch.setattr(TrainStep, "__call__", cut)
+
+
+def changed(config: Config, **fields) -> Config:
+    """The config with other values."""
+    return dataclasses.replace(config, **fields)
+
+
+def wait_for(path: Path, *processes, seconds: float = 120) -> None:
+    """Returns once there is such a file; fails where a process has ended before."""
+    end = time.time() + seconds
+    while not path.exists():
+        assert time.time() < end and all(process.poll() is None for process in processes), f"{path} never came"
+        time.sleep(0.02)
 
 
 def content(folder: Path) -> dict[str, bytes | None]:

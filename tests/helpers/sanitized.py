@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from vitfast import ops
-from vitfast.doctor import SMALL_SIZES, device, prepare
-from vitfast.kernels import tiles
+from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import INTERPRETED
-from vitfast.verify import cases, make, run
-from vitfast.verify.draw import Sizes
+from vitfast.tools.doctor import SMALL_SIZES, device, prepare
+from vitfast.tools.verify import cases, make, run
+from vitfast.tools.verify.draw import Sizes
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]
 CHECKERS = ("memcheck", "racecheck")
@@ -35,7 +35,7 @@ H14 = Sizes(batch=1, tokens=257, width=1280, heads=16, hidden=1280, image=224, p
 
 
 def plan() -> dict[str, tuple]:
-    """What runs, by name: (function, inputs) as in vitfast.verify.cases."""
+    """What runs, by name: (function, inputs) as in vitfast.tools.verify.cases."""
     if INTERPRETED:
         return cases(dataclasses.replace(SMALL_SIZES, batch=1), ops)
     found = {f"{name}, H/14": case for name, case in cases(H14, ops).items()}

@@ -1,20 +1,19 @@
 #!/usr/bin/env bash
-# The $PYTHON of bench/gpu.sh in tests/bench/test_stages.py and test_steps.py: does nothing, quickly.
+# The $PYTHON of bench/gpu.sh in tests/bench/test_gpu_script.py: steps that are scripted.
 #
-# It notes what it was asked to do: $REHEARSAL/calls gets a line for each step: its name, a tab, its arguments;
-# $REHEARSAL/listings what was in OUT then. A benchmark's JSON gets its name. $REHEARSAL/plan/NAME, where there is one,
-# is what that step does, in bash.
+# $SCRIPTED/calls gets a line for each step: its name, a tab, its arguments. A benchmark's JSON gets the step's name.
+# $SCRIPTED/plan/NAME, where there is one, is what that step does, in bash.
 set -u
 asked=$*
 case "$asked" in
     -c*is_available*)
-        [ ! -f "$REHEARSAL/no_gpu" ] || exit 3
-        [ ! -f "$REHEARSAL/no_triton" ] || { echo "ModuleNotFoundError: No module named 'triton'" >&2 && exit 1; }
-        echo "NVIDIA Rehearsal" && echo "7 GiB free" && cat "$REHEARSAL/installed"
+        [ ! -f "$SCRIPTED/no_gpu" ] || exit 3
+        [ ! -f "$SCRIPTED/no_triton" ] || { echo "ModuleNotFoundError: No module named 'triton'" >&2 && exit 1; }
+        echo "NVIDIA Scripted" && echo "7 GiB free" && cat "$SCRIPTED/installed"
         exit
         ;;
     *bench/cache.py*) name=cache ;;
-    *bench/report.py*) [ ! -f "$REHEARSAL/no_report" ] || exit 1 ;;&
+    *bench/report.py*) [ ! -f "$SCRIPTED/no_report" ] || exit 1 ;;&
     *bench/report.py*--targets) echo "TARGETS of" "$(cd "$3" && echo ./*.json)" && exit ;;
     *bench/report.py*) echo "report of" "$(cd "$3" && echo ./*)" && exit ;;
     *"-m pip"*) name=pip ;;
@@ -30,9 +29,7 @@ case "$asked" in
         ;;
     *) name=unexpected ;;
 esac
-printf '%s\t%s\n' "$name" "$*" >> "$REHEARSAL/calls"
-# shellcheck disable=SC2012
-ls -A "$REHEARSAL/out" 2> /dev/null | tr '\n' ' ' >> "$REHEARSAL/listings" && echo >> "$REHEARSAL/listings"
+printf '%s\t%s\n' "$name" "$*" >> "$SCRIPTED/calls"
 case "$*" in *"vitfast doctor"*) echo '{"results": []}' ;; *) echo "output of $name" ;; esac
 # shellcheck disable=SC1090
-if [ -f "$REHEARSAL/plan/$name" ]; then . "$REHEARSAL/plan/$name"; fi
+if [ -f "$SCRIPTED/plan/$name" ]; then . "$SCRIPTED/plan/$name"; fi

@@ -9,7 +9,7 @@ import torch
 from timm.models._hub import save_for_hf
 
 from vitfast import InputError, ViT
-from vitfast.checkpoint.timm import MODELS
+from vitfast.model.checkpoint.timm import MODELS
 
 PATTERNS = "vit* deit* eva* beit* flexivit* test_vit* naflexvit* samvit* aimv2*".split()
 SIZES = r"(x?small|tiny|base|large|huge|xlarge|giant|giantopt|gigantic|medium|mediumd|betwixt|little|wee|so\d+m2?|\d+b)"

@@ -5,8 +5,8 @@ import math
 
 import torch
 
-from vitfast.tune.tuner import Tuner
-from vitfast.verify.draw import Sizes
+from vitfast.tools.tune.tuner import Tuner
+from vitfast.tools.verify.draw import Sizes
 
 TINY = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
 CPU = torch.device("cpu")

@@ -1,53 +1,39 @@
-"""The attention kernels, interpreted, against float64, and what the operation promises.
+"""What attention promises beyond the grid of tests/tools/verify/test_edges.py: extreme logits, masks, what lies beside.
 
-Every path and head size, odd lengths, strides, peaked rows.
+Interpreted, against float64 and against PyTorch's own flash attention.
 """
-
-import contextlib
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from pairs import pairs
+from attention_cases import (
+    ATOL,
+    DTYPES,
+    HALVES,
+    PATHS,
+    any_strides,
+    by_autograd,
+    by_launchers,
+    check_attention,
+    compare,
+    interpreted,
+    path,
+    random,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime import interpreter
 
-from vitfast import ops, ref
-from vitfast.kernels import attention as kernels
-from vitfast.kernels import launch, tiles
-from vitfast.kernels.attention import HEAD_SIZES, attention_bwd, attention_bwd_separate, attention_fwd
-from vitfast.kernels.logits import PLAIN, Logits
+from vitfast import ops
+from vitfast.kernels import launch
+from vitfast.kernels.attention import common
+from vitfast.kernels.attention import launchers as kernels
+from vitfast.kernels.attention.options import Logits
+from vitfast.kernels.configs import tiles
+from vitfast.ops import reference as ref
 
-pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted kernels; test_gpu.py runs the real ones")
-
-# Added to twice PyTorch's own error: a result of size ~4 rounded once (fp16: 2^-11 * 4 / 2), or summed in another
-# order (fp32). bf16: one of size 1/2, as averages of 50 values and more are; PyTorch's own error covers larger ones.
-ATOL = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 2e-3}
-DTYPES = [pytest.param(d, id=str(d)[6:]) for d in ATOL]
-HALVES = DTYPES[1:]
-
-WHOLE = {
-    "attention_fwd": tiles.tile(4, 1, "rows", BLOCK_M=64),
-    "attention_bwd": tiles.tile(4, 1, "head", BLOCK_M=32, BLOCK_N=32, STAGES=1, PER_SM=1, EXACT=0),
-}
-TILED = {
-    "attention_fwd": tiles.tile(4, 1, "tiled", BLOCK_M=64, BLOCK_N=64),
-    "attention_bwd": tiles.tile(provider="tiled"),
-    "attention_bwd_dq": tiles.tile(4, 1, BLOCK_M=64, BLOCK_N=32),
-    "attention_bwd_dkdv": tiles.tile(4, 1, BLOCK_M=32, BLOCK_N=64),
-}
-PHASES = TILED | {"attention_bwd": tiles.tile(4, 1, "phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)}
-PATHS = {"whole": WHOLE, "tiled": TILED, "phases": PHASES}
-
-
-@contextlib.contextmanager
-def path(name):
-    with contextlib.ExitStack() as stack:
-        for op, tile in PATHS[name].items():
-            stack.enter_context(tiles.override(op, tile))
-        yield
+pytestmark = interpreted
+CLOSE = dict(atol=1e-5, rtol=1e-5)
+PACKED_SIZES = [5, 70, 33, 0, 1, 64, 130]
 
 
 @pytest.fixture(params=PATHS)
@@ -56,99 +42,11 @@ def each_path(request):
         yield request.param
 
 
-@pytest.fixture
-def poison(monkeypatch):
-    """Memory that a kernel leaves unwritten is NaN."""
-    for name in ("empty", "empty_like"):
-        allocate = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda *args, _allocate=allocate, **kwargs: _allocate(*args, **kwargs).fill_(float("nan"))
-        )
-
-
-def run(function, qkv, do, scale=None):
-    """Output and gradient of packed attention."""
-    qkv = qkv.detach().requires_grad_()
-    o = function(qkv, scale)
-    o.backward(do)
-    return o.detach(), qkv.grad
-
-
-def by_kernels(qkv, scale=None):
-    with ops.use_kernels("on"):
-        return ops.attention(qkv, scale=scale)
-
-
-def by_ref(qkv, scale=None):
-    return ref.attention(*qkv.unbind(2), scale=scale)
-
-
-def compare(qkv, do, scale=None, judge=by_ref):
-    """Kernels against float64, judged by PyTorch in the same dtype."""
-    truth = run(by_ref, qkv.double(), do.double(), scale)
-    torchs = run(judge, qkv, do, scale)
-    for name, ours, theirs, exact in zip(("o", "dqkv"), run(by_kernels, qkv, do, scale), torchs, truth):
-        assert (ours.is_contiguous() or name != "o") and ours.dtype == qkv.dtype and ours.shape == exact.shape
-        error, allowed = (
-            (ours - exact).abs().max().item(),
-            2 * (theirs - exact).abs().max().item() + ATOL[qkv.dtype],
-        )
-        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"  # a NaN fails too
-
-
-def random(B, N, H, D, dtype=torch.float32):
-    return torch.randn(B, N, 3, H, D).to(dtype), torch.randn(B, N, H, D).to(dtype)
-
-
-@pytest.mark.parametrize(
-    "N, dtype, D",
-    [*pairs([1, 5, 50, 196, 197, 257], list(ATOL), [64, 80]), *((577, dtype, 64) for dtype in ATOL)],
-)
-def test_attention_matches_ref_at_every_length(N, dtype, D, poison):
-    compare(*random(2 if N < 100 else 1, N, 3 if N < 100 else 1, D, dtype))
-
-
-@pytest.mark.parametrize("D, dtype, name", pairs(HEAD_SIZES, list(ATOL), list(PATHS)))
-def test_attention_matches_ref_at_every_head_size(D, dtype, name, poison):
-    with path(name):
-        compare(*random(1, 37, 2, D, dtype))
-
-
-@pytest.mark.parametrize("N, D", [(1, 16), (64, 32), (145, 72), (197, 64), (250, 24), (256, 128)])
-def test_all_paths_agree(N, D):
-    qkv, do = random(1, N, 1, D)
-    results = []
-    for name in PATHS:
-        with path(name):
-            o, lse = attention_fwd(*qkv.unbind(2), 0.2)
-            results.append((o, lse, *attention_bwd(*qkv.unbind(2), o, lse, do, 0.2, True)))
-    for first, *others in zip(*results):
-        atol = 4e-5 if first.dim() == 1 else 2e-5  # sums over N: by identity, or one by one
-        for other in others:
-            torch.testing.assert_close(first, other, atol=atol, rtol=1e-5)
-
-
-def test_lse_is_the_logarithm_of_the_sum(each_path):
-    qkv, _ = random(2, 70, 2, 32)
-    q, k, v = qkv.unbind(2)
-    _, lse = attention_fwd(q, k, v, 0.7)
-    logits = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * 0.7
-    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=1e-5, rtol=1e-6)
-
-
-def test_weights_of_a_row_sum_to_one(each_path):
-    qkv, _ = random(1, 101, 2, 40)
-    qkv[:, :, 2] = 1
-    torch.testing.assert_close(by_kernels(qkv), torch.ones(1, 101, 2, 40), atol=1e-6, rtol=0)
-
-
-def test_permuted_tokens_give_permuted_outputs_and_gradients(each_path):
-    qkv, do = random(1, 83, 1, 32)
-    order = torch.randperm(83)
-    o, grad = run(by_kernels, qkv, do)
-    o_permuted, grad_permuted = run(by_kernels, qkv[:, order], do[:, order])
-    torch.testing.assert_close(o_permuted, o[:, order], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(grad_permuted, grad[:, order], atol=1e-5, rtol=1e-5)
+@pytest.fixture(params=["tiled", "phases"])
+def each_path_with_logits(request):
+    """Those that take rotary positions, biases and lengths of keys."""
+    with path(request.param):
+        yield request.param
 
 
 @pytest.fixture
@@ -159,35 +57,50 @@ def dots_rounded_once(monkeypatch):
     """
 
     def create_dot(self, a, b, d, *_):
-        return interpreter.TensorHandle(
-            (a.data.astype(float) @ b.data.astype(float) + d.data).astype(d.data.dtype), d.dtype.scalar
-        )
+        exact = a.data.astype(float) @ b.data.astype(float) + d.data
+        return interpreter.TensorHandle(exact.astype(d.data.dtype), d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-def by_flash(qkv, scale=None):
+def relative(ours, exact) -> float:
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+def parts(found) -> dict:
+    """o, dq, dk and dv, each judged by its own size."""
+    return {"o": found["o"]} | dict(zip(("dq", "dk", "dv"), found["dqkv"].unbind(2)))
+
+
+# Logits and gradients of extreme sizes
+
+
+def by_flash(qkv, do, scale):
     """PyTorch's own flash attention: like ours it computes the backward's weights from lse."""
+    qkv = qkv.detach().requires_grad_()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), scale=scale).transpose(1, 2)
+        o = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), scale=scale).transpose(1, 2)
+    return {"o": o.detach(), "dqkv": torch.autograd.grad(o, qkv, do)[0]}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [30.0, 0.0, -1.0], ids=["peaked", "flat", "far below zero"])
-def test_peaked_and_flat_rows(size, dtype, each_path, poison, dots_rounded_once):
+def test_peaked_and_flat_rows(size, dtype, each_path, dots_rounded_once):
     """Logits of +-3e4, all equal, and all near -1e4 (where a padded key's logit of 0 would win)."""
+    if (each_path, dtype, size) == ("whole", torch.float32, 30.0):
+        pytest.skip("one program a head is for 16 bits: in fp32 its accumulator costs digits of such logits")
     qkv, do = random(1, 75, 1, 64, dtype)
     if size < 0:
         qkv[:, :, 0], qkv[:, :, 1] = 13, -12
         qkv[:, :, :2, :, 0] += torch.randn(1, 75, 2, 1).to(dtype) * 0.1  # bf16's next number after 13 is 13 + 1/16
     else:
         qkv[:, :, :2] *= size
-    with contextlib.ExitStack() as stack:
-        if (each_path, dtype, size) == ("whole", torch.float32, 30.0):
-            # One program a head is for 16 bits: in fp32 an accumulator that starts at -lse / scale costs digits of
-            # such logits.
-            stack.enter_context(tiles.override("attention_bwd", TILED["attention_bwd"]))
-        compare(qkv, do, scale=1.0, judge=by_flash)
+    ours, theirs, truth = (
+        by_launchers(qkv, do, 1.0),
+        by_flash(qkv, do, 1.0),
+        by_autograd(qkv.double(), do.double(), 1.0),
+    )
+    compare(ours, theirs, {name: truth[name] for name in ("o", "dqkv")}, dtype)
 
 
 @pytest.mark.parametrize("D, largest", [(64, 1e4), (64, 3e4), (72, 3e4)])
@@ -199,187 +112,265 @@ def test_logits_of_ten_thousands(D, largest, each_path):
     logits = torch.einsum("bnhd,bmhd->bhnm", q, k) / D**0.5
     qkv[:, :, :2] *= (largest / logits.abs().max()) ** 0.5
     qkv, do = qkv.half(), do.half()
-    (o, grads), (theirs, their_grads), (exact, truth) = (
-        run(function, x, upstream)
-        for function, x, upstream in ((by_kernels, qkv, do), (by_ref, qkv, do), (by_ref, qkv.double(), do.double()))
+    given = dict(scale=D**-0.5)
+    ours, theirs, truth = (
+        parts(found)
+        for found in (
+            by_launchers(qkv, do, **given),
+            by_autograd(qkv, do, **given),
+            by_autograd(qkv.double(), do.double(), **given),
+        )
     )
-    results = dict(o=(o, theirs, exact))
-    results |= {name: [g[:, :, i] for g in (grads, their_grads, truth)] for i, name in enumerate(("dq", "dk", "dv"))}
-    for name, (ours, theirs, exact) in results.items():
-        error, pytorchs = ((x.double() - exact).norm() / exact.norm() for x in (ours, theirs))
+    for name, exact in truth.items():
+        error, pytorchs = relative(ours[name], exact), relative(theirs[name], exact)
         assert error <= 1.25 * pytorchs, f"{name}: error {error:.1e}, PyTorch's {pytorchs:.1e}"
 
 
-def test_padded_tokens_reach_nothing(each_path):
-    """Rows past N hold infinities: no gradient may see them."""
-    buffer, do = random(1, 80, 1, 32)
-    buffer[:, 69:], do[:, 69:] = float("inf"), float("inf")
-    compare(buffer[:, :69], do[:, :69])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_keys_have_in_common_cancels_in_dq(dtype):
+    """Keys share an offset of ten times their spread: dQ of one block of keys is far larger than dQ.
+
+    Values go with the block of keys they are in.
+    """
+    shape = 1, 197, 2, 64
+    part = torch.zeros(1, 197, 1, 1)
+    part[:, :64], part[:, 64:128] = 1, -1
+    q, k, v = torch.randn(shape) * 0.1, torch.randn(shape) + 10 * torch.randn(1, 1, 2, 64), torch.randn(shape) + part
+    qkv, do = torch.stack([q, k, v], 2).to(dtype), torch.ones(shape).to(dtype)
+    ours, theirs, truth = (
+        by_launchers(qkv, do, 0.125),
+        by_autograd(qkv, do, 0.125),
+        by_autograd(qkv.double(), do.double(), 0.125),
+    )
+    for name, exact in parts(truth).items():
+        assert relative(parts(ours)[name], exact) <= 2 * relative(parts(theirs)[name], exact), name
+    assert not ours["bias gradient"].view(3, -1)[1].any()  # rows of dS sum to zero
 
 
-@pytest.mark.parametrize("D", [32, 72])
-def test_strided_qkv(D, each_path, poison):
-    B, N, H = 2, 21, 2
-    wide, do = torch.randn(B, N + 3, 3, H + 1, D + 8), torch.randn(B, H, N, D).transpose(1, 2)
-    compare(wide[:, 2:-1, :, 1:, 8:], do)
-    compare(torch.randn(N, B, 3, H, D).transpose(0, 1), do)
-    compare(torch.randn(B, N, H, 3, D).transpose(2, 3), do)
-    compare(torch.randn(B, N, 3, H, D + 3)[..., 3:], do)  # rows that start anywhere: no 16-byte loads
-    compare(
-        torch.randn(B, N, 3, D, H).transpose(3, 4), torch.randn(B, N, D, H).transpose(2, 3)
-    )  # no unit last stride: copied
-    compare(torch.randn(B, N, 3, H, D), torch.randn(B, 1, 1, D).expand(B, N, H, D))
+def test_a_part_of_dq_may_pass_the_largest_number_of_fp16():
+    shape = 1, 197, 1, 64
+    q, k, v = torch.randn(shape) * 0.1, torch.randn(shape) * 0.05 + 50, torch.randn(shape) * 0.1
+    v[:, :64] += 1
+    v[:, 64:128] -= 1
+    qkv, do = torch.stack([q, k, v], 2).half(), torch.full(shape, 900.0).half()
+    dq, exact = (parts(run(*given, 0.125))["dq"] for run, given in (
+        (by_launchers, (qkv, do)), (by_autograd, (qkv.double(), do.double())),
+    ))  # fmt: skip
+    assert dq.isfinite().all() and dq.abs().max() < 3 * exact.abs().max()
 
 
-def test_separate_tensors_of_different_strides(each_path, poison):
-    B, N, H, D = 2, 40, 2, 48
-    q, k, v = torch.randn(B, N, H, D), torch.randn(B, H, N, D).transpose(1, 2), torch.randn(B, N, 3, H, D)[:, :, 1]
-    do = torch.randn(B, N, H, D)
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    with ops.use_kernels("on"):
-        o = ops.attention(*inputs)
-    grads = torch.autograd.grad(o, inputs, do)
-    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = ref.attention(*exact_inputs)
-    exact_grads = torch.autograd.grad(exact, exact_inputs, do.double())
-    for ours, truth in zip((o, *grads), (exact, *exact_grads)):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=1e-5)
-    o, lse = attention_fwd(q, k, v, D**-0.5)
-    assert all(g.is_contiguous() for g in attention_bwd_separate(q, k, v, o, lse, do, D**-0.5))
+# Where things lie in memory
 
 
-@pytest.mark.parametrize("name, D, dtype", pairs(list(PATHS), [32, 80], list(ATOL)[1:]))
-def test_bias_gradient_is_the_column_sums(name, D, dtype, poison):
-    qkv, do = random(2, 70, 2, D, dtype)
-    q, k, v = qkv.unbind(2)
-    with path(name):
-        o, lse = attention_fwd(q, k, v, D**-0.5)
-        dqkv, dbias = attention_bwd(q, k, v, o, lse, do, D**-0.5, want_bias_grad=True)
-        same, none = attention_bwd(q, k, v, o, lse, do, D**-0.5)
-    assert none is None and torch.equal(same, dqkv)
-    _, exact = run(by_ref, qkv.double(), do.double())
-    assert dbias.shape == (3 * 2 * D,) and dbias.dtype == torch.float32
-    sums = exact.sum((0, 1)).flatten()
-    from_rounded = (dqkv.double().sum((0, 1)).flatten() - sums).abs().max()
-    assert (dbias - sums).abs().max() <= 2 * from_rounded + 1e-3
+def test_any_strides(each_path):
+    for qkv, do in any_strides({}):
+        check_attention(qkv, do)
 
 
-def test_empty_batch(each_path, poison):
-    qkv, do = random(0, 7, 2, 32)
-    o, grad = run(by_kernels, qkv, do)
-    assert o.shape == do.shape and grad.shape == qkv.shape
-    q, k, v = qkv.unbind(2)
-    _, dbias = attention_bwd(q, k, v, o, torch.empty(0, 2, 7), do, 1.0, want_bias_grad=True)
-    assert torch.equal(dbias, torch.zeros(3 * 2 * 32))
+@pytest.mark.parametrize("N", [69, pytest.param(197, marks=pytest.mark.long)])
+def test_a_neighbours_nan_stays_there(N, each_path):
+    """Tiles of 64 rows reach past an image of N: what lies there is the next one's."""
+    qkv, do = random(3, N, 2, 64, torch.bfloat16)
+    clean = by_launchers(qkv, do)
+    qkv[1], do[1] = float("nan"), float("nan")
+    broken = by_launchers(qkv, do)
+    for name in ("o", "dqkv"):
+        assert torch.equal(broken[name][[0, 2]], clean[name][[0, 2]]) and broken[name][1].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_same_bits_twice_and_however_queries_are_spread(dtype, each_path, monkeypatch):
+def test_same_bits_however_queries_are_spread(dtype, each_path, monkeypatch):
     qkv, do = random(2, 150, 1, 32, dtype)
-    first = run(by_kernels, qkv, do)
+    first = by_launchers(qkv, do)
     monkeypatch.setattr(kernels, "MANY_HEADS", 1)
-    for a, b in zip(first, run(by_kernels, qkv, do)):
-        assert torch.equal(a, b)
+    again = by_launchers(qkv, do)
+    assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
-def test_opcheck(packed):
-    qkv, do = random(2, 9, 2, 16)
-    inputs = [qkv] if packed else list(qkv.unbind(2))
-    name = "attention_packed" if packed else "attention_separate"
-    forward, backward = getattr(torch.ops.vitfast, name).default, getattr(torch.ops.vitfast, name + "_backward").default
-    cos, sin, bias = torch.rand(2, 8, 16), torch.rand(2, 8, 16), torch.randn(2, 9, 9)
-    acting = Logits(cos, sin, bias, torch.tensor([9, 4]), interleaved=True, num_prefix=1)
-    many = Logits(torch.rand(18, 16), torch.rand(18, 16), offsets=torch.tensor([0, 11, 18]), longest=11)
-    for logits, wanted in ((PLAIN, (False, False)), (acting, (True, True)), (many, (True, False))):
-        if logits is many:
-            qkv, do = random(1, 18, 2, 16)
-            inputs = [qkv] if packed else list(qkv.unbind(2))
-        o, lse = forward(*inputs, *logits, 0.25)
-        torch.library.opcheck(backward, (*inputs, *logits, o, lse, do, 0.25, *wanted))
-        fresh = lambda x: x if x is None else x.detach().clone().requires_grad_(x.is_floating_point())  # noqa: E731
-        given = [fresh(x) for x in (*inputs, *logits[:4])]
-        torch.library.opcheck(forward, (*given, *logits[4:], 0.25))
+def test_heads_whose_rows_lie_far_apart_take_64_bit_offsets():
+    """Within a head offsets are 32 bits wide unless N rows reach 2^31 elements."""
+    N, apart = 9, 2**28
+    storage = torch.empty(1, dtype=torch.bfloat16, device="meta")
+    near, far = (storage.as_strided((1, N, 3, 1, 64), (0, step, 64, 64, 1)).unbind(2) for step in (192, apart))
+    like = torch.empty(1, N, 1, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 1, N, device="meta")
+    for inputs, wanted in ((near, False), (far, True)):
+        (found,) = launch.record(lambda: kernels.attention_bwd(*inputs, like, lse, like, 0.125))  # noqa: B023
+        assert found.arguments["HEAD"].far is wanted
 
 
-def test_compiled_equals_eager():
-    qkv, do = random(2, 21, 2, 32)
-    compiled = torch.compile(by_kernels, fullgraph=True)
-    for a, b in zip(run(by_kernels, qkv, do), run(compiled, qkv, do)):
-        assert torch.equal(a, b)
+def test_halves_of_the_tiled_backward_alone():
+    """As the tuner times them: the bits of the whole, and delta on the way."""
+    qkv, do = random(2, 70, 2, 32)
+    q, k, v = qkv.unbind(2)
+    with path("tiled"):
+        whole = by_launchers(qkv, do)
+        o, lse = whole["o"], whole["lse"]
+        delta = torch.full_like(lse, float("nan"))
+        dq, q_sums = kernels.attention_bwd_dq(q, k, v, o, lse, do, 0.19, delta=delta, want_sums=True)
+        dk, dv, kv_sums = kernels.attention_bwd_dkdv(q, k, v, lse, delta, do, 0.19, want_sums=True)
+    assert torch.equal(torch.stack([dq, dk, dv], 2), whole["dqkv"])
+    assert torch.equal(torch.cat([q_sums, kv_sums]), whole["bias gradient"])
+    torch.testing.assert_close(delta, (o * do).sum(-1).transpose(1, 2), **CLOSE)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_autocast_computes_in_its_dtype(dtype):
-    qkv = torch.randn(1, 9, 3, 1, 32, requires_grad=True)
-    with torch.autocast("cpu", dtype):
-        o = by_kernels(qkv)
-    assert o.dtype == dtype
-    o.backward(torch.randn_like(o))
-    assert qkv.grad.dtype == torch.float32
+# What acts on the logits
 
 
-def test_without_gradients_only_the_forward_runs():
-    qkv, _ = random(1, 9, 1, 32)
-    with torch.no_grad():
-        assert by_kernels(qkv.requires_grad_()).grad_fn is None
-    q, k, v = qkv.detach().unbind(2)
-    assert len(launch.record(lambda: attention_fwd(q, k, v, 0.2))) == 1
+def acting(N, H, D, prefix=0, lead=None, full=True, bias=None, tables=torch.float32, dtype=torch.float32):
+    """cos, sin and bias. lead: the first axes of the tables; bias: of the bias."""
+    found = {}
+    if lead is not None:  # angles of each column its own: no rotation, which the operation does not ask for
+        angle = torch.randn(*lead, N - prefix, D if full else D // 2) * 2
+        found |= dict(cos=angle.cos().to(tables), sin=angle.sin().to(tables))
+    return found | ({} if bias is None else dict(bias=torch.randn(*bias, H, N, N).to(dtype)))
 
 
-def test_what_no_kernel_covers_is_named():
-    with pytest.raises(
-        RuntimeError, match="attention: kernels are switched on, but head size 20 is not one of 16, 24, ..., 128"
-    ):
-        by_kernels(torch.randn(1, 3, 3, 1, 20))
-    with pytest.raises(RuntimeError, match="scale -1.0 is not positive"):
-        by_kernels(torch.randn(1, 3, 3, 1, 16), scale=-1.0)
+def by_kernels(qkv, do, tensors, **options):
+    """o and the gradients of qkv and of what acts on the logits, by the operation."""
+    qkv, given = qkv.detach().requires_grad_(), {key: t.detach().requires_grad_() for key, t in tensors.items()}
+    rope = (given["cos"], given["sin"]) if "cos" in given else None
+    with ops.use_kernels("on"):
+        o = ops.attention(qkv, scale=0.2, rope=rope, bias=given.get("bias"), **options)
+    dqkv, *more = torch.autograd.grad(o, (qkv, *given.values()), do)
+    return {"o": o.detach(), "dqkv": dqkv} | dict(zip(given, more))
 
 
-def test_second_differentiation_raises():
-    qkv = torch.randn(1, 5, 3, 1, 16, requires_grad=True)
-    o = by_kernels(qkv)
-    (grad,) = torch.autograd.grad(o, qkv, torch.randn_like(o, requires_grad=True), create_graph=True)
-    with pytest.raises(RuntimeError, match="attention: cannot be differentiated twice"):
-        grad.sum().backward()
+def check_logits(qkv, do, tensors, **options):
+    double = {key: t.double() for key, t in tensors.items()}
+    truth = by_autograd(qkv.double(), do.double(), 0.2, **double, **options)
+    theirs, ours = by_autograd(qkv, do, 0.2, **tensors, **options), by_kernels(qkv, do, tensors, **options)
+    compare(ours, theirs, {name: t for name, t in truth.items() if name != "bias gradient"}, qkv.dtype)
 
 
-@given(st.integers(1, 256))
-def test_key_blocks_cover_the_keys_with_little_waste(n):
-    parts = [size for size in kernels.key_blocks(n).values() if size]
-    assert all(size >= 16 and size & (size - 1) == 0 for size in parts)
-    assert sum(parts[:-1]) < n <= sum(parts) <= max(16, 1 << (n - 1).bit_length())
-
-
-def test_head_chunks_and_last_blocks():
-    parts = {
-        24: (32, 0),
-        40: (32, 16),
-        48: (32, 16),
-        56: (64, 0),
-        64: (64, 0),
-        72: (64, 16),
-        80: (64, 16),
-        88: (64, 32),
-        96: (64, 32),
-        104: (128, 0),
-    }
-    assert {d: kernels.head_chunks(d) for d in parts} == parts
-    assert [kernels.last_block(n, 64) for n in (64, 257, 577, 1370, 63)] == [0, 16, 16, 32, 64]
-    assert [sum(kernels.key_blocks(n).values()) for n in (50, 145, 197, 256)] == [64, 160, 208, 256]
-
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    st.integers(1, 2),
-    st.integers(1, 150),
-    st.integers(1, 2),
-    st.sampled_from(HEAD_SIZES),
-    st.sampled_from(list(ATOL)),
-    st.sampled_from(list(PATHS)),
+@pytest.mark.parametrize(
+    "dtype, layout, N, D, prefix, lead, full",
+    [
+        (torch.float32, "half", 50, 64, 1, (), True),
+        (torch.bfloat16, "interleaved", 70, 64, 5, (2,), True),
+        (torch.float16, "half", 37, 32, 0, (2, 1), False),
+        (torch.bfloat16, "interleaved", 37, 16, 3, (2, 2), False),
+        (torch.float32, "half", 21, 72, 1, (1, 2), True),  # halves of 36 columns in chunks of 64
+        (torch.float16, "interleaved", 21, 24, 21, (), True),  # no token turns
+        (torch.float32, "half", 1, 128, 0, (), False),
+        *((torch.float32, ("half", "interleaved")[D // 8 % 2], 18, D, 1, (), True) for D in (40, 56, 80, 88, 96, 120)),
+    ],
 )
-def test_random_shapes(B, N, H, D, dtype, name):
-    torch.manual_seed(N)
-    with path(name):
-        compare(*random(B, N, H, D, dtype))
+def test_rotary_tables_of_every_form(dtype, layout, N, D, prefix, lead, full):
+    options = dict(rope_layout=layout, num_prefix=prefix)
+    check_logits(*random(2, N, 2, D, dtype), acting(N, 2, D, prefix, lead, full), **options)
+
+
+@pytest.mark.parametrize(
+    "dtype, bias, N, lengths",
+    [
+        (torch.bfloat16, (1,), 37, None),
+        (torch.float16, (2,), 70, (70, 33)),
+        (torch.float32, (2,), 1, None),
+        (torch.float32, None, 64, (0, 63)),
+        (torch.bfloat16, (), 50, (100, -3)),
+    ],
+)
+def test_biases_and_lengths_of_every_form(dtype, bias, N, lengths, each_path_with_logits):
+    """Also all at once, with rotary tables in the dtype of the inputs."""
+    options = {} if lengths is None else dict(key_lengths=torch.tensor(lengths))
+    tensors = acting(N, 2, 16, 0, (2,) if bias == (2,) else None, True, bias, dtype, dtype)
+    check_logits(*random(2, N, 2, 16, dtype), tensors, **options)
+
+
+def test_hidden_keys_may_hold_anything(each_path_with_logits):
+    """Padding is often uninitialised: NaN there must not spread, nor come back as a gradient."""
+    qkv, do = random(2, 70, 2, 32)
+    qkv[1, 20:, 1:] = float("nan")
+    lengths = dict(key_lengths=torch.tensor([70, 20]))
+    ours, truth = (
+        by_kernels(qkv, do, {}, **lengths),
+        by_autograd(qkv.nan_to_num().double(), do.double(), 0.2, **lengths),
+    )
+    for name in ("o", "dqkv"):
+        torch.testing.assert_close(ours[name].double(), truth[name], **CLOSE)
+
+
+def test_minus_infinity_in_a_bias_hides_keys(each_path_with_logits):
+    """Whole blocks of keys, whole rows: those queries give zeros, and take none."""
+    qkv, do = random(1, 130, 2, 16)
+    bias = torch.randn(2, 130, 130)
+    bias[0, :, :64] = float("-inf")  # the first blocks of keys
+    bias[1, 5] = float("-inf")  # one query
+    bias[:, :, 129] = float("-inf")
+    ours = by_kernels(qkv, do, dict(bias=bias))
+    assert not ours["o"][0, 5, 1].any() and not ours["dqkv"][0, 129, 1:].any()
+    truth = by_autograd(qkv.double(), do.double(), 0.2, bias=bias.double())
+    for name in ours:
+        torch.testing.assert_close(ours[name].double(), truth[name].nan_to_num(), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mask_of_least_numbers(dtype, each_path_with_logits):
+    """As libraries write masks: padding's queries see nothing, so they see all keys alike; and come to no account."""
+    qkv, do = random(1, 70, 2, 16, dtype)
+    bias = torch.zeros(1, 2, 70, 70)
+    bias[..., 60:] = bias[..., 60:, :] = torch.finfo(torch.float32).min
+    do[:, 60:] = 0
+    check_logits(qkv, do, dict(bias=bias))
+    alike = qkv[:, :, 2].double().mean(1, keepdim=True).expand(1, 10, 2, 16)
+    out = by_kernels(qkv, do, dict(bias=bias))["o"][:, 60:]
+    torch.testing.assert_close(out.double(), alike, atol=ATOL[dtype], rtol=0)
+
+
+def test_strides_of_tables_and_bias(each_path_with_logits):
+    """cos and sin of unlike strides, a bias with its keys outside, a mask that is read where it lies."""
+    (qkv, do), given = random(2, 21, 2, 16), acting(21, 2, 16, 1, (2,), True, ())
+    check_logits(qkv, do, given | dict(cos=given["cos"].mT.contiguous().mT, bias=given["bias"].mT), num_prefix=1)
+    wide = torch.randn(2, 20, 40)
+    wide[..., 8:24] = given["sin"]
+    check_logits(qkv, do, given | dict(sin=wide[..., 8:24]), num_prefix=1)
+    mask = torch.zeros(2, 1, 1, 21).masked_fill(torch.rand(2, 1, 1, 21) < 0.3, float("-inf"))
+    mask[..., 0] = 0
+    with ops.use_kernels("on"):
+        ours = ops.attention(qkv, bias=mask.expand(2, 2, 21, 21))
+    torch.testing.assert_close(ours, ref.attention(*qkv.unbind(2), bias=mask), **CLOSE)
+
+
+def test_providers_that_know_no_logits_stand_back():
+    """A tile that names a provider without rotary positions, or of one size alone, is passed over, not run."""
+    qkv, do = random(1, 70, 2, 32, torch.float16)
+    with path("whole"):
+        launches = launch.record(lambda: by_kernels(qkv, do, acting(70, 2, 32, 1, ()), num_prefix=1))
+    names = [found.kernel.__name__ for found in launches]
+    assert names[0] == "_attention_fwd_short_kernel" and "_attention_bwd_head_kernel" not in names
+    q, packed = torch.empty(1, 10, 2, 64, dtype=torch.bfloat16), Logits(offsets=torch.tensor([0, 10]), longest=10)
+    for op in ("attention_fwd", "attention_bwd"):
+        for provider in ("rows", "head", "phases"):
+            rules = [r.tile for r in tiles.RULES[op] + tiles.CANDIDATES[op] if r.tile.provider == provider]
+            for tile in rules[:1]:
+                with tiles.override(op, tile):
+                    assert kernels._lookup(op, q, packed).provider == "tiled"
+
+
+# Packed samples
+
+
+def test_a_sample_does_not_depend_on_the_others():
+    """Bit for bit: the embedding of an image may not change with its batch."""
+    q, k, v = (torch.randn(sum(PACKED_SIZES), 2, 32) for _ in range(3))
+    ends = torch.tensor([0, *PACKED_SIZES]).cumsum(0)
+    with ops.use_kernels("on"):
+        together = ops.attention(q, k, v, offsets=ends, longest=130)
+        for first, end in zip(ends.tolist(), ends[1:].tolist()):
+            one = ops.attention(*(x[first:end] for x in (q, k, v)), offsets=torch.tensor([0, end - first]))
+            assert torch.equal(together[first:end], one)
+
+
+@pytest.mark.parametrize("sizes", [PACKED_SIZES, [], [0], [3] * 300, [2000, 1, 2000]], ids=lambda s: str(s)[:20])
+def test_the_table_has_each_tile_once_long_samples_first(sizes, monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(77))
+    offsets, block = torch.tensor([0, *sizes]).cumsum(0).int(), 64
+    table = common.tile_table(offsets, sum(sizes), block).tolist()
+    blocks = [-(-size // block) for size in sizes]
+    order = sorted(range(len(sizes)), key=lambda s: (-blocks[s], s))
+    wanted = [[int(offsets[s]), sizes[s], i] for s in order for i in range(blocks[s])]
+    assert table[: len(wanted)] == wanted
+    assert all(row == [0, 0, 0] for row in table[len(wanted) :])
+    assert len(table) == sum(sizes) // block + len(sizes)

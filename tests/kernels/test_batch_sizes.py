@@ -5,7 +5,6 @@ Counted for every launcher and its candidates, on meta tensors, without compilin
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitfast.kernels import attention, launch
-from vitfast.kernels.logits import Logits
-from vitfast.verify.draw import Draw, Sizes
-from vitfast.verify.launchers import launchers
+from vitfast.kernels import launch
+from vitfast.kernels.attention import launchers as attention
+from vitfast.kernels.attention.options import Logits
+from vitfast.tools.verify.draw import Draw, Sizes
+from vitfast.tools.verify.launchers import launchers
 
 TESTS = Path(__file__).parents[1]
 BATCHES = (1, 3, 8, 62, 64, 100, 255, 256)  # 62: 96 row tiles of 128
@@ -51,7 +51,7 @@ def compiled_for():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow(10)
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", launchers(Sizes(batch=3, **MODEL)))
 def test_another_batch_size_compiles_nothing_new(compiled_for, launcher):
     sets = {name: by_tiles for name, by_tiles in compiled_for.items() if name.partition(" (")[0] == launcher}
@@ -101,57 +101,3 @@ def test_products_in_fp32_take_torchs_precision():
     for name, expected in (("high", "tf32"), ("highest", "ieee")):
         torch.set_float32_matmul_precision(name)
         assert precision() == expected
-
-
-def test_no_launcher_pays_for_what_is_made_for_kernels():
-    """triton.cdiv, which takes 2 us where launch.cdiv takes a tenth of one."""
-    paths = sorted(Path(launch.__file__).parent.glob("*.py"))
-    assert len(paths) > 20 and not [path.name for path in paths if "triton.cdiv" in path.read_text()]
-    assert [launch.cdiv(n, 64) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
-
-
-SLOW = """
-
-import time
-
-_plain = launch
-
-def launch(*kernel, **arguments):
-    end = time.process_time() + 3e-4
-    while time.process_time() < end:
-        pass
-    _plain(*kernel, **arguments)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.slow(20)
-def test_launchers_are_timed_against_another_tree(monkeypatch, capsys):
-    """The benchmark, against launches that take 300 us more; a name that is no launcher is refused."""
-    monkeypatch.syspath_prepend(TESTS.parent / "bench")
-    import launch_path
-
-    def slower(revision, folder):
-        shutil.copytree(
-            launch_path.ROOT / "vitfast", folder / "vitfast", ignore=shutil.ignore_patterns("__pycache__", "kernels")
-        )
-        shutil.copytree(
-            launch_path.ROOT / "kernels", folder / "vitfast" / "kernels", ignore=shutil.ignore_patterns("__pycache__")
-        )
-        with open(folder / "vitfast" / "kernels" / "launch.py", "a") as file:
-            file.write(SLOW)
-        return folder
-
-    monkeypatch.setattr(launch_path, "checked_out", slower)
-    monkeypatch.setattr(
-        sys, "argv", ["launch_path.py", "--against", "slower", "--rounds", "1", "--only", "layer_norm", "dgelu"]
-    )
-    assert launch_path.main() == 0
-    rows = {line[:44].strip(): line[44:].split() for line in capsys.readouterr().out.splitlines()[1:]}
-    assert rows.keys() == {"layer_norm", "dgelu", "geometric mean"}
-    for name, count in (("layer_norm", 1), ("dgelu", 2)):
-        launches, before, after, ratio = map(float, rows[name])
-        assert launches == count and before - after > 270 * count and abs(ratio - after / before) < 0.01
-    monkeypatch.setattr(sys, "argv", ["launch_path.py", "--rounds", "1", "--only", "nonsense"])
-    with pytest.raises(SystemExit, match="no kernels are launched in both trees by 'nonsense'"):
-        launch_path.main()

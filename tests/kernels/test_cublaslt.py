@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitfast import ref
-from vitfast.kernels import cublaslt, linear, native, tiles
+from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import INTERPRETED
-from vitfast.verify.draw import LAYOUTS, Draw
+from vitfast.kernels.libraries import cublaslt, native
+from vitfast.kernels.matmul import linear
+from vitfast.ops import reference as ref
+from vitfast.tools.verify.draw import LAYOUTS, Draw
 
 CPU = torch.device("cpu")
 
@@ -80,7 +82,7 @@ def test_it_is_a_candidate_where_it_can_run(afresh, monkeypatch):
         "cublaslt": "needs an NVIDIA GPU, the tensors are on cpu"
     }
     assert tiles.absent("linear_residual_fwd", single, "768x768") == tiles.absent("linear_fwd", half, "768x768") == {}
-    monkeypatch.setattr(cublaslt, "unsupported_reason", lambda x: None)
+    monkeypatch.setattr(cublaslt, "unsupported_reason", lambda *_: None)
     assert offered(half) == ["cublas", "cublaslt", "tma", "triton", "tma"] and offered(single) == ["cublas"]
 
 
@@ -125,7 +127,7 @@ def stub(compiled_with_the_stub, afresh, monkeypatch):
     found = SimpleNamespace(library=compiled_with_the_stub, handle=0, stream=0)
     monkeypatch.setattr(cublaslt, "_library", lambda: (compiled_with_the_stub, ""))
     monkeypatch.setattr(cublaslt, "_handle_and_stream", lambda x: (found.handle, found.stream))
-    monkeypatch.setattr(cublaslt, "unsupported_reason", lambda x: None)
+    monkeypatch.setattr(cublaslt, "unsupported_reason", lambda *_: None)
     yield found
     monkeypatch.undo()  # before `afresh` clears the cache of what was replaced
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from vitfast.kernels import activations
+from vitfast.kernels.matmul import activations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNT, BLOCK = 2**17, 4096
@@ -183,8 +183,9 @@ WITH_ERF = {
 COUNTING = """
 import json
 import torch
-from vitfast.machine_code import compiler, cubin
-from vitfast.kernels import mlp, tiles
+from vitfast.tools.machine_code import compiler, cubin
+from vitfast.kernels.matmul import mlp
+from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import record
 
 m, d, f = 256 * 197, 768, 3072

@@ -11,10 +11,10 @@ import torch
 from checks import randomize
 
 from vitfast import ViT, ops
-from vitfast.doctor import check_operation
-from vitfast.kernels import tiles
-from vitfast.verify import cases, make, run
-from vitfast.verify.draw import Sizes
+from vitfast.kernels.configs import tiles
+from vitfast.tools.doctor import check_operation
+from vitfast.tools.verify import cases, make, run
+from vitfast.tools.verify.draw import Sizes
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -11,14 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from library_cases import HALVES, SCALE, by_autograd, check_attention, interpreted, providers, random
+from attention_cases import HALVES, SCALE, by_autograd, check_attention, interpreted, providers, random
 
-from vitfast.kernels import attention_libraries as libraries
-from vitfast.kernels import tiles
-from vitfast.kernels.attention import (
-    attention_bwd_separate,
-    attention_fwd,
-)
+from vitfast.kernels.attention.launchers import attention_bwd_separate, attention_fwd
+from vitfast.kernels.configs import tiles
+from vitfast.kernels.libraries import attention as libraries
 
 # Parameters of flash-attn-3 (hopper/flash_attn_interface.py, custom operations since September 2025) and flash-attn-4
 # (flash_attn/cute/interface.py, 4.0.0b36); "name=" has a default.
@@ -125,7 +122,7 @@ def packages(monkeypatch):
 @pytest.mark.parametrize("forward, backward", [("it", "it"), ("ours", "it"), ("it", "ours"), ("flash", "it")])
 @pytest.mark.parametrize("provider", libraries.PACKAGES)
 def test_packages_are_called_as_they_are_written(provider, forward, backward, dtype, packages, monkeypatch):
-    assert "needs an NVIDIA GPU" in libraries.unsupported_reason(provider, torch.empty(0), False)  # installed, but
+    assert "needs an NVIDIA GPU" in libraries.unsupported_reason(torch.empty(0), provider, False)  # installed, but
     monkeypatch.setattr(libraries, "unsupported_reason", lambda *_: None)
     chosen = {"it": provider, "ours": "ours", "flash": "flash"}
     qkv, do = random(2, 50, 2, 72, dtype)
@@ -163,9 +160,12 @@ def test_package_that_does_not_fit_is_named(breakage, reason, packages, monkeypa
             else ModuleNotFoundError("No module named 'flash_attn_3'", name="flash_attn_3")
         )
 
-        def fail(name):
-            raise error
+        def fail(name, *package):
+            if name == "flash_attn_interface":
+                raise error
+            return plain(name, *package)
 
+        plain = libraries.importlib.import_module
         monkeypatch.setattr(libraries.importlib, "import_module", fail)
     with (
         pytest.raises(RuntimeError, match=reason),

@@ -14,7 +14,8 @@ import pytest
 import torch
 from triton.runtime import build
 
-from vitfast.kernels import cublaslt, launch, native
+from vitfast.kernels import launch
+from vitfast.kernels.libraries import cublaslt, native
 
 like_a_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
 
@@ -124,7 +125,7 @@ def test_what_triton_lacks_to_build_a_launcher_is_said_where_it_cannot(monkeypat
         monkeypatch.setattr(sysconfig, "get_paths", lambda **_: dict(include=folder))
         if hasattr(build, "_find_compiler"):  # in Triton 3.6 nothing remembers the compiler
             build._find_compiler.cache_clear()
-        said, builds = native.missing_for_launchers(), True
+        said, builds = launch.missing_for_launchers(), True
         try:
             build._build("launcher", str(source), str(tmp_path), [], [], [], [])
         except (RuntimeError, OSError, subprocess.CalledProcessError):

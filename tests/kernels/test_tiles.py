@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitfast.kernels import tiles
-from vitfast.kernels.tiles import Rule, tile
-from vitfast.tune import user_table
+from vitfast.kernels.configs import tiles
+from vitfast.kernels.configs.tiles import Rule, tile
+from vitfast.tools.tune import user_table
 
 
 def test_every_operation_ends_with_a_rule_for_everything():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vitfast import InputError, ViT
-from vitfast.arguments import ARGUMENTS
-from vitfast.presets import PRESETS
+from vitfast.model.config import ARGUMENTS
+from vitfast.model.presets import PRESETS
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3)
 
@@ -109,7 +109,7 @@ def test_sizes_that_are_too_much_together_are_refused_before_they_are_made(sizes
 
 
 def test_the_count_that_is_compared_is_near_the_truth():
-    from vitfast.arguments import _parameters
+    from vitfast.model.config import _parameters
 
     for made in (PRESETS["B/16"], PRESETS["H/14"]):
         with torch.device("meta"):
@@ -117,22 +117,69 @@ def test_the_count_that_is_compared_is_near_the_truth():
         assert _parameters(model.config) == pytest.approx(sum(p.numel() for p in model.parameters()), rel=2e-3)
 
 
-def test_numbers_of_numpy_are_numbers():
-    options = dict(depth=np.int64(1), norm_eps=np.float32(0.5), img_size=(np.int32(16), 16), mean=[np.float64(0.1)] * 3)
-    config = ViT(**{**SMALL, **options}).config
-    assert {type(config[name]) for name in ("depth", "norm_eps")} == {int, float} and config["img_size"] == (16, 16)
-    assert type(config["img_size"][0]) is int and config["mean"] == (0.1, 0.1, 0.1)
+# What each argument allows by itself, and not together, or not of this model, and what the error says.
+TOGETHER = [
+    (dict(img_size=30), "no multiple of the patch size"),
+    (dict(img_size=4), "no multiple of the patch size"),
+    (dict(num_heads=5), "multiple of num_heads"),
+    (dict(class_token=False), "needs class_token"),
+    (dict(mean=(0.5, 0.5)), "one for each of the 3 channels"),
+    (dict(std=0.0), "std must be positive"),
+    (dict(pos_embed="sincos2d", pos_embed_at="layers"), "pos_embed_at='layers' is for .* got pos_embed='sincos2d'"),
+    (dict(pos_embed="relative", pos_embed_at="layers_shared"), "got pos_embed='relative'"),
+    (dict(pos_embed="learn2d", embed_dim=27, num_heads=1), "embed_dim must be even, got 27"),
+    (dict(rope_temperature=100.0), "rope_temperature is for a rope"),
+    (dict(ref_feat_shape=(16, 16)), "ref_feat_shape is for a rope"),
+    (dict(rope="dinov3", ref_feat_shape=(16, 16)), "ref_feat_shape is for rope='cat'"),
+    (dict(rope="cat", embed_dim=12), "needs a head size by 4 divisible, got 6"),
+    (dict(rope="cat", pos_embed="relative"), "pos_embed='relative' has no rope beside it"),
+    (dict(swiglu_mlp=True, act_layer="quick_gelu"), "swiglu_mlp=True has the activation 'silu'"),
+    (dict(backbone="r51"), "unknown backbone 'r51'; did you mean r50"),
+    (dict(backbone="r50"), "'r50' makes patches of 16 or 32 pixels, got patch_size 8 x 8"),
+    (dict(backbone=dict(layers=(1, 1, 1))), "3 stages make a map 16 times smaller, no divisor of patch_size 8 x 8"),
+    (dict(backbone=dict(layers=(1, 0))), "layers .the units of one to 4 stages"),
+    (dict(backbone=dict(layers=(1, 1), width=0.3)), "width 0.3 does not fit"),
+    (dict(backbone=dict(units=(1, 1))), "a dict with layers"),
+]
 
 
-def test_changes_are_checked_too():
+@pytest.mark.parametrize("options, says", TOGETHER, ids=str)
+def test_what_does_not_go_together_is_refused(options, says):
+    with pytest.raises(InputError, match=says):
+        ViT(**{**SMALL, **options})
+
+
+HALF = "write B/32 for ViT-B, B-half/32 for the half as wide ViT-b"  # ViT-B/32 or, in the paper's Figure 4, its half
+CALLS = [
+    *(
+        (lambda m, v=v: m.reset_classifier(v), "num_classes must be a whole")
+        for v in (-1, True, 2.0, "3", None, 10**12)
+    ),
+    *((lambda m, v=v: m.set_input_size(v), "img_size must be a whole") for v in (0, True, "16", None, (16,), 10**9)),
+    (lambda m: m.reset_classifier(3, "max"), "cannot pool"),
+    (lambda m: m.reset_classifier(3, "map"), "cannot pool by 'map'"),
+    (lambda m: setattr(m, "class_names", "abc"), "class_names must .*list of strings"),
+    (lambda m: setattr(m, "class_names", ["a"]), "class_names must .*each of the 3 classes, got 1"),
+    (lambda m: setattr(m, "class_names", [1, 2, 3]), "class_names must .*strings"),
+    *((lambda m, v=v: ViT.from_preset(v), "a preset is a name such as 'B/16', got ") for v in (None, 16, ["B/16"], {})),
+    *((lambda m, v=v: ViT.from_preset(v), HALF) for v in ("b/32", "ViT-b/32", "ViT-B/32")),
+    (lambda m: ViT.from_preset("R50-B/16"), "did you mean R50.B/16"),
+    (lambda m: ViT.from_preset("b-16"), "did you mean.*B/16"),
+]
+
+
+@pytest.mark.parametrize("call, says", CALLS, ids=[str(i) for i in range(len(CALLS))])
+def test_calls_that_mean_nothing_are_refused_and_change_nothing(call, says):
     model = ViT(**SMALL)
-    for value in (-1, True, 2.0, "3", None, 10**12):
-        with pytest.raises(InputError, match="reset_classifier: num_classes must be a whole number"):
-            model.reset_classifier(value)
-    for value in (0, True, "16", None, (16,), 10**9):
-        with pytest.raises(InputError, match="set_input_size: img_size must be a whole number of pixels"):
-            model.set_input_size(value)
+    with pytest.raises(InputError, match=says):
+        call(model)
     assert model.num_classes == 3 and model.patch_embed.img_size == (16, 16)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 16, 16), (2, 3, 16, 24), (3, 16, 16)], ids=str)
+def test_images_of_other_shapes_are_named(shape):
+    with pytest.raises(ValueError, match="ViT: images must be"):
+        ViT(**SMALL)(torch.randn(shape))
 
 
 def test_names_of_classes():
@@ -141,9 +188,6 @@ def test_names_of_classes():
     model.class_names = ["a", "b", "c"]
     assert model.class_names == model.config["class_names"] == ("a", "b", "c")
     assert ViT(**model.config).class_names == ("a", "b", "c")
-    for names, says in (("abc", "list of strings"), (["a"], "each of the 3 classes, got 1"), ([1, 2, 3], "strings")):
-        with pytest.raises(InputError, match=f"class_names must .*{says}"):
-            model.class_names = names
     model.reset_classifier(3)
     assert model.class_names is None and "class_names" not in model.config
 
@@ -152,8 +196,8 @@ def test_a_model_of_numpy_numbers_is_the_same_model():
     numbers = dict(img_size=np.int64(16), patch_size=np.int32(8), num_heads=np.int64(2), norm_eps=np.float32(1e-3))
     numbers |= dict(embed_dim=np.int16(16), depth=np.uint8(1), num_classes=np.int64(3), mlp_ratio=np.float64(2))
     plain = {name: value.item() for name, value in numbers.items()}
-    ours, truth = ViT(**numbers), ViT(**plain)
-    assert ours.config == truth.config
+    ours, truth = ViT(**numbers, mean=[np.float64(0.1)] * 3), ViT(**plain, mean=0.1)
+    assert ours.config == truth.config | dict(mean=(0.1, 0.1, 0.1)) and type(ours.config["depth"]) is int
     truth.load_state_dict(ours.state_dict())
     images = torch.rand(2, 3, 16, 16)
     assert torch.equal(ours(images), truth(images))

@@ -31,18 +31,21 @@ def replace(model: nn.Module, name: str, make) -> None:
 
 
 def assert_alike(ours, theirs) -> dict[str, torch.Tensor]:
-    """Equal logits and gradients. Returns ours."""
+    """Equal logits and gradients, and equal logits after a step along them. Returns our gradients."""
     found = []
     for model in (ours, theirs):
         model.zero_grad()
         out = model(IMAGES)
         (out * torch.arange(6.0).reshape(2, 3)).sum().backward()
-        found.append((out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
-    (out, grads), (truth, true_grads) = found
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        found.append((out.detach(), grads, model(IMAGES).detach()))
+    (out, grads, later), (truth, true_grads, true_later) = found
     torch.testing.assert_close(out, truth, atol=1e-5, rtol=1e-5)
     assert grads.keys() == true_grads.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(grad, true_grads[name], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(later, true_later, atol=1e-4, rtol=1e-4)
     return grads
 
 
@@ -109,18 +112,6 @@ def test_what_is_put_into_a_layer_runs(twins, change, name):
     assert any(last in entry.why for entry in acceleration_report(ours).left)
 
 
-def test_several_steps_with_pruned_layers(twins):
-    for model in twins:
-        for name in LINEARS:
-            pruned(model.get_submodule(name))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(IMAGES).square().sum().backward()
-            optimizer.step()
-    assert_alike(*twins)
-
-
 @pytest.mark.parametrize("name", [*LINEARS, *NORMS, PROJECTION, "blocks.0.attn", "blocks.1.mlp", "blocks.0", "norm"])
 def test_hooks_fire_with_what_passes(twins, name):
     """Once each, with timm's inputs and outputs, and what they return counts; nothing is left once they are gone."""
@@ -151,16 +142,6 @@ def test_hooks_fire_with_what_passes(twins, name):
     assert not acceleration_report(twins[0]).left
 
 
-def test_a_hook_on_all_modules_fires(twins):
-    kinds = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: kinds.append(type(module).__name__))
-    try:
-        twins[0](IMAGES)
-    finally:
-        handle.remove()
-    assert kinds.count("Linear") == 2 * 4 + 1 and kinds.count("Conv2d") == 1
-
-
 def test_a_dropout_of_its_own_counts(twins):
     model = twins[0].train()
     model.blocks[0].mlp.drop1.p = 1.0
@@ -187,6 +168,7 @@ def test_quantised_layers_run(twins):
     torch.testing.assert_close(ours(IMAGES), theirs(IMAGES), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_compiled_models_see_what_was_there(twins):
     ours, theirs = twins
     for model in twins:
@@ -197,26 +179,6 @@ def test_compiled_models_see_what_was_there(twins):
     for model in twins:  # after it: the types of layers are looked at in each call
         replace(model, "blocks.1.mlp.fc2", louder)
     torch.testing.assert_close(compiled(IMAGES), theirs(IMAGES), atol=1e-5, rtol=1e-5)
-
-
-def test_dropout_switched_on_after_compiling(twins):
-    model = twins[0].train()
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(IMAGES)
-    for name in ("attn.proj_drop", "mlp.drop2"):
-        dropout = model.blocks[0].get_submodule(name)
-        dropout.p = 0.5
-        assert not torch.equal(compiled(IMAGES), compiled(IMAGES)), name
-        dropout.p = 0.0
-        torch.testing.assert_close(compiled(IMAGES), model(IMAGES))
-
-
-def test_fx_keeps_the_dropout_of_a_model_traced_in_eval():
-    model = randomize(ViT(**SMALL, proj_drop_rate=0.5), std=0.3).eval()
-    traced = torch.fx.symbolic_trace(model)
-    torch.testing.assert_close(traced(IMAGES), model(IMAGES))
-    traced.train()
-    assert not torch.equal(traced(IMAGES), traced(IMAGES))
 
 
 @pytest.mark.parametrize("change", ["hook", "wrapper", "old weight norm"])

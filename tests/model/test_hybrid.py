@@ -16,14 +16,12 @@ from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import VisionTransformer, _load_weights
 from timm.optim import param_groups_layer_decay
 
-from vitfast import InputError, ViT, load_checkpoint, ops
-from vitfast.convert import write
-from vitfast.export import export
+from vitfast import InputError, ViT, load_checkpoint
+from vitfast.model.convert import write
 
 LAYERS, WIDTH = (1, 2), 0.5  # a narrow ResNet, 1/8 of the image's size
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
 NARROW = dict(SIZES, backbone=dict(layers=LAYERS, width=WIDTH))
-SMALLEST = {**NARROW, "img_size": 16, "patch_size": 4, "depth": 1, "backbone": dict(layers=[1], width=WIDTH)}
 TOL = dict(atol=1e-4, rtol=1e-5)  # fp32, in another order of sums
 
 
@@ -52,59 +50,26 @@ def pair():
     return ours, theirs
 
 
-def count(model) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
 def test_presets_have_the_papers_parameters():
-    plain = {
-        "B": 88_224_232 - 768 * (3 * 32 * 32 + 1),
-        "L": 306_535_400 - 1024 * (3 * 32 * 32 + 1),
-    }  # .../32 without patch projection
+    plain = {"B": 88_224_232 - 768 * (3 * 32 * 32 + 1), "L": 306_535_400 - 1024 * (3 * 32 * 32 + 1)}  # of .../32
     cnn = 328_994_856 - plain["L"] - 1024 * (2048 + 1)  # R50+L/32's
-    expected = {
-        "R50+B/16": 98_659_112,
-        "R50+L/32": 328_994_856,
-        "R50+B/32": cnn + plain["B"] + 768 * (2048 + 1),
-        "R50+L/16": 98_659_112
-        - 86_567_656
-        + 768 * 3 * 16 * 16
-        - 768 * 1024
-        + 304_326_632
-        - 1024 * 3 * 16 * 16
-        + 1024 * 1024,
-    }
-    with torch.device("meta"):
-        models = {name: ViT.from_preset(name) for name in expected}
-        theirs = {
-            "R50+B/16": timm.create_model("vit_base_r50_s16_384", img_size=224),
-            "R50+L/32": timm.create_model("vit_large_r50_s32_224"),
-        }
-    for name, model in models.items():
-        assert count(model) == expected[name], name
+    b16, l16 = 86_567_656 - 768 * 3 * 16 * 16, 304_326_632 - 1024 * 3 * 16 * 16  # without patch projection
+    expected = {"R50+B/16": 98_659_112, "R50+L/32": 328_994_856, "R50+B/32": cnn + plain["B"] + 768 * (2048 + 1)}
+    expected["R50+L/16"] = 98_659_112 - b16 - 768 * 1024 + l16 + 1024 * 1024
+    theirs = {"R50+B/16": ("vit_base_r50_s16_384", dict(img_size=224)), "R50+L/32": ("vit_large_r50_s32_224", {})}
+    for name, parameters in expected.items():
+        with torch.device("meta"):
+            model = ViT.from_preset(name)
+        assert sum(p.numel() for p in model.parameters()) == parameters, name
         units, patch = ([3, 4, 9], 16) if name.endswith("16") else ([3, 4, 6, 3], 32)
         assert [len(stage.blocks) for stage in model.patch_embed.backbone.stages] == units
-        assert model.patch_embed.patch_size == (patch, patch) and model.patch_embed.grid_size == (
-            224 // patch,
-            224 // patch,
-        )
+        assert model.patch_embed.patch_size == (patch, patch) and model.patch_embed.grid_size == (224 // patch,) * 2
         assert model.feature_info[-1]["reduction"] == patch and model.patch_embed.feat_ratio() == patch
-    for name, peer in theirs.items():
-        assert {k: v.shape for k, v in models[name].state_dict().items()} == {
-            k: v.shape for k, v in peer.state_dict().items()
-        }
-        models[name].load_state_dict(peer.state_dict(), strict=True)
-        peer.load_state_dict(models[name].state_dict(), strict=True)
-
-
-def test_r50_b16_equals_timms_model():
-    with torch.device("meta"):
-        theirs, ours = timm.create_model("vit_base_r50_s16_384", img_size=64), ViT.from_preset("R50+B/16", img_size=64)
-    theirs, ours = random(theirs.to_empty(device="cpu")), ours.eval()
-    ours.load_state_dict(theirs.state_dict(), strict=True, assign=True)
-    x = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        assert_close(ours(x), theirs(x), **TOL)
+        if name in theirs:
+            with torch.device("meta"):
+                peer = timm.create_model(theirs[name][0], **theirs[name][1])
+            found, truth = ({k: v.shape for k, v in m.state_dict().items()} for m in (model, peer))
+            assert found == truth
 
 
 def test_logits_and_gradients_equal_timms(pair):
@@ -124,20 +89,13 @@ def test_logits_and_gradients_equal_timms(pair):
     ours.set_grad_checkpointing(False)
 
 
-def test_intermediates_maps_and_groups(pair):
+def test_intermediates_and_groups(pair):
     ours, theirs = pair
     x = torch.randn(2, 3, 32, 32)
     (a, ours_maps), (b, theirs_maps) = (m.forward_intermediates(x) for m in pair)
     for mine, expected in zip([a, *ours_maps], [b, *theirs_maps]):
         assert_close(mine, expected, **TOL)
     assert ours_maps[0].shape == (2, 48, 4, 4)
-    seen = []
-    for block in theirs.blocks:
-        block.attn.fused_attn = False
-        block.attn.attn_drop.register_forward_hook(lambda module, args, output: seen.append(output))
-    theirs(x)
-    for mine, expected in zip(ours.attention_maps(x), seen):
-        assert_close(mine, expected, **TOL)
     groups, expected = (
         param_groups_layer_decay(m, 0.05, no_weight_decay_list=m.no_weight_decay(), layer_decay=0.75) for m in pair
     )
@@ -146,18 +104,6 @@ def test_intermediates_maps_and_groups(pair):
         for made in (groups, expected)
     ]
     assert told[0] == told[1]
-
-
-def test_raw_pixels_are_normalised_before_the_cnn(pair):
-    ours, theirs = pair
-    ours.mean, ours.std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
-    raw = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    floats = (raw / 255 - torch.tensor(ours.mean).view(3, 1, 1)) / torch.tensor(ours.std).view(3, 1, 1)
-    assert_close(ours(raw), theirs(floats), **TOL)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = ours(raw)
-    assert out.dtype == torch.bfloat16 and (out - theirs(floats)).norm() < 0.1 * out.norm()
-    ours.mean = ours.std = (0.5, 0.5, 0.5)
 
 
 def test_other_sizes_saved_and_loaded(pair, tmp_path):
@@ -209,20 +155,6 @@ def test_other_positions_and_larger_patches_of_the_map(pair, options):
     plain.set_input_size(8)
     x = torch.randn(1, 3, 64, 64)
     assert_close(model(x), plain(theirs.patch_embed.backbone(x)), **TOL)
-
-
-def test_projection_and_blocks_run_on_the_kernels():
-    """Interpreted: a 1 x 1 patch of a map with many channels is one of the patch embedding's."""
-    model = random(ViT(**SMALLEST))
-    x, upstream = torch.randn(1, 3, 16, 16), torch.randn(1, 5)
-    out = model(x)
-    expected = gradients(model, out, upstream)
-    with ops.use_kernels("on"):
-        again = model(x)
-        mine = gradients(model, again, upstream)
-    assert_close(again, out, atol=1e-3)
-    for key in expected:
-        assert_close(mine[key], expected[key], atol=1e-3 * max(1.0, expected[key].abs().max().item()), name=key)
 
 
 def test_meta_model_materialises_like_a_fresh_one():
@@ -346,35 +278,6 @@ def test_googles_root_alone_and_other_cnns_are_refused(tmp_path):
 
 
 # ---- tools
-
-
-def test_compiles_in_one_graph():
-    model = random(ViT(**SMALLEST))
-    torch._dynamo.reset()
-    x = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
-    assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), model(x), **TOL)
-
-
-def test_exports(tmp_path):
-    """`export` runs what it wrote, here in onnxruntime, and compares."""
-    assert export(random(ViT(**SMALLEST)), tmp_path / "m.onnx", "onnx", uint8=True) < 1e-4
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(backbone="r51"), "unknown backbone 'r51'; did you mean r50"),
-        (dict(backbone="r50"), "'r50' makes patches of 16 or 32 pixels, got patch_size 8 x 8"),
-        (dict(backbone=dict(layers=(1, 1, 1))), "3 stages make a map 16 times smaller, no divisor of patch_size 8 x 8"),
-        (dict(backbone=dict(layers=(1, 0))), "layers .the units of one to 4 stages"),
-        (dict(backbone=dict(layers=(1, 1), width=0.3)), "width 0.3 does not fit"),
-        (dict(backbone=dict(units=(1, 1))), "a dict with layers"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(InputError, match=message):
-        ViT(**{**NARROW, **options})
 
 
 def test_timm_is_asked_for_when_it_is_missing(monkeypatch):

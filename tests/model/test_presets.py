@@ -1,4 +1,4 @@
-"""The presets of the ViTs after the paper: timm's models, parameter for parameter, on the meta device."""
+"""The presets: parameters as the papers and timm's models have them, on the meta device."""
 
 import pytest
 import timm
@@ -7,7 +7,7 @@ from timm.models._hub import save_for_hf
 from timm_names import small
 
 from vitfast import InputError, ViT
-from vitfast.presets import PRESETS
+from vitfast.model.presets import PRESETS
 from vitfast.train.recipes import resolve
 from vitfast.train.setup import new_model, set_up
 
@@ -35,6 +35,9 @@ TIMM = {
 PUBLISHED = {"DINOv3-S/16": 21, "DINOv3-S+/16": 29, "DINOv3-B/16": 86, "DINOv3-L/16": 300, "DINOv3-H+/16": 840}
 PUBLISHED |= {"DINOv3-7B/16": 6716, "EVA02-S/14": 22, "EVA02-B/14": 86, "EVA02-L/14": 304}
 
+PAPERS = {"Ti/16": 5_717_416, "S/16": 22_050_664, "S/32": 22_878_952, "B-half/32": 22_878_952, "B/16": 86_567_656}
+PAPERS |= {"B/32": 88_224_232, "L/16": 304_326_632, "L/32": 306_535_400, "H/14": 632_045_800}
+
 
 def parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
@@ -53,8 +56,18 @@ def test_parameters_are_timms(name):
         assert parameters(ours) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.04)
 
 
-def test_all_that_came_after_the_paper_are_compared():
-    assert {name for name in PRESETS if name.partition("-")[0] in ("DINOv3", "SigLIP2", "CLIP", "EVA02")} == {*TIMM}
+def test_presets_of_the_papers():
+    others = {name for name in PRESETS if name.startswith("R")} | {"Nano/8"}  # hybrids: test_hybrid.py
+    assert {*PRESETS} - others == {*PAPERS, *TIMM}
+    with torch.device("meta"):
+        for name, count in PAPERS.items():
+            assert parameters(ViT.from_preset(name)) == count, name
+        whole, half = ViT.from_preset("B/32"), ViT.from_preset("B-half/32")  # hidden dimensions halved
+    for model, width in ((whole, 768), (half, 384)):
+        block = model.blocks[0]
+        assert (model.embed_dim, block.mlp.fc1.out_features, len(model.blocks)) == (width, 4 * width, 12)
+        assert (block.attn.num_heads, model.patch_embed.num_patches) == (12, 49)
+    assert ViT.from_preset("Ti/16", num_classes=10, img_size=32, depth=1).head.out_features == 10
 
 
 @pytest.mark.parametrize("name", ["DINOv3-S+/16", "SigLIP2-B/16", "CLIP-B/32", "EVA02-Ti/14", "EVA02-B/14"])

@@ -1,7 +1,6 @@
 """The ViT in training: drop path, dropout, checkpointing, what blocks keep for backward, autocast."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ def test_drop_path_keeps_or_drops_whole_samples():
     block.drop_path_rate = 0.5
     x = torch.randn(64, 5, 48)
     full = block.eval()(x)
-    attention_only = vitfast.ref.attention_block(
+    attention_only = vitfast.ops.reference.attention_block(
         x,
         block.norm1.weight,
         block.norm1.bias,
@@ -95,8 +94,8 @@ def settled(monkeypatch):
         asked.append((rows, size))
         return "all" if rows <= 100 else "least"
 
-    monkeypatch.setattr("vitfast.keep.DEVICES", ("cpu",))
-    monkeypatch.setattr("vitfast.keep.choose", choose)
+    monkeypatch.setattr("vitfast.model.activation_memory.DEVICES", ("cpu",))
+    monkeypatch.setattr("vitfast.model.activation_memory.choose", choose)
     return asked
 
 
@@ -156,17 +155,6 @@ def test_auto_is_settled_wherever_blocks_are_trained(settled):
         run(model)
         assert kept_by(model) == "all"
     assert settled[0] == settled[1]
-
-
-def test_models_pickled_before_there_was_a_choice_run(settled):
-    model = ViT(**SMALL)
-    for name in ("keep", "_keep_rows"):
-        del model.__dict__[name]
-    for block in model.blocks:
-        del block.__dict__["keep"]
-    model = pickle.loads(pickle.dumps(model))
-    model(torch.randn(2, 3, 32, 32)).sum().backward()
-    assert kept_by(model) == "all" and model.keep == "auto"
 
 
 def test_autocast_and_fp32_residual():

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vitfast.kernels.attention.options import PLAIN
 from vitfast.kernels.launch import recording
-from vitfast.kernels.logits import PLAIN
 from vitfast.ops._blocks import BlockNeeds
 from vitfast.ops.attention_block import _attention_bwd, _attention_fwd
 from vitfast.ops.gated_mlp_block import GatedBlockNeeds, _gated_bwd, _gated_fwd

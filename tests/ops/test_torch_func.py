@@ -3,9 +3,9 @@
 from functools import partial
 from types import SimpleNamespace
 
+import operations
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import func
 from torch.autograd import forward_ad
 
@@ -13,72 +13,10 @@ import vitfast
 from vitfast import ops
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.ops import _dispatch
+from vitfast.tools.verify.draw import Draw
 
-B, N, D, H, HIDDEN = 2, 3, 16, 1, 24
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
-
-
-def attend(q, k, v):
-    weights = (torch.einsum("bnhd,bmhd->bhnm", q, k) / q.shape[-1] ** 0.5).softmax(-1)
-    return torch.einsum("bhnm,bmhd->bnhd", weights, v)
-
-
-def norm(x, weight, bias):
-    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
-
-
-def add_norm(x, residual, weight, bias):
-    return norm(x + residual, weight, bias), x + residual
-
-
-def attention_block(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias):
-    q, k, v = F.linear(norm(x, norm_weight, norm_bias), qkv_weight, qkv_bias).unflatten(-1, (3, H, -1)).unbind(2)
-    return x + F.linear(attend(q, k, v).flatten(2), proj_weight, proj_bias)
-
-
-def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias):
-    return F.linear(F.gelu(F.linear(x, fc1_weight, fc1_bias)), fc2_weight, fc2_bias)
-
-
-def gated(x, up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias):
-    h = F.silu(F.linear(x, gate_weight, gate_bias)) * F.linear(x, up_weight, up_bias)
-    return F.linear(h, down_weight, down_bias)
-
-
-def embed(images, weight, bias, cls_token, pos_embed):
-    patches = F.conv2d(images, weight, bias, weight.shape[-2:]).flatten(2).transpose(1, 2)
-    return torch.cat([cls_token.expand(len(images), -1, -1), patches], 1) + pos_embed
-
-
-TOKENS, SQUARE, UP, DOWN, WIDE = (B, N, D), (D, D), (HIDDEN, D), (D, HIDDEN), (3 * D, D)
-# operation: (it, the formula, shapes of its tensors)
-OPERATIONS = {
-    "layer_norm": (ops.layer_norm, norm, [TOKENS, (D,), (D,)]),
-    "add_layer_norm": (ops.add_layer_norm, add_norm, [TOKENS, TOKENS, (D,), (D,)]),
-    "attention, packed": (ops.attention, lambda qkv: attend(*qkv.unbind(2)), [(B, N, 3, H, D)]),
-    "attention": (ops.attention, attend, [(B, N, H, D)] * 3),
-    "linear_gelu": (ops.linear_gelu, lambda x, w, b: F.gelu(F.linear(x, w, b)), [TOKENS, UP, (HIDDEN,)]),
-    "linear_residual": (ops.linear_residual, lambda x, w, b, r: r + F.linear(x, w, b), [TOKENS, SQUARE, (D,), TOKENS]),
-    "mlp": (ops.mlp, mlp, [TOKENS, UP, (HIDDEN,), DOWN, (D,)]),
-    "attention_block": (
-        lambda *tensors: ops.attention_block(*tensors, num_heads=H),
-        attention_block,
-        [TOKENS, (D,), (D,), WIDE, (3 * D,), SQUARE, (D,)],
-    ),
-    "rms_norm": (ops.rms_norm, lambda x, w: F.rms_norm(x, (D,), w, 1e-6), [TOKENS, (D,)]),
-    "gated_mlp": (ops.gated_mlp, gated, [TOKENS, UP, (HIDDEN,), UP, (HIDDEN,), DOWN, (D,)]),
-    "gated_mlp_block": (
-        ops.gated_mlp_block,
-        lambda x, w, b, *layers: x + gated(norm(x, w, b), *layers),
-        [TOKENS, (D,), (D,), UP, (HIDDEN,), UP, (HIDDEN,), DOWN, (D,)],
-    ),
-    "mlp_block": (
-        ops.mlp_block,
-        lambda x, w, b, *layers: x + mlp(norm(x, w, b), *layers),
-        [TOKENS, (D,), (D,), UP, (HIDDEN,), DOWN, (D,)],
-    ),
-    "patch_embed": (ops.patch_embed, embed, [(B, 3, 4, 8), (D, 3, 4, 4), (D,), (1, 1, D), (1, 3, D)]),
-}
+OPERATIONS = {name: operation for name, operation in operations.OPERATIONS.items() if "packed" not in name}
 
 
 def scalar(f):
@@ -119,20 +57,25 @@ TRANSFORMS = {
 }
 
 
+def by_place(name, function):
+    """A function of named tensors as one of all but drop_path, in their order."""
+    shapes, trained = OPERATIONS[name].shapes, OPERATIONS[name].trained
+    return lambda *tensors: function(**dict.fromkeys(shapes) | dict(zip(trained, tensors)))
+
+
 def tensors_for(name, dtype):
-    draw = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) / 2 for shape in OPERATIONS[name][2])
+    draw = Draw(torch.float64, torch.device("cpu"), torch.Generator().manual_seed(0))
+    drawn = OPERATIONS[name].draw(draw)
+    return tuple(drawn[key].to(dtype) / 2 for key in OPERATIONS[name].trained)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_plain_pytorch_takes_every_transform(name, transform):
-    operation, formula, _ = OPERATIONS[name]
+    operation, formula = (by_place(name, f) for f in OPERATIONS[name][:2])
     tensors = tensors_for(name, torch.float64)
     expected = TRANSFORMS[transform](formula, tensors)
-    for mode in ("auto", "off"):
-        with ops.use_kernels(mode):
-            torch.testing.assert_close(TRANSFORMS[transform](operation, tensors), expected, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(TRANSFORMS[transform](operation, tensors), expected, atol=1e-9, rtol=1e-9)
 
 
 @interpreted
@@ -142,7 +85,7 @@ def test_kernels_refuse_every_transform(name, transform):
     """Silence was worst: the tangents of jvp and jacfwd were zero."""
     message = rf"{name.split(',')[0]}: kernels are switched on, but no kernel runs under torch.func's transforms"
     with ops.use_kernels("on"), pytest.raises(RuntimeError, match=message):
-        TRANSFORMS[transform](OPERATIONS[name][0], tensors_for(name, torch.float32))
+        TRANSFORMS[transform](by_place(name, OPERATIONS[name].function), tensors_for(name, torch.float32))
 
 
 def test_a_gpu_takes_plain_pytorch_there_and_says_so(monkeypatch):
@@ -204,7 +147,7 @@ def test_the_advice_on_a_models_second_derivative_works(width):
 @interpreted
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_advice_on_a_second_derivative_works(name):
-    operation, formula, _ = OPERATIONS[name]
+    operation, formula = (by_place(name, f) for f in OPERATIONS[name][:2])
 
     def twice(f, dtype):
         tensors = [t.requires_grad_() for t in tensors_for(name, dtype)]

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vitfast import InputError, ViT, ops
 from vitfast.kernels.launch import INTERPRETED, launches_made
-from vitfast.ops import _mode
-from vitfast.ops._mode import current_mode
+from vitfast.ops import _dispatch
+from vitfast.ops._dispatch import current_mode
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
 X, WEIGHT = torch.randn(3, 16), torch.randn(16)
@@ -75,13 +75,6 @@ def test_two_threads_leave_nothing_behind():
     assert current_mode() == "auto" and in_thread(current_mode) == "auto"
 
 
-def test_a_with_never_shows_in_another_thread():
-    chosen = ops.use_kernels("off")
-    assert in_thread(current_mode) == "auto", "nor between the call and the entry"
-    with chosen:
-        assert current_mode() == "off" and in_thread(current_mode) == "auto"
-
-
 def test_nested_blocks_and_plain_calls():
     with ops.use_kernels("off"):
         with ops.use_kernels("on"):
@@ -98,19 +91,20 @@ def test_nested_blocks_and_plain_calls():
 
 
 def test_a_plain_call_is_of_its_thread():
+    """In every context of the thread: a notebook's cells have their own; and it can be undone."""
+
     def run():
         ops.use_kernels("off")
         with ops.use_kernels("on"):
             pass
+        ops.use_kernels("on").__exit__()
         return current_mode(), contextvars.Context().run(current_mode)
 
-    assert in_thread(run) == ("off", "off"), "in every context of the thread: a notebook's cells have their own"
-    assert current_mode() == "auto" == in_thread(current_mode)
-
-
-def test_a_plain_call_can_be_undone():
-    setter = in_thread(lambda: (ops.use_kernels("off"), ops.use_kernels("on").__exit__(), current_mode())[2])
-    assert setter == "off"
+    assert in_thread(run) == ("off", "off")
+    chosen = ops.use_kernels("off")
+    assert in_thread(current_mode) == "auto", "neither between the call and the entry"
+    with chosen:
+        assert current_mode() == "off" and in_thread(current_mode) == "auto", "nor inside"
 
 
 def test_calls_that_were_not_entered_yet():
@@ -121,43 +115,41 @@ def test_calls_that_were_not_entered_yet():
             assert current_mode() == "off"
         assert current_mode() == "off"
     assert current_mode() == "auto"
-
-    earlier = ops.use_kernels("off")
     ops.use_kernels("on")  # for good
-    with earlier:
+    with first:
         assert current_mode() == "off"
     assert current_mode() == "on"
     ops.use_kernels("auto")
-
     with ops.use_kernels("off"):
         inner = ops.use_kernels("on")
         assert current_mode() == "on"
     assert current_mode() == "auto"
     with inner:  # after the end of the block that it was made in
         assert current_mode() == "on"
-    assert current_mode() == "auto"
-
     with ops.use_kernels("off"):
         first, second = ops.use_kernels("on"), ops.use_kernels("auto")
-        with first:
-            assert current_mode() == "on"
-        assert current_mode() == "auto"
-        with second:
-            assert current_mode() == "auto"
+        for chosen, mode in ((first, "on"), (second, "auto")):
+            with chosen:
+                assert current_mode() == mode
         assert current_mode() == "off"
+    assert current_mode() == "auto"
+    assert in_thread(lambda: (first.__enter__(), current_mode(), first.__exit__())[1]) == "on"  # in another thread
     assert current_mode() == "auto"
 
 
-def test_many_calls_keep_nothing():
+def test_many_calls_and_many_threads_keep_nothing():
+    """torch 2.11 gives back a reference that it never took, when a thread ends: memory was freed that was in use."""
+
     def alive():
         gc.collect()
         return sum(type(thing) is ops.use_kernels for thing in gc.get_objects())
 
     before = alive()
-    for _ in range(100):
+    for _ in range(50):
         ops.use_kernels("off")
-    assert alive() == before
+        assert in_thread(lambda: (ops.use_kernels("off"), current_mode())[1]) == "off"
     ops.use_kernels("auto")
+    assert alive() == before and current_mode() == "auto"
 
 
 def test_tasks_do_not_see_each_other():
@@ -240,14 +232,6 @@ def test_autograds_threads_have_the_mode_of_the_backward_call(mode):
     assert [found for _, found in seen] == [mode] * 4 and threading.get_ident() not in dict(seen)
 
 
-def test_many_threads_may_choose():
-    """torch 2.11 gives back a reference that it never took, when a thread ends: memory was freed that was in use."""
-    for _ in range(50):
-        assert in_thread(lambda: (ops.use_kernels("off"), current_mode())[1]) == "off"
-    gc.collect()
-    assert current_mode() == "auto"
-
-
 def counting_graphs():
     graphs = []
     return graphs, lambda graph, _: graphs.append(graph) or graph
@@ -315,24 +299,18 @@ def test_graph_breaks_inside(outer):
         assert seen == ["off", outer] and current_mode() == outer
 
 
-WRONG = "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
-
-
-def test_an_unknown_mode_is_one_line_of_a_command(capsys, tmp_path):
+def test_the_mode_that_the_environment_names(capsys, tmp_path):
+    """An unknown one is an error at the first operation, in one line of a command."""
     ViT(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=1, num_classes=10).save_pretrained(tmp_path)
+    wrong = "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
     with pytest.MonkeyPatch.context() as environment:
-        environment.setattr(_mode, "_START", "foo")
-        code, _, err = in_context(lambda: run_cli(capsys, "eval", "--weights", str(tmp_path), "--data", "digits"))
-    assert code == 2 and err.splitlines()[-1] == f"vitfast: error: {WRONG}" and "Traceback" not in err
-
-
-def test_the_start_value():
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setattr(_mode, "_START", "off")
+        environment.setattr(_dispatch, "_START", "off")
         assert in_thread(current_mode) == "off"
-        environment.setattr(_mode, "_START", "foo")
-        with pytest.raises(InputError, match="VITFAST_KERNELS: must be one of auto, on, off, got 'foo'"):
+        environment.setattr(_dispatch, "_START", "foo")
+        with pytest.raises(InputError, match=f"^{wrong}"):
             in_context(current_mode)
+        code, _, err = in_context(lambda: run_cli(capsys, "eval", "--weights", str(tmp_path), "--data", "digits"))
+    assert code == 2 and err.splitlines()[-1] == f"vitfast: error: {wrong}" and "Traceback" not in err
 
 
 def test_made_before_and_entered_in_compiled_code():
@@ -349,16 +327,3 @@ def test_made_before_and_entered_in_compiled_code():
         return current_mode()
 
     assert in_context(made_early) == "auto"
-
-
-def test_entered_in_another_thread_and_then_here():
-    early = ops.use_kernels("off")
-
-    def enter():
-        with early:
-            return current_mode()
-
-    assert in_thread(enter) == "off" and current_mode() == "off"
-    with early:
-        assert current_mode() == "off"
-    assert current_mode() == "auto"

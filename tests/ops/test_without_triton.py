@@ -126,7 +126,7 @@ def test_commands_that_need_no_kernel_run(found):
     code, out, _ = found["help"]
     assert code == 0 and "pretrain" in out
     code, out, _ = found["cost"]
-    assert code == 0 and "86,567,656 parameters" in out and "predicted" in out
+    assert code == 0 and "86,567,656 parameters" in out and "images/s" in out
     code, _, err = found["pretrain"]
     assert code == 0 and (found["folder"] / "run/checkpoints/last/model.safetensors").exists(), err
 

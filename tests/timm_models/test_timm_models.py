@@ -5,7 +5,9 @@ timm's tests themselves run where TIMM_TESTS names them:
     TIMM_TESTS=$PWD/timm-*/tests/test_models.py pytest tests/timm_models -k own_tests
 """
 
+import importlib
 import os
+import runpy
 import subprocess
 import sys
 
@@ -100,9 +102,8 @@ def test_google_weights_load(tmp_path):
 
 
 def test_own_weights_there_are_none():
-    with pytest.raises(
-        InputError, match=f"{NAME}: vitfast has no weights of its own; those of timm's {TWIN} fit: checkpoint_path="
-    ):
+    says = f"{NAME}: vitfast has no weights of its own; those of timm's {TWIN} fit: checkpoint_path="
+    with pytest.raises(InputError, match=says):
         timm.create_model(NAME, pretrained=True)
 
 
@@ -211,17 +212,20 @@ def test_fx_is_bit_equal_and_trains(weights):
     assert all(p.grad is not None for p in traced.parameters())
 
 
-def test_a_script_runs_with_the_models_known(tmp_path):
+def test_a_script_runs_with_the_models_known(tmp_path, monkeypatch, capsys):
     """`python -m vitfast.timm_models SCRIPT ...`: main, arguments and neighbours as Python has them."""
     (tmp_path / "neighbour.py").write_text("import timm\nmake = timm.create_model")
     script = "import sys, neighbour\nassert __name__ == '__main__'\n"
     script += "print(sys.argv[1:], type(neighbour.make(sys.argv[2], img_size=32, depth=1)).__name__)\nsys.exit(3)"
     (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "vitfast.timm_models"]
-    result = subprocess.run(
-        [*command, str(tmp_path / "train.py"), "--model", NAME], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert result.returncode == 3 and result.stdout == f"['--model', '{NAME}'] TimmViT\n", result.stderr
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["-m", str(tmp_path / "train.py"), "--model", NAME])
+    with pytest.raises(SystemExit, match="3"):
+        runpy.run_module("vitfast.timm_models", run_name="__main__")
+    assert capsys.readouterr().out == f"['--model', '{NAME}'] TimmViT\n"
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    with pytest.raises(SystemExit, match="usage: python -m vitfast.timm_models SCRIPT"):
+        runpy.run_module("vitfast.timm_models", run_name="__main__")
 
 
 @pytest.mark.skipif(
@@ -245,28 +249,15 @@ def test_timms_own_tests():
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-5000:]
 
 
-WITHOUT = """
-import sys, torch, vitfast
-for missing in ("torchvision", "timm"):
-    sys.modules[missing] = None
-    try:
-        import vitfast.timm_models
-    except ImportError as error:
-        print(f"{type(error).__name__}: {error}")
-    try:
-        with torch.device("meta"):
-            vitfast.ViT.from_preset("R50+B/16")
-    except vitfast.InputError as error:
-        print(error)
-"""
-
-
-def test_what_is_missing_is_named():
+def test_what_is_missing_is_named(monkeypatch):
     """timm cannot be imported without torchvision: `pip install timm` alone is no help."""
-    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
-    lines = run.stdout.splitlines()
-    for missing, (models, hybrid) in zip(("torchvision", "timm"), (lines[:2], lines[2:])):
-        assert models.startswith("ImportError: vitfast.timm_models needs timm and torchvision (")
-        assert models.endswith("pip install timm torchvision") and missing in models.partition("(")[2].partition(")")[0]
-        assert hybrid.startswith("a hybrid's ResNet is timm's: pip install timm torchvision (")
-        assert missing in hybrid.partition("(")[2]
+    for missing in ("torchvision", "timm"):
+        with monkeypatch.context() as context:
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("timm", "torchvision")]:
+                context.delitem(sys.modules, name)
+            for name in [name for name in sys.modules if name.startswith("vitfast.timm_models")]:
+                context.delitem(sys.modules, name)
+            context.setitem(sys.modules, missing, None)
+            needs = r"^vitfast.timm_models needs timm and torchvision \(.*\): pip install timm torchvision$"
+            with pytest.raises(ImportError, match=needs):
+                importlib.import_module("vitfast.timm_models")

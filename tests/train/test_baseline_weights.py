@@ -12,11 +12,12 @@ from frozen import evaluation
 from runs import cut_at, digits, finetuning, same, weights
 from timm.models import save_for_hf
 
-from vitfast import InputError, ViT, baselines
+from vitfast import InputError, ViT
 from vitfast.data.datasets import Subset
 from vitfast.data.loader import open_data
 from vitfast.eval.fewshot import few_shot
 from vitfast.eval.probe import features
+from vitfast.model import baselines
 from vitfast.train.setup import set_up
 from vitfast.train.trainer import train
 

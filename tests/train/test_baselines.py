@@ -10,7 +10,7 @@ from commands import run_cli
 from runs import cut_at, digits, same, weights
 
 from vitfast import InputError
-from vitfast.baselines import baseline
+from vitfast.model.baselines import baseline
 from vitfast.train.trainer import train
 
 

@@ -1,6 +1,5 @@
 """A full disk: one line, exit code 1, the earlier checkpoint whole, and the same command goes on once there is room."""
 
-import csv
 import errno
 import json
 import os
@@ -12,22 +11,11 @@ from pathlib import Path
 import pytest
 from commands import picture, run_cli
 from processes import Child, command_line
-from runs import digits, pretraining_command, same, training_tensors, weights
+from runs import QUICK, pretraining_command, records, same_runs
 
-from vitfast.train import log, trainer
+from vitfast.train import log, resume, run_folder, trainer
 from vitfast.train.lock import LOCK
 from vitfast.train.resume import read_training_state
-from vitfast.train.trainer import train
-
-QUICK = dict(img_size=16, batch_size=16, save_every=2)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A finished run with checkpoints of steps 4 and 2."""
-    folder = tmp_path_factory.mktemp("run") / "run"
-    train(digits(folder, steps=4, **QUICK))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +30,8 @@ def small_disk(tmp_path_factory):
 
 
 def assert_kept(folder: Path, run: Path) -> None:
-    """`folder` holds the checkpoint of `run`, no part of another one, and no lock."""
-    assert same(weights(folder), weights(run)) and same(training_tensors(folder), training_tensors(run))
+    """`folder` holds the checkpoint and the settings of `run`, no part of another one, and no lock."""
+    assert same_runs(folder, run) and (folder / "config.yaml").read_text().startswith("name: digits\n")
     assert {path.name for path in (folder / "checkpoints").iterdir()} <= {"last", "previous"}
     assert not (folder / LOCK).exists()
 
@@ -62,74 +50,89 @@ def fill(folder: Path, pages: int) -> Path:
     return filling
 
 
-@pytest.mark.parametrize("pages", [0, 1, 2, 4, 6, 300])
-def test_a_full_disk_loses_nothing(run, small_disk, tmp_path, capsys, pages):
+@pytest.mark.parametrize("pages", [0, 2, 6, 300])
+def test_a_full_disk_loses_nothing(four_steps, small_disk, capsys, pages):
     """Full at once, at the settings, at a record, in the middle of a checkpoint."""
     folder = small_disk / "run"
     shutil.rmtree(folder, ignore_errors=True)
     (small_disk / "filling").unlink(missing_ok=True)
-    shutil.copytree(run, folder)
+    shutil.copytree(four_steps, folder)
     filling = fill(small_disk, pages)
     command = pretraining_command(folder, steps=6, **QUICK)
     code, _, err = run_cli(capsys, *command)
     assert code == 1 and err.count("\n") == 1 and "No space left on device" in err and str(folder) in err
     assert f"the last good checkpoint is {folder / 'checkpoints' / 'last'} (step 4)" in err
-    assert_kept(folder, run)
+    assert_kept(folder, four_steps)
     filling.unlink()
     assert run_cli(capsys, *command)[0] == 0 and read_training_state(folder / "checkpoints" / "last")["step"] == 6
 
 
-def limited(size: int, argv: list[str]) -> int:
-    """`vitfast ...` where no file may become larger than `size` bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    return command_line(argv)
+def limited(sizes: list[int], *commands: list[str]) -> int:
+    """`vitfast ...` several times, where no file may become larger than so many bytes; 0 where all end with 1."""
+    for size, argv in zip(sizes, commands, strict=True):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        if command_line(argv) != 1:
+            return 2
+    return 0
 
 
-@pytest.mark.parametrize("size", [1_200, 500_000, 1_500_000])
-def test_a_file_that_cannot_become_large_enough(run, tmp_path, size):
-    """As on a full disk, also without the right to mount one: config.yaml, the records, the model, the state."""
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder)
-    command = pretraining_command(folder, steps=6, **QUICK)
-    child = Child(limited, size, [str(text) for text in command])
-    _, err = child.communicate()
-    assert child.returncode == 1, err
-    errors = [line for line in err.splitlines() if not line.startswith(("resumed", "pretrain:", "epoch"))]
-    assert len(errors) == 1 and "File too large" in errors[0] and "(step 4)" in errors[0], err
-    assert_kept(folder, run)
-
-
-@pytest.mark.parametrize("name", ["photos.csv", "photos.json"])
-def test_predictions_that_find_no_room_name_their_file(run, tmp_path, name):
+def test_a_file_that_cannot_become_large_enough(four_steps, tmp_path):
+    """As on a full disk, also without the right to mount one: settings, model, state, and tables of predictions."""
+    sizes, folders = [1_200, 500_000, 1_500_000], [tmp_path / name for name in "abc"]
+    commands = [pretraining_command(shutil.copytree(four_steps, run), steps=6, **QUICK) for run in folders]
+    photos = tmp_path / "photos"
+    photos.mkdir()
     for i in range(40):
-        picture(i).save(tmp_path / f"{i}.png")
-    command = ["predict", tmp_path, "--weights", run, "--device", "cpu", "--output", tmp_path / name]
-    child = Child(limited, 4_000, [str(text) for text in command])
+        picture(i).save(photos / f"{i}.png")
+    tables = [photos / "photos.csv", photos / "photos.json"]
+    predict = ["predict", str(photos), "--weights", str(four_steps), "--device", "cpu", "--output"]
+    child = Child(limited, [*sizes, 4_000, 4_000], *commands, *([*predict, str(table)] for table in tables))
     _, err = child.communicate()
-    assert child.returncode == 1 and err == f"vitfast: error: [Errno 27] File too large: '{tmp_path / name}'\n"
-    assert not list(tmp_path.glob("*photos*"))
+    assert child.returncode == 0, err
+    errors = [line for line in err.splitlines() if line.startswith("vitfast: error: ")]
+    assert len(errors) == 5 and "Traceback" not in err
+    for folder, line in zip(folders, errors):
+        assert "File too large" in line and str(folder) in line and "(step 4)" in line
+        assert_kept(folder, four_steps)
+    assert errors[3:] == [f"vitfast: error: [Errno 27] File too large: '{table}'" for table in tables]
+    assert not list(photos.glob("*photos*"))
 
 
-@pytest.mark.parametrize("part", ["metrics.csv", "tensorboard", "summary.json"])
-def test_every_file_of_the_log(run, tmp_path, monkeypatch, capsys, part):
+@pytest.mark.parametrize(
+    "owner, name, step",
+    [
+        (log.Metrics, "_line", 4),
+        (log.Events, "write", 4),
+        (resume, "write_safetensors", 4),
+        (trainer, "write_summary", 6),
+    ],
+)
+def test_every_file_of_a_run(four_steps, tmp_path, monkeypatch, capsys, owner, name, step):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder)
-    owner, name = {
-        "metrics.csv": (log.Metrics, "_line"),
-        "tensorboard": (log.Events, "write"),
-        "summary.json": (trainer, "write_summary"),
-    }[part]
+    folder = shutil.copytree(four_steps, tmp_path / "run")
     monkeypatch.setattr(owner, name, full)
     command = pretraining_command(folder, steps=6, **QUICK)
     code, _, err = run_cli(capsys, *command)
     assert code == 1 and err.count("\n") == 1 and "cannot be written (No space left on device)" in err
-    step = read_training_state(folder / "checkpoints" / "last")["step"]
-    assert step == (6 if part == "summary.json" else 4)
+    assert read_training_state(folder / "checkpoints" / "last")["step"] == step
+    assert not list((folder / "checkpoints").glob(".*"))
     monkeypatch.undo()
-    assert run_cli(capsys, *command)[0] == 0
-    with open(folder / "metrics.csv") as file:
-        assert [row["step"] for row in csv.DictReader(file)][-1] == "6"
+    assert run_cli(capsys, *command)[0] == 0 and records(folder, "val", "step")[-1] == "6"
     assert json.loads((folder / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_rename_that_fails_puts_the_last_checkpoint_back(four_steps, tmp_path, monkeypatch, capsys):
+    run, rename = shutil.copytree(four_steps, tmp_path / "run"), os.rename
+
+    def full(source, target):
+        if Path(source).name == ".writing":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rename(source, target)
+
+    monkeypatch.setattr(run_folder, "exchange", lambda a, b: False)
+    monkeypatch.setattr(os, "rename", full)
+    code, _, err = run_cli(capsys, *pretraining_command(run, steps=6, **QUICK))
+    assert code == 1 and "No space left on device); the last good checkpoint is" in err and "last (step 4)" in err
+    assert_kept(run, four_steps)

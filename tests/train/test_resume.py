@@ -1,102 +1,71 @@
 """What a run goes on with: its own settings and data, at the step after its last checkpoint, evaluated or not."""
 
-import csv
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 from commands import CLASSES, make_folder, picture, run_cli
-from runs import content, cut_at, digits, pretraining_command, same, training_tensors, weights
+from runs import QUICK, changed, content, cut_at, digits, pretraining_command, records, same_runs
 from timm.models._hub import save_for_hf
 
 from vitfast import InputError, ViT
-from vitfast.baselines import baseline
 from vitfast.data.datasets import fingerprint
 from vitfast.data.folders import ImageFiles
+from vitfast.model.baselines import baseline
 from vitfast.train import trainer as trainer_module
 from vitfast.train.resume import check_data, read_training_state
 from vitfast.train.trainer import Trainer, train
-
-QUICK = dict(img_size=16, batch_size=16, save_every=2)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A finished run with checkpoints of steps 4 and 2."""
-    folder = tmp_path_factory.mktemp("run") / "run"
-    train(digits(folder, steps=4, **QUICK))
-    return folder
-
-
-def rows(folder: Path, split: str) -> list[str]:
-    """The steps of the records of a split."""
-    with open(folder / "metrics.csv") as file:
-        return [row["step"] for row in csv.DictReader(file) if row["split"] == split]
-
 
 # ---- settings
 
 
 @pytest.mark.parametrize("given", ["run", "run/checkpoints/previous", "alone"])
-def test_resuming_a_path_checks_the_settings_of_its_run(run, tmp_path, capsys, given):
+def test_resuming_a_path_checks_the_settings_of_its_run(four_steps, tmp_path, capsys, given):
     """Wherever the checkpoint is; without it a Nano would go on under a config.yaml that says Ti."""
-    source = run.parent / given
+    source = four_steps.parent / given
     if given == "alone":
-        source = tmp_path / "alone"
-        shutil.copytree(run / "checkpoints" / "last", source)
-    before = content(run)
-    command = pretraining_command(tmp_path / "new", steps=6, **QUICK)
+        source = shutil.copytree(four_steps / "checkpoints" / "last", tmp_path / "alone")
+    before, settings = content(four_steps), QUICK | dict(steps=6)
     for other, said in (
-        (["--model", "Ti/8"], "model: Nano/8 there, Ti/8 now"),
-        (["--lr", 0.5], "lr: 0.002 there, 0.5 now"),
-        (["--set", "seed=3", "amp=bf16"], "seed: 0 there, 3 now; amp: auto there, bf16 now"),
-        (["--set", "auto_augment=3a"], "(auto_augment: unset there, 3a now)"),
-        (
-            ["--set", "drop_path=0.1", "clip_norm=none"],
-            "(clip_norm: 1.0 there, unset now; drop_path: 0.0 there, 0.1 now)",
-        ),
+        (dict(model="Ti/8"), "model: Nano/8 there, Ti/8 now"),
+        (dict(seed=3, amp="bf16"), "seed: 0 there, 3 now; amp: auto there, bf16 now"),
+        (dict(auto_augment="3a"), "(auto_augment: unset there, 3a now)"),
+        (dict(drop_path=0.1, clip_norm=None), "(clip_norm: 1.0 there, unset now; drop_path: 0.0 there, 0.1 now)"),
+        (dict(sizes="16:40", tokens_per_step=350), "tokens_per_step: unset there, 350 now"),
     ):
-        code, _, err = run_cli(capsys, *command, "--resume", source, *other)
+        code, _, err = run_cli(capsys, *pretraining_command(tmp_path / "new", source, **settings | other))
         assert code == 2 and err.count("\n") == 1 and said in err and "--weights" in err
         assert not (tmp_path / "new").exists()
-    assert run_cli(capsys, *command, "--resume", source)[0] == 0
+    assert run_cli(capsys, *pretraining_command(tmp_path / "new", source, **settings))[0] == 0
     assert read_training_state(tmp_path / "new" / "checkpoints" / "last")["step"] == 6
+    assert content(four_steps) == before
+
+
+def test_settings_that_change_the_course_do_not_continue_a_run(four_steps, tmp_path):
+    run, other = shutil.copytree(four_steps, tmp_path / "run"), tmp_path / "other"
+    with pytest.raises(InputError, match="other settings .*lr: 0.002 there, 0.5 now"):
+        train(digits(run, **QUICK, steps=4, lr=0.5))
+    fields = dict(save_every=1, eval_batch_size=100, non_finite="skip", steps=5)  # these do not
+    assert train(changed(digits(run, **QUICK | fields), about="another command"))["steps"] == 5
+    assert train(digits(run, **QUICK, steps=4, lr=0.5), resume="never")["steps"] == 4
+    assert train(digits(run, **QUICK, steps=6, lr=0.5))["steps"] == 6
+    with pytest.raises(InputError, match="no checkpoint there"):
+        train(digits(other, **QUICK, steps=4), resume=str(tmp_path / "nowhere"))
+    assert not other.exists()
+    before = content(run)
+    with pytest.raises(InputError, match=f"{run} holds a run already"):
+        train(digits(run, **QUICK, steps=6), resume=str(four_steps))
     assert content(run) == before
 
 
-def test_what_a_recipe_says_about_itself_is_no_setting(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    config = digits(tmp_path / "run", steps=6, **QUICK)
-    assert train(dataclasses.replace(config, about="another command"))["steps"] == 6
-
-
-def test_settings_may_change_that_do_not_change_the_course(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    config = digits(tmp_path / "run", steps=5, **QUICK | dict(save_every=1), eval_batch_size=100, non_finite="skip")
-    assert train(config)["steps"] == 5
-
-
-def test_resuming_a_path_does_not_replace_another_run(run, tmp_path, capsys):
-    other = tmp_path / "other"
-    train(digits(other, steps=2, lr=0.1, batch_size=16))
-    before = content(other)
-    code, _, err = run_cli(capsys, *pretraining_command(other, steps=6, **QUICK), "--resume", run)
-    assert code == 2 and f"{other} holds a run already" in err and content(other) == before
-
-
-def test_a_finished_run_resumed_elsewhere_has_its_checkpoint_there(run, tmp_path):
-    assert train(digits(tmp_path, steps=4, **QUICK), resume=str(run))["steps"] == 4
-    assert same(weights(tmp_path), weights(run)) and same(training_tensors(tmp_path), training_tensors(run))
-    assert rows(tmp_path, "val") == ["4"]
-
-
-def test_going_back_to_the_previous_checkpoint(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    config = digits(tmp_path / "run", steps=4, **QUICK)
-    assert train(config, resume=str(tmp_path / "run" / "checkpoints" / "previous"))["steps"] == 4
-    assert same(training_tensors(tmp_path / "run"), training_tensors(run))
+def test_a_finished_run_resumed_elsewhere_or_from_its_previous_checkpoint_is_the_same(four_steps, tmp_path):
+    assert train(digits(tmp_path / "new", steps=4, **QUICK), resume=str(four_steps))["steps"] == 4
+    assert same_runs(tmp_path / "new", four_steps) and records(tmp_path / "new", "val", "step") == ["4"]
+    run = shutil.copytree(four_steps, tmp_path / "run")
+    config = digits(run, steps=4, **QUICK)
+    assert train(config, resume=str(run / "checkpoints" / "previous"))["steps"] == 4
+    assert same_runs(run, four_steps)
 
 
 # ---- data
@@ -147,28 +116,26 @@ def replace_image(data: Path) -> None:
     picture(77).resize((50, 50)).save(data / "val" / "cat" / "0.png")
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (rename_class, "classes: dog gone, dingo new"),
-        (add_image, "train_images: 9 there, 10 now"),
-        (remove_validation_image, "val_images: 9 there, 8 now"),
-        (move_images, "train_images: files renamed or moved"),
-        (replace_image, "val_images: files of other sizes"),
-        (add_class, "classes: fox new, train_images: 9 there, 10 now, val_images: 9 there, 10 now"),
-    ],
-)
-@pytest.mark.parametrize("resume", ["auto", "run/checkpoints/last"])
-def test_data_that_has_changed_is_told(cut_off, tmp_path, monkeypatch, capsys, change, said, resume):
+CHANGES = {
+    rename_class: "classes: dog gone, dingo new",
+    add_image: "train_images: 9 there, 10 now",
+    remove_validation_image: "val_images: 9 there, 8 now",
+    move_images: "train_images: files renamed or moved",
+    replace_image: "val_images: files of other sizes",
+    add_class: "classes: fox new, train_images: 9 there, 10 now, val_images: 9 there, 10 now",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_data_that_has_changed_is_told(cut_off, tmp_path, monkeypatch, capsys, change):
     shutil.copytree(cut_off, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     change(tmp_path / "data")
     before = content(tmp_path)
-    options = {key: value for key, value in FOLDER.items() if key != "workers"}
-    command = pretraining_command(**options, steps=2)
-    code, _, err = run_cli(capsys, *command, "--resume", resume, "--set", "workers=0")
-    assert code == 2 and err.count("\n") == 1 and f"({said}); restore it" in err and "--weights run/" in err
-    assert content(tmp_path) == before
+    for resume in ("auto", "run/checkpoints/last"):
+        code, _, err = run_cli(capsys, *pretraining_command(**FOLDER, steps=2, resume=resume))
+        assert code == 2 and err.count("\n") == 1 and f"({CHANGES[change]}); restore it" in err
+        assert "--weights run/" in err and content(tmp_path) == before
 
 
 def test_classes_in_another_order_are_told():
@@ -222,7 +189,7 @@ def test_a_baseline_saves_its_class_names_as_timm_does(tmp_path):
 # ---- evaluation
 
 
-def test_an_evaluation_that_fails_loses_nothing_and_is_made_up_for(run, tmp_path, monkeypatch):
+def test_an_evaluation_that_fails_loses_nothing_and_is_made_up_for(tmp_path, monkeypatch):
     """A validation image that cannot be read, say: the steps before it are saved, and it is tried again."""
     whole, config = tmp_path / "whole", digits(tmp_path / "run", steps=4, eval_every=2, **QUICK)
     train(digits(whole, steps=4, eval_every=2, **QUICK))
@@ -239,16 +206,16 @@ def test_an_evaluation_that_fails_loses_nothing_and_is_made_up_for(run, tmp_path
             train(config)
         assert read_training_state(tmp_path / "run" / "checkpoints" / "last")["step"] == step
     monkeypatch.undo()
-    assert rows(tmp_path / "run", "val") == ["2"]
+    assert records(tmp_path / "run", "val", "step") == ["2"]
     assert train(config)["finished"]
-    assert rows(tmp_path / "run", "val") == rows(whole, "val") == ["2", "4"]
-    assert same(training_tensors(tmp_path / "run"), training_tensors(whole))
+    assert records(tmp_path / "run", "val", "step") == records(whole, "val", "step") == ["2", "4"]
+    assert same_runs(tmp_path / "run", whole)
 
 
-def test_a_step_that_was_evaluated_is_not_evaluated_again(run, tmp_path, monkeypatch):
-    shutil.copytree(run, tmp_path / "run")
+def test_a_step_that_was_evaluated_is_not_evaluated_again(four_steps, tmp_path, monkeypatch):
+    run = shutil.copytree(four_steps, tmp_path / "run")
     evaluated, evaluate = [], trainer_module.evaluate
     monkeypatch.setattr(trainer_module, "evaluate", lambda *args: evaluated.append(trainer.step) or evaluate(*args))
-    trainer = Trainer(digits(tmp_path / "run", steps=6, eval_every=4, **QUICK))
+    trainer = Trainer(digits(run, steps=6, eval_every=4, **QUICK))
     trainer.fit()
-    assert evaluated == [6] and rows(tmp_path / "run", "val") == ["4", "6"]
+    assert evaluated == [6] and records(run, "val", "step") == ["4", "6"]

@@ -1,6 +1,6 @@
 """The run folder: what is somebody else's stays, every copy goes on, a kill at any point leaves a whole checkpoint."""
 
-import errno
+import contextlib
 import os
 import shutil
 import subprocess
@@ -10,31 +10,12 @@ from pathlib import Path
 
 import pytest
 from commands import run_cli
-from processes import Child, done
-from runs import content, digits, pretraining_command, same, training_tensors, weights
+from runs import QUICK, content, digits, pretraining_command, same, same_runs, weights
 
 from vitfast import InputError, ViT
 from vitfast.train import run_folder
 from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import Trainer, train
-
-QUICK = dict(img_size=16, batch_size=16, save_every=2)
-
-
-@pytest.fixture(scope="module")
-def four_steps(tmp_path_factory) -> Path:
-    """A finished run with checkpoints of steps 4 and 2."""
-    run = tmp_path_factory.mktemp("four") / "run"
-    train(digits(run, steps=4, **QUICK))
-    return run
-
-
-@pytest.fixture(scope="module")
-def six_steps(tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("six") / "run"
-    train(digits(run, steps=6, **QUICK))
-    return run
-
 
 # ---- what vitfast did not write
 
@@ -61,40 +42,33 @@ def test_nothing_of_somebody_else_is_removed(tmp_path, capsys):
     assert len(events) == 1  # those of the runs before were vitfast's own
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("config.yaml", "lr: 0.1\nmodel: mine\n"),
-        ("metrics.csv", "date,value\n1,2\n"),
-        ("summary.json", '{"result": 1}'),
-        ("checkpoints/last", "a file"),
-        ("checkpoints/last/weights.pt", "mine"),
-        ("checkpoints/previous/weights.pt", "mine"),
-        ("checkpoints", "a file"),
-        ("tensorboard", "a file"),
-        ("checkpoints/.writing", "a file"),
-        ("checkpoints/.writing/thesis.txt", "mine"),
-        ("checkpoints/.removing/state/thesis.txt", "mine"),
-    ],
-)
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_file_that_would_be_replaced_is_refused_before_anything_is_touched(tmp_path, capsys, name, text, resume):
-    path = tmp_path / name
+SOMEBODYS = {
+    "config.yaml": "lr: 0.1\nmodel: mine\n",
+    "metrics.csv": "date,value\n1,2\n",
+    "summary.json": '{"result": 1}',
+    "checkpoints/last": "a file",
+    "checkpoints/last/weights.pt": "mine",
+    "checkpoints/previous/weights.pt": "mine",
+    "checkpoints": "a file",
+    "tensorboard": "a file",
+    "checkpoints/.writing": "a file",
+    "checkpoints/.writing/thesis.txt": "mine",
+    "checkpoints/.removing/state/thesis.txt": "mine",
+    ".best/thesis.txt": "mine",
+}
+
+
+@pytest.mark.parametrize("name", SOMEBODYS)
+def test_a_file_that_would_be_replaced_is_refused_before_anything_is_touched(tmp_path, capsys, name):
+    path, early = tmp_path / name, dict(early_stop=2, hold_out=0.1) if "best" in name else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(SOMEBODYS[name])
     before = content(tmp_path)
-    code, _, err = run_cli(capsys, *pretraining_command(tmp_path, steps=2), "--resume", resume)
-    named = "/".join(name.split("/")[:2])
-    assert code == 2 and err.count("\n") == 1 and f"{tmp_path / named} is damaged, or no run of vitfast wrote it" in err
-    assert content(tmp_path) == before
-
-
-def test_the_hidden_folder_of_a_best_checkpoint_is_refused_too(tmp_path, capsys):
-    (tmp_path / ".best").mkdir()
-    (tmp_path / ".best" / "thesis.txt").write_text("mine")
-    code, _, err = run_cli(capsys, *pretraining_command(tmp_path, steps=2), "--set", "early_stop=2", "hold_out=0.1")
-    assert code == 2 and f"{tmp_path}/.best is damaged, or no run of vitfast wrote it" in err
-    assert content(tmp_path) == {".best": None, ".best/thesis.txt": b"mine"}
+    for resume in ("auto", "never"):
+        code, _, err = run_cli(capsys, *pretraining_command(tmp_path, resume, steps=2, **early))
+        named = "/".join(name.split("/")[: 1 if early else 2])
+        assert code == 2 and err.count("\n") == 1
+        assert f"{tmp_path / named} is damaged, or no run of vitfast wrote it" in err and content(tmp_path) == before
 
 
 def test_what_a_kill_left_of_a_checkpoint_goes(four_steps, tmp_path):
@@ -103,21 +77,21 @@ def test_what_a_kill_left_of_a_checkpoint_goes(four_steps, tmp_path):
     (run / "checkpoints" / ".writing" / ".model.safetensors.0a1b2c3d.tmp").write_bytes(b"half")
     shutil.copytree(run / "checkpoints" / "last" / "state", run / "checkpoints" / ".removing" / "state")
     train(digits(run, steps=8, **QUICK))
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["last", "previous"]
+    steps = {path.name: read_training_state(path)["step"] for path in (run / "checkpoints").iterdir()}
+    assert steps == dict(last=8, previous=6)
 
 
 def test_a_folder_that_somebody_puts_in_the_place_of_a_checkpoint_gets_another_name(tmp_path, caplog):
     trainer = Trainer(digits(tmp_path, steps=4, **QUICK))
-    step = trainer.train_step
+    take = trainer._train
 
-    def put(images, labels, number, total):
-        if number == 3:  # checkpoints/last is of step 2
+    def put(images, labels):
+        if trainer.step == 3:  # checkpoints/last is of step 2
             (tmp_path / "checkpoints" / "previous").mkdir()
             (tmp_path / "checkpoints" / "previous" / "thesis.txt").write_text("mine")
-        return type(step).__call__(step, images, labels, number, total)
+        return take(images, labels)
 
-    put.__dict__.update(vars(step))
-    trainer.train_step = type("Step", (), dict(__call__=staticmethod(put), __getattr__=lambda _, k: getattr(step, k)))()
+    trainer._train = put
     trainer.fit()
     assert (tmp_path / "checkpoints" / "previous.1" / "thesis.txt").read_text() == "mine"
     assert "is previous.1 now" in caplog.text
@@ -154,13 +128,12 @@ def test_every_copy_of_a_run_goes_on(four_steps, six_steps, tmp_path, capsys, ca
     assert same(ViT.from_pretrained(copy / "checkpoints" / "last").state_dict(), weights(four_steps))
     assert run_cli(capsys, *pretraining_command(copy, steps=6, **QUICK))[0] == 0
     assert "resumed from step 4" in caplog.text
-    assert same(weights(copy), weights(six_steps)) and same(training_tensors(copy), training_tensors(six_steps))
+    assert same_runs(copy, six_steps)
 
 
 def test_a_last_that_is_a_link_is_replaced_and_what_it_names_stays(four_steps, tmp_path):
     """Checkpoints moved to another disk, say."""
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    shutil.copytree(four_steps, run)
+    run, disk = shutil.copytree(four_steps, tmp_path / "run"), tmp_path / "disk"
     shutil.move(run / "checkpoints" / "last", disk)
     (run / "checkpoints" / "last").symlink_to(disk)
     before = content(disk)
@@ -170,8 +143,7 @@ def test_a_last_that_is_a_link_is_replaced_and_what_it_names_stays(four_steps, t
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again_over_the_rest(four_steps, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(four_steps, run)
+    run = shutil.copytree(four_steps, tmp_path / "run")
     (run / "checkpoints" / "last").rename(run / "checkpoints" / "best")
     shutil.rmtree(run / "checkpoints" / "previous")
     before = content(run)
@@ -185,14 +157,17 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again_over_the_rest(fou
 
 
 def test_weights_in_the_folder_that_they_would_be_removed_from_are_refused(four_steps, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(four_steps, run)
+    run = shutil.copytree(four_steps, tmp_path / "run")
     before = content(run)
-    settings = ("--data", "digits", "--device", "cpu", "--steps", 2, "--output", run, "--resume", "never")
-    code, _, err = run_cli(capsys, "finetune", "--weights", run / "checkpoints" / "last", *settings)
-    assert code == 2 and "is in --output, where it would be replaced" in err and content(run) == before
-    shutil.copytree(run / "checkpoints" / "last", run / "checkpoints" / "mine")  # which would not
-    assert run_cli(capsys, "finetune", "--weights", run / "checkpoints" / "mine", *settings)[0] == 0
+    settings = dict(steps=2, **QUICK)
+    for kept, code in (("last", 2), ("mine", 0)):  # which would not be removed
+        given = run / "checkpoints" / kept
+        command = [*pretraining_command(run, "never", **settings), "--weights", given]
+        result, _, err = run_cli(capsys, *command)
+        assert result == code and ("is in --output, where it would be replaced" in err) == (code == 2)
+        if code:
+            assert content(run) == before
+            shutil.copytree(given, run / "checkpoints" / "mine")
 
 
 # ---- where a run can be written
@@ -218,22 +193,20 @@ def test_a_folder_behind_a_link_is_as_good(tmp_path):
     assert (tmp_path / "far" / "checkpoints" / "last" / "model.safetensors").exists()
 
 
-def as_nobody(folder: str) -> int:
-    """check_output as a user who may read the folder alone; 0 where it and what lies below are refused."""
-    if os.getuid() == 0:
-        os.setuid(65534)
-    refused = []
-    for path in (Path(folder), Path(folder) / "run"):
-        with pytest.raises(InputError, match="written to"):
-            run_folder.check_output(path)
-        refused.append(path)
-    return 0 if len(refused) == 2 else 1
-
-
 def test_a_read_only_folder_is_refused():
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o555)
-        done([Child(as_nobody, folder)])
+        pid = os.fork()
+        if not pid:  # as a user who may read the folder alone
+            if os.getuid() == 0:
+                os.setuid(65534)
+            with contextlib.suppress(BaseException):
+                for path in (Path(folder), Path(folder) / "run"):
+                    with pytest.raises(InputError, match="written to"):
+                        run_folder.check_output(path)
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 # ---- killed while saving
@@ -297,25 +270,3 @@ def test_a_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path, mon
     assert code == 0 and points > 20
     expected = [("last", "2"), ("last", "3")] if exchangeable else [("last", "2"), ("previous", "2"), ("last", "3")]
     assert list(dict.fromkeys(seen)) == expected
-
-
-def test_two_checkpoints_are_kept(tmp_path):
-    train(digits(tmp_path, steps=8, **QUICK))
-    steps = {path.name: read_training_state(path)["step"] for path in (tmp_path / "checkpoints").iterdir()}
-    assert steps == dict(last=8, previous=6)
-
-
-def test_a_rename_that_fails_puts_the_last_checkpoint_back(four_steps, tmp_path, monkeypatch):
-    run, rename = tmp_path / "run", os.rename
-    shutil.copytree(four_steps, run)
-
-    def full(source, target):
-        if Path(source).name == ".writing":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        rename(source, target)
-
-    monkeypatch.setattr(run_folder, "exchange", lambda a, b: False)
-    monkeypatch.setattr(os, "rename", full)
-    with pytest.raises(RuntimeError, match=r"No space left on device\); the last good checkpoint is .*last \(step 4\)"):
-        train(digits(run, steps=6, **QUICK))
-    assert same(weights(run), weights(four_steps))

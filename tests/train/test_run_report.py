@@ -18,11 +18,11 @@ from processes import Child
 from runs import content, cut_at, digits, finetuning
 
 from vitfast import ViT
-from vitfast.config import Config
 from vitfast.data.loader import open_data
 from vitfast.data.transforms import transforms
-from vitfast.inspect.figures import as_png, draw_curves, draw_similarity
-from vitfast.inspect.page import page
+from vitfast.eval.inspect.figures import as_png, draw_curves, draw_similarity
+from vitfast.eval.inspect.page import page
+from vitfast.run.config import Config
 from vitfast.train import report, trainer
 from vitfast.train.trainer import train
 
@@ -138,15 +138,15 @@ def test_what_fails_in_a_report_is_one_line_and_the_run_is_finished(tmp_path, mo
         return [r.message for r in caplog.records if "report.html" in r.message]
 
     with monkeypatch.context() as patch:
-        patch.setattr("vitfast.inspect.figures.draw_curves", broken)
+        patch.setattr("vitfast.eval.inspect.figures.draw_curves", broken)
         summary = train(digits(tmp_path / "a", steps=2))
     assert json.loads((tmp_path / "a" / "summary.json").read_text()) == summary and summary["finished"]
     assert said() == ["no report.html: ValueError: no such colour"] and not (tmp_path / "a" / "report.html").exists()
     caplog.clear()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-        patch.delitem(sys.modules, "vitfast.inspect.figures")
-        patch.delitem(sys.modules, "vitfast.inspect.report")
+        patch.delitem(sys.modules, "vitfast.eval.inspect.figures")
+        patch.delitem(sys.modules, "vitfast.eval.inspect.report")
         assert train(digits(tmp_path / "b", steps=2))["finished"]
     assert said() == ["no report.html: matplotlib is not installed"]
 

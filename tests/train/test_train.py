@@ -1,52 +1,124 @@
-"""Runs: they learn, they continue bit for bit, they stop in order, and every way of training takes steps."""
+"""Runs: what they leave, every way of training, resuming bit for bit, images that cannot be read, too little memory."""
 
 import csv
-import dataclasses
 import io
 import json
 import re
-import signal
 import sys
-import time
-from pathlib import Path
 
+import numpy as np
 import pytest
-import runs
 import torch
 import yaml
-from processes import Child, command_line, done
-from runs import cut_at, finetuning, pretraining_command, same, training_tensors, weights
+from commands import make_folder
+from runs import QUICK, changed, cut_at, digits, finetuning, records, same_runs
 
 from vitfast import InputError, ViT
+from vitfast.data.transforms import transforms
 from vitfast.train.recipes import resolve
 from vitfast.train.resume import read_training_state
 from vitfast.train.trainer import Trainer, TrainingError, train
 
-
-def digits(output: Path, **fields):
-    return runs.digits(output, log_every=2, eval_every=100, **fields)
+SMALL = dict(img_size=16, batch_size=16)
 
 
 def test_a_run_leaves_what_it_promises(tmp_path):
-    summary = train(digits(tmp_path, steps=6, batch_size=32))
+    config = digits(tmp_path, steps=6, log_every=2, eval_every=100, ema_decay=0.9, **SMALL)
+    summary = train(config)
     rows = list(csv.DictReader(open(tmp_path / "metrics.csv")))
     assert list(rows[0])[:7] == ["step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second"]
-    assert [r["step"] for r in rows if r["split"] == "train"] == ["2", "4", "6"] and [
-        r["step"] for r in rows if r["split"] == "val"
-    ] == ["6"]
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["lr"] == 2e-3
+    assert records(tmp_path, "train", "step") == ["2", "4", "6"] and records(tmp_path, "val", "step") == ["6"]
+    assert resolve("pretrain", yaml.safe_load((tmp_path / "config.yaml").read_text())) == config
     assert any((tmp_path / "tensorboard").iterdir())
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert (
-        summary["accuracy"] == float(rows[-1]["accuracy"])
-        and summary["train_images"] == 1437
-        and summary["images_per_second"] > 0
-    )
-    model = ViT.from_pretrained(tmp_path / "checkpoints" / "last")
-    assert model.num_classes == 10 and model.config["representation_size"] == 64
-    assert resolve("pretrain", yaml.safe_load((tmp_path / "config.yaml").read_text())) == digits(
-        tmp_path, steps=6, batch_size=32
-    )
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary and summary["train_images"] == 1437
+    model = ViT.from_pretrained(tmp_path / "checkpoints" / "last").eval()  # the average: evaluated again by hand
+    data = Trainer(changed(config, output=str(tmp_path / "again"))).data
+    images = torch.from_numpy(np.stack([np.asarray(transforms(config, (16, 16))[1](image)) for image, _ in data.val]))
+    with torch.no_grad():
+        right = sum(int(k) == label for k, (_, label) in zip(model(images).argmax(-1), data.val))
+    assert summary["accuracy"] == float(rows[-1]["accuracy"]) == pytest.approx(right / 360)
+    assert model.config["representation_size"] == 64 and summary["images_per_second"] > 0
+
+
+MANY_SIZES = dict(sizes="16:40", tokens_per_step=350, drop_tokens=0.3, drop_path=0.2, drop_path_mode="subset")
+RESUMED = {
+    "plain": {},
+    "sgd, average, random numbers, micro-batches": dict(
+        optimizer="sgd", lr=0.1, ema_decay=0.9, mixup=0.3, dropout=0.1, drop_path=0.1, accumulate=2, clip_norm=1.0
+    ),
+    "lamb, which counts its steps for a group": dict(optimizer="lamb", layer_decay=0.7),
+    "fp16 and its scaler": dict(amp="fp16", clip_norm=1.0),
+    "masked": dict(objective="masked", hidden_head=False),
+    "a baseline": dict(model="timm:test_resnet", ema_decay=0.5, lr=1e-3),
+    "many sizes": MANY_SIZES,
+    "many sizes, worker processes": MANY_SIZES | dict(workers=2),
+}
+
+
+@pytest.mark.parametrize("fields", RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, monkeypatch, fields):
+    """Model, average, optimiser, random numbers, place in the data: in the second of epochs of 4 steps."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    settings = SMALL | dict(steps=7, train_images=64, log_every=2, eval_every=100) | fields
+    once = train(digits(whole, **settings | dict(workers=0)))
+    config = digits(broken, save_every=4, **settings)
+    cut_at(monkeypatch, 6)
+    with pytest.raises(KeyError):
+        train(config)
+    monkeypatch.undo()
+    assert read_training_state(broken / "checkpoints" / "last")["step"] == 4
+    again = train(config)
+    assert same_runs(whole, broken)
+    states = [read_training_state(run / "checkpoints" / "last") for run in (whole, broken)]
+    assert all(states[0].get(name) == states[1].get(name) for name in ("step", "packing", "scaler.scale"))
+    told = ("accuracy", "loss", "epochs", "sizes", "patches_per_image", "padding_not_computed")
+    assert [once.get(name) for name in told] == [again.get(name) for name in told]
+    steps = records(broken, "train", "step")
+    assert steps == ["2", "4", "6", "7"]  # rows after the checkpoint were dropped before they were written again
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(objective="sigmoid", head_init_bias=-10.0, lr_decay="linear", cutmix=1.0, init_values=0.1),
+        dict(global_pool="avg", pos_embed="sincos2d", label_smoothing=0.1, residual_in_fp32=True, amp="bf16"),
+        dict(auto_augment="rand-m5-n2", color_jitter=0.3, workers=2),
+        dict(data="synthetic", eval_batch_size=512),
+    ],
+    ids=str,
+)
+def test_every_way_of_training_moves_every_parameter(tmp_path, fields):
+    trainer = Trainer(digits(tmp_path, steps=3, **SMALL | fields))
+    before = {k: v.clone() for k, v in trainer.train_step.model.state_dict().items()}
+    assert trainer.fit()["finished"]
+    moved = [k for k, v in trainer.train_step.model.named_parameters() if not torch.equal(v.detach(), before[k])]
+    assert len(moved) == len(list(trainer.train_step.model.parameters()))
+
+
+def test_finetuning_starts_from_a_zero_head_at_the_new_size(four_steps, tmp_path):
+    model = Trainer(finetuning(four_steps, tmp_path / "fine", steps=3)).train_step.model
+    assert model.patch_embed.img_size == (48, 48) and model.pos_embed.shape[1] == 37
+    assert (model.head.weight == 0).all() and isinstance(model.pre_logits, torch.nn.Identity)
+
+
+@pytest.mark.parametrize("accumulate, clip_norm", [(1, None), (4, None), (3, 0.01)])
+def test_accumulation_or_clipping_leaves_the_gradient_of_the_whole_batch(tmp_path, accumulate, clip_norm):
+    """A step of SGD against autograd on all images at once; clipped, its length is clip_norm."""
+    config = digits(tmp_path, steps=4, optimizer="sgd", lr=0.1, warmup_steps=0, weight_decay=0, label_smoothing=0)
+    trainer = Trainer(changed(config, accumulate=accumulate, clip_norm=clip_norm))
+    images, labels = next(trainer.data.train_batches(0, 1))[:2]
+    model = trainer.train_step.model
+    logits = model(images)
+    truth = torch.nn.functional.cross_entropy(logits, labels)
+    gradients = torch.autograd.grad(truth, list(model.parameters()))
+    norm = torch.cat([g.flatten() for g in gradients]).norm().item()
+    scale = 1.0 if clip_norm is None else clip_norm / norm
+    before = [p.detach().clone() for p in model.parameters()]
+    loss, right = trainer.train_step(images, labels, 0, 4)
+    assert loss.item() == pytest.approx(truth.item(), abs=1e-6) and right == (logits.argmax(-1) == labels).sum()
+    assert norm > 0.1 and trainer.train_step.rate == 0.1
+    for p, old, gradient in zip(model.parameters(), before, gradients):
+        assert torch.allclose((old - p.detach()) / 0.1, scale * gradient, atol=2e-6)
 
 
 @pytest.mark.parametrize("objective", ["softmax", "masked"])
@@ -63,166 +135,70 @@ def test_what_blocks_keep_is_decided_for_a_micro_batch_before_the_model_is_compi
     assert asked[2:] == [(30, None)] and caplog.messages.count(said) == 1
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        dict(optimizer="sgd", lr=0.1, ema_decay=0.9, mixup=0.3, dropout=0.1, drop_path=0.1, accumulate=2),
-        dict(optimizer="lamb", layer_decay=0.7),  # counts its steps for a group, not for a parameter
-    ],
-    ids=["plain", "all", "lamb"],
-)
-def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, monkeypatch, fields):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(digits(whole, steps=10, batch_size=32, **fields))
-    trainer = Trainer(digits(broken, steps=10, batch_size=32, save_every=4, **fields))
-    cut_at(monkeypatch, 6)
-    with pytest.raises(KeyError):
-        trainer.fit()
-    monkeypatch.undo()
-    assert read_training_state(broken / "checkpoints" / "last")["step"] == 4
-    train(digits(broken, steps=10, batch_size=32, save_every=4, **fields))
-    assert same(weights(whole), weights(broken))
-    assert same(training_tensors(whole), training_tensors(broken))
-    steps = [r["step"] for r in csv.DictReader(open(broken / "metrics.csv")) if r["split"] == "train"]
-    assert steps == sorted(set(steps), key=int)  # rows after the checkpoint were dropped before they were written again
-
-
-def wait_for(path: Path, seconds: float = 90) -> None:
-    end = time.time() + seconds
-    while not path.exists():
-        assert time.time() < end, f"{path} never came"
-        time.sleep(0.02)
-
-
-@pytest.mark.slow(7)
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    command = pretraining_command(run, steps=60, save_every=3)
-    process = Child(command_line, [str(c) for c in command])
-    wait_for(run / "checkpoints" / "last")
-    process.send_signal(signal.SIGTERM)
-    (errors,) = done([process])
-    assert "stopped at step" in errors
-    stopped = read_training_state(run / "checkpoints" / "last")["step"]
-    assert 3 <= stopped < 60
-
-    torch.set_num_threads(1)
-    config = digits(whole, steps=60, batch_size=32, save_every=3)
-    train(dataclasses.replace(config, output=str(run), log_every=10, eval_every=None))
-    train(dataclasses.replace(config, log_every=10, eval_every=None))
-    assert same(weights(run), weights(whole))
-
-    (errors,) = done([Child(command_line, [str(c) for c in command])])
-    assert "is finished" in errors
-
-
 def test_the_progress_bar_says_what_one_waits_for(tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     monkeypatch.setattr(sys, "stderr", Terminal())
-    train(digits(tmp_path, steps=8, batch_size=32))
+    train(digits(tmp_path, steps=4, log_every=2, **SMALL))
     line = sys.stderr.getvalue().replace("\r", "\n").strip().splitlines()[-1]
-    assert re.search(
-        r"pretrain: 100%.* 8/8 \[\d\d:\d\d<\d\d:\d\d, .*step/s, loss \d\.\d+, [\d,]+ images/s, \d+% waiting for data\]",
-        line,
-    ), line
+    numbers = r"loss \d\.\d+, [\d,]+ images/s, \d+% waiting for data\]"
+    assert re.search(rf"pretrain: 100%.* 4/4 \[\d\d:\d\d<\d\d:\d\d, .*step/s, {numbers}", line), line
 
 
-def test_other_settings_do_not_continue_a_run(tmp_path):
-    train(digits(tmp_path, steps=4, batch_size=32))
-    with pytest.raises(InputError, match="other settings .*lr: 0.002 there, 0.5 now"):
-        train(digits(tmp_path, steps=4, batch_size=32, lr=0.5))
-    assert train(digits(tmp_path, steps=4, batch_size=32, lr=0.5), resume="never")["steps"] == 4
-    longer = train(digits(tmp_path, steps=6, batch_size=32, lr=0.5))
-    assert longer["steps"] == 6
-    with pytest.raises(InputError, match="no checkpoint there"):
-        train(digits(tmp_path / "new", steps=4), resume=str(tmp_path / "nowhere"))
-    assert not (tmp_path / "new").exists()
-    assert train(digits(tmp_path / "new", steps=8, batch_size=32, lr=0.5), resume=str(tmp_path))["steps"] == 8
-
-
-def test_a_damaged_state_is_refused(tmp_path):
-    train(digits(tmp_path, steps=3, batch_size=32))
-    path = tmp_path / "checkpoints" / "last" / "state" / "state.safetensors"
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(InputError, match="training state in .* is damaged"):
-        train(digits(tmp_path, steps=5, batch_size=32))
-
-
-def test_a_state_of_an_earlier_version_is_called_so(tmp_path):
-    train(digits(tmp_path, steps=3, batch_size=32))
-    path = tmp_path / "checkpoints" / "last" / "state" / "state.json"
-    path.write_text('{"dict": [["step", {"value": 3}]]}')  # as it was laid out before
-    with pytest.raises(InputError, match="written by an earlier vitfast.*--weights"):
-        train(digits(tmp_path, steps=5, batch_size=32))
-
-
-def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path):
-    results = []
-    for parts in (1, 4):
-        trainer = Trainer(
-            digits(tmp_path / str(parts), steps=4, batch_size=32, accumulate=parts, optimizer="sgd", lr=0.1)
-        )
-        loss, correct = trainer.train_step(*next(trainer.data.train_batches(0, 1))[:2], 0, 4)
-        results.append((loss, correct, {k: v.clone() for k, v in trainer.train_step.model.state_dict().items()}))
-    assert torch.allclose(results[0][0], results[1][0], atol=1e-6) and results[0][1] == results[1][1]
-    for key, value in results[0][2].items():
-        assert torch.allclose(value, results[1][2][key], atol=1e-6), key
-
-
-def test_a_loss_that_is_no_number_stops_and_names_the_step(tmp_path):
-    train(digits(tmp_path, steps=4, batch_size=32))
-    trainer = Trainer(digits(tmp_path, steps=20, batch_size=32))
-    objective, seen = trainer.train_step.objective, []
-
-    def poisoned(logits, target, smoothing):
-        seen.append(1)
-        return objective(logits, target, smoothing) * (float("nan") if len(seen) == 3 else 1.0)
-
-    trainer.train_step.objective = poisoned
-    with pytest.raises(TrainingError, match=r"loss of step 7 is nan \(epoch 0, images 192 to 223.*last \(step 4\)"):
-        trainer.fit()
-    assert read_training_state(tmp_path / "checkpoints" / "last")["step"] == 4
+def test_images_that_cannot_be_read_are_counted_up_to_a_limit(tmp_path, caplog):
+    """Each once, however often it comes up; replaced in training, left out in validation."""
+    data = make_folder(tmp_path / "data", count=12)
+    settings = dict(data=str(data), steps=9, batch_size=4, img_size=16, workers=0, eval_every=3)  # one pass over 36
+    trainer = Trainer(digits(tmp_path / "run", **settings))
+    cut, gone, unseen = data / "train/cat/3.png", data / "train/dog/5.png", data / "val/eel/1.png"
+    for path in (cut, unseen):
+        path.write_bytes(path.read_bytes()[:700])  # the header is whole: only decoding finds out
+    gone.unlink()
+    summary = trainer.fit()
+    assert (summary["unreadable_images"], summary["val_images"], summary["val_unreadable_images"]) == (2, 35, 1)
+    for path, word in ((cut, "replaced"), (gone, "replaced"), (unseen, "left out")):
+        assert sum(str(path) in message and word in message for message in caplog.messages) == 1, path
+    often = changed(digits(tmp_path / "often", **settings, max_unreadable=1), steps=18)
+    assert train(often)["unreadable_images"] == 1  # two passes, one broken image
+    for path, fields in ((cut, {}), (unseen, dict(train_images=3))):
+        strict = digits(tmp_path / f"strict{len(fields)}", **settings | dict(max_unreadable=0) | fields)
+        with pytest.raises(InputError, match=f"1 images .*could not be read, more than max_unreadable 0.*{path.name}"):
+            train(strict)
+        cut.write_bytes((data / "train/cat/4.png").read_bytes())
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        dict(objective="sigmoid", head_init_bias=-10.0, lr_decay="linear"),
-        dict(global_pool="avg", pos_embed="sincos2d", label_smoothing=0.1, residual_in_fp32=True, amp="bf16"),
-        dict(cutmix=1.0, auto_augment="rand-m5-n2", color_jitter=0.3, init_values=0.1),
-        dict(workers=2),
-        dict(amp="fp16", clip_norm=1.0),
-    ],
-    ids=str,
+    "room, wanted",
+    [(9, "=4 fits, 8 at once, with the same result but for random"), (0, "a smaller model, image or batch")],
 )
-def test_every_way_of_training_takes_steps(tmp_path, fields):
-    trainer = Trainer(digits(tmp_path, steps=3, batch_size=16, **fields))
-    before = {k: v.clone() for k, v in trainer.train_step.model.state_dict().items()}
-    summary = trainer.fit()
-    assert summary["finished"] and 0 <= summary["accuracy"] <= 1
-    moved = [k for k, v in trainer.train_step.model.named_parameters() if not torch.equal(v.detach(), before[k])]
-    assert len(moved) == len(list(trainer.train_step.model.parameters()))
+def test_out_of_memory_says_what_fits(tmp_path, monkeypatch, room, wanted):
+    forward = ViT.forward
+
+    def limited(self, images):
+        if self.training and len(images) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, images)
+
+    monkeypatch.setattr(ViT, "forward", limited)
+    said = f"out of memory in step 1 with 32 images at once.*{wanted}.*no checkpoint yet"
+    with pytest.raises(TrainingError, match=said):
+        train(digits(tmp_path, steps=6))
 
 
-def test_finetuning_starts_from_a_zero_head_at_the_new_size(tmp_path):
-    train(digits(tmp_path / "pre", steps=3, batch_size=32))
-    trainer = Trainer(finetuning(tmp_path / "pre", tmp_path / "fine", steps=3))
-    model = trainer.train_step.model
-    assert (
-        model.patch_embed.img_size == (48, 48)
-        and (model.head.weight == 0).all()
-        and isinstance(model.pre_logits, torch.nn.Identity)
-    )
-    assert model.pos_embed.shape[1] == 37
-    assert trainer.fit()["steps"] == 3
-    with pytest.raises(InputError, match="starts from weights"):
-        train(resolve("finetune", dict(data="digits", output=str(tmp_path / "none"))))
-
-
-def test_synthetic_data_feeds_any_model(tmp_path):
-    summary = train(runs.digits(tmp_path, data="synthetic", steps=2, batch_size=8, eval_batch_size=512))
-    assert summary["classes"] == 1000 and summary["val_images"] == 512
+def test_runs_that_cannot_begin_leave_nothing(four_steps, tmp_path):
+    for fields, said in (
+        (dict(task="finetune"), "finetune starts from weights"),
+        (dict(batch_size=3, accumulate=4), "batch_size 3 is less than one image for each"),
+        (dict(batch_size=6, mixup=0.1, accumulate=2), "must be a multiple of"),
+        (dict(sizes="16:40", tokens_per_step=350, model="timm:resnet18"), "sizes and drop_tokens are for ViTs"),
+        (dict(sizes="16:40", tokens_per_step=350, pos_embed="relative"), "'relative' takes images of one size"),
+        (dict(objective="masked", model="timm:test_resnet"), "objective=masked trains vitfast's ViTs only"),
+        (dict(objective="masked", model="R50x1"), "take softmax or sigmoid for R50x1"),
+    ):
+        fields = QUICK | dict(steps=2) | fields
+        config = digits(tmp_path / "run", **{k: v for k, v in fields.items() if k != "task"})
+        with pytest.raises(InputError, match=said):
+            train(changed(config, task=fields.get("task", "pretrain")))
+        assert not list(tmp_path.rglob("*.*")), fields

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..submodules import set_class
+from ..ops.fusable import set_class
 from .descriptions import Attention, Layer, Mlp
 from .registry import known_classes, register, replaceable_modules, replacement_class, towers, unsupported_reason
 from .report import Entry, Report, describe

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.attention import unsupported_reason as head_unsupported
-from ..submodules import Modules
+from ..ops.fusable import Modules
 from .fallbacks import DROPOUT
 from .fused_blocks import Found, FusedBlock, add_projection, attribute, under
 from .leaves import normalized

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
-from ..submodules import own_forward
+from ..ops.fusable import own_forward
 
 PACKING = "packing"  # the part of a model around its layers
 ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry

@@ -1,6 +1,6 @@
 """One half of a library's encoder layer, attention or MLP: what an operation reads of it.
 
-Everything is looked up at the call and nothing is kept: see submodules.py. The two kinds are in attention.py, mlp.py.
+Everything is looked up at the call and nothing is kept: see ops/fusable.py. The two kinds are in attention.py, mlp.py.
 """
 
 from typing import NamedTuple
@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .. import ops, ref
+from .. import ops
+from ..ops import reference as ref
 from ..ops._dispatch import KERNEL_DTYPES
-from ..packed import owners
-from ..submodules import Modules, find_modules, full_name, layout
+from ..ops.fusable import Modules, find_modules, full_name, layout
+from ..ops.packed import owners
 from .descriptions import Attention, Layer, Mlp
 from .kinds import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..submodules import own_forward
+from ..ops.fusable import own_forward
 from .descriptions import Attention, Layer, Logits, Mlp
 from .masks import may_wait, rotary_tables
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import nn
 
-from ..submodules import full_name
+from ..ops.fusable import full_name
 
 LAYER_NORMS = (
     "torch.nn.modules.normalization.LayerNorm",

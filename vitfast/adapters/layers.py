@@ -8,7 +8,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from ..submodules import full_name
+from ..ops.fusable import full_name
 from .descriptions import Layer
 from .fallbacks import library_runs, operation_runs
 from .fused_blocks import Found, FusedBlock, asked, attribute, input_unsupported, stream_dtype

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._dispatch import KERNEL_DTYPES
-from ..submodules import Modules, full_name, own_forward
+from ..ops.fusable import Modules, full_name, own_forward
 from .descriptions import Layer, Mlp
 from .fallbacks import library_runs, operation_runs
 from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, input_unsupported, parameter, under

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..errors import InputError
-from ..submodules import full_name, own_forward
+from ..ops.fusable import full_name, own_forward
 from . import hugging_face, leaves, libraries, subclasses, timm
 from .check import checked_class, checked_mlp, checked_norm, refused
 from .descriptions import Layer

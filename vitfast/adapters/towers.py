@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..submodules import own_forward
+from ..ops.fusable import own_forward
 from .fallbacks import PACKING, library_runs, operation_runs
 from .fused_blocks import input_unsupported
 from .hugging_face_layers import only_captures

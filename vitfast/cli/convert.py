@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..convert import convert
+    from ..model.convert import convert
 
     asked = ("act_layer", "pos_embed", "rope", "ref_feat_shape", "global_pool", "norm_eps", "mean", "std")
     given = overrides(args) | {name: getattr(args, name) for name in asked if hasattr(args, name)}

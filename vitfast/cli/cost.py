@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..cost import as_text, baseline_as_text, estimate, estimate_baseline, rates
-    from ..model import ViT
+    from ..model.vit import ViT
+    from ..tools.cost import as_text, baseline_as_text, estimate, estimate_baseline, rates
 
     device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
     with torch.device("meta"):
@@ -54,10 +54,8 @@ def run(args: argparse.Namespace) -> int:
         found = estimate(model, device, gpus=args.gpus, efficiency=efficiency, keep=args.keep, **training)
         text = as_text(name, found)
     else:
-        from timm.models.resnetv2 import ResNetV2
-
         del training["batch_size"]
-        found = estimate_baseline(model, model.image_size, resnet=isinstance(model, ResNetV2), **training)
+        found = estimate_baseline(model, model.image_size, **training)
         text = baseline_as_text(name, found)
     print(json.dumps(dict(model=name, **found), indent=2) if args.json else text)
     return 0
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _from_flags(args: argparse.Namespace) -> tuple:
     """Name, model, epochs, images in an epoch, and what else `estimate` takes."""
-    from ..model import ViT
+    from ..model.vit import ViT
 
     given = vars(args)
     if "model" not in given:
@@ -82,8 +80,8 @@ def _baseline(name: str, size: int):
     """
     if "/" in name:
         return None
-    from ..baselines import RESNETS, TIMM, baseline, is_baseline
-    from ..presets import PRESETS
+    from ..model.baselines import RESNETS, TIMM, baseline, is_baseline
+    from ..model.presets import PRESETS
 
     if not is_baseline(name):
         raise unknown("model", name, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
@@ -92,7 +90,7 @@ def _baseline(name: str, size: int):
 
 def _from_recipe(args: argparse.Namespace) -> tuple:
     """The same of a recipe; flags win over it."""
-    from ..cost import DATASETS
+    from ..tools.cost import DATASETS
     from ..train.recipes import resolve
     from ..train.setup import new_model
 

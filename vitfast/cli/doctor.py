@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.interpreted or not torch.cuda.is_available()) and not INTERPRETED:
         return _run_interpreted(args)
-    from ..doctor import doctor
+    from ..tools.doctor import doctor
 
     return doctor(args.json, args.only, args.dtype, args.jobs, not args.untimed, args.debug, args.interpreted)
 

@@ -13,8 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..distributed import is_first_rank
     from ..eval.accuracy import evaluate_weights
+    from ..run.distributed import is_first_rank
     from ..train.recipes import resolve
 
     options = {"real": args.real} if hasattr(args, "real") else {}

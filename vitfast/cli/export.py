@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..device import choose_device
-    from ..export import check_target, export
-    from ..model import ViT
+    from ..model.export import check_target, export
+    from ..model.vit import ViT
+    from ..run.device import choose_device
 
     check_target(args.output, args.form, args.force)
     device = choose_device(args.device)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..families import chosen, judge
+    from ..tools.families import chosen, judge
 
     device, rows = args.device or ("cuda" if torch.cuda.is_available() else "cpu"), []
     for family in chosen(args.library):

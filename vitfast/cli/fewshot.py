@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..eval.fewshot import few_shot
-    from ..files import write_text
+    from ..run.files import write_text
     from ..train.recipes import resolve
 
     output = vars(args).pop("output")  # of the result, no setting
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_output(path: Path, force: bool) -> None:
     """Raises InputError, before anything is computed, where the result cannot be written there."""
-    from ..checkpoint.files import check_free
+    from ..model.checkpoint.files import check_free
 
     if path.suffix not in (".json", ".csv"):
         raise InputError(f"--output {path}: the result is written as .json or .csv")

@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..device import choose_device
-    from ..inspect.images import read_images
-    from ..inspect.report import write_inspection
-    from ..model import ViT
+    from ..eval.inspect.images import read_images
+    from ..eval.inspect.report import write_inspection
+    from ..model.vit import ViT
+    from ..run.device import choose_device
 
     device = choose_device(args.device)
     model = ViT.from_pretrained(args.weights, **overrides(args)).to(device)

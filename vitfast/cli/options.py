@@ -124,8 +124,8 @@ def experiment_config(args: argparse.Namespace):
 
 def unless_stopped(function, *args):
     """function(*args), or None where a run in it was asked to stop; then leaves the process group."""
-    from ..distributed import leave
     from ..experiments.runs import Stopped
+    from ..run.distributed import leave
 
     try:
         return function(*args)

@@ -31,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 where at least one image has an answer, else 1."""
-    from ..baselines import load_any
-    from ..checkpoint.files import check_free
-    from ..device import choose_device
     from ..eval.predict import learned_by_sigmoid, predict, write_csv, write_json
-    from ..files import write_atomically
+    from ..model.baselines import load_any
+    from ..model.checkpoint.files import check_free
+    from ..run.device import choose_device
+    from ..run.files import write_atomically
     from ..train.recipes import resolve
 
     output = vars(args).pop("output")  # no setting of a run

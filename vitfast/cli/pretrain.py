@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
 
 def train_as_told(args: argparse.Namespace, train: Callable) -> int:
     """Calls train(config, resume) and prints its result; with --print-config the settings alone."""
-    from ..config import as_plain
+    from ..run.config import as_plain
     from ..train.recipes import resolve
 
     config = resolve(args.command, *setting_layers(args))
@@ -27,7 +27,7 @@ def train_as_told(args: argparse.Namespace, train: Callable) -> int:
 
         print(yaml.safe_dump(as_plain(config), sort_keys=False), end="")
         return 0
-    from ..distributed import is_first_rank
+    from ..run.distributed import is_first_rank
 
     summary = unless_stopped(train, config, args.resume)
     if summary and summary["finished"] and is_first_rank():

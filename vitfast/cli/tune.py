@@ -21,6 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..tune import tune
+    from ..tools.tune import tune
 
     return tune(args.model, getattr(torch, args.dtype), args.only, args.seconds, args.batch_size, args.deterministic)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from ..config import Config
 from ..errors import InputError
+from ..run.config import Config
 from .datasets import whole
 from .folders import ImageFiles
 from .images import Unreadable, as_rgb, read_rgb

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import DataLoader
 
-from ..config import Config
-from ..distributed import Ranks
 from ..errors import InputError
+from ..run.config import Config
+from ..run.distributed import Ranks
 from . import jpeg
 from .datasets import Shards, Subset, by_index, labels_of, open_sources, take
 from .packing import NATIVE_AT_ONCE, Native, PackedCollate, Packing, Progress, SizedSamples, sampler

@@ -18,10 +18,10 @@ from torch.utils.data import Sampler
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resized_crop
 
-from ..config import Config
-from ..distributed import Ranks
 from ..errors import InputError
-from ..packed import PackedImages, draw_kept, pack
+from ..ops.packed import PackedImages, draw_kept, pack
+from ..run.config import Config
+from ..run.distributed import Ranks
 from .samples import ONE, Samples, as_labels, mix_seed, seed_everything
 
 NATIVE_AT_ONCE = 64  # images of an evaluation at their own sizes that are read together

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from ..distributed import Ranks
 from ..errors import InputError
+from ..run.distributed import Ranks
 from .images import Unreadable
 
 # uint8 (B, C, H, W); int64 (B,), or float32 (B, K) zeros and ones where images have several classes; what could not be

@@ -12,8 +12,8 @@ from PIL import Image
 from timm.data import IterableImageDataset
 from torch.utils.data import IterableDataset
 
-from ..config import MOST_CLASSES
 from ..errors import InputError
+from ..run.config import MOST_CLASSES
 from .images import Unreadable, as_rgb, printable, read_rgb
 from .samples import padding
 

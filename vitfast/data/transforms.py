@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms import Compose, RandomErasing
 from torchvision.transforms.functional import center_crop, get_image_size
 
-from ..config import Config
+from ..run.config import Config
 from .packing import Packing, SizedTransform
 
 

@@ -4,9 +4,9 @@ import logging
 import os
 from pathlib import Path
 
-from ..config import Config
-from ..distributed import Ranks
 from ..errors import InputError
+from ..run.config import Config
+from ..run.distributed import Ranks
 
 PREFETCH = 4  # batches that each process reads ahead
 A_CORE = 4  # processes at most for each core: more wait for each other

@@ -9,14 +9,14 @@ import torch
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
-from ..baselines import load_any, sizes
-from ..config import Config
 from ..data.loader import Data, open_data
 from ..data.samples import PADDING, counts
-from ..device import autocast, autocast_dtype, choose_device
 from ..errors import InputError
-from ..model import ViT
-from ..packed import PackedImages
+from ..model.baselines import load_any, sizes
+from ..model.vit import ViT
+from ..ops.packed import PackedImages
+from ..run.config import Config
+from ..run.device import autocast, autocast_dtype, choose_device
 
 logger = logging.getLogger("vitfast")
 

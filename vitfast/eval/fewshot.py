@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import Config
 from ..data.datasets import Subset, by_index, known_labels
 from ..data.loader import Data
 from ..errors import InputError
+from ..run.config import Config
 from .accuracy import open_weights
 from .probe import Features, features, knn, linear, whitening
 

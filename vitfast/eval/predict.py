@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..baselines import sizes
-from ..checkpoint.files import locate
-from ..config import Config
 from ..data.images import printable, read_rgb
 from ..data.packing import NATIVE_AT_ONCE, Native
 from ..data.samples import ONE
 from ..data.transforms import transforms
 from ..data.workers import PREFETCH, loader_processes
-from ..device import autocast_dtype
 from ..errors import InputError
-from ..packed import PackedImages
+from ..model.baselines import sizes
+from ..model.checkpoint.files import locate
+from ..ops.packed import PackedImages
+from ..run.config import Config
+from ..run.device import autocast_dtype
 from .accuracy import check_sizes, cut_as_told, logits_of
 
 FORMULA, NUMBER = re.compile(r"[=+\-@\t\r\n]"), re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)

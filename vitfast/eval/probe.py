@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..baselines import normalized
 from ..data.loader import Data
 from ..data.samples import counts
-from ..device import autocast
 from ..errors import InputError
+from ..model.baselines import normalized
+from ..run.device import autocast
 
 CHUNK = 1024  # images compared with all training images at a time
 

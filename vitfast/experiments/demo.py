@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..config import Config
-from ..results import Results
+from ..run.config import Config
+from ..run.results import Results
 from ..train.log import COLUMNS, read_metrics
 from ..train.recipes import resolve
 from ..train.report import with_error

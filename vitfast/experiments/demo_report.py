@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from ..data.loader import open_data
-from ..device import choose_device
-from ..model import ViT
-from ..results import Results
+from ..model.vit import ViT
+from ..run.device import choose_device
+from ..run.results import Results
 from ..train.recipes import resolve
 from ..train.report import curves, encoded_page, optional, origin, validation_sections, with_error
 

@@ -5,8 +5,8 @@ import logging
 import statistics
 from pathlib import Path
 
-from ..config import Config, as_plain, course
-from ..results import Results
+from ..run.config import Config, as_plain, course
+from ..run.results import Results
 from .runs import finish, write_records
 
 logger = logging.getLogger("vitfast")

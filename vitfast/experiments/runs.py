@@ -7,8 +7,8 @@ import csv
 import io
 import json
 
-from ..config import Config
-from ..results import Results
+from ..run.config import Config
+from ..run.results import Results
 from ..train.trainer import train
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from ..baselines import sizes
-from ..config import Config, as_plain, check_run, course
-from ..cost import forward_flops
 from ..data.loader import open_data
-from ..device import choose_device
 from ..errors import unknown
 from ..eval.fewshot import few_shot
-from ..results import Results
+from ..model.baselines import sizes
+from ..run.config import Config, as_plain, check_run, course
+from ..run.device import choose_device
+from ..run.results import Results
+from ..tools.cost import forward_flops
 from ..train.recipes import resolve
 from ..train.run_folder import kept_weights
 from ..train.setup import new_model

@@ -6,10 +6,10 @@ import logging
 import statistics
 from pathlib import Path
 
-from ..config import Config, as_plain, course
-from ..distributed import is_first_rank
 from ..errors import Diverged, InputError, TrainingError
-from ..results import Results
+from ..run.config import Config, as_plain, course
+from ..run.distributed import is_first_rank
+from ..run.results import Results
 from .runs import finish
 
 logger = logging.getLogger("vitfast")

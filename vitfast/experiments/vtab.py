@@ -24,14 +24,14 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
-from ..config import Config, as_plain, course, total_steps
 from ..data.datasets import take
-from ..distributed import world_size
 from ..errors import InputError
 from ..eval.accuracy import open_weights
 from ..eval.fewshot import Ridge, check_l2, classify
 from ..eval.probe import features, linear
-from ..results import Results
+from ..run.config import Config, as_plain, course, total_steps
+from ..run.distributed import world_size
+from ..run.results import Results
 from ..train.recipes import resolve
 from ..train.trainer import Trainer
 

@@ -1,6 +1,6 @@
 """The operations a ViT spends its time on: checks, then a kernel or its plain PyTorch twin."""
 
-from ._mode import use_kernels
+from ._dispatch import use_kernels
 from .attention import attention
 from .attention_block import attention_block
 from .gated_mlp import gated_mlp

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import (
-    NO_TRITON,
+from ._dispatch import NO_TRITON, needs_grad
+from ._operation import (
+    as_dtype,
+    as_matrix,
     check_eps,
     check_factors,
     check_flag,
@@ -20,15 +22,16 @@ from ._dispatch import (
     check_norm,
     check_same,
     check_shape,
-    needs_grad,
+    chosen,
+    filled,
+    sample_rows,
 )
-from ._gradients import as_dtype, as_matrix, chosen, filled, sample_rows
 from .linear_residual import ResidualNeeds, branch_gradient, vector_gradients
 
 if NO_TRITON is None:
-    from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
-    from ..kernels.linear import input_grad
-    from ..kernels.weight_grad import weight_grad
+    from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
+    from ..kernels.matmul.linear import input_grad
+    from ..kernels.matmul.weight_grad import weight_grad
 
 
 class Inputs(NamedTuple):

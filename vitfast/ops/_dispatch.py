@@ -1,35 +1,183 @@
-"""Which implementation runs, what autocast casts, and the checks that the operations share."""
+"""The choice of an implementation: the mode of a thread, what kernels cover, what autocast casts."""
 
 import contextlib
+import ctypes
 import functools
 import inspect
+import os
+import sys
+import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator
-from numbers import Real
+from contextvars import ContextVar
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from .. import interpreter, ref
+from ..errors import InputError
+from ..kernels import launch
 from ..kernels.launch import INTERPRETED
-from ._mode import current_mode
+from . import reference as ref
 
 try:
     import triton  # noqa: F401
 except ImportError as error:  # as on macOS and Windows: the operations are plain PyTorch there
     NO_TRITON = f"triton cannot be imported ({error})"
 else:
-    from ..kernels import tiles
+    from ..kernels.configs import tiles
 
     NO_TRITON = None
+
+MODES = ("auto", "on", "off")
+_START = os.environ.get("VITFAST_KERNELS") or "auto"
+
+
+class _Level(NamedTuple):
+    """A thread outside of all `with`, or the code inside of one: its mode, and the call that set it.
+
+    owner: of the `with`. call: a weak reference, as an object that nobody has any more cannot be entered.
+    """
+
+    owner: Optional["use_kernels"] = None
+    mode: str | None = None
+    call: weakref.ref | None = None
+
+    def without(self, call: "use_kernels") -> "_Level":
+        """As if this call had not been made; later ones count on."""
+        last = self.call and self.call()
+        if last is call:
+            return self._replace(mode=call._before, call=call._previous)
+        while last is not None:
+            previous = last._previous and last._previous()
+            if previous is call:
+                last._before, last._previous = call._before, call._previous
+            last = previous
+        return self
+
+
+_inside: ContextVar[tuple[_Level, ...]] = ContextVar("vitfast.use_kernels", default=())
+# Of each thread: `outside`, its level outside of `with`, and `latest`, the mode that any call, entry or exit left last.
+# Compiled code reads and writes `latest`: Dynamo of torch 2.11 knows threads, but no context variables.
+_thread = threading.local()
+_KEY = "vitfast.use_kernels"  # of [`latest`] where PyTorch hands it on to the threads of autograd
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"use_kernels: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    return mode
+
+
+def _outside() -> _Level:
+    return getattr(_thread, "outside", None) or _Level()
+
+
+def _settle(inside: tuple[_Level, ...], outside: _Level) -> None:
+    """Sets this context and this thread."""
+    _inside.set(inside)
+    _thread.outside, _thread.latest = outside, (*inside[-1:], outside)[0].mode
+    if not hasattr(_thread, "handed"):
+        _thread.handed = []
+    handed = _thread.handed
+    handed[:] = [_thread.latest]
+    if not torch._C._is_key_in_tls(_KEY):
+        references = sys.getrefcount(handed)
+        torch._C._stash_obj_in_tls(_KEY, handed)
+        if sys.getrefcount(handed) == references:  # torch 2.11 gives back, at the thread's end, what it never took
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handed))
+
+
+def _of_thread() -> str | None:
+    """The mode of this thread outside of `with`; in one of autograd's, that of the backward() call."""
+    if torch._C._is_key_in_tls(_KEY):
+        handed = torch._C._get_obj_in_tls(_KEY)
+        if handed is not getattr(_thread, "handed", None):
+            return handed[0]
+    return _outside().mode
+
+
+def current_mode() -> str:
+    """The mode in force here; InputError where VITFAST_KERNELS has none."""
+    if torch.compiler.is_compiling():
+        mode = getattr(_thread, "latest", None)
+    else:
+        inside = _inside.get()
+        mode = inside[-1].mode if inside else _of_thread()
+    mode = mode or _START
+    if mode not in MODES:
+        raise InputError(f"VITFAST_KERNELS: must be one of {', '.join(MODES)}, got {mode!r} in the environment")
+    return mode
+
+
+class use_kernels:
+    """Chooses between the kernels and plain PyTorch, as a context manager or a setter.
+
+    "auto" (default): kernels where they can run, plain PyTorch elsewhere. "on": kernels, or an error that says why not.
+    "off": plain PyTorch.
+
+    `with use_kernels(mode):` holds inside, in this thread and this task of asyncio alone. `use_kernels(mode)` without
+    `with` holds in this thread until the next such call, or until the `with` around it ends. Other threads begin with
+    the environment variable VITFAST_KERNELS, "auto" where it is not set. Backward is that of the forward that ran,
+    whatever the mode and the thread by then; where it runs forward code again (activation checkpointing), that has the
+    mode of the thread that calls backward(). Compiled code has the latest mode of its thread, without regard to tasks.
+    """
+
+    def __init__(self, mode: str):
+        self.mode, self._entered = _checked(mode), False
+        self._found = None  # by compiled code: the thread before
+        if torch.compiler.is_compiling():
+            self._found = getattr(_thread, "outside", None), getattr(_thread, "latest", None)
+            _thread.outside, _thread.latest = _Level(None, mode), mode
+            return
+        inside, outside = _inside.get(), _outside()
+        level = inside[-1] if inside else outside
+        self._before, self._previous = level.mode, level.call
+        level = level._replace(mode=mode, call=weakref.ref(self))
+        _settle((*inside[:-1], level), outside) if inside else _settle((), level)
+
+    def _undo_call(self) -> None:
+        """Undoes the call without `with`."""
+        if self._found is not None:
+            _settle(_inside.get(), self._found[0] or _Level())
+            self._found = None
+        else:
+            _settle(tuple(level.without(self) for level in _inside.get()), _outside().without(self))
+
+    def __enter__(self):
+        if torch.compiler.is_compiling():
+            if self._entered:
+                self._found = getattr(_thread, "outside", None), getattr(_thread, "latest", None)
+            elif self._found is None:  # called before it was compiled
+                self._found = _Level(None, self._before), self._before
+            _thread.latest = self.mode
+            return self
+        self._undo_call()  # it was no plain call
+        self._entered = True
+        _settle((*_inside.get(), _Level(self, self.mode)), _outside())
+        return self
+
+    def __exit__(self, *_):
+        if torch.compiler.is_compiling():
+            _thread.outside, _thread.latest = self._found
+            return
+        if not self._entered:  # in compiled code it was
+            self._undo_call()
+            return
+        # Generators may leave their blocks in another order than they entered them.
+        inside = list(_inside.get())
+        owners = [level.owner for level in inside]
+        if self in owners:
+            del inside[len(owners) - 1 - owners[::-1].index(self)]
+        _settle(tuple(inside), _outside())
+
 
 # Never cast: factors and LayerNorm's parameters act in fp32, whatever the products run in.
 _KEPT = frozenset({"layer_scale", "drop_path", "norm_weight", "norm_bias", "inner_norm_weight", "inner_norm_bias"})
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DTYPES = (*KERNEL_DTYPES, torch.float64)  # of plain PyTorch, whose products know no smaller ones
-FLOAT32 = torch.finfo(torch.float32).max
 _warned: set[tuple[str, str]] = set()
 
 
@@ -48,8 +196,8 @@ def _unsupported_reason(x: Tensor, unsupported: str | None) -> str | None:
             return "the GPU is older than compute capability 8.0"
     elif x.device.type != "cpu" or not INTERPRETED:
         return f"tensors on {x.device.type} need TRITON_INTERPRET=1 before vitfast is imported"
-    elif x.dtype == torch.bfloat16 and not interpreter.bfloat16_mended:
-        return "Triton's interpreter computes bfloat16 wrongly (vitfast.interpreter.mend_bfloat16() mends it)"
+    elif x.dtype == torch.bfloat16 and not launch.bfloat16_mended:
+        return "Triton's interpreter computes bfloat16 wrongly (vitfast.tools.interpreter.mend_bfloat16() mends it)"
     if x.dtype not in KERNEL_DTYPES:
         return f"no kernel computes in {x.dtype}"
     if ref.transformed():
@@ -110,18 +258,6 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def only_once(backward_op, name: str) -> None:
-    """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
-
-    def refuse(ctx, *grads):
-        # PyTorch's fused attention, which a model has besides this operation, cannot be differentiated twice either.
-        math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
-        instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
-        raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
-
-    backward_op.register_autograd(refuse)
-
-
 def autocasts(function=None, *, keep: tuple[str, ...] = ()):
     """Runs `function` outside autocast, on arguments cast to its dtype but for those in `keep`."""
     if function is None:
@@ -146,122 +282,3 @@ def autocasts(function=None, *, keep: tuple[str, ...] = ()):
             return function(*given, **{name: cast(name, a) for name, a in kwargs.items()})
 
     return wrapper
-
-
-def check_tensors(op: str, **tensors: Tensor) -> None:
-    """Every argument is a tensor."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
-
-
-def check_rows(op: str, x: Tensor) -> int:
-    """The width of x (..., D)."""
-    check_tensors(op, x=x)
-    if x.dim() == 0:
-        raise ValueError(f"{op}: x must be (..., D), got ()")
-    return x.shape[-1]
-
-
-def check_floating(op: str, name: str, tensor: Tensor | None) -> None:
-    """A given tensor has a dtype that the operations compute in."""
-    if tensor is not None and tensor.dtype not in DTYPES:
-        known = "float16, bfloat16, float32 or float64"
-        raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
-
-
-def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple) -> None:
-    """None passes; an int must match, None in `shape` matches any length."""
-    if tensor is None:
-        return
-    check_tensors(op, **{name: tensor})
-    if tensor.dim() != len(shape) or any(want is not None and have != want for have, want in zip(tensor.shape, shape)):
-        want = ", ".join("*" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
-        raise ValueError(f"{op}: {name} must be ({want}), got {tuple(tensor.shape)}")
-
-
-def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None:
-    """Every given tensor lies on x's device in x's dtype."""
-    check_floating(op, x_name, x)
-    for name, tensor in others.items():
-        if tensor is None:
-            continue
-        if tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device} like {x_name}, got {tensor.device}")
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must be {x.dtype} like {x_name}, got {tensor.dtype}")
-
-
-def check_norm(op: str, x: Tensor, **parameters: Tensor | None) -> None:
-    """LayerNorm's parameters lie on x's device, in x's dtype or in fp32."""
-    for name, p in parameters.items():
-        if p is not None and (p.dtype != torch.float32 or p.device != x.device):
-            check_same(op, "x", x, **{name: p})
-
-
-def check_linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """A weight (F, D) and a bias (F,) that fit x (..., D). prefix: of their names."""
-    width = check_rows(op, x)
-    check_tensors(op, **{f"{prefix}weight": weight})
-    check_shape(op, f"{prefix}weight", weight, (None, width))
-    check_shape(op, f"{prefix}bias", bias, (weight.shape[0],))
-    check_same(op, "x", x, **{f"{prefix}weight": weight, f"{prefix}bias": bias})
-
-
-def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Tensor | None, width: int) -> None:
-    """layer_scale (D,) and drop_path (B,), on x's device, in any dtype of DTYPES."""
-    check_shape(op, "layer_scale", layer_scale, (width,))
-    check_shape(op, "drop_path", drop_path, (x.shape[0],))
-    for name, tensor in (("layer_scale", layer_scale), ("drop_path", drop_path)):
-        check_floating(op, name, tensor)
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
-
-
-def is_number(value) -> bool:
-    """A real number, NumPy's too, and no truth value. The common types first: this runs at every launch."""
-    kind = type(value)
-    if kind is float or kind is int:
-        return True
-    return isinstance(value, (torch.SymFloat, torch.SymInt)) or (isinstance(value, Real) and kind is not bool)
-
-
-def check_eps(op: str, eps: float, name: str = "eps") -> float:
-    """The eps of a norm, as Python's or torch's own number."""
-    if not is_number(eps) or not 0 <= eps <= FLOAT32:
-        raise ValueError(f"{op}: {name} must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
-    return eps if isinstance(eps, torch.SymFloat) else float(eps)
-
-
-def check_flag(op: str, name: str, value: bool) -> None:
-    if value is not True and value is not False:
-        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
-
-
-def check_activation(op: str, activation: str) -> None:
-    """activation names one."""
-    if not isinstance(activation, str) or activation not in ref.ACTIVATIONS:
-        known = ", ".join(map(repr, ref.ACTIVATIONS))
-        raise ValueError(f"{op}: activation must be one of {known}, got {activation!r}")
-
-
-def one_activation(op: str, activation: str | None, approximate: str | None) -> str:
-    """The activation's one name, "gelu" unless given; approximate: torch's word for a GELU."""
-    if approximate not in (None, "none", "tanh"):
-        raise ValueError(f"{op}: approximate must be 'none' (erf) or 'tanh', got {approximate!r}")
-    named = "gelu_tanh" if approximate == "tanh" else "gelu"
-    if activation is None:
-        return named
-    check_activation(op, activation)
-    if approximate is not None and activation != named:
-        clash = f"approximate={approximate!r} means activation={named!r}, and activation={activation!r} is given too"
-        raise ValueError(f"{op}: {clash}; give one of the two")
-    return activation
-
-
-def check_norm_kind(op: str, norm: str, norm_bias: Tensor | None) -> None:
-    """norm "layer" or "rms", which has no bias."""
-    if norm not in ("layer", "rms"):
-        raise ValueError(f"{op}: norm must be 'layer' or 'rms', got {norm!r}")
-    if norm == "rms" and norm_bias is not None:
-        raise ValueError(f"{op}: norm_bias must be None where norm is 'rms', which has no bias")

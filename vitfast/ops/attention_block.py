@@ -11,33 +11,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import packed, ref
-from ..kernels.logits import Logits
-from ._blocks import (
-    INPUTS,
-    TRAINED,
-    BlockNeeds,
-    Inputs,
-    check,
-    gradients,
-    keeps,
-    kept,
-    normed,
-    output_gradient,
-    split,
+from ..kernels.attention.options import Logits
+from . import reference as ref
+from ._blocks import INPUTS, TRAINED, BlockNeeds, Inputs, check, gradients, keeps, kept, normed, output_gradient, split
+from ._dispatch import NO_TRITON, autocasts, kernels_wanted
+from ._operation import (
+    as_matrix,
+    check_norm_kind,
+    check_rows,
+    check_shape,
+    check_tensors,
+    differentiable,
+    filled,
+    operation,
+    sample_rows,
+    shaped,
 )
-from ._dispatch import NO_TRITON, autocasts, check_norm_kind, check_rows, check_shape, check_tensors, kernels_wanted
-from ._gradients import as_matrix, differentiable, filled, operation, sample_rows, shaped
-from ._logits import SCHEMA, checked
-from .attention import logit_gradients
+from .attention import SCHEMA, checked, logit_gradients
 from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import through_scale, weight_gradients
 
 if NO_TRITON is None:
-    from ..kernels.attention import attention_bwd, attention_fwd
-    from ..kernels.linear import input_grad, linear, linear_residual
+    from ..kernels.attention.launchers import attention_bwd, attention_fwd
+    from ..kernels.matmul.linear import input_grad, linear, linear_residual
     from ..kernels.rows import scale_rows
 
 
@@ -183,7 +181,7 @@ def attention_block(
     shape, options = (*_samples(x), num_heads, inner // num_heads), (rope, rope_layout, num_prefix, bias, key_lengths)
     logits = checked(op, qkv_weight, shape, *options, offsets, longest)
     if offsets is not None and isinstance(drop_path, Tensor) and drop_path.shape == (len(offsets) - 1,):
-        drop_path = drop_path[packed.owners(offsets, len(x))]
+        drop_path = drop_path[ref.owners(offsets, len(x))]
     t = Inputs(x, *layers, layer_scale, drop_path)
     eps = check(op, t, ("qkv", "proj"), 3 * inner, inner, eps, residual_in_fp32, keep)
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import ref
-from ._dispatch import (
-    NO_TRITON,
-    autocasts,
+from . import reference as ref
+from ._dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
+from ._operation import (
+    as_dtype,
+    as_matrix,
     check_activation,
     check_eps,
     check_linear,
@@ -29,20 +30,22 @@ from ._dispatch import (
     check_same,
     check_shape,
     check_tensors,
-    kernels_wanted,
-    needs_grad,
+    chosen,
+    differentiable,
+    filled,
+    operation,
+    shaped,
 )
-from ._gradients import as_dtype, as_matrix, chosen, differentiable, filled, operation, shaped
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 
 if NO_TRITON is None:
-    from ..kernels.activations import activated
-    from ..kernels.gated import dgated_matmul, gated_bwd, gated_linear
-    from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
-    from ..kernels.linear import input_grad, linear
+    from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
+    from ..kernels.matmul.activations import activated
+    from ..kernels.matmul.gated import dgated_matmul, gated_bwd, gated_linear
+    from ..kernels.matmul.linear import input_grad, linear
+    from ..kernels.matmul.weight_grad import weight_grad
     from ..kernels.rows import scale_rows
-    from ..kernels.weight_grad import weight_grad
 
 
 class Gate(NamedTuple):

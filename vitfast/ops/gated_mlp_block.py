@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import ref
+from . import reference as ref
 from ._blocks import check, keeps, kept, normed, output_gradient, split, through_norm, with_output
-from ._dispatch import (
-    NO_TRITON,
-    autocasts,
+from ._dispatch import NO_TRITON, autocasts, kernels_wanted
+from ._operation import (
+    as_dtype,
+    as_matrix,
     check_activation,
     check_norm,
     check_norm_kind,
@@ -22,9 +23,11 @@ from ._dispatch import (
     check_same,
     check_shape,
     check_tensors,
-    kernels_wanted,
+    differentiable,
+    operation,
+    sample_rows,
+    shaped,
 )
-from ._gradients import as_dtype, as_matrix, differentiable, operation, sample_rows, shaped
 from .gated_mlp import (
     GATE,
     HIDDEN,
@@ -44,8 +47,8 @@ from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import ResidualNeeds, through_scale, weight_gradients
 
 if NO_TRITON is None:
-    from ..kernels.linear import linear_residual
-    from ..kernels.weight_grad import weight_grad
+    from ..kernels.matmul.linear import linear_residual
+    from ..kernels.matmul.weight_grad import weight_grad
 
 
 class Inputs(NamedTuple):

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ref
-from ._dispatch import (
-    NO_TRITON,
-    autocasts,
+from . import reference as ref
+from ._dispatch import NO_TRITON, autocasts, kernels_wanted
+from ._operation import (
+    Needs,
+    as_matrix,
     check_eps,
     check_factors,
     check_norm,
@@ -17,13 +18,18 @@ from ._dispatch import (
     check_same,
     check_shape,
     check_tensors,
-    kernels_wanted,
+    chosen,
+    differentiable,
+    fake_gradients,
+    filled,
     only_once,
+    operation,
+    sample_rows,
+    shaped,
 )
-from ._gradients import Needs, as_matrix, chosen, differentiable, fake_gradients, filled, operation, sample_rows, shaped
 
 if NO_TRITON is None:
-    from ..kernels import layer_norm as kernels
+    from ..kernels.layer_norm import forward as kernels
 
 
 def fake_statistics(x: Tensor, norm: str = "layer") -> tuple[Tensor | None, Tensor]:

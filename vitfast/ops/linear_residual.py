@@ -12,25 +12,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ref
-from ._dispatch import (
-    NO_TRITON,
-    autocasts,
+from . import reference as ref
+from ._dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
+from ._operation import (
+    as_dtype,
+    as_matrix,
     check_factors,
     check_linear,
     check_same,
     check_shape,
     check_tensors,
-    kernels_wanted,
-    needs_grad,
+    chosen,
+    differentiable,
+    filled,
+    operation,
+    sample_rows,
+    shaped,
 )
-from ._gradients import as_dtype, as_matrix, chosen, differentiable, filled, operation, sample_rows, shaped
 
 if NO_TRITON is None:
-    from ..kernels.linear import input_grad
-    from ..kernels.linear import linear_residual as linear_residual_fwd
+    from ..kernels.matmul.linear import input_grad
+    from ..kernels.matmul.linear import linear_residual as linear_residual_fwd
+    from ..kernels.matmul.weight_grad import weight_grad, weight_grad_scaled
     from ..kernels.rows import scale_rows
-    from ..kernels.weight_grad import weight_grad, weight_grad_scaled
 
 
 class ResidualNeeds(NamedTuple):

@@ -7,27 +7,30 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import ref
-from ._dispatch import (
-    NO_TRITON,
-    autocasts,
+from . import reference as ref
+from ._dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
+from ._operation import (
+    Needs,
+    as_dtype,
+    as_matrix,
     check_linear,
     check_same,
     check_shape,
     check_tensors,
-    kernels_wanted,
-    needs_grad,
+    differentiable,
+    filled,
     one_activation,
+    operation,
+    shaped,
 )
-from ._gradients import Needs, as_dtype, as_matrix, differentiable, filled, operation, shaped
 
 if NO_TRITON is None:
-    from ..kernels.activations import activated
-    from ..kernels.linear import input_grad, linear
-    from ..kernels.mlp import dgelu_matmul, gelu_bwd
-    from ..kernels.mlp import linear_gelu as linear_gelu_fwd
+    from ..kernels.matmul.activations import activated
+    from ..kernels.matmul.linear import input_grad, linear
+    from ..kernels.matmul.mlp import dgelu_matmul, gelu_bwd
+    from ..kernels.matmul.mlp import linear_gelu as linear_gelu_fwd
+    from ..kernels.matmul.weight_grad import weight_grad
     from ..kernels.rows import scale_rows
-    from ..kernels.weight_grad import weight_grad
 
 # activation(x W^T + b)
 

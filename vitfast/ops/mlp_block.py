@@ -10,39 +10,29 @@ import math
 
 from torch import Tensor
 
-from .. import ref
-from ._blocks import (
-    BACKWARD,
-    INPUTS,
-    BlockNeeds,
-    Inputs,
-    check,
-    gradients,
-    keeps,
-    kept,
-    normed,
-    output_gradient,
-    split,
-)
-from ._dispatch import (
-    NO_TRITON,
-    autocasts,
+from . import reference as ref
+from ._blocks import BACKWARD, INPUTS, BlockNeeds, Inputs, check, gradients, keeps, kept, normed, output_gradient, split
+from ._dispatch import NO_TRITON, autocasts, kernels_wanted
+from ._operation import (
+    as_matrix,
     check_norm_kind,
     check_rows,
     check_shape,
     check_tensors,
-    kernels_wanted,
+    differentiable,
     one_activation,
+    operation,
+    sample_rows,
+    shaped,
 )
-from ._gradients import as_matrix, differentiable, operation, sample_rows, shaped
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import through_scale, weight_gradients
 
 if NO_TRITON is None:
-    from ..kernels.activations import activated
-    from ..kernels.linear import linear_residual
-    from ..kernels.mlp import dgelu_matmul, linear_gelu
+    from ..kernels.matmul.activations import activated
+    from ..kernels.matmul.linear import linear_residual
+    from ..kernels.matmul.mlp import dgelu_matmul, linear_gelu
 
 
 @operation("mlp_block_fwd", f"{INPUTS}, str activation, float eps, str norm, str keep", 6)

@@ -6,24 +6,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import packed, ref
-from ._dispatch import (
-    KERNEL_DTYPES,
-    NO_TRITON,
-    autocasts,
+from . import packed
+from . import reference as ref
+from ._dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
+from ._operation import (
     check_floating,
+    check_offsets,
     check_shape,
     check_tensors,
+    chosen,
+    filled,
     is_number,
-    kernels_wanted,
-    needs_grad,
     only_once,
+    operation,
 )
-from ._gradients import chosen, filled, operation
-from ._logits import check_offsets
 
 if NO_TRITON is None:
-    from ..kernels.patch_embed import patch_embed_bwd, patch_embed_fwd
+    from ..kernels.patch_embed.forward import patch_embed_bwd, patch_embed_fwd
 
 
 class EmbedNeeds(NamedTuple):

@@ -4,22 +4,25 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import ref
-from ._dispatch import (
-    NO_TRITON,
-    autocasts,
+from . import reference as ref
+from ._dispatch import NO_TRITON, autocasts, kernels_wanted
+from ._operation import (
+    as_matrix,
     check_eps,
     check_norm,
     check_rows,
     check_same,
     check_shape,
-    kernels_wanted,
+    chosen,
+    differentiable,
+    filled,
+    operation,
+    shaped,
 )
-from ._gradients import as_matrix, chosen, differentiable, filled, operation, shaped
 from .layer_norm import fake_statistics, unsupported_reason
 
 if NO_TRITON is None:
-    from ..kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
+    from ..kernels.layer_norm.forward import layer_norm_bwd, layer_norm_fwd
 
 
 class Needs(NamedTuple):

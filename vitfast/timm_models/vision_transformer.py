@@ -12,10 +12,10 @@ import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
 from timm.models.vision_transformer import checkpoint_filter_fn
 
-from ..checkpoint import load_checkpoint
 from ..errors import InputError
-from ..model import ViT
-from ..presets import preset
+from ..model.checkpoint import load_checkpoint
+from ..model.presets import preset
+from ..model.vit import ViT
 
 __all__ = ["TimmViT"]
 

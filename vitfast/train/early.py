@@ -9,8 +9,8 @@ a run goes on.
 import logging
 from pathlib import Path
 
-from ..config import Config
 from ..errors import InputError
+from ..run.config import Config
 from .log import read_metrics
 
 logger = logging.getLogger("vitfast")

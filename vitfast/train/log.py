@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ..files import free_name, write_text
+from ..run.files import free_name, write_text
 from .run_folder import EVENTS
 
 COLUMNS = ("step", "epoch", "split", "loss", "accuracy", "lr", "images_per_second", "waiting_for_data")

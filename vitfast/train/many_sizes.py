@@ -9,7 +9,7 @@ from torch import Tensor
 from ..data.loader import Data
 from ..data.packing import Progress
 from ..errors import InputError
-from ..packed import PackedImages
+from ..ops.packed import PackedImages
 
 
 @dataclass

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ref
 from ..data.loader import Data
 from ..data.samples import counts, mix_seed
-from ..device import autocast
 from ..errors import InputError, unknown
 from ..eval.accuracy import validation_means
-from ..model import ViT
+from ..model.vit import ViT
+from ..ops import reference as ref
+from ..run.device import autocast
 
 MASKED, SWAPPED = 0.8, 0.1  # of the corrupted patches: [mask], another patch; the rest stays
 CELLS = {"mean": 1, "downsized": 4}  # a side of the small picture whose colours are predicted

@@ -6,7 +6,7 @@ import torch
 from timm.optim import Lamb, param_groups_layer_decay
 from torch import nn
 
-from ..config import Config
+from ..run.config import Config
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:

@@ -12,7 +12,7 @@ Fine-tuning: as the released code, resized to a square whatever the aspect (visi
 vit_jax/input_pipeline.py). The resampling is bicubic here, TensorFlow's area and bilinear there.
 """
 
-from ..config import Recipe
+from ..run.config import Recipe
 
 _CENTRAL = dict(crop_mode="center", crop_pct=224 / 256)
 _SQUASHED = dict(crop_mode="squash", crop_pct=1.0)

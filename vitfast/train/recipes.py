@@ -1,7 +1,7 @@
 """The recipes by name, and a run's Config out of a recipe, a file and flags."""
 
-from ..config import FIELDS, Config, Recipe, as_plain, check_run, is_none
 from ..errors import InputError, unknown
+from ..run.config import FIELDS, Config, Recipe, as_plain, check_run, is_none
 from .paper import PAPER
 
 # Recipes are data: each stands whole, here as in paper.py, even where two agree in many fields.

@@ -15,19 +15,19 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..baselines import load_any, sizes
-from ..config import Config, as_plain
 from ..data.datasets import Shards, Subset
 from ..data.loader import Data, open_data
 from ..data.samples import ONE, PADDING
-from ..device import autocast, autocast_dtype, choose_device
-from ..distributed import is_first_rank
 from ..errors import InputError
 from ..eval.accuracy import cut_as_told
-from ..files import write_atomically
-from ..inspect.measures import attention_rollout, position_similarity
-from ..inspect.page import gallery, page, picture, table
-from ..model import ViT
+from ..eval.inspect.measures import attention_rollout, position_similarity
+from ..eval.inspect.page import gallery, page, picture, table
+from ..model.baselines import load_any, sizes
+from ..model.vit import ViT
+from ..run.config import Config, as_plain
+from ..run.device import autocast, autocast_dtype, choose_device
+from ..run.distributed import is_first_rank
+from ..run.files import write_atomically
 from ..version import __version__
 from .lock import LOCK, locked
 from .log import read_metrics
@@ -103,7 +103,7 @@ def many_sizes(summary: dict) -> dict[str, tuple[str, str]]:
     """The section of a run on images of many sizes; none for others."""
     if not summary.get("sizes"):
         return {}
-    from ..inspect.figures import as_png, draw_counts
+    from ..eval.inspect.figures import as_png, draw_counts
 
     saved, each = summary["padding_not_computed"], summary["patches_per_image"]
     note = (
@@ -131,7 +131,7 @@ def origin() -> dict[str, str]:
 
 def curves(runs: dict[str, Path]) -> dict[str, tuple[str, str]]:
     """The section of the curves in metrics.csv of the named run folders, side by side."""
-    from ..inspect.figures import as_png, draw_curves
+    from ..eval.inspect.figures import as_png, draw_curves
 
     figure = draw_curves({name: read_metrics(run) for name, run in runs.items()})
     return {"Curves": ("", picture(as_png(figure), "loss, accuracy and learning rate against epochs"))}
@@ -201,8 +201,8 @@ def _thumbnail(image: Tensor, alt: str) -> str:
 
 def _inside(model: ViT, images: Tensor) -> dict[str, tuple[str, str]]:
     """Attention rollout and position embeddings, as `vitfast inspect` draws them."""
-    from ..inspect.figures import as_png, draw_attention, draw_similarity
-    from ..inspect.report import SECTIONS
+    from ..eval.inspect.figures import as_png, draw_attention, draw_similarity
+    from ..eval.inspect.report import SECTIONS
 
     figures = dict(rollout=draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy()))
     try:

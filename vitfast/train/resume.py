@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..checkpoint.writers import write_safetensors
-from ..config import Config, as_plain, course, total_steps
 from ..data.datasets import fingerprint
 from ..data.loader import Data
 from ..errors import InputError, both_ends
+from ..model.checkpoint.writers import write_safetensors
+from ..run.config import Config, as_plain, course, total_steps
 from .many_sizes import PackedTotals
 from .run_folder import (
     BEST,

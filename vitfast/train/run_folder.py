@@ -21,10 +21,10 @@ from pathlib import Path
 
 import yaml
 
-from ..config import Config, as_plain, course
 from ..errors import InputError
-from ..files import exchange, free_name, sync, write_text
-from ..inspect.page import GENERATOR
+from ..eval.inspect.page import GENERATOR
+from ..run.config import Config, as_plain, course
+from ..run.files import exchange, free_name, sync, write_text
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
 BEST, BEST_RECORD = "best", "state/best.json"

@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
-from ..config import Config
 from ..data.loader import Data, open_data
 from ..data.samples import ONE, seed_everything
-from ..distributed import Ranks
 from ..errors import InputError
 from ..eval.accuracy import cut_as_told
-from ..model import ViT
-from ..presets import pair, preset
+from ..model.baselines import baseline, baseline_of, classifiers, is_baseline, load_baseline, replace_head, sizes
+from ..model.presets import pair, preset
+from ..model.vit import ViT
+from ..run.config import Config
+from ..run.distributed import Ranks
 from .masked import MaskedPatches
 
 logger = logging.getLogger("vitfast")

@@ -9,14 +9,14 @@ from timm.data import Mixup
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from .. import ref
-from ..config import Config
 from ..data.samples import seed_everything
-from ..device import autocast
-from ..distributed import Ranks, data_parallel, reducing, shard
 from ..errors import InputError
-from ..model import ViT
-from ..packed import PackedImages
+from ..model.vit import ViT
+from ..ops import reference as ref
+from ..ops.packed import PackedImages
+from ..run.config import Config
+from ..run.device import autocast
+from ..run.distributed import Ranks, data_parallel, reducing, shard
 from .losses import OBJECTIVES, correct, mix
 from .optim import learning_rate, make_optimizer
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..config import Config, total_steps
-from ..device import autocast_dtype, choose_device
-from ..distributed import FAILED, GO, STOP, join, peers_told
 from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
+from ..run.config import Config, total_steps
+from ..run.device import autocast_dtype, choose_device
+from ..run.distributed import FAILED, GO, STOP, join, peers_told
 from .early import EarlyStop
 from .lock import locked
 from .log import Meter, Metrics, Progress, as_strict_json, write_summary

@@ -1,0 +1,1 @@
+"""Softmax attention: forward and backward, with rotary positions, biases, packed samples."""

@@ -1,0 +1,323 @@
+"""Attention backward in blocks: dQ of some queries, dK and dV of some keys, against all others.
+
+The first also leaves delta = rowsum(o do). Two kernels, a program for each block; or, where a head is short enough to
+stay in the cache, both phases in one program for each head. Seven matrix products where backward_head.py has five,
+but nothing is kept from one block to the next. Blocks as in forward_tiled.py: a short masked one, then whole ones
+without masks.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    add_product,
+    head_of,
+    load_head_rows,
+    outer,
+    place,
+    row_dot,
+    store_head_rows,
+    store_sums,
+    tile_of,
+    zero_head_rows,
+)
+from .terms import add_bias, bias_of, keys_of, load_turned_rows, rope_of, store_turned_back, weights, whole_blocks
+
+
+@triton.jit
+def _dq_step(
+    dq,
+    q,
+    do,
+    lse,
+    delta,
+    k_head,
+    v_head,
+    rope,
+    bias,
+    keys,
+    rows,
+    start,
+    N,
+    scale,
+    KEYS: tl.constexpr,
+    MASK: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
+):
+    """dQ / scale += dS K for one block of keys."""
+    cols = start + tl.arange(0, KEYS)
+    k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
+    v = load_head_rows(v_head, cols, keys, MASK, HEAD)
+    s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
+    p = weights(s, lse[:, None], bias, scale)
+    if MASK:
+        p = tl.where((cols < keys)[None, :], p, 0.0)
+    ds = p * (outer(do, v, HEAD) - delta[:, None])
+    return add_product(dq, ds, k, QK)
+
+
+@triton.jit
+def queries_bwd(
+    heads,  # of q, k, v, o, do
+    dq_head,
+    rope,  # of the head, or None, as the next
+    bias,
+    keys,  # how many count
+    lse_row,  # (N,)
+    delta_row,  # (N,)
+    first,
+    N,
+    scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LAST_N: tl.constexpr,
+    VARIES: tl.constexpr,
+):
+    """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
+    q_head, k_head, v_head, o_head, do_head = heads
+    TURNS: tl.constexpr = rope is not None  # then addresses made before the loop would spill
+    rows = first + tl.arange(0, BLOCK_M)
+    q = load_turned_rows(q_head, rope, rows, N, True, QK)
+    do = load_head_rows(do_head, rows, N, True, HEAD)
+    delta = row_dot(load_head_rows(o_head, rows, N, True, HEAD), do)
+    tl.store(delta_row + rows, delta, mask=rows < N)
+    # +inf past N: those queries weigh nothing
+    lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
+    dq = zero_head_rows(BLOCK_M, QK)
+    whole = whole_blocks(keys, BLOCK_N, VARIES)
+    if LAST_N > 0:
+        dq = _dq_step(
+            dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, whole, N, scale, LAST_N, True, QK, HEAD
+        )
+    for start in tl.range(0, whole, BLOCK_N, disable_licm=TURNS):
+        dq = _dq_step(
+            dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, start, N, scale, BLOCK_N, False, QK, HEAD
+        )
+    return store_turned_back(dq_head, [chunk * scale for chunk in dq], rope, rows, N, TURN, QK)
+
+
+@triton.jit
+def _dkdv_step(
+    dk,
+    dv,
+    k,
+    v,
+    q_head,
+    do_head,
+    rope,
+    bias,
+    lse_row,
+    delta_row,
+    cols,
+    start,
+    N,
+    scale,
+    QUERIES: tl.constexpr,
+    MASK: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
+):
+    """dK / scale += dS^T Q and dV += P^T dO for one block of queries.
+
+    Everything is transposed, so that P^T and dS^T are left operands as they come.
+    """
+    rows = start + tl.arange(0, QUERIES)
+    q = load_turned_rows(q_head, rope, rows, N, MASK, QK)
+    do = load_head_rows(do_head, rows, N, MASK, HEAD)
+    lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
+    delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
+    s = add_bias(outer(k, q, QK), bias, rows, cols, N, scale, True)
+    p = weights(s, lse[None, :], bias, scale)
+    dv = add_product(dv, p, do, HEAD)
+    ds = p * (outer(v, do, HEAD) - delta[None, :])
+    return add_product(dk, ds, q, QK), dv
+
+
+@triton.jit
+def keys_bwd(
+    heads,  # of q, k, v, do
+    grad_heads,  # of dk, dv
+    rope,  # of the head, or None, as the next
+    bias,
+    keys,  # how many count
+    lse_row,  # (N,)
+    delta_row,  # (N,)
+    first,
+    N,
+    scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LAST_M: tl.constexpr,
+    VARIES: tl.constexpr,
+):
+    """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
+    q_head, k_head, v_head, do_head = heads
+    cols = first + tl.arange(0, BLOCK_N)
+    k = load_turned_rows(k_head, rope, cols, keys, True, QK)
+    v = load_head_rows(v_head, cols, keys, True, HEAD)
+    dk, dv = zero_head_rows(BLOCK_N, QK), zero_head_rows(BLOCK_N, HEAD)
+    whole, loads, rest = whole_blocks(N, BLOCK_M, VARIES), (q_head, do_head), (lse_row, delta_row, cols)
+    if LAST_M > 0:
+        dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, whole, N, scale, LAST_M, True, QK, HEAD)
+    for start in tl.range(0, whole, BLOCK_M, disable_licm=True):
+        dk, dv = _dkdv_step(dk, dv, k, v, *loads, rope, bias, *rest, start, N, scale, BLOCK_M, False, QK, HEAD)
+    # keys that do not count have had their share of every query, in rows of their own
+    dk = [tl.where((cols < keys)[:, None], chunk * scale, 0.0) for chunk in dk]
+    dv = [tl.where((cols < keys)[:, None], chunk, 0.0) for chunk in dv]
+    if rope is not None:
+        # or the tables of these rows would stay in registers since they were read for k; dQ's store of delta does this
+        tl.debug_barrier()
+    dk = store_turned_back(grad_heads[0], dk, rope, cols, N, TURN, QK)
+    store_head_rows(grad_heads[1], dv, cols, N, HEAD)
+    return dk, dv
+
+
+@triton.jit
+def store_key_sums(sums_ptr, dkdv, block, h, H, QK: tl.constexpr, HEAD: tl.constexpr):
+    """Writes the column sums of dK and dV to sums[block, :, h], sums (blocks, 2, H, Dh) fp32."""
+    store_sums(sums_ptr, dkdv[0], block * 2, h, H, QK)
+    store_sums(sums_ptr, dkdv[1], block * 2 + 1, h, H, HEAD)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _attention_bwd_dq_kernel(
+    inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
+    dq,  # likewise
+    lse_ptr,  # (B, H, N)
+    delta_ptr,  # (B, H, N), written here
+    sums_ptr,  # (B * blocks, H, Dh)
+    terms,  # rope, bias, key lengths, each or None: as forward_tiled.py takes them
+    table_ptr,  # or None, and tokens: likewise
+    tokens,
+    N,
+    H,
+    scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LAST_N: tl.constexpr,
+):
+    """dQ and delta of BLOCK_M queries of one head."""
+    PACKED: tl.constexpr = table_ptr is not None
+    VARIES: tl.constexpr = terms[2] is not None or PACKED
+    b, h, index, first, n, lse_at = place(table_ptr, tokens, N, H, BLOCK_M)
+    if PACKED:
+        if n == 0:  # a program that is left over
+            if SUMS:
+                store_sums(sums_ptr, zero_head_rows(16, QK), tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
+            return
+    heads = [head_of(x, b, h, HEAD, first, PACKED) for x in inputs]
+    dq_head = head_of(dq, b, h, HEAD, first, PACKED)
+    rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
+    bias = bias_of(terms[1], b, h) if terms[1] is not None else None
+    keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_M, n)
+    dq_block = queries_bwd(
+        heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, VARIES
+    )
+    if SUMS:
+        store_sums(sums_ptr, dq_block, tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _attention_bwd_dkdv_kernel(
+    inputs,  # q, k, v, do (B, N, H, Dh), each its pointer and its strides of B, N, H
+    grads,  # dk and dv, likewise
+    lse_ptr,  # (B, H, N)
+    delta_ptr,  # (B, H, N)
+    sums_ptr,  # (B * blocks, 2, H, Dh)
+    terms,  # rope, bias, key lengths, each or None: as forward_tiled.py takes them
+    table_ptr,  # or None, and tokens: likewise
+    tokens,
+    N,
+    H,
+    scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LAST_M: tl.constexpr,
+):
+    """dK and dV of BLOCK_N keys of one head."""
+    PACKED: tl.constexpr = table_ptr is not None
+    b, h, index, first, n, lse_at = place(table_ptr, tokens, N, H, BLOCK_N)
+    if PACKED:
+        if n == 0:  # a program that is left over
+            if SUMS:
+                zeros = (zero_head_rows(16, QK), zero_head_rows(16, HEAD))
+                store_key_sums(sums_ptr, zeros, tile_of(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
+            return
+    heads = [head_of(x, b, h, HEAD, first, PACKED) for x in inputs]
+    grad_heads = [head_of(x, b, h, HEAD, first, PACKED) for x in grads]
+    rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
+    bias = bias_of(terms[1], b, h) if terms[1] is not None else None
+    keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n)
+    dkdv = keys_bwd(heads, grad_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED)
+    if SUMS:
+        store_key_sums(sums_ptr, dkdv, tile_of(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
+
+
+@triton.jit
+def _attention_bwd_phases_kernel(
+    inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
+    grads,  # dq, dk, dv, likewise
+    lse_ptr,  # (B, H, N)
+    delta_ptr,  # (B, H, N), written and read here
+    q_sums_ptr,  # (B * blocks of queries, H, Dh)
+    kv_sums_ptr,  # (B * blocks of keys, 2, H, Dh)
+    terms,  # rope, bias, key lengths, each or None: as forward_tiled.py takes them
+    N,
+    H,
+    scale,
+    TURN: tl.constexpr,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK_M1: tl.constexpr,
+    BLOCK_N1: tl.constexpr,
+    LAST_N1: tl.constexpr,
+    BLOCK_M2: tl.constexpr,
+    BLOCK_N2: tl.constexpr,
+    LAST_M2: tl.constexpr,
+):
+    """One head: dQ of BLOCK_M1 queries after the other, against BLOCK_N1 keys at a time; then dK and dV.
+
+    Those of BLOCK_N2 keys after the other, against BLOCK_M2 queries at a time.
+    """
+    VARIES: tl.constexpr = terms[2] is not None
+    bh = tl.program_id(0)
+    b, h = bh // H, bh % H
+    heads = [head_of(x, b, h, HEAD) for x in inputs]
+    dq_head, kv_heads = head_of(grads[0], b, h, HEAD), [head_of(x, b, h, HEAD) for x in (grads[1], grads[2])]
+    lse_row, delta_row = lse_ptr + bh.to(tl.int64) * N, delta_ptr + bh.to(tl.int64) * N
+    blocks_m, blocks_n = tl.cdiv(N, BLOCK_M1), tl.cdiv(N, BLOCK_N2)
+    rope = rope_of(terms[0], b, h) if terms[0] is not None else None
+    bias = bias_of(terms[1], b, h) if terms[1] is not None else None
+    keys = keys_of(terms[2], b, N)
+    for index in tl.range(0, blocks_m, num_stages=1, disable_licm=True):
+        rows = (lse_row, delta_row, index * BLOCK_M1, N)
+        dq_block = queries_bwd(
+            heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1, VARIES
+        )
+        if SUMS:
+            store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
+    # delta was written by other threads of this program
+    tl.debug_barrier()
+    for index in tl.range(0, blocks_n, num_stages=1, disable_licm=True):
+        without_o, rows = (heads[0], heads[1], heads[2], heads[4]), (lse_row, delta_row, index * BLOCK_N2, N)
+        dkdv = keys_bwd(
+            without_o, kv_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2, False
+        )
+        if SUMS:
+            store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)

@@ -1,0 +1,301 @@
+"""Heads of the attention kernels: one or two power-of-two chunks of columns, as in 80 = 64 + 16.
+
+The chunks of a head that is turned by rotary positions are the two halves of its pairs (terms.py).
+
+Packed q, k, v and o, of samples of many sizes, are (tokens, H, Dh), to the kernels (1, tokens, H, Dh); sample s owns
+the tokens offsets[s] to offsets[s + 1], attends to itself alone, and no padding lies between two samples. The programs
+of a kernel are the tiles of BLOCK rows of every sample, times the heads. Their number is known on the device only;
+tokens // BLOCK + samples is never less, and the programs that are left over return at once. A table tells each program
+its sample and its block there: samples with more blocks, whose programs also take longer, come first, so that none of
+them is left at the end with most of the GPU idle. The table is made on the device by _tiles_kernel, without a sort or a
+scan: a sample counts the tiles of all samples before it.
+
+The kernels list their arguments, and find their head, in the same lines each: Triton takes arguments by name.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import cdiv, launch
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Head(NamedTuple):
+    """The head that a kernel is compiled for.
+
+    Its fields are plain numbers in Triton 3.6: what goes on to another function is named a constexpr first.
+    """
+
+    dim: int
+    first: int  # columns of its first chunk
+    second: int  # of its second one, or 0
+    align: int  # elements that each of its rows starts at a multiple of
+    far: bool  # whether its last row may be 2^31 elements past its first
+    precision: str  # of products in fp32
+    turned: str = ""  # the layout of the pairs that rotary positions turn: see terms.py
+    alike: bool = False  # whether one number turns both columns of a pair
+
+
+@triton.jit
+def head_of(x, b, h, HEAD: tl.constexpr, first=0, PACKED: tl.constexpr = False):
+    """A head of x = (pointer, strides of B, N, H), (B, N, H, Dh): its row `first`, the stride of rows.
+
+    The hint keeps 16-byte loads where head sizes divide by 8 but not by 16.
+    """
+    ALIGN: tl.constexpr = HEAD.align
+    if PACKED:  # not of 0: the hint would stand on an addition that is folded away
+        start = first.to(tl.int64) * x[1][1] + h.to(tl.int64) * x[1][2]
+        return x[0] + tl.multiple_of(start, ALIGN), x[1][1]
+    else:
+        return x[0] + tl.multiple_of(b.to(tl.int64) * x[1][0] + h.to(tl.int64) * x[1][2], ALIGN), x[1][1]
+
+
+@triton.jit
+def chunk_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
+    """Columns FIRST..FIRST + SIZE of some rows of a head."""
+    ALIGN: tl.constexpr = HEAD.align
+    offs_n = rows.to(tl.int64) * head[1] if HEAD.far else rows * head[1]
+    return head[0] + (tl.multiple_of(offs_n, ALIGN)[:, None] + (FIRST + tl.arange(0, SIZE))[None, :])
+
+
+@triton.jit
+def chunk_mask(in_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr):
+    """Where in_rows is true and a column FIRST.. lies before END."""
+    if FIRST + SIZE > END:
+        return in_rows[:, None] & (FIRST + tl.arange(0, SIZE) < END)[None, :]
+    else:
+        return in_rows[:, None]
+
+
+@triton.jit
+def load_head_chunk(
+    head,
+    rows,
+    N,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    END: tl.constexpr = 0,
+):
+    """Columns FIRST..FIRST + SIZE of some rows of a head, zeros outside; MASK_ROWS: rows may pass N.
+
+    END: the column that it ends before, 0 for the head's own end.
+    """
+    LIMIT: tl.constexpr = END if END > 0 else HEAD.dim
+    ptrs = chunk_ptrs(head, rows, FIRST, SIZE, HEAD)
+    if MASK_ROWS:
+        return tl.load(ptrs, mask=chunk_mask(rows < N, FIRST, SIZE, LIMIT), other=0.0)
+    elif FIRST + SIZE > LIMIT:
+        return tl.load(ptrs, mask=(FIRST + tl.arange(0, SIZE) < LIMIT)[None, :], other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def load_head_rows(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Rows of a head as a tuple of its chunks: ((rows, first),) or ((rows, first), (rows, second))."""
+    D0: tl.constexpr = HEAD.first
+    D1: tl.constexpr = HEAD.second
+    first = load_head_chunk(head, rows, N, 0, D0, MASK_ROWS, HEAD)
+    if D1 > 0:
+        return (first, load_head_chunk(head, rows, N, D0, D1, MASK_ROWS, HEAD))
+    else:
+        return (first,)
+
+
+@triton.jit
+def store_head_chunk(head, x, rows, N, FIRST: tl.constexpr, HEAD: tl.constexpr, END: tl.constexpr = 0):
+    """Writes columns FIRST.. of rows below N. END: as in load_head_chunk."""
+    SIZE: tl.constexpr = x.shape[1]
+    LIMIT: tl.constexpr = END if END > 0 else HEAD.dim
+    mask = chunk_mask(rows < N, FIRST, SIZE, LIMIT)
+    tl.store(chunk_ptrs(head, rows, FIRST, SIZE, HEAD), x.to(head[0].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_head_rows(head, x, rows, N, HEAD: tl.constexpr):
+    """Writes some rows of a head, x its chunks."""
+    D0: tl.constexpr = HEAD.first
+    store_head_chunk(head, x[0], rows, N, 0, HEAD)
+    if len(x) > 1:
+        store_head_chunk(head, x[1], rows, N, D0, HEAD)
+
+
+@triton.jit
+def store_sums(sums_ptr, x, slot, h, H, HEAD: tl.constexpr):
+    """Writes the column sums of the chunks x to sums[slot, h], sums (slots, H, Dh) fp32."""
+    HALVES: tl.constexpr = HEAD.turned == "half"
+    row = sums_ptr + (slot.to(tl.int64) * H + h) * HEAD.dim
+    offs_d = tl.arange(0, x[0].shape[1])
+    tl.store(row + offs_d, tl.sum(x[0], 0), mask=offs_d < (HEAD.dim // 2 if HALVES else HEAD.dim))
+    if len(x) > 1:
+        offs_d = (HEAD.dim // 2 if HALVES else x[0].shape[1]) + tl.arange(0, x[1].shape[1])
+        tl.store(row + offs_d, tl.sum(x[1], 0), mask=offs_d < HEAD.dim)
+
+
+@triton.jit
+def zero_head_rows(ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """The chunks of ROWS rows, zero, in fp32."""
+    D0: tl.constexpr = HEAD.first
+    D1: tl.constexpr = HEAD.second
+    if D1 > 0:
+        return (tl.zeros((ROWS, D0), tl.float32), tl.zeros((ROWS, D1), tl.float32))
+    else:
+        return (tl.zeros((ROWS, D0), tl.float32),)
+
+
+@triton.jit
+def add_head_rows(a, b):
+    """a + b, chunk by chunk, in fp32."""
+    if len(a) > 1:
+        return (a[0] + b[0].to(tl.float32), a[1] + b[1].to(tl.float32))
+    else:
+        return (a[0] + b[0].to(tl.float32),)
+
+
+@triton.jit
+def outer(a, b, HEAD: tl.constexpr, acc=None):
+    """acc + a b^T over the chunks of the head: (rows of a, rows of b), fp32.
+
+    acc is made for this product and must not be carried by a loop: of two products into one accumulator that a loop
+    carries, Triton makes wrong sums on sm_100 (triton-lang/triton#10821).
+    """
+    acc = tl.dot(a[0], tl.trans(b[0]), acc, input_precision=HEAD.precision)
+    if len(a) > 1:
+        acc = tl.dot(a[1], tl.trans(b[1]), acc, input_precision=HEAD.precision)
+    return acc
+
+
+@triton.jit
+def add_product(acc, w, x, HEAD: tl.constexpr):
+    """acc + w x for every chunk of x; w takes x's dtype."""
+    w = w.to(x[0].dtype)
+    first = tl.dot(w, x[0], acc[0], input_precision=HEAD.precision)
+    if len(x) > 1:
+        return (first, tl.dot(w, x[1], acc[1], input_precision=HEAD.precision))
+    else:
+        return (first,)
+
+
+@triton.jit
+def exp_difference(s, m, scale):
+    """exp(scale (s - m)), m a column.
+
+    The difference comes first: of logits in the thousands s and m agree to the last bits, which a product of each with
+    scale log2(e) would round away, and the weight of a lone key is 1. What that costs, against one multiply-add, issues
+    while exp2, an eighth as fast, runs.
+    """
+    return tl.exp2((s - m) * (scale * LOG2E))
+
+
+@triton.jit
+def row_dot(a, b):
+    """Row sums of a * b over the chunks, fp32."""
+    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if len(a) > 1:
+        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def bounds(offsets_ptr, samples, tokens):
+    """First token and number of tokens of samples, within the tokens there are whatever the offsets say."""
+    first = tl.minimum(tl.maximum(tl.load(offsets_ptr + samples).to(tl.int32), 0), tokens)
+    end = tl.minimum(tl.maximum(tl.load(offsets_ptr + samples + 1).to(tl.int32), first), tokens)
+    return first, end - first
+
+
+@triton.jit
+def place(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
+    """Of a program: (b, h, block in its sample, first token, tokens of it, start of its lse).
+
+    table_ptr: what `tile_table` makes for all `tokens`, or None for tensors (B, N, H, Dh) of one size. A program that
+    is left over has a sample without tokens.
+    """
+    pid = tl.program_id(0)
+    if table_ptr is None:
+        blocks = tl.cdiv(N, BLOCK)
+        bh = pid // blocks
+        return bh // H, bh % H, pid % blocks, tl.full((), 0, tl.int32), N, bh.to(tl.int64) * N
+    else:
+        h, row = pid % H, table_ptr + pid // H * 3
+        first, n, index = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+        return tl.full((), 0, tl.int32), h, index, first, n, h.to(tl.int64) * tokens + first
+
+
+@triton.jit
+def tile_of(b, index, N, H, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """The number of a program's tile, found when it is needed: it would hold a register all along."""
+    if PACKED:
+        return tl.program_id(0) // H
+    else:
+        return b * tl.cdiv(N, BLOCK) + index
+
+
+@triton.jit
+def _store_tiles(table_ptr, slots, mask, first, n, index):
+    """Rows of the table."""
+    ptrs = table_ptr + 3 * slots
+    tl.store(ptrs, first, mask=mask)
+    tl.store(ptrs + 1, n, mask=mask)
+    tl.store(ptrs + 2, index, mask=mask)
+
+
+@triton.jit(do_not_specialize=["samples", "tokens", "tiles"])
+def _tiles_kernel(
+    offsets_ptr,  # (samples + 1,)
+    table_ptr,  # (tiles, 3)
+    samples,
+    tokens,
+    tiles,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The tiles of one sample: after those of all with more blocks, and of earlier ones with as many."""
+    sample = tl.program_id(0)
+    first, n = bounds(offsets_ptr, sample, tokens)
+    blocks = tl.cdiv(n, BLOCK)
+    before, total = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, samples, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        lengths = bounds(offsets_ptr, tl.minimum(others, samples - 1), tokens)[1]
+        theirs = tl.where(others < samples, tl.cdiv(lengths, BLOCK), 0)
+        ahead = (theirs > blocks) | ((theirs == blocks) & (others < sample))
+        before += tl.sum(tl.where(ahead, theirs, 0), 0)
+        total += tl.sum(theirs, 0)
+    for start in range(0, blocks, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        _store_tiles(table_ptr, before + index, (index < blocks) & (before + index < tiles), first, n, index)
+    if sample == samples - 1:  # who fills what is left over
+        for start in range(total, tiles, CHUNK):
+            left = start + tl.arange(0, CHUNK)
+            _store_tiles(table_ptr, left, left < tiles, 0, 0, 0)
+
+
+def tile_table(offsets: Tensor, tokens: int, block: int) -> Tensor:
+    """(tiles, 3) int32: the first token of a tile's sample, how many it has, the tile's number there.
+
+    Of a tile that is left over the sample has no tokens.
+    """
+    samples = len(offsets) - 1
+    tiles = tokens // block + samples
+    table = torch.empty((tiles, 3), dtype=torch.int32, device=offsets.device)
+    sizes = dict(samples=samples, tokens=tokens, tiles=tiles, BLOCK=block, CHUNK=1024)
+    launch(_tiles_kernel, (samples,), offsets_ptr=offsets, table_ptr=table, **sizes, num_warps=4)
+    return table
+
+
+def tiles_of(q: Tensor, offsets: Tensor | None, block: int) -> tuple[int, dict]:
+    """How many tiles of `block` rows q (B, N, H, Dh) has, and the kernels' arguments for packed samples."""
+    batch, tokens = q.shape[:2]
+    if offsets is None:
+        return batch * cdiv(tokens, block), dict(table_ptr=None, tokens=0)
+    table = tile_table(offsets, tokens, block)
+    return len(table), dict(table_ptr=table, tokens=tokens)

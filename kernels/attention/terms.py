@@ -1,0 +1,297 @@
+"""Terms of the logits of attention: rotary positions, a bias, hidden keys; and their gradients.
+
+Rotary positions (Su et al., 2021): q and k are turned as they are loaded, gradients back.
+
+A pair (a, b) of columns of a token after the first num_prefix becomes (a cos_a - b sin_a, b cos_b + a sin_b); its
+gradient (da, db) comes back as (da cos_a + db sin_b, db cos_b - da sin_a). A head's two chunks are the first and the
+second column of its pairs: its halves ("half"), or its even and odd columns ("interleaved"), which one load brings
+together. The sums over a head do not mind the order of its columns, so the products stay as they are.
+
+Nothing that is turned is written to memory: the tables cos and sin are read beside q and k, from L2. The gradient of
+tables that are learned takes the gradients of q and k before they are turned back: backward_tiled.py then leaves
+them so, and _rope_bwd_kernel turns them back in place, in one pass more over q, k, dq and dk.
+
+A bias is added to the logits, and keys are hidden:
+
+    o = softmax(scale q k^T + bias) v over the keys before key_lengths[b]
+
+A query that sees no key (all of its bias -inf, or no keys left) gives zeros: its lse is +inf, so that no weight comes
+back. The gradient of a bias that the samples share is the sum of P (dP - delta) over them. _bias_bwd_kernel makes both
+products again for each sample, a block of the bias at a time, and adds up in registers: no atomics, and nothing of
+(B, H, N, N) in memory where the bias is not.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    LOG2E,
+    head_of,
+    load_head_chunk,
+    load_head_rows,
+    outer,
+    row_dot,
+    store_head_chunk,
+    store_head_rows,
+)
+
+
+@triton.jit
+def rope_of(rope, b, h, first=0, PACKED: tl.constexpr = False):
+    """A head's tables from row `first` on: pointers to cos and sin, the stride of rows, num_prefix."""
+    cos_ptr, sin_ptr, strides, num_prefix = rope
+    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    if PACKED:
+        offset += first.to(tl.int64) * strides[2]
+    return (cos_ptr + offset, sin_ptr + offset, strides[2], num_prefix)
+
+
+@triton.jit
+def _column_factors(table_ptr, rope, rows, N, still, HEAD: tl.constexpr):
+    """A table's numbers for both columns of pairs, in fp32; `still` for tokens that stay."""
+    D0: tl.constexpr = HEAD.first
+    HALF: tl.constexpr = HEAD.dim // 2
+    turns = (rows >= rope[3]) & (rows < N)
+    row_ptrs = table_ptr + ((rows - rope[3]).to(tl.int64) * rope[2])[:, None]
+    if HEAD.alike or HEAD.turned == "half":
+        offs_d = tl.arange(0, D0)[None, :]
+        mask = turns[:, None] & (offs_d < HALF)
+        first = tl.load(row_ptrs + offs_d, mask=mask, other=still).to(tl.float32)
+        if HEAD.alike:
+            return first, first
+        else:
+            return first, tl.load(row_ptrs + (HALF + offs_d), mask=mask, other=still).to(tl.float32)
+    else:
+        offs_d = tl.arange(0, 2 * D0)[None, :]
+        both = tl.load(row_ptrs + offs_d, mask=turns[:, None] & (offs_d < HEAD.dim), other=still).to(tl.float32)
+        return tl.split(both.reshape(rows.shape[0], D0, 2))
+
+
+@triton.jit
+def factors(rope, rows, N, HEAD: tl.constexpr):
+    """cos and sin of some rows: (cos_a, cos_b, sin_a, sin_b), each (rows, pairs)."""
+    cos_a, cos_b = _column_factors(rope[0], rope, rows, N, 1.0, HEAD)
+    sin_a, sin_b = _column_factors(rope[1], rope, rows, N, 0.0, HEAD)
+    return cos_a, cos_b, sin_a, sin_b
+
+
+@triton.jit
+def load_pairs(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Rows of a head as the first and the second columns of its pairs."""
+    D0: tl.constexpr = HEAD.first
+    HALF: tl.constexpr = HEAD.dim // 2
+    if HEAD.turned == "half":
+        first = load_head_chunk(head, rows, N, 0, D0, MASK_ROWS, HEAD, HALF)
+        return first, load_head_chunk(head, rows, N, HALF, D0, MASK_ROWS, HEAD)
+    else:
+        both = load_head_chunk(head, rows, N, 0, 2 * D0, MASK_ROWS, HEAD)
+        return tl.split(both.reshape(rows.shape[0], D0, 2))
+
+
+@triton.jit
+def load_turned_rows(head, rope, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Rows of a head of q or k, turned where there is rope, as its chunks.
+
+    tl.where by the numbers of rows, though the tables leave those rows as they are: past a chain of loads and what is
+    element-wise Triton moves a change of layout up to the loads, and would turn rows once for every product that takes
+    them, with their tables in fp32. Numbers of rows are no loads.
+    """
+    if rope is None:
+        return load_head_rows(head, rows, N, MASK_ROWS, HEAD)
+    else:
+        a, b = load_pairs(head, rows, N, MASK_ROWS, HEAD)
+        cos_a, cos_b, sin_a, sin_b = factors(rope, rows, N, HEAD)
+        turns = ((rows >= rope[3]) & (rows < N))[:, None]
+        first = tl.where(turns, a * cos_a - b * sin_a, a.to(tl.float32))
+        second = tl.where(turns, b * cos_b + a * sin_b, b.to(tl.float32))
+        return (first.to(a.dtype), second.to(b.dtype))
+
+
+@triton.jit
+def store_pairs(head, a, b, rows, N, HEAD: tl.constexpr):
+    """Writes what load_pairs reads; returns it as the chunks that store_sums takes."""
+    D0: tl.constexpr = HEAD.first
+    HALF: tl.constexpr = HEAD.dim // 2
+    if HEAD.turned == "half":
+        store_head_chunk(head, a, rows, N, 0, HEAD, HALF)
+        store_head_chunk(head, b, rows, N, HALF, HEAD)
+        return (a, b)
+    else:
+        both = tl.join(a, b).reshape(rows.shape[0], 2 * D0)
+        store_head_chunk(head, both, rows, N, 0, HEAD)
+        return (both,)
+
+
+@triton.jit
+def store_turned_back(head, x, rope, rows, N, TURN: tl.constexpr, HEAD: tl.constexpr):
+    """Writes some rows of dq or dk, x their chunks, turned back where TURN; returns what it writes."""
+    if rope is None:
+        store_head_rows(head, x, rows, N, HEAD)
+        return x
+    else:
+        a, b = x[0], x[1]
+        if TURN:
+            cos_a, cos_b, sin_a, sin_b = factors(rope, rows, N, HEAD)
+            return store_pairs(head, a * cos_a + b * sin_b, b * cos_b - a * sin_a, rows, N, HEAD)
+        else:
+            return store_pairs(head, a, b, rows, N, HEAD)
+
+
+@triton.jit(do_not_specialize=["B", "samples"])
+def _rope_bwd_kernel(
+    inputs,  # q, k (B, N, H, Dh), each its pointer and its strides of B, N, H
+    grads,  # dq, dk, likewise; turned back here, in place
+    rope,  # cos, sin, strides of B, H, rows, num_prefix
+    dcos_ptr,  # (groups, H, N - num_prefix, Dh, or Dh / 2 where a pair has one number), fp32
+    dsin_ptr,
+    B,
+    samples,  # of a group
+    N,
+    H,
+    HEAD: tl.constexpr,
+    TABLE: tl.constexpr,  # HEAD with the alignment of the rows of dcos and dsin
+    BLOCK_M: tl.constexpr,
+):
+    """The share of some samples in the gradients of BLOCK_M rows of one head's tables."""
+    D0: tl.constexpr = HEAD.first
+    HALF: tl.constexpr = HEAD.dim // 2
+    WIDTH: tl.constexpr = HALF if HEAD.alike else HEAD.dim
+    blocks = tl.cdiv(N - rope[3], BLOCK_M)
+    head = tl.program_id(0) // blocks
+    group, h = head // H, head % H
+    rows = rope[3] + tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    dcos_a, dcos_b = tl.zeros((BLOCK_M, D0), tl.float32), tl.zeros((BLOCK_M, D0), tl.float32)
+    dsin_a, dsin_b = tl.zeros((BLOCK_M, D0), tl.float32), tl.zeros((BLOCK_M, D0), tl.float32)
+    for i in tl.range(0, tl.minimum(samples, B - group * samples), num_stages=1, disable_licm=True):
+        b = group * samples + i
+        cos_a, cos_b, sin_a, sin_b = factors(rope_of(rope, b, h), rows, N, HEAD)
+        for j in tl.static_range(2):
+            grad_head = head_of(grads[j], b, h, HEAD)
+            x_a, x_b = load_pairs(head_of(inputs[j], b, h, HEAD), rows, N, True, HEAD)
+            d_a, d_b = load_pairs(grad_head, rows, N, True, HEAD)
+            x_a, x_b, d_a, d_b = x_a.to(tl.float32), x_b.to(tl.float32), d_a.to(tl.float32), d_b.to(tl.float32)
+            dcos_a += d_a * x_a
+            dcos_b += d_b * x_b
+            dsin_a -= d_a * x_b
+            dsin_b += d_b * x_a
+            # what is written here was read by other threads
+            tl.debug_barrier()
+            store_pairs(grad_head, d_a * cos_a + d_b * sin_b, d_b * cos_b - d_a * sin_a, rows, N, HEAD)
+    last = N - rope[3]
+    offset = (group * H + h).to(tl.int64) * last * WIDTH
+    dcos, dsin = (dcos_ptr + offset, WIDTH), (dsin_ptr + offset, WIDTH)
+    if HEAD.alike:
+        store_head_chunk(dcos, dcos_a + dcos_b, rows - rope[3], last, 0, TABLE, HALF)
+        store_head_chunk(dsin, dsin_a + dsin_b, rows - rope[3], last, 0, TABLE, HALF)
+    else:
+        store_pairs(dcos, dcos_a, dcos_b, rows - rope[3], last, TABLE)
+        store_pairs(dsin, dsin_a, dsin_b, rows - rope[3], last, TABLE)
+
+
+@triton.jit
+def bias_of(bias, b, h):
+    """The bias of a head: a pointer to its (N, N), the stride of its rows."""
+    ptr, strides = bias
+    return (ptr + (b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]), strides[2])
+
+
+@triton.jit
+def keys_of(lengths_ptr, b, N):
+    """How many keys of a sample count."""
+    if lengths_ptr is None:
+        return N
+    else:
+        return tl.minimum(tl.maximum(tl.load(lengths_ptr + b).to(tl.int32), 0), N)
+
+
+@triton.jit
+def whole_blocks(count, BLOCK: tl.constexpr, VARIES: tl.constexpr):
+    """How many of `count` rows lie in blocks without masks. VARIES: the last block has one, always."""
+    if VARIES:
+        return tl.maximum(count - 1, 0) // BLOCK * BLOCK
+    else:
+        return count // BLOCK * BLOCK
+
+
+@triton.jit
+def add_bias(s, bias, rows, cols, N, scale, TRANSPOSED: tl.constexpr):
+    """scale s + bias, of (queries, keys) or transposed; without a bias s, which `unit` scales."""
+    if bias is None:
+        return s
+    else:
+        ptrs = bias[0] + (rows.to(tl.int64) * bias[1])
+        if TRANSPOSED:
+            tile = tl.load(ptrs[None, :] + cols[:, None], mask=(rows < N)[None, :] & (cols < N)[:, None], other=0.0)
+        else:
+            tile = tl.load(ptrs[:, None] + cols[None, :], mask=(rows < N)[:, None] & (cols < N)[None, :], other=0.0)
+        return tl.fma(s, scale, tile.to(tl.float32))
+
+
+@triton.jit
+def unit(bias, scale):
+    """The scale of what add_bias returns."""
+    if bias is None:
+        return scale
+    else:
+        return 1.0
+
+
+@triton.jit
+def weights(s, lse, bias, scale):
+    """exp(unit s - lse) of what add_bias returns, lse a column or a row.
+
+    The difference comes before base 2, as in exp_difference; with a bias it is 0 where a mask has the least number
+    there is for all keys of a query.
+    """
+    if bias is None:
+        return tl.exp2(tl.fma(s, scale, -lse) * LOG2E)
+    else:
+        return tl.exp2((s - lse) * LOG2E)
+
+
+@triton.jit(do_not_specialize=["samples"])
+def _bias_bwd_kernel(
+    inputs,  # q, k, v, o, do (B, N, H, Dh), each its pointer and its strides of B, N, H
+    lse_ptr,  # (B, H, N)
+    dbias_ptr,  # (B / samples, H, N, N)
+    terms,  # rope, bias, key lengths: as forward_tiled.py takes them
+    samples,  # that share a bias
+    N,
+    H,
+    scale,
+    QK: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """BLOCK_M x BLOCK_N of one head's gradient, over the samples that share it."""
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    blocks = tl.cdiv(N, BLOCK_M) * blocks_n
+    head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    group, h = head // H, head % H
+    rows = block // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = block % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    tables, biases, lengths_ptr = terms[0], terms[1], terms[2]
+    TURNS: tl.constexpr = tables is not None
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # disable_licm: nothing is kept from sample to sample but the sums
+    for i in tl.range(0, samples, num_stages=1, disable_licm=True):
+        b = group * samples + i
+        q_head, k_head, v_head, o_head, do_head = [head_of(x, b, h, HEAD) for x in inputs]
+        rope = rope_of(tables, b, h) if TURNS else None
+        bias = bias_of(biases, b, h)
+        keys = keys_of(lengths_ptr, b, N)
+        q = load_turned_rows(q_head, rope, rows, N, True, QK)
+        k = load_turned_rows(k_head, rope, cols, keys, True, QK)
+        v = load_head_rows(v_head, cols, keys, True, HEAD)
+        do = load_head_rows(do_head, rows, N, True, HEAD)
+        delta = row_dot(load_head_rows(o_head, rows, N, True, HEAD), do)
+        # +inf past N: those queries weigh nothing
+        lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * N + rows, mask=rows < N, other=float("inf"))
+        s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
+        p = weights(s, lse[:, None], bias, scale)
+        p = tl.where((cols < keys)[None, :], p, 0.0)
+        total += p * (outer(do, v, HEAD) - delta[:, None])
+    at = (group.to(tl.int64) * H + h) * N * N + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    mask = (rows < N)[:, None] & (cols < N)[None, :]
+    tl.store(dbias_ptr + at, total.to(dbias_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,1 @@
+"""Launch configurations as data, looked up by operation, GPU generation, dtype and shape."""

@@ -1,0 +1,120 @@
+"""Tiles of matrix products and of what is fused around them."""
+
+import dataclasses
+
+from .tiles import Rule, tile
+
+# A product in pieces: two programs fit a multiprocessor, and nothing spills.
+_PRODUCT = (
+    Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
+    Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+)
+_TMA = (Rule(tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),)
+# Three quarters of the reads from L2, but one program on a multiprocessor: nothing hides its epilogue.
+_WIDE = tuple(
+    Rule(
+        tile(8, 4, provider, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
+        sm=(90, 100),
+        bits="16",
+        variant="wide",
+    )
+    for provider in ("triton", "tma")
+)
+# Where BLOCK_K does not divide K, masks would spill: some tiles are for the widths of models only.
+_WIDTHS = (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+# With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6).
+_DGELU, _DGELU_TMA = (
+    tuple(
+        Rule(
+            tile(8, 3, provider, maxnreg=128, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
+            sm=(90,),
+            bits="16",
+            shape=f"{k}x*",
+        )
+        for k in _WIDTHS
+    )
+    + rules
+    for provider, rules in (("triton", _PRODUCT), ("tma", _TMA))
+)
+# Two products at once: the blocks and sums of _PRODUCT with half the columns for each. Backward reads and writes two of
+# everything: narrower, or in smaller pieces.
+_GATED = (
+    *(
+        Rule(
+            tile(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, SUBTILES=2),
+            sm=(90, 100),
+            bits="16",
+            shape=f"{k}x*",
+        )
+        for k in _WIDTHS
+    ),
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2), bits="16"),
+    # In fp32 each of the two spills with one of Triton 3.6 and 3.9 where the other stands.
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, SUBTILES=1), sm=(120,)),
+    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+)
+_DGATED = (
+    Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=8), sm=(90, 100), bits="16"),
+    Rule(tile(4, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+    _PRODUCT[-1],
+)
+_CUBLAS = (Rule(tile(provider="cublas")),)
+
+
+def _by_descriptors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The first of some rules for a product, for sm_90 and newer, with "tma", which needs no masks."""
+    return (dataclasses.replace(rules[0], tile=dataclasses.replace(rules[0].tile, provider="tma"), shape="*"),)
+
+
+def _split(stages: int, block_k: int, variant: str = "") -> tuple[Rule, ...]:
+    """Weight gradients for sm_90 and newer, through pointers and descriptors.
+
+    SPLIT_K: the blocks of the output times it fill whole waves of two programs on each of 132 multiprocessors (36, 108
+    and 144 blocks x 7; 64 and 192 x 4), or of one, where they are wide (18, 54 and 72 x 7; 32, 96 and 128 x 4).
+    """
+    blocks = dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=block_k, GROUP_N=8, SUBTILES=4)
+    return tuple(
+        Rule(tile(8, stages, provider, SPLIT_K=splits, **blocks), (90, 100), "16", shape, variant)
+        for provider in ("triton", "tma")
+        for shape, splits in (("1024x*", 4), ("*", 7))
+    )
+
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    # Products, shape class "KxN" (product.py): cuBLAS where no epilogue saves a pass (kernels.md).
+    "linear_fwd": _CUBLAS,
+    "input_grad": _CUBLAS,
+    "linear_gelu_fwd": _PRODUCT,
+    "linear_residual_fwd": _PRODUCT,
+    # A wider tile takes all of 255 registers there, and spills with one of Triton 3.6 and 3.9.
+    "dgelu_matmul": (
+        Rule(tile(4, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2), sm=(89, 120), bits="16"),
+        *_DGELU,
+    ),
+    "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),
+    "gated_linear_fwd": _GATED,
+    "dgated_matmul": _DGATED,
+    "gated_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=32)),),
+    "weight_grad": _CUBLAS,
+    "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
+}
+
+_TORCH = (Rule(tile(provider="torch")),)
+CANDIDATES: dict[str, tuple[Rule, ...]] = {
+    "linear_fwd": _PRODUCT + _TMA + _WIDE,
+    "input_grad": _PRODUCT + _TMA + _WIDE,
+    "linear_gelu_fwd": _CUBLAS + _TMA + _WIDE,
+    "linear_residual_fwd": (*_CUBLAS, Rule(tile(provider="cublaslt"), bits="16"), *_TMA, *_WIDE),
+    "dgelu_matmul": _CUBLAS + _DGELU_TMA + _WIDE,
+    "gelu_bwd": _TORCH,
+    "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),
+    "dgated_matmul": _CUBLAS + _by_descriptors(_DGATED),
+    "gated_bwd": _TORCH,
+    "weight_grad": (
+        *_split(stages=3, block_k=128),
+        Rule(tile(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
+        Rule(tile(4, 3, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
+        *_split(stages=4, block_k=256, variant="wide"),
+    ),
+}

@@ -1,0 +1,373 @@
+"""Looks up the tile of an operation: the first rule that matches, in the file of its family.
+
+Rules are data, chosen by measurement or, where none is at hand yet, by offline compilation: no spills, shared memory
+within the limit. CANDIDATES are other tiles that can do an operation, the first for each provider and variant: the
+tuner tries them, and nothing runs them unasked.
+
+A user's own table (`vitfast tune`) comes before the rules: $VITFAST_TILES, or ~/.cache/vitfast/tiles.json.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+GENERATIONS = (80, 89, 90, 100, 120)
+# Shared memory a program may use, bytes.
+SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
+
+    The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch; LIBRARIES are the
+    others. maxnreg: registers a thread may have, so that more programs fit a multiprocessor (of 4 warps: 168 for three,
+    128 for four); 0 leaves it to the compiler.
+    """
+
+    num_warps: int = 4
+    num_stages: int = 2
+    provider: str = "triton"
+    blocks: tuple[tuple[str, int], ...] = ()
+    maxnreg: int = 0
+
+    @functools.cached_property
+    def meta(self) -> dict:
+        """Keyword arguments for the launch; not to be changed."""
+        limit = {"maxnreg": self.maxnreg} if self.maxnreg else {}
+        return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return dict(self.blocks)
+
+    def __getitem__(self, name: str) -> int:
+        return self._numbers[name]
+
+
+def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxnreg: int = 0, **blocks: int) -> Tile:
+    """`tile(8, 3, BLOCK_M=128, BLOCK_N=128)`."""
+    return Tile(num_warps, num_stages, provider, tuple(sorted(blocks.items())), maxnreg)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A tile and where it applies: GPU generations, bits of the dtype and shape classes.
+
+    bits: "32", "16", or "*" for both; shape: a pattern (fnmatch). variant: of CANDIDATES, tells several tiles of one
+    provider apart.
+    """
+
+    tile: Tile
+    sm: tuple[int, ...] = GENERATIONS
+    bits: str = "*"
+    shape: str = "*"
+    variant: str = ""
+
+
+ATTENTION_LIBRARIES = ("flash", "cudnn", "efficient", "flash_attn_3", "flash_attn_4")
+# Providers that launch no kernel of ours and cannot be compiled offline -> the file of libraries/ that says whether one
+# can run, "" for PyTorch's own operations.
+LIBRARIES = {"torch": "", "cublaslt": "cublaslt", **dict.fromkeys(ATTENTION_LIBRARIES, "attention")}
+
+
+def library(name: str) -> ModuleType:
+    """A file of libraries/, imported when a tile first names it."""
+    return importlib.import_module(f"..libraries.{name}", __package__)
+
+
+# Family -> its operations. The family's file is imported when one of them is first looked up.
+FAMILIES = {
+    "layer_norm": ("layer_norm_fwd", "layer_norm_bwd", "scale_rows", "column_sums"),
+    "attention": (
+        "attention_fwd",
+        "attention_bwd",
+        "attention_bwd_dq",
+        "attention_bwd_dkdv",
+        "attention_bwd_bias",
+        "rope_bwd",
+    ),
+    "patch_embed": ("patch_embed_fwd", "patch_embed_dweight", "patch_embed_dimages"),
+    "matmul": (
+        "linear_fwd",
+        "input_grad",
+        "linear_gelu_fwd",
+        "linear_residual_fwd",
+        "dgelu_matmul",
+        "gelu_bwd",
+        "gated_linear_fwd",
+        "dgated_matmul",
+        "gated_bwd",
+        "weight_grad",
+        "weight_grad_sum",
+    ),
+}
+
+
+class _Rules(dict):
+    """Operation -> its rules; the file of its family is read when one of them is first asked for."""
+
+    def __init__(self, table: str):
+        super().__init__({op: family for family, operations in FAMILIES.items() for op in operations})
+        self._table = table
+
+    def __getitem__(self, op: str) -> tuple[Rule, ...]:
+        found = super().__getitem__(op)
+        if isinstance(found, str):
+            file = importlib.import_module(f".{found}", __package__)
+            found = self[op] = getattr(file, self._table).get(op, ())
+        return found
+
+    def get(self, op: str, default: tuple[Rule, ...] = ()) -> tuple[Rule, ...]:
+        return self[op] if op in self else default
+
+    def items(self) -> list[tuple[str, tuple[Rule, ...]]]:
+        return [(op, self[op]) for op in self]
+
+
+RULES, CANDIDATES = _Rules("RULES"), _Rules("CANDIDATES")
+
+
+def _wrong_number(value: Tile) -> str:
+    """The first number of a tile that no kernel runs with, as "SPLIT_K = 0", or ""."""
+    numbers = dict(value.blocks, num_warps=value.num_warps, num_stages=value.num_stages, maxnreg=value.maxnreg)
+    for name, number in numbers.items():
+        least = 0 if name in ("EXACT", "maxnreg") else 1
+        whole = type(number) is int and number >= least
+        power_of_two = name.startswith("BLOCK") or name in ("num_warps", "SUBTILES")
+        if not whole or (power_of_two and number & (number - 1)):
+            return f"{name} = {number!r}"
+    return ""
+
+
+def _fault(op: str, value: Tile, blocks: bool = True) -> str:
+    """Why no launcher of `op` takes a tile, or "": its provider, a number, or (`blocks`) their names."""
+    known: dict[str, list[set[str]]] = {}
+    for rule in (*RULES.get(op), *CANDIDATES.get(op)):
+        known.setdefault(rule.tile.provider, []).append({name for name, _ in rule.tile.blocks})
+    if value.provider not in known:
+        return f"{op} has no provider {value.provider!r}, only {', '.join(known)}" if known else f"no operation {op!r}"
+    names, wanted = {name for name, _ in value.blocks}, known[value.provider]
+    if blocks and names not in wanted:
+        spelt = lambda names: " ".join(sorted(names)) or "no numbers"  # noqa: E731
+        return f"{op} by {value.provider} takes {spelt(wanted[0])}, not {spelt(names)}"
+    if number := _wrong_number(value):
+        return f"{op} by {value.provider} cannot run with {number}"
+    return ""
+
+
+_target: int | None = None
+
+
+@contextlib.contextmanager
+def targeting(sm: int) -> Iterator[None]:
+    """Tiles of this GPU generation are looked up inside, whatever the device: for offline compilation."""
+    global _target
+    before, _target = _target, sm
+    try:
+        yield
+    finally:
+        _target = before
+
+
+def capability(device: torch.device) -> int:
+    """90 for compute capability 9.0: what Triton compiles for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def _generation(index: int) -> int:
+    exact = capability(torch.device("cuda", index))
+    return max((sm for sm in GENERATIONS if sm <= exact), default=0)
+
+
+def generation(device: torch.device) -> int:
+    """80, 89, 90, 100 or 120 (0: older than any of them); tensors without a GPU take sm_90's tiles."""
+    if _target is not None:
+        return _target
+    if device.type != "cuda":
+        return 90
+    return _generation(torch.cuda.current_device() if device.index is None else device.index)
+
+
+_overrides: dict[tuple[str, str | None], Tile] = {}
+_watched: dict[tuple[str, str, str], Tile] | None = None
+
+
+@contextlib.contextmanager
+def override(op: str, value: Tile, shape: str | None = None) -> Iterator[None]:
+    """Uses one tile for the launches of `op` inside, or for those of one shape class.
+
+    Raises ValueError for an operation or a provider that does not exist.
+    """
+    if fault := _fault(op, value, blocks=False):
+        raise ValueError(f"tiles.override: {fault}")
+    before = dict(_overrides)
+    _overrides[op, shape] = value
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[dict[tuple[str, str, str], Tile]]:
+    """Collects which tile each (operation, bits, shape class) takes inside."""
+    global _watched
+    before, _watched = _watched, {}
+    try:
+        yield _watched
+    finally:
+        _watched = before
+
+
+def user_table_path() -> Path:
+    """Where the user's own table lies."""
+    return Path(
+        os.environ.get("VITFAST_TILES")
+        or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vitfast" / "tiles.json"
+    )
+
+
+@functools.cache
+def _user_table() -> dict[tuple[str, str, str, str], Tile]:
+    """(op, GPU name, bits, shape class) -> Tile as the tuner wrote them, less those no launcher takes."""
+    path = user_table_path()
+    if not path.is_file():
+        return {}
+    try:
+        records = json.loads(path.read_text())["tiles"]
+        found = {(r["op"], r["gpu"], r["bits"], r["shape"]): from_record(r) for r in records}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the tile table {path} is damaged ({error}); remove it") from None
+    return {key: value for key, value in found.items() if not _left_out(path, key, value)}
+
+
+@functools.cache
+def _left_out(path: Path, key: tuple[str, str, str, str], value: Tile) -> bool:
+    """Whether no launcher takes an entry of the user's table, of another version; warns of it, once."""
+    op, gpu, bits, shape = key
+    if fault := _fault(op, value):
+        text = f"the row of {op} at {shape}, {bits} bits, {gpu}, is left out: run vitfast tune again, or remove it"
+        warnings.warn(f"the tile table {path}: {fault}; {text}", stacklevel=2)
+    return bool(fault)
+
+
+def reload_user_table() -> None:
+    """Reads the user's own table again where it has changed."""
+    _user_table.cache_clear()
+
+
+def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> Tile:
+    """The tile of an operation for x's device and dtype at a shape class such as "d64" or "768x3072".
+
+    Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first
+    rule that can is taken; inside `override` that is an error, so that nothing is timed or tested under another's
+    name. without: providers that lack something this call needs beyond its shape class, as cublaslt lacks a layer
+    scale. The first other rule is taken, inside `override` too, since what that covers has calls with and without;
+    `watching` tells which ran.
+    """
+    forced = (_overrides.get((op, shape)) or _overrides.get((op, None))) if _overrides else None
+    found = forced or _find(op, x, shape)
+    reason = _unsupported_reason(op, found.provider, x)
+    if reason and forced:
+        raise RuntimeError(f"{op}: {found.provider} cannot run here: {reason}")
+    if reason or found.provider in without:
+        usable = (r.tile for r in _matching(RULES[op], x, shape) if r.tile.provider not in without)
+        found = next(tile for tile in usable if not _unsupported_reason(op, tile.provider, x))
+    if _watched is not None:
+        _watched[op, _bits(x), shape] = found
+    return found
+
+
+def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
+    """Why a library cannot do the operation on x; None where it can, and for kernels of ours."""
+    if provider not in LIBRARIES:
+        return None
+    if _target is not None or x.device.type == "meta":
+        return "libraries are not compiled offline"
+    file = LIBRARIES[provider]
+    return library(file).unsupported_reason(x, provider, op.endswith("_bwd")) if file else None
+
+
+def _bits(x: torch.Tensor) -> str:
+    return "32" if x.dtype == torch.float32 else "16"
+
+
+def _matching(rules: tuple[Rule, ...], x: torch.Tensor, shape: str) -> Iterator[Rule]:
+    sm = generation(x.device)
+    alike = (rule for rule in rules if sm in rule.sm and rule.bits in ("*", _bits(x)))
+    return (rule for rule in alike if fnmatch.fnmatchcase(shape, rule.shape))
+
+
+@functools.cache
+def _gpu_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
+    if x.is_cuda and _target is None and _user_table():
+        found = _user_table().get((op, _gpu_name(x.device.index), _bits(x), shape))
+        if found:
+            return found
+    return shipped(op, x, shape)
+
+
+# (operation, generation, bits, shape class) -> the rules that were searched, and what was found: a launcher asks at
+# every call.
+_shipped: dict[tuple[str, int, str, str], tuple[tuple[Rule, ...], Tile]] = {}
+
+
+def shipped(op: str, x: torch.Tensor, shape: str) -> Tile:
+    """The tile of the rules, whatever the user's own table says."""
+    key = op, generation(x.device), _bits(x), shape
+    known = _shipped.get(key)
+    if known is not None and known[0] is RULES[op]:
+        return known[1]
+    rule = next(_matching(RULES[op], x, shape), None)
+    if rule is None:
+        raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
+    _shipped[key] = RULES[op], rule.tile
+    return rule.tile
+
+
+def candidates(op: str, x: torch.Tensor, shape: str) -> list[Tile]:
+    """The first tile of each other provider and variant that could do what `lookup` leaves to one."""
+    found = {(shipped(op, x, shape).provider, ""): shipped(op, x, shape)}
+    for rule in _matching(CANDIDATES.get(op), x, shape):
+        found.setdefault((rule.tile.provider, rule.variant), rule.tile)
+    now, out = lookup(op, x, shape), absent(op, x, shape)
+    found.pop((now.provider, ""), None)
+    return [tile for tile in dict.fromkeys(found.values()) if tile != now and tile.provider not in out]
+
+
+def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
+    """Why libraries cannot do the operation on x: {"flash_attn_3": "not installed"}."""
+    providers = (rule.tile.provider for rule in _matching((*RULES[op], *CANDIDATES.get(op)), x, shape))
+    reasons = {provider: _unsupported_reason(op, provider, x) for provider in dict.fromkeys(providers)}
+    return {provider: reason for provider, reason in reasons.items() if reason}
+
+
+def to_record(op: str, gpu: str, bits: str, shape: str, value: Tile) -> dict:
+    """An entry of the user's table."""
+    numbers = dataclasses.asdict(value) | {"blocks": dict(value.blocks)}
+    return dict(op=op, gpu=gpu, bits=bits, shape=shape, **numbers)
+
+
+def from_record(record: dict) -> Tile:
+    """The tile of an entry of the user's table."""
+    limit = record.get("maxnreg", 0)  # older tables lack it
+    return tile(record["num_warps"], record["num_stages"], record["provider"], limit, **record["blocks"])

@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm, with the residual addition before them, forward and backward."""

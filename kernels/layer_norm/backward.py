@@ -1,0 +1,262 @@
+"""LayerNorm, RMSNorm, and the residual add before them: backward, in one persistent pass.
+
+With xhat = (z - mean) * rstd and g = dy * weight:
+
+    dres = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dz        (M, D); dz: the gradient that reaches z directly
+    dx = drop_path[b] * layer_scale * dres
+    dweight = sum_M(dy * xhat), dbias = sum_M(dy), dlayer_scale = sum_M(drop_path[b] * dres * x), dz_sum = sum_M(dz)
+
+RMSNorm has neither mean nor mean_D(g). Every program adds up its rows' column sums in registers and writes them once to
+an fp32 workspace that `column_sums` adds in a fixed order: the fused backward of Apex and of Triton's tutorial, without
+their locks and atomics. The next rows are on their way through shared memory (STAGES) while these are computed.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..configs import tiles
+from ..launch import cdiv, launch
+from ..rows import (
+    chunk_width,
+    column_sums,
+    layer_norm_class,
+    load_rows,
+    row_alignment,
+    row_factor,
+    row_programs,
+    row_stride,
+    store_chunk,
+    vector,
+)
+
+
+@triton.jit
+def _zeros(CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    chunks = ()
+    for _ in tl.static_range(CHUNKS):
+        chunks = chunks + (tl.zeros((BLOCK_M, BLOCK_D), tl.float32),)
+    return chunks
+
+
+@triton.jit
+def _add(total, chunks, CHUNKS: tl.constexpr):
+    result = ()
+    for i in tl.static_range(CHUNKS):
+        result = result + (total[i] + chunks[i].to(tl.float32),)
+    return result
+
+
+@triton.jit
+def _standardised(z, mean, rstd):
+    """xhat; mean None: RMSNorm's."""
+    return z.to(tl.float32) * rstd if mean is None else (z.to(tl.float32) - mean) * rstd
+
+
+@triton.jit
+def _store_sums(ws_ptr, total, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes this program's row of the workspace: chunks (BLOCK_M, BLOCK_D) summed over their rows."""
+    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
+        offs_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+        tl.store(ws_ptr + tl.program_id(0) * D + offs_d, tl.sum(total[i], 0), mask=offs_d < D)
+
+
+@triton.jit(do_not_specialize=["M", "rows_per_sample"])
+def layer_norm_bwd_kernel(
+    in_ptrs,  # dy, z, dz, branch: (M, D), the last two or None
+    strides,  # of their rows
+    w_ptr,  # (D,) or None
+    b_ptr,  # (D,) or None
+    mean_ptr,  # (M,), None for RMSNorm
+    rstd_ptr,  # (M,)
+    ls_ptr,  # (D,) or None
+    dp_ptr,  # (M / rows_per_sample,) or None
+    out_ptrs,  # dres, dx, y: (M, D) or None
+    ws_ptrs,  # dweight, dbias, dlayer_scale, dz_sum: (programs, D) or None
+    M,
+    rows_per_sample,
+    D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    dy_ptr, z_ptr, dz_ptr, branch_ptr = in_ptrs
+    dres_ptr, dx_ptr, y_ptr = out_ptrs
+    dw_ptr, db_ptr, dls_ptr, sum_ptr = ws_ptrs
+    CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    DRES: tl.constexpr = dres_ptr is not None or dx_ptr is not None or dls_ptr is not None
+    dw = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
+    db = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
+    dls = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
+    dz_sum = _zeros(CHUNKS, BLOCK_M, BLOCK_D)
+    block_rows = tl.arange(0, BLOCK_M)[:, None]
+    if w_ptr is not None:
+        w = load_rows(w_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
+    if y_ptr is not None and b_ptr is not None:
+        b = load_rows(b_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
+    if ls_ptr is not None:
+        ls = load_rows(ls_ptr, block_rows, BLOCK_M, 0, D, ALIGN, BLOCK_D)
+
+    for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+        rows = start + block_rows
+        dy = load_rows(dy_ptr, rows, M, strides[0], D, ALIGN, BLOCK_D)
+        z = load_rows(z_ptr, rows, M, strides[1], D, ALIGN, BLOCK_D)
+        if dz_ptr is not None:
+            dz = load_rows(dz_ptr, rows, M, strides[2], D, ALIGN, BLOCK_D)
+        if branch_ptr is not None:
+            branch = load_rows(branch_ptr, rows, M, strides[3], D, ALIGN, BLOCK_D)
+        if dp_ptr is not None:
+            dp = row_factor(dp_ptr, rows, M, rows_per_sample)
+        mean = None if mean_ptr is None else tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+
+        # Beyond D and M dy and dz are zero, and so is everything that is summed.
+        g_total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        gx_total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        dw_more = ()
+        for i in tl.static_range(CHUNKS):
+            g = dy[i].to(tl.float32)
+            xhat = _standardised(z[i], mean, rstd)
+            dw_more = dw_more + (g * xhat,)
+            y = xhat
+            if w_ptr is not None:
+                g *= w[i].to(tl.float32)
+                y *= w[i].to(tl.float32)
+            g_total += g
+            gx_total += g * xhat
+            if y_ptr is not None:
+                if b_ptr is not None:
+                    y += b[i].to(tl.float32)
+                store_chunk(y_ptr, y, rows, M, i, D, BLOCK_D)
+        if dw_ptr is not None:
+            dw = _add(dw, dw_more, CHUNKS)
+        if db_ptr is not None:
+            db = _add(db, dy, CHUNKS)
+        if sum_ptr is not None:
+            dz_sum = _add(dz_sum, dz, CHUNKS)
+
+        if DRES:
+            if mean_ptr is not None:
+                g_mean = tl.sum(g_total, 1, keep_dims=True) / D
+            gx_mean = tl.sum(gx_total, 1, keep_dims=True) / D
+            dls_more = ()
+            for i in tl.static_range(CHUNKS):
+                g = dy[i].to(tl.float32)
+                if w_ptr is not None:
+                    g *= w[i].to(tl.float32)
+                xhat = _standardised(z[i], mean, rstd)
+                dres = (g - g_mean - xhat * gx_mean) * rstd if mean_ptr is not None else (g - xhat * gx_mean) * rstd
+                if dz_ptr is not None:
+                    dres += dz[i].to(tl.float32)
+                if dres_ptr is not None:
+                    store_chunk(dres_ptr, dres, rows, M, i, D, BLOCK_D)
+                if dp_ptr is not None:
+                    dres *= dp
+                if branch_ptr is not None:
+                    dls_more = dls_more + (dres * branch[i].to(tl.float32),)
+                if dx_ptr is not None:
+                    if ls_ptr is not None:
+                        dres *= ls[i].to(tl.float32)
+                    store_chunk(dx_ptr, dres, rows, M, i, D, BLOCK_D)
+            if dls_ptr is not None:
+                dls = _add(dls, dls_more, CHUNKS)
+
+    if dw_ptr is not None:
+        _store_sums(dw_ptr, dw, D, BLOCK_D)
+    if db_ptr is not None:
+        _store_sums(db_ptr, db, D, BLOCK_D)
+    if dls_ptr is not None:
+        _store_sums(dls_ptr, dls, D, BLOCK_D)
+    if sum_ptr is not None:
+        _store_sums(sum_ptr, dz_sum, D, BLOCK_D)
+
+
+class Grads(NamedTuple):
+    """Gradients of `layer_norm_bwd`, and y; None where not asked for."""
+
+    dres: Tensor | None
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    dlayer_scale: Tensor | None
+    dz_sum: Tensor | None
+    y: Tensor | None
+
+
+def layer_norm_bwd(
+    dy: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    dz: Tensor | None = None,
+    branch: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    drop_path: Tensor | None = None,
+    rows_per_sample: int = 1,
+    want_dx: bool = True,
+    want_dparams: bool = True,
+    want_layer_scale: bool = False,
+    want_dz_sum: bool = False,
+    want_y: bool = False,
+) -> Grads:
+    """One pass over dy, z (and dz, branch), all (M, D) with last stride 1.
+
+    dres in z's dtype; dx in dy's, where layer_scale or drop_path is given (it equals dres otherwise); dweight, dbias
+    and dlayer_scale in the dtype of their parameter; dz_sum, the column sum of dz where that is given, in fp32; y =
+    LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale. mean: None for RMSNorm.
+    """
+    M, D = z.shape
+    tile = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))
+    if tile.provider == "torch":
+        given = dy, z, weight, bias, mean, rstd, dz, branch, layer_scale, drop_path, rows_per_sample
+        wants = want_dx, want_dparams, want_layer_scale, want_dz_sum, want_y
+        return Grads(*tiles.library("layer_norm").backward(*given, *wants))
+    flags = dict(tile.meta)
+    programs = row_programs(z.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]))
+
+    def matrix(wanted: bool, dtype: torch.dtype) -> Tensor | None:
+        return torch.empty((M, D), dtype=dtype, device=z.device) if wanted else None
+
+    def vector_like(wanted: bool, parameter: Tensor | None) -> Tensor | None:
+        return torch.empty(D, dtype=parameter.dtype, device=z.device) if wanted and parameter is not None else None
+
+    scaled = layer_scale is not None or drop_path is not None
+    dres, dx, y = matrix(want_dx, z.dtype), matrix(want_dx and scaled, dy.dtype), matrix(want_y, dy.dtype)
+    sums = (
+        vector_like(want_dparams, weight),
+        vector_like(want_dparams, bias),
+        vector_like(want_layer_scale, layer_scale),
+        torch.empty(D, dtype=torch.float32, device=z.device) if want_dz_sum else None,
+    )
+    space = dict(dtype=torch.float32, device=z.device)
+    workspaces = tuple(None if t is None else torch.empty((programs, D), **space) for t in sums)
+    inputs = dy, z, dz, branch if want_layer_scale else None
+    launch(
+        layer_norm_bwd_kernel,
+        (programs,),
+        in_ptrs=inputs,
+        strides=tuple(map(row_stride, inputs)),
+        w_ptr=vector(weight),
+        b_ptr=vector(bias) if want_y else None,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        ls_ptr=vector(layer_scale),
+        dp_ptr=vector(drop_path),
+        out_ptrs=(dres, dx, y),
+        ws_ptrs=workspaces,
+        M=M,
+        rows_per_sample=rows_per_sample,
+        D=D,
+        ALIGN=row_alignment(*inputs),
+        BLOCK_D=chunk_width(D),
+        **flags,
+    )
+    column_sums(list(zip(workspaces, sums)), programs, D, z)
+    return Grads(dres, dx, *sums, y)

@@ -1,0 +1,1 @@
+"""Other people's kernels as candidates: cuBLASLt, PyTorch, attention libraries."""

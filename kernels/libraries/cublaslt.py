@@ -1,0 +1,158 @@
+"""cuBLASLt for proj and fc2: out = res + x W^T + b in one pass.
+
+That is D = A B + C + bias with C and D apart; torch reaches cuBLASLt for x W^T + b alone. This goes through
+cublaslt.cpp, built when first asked for (native.py).
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import native
+
+SOURCE = Path(__file__).with_name("cublaslt.cpp")
+WORKSPACE = 32 << 20  # bytes an algorithm may ask for; 32 MiB is what cuBLAS recommends from sm_90 on
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType of library_types.h
+
+
+class Problem(NamedTuple):
+    """All that the algorithm depends on, as in cublaslt.cpp: strides in elements, alignments in bytes."""
+
+    rows: int
+    columns: int
+    depth: int
+    stride_x: int
+    stride_w: int
+    stride_res: int
+    stride_out: int
+    type: int
+    out_type: int
+    align_x: int
+    align_w: int
+    align_bias: int  # 0: no bias
+    align_res: int
+    align_out: int
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The functions of cublaslt.cpp, compiled."""
+    library = ctypes.CDLL(str(path))
+    pointer = ctypes.c_void_p
+    library.vitfast_choose.argtypes = [pointer, pointer, ctypes.c_uint64, pointer]
+    library.vitfast_run.argtypes = [pointer] * 10
+    library.vitfast_choose.restype = library.vitfast_run.restype = ctypes.c_char_p
+    return library
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    """(the extension, ""), or (None, why there is none)."""
+    try:
+        path = native.built(SOURCE)
+        try:
+            return load(path), ""
+        except OSError:  # the file is damaged
+            native.build(SOURCE, path)
+            return load(path), ""
+    except (RuntimeError, OSError) as error:
+        return None, f"not built: {error}"
+
+
+def unsupported_reason(x: Tensor, provider: str = "cublaslt", backward: bool = False) -> str | None:
+    """Why cuBLASLt cannot run on x, or None; builds the extension where nothing else speaks against it."""
+    if x.device.type != "cuda":
+        return f"needs an NVIDIA GPU, the tensors are on {x.device}"
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return f"does not compute in {x.dtype}"
+    return _library()[1] or None
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+    """Raises TypeError or ValueError, before anything of CUDA is called."""
+
+    def refuse(error: type[Exception], name: str, wanted: object, got: object) -> None:
+        raise error(f"linear_residual (cublaslt): {name} must be {wanted}, got {got}")
+
+    if x.dim() != 2:
+        refuse(ValueError, "x", "(M, K)", tuple(x.shape))
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        refuse(TypeError, "x", "torch.float16 or torch.bfloat16", x.dtype)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        refuse(ValueError, "weight", f"(N, {x.shape[1]})", tuple(weight.shape))
+    n = weight.shape[0]
+    wanted = [("weight", weight, (n, x.shape[1]), (x.dtype,))]
+    wanted += [("bias", bias, (n,), (x.dtype,))] if bias is not None else []
+    wanted += [("residual", residual, (x.shape[0], n), (x.dtype, torch.float32))]
+    for name, tensor, shape, dtypes in wanted:
+        if tuple(tensor.shape) != shape:
+            refuse(ValueError, name, shape, tuple(tensor.shape))
+        if tensor.dtype not in dtypes:
+            refuse(TypeError, name, " or ".join(map(str, dtypes)), tensor.dtype)
+        if tensor.device != x.device:
+            refuse(ValueError, name, f"on {x.device} like x", tensor.device)
+
+
+def _handle_and_stream(x: Tensor) -> tuple[int, int]:
+    """torch's own cuBLAS handle, which cuBLASLt takes too, and the stream; of the current device."""
+    if x.device.type != "cuda":
+        raise ValueError(f"linear_residual (cublaslt): x must be on an NVIDIA GPU, got {x.device}")
+    return torch.cuda.current_blas_handle(), torch.cuda.current_stream().cuda_stream
+
+
+def _rows(t: Tensor) -> Tensor:
+    """t, copied where its rows overlap or have gaps inside: a matrix of cuBLASLt has neither."""
+    return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.clone(memory_format=torch.contiguous_format)
+
+
+def _alignment(t: Tensor | None) -> int:
+    """Of its address, in bytes, as far as algorithms ask for it: up to 256; 0 for None."""
+    return 0 if t is None else min(256, t.data_ptr() & -t.data_ptr())
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(handle: int, problem: Problem) -> tuple[ctypes.Array, ctypes.Array]:
+    """Problem and algorithm for cublaslt.cpp; the algorithm's first word: bytes of workspace."""
+    given, choice = (ctypes.c_int64 * len(problem))(*problem), (ctypes.c_uint64 * 9)()
+    _succeed(_library()[0].vitfast_choose(handle, given, WORKSPACE, choice), problem)
+    return given, choice
+
+
+def _succeed(message: bytes | None, problem: Problem) -> None:
+    """Raises RuntimeError with what the extension says."""
+    if message:
+        raise RuntimeError(f"linear_residual (cublaslt): {message.decode()}; {problem}")
+
+
+def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + x W^T + b, rounded once: x (M, K), weight (N, K), bias (N,) or None -> (M, N).
+
+    These in fp16 or bfloat16, residual (M, N) and the result in that or fp32. The workspace comes from torch's
+    allocator, so that CUDA graphs own theirs. Raises TypeError or ValueError for arguments that do not fit,
+    RuntimeError with the status where cuBLASLt fails.
+    """
+    _check(x, weight, bias, residual)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
+    if not out.numel():
+        return out
+    x, weight, residual = _rows(x), _rows(weight), _rows(residual)
+    bias = None if bias is None else bias.to(residual.dtype).contiguous()  # cuBLASLt has it in out's dtype
+    with torch.cuda.device_of(x):
+        handle, stream = _handle_and_stream(x)
+        library, reason = _library()
+        if library is None:
+            raise RuntimeError(f"linear_residual: cublaslt cannot run here: {reason}")
+        problem = Problem(
+            *(x.shape[0], weight.shape[0], x.shape[1]),
+            *(t.stride(0) for t in (x, weight, residual, out)),
+            *(TYPES[t.dtype] for t in (x, out)),
+            *(_alignment(t) for t in (x, weight, bias, residual, out)),
+        )
+        given, choice = _chosen(handle, problem)
+        workspace = torch.empty(choice[0], dtype=torch.uint8, device=x.device)
+        pointers = (None if t is None else t.data_ptr() for t in (x, weight, bias, residual, out, workspace))
+        _succeed(library.vitfast_run(handle, given, choice, *pointers, stream), problem)
+    return out

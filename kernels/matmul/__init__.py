@@ -1,0 +1,1 @@
+"""Matrix products with what a ViT does around them: biases, activations, residuals, gates."""

@@ -1,0 +1,315 @@
+"""The two layers before a gated MLP's last (Shazeer, 2020), in one product; forward and backward.
+
+    gated_linear    up = x Wu^T + bu, gate = x Wg^T + bg, h = act(gate) * up        x (M, K), both weights (N, K)
+    dgated_matmul   dh = g W, dup = dh * act(gate), dgate = dh * up * act'(gate)    g (M, D), W (D, F), up, gate (M, F)
+    gated_bwd       dup and dgate from dh (M, F), where a norm stands between       element-wise
+
+act is any activation of activations.py; it acts on `up` and `gate` as they are rounded for storing.
+Forward reads x once for both products: each program has an accumulator for the columns of `up` and one for the same
+columns of `gate`, and its epilogue writes h, and `up` and `gate` in training only. The two weights are read where they
+lie, halves of one tensor or not. Backward is mlp.py's: the product of g and the last layer's weight, whose epilogue
+reads up and gate, and writes dup, dgate, h once more (for the last layer's weight gradient, so that forward need not
+keep it) and, into a workspace, the column sums that the two biases need.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..configs import tiles
+from ..launch import cdiv, fp32_precision, launch
+from ..rows import column_sums, vector
+from .activations import activate, activate_and_slope, activated, activation_bwd
+from .product import block_offsets, load_columns, operands, output_block, product_class, row_product, split_columns
+
+
+@triton.jit
+def two_products(
+    a,  # (M, K): a pointer or a descriptor
+    up,  # (N, K): a pointer or a descriptor
+    gate,  # as `up`
+    first_m,
+    first_n,
+    sizes,  # M, N, K
+    strides,  # of the rows of a, up and gate
+    LOADS: tl.constexpr,  # as `operands` says
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_M rows and BLOCK_N columns of A Up^T and of A Gate^T in fp32; zeros outside."""
+    K = sizes[2]
+    up_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if LOADS == "nt":
+        for k in range(0, K, BLOCK_K):
+            a_block = a.load([first_m, k])
+            up_acc = tl.dot(a_block, tl.trans(up.load([first_n, k])), up_acc, input_precision=PRECISION)
+            gate_acc = tl.dot(a_block, tl.trans(gate.load([first_n, k])), gate_acc, input_precision=PRECISION)
+    else:
+        offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+        offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
+        offs_k = tl.arange(0, BLOCK_K)
+        a_ptrs = a + (offs_m[:, None] * strides[0] + offs_k[None, :])
+        up_ptrs = up + (offs_k[:, None] + offs_n[None, :] * strides[1])
+        gate_ptrs = gate + (offs_k[:, None] + offs_n[None, :] * strides[2])
+        mask_m, mask_n = offs_m[:, None] < sizes[0], offs_n[None, :] < sizes[1]
+        for k in range(0, K, BLOCK_K):
+            if LOADS == "even":
+                a_block = tl.load(a_ptrs, mask=mask_m, other=0.0)
+                up_block = tl.load(up_ptrs, mask=mask_n, other=0.0)
+                gate_block = tl.load(gate_ptrs, mask=mask_n, other=0.0)
+            else:
+                a_block = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
+                up_block = tl.load(up_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
+                gate_block = tl.load(gate_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
+            up_acc = tl.dot(a_block, up_block, up_acc, input_precision=PRECISION)
+            gate_acc = tl.dot(a_block, gate_block, gate_acc, input_precision=PRECISION)
+            a_ptrs += BLOCK_K
+            up_ptrs += BLOCK_K
+            gate_ptrs += BLOCK_K
+    return up_acc, gate_acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def gated_linear_kernel(
+    a_ptr,  # x (M, K), or its descriptor
+    up_weight_ptr,  # (N, K), or its descriptor
+    gate_weight_ptr,  # (N, K), or its descriptor
+    up_bias_ptr,  # (N,) or None
+    gate_bias_ptr,  # (N,) or None
+    up_ptr,  # (M, N) or None
+    gate_ptr,  # (M, N), where up_ptr is
+    h_ptr,  # (M, N)
+    M,
+    N,
+    K,
+    strides,  # of the rows of x and of both weights
+    stride_om,
+    ACT: tl.constexpr,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    _, first_m, first_n = block_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    matrices = a_ptr, up_weight_ptr, gate_weight_ptr
+    sums = two_products(*matrices, first_m, first_n, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    ups, gates = split_columns(sums[0], SUBTILES), split_columns(sums[1], SUBTILES)
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    dtype = h_ptr.dtype.element_ty
+    for i in tl.static_range(SUBTILES):
+        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+        at = offs_m[:, None] * stride_om + cols[None, :]
+        up, gate = ups[i], gates[i]
+        if up_bias_ptr is not None:
+            up += load_columns(up_bias_ptr, cols, N)
+        if gate_bias_ptr is not None:
+            gate += load_columns(gate_bias_ptr, cols, N)
+        up, gate = up.to(dtype), gate.to(dtype)
+        if up_ptr is not None:
+            tl.store(up_ptr + at, up, mask=mask)
+            tl.store(gate_ptr + at, gate, mask=mask)
+        h = activate(gate.to(tl.float32), ACT) * up.to(tl.float32)
+        tl.store(h_ptr + at, h.to(dtype), mask=mask)
+
+
+@triton.jit
+def store_dgated(
+    dh, in_ptrs, out_ptrs, sum_ptrs, index_m, offs_m, cols, M, N, in_strides, stride_om, ACT: tl.constexpr
+):
+    """Epilogue of dgated_matmul, whose pointers these are."""
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    at = offs_m[:, None] * stride_om + cols[None, :]
+    dtype = out_ptrs[0].dtype.element_ty
+    gate = tl.load(in_ptrs[1] + (offs_m[:, None] * in_strides[1] + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+    act, slope = activate_and_slope(gate, ACT)
+    up = tl.load(in_ptrs[0] + (offs_m[:, None] * in_strides[0] + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+    if out_ptrs[2] is not None:
+        tl.store(out_ptrs[2] + at, (act * up).to(dtype), mask=mask)
+    dup = dh * act
+    tl.store(out_ptrs[0] + at, dup.to(dtype), mask=mask)
+    if sum_ptrs[0] is not None:
+        tl.store(sum_ptrs[0] + index_m.to(tl.int64) * N + cols, tl.sum(dup, 0), mask=cols < N)
+    dgate = dh * up * slope
+    tl.store(out_ptrs[1] + at, dgate.to(dtype), mask=mask)
+    if sum_ptrs[1] is not None:
+        tl.store(sum_ptrs[1] + index_m.to(tl.int64) * N + cols, tl.sum(dgate, 0), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def dgated_matmul_kernel(
+    a_ptr,  # g (M, K), or its descriptor
+    b_ptr,  # W (K, N), or its descriptor
+    in_ptrs,  # up and gate (M, N)
+    out_ptrs,  # dup, dgate, and h or None: (M, N)
+    sum_ptrs,  # of dup and of dgate: (row blocks, N) or None
+    M,
+    N,
+    K,
+    strides,  # of g along M, K and of W along K, N
+    in_strides,  # of their rows
+    stride_om,
+    ACT: tl.constexpr,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    index_m, offs_m, first_n, pieces = output_block(
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+    )
+    pointers = in_ptrs, out_ptrs, sum_ptrs
+    for i in tl.static_range(SUBTILES):
+        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+        store_dgated(pieces[i], *pointers, index_m, offs_m, cols, M, N, in_strides, stride_om, ACT)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gated_bwd_kernel(
+    dh_ptr,  # (M, N)
+    in_ptrs,  # up and gate (M, N)
+    out_ptrs,  # dup, dgate, and h or None: (M, N)
+    sum_ptrs,  # of dup and of dgate: (row blocks, N) or None
+    M,
+    N,
+    stride_hm,
+    in_strides,  # of their rows
+    stride_om,
+    ACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    index_m = tl.program_id(0)
+    offs_m = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    dh = tl.load(dh_ptr + (offs_m[:, None] * stride_hm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+    store_dgated(dh, in_ptrs, out_ptrs, sum_ptrs, index_m, offs_m, cols, M, N, in_strides, stride_om, ACT)
+
+
+def gated_linear(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    activation: str,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(h, up, gate), each (M, N) in x's dtype: x (M, K), weights (N, K); up, gate empty unless `save`."""
+    (m, k), n, empty = x.shape, up_weight.shape[0], x.new_empty(0)
+    tile = tiles.lookup("gated_linear_fwd", x, product_class(k, n))
+    if tile.provider == "cublas":
+        up, gate = F.linear(x, up_weight, up_bias), F.linear(x, gate_weight, gate_bias)
+        h = activated(gate, activation).mul_(up)
+        return (h, up, gate) if save else (h, empty, empty)
+    blocks = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    even = k % blocks[2] == 0
+    (a, up_w, loads), (_, gate_w, same) = (
+        operands(x, weight, tile.provider, "nt", blocks, even) for weight in (up_weight, gate_weight)
+    )
+    if loads != same:  # the copy engine can take blocks of one alone
+        a, up_w, gate_w, loads = x, up_weight, gate_weight, "even" if even else "masked"
+    h, *saved = (torch.empty((m, n), dtype=x.dtype, device=x.device) for _ in range(3 if save else 1))
+    up, gate = saved or (None, None)
+    launch(
+        gated_linear_kernel,
+        (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),),
+        a_ptr=a,
+        up_weight_ptr=up_w,
+        gate_weight_ptr=gate_w,
+        up_bias_ptr=vector(up_bias),
+        gate_bias_ptr=vector(gate_bias),
+        up_ptr=up,
+        gate_ptr=gate,
+        h_ptr=h,
+        M=m,
+        N=n,
+        K=k,
+        strides=(x.stride(0), up_weight.stride(0), gate_weight.stride(0)),
+        stride_om=n,
+        ACT=activation,
+        LOADS=loads,
+        PRECISION=fp32_precision(),
+        **tile.meta,
+    )
+    return h, *(saved or (empty, empty))
+
+
+# (dup, dgate, h, column sums of dup and of dgate in fp32): h is None where not wanted, and so are both sums.
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> tuple[dict, Gradients]:
+    """(what a launch needs, what it and `column_sums` will have written), uninitialised."""
+    m, n = up.shape
+    dup, dgate = (torch.empty((m, n), dtype=up.dtype, device=up.device) for _ in range(2))
+    h = torch.empty((m, n), dtype=up.dtype, device=up.device) if want_h else None
+    space = dict(dtype=torch.float32, device=up.device)
+    sums = tuple(torch.empty((row_blocks, n), **space) if want_sums else None for _ in range(2))
+    totals = tuple(torch.empty(n, **space) if want_sums else None for _ in range(2))
+    return dict(out_ptrs=(dup, dgate, h), sum_ptrs=sums, stride_om=n), (dup, dgate, h, *totals)
+
+
+def _add_sums(pointers: dict, found: Gradients, like: Tensor) -> Gradients:
+    """Adds up the rows of the workspaces, in a fixed order."""
+    sums = pointers["sum_ptrs"]
+    if sums[0] is not None:
+        column_sums(list(zip(sums, found[3:])), *sums[0].shape, sums[0])
+    return found
+
+
+def dgated_matmul(
+    g: Tensor, weight: Tensor, up: Tensor, gate: Tensor, activation: str, want_sums: bool, want_h: bool = True
+) -> Gradients:
+    """(dup, dgate, h, column sums), see above.
+
+    g (M, D), weight (D, F) as the last layer stores it, up and gate (M, F) -> (M, F) each in up's dtype.
+    """
+    (m, k), n = g.shape, weight.shape[1]
+    tile = tiles.lookup("dgated_matmul", g, product_class(k, n))
+    if tile.provider == "cublas":
+        return gated_bwd(torch.mm(g, weight), up, gate, activation, want_sums, want_h)
+    pointers, found = _outputs(up, cdiv(m, tile["BLOCK_M"]), want_h, want_sums)
+    grid, shared = row_product(g, weight, tile, "nn")
+    launch(
+        dgated_matmul_kernel,
+        grid,
+        **shared,
+        **pointers,
+        in_ptrs=(up, gate),
+        in_strides=(up.stride(0), gate.stride(0)),
+        ACT=activation,
+    )
+    return _add_sums(pointers, found, g)
+
+
+def gated_bwd(
+    dh: Tensor, up: Tensor, gate: Tensor, activation: str, want_sums: bool, want_h: bool = False
+) -> Gradients:
+    """As dgated_matmul, from dh (M, F)."""
+    m, n = up.shape
+    tile = tiles.lookup("gated_bwd", up, f"d{n}")
+    if tile.provider == "torch":
+        act = activated(gate, activation)
+        dup, dgate = dh * act, activation_bwd(dh * up, gate, activation).contiguous()
+        sums = [t.sum(0, dtype=torch.float32) if want_sums else None for t in (dup, dgate)]
+        return dup, dgate, act.mul_(up) if want_h else None, *sums
+    blocks = cdiv(m, tile["BLOCK_M"])
+    pointers, found = _outputs(up, blocks, want_h, want_sums)
+    strides = dict(stride_hm=dh.stride(0), in_strides=(up.stride(0), gate.stride(0)))
+    grid = blocks, cdiv(n, tile["BLOCK_N"])
+    flags = dict(ACT=activation, **tile.meta)
+    launch(gated_bwd_kernel, grid, dh_ptr=dh, in_ptrs=(up, gate), **pointers, **strides, M=m, N=n, **flags)
+    return _add_sums(pointers, found, up)

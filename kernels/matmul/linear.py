@@ -1,0 +1,134 @@
+"""Linear layers: the product of product.py and what its epilogue adds.
+
+linear            out = x W^T + b                                        x (M, K), W (N, K), b (N,) -> (M, N)
+linear_residual   out = res + drop_path[row // rows_per_sample] * layer_scale * (x W^T + b)
+input_grad        dx = g W (+ what another layer of x has)               g (M, N), W (N, K) -> (M, K)
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..configs import tiles
+from ..launch import launch
+from ..rows import row_factors, vector
+from .product import load_columns, output_block, product_class, row_product
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    a_ptr,  # (M, K), or its descriptor
+    b_ptr,  # (K, N), or its descriptor or its transpose's
+    bias_ptr,  # (N,) or None
+    res_ptr,  # (M, N) or None
+    ls_ptr,  # (N,) or None
+    dp_ptr,  # (M / rows_per_sample,) or None
+    out_ptr,  # (M, N)
+    M,
+    N,
+    K,
+    rows_per_sample,
+    strides,  # of a along M, K and of b along K, N
+    stride_rm,
+    stride_om,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    _, offs_m, first_n, pieces = output_block(
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+    )
+    for i in tl.static_range(SUBTILES):
+        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+        mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+        out = pieces[i]
+        if bias_ptr is not None:
+            out += load_columns(bias_ptr, cols, N)
+        if ls_ptr is not None:
+            out *= load_columns(ls_ptr, cols, N)
+        if dp_ptr is not None:
+            out *= tl.load(dp_ptr + offs_m // rows_per_sample, mask=offs_m < M, other=0.0).to(tl.float32)[:, None]
+        if res_ptr is not None:
+            out += tl.load(res_ptr + (offs_m[:, None] * stride_rm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + (offs_m[:, None] * stride_om + cols[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: tiles.Tile,
+    kind: str,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    drop_path: Tensor | None = None,
+    rows_per_sample: int = 1,
+) -> Tensor:
+    """The whole epilogue on x (M, K) times weight, (K, N) of kind "nn" or (N, K) of kind "nt"."""
+    grid, shared = row_product(x, weight, tile, kind)
+    out = torch.empty((shared["M"], shared["N"]), dtype=(x if residual is None else residual).dtype, device=x.device)
+    launch(
+        linear_kernel,
+        grid,
+        **shared,
+        bias_ptr=vector(bias),
+        res_ptr=residual,
+        ls_ptr=vector(layer_scale),
+        dp_ptr=vector(drop_path),
+        out_ptr=out,
+        rows_per_sample=rows_per_sample,
+        stride_rm=0 if residual is None else residual.stride(0),
+        stride_om=out.shape[1],
+    )
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: x (M, K), weight (N, K) -> (M, N) in x's dtype."""
+    tile = tiles.lookup("linear_fwd", x, product_class(x.shape[1], weight.shape[0]))
+    if tile.provider == "cublas":
+        return F.linear(x, weight, bias)
+    return _launch_linear(x, weight, bias, tile, "nt")
+
+
+def input_grad(g: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
+    """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K): added; it may be written."""
+    tile = tiles.lookup("input_grad", g, product_class(*weight.shape))
+    if tile.provider == "cublas":
+        return torch.mm(g, weight) if onto is None else onto.addmm_(g, weight)
+    return _launch_linear(g, weight, None, tile, "nn", onto)
+
+
+def linear_residual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    layer_scale: Tensor | None,
+    drop_path: Tensor | None,
+    rows_per_sample: int,
+) -> Tensor:
+    """residual + drop_path[row // rows_per_sample] * layer_scale * (x W^T + b): x (M, K) -> (M, N).
+
+    weight (N, K), residual (M, N), layer_scale (N,), drop_path (M / rows_per_sample,), or None. In fp32 up to the
+    result, which has residual's dtype (fp32, or x's).
+    """
+    factors = layer_scale is not None or drop_path is not None
+    shape = product_class(x.shape[1], weight.shape[0])
+    tile = tiles.lookup("linear_residual_fwd", x, shape, without=("cublaslt",) if factors else ())
+    if tile.provider == "cublaslt":
+        return tiles.library("cublaslt").linear_residual(x, weight, bias, residual)
+    if tile.provider == "cublas":
+        branch = F.linear(x, weight, bias)
+        if layer_scale is not None:
+            branch = branch * layer_scale.float()
+        if drop_path is not None:
+            branch = branch * row_factors(drop_path.float(), rows_per_sample, x.shape[0])
+        return (residual + branch).to(residual.dtype)
+    return _launch_linear(x, weight, bias, tile, "nt", residual, layer_scale, drop_path, rows_per_sample)

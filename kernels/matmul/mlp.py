@@ -1,0 +1,233 @@
+"""The two layers of a ViT's MLP, their activation in the epilogue of a product, forward and backward.
+
+    linear_gelu    pre = x W^T + b, act = gelu(pre)            x (M, K), W (N, K), b (N,); pre is kept for backward only
+    dgelu_matmul   dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre)     g (M, D), W2 (D, F), pre (M, F)
+    gelu_bwd       dpre = dy * gelu'(pre), dbias = sum_M(dpre)                          element-wise
+
+gelu stands for any activation of activations.py, by its name there. It acts on `pre` as it is rounded for storing, so
+that training, evaluation and backward agree.
+dgelu_matmul rewrites the activation that the second layer's weight gradient needs, so that forward need not keep it.
+Bias gradients are column sums that every block of rows writes to an fp32 workspace, added up in a fixed order by a
+second, small kernel. No atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..configs import tiles
+from ..launch import cdiv, launch
+from ..rows import column_sums, vector
+from .activations import activate, activate_and_slope, activated, activation_bwd
+from .linear import input_grad, linear, linear_residual
+from .product import load_columns, output_block, product_class, row_product
+
+__all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
+
+
+@triton.jit
+def store_gelu(pre, bias_ptr, pre_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT: tl.constexpr):
+    """Epilogue of linear_gelu."""
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    at = offs_m[:, None] * stride_om + cols[None, :]
+    if bias_ptr is not None:
+        pre += load_columns(bias_ptr, cols, N)
+    pre = pre.to(act_ptr.dtype.element_ty)
+    if pre_ptr is not None:
+        tl.store(pre_ptr + at, pre, mask=mask)
+    tl.store(act_ptr + at, activate(pre.to(tl.float32), ACT).to(act_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_gelu_kernel(
+    a_ptr,  # x (M, K), or its descriptor
+    b_ptr,  # W (N, K), or its descriptor
+    bias_ptr,  # (N,) or None
+    pre_ptr,  # (M, N) or None
+    act_ptr,  # (M, N)
+    M,
+    N,
+    K,
+    strides,  # of x along M, K and of W along K, N
+    stride_om,
+    ACT: tl.constexpr,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    _, offs_m, first_n, pieces = output_block(
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+    )
+    for i in tl.static_range(SUBTILES):
+        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+        store_gelu(pieces[i], bias_ptr, pre_ptr, act_ptr, offs_m, cols, M, N, stride_om, ACT)
+
+
+@triton.jit
+def store_dgelu(
+    dact,
+    pre_ptr,
+    dpre_ptr,
+    act_ptr,
+    sums_ptr,
+    index_m,
+    offs_m,
+    cols,
+    M,
+    N,
+    stride_pm,
+    stride_om,
+    ACT: tl.constexpr,
+):
+    """Epilogue of dgelu_matmul."""
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    at = offs_m[:, None] * stride_om + cols[None, :]
+    p = tl.load(pre_ptr + (offs_m[:, None] * stride_pm + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+    act, slope = activate_and_slope(p, ACT)
+    if act_ptr is not None:
+        tl.store(act_ptr + at, act.to(act_ptr.dtype.element_ty), mask=mask)
+    dpre = dact * slope
+    tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + index_m.to(tl.int64) * N + cols, tl.sum(dpre, 0), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def dgelu_matmul_kernel(
+    a_ptr,  # g (M, K), or its descriptor
+    b_ptr,  # W2 (K, N), or its descriptor
+    pre_ptr,  # (M, N)
+    dpre_ptr,  # (M, N)
+    act_ptr,  # (M, N) or None
+    sums_ptr,  # (row blocks, N) or None
+    M,
+    N,
+    K,
+    strides,  # of g along M, K and of W2 along K, N
+    stride_pm,
+    stride_om,
+    ACT: tl.constexpr,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    index_m, offs_m, first_n, pieces = output_block(
+        a_ptr, b_ptr, (M, N, K), strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SUBTILES
+    )
+    for i in tl.static_range(SUBTILES):
+        cols = first_n + i * (BLOCK_N // SUBTILES) + tl.arange(0, BLOCK_N // SUBTILES)
+        pointers = (pre_ptr, dpre_ptr, act_ptr, sums_ptr)
+        store_dgelu(pieces[i], *pointers, index_m, offs_m, cols, M, N, stride_pm, stride_om, ACT)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gelu_bwd_kernel(
+    dy_ptr,  # (M, N)
+    pre_ptr,  # (M, N)
+    dpre_ptr,  # (M, N)
+    act_ptr,  # (M, N) or None
+    sums_ptr,  # (row blocks, N) or None
+    M,
+    N,
+    stride_ym,
+    stride_pm,
+    stride_om,
+    ACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    index_m = tl.program_id(0)
+    offs_m = index_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m[:, None] < M) & (cols[None, :] < N)
+    dy = tl.load(dy_ptr + (offs_m[:, None] * stride_ym + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
+    store_dgelu(dy, pre_ptr, dpre_ptr, act_ptr, sums_ptr, index_m, offs_m, cols, M, N, stride_pm, stride_om, ACT)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
+    """(gelu(pre), pre), (M, N) in x's dtype: x (M, K), weight (N, K); pre is an empty (0,) unless `save`."""
+    (m, k), n = x.shape, weight.shape[0]
+    tile = tiles.lookup("linear_gelu_fwd", x, product_class(k, n))
+    if tile.provider == "cublas":
+        pre = F.linear(x, weight, bias)
+        return activated(pre, activation), pre if save else x.new_empty(0)
+    act = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    pre = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
+    grid, shared = row_product(x, weight, tile, "nt")
+    pointers = dict(bias_ptr=vector(bias), pre_ptr=pre, act_ptr=act)
+    launch(linear_gelu_kernel, grid, **shared, **pointers, stride_om=n, ACT=activation)
+    return act, x.new_empty(0) if pre is None else pre
+
+
+def dgelu_matmul(
+    g: Tensor, weight2: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dpre, act, dbias): dpre = (g W2) * gelu'(pre), act = gelu(pre), dbias = sum_M(dpre).
+
+    g (M, D), weight2 (D, F) as the second layer stores it, pre (M, F) -> (M, F) each in pre's dtype; dbias (F,) in
+    fp32. act and dbias are None where not wanted.
+    """
+    (m, k), n = g.shape, weight2.shape[1]
+    tile = tiles.lookup("dgelu_matmul", g, product_class(k, n))
+    if tile.provider == "cublas":
+        return _gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
+    dpre, act, sums = _dgelu_outputs(pre, cdiv(m, tile["BLOCK_M"]), want_act, want_bias_grad)
+    grid, shared = row_product(g, weight2, tile, "nn")
+    pointers = dict(pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
+    launch(dgelu_matmul_kernel, grid, **shared, **pointers, stride_pm=pre.stride(0), stride_om=n, ACT=activation)
+    return dpre, act, _bias_grad(sums)
+
+
+def _dgelu_outputs(
+    pre: Tensor, row_blocks: int, want_act: bool, want_bias_grad: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dpre, act, column sums of each block of rows), uninitialised; None for what is not wanted."""
+    m, n = pre.shape
+    dpre = torch.empty((m, n), dtype=pre.dtype, device=pre.device)
+    act = torch.empty((m, n), dtype=pre.dtype, device=pre.device) if want_act else None
+    sums = torch.empty((row_blocks, n), dtype=torch.float32, device=pre.device) if want_bias_grad else None
+    return dpre, act, sums
+
+
+def _bias_grad(sums: Tensor | None) -> Tensor | None:
+    """(row blocks, N) -> (N,): column sums in a fixed order."""
+    if sums is None:
+        return None
+    total = torch.empty(sums.shape[1], dtype=torch.float32, device=sums.device)
+    column_sums([(sums, total)], *sums.shape, sums)
+    return total
+
+
+def _gelu_bwd(
+    dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As dgelu_matmul, from the product dy (M, N)."""
+    m, n = pre.shape
+    tile = tiles.lookup("gelu_bwd", pre, f"d{n}")
+    if tile.provider == "torch":
+        dpre = activation_bwd(dy, pre, activation).contiguous()
+        dbias = dpre.sum(0, dtype=torch.float32) if want_bias_grad else None
+        return dpre, activated(pre, activation) if want_act else None, dbias
+    blocks = cdiv(m, tile["BLOCK_M"])
+    dpre, act, sums = _dgelu_outputs(pre, blocks, want_act, want_bias_grad)
+    grid = blocks, cdiv(n, tile["BLOCK_N"])
+    pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
+    strides = dict(stride_ym=dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
+    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, ACT=activation, **tile.meta)
+    return dpre, act, _bias_grad(sums)
+
+
+def gelu_bwd(dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """dpre = dy * gelu'(pre) (M, N) in pre's dtype, and its column sum (N,) in fp32 where wanted."""
+    dpre, _, dbias = _gelu_bwd(dy, pre, activation, want_bias_grad, want_act=False)
+    return dpre, dbias

@@ -1,0 +1,171 @@
+"""The tiled matrix product that linear.py, mlp.py and weight_grad.py wrap an epilogue around.
+
+Programs run in groups of row blocks that share the right operand's columns in L2 (Triton's tutorial 03). Operands are
+read through pointers, or (provider "tma", sm_90 and newer) through tensor descriptors: one thread asks the copy engine
+for a whole block, and no register holds addresses or masks (tutorial 09). The epilogue takes the sums in SUBTILES
+pieces of their columns, one after the other, with a fraction of the registers: in quarters, 128 x 128 leaves room for
+two programs per multiprocessor on sm_90, one's epilogue under the other's main loop.
+
+Every kernel lists a tile's constexprs once more: Triton takes them by name. The shape class of a product is "KxN": the
+length it sums over and the columns it writes.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..configs import tiles
+from ..launch import cdiv, fp32_precision
+
+
+@triton.jit
+def block_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """This program's block of the output: its index along M, first row and column."""
+    pid = tl.program_id(0)
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    # column by column within GROUP_M rows of blocks
+    first = pid // (GROUP_M * blocks_n) * GROUP_M
+    height = min(blocks_m - first, GROUP_M)
+    within = pid % (GROUP_M * blocks_n)
+    index_m = first + within % height
+    return index_m, index_m * BLOCK_M, within // height * BLOCK_N
+
+
+@triton.jit
+def product(
+    a,  # (M, all K): a pointer or a descriptor
+    b,  # (all K, N): a pointer or a descriptor
+    first,  # row, column and k that this program begins at
+    sizes,  # M, N and K, how many k it sums over
+    strides,  # of a along M, K and of b along K, N
+    LOADS: tl.constexpr,  # as `operands` says
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_M rows and BLOCK_N columns of A B in fp32; zeros outside."""
+    first_m, first_n, first_k = first[0], first[1], first[2]
+    K = sizes[2]
+    a_strides, b_strides = strides[0], strides[1]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if LOADS == "nn" or LOADS == "nt" or LOADS == "tn":
+        for k in range(first_k, first_k + K, BLOCK_K):
+            if LOADS == "nn":
+                acc = tl.dot(a.load([first_m, k]), b.load([k, first_n]), acc, input_precision=PRECISION)
+            elif LOADS == "nt":
+                acc = tl.dot(a.load([first_m, k]), tl.trans(b.load([first_n, k])), acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(tl.trans(a.load([k, first_m])), b.load([k, first_n]), acc, input_precision=PRECISION)
+    else:
+        offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+        offs_n = first_n + tl.arange(0, BLOCK_N).to(tl.int64)
+        offs_k = tl.arange(0, BLOCK_K)
+        at_k = first_k + offs_k.to(tl.int64)
+        a_ptrs = a + (offs_m[:, None] * a_strides[0] + at_k[None, :] * a_strides[1])
+        b_ptrs = b + (at_k[:, None] * b_strides[0] + offs_n[None, :] * b_strides[1])
+        mask_m, mask_n = offs_m[:, None] < sizes[0], offs_n[None, :] < sizes[1]
+        for k in range(0, K, BLOCK_K):
+            if LOADS == "even":
+                a_block = tl.load(a_ptrs, mask=mask_m, other=0.0)
+                b_block = tl.load(b_ptrs, mask=mask_n, other=0.0)
+            else:
+                a_block = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
+                b_block = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
+            acc = tl.dot(a_block, b_block, acc, input_precision=PRECISION)
+            a_ptrs += BLOCK_K * a_strides[1]
+            b_ptrs += BLOCK_K * b_strides[0]
+    return acc
+
+
+@triton.jit
+def _halves(acc):
+    return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def split_columns(acc, SUBTILES: tl.constexpr):
+    """acc cut into 1, 2, 4 or 8 pieces of equally many columns, from left to right."""
+    if SUBTILES == 1:
+        return (acc,)
+    elif SUBTILES == 2:
+        return _halves(acc)
+    else:
+        left, right = _halves(acc)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        if SUBTILES == 4:
+            return (a, b, c, d)
+        else:
+            return _halves(a) + _halves(b) + _halves(c) + _halves(d)
+
+
+@triton.jit
+def output_block(
+    a,  # as in `product`, and the next three
+    b,
+    sizes,
+    strides,
+    LOADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """This program's block of A B: its index along M, its rows, its first column, its sums in pieces."""
+    index_m, first_m, first_n = block_offsets(sizes[0], sizes[1], BLOCK_M, BLOCK_N, GROUP_M)
+    acc = product(a, b, (first_m, first_n, 0), sizes, strides, LOADS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    return index_m, offs_m, first_n, split_columns(acc, SUBTILES)
+
+
+@triton.jit
+def load_columns(ptr, offs_n, N):
+    """(N,) in fp32 -> (1, columns)."""
+    return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+
+
+def product_class(k: int, n: int) -> str:
+    """ "768x3072": a product that sums over 768 and writes 3072 columns."""
+    return f"{k}x{n}"
+
+
+def describable(x: Tensor) -> bool:
+    """Whether the copy engine can take blocks of a matrix: its rows must start at multiples of 16 bytes."""
+    return x.numel() > 0 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """x in blocks of (rows, columns) for the copy engine; None where it cannot take them."""
+    if not describable(x):
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+
+
+def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, int, int], even: bool) -> tuple:
+    """(a, b, LOADS) for `product`; descriptors for "tma" where strides allow them.
+
+    blocks: rows, columns and k. kind "nn": a (M, K) times b (K, N); "nt": times b (N, K) transposed; "tn": a (K, M)
+    transposed times b (K, N). LOADS: the kind, of descriptors; of pointers "even" where K divides by BLOCK_K, else
+    "masked".
+    """
+    if provider == "tma":
+        m, n, k = blocks
+        a_desc = _described(a, k, m) if kind == "tn" else _described(a, m, k)
+        b_desc = _described(b, n, k) if kind == "nt" else _described(b, k, n)
+        if a_desc and b_desc:
+            return a_desc, b_desc, kind
+    return a, b, "even" if even else "masked"
+
+
+def row_product(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple[tuple[int], dict]:
+    """Grid and common arguments of a kernel that writes a (M, K) times b, kind "nn" or "nt" as above."""
+    (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
+    blocks = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    strides = (a.stride(0), 1), (1, b.stride(0)) if kind == "nt" else (b.stride(0), 1)
+    a_ptr, b_ptr, loads = operands(a, b, tile.provider, kind, blocks, k % blocks[2] == 0)
+    sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
+    return (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **tile.meta)

@@ -1,0 +1,1 @@
+"""Patch embedding: patches, their projection, positions and prefix tokens."""

@@ -1,0 +1,297 @@
+"""bench/gpu.sh with scripted steps: deadlines, hangs, interrupts, what runs after what failed, archives.
+
+And, in `long`, the real thing on a CPU: `--rehearse`. Nothing here shows that a kernel compiles, that a backend of SDPA
+takes a case, that a CUDA graph captures, what a GPU that hangs does to SIGKILL, or how long anything takes.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIRST = "prepare smoke doctor train attention blocks norm_and_patches accelerate inference".split()
+FIRST += ["gpu_tests", "attention_separate"]
+HANG = "trap '' INT TERM; setsid sleep 300 & echo $! > $SCRIPTED/orphan; echo hangs; while :; do sleep 1; done"
+ILLEGAL = "echo 'RuntimeError: CUDA error: an illegal memory access was encountered'; exit 1"
+
+
+class Stage:
+    """Runs of bench/gpu.sh in a copy of its tree with scripted steps, and what came of the last one."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.out, self.besides = folder, folder / "out", []
+        for name in ("tree/bench", "tree/vitfast", "tree/kernels", "plan", "home", "tmp"):
+            (folder / name).mkdir(parents=True)
+        shutil.copy(ROOT / "bench" / "gpu.sh", folder / "tree" / "bench")
+        shutil.copy(ROOT / "tests" / "helpers" / "stand_in.sh", folder / "python")
+        (folder / "python").chmod(0o755)
+        (folder / "installed").write_text("vitfast is installed\n")
+        outside = ("VITFAST_", "TRITON_", "XDG_", "PYTEST_")
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(outside)}
+        self.environment |= dict(PYTHON=str(folder / "python"), SCRIPTED=str(folder), VITFAST_GLANCE="0.03")
+        self.environment |= dict(HOME=str(folder / "home"), TMPDIR=str(folder / "tmp"))
+        self.script = folder / "tree" / "bench" / "gpu.sh"
+
+    def plan(self, **steps: str) -> None:
+        for name, text in steps.items():
+            (self.folder / "plan" / name).write_text(text)
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
+        self.began = time.monotonic()
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(["bash", self.script, *arguments], env=self.environment | environment, **pipes)
+
+    def refused(self, *arguments: str, **environment: str) -> str:
+        """What a call that begins nothing says, in one line."""
+        process = self.start(*arguments, **environment)
+        text, _ = process.communicate(timeout=60)
+        assert process.returncode == 2 and text.count("\n") == 1, text
+        return text
+
+    def run(self, stage: str, *options: str, **environment: str) -> int:
+        return self.end(self.start(stage, str(self.out), *options, **environment))
+
+    def end(self, process: subprocess.Popen, patience: float = 60) -> int:
+        """Its exit code; in any case OUT has two files, and nothing is left in the temporary folder, or running."""
+        self.text, _ = process.communicate(timeout=patience)
+        self.took = time.monotonic() - self.began
+        assert sorted(os.listdir(self.out)) == [*self.besides, "report.md", "results.tar.gz"]
+        assert os.listdir(self.folder / "tmp") == [] and self.left_running() == []
+        with tarfile.open(self.out / "results.tar.gz") as archive:
+            members = [m for m in archive if m.isfile()]
+            self.files = {m.name.removeprefix("./"): archive.extractfile(m).read().decode() for m in members}
+        return process.returncode
+
+    def left_running(self) -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"SCRIPTED={self.folder}\0".encode() in (path / "environ").read_bytes():
+                    found.append((path / "cmdline").read_text())
+            except OSError:  # it has ended, or is not ours
+                continue
+        return found
+
+    @property
+    def calls(self) -> dict[str, str]:
+        """The arguments of each step's call, in order."""
+        return dict(line.split("\t") for line in (self.folder / "calls").read_text().splitlines())
+
+    def states(self, stage: str = "first") -> dict[str, str]:
+        return {s["name"]: s["state"] for s in json.loads(self.files[f"steps_{stage}.json"])["steps"]}
+
+
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(tmp_path)
+
+
+def test_what_cannot_begin_is_one_line_and_exit_code_2(stage):
+    assert "no stage 'frist'" in stage.refused("frist") and not stage.out.exists()
+    for seconds in ("abc", "0", "9"):
+        assert "whole number of seconds" in stage.refused("ops", str(stage.out), VITFAST_SECONDS=seconds)
+    (stage.folder / "no_triton").touch()
+    why = "cannot use torch and triton: ModuleNotFoundError: No module named 'triton'"
+    assert why in stage.refused("first", str(stage.out))
+    (stage.folder / "no_gpu").touch()
+    assert "no NVIDIA GPU" in stage.refused("first", str(stage.out)) and not stage.out.exists()
+    (stage.folder / "no_gpu").unlink()
+    (stage.folder / "no_triton").unlink()
+    stage.out.write_text("a file")
+    assert "cannot write into" in stage.refused("ops", str(stage.out))
+
+
+def test_first_goes_through_all_its_steps(stage):
+    before = time.time()
+    assert stage.run("first", VITFAST_COMMIT="abc1234", VITFAST_SECONDS="") == 0  # as not set
+    assert stage.states() == dict.fromkeys(FIRST, "ok")
+    assert list(stage.calls) == FIRST[1:]  # prepare asks no Python for anything
+    assert "abc1234" in stage.files["prepare.log"] and "NVIDIA Scripted" in stage.files["prepare.log"]
+    assert "--only patch_embed, uint8 --dtype bfloat16" in stage.calls["smoke"]
+    assert " -n 1 " in stage.calls["gpu_tests"]  # there is memory for one, as stand_in.sh tells
+    assert {f"{name}.log" for name in FIRST} <= set(stage.files)
+    for name in FIRST[3:-2]:
+        assert json.loads(stage.files[f"{name}.json"])["case"] == name and "--case-limit" in stage.calls[name]
+    found = json.loads(stage.files["steps_first.json"])
+    assert found["checks"] == {"smoke": 0, "vitfast doctor": 0, "first gpu tests": 0}
+    assert stage.text.splitlines()[-1].startswith("TARGETS of ./accelerate.json") and "steps_first.json" in stage.text
+    assert "inference.log" in (stage.out / "report.md").read_text()
+    # no case starts when its step is nearly over
+    ends = {n: int(re.search(r"--ends (\d+)", c)[1]) - before for n, c in stage.calls.items() if "--ends" in c}
+    assert 225 < ends["train"] < 240 and 75 < ends["attention"] < 90 + stage.took and len(ends) == 7
+
+
+def test_the_tests_that_it_names_are_there():
+    import bench_ops
+    import bench_packed
+
+    text = (ROOT / "bench" / "gpu.sh").read_text()
+    groups = re.findall(r"\b\w+:([a-z0-9_,]+)[ \"]", text[text.index("local groups=") :])
+    named = {test for group in groups for test in group.split(",")}
+    assert named == {name.replace(" ", "_") for name in bench_ops.OPS}
+    assert all(hasattr(bench_packed, name) for name in re.findall(r"bench_packed.py::(\w+)", text))
+    first = re.findall(r'ops \w+ \d+ \d+ \d+ ("[a-z0-9_ ]+"|\w+)', text)
+    assert len(first) == 5 and {test for names in first for test in names.strip('"').split()} <= named
+
+
+def test_what_hangs_costs_its_own_time(tmp_path):
+    """Three runs side by side, as all of them wait.
+
+    Every step hangs until its limit: the deadline holds, what is not reached is recorded as skipped. A step ignores
+    SIGINT and SIGTERM, with a child in another session: later ones get their turn, and one that ends on SIGINT, as
+    pytest does, keeps what it has to say. A process that cannot be killed is given up, here by a `timeout` that does
+    not end it.
+    """
+    deadline, alone, stuck = (Stage(tmp_path / name) for name in ("deadline", "alone", "stuck"))
+    deadline.plan(**dict.fromkeys(FIRST[2:], HANG))
+    alone.plan(train=HANG, attention="trap 'echo told by SIGINT; exit 1' INT; trap 'exit 1' TERM; sleep 300 & wait")
+    fake = stuck.folder / "bin" / "timeout"
+    fake.parent.mkdir()
+    real = shutil.which("timeout")
+    fake.write_text(f'#!/bin/bash\ncase "$*" in *bench_model*test_train*) {HANG};; esac\nexec {real} "$@"\n')
+    fake.chmod(0o755)
+    runs = [deadline.start("first", str(deadline.out), VITFAST_SECONDS="12")]
+    runs.append(alone.start("first", str(alone.out), VITFAST_SECONDS="16"))
+    path = f"{fake.parent}:{os.environ['PATH']}"
+    runs.append(stuck.start("first", str(stuck.out), VITFAST_SECONDS="16", PATH=path))
+    assert [stage.end(run) for stage, run in zip((deadline, alone, stuck), runs)] == [1, 1, 1]
+    states = deadline.states()
+    assert list(states) == FIRST and deadline.took < 12 and '"code": null' in deadline.files["steps_first.json"]
+    assert (states["smoke"], states["doctor"], states["gpu_tests"]) == ("ok", "timed out", "skipped")
+    states = alone.states()
+    assert [states.pop("train"), states.pop("attention")] == ["timed out", "timed out"] and alone.took < 16
+    assert set(states.values()) <= {"ok", "skipped"} and (alone.folder / "orphan").exists()
+    assert "told by SIGINT" in alone.files["attention.log"] and "hangs" in alone.files["train.log"]
+    assert stuck.took < 16 and stuck.states()["train"] == "stuck" and stuck.states()["attention"] == "ok"
+
+
+def test_an_interrupted_run_keeps_what_it_has(stage):
+    stage.plan(attention="echo started > $SCRIPTED/started; sleep 300 & sleep 300")
+    process = stage.start("first", str(stage.out))
+    while not (stage.folder / "started").exists():
+        assert process.poll() is None and time.monotonic() - stage.began < 30
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert stage.end(process) == 130
+    states = stage.states()
+    assert states["train"] == "ok" and states["attention"] == "interrupted" and "blocks" not in states
+
+
+def test_a_step_that_fails_loses_itself_alone(stage):
+    """A crash in the middle of a result file, a wrong result of a peer, a lack of memory, a log of megabytes."""
+    stage.plan(
+        train="echo 'E   harness.WrongResult: timm compile bf16 is wrong on B/16 224 B256'; exit 1",
+        attention='echo "{\\"benchmarks\\": [{" > "$json"; kill -SEGV $$',
+        blocks="head -c 4000000 /dev/zero | tr '\\0' x; echo; echo the end; exit 4",
+        norm_and_patches="echo 'torch.OutOfMemoryError: RuntimeError: CUDA error: out of memory'; exit 1",
+        accelerate="echo 'RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED'; exit 1",
+    )
+    assert stage.run("first") == 1
+    assert list(stage.calls) == FIRST[1:] and "not vitfast" not in stage.calls["inference"]
+    assert [name for name, state in stage.states().items() if state == "failed"] == FIRST[3:8]
+    assert stage.files["attention.json"] == '{"benchmarks": [{\n' and json.loads(stage.files["blocks.json"])
+    assert re.search(r"failed +attention .*exit code 139", stage.text)
+    log = stage.files["blocks.log"]
+    assert 1_900_000 < len(log) < 2_100_000 and log.endswith("the end\n")
+    assert "the end" in stage.text and max(map(len, stage.text.splitlines())) < 400
+    # what this run left is not taken for the next one's
+    stage.plan(train='rm "$json"; exit 9', smoke="exit 1")
+    assert stage.run("first") == 1 and "train.json" not in stage.files and "blocks.json" not in stage.files
+
+
+def test_what_ours_breaks_leaves_the_peers_their_numbers(stage):
+    """A wrong result: no more of our models. A broken device: peers in a new process; twice in a row ends the run."""
+    stage.plan(train="echo 'E   harness.WrongResult: vitfast compile bf16 is wrong on B/16'; exit 1")
+    assert stage.run("first") == 1
+    calls = stage.calls
+    assert list(calls) == [name for name in FIRST[1:] if name != "accelerate"]
+    assert calls["inference"].count("not vitfast") == 1 and "not vitfast" not in calls["attention"] + calls["blocks"]
+    stage.plan(doctor=ILLEGAL, train=ILLEGAL, norm_and_patches=ILLEGAL, inference=ILLEGAL)
+    assert stage.run("first") == 1
+    assert list(stage.states()) == [*FIRST[:4], "train_peers", *FIRST[4:7], "inference"]
+    assert "two steps in a row broke the device" in stage.text and "TARGETS" in stage.text.splitlines()[-1]
+    assert "timm" in stage.calls["train_peers"] and "and not vitfast" in stage.calls["train_peers"]
+
+
+def test_when_the_smallest_check_fails_there_is_a_diagnosis_and_the_peers(stage):
+    smoke = "echo 'Traceback: ptxas says what is wrong' >&2; exit 1"
+    diagnosis, train = "echo blocking=$CUDA_LAUNCH_BLOCKING >&2", "echo blocking=${CUDA_LAUNCH_BLOCKING:-no}"
+    stage.plan(smoke=smoke, diagnosis=diagnosis, train=train)
+    assert stage.run("first") == 1
+    calls = stage.calls
+    assert list(calls) == ["smoke", "diagnosis", "train", "attention", "inference"]
+    assert "blocking=1" in stage.files["diagnosis.log"] and "blocking=no" in stage.files["train.log"]
+    assert all("not vitfast" in calls[name] for name in ("train", "attention", "inference"))
+    assert "--only" not in calls["diagnosis"] and "--debug" in calls["diagnosis"]
+    shown = stage.text[stage.text.index("the smallest check failed") :]
+    assert "ptxas says what is wrong" in shown and json.loads(stage.files["steps_first.json"])["checks"]["smoke"] == 1
+
+
+def test_stages_add_up_in_one_archive(stage):
+    """What is missing is installed or linked, the cache unpacked; a check of which no test ran is not passed."""
+    (stage.folder / "installed").write_text("vitfast is not installed\n")
+    cache, link = stage.folder / "cache.tar.xz", stage.folder / "tree" / "vitfast" / "kernels"
+    said = dict(sanitizer="echo '2 skipped in 1.00s'", gpu_tests="echo '3 passed, 1 skipped in 1.00s'; exit 1")
+    stage.plan(pip="echo no network; exit 1", cache='[ -f "$2" ]', **said)
+    assert stage.run("tests", "-x", VITFAST_CACHE=str(cache)) == 1  # it is not there
+    assert stage.states("tests")["prepare"] == "failed" and stage.calls["gpu_tests"].endswith(" -x")
+    assert link.is_symlink() and link.resolve() == stage.folder / "tree" / "kernels"
+    assert "linked vitfast/kernels" in stage.files["prepare.log"]
+    found = json.loads(stage.files["steps_tests.json"])
+    assert found["checks"] == {"vitfast doctor": 0, "gpu tests": 1}
+    assert {"name": "compute-sanitizer", "reason": "no test ran"} in found["skipped"]
+    (stage.folder / "tree" / "bench" / "cache").mkdir()
+    (stage.folder / "tree" / "bench" / "cache" / "sm90.tar.xz").touch()
+    stage.plan(ops_mlp="exit 5", tune='echo "{}" > "$VITFAST_TILES"')  # pytest's 5: the user's -k left nothing there
+    assert stage.run("ops", "-k", "forward") == 0 and stage.calls["cache"].endswith("cache.py bench/cache/sm90.tar.xz")
+    names = [f"ops_{name}" for name in "attention attention_options layer_norm patch_embed block mlp packed".split()]
+    assert list(stage.states("ops")) == ["prepare", *names] and "-k forward --bench" in stage.calls["ops_mlp"]
+    (stage.folder / "home" / ".cache" / "vitfast").mkdir(parents=True)
+    assert stage.run("tune", "--model", "L/16") == 0
+    assert int(re.search(r"--seconds (\d+) --model L/16", stage.calls["tune"])[1]) in range(500, 550)
+    assert stage.run("models", "-k", "S/16 and train") == 0 and "-k S/16 and train --bench" in "".join(
+        stage.calls["models_S_16_and_train"]
+    )
+    wanted = {"models_S_16_and_train.json", "steps_models_S_16_and_train.json", "tiles.json", "ops_mlp.json"}
+    assert wanted | {"steps_tests.json", "sanitizer.log"} <= set(stage.files)
+
+
+def test_what_cannot_be_written_or_read_is_said_and_nothing_is_lost(stage):
+    stage.out.mkdir()
+    (stage.out / "results.tar.gz").write_text("no archive")
+    stage.besides = ["damaged.tar.gz"]
+    assert stage.run("train") == 1 and "train_from_files.json" in stage.files
+    assert (stage.out / "damaged.tar.gz").read_text() == "no archive"
+    report = (stage.out / "report.md").read_text()
+    (stage.folder / "no_report").write_text("")
+    assert stage.run("train") == 1 and "the report cannot be written" in stage.text
+    assert (stage.out / "report.md").read_text() == report
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["first", "ops", "models", "train", "curves", "tune", "tests", "ceilings"])
+def test_a_rehearsal_runs_every_case(stage, name):
+    """In this very tree, really: nothing fails, and every name that the plan picks is there."""
+    stage.script = ROOT / "bench" / "gpu.sh"
+    stage.environment |= dict(PYTHON=sys.executable, VITFAST_SECONDS="1800")
+    options = dict(ops=("-k", "B256 and 224 and both or NaViT"), models=("-k", "B/16 and 224 and eager or packed"))
+    options |= dict(tests=("--ignore-glob=*/test_[!g]*",))
+    process = stage.start(name, str(stage.out), "--rehearse", *options.get(name, ()))
+    assert stage.end(process, 1800) == 0, stage.text
+    if name == "first":
+        assert list(stage.states()) == FIRST and set(stage.states().values()) == {"ok"}
+        counts = {n: len(json.loads(stage.files[f"{n}.json"])["benchmarks"]) for n in FIRST[3:9]}
+        counts["attention_separate"] = len(json.loads(stage.files["attention_separate.json"])["benchmarks"])
+        wanted = dict(train=5, attention=15, blocks=18, norm_and_patches=33, accelerate=2, inference=4)
+        assert counts == dict(wanted, attention_separate=15)
+        assert not any(json.loads(stage.files[f"{n}.json"])["failed"] for n in counts)
+        assert "rehearsed B/16 224 B256" in stage.files["report.md"]

@@ -1,0 +1,226 @@
+"""Which cases run, in which order, for how long, and at which batch; the clock and the ceilings."""
+
+import json
+import signal
+import time
+import types
+
+import bench_ceilings
+import bench_model
+import bench_ops
+import bench_packed
+import bench_train
+import clock
+import machine
+import peers
+import photos
+import pytest
+import report
+import shapes
+import torch
+from bench_cases import Benchmark, bench_conftest
+
+from vitfast.tools import cost
+
+
+def test_every_case_on_a_cpu_says_so(monkeypatch):
+    """In its name, which begins with the shape or the model."""
+    monkeypatch.setattr(shapes, "SHAPES", {})
+    shapes.choose("few")
+    names = [case.id for op in bench_ops.OPS.values() for case in shapes.grid(op.impls, op.compile_at)]
+    for module in (bench_model, bench_packed, bench_train, bench_ceilings):
+        for test in (value for name, value in vars(module).items() if name.startswith("test_")):
+            values = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize"][0]
+            names += [getattr(value, "id", value) for value in values]  # the decorator next to the function comes first
+    assert len(names) > 100 and all(name.startswith("cpu small") for name in names)
+
+
+def test_a_model_too_large_for_the_smallest_batch_says_so(gpu, monkeypatch):
+    """Larger batches that do not fit end the search."""
+    room = 0
+
+    def peer(setting, shape, training):
+        if shape.batch > room:
+            raise torch.cuda.OutOfMemoryError("no room")
+        assert (setting.how, setting.precision, training) == ("eager", "bf16", False)
+        return types.SimpleNamespace(kernels="auto", images=None)
+
+    monkeypatch.setattr(bench_model, "Peer", peer)
+    monkeypatch.setattr(bench_model, "median_seconds", lambda run, rounds: 1.0)
+    search, model = bench_model.best_batch.__wrapped__, next(iter(bench_model.MODELS))
+    with pytest.raises(RuntimeError, match=f"no batch for timm {model}: eager bf16 runs out of memory at 64 images"):
+        search("timm", model)
+    room = 256
+    assert search("timm", model) == 256
+
+
+def test_throughput_says_how_its_batch_was_searched(gpu, monkeypatch):
+    """Compiled cases too: the search is of the eager model in bf16. Latency and a CPU search nothing."""
+
+    class Peer:
+        __call__ = staticmethod(lambda batch: batch)
+
+        def __init__(self, setting, shape, training):
+            vars(self).update(kernels="auto", check=dict, check_again=dict, backend=None, setting=setting)
+            self.images = torch.zeros(2)
+
+    found = {}
+    fakes = dict(Peer=Peer, warm_up=lambda *_, **__: None, peak_bytes=lambda *_: 0, allocated=lambda: 0)
+    fakes.update(captured=lambda run: run, facts=lambda *_, **__: {}, best_batch=lambda *_: 2)
+    fakes.update(describe=lambda *_, **info: found.update(info), measure=lambda *_, **__: 1.0)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(bench_model, name, fake)
+    monkeypatch.setitem(bench_model.CASES, "timm compile bf16", peers.Setting("timm", "compile", "bf16"))
+    model = next(iter(bench_model.MODELS))
+    for on_gpu, what, wanted in ((True, "throughput", "eager bf16"), (False, "throughput", None), (True, "latency", 0)):
+        monkeypatch.setattr(clock, "GPU", on_gpu)
+        found.clear()
+        bench_model.test_inference(Benchmark(), model, "timm compile bf16", what)
+        assert found["op"] == what and found.get("batch_search", 0) == wanted
+
+
+def test_no_case_starts_shortly_before_the_end(monkeypatch):
+    conftest = bench_conftest()
+    monkeypatch.setattr(conftest.time, "time", lambda: 1000.0)
+
+    def setup(**options) -> None:
+        conftest.pytest_runtest_setup(types.SimpleNamespace(config=types.SimpleNamespace(getoption=options.get)))
+
+    setup(), setup(ends=1015.0)
+    with pytest.raises(pytest.skip.Exception, match="out of time: fewer than 15 s"):
+        setup(ends=1014.9)
+
+
+def test_the_alarm_of_a_case_rings_again(monkeypatch):
+    """A compiler's `except Exception` swallows the first one. After the case it is silent, and 0 is no limit."""
+    conftest = bench_conftest()
+    monkeypatch.setattr(conftest, "ALARM_AGAIN", 0.05)
+    before = signal.getsignal(signal.SIGALRM)
+    case = lambda limit: conftest.pytest_runtest_call(  # noqa: E731
+        types.SimpleNamespace(config=types.SimpleNamespace(getoption=dict(case_limit=limit).get))
+    )
+    running = case(0.05)
+    next(running)
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="took longer than 0.05 s"):
+            time.sleep(5)
+    running.close()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) is before
+    running = case(0)
+    next(running)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    running.close()
+
+
+def test_the_main_shape_comes_first_and_what_compiles_long_last(gpu):
+    main, second = list(shapes.SHAPES)[:2]
+    assert main == shapes.FOCUS.name
+    impls = ("vitfast", "sdpa flash", "compile unfold", "max-autotune", "max-autotune all")
+    wanted = [dict(shape=shape, impl=impl) for shape in (main, second) for impl in impls]
+    assert sorted(reversed(wanted), key=bench_conftest().priority) == wanted
+    models = [dict(model=f"{shapes.WHERE}{model}") for model in ("S/16 224", "B/16 384", "B/16 224")]
+    assert sorted(models, key=bench_conftest().priority)[0] == models[2]
+
+
+def test_the_peers_of_the_targets_run_at_the_main_shape(gpu):
+    """In every direction, under ids of shape, direction and implementation that -k can pick."""
+    ids = [case.id for case in shapes.grid(bench_ops.EAGER, (shapes.FOCUS,))]
+    for direction in ("forward", "backward", "both"):
+        assert {f"{shapes.FOCUS.name}-{direction}-{impl}" for impl in bench_ops.EAGER} <= set(ids)
+    assert len([name for name in ids if "max-autotune" in name]) == 3
+    names = [setting.name for setting in bench_model.SETTINGS]
+    assert names[:2] == ["vitfast compile bf16", "timm compile bf16"] and len(set(names)) == len(names)
+    assert names[names.index("timm compile amp") + 1] == "vitfast compile bf16 again"
+
+
+def test_largest_batch_lies_on_the_line():
+    """2 GiB at batch 0, 12 GiB at batch 100: a tenth of a GiB an image. 23 usable GiB hold 210, 79 hold 770."""
+    assert [bench_model.largest_batch(100, 2 << 30, 12 << 30, gib) for gib in (24, 80, 2)] == [210, 770, 0]
+
+
+def test_photographs_are_real_and_repeatable(tmp_path):
+    from PIL import Image
+
+    one, two = (photos.write(tmp_path / name, 16, (64, 48)) for name in "ab")
+    files = sorted(path.relative_to(one) for path in one.rglob("*.jpg"))
+    assert len([f for f in files if f.parts[0] == "train"]) == 16
+    assert all((one / f).read_bytes() == (two / f).read_bytes() for f in files)
+    with Image.open(one / files[0]) as image:
+        assert image.format == "JPEG" and image.size == (64, 48) and len(set(image.convert("L").tobytes())) > 50
+
+
+def test_ceilings_are_shared_by_the_processes_of_a_run(tmp_path, monkeypatch):
+    """Read where the same run wrote them on this device with this torch, else measured and written anew."""
+    path, measured = tmp_path / ".ceilings.json", []
+    runs = dict(copy=(lambda: "copy", 0.0, 8.0), float32=(lambda: "product", 6.0, 0.0))
+    monkeypatch.setattr(machine, "ceiling_runs", lambda: runs)
+    monkeypatch.setattr(machine, "median_seconds", lambda run, warmup: measured.append(run) or 0.5)
+    monkeypatch.setenv("VITFAST_RUN", "tmp.1")
+
+    def process() -> int:
+        """How many ceilings a process measures."""
+        measured.clear()
+        assert machine.ceilings.__wrapped__() == dict(copy=16.0, float32=12.0)
+        return len(measured)
+
+    monkeypatch.delenv("VITFAST_CEILINGS", raising=False)
+    assert process() == process() == 2 and not list(tmp_path.iterdir())
+    monkeypatch.setenv("VITFAST_CEILINGS", str(path))
+    assert process() == 2 and process() == 0 and list(tmp_path.iterdir()) == [path]
+    written = json.loads(path.read_text())
+    odd = [written | {key: "other"} for key in ("device", "torch", "run")]
+    odd += [written | dict(ceilings=rates) for rates in (dict(copy=16.0), dict(copy=16.0, float32=None), [], None)]
+    for content in (*map(json.dumps, odd), "[]", path.read_text()[:-9]):
+        path.write_text(content)
+        assert process() == 2 and process() == 0, content
+    monkeypatch.setenv("VITFAST_CEILINGS", str(tmp_path / "nowhere" / "ceilings.json"))
+    assert process() == process() == 2
+    assert "on the same machine" in report.HOW_TO_READ
+
+
+def test_datasheet_names_one_device_each():
+    assert cost.datasheet_flops("NVIDIA H200") == cost.datasheet_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert cost.datasheet_flops("NVIDIA A100-SXM4-80GB") == 312e12 and cost.datasheet_flops("NVIDIA L40S") == 362e12
+    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "cpu"):
+        assert cost.datasheet_flops(other) is None
+
+
+def test_a_stamp_waits_for_its_event_and_divides_by_the_calls(gpu, monkeypatch):
+    """30 ms between two events around 3 calls: 0.01 s each. Before it has happened an event has no time."""
+    now = iter((10.0, 40.0))
+
+    class Event:
+        done = False
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(now)
+
+        def synchronize(self):
+            self.done = True
+
+        def elapsed_time(self, later):
+            assert later.done, "asked for the time of an event that has not happened yet"
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    start = clock.clock(3)()
+    assert clock.clock(3)() - start == pytest.approx(0.01)
+
+
+def test_a_gpu_is_warm_before_it_is_timed(gpu, monkeypatch):
+    """The first case of a process for longer, each for its seconds and calls; a CPU for calls alone."""
+    for name, value in dict(WARM_SECONDS=0.2, CASE_WARM_SECONDS=0.05, WARMUP=3, _warm=False).items():
+        monkeypatch.setattr(clock, name, value)
+
+    def took() -> float:
+        start = time.perf_counter()
+        assert clock.warm_up(lambda: time.sleep(0.01)) >= 3
+        return time.perf_counter() - start
+
+    first, second = took(), took()
+    assert 0.2 <= first and 0.05 <= second < 0.2 and clock.warm_up(lambda: time.sleep(0.03), 4) == 4
+    monkeypatch.setattr(clock, "GPU", False)
+    assert clock.warm_up(lambda: None) == 3 and clock.warm_up(lambda: None, 0) == 0

@@ -1,0 +1,392 @@
+"""`inspect`: measures of models whose answer is known, and the files that it writes."""
+
+import base64
+import csv
+import json
+import math
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.linalg import hadamard
+from scipy.spatial.distance import cdist
+
+from vitfast import InputError, ViT
+from vitfast.cli import main
+from vitfast.eval.inspect import measures
+
+SIZE, GRID, PATCH, WIDTH, HEADS = (16, 24), (4, 6), (4, 4), 64, 2  # the grid is not square
+PATCHES = GRID[0] * GRID[1]
+TINY = dict(img_size=SIZE, patch_size=PATCH, num_classes=5, embed_dim=WIDTH, depth=3, num_heads=HEADS)
+POOLED = dict(class_token=False, global_pool="avg")
+TOL = 2e-6  # fp32 attention, relative
+
+
+def vit(**options) -> ViT:
+    return ViT(**{**TINY, **options}).eval()
+
+
+def images(count: int = 3, size: tuple[int, int] = SIZE) -> torch.Tensor:
+    return torch.randint(0, 256, (count, 3, *size), dtype=torch.uint8)
+
+
+def uniform(model: ViT) -> ViT:
+    """q = k = 0: every query attends evenly."""
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight)
+        torch.nn.init.zeros_(block.attn.qkv.bias)
+    return model
+
+
+def peaked(model: ViT, shift: int = 0) -> ViT:
+    """Attention that is a permutation: token i attends to token i + shift (cyclic) alone.
+
+    That is so in every head and layer. The patch projection is zero and the layers add nothing, so that every layer
+    sees the positions: in the columns of each head, token i has row i of a Hadamard matrix, orthogonal to the others
+    and with mean 0 (the first row is left out), which LayerNorm leaves as it is. k is that row, q 100 times the row of
+    token i + shift.
+    """
+    tokens, head = PATCHES + model.num_prefix_tokens, WIDTH // HEADS
+    rows = torch.tensor(hadamard(head), dtype=torch.float32)[1 : tokens + 1]
+    turn = rows.roll(-shift, 0).T @ rows / head  # sends row i to row i + shift
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.pos_embed.copy_(rows.repeat(1, HEADS))
+        for block in model.blocks:
+            block.norm1.weight.fill_(1)
+            block.attn.qkv.weight.copy_(
+                torch.cat([100 * torch.block_diag(*[turn] * HEADS), torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)])
+            )
+    return model
+
+
+def all_distances(grid=GRID, patch=PATCH) -> np.ndarray:
+    """(N, N) pixels between patches, by scipy."""
+    corners = np.array([(y * patch[0], x * patch[1]) for y in range(grid[0]) for x in range(grid[1])], dtype=float)
+    return cdist(corners, corners)
+
+
+# ---- filters and positions
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(embed_dim=12, num_heads=2), dict(in_chans=1)], ids=["wide", "few filters", "grey"]
+)
+def test_filters_are_scikit_learns_components(options):
+    from sklearn.decomposition import PCA
+
+    model = vit(**options)
+    filters = model.patch_embed.proj.weight.detach()
+    components, share = measures.filter_components(model)
+    count = min(28, len(filters) - 1, filters[0].numel())
+    truth = PCA(count).fit(filters.flatten(1).double().numpy())
+    assert components.shape == (count, *filters.shape[1:])
+    np.testing.assert_allclose(share.numpy(), truth.explained_variance_ratio_, rtol=1e-9)
+    ours = components.flatten(1).numpy()
+    signs = np.sign((ours * truth.components_).sum(1, keepdims=True))
+    np.testing.assert_allclose(ours, signs * truth.components_, atol=1e-7)
+    assert (ours[np.arange(count), np.abs(ours).argmax(1)] > 0).all()
+
+
+def test_filters_stop_at_their_rank():
+    model = vit()
+    basis, mixed = torch.randn(3, 48), torch.randn(WIDTH, 3)
+    with torch.no_grad():
+        model.patch_embed.proj.weight.copy_((mixed @ basis + torch.randn(48)).view(WIDTH, 3, *PATCH))
+    components, share = measures.filter_components(model)
+    assert len(components) == 3 and share.sum().item() == pytest.approx(1)
+    left = components.flatten(1).float() - components.flatten(1).float() @ torch.linalg.pinv(basis) @ basis
+    assert left.abs().max() < 1e-5  # they span what the filters were made of
+    torch.nn.init.ones_(model.patch_embed.proj.weight)
+    assert len(measures.filter_components(model)[0]) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(reg_tokens=2), dict(no_embed_class=True), dict(pos_embed="sincos2d", **POOLED)], ids=str
+)
+def test_similarity_is_scikit_learns(options):
+    from sklearn.metrics.pairwise import cosine_similarity
+
+    model = vit(**options)
+    table = model.pos_embed[0].detach().double().numpy()[-PATCHES:]  # prefix tokens come first
+    np.testing.assert_allclose(
+        measures.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6
+    )
+
+
+def test_similarity_of_two_tables_and_of_layers():
+    """Columns and rows apart: the table is their concatenation; of several, the first is shown."""
+    from sklearn.metrics.pairwise import cosine_similarity
+
+    model = vit(pos_embed="learn2d", pos_embed_at="layers")
+    x, y = model.pos_embed_x[0].detach().numpy(), model.pos_embed_y[0].detach().numpy()
+    table = np.array([np.concatenate([x[column], y[row]]) for row in range(GRID[0]) for column in range(GRID[1])])
+    np.testing.assert_allclose(
+        measures.position_similarity(model).numpy(), cosine_similarity(table).reshape(GRID + GRID), atol=1e-6
+    )
+    for kind in ("none", "relative"):
+        with pytest.raises(InputError, match="no position embeddings"):
+            measures.position_similarity(vit(pos_embed=kind))
+
+
+# ---- attention distance
+
+
+@pytest.mark.parametrize("options", [{}, dict(reg_tokens=2), POOLED], ids=["class token", "registers", "average"])
+def test_uniform_attention_has_the_mean_distance_of_the_grid(options):
+    model = uniform(vit(**options))
+    distance = measures.attention_distance(model, images())
+    assert distance.shape == (3, HEADS)
+    np.testing.assert_allclose(distance, all_distances().mean(), rtol=TOL)
+    # other pixels per patch, other grid: 8 x 4 patches of 2 x 8 pixels
+    model = uniform(vit(img_size=(16, 32), patch_size=(2, 8)))
+    distance = measures.attention_distance(model, images(2, (16, 32)))
+    np.testing.assert_allclose(distance, all_distances((8, 4), (2, 8)).mean(), rtol=TOL)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 5])
+def test_attention_to_one_token_has_its_distance(shift):
+    model = peaked(vit(**POOLED), shift)
+    attention = model.attention_maps(images(1))[2]
+    wanted = torch.eye(PATCHES).roll(shift, 1)
+    assert (attention - wanted).abs().max() < 1e-6  # the weights do what they were made for
+    query = np.arange(PATCHES)
+    truth = all_distances()[query, (query + shift) % PATCHES].mean()
+    assert (truth == 0) == (shift == 0)
+    np.testing.assert_allclose(measures.attention_distance(model, images()), truth, rtol=TOL, atol=1e-5)
+
+
+def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
+    """Sharp random attention, class token and registers, several batches: against loops in float64."""
+    model, x = vit(reg_tokens=1), images(5)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(30)
+    truth = np.zeros((3, HEADS))
+    distances = all_distances()
+    for layer, maps in enumerate(model.attention_maps(x)):
+        maps = maps.double().numpy()[:, :, 2:, 2:]
+        for head in range(HEADS):
+            truth[layer, head] = np.mean(
+                [np.average(distances[q], weights=maps[b, head, q]) for b in range(5) for q in range(PATCHES)]
+            )
+    assert np.ptp(truth) > 0.5
+    whole = measures.attention_distance(model, x)
+    np.testing.assert_allclose(whole, truth, rtol=TOL)
+    monkeypatch.setattr(measures, "HELD", 2 * 4 * HEADS * (PATCHES + 2) ** 2)  # two images at a time
+    sizes, each_attention_map = [], ViT.each_attention_map
+
+    def counted(self, batch):
+        sizes.append(len(batch))
+        return each_attention_map(self, batch)
+
+    monkeypatch.setattr(ViT, "each_attention_map", counted)
+    np.testing.assert_allclose(measures.attention_distance(model, x), truth, rtol=TOL)
+    assert sizes == [2, 2, 1]
+
+
+# ---- rollout
+
+
+def test_rollout_of_identity_attention_stays_where_it_is():
+    """(I + I) / 2 in every layer: each patch keeps its own share."""
+    model = peaked(vit(**POOLED))
+    np.testing.assert_allclose(measures.attention_rollout(model, images()), np.full((3, *GRID), 1 / PATCHES), rtol=1e-5)
+
+
+def test_rollout_of_a_shift_is_binomial():
+    """((I + S) / 2)^L with S a shift by one: from token 0, token k gets binomial(L, k) / 2^L."""
+    model = peaked(vit(), 1)
+    rollout = measures.attention_rollout(model, images(2)).flatten(1)
+    weights = np.array([math.comb(3, k) for k in range(1, 4)])  # k = 0 is the class token itself
+    np.testing.assert_allclose(rollout[:, :3], np.tile(weights / weights.sum(), (2, 1)), rtol=1e-5)
+    assert rollout[:, 3:].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(reg_tokens=2), POOLED, dict(global_pool="avg")],
+    ids=["class token", "registers", "average", "average beside a class token"],
+)
+def test_rollout_of_uniform_attention_is_even(options):
+    rollout = measures.attention_rollout(uniform(vit(**options)), images())
+    np.testing.assert_allclose(rollout, np.full((3, *GRID), 1 / PATCHES), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, dict(reg_tokens=1, global_pool="avg")], ids=["class token", "average"])
+def test_rollout_of_any_model(options):
+    """Against matrix products in float64."""
+    model, x = vit(**options), images(2)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(30)
+    prefix = model.num_prefix_tokens
+    for b in range(2):
+        product = np.eye(PATCHES + prefix)
+        for maps in model.attention_maps(x):
+            mixed = maps[b].double().numpy().mean(0) + np.eye(PATCHES + prefix)
+            product = mixed / mixed.sum(1, keepdims=True) @ product
+        row = product[0, prefix:] if not options else product[prefix:, prefix:].mean(0)
+        np.testing.assert_allclose(measures.attention_rollout(model, x)[b].flatten(), row / row.sum(), rtol=1e-5)
+
+
+# ---- the command
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.sources, self.links = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name == "src":
+                self.sources.append(value)
+            elif name in ("href", "srcset", "data", "action"):
+                self.links.append(value)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    torch.manual_seed(0)
+    vit(img_size=16, representation_size=8).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder with an image at the top, two in a class folder, of other kinds and sizes, and a text."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    (folder / "cat").mkdir()
+    for name, shape in (("a.png", (20, 30, 3)), ("cat/b.JPG", (40, 18, 3)), ("cat/c.bmp", (16, 16))):
+        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(
+            folder / name, "JPEG" if name.endswith("JPG") else None
+        )
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def run(capsys, *args) -> tuple[int, str]:
+    code = main(["inspect", *map(str, args), "--device", "cpu"])
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tmp_path):
+    code, said = run(
+        capsys, "--weights", weights, "--data", pictures, "--output", tmp_path / "new" / "look", "--img-size", 16, 24
+    )
+    output = tmp_path / "new" / "look"
+    assert code == 0 and str(output / "report.html") in said
+    names = ("filters", "positions", "distance", "rollout")
+    assert {p.name for p in output.iterdir()} == {
+        "report.html",
+        "numbers.json",
+        "distance.csv",
+        "arrays.npz",
+        "inspect.origin.json",
+        *(f"{n}.png" for n in names),
+    }
+    page = Page((output / "report.html").read_text())
+    assert (
+        not page.links and len(page.sources) == 4 and all(s.startswith("data:image/png;base64,") for s in page.sources)
+    )
+    embedded = {base64.b64decode(s.partition(",")[2]) for s in page.sources}
+    assert embedded == {(output / f"{n}.png").read_bytes() for n in names}
+    for name in names:
+        with Image.open(output / f"{name}.png") as image:
+            pixels = np.asarray(image.convert("RGB"))
+        assert min(pixels.shape[:2]) > 100 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20, name
+
+    model = ViT.from_pretrained(weights, img_size=SIZE).eval()
+    numbers, arrays = json.loads((output / "numbers.json").read_text()), np.load(output / "arrays.npz")
+    assert (
+        numbers["images"] == f"3 of {pictures}"
+        and numbers["not_drawn"] == []
+        and numbers["rollout_from"] == "class token"
+    )
+    assert numbers["distance_pixels_spread_evenly"] == pytest.approx(all_distances().mean())
+    rows = list(csv.DictReader(open(output / "distance.csv")))
+    assert [(r["layer"], r["head"]) for r in rows] == [(str(i), str(j)) for i in (1, 2, 3) for j in (1, 2)]
+    np.testing.assert_allclose([float(r["pixels"]) for r in rows], np.ravel(numbers["distance_pixels"]), rtol=1e-5)
+    np.testing.assert_allclose(arrays["distance"], numbers["distance_pixels"], rtol=1e-6)
+    np.testing.assert_allclose(arrays["positions"], measures.position_similarity(model), rtol=1e-6)
+    # the images as torchvision would resize and crop them, up to the order of the two
+    from torchvision.transforms import v2
+
+    resize = v2.Compose([v2.Resize(16, interpolation=v2.InterpolationMode.BICUBIC), v2.CenterCrop(SIZE)])
+    with Image.open(pictures / "a.png") as image:
+        same = torch.from_numpy(np.array(resize(image))).permute(2, 0, 1)[None]
+    assert arrays["rollout"].shape == (3, *GRID)
+    np.testing.assert_allclose(arrays["rollout"][0], measures.attention_rollout(model, same)[0], rtol=1e-2)
+
+
+def test_command_without_positions_on_digits(capsys, tmp_path):
+    torch.manual_seed(0)
+    output = tmp_path / "out"
+    command = ("--weights", tmp_path / "w", "--data", "digits", "--output", output, "--images", 2)
+    vit(in_chans=1, **POOLED).save_pretrained(tmp_path / "w")
+    assert run(capsys, *command)[0] == 0 and (output / "positions.png").exists()
+    vit(pos_embed="none", in_chans=1, **POOLED).save_pretrained(tmp_path / "w")
+    code, said = run(capsys, *command)
+    assert code == 0, said
+    assert not (output / "positions.png").exists() and "no position embeddings" in (output / "report.html").read_text()
+    numbers = json.loads((output / "numbers.json").read_text())
+    assert (
+        numbers["not_drawn"] == ["positions"]
+        and numbers["rollout_from"] == "mean of the patches"
+        and numbers["images"] == "2 of digits"
+    )
+    assert not list(output.glob(".*"))
+
+
+def test_images_that_cannot_be_read_are_left_out_named_and_counted(capsys, caplog, weights, pictures, tmp_path):
+    folder = shutil.copytree(pictures, tmp_path / "pictures")
+    (folder / "cat" / "b.JPG").write_bytes((folder / "cat" / "b.JPG").read_bytes()[:300])
+    (folder / ".hidden").mkdir()
+    shutil.copyfile(folder / "a.png", folder / ".hidden" / "a.png")
+    code, _ = run(capsys, "--weights", weights, "--data", folder, "--output", tmp_path / "out")
+    assert code == 0 and f"left out: {folder}/cat/b.JPG cannot be read as an image" in caplog.text
+    numbers = json.loads((tmp_path / "out" / "numbers.json").read_text())
+    assert numbers["images"] == f"2 of {folder} (1 more could not be read)"
+    assert np.load(tmp_path / "out" / "arrays.npz")["rollout"].shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (dict(data="EMPTY"), "no images in"),
+        (dict(data="nowhere"), "no folder nowhere"),
+        (dict(data="BROKEN"), "bad.png cannot be read as an image"),
+        (dict(data="FILE"), "is a file; give a folder"),
+        (dict(weights="FILE"), "not a whole"),
+        (dict(weights="nowhere.npz"), "no such file"),
+        (dict(images=0), "--images must be at least 1"),
+        (dict(output="FILE"), "is a file; give a folder"),
+        (dict(img_size=17), "no multiple of the patch size"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(capsys, weights, pictures, tmp_path, change, told):
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BROKEN").mkdir()
+    (tmp_path / "BROKEN" / "bad.png").write_bytes(b"not a picture")
+    (tmp_path / "FILE.safetensors").write_bytes(b"neither")
+    places = {"EMPTY": tmp_path / "EMPTY", "BROKEN": tmp_path / "BROKEN", "FILE": tmp_path / "FILE.safetensors"}
+    options = {"weights": weights, "data": pictures, "output": tmp_path / "out", "images": 1} | {
+        k: places.get(v, v) for k, v in change.items()
+    }
+    code, said = run(
+        capsys, *(part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value))
+    )
+    assert code == 2 and told in said and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,160 @@
+"""Norms and products beyond the grid of tests/tools/verify/test_edges.py: large means, far logits, what is saved."""
+
+import pytest
+import torch
+from attention_cases import interpreted
+
+from vitfast import ops
+from vitfast.kernels import rows
+from vitfast.kernels.configs import tiles
+from vitfast.kernels.launch import record
+from vitfast.kernels.layer_norm import forward as norms
+from vitfast.kernels.matmul import gated, mlp, weight_grad
+from vitfast.ops import reference as ref
+
+pytestmark = interpreted
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CLOSE = dict(atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    with ops.use_kernels("on"):
+        yield
+
+
+def leaves(*shapes):
+    return [torch.randn(shape).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_with_a_large_mean(dtype):
+    """Their variance is not the difference of two large numbers."""
+    x = torch.randn(6, 768) + 1e4 if dtype == torch.float32 else torch.randn(6, 768) * 20 + 2e3
+    y, truth = ops.layer_norm(x.to(dtype), None, None), ref.layer_norm(x.to(dtype), None, None, upcast=True)
+    assert y.double().mean(-1).abs().max() < 2e-3  # half an fp32 ulp of the mean, 5e-4, is all that may be left
+    assert (y.double().std(-1, correction=0) - 1).abs().max() < 1e-3
+    assert (y.double() - truth).abs().max() < (2e-3 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [20, 1280, 1664, 5000, 8192])
+def test_widths_of_every_class_of_tiles(width, dtype):
+    """Beyond the grid's, with every gradient; an uneven number of rows."""
+    x, residual, w, b = (torch.randn(shape).to(dtype) for shape in ((3, width), (3, width), width, width))
+    upstream, found = [torch.randn(3, width).to(dtype) for _ in range(2)], []
+    for module, work in ((ops, dtype), (ref, dtype), (ref, torch.float64)):
+        given = [t.detach().to(work).requires_grad_() for t in (x, residual, w, b)]
+        out = module.add_layer_norm(*given, 1e-5)
+        found.append([*out, *torch.autograd.grad(out, given, [g.to(work) for g in upstream])])
+    for mine, theirs, truth in zip(*found, strict=True):
+        error, own = ((t.double() - truth).norm() / truth.norm() for t in (mine, theirs))
+        assert error <= 2 * own + (2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2)
+
+
+def test_constant_rows_are_bias():
+    x, bias = torch.full((3, 100), 7.0), torch.randn(100)
+    assert torch.equal(ops.layer_norm(x, torch.randn(100), bias), bias.expand(3, 100))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_of_add_layer_norm_is_used(used):
+    """What nobody used has no gradient, or zeros."""
+    found = []
+    tensors = [torch.randn(shape) for shape in ((2, 5, 48), (2, 5, 48), (48,), (48,), (48,))]
+    for mode, dtype in (("on", torch.float32), ("off", torch.float64)):
+        given = [t.detach().to(dtype).requires_grad_() for t in tensors]
+        with ops.use_kernels(mode):
+            out = ops.add_layer_norm(*given[:4], layer_scale=given[4])[used]
+        out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape))
+        found.append([torch.zeros_like(t) if t.grad is None else t.grad for t in given])
+    for mine, truth in zip(*found):
+        torch.testing.assert_close(mine.double(), truth, **CLOSE)
+
+
+def test_no_mean_is_written_or_read_of_rms_norm():
+    x = torch.randn(6, 64, requires_grad=True)
+    launches = record(lambda: ops.rms_norm(x, torch.ones(64)).backward(torch.ones(6, 64)))
+    forward, backward = (launch for launch in launches if launch.kernel.__name__.startswith("layer_norm"))
+    assert forward.arguments["mean_ptr"] is backward.arguments["mean_ptr"] is None
+    assert backward.arguments["ws_ptrs"] == (None,) * 4, "the weight wants no gradient"
+
+
+def test_sums_of_columns_and_of_slices_in_their_own_dtypes():
+    """Four workspaces of more rows than a block has; a workspace that nobody wants."""
+    dtypes = (torch.float32, torch.float16, torch.float32, torch.bfloat16)
+    pairs = [(torch.randn(300, 40), torch.empty(40, dtype=dtype)) for dtype in dtypes]
+    rows.column_sums([(None, None), *pairs], 300, 40, pairs[0][0])
+    for ws, out in pairs:
+        total = ws.double().sum(0)
+        limit = 1e-4 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps * total.abs().max()
+        assert (out.double() - total).abs().max() < limit
+    part = torch.randn(4, 24, 16)
+    torch.testing.assert_close(weight_grad.sum_products(part, None, torch.float32)[0], part.sum(0), **CLOSE)
+    scaled, total = norms.scale_rows(part[0], part[1, 0], None, 1, want_sum=False, out_dtype=torch.float32)
+    assert total is None and torch.equal(scaled, part[0] * part[1, 0])
+
+
+def saved_by(run) -> list[torch.Tensor]:
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run()
+    return kept
+
+
+def test_what_no_gradient_needs_is_not_kept():
+    """A branch without a trained layer scale, a pre-activation without a backward, raw pixels without a weight."""
+    x, residual, w, b, scale = leaves((2, 4, 48), (2, 4, 48), 48, 48, 48)
+    for wanted in (True, False):
+        factor = scale if wanted else scale.detach()
+        kept = saved_by(lambda: ops.add_layer_norm(x, residual, w, b, layer_scale=factor))  # noqa: B023
+        assert any(t.shape == x.shape and torch.equal(t, x) for t in kept) == wanted
+    up, up_bias = leaves((64, 48), 64)
+    for trained in (True, False):
+        with torch.set_grad_enabled(trained):
+            (launch,) = record(lambda: ops.linear_gelu(x, up, up_bias))
+        assert (launch.arguments["pre_ptr"] is not None) == trained
+    raw, bias = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8), torch.randn(8, requires_grad=True)
+    for trained in (True, False):
+        weight = torch.randn(8, 3, 2, 2, requires_grad=trained)
+        assert any(t.dtype == torch.uint8 for t in saved_by(lambda: ops.patch_embed(raw, weight, bias))) == trained  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype, far", [(torch.float16, 6e4), (torch.bfloat16, 1e19)])
+def test_gelu_far_from_zero(dtype, far):
+    """Far from zero, where fp32 holds the square, gelu is 0 or the identity, its slope 0 or 1, never NaN."""
+    pre = torch.tensor([[-far, -100.0, -20.0, 20.0, 100.0, far]], dtype=dtype)
+    for activation in ("gelu", "gelu_tanh"):
+        dpre, dbias = mlp.gelu_bwd(torch.ones_like(pre), pre, activation, True)
+        assert dpre.tolist() == [[0, 0, 0, 1, 1, 1]] and dbias.tolist() == [0, 0, 0, 1, 1, 1]
+        act, kept = mlp.linear_gelu(torch.ones(1, 1, dtype=dtype), pre.t().contiguous(), None, activation, True)
+        assert torch.equal(kept, pre) and torch.equal(act, pre.clamp(min=0))
+
+
+def test_halves_of_one_weight_are_read_where_they_lie():
+    """Halves of one weight, and of one bias, give the same bits as two, and no copy is made of either."""
+    x, up_gate, bias, down = (torch.randn(shape) for shape in ((9, 40), (144, 40), 144, (24, 72)))
+    (up, gate), (up_bias, gate_bias) = up_gate.chunk(2), bias.chunk(2)
+    halves = dict(up_weight=up, up_bias=up_bias, gate_weight=gate, gate_bias=gate_bias)
+    small = tiles.tile(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=1)
+    with tiles.override("gated_linear_fwd", small):
+        arguments = record(lambda: ops.gated_mlp(x, **halves, down_weight=down, down_bias=None))[0].arguments
+        assert all(arguments[f"{name}_ptr"].data_ptr() == t.data_ptr() for name, t in halves.items())
+        apart = {name: t.clone().requires_grad_() for name, t in halves.items()}
+        assert torch.equal(*(ops.gated_mlp(x, **t, down_weight=down, down_bias=None) for t in (halves, apart)))
+        trained = up_gate.requires_grad_()
+        up, gate = trained.chunk(2)
+        for given in (apart, halves | dict(up_weight=up, gate_weight=gate)):
+            ops.gated_mlp(x, **given, down_weight=down, down_bias=None).sum().backward()
+    assert torch.equal(trained.grad, torch.cat([apart["up_weight"].grad, apart["gate_weight"].grad]))
+
+
+def test_a_gate_that_descriptors_cannot_take_goes_by_pointers():
+    x, up, odd = torch.randn(9, 40), torch.randn(72, 40), torch.randn(72, 41)[:, 1:]
+    small = tiles.tile(4, 2, "tma", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=1)
+    with tiles.override("gated_linear_fwd", small):
+        for gate, loads in ((up, "nt"), (odd, "masked")):
+            call = lambda gate=gate: gated.gated_linear(x, up, None, gate, None, "silu", False)  # noqa: E731
+            assert record(call)[0].arguments["LOADS"] == loads
+            exact = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+            torch.testing.assert_close(call()[0], exact, **CLOSE)

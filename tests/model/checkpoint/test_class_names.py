@@ -1,0 +1,104 @@
+"""The names of the classes: in our config.json, Hugging Face's id2label and timm's label_names, read and written."""
+
+import json
+
+import pytest
+import timm
+import transformers
+from checkpoints import CLASSES, HF, SMALL, agree, randomised
+from timm.models._hub import load_model_config_from_path, save_for_hf
+
+from vitfast import InputError, ViT
+from vitfast.model.convert import convert, write
+
+NAMES = ("cat", "dog", "crane", "crane", "Ara ararauna")
+
+
+def named(**changes):
+    return randomised(ViT(**{**SMALL, "class_names": NAMES, **changes}))
+
+
+def test_ours_keeps_them(tmp_path):
+    named().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["class_names"] == [*NAMES]
+    model = ViT.from_pretrained(tmp_path)
+    assert model.class_names == NAMES
+    assert ViT.from_pretrained(tmp_path, num_classes=CLASSES).class_names == NAMES  # the same head
+    for other in (0, 2):
+        assert ViT.from_pretrained(tmp_path, num_classes=other).class_names is None
+    assert ViT.from_pretrained(tmp_path, num_classes=2, class_names=["a", "b"]).class_names == ("a", "b")
+    assert ViT.from_pretrained(tmp_path, class_names=None).class_names is None
+    with pytest.raises(InputError, match="class_names must name each of the 5 classes, got 1"):
+        ViT.from_pretrained(tmp_path, class_names=["a"])
+    model.class_names = None
+    model.save_pretrained(tmp_path)
+    assert "class_names" not in json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_hugging_face(tmp_path, given):
+    """What transformers writes is read, its made-up LABEL_0 not; and the other way round."""
+    labels = dict(id2label=dict(enumerate(NAMES)), label2id={name: i for i, name in enumerate(NAMES)}) if given else {}
+    sizes = {k: v for k, v in HF.items() if k != "num_labels"}
+    config = transformers.ViTConfig(**sizes, **(labels or {"num_labels": CLASSES}))
+    truth = randomised(transformers.ViTForImageClassification(config))
+    truth.save_pretrained(tmp_path / "theirs")
+    model = ViT.from_pretrained(tmp_path / "theirs")
+    agree(model, truth)
+    assert model.class_names == (NAMES if given else None)
+    write(model, tmp_path / "ours", "huggingface")
+    again = transformers.ViTForImageClassification.from_pretrained(tmp_path / "ours").config
+    assert again.id2label == truth.config.id2label and again.label2id == truth.config.label2id
+
+
+@pytest.mark.parametrize(
+    "labels", [[*NAMES], {str(i): name for i, name in enumerate(NAMES)}, None], ids=["list", "dict", "none"]
+)
+def test_timm(tmp_path, labels):
+    """As timm's save_for_hf writes them, beside its pretrained_cfg or in it, and as it reads them."""
+    truth = randomised(timm.create_model("vit_base_patch16_224", **SMALL))
+    save_for_hf(truth, tmp_path, safe_serialization=True, model_config={"label_names": labels} if labels else None)
+    model = ViT.from_pretrained(tmp_path)
+    agree(model, truth)
+    assert model.class_names == (NAMES if labels else None)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["pretrained_cfg"]["label_names"] = content.pop("label_names", None)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert ViT.from_pretrained(tmp_path).class_names == model.class_names
+    write(model, tmp_path / "ours", "timm")
+    assert load_model_config_from_path(tmp_path / "ours")[0].get("label_names") == ([*NAMES] if labels else None)
+    again = timm.create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True)
+    assert again.pretrained_cfg.get("label_names") == ([*NAMES] if labels else None)
+
+
+def test_names_that_do_not_fit_are_left_and_said(tmp_path, caplog):
+    truth = randomised(timm.create_model("vit_base_patch16_224", **SMALL))
+    save_for_hf(truth, tmp_path, safe_serialization=True, model_config={"label_names": {"0": "cat", "7": "dog"}})
+    assert ViT.from_pretrained(tmp_path).class_names is None
+    said = "label_names is not taken over: it has 2 names, not one for each of 5 classes"
+    assert f"{tmp_path}: {said}" in caplog.messages
+
+
+def test_convert_carries_them_around(tmp_path):
+    named().save_pretrained(tmp_path / "0")
+    for i, form in enumerate(("huggingface", "timm", "vitfast")):
+        convert(tmp_path / str(i), tmp_path / str(i + 1), form)
+        assert ViT.from_pretrained(tmp_path / str(i + 1)).class_names == NAMES
+    convert(tmp_path / "0", tmp_path / "other", "huggingface", num_classes=2)
+    assert ViT.from_pretrained(tmp_path / "other").class_names is None
+
+
+def test_names_that_a_format_cannot_hold_are_said(tmp_path):
+    """Those of Hugging Face are made up where they are LABEL_i; timm's are taken literally."""
+    model = named(act_layer="gelu_tanh")
+    for path, form in (("w.npz", "npz"), ("w.pth", "torchvision"), ("w.safetensors", "timm")):
+        notes = write(model, tmp_path / path, form)
+        assert f"{form} does not keep the names of the classes, such as 'cat'" in notes
+    labels = [f"LABEL_{i}" for i in range(CLASSES)]
+    model.class_names = labels
+    assert write(model, tmp_path / "timm", "timm") == []
+    assert ViT.from_pretrained(tmp_path / "timm").class_names == tuple(labels)
+    truth = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+    assert truth.pretrained_cfg["label_names"] == labels
+    said = "huggingface does not keep the names of the classes, such as 'LABEL_0'"
+    assert write(model, tmp_path / "hf", "huggingface") == [said]

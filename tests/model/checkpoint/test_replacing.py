@@ -1,0 +1,298 @@
+"""What is there before a save or a conversion: replaced whole, or left whole with one error that names it."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+import transformers
+from checkpoints import HEADS, HF, SMALL, agree, logits, randomised
+from torch.nn.utils import prune
+
+from vitfast import InputError, ViT, cli
+from vitfast.model.convert import FORMATS, convert, write
+
+
+def small(**changes):
+    return randomised(ViT(**{**SMALL, **changes}))
+
+
+def hugging_face(folder, **changes):
+    truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF)))
+    truth.save_pretrained(folder, **changes)
+    return truth
+
+
+def run(capsys, *args):
+    """Exit code and the line of the error."""
+    code = cli.main([str(a) for a in args])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 1, lines
+    return code, lines[0] if lines else ""
+
+
+# ---- conversions
+
+
+@pytest.mark.parametrize("form", ["timm", "huggingface", "vitfast"])
+def test_nothing_of_the_replaced_checkpoint_is_read(tmp_path, form):
+    """Its pixel statistics, its shards; what is no checkpoint's stays."""
+    model, old = small(mean=(0.1, 0.2, 0.3), std=0.3), tmp_path / "old"
+    hugging_face(old)
+    transformers.ViTImageProcessor(image_mean=[0.9] * 3, image_std=[0.9] * 3).save_pretrained(old)
+    for name in ("pytorch_model.bin", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "README.md"):
+        (old / name).write_text("old")
+    model.save_pretrained(tmp_path / "from")
+    assert convert(tmp_path / "from", old, form, force=True) == []
+    again = ViT.from_pretrained(old)
+    assert (again.mean, again.std) == (model.mean, model.std)
+    raw = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    assert torch.equal(logits(again.eval(), raw), logits(model, raw))
+    convert(tmp_path / "from", tmp_path / "new", form)
+    assert {p.name for p in old.iterdir()} == {p.name for p in (tmp_path / "new").iterdir()} | {"README.md"}
+
+
+@pytest.mark.parametrize("beside", ["config.json", "preprocessor_config.json"])
+def test_a_bare_file_with_the_name_of_a_folders_weights(tmp_path, beside):
+    """The JSON beside it, of another model, would be read with it."""
+    (tmp_path / beside).write_text("{}")
+    with pytest.raises(InputError, match=f"model.safetensors: {beside} beside it would be read with it"):
+        write(small(), tmp_path / "model.safetensors", "timm", force=True)
+    assert [p.name for p in tmp_path.iterdir()] == [beside]
+
+
+TARGETS = [
+    ("{}/file/x.safetensors", "timm", "{}/file/x.safetensors: cannot be made (Not a directory)"),
+    ("{}/file/x", "huggingface", "{}/file/x: cannot be made (Not a directory)"),
+    ("{}/file", "vitfast", "{}/file: a file is in the way"),
+    ("{}/folder.npz", "npz", "{}/folder.npz: a folder is in the way"),
+    ("{}/pipe.npz", "npz", "{}/pipe.npz: a device or pipe is in the way"),
+    ("{}/link", "timm", "{}/link: a dangling link is in the way"),
+    ("{}/w.pth", "npz", "w.pth: the format npz is written as .npz"),
+    ("{}/w.npz", "huggingface", "the format huggingface is written as a folder"),
+    ("{}/w.bin", "timm", "w.bin: the format timm is written as a folder or .safetensors or .pth"),
+    ("{}/w.npz", "hugging", "unknown format 'hugging'; did you mean huggingface"),
+    ("", "timm", "nothing can be written to ''"),
+    ("/", "timm", "nothing can be written to '/'"),
+    ("/dev/null", "timm", "/dev/null: a device or pipe is in the way"),
+    ("/proc/xx", "timm", "/proc/xx: cannot be made ("),
+    ("{}/" + 300 * "x", "timm", "x: cannot be made (File name too long)"),
+    ("a\0b", "vitfast", "cannot be made (embedded null byte)"),
+    ("~nobody-is-called-so/x", "timm", "is no path to write to"),
+]
+
+
+@pytest.mark.parametrize("target, form, says", TARGETS, ids=lambda value: repr(value)[:25])
+def test_targets_where_nothing_can_be(tmp_path, monkeypatch, capsys, target, form, says):
+    """Of conversions, and of saves where a folder is wanted; whatever is there stays as it was."""
+    small().save_pretrained(tmp_path / "in")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.npz").mkdir()
+    os.mkfifo(tmp_path / "pipe.npz")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = {p.name: (p.lstat().st_ino, p.lstat().st_mode) for p in tmp_path.iterdir()}
+    with pytest.raises(InputError) as caught:
+        write(small(), target.format(tmp_path), form, force=True)
+    assert says.format(tmp_path) in str(caught.value)
+    if form in FORMATS:
+        code, line = run(capsys, "convert", tmp_path / "in", target.format(tmp_path), "--format", form, "--force")
+        assert code == 2 and line.startswith("vitfast: error: ") and says.format(tmp_path) in line
+    if not target.startswith(("{}/w", "{}/folder", "~", "/dev", "{}/xx", "/")):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(InputError):
+            small().save_pretrained(target.format(tmp_path))
+    assert before == {p.name: (p.lstat().st_ino, p.lstat().st_mode) for p in tmp_path.iterdir()}
+
+
+def test_sources_that_are_no_vit_leave_nothing(tmp_path, capsys):
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "no.pth")
+    code, line = run(capsys, "convert", tmp_path / "no.pth", tmp_path / "made" / "out", "--format", "timm")
+    assert code == 2 and "no.pth: not a Vision Transformer" in line
+    code, line = run(capsys, "convert", "", tmp_path / "out", "--format", "timm")
+    assert code == 2 and "no weights given: give a file, a folder or hf-hub:owner/name, not ''" in line
+    assert [p.name for p in tmp_path.iterdir()] == ["no.pth"]
+
+
+def test_the_current_folder_is_a_target(tmp_path, capsys, monkeypatch):
+    model = small()
+    model.save_pretrained(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert run(capsys, "convert", tmp_path / "in", ".", "--format", "timm") == (0, "")
+    agree(model, timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval())
+
+
+# ---- flags that the errors ask for
+
+
+def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys, caplog):
+    """What errors and log ask for, of bare files: on the command line as from Python."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    sizes = dict(SMALL, class_token=False, global_pool="avg")
+    for i, changes in enumerate((dict(act_layer="gelu_tanh"), dict(pos_embed="none"))):
+        truth = randomised(VisionTransformer(**sizes | changes))
+        safetensors.torch.save_file(truth.state_dict(), tmp_path / f"{i}.safetensors")
+        files = f"convert {tmp_path}/{i}.safetensors {tmp_path}/{i}"
+        command = f"{files} --format timm --num-heads {HEADS} --img-size 32".split()
+        (name, value), code, line = *changes.items(), *run(capsys, *command)
+        assert code == 2 and f"pass {name}=" in line
+        command += f"--{name.replace('_', '-')} {value} --norm-eps 1e-6 --mean 0.1 0.2 0.3 --std 0.4".split()
+        caplog.clear()
+        assert run(capsys, *command, "--act-layer", changes.get("act_layer", "gelu"), "--global-pool", "avg")[0] == 0
+        assert not caplog.records
+        model = ViT.from_pretrained(tmp_path / str(i))
+        agree(model, truth)
+        assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.4,) * 3)
+
+
+def test_rotary_positions_that_errors_ask_for_are_flags(tmp_path, capsys):
+    from timm_names import images, small
+
+    for name, flags in (
+        ("eva02_tiny_patch14_224", "--rope cat --ref-feat-shape 16 16"),
+        ("eva_giant_patch14_224", "--rope none"),
+        ("vit_small_patch16_dinov3", "--rope dinov3"),
+    ):
+        truth, x = small(name), None
+        safetensors.torch.save_file(truth.state_dict(), tmp_path / f"{name}.safetensors")
+        heads = next(m.num_heads for m in truth.modules() if isinstance(getattr(m, "num_heads", None), int))
+        command = f"convert {tmp_path}/{name}.safetensors {tmp_path}/{name} --format vitfast --num-heads {heads}"
+        code, line = run(capsys, *command.split(), "--global-pool", "avg")
+        assert code == 2 and f"rope={flags.split()[1]!r}".replace("'none'", "None") in line, line
+        act = "silu" if name.startswith("eva02") else "gelu"  # of a gate or not
+        assert run(capsys, *command.split(), *flags.split(), "--global-pool", "avg", "--act-layer", act)[0] == 0
+        x = images(truth)
+        model = ViT.from_pretrained(tmp_path / name)
+        model.set_input_size(x.shape[2:])
+        agree(model, truth, x)
+
+
+# ---- saves
+
+
+def content(folder):
+    return {path.name: path.is_file() and path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("fails", ["weights", "config", "attribute", "folder"])
+def test_a_save_that_fails_leaves_the_old_folder_whole(tmp_path, monkeypatch, fails):
+    small().save_pretrained(tmp_path)
+    if fails == "folder":
+        (tmp_path / "config.json").unlink()
+        (tmp_path / "config.json").mkdir()
+    before, model = content(tmp_path), small(depth=1)
+    if fails == "attribute":
+        model.crop_mode = object()
+    elif fails != "folder":
+        names = dict(weights="write_safetensors", config="_write_json")
+
+        def fail(content, path, *_):
+            path.write_text("half")
+            raise OSError("disk full")
+
+        monkeypatch.setattr(f"vitfast.model.checkpoint.writers.{names[fails]}", fail)
+    with pytest.raises((OSError, InputError)):
+        model.save_pretrained(tmp_path)
+    assert content(tmp_path) == before
+    if fails == "folder":
+        with pytest.raises(InputError, match="config.json: a folder is in the way"):
+            write(model, tmp_path, "timm", force=True)
+        assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "mean", [torch.tensor([0.1, 0.2, 0.3]), np.array([0.1, 0.2, 0.3]), torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)]
+)
+def test_arrays_as_attributes_are_saved_as_numbers(tmp_path, mean):
+    model = small()
+    model.mean = mean
+    for form in ("vitfast", "timm", "huggingface"):
+        if form == "vitfast":
+            model.save_pretrained(tmp_path / form)
+            assert json.loads((tmp_path / form / "config.json").read_text())["mean"] == pytest.approx([0.1, 0.2, 0.3])
+        else:
+            convert(tmp_path / "vitfast", tmp_path / form, form)
+        assert ViT.from_pretrained(tmp_path / form).mean == pytest.approx((0.1, 0.2, 0.3))
+
+
+# ---- models that are no longer what their arguments make
+
+
+@pytest.mark.parametrize("change", ["norm", "norm after pooling", "head", "LoRA", "pruning"])
+def test_a_model_that_could_not_be_read_back_is_not_written(tmp_path, change):
+    small = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model = ViT(**small, global_pool="avg" if "pooling" in change else "token")
+    model.save_pretrained(tmp_path / "w")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "w").iterdir()}
+    if "norm" in change:
+        model.prune_intermediate_layers(1, prune_norm=change == "norm")
+    elif change == "head":
+        model.head = torch.nn.Linear(32, 7)
+    elif change == "LoRA":
+        model.blocks[0].mlp.fc1 = torch.nn.Sequential(model.blocks[0].mlp.fc1)
+    else:
+        prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", 0.5)
+    with pytest.raises(InputError, match="not those that its arguments make .*state_dict"):
+        model.save_pretrained(tmp_path / "w")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "w").iterdir()} == before
+
+
+def test_a_pruned_model_with_its_norm_comes_back(tmp_path):
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=3)
+    model.prune_intermediate_layers([0])
+    model.save_pretrained(tmp_path)
+    images = torch.rand(2, 3, 16, 16)
+    again = ViT.from_pretrained(tmp_path)
+    assert torch.equal(again(images), model(images)) and len(again.blocks) == 1
+
+
+def test_attributes_that_change_the_function_are_kept(tmp_path):
+    small = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model = randomised(ViT(**small)).eval()
+    model.global_pool, model.dynamic_img_size = "avg", True
+    model.save_pretrained(tmp_path / "w")
+    write(model, tmp_path / "timm", "timm")
+    images = torch.rand(2, 3, 16, 24)
+    truth = model(images)
+    torch.testing.assert_close(ViT.from_pretrained(tmp_path / "w").eval()(images), truth)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    torch.testing.assert_close(theirs(images), truth, atol=1e-5, rtol=1e-5)
+    with pytest.raises(InputError, match="another pooling than the class token"):
+        write(model, tmp_path / "hf", "huggingface")
+
+
+@pytest.mark.parametrize("name", ["norm", "mlp", "ls1", "norm1"])
+def test_layers_that_come_back_as_others_are_told(tmp_path, name, caplog):
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model.save_pretrained(tmp_path)
+    assert not caplog.records
+    if name == "norm":
+        model.norm.eps = 0.5
+    elif name == "mlp":
+        model.blocks[0].mlp.activation = "gelu_tanh"
+    else:
+        setattr(model.blocks[0], name, torch.nn.Tanh() if name == "ls1" else torch.nn.LayerNorm(32))
+    model.save_pretrained(tmp_path)
+    place = name if name == "norm" else f"blocks.0.{name}"
+    assert f"from_pretrained will not make {place} as it is now" in caplog.text
+
+
+def test_classes_with_a_constructor_of_their_own(tmp_path):
+    class Reads(ViT):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            self.total = float(self.head.weight.detach().sum())
+
+    class Fixed(ViT):
+        def __init__(self):
+            super().__init__(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3)
+
+    Reads(**Fixed().config).save_pretrained(tmp_path / "reads")
+    Fixed().save_pretrained(tmp_path / "fixed")
+    assert ViT.from_pretrained(tmp_path / "reads").num_classes == 3
+    with pytest.raises(InputError, match="Fixed must take the arguments of ViT"):
+        Fixed.from_pretrained(tmp_path / "fixed")

@@ -1,0 +1,365 @@
+"""Weights written in other formats: other libraries load them whole and compute the same; back, the first bits."""
+
+import json
+import resource
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+import torchvision
+import transformers
+from checkpoints import CLASSES, DEPTH, HEADS, HF, SIZE, SMALL, TOL, D, F, P, agree, google, images, logits, randomised
+from packaging.version import Version
+from timm.models import vision_transformer as timm_vit
+
+from vitfast import InputError, ViT, cli, load_checkpoint
+from vitfast.model.checkpoint import save, writers
+from vitfast.model.convert import FORMATS, write
+
+TARGETS = {"vitfast": "out", "timm": "out", "huggingface": "out", "npz": "out.npz", "torchvision": "out.pth"}
+DINOV3 = dict(rope="dinov3", pos_embed="none", reg_tokens=2, init_values=0.1, norm_eps=1e-5, num_classes=0)
+CLIP = dict(pre_norm=True, act_layer="quick_gelu", norm_eps=1e-5)
+SIGLIP = dict(class_token=False, global_pool="map", act_layer="gelu_tanh", num_classes=0)
+
+
+def small(**changes):
+    return randomised(ViT(**{**SMALL, **changes}))
+
+
+def same(state, truth):
+    return state.keys() == truth.keys() and all(torch.equal(state[k], v) for k, v in truth.items())
+
+
+def run(capsys, *args):
+    code = cli.main([str(a) for a in args])
+    return code, *capsys.readouterr()
+
+
+# ---- the other libraries load it
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(reg_tokens=3, no_embed_class=True, init_values=0.1, act_layer="gelu_tanh", mean=0.1, img_size=(32, 16)),
+        dict(class_token=False, global_pool="avg", qkv_bias=False, proj_bias=False, pos_embed="sincos2d", in_chans=2),
+        dict(global_pool="avg", num_classes=0, fc_norm=False, pos_embed="none", dynamic_img_size=True),
+        CLIP,
+        SIGLIP,
+        dict(global_pool="map", reg_tokens=2, qk_norm=True, norm_layer="rmsnorm", scale_mlp_norm=True),
+        dict(swiglu_mlp=True, init_values=0.1, norm_layer="rmsnorm", mlp_ratio=2.51, scale_mlp_norm=True),
+        dict(swiglu_mlp=True, mlp_ratio=8 / 3, pre_norm=True, patch_size=(8, 4)),
+        dict(act_layer="silu", norm_eps=1e-5, qkv_bias=False),
+    ],
+    ids=str,
+)
+def test_timm_loads_the_folder(tmp_path, changes):
+    model, folder = small(**changes), tmp_path / "vit-1.5"
+    assert write(model, folder, "timm") == []
+    truth, x = timm.create_model(f"local-dir:{folder}", pretrained=True).eval(), images(*model.patch_embed.img_size)
+    x = torch.randn(2, model.in_chans, *x.shape[2:])
+    assert type(truth) is timm_vit.VisionTransformer and same(truth.state_dict(), model.state_dict())
+    agree(model, truth, x)
+    agree(ViT.from_pretrained(folder), model, x)
+    assert truth.pretrained_cfg["mean"] == list(model.mean)
+
+
+def test_timm_loads_the_file(tmp_path):
+    model = small()
+    for suffix in (".safetensors", ".pth"):
+        notes = write(model, tmp_path / f"w{suffix}", "timm")
+        assert len(notes) == 1 and "pass num_heads=" in notes[0]
+        truth = timm_vit.VisionTransformer(**SMALL)
+        timm.models.load_checkpoint(truth, tmp_path / f"w{suffix}")
+        assert same(truth.state_dict(), model.state_dict())
+
+
+# transformers' class, what it gives for an image, and our arguments
+HUGGING_FACE = {
+    "ViT": ("ViTForImageClassification", "logits", {}),
+    "ViT, told": (
+        "ViTForImageClassification",
+        "logits",
+        dict(img_size=(32, 16), act_layer="gelu_tanh", norm_eps=0.1, qkv_bias=False, mean=(0.1, 0.2, 0.3), std=0.3),
+    ),
+    "ViT without head": ("ViTModel", "last_hidden_state", dict(num_classes=0)),
+    "DINOv3": ("DINOv3ViTModel", "last_hidden_state", DINOV3),
+    "DINOv3, gated": (
+        "DINOv3ViTModel",
+        "last_hidden_state",
+        DINOV3 | dict(swiglu_mlp=True, reg_tokens=0, qkv_bias=False),
+    ),
+    "DINOv3, told": (
+        "DINOv3ViTModel",
+        "last_hidden_state",
+        DINOV3
+        | dict(proj_bias=False, rope_temperature=30.0, act_layer="gelu_tanh")
+        | dict(dynamic_img_size=True, img_size=(32, 16)),
+    ),
+    "CLIP": ("CLIPVisionModel", "pooler_output", CLIP | dict(num_classes=0)),
+    "CLIP, projected": ("CLIPVisionModelWithProjection", "image_embeds", CLIP),
+    "SigLIP": ("SiglipVisionModel", "pooler_output", SIGLIP),
+}
+
+
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_transformers_loads_the_folder(tmp_path, kind):
+    """No tensor is missing or left over, and the names are those of the released files, which every version reads."""
+    name, gives, changes = HUGGING_FACE[kind]
+    model, out = small(**changes), tmp_path / "out"
+    if kind == "CLIP, projected":
+        with pytest.raises(
+            InputError, match="CLIP's projection has no bias, this head has one; --num-classes 0 leaves"
+        ):
+            write(model, out, "huggingface")
+        assert not list(tmp_path.iterdir())
+        model.head.bias.data.zero_()
+    notes, x = write(model, out, "huggingface"), images(*model.patch_embed.img_size)
+    assert all("how images are cut (crop_mode='center', crop_pct=1.0)" in note for note in notes)
+    square = x.shape[2] == x.shape[3]
+    assert len(notes) == (not square)  # it squashes to what is no square
+    more = dict(add_pooling_layer=False) if name == "ViTModel" else {}
+    truth, info = getattr(transformers, name).from_pretrained(out, output_loading_info=True, **more)
+    assert not any(info.values()), info
+    if square or "DINOv3" not in kind or Version(transformers.__version__) >= Version("5.18"):  # before: squares alone
+        with torch.no_grad():
+            ours = model.forward_features(x) if gives == "last_hidden_state" else model(x)
+            torch.testing.assert_close(ours, getattr(truth.eval()(x), gives), **TOL)
+    agree(ViT.from_pretrained(out), model, x)
+    names = safetensors.torch.load_file(out / "model.safetensors")
+    if kind.startswith(("CLIP", "SigLIP")):  # transformers before 5.8 would start others at random
+        assert all(key.startswith("vision_model.") or key == "visual_projection.weight" for key in names)
+    elif kind.startswith("ViT,") or kind == "ViT":
+        truth.save_pretrained(tmp_path / "theirs")
+        assert same(names, safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors"))
+        pixels = torch.randint(0, 256, (1, 3, *x.shape[2:]), dtype=torch.uint8)
+        processor = transformers.ViTImageProcessor.from_pretrained(out)
+        prepared = processor(pixels[0], return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(logits(model, pixels), logits(truth, prepared), **TOL)
+
+
+def test_hugging_face_config_is_theirs(tmp_path):
+    """Every field that transformers writes for this model, beyond its defaults, is there with its value."""
+    write(small(), tmp_path / "out", "huggingface")
+    config = transformers.ViTConfig(**HF | dict(layer_norm_eps=1e-6))
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "theirs"))
+    defaults, left = transformers.ViTConfig().to_dict(), ("transformers_version", "mlp_ratio", "pooler_output_size")
+    wanted = {k: v for k, v in theirs.items() if defaults.get(k) != v and k not in left}
+    assert {k: ours.get(k) for k in wanted} == wanted
+
+
+@pytest.mark.parametrize("big_vision", [False, True])
+def test_timm_loads_the_npz(tmp_path, big_vision):
+    model = small(no_embed_class=big_vision, act_layer="gelu_tanh")
+    assert write(model, tmp_path / "w.npz", "npz") == []
+    truth = timm_vit.VisionTransformer(**SMALL, no_embed_class=big_vision, act_layer="gelu_tanh").eval()
+    truth.load_pretrained(str(tmp_path / "w.npz"))
+    assert same(truth.state_dict(), model.state_dict())
+    agree(model, truth)
+    written = np.load(tmp_path / "w.npz")
+    assert {k: v.shape for k, v in written.items()} == {k: v.shape for k, v in google(big_vision).items()}
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_torchvision_loads_the_state_dict(tmp_path, suffix):
+    model, path = small(representation_size=40), tmp_path / f"w{suffix}"
+    diverged = ViT(**SMALL)
+    diverged.head.bias.data.fill_(float("nan"))
+    write(diverged, path, "torchvision")  # it can be written too
+    notes = write(model, path, "torchvision", force=True)
+    assert any("mean=(0.5, 0.5, 0.5): its readers take (0.485, 0.456, 0.406)" in note for note in notes)
+    state = torch.load(path, weights_only=True) if suffix == ".pth" else safetensors.torch.load_file(path)
+    sizes = dict(image_size=SIZE, patch_size=P, num_layers=DEPTH, num_heads=HEADS, hidden_dim=D, mlp_dim=F)
+    truth = torchvision.models.VisionTransformer(**sizes, num_classes=CLASSES, representation_size=40)
+    truth.load_state_dict(state, strict=True)
+    agree(model, truth.eval())
+
+
+# ---- round trips on the command line
+
+
+def test_every_format_in_a_row_returns_the_first_bits(tmp_path, capsys):
+    """Google's file through all formats and back.
+
+    Then the hidden layer of the head through the formats that have one.
+    """
+    np.savez(tmp_path / "0.npz", **google())
+    hidden = {"pre_logits/kernel": np.random.rand(D, 40).astype("f4"), "pre_logits/bias": np.ones(40, "f4")}
+    hidden["head/kernel"] = np.random.rand(40, CLASSES).astype("f4")
+    np.savez(tmp_path / "h.npz", **google() | hidden)
+    for chain, forms in (
+        ("0.npz 1 2 3.safetensors 4 5.safetensors 6.npz", "huggingface timm timm vitfast torchvision npz"),
+        ("h.npz h h.pth i.npz", "vitfast torchvision npz"),
+    ):
+        paths = [tmp_path / name for name in chain.split()]
+        for source, target, form in zip(paths, paths[1:], forms.split(), strict=False):
+            code, out, err = run(capsys, "convert", source, target, "--format", form, "--num-heads", HEADS)
+            assert code == 0 and f"wrote {target}" in out, err
+        first, last = (dict(np.load(paths[i])) for i in (0, -1))
+        assert first.keys() == last.keys() and all(np.array_equal(last[k], v) for k, v in first.items())
+        assert "note: npz does not say mean" in out  # torchvision's own, by now
+
+
+def test_the_dtype_of_the_file_stays(tmp_path, capsys):
+    model = small().bfloat16()
+    save(model, tmp_path / "in")
+    for form, target, dtype in (("timm", "1", None), ("huggingface", "2", None), ("npz", "w.npz", torch.float32)):
+        assert run(capsys, "convert", tmp_path / "in", tmp_path / target, "--format", form)[0] == 0
+        assert same(load_checkpoint(tmp_path / target), {k: v.to(dtype) for k, v in model.state_dict().items()})
+
+
+def test_convert_changes_size_and_classes(tmp_path, capsys):
+    save(small(), tmp_path / "in")
+    command = f"convert {tmp_path}/in {tmp_path}/out --format huggingface --img-size 64 32 --num-classes 9"
+    assert run(capsys, *command.split())[0] == 0
+    truth = transformers.ViTForImageClassification.from_pretrained(tmp_path / "out").eval()
+    assert truth.config.num_labels == 9
+    agree(ViT.from_pretrained(tmp_path / "in", img_size=(64, 32), num_classes=9), truth, images(64, 32))
+
+
+# ---- what a format cannot say or hold
+
+
+def test_google_means_the_tanh_gelu(tmp_path):
+    """The same bits for timm and us; logits differ by the activation, which ours has from the format."""
+    model = small()
+    notes = write(model, tmp_path / "w.npz", "npz")
+    assert notes == ["npz does not say act_layer='gelu': its readers take 'gelu_tanh'"]
+    truth, x = timm_vit.VisionTransformer(**SMALL).eval(), images()
+    truth.load_pretrained(str(tmp_path / "w.npz"))
+    ours = ViT.from_pretrained(tmp_path / "w.npz")
+    assert same(ours.state_dict(), truth.state_dict()) and (logits(ours, x) - logits(truth, x)).abs().max() > 1e-4
+    agree(ViT.from_pretrained(tmp_path / "w.npz", act_layer="gelu"), truth, x)
+    said = "timm does not say norm_eps=1e-12: its readers take 1e-06"
+    assert write(small(norm_eps=1e-12), tmp_path / "out", "timm") == [said]
+
+
+# What of each model the formats lack.
+THREE, TWO = {"huggingface", "npz", "torchvision"}, {"huggingface", "torchvision"}
+LACKS = {
+    "register tokens": (dict(reg_tokens=1), THREE),
+    "LayerScale": (dict(init_values=0.1), THREE),
+    "a model without positions": (dict(pos_embed="none"), THREE),
+    "a norm after pooling": (dict(fc_norm=True), THREE),
+    "qkv without bias": (dict(qkv_bias=False), {"npz", "torchvision"}),
+    "proj_bias": (dict(proj_bias=False), THREE),
+    "a model without class token": (dict(class_token=False, global_pool="avg", fc_norm=False), TWO),
+    "patches alone": (dict(no_embed_class=True), TWO),
+    "another pooling": (dict(global_pool="avg", fc_norm=False), TWO),
+    "pre_logits": (dict(representation_size=7), {"huggingface", "timm"}),
+    "without head": (dict(num_classes=0), {"torchvision"}),
+    "no squares": (dict(img_size=(32, 16)), {"torchvision"}),
+    "3 channels": (dict(in_chans=1), {"torchvision"}),
+    "rotary positions": (dict(rope="cat"), {"timm", *THREE}),
+    "swiglu_mlp": (dict(swiglu_mlp=True), THREE),
+    "a gated MLP and a MAP head": (dict(swiglu_mlp=True, global_pool="map"), {"timm"}),
+    "qk_norm": (dict(qk_norm=True), THREE),
+    "scale_mlp_norm": (dict(scale_mlp_norm=True), THREE),
+    "norm_layer": (dict(norm_layer="rmsnorm"), THREE),
+    "pre_norm": (dict(pre_norm=True), {"npz", "torchvision"}),
+    "act_layer": (dict(act_layer="quick_gelu"), {"npz", "torchvision"}),
+    "global_pool": (dict(global_pool="map"), {"npz"}),
+    "a head": ({**DINOV3, "num_classes": 5}, {"huggingface"}),
+    "prefix tokens": ({**SIGLIP, "reg_tokens": 2}, {"huggingface"}),
+    "without LayerScale": ({**DINOV3, "init_values": None}, {"huggingface"}),
+    "beside rotary positions": ({**DINOV3, "pos_embed": "learn"}, {"huggingface"}),
+    "images or patches that are no": ({**CLIP, "num_classes": 0, "img_size": (32, 16)}, TWO),
+}
+
+
+@pytest.mark.parametrize("what", LACKS)
+def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, what):
+    """Another library would read another function; all formats that do not refuse it return its bits."""
+    changes, lacking = LACKS[what]
+    model = small(**changes)
+    for form in FORMATS:
+        path = tmp_path / form / TARGETS[form]
+        try:
+            write(model, path, form)
+        except InputError as error:
+            said = str(error)
+            assert (what in said) == (form in lacking), (form, said)
+            assert f"the format {form} has no place for" in said or "CLIP's projection" in said
+            assert not path.exists()
+        else:
+            assert form not in lacking, form
+
+
+@pytest.mark.parametrize(
+    "form, classes, changes",
+    [
+        ("timm", 0, dict(representation_size=7)),
+        ("timm", CLASSES, dict(representation_size=7)),
+        ("huggingface", CLASSES, dict(representation_size=7)),
+        ("torchvision", 0, {}),
+        ("huggingface", CLASSES, DINOV3),
+    ],
+    ids=str,
+)
+def test_a_head_without_a_place_can_be_replaced(tmp_path, capsys, form, classes, changes):
+    """What the error says works, word for word; with 0 classes a hidden layer would be the head that is left."""
+    save(small(**{**changes, "num_classes": classes}), tmp_path / "in")
+    command = ["convert", tmp_path / "in", tmp_path / TARGETS[form], "--format", form]
+    code, _, err = run(capsys, *command)
+    assert code == 2 and err.count("\n") == 1 and ("--num-classes 0 leaves the head out" in err) == (classes > 0)
+    if changes is not DINOV3:
+        assert f"--num-classes N (any but {classes}) puts a new one in its place" in err
+        assert run(capsys, *command, "--num-classes", 9)[0] == 0
+        assert load_checkpoint(tmp_path / TARGETS[form])["head.weight"].shape == (9, D)
+    if classes:
+        assert run(capsys, *command, "--num-classes", 0, "--force")[0] == 0
+        assert "head.weight" not in load_checkpoint(tmp_path / TARGETS[form])
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_nothing_is_replaced_without_force(tmp_path, capsys, form):
+    old, new = small(), small()
+    save(new, tmp_path / "new")
+    write(old, tmp_path / TARGETS[form], form)
+    args = ("convert", tmp_path / "new", tmp_path / TARGETS[form], "--format", form)
+    code, _, err = run(capsys, *args)
+    assert code == 2 and f"{tmp_path / TARGETS[form]}: is there already; add --force" in err and err.count("\n") == 1
+    assert same(load_checkpoint(tmp_path / TARGETS[form]), old.state_dict())
+    assert run(capsys, *args, "--force")[0] == 0
+    assert same(load_checkpoint(tmp_path / TARGETS[form]), new.state_dict())
+    assert {p.name for p in tmp_path.iterdir()} == {"new", TARGETS[form]}
+
+
+def test_a_wrong_writer_is_found_out(tmp_path, monkeypatch):
+    """Keys and values exchanged: the file would load, and compute something else.
+
+    Nothing of it stays, and what was there does.
+    """
+    swapped = {"key": "value", "value": "key"}
+    names = ((old, new) for old, new in writers.GOOGLE_NAMES)
+    names = tuple((old, "/".join(swapped.get(part, part) for part in new.split("/"))) for old, new in names)
+    monkeypatch.setattr(writers, "GOOGLE_NAMES", names)
+    (tmp_path / "w.npz").write_text("old")
+    with pytest.raises(RuntimeError, match="npz: what was written does not read back the same .blocks.0.attn.qkv.bias"):
+        write(small(), tmp_path / "w.npz", "npz", force=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["w.npz"] and (tmp_path / "w.npz").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    "form, name", [("timm", "w.pth"), ("timm", "w.safetensors"), ("huggingface", "w"), ("npz", "w.npz")]
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capfd, form, name):
+    """No file may grow past 40 KB here; 300 KB are wanted."""
+    ViT(**{**SMALL, "embed_dim": 66}).save_pretrained(tmp_path / "from")
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        code = cli.main(["convert", str(tmp_path / "from"), str(tmp_path / name), "--format", form])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert code == 1 and line.startswith(f"vitfast: error: {tmp_path / name} could not be written: ")
+    assert "too large" in line or "is the disk full?" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["from"]

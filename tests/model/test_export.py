@@ -1,0 +1,161 @@
+"""Exported files against the model in PyTorch, run by onnxruntime, torch.export and AOTInductor."""
+
+import copy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from checkpoints import SMALL, randomised
+from torch._inductor.exc import InductorError
+
+from vitfast import InputError, ViT, cli, ops
+from vitfast.model import export as exporting
+from vitfast.model.export import export
+
+TOL = dict(atol=1e-4, rtol=1e-4)  # other libraries' sums of logits of size ~1
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Every kind of parameter in one layer."""
+    torch.manual_seed(0)
+    return randomised(
+        ViT(
+            **SMALL
+            | dict(
+                depth=1, reg_tokens=2, init_values=0.5, representation_size=24, act_layer="gelu_tanh", mean=0.3, std=0.2
+            )
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    model.save_pretrained(folder)
+    return folder
+
+
+def run(capsys, *args):
+    code = cli.main(["export", *(str(a) for a in args)])
+    return code, *capsys.readouterr()
+
+
+def pixels(*size):
+    return torch.randint(0, 256, size, dtype=torch.uint8)
+
+
+def test_onnx_of_floats_on_the_command_line(model, weights, tmp_path, capsys, caplog):
+    caplog.set_level("INFO")
+    path = tmp_path / "m.onnx"
+    code, out, err = run(capsys, "--weights", weights, "--output", path, "--format", "onnx", "--img-size", 48, 16)
+    assert code == 0 and f"wrote {path}: max difference " in out and float(out.split()[4]) < 1e-4, err
+    assert not [
+        r for r in caplog.records if r.name.startswith("onnx")
+    ]  # a hundred lines on what the exporter tidied up
+    session, resized = onnxruntime.InferenceSession(path), ViT.from_pretrained(weights, img_size=(48, 16)).eval()
+    for batch in (1, 5):
+        x = torch.randn(batch, 3, 48, 16)
+        (logits,) = session.run(["logits"], {"images": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), resized(x), **TOL)
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto, full_check=True)
+    assert {entry.domain for entry in proto.opset_import} == {
+        ""
+    } and not proto.functions  # nothing that a runtime would have to learn
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_onnx_of_raw_pixels(model, tmp_path):
+    assert export(model, tmp_path / "m.onnx", "onnx", uint8=True) < 1e-4
+    session, x = onnxruntime.InferenceSession(tmp_path / "m.onnx"), pixels(4, 3, 32, 32)
+    assert session.get_inputs()[0].type == "tensor(uint8)"
+    torch.testing.assert_close(torch.from_numpy(session.run(None, {"images": x.numpy()})[0]), model(x), **TOL)
+    grey = np.full((1, 3, 32, 32), round(255 * 0.3), np.uint8)  # the mean itself: the normalisation is in the file
+    torch.testing.assert_close(
+        torch.from_numpy(session.run(None, {"images": grey})[0]), model(torch.from_numpy(grey)), **TOL
+    )
+
+
+def test_torch_export_is_plain_pytorch_even_with_kernels_on(model, tmp_path):
+    model.train()
+    with ops.use_kernels("on"):
+        assert export(model, tmp_path / "m.pt2", "torch") < 1e-5
+    assert model.training
+    model.eval()
+    program = torch.export.load(tmp_path / "m.pt2")
+    assert not [node for node in program.graph.nodes if "vitfast" in str(node.target)]
+    for batch in (1, 5):
+        x = torch.randn(batch, 3, 32, 32)
+        torch.testing.assert_close(program.module()(x), model(x), **TOL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_aoti_package(model, tmp_path, device, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    model = copy.deepcopy(model).to(device)
+    assert export(model, tmp_path / "m.pt2", "aoti") < 1e-4
+    compiled = torch._inductor.aoti_load_package(str(tmp_path / "m.pt2"))
+    for batch in (1, 5):
+        x = torch.randn(batch, 3, 32, 32, device=device)
+        torch.testing.assert_close(compiled(x), model(x), **TOL)
+
+
+def test_wrong_numbers_are_not_written(model, tmp_path, monkeypatch):
+    def wrong(program, path):
+        run = exporting._torch(program, path)
+        return lambda images: run(images) * 1.001
+
+    monkeypatch.setitem(exporting._WRITERS, "torch", wrong)
+    with pytest.raises(RuntimeError, match="other logits than the model .max difference .*nothing was written"):
+        export(model, tmp_path / "m.pt2", "torch")
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_are_one_line_and_leave_nothing(model, weights, tmp_path, capsys, monkeypatch):
+    (tmp_path / "there.onnx").write_text("old")
+    for name, form, message in (
+        ("m.pt2", "onnx", "m.pt2: the format onnx is written as one file, .onnx"),
+        ("m.onnx", "aoti", "m.onnx: the format aoti is written as one file, .pt2"),
+        ("there.onnx", "onnx", "there.onnx: is there already; add --force"),
+    ):
+        code, _, err = run(capsys, "--weights", weights, "--output", tmp_path / name, "--format", form)
+        assert code == 2 and message in err and err.count("\n") == 1
+    with pytest.raises(InputError, match="unknown format 'onx'; did you mean onnx"):
+        export(model, tmp_path / "m.onnx", "onx")
+    with pytest.raises(InputError, match="no bfloat16; call model.float"):
+        export(ViT(**SMALL).bfloat16(), tmp_path / "m.onnx", "onnx")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(InputError, match="ONNX needs the package onnxscript: pip install '..export.' in a checkout"):
+        export(model, tmp_path / "m.onnx", "onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["there.onnx"] and (tmp_path / "there.onnx").read_text() == "old"
+
+
+def test_without_onnxruntime_nothing_is_claimed(weights, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    written = SimpleNamespace(save=lambda path: Path(path).write_text("onnx"))
+    monkeypatch.setattr(
+        torch.onnx, "export", lambda program, **kwargs: written
+    )  # the other tests run it; it takes seconds
+    code, out, _ = run(capsys, "--weights", weights, "--output", tmp_path / "m.onnx", "--format", "onnx")
+    assert (
+        code == 0 and "not checked, onnxruntime is not installed" in out and (tmp_path / "m.onnx").read_text() == "onnx"
+    )
+
+
+def test_aoti_without_a_compiler_says_so(model, tmp_path, monkeypatch):
+    def fail(program, package_path):
+        raise InductorError(RuntimeError("No working C++ compiler found"), None)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    with pytest.raises(
+        InputError, match="AOTInductor could not compile .RuntimeError: No working.*it needs a C.. compiler"
+    ):
+        export(model, tmp_path / "m.pt2", "aoti")
+    assert not list(tmp_path.iterdir())

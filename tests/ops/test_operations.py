@@ -1,0 +1,354 @@
+"""Every operation on interpreted kernels against float64, and what torch asks of an operation.
+
+The shapes are small: how kernels fare at the edges of their tiles is seen by tests/tools/verify/test_edges.py.
+"""
+
+import pytest
+import torch
+from operations import ACTING, OPERATIONS, results
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vitfast import ops
+from vitfast.kernels import launch
+from vitfast.kernels.launch import record, recording
+from vitfast.tools.verify import EPS, worst
+from vitfast.tools.verify.draw import Draw
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted kernels; test_gpu.py runs the real ones")
+
+CPU = torch.device("cpu")
+HALVES = [torch.float16, torch.bfloat16]
+BLOCKS = ["attention_block", "mlp_block", "gated_mlp_block"]
+EVERY = pytest.mark.parametrize("name", OPERATIONS)
+FUSED = pytest.mark.parametrize("name", BLOCKS)
+
+
+def draw(name, dtype=torch.float32, layout="contiguous", seed=0):
+    return OPERATIONS[name].draw(Draw(dtype, CPU, torch.Generator().manual_seed(seed), layout))
+
+
+def double(tensors):
+    return {name: t if t is None else t.double() for name, t in tensors.items()}
+
+
+def on(name, **options):
+    """The operation by its kernels."""
+
+    def run(**tensors):
+        with ops.use_kernels("on"):
+            return OPERATIONS[name].function(**tensors, **options)
+
+    return run
+
+
+def off(name, **options):
+    """The operation in plain PyTorch."""
+
+    def run(**tensors):
+        with ops.use_kernels("off"):
+            return OPERATIONS[name].function(**tensors, **options)
+
+    return run
+
+
+def judged(name, tensors, dtype, **options):
+    """Outputs and all gradients by kernels, judged by PyTorch's own error."""
+    trained = [key for key in OPERATIONS[name].trained if tensors[key] is not None]
+    plain, truth = (results(off(name, **options), given, trained) for given in (tensors, double(tensors)))
+    found = results(on(name, **options), tensors, trained)
+    for i, (mine, theirs, exact) in enumerate(zip(found, plain, truth, strict=True)):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and mine.is_contiguous()
+        error, own = worst([mine], [exact]), worst([theirs], [exact])
+        assert error <= 2 * own + EPS[dtype], f"result {i}: error {error:.1e}, PyTorch's own {own:.1e}"
+    return found
+
+
+def close(ours, theirs, tolerance=1e-5):
+    for mine, truth in zip(ours, theirs, strict=True):
+        size = truth.abs().max().item() if truth.numel() else 0
+        torch.testing.assert_close(mine.double(), truth.double(), atol=tolerance * max(1, size), rtol=0)
+
+
+@EVERY
+def test_plain_pytorch_is_the_formula(name):
+    """In float64, with every gradient; and without each argument that may be None."""
+    operation, tensors = OPERATIONS[name], double(draw(name))
+    for left_out in (None, *operation.optional):
+        given = tensors | ({left_out: None} if left_out else {})
+        trained = [key for key, t in given.items() if t is not None]
+        close(results(off(name), given, trained), results(operation.formula, given, trained), 1e-10)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_kernels_match_float64(name, dtype):
+    """Outputs and every gradient; on strided tensors; the same bits twice, and where PyTorch is deterministic."""
+    tensors = draw(name, dtype)
+    found = judged(name, tensors, dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = results(on(name), tensors, OPERATIONS[name].trained)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    if dtype == torch.float32:
+        strided = {key: torch.stack([t, t], -1)[..., 0] for key, t in tensors.items()}
+        close(results(on(name), strided, OPERATIONS[name].trained), found)
+
+
+@EVERY
+def test_each_argument_alone(name):
+    """Left out, or the only one that is trained: the gradients of float64, and fewer launches for fewer of them."""
+    operation, tensors = OPERATIONS[name], draw(name)
+    everything = operation.trained
+    most, counts = len(record(lambda: results(on(name), tensors, everything))), []
+    for key in everything:
+        close(results(on(name), tensors, [key]), results(off(name), double(tensors), [key]), 1e-4)
+        counts.append(len(record(lambda: results(on(name), tensors, [key]))))  # noqa: B023
+    assert max(counts) <= most and (min(counts) < most or len(everything) == 1)
+    for key in operation.optional:
+        given, trained = tensors | {key: None}, [other for other in everything if other != key]
+        close(results(on(name), given, trained), results(off(name), double(given), trained), 1e-4)
+
+
+# What the kernels' names say of a backward in which only these are trained; products are cuBLAS's.
+ALONE = {
+    ("layer_norm", "x"): "layer_norm_bwd",
+    ("linear_gelu", "x"): "gelu_bwd",
+    ("linear_gelu", "weight"): "gelu_bwd",
+    ("linear_gelu", "bias"): "gelu_bwd column_sums",
+    ("linear_residual", "residual"): "",
+    ("linear_residual", "bias"): "scale_rows column_sums",
+    ("mlp", "x"): "dgelu_matmul",
+    ("mlp", "fc2_weight"): "",
+    ("mlp", "fc2_bias"): "scale_rows column_sums",
+    ("mlp", "fc1_bias"): "dgelu_matmul column_sums",
+    ("gated_mlp", "x"): "layer_norm_bwd gated_bwd",
+    ("gated_mlp", "down_weight"): "layer_norm_fwd",
+    ("attention_block", "proj_weight"): "scale_rows weight_grad_sum",
+    ("mlp_block", "fc2_weight"): "scale_rows weight_grad_sum",
+    ("gated_mlp_block", "down_weight"): "scale_rows layer_norm_fwd weight_grad_sum",
+    ("patch_embed", "images"): "patch_embed_dimages",
+    ("patch_embed", "weight"): "patch_embed_dweight patch_embed_dweight_sum",
+    ("patch_embed", "pos_embed"): "patch_embed_batch_sum",
+}
+
+
+@pytest.mark.parametrize("name, key", ALONE)
+def test_frozen_arguments_cost_nothing(name, key):
+    """A backward launches what the trained argument needs, and what it saved is no larger than that needs."""
+    leaves = {other: t.requires_grad_(other == key) for other, t in draw(name).items()}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = on(name)(**leaves)
+    out = out[0] if isinstance(out, tuple) else out
+    found = [
+        entry.kernel.__name__.removesuffix("_kernel") for entry in record(lambda: out.backward(torch.ones_like(out)))
+    ]
+    assert " ".join(found) == ALONE[name, key]
+    assert all((t.grad is not None) == (other == key) for other, t in leaves.items())
+
+
+# What torch asks of an operation
+
+
+class Calls(TorchDispatchMode):
+    """Collects the custom operations that are called, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "vitfast":
+            self.found.append((func, args))
+        return result
+
+
+@EVERY
+def test_opcheck(name):
+    """Every custom operation that an operation calls, with all tensors trained, with some, and with none."""
+    tensors, trained = draw(name), OPERATIONS[name].trained
+    kept = [dict(keep="all")] if name in BLOCKS else []
+    with Calls() as calls:
+        for options in ({}, *kept):
+            results(on(name, **options), tensors, trained)
+        results(on(name), tensors, [key for key in trained if "weight" in key][-1:] or trained[:1])
+        with torch.no_grad():
+            on(name)(**tensors)
+    seen = set()
+    for func, args in calls.found:
+        names = [argument.name for argument in func._schema.arguments]
+        utilities = dict(test_utils=("test_schema", "test_faketensor"))
+        if func not in seen and not func.name().endswith(("_bwd", "_backward")):  # those refuse to be differentiated
+            constant = lambda key, t: key == "drop_path" or not torch.is_tensor(t) or not t.is_floating_point()  # noqa: E731
+            args = [t if constant(key, t) else t.detach().requires_grad_() for key, t in zip(names, args)]
+            utilities = {}
+        torch.library.opcheck(func, tuple(args), **utilities)
+        seen.add(func)
+    assert seen
+
+
+def test_no_custom_operation_is_left_out():
+    """Every one that is registered is called, and so checked by the test above."""
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("vitfast::")}
+    called = set()
+    for name, operation in OPERATIONS.items():
+        with Calls() as calls, recording():
+            results(on(name), draw(name), operation.trained)
+        called.update(func.name() for func, _ in calls.found)
+    assert registered == called
+
+
+@EVERY
+def test_compiled_code_has_the_same_bits(name):
+    """With all of its graph in one piece."""
+    tensors, trained = draw(name), OPERATIONS[name].trained
+    torch._dynamo.reset()
+    compiled = torch.compile(OPERATIONS[name].function, fullgraph=True, backend="aot_eager")
+    with ops.use_kernels("on"):
+        found = results(compiled, tensors, trained)
+    assert all(torch.equal(a, b) for a, b in zip(found, results(on(name), tensors, trained), strict=True))
+
+
+def test_exported_code_is_plain_pytorch():
+    """Also where kernels are switched on."""
+    for name, operation in OPERATIONS.items():
+        tensors = draw(name)
+
+        class Called(torch.nn.Module):
+            def forward(self, *tensors):
+                return operation.function(**dict(zip(operation.shapes, tensors)))  # noqa: B023
+
+        with ops.use_kernels("on"):
+            exported = torch.export.export(Called(), tuple(tensors.values()))
+        called = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+        assert called and not any("vitfast" in each for each in called), name
+        found = exported.module()(*tensors.values())
+        close(found if isinstance(found, tuple) else [found], results(off(name), tensors), 1e-6)
+
+
+# A norm's parameters, factors, tables and what is added to logits stay as they are.
+KEPT = ("norm_weight", "norm_bias", "inner_norm_weight", "inner_norm_bias", "layer_scale", "drop_path", "cos", "sin")
+KEPT_OF = {"layer_norm": ("weight", "bias"), "rms_norm": ("weight",), "add_layer_norm": ("weight", "bias")}
+KEPT_OF |= dict.fromkeys(("attention, apart", "attention_block"), ("bias",))
+KEPT_OF |= dict.fromkeys(("patch_embed", "patch_embed, packed"), ("images", "bias", "cls_token", "pos_embed"))
+
+
+@EVERY
+@pytest.mark.parametrize("mode", ["on", "off"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
+def test_autocast_casts_what_products_read(name, mode, dtype):
+    """The bits of an operation whose other arguments were cast by hand; gradients in the arguments' own dtypes."""
+    run, kept = (on if mode == "on" else off)(name), KEPT + KEPT_OF.get(name, ())
+    tensors = draw(name)
+    cast = {key: t if key in kept else t.to(dtype) for key, t in tensors.items()}
+
+    def under_autocast(**tensors):
+        with torch.autocast("cpu", dtype):
+            return run(**tensors)
+
+    found = results(under_autocast, tensors, OPERATIONS[name].trained)
+    by_hand = results(run, cast, OPERATIONS[name].trained)
+    for mine, theirs in zip(found, by_hand, strict=True):
+        assert torch.equal(mine.to(theirs.dtype), theirs)
+    count = len(found) - len(OPERATIONS[name].trained)
+    assert all(o.dtype == dtype for o in found[:count]) and all(g.dtype == torch.float32 for g in found[count:])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATIONS if not name.startswith("attention,") and name != "attention"]
+)
+def test_outputs_may_be_changed_in_place(name):
+    """As those of torch's modules may, but for attention's: none is a view, whose change autograd would refuse."""
+
+    def changed(**tensors):
+        out = on(name)(**tensors)
+        out = out[0] if isinstance(out, tuple) else out
+        assert not out._is_view()
+        return out.mul_(2)
+
+    def apart(**tensors):
+        out = on(name)(**tensors)
+        return (out[0] if isinstance(out, tuple) else out) * 2
+
+    tensors, trained = draw(name), OPERATIONS[name].trained[:1]
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(results(f, tensors, trained) for f in (changed, apart)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "packed" not in name])
+def test_a_batch_of_none(name):
+    tensors = draw(name)
+    tensors |= {
+        key: tensors[key][:0]
+        for key in ("x", "residual", "images", "qkv", "q", "k", "v", "drop_path")
+        if key in tensors
+    }
+    trained = [key for key in OPERATIONS[name].trained if key not in ACTING]  # tables and biases nobody reads
+    found, wanted = (results(run(name), tensors, trained) for run in (on, off))
+    assert [t.shape for t in found] == [t.shape for t in wanted] and not any(t.any() for t in found)
+
+
+def test_deterministic_mode_fills_nothing_that_kernels_write():
+    """In PyTorch's deterministic mode, where it writes NaN to each new tensor, no more is filled than outside of it."""
+
+    def ours(event) -> bool:
+        return event is not None and (event.name.startswith("vitfast::") or ours(event.cpu_parent))
+
+    for name, operation in OPERATIONS.items():
+        counts = []
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, recording():
+                    results(on(name), draw(name), operation.trained)
+                counts.append(sum(event.name == "aten::fill_" and ours(event) for event in profile.events()))
+                assert torch.utils.deterministic.fill_uninitialized_memory
+            finally:
+                torch.use_deterministic_algorithms(False)
+        assert counts[0] == counts[1], name
+
+
+# The fused blocks
+
+
+@FUSED
+def test_keeping_all_gives_the_same_bits_and_writes_less(name):
+    """keep="all": backward writes neither the norm's output nor the activation once more."""
+    written = {}
+    for left_out in ("drop_path", None):
+        tensors = draw(name, torch.float16) | ({left_out: None} if left_out else {})
+        trained = [key for key in OPERATIONS[name].trained if tensors[key] is not None]
+        least, everything = (results(on(name, keep=keep), tensors, trained) for keep in ("least", "all"))
+        assert all(torch.equal(a, b) for a, b in zip(least, everything, strict=True))
+    for keep in ("least", "all"):
+        launches = record(lambda: results(on(name, keep=keep), tensors, trained))  # noqa: B023
+        by_name = {entry.kernel.__name__: entry.arguments for entry in launches}
+        written[keep] = [by_name["layer_norm_bwd_kernel"]["out_ptrs"][2]]
+        written[keep] += [by_name["dgelu_matmul_kernel"]["act_ptr"]] if name == "mlp_block" else []
+    assert all(t is not None for t in written["least"]) and all(t is None for t in written["all"])
+
+
+@FUSED
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_an_fp32_stream_over_16_bit_parameters(name, dtype):
+    tensors = draw(name, dtype)
+    tensors |= {key: tensors[key].float() for key in ("x", "norm_weight", "norm_bias")}
+    tensors |= dict(x=tensors["x"] * 30, layer_scale=None, drop_path=None)
+    found = judged(name, tensors, dtype, residual_in_fp32=True)
+    exact = results(off(name), double(tensors))
+    assert found[0].dtype == found[1].dtype == torch.float32
+    # 16 bit would round a stream of size 100 by 32 eps: what is seen is the branch's own rounding
+    assert (found[0] - exact[0]).abs().max() < 20 * torch.finfo(dtype).eps
+
+
+@FUSED
+def test_blocks_have_rms_norm(name):
+    tensors = draw(name) | dict(norm_bias=None)
+    trained = [key for key, t in tensors.items() if t is not None and key != "drop_path"]
+    close(
+        results(on(name, norm="rms"), tensors, trained), results(off(name, norm="rms"), double(tensors), trained), 1e-4
+    )

@@ -1,0 +1,334 @@
+"""Machine code without a GPU: no shipped tile spills, takes too much shared memory or misses the tensor cores."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+import vitfast.tools.doctor  # noqa: F401  before the script: kernels stay interpreted in this process
+from vitfast.kernels.configs import tiles
+from vitfast.kernels.launch import settle
+
+
+def measured(row: dict) -> tuple:
+    """A row without the call it was met in: calls share kernels."""
+    return tuple(sorted((k, v) for k, v in row.items() if k != "case"))
+
+
+# Programs that are to fit a multiprocessor of sm_90 in 16 bits, whatever the Triton: the tiles launch as many (PER_SM),
+# and count on as many.
+PROGRAMS = {
+    "_attention_fwd_short_kernel": {("B/16 attention", "L/16 attention"): 3},
+    "_attention_bwd_head_kernel": {
+        ("B/16 attention backward", "B/32 attention backward", "L/16 attention backward"): 3,
+        ("Dh 80 attention backward",): 2,
+        ("Dh 32 attention backward",): 4,
+    },
+    "layer_norm_bwd_kernel": {
+        tuple(f"{size} layer_norm backward in a block" for size in ("S/16", "B/16", "L/16", "Dh 32")): 3,
+        tuple(f"{size} add + layer_norm backward, factors" for size in ("S/16", "B/16", "L/16", "Dh 32")): 3,
+        ("Dh 80 layer_norm backward in a block",): 2,
+    },
+}
+
+
+def too_few_programs(rows: list[dict]) -> tuple[set[tuple[str, str]], list[dict]]:
+    """(kernel, case) that PROGRAMS names among the rows, and the rows in which fewer programs fit."""
+    wanted = {
+        (kernel, case): count
+        for kernel, by_case in PROGRAMS.items()
+        for cases, count in by_case.items()
+        for case in cases
+    }
+    found = [r for r in rows if (r["sm"], r["dtype"]) == (90, "bf16") and (r["kernel"], r["case"]) in wanted]
+    few = [r for r in found if r["programs_per_sm"] < wanted[r["kernel"], r["case"]]]
+    return wanted.keys() - {(r["kernel"], r["case"]) for r in found}, few
+
+
+@pytest.fixture(scope="module")
+def codegen():
+    """The script as a module, for what it does not compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TRITON_INTERPRET", "")  # which it drops: put back afterwards
+        import codegen
+    return codegen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+def test_each_kernel_compiles_well_for(codegen, sm):
+    """The same Triton makes of every kernel what the table says, which has more sizes."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(codegen.__file__), "--quick", "--processes", "1", "--sm", str(sm)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert not result["problems"], "\n".join(result["problems"])
+    assert not too_few_programs(result["rows"])[1]
+    kernels = {row["kernel"] for row in result["rows"]}
+    assert len(kernels) >= 12, kernels
+    made = f"# kernels {codegen.cache.source_hash()}, triton {triton.__version__};"
+    if codegen.TABLE.read_text().startswith(made):
+        committed = {measured(row) for row in codegen.committed()}
+        assert not [row for row in result["rows"] if measured(row) not in committed]
+    instruction = {90: "HGMMA", 100: "UTCHMMA"}.get(sm, "HMMA")
+    assert any(row["tensor_core"] == instruction for row in result["rows"])
+
+
+def test_a_kernel_that_regresses_is_a_problem(codegen):
+    """Serialised wgmma by its waits or by ptxas' notes, mma.sync where more fits, spills, too much shared memory."""
+    good = dict.fromkeys(codegen.COLUMNS, 0) | dict(
+        kernel="linear_kernel", case="x", sm=90, dtype="bf16", tile="BLOCK_M=64", tensor_core="HGMMA", notes=""
+    )
+    good |= dict(registers=168, hgmma=37, waits=10, programs_per_sm=1)
+    assert codegen.problems([good]) == []
+    tcgen05 = dict(sm=100, tensor_core="UTCHMMA", hgmma=0, waits=0)
+    bad = {
+        "serialised wgmma, 37 waits for 37 HGMMA (ptxas says nothing)": dict(waits=37),
+        "serialised wgmma, 63 waits for 64 HGMMA (ptxas says nothing)": dict(waits=63, hgmma=64),
+        "serialised wgmma, 3 waits for 4 HGMMA (ptxas says nothing)": dict(waits=3, hgmma=4),
+        "serialised wgmma, 10 waits for 37 HGMMA (C7515)": dict(notes="C7515"),
+        "32 HMMA, mma.sync where wgmma fits": dict(hmma=32),
+        "31 HMMA, mma.sync where wgmma fits": dict(hmma=31, tile="SUBTILES=4"),
+        "16 HMMA, mma.sync where tcgen05 fits": dict(tcgen05, hmma=16, tile="BLOCK_M=32"),
+        "45 instructions touch registers that wgmma still uses": dict(hazards=45),
+        "8 bytes of stack": dict(stack=8),
+        "no program fits a multiprocessor": dict(programs_per_sm=0),
+        "3 local loads and stores": dict(spills=3, stack=8),
+        "240000 bytes of shared memory, limit 232448": dict(shared=240_000),
+        "no tensor-core instruction": dict(tensor_core="", hgmma=0, waits=0),
+    }
+    for said, change in bad.items():
+        (problem,) = codegen.problems([good | change])
+        assert problem.endswith(said), problem
+    fine = [
+        dict(hmma=32, tile="BLOCK_M=32 BLOCK_N=32"),
+        dict(hmma=32, sm=80),
+        dict(spills=3, stack=8, dtype="fp32"),
+        dict(hgmma=1, waits=1),
+    ]
+    fine += [
+        tcgen05,
+        dict(tcgen05, hmma=16, dtype="fp32"),
+        dict(tcgen05, hmma=16, kernel="column_sums_kernel"),
+        dict(hgmma=27, waits=14),
+    ]
+    assert codegen.problems([good | change for change in fine]) == []
+
+
+AHEAD = """
+import json, multiprocessing, os, sys, time, types
+from pathlib import Path
+
+sys.path.insert(0, {tests!r})
+import codegen
+import cache, torch
+from meta_launches import doctor, launching_on_meta, operations
+from vitfast.tools.machine_code import compiler
+from vitfast.tools.tune.tuner import Tuner
+
+
+def main(folder):
+    with codegen.tiles.targeting(90), launching_on_meta():
+        found = operations(doctor.SMALL_SIZES, [torch.bfloat16], ["attention", "linear_gelu"], candidates=True)
+    once = {{launch.kernel: compiler.key_of(launch, 90) for launch in found}}  # each kernel takes a second to compile
+    found = [launch for launch in found if compiler.key_of(launch, 90) == once[launch.kernel]]
+    archive, elsewhere = folder / "sm90.tar.xz", folder / "elsewhere"
+    code = codegen.write_cache(archive, 90, 2, found)
+    count, reason = cache.unpack(archive, elsewhere)
+    os.environ["TRITON_CACHE_DIR"] = str(elsewhere)
+
+    ours, launch = compiler.Compiler(90, 2), found[0]
+    plain = compiler.Job.of(launch)
+    warps = lambda count: plain._replace(arguments=plain.arguments | dict(num_warps=count))
+    jobs = dict(right=plain, refused=warps(3), dies=plain._replace(module="dies"))
+    ahead = {{name: ours.run(job) for name, job in jobs.items()}}
+    same = compiler.key_of(plain.launch(), 90) == compiler.key_of(launch, 90) != compiler.key_of(found[-1], 90)
+    same = same and ours.submit(launch) is ours.submit(plain.launch()) and ours.compilations == 1
+
+    os.environ["VITFAST_TILES"] = str(folder / "tiles.json")
+    clock = types.SimpleNamespace(now=time.monotonic, lost=lambda: False, seconds=lambda *_: 1.0)
+    looked = lambda *_: types.SimpleNamespace(check=lambda: None, run=None)
+    tuner = Tuner(torch.bfloat16, torch.device("cpu"), "GPU", clock, ours, 100, looked)
+    (outcome,) = tuner.run(tuner.problems(doctor.SMALL_SIZES, "gelu_bwd"))
+    tuned = [outcome.tried, list(outcome.failures.values()), outcome.finished, ours.compilations]
+
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        os.environ[name] = str(folder / "ptxas")  # which never ends
+    compiler.SECONDS, sleeper = 2, compiler.Compiler(90, 1)
+    sleeper.context = multiprocessing.get_context("fork")
+    ahead["sleeps"] = sleeper.run(warps(8))
+    names = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    ahead["left"] = sum(b"sleep" in name and b"98765" in name for name in names)
+    del os.environ["TRITON_PTXAS_PATH"], os.environ["TRITON_PTXAS_BLACKWELL_PATH"]
+    ours.close(), sleeper.close()
+
+    from triton.backends.nvidia.compiler import CUDABackend
+    CUDABackend.make_ttir = CUDABackend.make_cubin = lambda *args, **kwargs: sys.exit("something was compiled")
+    shared = [compiler.compiled(launch, 90).metadata.shared for launch in found]
+    cache.source_hash = lambda: "0123"
+    changed = cache.unpack(archive, folder / "other")[1]
+    cache.triton_key = lambda: "another Triton"
+    other = cache.unpack(archive, folder / "other")[1]
+    kernels = sorted({{launch.kernel.__name__ for launch in found}})
+    print(json.dumps(dict(code=code, count=count, reason=reason, ahead=ahead, same=same, shared=shared,
+                          other=other, changed=changed, kernels=kernels, tuned=tuned)))
+
+
+if __name__ == "__main__":
+    main(Path({folder!r}))
+"""
+
+
+def test_what_a_kernel_calls_is_hashed_before_it():
+    """Callees first, also those in a comprehension alone, each once: Triton 3.6's cache depends on the order."""
+    hashed = []
+
+    class Function:
+        def __init__(self, name: str, body: str, names: dict):
+            exec(f"def f(x):\n    return {body}", names)
+            self.name, self.fn, self.hash = name, names["f"], None
+
+        @property
+        def cache_key(self):
+            if self.hash is None:
+                hashed.append(self.name)
+                self.hash = self.name
+            return self.hash
+
+    names: dict = {}
+    for name, body in (
+        ("store", "x"),
+        ("scale", "store(x)"),
+        ("load", "x + scale(x)"),
+        ("kernel", "[load(i) for i in x], store(x), len(x)"),
+    ):
+        names[name] = Function(name, body, names)
+    settle(names["kernel"])
+    assert hashed == ["store", "scale", "load", "kernel"]
+    settle(names["kernel"])
+    assert len(hashed) == 4
+
+
+@pytest.mark.long
+def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen):
+    """Triton finds every kernel of an archive elsewhere; a compiler that dies or refuses takes nothing along."""
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
+    real = codegen.cubin.BIN / "ptxas"
+    (tmp_path / "ptxas").write_text(f'#!/bin/sh\ncase "$*" in *version*) exec {real} "$@" ;; esac\nsleep 98765\n')
+    (tmp_path / "ptxas").chmod(0o755)
+    script = tmp_path / "ahead.py"
+    script.write_text(AHEAD.format(tests=str(codegen.TABLE.parent), folder=str(tmp_path)))
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
+    env["PYTHONPATH"] = os.pathsep.join([str(codegen.TABLE.parent.parent), str(tmp_path)])
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["code"], found["reason"], found["same"]) == (0, "", True) and found["count"] >= 10
+    assert {"linear_gelu_kernel", "_attention_fwd_short_kernel", "_attention_bwd_dq_kernel", "gelu_bwd_kernel"} <= set(
+        found["kernels"]
+    )
+    assert len(found["shared"]) > found["count"] and f"{found['count']} kernels for sm_90" in done.stdout
+    assert found["ahead"]["right"] == [found["shared"][0], ""]
+    assert "num_warps" in found["ahead"]["refused"][1] and found["ahead"]["dies"] == [
+        0,
+        "the compiler died with exit code 3",
+    ]
+    assert "nothing in it will be found" in found["other"] and "made from other kernels" in found["changed"]
+    assert found["ahead"]["sleeps"] == [0, "compiling took longer than 2 s"] and found["ahead"]["left"] == 0
+    candidates, failures, finished, compilations = found["tuned"]
+    assert (
+        candidates > 5 and not failures and finished and compilations > 3
+    )  # the tuner and the compiler understand each other
+
+
+BARRIER = """
+import importlib, json, re, sys, tempfile
+from pathlib import Path
+
+sys.path.insert(0, {tests!r})
+import codegen
+import mutants
+from vitfast.tools.verify.draw import Draw
+
+PHASES = dict(num_warps=8, num_stages=3, provider="phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)
+HEAD = dict(num_warps=4, num_stages=1, provider="head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3)
+HEAD["EXACT"] = 0
+# What the mutants lack, of which backward, for which GPU generations.
+LACKING = {{"no barrier between the phases": (PHASES, (90, 120)), "no barrier before the parts of keys": (HEAD, (90,)),
+           "no barrier between the parts of keys": (HEAD, (90,))}}
+
+def compiled(package, numbers, sm):
+    kernels = {{name: importlib.import_module(f"{{package}}.{{name}}") for name in
+               ("attention.launchers", "launch", "configs.tiles")}}
+    attention, launch, tiles = kernels.values()
+    q, k, v, o, do = Draw(codegen.torch.bfloat16, codegen.META).values(2, 197, 5, 2, 64).unbind(2)
+    lse = codegen.torch.empty(2, 2, 197, device=codegen.META)
+    with tiles.targeting(sm), tiles.override("attention_bwd", tiles.tile(**numbers)):
+        (found,) = launch.record(lambda: attention.attention_bwd(q, k, v, o, lse, do, 0.125, want_bias_grad=True))
+    asm = codegen.compiler.compiled(found, sm).asm
+    stores = [part.count("tt.store") for part in re.split("(?:ttg|gpu)[.]barrier", asm["ttgir"])]
+    return stores, codegen.cubin.read(asm["cubin"]).count("BAR")
+
+found = []
+for mutant in mutants.MUTANTS:
+    if mutant.what not in LACKING:
+        continue
+    numbers, generations = LACKING[mutant.what]
+    with tempfile.TemporaryDirectory() as folder, mutant.made(Path(folder)) as copy:
+        without = copy.__package__.partition(".")[0] + ".kernels"
+        for sm in generations:
+            found += [[mutant.what, *compiled("vitfast.kernels", numbers, sm), *compiled(without, numbers, sm)]]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.long
+def test_attentions_barriers_reach_the_machine_code(codegen):
+    """What is stored before and after each barrier.
+
+    "phases": three tensors before it (delta, dQ, its sums), four after it, and SASS has a BAR less without it; the
+    one-program backward has others, for shared memory, that move where one of these is taken away.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = BARRIER.format(tests=str(codegen.TABLE.parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert [what for what, *_ in found].count("no barrier between the phases") == 2 and len(found) == 4
+    for what, stores, bars, without, fewer in found:
+        assert len(without) == len(stores) - 1 and sum(without) == sum(stores), what
+        if what == "no barrier between the phases":
+            assert stores == [3, 4] and fewer == bars - 1
+
+
+def test_the_committed_table_is_whole_and_has_no_problems(codegen):
+    rows = codegen.committed()
+    assert {row["sm"] for row in rows} == {80, 89, 90, 100, 120} and {row["dtype"] for row in rows} >= {"bf16", "fp32"}
+    text = "".join(path.read_text() for path in Path(tiles.__file__).parents[1].rglob("*.py"))
+    assert set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)) == {row["kernel"] for row in rows}
+    assert codegen.problems(rows) == [] and not any(too_few_programs(rows))
+    cases = {(row["sm"], row["case"]) for row in rows}
+    for sm in tiles.GENERATIONS:
+        for size in codegen.HEAD_SIZES:  # of packed samples, all: models of any size come here
+            of_size = [case for found, case in cases if found == sm and case.startswith(f"Dh {size} attention")]
+            assert sum(", packed" in case for case in of_size) >= 6, (sm, size)
+    candidates = {
+        rule.tile.provider
+        for rules in tiles.CANDIDATES.values()
+        for rule in rules
+        if rule.tile.blocks or rule.tile.provider == "tiled"
+    }
+    assert candidates == {word for row in rows for word in re.findall(r" \((\w+)(?: \d+)?\)$", row["case"])}
+    problems = codegen.problems(rows)
+    assert not problems, "\n".join(problems)
+    assert too_few_programs(rows) == (set(), [])
+    few = [
+        r | dict(programs_per_sm=r["programs_per_sm"] - 1) for r in rows if r["kernel"] == "_attention_bwd_head_kernel"
+    ]
+    assert len(too_few_programs(few)[1]) == 5

@@ -1,0 +1,295 @@
+"""`vitfast doctor`: what it examines, what it says of wrong kernels, and the processes that it runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import run_cli
+from meta_launches import meta_inputs
+from processes import SERVER
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.backends.nvidia import compiler
+
+from vitfast.tools import doctor
+
+
+def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
+    names = lambda *only: list(dict.fromkeys(name for name, _ in doctor.tasks(only)))  # noqa: E731
+    assert names("attention") == ["attention", "attention, N = 300"]
+    assert names("attention, N = 300", "mlp") == ["attention, N = 300", "mlp", "mlp, quick_gelu"]
+    blocks = ["attention_block", "attention_block, packed", "mlp_block", "gated_mlp_block"]
+    assert names("_block", "patch") == ["patch_embed", "patch_embed, uint8", "patch_embed, packed", *blocks]
+    assert names() == list(doctor.cases(doctor.SMALL_SIZES, doctor.ops)) and len(doctor.tasks()) == 3 * len(names())
+    assert doctor.tasks(["layer_norm"], "float16") == [("layer_norm", "float16")]
+    both = [("layer_norm", d) for d in ("bfloat16", "float16", "float32")]
+    both += [
+        (name, d) for name in ("edges of layer_norm", "edges of add + layer_norm") for d in ("bfloat16", "float32")
+    ]
+    assert set(both) <= set(doctor.tasks(["layer_norm"], interpreted=True))
+    assert doctor.tasks(["column sums, gelu"], "float16", interpreted=True) == [
+        ("edges of column sums, gelu", "float16")
+    ]
+    assert len(doctor.tasks(interpreted=True)) == 3 * len(names()) + 2 * len(doctor.edges.names())
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (["--only", "mlp", "--only", "nothing"], "no operation has 'nothing' in its name; there are layer_norm;"),
+        (["--only", ""], "no operation has '' in its name"),
+        (["--jobs", "0"], "--jobs"),
+        (["--dtype", "bfloat16"], "ml_dtypes"),
+        (["--interpreted"], "ml_dtypes"),
+    ],
+)
+def test_doctor_refuses_what_does_not_exist_here(capsys, monkeypatch, given, named):
+    monkeypatch.setattr(doctor.launch, "bfloat16_mended", False)
+    monkeypatch.setattr(doctor, "prepare", lambda: None)
+    code, out, err = run_cli(capsys, "doctor", *given)
+    assert code == 2 and not out and named in err
+
+
+def test_what_fp32_is_judged_by_is_fp32(monkeypatch):
+    """On a GPU PyTorch's convolutions take TF32 unless they are told not to."""
+    seen = []
+
+    def embed(*tensors):
+        seen.append((doctor.ops._dispatch.current_mode(), torch.backends.cudnn.conv.fp32_precision))
+        return doctor.ops.patch_embed(*tensors)
+
+    before = torch.backends.cudnn.conv.fp32_precision
+    inputs = doctor.cases(doctor.SMALL_SIZES, doctor.ops)["patch_embed"][1]
+    assert doctor.check_operation("patch_embed", embed, inputs, torch.float32, torch.device("cpu"), timed=False).passed
+    assert [precision for mode, precision in seen if mode == "off"] == ["ieee"] * 3
+    assert torch.backends.cudnn.conv.fp32_precision == before != "ieee"
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, on the meta device too. most: the largest count."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return result
+
+
+def test_the_truth_on_a_gpu_takes_2_gib_at_most():
+    """Two results in float64 and all that backward needs, as check_operation asks for them."""
+    for name, (function, inputs) in doctor.cases(doctor.GPU_SIZES, doctor.ops).items():
+        with Memory() as memory, doctor.ops.use_kernels("off"):
+            doubles = meta_inputs(inputs, torch.float64)
+            upstream = [torch.empty_like(o) for o in doctor.run(function, doubles)]
+            results = doctor.run(function, doubles, upstream)
+        assert sum(t.nbytes for t in results) < memory.most < 2 * 2**30, (name, memory.most)
+
+
+def test_as_many_processes_as_cpus_and_as_fit_into_the_gpus_free_memory(monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    assert doctor.most_processes() == 16  # interpreted: whatever GPU there is
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor, "INTERPRETED", False)
+        for gib, wanted in ((3, 1), (23.6, 5), (80, 16)):
+            patch.setattr(torch.cuda, "mem_get_info", lambda gib=gib: (int(gib * 2**30), 2**37))
+            assert doctor.most_processes() == wanted
+    asked = []
+    monkeypatch.setattr(doctor, "most_processes", lambda: 2)
+    monkeypatch.setattr(doctor, "in_processes", lambda work, todo, jobs: asked.append(jobs) or [])
+    run_cli(capsys, "doctor", "--jobs", "9", "--only", "layer_norm")
+    assert asked == [2]
+
+
+@pytest.mark.parametrize("major", [9, 12])
+def test_on_a_gpu_doctor_names_ptxas_and_what_is_missing(monkeypatch, major):
+    monkeypatch.delenv("CC", raising=False)
+    gpu = SimpleNamespace(name="GPU", major=major, minor=0, total_memory=2**36)
+    monkeypatch.setattr(doctor, "INTERPRETED", False)
+    monkeypatch.setattr(doctor, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(doctor.cublaslt, "unsupported_reason", lambda *_: None)
+    facts = doctor.machine()
+    said = subprocess.run([compiler.get_ptxas(10 * major).path, "--version"], capture_output=True, text=True).stdout
+    assert f"release {facts['ptxas']}," in said and list(facts)[2:4] == ["triton", "ptxas"]
+    assert "launcher" not in facts and facts["cublaslt"] == "built, for linear_residual"
+    monkeypatch.setenv("CC", "no-such-compiler")
+    reason = "Triton cannot build any that is not in its cache: CC is 'no-such-compiler', which is not a program"
+    assert doctor.machine()["launcher"] == reason
+
+
+def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatch, capsys):
+    from vitfast.kernels import launch
+
+    commands = []
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    answer = SimpleNamespace(returncode=7)
+    monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append((command, env)) or answer)
+    given = "--jobs=3 --only=mlp --only=layer_norm --dtype=float16 --json --untimed --debug --interpreted".split()
+    assert run_cli(capsys, "doctor", *given)[0] == 7
+    assert commands[0][0][3:] == ["doctor", *given] and commands[0][1]["TRITON_INTERPRET"] == "1"
+
+
+def test_doctor_keeps_both_ends_of_a_failure_and_shows_the_first_traceback(monkeypatch, capsys):
+    from vitfast.kernels.attention import launchers as attention
+
+    def broken(*args):
+        raise ValueError("where it starts" + 400 * " and so on" + " what is wrong")
+
+    monkeypatch.setattr(attention, "attention_fwd", broken)
+    code, out, err = run_cli(
+        capsys, "doctor", "--only", "attention, N = 300", "--only", "layer_norm", "--debug", "--json"
+    )
+    rows = {(r["op"], r["dtype"]): r for r in json.loads(out)["results"]}
+    bad = rows["attention, N = 300", "float16"]
+    assert code == 1 and len(rows) == 6 and rows["layer_norm", "float32"]["passed"]
+    assert bad["failure"].startswith("ValueError: where it starts") and bad["failure"].endswith("what is wrong")
+    assert len(bad["failure"]) <= 400 and "in broken" in bad["traceback"]
+    assert err.count("Traceback") == 1 and "The first failure, attention, N = 300 in bfloat16:" in err
+    assert "3 of 6 passed" in err
+
+
+def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
+    def interrupted(task, timed, watched):
+        if task[1] == "float32":
+            raise KeyboardInterrupt
+        return doctor.Result(*task, 0.0, 0.0, True)
+
+    monkeypatch.setattr(doctor, "perform", interrupted)
+    code, out, err = run_cli(capsys, "doctor", "--only", "layer_norm", "--json")
+    assert (
+        code == 130
+        and json.loads(out)["not_examined"] == 1
+        and "2 of 3 passed, 1 not examined: interrupted in layer_norm in float32" in err
+    )
+
+
+def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
+    """Right numbers are not enough: a row too many is read of a workspace, whose sum nobody reads."""
+    from vitfast.kernels import rows
+
+    given = ["doctor", "--interpreted", "--jobs", "1"]
+    given += ["--only", "scaled rows", "--only", "sum of rows", "--only", "linear_gelu"]
+    code, out, _ = run_cli(capsys, *given)
+    assert code == 0 and "edges of scaled rows" in out and " runs" in out
+    right = rows.column_sums
+    monkeypatch.setattr(rows, "column_sums", lambda pairs, programs, D, x: right(pairs, programs + 1, D, x))
+    code, out, err = run_cli(capsys, *given, "--json")
+    result = json.loads(out)
+    found = {r["op"] for r in result["results"] if r["findings"]}
+    assert code == 1 and result["not_examined"] == 0
+    assert found == {"edges of scaled rows", "edges of scaled rows, layer scale", "edges of sum of rows"}
+    assert all(r["passed"] == (r["op"] not in found) for r in result["results"])
+    text = next(r for r in result["results"] if r["op"] == "edges of sum of rows")["findings"][0]
+    assert (
+        "sum of rows, 3 x 5 x 100, 72, bfloat16, odd: out of bounds: column_sums_kernel, program (0, 0, 0), "
+        "kernels/rows.py:" in text
+    )
+    assert "reads ws_ptrs[0][2, 0] of (2, 100)" in text and "other runs)" in text and text in err
+    assert next(r for r in result["results"] if r["op"] == "linear_gelu")["passed"]
+
+
+def test_doctor_says_where_a_kernel_raises_and_what_is_of_another_kind(monkeypatch, capsys):
+    from vitfast.kernels import rows
+    from vitfast.kernels.layer_norm import forward as layer_norm
+
+    def raises(*args):
+        return undefined_name  # noqa: F821
+
+    given = ["doctor", "--interpreted", "--jobs", "1", "--json", "--only", "edges of sum of rows", "--dtype", "float32"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "column_sums", raises)
+        code, out, err = run_cli(capsys, *given, "--debug")
+    (row,) = json.loads(out)["results"]
+    assert code == 1 and row["error"] is None and row["torch_error"] is not None  # JSON knows no infinity
+    assert "NameError: name 'undefined_name' is not defined at tools/test_doctor.py:" in row["findings"][0]
+    assert "in column_sums" not in err and "in raises" in row["traceback"] and row["traceback"] in err
+    forward = layer_norm.layer_norm_fwd
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            layer_norm,
+            "layer_norm_fwd",
+            lambda x, *rest, **options: (forward(x, *rest, **options)[0].double(), *forward(x, *rest, **options)[1:]),
+        )
+        assert run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")[0] == 1
+        code, out, _ = run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")
+    assert code == 1 and "result 0 is float64 (2, 5, 64), PyTorch's float16 (2, 5, 64)" in out
+
+
+def test_an_overwritten_input_a_wrong_number_and_no_kernel_fail_at_the_edges(monkeypatch):
+    from vitfast.kernels import rows
+    from vitfast.kernels.configs import tiles
+    from vitfast.tools.verify import edges
+
+    case = next(edges.cases("sum of rows"))
+    assert edges.check(case).passed
+    right = rows.scale_rows
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (right(x, *rest, **options), x.neg_())[0])
+        assert "input 0 is overwritten" in edges.check(case).wrong[0]
+        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (None, 1.02 * right(x, *rest, **options)[1]))
+        report = edges.check(case)
+        assert not report.passed and 0.019 < report.error < 0.021 and "error of a row 2.0e-02" in report.wrong[0]
+        patch.setattr(
+            rows, "scale_rows", lambda x, *rest, **options: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]
+        )
+        assert "no kernel ran" in edges.check(case).wrong[0]
+
+
+@pytest.mark.long
+def test_doctor_interprets_in_processes_of_its_own():
+    """Where the environment says nothing of the interpreter, and whatever GPU there is."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    given = ["--interpreted", "--only", "column sums", "--only", "gelu backward", "--jobs", "2"]
+    command = [sys.executable, "-m", "vitfast", "doctor", *given]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "6 of 6 passed" in done.stdout and done.stdout.count(" run") == 6, (
+        done.stdout + done.stderr
+    )
+
+
+def deadly(task) -> doctor.Result:
+    """Work that ends its own process."""
+    if task[0] == "exits":
+        os._exit(3)
+    if task[0] == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return doctor.Result(*task, 0.0, 0.0, True)
+
+
+@pytest.mark.slow(8)
+def test_a_process_of_the_doctor_that_dies_is_a_failed_row(monkeypatch):
+    """The others go on, each task is done once, and no more processes run than asked for."""
+    monkeypatch.setattr(doctor.multiprocessing, "get_context", lambda kind: SERVER)
+    todo = [(name, "float16") for name in ("exits", "a", "crashes", "b", "c", "d")]
+    found = {r.op: r for r in doctor.in_processes(deadly, todo, jobs=2)}
+    assert len(found) == 6 and {name for name, r in found.items() if r.passed} == set("abcd")
+    assert found["exits"].failure == "its process died with exit code 3"
+    assert found["crashes"].failure == "its process died by signal 11 (SIGSEGV)"
+
+
+def test_a_worker_whose_gpu_has_failed_makes_room_for_another(monkeypatch):
+    def illegal():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Pipe:
+        sent, tasks = [], [("fine", "float16"), ("wrong", "float16"), ("never", "float16")]
+        recv, send = (lambda self: self.tasks.pop(0)), (lambda self, what: self.sent.append(what))
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", illegal)
+    doctor._serve(Pipe(), lambda task: doctor.Result(*task, 0.0, 0.0, task[0] == "fine"))
+    assert [(result.op, goes_on) for result, goes_on in Pipe.sent] == [("fine", True), ("wrong", False)]

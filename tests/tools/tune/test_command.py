@@ -1,0 +1,168 @@
+"""`vitfast tune`: what it prints, refuses and returns, and what a lost process leaves behind."""
+
+import contextlib
+import dataclasses
+import os
+import time
+
+import pytest
+import torch
+from tuning import CPU, TINY, Clock, Compiler
+
+from vitfast.cli import main
+from vitfast.errors import InputError
+from vitfast.kernels.configs import tiles
+from vitfast.tools.tune import command, user_table
+from vitfast.tools.tune.tuner import DeviceLost
+
+CANDIDATE = tiles.to_record("linear_gelu_fwd", "GPU", "16", "64x96", tiles.tile(16, 1, BLOCK_M=16))
+
+
+class InProcess:
+    """`work` here, in the place of a process: its messages, which end where it is lost."""
+
+    exitcode = -11
+
+    def __init__(self, *arguments):
+        self.messages = []
+        try:
+            command.work(self.messages.append, *arguments)
+        except InputError as error:
+            self.messages.append(("error", str(error)))
+        except DeviceLost as error:
+            self.messages.append(("lost", str(error)))
+
+    def poll(self, seconds) -> bool:
+        return True
+
+    def recv(self) -> tuple:
+        if not self.messages:
+            raise EOFError
+        return self.messages.pop(0)
+
+    def join(self) -> None: ...
+
+    kill = join
+
+
+def run_command(monkeypatch, clock, *given) -> int:
+    """`vitfast tune` on a machine whose GPU is this clock."""
+
+    def start(*arguments):
+        worker = InProcess(*arguments)
+        return worker, worker
+
+    monkeypatch.setattr(command, "machine", lambda: (CPU, "GPU", clock, Compiler()))
+    monkeypatch.setattr(command, "gpu_lock", contextlib.nullcontext)
+    monkeypatch.setattr(command, "start", start)
+    monkeypatch.setitem(command.MODELS, "B/16", TINY)
+    return main(["tune", "--dtype", "float16", *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--model", "B/61"], "did you mean B/16"),
+        (["--seconds", "0"], "--seconds"),
+        (["--batch-size", "-1"], "--batch-size"),
+        pytest.param([], "GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+    ],
+)
+def test_wrong_options_are_refused(capsys, given, named):
+    assert main(["tune", *given]) == 2 and named in capsys.readouterr().err
+
+
+def test_the_command_keeps_what_it_finds_and_tells_its_own_count(table, monkeypatch, capsys):
+    clock = Clock(lambda problem, t: 0.5 if t.num_warps == 16 else 1.0)
+    assert run_command(monkeypatch, clock, "--only", "linear_gelu") == 0
+    out = capsys.readouterr().out
+    assert "1000.000 ms as it was, 500.000 ms now (2.00x)" in out and f"{len(clock.timed)} timings" in out
+    assert "1 tiles faster than before, kept in" in out and len(table()) == 1
+    assert run_command(monkeypatch, Clock(), "--only", "nonsense") == 2
+    assert "no operation has 'nonsense' in its name; there are layer_norm_fwd" in capsys.readouterr().err
+    tiles.user_table_path().write_text('{"tiles": [{"op": 1}]}')
+    assert run_command(monkeypatch, Clock()) == 2 and "tiles.json is damaged" in capsys.readouterr().err
+
+
+def test_what_one_model_did_not_reach_is_the_next_ones_and_said(table, monkeypatch, capsys):
+    class Slow(Clock):
+        def seconds(self, problem, t, run):
+            self.time += 1.0
+            return super().seconds(problem, t, run)
+
+    monkeypatch.setitem(command.MODELS, "S/16", TINY)
+    options = "--only linear_gelu --seconds 20 --model B/16 S/16".split()
+    assert run_command(monkeypatch, clock := Slow(), *options) == 0
+    out = capsys.readouterr().out
+    assert out.count("linear_gelu_fwd") == 2 and "the same command goes on from here" in out and 20 <= clock.time <= 22
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "when it is timed again"])
+def test_a_candidate_that_breaks_the_gpu_is_refused_and_the_rest_tuned(table, monkeypatch, capsys, again):
+    """Whatever words the error has: the device is asked. Another process goes on with what is left."""
+    times = iter([0.5] if again else [])
+
+    def breaks(problem, t):
+        clock.broken = False  # of a new process
+        bad = problem.op == "linear_gelu_fwd" and t == dataclasses.replace(problem.start, num_warps=16)
+        if bad and not (luck := next(times, 0)):
+            clock.broken = True
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return luck if bad else 1.0
+
+    clock = Clock(breaks)
+    assert run_command(monkeypatch, clock, "--only", "gelu") == 0
+    said = capsys.readouterr()
+    assert "has broken the GPU's context" in said.err and "it is not tried again" in said.err
+    assert [key[3].num_warps for key in user_table.refused("GPU")] == [16] and table() == []
+    assert said.out.count("gelu_bwd ") == 1 and said.out.count("linear_gelu_fwd 64x96") == 1  # settled once each
+    assert run_command(monkeypatch, later := Clock(), "--only", "linear_gelu") == 0
+    (refused,) = (key[3] for key in user_table.refused("GPU"))
+    assert later.timed and refused not in {t for _, t in later.timed}
+
+
+def dies(connection, *_) -> None:
+    connection.send(("kept", "a"))
+    connection.send(("trying", CANDIDATE))
+    os._exit(3)
+
+
+def hangs(connection, *_) -> None:
+    connection.send(("trying", None))
+    connection.send(("trying", CANDIDATE))
+    time.sleep(60)
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize(("target", "why"), [(dies, "with exit code 3"), (hangs, "has not ended after 2 s")])
+def test_a_process_that_dies_or_hangs_in_a_candidate_is_ended_and_that_refused(table, monkeypatch, capsys, target, why):
+    monkeypatch.setattr(command, "HANGS", 2)
+    process, connection = command.start(target=target)
+    told = dict(done=set(), kept=set(), end=set())
+    command._follow(process, connection, told)
+    process.kill()
+    process.join()
+    assert list(user_table.refused("GPU").values())[0].endswith(why) and why in capsys.readouterr().err
+    assert told["kept"] == ({"a"} if target is dies else set()) and not told["end"]
+
+
+def test_deterministic_leaves_out_libraries_that_may_add_in_any_order(table, monkeypatch, capsys):
+    clock = Clock(lambda problem, t: 0.5 if t.provider == "flash" else 1.0)
+    try:
+        assert run_command(monkeypatch, clock, "--only", "attention", "--deterministic") == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert [(row["op"], row["provider"]) for row in table()] == [("attention_fwd", "flash")]
+    assert "its backward may add in any order" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_says_what_was_kept(table, monkeypatch, capsys):
+    def interrupted(process, connection, told):
+        told["kept"].add("linear_gelu_fwd")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_follow", interrupted)
+    assert run_command(monkeypatch, Clock(), "--only", "linear_gelu") == 130
+    said = capsys.readouterr()
+    assert "1 tiles faster than before, kept in" in said.out and "interrupted" in said.err

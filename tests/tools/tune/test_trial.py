@@ -1,0 +1,87 @@
+"""A trial: what is wrong is found out, however little, and what is timed."""
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tuning import CPU
+
+from vitfast.kernels.configs.tiles import tile
+from vitfast.tools.tune.trial import DeviceClock, Problem, Trial
+from vitfast.tools.verify import EPS, Wrong
+from vitfast.tools.verify.clock import flush_buffer
+from vitfast.tools.verify.draw import Sizes
+from vitfast.tools.verify.launcher import Launcher
+from vitfast.tools.verify.launchers import launchers
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_result_that_is_off_by_a_percent_is_wrong(dtype):
+    """What PyTorch itself loses in this dtype is let pass, a percent is not, nor is one number of many."""
+    launcher = launchers(Sizes(batch=3, tokens=197, width=256, heads=4, hidden=512, image=224, patch=16))["linear, qkv"]
+    trial = Trial(Problem("", "", "", "linear, qkv", launcher, tile(), [], {}), dtype, CPU)
+    (truth,) = trial.truth
+
+    def judged(result):
+        trial.problem = dataclasses.replace(
+            trial.problem, launcher=dataclasses.replace(launcher, call=lambda *_: result)
+        )
+        trial.check()
+
+    judged(truth.to(dtype))
+    for wrong in (
+        (1.012 * truth).to(dtype),
+        truth.to(dtype).index_put((torch.tensor(77), torch.tensor(3)), torch.tensor(9.0, dtype=dtype)),
+    ):
+        with pytest.raises(Wrong, match="against float64"):
+            judged(wrong)
+    assert trial.limits[0][0] < 4 * EPS[dtype]
+
+
+def test_what_a_candidate_leaves_unwritten_is_found_out():
+    def call(x):
+        out = torch.empty_like(x)
+        out[:-1] = 2 * x[:-1]
+        return out
+
+    launcher = Launcher(lambda t: (t.values(6, 3),), call, lambda x: 2 * x)
+    trial = Trial(Problem("", "", "", "double", launcher, tile(), [], {}), torch.float32, CPU)
+    right = 2 * trial.inputs[0]
+    del right  # whose memory, with the right values in it, is what the next allocation gets
+    with pytest.raises(Wrong, match="error of a row inf"):
+        trial.check()
+
+
+def test_the_clock_takes_the_median_of_calls_that_are_launched_behind_a_busy_device(monkeypatch):
+    """Every timed call comes after a flush and a lead longer than its launch, and events stand around it alone."""
+    told, times = [], iter([5.0, 1.0, 9.0])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            told.append("event")
+
+        def elapsed_time(self, end):
+            return next(times)  # in milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda cycles: told.append("lead" if cycles > 2e9 * 0.01 else "short lead")
+    )
+    clock = DeviceClock.__new__(DeviceClock)
+    written, read = (SimpleNamespace(**{name: lambda name=name: told.append(name)}) for name in ("zero_", "sum"))
+    clock.rounds, clock.flushed = 3, (written, read)
+
+    def run():
+        told.append("run")
+        time.sleep(0.005)
+
+    assert clock.seconds(None, None, run) == pytest.approx(5e-3)
+    assert told == ["run", "run", "wait", "run", *(["zero_", "sum", "lead", "event", "run", "event"] * 3), "wait"]
+    largest_l2 = 126 * 2**20  # of a B200, in bytes
+    assert all(piece.nbytes >= largest_l2 for piece in flush_buffer(torch.device("meta")))

@@ -1,0 +1,379 @@
+"""The sanitizer on small kernels: every kind of finding, what looks like one and is none; all put back at the end."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vitfast.kernels import launch
+from vitfast.tools.verify.sanitizer import Sanitizer
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="of the interpreter alone")
+
+
+def watched(run):
+    """What is found while `run()` runs."""
+    with Sanitizer() as watch:
+        run()
+    return watch.findings
+
+
+@triton.jit
+def _copy_kernel(
+    x_ptr, y_ptr, stride_x, stride_y, M, D, FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_d = FIRST + tl.arange(0, BLOCK_D)[None, :]
+    mask = (rows < M) & (offs_d < D)
+    x = tl.load(x_ptr + rows * stride_x + offs_d, mask=mask, other=0.0)
+    tl.store(y_ptr + rows * stride_y + offs_d, x, mask=mask)
+
+
+def copy(x, y, *, m=None, d=None, first=0, stride_y=None, block_m=4):
+    m, d = m or x.shape[0], d or x.shape[1]
+    _copy_kernel[(triton.cdiv(m, block_m),)](
+        x, y, x.stride(0), y.stride(0) if stride_y is None else stride_y, m, d, FIRST=first, BLOCK_M=block_m, BLOCK_D=8
+    )
+
+
+@triton.jit
+def _shift_kernel(x_ptr, y_ptr, N, BY: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < N, other=0.0)
+    tl.store(y_ptr + offs + BY, x, mask=offs + BY < N)
+
+
+@triton.jit
+def _turn_kernel(x_ptr, work_ptr, y_ptr, N: tl.constexpr, BARRIER: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(work_ptr + offs, tl.load(x_ptr + offs))
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(y_ptr + offs, tl.load(work_ptr + N - 1 - offs))
+
+
+@triton.jit
+def _reverse_kernel(x_ptr, N: tl.constexpr, BARRIER: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(x_ptr + N - 1 - offs, x)
+
+
+@triton.jit
+def _twice_kernel(y_ptr, N: tl.constexpr, BARRIER: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(y_ptr + offs, offs.to(tl.float32))
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(y_ptr + N - 1 - offs, offs.to(tl.float32))
+
+
+@triton.jit
+def _described_kernel(x_desc, y_desc):
+    y_desc.store([0, 0], x_desc.load([0, 0]))
+
+
+@triton.jit
+def _tuple_kernel(pair, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(pair[1] + offs, tl.load(pair[0] + offs))
+
+
+@triton.jit
+def _hint_kernel(y_ptr, stride, STEP: tl.constexpr):
+    offs = tl.multiple_of(tl.arange(0, 4) * stride, STEP)
+    tl.store(y_ptr + offs, offs.to(tl.float32))
+
+
+@triton.jit
+def _run_hint_kernel(y_ptr, start, BLOCK: tl.constexpr):
+    offs = tl.max_contiguous(tl.multiple_of(start + tl.arange(0, BLOCK), BLOCK), BLOCK)
+    both = tl.multiple_of(offs[:, None] * 8 + tl.arange(0, 8)[None, :], (1, 8))
+    tl.store(y_ptr + both, both.to(tl.float32))
+
+
+@triton.jit
+def _atomic_kernel(x_ptr, y_ptr):
+    tl.atomic_add(y_ptr, tl.load(x_ptr + tl.program_id(0)))
+
+
+@triton.jit
+def _partial_sum_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr, OTHER: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    if OTHER:
+        x = tl.load(x_ptr + offs, mask=offs < N, other=0.0)
+    else:
+        x = tl.load(x_ptr + offs, mask=offs < N)
+    tl.store(y_ptr, tl.sum(x, 0))
+
+
+@triton.jit
+def _bytes_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(y_ptr.to(tl.pointer_type(tl.uint8)) + offs, tl.load(x_ptr.to(tl.pointer_type(tl.uint8)) + offs))
+
+
+@triton.jit
+def _shared_kernel(x_ptr, y_ptr):
+    offs = tl.arange(0, 16)
+    x = tl.load(x_ptr + offs)
+    if tl.program_id(0) == 2:
+        tl.store(y_ptr + offs, x)
+
+
+def described(x, rows):
+    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [8, 16])
+
+
+def through_a_workspace(rows, dtype):
+    x, y, work = torch.ones(6, 7, dtype=dtype), torch.zeros(6, 7, dtype=dtype), torch.empty(6, 7, dtype=dtype)
+    copy(x[:rows], work)
+    copy(work, y)
+
+
+def twice(x, y, **options):
+    """A copy of x[:, :] by programs of four rows each."""
+    return lambda: copy(x, y, **options)
+
+
+INSIDE = torch.randn(9, 20)[1:7, 5:12]  # of a storage that goes on to every side
+# A run in which nothing is wrong, the same with one fault, what is found of it: (kind, the program, text) in order.
+FAULTS = {
+    "a row past the view": (
+        lambda: copy(INSIDE, torch.zeros(12, 20)),
+        lambda: copy(INSIDE, torch.zeros(12, 20), m=7, d=7),
+        [("out of bounds", (1, 0, 0), "reads x_ptr[6, 0] of (6, 7)")],
+    ),
+    "a column past the view": (
+        lambda: copy(INSIDE, torch.zeros(12, 20)),
+        lambda: copy(INSIDE, torch.zeros(12, 20), m=6, d=8),
+        [("out of bounds", (0, 0, 0), "reads x_ptr[0, 7] of (6, 7)")],
+    ),
+    "one before the first, counted in rows of 20": (
+        lambda: copy(INSIDE, torch.zeros(12, 20)),
+        lambda: copy(INSIDE, torch.zeros(12, 20)[1:, 1:], m=6, d=7, first=-1),
+        [("out of bounds", (0, 0, 0), "reads x_ptr[-1, 19] of (6, 7)")],
+    ),
+    "two programs write one element": (
+        lambda: copy(torch.ones(3, 7), torch.zeros(1, 7), stride_y=0),  # lanes of one store that agree
+        lambda: copy(torch.ones(6, 7), torch.zeros(6, 7), stride_y=0),
+        [("write-write race", (1, 0, 0), "what program (0, 0, 0) wrote, y_ptr[0, 0] of (6, 7), 14 elements")],
+    ),
+    "lanes that disagree": (
+        lambda: copy(torch.ones(3, 7), torch.zeros(1, 7), stride_y=0),
+        lambda: copy(torch.randn(3, 7), torch.zeros(1, 7), stride_y=0),
+        [("two values", (0, 0, 0), "y_ptr[0, 0] of (1, 7)")],
+    ),
+    "a program reads what another has written": (
+        lambda: in_place(64, 0, 4),
+        lambda: in_place(64, 4, 4),
+        [
+            ("missing barrier", (0, 0, 0), ""),
+            ("read-write race", (1, 0, 0), "reads what program (0, 0, 0) wrote, x_ptr[16] of (64,), 4 elements"),
+        ],
+    ),
+    "a program writes what another has read": (
+        lambda: in_place(64, 0, 4),
+        lambda: backwards(),
+        [("read-write race", (1, 0, 0), "writes what program (0, 0, 0) read, y_ptr[16] of (64,), 16 elements")],
+    ),
+    "what several programs read one writes": (
+        lambda: _shared_kernel[(3,)](torch.randn(16), torch.randn(16)),
+        lambda: shared(),
+        [("read-write race", (2, 0, 0), "writes what several programs read,")],
+    ),
+    "other threads' results read too early": (
+        lambda: turned(True),
+        lambda: turned(False),
+        [("missing barrier", (0, 0, 0), "reads again without a barrier what it wrote, work_ptr")],
+    ),
+    "a write to what other threads read": (
+        lambda: _reverse_kernel[(1,)](torch.randn(32), N=32, BARRIER=True),
+        lambda: _reverse_kernel[(1,)](torch.randn(32), N=32, BARRIER=False),
+        [("missing barrier", (0, 0, 0), "what other threads read")],
+    ),
+    "a write to what other threads wrote": (
+        lambda: _twice_kernel[(1,)](torch.randn(32), N=32, BARRIER=True),
+        lambda: _twice_kernel[(1,)](torch.randn(32), N=32, BARRIER=False),
+        [("missing barrier", (0, 0, 0), "writes again")],
+    ),
+    **{
+        f"memory that nothing wrote, {dtype}": (
+            lambda dtype=dtype: through_a_workspace(6, dtype),
+            lambda dtype=dtype: through_a_workspace(5, dtype),
+            [
+                ("uninitialised read", (1, 0, 0), "reads what nothing wrote, x_ptr[5, 0] of (6, 7), 7 elements"),
+                ("left unwritten", None, "y_ptr[5, 0] of (6, 7)"),
+            ],
+        )
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    },
+    "a descriptor of too many rows, read": (
+        lambda: _described_kernel[(1,)](described(WIDE, 6), described(torch.zeros(6, 16), 6)),
+        lambda: _described_kernel[(1,)](described(WIDE, 7), described(torch.zeros(6, 16), 6)),
+        [("out of bounds", (0, 0, 0), "reads x_desc[6, 0] of (6, 16)")],
+    ),
+    "a descriptor of too many rows, written": (
+        lambda: _described_kernel[(1,)](described(WIDE, 6), described(torch.zeros(6, 16), 6)),
+        lambda: _described_kernel[(1,)](described(WIDE, 6), described(torch.zeros(8, 16)[:6], 8)),
+        [("out of bounds", (0, 0, 0), "writes y_desc[6, 0] of (6, 16)")],
+    ),
+    "a tensor in a tuple": (
+        lambda: _tuple_kernel[(1,)]((torch.randn(16), torch.empty(16)), N=16),
+        lambda: _tuple_kernel[(1,)]((torch.randn(15), torch.zeros(16)), N=16),
+        [("out of bounds", (0, 0, 0), "pair[0][15] of (15,)")],
+    ),
+    "a hint": (
+        lambda: _hint_kernel[(1,)](torch.zeros(40), 8, STEP=8),
+        lambda: _hint_kernel[(1,)](torch.zeros(40), 12, STEP=8),
+        [("false hint", (0, 0, 0), "12 is no multiple of 8")],
+    ),
+    "a hint of a contiguous run, whose first must divide": (
+        lambda: _run_hint_kernel[(1,)](torch.zeros(256), 16, BLOCK=16),
+        lambda: _run_hint_kernel[(1,)](torch.zeros(256), 12, BLOCK=16),
+        [("false hint", (0, 0, 0), "12 is no multiple of 16")],
+    ),
+    "pointers cast to bytes": (
+        lambda: _bytes_kernel[(1,)](torch.randn(8), torch.empty(8), N=32),
+        lambda: _bytes_kernel[(1,)](torch.randn(8)[:4], torch.zeros(8), N=32),
+        [("out of bounds", (0, 0, 0), "")],
+    ),
+}
+WIDE = torch.randn(8, 32)[:6, :16]
+
+
+def in_place(n, by, programs):
+    x = torch.randn(n)
+    _shift_kernel[(programs,)](x, x, n, BY=by, BLOCK=16)
+
+
+def backwards():
+    """The interpreter runs the reader first."""
+    x = torch.randn(64)
+    _shift_kernel[(2,)](x[16:], x, 32, BY=0, BLOCK=16)
+
+
+def shared():
+    x = torch.randn(16)
+    _shared_kernel[(3,)](x, x)
+
+
+def turned(barrier):
+    _turn_kernel[(1,)](torch.randn(32), torch.empty(32), torch.empty(32), N=32, BARRIER=barrier)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_where_it_is_and_nowhere_else(fault):
+    right, wrong, expected = FAULTS[fault]
+    assert not watched(right)
+    found = watched(wrong)
+    kinds = [(kind, program) for kind, program, _ in expected]
+    assert [(f.kind, f.program) for f in found][: len(kinds)] == kinds or sorted(kinds, key=str) == sorted(
+        ((f.kind, f.program) for f in found), key=str
+    )
+    for kind, _, text in expected:
+        finding = next(f for f in found if f.kind == kind)
+        assert text in finding.detail and (
+            finding.program is None or finding.source.startswith("verify/test_sanitizer.py:")
+        )
+
+
+def test_a_correct_kernel_gives_nothing_and_does_its_work():
+    x, wide = torch.randn(6, 7), torch.randn(6, 20)
+    for source in (x, wide[:, 5:12], x.t().contiguous().t()[:, :7].contiguous(), torch.randn(7).expand(6, 7)):
+        y = torch.full((6, 7), float("nan"))
+        assert not watched(lambda: copy(source, y))  # noqa: B023
+        assert torch.equal(y, source)
+    copy(x, x)  # unwatched
+    assert not watched(lambda: copy(x, x))  # in place: what each thread read itself
+    assert not watched(lambda: copy(x[:0], x, m=0, d=7))
+
+
+def test_a_write_out_of_bounds_is_found_and_not_done_an_atomic_operation_done():
+    x, storage = torch.ones(6, 7), torch.zeros(9, 7)
+    (found,) = watched(lambda: copy(x, storage[:4]))
+    assert found.kind == "out of bounds" and "writes y_ptr[4, 0] of (4, 7)" in found.detail
+    assert storage[:4].all() and not storage[4:].any()
+    y = torch.zeros(1)
+    (found,) = watched(lambda: _atomic_kernel[(5,)](torch.ones(5), y))
+    assert found.kind == "atomic operation" and found.count == 5 and "5 times" in str(found) and y == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_mask_leaves_out_is_undefined(dtype):
+    """The interpreter has zeros there, a GPU whatever the register held: whoever adds it up gets NaN."""
+    x, y = torch.ones(12, dtype=dtype), torch.zeros(1, dtype=dtype)
+    assert not watched(lambda: _partial_sum_kernel[(1,)](x, y, 12, BLOCK=16, OTHER=True)) and y == 12
+    assert not watched(lambda: _partial_sum_kernel[(1,)](x, y, 12, BLOCK=16, OTHER=False)) and y.isnan()
+
+
+def test_what_else_comes_as_a_tensor():
+    """Reinterpreted arguments, and what torch.empty gives that is no new memory."""
+    bits, y = torch.randint(0, 100, (16,), dtype=torch.int16), torch.empty(16, dtype=torch.float16)
+    assert not watched(lambda: _tuple_kernel[(1,)]((triton.reinterpret(bits, tl.float16), y), N=16))
+    assert torch.equal(y.view(torch.int16), bits)
+    storage, work = torch.ones(8), torch.empty(6, 7)
+    assert not watched(lambda: copy(work.new_empty(6, 7).copy_(torch.ones(6, 7)), work))  # torch has written it
+
+    def others():
+        torch.empty(4, out=storage[:4])
+        torch.func.vmap(lambda x: torch.empty_like(x).copy_(x))(torch.ones(3, 4))
+        torch.func.grad(lambda x: (torch.empty_like(x).copy_(x)).sum())(torch.ones(3))
+
+    assert not watched(others) and storage[4:].eq(1).all()
+
+
+META = """
+import torch
+from vitfast.tools.verify.sanitizer import Sanitizer
+
+def empty_is_meta():
+    with torch.device("meta"):
+        return torch.empty(2).is_meta and torch.empty_like(torch.empty(2)).is_meta
+
+with Sanitizer():
+    print(empty_is_meta())
+print(empty_is_meta())
+"""
+
+
+def test_a_device_context_works_inside_and_afterwards():
+    """torch looks up what it acts on once, whatever stands in the functions' places then."""
+    done = subprocess.run(
+        [sys.executable, "-c", META], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_a_hook_that_is_put_back_later_does_nothing():
+    with Sanitizer():
+        hooked = torch.empty
+    assert hooked is not torch.empty and not hooked(1000).isnan().all()
+
+
+def test_one_storage_in_two_dtypes():
+    """fp32 numbers and their halves as fp16: a race where they overlap."""
+    storage = torch.zeros(32)
+    x, y = storage[:16], storage.view(torch.float16)
+    assert not watched(lambda: _shift_kernel[(1,)](x, y[32:48], 16, BY=0, BLOCK=16))
+    found = watched(lambda: _shift_kernel[(2,)](x, y[16:32], 16, BY=0, BLOCK=8))
+    assert {f.kind for f in found} == {"read-write race", "missing barrier"}
+
+
+def test_an_error_in_a_kernel_comes_through_and_all_is_put_back():
+    empty, originals = torch.empty, [getattr(*pair[:2]) for pair in Sanitizer()._hooks()]
+    with pytest.raises(Exception, match="must be 16-byte aligned"), Sanitizer() as watch:
+        x = torch.randn(9, 16)
+        with pytest.raises(RuntimeError, match="do not nest"), Sanitizer():
+            pass
+        _described_kernel[(1,)](*[TensorDescriptor(x, [8, 15], [15, 1], [8, 16])] * 2)
+    assert torch.empty is empty and [getattr(*pair[:2]) for pair in Sanitizer()._hooks()] == originals
+    assert "new_empty" not in vars(torch.Tensor)
+    assert str(watch).startswith("nothing found in ") and watch.counts["launches"] <= 1

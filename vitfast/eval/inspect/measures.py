@@ -1,0 +1,133 @@
+"""Measures of learned filters, positions and attention (the ViT paper, 4.5, D.7, D.8).
+
+Images are (B, C, H, W), raw uint8 or normalised floats, on any device. One layer's attention over a few images is held
+at a time.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import InputError
+from ...model import positions
+from ...model.vit import ViT
+
+HELD = 2**28  # bytes of one layer's attention matrices
+
+
+@torch.no_grad()
+def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
+    """Principal components of the patch filters, (n, C, P, Q), and their shares of the variance, (n,).
+
+    They have unit length. Largest share first; the entry of largest size is positive, the sign being free. n is
+    `count`, or the rank of the centred filters where that is smaller. Float64 inside. Figure 7, left.
+    """
+    weight = model.patch_embed.proj.weight
+    filters = weight.double().flatten(1)
+    _, lengths, components = torch.linalg.svd(filters - filters.mean(0), full_matrices=False)
+    noise = filters.abs().max() * filters.numel() ** 0.5 * torch.finfo(weight.dtype).eps
+    rank = int((lengths > noise).sum())
+    components, share = components[: min(count, rank)], lengths.square() / lengths.square().sum()
+    largest = components.gather(1, components.abs().argmax(1, keepdim=True))
+    return (components * largest.sign()).unflatten(1, weight.shape[1:]), share[: len(components)]
+
+
+def _positions(model: ViT) -> Tensor | None:
+    """The table that is added to the patches, (N, D); of several, that before the first layer."""
+    table = positions.absolute(model.config["pos_embed"], {name: getattr(model, name) for name in model._tables})
+    return None if table is None else table[0, -model.patch_embed.num_patches :]
+
+
+@torch.no_grad()
+def position_similarity(model: ViT) -> Tensor:
+    """Cosine similarity of each patch's position embedding to all others: (h, w, h, w) over the grid.
+
+    Figure 7, middle; Figure 10. Where every layer has a table of its own, that of the first. Raises InputError where
+    nothing is added to the patches.
+    """
+    table, grid = _positions(model), model.patch_embed.grid_size
+    if table is None:
+        raise InputError("position_similarity: the model has no position embeddings")
+    table = F.normalize(table.float(), dim=-1)
+    return (table @ table.T).unflatten(0, grid).unflatten(-1, grid)
+
+
+def patch_distances(image: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Pixels between the centres of any two patches, (N, N) in float64; image (H, W), grid (h, w)."""
+    y, x = (torch.arange(n, dtype=torch.float64) * side / n for side, n in zip(image, grid))
+    centres = torch.cartesian_prod(y, x)
+    return (centres[:, None] - centres).norm(dim=-1)
+
+
+@torch.no_grad()
+def attention_distance(model: ViT, images: Tensor) -> Tensor:
+    """Mean attention distance of each head of each layer, (L, H) in pixels. Figure 7, right; Figure 11.
+
+    That is the distance from query to key patch, averaged with the attention as weights, then over all query patches
+    and images. A class token and registers have no place in the image: they are left out as queries and as keys, and
+    what remains of each query's attention is renormalised to 1. (A query whose attention goes to them alone, to the
+    last bit, counts as 0.)
+    """
+    grid, prefix = model.patch_embed.dynamic_feat_size(images.shape[-2:]), model.num_prefix_tokens
+    total = 0.0
+    for batch in _batches(model, images):
+        layers = []
+        for attention in model.each_attention_map(batch):
+            attention = attention[:, :, prefix:, prefix:]
+            distances = patch_distances(images.shape[-2:], grid).to(attention)
+            reached = torch.einsum("bhqk,qk->bhq", attention, distances)
+            kept = attention.sum(-1).clamp_min(torch.finfo(attention.dtype).tiny)
+            layers.append((reached / kept).mean(-1).sum(0).double())
+        total = total + torch.stack(layers)
+    return total / len(images)
+
+
+@torch.no_grad()
+def attention_rollout(model: ViT, images: Tensor) -> Tensor:
+    """How much of each patch reaches the output, (B, h, w), each map summing to 1.
+
+    Attention averaged over the heads, plus the identity, rows renormalised, multiplied through the layers; then the row
+    of what the head reads: the class token, or the mean over the patches' rows in a model that averages them.
+    Figure 6; Abnar & Zuidema, 2020.
+    """
+    grid, prefix = model.patch_embed.dynamic_feat_size(images.shape[-2:]), model.num_prefix_tokens
+    maps = []
+    for batch in _batches(model, images):
+        rollout = None
+        for attention in model.each_attention_map(batch):
+            mixed = attention.mean(1) + torch.eye(attention.shape[-1], device=attention.device)
+            mixed = mixed / mixed.sum(-1, keepdim=True)
+            rollout = mixed if rollout is None else mixed @ rollout
+        maps.append(rollout[:, 0, prefix:] if reads_class_token(model) else rollout[:, prefix:, prefix:].mean(1))
+    row = torch.cat(maps)
+    return (row / row.sum(-1, keepdim=True)).unflatten(-1, grid)
+
+
+def reads_class_token(model: ViT) -> bool:
+    """Whether the head reads the class token; else it reads the patches."""
+    return model.has_class_token and model.global_pool != "avg"
+
+
+def examine(model: ViT, images: Tensor) -> dict[str, Tensor]:
+    """All measures: "distance", "rollout", and where the model has them "filters", "share", "positions".
+
+    Filters of one or three channels are pictures; others (a hybrid's, which read a feature map) are not.
+    """
+    found = dict(distance=attention_distance(model, images), rollout=attention_rollout(model, images))
+    components, share = filter_components(model)
+    if len(components) and components.shape[1] in (1, 3):
+        found.update(filters=components, share=share)
+    if _positions(model) is not None:
+        found["positions"] = position_similarity(model)
+    return found
+
+
+def _batches(model: ViT, images: Tensor) -> Iterator[Tensor]:
+    """The images on the model's device, as many at a time as keep a layer's attention in HELD bytes."""
+    height, width = model.patch_embed.dynamic_feat_size(images.shape[-2:])
+    tokens = model.num_prefix_tokens + height * width
+    at_once = max(1, HELD // (4 * model.blocks[0].attn.num_heads * tokens**2))
+    for batch in images.split(at_once):
+        yield batch.to(model.patch_embed.proj.weight.device)

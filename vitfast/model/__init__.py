@@ -1,0 +1,5 @@
+"""The ViT, its parts and its weights."""
+
+from .vit import ViT
+
+__all__ = ["ViT"]

@@ -1,0 +1,195 @@
+"""Baselines in the same loop: the paper's BiT ResNets, and any model of timm, new or with weights."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import timm
+import torch
+from timm.layers import StdConv2d
+from timm.models import is_model_in_modules
+from timm.models.resnetv2 import ResNetV2
+from torch import Tensor, nn
+
+from ..errors import InputError, both_ends
+from ..ops import reference as ref
+from ..run.files import write_text
+from .checkpoint.files import locate, read_tensors
+from .checkpoint.formats import listing
+from .checkpoint.writers import write_safetensors
+from .config import ARGUMENTS, enforce
+from .presets import pair
+from .vit import ViT
+
+# BiT ResNets of the scaling study: units per stage, width factor.
+RESNETS = {
+    "R50x1": ((3, 4, 6, 3), 1),
+    "R50x2": ((3, 4, 6, 3), 2),
+    "R101x1": ((3, 4, 23, 3), 1),
+    "R152x1": ((3, 8, 36, 3), 1),
+    "R152x2": ((3, 8, 36, 3), 2),
+    "R200x3": ((3, 24, 36, 3), 3),
+}
+# A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name that it would have.
+ARCHITECTURES = {name: f"resnetv2_{name[1:].lower()}_bit" for name in RESNETS}
+TIMM = "timm:"
+CROP = ("crop_mode", "crop_pct")
+VITS = ("vision_transformer", "vision_transformer_hybrid", "deit")  # timm's files of models that ViT reads
+
+
+def is_baseline(name: str) -> bool:
+    """Whether a model's name is not one of our ViTs: a BiT ResNet, or timm:NAME."""
+    return name in RESNETS or name.startswith(TIMM)
+
+
+def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = None, **arguments) -> nn.Module:
+    """A model of timm that takes raw uint8 images too (`mean`, `std`) and has `save_pretrained`.
+
+    img_size: what it is trained at, `image_size` of the model; timm's size for it unless given. arguments: of timm's
+    constructor. `class_names`, where they are set, are saved as timm's `label_names`. Raises InputError for a name that
+    timm does not know.
+    """
+    if name in RESNETS:
+        layers, width = RESNETS[name]
+        options = dict(width_factor=width, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8))
+        model, architecture = ResNetV2(layers, num_classes=num_classes, **options, **arguments), ARCHITECTURES[name]
+    else:
+        architecture = name.removeprefix(TIMM)
+        try:
+            model = timm.create_model(architecture, num_classes=num_classes, **arguments)
+        except (RuntimeError, TypeError, ValueError) as error:
+            near = timm.list_models(f"*{architecture.split('.')[0][:8]}*")[:3]
+            hint = f"; near: {', '.join(near)}" if near else ""
+            raise InputError(f"timm cannot build {architecture!r} ({str(error).splitlines()[0]}){hint}") from None
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    model.mean, model.std = tuple(cfg.get("mean", (0.5,) * 3)), tuple(cfg.get("std", (0.5,) * 3))
+    model.image_size, model.class_names = tuple(cfg.get("input_size", (3, 224, 224)))[1:], None
+    model.crop_mode, model.crop_pct = None, None  # of weights
+    if img_size is not None:
+        _set_size(model, img_size)
+    model.register_forward_pre_hook(_normalize_raw)
+    model.save_pretrained = partial(_save_baseline, model, architecture)
+    return model
+
+
+def _set_size(model: nn.Module, img_size: tuple[int, int]) -> None:
+    model.image_size = img_size
+    try:
+        if hasattr(model, "set_input_size"):  # those of any size have none
+            model.set_input_size(img_size)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        size = " x ".join(map(str, img_size))
+        raise InputError(f"timm's {type(model).__name__} takes no images of {size} pixels ({error})") from None
+
+
+def _normalize_raw(model: nn.Module, args: tuple) -> tuple:
+    return normalized(model, args[0]), *args[1:]
+
+
+def normalized(model: nn.Module, images: Tensor) -> Tensor:
+    """Images as the layers of a model take them: those of a baseline normalised, where they are raw."""
+    raw = images.dtype == torch.uint8 and not isinstance(model, ViT)
+    return ref.normalize(images, model.mean, model.std, torch.float32) if raw else images
+
+
+def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
+    """model.safetensors, and config.json as timm's hub files have it."""
+    tensors = {k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}
+    write_safetensors(tensors, Path(folder) / "model.safetensors", {})
+    cfg = dict(mean=model.mean, std=model.std, input_size=(3, *model.image_size))
+    cfg |= {name: getattr(model, name) for name in CROP if getattr(model, name)}
+    config = dict(architecture=architecture, num_classes=model.num_classes, pretrained_cfg=cfg)
+    if model.class_names:
+        config["label_names"] = list(model.class_names)
+    write_text(Path(folder) / "config.json", json.dumps(config, indent=2))
+
+
+# ---- with weights
+
+
+def baseline_of(name: str, source: str | Path) -> str:
+    """The baseline whose weights `source` holds, "" for a ViT's.
+
+    That is `name` where it names one, else the architecture in config.json, where no ViT of ours reads it.
+    """
+    if is_baseline(name):
+        return name
+    architecture = str(locate(source).config.get("architecture", "")).partition(".")[0]
+    named = {made: resnet for resnet, made in ARCHITECTURES.items()}
+    if architecture in named:
+        return named[architecture]
+    is_timms = bool(architecture) and timm.is_model(architecture)
+    return TIMM + architecture if is_timms and not is_model_in_modules(architecture, VITS) else ""
+
+
+def load_baseline(name: str, source: str | Path, img_size: tuple[int, int] | None = None, **arguments) -> nn.Module:
+    """`baseline(name)` with the weights and the head of a file, a folder or `hf-hub:owner/name`.
+
+    In timm's names, or a BiT ResNet's in Google's npz, which timm reads. config.json beside the weights says mean, std,
+    image size, and arguments of timm's. Raises InputError where they are no weights of that model.
+    """
+    files = locate(source)
+    tensors = read_tensors(files.weights)
+    try:
+        told = files.config.get("pretrained_cfg", {})
+        classes = files.config.get("num_classes", told.get("num_classes"))
+        saved_size = tuple(told.get("input_size", ()))[1:] or None
+        options = {k: v for k, v in files.config.get("model_args", {}).items() if k not in ("num_classes", "img_size")}
+        classes = _classes(name, tensors) if classes is None else classes
+        model = baseline(name, classes, saved_size, **options | arguments)
+        if files.weights.suffix == ".npz":
+            model.load_pretrained(str(files.weights))
+        elif model.state_dict().keys() != tensors.keys():
+            raise InputError(f"{source}: no weights of {name}: {listing(model.state_dict(), tensors)}")
+        else:
+            model.load_state_dict(tensors)
+        model.mean, model.std = (tuple(told.get(key, getattr(model, key))) for key in ("mean", "std"))
+        for key in CROP:
+            setattr(model, key, enforce(ARGUMENTS[key], told.get(key), f"{source}: config.json: {key}"))
+        names = files.config.get("label_names", told.get("label_names"))
+        model.class_names = tuple(map(str, names)) if names and len(names) == classes else None
+    except InputError:
+        raise
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        why = both_ends(str(error))
+        raise InputError(f"{source}: no weights of {name}, or no config.json of timm's: {why}") from None
+    if img_size is not None:
+        _set_size(model, pair(img_size))
+    return model
+
+
+def _classes(name: str, tensors: dict[str, Tensor]) -> int:
+    """The number of classes of a baseline's weights, in timm's names or Google's; 0 without a head."""
+    with torch.device("meta"):
+        model = baseline(name, 1)
+    classifier = next((key for key, module in model.named_modules() if module is classifiers(model)[0]), "")
+    bias = tensors.get(f"{classifier}.bias", tensors.get("resnet/head/conv2d/bias"))
+    return 0 if bias is None else len(bias)
+
+
+def load_any(name: str, source: str | Path, img_size: int | tuple[int, int] | None = None) -> nn.Module:
+    """The ViT, or the baseline of `baseline_of`, with these weights; img_size: another than its own."""
+    if found := baseline_of(name, source):
+        return load_baseline(found, source, img_size)
+    return ViT.from_pretrained(source, **({} if img_size is None else dict(img_size=img_size)))
+
+
+def sizes(model: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The size of a model's images, and of its patches; a baseline has none, (1, 1)."""
+    if isinstance(model, ViT):
+        return model.patch_embed.img_size, model.patch_embed.patch_size
+    return model.image_size, (1, 1)
+
+
+def classifiers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The last linear layers of a ViT or a baseline: one, or two of a distilled model."""
+    found = model.get_classifier()
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def replace_head(model: nn.Module, classes: int) -> None:
+    """A zero linear layer in the place of a ViT's or baseline's whole head (the paper, 3.2)."""
+    model.reset_classifier(classes)
+    for layer in classifiers(model):
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)

@@ -1,0 +1,263 @@
+"""Constructor arguments out of a checkpoint: its tensors' shapes, its JSON, its format."""
+
+import math
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ...errors import InputError
+from .. import config as arguments
+from ..presets import PRESETS, ROOT, pair, reduction, shorthand
+from . import hugging_face, timm
+from .files import CheckpointFiles
+from .formats import HALF, Converted
+from .json_fields import CONFIG, class_names, refuse_unknown
+
+_OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
+_MAY_LACK = ("crop_mode", "crop_pct")  # the first versions wrote none
+_TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
+# Arguments that the tensors fix: two values are the same where these are.
+_EXACT = """
+    in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size
+    swiglu_mlp scale_mlp_norm qk_norm norm_layer pre_norm
+""".split()
+FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
+FIXED |= {"patch_size": pair, "pos_embed": lambda kind: {"sincos2d": "learn", "": "none"}.get(kind, kind)}
+
+_IN_PART = ("global_pool", "init_values", "pos_embed")  # what the shapes show of these is not all
+
+
+def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict, list[str]]:
+    """Constructor arguments of converted tensors, and a line for each thing assumed or not taken over.
+
+    known: what the caller says, used only for what nothing else tells (`num_heads`, `img_size`). A config.json of ours
+    is taken as it is. Raises InputError for a model that computes something else than the ViT, and where something is
+    left open, naming the argument to pass.
+    """
+    shapes, config = _from_shapes(made.state), files.config or made.training
+    if config.get("library") == "vitfast":
+        return _ours(config, shapes), []
+    where = CONFIG if files.config else timm.ARGS
+    told, notes = _told(made, config, known, where)
+    _check_table(made, told, known)
+    pixels = _pixels(told, hugging_face.statistics(files.preprocessor), shapes["in_chans"], where)
+    told = {name: value for name, value in told.items() if name not in ("mean", "std")} | pixels
+    cut, more = hugging_face.crop(files.preprocessor)
+    told, notes = told | cut, notes + more
+    sizes = {name: told.pop(name) for name in ("img_size", "input_size") if name in told}
+    _check(told, shapes, told.pop("hidden", None), where)
+    defaults = made.form.defaults if shapes["in_chans"] == 3 else made.form.defaults | HALF
+    if shapes["pre_norm"] or known.get("rope") == "dinov3":  # of CLIP's and DINOv3's, where nobody says
+        defaults = defaults | dict(norm_eps=1e-5)
+    result = defaults | shapes | made.facts | {k: v for k, v in told.items() if k not in shapes or k in _IN_PART}
+    result |= _positions(made.state, result, sizes, known.get("img_size"), where)
+    if result["swiglu_mlp"] and told.get("act_layer") not in (None, "silu"):
+        raise InputError(f"{where} says act_layer={told['act_layer']!r}, and the ViT's gated MLP has 'silu' alone")
+    result["num_heads"] = result.get("num_heads") or known.get("num_heads") or _preset_heads(result)
+    said = {*made.facts, *told, *known}
+    if assumed := [f"{name}={result[name]!r}" for name in made.form.unsaid if name not in said]:
+        notes.append(f"nothing here says {', '.join(assumed)}: assumed; pass those that differ")
+    names, more = _names(config, shapes["num_classes"])
+    return result | ({"class_names": names} if names else {}), notes + more
+
+
+def check_config(config: dict) -> None:
+    """Raises InputError for a config.json of an unknown library, or one that names another model."""
+    if config.get("library") == "vitfast" or _TIMM & config.keys():
+        return
+    if "model_type" in config:
+        hugging_face.check_kind(config)
+    elif config:
+        says = "config.json says neither library (vitfast's), architecture (timm's) nor model_type (Hugging Face's)"
+        raise InputError(f"{says}; mend or remove it")
+
+
+def _told(made: Converted, config: dict, known: Mapping, where: str) -> tuple[dict, list[str]]:
+    """Constructor arguments in the JSON of timm or Hugging Face, none where there is no JSON; and notes."""
+    if _TIMM & config.keys():
+        told, notes = timm.told(config, where)
+        if "fc_norm.weight" in made.state and "fc_norm" not in told and told["global_pool"] != "avg":
+            says = f"{where} says nothing of fc_norm, which the tensors have, with global_pool={told['global_pool']!r}"
+            raise InputError(f"{says}; put global_pool and fc_norm there, as timm made the model")
+        return told, notes
+    if config:
+        return hugging_face.told(config, made.form.name)
+    if doubt := made.doubt(known):
+        raise InputError(doubt)
+    return {}, []
+
+
+def _ours(config: dict, shapes: dict) -> dict:
+    """The arguments in a config.json of ours, which has them all."""
+    refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, "config.json", "use the vitfast that wrote it")
+    config = dict.fromkeys(_MAY_LACK) | config
+    for name in arguments.ARGUMENTS:
+        if name not in config:
+            raise InputError(f"config.json lacks {name}; copy the folder again")
+    told = {name: arguments.read(name, config[name], f"config.json: {name}") for name in arguments.ARGUMENTS}
+    _check(told, shapes)
+    names = config.get("class_names")
+    return told if names is None else told | {"class_names": names}
+
+
+def _check_table(made: Converted, told: dict, known: Mapping) -> None:
+    """Raises InputError where there is no position table, and nobody says that the model has none."""
+    if made.facts.get("pos_embed") or any(name in made.state for name in _TABLES):
+        return
+    if made.form.defaults.get("rope") or known.get("rope") or (told.get("rope") and told["pos_embed"] == "none"):
+        return
+    if made.form.name not in MAY_LACK_POSITIONS:
+        raise InputError(f"there is no position table, and a {made.form.name} always has one; export it again")
+    if told.get("pos_embed") not in ("none", "") and known.get("pos_embed") not in ("none", ""):
+        raise InputError("there is no position table; export it again, or pass pos_embed='none' for a model without")
+
+
+def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:
+    """`mean` and `std` as far as the JSON says them; those of preprocessor_config.json win.
+
+    Raises InputError for another number of them. Three for other than three channels are the defaults of a library,
+    and say nothing.
+    """
+    found = {}
+    for name in ("mean", "std"):
+        value, field = told.get(name), f"{where}: {name}"
+        if preprocessor[name] is not None:
+            value, field = preprocessor[name], f"preprocessor_config.json: image_{name}"
+        count = len(value) if isinstance(value, tuple) else 1
+        if count not in (1, 3, chans):
+            raise InputError(f"{field} must be one number or one for each of the {chans} channels, got {count}")
+        found |= {name: value} if value is not None and count in (1, chans) else {}
+    return found
+
+
+def _check(told: dict, shapes: dict, hidden: int | None = None, where: str = CONFIG) -> None:
+    """Raises InputError where the JSON and the tensors disagree.
+
+    hidden: the width of the MLP, None where the JSON does not say it.
+    """
+    dim, ours = shapes["embed_dim"], int(shapes["embed_dim"] * shapes["mlp_ratio"])
+    same = FIXED | {"num_classes": int, "mlp_ratio": lambda ratio: int(dim * ratio)}
+    wrong = [k for k in told if k in shapes and k in same and same[k](told[k]) != same[k](shapes[k])]
+    says = [f"{k}={told[k]}, the tensors {k}={shapes[k]}" for k in wrong]
+    says += [f"intermediate_size={hidden}, the tensors {ours}"] if hidden not in (None, ours) else []
+    if says:
+        raise InputError(f"{where} says {says[0]}; one of the two is of another model")
+
+
+def _names(config: dict, classes: int) -> tuple[tuple[str, ...] | None, list[str]]:
+    """The names of the classes in the JSON of timm or Hugging Face, and notes."""
+    inner = config.get("pretrained_cfg") or {}
+    fields = [(part, name) for part in (config, inner) for name in ("label_names", "labels", "id2label")]
+    part, field = next(((part, name) for part, name in fields if part.get(name)), (config, "id2label"))
+    return class_names(part.get(field), field, classes)
+
+
+MAY_LACK_POSITIONS = ("timm", "Facebook DINOv2")  # with pos_embed="none" in the JSON, or from the caller
+_TABLES = {"pos_embed": "learn", "pos_embed_x": "learn2d", "pos_embed_rel": "relative"}
+
+
+def _from_shapes(state: dict[str, Tensor]) -> dict:
+    """The arguments that follow from the names and shapes of the tensors."""
+    dim, chans, *patch = state["patch_embed.proj.weight"].shape
+    root, hybrid = state.get("patch_embed.backbone.stem.conv.weight"), {}
+    if root is not None:
+        chans, layers = root.shape[1], _units(state)
+        patch = [side * reduction(layers) for side in patch]
+        hybrid = dict(backbone=shorthand(layers, root.shape[0] / ROOT, patch[0]))
+    tokens = {name: state[name].shape[1] for name in ("cls_token", "reg_token") if name in state}
+    pre_logits, head = state.get("pre_logits.fc.weight"), state.get("head.weight")
+    fc_norm = "fc_norm.weight" in state
+    pooled = "avg" if fc_norm or "cls_token" not in tokens else "token"
+    fc1, hidden = (state[f"blocks.0.mlp.{name}.weight"] for name in ("fc1", "fc2"))
+    rows, hidden = fc1.shape[0], hidden.shape[1]
+    return dict(
+        embed_dim=dim,
+        in_chans=chans,
+        patch_size=patch[0] if patch[0] == patch[1] else tuple(patch),
+        depth=1 + max(int(m[1]) for k in state if (m := re.match(r"blocks\.(\d+)\.", k))),
+        mlp_ratio=timm.ratio_of(hidden, dim),
+        swiglu_mlp=rows == 2 * hidden,
+        scale_mlp_norm="blocks.0.mlp.norm.weight" in state,
+        qk_norm="blocks.0.attn.q_norm.weight" in state,
+        norm_layer="layernorm" if "blocks.0.norm1.bias" in state else "rmsnorm",
+        pre_norm="norm_pre.weight" in state,
+        qkv_bias="blocks.0.attn.qkv.bias" in state,
+        proj_bias="blocks.0.attn.proj.bias" in state,
+        init_values=1e-5 if "blocks.0.ls1.gamma" in state else None,
+        class_token="cls_token" in tokens,
+        reg_tokens=tokens.get("reg_token", 0),
+        pos_embed=_positions_kind(state, dim),
+        num_classes=0 if head is None else head.shape[0],
+        representation_size=None if pre_logits is None else pre_logits.shape[0],
+        global_pool="map" if "attn_pool.latent" in state else pooled,
+        fc_norm=fc_norm,
+        **hybrid,
+    )
+
+
+def _positions_kind(state: dict[str, Tensor], dim: int) -> str:
+    """The kind of the tables; those of columns and rows are added where each has the whole width."""
+    kind = next((kind for name, kind in _TABLES.items() if name in state), "none")
+    return "factorized" if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim else kind
+
+
+def _units(state: dict[str, Tensor]) -> list[int]:
+    """How many units each stage of a hybrid's ResNet has."""
+    pattern = r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\."
+    found = {(int(m[1]), int(m[2])) for k in state if (m := re.match(pattern, k))}
+    stages = [stage for stage, _ in found]
+    return [stages.count(i) for i in range(1 + max(stages, default=0))]
+
+
+def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where: str) -> dict:
+    """img_size and no_embed_class from the length of the position table.
+
+    told: `img_size` of the model, or `input_size` of the images it is meant for, where config.json has them. The grid
+    is that of img_size, of input_size where it fits the table, else square, else that of `asked`. Without a table the
+    size is free: told, else `asked`, else the constructor's default.
+    """
+    own, meant, asked = (pair(size) if size else None for size in (told.get("img_size"), told.get("input_size"), asked))
+    if "pos_embed" not in state:
+        size = own or meant or asked
+        return dict(img_size=size) if size else {}
+    patch, length = pair(config["patch_size"]), state["pos_embed"].shape[1]
+    prefix = int(config["class_token"]) + config["reg_tokens"]
+    patches = {False: length - prefix, True: length}  # how many, by no_embed_class
+    if "no_embed_class" in config:
+        patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
+    sides = [_square(n) for n in patches.values()]
+    squares = [(side * patch[0], side * patch[1]) for side in sides if side]
+    for size in filter(None, (own,) if own else (meant, *squares, asked)):
+        grid = size[0] // patch[0], size[1] // patch[1]
+        no_embed = next((no_embed for no_embed, n in patches.items() if n == grid[0] * grid[1]), None)
+        if no_embed is None:
+            continue
+        covered = grid[0] * patch[0], grid[1] * patch[1]
+        if covered != size and not asked:
+            cut = f"patches of {patch[0]} x {patch[1]} leave the last rows of images of {size[0]} x {size[1]} out"
+            raise InputError(f"{cut}; cut the images yourself and pass img_size=({covered[0]}, {covered[1]})")
+        square = covered[0] == covered[1]
+        return dict(img_size=covered[0] if square else covered, no_embed_class=bool(no_embed and prefix))
+    table = f"a position table of {length} entries is"
+    if own:
+        raise InputError(f"{where} says images of {own[0]} x {own[1]}, and {table} not theirs")
+    raise InputError(f"{table} no square grid; pass img_size=(height, width) of the checkpoint")
+
+
+def _preset_heads(config: dict) -> int:
+    """The head count of the preset with this width and depth, of the same family where there are several."""
+    dim, depth = config["embed_dim"], config["depth"]
+    found = [made for made in PRESETS.values() if (made["embed_dim"], made["depth"]) == (dim, depth)]
+    family = {name: config.get(name) for name in ("rope", "swiglu_mlp", "pre_norm")}
+    alike = [made for made in found if all(made.get(name) == (value or None) for name, value in family.items())]
+    if found:
+        return (alike or found)[0]["num_heads"]
+    no_preset = f"no preset has embed_dim={dim}, depth={depth}"
+    raise InputError(f"nothing here says how many heads there are, and {no_preset}; pass num_heads=")
+
+
+def _square(n: int) -> int | None:
+    """The side of a square grid of n patches, None where n is no square."""
+    side = math.isqrt(n) if n > 0 else 0
+    return side if side and side * side == n else None

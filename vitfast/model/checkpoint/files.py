@@ -1,0 +1,334 @@
+"""Weights as bytes: found (file, folder, hub), read, and put in their place when written.
+
+No pickle is ever run.
+"""
+
+import argparse
+import errno
+import json
+import os
+import re
+import stat
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...run.files import move_synced, sync
+
+HUB = "hf-hub:"
+CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # of weights in shards
+COMPANIONS = ("config.json", "preprocessor_config.json")  # what is read with weights of these names
+SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+_IN_ORDER = (WEIGHTS[0], INDEXES[0], WEIGHTS[1], INDEXES[1], *WEIGHTS[2:])
+_ON_THE_WAY = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)  # not the fault of a path
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a source: the weights, and the content of the JSON that belongs to them."""
+
+    weights: Path
+    config: dict = field(default_factory=dict)
+    preprocessor: dict = field(default_factory=dict)
+
+
+def locate(source: str | Path) -> CheckpointFiles:
+    """The files of a weights file, a folder, a run folder, or `hf-hub:owner/name[@revision]`.
+
+    Raises InputError where there are none. A file called as in a folder (`model.safetensors`,
+    `pytorch_model.bin`) takes the folder's config.json with it; any other is bare. Of a run folder it is the last
+    checkpoint.
+    """
+    if not isinstance(source, (str, os.PathLike)) or not str(source).strip():
+        raise InputError(f"no weights given: give a file, a folder or {HUB}owner/name, not {source!r}")
+    if str(source).startswith(HUB):
+        return _in_folder(_download(str(source)), source)
+    try:
+        return _on_disk(Path(source).expanduser(), source)
+    except (OSError, RuntimeError) as error:  # no right to look there, a name too long, no such user
+        raise InputError(f"{source}: cannot be read ({_line(error)})") from None
+
+
+def _on_disk(path: Path, source: str | Path) -> CheckpointFiles:
+    """`locate` without the hub."""
+    if path.name == LAST:
+        path = last_checkpoint(path.parent) or path
+    elif (path / CHECKPOINTS).is_dir() and not any((path / name).is_file() for name in _IN_ORDER):
+        path = last_checkpoint(path / CHECKPOINTS) or path
+    if path.is_dir():
+        return _in_folder(path, source)
+    if path.is_file():
+        if SHARD.fullmatch(path.name):
+            raise InputError(f"{path}: one shard of several; give the folder, or the index.json that lists them")
+        return _with_json(path) if path.name in _IN_ORDER else CheckpointFiles(path)
+    like_a_repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source))
+    hint = f"; for a repository of the Hugging Face hub write {HUB}{source}" if like_a_repository else ""
+    raise InputError(f"{source}: no such file or folder{hint}")
+
+
+def last_checkpoint(checkpoints: Path) -> Path | None:
+    """The checkpoint that `last` in a run's folder of checkpoints stands for, None where there is none.
+
+    `last` is a folder, a link to one, or a text file with the name of a folder beside it. Raises InputError where that
+    is not there.
+    """
+    last = checkpoints / LAST
+    if not last.is_file():
+        return last.resolve() if last.is_dir() else None
+    with open(last, "rb") as file:
+        name = file.read(256).decode("utf-8", "replace").strip()
+    folder = checkpoints / name
+    if folder.parent != checkpoints or "\0" in name or not folder.is_dir():
+        raise InputError(f"{last}: names no checkpoint beside it; give the path of one of {checkpoints}/step-...")
+    return folder.resolve()
+
+
+def read_tensors(path: Path) -> dict:
+    """The content of one weights file: a dictionary of CPU tensors, or what a .pth nests them in.
+
+    Raises InputError, naming the file, where it is truncated, holds Python objects or has an unknown suffix.
+    """
+    if path.name in INDEXES:
+        return _read_shards(path)
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise InputError(f"{path}: unknown kind of weights file; known are {', '.join(READERS)}")
+    try:
+        content = reader(path)
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        if "TorchScript" in str(error):
+            make = f'torch.save(torch.jit.load("{path.name}", "cpu").state_dict(), "weights.pth")'
+            hint = f"a TorchScript archive, which holds code, as OpenAI's CLIP; where you trust it, convert it: {make}"
+        elif re.search("Unsupported|allow_pickle", str(error)):
+            said = _line(error, "Unsupported")
+            hint = f"holds Python objects, which are never run ({said}); save model.state_dict() alone"
+        else:
+            hint = f"not a whole {path.suffix} file ({_line(error)}); copy or download it again"
+        raise InputError(f"{path}: {hint}") from error
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise InputError(f"{path}: holds a {kind}, expected a dictionary of tensors; save model.state_dict()")
+    return content
+
+
+def target(path: str | Path) -> Path:
+    """The path of something to write. Raises InputError for one without a name."""
+    try:
+        found = Path(path).expanduser()
+        found = found.resolve() if found.name in ("", "..") else found
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{path!r} is no path to write to ({_line(error)})") from None
+    if not str(path) or not found.name:
+        raise InputError(f"nothing can be written to {str(path)!r}; give the path of a file or folder")
+    return found
+
+
+def present(path: Path) -> str:
+    """The kind of thing at a path: "file", "folder", "dangling link", "device or pipe", "" for none.
+
+    Raises InputError where nothing can be: below a file, or with a name that no file can have.
+    """
+    try:
+        mode = path.stat().st_mode if path.exists() else None
+        if mode is None:
+            return "dangling link" if stat.S_ISLNK(path.lstat().st_mode) else ""
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise _no_place(path, error) from None
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device or pipe"
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Raises InputError where `path` is there already (but for an empty folder), unless `force`."""
+    what = present(path)
+    if what == "device or pipe":
+        raise InputError(f"{path}: a {what} is in the way; give another path")
+    if not force and what and not (what == "folder" and not any(path.iterdir())):
+        raise InputError(f"{path}: is there already; add --force (force=True) to replace it")
+
+
+def make_folder(folder: Path, wanted: Path) -> None:
+    """Makes a folder and those above it.
+
+    Raises InputError, naming what is `wanted` there, where there can be none.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"{wanted}: a file is in the way; give a folder") from None
+    except (OSError, ValueError) as error:
+        raise _no_place(wanted, error) from None
+
+
+def _no_place(path: Path, error: Exception) -> Exception:
+    """The error for a path at which nothing can be made: an InputError, but for a full disk and the like."""
+    why = getattr(error, "strerror", None) or error
+    if getattr(error, "errno", None) in _ON_THE_WAY:
+        return OSError(f"{path} could not be written: {why}")
+    return InputError(f"{path}: cannot be made ({why}); give another path")
+
+
+@contextmanager
+def staged(path: Path, force: bool = False) -> Iterator[Path]:
+    """Yields the same name in a scratch folder beside `path`; what is written there moves to `path`.
+
+    That is a file (with companions such as `path.data`) or a folder, whose files replace those of the same name, each
+    atomically. Where the block raises, nothing changes. Raises InputError as `check_free` does.
+    """
+    check_free(path, force)
+    make_folder(path.parent, path)
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise _no_place(path, error) from None
+    with folder as scratch:
+        try:
+            yield Path(scratch) / path.name
+        except OSError as error:
+            raise OSError(f"{path} could not be written: {error.strerror or error}") from error
+        written = [p for p in Path(scratch).rglob("*") if p.is_file()]
+        places = {file: path.parent / file.relative_to(scratch) for file in written}
+        for place in places.values():
+            if place.is_dir():
+                raise InputError(f"{place}: a folder is in the way; give another path")
+        for file in sorted(written, reverse=True):  # path.data before path, which names it
+            places[file].parent.mkdir(exist_ok=True)
+            move_synced(file, places[file])
+        sync(path.parent)  # which may have got a folder
+
+
+def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:
+    """The weights of a folder: a well-known name first, else the only weights file there is."""
+    known = [folder / name for name in _IN_ORDER if (folder / name).is_file()]
+    found = known[:1] or sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS and p.is_file())
+    if found and all(SHARD.fullmatch(path.name) for path in found):
+        raise InputError(f"{source}: shards without the index that lists them; copy {' or '.join(INDEXES)} too")
+    if len(found) == 1:
+        return _with_json(found[0])
+    if found:
+        names = ", ".join(p.name for p in found[:3])
+        raise InputError(f"{source}: several weights files ({names}); give the path of one")
+    raise InputError(f"{source}: no weights in this folder; expected {' or '.join(WEIGHTS[:2])}")
+
+
+def _with_json(weights: Path) -> CheckpointFiles:
+    config, preprocessor = (_json(weights.with_name(name)) for name in COMPANIONS)
+    return CheckpointFiles(weights, config, preprocessor)
+
+
+def _json(path: Path) -> dict:
+    """The object in a JSON file, {} where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON ({_line(error)}); mend or remove it") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a JSON object, got a {type(content).__name__}; mend or remove it")
+    return content
+
+
+def _download(source: str) -> Path:
+    """Brings a repository's weights and JSON into huggingface_hub's cache; returns their folder there."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise InputError(f"{source}: needs the package huggingface_hub; pip install huggingface_hub") from error
+    repo, _, revision = source[len(HUB) :].partition("@")
+    absent = {}
+
+    def get(name: str) -> Path | None:
+        try:
+            return Path(hf_hub_download(repo, name, revision=revision or None))
+        except EntryNotFoundError as error:
+            absent[name] = error
+        except Exception as error:
+            said = f"the hub did not give {name} ({_line(error)}); check the name and the network"
+            raise InputError(f"{source}: {said}") from error
+
+    weights = next(filter(None, map(get, _IN_ORDER[:4])), None)
+    if weights is None:
+        why = absent[WEIGHTS[0]]
+        said = f"no {' or '.join(WEIGHTS[:2])} ({_line(why)}); check the name, the network and HF_HUB_OFFLINE"
+        raise InputError(f"{source}: {said}") from why
+    # A config.json that the cache merely lacks would leave the weights with defaults that may not be theirs.
+    if get("config.json") is None and isinstance(why := absent["config.json"], LocalEntryNotFoundError):
+        raise InputError(f"{source}: config.json is not in the cache; fetch it once with the network on") from why
+    get("preprocessor_config.json")
+    for name in sorted({*_shards(weights).values()} if weights.name in INDEXES else ()):
+        if get(name) is None:
+            raise InputError(f"{source}: {weights.name} lists {name}, which is not there ({_line(absent[name])})")
+    return weights.parent
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """The file of each tensor, of an index of transformers'."""
+    listed = _json(index).get("weight_map")
+    names = listed.values() if isinstance(listed, dict) else ()
+    if not names or not all(isinstance(name, str) and SHARD.fullmatch(name) for name in names):
+        raise InputError(
+            f"{index}: weight_map must list a file such as model-00001-of-00002.safetensors for each tensor"
+        )
+    return listed
+
+
+def _read_shards(index: Path) -> dict:
+    """The tensors of all shards that an index lists. Raises InputError where one is missing."""
+    listed, state = _shards(index), {}
+    for name in sorted({*listed.values()}):
+        if not (shard := index.with_name(name)).is_file():
+            raise InputError(f"{index}: lists {name}, which is not there; copy or download it too")
+        content = read_tensors(shard)
+        if absent := [key for key, file in listed.items() if file == name and key not in content]:
+            raise InputError(f"{shard}: lacks {absent[0]}, which {index.name} lists; copy or download it again")
+        state |= {key: content[key] for key, file in listed.items() if file == name}
+    return state
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    with np.load(path, allow_pickle=False) as archive:
+        return {key: _from_numpy(archive[key]) for key in archive.files}
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no bfloat16 and keeps its bytes
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _read_torch(path: Path) -> dict:
+    # timm's and MAE's training checkpoints keep their arguments beside the weights; a Namespace only holds values
+    with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+        warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+READERS = {
+    ".safetensors": safetensors.torch.load_file,
+    ".npz": _read_npz,
+    **dict.fromkeys((".pth", ".pt", ".bin", ".ckpt", ".tar"), _read_torch),
+}
+
+
+def _line(error: Exception, about: str = "") -> str:
+    """The kind of an exception and the first line of what it says (with `about`, the first that has it)."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if about in line), next(iter(lines), "no more is said"))
+    return textwrap.shorten(f"{type(error).__name__}: {said}", 160, placeholder=" ...")

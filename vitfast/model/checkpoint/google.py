@@ -1,0 +1,62 @@
+"""Google's npz files, of the paper's code and big_vision: tensors made ready for our names."""
+
+import re
+
+import torch
+
+from ...errors import InputError
+from .names import BIG_VISION, GOOGLE, Renames, State, same_tensor, to_ours
+
+RENAMES: Renames = (
+    *to_ours(BIG_VISION),
+    *to_ours(GOOGLE),
+    (r"^(conv|gn)_root/", r"patch_embed/backbone/stem/\1/"),
+    (r"/(conv|gn)_proj/", r"/downsample/\1/"),
+    (r"/gn(\d?)/", r"/norm\1/"),
+    (r"/(kernel|scale)$", "/weight"),
+    (r"/", "."),
+)
+
+# Flax keeps (in, out), and heads as an axis of their own.
+LAYOUTS = (
+    (r"^embedding/kernel$|(^|/)conv\w+/kernel$", lambda w: w.permute(3, 2, 0, 1)),  # (P, Q, C, D) -> (D, C, P, Q)
+    (r"(^|/)gn\w+/(scale|bias)$", torch.flatten),  # (C,), in old files (1, 1, 1, C)
+    (r"/(query|key|value)/kernel$", lambda w: w.flatten(1).T),  # (D, H, Dh) -> (H*Dh, D)
+    (r"/(query|key|value)/bias$", torch.flatten),  # (H, Dh) -> (H*Dh,)
+    (r"/out/kernel$", lambda w: w.flatten(0, 1).T),  # (H, Dh, D) -> (D, H*Dh)
+    (r"(/Dense_[01]|^head|^pre_logits)/kernel$", lambda w: w.T),
+)
+PREFIXES = ("opt/target/", "params/img/", "params/", "img/", "")
+
+
+def prepare(source: State) -> tuple[State, dict]:
+    """Takes the image model out, unstacks stacked layers, turns every array to PyTorch's layout."""
+    prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in source), "")
+    source = {k[len(prefix) :]: v for k, v in source.items() if k.startswith(prefix)}
+    if "embedding/kernel" in source and source["embedding/kernel"].dim() != 4:
+        raise InputError("a NaFlex ViT (a dense patch projection) is not supported yet")
+    if "conv_root/kernel" in source and "block1/unit1/conv1/kernel" not in source:
+        raise InputError("a hybrid of a ResNet's root alone is not supported yet")
+    stacked = [key for key in source if key.startswith("Transformer/encoderblock/")]
+    state = {key: value for key, value in source.items() if key not in stacked}
+    for key in stacked:
+        for i, layer in enumerate(source[key]):
+            if (name := key.replace("encoderblock/", f"encoderblock_{i}/")) in state:
+                raise same_tensor(key, name)
+            state[name] = layer
+    query = next((v for k, v in state.items() if k.endswith("/query/kernel")), None)
+    facts = {} if query is None else {"num_heads": query.shape[1]}
+    if "Transformer/posembed_input/pos_embedding" in state:
+        facts["no_embed_class"] = False
+    elif "pos_embedding" in state:
+        facts["no_embed_class"] = True
+    else:  # big_vision computes these, for patches alone, and stores nothing
+        facts |= dict(pos_embed="sincos2d", no_embed_class="cls" in state)
+    for pattern, turn in LAYOUTS:
+        state.update({k: turn(v) for k, v in state.items() if re.search(pattern, k)})
+    return {re.sub(r"^block(\d+)/unit(\d+)/", _unit, k): v for k, v in state.items()}, facts
+
+
+def _unit(found: re.Match) -> str:
+    """A unit of a hybrid's ResNet, which Google counts from 1."""
+    return f"patch_embed/backbone/stages/{int(found[1]) - 1}/blocks/{int(found[2]) - 1}/"

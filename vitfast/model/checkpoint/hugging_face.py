@@ -1,0 +1,213 @@
+"""transformers' JSON files, of the models that compute what our ViT does."""
+
+import math
+
+from ...errors import InputError
+from .. import config as arguments
+from ..config import POSITIVE, flag, shown
+from ..presets import pair
+from .json_fields import CONFIG, OF_TEXT, activation, dropout_notes, only, read, refuse_unknown, section
+
+_DEFAULTS = dict(num_attention_heads=12, hidden_act="gelu", image_size=224)
+_VIT = _DEFAULTS | dict(layer_norm_eps=1e-12)
+_DINOV2 = _DEFAULTS | dict(layer_norm_eps=1e-6)
+_DINOV3 = _DEFAULTS | dict(num_attention_heads=6, layer_norm_eps=1e-5, rope_theta=100.0)
+_CLIP = _DEFAULTS | dict(hidden_act="quick_gelu", layer_norm_eps=1e-5)
+_SIGLIP = _DEFAULTS | dict(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6)
+_SIGLIP2 = {name: value for name, value in _SIGLIP.items() if name != "image_size"}
+CLASSES = ("Model", "ForImageClassification", "ForImageClassificationWithTeacher", "ForMaskedImageModeling")
+_TOWERS = ("Model", "VisionModel", "VisionModelWithProjection", "ForImageClassification")
+# Of each model_type: its classes, the format its tensors have, and its defaults for fields left out.
+MODELS = {
+    "vit": ([f"ViT{name}" for name in CLASSES], "Hugging Face ViT", _VIT),
+    "deit": ([f"DeiT{name}" for name in CLASSES], "Hugging Face DeiT", _VIT),
+    "dinov2": ([f"Dinov2{name}" for name in CLASSES], "Hugging Face DINOv2", _DINOV2),
+    "dinov2_with_registers": ([f"Dinov2WithRegisters{name}" for name in CLASSES], "Hugging Face DINOv2", _DINOV2),
+    "dinov3_vit": (["DINOv3ViTModel"], "Hugging Face DINOv3", _DINOV3),
+    "clip_vision_model": ([f"CLIP{name}" for name in _TOWERS[1:3]], "Hugging Face CLIP", _CLIP),
+    "clip": ([f"CLIP{name}" for name in _TOWERS[:3]], "Hugging Face CLIP", _CLIP),
+    "siglip_vision_model": (["SiglipVisionModel"], "Hugging Face SigLIP", _SIGLIP),
+    "siglip": ([f"Siglip{name}" for name in _TOWERS], "Hugging Face SigLIP", _SIGLIP),
+    "siglip2_vision_model": (["Siglip2VisionModel"], "Hugging Face SigLIP", _SIGLIP2),
+    "siglip2": ([f"Siglip2{name}" for name in _TOWERS[:2]], "Hugging Face SigLIP", _SIGLIP2),
+}
+# The whole models: what stands beside the configuration of their image tower.
+WHOLE = ("clip", "siglip", "siglip2")
+BESIDE = "text_config vision_config text_config_dict vision_config_dict".split()
+BESIDE += "projection_dim logit_scale_init_value initializer_factor".split()
+
+_TANH = ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
+ACTIVATIONS |= {"quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu"}
+# Their names of constructor arguments.
+ARGUMENTS = {
+    "hidden_size": "embed_dim",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "num_heads",
+    "layer_norm_eps": "norm_eps",
+    "image_size": "img_size",
+    "patch_size": "patch_size",
+    "num_channels": "in_chans",
+    "qkv_bias": "qkv_bias",
+    "num_register_tokens": "reg_tokens",
+    "drop_path_rate": "drop_path_rate",
+    "rope_theta": "rope_temperature",
+    "use_gated_mlp": "swiglu_mlp",
+    "use_swiglu_ffn": "swiglu_mlp",
+    "proj_bias": "proj_bias",
+}
+FIXED = {
+    "pruned_heads": ({},),
+    "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout")
+AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # DINOv3's rotary positions, in training
+# Fields that are read below, and those without a say in the tokens and logits: of a pooler, a decoder and mask tokens,
+# which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model;
+# of Facebook's own code (interpolate_*), which no code of transformers reads; and those that the tensors say.
+OTHERS = """
+    hidden_act intermediate_size mlp_ratio num_patches
+    query_bias key_bias value_bias mlp_bias vision_use_head projection_dim initializer_factor
+    pooler_act pooler_output_size encoder_stride use_mask_token
+    apply_layernorm reshape_hidden_states out_features out_indices stage_names _out_features _out_indices
+    initializer_range layerscale_value gradient_checkpointing
+    architectures model_type transformers_version _name_or_path _commit_hash torch_dtype dtype id2label label2id
+    num_labels _num_labels problem_type finetuning_task task_specific_params return_dict use_return_dict
+    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss use_cache tie_word_embeddings
+    chunk_size_feed_forward cross_attention_hidden_size attn_implementation _attn_implementation
+    _attn_implementation_internal _attn_implementation_autoset
+    interpolate_antialias interpolate_offset
+""".split()
+OTHERS += OF_TEXT
+
+
+def check_kind(config: dict) -> None:
+    """Raises InputError for a model_type or architecture that is not this ViT."""
+    kind = config["model_type"]
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise InputError(f"config.json: model_type {shown(kind)} is not this ViT; known are {', '.join(MODELS)}")
+    names, known = config.get("architectures"), MODELS[kind][0]
+    names = [] if names is None else names
+    if not isinstance(names, list):
+        raise InputError(f"config.json: architectures must be a list of names, got {shown(names)}")
+    if odd := [name for name in names if name not in known]:
+        known = ", ".join(known[:2])
+        raise InputError(f"config.json: architecture {shown(odd[0])} is not this ViT; known are {known}")
+
+
+def told(config: dict, form: str) -> tuple[dict, list[str]]:
+    """The constructor arguments in config.json, and notes.
+
+    form: the format of the tensors. Raises InputError for a model that computes something else.
+    """
+    kind, where = config["model_type"], CONFIG
+    _, known, defaults = MODELS[kind]
+    if kind in WHOLE:
+        refuse_unknown(config, {*BESIDE, *FIXED, *OTHERS}, where)
+        config = section(config, "vision_config_dict") or section(config, "vision_config")  # the former wins there
+        where = "config.json: vision_config"
+    refuse_unknown(config, {*ARGUMENTS, *FIXED, *DROPOUTS, *AUGMENTED, *OTHERS}, where)
+    only(config, FIXED, where)
+    config = defaults | {key: value for key, value in config.items() if value is not None}
+    checks = arguments.ARGUMENTS
+    found = {n: value for f, n in ARGUMENTS.items() if (value := read(config, f, checks[n], where)) is not None}
+    found["act_layer"] = activation(config["hidden_act"], ACTIVATIONS, where)
+    found["hidden"] = read(config, "intermediate_size", checks["embed_dim"], where)
+    if found["hidden"] is None and kind.startswith("dinov2"):
+        found["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
+        if found.get("swiglu_mlp"):  # its own width, and its own activation
+            found |= dict(act_layer="silu", mlp_ratio=None)
+    if defaults is _SIGLIP2:
+        found["img_size"] = _own_size(config, where)
+    if form != known:
+        raise InputError(f"config.json says model_type {kind!r}, the tensors are those of {form}")
+    notes = dropout_notes(config, DROPOUTS, where) + [
+        f"{field}={config[field]} is not taken over, the ViT changes no positions in training"
+        for field in AUGMENTED
+        if config.get(field) is not None
+    ]
+    return {k: v for k, v in found.items() if v is not None}, notes
+
+
+def _own_size(config: dict, where: str) -> tuple[int, int] | None:
+    """The image size at which SigLIP 2 takes its positions as they are; None where nothing says it."""
+    count = read(config, "num_patches", arguments.SIDE, where) or 256
+    patch = pair(read(config, "patch_size", arguments.SIZE, where) or 16)
+    side = math.isqrt(count)
+    return (side * patch[0], side * patch[1]) if side * side == count else None
+
+
+def statistics(pixels: dict) -> dict:
+    """mean and std on the 0..1 scale, None where preprocessor_config.json has none."""
+    file = "preprocessor_config.json"
+    mean, std = (read(pixels, f"image_{name}", arguments.ARGUMENTS[name], file) for name in ("mean", "std"))
+    if read(pixels, "do_normalize", flag, file) is False:
+        mean, std = 0.0, 1.0
+    rescale = read(pixels, "do_rescale", flag, file) is not False
+    factor = read(pixels, "rescale_factor", POSITIVE, file) if rescale else 1.0
+    scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # of what is normalised to 0..1
+    return {name: _divided(value, scale) for name, value in dict(mean=mean, std=std).items()}
+
+
+_BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless they say otherwise
+
+
+def crop(pixels: dict) -> tuple[dict, list[str]]:
+    """`crop_mode` and `crop_pct` in preprocessor_config.json, {} where it has none; and notes."""
+    file = "preprocessor_config.json"
+    kind = str(pixels.get("image_processor_type") or pixels.get("feature_extractor_type"))  # the latter in older files
+    resizes, cuts = read(pixels, "do_resize", flag, file), read(pixels, "do_center_crop", flag, file)
+    if resizes is False or "size" not in pixels:
+        return {}, []
+    mode, size = _size(pixels, "size", kind.startswith(_BY_EDGE))
+    cuts = kind.startswith((*_BY_EDGE, "DeiT")) if cuts is None else cuts
+    cut = _size(pixels, "crop_size")[1] if cuts else size
+    if size and cut:
+        share = cut[0] / size[0]
+        if int(cut[0] / share) < size[0]:  # rounding must not lose a pixel
+            share = math.nextafter(share, 0)
+        alike = cut[0] == cut[1] if mode == "center" else int(cut[1] / share) == size[1]
+        if alike and arguments.LEAST_CROP <= share <= 1:
+            return dict(crop_mode=mode, crop_pct=share), []
+    said = ", ".join(f"{name}={shown(pixels[name])}" for name in ("size", "crop_size") if name in pixels)
+    return {}, [
+        f"{file}: how images are resized and cut is not taken over ({said or 'no size'}); set crop_mode, crop_pct"
+    ]
+
+
+def _size(pixels: dict, field: str, by_edge: bool = False) -> tuple[str, tuple[int, int] | None]:
+    """The crop mode and (height, width) in a field of sizes, or None. by_edge: what one number means."""
+    value = pixels.get(field)
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        value = dict(height=value[0], width=value[1])
+    elif not isinstance(value, dict):
+        value = dict(shortest_edge=value) if by_edge else dict(height=value, width=value)
+    edge = value.get("shortest_edge")
+    mode, sides = ("center", (edge, edge)) if edge else ("squash", (value.get("height"), value.get("width")))
+    try:
+        return mode, arguments.ARGUMENTS["img_size"](sides)
+    except ValueError:
+        return mode, None
+
+
+def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
+    """Fields of preprocessor_config.json that resize images and cut them to `size`, (height, width).
+
+    Nothing there fills up a border, or keeps the aspect of images for a model whose own are no squares: those are
+    squashed.
+    """
+    height, width = (int(side / crop_pct) for side in size)
+    if crop_mode != "center" or size[0] != size[1]:
+        if crop_pct == 1:
+            return dict(image_processor_type="ViTImageProcessor", do_resize=True, size=dict(height=height, width=width))
+        edges = dict(height=height, width=width)
+    else:
+        edges = dict(shortest_edge=height)
+    cut = dict(do_center_crop=True, crop_size=dict(height=size[0], width=size[1]))
+    return dict(image_processor_type="BitImageProcessor", do_resize=True, size=edges, **cut)
+
+
+def _divided(value: float | tuple[float, ...] | None, scale: float) -> float | tuple[float, ...] | None:
+    return tuple(v / scale for v in value) if isinstance(value, tuple) else value and value / scale

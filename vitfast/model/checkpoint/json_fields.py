@@ -1,0 +1,86 @@
+"""Fields of other libraries' JSON: read by name and type, or refused by name."""
+
+from collections.abc import Iterable
+
+from ...errors import InputError
+from ...version import __version__
+from ..config import RATE, Check, enforce, shown
+
+CONFIG = "config.json"
+_REMOVE = "remove it where it changes nothing that the model computes"
+# What transformers 4 writes of text generation and the like, into the config.json of any model: no say in a ViT.
+OF_TEXT = """
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    tokenizer_class prefix tie_encoder_decoder max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+""".split()
+
+
+def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str, remedy: str = _REMOVE) -> None:
+    """Raises InputError for fields that may say something of the model that nobody here understands."""
+    if odd := sorted(set(found) - set(known)):
+        raise InputError(f"{where} has {shown(odd[0])}, which vitfast {__version__} does not know; {remedy}")
+
+
+def section(config: dict, name: str, where: str = CONFIG) -> dict:
+    """The object in a field, {} where it is absent or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"{where}: {name} must be an object, got {shown(value)}")
+    return value or {}
+
+
+def read(config: dict, field: str, check: Check, where: str = CONFIG):
+    """The value of a field, which must pass the check; None where it is absent or null."""
+    value = config.get(field)
+    return None if value is None else enforce(check, value, f"{where}: {field}")
+
+
+def only(config: dict, allowed: dict[str, tuple], where: str = CONFIG) -> None:
+    """Raises InputError for a field with another value than those at which the ViT computes the same."""
+    for field, values in allowed.items():
+        value = config.get(field)
+        if value is not None and not any(value == one and type(value) is type(one) for one in values):
+            wanted = " or ".join(map(repr, values))
+            raise InputError(f"{where}: {field} must be {wanted} for a ViT like ours, got {shown(value)}")
+
+
+def activation(name, known: dict[str, str], where: str = CONFIG) -> str | None:
+    """The ViT's name of an activation, None for None."""
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in known:
+        raise InputError(f"{where}: activation {shown(name)} is not supported; known are {', '.join(known)}")
+    return known[name]
+
+
+def dropout_notes(config: dict, fields: Iterable[str], where: str = CONFIG) -> list[str]:
+    """A line for each rate of a dropout that the ViT has not: in training alone it would do something."""
+    rates = {field: read(config, field, RATE, where) for field in fields}
+    return [f"{field}={rate} is not taken over, the ViT has no dropout there" for field, rate in rates.items() if rate]
+
+
+def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
+    """The names of `count` classes in a list or, by number, in an object; a note where they do not fit.
+
+    None for no names, and for those that Hugging Face makes up in id2label (LABEL_0, LABEL_1, ...).
+    """
+    if not value or not count:
+        return None, []
+    try:
+        pairs = [(int(key), name) for key, name in (value.items() if isinstance(value, dict) else enumerate(value))]
+        numbered = dict(pairs)
+    except (TypeError, ValueError):
+        pairs, numbered = [], {0: None}
+    if isinstance(value, str) or not all(isinstance(name, str) for name in numbered.values()):
+        raise InputError(f"config.json: {field} must be names of classes, got {shown(value)}")
+    if len(numbered) < len(pairs):
+        twice = next(i for i, _ in pairs if sum(j == i for j, _ in pairs) > 1)
+        raise InputError(f"config.json: {field} names class {twice} twice; leave one of the two")
+    if field == "id2label" and all(name == f"LABEL_{i}" for i, name in numbered.items()):
+        return None, []
+    if numbered.keys() != set(range(count)):
+        return None, [f"{field} is not taken over: it has {len(numbered)} names, not one for each of {count} classes"]
+    return tuple(numbered[i] for i in range(count)), []

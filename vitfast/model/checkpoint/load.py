@@ -1,0 +1,174 @@
+"""From a checkpoint of any format to a state dict, a configuration, or a model."""
+
+import inspect
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError, unknown
+from .. import config as arguments
+from .. import positions
+from ..presets import pair
+from .config import FIXED, check_config, infer
+from .files import locate, read_tensors
+from .formats import differences, to_timm_names
+
+logger = logging.getLogger("vitfast")
+
+_HEAD = ("head.", "head_dist.", "pre_logits.")
+
+
+@dataclass
+class Checkpoint:
+    """One checkpoint, read: `kind` is its format, `state` is in timm's names, `config` makes its model.
+
+    notes: a line for each thing that was assumed or left out.
+    """
+
+    name: str
+    kind: str
+    state: dict[str, Tensor]
+    config: dict
+    notes: list[str]
+
+    def __str__(self) -> str:
+        shape = ", ".join(f"{k}={self.config.get(k)}" for k in ("embed_dim", "depth", "patch_size", "num_classes"))
+        return f"{self.name}: a {self.kind} checkpoint with {shape}"
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """The weights in `path` under vitfast's (= timm's) names, on the CPU, in the file's dtype.
+
+    path: a .safetensors, .npz or .pth/.pt/.bin file, a folder, or `hf-hub:owner/name[@revision]`; written by timm,
+    Google (ViT, big_vision), Hugging Face (ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP), torchvision, Meta's DINOv2 and
+    DINOv3, OpenAI's CLIP or `save_pretrained`. No pickle is ever run. Beyond timm's names there can be
+    `pre_logits.fc.*` (the hidden layer of a pre-training head) and `head_dist.*` (DeiT's second head). Raises
+    InputError, one line, for what is missing, broken, or no ViT of these.
+    """
+    content = read_tensors(locate(path).weights)
+    with _named(path):
+        made = to_timm_names(content)
+    for note in made.notes:
+        logger.warning("%s: %s", path, note)
+    return made.state
+
+
+def read(source: str | Path, **known) -> tuple[dict[str, Tensor], dict]:
+    """The state dict of `load_checkpoint`, and the constructor arguments of its model.
+
+    known: constructor arguments from the caller, used where the checkpoint leaves them open: `num_heads`, and
+    `img_size` for a position table that is no square. What `save` wrote comes back exactly. Raises InputError as
+    `load_checkpoint` does.
+    """
+    found = _open(source, known)
+    return found.state, found.config
+
+
+def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = False):
+    """A `cls` (a ViT) with the weights of `source` and its own configuration, changed by `overrides`.
+
+    Overrides that the tensors do not fix are constructor arguments. Another `img_size` resamples the positions, another
+    `num_classes` puts a zero linear layer (or none, for 0) in the place of the whole head. The model is in torch's
+    default dtype, or with `keep_dtype` in that of the tensors where they share one. Raises InputError where an override
+    or a key does not fit.
+    """
+    made = [inspect.signature(one.__init__).parameters.values() for one in cls.__mro__]
+    names = [p.name for ps in made for p in ps if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for name in overrides:
+        if name not in names:
+            raise unknown("argument of from_pretrained", name, names)
+        if name in arguments.ARGUMENTS:
+            arguments.read(name, overrides[name], f"from_pretrained: {name}")
+    found = _open(source, overrides)
+    if found.config["swiglu_mlp"] and overrides.get("act_layer", "silu") != "silu":
+        asked = f"act_layer={overrides['act_layer']!r}"
+        raise InputError(f"{source}: its MLPs are gated, and the ViT's gates have 'silu' alone, not {asked}")
+    classes = overrides.get("num_classes", found.config["num_classes"])
+    changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes", "class_names")}
+    if classes != found.config["num_classes"]:
+        found.state = {k: v for k, v in found.state.items() if not k.startswith(_HEAD)}
+        found.config |= dict(num_classes=0, representation_size=None, class_names=None)
+    else:
+        _check_head(found)
+    _check_architecture(cls, found, changes)
+    with _named(source), torch.device("meta"):
+        try:
+            model = cls(**{**found.config, **changes})
+        except TypeError as error:
+            raise InputError(f"{cls.__name__} must take the arguments of ViT ({error})") from error
+    if wrong := differences(model.state_dict(), found.state):
+        raise InputError(f"{found}; expected the tensors of a ViT like it; {wrong}")
+    model.to_empty(device=torch.get_default_device())
+    model.load_state_dict(found.state)
+    if "img_size" in overrides and pair(overrides["img_size"]) != model.patch_embed.img_size:
+        with _named(source):
+            model.set_input_size(overrides["img_size"])
+    if classes != model.num_classes:
+        model.reset_classifier(classes)
+    if "class_names" in overrides:
+        model.class_names = overrides["class_names"]
+    for note in found.notes:
+        logger.warning("%s: %s", source, note)
+    dtypes = {v.dtype for v in found.state.values()}
+    return model.to(*dtypes) if keep_dtype and len(dtypes) == 1 else model
+
+
+@contextmanager
+def _named(source: str | Path):
+    """Puts the name of the source before the message of an InputError about its content."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+def _open(source: str | Path, known: dict) -> Checkpoint:
+    files = locate(source)
+    with _named(source):  # a model that is another by its own word is not looked into
+        check_config(files.config)
+    content = read_tensors(files.weights)
+    with _named(source):
+        made = to_timm_names(content)
+        config, notes = infer(made, files, known)
+        if made.facts.get("pos_embed") == "sincos2d":
+            size, patch = pair(config.setdefault("img_size", 224)), pair(config["patch_size"])
+            grid = size[0] // patch[0], size[1] // patch[1]
+            made.state["pos_embed"] = positions.sincos_2d(grid, config["embed_dim"])
+    return Checkpoint(str(source), made.form.name, made.state, config, notes + made.notes)
+
+
+def _check_head(found: Checkpoint) -> None:
+    """Raises InputError for a head that is not one linear layer on one pooled token."""
+    way_out = "pass num_classes= for a new head, 0 for none"
+    if "head_dist.weight" in found.state:
+        raise InputError(f"{found}; a distilled DeiT has two heads, the ViT has one; {way_out}")
+    width = found.config.get("representation_size") or found.config["embed_dim"]
+    if "head.weight" in found.state and found.state["head.weight"].shape[1] == 2 * width:
+        reads = "its head reads the class token beside the mean of the patches, the ViT's reads one of them"
+        raise InputError(f"{found}; {reads}; {way_out}")
+
+
+def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
+    """Raises InputError for changes of what the tensors fix."""
+    config = found.config
+    if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
+        reads = f"its patch projection reads in_chans={config['in_chans']} channels"
+        raise InputError(f"{found}; {reads}, expected in_chans={changes['in_chans']}")
+    hidden = int(config["embed_dim"] * config["mlp_ratio"])
+    same = FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio) == hidden}
+    asked = {k: v for k, v in changes.items() if k in same and not (k == "fc_norm" and v is None)}
+    wrong = {k: v for k, v in asked.items() if same[k](config.get(k)) != same[k](v)}
+    if not wrong:
+        return
+    try:
+        with torch.device("meta"):  # any head count has these tensors, and one always divides the width
+            expected = cls(**{**config, **changes, "num_heads": 1}).state_dict()
+        why = differences(expected, found.state)
+    except InputError as error:
+        why = str(error)
+    expected = ", ".join(f"{k}={v}, not {config.get(k)}" for k, v in wrong.items())
+    raise InputError(f"{found}; expected {expected}; {why or 'leave out what differs'}")

@@ -1,0 +1,119 @@
+"""A ViT as transformers has it: ViT, DINOv3, CLIP or SigLIP, as tensors and config.json."""
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ..config import ROPES
+from ..presets import pair
+from .names import HUGGING_FACE, HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, State, rename, to_theirs
+
+NAMES = to_theirs(HUGGING_FACE)
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu", "silu": "silu"}
+
+
+def family(config: dict) -> str:
+    """Which of transformers' models has these arguments, if any has; the writers say what each lacks."""
+    if config["rope"] == "dinov3":
+        return "dinov3"
+    return "clip" if config["pre_norm"] else "siglip" if config["global_pool"] == "map" else "vit"
+
+
+def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """The tensors and the content of config.json."""
+    size, hidden = pair(config["img_size"]), state["blocks.0.mlp.fc2.weight"].shape[1]
+    content = dict(
+        hidden_size=config["embed_dim"],
+        num_hidden_layers=config["depth"],
+        num_attention_heads=config["num_heads"],
+        intermediate_size=hidden,
+        hidden_act="silu" if config["swiglu_mlp"] else ACTIVATIONS[config["act_layer"]],
+        layer_norm_eps=config["norm_eps"],
+        image_size=size[0] if size[0] == size[1] else size,
+        patch_size=config["patch_size"],
+        num_channels=config["in_chans"],
+        dtype=str(state["patch_embed.proj.weight"].dtype).removeprefix("torch."),
+    )
+    made, more = _FAMILIES[family(config)](split_qkv(state), config, class_names)
+    return made, content | more
+
+
+def split_qkv(state: State) -> State:
+    """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
+    apart: dict[str, Tensor] = {}
+    for key, value in state.items():
+        names = [key.replace(".qkv.", f".{name}.") for name in "qkv"] if ".attn.qkv." in key else [key]
+        apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
+    return {key: value.contiguous() for key, value in apart.items()}
+
+
+def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """ViTForImageClassification, without head ViTModel (no prefix)."""
+    classes = config["num_classes"]
+    content = dict(architectures=["ViTForImageClassification" if classes else "ViTModel"], model_type="vit")
+    content |= dict(qkv_bias=config["qkv_bias"])
+    state = rename(state, NAMES)
+    if classes:
+        labels = dict(enumerate(class_names or [f"LABEL_{i}" for i in range(classes)]))
+        content |= dict(id2label=labels, label2id={name: i for i, name in labels.items()})
+        state = {key if key.startswith("classifier.") else f"vit.{key}": value for key, value in state.items()}
+    return state, content
+
+
+def _dinov3(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """DINOv3ViTModel; a bias of keys stays one."""
+    width, bias = config["embed_dim"], config["qkv_bias"]
+    content = dict(
+        architectures=["DINOv3ViTModel"],
+        model_type="dinov3_vit",
+        use_gated_mlp=config["swiglu_mlp"],
+        num_register_tokens=config["reg_tokens"],
+        rope_theta=config["rope_temperature"] or ROPES["dinov3"],
+        mlp_bias=config["proj_bias"],
+        proj_bias=config["proj_bias"],
+        layerscale_value=config["init_values"],
+        pos_embed_rescale=None,  # nothing moves in training, as in the ViT
+    )
+    content |= {f"{name}_bias": bias for name in ("query", "key", "value")}
+    apart = {}
+    for key, value in state.items():
+        if config["swiglu_mlp"] and ".mlp.fc1." in key:
+            apart |= zip((key.replace("fc1.", "fc1_g."), key.replace("fc1.", "fc1_x.")), value.chunk(2))
+        else:
+            apart[key.replace(".mlp.fc1.", ".mlp.fc1_x.")] = value
+    made = rename({key: value.contiguous() for key, value in apart.items()}, to_theirs(HUGGING_FACE_DINOV3))
+    token = state["cls_token"]
+    empty = {} if config["reg_tokens"] else {"embeddings.register_tokens": token.new_empty(1, 0, width)}
+    return made | {"embeddings.mask_token": torch.zeros_like(token)} | empty, content
+
+
+def _clip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """CLIPVisionModelWithProjection, without head CLIPVisionModel."""
+    classes = config["num_classes"]
+    if classes and state.pop("head.bias").any():
+        raise InputError("CLIP's projection has no bias, this head has one; --num-classes 0 leaves it out")
+    name = "CLIPVisionModelWithProjection" if classes else "CLIPVisionModel"
+    content = dict(architectures=[name], model_type="clip_vision_model")
+    content |= dict(projection_dim=classes) if classes else {}
+    return _tower(state), content
+
+
+def _siglip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """SiglipVisionModel; the MAP head's query, keys and values in one."""
+    made = _tower(state)
+    for last in ("weight", "bias"):
+        rows = [made.pop(f"vision_model.head.attention.{name}.{last}") for name in ("q", "kv")]
+        made[f"vision_model.head.attention.in_proj_{last}"] = torch.cat(rows)
+    return made, dict(architectures=["SiglipVisionModel"], model_type="siglip_vision_model")
+
+
+def _tower(state: State) -> State:
+    """A tower of CLIP or SigLIP, with the prefix of the released files, which every version reads."""
+    made = rename(state, to_theirs(HUGGING_FACE_TOWER))
+    for key in ("embeddings.position_embedding.weight", "embeddings.class_embedding"):
+        if key in made:
+            made[key] = made[key].flatten(0, -2) if "position" in key else made[key].flatten()
+    return {key if key.startswith("visual_") else f"vision_model.{key}": value for key, value in made.items()}
+
+
+_FAMILIES = {"vit": _vit, "dinov3": _dinov3, "clip": _clip, "siglip": _siglip}

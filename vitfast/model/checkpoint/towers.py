@@ -1,0 +1,119 @@
+"""DINOv3, SigLIP and CLIP of Hugging Face, Meta and OpenAI: tensors made ready for our names."""
+
+import math
+import re
+
+import torch
+
+from ...errors import InputError
+from .names import HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, OPENAI, Renames, State, to_ours
+
+TOWER_RENAMES: Renames = (*to_ours(HUGGING_FACE_TOWER), (r"^classifier\.", "head."))
+OPENAI_RENAMES: Renames = (*to_ours(OPENAI), (r"\.ls_([12])\.gamma$", r".ls\1.gamma"))
+DINOV3_RENAMES: Renames = (*to_ours(HUGGING_FACE_DINOV3), (r"^embeddings\.", ""))
+# What stands beside an image tower: one for texts, and how the two are compared.
+BESIDE = r"^text_model\.|^text_projection\.|^logit_(scale|bias)$|^vision_model\.|^embeddings\.position_ids$"
+BESIDE_OPENAI = r"^(?!visual\.|cls_token|pos_embed|patch_embed|norm|blocks|head)"
+
+ROUNDED = 2**-8  # of a number that was in bfloat16
+
+
+def without_key_bias(source: State) -> State:
+    """Gives biases of queries and values alone the names that say so."""
+    if any(key.endswith("k_proj.bias") for key in source):
+        return source
+    return {re.sub(r"\.([qv])_proj\.bias$", r".\1_bias", key): value for key, value in source.items()}
+
+
+def prepare_tower(source: State) -> tuple[State, dict]:
+    """The image tower of Hugging Face's CLIP or SigLIP, by itself or in the whole model."""
+    state, facts = {key.removeprefix("vision_model."): value for key, value in source.items()}, {}
+    state = _as_batches(state, "embeddings.position_embedding.weight", "embeddings.class_embedding")
+    patch = state.get("embeddings.patch_embedding.weight")
+    if patch is not None and patch.dim() == 2:  # SigLIP 2 for images of any aspect: patches with their channels last
+        state["embeddings.patch_embedding.weight"] = _convolution(patch)
+        facts["note"] = "positions are SigLIP 2's at its own square size alone: elsewhere it resizes them otherwise"
+    for last in ("weight", "bias"):
+        if (whole := state.pop(f"head.attention.in_proj_{last}", None)) is not None:
+            rows = len(whole) // 3
+            state |= {f"head.attention.q.{last}": whole[:rows], f"head.attention.kv.{last}": whole[rows:]}
+    if "classifier.weight" in state:
+        if "embeddings.class_embedding" in state:
+            raise InputError("a classifier on CLIP's patches before their last norm is not supported yet")
+        facts |= dict(global_pool="avg", fc_norm=False)  # it leaves the MAP head aside
+        state = {f"vision_model.{key}" if key.startswith("head.") else key: value for key, value in state.items()}
+    return _with_bias(state, "visual_projection.weight"), facts
+
+
+def _as_batches(state: State, positions: str, token: str) -> State:
+    """A table (N, D) and a class token (D,) of these names -> (1, N, D) and (1, 1, D)."""
+    found = {key: axes for key, axes in ((positions, (None,)), (token, (None, None))) if key in state}
+    return state | {key: state[key][axes] for key, axes in found.items()}
+
+
+def _with_bias(state: State, key: str) -> State:
+    """A linear layer without bias gets zeros, as our head has one."""
+    if key not in state:
+        return state
+    return state | {key.replace("weight", "bias"): state[key].new_zeros(len(state[key]))}
+
+
+def _convolution(weight: torch.Tensor) -> torch.Tensor:
+    """A linear layer on flat patches, rows, columns, channels -> the convolution (D, 3, P, P)."""
+    side = math.isqrt(weight.shape[1] // 3)
+    if 3 * side * side != weight.shape[1]:
+        raise InputError(f"a projection of {weight.shape[1]} numbers is of no square patches of 3 channels")
+    return weight.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
+
+
+def prepare_openai(source: State) -> tuple[State, dict]:
+    """The image tower of CLIP in OpenAI's or open_clip's names, by itself or in the whole model."""
+    if not any(key.startswith("visual.") for key in source):
+        source = {f"visual.{key}": value for key, value in source.items()}
+    if any(key.startswith("visual.attn_pool.") for key in source):
+        raise InputError("a CLIP whose embedding an attentional pooler makes (attn_pool) is not supported yet")
+    state = _as_batches(source, "visual.positional_embedding", "visual.class_embedding")
+    if (projection := state.pop("visual.proj", None)) is not None:
+        state["visual.proj.weight"] = projection.T
+    return _with_bias(state, "visual.proj.weight"), {}
+
+
+def prepare_dinov3(source: State) -> tuple[State, dict]:
+    """Hugging Face's DINOv3."""
+    state = {key.removeprefix("model."): value for key, value in without_key_bias(source).items()}
+    if not any(".mlp.gate_proj." in key for key in state):
+        state = {key.replace(".mlp.up_proj.", ".mlp.fc1."): value for key, value in state.items()}
+    return {key: value for key, value in state.items() if value.numel() or "register_tokens" not in key}, {}
+
+
+def prepare_meta(source: State) -> tuple[State, dict]:
+    """Meta's own files of DINOv3: biases masked, rotary positions as periods."""
+    state, facts = dict(source), {}
+    for key in [key for key in source if key.endswith(".bias_mask")]:
+        bias, mask = key.removesuffix("_mask"), state.pop(key)
+        if bias in state:
+            state[bias] = torch.where(mask == 0, 0, state[bias] * mask)
+    if "cls_norm.weight" in state:
+        first, last = ([state.get(f"{norm}.{name}") for name in ("weight", "bias")] for norm in ("cls_norm", "norm"))
+        if any(a is None or b is None or not torch.equal(a, b) for a, b in zip(first, last)):
+            raise InputError("a ViT with another last norm of its class token (cls_norm) is not supported yet")
+    if (periods := state.get("rope_embed.periods")) is not None:
+        if periods.dim() != 1 or not periods.numel() or "patch_embed.proj.weight" not in state:
+            raise InputError(f"rope_embed.periods of shape {tuple(periods.shape)} without a whole ViT; export it again")
+        facts = _rope(periods.double(), len(state["patch_embed.proj.weight"]))
+    return state, facts
+
+
+def _rope(periods: torch.Tensor, width: int) -> dict:
+    """Arguments of rotary positions with periods base^(4i / Dh), and a note where they are rounded."""
+    count = len(periods)
+    exponent = torch.arange(count, dtype=torch.float64) / count
+    base = 100.0
+    if count > 1 and (periods[-1] / base ** exponent[-1] - 1).abs() > ROUNDED:
+        base = float(f"{periods[-1] ** (1 / exponent[-1]):.2g}")
+    off = (periods / base**exponent - 1).abs().max().item()
+    if not off <= ROUNDED:
+        raise InputError("rope_embed.periods are no powers of one base, which vitfast does not have yet")
+    facts = dict(num_heads=width // (4 * count), rope_temperature=base)
+    exact = "the ViT takes the exact ones, as timm and Hugging Face do"
+    return facts | ({"note": f"rope_embed.periods are rounded, by up to {off:.1e}: {exact}"} if off > 1e-6 else {})

@@ -1,0 +1,312 @@
+"""The formats that are written: what each has no place for, its names, layouts and files."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+
+from ...errors import InputError, both_ends
+from ...run.files import write_all_atomically
+from ...version import __version__
+from .. import config as arguments
+from ..presets import pair
+from . import hugging_face, to_hugging_face
+from .files import READERS, make_folder, target
+from .formats import differences
+from .names import BIG_VISION, GOOGLE, TORCHVISION, Renames, State, rename, to_theirs
+from .timm import GATED_NAME, ratio_of
+from .to_hugging_face import split_qkv
+
+logger = logging.getLogger("vitfast")
+
+TIMM_NAMES = {
+    (16, 192, 12): "vit_tiny_patch16_224",
+    (16, 384, 12): "vit_small_patch16_224",
+    (32, 384, 12): "vit_small_patch32_224",
+    (16, 768, 12): "vit_base_patch16_224",
+    (32, 768, 12): "vit_base_patch32_224",
+    (16, 1024, 24): "vit_large_patch16_224",
+    (32, 1024, 24): "vit_large_patch32_224",
+    (14, 1280, 32): "vit_huge_patch14_224",
+}
+# Arguments of ViT that timm's VisionTransformer has too; `model_args` lists them all, so that any of its names can
+# carry any shape.
+TIMM_ARGS = (
+    "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio",
+    "qkv_bias", "proj_bias", "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm",
+    "dynamic_img_size", "act_layer", "pre_norm", "qk_norm", "scale_mlp_norm",
+)  # fmt: skip
+
+TORCHVISION_NAMES = to_theirs(TORCHVISION)
+GOOGLE_NAMES: Renames = (
+    (r"\.", "/"),
+    *to_theirs(GOOGLE),
+    (r"((LayerNorm_\d|encoder_norm)/)weight$", r"\1scale"),
+    (r"/weight$", "/kernel"),
+)
+# PyTorch's layouts to Flax's, w for the array and h for the number of heads.
+GOOGLE_LAYOUTS = (
+    (r"^embedding/kernel$", lambda w, h: w.permute(2, 3, 1, 0)),  # (D, C, P, Q) -> (P, Q, C, D)
+    (r"/(query|key|value)/kernel$", lambda w, h: w.T.unflatten(1, (h, -1))),  # (H*Dh, D) -> (D, H, Dh)
+    (r"/(query|key|value)/bias$", lambda w, h: w.unflatten(0, (h, -1))),  # (H*Dh,) -> (H, Dh)
+    (r"/out/kernel$", lambda w, h: w.T.unflatten(0, (h, -1))),  # (D, H*Dh) -> (H, Dh, D)
+    (r"(/Dense_[01]|^head|^pre_logits)/kernel$", lambda w, h: w.T),
+)
+
+# What a format may have no place for: how the error calls it, and whether a model (its configuration) has it.
+FEATURES: dict[str, tuple[str, Callable[[dict], bool]]] = {
+    "registers": ("register tokens", lambda c: c["reg_tokens"] > 0),
+    "layer_scale": ("LayerScale", lambda c: bool(c["init_values"])),
+    "no_class_token": ("a model without class token", lambda c: not c["class_token"]),
+    "patch_positions": (
+        "positions for patches alone (no_embed_class)",
+        lambda c: c["class_token"] and c["no_embed_class"],
+    ),
+    "no_positions": ("a model without positions", lambda c: c["pos_embed"] in ("none", "")),
+    "rope": ("rotary positions (rope)", lambda c: c["rope"] is not None),
+    "table": ("a position table beside rotary positions (pos_embed)", lambda c: c["pos_embed"] not in ("none", "")),
+    "no_layer_scale": ("a model without LayerScale (init_values)", lambda c: not c["init_values"]),
+    "gated": ("a gated MLP (swiglu_mlp)", lambda c: c["swiglu_mlp"]),
+    "gated_map": ("a gated MLP and a MAP head", lambda c: c["swiglu_mlp"] and c["global_pool"] == "map"),
+    "pre_norm": ("a norm before the blocks (pre_norm)", lambda c: c["pre_norm"]),
+    "qk_norm": ("norms of queries and keys (qk_norm)", lambda c: c["qk_norm"]),
+    "mlp_norm": ("a norm in the MLP (scale_mlp_norm)", lambda c: c["scale_mlp_norm"]),
+    "rms_norm": ("RMSNorm (norm_layer)", lambda c: c["norm_layer"] != "layernorm"),
+    "activation": (
+        "another activation than GELU (act_layer)",
+        lambda c: not c["swiglu_mlp"] and c["act_layer"] not in ("gelu", "gelu_tanh"),
+    ),
+    "map": ("a MAP head (global_pool)", lambda c: c["global_pool"] == "map"),
+    "head": ("a head", lambda c: c["num_classes"] > 0),
+    "class_token": ("prefix tokens (class_token, reg_tokens)", lambda c: c["class_token"] or c["reg_tokens"] > 0),
+    "positions": (
+        "other positions than one table at the stem",
+        lambda c: c["pos_embed"] in ("learn2d", "factorized", "relative") or c["pos_embed_at"] != "stem",
+    ),
+    "hybrid": ("the ResNet of a hybrid", lambda c: c["backbone"] is not None),
+    "fc_norm": ("a norm after pooling (fc_norm)", lambda c: bool(c["fc_norm"])),
+    "pre_logits": ("the hidden layer of a pre-training head (pre_logits)", lambda c: bool(c["representation_size"])),
+    "no_qkv_bias": ("qkv without bias", lambda c: not c["qkv_bias"]),
+    "no_bias": ("linear layers without bias (proj_bias)", lambda c: not c["proj_bias"]),
+    "pooling": ("another pooling than the class token", lambda c: c["num_classes"] > 0 and c["global_pool"] != "token"),
+    "no_head": ("a model without head", lambda c: c["num_classes"] == 0),
+    "no_square": (
+        "images or patches that are no squares",
+        lambda c: any(h != w for h, w in (pair(c["img_size"]), pair(c["patch_size"]))),
+    ),
+    "channels": ("other than 3 channels", lambda c: c["in_chans"] != 3),
+}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One format.
+
+    suffixes: of the file it writes, "" for a folder. write: (model, path) -> None, writes the files. lacks: of a
+    configuration, the keys of FEATURES that it has no place for.
+    """
+
+    suffixes: tuple[str, ...]
+    write: Callable[[nn.Module, Path], None]
+    lacks: Callable[[dict], tuple[str, ...]] = lambda config: ()
+
+
+def tensors(model) -> State:
+    """The state dict on the CPU, contiguous, no two tensors in the same memory (for safetensors)."""
+    state, storages = {}, set()
+    for name, value in model.state_dict().items():
+        value = value.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        state[name] = value.clone() if storage in storages else value
+        storages.add(storage)
+    return state
+
+
+def file_suffix(path: Path) -> str:
+    """The suffix of a weights file, "" for any other name, which is that of a folder ("vit-b16.v2")."""
+    return path.suffix if path.suffix in READERS else ""
+
+
+def _write_tensors(state: State, path: Path) -> None:
+    """A state dict as safetensors, or to a .pth as torch.save writes it (which `weights_only` reads)."""
+    if path.suffix != ".pth":
+        return write_safetensors(state, path, {"format": "pt"})
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # how it tells of a full disk
+        raise OSError(f"is the disk full? torch.save says: {both_ends(str(error))}") from error
+
+
+def write_safetensors(state: State, path: Path, metadata: dict[str, str]) -> None:
+    """A safetensors file. Raises OSError where the disk is full."""
+    try:
+        safetensors.torch.save_file(state, path, metadata=metadata)
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def _write_json(content: dict, path: Path) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _config(model) -> dict:
+    """`model.config` as JSON holds it. Raises InputError for a value that no reader would take."""
+    return arguments.checked(model.config)
+
+
+def _check_readable(model, state: State, config: dict) -> None:
+    """Raises InputError for a model that `from_pretrained` would not make of its configuration."""
+    try:
+        with torch.device("meta"):
+            twin = type(model)(**config)
+    except (TypeError, RuntimeError):  # a class with a constructor of its own
+        return
+    if wrong := differences(twin.state_dict(), state):
+        advice = "undo that, or save model.state_dict() with torch.save"
+        raise InputError(f"save_pretrained: its layers are not those that its arguments make ({wrong}); {advice}")
+    made = {name: _function(module) for name, module in twin.named_modules()}
+    other = [name for name, module in model.named_modules() if name and made.get(name) != _function(module)]
+    if other:
+        logger.warning("save_pretrained: from_pretrained will not make %s as it is now", ", ".join(other[:3]))
+
+
+def _function(module: nn.Module) -> tuple:
+    """The class of a module, and what else of its function is not in the tensors."""
+    return type(module), *(getattr(module, name, None) for name in ("eps", "activation", "num_heads"))
+
+
+def save(model, folder: str | Path) -> None:
+    """Writes model.safetensors and config.json, each replaced atomically, neither before both are whole.
+
+    The folder is made. The state dict is written as it is (dtypes too), from any device; config.json holds
+    `model.config` (with the names of the classes where they are known), the library and its version. Raises InputError
+    for a model that could not be read back: without its last norm, or with a head of its own.
+    """
+    folder = target(folder)
+    state, config = tensors(model), _config(model)
+    _check_readable(model, state, config)
+    made_by = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__}
+    make_folder(folder, folder)
+    write_all_atomically(
+        {
+            folder / "model.safetensors": lambda path: _write_tensors(state, path),
+            folder / "config.json": lambda path: _write_json({**made_by, **config}, path),
+        }
+    )
+
+
+def _write_timm(model: nn.Module, path: Path) -> None:
+    """A bare state dict, or a folder for timm.create_model("local-dir:...") as timm's repositories are."""
+    state, config = tensors(model), _config(model)
+    if file_suffix(path):
+        return _write_tensors(state, path)
+    path.mkdir()
+    size = pair(config["img_size"])
+    model_args = {name: config[name] for name in TIMM_ARGS} | {"pos_embed": "learn" if "pos_embed" in state else "none"}
+    pretrained = dict(
+        input_size=(config["in_chans"], *size),
+        fixed_input_size=not config["dynamic_img_size"],
+        interpolation="bicubic",
+        crop_pct=config["crop_pct"] or 1.0,
+        crop_mode=config["crop_mode"] or "center",
+        mean=config["mean"],
+        std=config["std"],
+        num_classes=config["num_classes"],
+        pool_size=None,
+        first_conv="patch_embed.proj",
+        classifier="head",
+    )
+    if config["norm_layer"] != "layernorm":  # said only where it must be: it would take the eps of a name away
+        model_args["norm_layer"] = config["norm_layer"]
+    name = TIMM_NAMES.get((config["patch_size"], config["embed_dim"], config["depth"]), "vit_base_patch16_224")
+    if config["swiglu_mlp"]:  # no argument in JSON has it, a name has; its mlp_ratio counts gate and up
+        name, model_args["act_layer"] = GATED_NAME, "silu"
+        model_args["mlp_ratio"] = ratio_of(state["blocks.0.mlp.fc1.weight"].shape[0], config["embed_dim"])
+    elif config["norm_eps"] == 1e-5 and config["norm_layer"] == "layernorm":
+        name = "vit_base_patch16_clip_224"  # all of whose other arguments are said
+    content = dict(
+        architecture=name,
+        num_classes=config["num_classes"],
+        num_features=config["embed_dim"],
+        global_pool=config["global_pool"],
+    )
+    content |= {"label_names": model.class_names} if model.class_names else {}
+    _write_json(content | dict(model_args=model_args, pretrained_cfg=pretrained), path / "config.json")
+    _write_tensors(state, path / "model.safetensors")
+
+
+def _write_hugging_face(model: nn.Module, path: Path) -> None:
+    """A folder for the from_pretrained of transformers' class."""
+    config = _config(model)
+    state, content = to_hugging_face.converted(tensors(model), config, model.class_names)
+    pixels = dict(
+        **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
+        resample=3,  # bicubic
+        do_rescale=True,
+        rescale_factor=1 / 255,
+        do_normalize=True,
+        image_mean=config["mean"],
+        image_std=config["std"],
+    )
+    path.mkdir()
+    _write_json(content, path / "config.json")
+    _write_json(pixels, path / "preprocessor_config.json")
+    _write_tensors(state, path / "model.safetensors")
+
+
+def _write_google(model: nn.Module, path: Path) -> None:
+    """The npz of the paper's code, or big_vision's where positions are for patches alone.
+
+    bfloat16, which NumPy lacks, becomes float32.
+    """
+    config = model.config
+    state = rename(split_qkv(tensors(model)), GOOGLE_NAMES)
+    if config["no_embed_class"] or not config["class_token"]:
+        state = rename(state, to_theirs(BIG_VISION))
+    for pattern, turn in GOOGLE_LAYOUTS:
+        state |= {key: turn(value, config["num_heads"]) for key, value in state.items() if re.search(pattern, key)}
+    state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
+    np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
+
+
+def _write_torchvision(model: nn.Module, path: Path) -> None:
+    _write_tensors(rename(tensors(model), TORCHVISION_NAMES), path)
+
+
+_OURS = ("positions", "hybrid")  # what only our own folder has
+_LATER = ("rope", "gated", "pre_norm", "qk_norm", "mlp_norm", "rms_norm")  # what came after the paper
+_CLASSIC = (*_OURS, *_LATER, "registers", "layer_scale", "no_positions", "fc_norm", "no_bias")  # none of these three
+_CLASS_TOKEN_ONLY = ("no_class_token", "patch_positions", "pooling")
+_TOWER = (*(one for one in _CLASSIC if one != "pre_norm"), "pre_logits", "no_qkv_bias", "no_square")
+_HELD = ("rope", "gated", "registers", "layer_scale", "no_positions", "no_bias")
+_DINOV3 = (*(one for one in _CLASSIC if one not in _HELD), "no_class_token", "no_layer_scale", "table", "map", "head")
+_HUGGING_FACE = {
+    "vit": (*_CLASSIC, *_CLASS_TOKEN_ONLY, "pre_logits"),
+    "dinov3": (*_DINOV3, "pre_logits"),
+    "clip": (*_TOWER, *_CLASS_TOKEN_ONLY, "map"),
+    "siglip": (*_TOWER, "pre_norm", "head", "class_token"),
+}
+
+
+def _always(*features: str) -> Callable[[dict], tuple[str, ...]]:
+    return lambda config: features
+
+
+WRITERS = {
+    "vitfast": Writer(("",), save),
+    "timm": Writer(("", ".safetensors", ".pth"), _write_timm, _always(*_OURS, "pre_logits", "rope", "gated_map")),
+    "huggingface": Writer(("",), _write_hugging_face, lambda config: _HUGGING_FACE[to_hugging_face.family(config)]),
+    "npz": Writer((".npz",), _write_google, _always(*_CLASSIC, "no_qkv_bias", "activation", "map")),
+    "torchvision": Writer(
+        (".safetensors", ".pth"),
+        _write_torchvision,
+        _always(*_CLASSIC, *_CLASS_TOKEN_ONLY, "no_qkv_bias", "no_head", "no_square", "channels", "activation"),
+    ),
+}

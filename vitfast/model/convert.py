@@ -1,0 +1,126 @@
+"""A model or a checkpoint in another format, read back before it takes its place."""
+
+from pathlib import Path
+
+import torch
+
+from ..errors import InputError, unknown
+from .checkpoint import load_model, read
+from .checkpoint.files import COMPANIONS, INDEXES, SHARD, WEIGHTS, check_free, present, staged, target
+from .checkpoint.writers import FEATURES, WRITERS, file_suffix, tensors
+from .presets import pair
+from .vit import ViT
+
+FORMATS = tuple(WRITERS)
+# Arguments that change what the model computes and that a format may leave unsaid.
+_MEANING = """
+    num_heads act_layer norm_eps global_pool fc_norm no_embed_class img_size mean std rope ref_feat_shape
+""".split()
+_OF_CHECKPOINTS = (*WEIGHTS, *INDEXES, *COMPANIONS)
+_ASKED = ("num_heads", "img_size", "act_layer", "pos_embed", "rope", "global_pool")  # by the errors of a bare file
+
+
+def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
+    """Writes a ViT in one of FORMATS; returns a line for each thing that the format leaves unsaid.
+
+    form: "vitfast" (a folder), "timm" (a folder for `timm.create_model("local-dir:...")`, or a bare .safetensors or
+    .pth), "huggingface" (a folder for `from_pretrained`), "npz" (Google's; a .npz), "torchvision" (a bare .safetensors
+    or .pth). bfloat16 becomes float32 in an npz. What was written is read back and compared bit for bit before it moves
+    to `path`: whole or not at all. Of a checkpoint that it replaces there, nothing stays that would be read with it.
+    Raises InputError where the format has no place for something the model has, for a wrong suffix, and where `path` is
+    there already, unless `force`.
+    """
+    path = target(path)
+    _check_target(path, form, force)
+    writer, config = WRITERS[form], model.config
+    lacks = writer.lacks(config)
+    lost = [what for key, (what, present) in FEATURES.items() if key in lacks and present(config)]
+    if lost:
+        said = f"the format {form} has no place for {', '.join(lost)}; the format vitfast has"
+        raise InputError(said + _new_head(model, lacks, lost))
+    with staged(path, force) as scratch:
+        writer.write(model, scratch)
+        written, notes = {file.name for file in scratch.parent.rglob("*")}, _read_back(model, scratch, form)
+    for file in path.iterdir() if path.is_dir() else ():
+        if file.name not in written and (file.name in _OF_CHECKPOINTS or SHARD.fullmatch(file.name)):
+            file.unlink()
+    return notes
+
+
+def convert(source: str | Path, path: str | Path, form: str, *, force: bool = False, **overrides) -> list[str]:
+    """Reads a checkpoint of any format as `ViT.from_pretrained` does, and writes it as `write` does.
+
+    overrides: arguments of from_pretrained. The dtype is that of the checkpoint.
+    """
+    path = target(path)
+    _check_target(path, form, force)
+    return write(load_model(ViT, source, overrides, keep_dtype=True), path, form, force)
+
+
+def _new_head(model, lacks: tuple[str, ...], lost: list[str]) -> str:
+    """How to write the model without its head, where the head alone is what a format has no place for."""
+    heads = [FEATURES[key][0] for key in ("pre_logits", "no_head", "head")]
+    if any(what not in heads for what in lost):
+        return ""
+    # of a model without a last layer, none is what it has: its hidden layer would stay
+    none = "no_head" not in lacks and model.num_classes > 0
+    ways = ["--num-classes 0 leaves the head out"] if none else []
+    if "head" not in lacks:
+        ways.append(f"--num-classes N (any but {model.num_classes}) puts a new one in its place")
+    return f"; in vitfast convert {', '.join(ways)}"
+
+
+def _check_target(path: Path, form: str, force: bool) -> None:
+    if form not in FORMATS:
+        raise unknown("format", form, FORMATS)
+    suffixes, suffix = WRITERS[form].suffixes, file_suffix(path)
+    if suffix not in suffixes:
+        raise InputError(f"{path}: the format {form} is written as {' or '.join(s or 'a folder' for s in suffixes)}")
+    what = present(path)
+    if what not in (("", "file", "dangling link") if suffix else ("", "folder")):
+        raise InputError(f"{path}: a {what} is in the way; give another path")
+    check_free(path, force)
+    beside = [name for name in COMPANIONS if path.name in WEIGHTS and present(path.with_name(name))]
+    if beside:
+        raise InputError(f"{path}: {beside[0]} beside it would be read with it; give another name or folder")
+
+
+def _read_back(model, path: Path, form: str) -> list[str]:
+    """Reads what was written and compares; returns the notes of `write`."""
+    notes = []
+    try:
+        state, config = read(path)
+    except InputError as error:  # what only the reader can tell
+        notes.append(str(error).replace(str(path), path.name))
+        state, config = read(path, **{name: model.config[name] for name in _ASKED})
+    with torch.device("meta"):
+        again = ViT(**config)
+    ours = tensors(model)
+    missing = {*ours, *again.state_dict()} ^ {*state}
+    wrong = missing or {key for key, value in ours.items() if not _same(value, state[key])}
+    if wrong:
+        names = ", ".join(sorted(wrong)[:3])
+        raise RuntimeError(f"{form}: what was written does not read back the same ({names}); please report this")
+    if model.class_names and again.class_names != model.class_names:
+        notes.append(f"{form} does not keep the names of the classes, such as {model.class_names[0]!r}")
+    mine, theirs = ({**made.config, "img_size": made.patch_embed.img_size} for made in (model, again))
+    if mine["swiglu_mlp"]:  # whose activation is its own
+        mine["act_layer"] = theirs["act_layer"]
+    if any(made["crop_mode"] or made["crop_pct"] for made in (mine, theirs)) and _cut(mine) != _cut(theirs):
+        said = f"crop_mode={mine['crop_mode'] or 'center'!r}, crop_pct={mine['crop_pct'] or 1.0!r}"
+        notes.append(f"{form} does not say how images are cut ({said}): evaluations need to be told")
+    return notes + [
+        f"{form} does not say {name}={mine[name]!r}: its readers take {theirs[name]!r}"
+        for name in _MEANING
+        if mine[name] != theirs[name]
+    ]
+
+
+def _cut(config: dict) -> tuple:
+    """The crop mode, and the size that images have before they are cut."""
+    return config["crop_mode"] or "center", [int(side / (config["crop_pct"] or 1)) for side in pair(config["img_size"])]
+
+
+def _same(ours, theirs) -> bool:
+    """Equal values, NaN to NaN, whatever wider dtype the file has."""
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs.to(ours.dtype), rtol=0, atol=0, equal_nan=True)

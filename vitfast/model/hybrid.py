@@ -1,0 +1,111 @@
+"""The stem of the hybrids (the ViT paper, 3.1): patches are cut from the feature map of a BiT ResNet.
+
+It is timm's `ResNetV2`. BiT (Kolesnikov et al., 2020): GroupNorm in the place of BatchNorm, and convolutions whose
+weights are standardised, padded as TensorFlow does. Of a ResNet-50 the paper takes (i) the output of stage 4, 1/32 of
+the image's size, or (ii) that of stage 3 with stage 4's layers moved there, 1/16.
+
+A standardised convolution divides by the deviation of a filter: Google's by std + 1e-5, timm's, which this is, by
+sqrt(var + eps) with eps 1e-8. Their GroupNorms have eps 1e-6 and 1e-5. Weights of both load; the norms undo nearly all
+of the difference: over three random units a map moves by 5e-5 of its size where filters deviate by 0.05, by 5e-4 where
+they deviate by 0.003 (tests/model/test_hybrid.py has both forms in float64).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, unknown
+from ..ops import reference as ref
+from .layers import PatchEmbed
+from .presets import BACKBONES, pair, reduction
+
+_CHANNELS = (256, 512, 1024, 2048)  # of the stages, at width 1
+_DEFAULTS = dict(width=1, eps=1e-8)
+
+
+def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
+    """dict(layers, width, eps) of a backbone under patches of so many pixels, or InputError."""
+    if isinstance(backbone, str):
+        if backbone not in BACKBONES:
+            raise unknown("backbone", backbone, BACKBONES)
+        options = BACKBONES[backbone]
+        if patch[0] != patch[1] or patch[0] not in options:
+            sizes = " or ".join(map(str, options))
+            raise InputError(
+                f"backbone {backbone!r} makes patches of {sizes} pixels, got patch_size {patch[0]} x {patch[1]}"
+            )
+        return dict(layers=list(options[patch[0]]), **_DEFAULTS)
+    if not isinstance(backbone, dict) or "layers" not in backbone or backbone.keys() - {"layers", *_DEFAULTS}:
+        names = ", ".join(map(repr, BACKBONES))
+        raise InputError(
+            f"backbone must be one of {names}, or a dict with layers and, if you like, width and eps; got {backbone!r}"
+        )
+    made = {**_DEFAULTS, **backbone, "layers": list(backbone["layers"])}
+    if not 1 <= len(made["layers"]) <= len(_CHANNELS) or min(made["layers"]) < 1:
+        raise InputError(f"backbone: layers must be the units of one to {len(_CHANNELS)} stages, got {made['layers']}")
+    shrink = reduction(made["layers"])
+    if any(side % shrink for side in patch):
+        raise InputError(
+            f"backbone: {len(made['layers'])} stages make a map {shrink} times smaller, "
+            f"no divisor of patch_size {patch[0]} x {patch[1]}"
+        )
+    return made
+
+
+def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
+    """timm's ResNetV2 without head; timm is imported here, as a plain ViT does without."""
+    try:
+        from timm.layers import StdConv2dSame
+        from timm.models.resnetv2 import ResNetV2
+    except ImportError as error:
+        raise InputError(f"a hybrid's ResNet is timm's: pip install timm torchvision ({error})") from error
+    try:
+        plain = dict(num_classes=0, global_pool="", preact=False, stem_type="same", zero_init_last=True)
+        return ResNetV2(
+            layers, in_chans=in_chans, width_factor=width, conv_layer=partial(StdConv2dSame, eps=eps), **plain
+        )
+    except ValueError as error:  # channels that 32 groups do not divide
+        raise InputError(f"backbone: width {width} does not fit a ResNet ({error})") from error
+
+
+@torch.fx.wrap
+def _pixels(images: Tensor, patch: tuple[int, int], weight: Tensor, mean, std) -> Tensor:
+    """Images in the dtype of weight, raw ones normalised, as the CNN pads with zeros.
+
+    Raises ValueError where patches do not fit.
+    """
+    if images.shape[2] % patch[0] or images.shape[3] % patch[1]:
+        raise ValueError(
+            f"HybridEmbed: images must have sides that are multiples of {patch[0]} x {patch[1]} pixels, "
+            f"got {tuple(images.shape)}"
+        )
+    return ref.normalize(images, mean, std, weight.dtype) if images.dtype == torch.uint8 else images.to(weight.dtype)
+
+
+class HybridEmbed(PatchEmbed):
+    """`backbone`, a CNN, and the projection of its map's patches, `proj` (D, C', p, p).
+
+    Names are timm's. patch_size: pixels of the image that make a patch, a multiple of the backbone's reduction; p is
+    what the backbone leaves of it, 1 in the paper's models. backbone: "r50", or dict(layers=units of each stage,
+    width=1, eps=1e-8): width multiplies all channels, eps is added to the variance of a filter (see above).
+    Convolutions are PyTorch's; projection, tokens and positions are vitfast's `patch_embed` on the map.
+    """
+
+    def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, backbone: str | dict):
+        made = resolve(backbone, pair(patch_size))
+        resnet = _resnet(in_chans, **made)
+        super().__init__(img_size, patch_size, resnet.num_features, embed_dim, shrink=reduction(made["layers"]))
+        self.backbone = resnet
+        self.spec = backbone if isinstance(backbone, str) else made
+
+    def init_backbone(self) -> None:
+        """Initialises the CNN as timm does, and as Google: the last GroupNorm of each unit starts at 0."""
+        self.backbone.init_weights(zero_init_last=True)
+
+    def forward(
+        self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
+    ) -> Tensor:
+        pixels = _pixels(images, self.patch_size, self.proj.weight, mean, std)
+        return super().forward(self.backbone(pixels), prefix, pos_embed)

@@ -1,0 +1,95 @@
+"""The outputs and the attention matrices of a ViT's blocks, in the forms in which timm returns them."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .activation_memory import settle_in_training
+from .config import block_indices
+
+FORMS = ("NCHW", "NLC")
+
+
+def check_form(output_fmt: str) -> None:
+    if output_fmt not in FORMS:
+        raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+
+
+def pack(outputs: list[Tensor], prefix: int, grid: tuple[int, int], output_fmt: str, with_prefix: bool, names: bool):
+    """Tokens (B, T+N, D) of each block -> maps: alone, paired with prefix tokens, or in a dictionary.
+
+    prefix: T. grid: patches down and across. with_prefix: give the prefix tokens too. names: as a dictionary.
+    """
+    tokens = [y[:, :prefix] for y in outputs] if prefix and with_prefix else None
+    maps = [y[:, prefix:] for y in outputs]
+    if output_fmt == "NCHW":
+        maps = [y.transpose(1, 2).unflatten(2, grid).contiguous() for y in maps]
+    if names:
+        return {"image_intermediates": maps} | ({"image_intermediates_prefix": tokens} if tokens else {})
+    return list(zip(maps, tokens)) if tokens else maps
+
+
+class Intermediates:
+    """The methods of a ViT that look at its blocks one by one."""
+
+    def forward_intermediates(
+        self,
+        images: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+    ):
+        """The outputs of chosen blocks, as timm's method of the same name.
+
+        indices: the last n blocks (int), these blocks (negative from the end), all (None). Maps are (B, D, H/P, W/Q)
+        with "NCHW", (B, N, D) with "NLC". Returns (final tokens, list), the list alone with `intermediates_only`, or a
+        dictionary.
+        """
+        check_form(output_fmt)
+        take = block_indices(indices, len(self.blocks))
+        (x, layers), outputs = self._embed(images), []
+        settle_in_training(self, x)
+        for i, block in enumerate(self.blocks[: max(take) + 1] if stop_early else self.blocks):
+            x = self._run(block, x, *layers[i])
+            if i in take:
+                outputs.append(self._final(x) if norm else x)
+        grid = self.patch_embed.dynamic_feat_size(images.shape[-2:])
+        found = pack(outputs, self.num_prefix_tokens, grid, output_fmt, return_prefix_tokens, output_dict)
+        if intermediates_only:
+            return found
+        return {**found, "image_features": self._final(x)} if output_dict else (self._final(x), found)
+
+    def get_intermediate_layers(
+        self,
+        images: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list:
+        """DINO's name for forward_intermediates: (B, N, D) each, or (B, D, H/P, W/Q) with `reshape`."""
+        output = dict(output_fmt="NCHW" if reshape else "NLC", intermediates_only=True)
+        return self.forward_intermediates(images, n, return_prefix_tokens, norm, **output)
+
+    def attention_maps(self, images: Tensor, indices: int | Sequence[int] | None = None) -> list[Tensor]:
+        """The exact attention matrices, one (B, H, N, N) per layer, prefix tokens first; rows sum to 1.
+
+        indices: as of forward_intermediates. Each map, in fp32 at least, is computed from q and k beside the fused
+        attention of its own layer, so nothing is kept in training. No gradients.
+        """
+        return list(self.each_attention_map(images, indices))
+
+    @torch.no_grad()
+    def each_attention_map(self, images: Tensor, indices: int | Sequence[int] | None = None) -> Iterator[Tensor]:
+        """`attention_maps` one after another: each is made when it is asked for, and none is held here."""
+        take = block_indices(indices, len(self.blocks))
+        x, layers = self._embed(images)
+        for i, (block, layer) in enumerate(zip(self.blocks[: max(take) + 1], layers)):
+            if i in take:
+                yield block.attention_map(x, *layer)
+            x = block(x, *layer)

@@ -1,0 +1,348 @@
+"""The modules of the ViT: parameters under timm's names, and calls of the operations."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+
+from ..errors import InputError
+from ..ops import attention, gated_mlp, layer_norm, linear_gelu, packed, patch_embed, rms_norm
+from ..ops import reference as ref
+from ..ops.fusable import Layout, find_modules, layout
+from .positions import relative_attention, relative_probabilities
+from .presets import pair
+
+# The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
+for _leaf in "attention gated_mlp layer_norm linear_gelu patch_embed relative_attention rms_norm".split():
+    torch.fx.wrap(_leaf)
+
+
+# The parts of a layer, for `acceleration_report`; with each why PyTorch's code runs it, None where an operation does.
+Parts = list[tuple[str, str | None]]
+
+
+class Layer(nn.Module):
+    """A layer that runs operations on parameters of its modules. stands_in: of each operation, for which."""
+
+    stands_in: dict[str, Layout] = {}
+
+    @torch.compiler.assume_constant_result  # no guards on each hook: as with PyTorch's own, compile after adding them
+    def why_called(self, operation: str) -> str | None:
+        """Why those modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
+        found = find_modules(self.stands_in[operation], self)
+        return found if isinstance(found, str) else None
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm over the last axis, on vitfast's operation; with `in_fp32` in fp32 on PyTorch's."""
+
+    in_fp32 = False
+
+    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
+        return [("norm", "an fp32 residual stream" if self.in_fp32 else None)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_fp32:
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich, 2019).
+
+    On vitfast's operation; with `in_fp32` in fp32 on PyTorch's.
+    """
+
+    in_fp32, bias = False, None
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.normalized_shape, self.eps = (dim,), eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
+        return [("norm", "an fp32 residual stream" if self.in_fp32 else None)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_fp32:
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+NORMS = {"layernorm": LayerNorm, "rmsnorm": RmsNorm}  # timm's names
+OF_NORMS = {LayerNorm: "layer", RmsNorm: "rms"}  # the operations'
+
+
+class PatchEmbed(Layer):
+    """Holds the patch projection (`proj.weight` (D, C, P, Q)) and the sizes it is used at.
+
+    shrink: how much smaller than the image a map is that the projection reads in its place.
+    """
+
+    stands_in = {"patch_embed": layout({"proj": nn.Conv2d})}
+
+    def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, shrink: int = 1, bias: bool = True):
+        super().__init__()
+        self.patch_size = pair(patch_size)
+        kernel = tuple(side // shrink for side in self.patch_size)
+        self.proj = nn.Conv2d(in_chans, embed_dim, kernel, kernel, bias=bias)
+        self.set_input_size(img_size)
+
+    def set_input_size(self, img_size) -> None:
+        """Takes a new image size; raises InputError where it is no positive multiple of the patch size."""
+        size = pair(img_size)
+        for side, patch in zip(size, self.patch_size):
+            if side < patch or side % patch:
+                p, q = self.patch_size
+                near = tuple(max(1, round(s / n)) * n for s, n in zip(size, self.patch_size))
+                raise InputError(
+                    f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; "
+                    f"the nearest that fits is {near[0]} x {near[1]}"
+                )
+        self.img_size = size
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Patches down and across at the configured image size."""
+        return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """The grid that an image of this size gives (timm's name)."""
+        return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """The image's size over the grid's (timm's name)."""
+        return max(self.patch_size) if as_scalar else self.patch_size
+
+    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
+        return [("patch projection", self.why_called("patch_embed"))]
+
+    def forward(
+        self,
+        images: Tensor,
+        prefix: Tensor | None = None,
+        pos_embed: Tensor | None = None,
+        mean=None,
+        std=None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        """offsets: of images of many sizes, cut into patches; see ops.patch_embed."""
+        if self.why_called("patch_embed") is not None:
+            pixels = _pixels(images, mean, std, weights_dtype(self.proj))
+            patches = self.proj(pixels).flatten(2).transpose(1, 2)
+            if offsets is not None:
+                rows = packed.token_rows(offsets, len(patches), 0 if prefix is None else prefix.shape[1])
+                return ref.packed_tokens(patches[:, 0], prefix, pos_embed, *rows)
+            return _with_tokens(patches, [] if prefix is None else [prefix], pos_embed)
+        options = dict(mean=mean, std=std) | ({} if offsets is None else dict(offsets=offsets))
+        return patch_embed(images, self.proj.weight, self.proj.bias, prefix, pos_embed, **options)
+
+
+class Attention(nn.Module):
+    """Parameters of multi-head self-attention: `qkv` (3D, D) with rows [q; k; v], `proj` (D, D).
+
+    head_norm: makes the norms of the queries and keys of each head, `q_norm` and `k_norm` (Dh,); None for none.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool, proj_bias: bool, proj_drop: float, head_norm: Callable | None
+    ):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.q_norm, self.k_norm = (head_norm(self.head_dim) if head_norm else nn.Identity() for _ in range(2))
+        self.proj = nn.Linear(dim, dim, bias=proj_bias)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def split(self, x: Tensor) -> Tensor:
+        """x (B, N, D) -> q, k, v packed as (B, N, 3, H, Dh); (tokens, D) -> (tokens, 3, H, Dh)."""
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, each (B, N, H, Dh), q and k normalised where they are."""
+        q, k, v = self.split(x).unbind(-3)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def probabilities(self, x: Tensor, relative: Tensor | None = None, rope: dict | None = None) -> Tensor:
+        """The attention matrix (B, H, N, N), fp32 at least. relative: see positions.relative_logits."""
+        q, k, _ = self.heads(x)
+        if relative is not None:
+            return relative_probabilities(q, k, relative)
+        return ref.attention_probabilities(q, k, **(rope or {}))
+
+    def forward(self, x: Tensor, relative: Tensor | None = None, options: dict | None = None) -> Tensor:
+        """options: of ops.attention, for rotary positions and packed samples."""
+        if relative is not None:
+            o = relative_attention(*self.heads(x), relative)
+        elif type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
+            o = attention(self.split(x), **(options or {}))
+        else:
+            o = attention(*self.heads(x), **(options or {}))
+        return self.proj_drop(self.proj(o.flatten(-2)))
+
+
+def drops(dropout: nn.Dropout) -> bool:
+    """Whether a dropout is active, or may be in what FX traces; compiled code is guarded by it."""
+    return dropout.p > 0 and (dropout.training or is_fx_symbolic_tracing())
+
+
+class Mlp(Layer):
+    """`fc1` (F, D) and `fc2` (D, F). activation: a name of ref.ACTIVATIONS. inner_norm: as in GluMlp."""
+
+    stands_in = {"linear_gelu": layout({"fc1": nn.Linear})}
+
+    def __init__(
+        self, dim: int, hidden: int, activation: str, proj_bias: bool, drop: float, inner_norm: Callable | None = None
+    ):
+        super().__init__()
+        self.activation = activation
+        self.fc1 = nn.Linear(dim, hidden, bias=proj_bias)
+        self.drop1 = nn.Dropout(drop)
+        self.norm = inner_norm(hidden) if inner_norm else nn.Identity()
+        self.fc2 = nn.Linear(hidden, dim, bias=proj_bias)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.why_called("linear_gelu") is None:
+            h = linear_gelu(x, self.fc1.weight, self.fc1.bias, activation=self.activation)
+        else:
+            h = ref.ACTIVATIONS[self.activation](self.fc1(x))
+        return self.drop2(self.fc2(self.norm(self.drop1(h))))
+
+
+class GluMlp(Layer):
+    """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)).
+
+    `fc1` (2F, D) with rows [gate; up], `fc2` (D, F). inner_norm: makes the norm (F,) before `fc2`; None for none.
+    """
+
+    stands_in = {
+        "gated_mlp": layout({"fc1": nn.Linear, "drop1": nn.Dropout, "norm": (nn.Identity, LayerNorm), "fc2": nn.Linear})
+    }
+    activation = "silu"
+
+    def __init__(self, dim: int, hidden: int, proj_bias: bool, drop: float, inner_norm: Callable | None):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, 2 * hidden, bias=proj_bias)
+        self.drop1 = nn.Dropout(drop)
+        self.norm = inner_norm(hidden) if inner_norm else nn.Identity()
+        self.fc2 = nn.Linear(hidden, dim, bias=proj_bias)
+        self.drop2 = nn.Dropout(drop)
+
+    def weights(self) -> tuple[tuple, dict]:
+        """The operations' weights and biases up, gate and down, and their options."""
+        gate, up = self.fc1.weight.chunk(2)
+        gate_bias, up_bias = (None, None) if self.fc1.bias is None else self.fc1.bias.chunk(2)
+        options = dict(activation=self.activation)
+        if type(self.norm) is LayerNorm:
+            options |= dict(inner_norm_weight=self.norm.weight, inner_norm_bias=self.norm.bias, inner_eps=self.norm.eps)
+        return (up, up_bias, gate, gate_bias, self.fc2.weight, self.fc2.bias), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.why_called("gated_mlp") is None and not drops(self.drop1):
+            weights, options = self.weights()
+            return self.drop2(gated_mlp(x, *weights, **options))
+        gate, up = self.fc1(x).chunk(2, dim=-1)
+        return self.drop2(self.fc2(self.norm(self.drop1(ref.ACTIVATIONS[self.activation](gate) * up))))
+
+
+class LayerScale(nn.Module):
+    """`gamma` (D,), a learned factor per channel on a residual branch (Touvron et al., 2021)."""
+
+    def __init__(self, dim: int, init_values: float):
+        super().__init__()
+        self.init_values = init_values
+        self.gamma = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gamma, self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class AttentionPoolLatent(nn.Module):
+    """The MAP head (Lee et al., 2019; Zhai et al., 2022): (B, N, D) -> (B, D) by one learned query.
+
+    `latent` (1, 1, D), `q` (D, D), `kv` (2D, D), `proj`, then a pre-norm MLP. Its attention, over one query, is
+    PyTorch's.
+    """
+
+    def __init__(self, dim: int, num_heads: int, hidden: int, activation: str, norm: Callable):
+        super().__init__()
+        self.num_heads = num_heads
+        self.latent = nn.Parameter(torch.empty(1, 1, dim))
+        self.q, self.kv, self.proj = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.norm = norm(dim)
+        self.mlp = Mlp(dim, hidden, activation, True, 0.0)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.latent, std=self.latent.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.q(self.latent.to(x.dtype).expand(x.shape[0], -1, -1)).unflatten(-1, (self.num_heads, -1))
+        keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
+        pooled = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (query, keys, values)))
+        x = self.proj(pooled.transpose(1, 2).flatten(2))
+        return (x + self.mlp(self.norm(x)))[:, 0]
+
+    def pool_packed(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """(tokens, D) of S packed samples -> (S, D), the softmax and the sums over a sample's tokens in fp32."""
+        query = self.q(self.latent[0].to(x.dtype)).unflatten(-1, (self.num_heads, -1))  # (1, H, Dh)
+        keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
+        owner, work = ref.owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
+        logits = (query.to(work) * keys.to(work)).sum(-1) * query.shape[-1] ** -0.5  # (tokens, H)
+        least = logits.new_full((len(offsets) - 1, self.num_heads), -torch.inf)
+        largest = least.scatter_reduce(0, owner[:, None].expand_as(logits), logits.detach(), "amax")
+        weights = (logits - largest[owner]).exp()
+        pooled = segment_sum(weights[..., None] * values.to(work), offsets) / segment_sum(weights, offsets)[..., None]
+        x = self.proj(pooled.to(x.dtype).flatten(1))
+        return x + self.mlp(self.norm(x))
+
+
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """(tokens, ...) -> (S, ...): the sum over each sample's tokens.
+
+    In one order, so with the same bits every time: on a GPU by PyTorch's sum over segments, which can be differentiated
+    once; elsewhere by one that can be as often as asked.
+    """
+    if x.device.type == "cuda":
+        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0)
+    return x.new_zeros(len(offsets) - 1, *x.shape[1:]).index_add(0, ref.owners(offsets, len(x)), x)
+
+
+class PreLogits(nn.Module):
+    """The hidden layer of the pre-training head: tanh(fc(x)), (B, D) -> (B, representation_size)."""
+
+    def __init__(self, dim: int, size: int):
+        super().__init__()
+        self.fc = nn.Linear(dim, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).tanh()
+
+
+def weights_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's first floating parameter, torch's default without one."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+
+@torch.fx.wrap
+def _with_tokens(patches: Tensor, prefix: list[Tensor], pos_embed: Tensor | None) -> Tensor:
+    return ref.with_prefix_and_positions(patches, prefix, pos_embed)
+
+
+@torch.fx.wrap
+def _pixels(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
+    return ref.normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)

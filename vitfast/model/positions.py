@@ -1,0 +1,299 @@
+"""Position embeddings (the ViT paper, D.4 and Table 8), and their resizing.
+
+"learn"     one table in raster order, a slot for each prefix token too (the paper's 1-D, its default)
+"learn2d"   a table of columns and one of rows, D/2 wide each, concatenated; patches only: a class token has no
+            coordinates, and its own learned vector is the token itself (at the stem the sum of two learned vectors is
+            one)
+"sincos2d"  fixed
+"factorized" likewise, D wide each, added (NaViT, Dehghani et al., 2023; resampled, they are its fractional ones)
+"relative"  in each layer an embedding of every offset between two patches in raster order, an extra key of the queries
+"none"      nothing
+
+Rotary positions ("dinov3", "cat") have no table of their own: `rope_tables`.
+
+A table's first axis counts the layers that have one of their own: 1 at the stem or shared by all layers, else the
+depth.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.packed import PackedImages
+from ..ops.reference import owners
+
+Grid = tuple[int, int]
+AXES = ("learn2d", "factorized")  # of a table for the columns and one for the rows
+
+
+def table_shapes(
+    kind: str, place: str, grid: Grid, dim: int, head_dim: int, depth: int, prefix: int
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tables of one kind.
+
+    prefix: tokens before the patches that have a slot (in "learn" and "sincos2d").
+    """
+    (height, width), count = grid, depth if place == "layers" else 1
+    if kind in ("learn", "sincos2d"):
+        return {"pos_embed": (count, prefix + height * width, dim)}
+    if kind in AXES:
+        dim = dim // 2 if kind == "learn2d" else dim
+        return {"pos_embed_x": (count, width, dim), "pos_embed_y": (count, height, dim)}
+    return {"pos_embed_rel": (depth, 2 * height * width - 1, head_dim)} if kind == "relative" else {}
+
+
+def resize_table(name: str, table: Tensor, old: Grid, new: Grid, prefix: int) -> Tensor:
+    """The table of that name, made for an `old` grid (h, w), at a `new` one."""
+    if name == "pos_embed_x":
+        return resample(table, (1, old[1]), (1, new[1]))
+    if name == "pos_embed_y":
+        return resample(table, (1, old[0]), (1, new[0]))
+    return resample_offsets(table, old, new) if name == "pos_embed_rel" else resample(table, old, new, prefix)
+
+
+def table_for_images(name: str, table: Tensor, images: Tensor, patch: Grid, grid: Grid, prefix: int) -> Tensor:
+    """The table of that name, made for `grid`, at the grid of these images; patch: in pixels."""
+    return resize_table(name, table, grid, (images.shape[2] // patch[0], images.shape[3] // patch[1]), prefix)
+
+
+def absolute(kind: str, tables: dict[str, Tensor]) -> Tensor | None:
+    """The positions added to tokens: (n, T+N, D), or (n, N, D) for patches alone; None where none are."""
+    if kind not in AXES:
+        return tables.get("pos_embed")
+    x, y = tables["pos_embed_x"][:, None, :], tables["pos_embed_y"][:, :, None]  # (n, 1, w, D'), (n, h, 1, D')
+    return _joined(kind, x.expand(-1, y.shape[1], -1, -1), y.expand(-1, -1, x.shape[2], -1)).flatten(1, 2)
+
+
+def _joined(kind: str, x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x, y], dim=-1) if kind == "learn2d" else x + y
+
+
+def distribute(
+    kind: str, tables: dict[str, Tensor], place: str, depth: int, prefix: int
+) -> tuple[Tensor | None, list[tuple]]:
+    """The table added at the stem, and each block's arguments: positions, or relative ones.
+
+    The first is (1, T+N, D), or (1, N, D) for patches alone. prefix: tokens before the patches that no table has a slot
+    for.
+    """
+    if "pos_embed_rel" in tables:
+        return None, [(None, tables["pos_embed_rel"][i]) for i in range(depth)]
+    table = absolute(kind, tables)
+    if place == "stem":
+        return table, [(None, None)] * depth
+    every, own = F.pad(table, (0, 0, prefix, 0)), place == "layers"
+    return table[:1], [(None, None), *((every[i : i + 1] if own else every, None) for i in range(1, depth))]
+
+
+ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # ops.attention's
+
+
+class Places(NamedTuple):
+    """Row and column of patches, (N,), and how many of both their image has, (N,) or one number."""
+
+    y: Tensor
+    x: Tensor
+    height: Tensor | int
+    width: Tensor | int
+
+
+def grid_places(grid: Grid, device: torch.device) -> Places:
+    """Every patch of a grid, row by row."""
+    number = torch.arange(grid[0] * grid[1], device=device)
+    return Places(number // grid[1], number % grid[1], *grid)
+
+
+def packed_places(images: PackedImages) -> Places:
+    """The patches of many images."""
+    height, width = images.grids.long()[owners(images.offsets, len(images.patches))].unbind(1)
+    number = images.places.long()
+    return Places(number // width, number % width, height, width)
+
+
+def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype) -> Tensor:
+    """(N, old) in `dtype`: the shares of `old` positions along an axis in a place of `size` ones.
+
+    The rows of `resample`'s linear map: bicubic (Keys, 1981, a = -1/2), stretched where it shrinks, normalised.
+    """
+    scale = old / size.to(dtype)
+    centre, width = scale * (place + 0.5), scale.clamp(min=1.0)
+    t = ((torch.arange(old, device=place.device, dtype=dtype) + 0.5 - centre[:, None]) / width[:, None]).abs()
+    near, far = (1.5 * t - 2.5) * t * t + 1, ((-0.5 * t + 2.5) * t - 4) * t + 2
+    weights = torch.where(t <= 1, near, torch.where(t < 2, far, 0.0))
+    return weights / weights.sum(1, keepdim=True)
+
+
+def _without_autocast(x: Tensor):
+    """A context in which products with x keep their dtype."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def packed_positions(
+    kind: str, tables: dict[str, Tensor], places: Places, grid: Grid, prefix: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Positions (n, N, D) of patches of many images, and (n, prefix, D) of prefix tokens, or None.
+
+    tables: made for `grid`. One product for all images, however many sizes they have: what `resample` does is linear in
+    a table, and the same for columns and rows.
+    """
+    if not tables:
+        return None, None
+    first = next(iter(tables.values()))
+    work = torch.promote_types(first.dtype, torch.float32)
+    down = axis_weights(places.y, places.height, grid[0], work)
+    across = axis_weights(places.x, places.width, grid[1], work)
+    with _without_autocast(first):  # as resample computes
+        product = lambda weights, table: (weights @ table.to(work)).to(table.dtype)  # noqa: E731
+        if kind in AXES:
+            x, y = product(across, tables["pos_embed_x"]), product(down, tables["pos_embed_y"])
+            return _joined(kind, x, y), None
+        both = (down[:, :, None] * across[:, None]).flatten(1)
+        table = tables["pos_embed"]
+        return product(both, table[:, prefix:]), table[:, :prefix] if prefix else None
+
+
+def rope_tables(
+    kind: str, images: Tensor, x: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin (N, Dh / 2) of the rotary positions of the patches of images, row by row.
+
+    They are for tokens in the dtype of x, and in fp32 at least.
+    """
+    grid = images.shape[2] // patch[0], images.shape[3] // patch[1]
+    angle = rope_angles(kind, grid_places(grid, images.device), x.dtype, head_dim, temperature, ref_grid)
+    return angle.cos(), angle.sin()
+
+
+def rope_angles(
+    kind: str, places: Places, dtype: torch.dtype, head_dim: int, temperature: float, ref_grid: Grid | None
+) -> Tensor:
+    """The angles (N, Dh / 2) of rotary positions (Su et al., 2021).
+
+    They are for tokens of `dtype`, and in fp32 at least. A head's pairs of columns turn by an angle: a quarter of its
+    columns by the row's, a quarter by the column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025):
+    places run from -1 to 1 down and across the image, whatever its size, times 2 pi; frequencies
+    temperature^(-4i / Dh). "cat" (timm's word; EVA-02, Fang et al., 2023): places are counted in patches, those of
+    ref_grid where it is given. One number turns both columns of a pair.
+    """
+    quarter, sizes = head_dim // 4, (places.height, places.width)
+    dtype = torch.promote_types(dtype, torch.float32)
+    band = torch.arange(quarter, device=places.y.device, dtype=dtype)
+    along = [places.y.to(dtype), places.x.to(dtype)]
+    if kind == "dinov3":
+        along = [2 * (place + 0.5) / n - 1 for place, n in zip(along, sizes)]
+        period, turn = temperature ** (4 * band / head_dim), 2 * math.pi
+        angles = [turn * place[:, None] / period for place in along]
+    else:
+        if ref_grid is not None:
+            along = [place / n * ref for place, n, ref in zip(along, sizes, ref_grid)]
+        angles = [place[:, None] * temperature ** (-band / quarter) for place in along]
+    return torch.cat(angles, -1)
+
+
+def relative_logits(q: Tensor, table: Tensor) -> Tensor:
+    """q (B, N, H, Dh) times the embedding of each pair's offset, table (2n-1, Dh) -> (B, H, N, N).
+
+    Scaled by 1/sqrt(Dh) like attention's. The 1-D relative attention of the ViT paper: the last n of the N tokens are
+    patches p in raster order; for a query q and a key k, row p_q - p_k + n - 1 is an extra key, the same for all heads
+    (Shaw et al., 2018). The N - n prefix tokens before them have no place in the image: where one is query or key the
+    logit is 0, content alone counts. (So the last layer's table learns only where patches are pooled.)
+    """
+    patches = (table.shape[0] + 1) // 2
+    prefix, place = q.shape[1] - patches, torch.arange(patches, device=q.device)
+    keys = table.to(q.dtype)[place[:, None] - place + patches - 1]  # (n, n, Dh)
+    return F.pad(torch.einsum("bqhd,qkd->bhqk", q[:, prefix:] * q.shape[-1] ** -0.5, keys), (prefix, 0, prefix, 0))
+
+
+def relative_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Attention of q, k, v (B, N, H, Dh) with `relative_logits` as a bias: (B, N, H, Dh).
+
+    PyTorch's, which needs no memory of (B, H, N, N) numbers for the bias's gradient.
+    """
+    bias = relative_logits(q, table)
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias).transpose(1, 2)
+
+
+def relative_probabilities(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    """The attention matrix of `relative_attention`: q, k (B, N, H, Dh) -> (B, H, N, N) in fp32 at least."""
+    logits = (q.transpose(1, 2) * q.shape[-1] ** -0.5) @ k.permute(0, 2, 3, 1) + relative_logits(q, table)
+    return logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1)
+
+
+def sincos_2d(grid: Grid, dim: int, prefix: int = 0, temperature: float = 10_000.0) -> Tensor:
+    """Fixed positions (1, prefix + h*w, dim) in fp32, zeros for prefix tokens.
+
+    As in "Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): [sin x, cos x, sin y, cos y], dim/4
+    frequencies each, from 1 to 1/temperature. Raises ValueError where dim is no multiple of 4, or below 8.
+    """
+    if dim % 4 or dim < 8:
+        raise ValueError(f"sine-cosine positions need a width that is a multiple of 4 and at least 8, got {dim}")
+    y, x = torch.meshgrid(
+        torch.arange(grid[0], dtype=torch.float64), torch.arange(grid[1], dtype=torch.float64), indexing="ij"
+    )
+    omega = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
+    x, y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
+    table = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
+    return torch.cat([table.new_zeros(prefix, dim), table])[None].float()
+
+
+def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor:
+    """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one.
+
+    Prefix positions stay. Bicubic with antialias, in fp32 at least; the dtype stays (the ViT paper, 3.2; the filter is
+    timm's).
+    """
+    if tuple(old) == tuple(new):
+        return pos_embed
+    if pos_embed.shape[1] != prefix + old[0] * old[1]:
+        raise ValueError(
+            f"resample: pos_embed must have {prefix} + {old[0]} x {old[1]} positions, got {pos_embed.shape[1]}"
+        )
+    first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
+    table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old)
+    if torch.are_deterministic_algorithms_enabled():  # interpolate's derivative adds in any order on a GPU
+        places = (torch.arange(n, device=table.device) for n in new)
+        down, across = (axis_weights(at, torch.full_like(at, len(at)), n, table.dtype) for at, n in zip(places, old))
+        with _without_autocast(table):
+            table = torch.einsum("yh,xw,nhwd->nyxd", down, across, table)
+    else:
+        table = table.permute(0, 3, 1, 2)
+        table = F.interpolate(table, size=new, mode="bicubic", antialias=True).permute(0, 2, 3, 1)
+    return torch.cat([first, table.flatten(1, 2).to(pos_embed.dtype)], dim=1)
+
+
+def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
+    """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> a `new` one's.
+
+    A grid is (h, w), N = h*w. An offset o stands for displacements (dy, dx) with o = w*dy + dx, which another grid
+    numbers otherwise; interpolated along o, columns would turn into rows. So the table is laid out over all
+    displacements, resampled there in 2-D as `resample` does, centre on centre, and gathered again: where several
+    displacements share a new offset, their mean, weighted by how many pairs of patches lie so.
+    """
+    if tuple(old) == tuple(new):
+        return table
+    (h, w), offsets = old, 2 * old[0] * old[1] - 1
+    if table.shape[1] != offsets:
+        raise ValueError(
+            f"resample_offsets: the table must have {offsets} offsets for a grid of {h} x {w}, got {table.shape[1]}"
+        )
+    (before, _), (after, pairs) = (_displacements(grid, table.device) for grid in (old, new))
+    plane = resample(table[:, before], tuple(2 * n - 1 for n in old), tuple(2 * n - 1 for n in new))
+    plane = plane.to(torch.promote_types(plane.dtype, torch.float32))
+    made = plane.new_zeros(len(table), 2 * new[0] * new[1] - 1, table.shape[2])
+    made = made.index_add(1, after, plane * pairs[:, None])
+    return (made / pairs.new_zeros(made.shape[1]).index_add(0, after, pairs)[:, None]).to(table.dtype)
+
+
+def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The index of each displacement's offset, and how many pairs of patches lie so.
+
+    There are (2h-1)(2w-1) displacements in a grid; indices start at 0.
+    """
+    dy, dx = (torch.arange(1 - n, n, device=device) for n in grid)
+    offsets = dy[:, None] * grid[1] + dx + grid[0] * grid[1] - 1
+    pairs = (grid[0] - dy.abs())[:, None] * (grid[1] - dx.abs())
+    return offsets.flatten(), pairs.flatten().float()

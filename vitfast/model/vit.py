@@ -1,0 +1,399 @@
+"""The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's names."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import InputError
+from ..ops import reference as ref
+from . import config as arguments
+from . import positions
+from .activation_memory import KEEPS, set_blocks, settle, settle_in_training
+from .block import Block
+from .checkpoint import load_model, save
+from .config import POOLS, ROPES, block_indices, checked_images
+from .hybrid import HybridEmbed
+from .init import init_weights
+from .intermediates import Intermediates
+from .layers import NORMS, AttentionPoolLatent, PatchEmbed, PreLogits, weights_dtype
+from .positions import rope_tables, table_for_images
+from .presets import pair, preset
+from .variable_size import ManyImages, PackedForward, of_many_sizes
+
+for _leaf in ("checked_images", "table_for_images", "rope_tables"):  # to FX: they look at shapes in Python
+    torch.fx.wrap(_leaf)
+_ATTRIBUTES = ("mean", "std", "crop_mode", "crop_pct", "global_pool", "dynamic_img_size")  # free to change
+
+
+class ViT(Intermediates, PackedForward, nn.Module):
+    """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
+
+    Images are (B, in_chans, H, W): normalised floats, or raw uint8, of which (x / 255 - mean) / std is taken in the
+    patch projection. Images of many sizes come as a list of (in_chans, H_i, W_i), or as vitfast.pack made one of it:
+    nothing is padded, positions are resampled for each grid.
+
+    img_size, patch_size: int or (height, width). num_classes: 0 for no head. global_pool: "token" (class token), "avg"
+    (mean of the patches, normalised after pooling unless `fc_norm` says otherwise), "map" (attention of one learned
+    query and an MLP), "" (no pooling: the head sees every token). mlp_ratio: F / D. qkv_bias, proj_bias: biases of qkv,
+    and of the other linear layers in a block. init_values: LayerScale's start value, None for none. class_token,
+    reg_tokens: prefix tokens. pos_embed: "learn" (1-D), "learn2d" (columns and rows, joined; patches only),
+    "factorized" (the two added, NaViT's), "relative" (1-D, in each layer's attention, on PyTorch's), "sincos2d" (fixed)
+    or "none". pos_embed_at: where learned ones are added, "stem", "layers" (before each, own tables) or
+    "layers_shared"; dropout follows the first only. no_embed_class: positions for patches only. dynamic_img_size: take
+    images of any size that the patch divides. drop_rate: dropout before the head; pos_drop_rate and proj_drop_rate: the
+    paper's dropout; drop_path_rate: stochastic depth, rising linearly from 0; drop_path_mode: "mask" computes all
+    images and drops some, "subset" only those that are kept, a fixed share (DINOv2's). weight_init: timm's modes.
+    head_init_bias: the head's bias at the start. representation_size: width of the tanh layer of the pre-training head,
+    None for none. act_layer: "gelu" (erf), "gelu_tanh", "quick_gelu" or "silu". norm_layer: "layernorm" or "rmsnorm",
+    of norm_eps. mean, std: of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the residual stream in fp32
+    when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says,
+    None for a ViT. keep: what blocks keep for backward, see `set_keep`; it is of a run, and not in `config`.
+    class_names: of the classes, in the order of the logits. crop_mode, crop_pct: how evaluations cut images ("center",
+    "squash" or "border"; the share of a side), in timm's words. Each None where nobody said it.
+
+    Of families since the paper: pre_norm: a norm before the blocks, and no bias in the patch projection (CLIP).
+    qk_norm: norms of q and k, over each head. swiglu_mlp: MLPs gated by SiLU (act_layer is then a MAP head's alone),
+    gate and up mlp_ratio * D wide each; scale_mlp_norm: a norm of what they multiply (EVA-02). rope: rotary positions
+    of the patches, beside `pos_embed` or with "none": "dinov3" (the image is -1..1 down and across, at any size; halves
+    of a head in pairs) or "cat" (EVA's: patches are counted; neighbours in pairs); None for none. rope_temperature: the
+    base of its periods, 100 and 10,000 unless given. ref_feat_shape: patches (down, across) of the grid that "cat"
+    counts, whatever the image's own, (16, 16) in EVA-02; None: as many as there are.
+
+    Raises InputError for an argument that no ViT can have.
+    """
+
+    keep, crop_mode, crop_pct = "auto", None, None  # of models pickled before there was a choice
+    _keep_rows = 0  # tokens of the batch for which "auto" was settled
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        init_values: float | None = None,
+        class_token: bool = True,
+        pos_embed: str = "learn",
+        no_embed_class: bool = False,
+        reg_tokens: int = 0,
+        fc_norm: bool | None = None,
+        dynamic_img_size: bool = False,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        weight_init: str = "",
+        head_init_bias: float | None = None,
+        representation_size: int | None = None,
+        act_layer: str = "gelu",
+        norm_eps: float = 1e-6,
+        mean: float | Sequence[float] = 0.5,
+        std: float | Sequence[float] = 0.5,
+        residual_in_fp32: bool = False,
+        pos_embed_at: str = "stem",
+        backbone: str | dict | None = None,
+        crop_mode: str | None = None,
+        crop_pct: float | None = None,
+        keep: str = "auto",
+        class_names: Sequence[str] | None = None,
+        norm_layer: str = "layernorm",
+        drop_path_mode: str = "mask",
+        pre_norm: bool = False,
+        qk_norm: bool = False,
+        swiglu_mlp: bool = False,
+        scale_mlp_norm: bool = False,
+        rope: str | None = None,
+        rope_temperature: float | None = None,
+        ref_feat_shape: tuple[int, int] | None = None,
+    ):
+        c = SimpleNamespace(**arguments.checked(locals()))
+        super().__init__()
+        self.num_classes, self.in_chans, self.global_pool = c.num_classes, c.in_chans, c.global_pool
+        self.embed_dim = self.num_features = c.embed_dim
+        self.head_hidden_size = c.representation_size or c.embed_dim
+        self.num_prefix_tokens = int(c.class_token) + c.reg_tokens
+        self.num_reg_tokens, self.has_class_token = c.reg_tokens, c.class_token
+        self.no_embed_class, self.dynamic_img_size = c.no_embed_class, c.dynamic_img_size
+        self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
+        self.mean, self.std, self.crop_mode, self.crop_pct = c.mean, c.std, c.crop_mode, c.crop_pct
+        self._config = vars(c)
+        if c.backbone is None:
+            stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
+            self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
+        else:
+            self.patch_embed = HybridEmbed(c.img_size, c.patch_size, c.in_chans, c.embed_dim, c.backbone)
+            c.backbone = self.patch_embed.spec
+        self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
+        sizes = self.patch_embed.grid_size, c.embed_dim, c.embed_dim // c.num_heads, c.depth, self._pos_prefix
+        shapes = positions.table_shapes(c.pos_embed, c.pos_embed_at, *sizes)
+        self._tables = tuple(shapes)
+        self.register_buffer("pos_embed", None)
+        for name, shape in shapes.items():
+            table = torch.empty(shape)
+            setattr(self, name, table if c.pos_embed == "sincos2d" else nn.Parameter(table))
+        self.pos_drop = nn.Dropout(c.pos_drop_rate)
+        norm = partial(NORMS[c.norm_layer], eps=c.norm_eps)
+        self.norm_pre = norm(c.embed_dim) if c.pre_norm else nn.Identity()
+        options = dict(qkv_bias=c.qkv_bias, proj_bias=c.proj_bias, qk_norm=c.qk_norm, init_values=c.init_values)
+        options |= dict(norm=norm, inner_norm=c.scale_mlp_norm, proj_drop=c.proj_drop_rate)
+        options |= dict(drop_path_mode=c.drop_path_mode)
+        options |= dict(residual_in_fp32=c.residual_in_fp32, activation="swiglu" if c.swiglu_mlp else c.act_layer)
+        hidden = int(c.embed_dim * c.mlp_ratio)
+        rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
+        self.blocks = nn.Sequential(*(Block(c.embed_dim, c.num_heads, hidden, drop_path=r, **options) for r in rates))
+        self.set_keep(keep)
+        feature = dict(num_chs=c.embed_dim, reduction=max(pair(c.patch_size)))
+        self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
+        c.fc_norm = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm  # the norm is after pooling
+        self.norm = nn.Identity() if c.fc_norm else norm(c.embed_dim)
+        head = (c.embed_dim, c.num_heads, hidden, c.act_layer, norm)
+        self.attn_pool = AttentionPoolLatent(*head) if c.global_pool == "map" else None
+        self.fc_norm = norm(c.embed_dim) if c.fc_norm else nn.Identity()
+        self.pre_logits = PreLogits(c.embed_dim, c.representation_size) if c.representation_size else nn.Identity()
+        self.head_drop = nn.Dropout(c.drop_rate)
+        self.head = nn.Linear(self.head_hidden_size, c.num_classes) if c.num_classes > 0 else nn.Identity()
+        if c.weight_init != "skip":
+            self.init_weights(needs_reset=False)
+
+    # ---- making one
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> "ViT":
+        """`ViT.from_preset("B/16", num_classes=10)`: the names of presets.PRESETS; arguments override."""
+        return cls(**{**preset(name), **overrides})
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, **overrides) -> "ViT":
+        """A model with the weights of a file, a folder or `hf-hub:owner/name`.
+
+        In any format that load_checkpoint reads. Constructor arguments override what the checkpoint says: another
+        `img_size` resamples the positions, another `num_classes` replaces the whole head by a zero linear layer and
+        drops the names of the classes. InputError names what does not fit, or another function than this ViT's.
+        """
+        return load_model(cls, source, overrides)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes `folder/model.safetensors` (timm's names) and `folder/config.json`, atomically."""
+        save(self, folder)
+
+    @property
+    def config(self) -> dict:
+        """The constructor arguments that make this model as it is now."""
+        return self._config | {name: getattr(self, name) for name in _ATTRIBUTES}
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes, in the order of the logits; None where nobody said them."""
+        return self._config.get("class_names")
+
+    @class_names.setter
+    def class_names(self, names: Sequence[str] | None) -> None:
+        self._config.pop("class_names", None)
+        if names is not None:
+            self._config["class_names"] = arguments.class_names(names, self.num_classes)
+
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Initialises every weight as timm's ViT does; mode "", "jax", "jax_nlhb", "moco" or "reset".
+
+        mode "": the constructor's. `needs_reset=False` skips modules that initialised themselves just now.
+        """
+        init_weights(self, mode or self._config["weight_init"], needs_reset)
+
+    # ---- running it
+
+    @property
+    def _pos_prefix(self) -> int:
+        """Prefix tokens that have a slot in the position table."""
+        return 0 if self.no_embed_class or self._config["pos_embed"] in positions.AXES else self.num_prefix_tokens
+
+    def _positions(self, images: Tensor) -> tuple[Tensor | None, list[tuple]]:
+        """The table added at the stem, and what each block adds: positions.distribute."""
+        tables = {name: getattr(self, name) for name in self._tables}
+        if self.dynamic_img_size:
+            sizes = self.patch_embed.patch_size, self.patch_embed.grid_size, self._pos_prefix
+            tables = {name: table_for_images(name, table, images, *sizes) for name, table in tables.items()}
+        place, without = self._config["pos_embed_at"], self.num_prefix_tokens - self._pos_prefix
+        return positions.distribute(self._config["pos_embed"], tables, place, len(self.blocks), without)
+
+    def _rope(self, images: Tensor, x: Tensor) -> dict | None:
+        """Rotary positions of the tokens x of images: arguments of ops.attention, None where there are none."""
+        kind = self._config.get("rope")
+        if kind is None:
+            return None
+        spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
+        made = rope_tables(kind, images, x, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)
+        layout = positions.ROPE_LAYOUTS[kind]
+        return dict(rope=(made[0], made[1]), rope_layout=layout, num_prefix=self.num_prefix_tokens)
+
+    def _embed(self, images: Tensor, change_patches: Callable | None = None) -> tuple[Tensor, list[tuple]]:
+        """(B, C, H, W) -> (B, T+N, D), positions added, dropped out; and each block's arguments besides them."""
+        images = checked_images(images, self.in_chans, None if self.dynamic_img_size else self.patch_embed.img_size)
+        tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
+        table, layers = self._positions(images)
+        if change_patches is None:
+            prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
+            x = self.patch_embed(images, prefix, table, self.mean, self.std)
+        else:
+            patches = change_patches(self.patch_embed(images, mean=self.mean, std=self.std))
+            x = ref.with_prefix_and_positions(patches, tokens, table)
+        x, rope = self.norm_pre(self.pos_drop(x)), self._rope(images, x)
+        return x.float() if self.residual_in_fp32 else x, [(*layer, rope) for layer in layers]
+
+    def _run(self, block: Block, x: Tensor, *layer: Tensor | None) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, x, *layer, use_reentrant=False)
+        return block(x, *layer)
+
+    def _final(self, x: Tensor) -> Tensor:
+        """The norm after the last block, in the parameters' dtype where the stream is fp32."""
+        return self.norm(x.to(weights_dtype(self.patch_embed.proj)) if self.residual_in_fp32 else x)
+
+    def forward_features(self, images: Tensor, change_patches: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D); of many sizes a list of (T+N_i, D).
+
+        change_patches: applied to the patch embeddings (B, N, D) before prefix tokens and positions are added, as
+        masked patch prediction does.
+        """
+        if of_many_sizes(images):
+            if change_patches is not None:
+                raise NotImplementedError("ViT: change_patches is for images of one size, (B, C, H, W)")
+            return self._features_packed(images)
+        x, layers = self._embed(images, change_patches)
+        settle_in_training(self, x)
+        for block, layer in zip(self.blocks, layers):
+            x = self._run(block, x, *layer)
+        return self._final(x)
+
+    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+        """(B, T+N, D), or a list of (T+N_i, D), -> (B, D); unchanged with pool type ""."""
+        pool_type = self.global_pool if pool_type is None else pool_type
+        if of_many_sizes(x):
+            return self._pool_many(x, pool_type)
+        if pool_type == "map":
+            return self.attn_pool(x[:, self.num_prefix_tokens :])
+        if pool_type == "token":
+            return x[:, 0]
+        return x[:, self.num_prefix_tokens :].mean(dim=1) if pool_type == "avg" else x
+
+    def forward_head(self, x: Tensor | list[Tensor], pre_logits: bool = False) -> Tensor:
+        """Tokens -> logits (B, num_classes), or what the last linear layer sees with `pre_logits=True`."""
+        return self._head_packed(x, pre_logits) if of_many_sizes(x) else self._head(self.pool(x), pre_logits)
+
+    def _head(self, x: Tensor, pre_logits: bool) -> Tensor:
+        x = self.head_drop(self.pre_logits(self.fc_norm(x)))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, images: Tensor | ManyImages) -> Tensor:
+        """Images, normalised floats or raw uint8 -> logits (B, num_classes).
+
+        (B, C, H, W); or images of many sizes: a list of (C, H, W), what vitfast.pack made of one, or a nested tensor.
+        """
+        if of_many_sizes(images):
+            return self._forward_packed(images)
+        return self.forward_head(self.forward_features(images))
+
+    # ---- changing it
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the whole head, its hidden layer included, by one zero linear layer (the paper, 3.2)."""
+        num_classes = arguments.read("num_classes", num_classes, "reset_classifier: num_classes")
+        if global_pool is not None:
+            lacks = {"token": not self.has_class_token, "map": self.attn_pool is None}
+            if global_pool not in POOLS or lacks.get(global_pool):
+                raise InputError(f"reset_classifier: this model cannot pool by {global_pool!r}")
+            self.global_pool = global_pool
+        weight = next(self.patch_embed.proj.parameters())
+        self.num_classes, self.head_hidden_size, self.pre_logits = num_classes, self.embed_dim, nn.Identity()
+        made = dict(device=weight.device, dtype=weight.dtype)
+        self.head = nn.Linear(self.embed_dim, num_classes, **made) if num_classes > 0 else nn.Identity()
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
+        for module in (self.pre_logits, self.head):
+            module.train(self.training)
+        self._config.update(num_classes=num_classes, global_pool=self.global_pool, representation_size=None)
+        self.class_names = None
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Takes images of another size from now on; the patch size stays, the positions are resampled in 2-D."""
+        old = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(arguments.read("img_size", img_size, "set_input_size: img_size"))
+        for name in self._tables:
+            before = getattr(self, name)
+            table = positions.resize_table(name, before.detach(), old, self.patch_embed.grid_size, self._pos_prefix)
+            learned = isinstance(before, nn.Parameter)
+            setattr(self, name, nn.Parameter(table, before.requires_grad) if learned else table)
+        self._config["img_size"] = self.patch_embed.img_size
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recomputes blocks in backward in place of keeping their values; of a CNN, its stages."""
+        changed, self.grad_checkpointing = enable != self.grad_checkpointing, enable
+        if changed and self.keep == "auto":
+            self.set_keep("auto")  # it was settled for the other mode
+        if isinstance(self.patch_embed, HybridEmbed):
+            self.patch_embed.backbone.set_grad_checkpointing(enable)
+
+    def set_keep(self, keep: str) -> None:
+        """Sets what blocks keep for backward: "least", "all" (see ops.mlp_block), or "auto".
+
+        "auto" is settled on "all" or "least" in the first eager training forward on a GPU, by the memory that is free
+        then, and again in one with more tokens than any before. Until then, while blocks are checkpointed and on CPUs
+        it is "least". torch.compile takes what it finds: call `decide_keep` before it.
+        """
+        if keep not in KEEPS:
+            raise InputError(f"ViT: keep must be one of {', '.join(map(repr, KEEPS))}, got {keep!r}")
+        self.keep, self._keep_rows = keep, 0
+        set_blocks(self, "all" if keep == "all" else "least")
+
+    def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
+        """Settles keep="auto" for training on `batch` images at a time; returns what is kept now.
+
+        dtype: of the matrix products, the parameters' unless given.
+        """
+        settle(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
+        return self.blocks[0].keep
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops blocks after the last one wanted, and norm and head if told; returns those kept."""
+        take = block_indices(indices, len(self.blocks))
+        self.blocks = self.blocks[: max(take) + 1]
+        for name in self._tables:
+            table = getattr(self, name)
+            if len(table) > 1:  # one for each layer
+                setattr(self, name, nn.Parameter(table.detach()[: len(self.blocks)], table.requires_grad))
+        self._config["depth"] = len(self.blocks)
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.fc_norm, self.attn_pool = nn.Identity(), None
+            self.reset_classifier(0, "")
+        return take
+
+    # ---- what optimisers ask
+
+    def get_classifier(self) -> nn.Module:
+        """The last linear layer."""
+        return self.head
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that are usually not decayed."""
+        return {"pos_embed", "cls_token", "reg_token", *self._tables}
+
+    def group_matcher(self, coarse: bool = False) -> dict:
+        """Patterns that sort parameters into layers, for layer-wise learning rates."""
+        blocks = [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]
+        return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=blocks)

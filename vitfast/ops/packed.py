@@ -1,0 +1,271 @@
+"""Images of many sizes as one batch: cut into patches that lie one after the other, without padding.
+
+NaViT (Dehghani et al., 2023) showed that mixed resolutions train faster. Image s owns the patches offsets[s] to
+offsets[s + 1] of all; in a ViT its tokens are its prefix tokens and then its patches, likewise one after the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .reference import owners
+
+ALIGNMENT = 16  # bytes at which a tensor in the buffer begins
+
+
+@dataclass(eq=False, frozen=True, repr=False)
+class PackedImages:
+    """S images as N patches, made by `pack`: a ViT takes it wherever it takes a list of images.
+
+    patches: (N, C, P, Q), uint8 or floats. places: (N,) int32, each patch's number in the grid of its image, row by
+    row. offsets: (S + 1,) int32. grids: (S, 2) int32, patches down and across. counts: patches of each image, as
+    numbers; longest: the most. buffer: the memory that the tensors share, where they do: it is pinned and sent as one.
+    """
+
+    patches: Tensor
+    places: Tensor
+    offsets: Tensor
+    grids: Tensor
+    counts: tuple[int, ...]
+    longest: int
+    buffer: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.patches.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patches.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """The patches' shape, (N, C, P, Q)."""
+        return self.patches.shape
+
+    def __repr__(self) -> str:
+        return f"PackedImages({len(self)} images, patches {tuple(self.shape)} {self.dtype} on {self.device})"
+
+    def __reduce__(self):
+        if self._together:  # once, as torch.save wants it, and together again
+            return _in_buffer, (self.buffer, tuple(self.shape), self.dtype, self.counts)
+        return PackedImages, (self.patches, self.places, self.offsets, self.grids, self.counts, self.longest)
+
+    @property
+    def _together(self) -> bool:
+        """Whether the tensors lie in the buffer as `pack` laid them: not where one was replaced."""
+        if self.buffer is None:
+            return False
+        *parts, (end, *_) = _parts(self.shape, self.dtype, len(self.counts))
+        memory, first = self.buffer.untyped_storage().data_ptr(), self.buffer.storage_offset()
+        lies = lambda t, start, size, kind: (  # noqa: E731
+            t.untyped_storage().data_ptr() == memory
+            and (t.storage_offset() * kind.itemsize, tuple(t.shape), t.dtype) == (first + start, size, kind)
+            and t.is_contiguous()
+        )
+        tensors = (self.patches, self.places, self.offsets, self.grids)
+        return len(self.buffer) == end and all(lies(t, *part) for t, part in zip(tensors, parts))
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedImages":
+        """The same on another device, in one copy where the tensors share their memory.
+
+        Other patches, normalised ones say: `dataclasses.replace(images, patches=...)`. Raises TypeError for what is no
+        device.
+        """
+        for name, value, kinds in (("device", device, (str, int, torch.device)), ("non_blocking", non_blocking, bool)):
+            if not isinstance(value, kinds):
+                hint = "for another dtype: dataclasses.replace(images, patches=images.patches.to(dtype))"
+                raise TypeError(f"PackedImages.to: {name} cannot be {value!r}; {hint}")
+        if self._together:
+            return self._in(self.buffer.to(device, non_blocking=non_blocking))
+        names = ("patches", "places", "offsets", "grids")
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        return replace(self, buffer=None, **moved)
+
+    def cuda(self, device: int | None = None, non_blocking: bool = False) -> "PackedImages":
+        return self.to("cuda" if device is None else f"cuda:{device}", non_blocking)
+
+    def cpu(self) -> "PackedImages":
+        return self.to("cpu")
+
+    def pin_memory(self) -> "PackedImages":
+        """The same in page-locked memory, from which a GPU copies while it computes; a DataLoader calls it."""
+        return self._in((self if self._together else self._shared()).buffer.pin_memory())
+
+    def is_pinned(self) -> bool:
+        return self._together and self.buffer.is_pinned()
+
+    def _shared(self) -> "PackedImages":
+        """The same in a buffer of its own."""
+        made = _allocate(self.patches.shape, self.patches.dtype, self.counts)
+        for name in ("patches", "places", "offsets", "grids"):
+            getattr(made, name).copy_(getattr(self, name))
+        return made
+
+    def _in(self, buffer: Tensor) -> "PackedImages":
+        """The same in a copy of the buffer."""
+        return _in_buffer(buffer, self.patches.shape, self.patches.dtype, self.counts)
+
+
+def _parts(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+    """(first byte, shape, dtype) of patches, places, offsets and grids in a buffer; then its own length."""
+    found, start = [], 0
+    for size, kind in (
+        (tuple(shape), dtype),
+        (tuple(shape[:1]), torch.int32),
+        ((count + 1,), torch.int32),
+        ((count, 2), torch.int32),
+    ):
+        found.append((start, size, kind))
+        start += -(-torch.Size(size).numel() * kind.itemsize // ALIGNMENT) * ALIGNMENT
+    return [*found, (start, (), torch.uint8)]
+
+
+def _in_buffer(buffer: Tensor, shape: tuple, dtype: torch.dtype, counts: tuple[int, ...]) -> PackedImages:
+    *parts, _ = _parts(shape, dtype, len(counts))
+    views = [
+        buffer[start : start + torch.Size(size).numel() * kind.itemsize].view(kind).view(size)
+        for start, size, kind in parts
+    ]
+    return PackedImages(*views, counts, max(counts), buffer)
+
+
+def _allocate(shape: tuple, dtype: torch.dtype, counts: tuple[int, ...]) -> PackedImages:
+    buffer = torch.empty(_parts(shape, dtype, len(counts))[-1][0], dtype=torch.uint8)
+    return _in_buffer(buffer, shape, dtype, counts)
+
+
+def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
+    """The images as tensors (C, H, W) of one dtype and number of channels, whole patches each."""
+    if not isinstance(images, (list, tuple)):
+        raise TypeError(f"pack: images must be a list of (C, H, W) tensors, got {type(images).__name__}")
+    if not images:
+        raise ValueError("pack: images is empty")
+    found = []
+    for i, image in enumerate(images):
+        try:
+            image = image if isinstance(image, Tensor) else torch.as_tensor(np.ascontiguousarray(image))
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"pack: images[{i}] must be a tensor or an array, got {type(image).__name__}") from None
+        if image.dim() != 3:
+            raise ValueError(f"pack: images[{i}] must be (C, H, W), got {tuple(image.shape)}")
+        if image.dtype != torch.uint8 and not image.is_floating_point():
+            raise TypeError(f"pack: images[{i}] must be uint8 or floating point, got {image.dtype}")
+        chans, height, width = image.shape
+        if height % patch[0] or width % patch[1] or not height or not width:
+            sides = f"multiples of the patch {patch[0]} x {patch[1]}"
+            hint = "; it must be (C, H, W), channels first" if width in (1, 3, 4) and chans > 4 else ""
+            raise ValueError(f"pack: images[{i}] must have sides that are {sides}, got {height} x {width}{hint}")
+        for name, own, first in (
+            ("channels", chans, (found or [image])[0].shape[0]),
+            ("dtype", image.dtype, (found or [image])[0].dtype),
+            ("device", image.device, (found or [image])[0].device),
+        ):
+            if own != first:
+                raise ValueError(f"pack: images must be alike, got {name} {first} of images[0], {own} of images[{i}]")
+        found.append(image)
+    return found
+
+
+def _cut(image: Tensor, patch: tuple[int, int]) -> Tensor:
+    """(C, H, W) -> a view (h, w, C, P, Q) of its patches."""
+    grid = image.unflatten(2, (-1, patch[1])).unflatten(1, (-1, patch[0]))
+    return grid.permute(1, 3, 0, 2, 4)
+
+
+def pack(
+    images: Sequence[Tensor], patch_size: int | tuple[int, int], keep: Sequence[Tensor | None] | None = None
+) -> PackedImages:
+    """Images of many sizes as one batch for a ViT, cut into patches.
+
+    images: a list of (C, H, W) tensors or arrays, uint8 or floats, whose sides the patch divides. patch_size: P or
+    (P, Q). keep: for each image the numbers of the patches that stay, in the order of the grid's rows, or None for all
+    (NaViT's token dropping; `draw_kept`). On the CPU what comes out lies in one buffer, to be pinned and sent at once:
+    call it in the collate function of a DataLoader. Images that want gradients keep them.
+
+    Raises ValueError or TypeError, which name the image.
+    """
+    patch = tuple(patch_size) if isinstance(patch_size, (list, tuple)) else (patch_size, patch_size)
+    whole = all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in patch)
+    if len(patch) != 2 or not whole:
+        raise ValueError(f"pack: patch_size must be P or (P, Q) in pixels, got {patch_size!r}")
+    images = _checked(images, patch)
+    grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
+    kept = [None] * len(images) if keep is None else [p if p is None else _numbers(p) for p in keep]
+    if len(kept) != len(images):
+        raise ValueError(f"pack: keep must have an entry for each of {len(images)} images, got {len(kept)}")
+    for i, (places, (down, across)) in enumerate(zip(kept, grids)):
+        if places is not None and not _fit(places, down * across):
+            text = f"whole numbers of patches from 0 to {down * across - 1}, each once and at least one"
+            raise ValueError(f"pack: keep[{i}] must be {text}")
+    counts = tuple(h * w if places is None else len(places) for places, (h, w) in zip(kept, grids))
+    places = torch.cat([torch.arange(h * w) if p is None else p.cpu() for p, (h, w) in zip(kept, grids)]).int()
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    first, cuts = images[0], [_cut(image, patch) for image in images]
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # vmap: nothing is copied in place
+    if first.device.type != "cpu" or transformed or any(image.requires_grad for image in images):
+        whole = [cut.flatten(0, 1) for cut in cuts]
+        patches = torch.cat([x if p is None else x[p.to(x.device)] for x, p in zip(whole, kept)])
+        rest = (t.to(first.device) for t in (places, offsets, torch.tensor(grids, dtype=torch.int32)))
+        return PackedImages(patches, *rest, counts, max(counts))
+    made = _allocate((sum(counts), first.shape[0], *patch), first.dtype, counts)
+    for name, values in (("places", places), ("offsets", offsets), ("grids", torch.tensor(grids))):
+        getattr(made, name).copy_(values)
+    for cut, p, place in zip(cuts, kept, made.patches.split(counts)):
+        if p is None:
+            place.unflatten(0, cut.shape[:2]).copy_(cut)
+        else:
+            place.copy_(cut[p // cut.shape[1], p % cut.shape[1]])
+    return made
+
+
+def _numbers(places) -> Tensor:
+    """The numbers of patches as a tensor, of a list or an array too; anything else as an empty one."""
+    try:
+        return torch.as_tensor(places)
+    except (TypeError, ValueError, RuntimeError):
+        return torch.empty(0)
+
+
+def _fit(places: Tensor, count: int) -> bool:
+    """Whether these are numbers of patches, at least one, each once."""
+    if places.dtype not in (torch.int32, torch.int64) or places.dim() != 1:
+        return False
+    inside = len(places) and 0 <= int(places.min()) and int(places.max()) < count
+    return bool(inside) and len(places.unique()) == len(places)
+
+
+def draw_kept(count: int, drop: float, generator: torch.Generator | None = None) -> Tensor:
+    """The numbers of the patches, at least one, that stay of `count` when a random share `drop` goes."""
+    kept = max(1, round(count * (1 - drop)))
+    return torch.randperm(count, generator=generator)[:kept].sort().values
+
+
+def token_rows(offsets: Tensor, patches: int, prefix: int) -> tuple[Tensor, Tensor]:
+    """(rows (N,), starts (S,)) int64: the tokens of packed patches, and the first of each image.
+
+    prefix: how many tokens an image has before its patches.
+    """
+    count = torch.arange(len(offsets) - 1, device=offsets.device)
+    rows = torch.arange(patches, device=offsets.device) + (owners(offsets, patches) + 1) * prefix
+    return rows, offsets[:-1] + count * prefix
+
+
+class TokenLayout(NamedTuple):
+    """Where the tokens of S packed images lie: image s owns the tokens offsets[s] to offsets[s + 1]."""
+
+    offsets: Tensor  # (S + 1,)
+    longest: int  # tokens of the longest image, or more
+
+    @property
+    def options(self) -> dict:
+        """Keyword arguments of ops.attention."""
+        return self._asdict()

@@ -1,0 +1,396 @@
+"""The operations in plain PyTorch: the way without kernels and, in float64, the truth.
+
+B batch, N tokens, D width, H heads, Dh head size, F MLP width, C channels, P x Q patch, T prefix tokens. The
+activation's dtype is the dtype of the computation and the parameters follow it; factors (`layer_scale`, `drop_path`)
+act in fp32 at least.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def _upcastable(function):
+    """Adds `upcast=False`: with True every floating tensor becomes float64 before anything is computed."""
+
+    def double(a):
+        if isinstance(a, tuple):
+            return tuple(map(double, a))
+        return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
+
+    @functools.wraps(function)
+    def wrapper(*args, upcast: bool = False, **kwargs):
+        if upcast:
+            args, kwargs = tuple(double(a) for a in args), {k: double(v) for k, v in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter.to(x.dtype)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is at work."""
+    if forward_ad._current_level >= 0:
+        return True
+    # Dynamo takes the other question for true always; the transforms that it traces say themselves what they lack.
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def at_hand(offsets: Tensor) -> bool:
+    """Whether the host may look at the values: on the CPU, neither compiled nor fake."""
+    return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and type(offsets) is Tensor
+
+
+def owners(offsets: Tensor, count: int) -> Tensor:
+    """The sample of each packed token, (count,) int64."""
+    place = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, place, right=True) - 1
+
+
+def packed_tokens(x, cls_token, pos_embed, rows, starts):
+    """Patches (N, D) -> tokens (N + S T, D), with prefix tokens and positions (N, D)."""
+    x = x if pos_embed is None else x + pos_embed.to(x.dtype)
+    if cls_token is None:
+        return x.contiguous()
+    prefix = cls_token[0].to(x.dtype).expand(len(starts), -1, -1)
+    first = starts[:, None] + torch.arange(prefix.shape[1], device=x.device)
+    out = x.new_zeros(len(x) + first.numel(), x.shape[1])
+    return out.index_copy(0, rows, x).index_copy(0, first.flatten(), prefix.flatten(0, 1))
+
+
+# Bounds of `std`, and of `mean` and `std`, on the 0..1 scale: float32 holds what comes of them.
+LEAST_STD, MOST_PIXEL = 1e-6, 1e6
+
+
+def normalize(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
+    """uint8 (B, C, Hi, Wi) -> `dtype`, (images / 255 - mean) / std.
+
+    None is mean 0, std 1. At least fp32 inside.
+    """
+    work = torch.promote_types(dtype, torch.float32)
+    x = images.to(work) / 255
+    for value, apply in ((mean, torch.sub), (std, torch.div)):
+        if value is not None:
+            x = apply(x, torch.as_tensor(value, dtype=work, device=x.device).reshape(-1, 1, 1))
+    return x.to(dtype)
+
+
+@_upcastable
+def patch_embed(images, weight, bias, cls_token=None, pos_embed=None, *, mean=None, std=None, rows=None):
+    """(B, C, Hi, Wi) floats or uint8 -> (B, T+N, D): Eq. 1 of the paper.
+
+    Computes in the dtype of `weight` (D, C, P, Q). rows: packed.token_rows of images of many sizes, cut into patches
+    (N, C, P, Q), with positions (N, D) -> (N + S T, D).
+    """
+    dtype = weight.dtype
+    images = normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
+    x = F.conv2d(images, weight, _like(bias, weight), stride=weight.shape[-2:]).flatten(2).transpose(1, 2)
+    if rows is not None:
+        return packed_tokens(x[:, 0], cls_token, pos_embed, *rows)
+    return with_prefix_and_positions(x, [] if cls_token is None else [cls_token], pos_embed).contiguous()
+
+
+def with_prefix_and_positions(x: Tensor, prefix: list[Tensor], pos_embed: Tensor | None) -> Tensor:
+    """Patches (B, N, D) -> tokens (B, T+N, D), positions added to all or to the patches alone."""
+    patches_only = pos_embed is not None and pos_embed.shape[1] == x.shape[1]
+    if patches_only:
+        x = x + pos_embed.to(x.dtype)
+    if prefix:
+        x = torch.cat([*(token.to(x.dtype).expand(x.shape[0], -1, -1) for token in prefix), x], dim=1)
+    return x if pos_embed is None or patches_only else x + pos_embed.to(x.dtype)
+
+
+@_upcastable
+def layer_norm(x, weight, bias, eps=1e-6):
+    """(..., D) -> (..., D), in x's dtype; parameters in fp32 act in fp32."""
+    work = x
+    for parameter in (weight, bias):
+        if parameter is not None:
+            work = work.to(torch.promote_types(work.dtype, parameter.dtype))
+    return F.layer_norm(work, (x.shape[-1],), _like(weight, work), _like(bias, work), eps).to(x.dtype)
+
+
+@_upcastable
+def rms_norm(x, weight, eps=1e-6):
+    """x / sqrt(mean(x^2) + eps) * weight: (..., D) -> (..., D), in x's dtype; at least fp32 inside."""
+    work = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(work, (x.shape[-1],), _like(weight, work), eps).to(x.dtype)
+
+
+def _normed(x, weight, bias, eps, norm):
+    """The norm of a block, "layer" or "rms"."""
+    return rms_norm(x, weight, eps) if norm == "rms" else layer_norm(x, weight, bias, eps)
+
+
+@_upcastable
+def residual_add(x, residual, *, layer_scale=None, drop_path=None):
+    """residual + drop_path[b] * layer_scale * x, in the dtype of `residual`. x, residual (B, ..., D)."""
+    if layer_scale is not None:
+        x = x * layer_scale.to(torch.promote_types(x.dtype, torch.float32))
+    if drop_path is not None:
+        factor = drop_path.to(torch.promote_types(x.dtype, torch.float32))
+        x = x * factor.reshape(-1, *[1] * (x.dim() - 1))
+    return (residual + x).to(residual.dtype)
+
+
+@_upcastable
+def add_layer_norm(x, residual, weight, bias, eps=1e-6, *, layer_scale=None, drop_path=None):
+    """(layer_norm(z), z) with z = residual + drop_path[b] * layer_scale * x."""
+    z = residual_add(x, residual, layer_scale=layer_scale, drop_path=drop_path)
+    return layer_norm(z, weight, bias, eps), z
+
+
+def _by_token(table: Tensor) -> Tensor:
+    """A table (N, Dh), (H, N, Dh) or (B, 1|H, N, Dh) as it multiplies (B, N, H, Dh)."""
+    return table[:, None] if table.dim() == 2 else table.transpose(-3, -2)
+
+
+@_upcastable
+def rotate(x, cos, sin, *, rope_layout="half", num_prefix=0):
+    """x cos + turned(x) sin after the first num_prefix tokens of x (B, N, H, Dh), in x's dtype.
+
+    turned: of each pair (a, b) of columns (-b, a). Pairs are i and i + Dh/2 ("half") or 2i and 2i + 1 ("interleaved").
+    cos, sin: see `attention`.
+    """
+    half, axis = (x.shape[-1] // 2, -2 if rope_layout == "half" else -1)
+    pair = (2, half) if rope_layout == "half" else (half, 2)
+    if cos.shape[-1] == half:
+        cos, sin = (torch.stack([table, table], axis).flatten(-2) for table in (cos, sin))
+    patches = x[:, num_prefix:].to(torch.promote_types(x.dtype, cos.dtype))
+    a, b = patches.unflatten(-1, pair).unbind(axis)
+    turned = torch.stack([-b, a], axis).flatten(-2)
+    patches = patches * _by_token(cos) + turned * _by_token(sin)
+    return torch.cat([x[:, :num_prefix], patches.to(x.dtype)], dim=1)
+
+
+def _mask(q: Tensor, bias: Tensor | None, key_lengths: Tensor | None) -> Tensor | None:
+    """Numbers to add to the logits (B|1, H|1, N|1, N), or a mask of keys; q (B, N, H, Dh)."""
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        bias = bias if bias.dim() == 4 else bias[None]
+    if key_lengths is None:
+        return bias
+    keys = (torch.arange(q.shape[1], device=q.device) < key_lengths[:, None])[:, None, None]
+    return keys if bias is None else bias.masked_fill(~keys, float("-inf"))
+
+
+def _packed_attention(q, k, v, scale, offsets, longest):
+    """Attention of packed samples, (tokens, H, Dh).
+
+    Those of one length together, where the offsets are at hand; else each is filled up to `longest` tokens.
+    """
+    lengths = offsets.diff()
+    if at_hand(offsets):
+        rows = [offsets[:-1][lengths == n, None] + torch.arange(n) for n in lengths.unique().tolist() if n]
+        found = [attention(q[each], k[each], v[each], scale=scale).flatten(0, 1) for each in rows]
+        return torch.cat(found).index_select(0, torch.cat([each.flatten() for each in rows]).argsort())
+    longest = longest or int(lengths.max())
+    owner = owners(offsets, len(q))
+    rows = owner * longest + torch.arange(len(q), device=q.device) - offsets[owner]
+    spread = lambda x: x.new_zeros(len(lengths) * longest, *x.shape[1:]).index_copy(0, rows, x)  # noqa: E731
+    q, k, v = (spread(x).unflatten(0, (len(lengths), longest)) for x in (q, k, v))
+    return attention(q, k, v, scale=scale, key_lengths=lengths).flatten(0, 1)[rows]
+
+
+@_upcastable
+def attention(q, k, v, *, scale=None, bias=None, key_lengths=None, offsets=None, longest=None, rope=None, **turned):
+    """softmax(q k^T * scale + bias) v; q, k, v (B, N, H, Dh) -> (B, N, H, Dh).
+
+    scale: 1/sqrt(Dh) unless given. rope: (cos, sin); `turned`: what else `rotate` takes. bias (H, N, N) or (B|1, H, N,
+    N). key_lengths (B,): later keys do not count. offsets (S + 1,), longest: of samples packed as (tokens, H, Dh), each
+    on its own.
+    """
+    if rope is not None:
+        q, k = (rotate(x if offsets is None else x[None], *rope, **turned).reshape(x.shape) for x in (q, k))
+    if offsets is not None:
+        return _packed_attention(q, k, v, scale, offsets, longest) if len(q) else q + k + v
+    if transformed():  # PyTorch's fused attention has no tangents and no second derivative
+        probabilities = attention_probabilities(q, k, scale=scale, bias=bias, key_lengths=key_lengths).to(v.dtype)
+        return (probabilities @ v.transpose(1, 2)).transpose(1, 2).contiguous()
+    mask = _mask(q, bias, key_lengths)
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        mask = mask.expand(q.shape[0], q.shape[2], *mask.shape[2:])
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale=scale)
+    return o.transpose(1, 2).contiguous()
+
+
+@_upcastable
+def attention_logits(q, k, *, offsets=None, longest=None, key_lengths=None, **options):
+    """q k^T * scale + bias: q, k (B, N, H, Dh) -> (B, H, N, N), in fp32 at least.
+
+    -inf for keys that do not count. Options as in `attention`; packed, (tokens, H, Dh), -> (H, tokens, tokens).
+    """
+    if offsets is None:
+        return _logits(q, k, key_lengths=key_lengths, **options)
+    owner = owners(offsets, len(q))
+    return _logits(q[None], k[None], **options)[0].masked_fill(owner != owner[:, None], float("-inf"))
+
+
+def _logits(q, k, *, scale=None, rope=None, rope_layout="half", num_prefix=0, bias=None, key_lengths=None):
+    """The logits of (B, N, H, Dh)."""
+    if rope is not None:
+        q, k = (rotate(x, *rope, rope_layout=rope_layout, num_prefix=num_prefix) for x in (q, k))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = ((q.transpose(1, 2) * scale) @ k.permute(0, 2, 3, 1)).to(torch.promote_types(q.dtype, torch.float32))
+    mask = _mask(q, bias, key_lengths)
+    if mask is None:
+        return logits
+    return logits + mask if mask.dtype != torch.bool else logits.masked_fill(~mask, float("-inf"))
+
+
+@_upcastable
+def attention_probabilities(q, k, **options):
+    """The softmax of attention_logits over the keys.
+
+    A query that sees no key has zeros, as in PyTorch's fused attention.
+    """
+    logits = attention_logits(q, k, **options)
+    if options.get("bias") is None and options.get("key_lengths") is None:
+        return logits.softmax(-1)
+    return logits.softmax(-1).masked_fill((logits == float("-inf")).all(-1, keepdim=True), 0.0)
+
+
+@_upcastable
+def linear(x, weight, bias=None):
+    """x W^T + b in the dtype of x; weight (out, in)."""
+    return F.linear(x, _like(weight, x), _like(bias, x))
+
+
+# Of the MLPs: GELU by erf and by tanh (Hendrycks & Gimpel, 2016), x sigmoid(1.702 x) there too, and SiLU, x sigmoid(x).
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+}
+
+
+@_upcastable
+def linear_gelu(x, weight, bias, *, activation="gelu"):
+    """activation(x W^T + b)."""
+    return ACTIVATIONS[activation](linear(x, weight, bias))
+
+
+@_upcastable
+def linear_residual(x, weight, bias, residual, *, layer_scale=None, drop_path=None):
+    """residual + drop_path[b] * layer_scale * (x W^T + b)."""
+    return residual_add(linear(x, weight, bias), residual, layer_scale=layer_scale, drop_path=drop_path)
+
+
+@_upcastable
+def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *, activation="gelu"):
+    """activation(x W1^T + b1) W2^T + b2."""
+    return linear(linear_gelu(x, fc1_weight, fc1_bias, activation=activation), fc2_weight, fc2_bias)
+
+
+def _gated(x, up_weight, up_bias, gate_weight, gate_bias, activation, inner_weight, inner_bias, inner_eps):
+    """norm(activation(gate(x)) * up(x)), the norm where inner_weight is."""
+    h = ACTIVATIONS[activation](linear(x, gate_weight, gate_bias)) * linear(x, up_weight, up_bias)
+    return h if inner_weight is None else layer_norm(h, inner_weight, inner_bias, inner_eps)
+
+
+@_upcastable
+def gated_mlp(
+    x,
+    up_weight,
+    up_bias,
+    gate_weight,
+    gate_bias,
+    down_weight,
+    down_bias,
+    *,
+    activation="silu",
+    inner_norm_weight=None,
+    inner_norm_bias=None,
+    inner_eps=1e-6,
+):
+    """down(inner_norm(activation(gate(x)) * up(x))), the inner norm only where its weight is given."""
+    layers, inner = (up_weight, up_bias, gate_weight, gate_bias), (inner_norm_weight, inner_norm_bias, inner_eps)
+    return linear(_gated(x, *layers, activation, *inner), down_weight, down_bias)
+
+
+@_upcastable
+def attention_block(
+    x,
+    norm_weight,
+    norm_bias,
+    qkv_weight,
+    qkv_bias,
+    proj_weight,
+    proj_bias,
+    *,
+    num_heads,
+    eps=1e-6,
+    norm="layer",
+    layer_scale=None,
+    drop_path=None,
+    compute_dtype=None,
+    **logits,
+):
+    """x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x)))), in x's dtype.
+
+    (B, N, D) -> (B, N, D). compute_dtype: of the matrix products. logits: options of `attention`.
+    """
+    h = _normed(x, norm_weight, norm_bias, eps, norm)
+    qkv = linear(h if compute_dtype is None else h.to(compute_dtype), qkv_weight, qkv_bias)
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(-3)
+    o = attention(q, k, v, **logits).flatten(-2)
+    return linear_residual(o, proj_weight, proj_bias, x, layer_scale=layer_scale, drop_path=drop_path)
+
+
+@_upcastable
+def mlp_block(
+    x,
+    norm_weight,
+    norm_bias,
+    fc1_weight,
+    fc1_bias,
+    fc2_weight,
+    fc2_bias,
+    *,
+    eps=1e-6,
+    activation="gelu",
+    norm="layer",
+    layer_scale=None,
+    drop_path=None,
+    compute_dtype=None,
+):
+    """x + drop_path[b] * layer_scale * mlp(norm(x)): (B, N, D) -> (B, N, D), in x's dtype."""
+    h = _normed(x, norm_weight, norm_bias, eps, norm)
+    h = linear_gelu(h if compute_dtype is None else h.to(compute_dtype), fc1_weight, fc1_bias, activation=activation)
+    return linear_residual(h, fc2_weight, fc2_bias, x, layer_scale=layer_scale, drop_path=drop_path)
+
+
+@_upcastable
+def gated_mlp_block(
+    x,
+    norm_weight,
+    norm_bias,
+    up_weight,
+    up_bias,
+    gate_weight,
+    gate_bias,
+    down_weight,
+    down_bias,
+    *,
+    eps=1e-6,
+    activation="silu",
+    norm="layer",
+    inner_norm_weight=None,
+    inner_norm_bias=None,
+    inner_eps=1e-6,
+    layer_scale=None,
+    drop_path=None,
+    compute_dtype=None,
+):
+    """x + drop_path[b] * layer_scale * gated_mlp(norm(x)): (B, N, D) -> (B, N, D), in x's dtype."""
+    h = _normed(x, norm_weight, norm_bias, eps, norm)
+    layers, inner = (up_weight, up_bias, gate_weight, gate_bias), (inner_norm_weight, inner_norm_bias, inner_eps)
+    h = _gated(h if compute_dtype is None else h.to(compute_dtype), *layers, activation, *inner)
+    return linear_residual(h, down_weight, down_bias, x, layer_scale=layer_scale, drop_path=drop_path)

@@ -1,0 +1,180 @@
+"""The operations of a training step of a whole model, with their work, and its FLOPs.
+
+By convention training is three times the forward pass. The operations are counted as they run: no gradient of the
+images, and attention's backward computes the scores again.
+"""
+
+import contextlib
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...errors import InputError, both_ends
+from ...model.hybrid import HybridEmbed
+from ...model.layers import OF_NORMS, GluMlp
+from ...model.vit import ViT
+from . import work
+from .gpus import Rates
+from .work import Kernels, Work
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a step, `times` times: the kernels of a forward that trains and of a backward."""
+
+    name: str
+    times: int
+    forward: Kernels
+    backward: Kernels
+
+    def row(self, device: Rates) -> dict:
+        """One run's FLOPs, bytes and floor in seconds, forward and backward."""
+        found = dict(name=self.name, times=self.times)
+        for direction, kernels in (("forward", self.forward), ("backward", self.backward)):
+            found[f"{direction}_flops"] = work.total_flops(kernels)
+            found[f"{direction}_bytes"] = work.total_bytes(kernels)
+            floor = work.floor_seconds(kernels, device.flops_per_second, device.bytes_per_second)
+            found[f"{direction}_floor"] = floor
+        return found
+
+
+def tokens_of(model: ViT) -> int:
+    """Tokens of an image. InputError for a ViT whose blocks run on smaller operations or PyTorch's."""
+    if model.config.get("pos_embed") == "relative":
+        raise InputError(
+            "cost: relative positions run on PyTorch's attention, which is not counted; "
+            "plain and hybrid ViTs with other positions are"
+        )
+    for name in ("qk_norm", "scale_mlp_norm"):
+        if model.config.get(name) and not (name == "scale_mlp_norm" and model.config["swiglu_mlp"]):
+            raise InputError(f"cost: {name}=True runs on the smaller operations, which are not counted; others are")
+    return model.num_prefix_tokens + model.patch_embed.num_patches
+
+
+def dropout(model: ViT) -> float:
+    """Of the blocks: where it is on they run on the smaller operations, and `keep` has no effect."""
+    return model.blocks[0].attn.proj_drop.p
+
+
+def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep: str = "least") -> list[Operation]:
+    """The operations of a training step on `batch` images, in order.
+
+    size: bytes of a number; pixel_size: bytes of an image's value; keep: "least" or "all", which dropout overrules.
+    """
+    n, stem, depth = tokens_of(model), model.patch_embed, len(model.blocks)
+    keep = "least" if dropout(model) else keep
+    mlp, d, m = model.blocks[0].mlp, model.embed_dim, batch * n
+    f, norm = mlp.fc2.in_features, work.layer_norm if model.config["norm_layer"] == "layernorm" else work.rms_norm
+    patches, length = batch * stem.num_patches, stem.proj.weight[0].numel()
+    found = []
+
+    def add(name: str, counted: Work, times: int = 1) -> None:
+        found.append(Operation(name, times, counted.training, counted.backward))
+
+    if isinstance(stem, HybridEmbed):  # the patches are those of a map, which wants a gradient too
+        found.append(resnet(stem.backbone, batch, (model.in_chans, *stem.img_size), size)[0])
+        (kernel,) = work.patch_embed(patches, length, m, d, n * d, size, size).forward
+        found.append(Operation("patch embedding", 1, (kernel,), (kernel, kernel)))
+    else:
+        add("patch embedding", work.patch_embed(patches, length, m, d, n * d, size, pixel_size))
+    if type(model.norm_pre) in OF_NORMS:
+        add("norm before the blocks", norm(m, d, size))
+    add("LayerNorm 1", norm(m, d, size, residual_gradient=True), depth)
+    add("QKV", work.linear(m, 3 * d, d, size), depth)
+    add("attention", work.attention(m, n, d, size), depth)
+    add("projection + residual", work.linear(m, d, d, size, m * d), depth)
+    add("LayerNorm 2", norm(m, d, size, residual_gradient=True), depth)
+    if isinstance(mlp, GluMlp):
+        add("up and gate", work.gated_layers(m, d, f, size), depth)
+        if type(mlp.norm) in OF_NORMS:
+            add("norm in the MLP", work.layer_norm(m, f, size), depth)
+        add("fc2 + residual", work.gated_down(m, d, f, size, residual=True), depth)
+    else:
+        add("fc1 + GELU", work.fc1(m, d, f, size), depth)
+        add("fc2 + residual", work.fc2(m, d, f, size, residual=True, keep=keep), depth)
+    read = batch if model.global_pool else m  # rows that the head reads
+    if type(model.norm) in OF_NORMS:
+        add("last LayerNorm", norm(m, d, size))
+    if model.attn_pool is not None:
+        hidden = model.attn_pool.mlp.fc1.out_features
+        add("MAP head: keys, values", work.linear(patches, 2 * d, d, size))
+        add("MAP head: query, projection", work.linear(batch, d, d, size), 2)
+        add("MAP head: attention", work.latent_attention(batch, stem.num_patches, d, size))
+        add("MAP head: LayerNorm", norm(batch, d, size))
+        add("MAP head: MLP", work.mlp(batch, d, hidden, size))
+    if model.global_pool == "avg":
+        mean = work.moved(m * d + read * d, size)
+        add("mean of the patches", Work(mean, mean, mean))
+    if type(model.fc_norm) in OF_NORMS:
+        add("last LayerNorm", norm(read, d, size))
+    for name, layer in (("hidden layer of the head", getattr(model.pre_logits, "fc", None)), ("head", model.head)):
+        if isinstance(layer, torch.nn.Linear):
+            add(name, work.linear(read, layer.out_features, layer.in_features, size))
+    return found
+
+
+def resnet(backbone: torch.nn.Module, batch: int, image: tuple[int, int, int], size: int) -> tuple[Operation, int]:
+    """The ResNet of a hybrid, in the dtype of the products, and the bytes that it keeps for backward.
+
+    Its input is among these. Its kernels are the convolutions, norms and pooling (activations, residual additions and
+    the standardisation of weights are folded in). They are PyTorch's, whose autocast computes the norms in fp32: it
+    moves and keeps more.
+    """
+    forward, backward, kept = [], [], {}
+
+    def count(module, inputs, output):
+        x, convolution = inputs[0], isinstance(module, torch.nn.Conv2d)
+        flops = 2.0 * output.numel() * module.weight[0].numel() if convolution else 0.0
+        moved = size * (x.numel() + output.numel() + (module.weight.numel() if convolution else 0))
+        gradients = 2 if forward else 1  # of a convolution; the first one's images want none
+        forward.append((flops, moved))
+        norm = (0.0, size * (2 * x.numel() + output.numel()))
+        backward.extend([(flops, moved)] * gradients if convolution else [norm])
+
+    def keep(tensor):
+        # Held: a storage that is gone would give its place to the next one.
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    backbone = copy.deepcopy(backbone).to("meta").train()
+    for module in backbone.modules():
+        if isinstance(module, (torch.nn.Conv2d, torch.nn.GroupNorm, torch.nn.MaxPool2d)):
+            module.register_forward_hook(count)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        backbone(torch.empty(batch, *image, device="meta"))
+    for parameter in backbone.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    total = sum(t.untyped_storage().nbytes() // 4 * size for t in kept.values())
+    return Operation("ResNet", 1, tuple(forward), tuple(backward)), total
+
+
+def optimizer_step(parameters: int, optimizer: str = "adamw", averaged: bool = False) -> Operation:
+    """Clipping by norm and the update, in fp32."""
+    return Operation("clipping + update", 1, (), work.update(parameters, optimizer, averaged))
+
+
+def flops_per_image(model: ViT) -> float:
+    """FLOPs of the forward pass for one image."""
+    return sum(op.times * flops for op in operations(model, 1) for flops, _ in op.forward)
+
+
+def forward_flops(model: torch.nn.Module, image: tuple[int, int, int]) -> float:
+    """FLOPs of any model's forward pass for one image; torch counts where `operations` does not.
+
+    image: (C, H, W). Raises InputError for an image that the model does not take.
+    """
+    if isinstance(model, ViT):
+        with contextlib.suppress(InputError):
+            return flops_per_image(model)
+    # With gradients: the counter asks for those of parameters that a module is given as arguments. PyTorch's plain
+    # attention: not all others are counted everywhere.
+    try:
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model(torch.empty(1, *image, device=next(model.parameters()).device))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        size = " x ".join(map(str, image[1:]))
+        raise InputError(f"the model takes no image of {size} pixels ({both_ends(str(error), 200)})") from None
+    return float(counter.get_total_flops())

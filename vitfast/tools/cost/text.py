@@ -1,0 +1,84 @@
+"""The results of `estimate` and of `estimate_baseline` in words."""
+
+from ...model.activation_memory import USABLE
+from .gpus import GIB
+
+
+def as_text(name: str, found: dict) -> str:
+    """`estimate`'s result for people. name: the model's."""
+    lines = [_title(name, found), "", *_operations(found), "", *_memory(found), ""]
+    where = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}"
+    where += f" in {found['accumulate']} parts of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
+    assumed = f"{found['predicted']['efficiency']:.0%} of that (assumed)"
+    for how, pace in (("the floors", found["floor"]), (assumed, found["predicted"])):
+        line = f"{where}, {how}: {1e3 * pace['step_seconds']:,.1f} ms a step, {pace['images_per_second']:,.0f} images/s"
+        if pace["gpu_days"] is not None:
+            line += f", {pace['train_seconds'] / 3600:,.1f} hours, {pace['gpu_days']:,.1f} GPU-days"
+        lines.append(line)
+    if found["dropout"]:
+        left_out = "their further passes over memory are not in these times"
+        lines.append(f"dropout runs the layers on smaller operations: {left_out}")
+    return "\n".join(lines + _whole(found))
+
+
+def baseline_as_text(name: str, found: dict) -> str:
+    """`estimate_baseline`'s result for people."""
+    fixed = f"fixed memory, GiB: {_listed(found['memory']['state'], GIB)}"
+    lines = ["FLOPs by torch's counter; no times, which are known of the kernels of ViTs alone"]
+    return "\n".join([_title(name, found), "", fixed, *lines, *_whole(found)])
+
+
+def _title(name: str, found: dict) -> str:
+    size = f"{found['img_size'][0]} x {found['img_size'][1]} px"
+    size += f", {found['tokens']} tokens" if "tokens" in found else ""
+    forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
+    work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"
+    return f"{name}, {size}: {found['params']:,} parameters, {work}"
+
+
+def _whole(found: dict) -> list[str]:
+    """The lines about a whole training, none where its length is not known."""
+    if found["train_flops"] is None:
+        return []
+    whole = f"{found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP"
+    return [f"the whole training: {whole}"]
+
+
+def _operations(found: dict) -> list[str]:
+    """A table of the operations of a step."""
+    columns = "{:<28}{:>6}{:>20}{:>20}{:>20}"
+    header = ("times", "GFLOP fwd / bwd", "MB fwd / bwd", "floor us fwd / bwd")
+    lines = [columns.format(f"each, batch {found['micro_batch']:,}", *header)]
+    for row in found["operations"]:
+        cells = [
+            f"{row[f'forward_{key}'] * scale:{form}} / {row[f'backward_{key}'] * scale:{form}}"
+            for key, scale, form in (("flops", 1e-9, ",.1f"), ("bytes", 1e-6, ",.0f"), ("floor", 1e6, ",.0f"))
+        ]
+        lines.append(columns.format(row["name"], row["times"], *cells))
+    return lines
+
+
+def _memory(found: dict) -> list[str]:
+    device, memory, keep = found["device"], found["memory"], found["keep"]
+    kept, working = _listed(memory["kept_per_image"], 2**20), memory["working_per_image"] / 2**20
+    choice = "keep has no effect with dropout"
+    if not found["dropout"]:
+        more = f"'all' keeps {keep['more_per_image'] / 2**20:.2f} MiB an image more than 'least'"
+        both = "largest batch {all:,} with 'all', {least:,} with 'least'".format(**keep["largest_batch"])
+        choice = f"keep={keep['taken']!r} taken; {more}, which backward then does not write again; {both}"
+    flops, moved = device["flops_per_second"] / 1e12, device["bytes_per_second"] / 1e9
+    fits = f"largest batch on each {found['largest_batch']:,} (estimate)"
+    if not found["largest_batch"]:
+        fits = "not even one image fits beside the fixed memory"
+    return [
+        f"fixed memory, GiB: {_listed(memory['state'], GIB)}",
+        f"kept for backward, MiB an image: {kept}; {working:.2f} more at the peak",
+        choice,
+        f"{device['gpu']}: {flops:,.0f} TFLOP/s in {found['dtype']}, {moved:,.0f} GB/s ({device['source']}); "
+        f"{USABLE:.0%} of {device['memory_bytes'] / GIB:.0f} GiB: {fits}",
+    ]
+
+
+def _listed(sizes: dict[str, int], unit: int) -> str:
+    kinds = ", ".join(f"{name} {size / unit:,.2f}" for name, size in sizes.items() if size)
+    return f"{sum(sizes.values()) / unit:,.2f} ({kinds})"

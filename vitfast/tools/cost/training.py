@@ -1,0 +1,142 @@
+"""A step and a whole training of a model on a device: does it fit, and how long does it take."""
+
+import math
+from dataclasses import asdict
+
+from torch import nn
+
+from ...errors import InputError
+from ...model.activation_memory import KEEPS, USABLE
+from ...model.vit import ViT
+from .gpus import Rates
+from .memory import kept_bytes, state_bytes, working_bytes
+from .steps import dropout, flops_per_image, forward_flops, operations, optimizer_step, tokens_of
+
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number
+EFFICIENCY = {"data sheet": 0.7, "measured": 0.85}  # share of the floors' speed that a whole step is assumed to reach
+
+# Data sets of the paper's pre-training and ours: training images, classes.
+DATASETS = {
+    "imagenet": (1_281_167, 1000),
+    "imagenet21k": (14_197_122, 21_843),
+    "jft": (303_000_000, 18_291),
+    "digits": (1_437, 10),
+}
+
+
+def estimate(
+    model: ViT,
+    device: Rates,
+    *,
+    batch_size: int = 256,
+    gpus: int = 1,
+    dtype: str = "bf16",
+    images: float | None = None,
+    optimizer: str = "adamw",
+    averaged: bool = False,
+    efficiency: float | None = None,
+    keep: str = "least",
+) -> dict:
+    """Everything about training this model there, as JSON holds it. Times in seconds, sizes in bytes.
+
+    model: on the meta device if you like. batch_size: of an optimiser step, over all GPUs; what does not fit into
+    memory is accumulated. images: how many are seen in the whole training. efficiency: the share of the floors' speed
+    that is assumed, EFFICIENCY unless given. Every GPU holds the whole state; the time of communication and of the
+    passes that dropout adds is left out. keep: what blocks keep for backward; "auto" is "all" where that fits without
+    smaller micro-batches. Raises InputError where a number makes no sense.
+    """
+    _check_positive(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency)
+    if efficiency is not None and efficiency > 1:
+        raise InputError(f"cost: efficiency must be at most 1, the speed of the floors, got {efficiency}")
+    if keep not in KEEPS:
+        raise InputError(f"cost: keep must be one of {', '.join(KEEPS)}, got {keep!r}")
+    size, efficiency = DTYPES[dtype], efficiency or EFFICIENCY[device.source]
+    working, on_each = working_bytes(model, 1, size), math.ceil(batch_size / gpus)
+    kept_per_image, largest = {}, {}
+    for choice in ("least", "all"):
+        one, two = (kept_bytes(model, count, size, keep=choice) for count in (1, 2))
+        each = kept_per_image[choice] = {kind: two[kind] - one[kind] for kind in one}
+        filters = {"standardised filters": sum(one.values()) - sum(each.values())}  # a ResNet's, whatever the batch
+        state = state_bytes(model, size, optimizer, averaged) | filters
+        room = USABLE * device.memory_bytes - sum(state.values())
+        largest[choice] = max(0, int(room / (sum(each.values()) + working)))
+    if dropout(model):
+        keep = "least"
+    elif keep == "auto":
+        keep = "all" if largest["all"] >= min(on_each, max(1, largest["least"])) else "least"
+    micro_batches = math.ceil(on_each / max(1, min(largest[keep], on_each)))
+    micro = math.ceil(on_each / micro_batches)
+    flops = flops_per_image(model)
+    parameters = sum(p.numel() for p in model.parameters())
+    rows = [op.row(device) for op in operations(model, micro, size, keep=keep)]
+    update = optimizer_step(parameters, optimizer, averaged).row(device)
+    both = sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows)
+    floor = micro_batches * both + update["backward_floor"]
+    return dict(
+        img_size=list(model.patch_embed.img_size),
+        tokens=tokens_of(model),
+        **_flops(model, flops, images),
+        dtype=dtype,
+        device=asdict(device),
+        gpus=gpus,
+        batch_size=batch_size,
+        micro_batch=micro,
+        accumulate=micro_batches,
+        largest_batch=largest[keep],
+        dropout=dropout(model),
+        memory=dict(state=state, kept_per_image=kept_per_image[keep], working_per_image=working),
+        keep=dict(
+            taken=keep,
+            more_per_image=sum(kept_per_image["all"].values()) - sum(kept_per_image["least"].values()),
+            largest_batch=largest,
+        ),
+        operations=[*rows, update],
+        floor=_pace(floor, batch_size, images, gpus),
+        predicted=dict(efficiency=efficiency, **_pace(floor / efficiency, batch_size, images, gpus)),
+    )
+
+
+def estimate_baseline(
+    model: nn.Module,
+    img_size: tuple[int, int],
+    *,
+    images: float | None = None,
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    averaged: bool = False,
+) -> dict:
+    """The cost of a model that is no ViT of ours: FLOPs by torch's counter, and the memory of any batch.
+
+    Times are of our kernels, and it has none. The arguments and the result are as those of `estimate`.
+    """
+    _check_positive(images=images)
+    flops = forward_flops(model, (3, *img_size))
+    return dict(
+        img_size=list(img_size),
+        **_flops(model, flops, images),
+        dtype=dtype,
+        memory=dict(state=state_bytes(model, DTYPES[dtype], optimizer, averaged)),
+    )
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InputError(f"cost: {name} must be positive, got {value}")
+
+
+def _flops(model: nn.Module, flops: float, images: float | None) -> dict:
+    """Parameters and FLOPs, of an image and of the whole training."""
+    return dict(
+        params=sum(p.numel() for p in model.parameters()),
+        flops_per_image=flops,
+        train_flops_per_image=3 * flops,
+        train_flops=None if images is None else 3 * flops * images,
+        train_images=images,
+    )
+
+
+def _pace(step: float, batch_size: int, images: float | None, gpus: int) -> dict:
+    seconds = None if images is None else images / batch_size * step
+    days = None if seconds is None else seconds * gpus / 86_400
+    return dict(step_seconds=step, images_per_second=batch_size / step, train_seconds=seconds, gpu_days=days)

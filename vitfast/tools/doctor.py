@@ -1,0 +1,376 @@
+"""Checks every kernel against float64, forward and backward, in each dtype, and times it on a GPU.
+
+In Triton's interpreter, on any machine: every launcher at the edges of its tiles too, all accesses to memory watched.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..errors import InputError, both_ends
+from ..kernels import launch
+from ..kernels.launch import INTERPRETED, launches_made, missing_for_launchers
+from ..kernels.libraries import cublaslt
+from ..version import __version__
+from . import interpreter
+from .machine_code.cubin import ptxas_version
+from .verify import EPS, Input, cases, edges, exact_fp32, make, run, worst
+from .verify.draw import Sizes
+from .verify.sanitizer import Sanitizer
+
+GPU_SIZES = Sizes.of_preset("B/16", batch=32)
+SMALL_SIZES = Sizes(batch=2, tokens=5, width=64, heads=2, hidden=96, image=16, patch=8)
+
+
+@dataclass
+class Result:
+    """The worst error of outputs and gradients against float64, PyTorch's own, and times on a GPU."""
+
+    op: str
+    dtype: str
+    error: float
+    torch_error: float
+    passed: bool
+    forward_us: float | None = None
+    both_us: float | None = None
+    gigabytes_per_second: float | None = None
+    failure: str = ""
+    traceback: str = ""
+    runs: int = 0  # of a launcher: at other shapes, on other layouts, with other tiles
+    findings: list[str] = field(default_factory=list)  # what is wrong: numbers and accesses to memory
+
+
+def check_operation(
+    name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True
+) -> Result:
+    """One operation in one dtype: its error may be twice PyTorch's own, or what one rounding costs."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = make(inputs, dtype, device, generator)
+    doubles = [t.detach().double().requires_grad_() if t.requires_grad else t for t in tensors]
+    label = str(dtype).removeprefix("torch.")
+    try:
+        with ops.use_kernels("off"), exact_fp32():
+            shapes = [o.shape for o in run(function, doubles)]
+            upstream = [torch.randn(shape, generator=generator).to(device, torch.float64) for shape in shapes]
+            truth = run(function, doubles, upstream)
+            torchs = run(function, tensors, upstream)
+            torch_error = worst(torchs, truth)
+        with ops.use_kernels("on"):
+            before = launches_made()
+            ours = run(function, tensors, upstream)
+            error = worst(ours, truth)
+            result = Result(name, label, error, torch_error, error <= max(2 * torch_error, EPS[dtype]))
+            if launches_made() == before:
+                result.passed, result.failure = False, "no kernel ran"
+            for i, (a, b) in enumerate(zip(ours, torchs)):
+                if (a.dtype, a.shape) != (b.dtype, b.shape):
+                    kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in (a, b)]
+                    result.passed, result.failure = False, f"result {i} is {kinds[0]}, PyTorch's {kinds[1]}"
+            if timed and device.type == "cuda":
+                _time(result, function, tensors, upstream)
+        return result
+    except Exception as problem:  # a kernel that does not compile or run is a failed result, not the end of the run
+        return failed(name, label, f"{type(problem).__name__}: {problem}", traceback.format_exc())
+
+
+def failed(name: str, dtype: str, failure: str, where: str = "") -> Result:
+    """The result of an operation that gave none."""
+    return Result(name, dtype, float("inf"), float("nan"), False, failure=both_ends(failure), traceback=where)
+
+
+def _time(result: Result, function: Callable, tensors: list[Tensor], upstream: list[Tensor]) -> None:
+    from triton.testing import do_bench
+
+    with torch.no_grad():
+        result.forward_us = 1e3 * do_bench(lambda: function(*tensors), return_mode="median")
+    result.both_us = 1e3 * do_bench(lambda: run(function, tensors, upstream), return_mode="median")
+    moved = sum(t.numel() * t.element_size() for t in (*tensors, *run(function, tensors)))
+    result.gigabytes_per_second = moved / result.forward_us / 1e3
+
+
+PROCESS_BYTES = 4 * 2**30  # that a process takes of a GPU: CUDA's context, and 2 GiB of inputs and float64 at most
+
+
+def most_processes() -> int:
+    """As many as there are CPUs here and as fit into the GPU's free memory, one at least."""
+    cpus = len(os.sched_getaffinity(0))
+    return cpus if INTERPRETED else max(1, min(cpus, torch.cuda.mem_get_info()[0] // PROCESS_BYTES))
+
+
+Task = tuple[str, str]  # an operation (or EDGES and a launcher) and a dtype, by their names
+EDGES = "edges of "
+
+
+def device() -> torch.device:
+    """Where the kernels run: the GPU, or the CPU where they are interpreted."""
+    if not torch.cuda.is_available() and not INTERPRETED:
+        raise RuntimeError("doctor: without a GPU the kernels need TRITON_INTERPRET=1 before vitfast is imported")
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def prepare() -> None:
+    """Readies Triton's interpreter, in a process that interprets kernels."""
+    if INTERPRETED:
+        interpreter.quicken()
+        with contextlib.suppress(ImportError):  # without ml_dtypes there is no bfloat16
+            interpreter.mend_bfloat16()
+
+
+def dtypes(wanted: str = "") -> list[str]:
+    """Those that run here, or the one that is wanted. Raises InputError where it does not run here."""
+    found = ["bfloat16", "float16", "float32"]
+    if INTERPRETED and not launch.bfloat16_mended:
+        found.remove("bfloat16")
+    if wanted and wanted not in found:
+        missing = "Triton's interpreter computes it with ml_dtypes, which is not installed"
+        raise InputError(f"no {wanted} here, only {' and '.join(found)}: {missing}")
+    return [wanted] if wanted else found
+
+
+def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
+    """The checks to make, in every dtype that runs here or in one.
+
+    interpreted: launchers at the edges of their tiles too, in bfloat16 and fp32 (fp16 takes bfloat16's tiles) unless a
+    dtype is given. A name of `only` that is an operation's stands for it in all its forms ("attention" for "attention,
+    N = 300" too, not for "attention_block"), any other for each operation whose name contains it; and for each launcher
+    whose name contains it. Raises InputError for one that stands for none.
+    """
+    operations, chosen = list(cases(SMALL_SIZES, ops)), set()
+    at_edges = [EDGES + name for name in edges.names()] if interpreted else []
+    for wanted in only:
+        found = [name for name in operations if wanted in (name, name.partition(",")[0])]
+        found = found or [name for name in operations if wanted in name]
+        found += [name for name in at_edges if wanted in name]
+        if not found or not wanted:
+            known = "; ".join((*operations, *at_edges))
+            raise InputError(f"no operation has {wanted!r} in its name; there are {known}")
+        chosen.update(found)
+    here = dtypes(dtype)
+    every = [(name, d) for name in operations for d in here]
+    every += [(name, d) for name in at_edges for d in here if dtype or d != "float16"]
+    return [task for task in every if not only or task[0] in chosen]
+
+
+def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
+    """Checks one operation in one dtype, the interpreter at small shapes. watched: by the sanitizer."""
+    name, dtype = task[0], getattr(torch, task[1])
+    if name.startswith(EDGES):
+        return check_at_edges(task)
+    function, inputs = cases(SMALL_SIZES if INTERPRETED else GPU_SIZES, ops)[name]
+    with Sanitizer() if watched else contextlib.nullcontext() as watch:
+        result = check_operation(name, function, inputs, dtype, device(), timed)
+    if watched:  # what an exception kept from being written is no finding
+        found = [f for f in watch.findings if not (result.traceback and f.kind == "left unwritten")]
+        result.passed, result.findings = result.passed and not found, [str(f) for f in found]
+    return result
+
+
+def check_at_edges(task: Task) -> Result:
+    """Checks one launcher at the edges of its tiles: the worst error of all runs, and each fault once."""
+    name, dtype = task[0].removeprefix(EDGES), getattr(torch, task[1])
+    reports = [edges.check(case) for case in edges.cases(name, dtype)]
+    furthest = max(reports, key=lambda report: report.error)
+    texts = [text for report in reports for text in report.wrong]
+    places: dict[tuple, list[str]] = {}
+    for report in reports:
+        for label, f in report.findings:
+            places.setdefault((f.kind, f.kernel, f.source, f.tensor), []).append(f"{label}: {f}")
+    texts += [same[0] + (f" (and in {len(same) - 1} other runs)" if len(same) > 1 else "") for same in places.values()]
+    first = next((report.traceback for report in reports if report.traceback), "")
+    runs = sum(report.runs for report in reports)
+    return Result(*task, furthest.error, furthest.torch_error, not texts, traceback=first, runs=runs, findings=texts)
+
+
+def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
+    """Yields results of `work` from `jobs` spawned processes; one that dies is a failed result."""
+    context, waiting = multiprocessing.get_context("spawn"), deque(todo)
+    busy: dict[Connection, tuple[multiprocessing.Process, Task]] = {}
+
+    def assign(connection: Connection, process: multiprocessing.Process) -> None:
+        task = waiting.popleft() if waiting else None
+        if task:
+            busy[connection] = process, task
+        with contextlib.suppress(OSError):  # it has died meanwhile: that is seen where its result is read
+            connection.send(task)
+
+    def start() -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        with _uninterrupted():  # the parent ends it, also while it is still importing
+            process.start()
+        theirs.close()  # its end has one owner, so that its death is the end of the pipe
+        assign(ours, process)
+
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                start()
+            for connection in wait(list(busy)):
+                process, task = busy.pop(connection)
+                try:
+                    result, goes_on = connection.recv()
+                except (EOFError, OSError):
+                    result, goes_on = failed(*task, f"its process died {_death(process)}"), False
+                if goes_on:
+                    assign(connection, process)
+                yield result
+    finally:
+        for process, _ in busy.values():
+            process.kill()
+
+
+def _death(process: multiprocessing.Process) -> str:
+    """How a process ended that has closed its pipe; one that has not ended is killed."""
+    process.join(10)
+    process.kill()
+    process.join()
+    code = process.exitcode
+    return f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Keeps Ctrl-C from what is started inside."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _serve(connection: Connection, work: Callable[[Task], Result]) -> None:
+    """A worker of `in_processes`; it ends when nothing is left to do, or when its GPU has failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    torch.set_num_threads(1)  # there are as many of us as CPUs
+    prepare()
+    goes_on = True
+    while goes_on and (task := connection.recv()):
+        result = work(task)
+        if not result.passed and torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # an illegal access: every later call of this process would fail too
+                goes_on = False
+        connection.send((result, goes_on))
+
+
+def machine() -> dict[str, str]:
+    """Versions and the GPU, what is missing to launch kernels there, and whether cublaslt is built."""
+    import triton
+
+    gpu = None if INTERPRETED else torch.cuda.get_device_properties(0)
+    facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
+    facts |= {} if gpu is None else dict(ptxas=ptxas_version(10 * gpu.major + gpu.minor))
+    facts |= dict(python=platform.python_version(), cuda=str(torch.version.cuda))
+    if gpu is None:
+        facts["gpu"] = (
+            "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        )
+        if not launch.bfloat16_mended:
+            facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
+        return facts
+    facts["gpu"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+    if missing := missing_for_launchers():
+        facts["launcher"] = f"Triton cannot build any that is not in its cache: {missing}"
+    like = torch.empty(0, dtype=torch.bfloat16, device=device())
+    facts["cublaslt"] = cublaslt.unsupported_reason(like) or "built, for linear_residual"
+    return facts
+
+
+SHOWN = 5  # findings printed of a result
+
+
+def _as_json(result: Result) -> dict:
+    """JSON knows no infinity: null in its place."""
+    no_number = lambda value: isinstance(value, float) and not math.isfinite(value)  # noqa: E731
+    return {key: None if no_number(value) else value for key, value in asdict(result).items()}
+
+
+def _lines(result: Result, width: int) -> list[str]:
+    """A line of the table, and what was found."""
+    us = lambda t: "" if t is None else f"{t:,.0f} us"  # noqa: E731
+    rate = "" if result.gigabytes_per_second is None else f"{result.gigabytes_per_second:,.0f}"
+    judgement = f"{result.error:>9.1e} {result.torch_error:>9.1e}  {'ok' if result.passed else 'FAILED':<6}"
+    runs = f"{result.runs} run{'s' if result.runs > 1 else ''}" if result.runs else ""
+    times = f"{us(result.forward_us):>10} {us(result.both_us):>10} {rate:>7}"
+    rest = len(result.findings) - SHOWN
+    found = [f"    {text}" for text in result.findings[:SHOWN]] + ([f"    and {rest} more"] if rest > 0 else [])
+    return [f"{result.op:<{width}} {result.dtype:<9} {judgement} {runs or times} {result.failure}".rstrip(), *found]
+
+
+def doctor(
+    as_json: bool = False,
+    only: Iterable[str] = (),
+    dtype: str = "",
+    jobs: int | None = None,
+    timed: bool = True,
+    debug: bool = False,
+    interpreted: bool = False,
+) -> int:
+    """Checks this machine and prints a table; 0 when everything passed, 1 when not, 130 when interrupted.
+
+    as_json: JSON on stdout, the table on stderr. only, dtype: see `tasks`. jobs: processes, `most_processes` at
+    most; with more than one nothing is timed. timed: on a GPU. debug: the whole traceback of the first failure follows
+    the table.
+    interpreted: kernels are interpreted, in bfloat16 too, all they read and write is watched, and every launcher runs
+    at the edges of its tiles with every provider; the process needs TRITON_INTERPRET=1, and the work is done by as many
+    processes as there are CPUs. Raises InputError for a name or a dtype that does not exist here.
+    """
+    if jobs is not None and jobs < 1:
+        raise InputError(f"--jobs must be 1 at least, got {jobs}")
+    device()
+    prepare()
+    if interpreted and not launch.bfloat16_mended and dtype not in ("float16", "float32"):
+        raise InputError(
+            "doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16"
+        )
+    todo = tasks(only, dtype, interpreted)
+    most = most_processes()
+    jobs = min(jobs or (most if interpreted else 1), len(todo), most)
+    work = functools.partial(perform, timed=timed and jobs == 1, watched=interpreted)
+    facts, results, interrupted = machine(), [], False
+    show = lambda *lines: print(*lines, sep="\n", file=sys.stderr if as_json else sys.stdout, flush=True)  # noqa: E731
+    show(*(f"{key:<8} {value}" for key, value in facts.items()), "")
+    width = max(20, *(len(name) for name, _ in todo))
+    header = f"{'operation':<{width}} {'dtype':<9} {'error':>9} {'torch':>9}"
+    show(header if interpreted else f"{header}  {'':<6} {'forward':>10} {'and back':>10} {'GB/s':>7}")
+    by_dtype = sorted(todo, key=lambda task: task[1]) if jobs > 1 else todo  # bfloat16, the most used, first
+    try:
+        for result in in_processes(work, by_dtype, jobs) if jobs > 1 else map(work, todo):
+            results.append(result)
+            show(*_lines(result, width))
+    except KeyboardInterrupt:
+        interrupted = True
+    results.sort(key=lambda r: todo.index((r.op, r.dtype)))
+    bad, missed = [r for r in results if not r.passed], len(todo) - len(results)
+    if debug and bad:
+        first = bad[0]
+        whole = first.traceback or "\n".join([first.failure, *first.findings]).strip()
+        show("", f"The first failure, {first.op} in {first.dtype}:", whole)
+    done = {(r.op, r.dtype) for r in results}
+    at_work = [f"{name} in {d}" for name, d in by_dtype[: len(results) + jobs] if (name, d) not in done]
+    interruption = f", {missed} not examined: interrupted in {', '.join(at_work)}" if missed else ""
+    show("", f"{len(results) - len(bad)} of {len(todo)} passed{interruption}")
+    if as_json:
+        found = dict(machine=facts, results=[_as_json(r) for r in results], not_examined=missed)
+        print(json.dumps(found, indent=2, allow_nan=False))
+    return 130 if interrupted else 1 if bad else 0

@@ -1,0 +1,137 @@
+"""Each family of models, built small and run with and without `accelerate`: a row of numbers."""
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..adapters import accelerate, acceleration_report
+from ..adapters.families import FAMILIES, Family, families
+from ..errors import InputError
+from ..ops._dispatch import counting
+
+SAME = 1e-4  # the largest error, of numbers of size one, that passes in fp32; Triton's dots in TF32 are switched off
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One family, judged.
+
+    parts: of the small model, on vitfast. operations: calls in one forward. logits, gradients: the largest errors
+    against the untouched library, of the largest number there is. left: the reasons for parts that stay the library's.
+    failure: why there is nothing to say. seconds: of a CPU, to build it.
+    """
+
+    library: str
+    family: str
+    parts: dict[str, int] = dataclasses.field(default_factory=dict)
+    operations: dict[str, int] = dataclasses.field(default_factory=dict)
+    logits: float = 0.0
+    gradients: float = 0.0
+    left: dict[str, int] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Whether something ran on vitfast, and gave the library's numbers."""
+        return not self.failure and bool(self.operations) and max(self.logits, self.gradients) <= SAME
+
+
+def judge(family: Family, device: str = "cpu") -> Row:
+    """The row of one family, whose library is installed. Nothing that goes wrong in it is raised."""
+    named = dict(library=family.library, family=family.name)
+    try:
+        with torch.random.fork_rng(), _quiet(), _exact():
+            torch.manual_seed(0)
+            family.make()  # imports the library
+            start = time.process_time()
+            model = family.make()
+            seconds = time.process_time() - start
+            original = _randomised(model).to(device)
+            batch = {name: value.to(device) for name, value in family.batch().items()}
+            model = accelerate(copy.deepcopy(original))
+            with counting() as called:
+                ours = _run(family, model, batch)
+            theirs, report = _run(family, original, batch), acceleration_report(model)
+            errors = [_error(a, b) for a, b in zip(ours, theirs)]
+    except Exception as error:  # a library of another version: a row says so, and the others follow
+        return Row(**named, failure=f"{type(error).__name__}: {error}".split("\n")[0])
+    parts, left = (dict(Counter(of)) for of in ((e.part for e in report.replaced), (e.why for e in report.left)))
+    return Row(
+        **named, parts=parts, operations=dict(called), logits=errors[0], gradients=errors[1], left=left, seconds=seconds
+    )
+
+
+def chosen(library: str | None = None) -> list[Family]:
+    """The families of a library, or all, that are installed. Raises InputError for a library without one."""
+    known = sorted({family.library for family in FAMILIES})
+    if library is not None and library not in known:
+        raise InputError(f"families: library must be one of {', '.join(known)}, got {library!r}")
+    found = [family for family in families() if library in (None, family.library)]
+    if not found:
+        raise InputError(f"families: {library or 'none of ' + ', '.join(known)} is not installed")
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """`accelerate`'s log lines are the table's columns."""
+    log = logging.getLogger("vitfast")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextlib.contextmanager
+def _exact() -> Iterator[None]:
+    """fp32 products in fp32, on GPUs too."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@torch.no_grad()
+def _randomised(model: nn.Module) -> nn.Module:
+    """Random values in every parameter: zeros and ones of a new model hide what is mixed up."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.1)
+                if "Norm" in type(module).__name__ and name == "weight":
+                    parameter.add_(1.0)
+    return model
+
+
+def _run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], list[Tensor]]:
+    """The floating outputs of a model in training mode, and every gradient of random upstream ones."""
+    torch.manual_seed(1)
+    leaves = [t for t in tree_leaves(model.train()(**batch)) if isinstance(t, Tensor) and t.is_floating_point()]
+    leaves = [family.counted(t, batch) for t in leaves if t.requires_grad]
+    upstream = [torch.randn(t.shape, generator=torch.Generator().manual_seed(2)).to(t) for t in leaves]
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(leaves, wanted, upstream, allow_unused=True)
+    return [t.detach() for t in leaves], [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, gradients)]
+
+
+def _error(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
+    """The largest difference, of the library's largest number; infinite where shapes differ or it is NaN."""
+    pairs = list(zip(ours, theirs, strict=True))
+    if any(a.shape != b.shape for a, b in pairs):
+        return float("inf")
+    size = max(b.abs().max().item() for _, b in pairs if b.numel())
+    error = max((a - b).abs().max().item() for a, b in pairs if b.numel()) / size
+    return error if error == error else float("inf")

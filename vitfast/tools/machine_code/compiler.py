@@ -1,0 +1,209 @@
+"""Compiles launches without making them, for `make codegen`, its archives and the tuner.
+
+Triton's own front end decides what a launch is compiled for, under a driver that knows nothing but the GPU generation.
+What it compiles therefore lies in Triton's cache (TRITON_CACHE_DIR) under the very key by which a later launch on a GPU
+looks for it.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import triton_key
+
+from ...errors import InputError, both_ends
+from ...kernels.launch import INTERPRETED, Launch, settle
+
+SECONDS = 25  # of one compilation, which takes one or two, after which it counts as failed
+triton_key()  # half a second, once, and not again in every process that is forked from one that has imported this
+
+
+@contextlib.contextmanager
+def _front_end(capability: int, device: int) -> Iterator[None]:
+    """Gives Triton's front end a target, and the device whose table of kernels is used, without a GPU."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: device,
+        get_current_stream=lambda device: 0,
+    )
+    config = triton.runtime.driver
+    before = config._active  # its own reset looks for a GPU
+    config.set_active(driver)
+    try:
+        yield
+    finally:
+        config._active = before
+
+
+def _is_jit_function(value: object) -> bool:
+    return hasattr(type(value), "cache_key")
+
+
+def _warm_up(launch: Launch):
+    """Does what `launch` in kernels/launch.py would do, up to the launch itself."""
+    for value in (*launch.arguments.values(), launch.kernel):
+        if _is_jit_function(value):
+            settle(value)
+    return launch.kernel.warmup(grid=launch.grid, **launch.arguments, enable_fp_fusion=True)
+
+
+def compiled(launch: Launch, capability: int):
+    """Triton's compiled kernel of a launch, from its cache where it is there. capability: 90 for 9.0."""
+    with _front_end(capability, capability):
+        return _warm_up(launch)
+
+
+def key_of(launch: Launch, capability: int) -> tuple[str, str]:
+    """(kernel, specialisation): launches with the same key share their machine code. Compiles nothing."""
+    for value in filter(_is_jit_function, launch.arguments.values()):
+        settle(value)
+    # By name, as it were: Triton 3.6 writes the specialisation as JSON for the hook, which functions are not.
+    named = {k: v.cache_key if _is_jit_function(v) else v for k, v in launch.arguments.items()}
+    seen, runtime = [], triton.knobs.runtime
+    before = runtime.jit_cache_hook
+    runtime.jit_cache_hook = lambda **details: seen.append(str(details["key"])) or True  # True: go no further
+    try:
+        with _front_end(capability, -capability):  # a table of its own, in which nothing is ever compiled
+            _warm_up(Launch(launch.kernel, launch.grid, named))
+    finally:
+        runtime.jit_cache_hook = before
+    return f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}", seen[0]
+
+
+class Job(NamedTuple):
+    """A launch as plain data that another process can compile.
+
+    Functions are reduced to their names, tensors and descriptors to what the compiler sees of them: calls, not yet
+    made, that give them back on the meta device.
+    """
+
+    module: str
+    kernel: str
+    grid: tuple
+    arguments: dict
+
+    @classmethod
+    def of(cls, launch: Launch) -> "Job":
+        """Raises ValueError for a tensor not aligned to 16 bytes, which plain data does not tell."""
+
+        def plain(value):
+            if type(value) is tuple:
+                return tuple(map(plain, value))
+            if _is_jit_function(value):
+                return partial(_function, value.fn.__module__, value.fn.__name__)
+            if hasattr(value, "block_shape"):
+                sizes = list(value.shape), list(value.strides), list(value.block_shape)
+                return partial(_descriptor, type(value), value.base.dtype, *sizes)
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.device.type != "meta" and value.data_ptr() % 16:
+                raise ValueError(f"{launch.kernel.__name__}: a tensor starts at no multiple of 16 bytes")
+            return partial(_tensor, value.dtype)
+
+        arguments = {k: plain(v) for k, v in launch.arguments.items()}
+        return cls(launch.kernel.fn.__module__, launch.kernel.__name__, launch.grid, arguments)
+
+    def launch(self) -> Launch:
+        """The launch again, on meta tensors."""
+
+        def whole(value):
+            if type(value) is tuple:
+                return tuple(map(whole, value))
+            return value() if isinstance(value, partial) else value
+
+        arguments = {k: whole(v) for k, v in self.arguments.items()}
+        return Launch(_function(self.module, self.kernel), self.grid, arguments)
+
+
+def _function(module: str, name: str):
+    return getattr(importlib.import_module(module), name)
+
+
+def _tensor(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(1, dtype=dtype, device="meta")
+
+
+def _descriptor(kind: type, dtype: torch.dtype, *sizes_and_layout):
+    return kind(_tensor(dtype), *sizes_and_layout)
+
+
+def _work(connection, job: Job, capability: int) -> None:
+    """Compiles in a process of its own; sends the bytes of shared memory, or what went wrong."""
+    os.setsid()  # so that ptxas, which it starts, is ended with it
+    try:
+        connection.send((compiled(job.launch(), capability).metadata.shared, ""))
+    except BaseException as error:  # whatever a compiler raises is this candidate's end, not the tuner's
+        connection.send((0, both_ends(f"{type(error).__name__}: {error}")))
+
+
+def _end(process) -> None:
+    """Kills a process and what it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
+class Compiler:
+    """Compiles ahead, each launch in a process of its own, so that one that dies takes nothing along.
+
+    `submit(launch)` -> a future of (bytes of shared memory, "" or what went wrong). Launches that share machine code
+    share the future; `compilations` counts the others.
+    """
+
+    def __init__(self, capability: int, processes: int = 0):
+        """`processes`: all cores but two unless given, 14 at most."""
+        if INTERPRETED:
+            raise InputError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled; unset it")
+        self.capability = capability
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.processes = processes or max(1, min(14, cores - 2))
+        # Forked from a process that has imported this and touched no GPU.
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([__name__])
+        self.threads = ThreadPoolExecutor(self.processes)
+        self.running: set = set()
+        self.futures: dict[tuple, Future] = {}
+
+    @property
+    def compilations(self) -> int:
+        return len(self.futures)
+
+    def submit(self, launch: Launch) -> "Future[tuple[int, str]]":
+        """Raises what Triton's front end raises for a launch that it refuses."""
+        key = key_of(launch, self.capability)
+        if key not in self.futures:
+            self.futures[key] = self.threads.submit(self.run, Job.of(launch))
+        return self.futures[key]
+
+    def run(self, job: Job) -> tuple[int, str]:
+        """Compiles a job in a process of its own, and waits for it."""
+        receiver, sender = self.context.Pipe(duplex=False)
+        process = self.context.Process(target=_work, args=(sender, job, self.capability), daemon=True)
+        process.start()
+        self.running.add(process)
+        sender.close()
+        try:
+            return receiver.recv() if receiver.poll(SECONDS) else (0, f"compiling took longer than {SECONDS} s")
+        except EOFError:
+            process.join()
+            return 0, f"the compiler died with exit code {process.exitcode}"
+        finally:
+            self.running.discard(process)
+            _end(process)
+            process.join()
+
+    def close(self) -> None:
+        """Forgets what has not begun, and stops what has."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for process in list(self.running):
+            _end(process)

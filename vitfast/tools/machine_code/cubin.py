@@ -1,0 +1,156 @@
+"""Machine code of a compiled kernel: registers, spills, tensor-core instructions, waits, loops.
+
+Read without a GPU, by the cuobjdump, nvdisasm and ptxas that Triton brings along. Looked for, beside spills
+(CUDA C++ Programming Guide; PTX ISA, "Asynchronous warpgroup level matrix instructions"):
+
+- HGMMA, wgmma in SASS, is asynchronous: several may run one after the other before one wait, which SASS writes as
+  `gsb0` on the last and WARPGROUP.DEPBAR, with how many groups may still run. Where ptxas cannot tell that nothing
+  touches the accumulators meanwhile, it makes each wait, and notes C7510 to C7519.
+- HMMA on sm_90 is mma.sync, which reaches about half of wgmma's rate.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Of a multiprocessor: registers, programs at most; by generation warps, and bytes of shared memory.
+REGISTERS, PROGRAMS = 65_536, 32
+WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
+SHARED = {80: 167_936, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
+TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA")  # of sm_100, sm_90, older ones and sm_120
+
+
+def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs one of Triton's binaries; raises RuntimeError with its own words where it fails."""
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{program.name} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions first..last, from a label to the branch back to it; depth 0 is the outermost."""
+
+    first: int
+    last: int
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kernel's instructions in order, each as "HGMMA.64x128x16.F32 R24, ...", and its resources."""
+
+    registers: int
+    stack: int
+    instructions: tuple[str, ...]
+    labels: dict[str, int]
+
+    def count(self, *names: str) -> int:
+        """How many instructions have one of these names before their first dot."""
+        return sum(name_of(i) in names for i in self.instructions)
+
+    @property
+    def spills(self) -> int:
+        """Loads from and stores to the stack."""
+        return self.count("LDL", "STL")
+
+    @property
+    def waits(self) -> int:
+        """HGMMAs that end in a wait for all before them; as many as HGMMAs where each waits for the last.
+
+        A group (`gsb0`) after which some may still run does not count: where wgmma reads registers, Triton 3.6 makes
+        each a group of its own, lets three run on, and so waits only for the third before.
+        """
+        at = [i for i, text in enumerate(self.instructions) if name_of(text) == "HGMMA"]
+        pieces = [self.instructions[first:last] for first, last in zip(at, [*at[1:], len(self.instructions)])]
+        return sum("gsb0" in piece[0] and not _some_run_on(piece[1:]) for piece in pieces)
+
+    @property
+    def tensor_core(self) -> str:
+        """The first of TENSOR_CORE that is among the instructions, or ""."""
+        names = Counter(map(name_of, self.instructions))
+        return next((name for name in TENSOR_CORE if names[name]), "")
+
+    @property
+    def loops(self) -> list[Loop]:
+        """In the order of their ends, so that an inner loop comes before the one around it."""
+        found = []
+        for at, instruction in enumerate(self.instructions):
+            target = re.search(r"\bBRA\b[^`]*`\((\.L_x_\w+)\)", instruction)
+            first = self.labels.get(target.group(1), at + 1) if target else at + 1
+            if first < at:  # a branch to itself is the trap behind the code
+                found.append(Loop(first, at))
+        around = lambda x: [y for y in found if y.first <= x.first and x.last <= y.last and y != x]  # noqa: E731
+        return [Loop(x.first, x.last, depth=len(around(x))) for x in found]
+
+
+def _some_run_on(instructions: tuple[str, ...]) -> bool:
+    """Whether the first wait among them is over while wgmma still run."""
+    left = (re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", i) for i in instructions)
+    return next((int(found.group(1), 16) > 0 for found in left if found), False)
+
+
+def opcode_of(instruction: str) -> str:
+    """ "HGMMA.64x128x16.F32" of "@P0 HGMMA.64x128x16.F32 R24, ..."."""
+    words = instruction.split()
+    return words[1] if words[0].startswith("@") else words[0]
+
+
+def name_of(instruction: str) -> str:
+    """ "HGMMA" of "@P0 HGMMA.64x128x16.F32 R24, ..."."""
+    return opcode_of(instruction).partition(".")[0]
+
+
+def read(cubin: bytes) -> Code:
+    """The code of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run(BIN / "cuobjdump", "-res-usage", file.name).stdout
+        listing = _run(BIN / "nvdisasm", "-c", "-ndf", file.name).stdout  # without its analysis of branches
+    instructions, labels = [], {}
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label.group(1)] = len(instructions)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            instructions.append(found.group(1))
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
+    return Code(registers, stack, tuple(instructions), labels)
+
+
+def programs_per_multiprocessor(registers: int, warps: int, shared: int, sm: int) -> int:
+    """Programs that fit a multiprocessor, by a thread's registers and a program's warps and bytes."""
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
+    return min(by_registers, WARPS[sm] // warps, SHARED[sm] // (shared + 1024), PROGRAMS)
+
+
+def assembler_notes(ptx: str, capability: int) -> list[str]:
+    """Numbers of ptxas's notes on serialised wgmma, as ["C7515"]. Takes as long as assembling."""
+    from triton.backends.nvidia import compiler
+
+    arch = compiler.sm_arch_from_capability(capability)
+    assembler = Path(compiler.get_ptxas(capability).path)
+    options = ["--regAllocOptLevel=2"] if "regAllocOptLevel" in Path(compiler.__file__).read_text() else []
+    with tempfile.TemporaryDirectory() as folder:
+        source, result = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        options += ["-lineinfo", "-v", f"--gpu-name={arch}"]
+        notes = _run(assembler, *options, str(source), "-o", str(result)).stderr
+    return sorted(set(re.findall(r"\bC75\d\d\b", notes)))
+
+
+def ptxas_version(capability: int) -> str:
+    """The version of the ptxas that Triton runs for a compute capability, "12.9", or why there is none."""
+    from triton.backends.nvidia import compiler
+
+    try:
+        return compiler.get_ptxas(capability).version
+    except RuntimeError as error:
+        return str(error)

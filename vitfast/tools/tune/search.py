@@ -1,0 +1,96 @@
+"""Climbs from tile to faster tile, a wave of candidates at a time. Whoever asks times them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from ...kernels.configs.tiles import Tile
+
+# What a number may be; of blocks, powers of two from 1 to 256.
+LIMITS = {
+    "num_warps": (1, 16),
+    "num_stages": (1, 6),
+    "STAGES": (1, 6),
+    "SUBTILES": (1, 4),
+    "GROUP_M": (1, 32),
+    "GROUP_N": (1, 32),
+    "SPLIT_K": (1, 16),
+    "PER_SM": (1, 16),
+    "PROGRAMS": (64, 2112),
+    "BLOCK_K": (1, 512),
+}
+# Registers a thread may have, where a tile limits them: for four, three or two programs of 4 warps on a multiprocessor.
+REGISTERS = (128, 168, 248)
+STEPS = ("num_stages", "STAGES", "PER_SM")  # one more or fewer; of all others but flags, twice or half
+FLAGS = ("EXACT",)  # 0 or 1
+GAIN = 0.98  # a candidate must take less than this share of the time of the best so far
+# A provider whose best takes longer than this times the best of all is given up: as shipped, and once searched.
+REACH_AT_FIRST, REACH = 2.0, 1.25
+WAVES = 6
+
+
+def _near(name: str, value: int) -> list[int]:
+    """The values that a number may take in one step."""
+    if name in FLAGS:
+        return [1 - value]
+    low, high = LIMITS.get(name, (1, 256))
+    return [n for n in ((value - 1, value + 1) if name in STEPS else (value // 2, value * 2)) if low <= n <= high]
+
+
+def neighbours(tile: Tile) -> Iterator[Tile]:
+    """Tiles with one number, flag or limit of registers changed; none for a library's."""
+    if not tile.blocks:
+        return
+    numbers = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dict(tile.blocks)}
+    for name, value in numbers.items():
+        for other in _near(name, value):
+            if name in ("num_warps", "num_stages"):
+                yield dataclasses.replace(tile, **{name: other})
+            else:
+                yield dataclasses.replace(tile, blocks=tuple(sorted({**dict(tile.blocks), name: other}.items())))
+    if tile.maxnreg in REGISTERS:
+        at = REGISTERS.index(tile.maxnreg)
+        for near in (*REGISTERS[max(0, at - 1) : at], *REGISTERS[at + 1 : at + 2]):
+            yield dataclasses.replace(tile, maxnreg=near)
+
+
+class Search:
+    """Climbs from every start at once, a wave of candidates at a time.
+
+    times: seconds of each tile that was tried, None for one that is wrong or does not run. starts[0] is the table's.
+    """
+
+    def __init__(self, starts: list[Tile]):
+        self.start = starts[0]
+        self.times: dict[Tile, float | None] = {}
+        self.wave = list(dict.fromkeys(starts))
+        self._climbing = list(self.wave)
+        self._waves = 0
+
+    def time(self, tile: Tile) -> float:
+        """Infinite where there is none."""
+        found = self.times.get(tile)
+        return math.inf if found is None else found
+
+    @property
+    def best(self) -> Tile:
+        """The fastest by more than noise; the table's own otherwise."""
+        fastest = min(self.times, key=self.time, default=self.start)
+        return fastest if self.time(fastest) < GAIN * self.time(self.start) else self.start
+
+    def advance(self) -> list[Tile]:
+        """The next wave, once this one's times are in; empty when no climb goes on."""
+        self._waves += 1
+        fastest = min(map(self.time, self.times), default=math.inf)
+        if self._waves == 1:
+            # One that does not run at all may only be too large for this GPU; the table's own is always looked around.
+            slow = [t for t in self._climbing if REACH_AT_FIRST * fastest < self.time(t) < math.inf and t != self.start]
+        else:
+            steps = [(t, min(neighbours(t), key=self.time, default=t)) for t in self._climbing]
+            faster = [higher for tile, higher in steps if self.time(higher) < GAIN * self.time(tile)]
+            self._climbing = list(dict.fromkeys(faster))
+            slow = [t for t in self._climbing if self.time(t) > REACH * fastest]
+        self._climbing = [t for t in self._climbing if t not in slow]
+        wave = dict.fromkeys(n for tile in self._climbing for n in neighbours(tile) if n not in self.times)
+        self.wave = list(wave) if self._waves <= WAVES else []
+        return self.wave

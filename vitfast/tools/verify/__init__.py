@@ -1,0 +1,232 @@
+"""Running operations and launchers on random inputs, and judging what they return against float64."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .draw import Draw, Sizes
+from .launcher import Launcher, outputs
+
+# What rounding the result alone may cost: half a unit in the last place, of numbers just above a power of two.
+EPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+# What several roundings one after the other may cost a whole model or a training step, where benchmarks compare them.
+ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# The limit of a single number, relative to its size plus its row's average size: ELEMENT times the limit of a row.
+ELEMENT = 10
+
+
+def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
+    """The largest errors of any row (of the first axis) and of any number.
+
+    Infinite where a number is not finite and the truth is, or not the same infinity: of no key, lse is infinite.
+    Of a row by norm, relative to its own or to the average one; of a number relative to its size plus the average size
+    in its row. Not of the whole, whose norm hardly changes at full size when a tile is lost.
+    """
+    finite = truth.isfinite()
+    same = actual.shape == truth.shape and torch.equal(actual[~finite].double(), truth[~finite].double())
+    if not same or not actual[finite].isfinite().all():
+        return math.inf, math.inf
+    if not finite.all():
+        actual, truth = (t.where(finite, torch.zeros_like(t)) for t in (actual, truth))
+    rows = 1 if truth.dim() == 1 else truth.shape[0]
+    a, t = actual.reshape(rows, -1), truth.reshape(rows, -1)
+    norms = t.norm(dim=1, dtype=torch.float64)
+    norms = norms.clamp_min(norms.square().mean().sqrt().clamp_min(1e-30))
+    by_row = by_number = 0.0
+    for x, y, norm in zip(a.split(4096), t.split(4096), norms.split(4096)):
+        off = (x.double() - y.double()).abs()
+        by_row = max(by_row, (off.norm(dim=1) / norm).max().item())
+        by_number = max(by_number, (off / (y.double().abs() + norm[:, None] / t.shape[1] ** 0.5)).max().item())
+    return by_row, by_number
+
+
+@contextlib.contextmanager
+def exact_fp32() -> Iterator[None]:
+    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(x: Tensor) -> Tensor:
+        return x.fill_(math.nan) if x.is_floating_point() and x.device.type != "meta" else x
+
+    torch.empty, torch.empty_like = (lambda *a, **k: fill(empty(*a, **k))), (lambda *a, **k: fill(empty_like(*a, **k)))
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = empty, empty_like
+
+
+class Wrong(Exception):
+    """A candidate does not compute what it should. error: the largest of a row."""
+
+    def __init__(self, text: str, error: float = math.inf):
+        super().__init__(text)
+        self.error = error
+
+
+class Judge:
+    """A launcher's inputs and their truth in float64; judges results by PyTorch's in the same dtype."""
+
+    def __init__(
+        self, launcher: Launcher, dtype: torch.dtype, device: torch.device, layout: str = "contiguous", seed: int = 0
+    ):
+        self.inputs = launcher.make(Draw(dtype, device, torch.Generator(device).manual_seed(seed), layout))
+        doubles = [t.double() if t.is_floating_point() else t for t in self.inputs]
+        with torch.no_grad(), exact_fp32():
+            self.truth = outputs(launcher.formula(*doubles))
+            plain = outputs(launcher.formula(*self.inputs))
+        self.plain = [errors(result, truth) for result, truth in zip(plain, self.truth, strict=True)]
+        self.limits = []
+        for by_row, by_number in self.plain:
+            by_row = max(2 * by_row, EPS[dtype])
+            self.limits.append((by_row, max(2 * by_number, ELEMENT * by_row)))
+
+    def judge(self, results: list[Tensor]) -> tuple[float, float]:
+        """The error of a row and PyTorch's own, of the result that comes nearest to its limit.
+
+        Raises Wrong beyond a limit: twice PyTorch's own error, or what one rounding costs where PyTorch has none.
+        """
+        if len(results) != len(self.truth):
+            raise Wrong(f"{len(results)} results in place of {len(self.truth)}")
+        found = []
+        for result, truth, limits, plain in zip(results, self.truth, self.limits, self.plain):
+            of_result = errors(result, truth)
+            for error, limit, of in zip(of_result, limits, ("a row", "a number")):
+                if not error <= limit:
+                    raise Wrong(f"error of {of} {error:.1e} against float64, limit {limit:.1e}", of_result[0])
+            found.append((of_result[0] / limits[0], of_result[0], plain[0]))
+        return max(found)[1:]
+
+
+# Tokens of packed samples at most: the reference fills each sample up to `longest`, and its float64 logits are the
+# square of that, 30 GB for the tokens of 32 images.
+PACKED_TOKENS = 1024
+
+# A random input's shape and kind: "values", "weight" (scaled by its fan-in), "factor" (fp32, no gradient), "uint8".
+Input = tuple[str, tuple[int, ...]]
+
+
+def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
+    """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or its twin, ops.reference."""
+
+    def values(*shape: int) -> Input:
+        return "values", shape
+
+    def weight(*shape: int) -> Input:
+        return "weight", shape
+
+    def scaled(operation: Callable, **fixed) -> Callable:
+        """The operation with the layer scale and the drop path as its last two tensors."""
+        return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
+
+    def inner_normed(*t: Tensor) -> Tensor:
+        return ops.gated_mlp(*t[:-2], inner_norm_weight=t[-2], inner_norm_bias=t[-1], activation="gelu")
+
+    def turned(qkv: Tensor, angles: Tensor) -> Tensor:
+        return ops.attention(qkv, rope=(angles.cos(), angles.sin()), num_prefix=1)
+
+    def masked(qkv: Tensor, bias: Tensor) -> Tensor:
+        lengths = 1 + torch.arange(s.batch, device=qkv.device) * 7 % s.tokens
+        return ops.attention(qkv, bias=bias, key_lengths=lengths)
+
+    def packed_offsets(tokens: int, device: torch.device) -> Tensor:
+        """Three samples: nearly all tokens, one, and the rest."""
+        return torch.tensor([0, tokens * 2 // 3, tokens * 2 // 3 + 1, tokens], dtype=torch.int32, device=device)
+
+    def together(qkv: Tensor) -> Tensor:
+        return ops.attention(*qkv.unbind(1), offsets=packed_offsets(len(qkv), qkv.device), longest=len(qkv))
+
+    def block_together(x: Tensor, *t: Tensor) -> Tensor:
+        packed = dict(offsets=packed_offsets(len(x), x.device), longest=len(x))
+        return ops.attention_block(x, *t[:-2], num_heads=s.heads, layer_scale=t[-2], drop_path=t[-1], **packed)
+
+    def embed_together(patches: Tensor, *t: Tensor) -> Tensor:
+        return ops.patch_embed(patches, *t, mean=0.5, std=0.5, offsets=packed_offsets(len(patches), patches.device))
+
+    d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
+    packed_tokens = min(s.rows, PACKED_TOKENS)
+    packed, angles = values(s.batch, s.tokens, 3, s.heads, s.head), (s.tokens - 1, s.head // 2)
+    x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
+    norm, fc1, fc2 = [vector, vector], [weight(f, d), values(f)], [weight(d, f), vector]
+    qkv, proj = [weight(3 * d, d), values(3 * d)], [weight(d, d), vector]
+    embed = [weight(d, 3, s.patch, s.patch), vector, values(1, 1, d), values(1, 1 + (s.image // s.patch) ** 2, d)]
+    return {
+        "layer_norm": (ops.layer_norm, [x, *norm]),
+        "rms_norm": (ops.rms_norm, [x, vector]),
+        "add_layer_norm": (scaled(ops.add_layer_norm), [x, x, *norm, vector, drop]),
+        "attention": (ops.attention, [packed]),
+        "attention, N = 300": (ops.attention, [values(2, 300, 3, s.heads, s.head)]),
+        # of attention; under names of their own: the smallest check on a GPU is of attention alone
+        "rope": (turned, [packed, ("factor", angles)]),
+        "rope, learned tables": (turned, [packed, values(s.heads, *angles)]),
+        "bias, key lengths": (masked, [packed, values(s.heads, s.tokens, s.tokens)]),
+        "packed": (together, [values(packed_tokens, 3, s.heads, s.head)]),
+        "linear_gelu": (ops.linear_gelu, [x, *fc1]),
+        "linear_gelu, tanh": (lambda a, w, b: ops.linear_gelu(a, w, b, activation="gelu_tanh"), [x, *fc1]),
+        "linear_residual": (scaled(ops.linear_residual), [x, *proj, x, vector, drop]),
+        "mlp": (ops.mlp, [x, *fc1, *fc2]),
+        "mlp, quick_gelu": (functools.partial(ops.mlp, activation="quick_gelu"), [x, *fc1, *fc2]),
+        "gated_mlp": (ops.gated_mlp, [x, *fc1, *fc1, *fc2]),
+        "gated_mlp, inner norm": (inner_normed, [x, *fc1, *fc1, *fc2, values(f), values(f)]),
+        "patch_embed": (ops.patch_embed, [values(*pixels), *embed]),
+        "patch_embed, uint8": (lambda i, *t: ops.patch_embed(i, *t, mean=0.5, std=0.5), [("uint8", pixels), *embed]),
+        "patch_embed, packed": (
+            embed_together,
+            [("uint8", (s.rows, 3, s.patch, s.patch)), *embed[:3], values(s.rows, d)],
+        ),
+        "attention_block": (scaled(ops.attention_block, num_heads=s.heads), [x, *norm, *qkv, *proj, vector, drop]),
+        "attention_block, packed": (
+            block_together,
+            [values(packed_tokens, d), *norm, *qkv, *proj, vector, ("factor", (packed_tokens,))],
+        ),
+        "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
+        "gated_mlp_block": (scaled(ops.gated_mlp_block), [x, *norm, *fc1, *fc1, *fc2, vector, drop]),
+    }
+
+
+def make(inputs: list[Input], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> list[Tensor]:
+    """Random leaves; weights are scaled so that products keep the size of what goes in."""
+    tensors = []
+    for kind, shape in inputs:
+        if kind == "uint8":
+            tensors.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device))
+        elif kind == "factor":
+            tensors.append(torch.rand(shape, generator=generator).to(device) + 0.5)
+        else:
+            scale = math.prod(shape[1:]) ** -0.5 if kind == "weight" else 1.0
+            tensors.append((torch.randn(shape, generator=generator) * scale).to(device, dtype).requires_grad_())
+    return tensors
+
+
+def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None = None) -> list[Tensor]:
+    """The outputs, and with `upstream` the gradients of every leaf that has one."""
+    outputs = function(*tensors)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    if upstream is None:
+        return outputs
+    leaves = [t for t in tensors if t.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs)])]
+
+
+def worst(actual: list[Tensor], truth: list[Tensor]) -> float:
+    """The largest relative error over pairs of tensors, by norm; infinite where a value is not finite."""
+    errors = []
+    for a, t in zip(actual, truth, strict=True):
+        error = (a.double() - t.double()).norm() / t.double().norm().clamp_min(1e-30)
+        errors.append(error.item() if a.isfinite().all() else float("inf"))
+    return max(errors)

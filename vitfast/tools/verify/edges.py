@@ -1,0 +1,233 @@
+"""Checks every launcher at shapes around the edges of its tiles, in Triton's interpreter.
+
+Each runs with every provider that could do it (with its shipped tile and with each other provider's), on contiguous and
+strided inputs; images channels-last too. Its results are judged against float64 by PyTorch's own error, its loads and
+stores by the sanitizer.
+"""
+
+import contextlib
+import dataclasses
+import os
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+import triton
+
+from ...kernels import rows
+from ...kernels.attention import launchers as attention
+from ...kernels.configs import tiles
+from ...kernels.configs.tiles import Tile
+from . import Judge, Wrong
+from .draw import Sizes
+from .edge_launchers import edge_launchers
+from .launcher import Launcher, outputs
+from .launchers import launchers
+from .sanitizer import Finding, Sanitizer
+
+CPU = torch.device("cpu")
+# Sequences shorter than a block, just past it, and 5 and 1 past whole ones; heads of one power of two, of two, padded.
+TOKENS = (5, 50, 197, 257)
+HEADS = (32, 64, 72, 80)
+MORE_ATTENTION = ((2, 17, 3, 24), (1, 64, 1, 88), (1, 130, 2, 48), (2, 300, 1, 128), (1, 577, 2, 64), (520, 1, 1, 16))
+# For the rest: rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches. The last
+# has rows and patches enough for several steps in each slice of a weight gradient.
+ROWS = (
+    Sizes(batch=3, tokens=5, width=100, heads=1, hidden=72, image=28, patch=14),
+    Sizes(batch=2, tokens=50, width=384, heads=6, hidden=200, image=48, patch=16),
+    Sizes(batch=1, tokens=197, width=768, heads=12, hidden=136, image=40, patch=8),
+    Sizes(batch=1, tokens=577, width=100, heads=1, hidden=136, image=92, patch=4),
+)
+MORE_ROWS = (
+    Sizes(batch=1, tokens=257, width=1280, heads=16, hidden=520, image=42, patch=14),
+    Sizes(batch=7, tokens=5, width=1000, heads=8, hidden=264, image=60, patch=10),
+    Sizes(batch=70, tokens=1, width=72, heads=1, hidden=768, image=16, patch=8),
+    Sizes(batch=3, tokens=65, width=384, heads=6, hidden=520, image=64, patch=32),
+)
+MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # than a tile has rows
+LIBRARIES = (*tiles.LIBRARIES, "cublas")  # which launch no kernel of ours
+
+Override = tuple[str, Tile, str]  # an operation, its tile, a shape class
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launcher on one set of inputs."""
+
+    name: str
+    sizes: Sizes
+    dtype: torch.dtype
+    layout: str
+    sm: int | None = None  # tiles of this GPU generation; None: the default ones, and libraries
+    many_heads: int = attention.MANY_HEADS  # from which on one program takes every query of its head
+
+    def __str__(self) -> str:
+        s = self.sizes
+        if self.name.startswith("attention"):
+            shape = f"{s.batch} x {s.tokens} x {s.heads} x {s.head}"
+        elif self.name.startswith("patch"):
+            shape = f"{s.batch} x {s.image}^2 / {s.patch} -> {s.width}"
+        else:
+            shape = f"{s.batch} x {s.tokens} x {s.width}, {s.hidden}"
+        return f"{self.name}, {shape}, {str(self.dtype)[6:]}, {self.layout}" + (f", sm_{self.sm}" if self.sm else "")
+
+
+@dataclass
+class Report:
+    """A case's worst error with PyTorch's own, and what was found, with the tiles it was found with."""
+
+    case: Case
+    runs: int = 0
+    error: float = 0.0
+    torch_error: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    findings: list[tuple[str, Finding]] = field(default_factory=list)
+    ran: set[tuple[str, str]] = field(default_factory=set)  # operations and their providers
+    counts: Counter = field(default_factory=Counter)
+    traceback: str = ""  # of the first exception
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong and not self.findings
+
+
+def launchers_at(sizes: Sizes) -> dict[str, Launcher]:
+    """Name -> launcher: those of a training step, and those of other inputs."""
+    return launchers(sizes) | edge_launchers(sizes)
+
+
+def names() -> list[str]:
+    """Of every launcher."""
+    return list(launchers_at(ROWS[0]))
+
+
+def _sizes(name: str, long: bool) -> list[Sizes]:
+    if not name.startswith("attention"):
+        many_images = (MANY_IMAGES,) if name == "patch embedding" else ()
+        return [*ROWS, *many_images, *(MORE_ROWS if long else ())]
+    shapes = [(2, n, 2, head) for n in TOKENS for head in HEADS]
+    shapes += [(1, 215, 1, 64), *(MORE_ATTENTION if long else ())]  # 215: no more than three blocks of keys
+    if name.endswith("of a bias"):  # with a single key its gradient is 0, and what is computed rounding alone
+        shapes = [shape for shape in shapes if shape[1] > 1]
+    return [Sizes(b, n, h * head, h, hidden=16, image=16, patch=8) for b, n, h, head in shapes]
+
+
+def _slow(name: str, sizes: Sizes) -> bool:
+    """Whether it takes seconds in the interpreter, while another launcher runs its kernel at this width."""
+    if name.startswith("patch"):
+        return sizes.width > 100 and name.endswith("uint8, backward") or "oblong" in name and sizes.image > 28
+    if name.startswith("weight gradient"):
+        return sizes.width > (100 if "qkv" in name or "proj" in name else 768 if "fc2" in name else 384)
+    largest_weights = any(word in name for word in ("qkv", "proj", "stream"))
+    return largest_weights and sizes.width > 384
+
+
+def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) -> Iterator[Case]:
+    """The plan for one launcher, which takes seconds.
+
+    long, minutes: more shapes, each in another layout and with the tiles of another GPU generation. fp16 takes the
+    tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes unless `long`.
+    """
+    layouts = ("odd", "strided", "shifted", "channels-last" if name.startswith("patch") else "contiguous")
+    few = (0, 5, 10, 15) if name.startswith("attention") else (0,) if name.startswith("patch") else (3,)
+    along_rows = any(word in name for word in ("norm", "rows", "column"))
+    for i, sizes in enumerate(_sizes(name, long)):
+        turn = i + 2 * (i // len(HEADS))
+        heads = (1, attention.MANY_HEADS)[i // 2 % 2]
+        case = Case(name, sizes, dtype, layouts[turn % 4], many_heads=heads)
+        if long and sizes.width < (2000 if along_rows else 1000):
+            yield dataclasses.replace(case, layout=layouts[(turn + 1) % 4])
+            yield dataclasses.replace(case, layout=layouts[(turn + 2) % 4], sm=tiles.GENERATIONS[turn % 5])
+        elif long:
+            continue
+        elif "oblong" in name and i == 0:
+            yield case
+            yield dataclasses.replace(case, layout="channels-last")
+        elif not _slow(name, sizes) and (dtype == torch.bfloat16 or i in few):
+            yield case
+
+
+def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[Override]:
+    """Other tiles for the operations that ran.
+
+    Those of other providers; where few rows take small tiles, the large ones; and where there are tiles enough along
+    the rows, groups of two.
+    """
+    for op, bits, shape in used:
+        like = torch.empty(0, dtype=torch.float32 if bits == "32" else case.dtype)
+        for tile in tiles.candidates(op, like, shape):
+            yield op, tile, shape
+        if shape.endswith("-small"):
+            yield op, tiles.shipped(op, like, shape.removesuffix("small") + "large"), shape
+        shipped = tiles.shipped(op, like, shape)
+        groups = {block: 2 for block, _ in shipped.blocks if block.startswith("GROUP")}
+        if groups and case.sizes.rows > 256:
+            yield op, dataclasses.replace(shipped, blocks=tuple((dict(shipped.blocks) | groups).items())), shape
+
+
+def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]]]:
+    """The case's name and tiles used (filled by a run inside): the shipped ones, then each candidate."""
+    waiting: list[tuple[Override, ...]] = [()]
+    seen: set[Override] = set()
+    with contextlib.ExitStack() as gpu:
+        # Two multiprocessors, so that persistent programs go round several times.
+        gpu.enter_context(mock.patch.object(rows, "_multiprocessors", lambda device: 2))
+        gpu.enter_context(mock.patch.object(attention, "MANY_HEADS", case.many_heads))
+        if case.sm:
+            gpu.enter_context(tiles.targeting(case.sm))
+        while waiting:
+            chosen = waiting.pop(0)
+            with contextlib.ExitStack() as stack:
+                for op, tile, shape in chosen:
+                    stack.enter_context(tiles.override(op, tile, shape))
+                with tiles.watching() as used:
+                    yield ", ".join([str(case), *(f"{op} by {tile.provider}" for op, tile, _ in chosen)]), used
+            fresh = [candidate for candidate in _candidates(used, case) if candidate not in seen]
+            seen.update(fresh)
+            waiting += [(*chosen, candidate) for candidate in fresh]
+
+
+def _where(problem: BaseException) -> str:
+    """ "NameError: ... at layer_norm.py:68": the cause of an error and its last line outside of Triton."""
+    while problem.__cause__:
+        problem = problem.__cause__
+    triton_folder = os.path.dirname(triton.__file__)
+    lines = [f for f in traceback.extract_tb(problem.__traceback__) if not f.filename.startswith(triton_folder)]
+    at = f" at {os.sep.join(lines[-1].filename.split(os.sep)[-2:])}:{lines[-1].lineno}" if lines else ""
+    return f"{type(problem).__name__}: {problem}{at}"
+
+
+def check(case: Case) -> Report:
+    """Runs a case with its shipped tiles and with every candidate."""
+    report, launcher = Report(case), launchers_at(case.sizes)[case.name]
+    judge = Judge(launcher, case.dtype, CPU, case.layout)
+    inputs = [t.clone() for t in judge.inputs]
+    for label, used in variants(case):
+        watch = Sanitizer()
+        try:
+            with watch:
+                results = outputs(launcher.call(*judge.inputs))
+            error, torch_error = judge.judge(results)
+            if error > report.error:
+                report.error, report.torch_error = error, torch_error
+            if any(tile.provider not in LIBRARIES for tile in used.values()) and not watch.counts["launches"]:
+                raise Wrong("no kernel ran")
+            changed = [i for i, (a, b) in enumerate(zip(judge.inputs, inputs)) if not torch.equal(a, b)]
+            if changed:
+                for i in changed:
+                    judge.inputs[i].copy_(inputs[i])
+                raise Wrong(f"input {changed[0]} is overwritten")
+        except Wrong as wrong:
+            report.error = max(report.error, wrong.error)
+            report.wrong.append(f"{label}: {wrong}")
+        except Exception as problem:  # a kernel that does not run is a failed case, not the end of the plan
+            report.error, report.traceback = float("inf"), report.traceback or traceback.format_exc()
+            report.wrong.append(f"{label}: {_where(problem)}")
+        report.runs += 1
+        report.counts.update(watch.counts)
+        report.findings += [(label, finding) for finding in watch.findings]
+        report.ran.update((op, tile.provider) for (op, _, _), tile in used.items())
+    return report
