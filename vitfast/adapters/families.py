@@ -31,17 +31,17 @@ class Family(NamedTuple):
         return output[batch[self.valid].bool()] if self.valid and output.dim() == 3 else output
 
 
-def _images(name: str = "x", size: int = 16, frames: int = 0) -> Callable[[], dict]:
-    shape = (2, frames, 3, size, size) if frames else (2, 3, size, size)
-    return lambda: {name: torch.randn(shape)}
+def _images(name: str = "x") -> Callable[[], dict]:
+    return lambda: {name: torch.randn(2, 3, 16, 16)}
 
 
-def _timm(module: str, cls: str, **options) -> Callable[[], nn.Module]:
+def timm_model(cls: str = "vision_transformer:VisionTransformer", **options) -> Callable[[], nn.Module]:
+    """Makes a small model, of "file:class" in timm.models; an option "module:name" is imported then."""
     sizes = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 
     def make() -> nn.Module:
         named = {name: _named(value) if ":" in str(value) else value for name, value in options.items()}
-        return getattr(importlib.import_module(f"timm.models.{module}"), cls)(**{**sizes, **named})
+        return _named(f"timm.models.{cls}")(**{**sizes, **named})
 
     return make
 
@@ -51,10 +51,15 @@ def _named(name: str):
     return getattr(importlib.import_module(module), attribute)
 
 
-def _naflex() -> nn.Module:
-    module = importlib.import_module("timm.models.naflexvit")
+def naflexvit(**options) -> Callable[[], nn.Module]:
+    """Makes a small NaFlexVit of timm."""
     sizes = dict(patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_embed_grid_size=(2, 2), global_pool="avg")
-    return module.NaFlexVit(module.NaFlexVitCfg(**sizes), num_classes=5)
+
+    def make() -> nn.Module:
+        module = importlib.import_module("timm.models.naflexvit")
+        return module.NaFlexVit(module.NaFlexVitCfg(**{**sizes, **options}), num_classes=5)
+
+    return make
 
 
 def _padded() -> dict:
@@ -65,7 +70,8 @@ def _padded() -> dict:
     )
 
 
-def _hugging_face(model: str, config: str = "", **options) -> Callable[[], nn.Module]:
+def hugging_face_model(model: str, config: str = "", **options) -> Callable[[], nn.Module]:
+    """Makes a small model of transformers, from its configuration's class, which is called as the model is."""
     sizes = dict(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_attention_heads=2)
     sizes |= dict(num_hidden_layers=2, attn_implementation="sdpa")
 
@@ -94,25 +100,10 @@ def _grids() -> dict:
     return dict(hidden_states=torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4), grid_thw=grids)
 
 
-def _internvl() -> nn.Module:
-    library = importlib.import_module("transformers")
-    config = library.InternVLVisionConfig(
-        image_size=(16, 16),
-        patch_size=(8, 8),
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_hidden_layers=2,
-        use_qk_norm=True,
-    )
-    return library.InternVLVisionModel(config)
-
-
-def _torchvision() -> nn.Module:
-    library = importlib.import_module("torchvision.models.vision_transformer")
-    model = library.VisionTransformer(16, 8, 2, 2, 32, 64, num_classes=5)
-    nn.init.normal_(model.heads.head.weight, std=0.1)
-    return model
+def torchvision_model(**options) -> Callable[[], nn.Module]:
+    """Makes a small ViT of torchvision."""
+    sizes = dict(image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
+    return lambda: _named("torchvision.models.vision_transformer:VisionTransformer")(**{**sizes, **options})
 
 
 def _encoder(**options) -> Callable[[], nn.Module]:
@@ -124,12 +115,8 @@ def _encoder(**options) -> Callable[[], nn.Module]:
 
 
 def _open_clip(act: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        library = importlib.import_module("open_clip.transformer")
-        act_layer = library.QuickGELU if act == "quick_gelu" else nn.GELU
-        return library.VisionTransformer(16, 8, 32, 2, 2, 2.0, act_layer=act_layer, output_dim=16)
-
-    return make
+    sizes = dict(image_size=16, patch_size=8, width=32, layers=2, heads=2, mlp_ratio=2.0, output_dim=16)
+    return lambda: _named("open_clip.transformer:VisionTransformer")(**sizes, act_layer=_named(act))
 
 
 def _sizes() -> dict:
@@ -150,169 +137,116 @@ def _siglip2() -> dict:
     )
 
 
-_VIT, _EVA, _PIXELS = "vision_transformer", "eva", _images("pixel_values")
-_QUERY, _3D, _WINDOWS = "one learned query", "three dimensions", "windows with decomposed"
+_QUERY, _3D, _WINDOWS, _CUT = "one learned query", "three dimensions", "windows with decomposed", "a linear layer of"
 _ROPE = dict(use_rot_pos_emb=True, dynamic_img_size=False)
+_MAP = dict(global_pool="map")
+_AIM = dict(norm_layer="timm.layers:RmsNorm", mlp_layer="timm.layers:SwiGLU", qkv_bias=False, proj_bias=False)
+_GIANT = dict(init_values=0.5, mlp_layer="timm.layers:SwiGLUPacked", mlp_ratio=2)
+_EVA02 = dict(qkv_fused=False, swiglu_mlp=True, scale_mlp=True)
+_DINOV3 = dict(rope_type="dinov3", rope_rotate_half=True, init_values=0.5, num_reg_tokens=2)
+_PE = dict(attn_type="rope", use_pre_transformer_norm=True)
+_POOLED = dict(class_token=False, global_pool="avg")
+# Rows: the name, the model, its batch where that is not of images, `left` and `valid`.
 _TIMM = (
-    ("ViT", _timm(_VIT, "VisionTransformer", init_values=0.5), _images()),
-    ("DeiT", _timm("deit", "VisionTransformerDistilled"), _images()),
-    ("DINOv2 with registers", _timm(_VIT, "VisionTransformer", reg_tokens=2, init_values=0.5), _images()),
-    (
-        "DINOv2 giant",
-        _timm(_VIT, "VisionTransformer", init_values=0.5, mlp_layer="timm.layers:SwiGLUPacked", mlp_ratio=2),
-        _images(),
-    ),
-    ("CLIP", _timm(_VIT, "VisionTransformer", pre_norm=True, act_layer="quick_gelu"), _images()),
-    ("SigLIP", _timm(_VIT, "VisionTransformer", global_pool="map", class_token=False), _images(), (_QUERY,)),
-    ("q and k norm", _timm(_VIT, "VisionTransformer", qk_norm=True), _images()),
-    (
-        "AIMv2",
-        _timm(
-            _VIT,
-            "VisionTransformer",
-            norm_layer="timm.layers:RmsNorm",
-            mlp_layer="timm.layers:SwiGLU",
-            qkv_bias=False,
-            proj_bias=False,
-            class_token=False,
-            global_pool="avg",
-        ),
-        _images(),
-    ),
-    ("EVA", _timm(_EVA, "Eva"), _images()),
-    ("EVA-02", _timm(_EVA, "Eva", **_ROPE, qkv_fused=False, swiglu_mlp=True, scale_mlp=True), _images()),
-    (
-        "DINOv3",
-        _timm(_EVA, "Eva", **_ROPE, rope_type="dinov3", rope_rotate_half=True, init_values=0.5, num_reg_tokens=2),
-        _images(),
-    ),
-    (
-        "Perception Encoder",
-        _timm(_EVA, "Eva", **_ROPE, attn_type="rope", use_pre_transformer_norm=True, global_pool="map"),
-        _images(),
-        (_QUERY,),
-    ),
-    ("vit_rope_mixed", _timm(_EVA, "Eva", **_ROPE, rope_type="mixed"), _images()),
-    ("NaFlexViT, padded", _naflex, _padded, ("a linear layer of patches",)),
-    ("BEiT", _timm("beit", "Beit", use_rel_pos_bias=True, init_values=0.5), _images()),
-    ("BEiT, shared positions", _timm("beit", "Beit", use_shared_rel_pos_bias=True), _images()),
-    ("vit_relpos", _timm("vision_transformer_relpos", "VisionTransformerRelPos", rel_pos_type="bias"), _images()),
+    ("ViT", timm_model(init_values=0.5)),
+    ("DeiT", timm_model("deit:VisionTransformerDistilled")),
+    ("DINOv2 with registers", timm_model(reg_tokens=2, init_values=0.5)),
+    ("DINOv2 giant", timm_model(**_GIANT)),
+    ("CLIP", timm_model(pre_norm=True, act_layer="quick_gelu")),
+    ("SigLIP", timm_model(**_MAP, class_token=False), None, (_QUERY,)),
+    ("q and k norm", timm_model(qk_norm=True)),
+    ("AIMv2", timm_model(**_AIM, **_POOLED)),
+    ("EVA", timm_model("eva:Eva")),
+    ("EVA-02", timm_model("eva:Eva", **_ROPE, **_EVA02)),
+    ("DINOv3", timm_model("eva:Eva", **_ROPE, **_DINOV3)),
+    ("Perception Encoder", timm_model("eva:Eva", **_ROPE, **_PE, **_MAP), None, (_QUERY,)),
+    ("vit_rope_mixed", timm_model("eva:Eva", **_ROPE, rope_type="mixed")),
+    ("NaFlexViT, padded", naflexvit(), _padded, (_CUT,)),
+    ("BEiT", timm_model("beit:Beit", use_rel_pos_bias=True, init_values=0.5)),
+    ("BEiT, shared positions", timm_model("beit:Beit", use_shared_rel_pos_bias=True)),
+    ("vit_relpos", timm_model("vision_transformer_relpos:VisionTransformerRelPos", rel_pos_type="bias")),
     (
         "SAM",
-        _timm("vision_transformer_sam", "VisionTransformerSAM", use_rel_pos=True, window_size=1),
-        _images(),
+        timm_model("vision_transformer_sam:VisionTransformerSAM", use_rel_pos=True, window_size=1),
+        None,
         (_WINDOWS,) * 2,
     ),
 )
+_YOLOS = dict(image_size=[16, 16], num_detection_tokens=2, use_mid_position_embeddings=False)
+_AST = dict(max_length=16, num_mel_bins=16, frequency_stride=8, time_stride=8)
+_SAM = dict(mlp_dim=64, window_size=1, global_attn_indexes=[1], output_channels=8)
+_VITDET = dict(attn_implementation="eager", mlp_ratio=2, pretrain_image_size=16, use_relative_position_embeddings=True)
+_BEIT = dict(use_relative_position_bias=True, drop_path_rate=0.0)
+_DATA2VEC = dict(use_shared_relative_position_bias=True, drop_path_rate=0.0)
+_INTERNVL = dict(image_size=(16, 16), patch_size=(8, 8), use_qk_norm=True)
+_QWEN2 = "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"
+_QWEN2_5 = "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig"
+_QWEN3 = "qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig"
 _TRANSFORMERS = (
-    ("ViT", _hugging_face("ViTModel"), _PIXELS),
-    ("DeiT", _hugging_face("DeiTModel"), _PIXELS),
-    ("MAE", _hugging_face("ViTMAEModel", mask_ratio=0.0), _PIXELS),
-    ("MSN", _hugging_face("ViTMSNModel"), _PIXELS),
-    ("I-JEPA", _hugging_face("IJepaModel"), _PIXELS),
-    (
-        "AST",
-        _hugging_face("ASTModel", max_length=16, num_mel_bins=16, frequency_stride=8, time_stride=8),
-        lambda: dict(input_values=torch.randn(2, 16, 16)),
-    ),
-    ("Vivit", _hugging_face("VivitModel", num_frames=4, tubelet_size=[2, 8, 8]), _frames, (_3D,)),
-    ("VideoMAE", _hugging_face("VideoMAEModel", num_frames=4, use_mean_pooling=False), _frames, (_3D,)),
-    ("DPT", _hugging_face("DPTModel", is_hybrid=False), _PIXELS),
-    (
-        "YOLOS",
-        _hugging_face("YolosModel", image_size=[16, 16], num_detection_tokens=2, use_mid_position_embeddings=False),
-        _PIXELS,
-    ),
-    ("SigLIP", _hugging_face("SiglipVisionModel"), _PIXELS, (_QUERY,)),
+    ("ViT", hugging_face_model("ViTModel")),
+    ("DeiT", hugging_face_model("DeiTModel")),
+    ("MAE", hugging_face_model("ViTMAEModel", mask_ratio=0.0)),
+    ("MSN", hugging_face_model("ViTMSNModel")),
+    ("I-JEPA", hugging_face_model("IJepaModel")),
+    ("AST", hugging_face_model("ASTModel", **_AST), lambda: dict(input_values=torch.randn(2, 16, 16))),
+    ("Vivit", hugging_face_model("VivitModel", num_frames=4, tubelet_size=[2, 8, 8]), _frames, (_3D,)),
+    ("VideoMAE", hugging_face_model("VideoMAEModel", num_frames=4, use_mean_pooling=False), _frames, (_3D,)),
+    ("DPT", hugging_face_model("DPTModel", is_hybrid=False)),
+    ("YOLOS", hugging_face_model("YolosModel", **_YOLOS)),
+    ("SigLIP", hugging_face_model("SiglipVisionModel"), None, (_QUERY,)),
     (
         "SigLIP 2, padded",
-        _hugging_face("Siglip2VisionModel", num_patches=4),
+        hugging_face_model("Siglip2VisionModel", num_patches=4),
         _siglip2,
-        ("a linear layer of patches", _QUERY),
+        (_CUT, _QUERY),
         "pixel_attention_mask",
     ),
-    ("CLIP", _hugging_face("CLIPVisionModel"), _PIXELS),
-    ("OWL-ViT", _hugging_face("OwlViTVisionModel", "OwlViTVisionConfig"), _PIXELS),
-    ("DINOv2", _hugging_face("Dinov2Model", mlp_ratio=2), _PIXELS),
-    ("DINOv2 giant", _hugging_face("Dinov2Model", mlp_ratio=2, use_swiglu_ffn=True), _PIXELS),
-    ("DINOv2 with registers", _hugging_face("Dinov2WithRegistersModel", mlp_ratio=2), _PIXELS),
-    ("DINOv3", _hugging_face("DINOv3ViTModel"), _PIXELS),
-    ("DINOv3 H+", _hugging_face("DINOv3ViTModel", use_gated_mlp=True, hidden_act="silu"), _PIXELS),
-    ("AIMv2", _hugging_face("Aimv2VisionModel", use_head=False), _PIXELS),
-    ("BEiT", _hugging_face("BeitModel", use_relative_position_bias=True, drop_path_rate=0.0), _PIXELS),
-    (
-        "Data2Vec",
-        _hugging_face("Data2VecVisionModel", use_shared_relative_position_bias=True, drop_path_rate=0.0),
-        _PIXELS,
-    ),
-    ("InternVL", _internvl, _PIXELS),
-    ("Pixtral", _hugging_face("PixtralVisionModel"), _sizes),
-    (
-        "SAM",
-        _hugging_face("SamVisionModel", mlp_dim=64, window_size=1, global_attn_indexes=[1], output_channels=8),
-        _PIXELS,
-        (_WINDOWS,) * 2,
-    ),
-    (
-        "ViTDet",
-        _hugging_face(
-            "VitDetModel",
-            attn_implementation="eager",
-            mlp_ratio=2,
-            pretrain_image_size=16,
-            use_relative_position_embeddings=True,
-        ),
-        _PIXELS,
-        (_WINDOWS,) * 2,
-    ),
-    (
-        "Qwen2-VL",
-        _qwen("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", embed_dim=32, mlp_ratio=2),
-        _grids,
-        (_3D,),
-    ),
-    (
-        "Qwen2.5-VL",
-        _qwen(
-            "qwen2_5_vl",
-            "Qwen2_5_VisionTransformerPretrainedModel",
-            "Qwen2_5_VLVisionConfig",
-            out_hidden_size=32,
-            window_size=16,
-            fullatt_block_indexes=[1],
-        ),
-        _grids,
-        (_3D,),
-    ),
+    ("CLIP", hugging_face_model("CLIPVisionModel")),
+    ("OWL-ViT", hugging_face_model("OwlViTVisionModel")),
+    ("DINOv2", hugging_face_model("Dinov2Model", mlp_ratio=2)),
+    ("DINOv2 giant", hugging_face_model("Dinov2Model", mlp_ratio=2, use_swiglu_ffn=True)),
+    ("DINOv2 with registers", hugging_face_model("Dinov2WithRegistersModel", mlp_ratio=2)),
+    ("DINOv3", hugging_face_model("DINOv3ViTModel")),
+    ("DINOv3 H+", hugging_face_model("DINOv3ViTModel", use_gated_mlp=True, hidden_act="silu")),
+    ("AIMv2", hugging_face_model("Aimv2VisionModel", use_head=False)),
+    ("BEiT", hugging_face_model("BeitModel", **_BEIT)),
+    ("Data2Vec", hugging_face_model("Data2VecVisionModel", **_DATA2VEC)),
+    ("InternVL", hugging_face_model("InternVLVisionModel", **_INTERNVL)),
+    ("Pixtral", hugging_face_model("PixtralVisionModel"), _sizes),
+    ("SAM", hugging_face_model("SamVisionModel", **_SAM), None, (_WINDOWS,) * 2),
+    ("ViTDet", hugging_face_model("VitDetModel", **_VITDET), None, (_WINDOWS,) * 2),
+    ("Qwen2-VL", _qwen(*_QWEN2, embed_dim=32, mlp_ratio=2), _grids, (_3D,)),
+    ("Qwen2.5-VL", _qwen(*_QWEN2_5, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]), _grids, (_3D,)),
     (
         "Qwen3-VL",
-        _qwen(
-            "qwen3_vl",
-            "Qwen3VLVisionModel",
-            "Qwen3VLVisionConfig",
-            out_hidden_size=32,
-            num_position_embeddings=16,
-            deepstack_visual_indexes=[0],
-        ),
+        _qwen(*_QWEN3, out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0]),
         _grids,
         (_3D,),
     ),
 )
-_OTHERS = (
-    ("torchvision", "ViT", _torchvision, _images()),
-    ("torch", "nn.TransformerEncoder", _encoder(batch_first=True), lambda: dict(src=torch.randn(2, 5, 32))),
-    ("torch", "nn.TransformerEncoder, tokens first", _encoder(), lambda: dict(src=torch.randn(5, 2, 32))),
-    ("open_clip", "CLIP", _open_clip("gelu"), _images()),
-    ("open_clip", "OpenAI's CLIP", _open_clip("quick_gelu"), _images()),
-)
-FAMILIES = tuple(
-    Family(*row)
-    for row in (
-        *(("timm", *row) for row in _TIMM),
-        *(("transformers", *row) for row in _TRANSFORMERS),
-        *_OTHERS,
-    )
-)
+_LIBRARIES = {
+    "timm": (_TIMM, _images()),
+    "transformers": (_TRANSFORMERS, _images("pixel_values")),
+    "torchvision": ((("ViT", torchvision_model()),), _images()),
+    "torch": (
+        (
+            ("nn.TransformerEncoder", _encoder(batch_first=True)),
+            ("nn.TransformerEncoder, tokens first", _encoder(), lambda: dict(src=torch.randn(5, 2, 32))),
+        ),
+        lambda: dict(src=torch.randn(2, 5, 32)),
+    ),
+    "open_clip": (
+        (("CLIP", _open_clip("torch.nn:GELU")), ("OpenAI's CLIP", _open_clip("open_clip.transformer:QuickGELU"))),
+        _images(),
+    ),
+}
+
+
+def _family(library: str, images: Callable[[], dict], name: str, make, batch=None, left=(), valid="") -> Family:
+    return Family(library, name, make, batch or images, left, valid)
+
+
+FAMILIES = tuple(_family(library, images, *row) for library, (rows, images) in _LIBRARIES.items() for row in rows)
 
 
 def families() -> list[Family]:

@@ -41,257 +41,180 @@ def _make(config: str, options: dict, of_layer: dict) -> Callable[[type], nn.Mod
 
 
 class Family(NamedTuple):
-    """A family of models: its file in transformers.models, its layer, and a small one's configuration.
+    """A family of models: its file in transformers.models, its layers, and a small one's configuration.
 
-    places: the patch projection and the norms outside of the layers, "Class.attribute".
+    prefix: with which its classes are called, "*" in what follows. layers: a description for each way that any version
+    builds a layer. places: the patch projection and the norms outside of the layers, "Class.attribute". options: of the
+    configuration; gated: further ones, for a gated MLP. of_layer: arguments of the layer besides its configuration.
     """
 
     file: str
-    layer: str
-    description: Layer
-    config: str
-    places: str
+    prefix: str
+    layers: tuple[Layer, ...]
+    places: str = "*PatchEmbeddings.projection *Model.layernorm"
+    layer: str = "*Layer"
+    config: str = "*Config"
     options: dict = {}
-    of_layer: dict = {}  # arguments of the layer besides its configuration
+    gated: dict = {}
+    of_layer: dict = {}
+
+    def named(self, name: str) -> str:
+        """The full name of a class."""
+        folder = self.file.removesuffix("_vision")
+        return f"transformers.models.{folder}.modeling_{self.file}.{name.replace('*', self.prefix)}"
 
 
+# Beside the layers of later versions those of transformers before 5.10, which had BERT's names.
+_VIT, _CLIP, _BEIT = (VIT, BERT), (CLIP, CLIP_BEFORE), (BEIT, DATA2VEC)
+_DINOV2 = (DINOV2, DINOV2._replace(mlp=GATED), DINOV2_BERT, DINOV2_BERT_GATED)
+_PATCHES = "*PatchEmbeddings.projection *Model.layernorm"
+# The model that has the norms was called ...Transformer before transformers 5.8.
+_TOWERS = "*VisionEmbeddings.patch_embedding " + " ".join(
+    f"*Vision{kind}.pre_layrnorm *Vision{kind}.post_layernorm *Text{kind}.final_layer_norm"
+    for kind in ("Model", "Transformer")
+)
+_OWL = (
+    "*VisionEmbeddings.patch_embedding *VisionTransformer.pre_layernorm *VisionTransformer.post_layernorm "
+    "*ForObjectDetection.layer_norm"
+)
+_OF_CLIP = "*EncoderLayer", "*VisionConfig"
+_RATES = dict(drop_path_rate=0.5, mlp_ratio=1)
 _WINDOW = dict(
     image_size=16, patch_size=8, layer_scale_init_value=0.5, use_relative_position_bias=True, drop_path_rate=0.0
 )
-_RATES = dict(drop_path_rate=0.5, mlp_ratio=1)
 FAMILIES = (
-    Family("vit", "ViTLayer", VIT, "ViTConfig", "ViTPatchEmbeddings.projection ViTModel.layernorm"),
-    Family("deit", "DeiTLayer", VIT, "DeiTConfig", "DeiTPatchEmbeddings.projection DeiTModel.layernorm"),
-    Family(
-        "vit_mae",
-        "ViTMAELayer",
-        VIT,
-        "ViTMAEConfig",
-        "ViTMAEPatchEmbeddings.projection ViTMAEModel.layernorm ViTMAEDecoder.decoder_norm",
-    ),
-    Family("vit_msn", "ViTMSNLayer", VIT, "ViTMSNConfig", "ViTMSNPatchEmbeddings.projection ViTMSNModel.layernorm"),
-    Family("ijepa", "IJepaLayer", VIT, "IJepaConfig", "IJepaPatchEmbeddings.projection IJepaModel.layernorm"),
-    Family(
-        "audio_spectrogram_transformer",
-        "ASTLayer",
-        VIT,
-        "ASTConfig",
-        "ASTPatchEmbeddings.projection ASTModel.layernorm ASTMLPHead.layernorm",
-    ),
-    Family("vivit", "VivitLayer", VIT, "VivitConfig", "VivitTubeletEmbeddings.projection VivitModel.layernorm"),
-    Family(
-        "videomae",
-        "VideoMAELayer",
-        BERT,
-        "VideoMAEConfig",
-        "VideoMAEPatchEmbeddings.projection VideoMAEModel.layernorm VideoMAEDecoder.norm "
-        "VideoMAEForVideoClassification.fc_norm",
-    ),
-    Family("dpt", "DPTViTLayer", BERT, "DPTConfig", "DPTViTPatchEmbeddings.projection DPTModel.layernorm"),
-    Family("yolos", "YolosLayer", BERT, "YolosConfig", "YolosPatchEmbeddings.projection YolosModel.layernorm"),
-    Family(
-        "siglip",
-        "SiglipEncoderLayer",
-        CLIP,
-        "SiglipVisionConfig",
-        "SiglipVisionEmbeddings.patch_embedding SiglipVisionModel.post_layernorm SiglipTextModel.final_layer_norm "
-        "SiglipVisionTransformer.post_layernorm SiglipTextTransformer.final_layer_norm",
-    ),
-    Family(
-        "siglip2",
-        "Siglip2EncoderLayer",
-        CLIP,
-        "Siglip2VisionConfig",
-        "Siglip2VisionEmbeddings.patch_embedding Siglip2VisionModel.post_layernorm Siglip2TextModel.final_layer_norm "
-        "Siglip2VisionTransformer.post_layernorm Siglip2TextTransformer.final_layer_norm",
-    ),
-    Family(
-        "clip",
-        "CLIPEncoderLayer",
-        CLIP,
-        "CLIPVisionConfig",
-        "CLIPVisionEmbeddings.patch_embedding CLIPVisionModel.pre_layrnorm CLIPVisionModel.post_layernorm "
-        "CLIPTextModel.final_layer_norm "
-        "CLIPVisionTransformer.pre_layrnorm CLIPVisionTransformer.post_layernorm "
-        "CLIPTextTransformer.final_layer_norm",
-    ),
-    Family(
-        "owlvit",
-        "OwlViTEncoderLayer",
-        CLIP,
-        "OwlViTVisionConfig",
-        "OwlViTVisionEmbeddings.patch_embedding OwlViTVisionTransformer.pre_layernorm "
-        "OwlViTVisionTransformer.post_layernorm OwlViTForObjectDetection.layer_norm",
-    ),
-    Family(
-        "owlv2",
-        "Owlv2EncoderLayer",
-        CLIP,
-        "Owlv2VisionConfig",
-        "Owlv2VisionEmbeddings.patch_embedding Owlv2VisionTransformer.pre_layernorm "
-        "Owlv2VisionTransformer.post_layernorm Owlv2ForObjectDetection.layer_norm",
-    ),
-    Family(
-        "metaclip_2",
-        "MetaClip2EncoderLayer",
-        CLIP,
-        "MetaClip2VisionConfig",
-        "MetaClip2VisionEmbeddings.patch_embedding MetaClip2VisionModel.pre_layrnorm "
-        "MetaClip2VisionModel.post_layernorm MetaClip2TextModel.final_layer_norm "
-        "MetaClip2VisionTransformer.pre_layrnorm MetaClip2VisionTransformer.post_layernorm "
-        "MetaClip2TextTransformer.final_layer_norm",
-    ),
-    Family(
-        "dinov2",
-        "Dinov2Layer",
-        DINOV2,
-        "Dinov2Config",
-        "Dinov2PatchEmbeddings.projection Dinov2Model.layernorm Dinov2Backbone.layernorm",
-        _RATES,
-    ),
+    Family("vit", "ViT", _VIT),
+    Family("deit", "DeiT", _VIT),
+    Family("vit_mae", "ViTMAE", _VIT, f"{_PATCHES} *Decoder.decoder_norm"),
+    Family("vit_msn", "ViTMSN", _VIT),
+    Family("ijepa", "IJepa", _VIT),
+    Family("audio_spectrogram_transformer", "AST", _VIT, f"{_PATCHES} *MLPHead.layernorm"),
+    Family("vivit", "Vivit", _VIT, "*TubeletEmbeddings.projection *Model.layernorm"),
+    Family("videomae", "VideoMAE", (BERT,), f"{_PATCHES} *Decoder.norm *ForVideoClassification.fc_norm"),
+    Family("dpt", "DPT", (BERT,), "*ViTPatchEmbeddings.projection *Model.layernorm", "*ViTLayer"),
+    Family("yolos", "Yolos", (BERT,)),
+    Family("siglip", "Siglip", _CLIP, _TOWERS, *_OF_CLIP),
+    Family("siglip2", "Siglip2", _CLIP, _TOWERS, *_OF_CLIP),
+    Family("clip", "CLIP", _CLIP, _TOWERS, *_OF_CLIP),
+    Family("metaclip_2", "MetaClip2", _CLIP, _TOWERS, *_OF_CLIP),
+    Family("owlvit", "OwlViT", _CLIP, _OWL, *_OF_CLIP),
+    Family("owlv2", "Owlv2", _CLIP, _OWL, *_OF_CLIP),
     *(
-        Family(file, layer, description, config, "", {**_RATES, "use_swiglu_ffn": description.mlp.gate is not None})
-        for file, layer, config in (
-            ("dinov2", "Dinov2Layer", "Dinov2Config"),
-            ("dinov2_with_registers", "Dinov2WithRegistersLayer", "Dinov2WithRegistersConfig"),
+        Family(
+            file, prefix, _DINOV2, f"{_PATCHES} *Backbone.layernorm", options=_RATES, gated=dict(use_swiglu_ffn=True)
         )
-        for description in (DINOV2._replace(mlp=GATED), DINOV2_BERT, DINOV2_BERT_GATED)
+        for file, prefix in (("dinov2", "Dinov2"), ("dinov2_with_registers", "Dinov2WithRegisters"))
     ),
     Family(
         "dinov3_vit",
-        "DINOv3ViTLayer",
-        DINOV3,
-        "DINOv3ViTConfig",
-        "DINOv3ViTEmbeddings.patch_embeddings DINOv3ViTModel.norm DINOv3ViTBackbone.norm",
-        _RATES,
-    ),
-    Family(
-        "dinov3_vit",
-        "DINOv3ViTLayer",
-        DINOV3._replace(mlp=GATED),
-        "DINOv3ViTConfig",
-        "",
-        {**_RATES, "use_gated_mlp": True},
+        "DINOv3ViT",
+        (DINOV3, DINOV3._replace(mlp=GATED)),
+        "*Embeddings.patch_embeddings *Model.norm *Backbone.norm",
+        options=_RATES,
+        gated=dict(use_gated_mlp=True),
     ),
     Family(
         "beit",
-        "BeitLayer",
-        BEIT,
-        "BeitConfig",
-        "BeitPatchEmbeddings.projection BeitModel.layernorm BeitPooler.layernorm BeitForMaskedImageModeling.layernorm",
-        _WINDOW,
-        dict(drop_path_rate=0.5),
+        "Beit",
+        _BEIT,
+        f"{_PATCHES} *Pooler.layernorm *ForMaskedImageModeling.layernorm",
+        options=_WINDOW,
+        of_layer=dict(drop_path_rate=0.5),
     ),
     Family(
         "data2vec_vision",
-        "Data2VecVisionLayer",
-        DATA2VEC,
-        "Data2VecVisionConfig",
-        "Data2VecVisionPatchEmbeddings.projection Data2VecVisionModel.layernorm Data2VecVisionPooler.layernorm",
-        _WINDOW,
-        dict(drop_path_rate=0.5, window_size=(2, 2)),
+        "Data2VecVision",
+        (DATA2VEC,),
+        f"{_PATCHES} *Pooler.layernorm",
+        options=_WINDOW,
+        of_layer=dict(drop_path_rate=0.5, window_size=(2, 2)),
     ),
     Family(
         "aimv2",
-        "Aimv2EncoderLayer",
-        AIMV2,
-        "Aimv2VisionConfig",
-        "Aimv2VisionEmbeddings.patch_embed Aimv2VisionEmbeddings.rms_norm Aimv2VisionModel.rms_norm",
+        "Aimv2",
+        (AIMV2,),
+        "*VisionEmbeddings.patch_embed *VisionEmbeddings.rms_norm *VisionModel.rms_norm",
+        *_OF_CLIP,
     ),
-    Family(
-        "internvl",
-        "InternVLVisionLayer",
-        INTERNVL,
-        "InternVLVisionConfig",
-        "InternVLVisionPatchEmbeddings.projection InternVLVisionModel.layernorm",
-        dict(use_qk_norm=True),
-    ),
+    Family("internvl", "InternVLVision", (INTERNVL,), options=dict(use_qk_norm=True)),
     Family(
         "pixtral",
-        "PixtralAttentionLayer",
-        PIXTRAL,
-        "PixtralVisionConfig",
-        "PixtralVisionModel.patch_conv PixtralVisionModel.ln_pre",
+        "Pixtral",
+        (PIXTRAL,),
+        "*VisionModel.patch_conv *VisionModel.ln_pre",
+        "*AttentionLayer",
+        "*VisionConfig",
     ),
     Family(
         "qwen2_vl",
-        "Qwen2VLVisionBlock",
-        QWEN2,
-        "Qwen2VLVisionConfig",
+        "Qwen2VL",
+        (QWEN2,),
         "PatchEmbed.proj PatchMerger.ln_q",
+        "*VisionBlock",
+        "*VisionConfig",
         dict(embed_dim=32, num_heads=2, mlp_ratio=1),
     ),
     Family(
         "qwen2_5_vl",
-        "Qwen2_5_VLVisionBlock",
-        QWEN2_5,
-        "Qwen2_5_VLVisionConfig",
-        "Qwen2_5_VisionPatchEmbed.proj Qwen2_5_VLPatchMerger.ln_q",
+        "Qwen2_5_VL",
+        (QWEN2_5,),
+        "Qwen2_5_VisionPatchEmbed.proj *PatchMerger.ln_q",
+        "*VisionBlock",
+        "*VisionConfig",
         dict(num_heads=2, hidden_act="silu"),
     ),
     Family(
         "qwen3_vl",
-        "Qwen3VLVisionBlock",
-        QWEN3,
-        "Qwen3VLVisionConfig",
-        "Qwen3VLVisionPatchEmbed.proj Qwen3VLVisionPatchMerger.norm",
-        dict(num_heads=2),
-    ),
-    Family(
-        "dinov2_with_registers",
-        "Dinov2WithRegistersLayer",
-        DINOV2,
-        "Dinov2WithRegistersConfig",
-        "Dinov2WithRegistersPatchEmbeddings.projection Dinov2WithRegistersModel.layernorm "
-        "Dinov2WithRegistersBackbone.layernorm",
-        _RATES,
+        "Qwen3VLVision",
+        (QWEN3,),
+        "*PatchEmbed.proj *PatchMerger.norm",
+        "*Block",
+        options=dict(num_heads=2),
     ),
 )
 
-_FOLDERS = dict(data2vec_vision="data2vec")
-
-
-def _file_of(family: str) -> str:
-    return f"transformers.models.{_FOLDERS.get(family, family)}.modeling_{family}"
-
-
-# Layers as transformers before 5.10 builds them, beside those of later versions.
-_BEFORE = ((VIT, BERT), (BEIT, DATA2VEC), (CLIP, CLIP_BEFORE))
 LAYERS: dict[str, tuple[Layer, ...]] = {}
 PLACES: dict[str, tuple[str, ...]] = {}
 for _family in FAMILIES:
-    _file = _file_of(_family.file)
-    _makes = _make(_family.config, _family.options, _family.of_layer)
-    _ways = _family.description, *(before for now, before in _BEFORE if now is _family.description)
-    _made = (each._replace(make=_makes) for each in _ways)
-    LAYERS[f"{_file}.{_family.layer}"] = (*LAYERS.get(f"{_file}.{_family.layer}", ()), *_made)
+    _config = _family.config.replace("*", _family.prefix)
+    LAYERS[_family.named(_family.layer)] = tuple(
+        layer._replace(
+            make=_make(_config, _family.options | (_family.gated if layer.mlp.gate else {}), _family.of_layer)
+        )
+        for layer in _family.layers
+    )
     for _cls, _name in (place.split(".") for place in _family.places.split()):
-        PLACES[f"{_file}.{_cls}"] = (*PLACES.get(f"{_file}.{_cls}", ()), _name)
+        PLACES[_family.named(_cls)] = (*PLACES.get(_family.named(_cls), ()), _name)
 
 # Modules that are left themselves, with their norms and their MLP on operations.
 _HEAD = "attention of one learned query, for which there is no operation"
-_LEFT = (
-    ("siglip", "SiglipMultiheadAttentionPoolingHead", _HEAD, ("layernorm", "mlp")),
-    ("siglip2", "Siglip2MultiheadAttentionPoolingHead", _HEAD, ("layernorm", "mlp")),
-    ("aimv2", "Aimv2AttentionPoolingHead", _HEAD, ()),
-    ("sam", "SamVisionLayer", "windows with decomposed relative positions", ("layer_norm1", "layer_norm2", "mlp")),
-    ("vitdet", "VitDetLayer", "windows with decomposed relative positions", ("norm1", "norm2", "mlp")),
+_WINDOWS = "windows with decomposed relative positions"
+_SIGLIP, _SIGLIP2, _SAM, _VITDET, _AIMV2 = (
+    f"transformers.models.{name}.modeling_{name}." for name in ("siglip", "siglip2", "sam", "vitdet", "aimv2")
 )
-LEFT: dict[str, str] = {}
-for _family, _cls, _why, _names in _LEFT:
-    LEFT[f"{_file_of(_family)}.{_cls}"] = _why
-    PLACES[f"{_file_of(_family)}.{_cls}"] = _names
-PLACES[f"{_file_of('sam')}.SamPatchEmbeddings"] = ("projection",)
-PLACES[f"{_file_of('vitdet')}.VitDetEmbeddings"] = ("projection",)
-
+LEFT = {
+    f"{_SIGLIP}SiglipMultiheadAttentionPoolingHead": _HEAD,
+    f"{_SIGLIP2}Siglip2MultiheadAttentionPoolingHead": _HEAD,
+    f"{_AIMV2}Aimv2AttentionPoolingHead": _HEAD,
+    f"{_SAM}SamVisionLayer": _WINDOWS,
+    f"{_VITDET}VitDetLayer": _WINDOWS,
+}
+PLACES |= {
+    f"{_SIGLIP}SiglipMultiheadAttentionPoolingHead": ("layernorm", "mlp"),
+    f"{_SIGLIP2}Siglip2MultiheadAttentionPoolingHead": ("layernorm", "mlp"),
+    f"{_SAM}SamVisionLayer": ("layer_norm1", "layer_norm2", "mlp"),
+    f"{_SAM}SamPatchEmbeddings": ("projection",),
+    f"{_VITDET}VitDetLayer": ("norm1", "norm2", "mlp"),
+    f"{_VITDET}VitDetEmbeddings": ("projection",),
+}
 MLPS = {
-    f"{_file_of('siglip')}.SiglipMLP": (MLP._replace(path=""), _make("SiglipVisionConfig", {}, {})),
-    f"{_file_of('siglip2')}.Siglip2MLP": (MLP._replace(path=""), _make("Siglip2VisionConfig", {}, {})),
-    f"{_file_of('sam')}.SamMLPBlock": (
+    f"{_SIGLIP}SiglipMLP": (MLP._replace(path=""), _make("SiglipVisionConfig", {}, {})),
+    f"{_SIGLIP2}Siglip2MLP": (MLP._replace(path=""), _make("Siglip2VisionConfig", {}, {})),
+    f"{_SAM}SamMLPBlock": (
         Mlp(path="", fc1="lin1", act="act", fc2="lin2"),
         _make("SamVisionConfig", dict(mlp_dim=32), {}),
     ),
-    f"{_file_of('vitdet')}.VitDetMlp": (
+    f"{_VITDET}VitDetMlp": (
         Mlp(path="", idle=("drop",)),
         _make("VitDetConfig", {}, dict(in_features=32, hidden_features=32)),
     ),
