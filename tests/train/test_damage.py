@@ -34,6 +34,16 @@ def unfinished(four_steps, tmp_path_factory) -> Path:
     return run
 
 
+MANY = dict(sizes="16:40", tokens_per_step=350, steps=2)
+
+
+@pytest.fixture(scope="module")
+def many_sizes(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("many") / "run"
+    train(digits(run, **MANY))
+    return run
+
+
 def damage(path: Path, how: str, rng: random.Random) -> bool:
     """Damages a file, or puts something in the place of a folder; False where this says nothing new."""
     if path.is_dir():
@@ -79,75 +89,55 @@ def test_damaged_files_end_in_one_line_or_in_a_run_that_goes_on(request, tmp_pat
 
 
 def without(start: str):
-    return lambda state: {name: value for name, value in state.items() if not name.startswith(start)}
+    return lambda values: {name: value for name, value in values.items() if not name.startswith(start)}
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda state: [], "is damaged"),
-        (lambda state: state | dict(step="2"), "is damaged"),
-        (lambda state: state | dict(step=-1), "is damaged"),
-        (lambda state: state | dict(seconds=None), "is damaged"),
-        (lambda state: state | dict(settings=[]), "is damaged"),
-        (lambda state: state | dict(data={}), "is damaged"),
-        (lambda state: state | dict(data=dict(classes=[1, None])), "is not what"),
-        (without("settings"), "written by an earlier vitfast.*--weights"),
-        (lambda state: {"dict": [["step", {"value": 3}]]}, "written by an earlier vitfast.*--weights"),  # so it was
-        (without("optimizer.param_groups"), "does not fit"),
-        (lambda state: state | {"optimizer.param_groups.elsewhere.lr": 1.0}, "does not fit"),
-    ],
-)
-def test_a_state_json_with_other_content(unfinished, tmp_path, change, said):
-    run = shutil.copytree(unfinished, tmp_path / "run")
-    path = run / "checkpoints" / "last" / "state" / "state.json"
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+def packed(**content):
+    """A run on images of many sizes that says this of its place among them."""
+    return lambda record: record | dict(packing=content)
+
+
+NO_FIT, NO_PLACE = "does not fit.*", "does not say where its images of many sizes are .*--resume never"
+RECORDS = [
+    (lambda record: [], "is damaged"),
+    (lambda record: record | dict(step="2"), "is damaged"),
+    (lambda record: record | dict(step=-1), "is damaged"),
+    (lambda record: record | dict(seconds=None), "is damaged"),
+    (lambda record: record | dict(settings=[]), "is damaged"),
+    (lambda record: record | dict(data={}), "is damaged"),
+    (lambda record: record | dict(data=dict(classes=[1, None])), "is not what"),
+    (without("settings"), "written by an earlier vitfast.*--weights"),
+    (lambda record: {"dict": [["step", {"value": 3}]]}, "written by an earlier vitfast.*--weights"),  # so it was
+    (without("optimizer.param_groups"), NO_FIT),
+    (lambda record: record | {"optimizer.param_groups.elsewhere.lr": 1.0}, NO_FIT),
+]
+PLACES = [without("packing"), packed(), packed(progress=dict(position="x")), packed(progress=None, patches=1)]
+STATES = [
+    (without("model.norm.weight"), "other tensors: norm.weight"),
+    (without("ema.head.bias"), "saved ema has other tensors: head.bias"),
+    (without("model."), "other tensors"),
+    (lambda tensors: tensors | {"model.more": torch.zeros(1)}, "other tensors: more"),
+    (lambda tensors: tensors | {"model.norm.weight": torch.zeros(3)}, ""),
+    (lambda tensors: tensors | {"optimizer.state.norm.weight.exp_avg": torch.zeros(3)}, "expected \\(64,\\)"),
+    (without("optimizer.state.norm.weight.exp_avg"), "state of norm.weight is not whole"),
+]
+WRONG = [("unfinished", "state.json", *row) for row in RECORDS]
+WRONG += [("many_sizes", "state.json", change, NO_PLACE) for change in PLACES]
+WRONG += [("unfinished", "state.safetensors", change, NO_FIT + said) for change, said in STATES]
+
+
+@pytest.mark.parametrize("source, name, change, said", WRONG)
+def test_a_training_state_of_other_content_is_refused_in_one_line(request, tmp_path, source, name, change, said):
+    run = shutil.copytree(request.getfixturevalue(source), tmp_path / "run")
+    path = run / "checkpoints" / "last" / "state" / name
+    if name == "state.json":
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    else:
+        save_file(change(load_file(path)), path, metadata={"step": "2"})
+    fields = QUICK if source == "unfinished" else MANY
     with pytest.raises(InputError, match=said) as error:
-        train(digits(run, steps=4, **QUICK))
+        train(digits(run, **fields | dict(steps=4)))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda t: t.pop("model.norm.weight"), "other tensors: norm.weight"),
-        (lambda t: t.pop("ema.head.bias"), "saved ema has other tensors: head.bias"),
-        (lambda t: t.update({"model.more": torch.zeros(1)}), "other tensors: more"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), ""),
-        (lambda t: t.update({"optimizer.state.norm.weight.exp_avg": torch.zeros(3)}), "expected \\(64,\\)"),
-        (lambda t: t.pop("optimizer.state.norm.weight.exp_avg"), "state of norm.weight is not whole"),
-        (lambda t: [t.pop(k) for k in list(t) if k.startswith("model.")], "other tensors"),
-    ],
-)
-def test_a_state_with_other_tensors(unfinished, tmp_path, change, said):
-    run = shutil.copytree(unfinished, tmp_path / "run")
-    path = run / "checkpoints" / "last" / "state" / "state.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"step": "2"})
-    with pytest.raises(InputError, match=f"does not fit.*{said}"):
-        train(digits(run, steps=4, **QUICK))
-
-
-@pytest.mark.parametrize("damage", [None, {}, dict(progress=dict(position="x")), dict(progress=None, patches=1)])
-def test_a_checkpoint_without_its_place_among_images_of_many_sizes(many_sizes, tmp_path, damage):
-    run = shutil.copytree(many_sizes, tmp_path / "run")
-    path = run / "checkpoints" / "last" / "state" / "state.json"
-    record = json.loads(path.read_text())
-    del record["packing"]
-    path.write_text(json.dumps(record | ({} if damage is None else dict(packing=damage))))
-    with pytest.raises(InputError, match="does not say where its images of many sizes are .*--resume never"):
-        train(digits(run, **MANY | dict(steps=4)))
-
-
-MANY = dict(sizes="16:40", tokens_per_step=350, steps=2)
-
-
-@pytest.fixture(scope="module")
-def many_sizes(tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("many") / "run"
-    train(digits(run, **MANY))
-    return run
 
 
 def cut(path: Path) -> None:
@@ -213,15 +203,8 @@ def test_lines_of_metrics_csv_that_are_none_are_left_out_and_kept_aside(unfinish
     run = shutil.copytree(unfinished, tmp_path / "run")
     path = run / "metrics.csv"
     header, first, *_ = path.read_text().splitlines()
-    bad = [
-        '"',
-        "x" * 200_000,
-        "\0\0",
-        "1,2,3",
-        first.replace("train", "test"),
-        first.replace("2", "two", 1),
-        "nan" + first,
-    ]
+    bad = ['"', "x" * 200_000, "\0\0", "1,2,3", "nan" + first]
+    bad += [first.replace("train", "test"), first.replace("2", "two", 1)]
     text = "\n".join([header, *bad, first, first[: len(first) // 2]])
     path.write_bytes(text.encode() + b"\xff\xfe")
     assert [record["step"] for record in read_metrics(run)] == [2]

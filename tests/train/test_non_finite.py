@@ -1,20 +1,17 @@
 """Numbers that are not finite: never saved, told with their step, left out where the recipe says so."""
 
-import csv
 import json
 import logging
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from runs import digits, same, training_tensors, weights
+from runs import cut_at, digits, records, same_runs
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vitfast.train import trainer as trainer_module
 from vitfast.train.resume import read_training_state
-from vitfast.train.step import TrainStep
 from vitfast.train.trainer import Trainer, TrainingError, train
 
 QUICK = dict(img_size=16, batch_size=16, save_every=2)
@@ -23,24 +20,13 @@ QUICK = dict(img_size=16, batch_size=16, save_every=2)
 def poisoned(config, steps: set[int], value: float = math.nan) -> Trainer:
     """A run in which one gradient of these steps (from 1) is `value`, and no loss is."""
     trainer = Trainer(config)
-    parameter = trainer.train_step.model.blocks[0].mlp.fc1.weight
-
-    def spoil(gradient):
-        return torch.full_like(gradient, value) if trainer.step + 1 in steps else gradient
-
-    parameter.register_hook(spoil)
+    trainer.train_step.model.blocks[0].mlp.fc1.weight.register_hook(
+        lambda gradient: torch.full_like(gradient, value) if trainer.step + 1 in steps else gradient
+    )
     return trainer
 
 
-@pytest.mark.parametrize(
-    "value, optimizer, clip_norm",
-    [
-        (math.nan, "adamw", None),
-        (math.inf, "adamw", 1.0),
-        (math.inf, "sgd", None),
-        (math.nan, "sgd", 1.0),
-    ],
-)
+@pytest.mark.parametrize("value, optimizer, clip_norm", [(math.inf, "adamw", 1.0), (math.nan, "sgd", None)])
 def test_a_step_that_spoils_the_weights_is_not_saved(tmp_path, value, optimizer, clip_norm):
     """At a saving step, whose loss is finite still: the checkpoint before it stays the last."""
     config = digits(tmp_path, steps=6, optimizer=optimizer, clip_norm=clip_norm, **QUICK)
@@ -62,22 +48,21 @@ def test_a_step_is_skipped_where_the_recipe_says_so(tmp_path, caplog, monkeypatc
     """Against a run whose optimiser is not called in that step, and which scales nothing."""
     skipping, without = tmp_path / "skipping", tmp_path / "without"
     summary = poisoned(digits(skipping, steps=4, non_finite="skip", log_every=1, **QUICK | fields), {2}).fit()
-    assert summary["finished"] and "left out: the norm of the gradients of step 2 is nan (epoch 0, images 16 to 31" in (
-        caplog.text
-    )
+    said = "left out: the norm of the gradients of step 2 is nan (epoch 0, images 16 to 31"
+    assert summary["finished"] and said in caplog.text
     trainer = Trainer(digits(without, steps=4, log_every=1, **QUICK | fields))
     update = trainer.train_step.optimizer.step
     trainer.train_step.scaler.step = lambda optimizer: None if trainer.step + 1 == 2 else update()
     trainer.fit()
-    assert same(training_tensors(skipping), training_tensors(without)) and same(weights(skipping), weights(without))
-    losses = [[row["loss"] for row in csv.DictReader(open(run / "metrics.csv"))] for run in (skipping, without)]
-    assert losses[0][1] == "nan" and losses[0][:1] + losses[0][2:] == losses[1][:1] + losses[1][2:]
+    assert same_runs(skipping, without)
+    losses, truth = records(skipping, "train", "loss"), records(without, "train", "loss")
+    assert losses[1] == "nan" and losses[:1] + losses[2:] == truth[:1] + truth[2:]
 
 
 def test_skipping_changes_nothing_where_all_is_finite_and_ends_where_nothing_is(tmp_path):
     for name in ("stop", "skip"):
         train(digits(tmp_path / name, steps=3, non_finite=name, **QUICK))
-    assert same(training_tensors(tmp_path / "stop"), training_tensors(tmp_path / "skip"))
+    assert same_runs(tmp_path / "stop", tmp_path / "skip")
     every = set(range(4, 100))
     with pytest.raises(TrainingError, match=r"step 23 is nan.*, as in 20 steps in a row; .*last \(step 3\)"):
         poisoned(digits(tmp_path / "skip", steps=60, non_finite="skip", **QUICK | dict(save_every=60)), every).fit()
@@ -94,47 +79,34 @@ def test_the_scaler_of_fp16_goes_on_with_its_factor(tmp_path):
 # ---- the log
 
 
-def strictly(path: Path):
-    """JSON without NaN and Infinity."""
-    return json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-
-
 def test_a_validation_loss_that_is_no_number_breaks_nothing(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     evaluate = trainer_module.evaluate
     monkeypatch.setattr(trainer_module, "evaluate", lambda *args: evaluate(*args) | dict(loss=math.nan))
     summary = train(digits(tmp_path, steps=4, eval_every=2, **QUICK))
-    assert summary["finished"] and strictly(tmp_path / "summary.json") == summary and summary["loss"] is None
-    assert "loss nan" in caplog.text
-    rows = [row for row in csv.DictReader(open(tmp_path / "metrics.csv")) if row["split"] == "val"]
-    assert [(row["step"], row["loss"]) for row in rows] == [("2", "nan"), ("4", "nan")]
+    text = (tmp_path / "summary.json").read_text()
+    told = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert summary["finished"] and told == summary and summary["loss"] is None and "loss nan" in caplog.text
+    assert records(tmp_path, "val", "step", "loss") == [("2", "nan"), ("4", "nan")]
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(e.step, math.isnan(e.value)) for e in board.Scalars("val/loss")] == [(2, True), (4, True)]
     monkeypatch.undo()
     train(digits(tmp_path, steps=6, eval_every=2, **QUICK))
-    rows = [row for row in csv.DictReader(open(tmp_path / "metrics.csv")) if row["split"] == "val"]
-    assert [row["loss"] == "nan" for row in rows] == [True, True, False]
+    assert [loss == "nan" for loss in records(tmp_path, "val", "loss")] == [True, True, False]
 
 
 def test_tensorboard_reads_what_metrics_csv_says(tmp_path, monkeypatch):
     """A resumed run too: the events of the steps that it takes again count once."""
-    call = TrainStep.__call__
-
-    def cut(self, images, labels, number, total):
-        if number == 5:
-            raise KeyError("power cut")
-        return call(self, images, labels, number, total)
-
-    config = digits(tmp_path, steps=8, img_size=16, log_every=1, batch_size=16, save_every=4)
-    monkeypatch.setattr(TrainStep, "__call__", cut)
+    config = digits(tmp_path, steps=8, log_every=1, **QUICK | dict(save_every=4))
+    cut_at(monkeypatch, 5)
     with pytest.raises(KeyError):
         train(config)
     monkeypatch.undo()
     train(config)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    rows = [row for row in csv.DictReader(open(tmp_path / "metrics.csv")) if row["split"] == "train"]
     for column in ("loss", "accuracy", "lr", "images_per_second"):
         events = [(event.step, event.value) for event in board.Scalars(f"train/{column}")]
-        assert events == [(int(row["step"]), pytest.approx(float(row[column]), rel=1e-6)) for row in rows]
+        rows = records(tmp_path, "train", "step", column)
+        assert events == [(int(step), pytest.approx(float(value), rel=1e-6)) for step, value in rows]

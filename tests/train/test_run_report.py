@@ -3,7 +3,6 @@
 import base64
 import html
 import json
-import os
 import re
 import signal
 import sys
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checks import randomize
+from children import killed_before_its_report
 from commands import RUN, make_folder, run_cli
 from processes import Child
 from runs import content, cut_at, digits, finetuning
@@ -23,7 +23,7 @@ from vitfast.data.transforms import transforms
 from vitfast.eval.inspect.figures import as_png, draw_curves, draw_similarity
 from vitfast.eval.inspect.page import page
 from vitfast.run.config import Config
-from vitfast.train import report, trainer
+from vitfast.train import report
 from vitfast.train.trainer import train
 
 pytestmark = pytest.mark.reports
@@ -50,10 +50,8 @@ def test_a_finished_run_has_a_report_of_what_its_model_says(tmp_path):
         assert text.count("data:image/png;base64,") == 3 + 24 and not re.search("https?:|<script|<link", text)
         p, n = summary["accuracy"], 360
         assert f"{p:.4f} ± {np.sqrt(p * (1 - p) / n):.4f}" in text
-        assert (
-            f"torch {torch.__version__}" in text and f"<td>batch_size</td><td class=n>{config.batch_size}</td>" in text
-        )
-        assert len(text) < LIMIT
+        settings = f"<td>batch_size</td><td class=n>{config.batch_size}</td>"
+        assert f"torch {torch.__version__}" in text and settings in text and len(text) < LIMIT
 
         model = ViT.from_pretrained(tmp_path / task / "checkpoints" / "last").eval()  # and again, without its code
         val = open_data(config, model.patch_embed.img_size, (1, 1), CPU).val
@@ -105,15 +103,9 @@ def test_a_run_that_stops_early_has_none_and_the_same_command_makes_it(tmp_path,
     assert "<td>steps</td><td class=n>8</td>" in parts(tmp_path)[0]
 
 
-def _killed_before_its_report(config) -> None:
-    trainer.write_report = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    train(config)
-
-
-@pytest.mark.parametrize("fields", [{}, dict(objective="masked")])
-def test_a_run_that_was_killed_before_its_report_gets_it_from_the_same_command(tmp_path, fields):
-    config = digits(tmp_path, steps=2, **fields)
-    child = Child(_killed_before_its_report, config)
+def test_a_run_that_was_killed_before_its_report_gets_it_from_the_same_command(tmp_path):
+    config = digits(tmp_path, steps=2)
+    child = Child(killed_before_its_report, config)
     child.communicate()
     assert child.returncode == -signal.SIGKILL
     assert (tmp_path / "summary.json").exists() and (tmp_path / "vitfast.lock").exists()
@@ -158,9 +150,8 @@ def test_curves_leave_gaps_where_a_number_is_none():
     figure = draw_curves({"run": records, "nothing yet": []})
     lines = {axis.get_ylabel(): axis.lines for axis in figure.axes[::2]}
     assert np.isnan(lines["loss"][0].get_ydata()).tolist() == [False, True, False, True, False, True]
-    assert (
-        np.isnan(lines["accuracy"][0].get_ydata()).all() and lines["learning rate"][0].get_ydata().tolist() == [0.1] * 6
-    )
+    assert np.isnan(lines["accuracy"][0].get_ydata()).all()
+    assert lines["learning rate"][0].get_ydata().tolist() == [0.1] * 6
     assert as_png(figure).startswith(b"\x89PNG")
 
 
@@ -190,9 +181,8 @@ def test_few_of_many_patches_are_drawn_with_their_own_numbers():
     assert max(shown.shape) <= 400
     tick, label = axis.get_xticks()[1], int(axis.get_xticklabels()[1].get_text())
     left = int(tick - 18)  # the tile's first column: 37 of them, the tick in the middle
-    np.testing.assert_array_equal(
-        shown[:37, left : left + 37], similarity[int(axis.get_yticklabels()[0].get_text()) - 1, label - 1]
-    )
+    row = int(axis.get_yticklabels()[0].get_text())
+    np.testing.assert_array_equal(shown[:37, left : left + 37], similarity[row - 1, label - 1])
     assert draw_similarity(similarity[:4, :4, :4, :4], pixels=400).axes[0].images[0].get_array().shape == (19, 19)
 
 
