@@ -11,8 +11,8 @@ from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import Launch, record
 from vitfast.ops import _dispatch
 from vitfast.tools import doctor
-from vitfast.tools.verify import Input, cases, run
-from vitfast.tools.verify.draw import Sizes
+from vitfast.tools.verify import cases, run
+from vitfast.tools.verify.draw import Draw, Sizes
 
 META = torch.device("meta")
 
@@ -34,13 +34,6 @@ def launching_on_meta() -> Iterator[None]:
             op._abstract_fn = fake
 
 
-def meta_inputs(inputs: list[Input], dtype: torch.dtype) -> list[torch.Tensor]:
-    """What verify.make draws, on the meta device."""
-    kinds = dict(uint8=torch.uint8, factor=torch.float32)
-    tensors = [torch.empty(shape, dtype=kinds.get(kind, dtype), device=META) for kind, shape in inputs]
-    return [t.requires_grad_() if kind not in kinds else t for t, (kind, _) in zip(tensors, inputs)]
-
-
 def operations(
     s: Sizes, dtypes: list[torch.dtype], names: list[str] | None = None, candidates: bool = False
 ) -> list[Launch]:
@@ -51,7 +44,7 @@ def operations(
     found = []
     for name, (function, inputs) in cases(s, ops).items():
         for dtype in dtypes if names is None or name in names else ():
-            tensors = meta_inputs(inputs, dtype)
+            tensors = Draw(dtype, META).leaves(inputs)
 
             def both_ways(function=function, tensors=tensors):
                 with torch.no_grad():
@@ -97,7 +90,7 @@ def fp32_stream(s: Sizes) -> list[Launch]:
     """What the two blocks launch where `accelerate` keeps timm's fp32 residual stream under autocast."""
     found = []
     for name, function in (("attention_block", ops.attention_block), ("mlp_block", ops.mlp_block)):
-        x, w, b, *matrices = meta_inputs(cases(s, ops)[name][1], torch.bfloat16)[:7]
+        x, w, b, *matrices = Draw(torch.bfloat16, META).leaves(cases(s, ops)[name][1])[:7]
         stream = [t.detach().float().requires_grad_() for t in (x, w, b)]
         options = dict(num_heads=s.heads) if name == "attention_block" else {}
 

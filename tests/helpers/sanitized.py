@@ -22,8 +22,8 @@ from vitfast import ops
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.tools.doctor import SMALL_SIZES, device, prepare
-from vitfast.tools.verify import cases, make, run
-from vitfast.tools.verify.draw import Sizes
+from vitfast.tools.verify import cases, run
+from vitfast.tools.verify.draw import Draw, Sizes
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]
 CHECKERS = ("memcheck", "racecheck")
@@ -50,13 +50,13 @@ def plan() -> dict[str, tuple]:
 def run_all(only: str = "") -> None:
     """Runs the plan, with the tiles that are shipped and then with each candidate."""
     prepare()
-    dtype, generator = torch.bfloat16, torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16
     later, done = [], set()
     with ops.use_kernels("on"):
         for name, (function, inputs) in plan().items():
             if only not in name:
                 continue
-            tensors = make(inputs, dtype, device(), generator)
+            tensors = Draw(dtype, device()).leaves(inputs)
             with tiles.watching() as used:
                 upstream = [torch.randn_like(o) for o in run(function, tensors)]
                 run(function, tensors, upstream)

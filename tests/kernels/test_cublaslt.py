@@ -20,11 +20,8 @@ from vitfast.tools.verify.draw import LAYOUTS, Draw
 
 CPU = torch.device("cpu")
 
-
 # One rounding of the result to 16 bit (2^-8, 2^-11), or none; the sums of 40 products are exact to 1e-6.
 TOL = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6}
-
-
 HALF = [torch.bfloat16, torch.float16]
 
 
@@ -44,16 +41,11 @@ WRONG = [
     (dict(x=(2, 3, 40)), ValueError, r"x must be \(M, K\), got \(2, 3, 40\)"),
     (dict(x=torch.float32), TypeError, "x must be torch.float16 or torch.bfloat16, got torch.float32"),
     (dict(weight=(24, 48)), ValueError, r"weight must be \(N, 40\), got \(24, 48\)"),
-    (dict(weight=(24, 40, 1)), ValueError, r"weight must be \(N, 40\), got \(24, 40, 1\)"),
     (dict(weight=torch.float16), TypeError, "weight must be torch.bfloat16, got torch.float16"),
-    (dict(weight="meta"), ValueError, "weight must be on cpu like x, got meta"),
     (dict(bias=(25,)), ValueError, r"bias must be \(24,\), got \(25,\)"),
-    (dict(bias=torch.float32), TypeError, "bias must be torch.bfloat16, got torch.float32"),
     (dict(bias="meta"), ValueError, "bias must be on cpu like x, got meta"),
-    (dict(residual=(6, 25)), ValueError, r"residual must be \(6, 24\), got \(6, 25\)"),
     (dict(residual=(24,)), ValueError, r"residual must be \(6, 24\), got \(24,\)"),
     (dict(residual=torch.float16), TypeError, "residual must be torch.bfloat16 or torch.float32, got torch.float16"),
-    (dict(residual="meta"), ValueError, "residual must be on cpu like x, got meta"),
     (dict(), ValueError, "x must be on an NVIDIA GPU, got cpu"),
 ]
 
@@ -68,10 +60,8 @@ def test_wrong_arguments_are_refused(change, error, message):
         tensors[name] = (
             torch.zeros(value, dtype=torch.bfloat16) if isinstance(value, tuple) else tensors[name].to(value)
         )
-    before = torch.cuda.is_initialized()
     with pytest.raises(error, match=rf"^linear_residual \(cublaslt\): {message}$"):
         cublaslt.linear_residual(**tensors)
-    assert torch.cuda.is_initialized() == before
 
 
 def test_it_is_a_candidate_where_it_can_run(afresh, monkeypatch):
@@ -84,29 +74,9 @@ def test_it_is_a_candidate_where_it_can_run(afresh, monkeypatch):
     assert tiles.absent("linear_residual_fwd", single, "768x768") == tiles.absent("linear_fwd", half, "768x768") == {}
     monkeypatch.setattr(cublaslt, "unsupported_reason", lambda *_: None)
     assert offered(half) == ["cublas", "cublaslt", "tma", "triton", "tma"] and offered(single) == ["cublas"]
-
-
-def test_what_it_does_not_compute():
-    reason = cublaslt.unsupported_reason(SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32))
-    assert reason == "does not compute in torch.float32"
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="of the interpreter alone")
-def test_where_it_cannot_run_the_first_rule_does(monkeypatch):
-    """A table that names it gets our kernel; a test or a measurement gets an error."""
-    x, weight, bias, residual = inputs(6, 24, 40, torch.float16)
-    arguments = (x, weight, bias, residual, None, None, 6)
-    shipped, chosen = linear.linear_residual(*arguments), tiles.tile(provider="cublaslt")
-    with (
-        tiles.override("linear_residual_fwd", chosen),
-        pytest.raises(RuntimeError, match="cublaslt cannot run here: needs an NVIDIA GPU"),
-    ):
-        linear.linear_residual(*arguments)
-    find = tiles._find
-    monkeypatch.setattr(tiles, "_find", lambda op, *rest: chosen if op == "linear_residual_fwd" else find(op, *rest))
-    with tiles.watching() as used:
-        assert torch.equal(linear.linear_residual(*arguments), shipped)
-    assert [tile.provider for tile in used.values()] == ["triton"]
+    monkeypatch.undo()
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
+    assert cublaslt.unsupported_reason(on_gpu) == "does not compute in torch.float32"
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +128,6 @@ def test_linear_residual_takes_any_strides(stub):
         check(cublaslt.linear_residual(*arguments), *arguments)
 
 
-def test_an_empty_batch_asks_nothing(stub):
-    x, weight, bias, residual = inputs(6, 24, 40, torch.bfloat16)
-    before = stub.library.stub_heuristics()
-    assert cublaslt.linear_residual(x[:0], weight, bias, residual[:0]).shape == (0, 24)
-    assert stub.library.stub_heuristics() == before
-
-
 def test_an_algorithm_is_asked_for_once_for_each_problem(stub, monkeypatch):
     """And for each alignment: one for well-aligned tensors would fail on others."""
     alignment, start = cublaslt._alignment, stub.library.stub_heuristics()
@@ -183,15 +146,12 @@ def test_an_algorithm_is_asked_for_once_for_each_problem(stub, monkeypatch):
     assert cublaslt._chosen.cache_info().maxsize == 1024
 
 
-def test_the_stream_is_the_callers(stub):
+def test_the_stream_is_the_callers_and_a_status_is_told(stub):
     stub.library.stub_stream.restype = cublaslt.ctypes.c_void_p
     stub.stream = 0x5EED
     arguments = inputs(6, 24, 40, torch.bfloat16)
     check(cublaslt.linear_residual(*arguments), *arguments)
     assert stub.library.stub_stream() == 0x5EED
-
-
-def test_a_status_of_cublaslt_is_told(stub):
     for k, message in [
         (13, "AlgoGetHeuristic finds no algorithm"),
         (11, "AlgoGetHeuristic says CUBLAS_STATUS_NOT_SUPPORTED"),

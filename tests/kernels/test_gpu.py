@@ -13,8 +13,8 @@ from checks import randomize
 from vitfast import ViT, ops
 from vitfast.kernels.configs import tiles
 from vitfast.tools.doctor import check_operation
-from vitfast.tools.verify import cases, make, run
-from vitfast.tools.verify.draw import Sizes
+from vitfast.tools.verify import cases, run
+from vitfast.tools.verify.draw import Draw, Sizes
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -64,10 +64,9 @@ def test_attention_around_tile_edges(tokens, head):
 @pytest.mark.parametrize("op", list(cases(SIZES["B/16 224"], ops)))
 def test_the_same_inputs_give_the_same_bits(op):
     function, inputs = cases(SIZES["B/16 224"], ops)[op]
-    generator = torch.Generator().manual_seed(1)
-    tensors = make(inputs, torch.bfloat16, GPU, generator)
+    tensors = Draw(torch.bfloat16, GPU).leaves(inputs)
     with ops.use_kernels("on"):
-        upstream = [torch.randn(o.shape, generator=generator).to(GPU) for o in run(function, tensors)]
+        upstream = [torch.randn(o.shape, device=GPU) for o in run(function, tensors)]
         first = run(function, tensors, upstream)
         for _ in range(3):
             assert all(torch.equal(a, b) for a, b in zip(first, run(function, tensors, upstream)))

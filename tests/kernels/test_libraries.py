@@ -21,7 +21,7 @@ from attention_cases import (
 )
 
 from vitfast import ops
-from vitfast.kernels import launch, rows
+from vitfast.kernels import launch
 from vitfast.kernels.attention.launchers import attention_bwd, attention_bwd_separate, attention_fwd
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.layer_norm import forward as norm
@@ -30,7 +30,7 @@ from vitfast.kernels.libraries import attention as libraries
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N, D", [(1, 64), (50, 72), (197, 80)])
+@pytest.mark.parametrize("N, D", [(1, 64), (197, 80)])
 @pytest.mark.parametrize("forward, backward", [("flash", "flash"), ("ours", "flash"), ("flash", "ours")])
 def test_flash_matches_float64(forward, backward, N, D, dtype):
     with providers(attention_fwd=forward, attention_bwd=backward):
@@ -65,25 +65,13 @@ def test_only_what_libraries_cannot_load_is_copied():
 
 @interpreted
 def test_an_operation_on_libraries_launches_nothing_of_ours():
-    B, N, H, D = 2, 10, 2, 64
-    shapes = [(D,), (D,), (3 * D, D), (3 * D,), (D, D), (D,)]
-    x, *parameters = (torch.randn(s).div(8).requires_grad_() for s in ((B, N, D), *shapes))
+    x, qkv = torch.randn(2, 10, 64, requires_grad=True), torch.randn(2, 10, 3, 2, 32, requires_grad=True)
     chosen = dict.fromkeys(("attention_fwd", "attention_bwd"), "flash")
     chosen |= dict.fromkeys(("layer_norm_fwd", "layer_norm_bwd"), "torch")
-    found = []
-    for mode in ("on", "off"):
-        before = launch.launches_made()
-        with providers(**chosen), ops.use_kernels(mode), tiles.watching() as used:
-            y = ops.layer_norm(x, *parameters[:2])
-            y = ops.attention((y @ parameters[2].T + parameters[3]).view(B, N, 3, H, D // H)).flatten(2)
-            y.backward(torch.ones(B, N, D))
-        assert launch.launches_made() == before and bool(used) == (mode == "on")
-        found.append([y.detach(), *(t.grad.clone() for t in (x, *parameters[:4]))])
-        x.grad = None
-        for t in parameters:
-            t.grad = None
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    before = launch.launches_made()
+    with providers(**chosen), ops.use_kernels("on"), tiles.watching() as used:
+        (ops.layer_norm(x, None, None).sum() + ops.attention(qkv).sum()).backward()
+    assert launch.launches_made() == before and {op for op, _, _ in used} == set(chosen)
 
 
 @pytest.fixture
@@ -118,11 +106,8 @@ def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch
 
 def test_candidates_are_those_that_can_run(without_packages):
     half = torch.empty(0, dtype=torch.float16)
-    for op, shape, here in [
-        ("attention_fwd", "d64n256", ["tiled", "flash"]),
-        ("attention_bwd", "d80n320", ["tiled", "flash"]),
-    ]:
-        assert [t.provider for t in tiles.candidates(op, half, shape)] == here
+    for op, shape in (("attention_fwd", "d64n256"), ("attention_bwd", "d80n320")):
+        assert [t.provider for t in tiles.candidates(op, half, shape)] == ["tiled", "flash"]
         absent = tiles.absent(op, half, shape)
         assert absent.keys() == set(libraries.PROVIDERS) - {"flash"}
         assert absent["flash_attn_4"] == "not installed" and "needs an NVIDIA GPU" in absent["efficient"]
@@ -133,12 +118,8 @@ def test_candidates_are_those_that_can_run(without_packages):
 def test_offline_compilation_knows_no_library():
     meta = torch.empty(0, dtype=torch.bfloat16, device="meta")
     with tiles.targeting(90):
-        assert [t.provider for t in tiles.candidates("attention_bwd", meta, "d64n256")] == [
-            "head",
-            "head",
-            "phases",
-            "tiled",
-        ]
+        here = [t.provider for t in tiles.candidates("attention_bwd", meta, "d64n256")]
+        assert here == ["head", "head", "phases", "tiled"]
         assert tiles.candidates("layer_norm_bwd", meta, "3x256as") == []
         assert set(tiles.absent("attention_fwd", meta, "d64n256")) == set(libraries.PROVIDERS)
         with (
@@ -146,12 +127,6 @@ def test_offline_compilation_knows_no_library():
             tiles.override("layer_norm_fwd", tiles.tile(provider="torch")),
         ):
             norm.layer_norm_fwd(torch.empty(2, 64, device="meta"), None, None, 1e-6)
-
-
-def test_what_the_table_ships_is_a_candidate_beside_what_a_user_chose(monkeypatch):
-    flash, half = tiles.tile(provider="flash"), torch.empty(0, dtype=torch.float16)
-    monkeypatch.setattr(tiles, "_find", lambda *_: flash)
-    assert [t.provider for t in tiles.candidates("attention_fwd", half, "d64n256")] == ["rows", "tiled"]
 
 
 def test_deterministic_algorithms_and_empty_batches_are_ours():
@@ -192,9 +167,8 @@ def test_what_a_gpu_cannot_run(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("wanted", ["want_dx", "want_dparams", "want_layer_scale", "want_dz_sum", "want_y"])
-def test_torchs_layer_norm_returns_what_our_kernel_returns(wanted, dtype):
+def test_torchs_layer_norm_returns_what_our_kernel_returns(wanted, dtype=torch.bfloat16):
     """Each result alone, with and without the residual's gradient; without weight or bias, too."""
     z, x, dy, dz = (torch.randn(6, 64).to(dtype) for _ in range(4))
     weight, bias, scale = (torch.randn(64).to(dtype) for _ in range(3))
@@ -218,7 +192,7 @@ def test_torchs_layer_norm_returns_what_our_kernel_returns(wanted, dtype):
 
 @interpreted
 def test_a_residual_has_a_shape_class_of_its_own():
-    """So that a choice for one is not forced on the other; shipped, they have the same tiles."""
+    """So that a choice for one is not forced on the other."""
     x, z, dy, weight = torch.randn(3, 384), torch.randn(3, 384), torch.randn(3, 384), torch.randn(384)
     torchs = tiles.tile(provider="torch")
     with (
@@ -235,13 +209,6 @@ def test_a_residual_has_a_shape_class_of_its_own():
     by_torch = {(op, s): t.provider == "torch" for (op, _, s), t in used.items() if op.startswith("layer_norm")}
     expected = {("layer_norm_fwd", "3x128"): False, ("layer_norm_fwd", "3x128a"): True}
     assert by_torch == expected | {("layer_norm_bwd", f"3x128{end}"): end == "as" for end in ("", "s", "a", "as")}
-    for width in (192, 384, 768, 1000, 1024, 1280, 4096):
-        for dtype in (torch.float32, torch.bfloat16):
-            like, shape = torch.empty(0, dtype=dtype), rows.layer_norm_class(width)
-            assert tiles.lookup("layer_norm_fwd", like, shape) == tiles.lookup("layer_norm_fwd", like, shape + "a")
-            for end in ("", "s"):
-                found = [tiles.lookup("layer_norm_bwd", like, shape + residual + end) for residual in ("", "a")]
-                assert found[0] == found[1]
 
 
 # On a GPU
@@ -275,10 +242,3 @@ def test_libraries_take_any_strides_on_a_gpu(provider):
     with providers(attention_fwd=provider, attention_bwd=provider):
         for qkv, do in any_strides(dict(dtype=torch.bfloat16, device="cuda"), N=50, D=64):
             check_attention(qkv, do)
-
-
-@pytest.mark.gpu
-def test_efficient_in_fp32_on_a_gpu():
-    skip_if_absent("efficient", torch.float32)
-    with providers(attention_fwd="efficient", attention_bwd="efficient"):
-        check_attention(*random(2, 197, 3, 64, torch.float32, "cuda"))

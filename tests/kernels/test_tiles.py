@@ -9,7 +9,6 @@ import torch
 
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.configs.tiles import Rule, tile
-from vitfast.tools.tune import user_table
 
 
 def test_every_operation_ends_with_a_rule_for_everything():
@@ -162,15 +161,3 @@ def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
     assert tiles.from_record({k: v for k, v in row.items() if k != "maxnreg"}) == tile(
         4, 2, BLOCK_M=64
     )  # an older table
-
-
-def test_a_tuned_row_is_kept_beside_the_others(tmp_path, monkeypatch):
-    path = tmp_path / "new" / "tiles.json"
-    monkeypatch.setenv("VITFAST_TILES", str(path))
-    row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64n256", tile(8, 3, "rows", BLOCK_M=32))
-    for changed in (row, row | {"bits": "32"}, row | {"num_warps": 4}):
-        user_table.keep(changed)
-    assert json.loads(path.read_text())["tiles"] == [row | {"bits": "32"}, row | {"num_warps": 4}]
-    tiles._user_table.cache_clear()
-    assert tiles._user_table()["attention_fwd", "Some GPU", "16", "d64n256"] == tile(4, 3, "rows", BLOCK_M=32)
-    tiles._user_table.cache_clear()

@@ -14,9 +14,8 @@ from operations import attend, norm
 from timm.layers import GluMlp, Mlp, QuickGELU, RmsNorm, SwiGLU
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from torch import nn
-from transformers.models.dinov3_vit.modeling_dinov3_vit import apply_rotary_pos_emb
 
-from vitfast import ViT, ops
+from vitfast import ops
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.ops import reference as ref
 
@@ -66,8 +65,7 @@ def test_mlps_have_timms_activations(activation):
     same(ops.mlp_block(x, w, b, w1, b1, w2, b2, activation=activation), theirs, x, w, b, w1, b1, w2, b2)
 
 
-@pytest.mark.parametrize("activation", TIMM)
-@pytest.mark.parametrize("inner", [False, True], ids=["", "inner norm"])
+@pytest.mark.parametrize("activation, inner", [(name, name == "silu") for name in TIMM] + [("silu", False)])
 def test_gated_mlps_are_timms(activation, inner):
     """EVA-02's SwiGLU of two weights, with an inner norm and without, and GluMlp, of one packed weight."""
     inner_norm = dict(norm_layer=functools.partial(nn.LayerNorm, eps=1e-5)) if inner else {}
@@ -95,20 +93,6 @@ def test_rms_norm_is_timms_and_pytorchs(eps):
     assert_close(ops.rms_norm(x, w, eps), theirs(x), **TOL)
     same(ops.rms_norm(x, w, eps), F.rms_norm(x, (D,), w, eps), x, w)
     same(ops.rms_norm(x, None, eps), x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps), x)
-
-
-def test_blocks_have_rms_norm():
-    x, w = leaf(B, N, D), leaf(D)
-    h = F.rms_norm(x, (D,), w, 1e-3)
-    up, gate, down = leaf(FF, D), leaf(FF, D), leaf(D, FF)
-    theirs = x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
-    same(ops.gated_mlp_block(x, w, None, up, None, gate, None, down, None, eps=1e-3, norm="rms"), theirs, x, w, up)
-    theirs = x + F.gelu(h @ up.T) @ down.T
-    same(ops.mlp_block(x, w, None, up, None, down, None, eps=1e-3, norm="rms"), theirs, x, w, up, down)
-    qkv, proj = leaf(3 * D, D), leaf(D, D)
-    attended = attend(*(h @ qkv.T).view(B, N, 3, H, DH).unbind(2)).flatten(2)
-    ours = ops.attention_block(x, w, None, qkv, None, proj, None, num_heads=H, eps=1e-3, norm="rms")
-    same(ours, x + attended @ proj.T, x, w, qkv, proj)
 
 
 def test_norms_without_parameters_and_in_a_dtype_of_their_own():
@@ -140,47 +124,24 @@ def test_attentions_scale_and_its_probabilities(scale):
     assert_close(torch.einsum("bhnm,bmhd->bnhd", weights, v), expected, **TOL)
 
 
-def complex_turned(x, cos, sin, layout):
-    """x times exp(i angle) after the first PREFIX tokens; cos and sin (N, Dh / 2)."""
-    pairs = torch.stack(x.chunk(2, -1), -1) if layout == "half" else x.unflatten(-1, (-1, 2))
-    turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)[:, None]
-    turned = torch.view_as_real(turned)
-    turned = torch.cat(turned.unbind(-1), -1) if layout == "half" else turned.flatten(-2)
-    return torch.cat([x[:, :PREFIX], turned[:, PREFIX:]], 1)
-
-
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_rope_is_multiplication_by_complex_numbers(layout):
-    q, k, v = rand(B, N, H, DH), rand(B, N, H, DH), rand(B, N, H, DH)
-    angle = rand(N - PREFIX, DH // 2) * 3
-    cos, sin = angle.cos(), angle.sin()
-    still = torch.ones(PREFIX, DH // 2, dtype=torch.float64)
-    everywhere = torch.cat([still, cos]), torch.cat([0 * still, sin])
-    turned = [complex_turned(x, *everywhere, layout) for x in (q, k)]
-    expected = ops.attention(*turned, v, scale=0.3)
+def test_rope_is_timms(layout):
+    """After the first PREFIX tokens, by tables of every form: of pairs and of columns, for heads and for images."""
+    q, k, v, angle = rand(B, N, H, DH), rand(B, N, H, DH), rand(B, N, H, DH), rand(N - PREFIX, DH // 2) * 3
+    wide = torch.cat([angle, angle], -1) if layout == "half" else angle.repeat_interleave(2, -1)
+    table = torch.cat([wide.sin(), wide.cos()], -1)
+
+    def rotated(x):
+        still, x = x[:, :PREFIX], x[:, PREFIX:].transpose(1, 2)
+        return torch.cat([still, apply_rot_embed_cat(x, table, half=layout == "half").transpose(1, 2)], 1)
+
+    expected = ops.attention(rotated(q), rotated(k), v, scale=0.3)
     options = dict(scale=0.3, rope_layout=layout, num_prefix=PREFIX)
-    assert_close(ops.attention(q, k, v, rope=(cos, sin), **options), expected, **TOL)
-    wide = [torch.cat([t, t], -1) if layout == "half" else t.repeat_interleave(2, -1) for t in (cos, sin)]
+    assert_close(ops.attention(q, k, v, rope=(angle.cos(), angle.sin()), **options), expected, **TOL)
     packed = torch.stack([q, k, v], 2)
     for lead in ((), (H,), (B, 1), (B, H), (1, H)):
-        tables = tuple(t.expand(*lead, *t.shape) for t in wide)
+        tables = tuple(t.expand(*lead, *t.shape) for t in (wide.cos(), wide.sin()))
         assert_close(ops.attention(packed, rope=tables, **options), expected, **TOL)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_rope_is_timms(half):
-    x, angle = rand(B, H, N - PREFIX, DH), rand(N - PREFIX, DH)  # of both columns of a pair its own
-    theirs = apply_rot_embed_cat(x, torch.cat([angle.sin(), angle.cos()], -1), half=half)
-    layout = "half" if half else "interleaved"
-    ours = ref.rotate(x.transpose(1, 2), angle.cos(), angle.sin(), rope_layout=layout)
-    assert_close(ours.transpose(1, 2), theirs, **TOL)
-
-
-def test_rope_is_transformers():
-    q, k, angle = rand(B, H, N, DH), rand(B, H, N, DH), rand(N - PREFIX, DH)
-    for x, expected in zip((q, k), apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())):
-        ours = ref.rotate(x.transpose(1, 2), angle.cos(), angle.sin(), num_prefix=PREFIX)
-        assert_close(ours.transpose(1, 2), expected, **TOL)
 
 
 @pytest.mark.parametrize("shape", [(H, N, N), (1, H, N, N), (B, H, N, N)])
@@ -197,12 +158,6 @@ def test_key_lengths_hide_keys_and_no_query():
         shown = attend(q[b], k[b, :length], v[b, :length])
         assert_close(out[b], shown if length else torch.zeros(N, H, DH, dtype=q.dtype), **TOL)
     assert_close(biased[0], attend(q[0], k[0, :4], v[0, :4], bias=bias[..., :4]), **TOL)
-    qkv, proj = leaf(3 * D, D), leaf(D, D)
-    x, w, lengths = leaf(B, N, D), leaf(D), torch.tensor([3, 7], dtype=torch.int32)
-    q, k, v = (F.layer_norm(x, (D,), w, None, 1e-6) @ qkv.T).view(B, N, 3, H, DH).unbind(2)
-    hidden = torch.zeros(B, 1, 1, N, dtype=x.dtype).masked_fill(torch.arange(N) >= lengths.view(B, 1, 1, 1), -torch.inf)
-    ours = ops.attention_block(x, w, None, qkv, None, proj, None, num_heads=H, key_lengths=lengths)
-    same(ours, x + attend(q, k, v, bias=hidden).flatten(2) @ proj.T, x, w, qkv, proj)
 
 
 # Raw images
@@ -241,17 +196,6 @@ def test_mean_and_std_in_any_clothes(mode):
         out = ops.patch_embed(RAW, KERNEL, None, prefix, positions)
         plain = torch.cat([prefix.expand(2, -1, -1).double(), expected([0.0], [1.0])], 1)
         assert_close(out.double(), plain + positions, atol=1e-4)
-
-
-def test_a_model_takes_them_too(tmp_path):
-    sizes = dict(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=1, num_classes=0)
-    for wrap in GIVEN.values():
-        model = ViT(**sizes, mean=wrap(MEAN), std=wrap(STD))
-        assert model.mean == pytest.approx(MEAN) and model.std == pytest.approx(STD)
-    for value in ONE.values():
-        assert ViT(**sizes, mean=value).mean == (0.5,) * 3
-    model.save_pretrained(tmp_path)
-    assert ViT.from_pretrained(tmp_path).mean == model.mean
 
 
 @interpreted

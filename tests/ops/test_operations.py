@@ -3,6 +3,7 @@
 The shapes are small: how kernels fare at the edges of their tiles is seen by tests/tools/verify/test_edges.py.
 """
 
+import operations
 import pytest
 import torch
 from operations import ACTING, OPERATIONS, results
@@ -292,24 +293,23 @@ def test_a_batch_of_none(name):
     assert [t.shape for t in found] == [t.shape for t in wanted] and not any(t.any() for t in found)
 
 
-def test_deterministic_mode_fills_nothing_that_kernels_write():
+@FUSED
+def test_deterministic_mode_fills_nothing_that_kernels_write(name):
     """In PyTorch's deterministic mode, where it writes NaN to each new tensor, no more is filled than outside of it."""
+    counts, cpu = [], [torch.profiler.ProfilerActivity.CPU]
 
     def ours(event) -> bool:
         return event is not None and (event.name.startswith("vitfast::") or ours(event.cpu_parent))
 
-    for name, operation in OPERATIONS.items():
-        counts = []
-        for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic)
-            try:
-                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, recording():
-                    results(on(name), draw(name), operation.trained)
-                counts.append(sum(event.name == "aten::fill_" and ours(event) for event in profile.events()))
-                assert torch.utils.deterministic.fill_uninitialized_memory
-            finally:
-                torch.use_deterministic_algorithms(False)
-        assert counts[0] == counts[1], name
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            with torch.profiler.profile(activities=cpu) as profile, recording():
+                results(on(name), draw(name), OPERATIONS[name].trained)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        counts.append(sum(event.name == "aten::fill_" and ours(event) for event in profile.events()))
+    assert counts[0] == counts[1] and torch.utils.deterministic.fill_uninitialized_memory
 
 
 # The fused blocks
@@ -346,9 +346,12 @@ def test_an_fp32_stream_over_16_bit_parameters(name, dtype):
 
 
 @FUSED
-def test_blocks_have_rms_norm(name):
-    tensors = draw(name) | dict(norm_bias=None)
+def test_blocks_have_rms_norm(name, monkeypatch):
+    """As the formula with RMSNorm in the place of LayerNorm; gated MLPs without their inner norm."""
+    monkeypatch.setattr(operations, "norm", lambda x, weight, bias=None: operations.rms(x, weight))
+    without = dict.fromkeys({"norm_bias", "inner_norm_weight", "inner_norm_bias"} & set(OPERATIONS[name].shapes))
+    tensors = draw(name) | without
     trained = [key for key, t in tensors.items() if t is not None and key != "drop_path"]
-    close(
-        results(on(name, norm="rms"), tensors, trained), results(off(name, norm="rms"), double(tensors), trained), 1e-4
-    )
+    truth = results(OPERATIONS[name].formula, double(tensors), trained)
+    for run in (on, off):
+        close(results(run(name, norm="rms"), tensors, trained), truth, 1e-4)

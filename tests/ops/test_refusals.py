@@ -60,38 +60,59 @@ def test_a_tensor_of_another_kind_is_named(op, mode):
         getattr(ops, op)()
 
 
+BLOCKS = ("attention_block", "mlp_block", "gated_mlp_block")
+IMAGES = dict(images=torch.zeros(B, 3, 8, 6).byte())
+OF_MEANS = [  # what is wrong with a mean or a standard deviation
+    ((0.4, 0.5), ValueError, "must be one number or 3, one for each of the 3 channels, got 2"),
+    (torch.ones(3, 2), ValueError, r"must be one number or 3.*, got shape \(3, 2\)"),
+    ("imagenet", TypeError, "must be one number or 3.*, got 'imagenet'"),
+    (torch.ones(3, dtype=torch.complex64), TypeError, "must be one number or 3.*, got torch.complex64"),
+    ([True, True, True], TypeError, "must be one number or 3.*, got torch.bool"),
+    (torch.ones(3, device="meta"), TypeError, "must be one number or 3.*, got a meta tensor"),
+    (torch.ones(3).to_sparse(), TypeError, "must be one number or 3.*, got a sparse tensor"),
+    (float("nan"), ValueError, "must be from -?1e.06 to 1e.06, got"),
+    ((0.1, 10**400, 0.1), ValueError, "must be from -?1e.06 to 1e.06, got"),
+]
+OF_ATTENTION = [
+    (dict(k=None), ValueError, "give qkv alone, or q, k and v"),
+    (dict(k=None, v=None), ValueError, r"qkv must be \(B, N, 3, H, Dh\), got \(2, 5, 3, 16\)"),
+    (dict.fromkeys("qkv", torch.zeros(B, N, H, 0)), ValueError, "the head size must be at least 1"),
+    (dict.fromkeys("qkv", torch.zeros(B, N, H, 7)), ValueError, "the head size must be even, got 7"),
+    (dict(sin=torch.zeros(N - 1, 15)), ValueError, "cos and sin must be alike"),
+    (dict(num_prefix=2), ValueError, r"cos and sin must be \(3, 16\), \(3, 3, 16\) or"),
+    (dict.fromkeys(("cos", "sin"), torch.zeros(4, 16).half()), TypeError, "cos must be torch.float32"),
+    (dict(rope_layout="full"), ValueError, "rope_layout must be 'half' or 'interleaved'"),
+    (dict(num_prefix=N + 1), ValueError, "num_prefix must be a whole number from 0 to the 5 tokens, got 6"),
+    (dict(num_prefix=True), ValueError, "num_prefix must be a whole number"),
+    (dict(bias=torch.zeros(N, N)), ValueError, r"bias must be \(3, 5, 5\) or \(2 or 1, 3, 5, 5\), got \(5, 5\)"),
+    (dict(key_lengths=torch.ones(B)), TypeError, "key_lengths must be int32 or int64"),
+    (dict(key_lengths=torch.ones(3).int()), ValueError, r"key_lengths must be \(2,\), got \(3,\)"),
+    (dict(key_lengths=[1, 2]), TypeError, "key_lengths must be a tensor, got list"),
+    (dict(longest=3), ValueError, "longest is for packed samples, and there are no offsets"),
+    (PACKED, ValueError, r"q must be \(tokens, H, Dh\), got \(2, 5, 3, 16\)"),
+    *(
+        (dict(scale=scale), ValueError, "scale must be None or a number that float32 holds, got ")
+        for scale in (float("nan"), -1e300, 10**400, True, "1", torch.tensor(1.0))
+    ),
+]
+OF_BLOCKS = [
+    (dict(norm="rms"), ValueError, "norm_bias must be None where norm is 'rms'"),
+    (dict(norm="batch"), ValueError, "norm must be 'layer' or 'rms', got 'batch'"),
+    (dict(keep="auto"), ValueError, "keep must be 'least' or 'all', got 'auto'"),
+    (dict(residual_in_fp32=1), TypeError, "residual_in_fp32 must be True or False, got 1"),
+    (dict(residual_in_fp32=None), TypeError, "residual_in_fp32 must be True or False, got None"),
+]
+TOO_MANY = torch.zeros(HIDDEN, 12)
 TABLE = [
-    # Numbers
     *(
         (op, dict(eps=eps), ValueError, r"eps must be a number from 0 to 3.4e\+38, got ")
-        for op in ("layer_norm", "add_layer_norm", "rms_norm", "attention_block", "mlp_block", "gated_mlp_block")
+        for op in ("layer_norm", "add_layer_norm", "rms_norm", *BLOCKS)
         for eps in (-1.0, float("nan"), 1e300, True, np.True_, "1e-6", None, torch.tensor(1e-6))
     ),
     *((op, dict(inner_eps=-1.0), ValueError, "inner_eps must") for op in ("gated_mlp", "gated_mlp_block")),
-    *(
-        ("attention", dict(scale=scale), ValueError, "scale must be None or a number that float32 holds, got ")
-        for scale in (float("nan"), float("inf"), -1e300, 10**400, True, "1", torch.tensor(1.0))
-    ),
-    *(
-        ("attention_block", dict(num_heads=n), TypeError, "num_heads must be an integer")
-        for n in (1.0, True, np.float32(1), None)
-    ),
+    *(("attention_block", dict(num_heads=n), TypeError, "num_heads must be an integer") for n in (1.0, True, None)),
     ("attention_block", dict(num_heads=5), ValueError, "qkv_weight must"),
-    # Choices
-    *(
-        (op, dict(residual_in_fp32=flag), TypeError, f"residual_in_fp32 must be True or False, got {flag!r}")
-        for op in ("attention_block", "mlp_block", "gated_mlp_block")
-        for flag in ("no", 1, None)
-    ),
-    *(
-        (op, change, ValueError, message)
-        for op in ("attention_block", "mlp_block", "gated_mlp_block")
-        for change, message in (
-            (dict(norm="rms"), "norm_bias must be None where norm is 'rms'"),
-            (dict(norm="batch"), "norm must be 'layer' or 'rms', got 'batch'"),
-            (dict(keep="auto"), "keep must be 'least' or 'all', got 'auto'"),
-        )
-    ),
+    *((op, *row) for op in BLOCKS for row in OF_BLOCKS),
     *(
         (op, dict(activation=wrong), ValueError, "activation must be one of 'gelu', ")
         for op in ("linear_gelu", "mlp", "mlp_block", "gated_mlp", "gated_mlp_block")
@@ -104,98 +125,29 @@ TABLE = [
     ),
     ("linear_gelu", dict(approximate="erf"), ValueError, "approximate must be 'none'"),
     ("gated_mlp", dict(inner_norm_weight=None), ValueError, "inner_norm_bias needs an inner_norm_weight"),
-    # What must fit something else
-    ("linear_gelu", dict(weight=torch.zeros(HIDDEN, 12)), ValueError, rf"weight must be \(\*, {D}\), got \(40, 12\)"),
+    ("linear_gelu", dict(weight=TOO_MANY), ValueError, rf"weight must be \(\*, {D}\), got \(40, 12\)"),
     ("mlp", dict(fc2_weight=torch.zeros(D, 7)), ValueError, r"fc2_weight must be \(\*, 40\)"),
-    (
-        "gated_mlp",
-        dict(gate_weight=torch.zeros(D, HIDDEN)),
-        ValueError,
-        r"gate_weight must be \(40, 48\), got \(48, 40\)",
-    ),
+    ("gated_mlp", dict(gate_weight=TOO_MANY), ValueError, r"gate_weight must be \(40, 48\), got \(40, 12\)"),
     (
         "gated_mlp_block",
         dict(gate_weight=torch.zeros(HIDDEN, D).half()),
         TypeError,
         "gate_weight must be torch.float32",
     ),
-    (
-        "layer_norm",
-        dict(weight=torch.zeros(D).half()),
-        TypeError,
-        "weight must be torch.float32 like x, got torch.float16",
-    ),
+    ("layer_norm", dict(weight=torch.zeros(D).half()), TypeError, "weight must be torch.float32 like x, got torch.fl"),
     ("layer_norm", dict(x=torch.tensor(1.0)), ValueError, r"x must be \(\.\.\., D\), got \(\)"),
-    (
-        "mlp_block",
-        dict(x=torch.zeros(D), drop_path=None),
-        ValueError,
-        r"x must be \(B, N, D\) or \(tokens, D\), got \(48,\)",
-    ),
+    ("mlp_block", dict(x=torch.zeros(D), drop_path=None), ValueError, r"x must be \(B, N, D\) or \(tokens, D\), got"),
     ("attention_block", dict(x=torch.zeros(N, D)), ValueError, r"x must be \(B, N, D\), or packed with offsets"),
     ("patch_embed", dict(images=torch.zeros(B, 3, 9, 6)), ValueError, "multiples of the patch 4 x 2, got 9 x 6"),
     ("patch_embed", dict(images=torch.zeros(B, 1, 8, 6)), ValueError, r"images must be \(\*, 3, \*, \*\)"),
     ("patch_embed", dict(images=torch.zeros(B, 3, 8, 6).int()), TypeError, "floating point or uint8, got torch.int32"),
     ("patch_embed", dict(pos_embed=torch.zeros(1, 7, D)), ValueError, "must have 8 or 6 positions, got 7"),
-    (
-        "patch_embed",
-        dict(weight=torch.zeros(D, 3, 0, 0)),
-        ValueError,
-        "weight must have patches of at least 1 x 1, got ",
-    ),
-    # Attention
-    ("attention", dict(k=None), ValueError, "give qkv alone, or q, k and v"),
-    ("attention", dict(k=None, v=None), ValueError, r"qkv must be \(B, N, 3, H, Dh\), got \(2, 5, 3, 16\)"),
+    ("patch_embed", dict(weight=torch.zeros(D, 3, 0, 0)), ValueError, "weight must have patches of at least 1 x 1"),
+    *(("attention", *row) for row in OF_ATTENTION),
+    *(("patch_embed", IMAGES | {key: v}, e, f"{key} {text}") for key in ("mean", "std") for v, e, text in OF_MEANS),
     *(
-        ("attention", dict.fromkeys("qkv", torch.zeros(B, N, H, size)), ValueError, message)
-        for size, message in ((0, "the head size must be at least 1"), (7, "the head size must be even, got 7"))
-    ),
-    *(
-        ("attention", change, error, message)
-        for change, error, message in (
-            (dict(sin=torch.zeros(N - 1, 15)), ValueError, "cos and sin must be alike"),
-            (dict(num_prefix=2), ValueError, r"cos and sin must be \(3, 16\), \(3, 3, 16\) or"),
-            (
-                dict(cos=torch.zeros(4, 16).half(), sin=torch.zeros(4, 16).half()),
-                TypeError,
-                "cos must be torch.float32",
-            ),
-            (dict(rope_layout="full"), ValueError, "rope_layout must be 'half' or 'interleaved'"),
-            (dict(num_prefix=N + 1), ValueError, "num_prefix must be a whole number from 0 to the 5 tokens, got 6"),
-            (dict(num_prefix=True), ValueError, "num_prefix must be a whole number"),
-            (
-                dict(bias=torch.zeros(N, N)),
-                ValueError,
-                r"bias must be \(3, 5, 5\) or \(2 or 1, 3, 5, 5\), got \(5, 5\)",
-            ),
-            (dict(key_lengths=torch.ones(B)), TypeError, "key_lengths must be int32 or int64"),
-            (dict(key_lengths=torch.ones(3).int()), ValueError, r"key_lengths must be \(2,\), got \(3,\)"),
-            (dict(key_lengths=[1, 2]), TypeError, "key_lengths must be a tensor, got list"),
-            (dict(longest=3), ValueError, "longest is for packed samples, and there are no offsets"),
-            (PACKED, ValueError, r"q must be \(tokens, H, Dh\), got \(2, 5, 3, 16\)"),
-        )
-    ),
-    # Images and their normalisation
-    *(
-        ("patch_embed", dict(images=torch.zeros(B, 3, 8, 6).byte(), **{key: value}), error, f"{key} {message}")
-        for value, error, message in (
-            ((0.4, 0.5), ValueError, "must be one number or 3, one for each of the 3 channels, got 2"),
-            (torch.ones(3, 2), ValueError, r"must be one number or 3.*, got shape \(3, 2\)"),
-            ([], ValueError, "must be one number or 3.*, got 0"),
-            ("imagenet", TypeError, "must be one number or 3.*, got 'imagenet'"),
-            (("a", "b", "c"), TypeError, "must be one number or 3.*, got"),
-            (torch.ones(3, dtype=torch.complex64), TypeError, "must be one number or 3.*, got torch.complex64"),
-            ([True, True, True], TypeError, "must be one number or 3.*, got torch.bool"),
-            (True, TypeError, "must be one number or 3.*, got torch.bool"),
-            (torch.ones(3, device="meta"), TypeError, "must be one number or 3.*, got a meta tensor"),
-            (torch.ones(3).to_sparse(), TypeError, "must be one number or 3.*, got a sparse tensor"),
-            (float("nan"), ValueError, "must be from -?1e.06 to 1e.06, got"),
-            ((0.1, 10**400, 0.1), ValueError, "must be from -?1e.06 to 1e.06, got"),
-            ((0.1, 0.0, 0.1), ValueError, "must be from 1e-06 to 1e.06, got"),
-            ((0.1, -0.1, 0.1), ValueError, "must be from 1e-06 to 1e.06, got"),
-            (1e-40, ValueError, "must be from 1e-06 to 1e.06, got"),
-        )
-        for key in (("std",) if "from 1e" in message else ("mean", "std"))
+        ("patch_embed", IMAGES | dict(std=std), ValueError, "std must be from 1e-06 to 1e.06, got")
+        for std in ((0.1, 0.0, 0.1), -0.1, 1e-40)
     ),
 ]
 
@@ -285,29 +237,20 @@ def test_numbers_of_numpy_are_numbers(mode):
 # Where no kernel runs
 
 
-@pytest.mark.parametrize(
-    "op, change, reason",
-    [
-        (
-            "layer_norm",
-            dict(x=torch.zeros(2, D).double(), weight=None, bias=None),
-            "no kernel computes in torch.float64",
-        ),
-        ("layer_norm", dict(x=torch.zeros(1, 8200), weight=None, bias=None), "width above 8192"),
-        *(
-            (
-                op,
-                dict(drop_path=torch.ones(B, requires_grad=True)),
-                "drop_path .*requires? a gradient|drop_path needs a gradient",
-            )
-            for op in ("add_layer_norm", "linear_residual", "attention_block", "mlp_block", "gated_mlp_block")
-        ),
-        ("attention", dict.fromkeys("qkv", torch.zeros(1, 3, 1, 20)), "head size 20 is not one of 16, 24, ..., 128"),
-        ("attention", dict(scale=-1.0), "scale -1.0 is not positive"),
-        ("attention_block", dict(num_heads=4), "head size"),
-        ("patch_embed", dict(images=torch.zeros(B, 3, 8, 6).double()), "no kernel reads torch.float64"),
-    ],
-)
+NO_PARAMETERS, NEEDS = dict(weight=None, bias=None), dict(drop_path=torch.ones(B, requires_grad=True))
+UNCOVERED = [
+    ("layer_norm", dict(x=torch.zeros(2, D).double()) | NO_PARAMETERS, "no kernel computes in torch.float64"),
+    ("layer_norm", dict(x=torch.zeros(1, 8200)) | NO_PARAMETERS, "width above 8192"),
+    *((op, NEEDS, "drop_path .*requires? a gradient|drop_path needs a") for op in ("linear_residual", *BLOCKS)),
+    ("add_layer_norm", NEEDS, "drop_path .*requires? a gradient|drop_path needs a"),
+    ("attention", dict.fromkeys("qkv", torch.zeros(1, 3, 1, 20)), "head size 20 is not one of 16, 24, ..., 128"),
+    ("attention", dict(scale=-1.0), "scale -1.0 is not positive"),
+    ("attention_block", dict(num_heads=4), "head size"),
+    ("patch_embed", dict(images=torch.zeros(B, 3, 8, 6).double()), "no kernel reads torch.float64"),
+]
+
+
+@pytest.mark.parametrize("op, change, reason", UNCOVERED)
 @pytest.mark.skipif(not INTERPRETED, reason="interpreted kernels")
 def test_what_no_kernel_covers_runs_unless_kernels_are_switched_on(op, change, reason):
     given = tensors(op) | change
@@ -333,18 +276,15 @@ def test_an_uncovered_case_on_a_gpu_warns_once_and_raises_in_mode_on(monkeypatch
     monkeypatch.setattr(_dispatch.tiles, "generation", lambda device: 90)
     monkeypatch.setattr(_dispatch, "_warned", set())
     assert wanted("attention", on_gpu(torch.bfloat16))
-    with pytest.warns(
-        UserWarning, match="vitfast attention: head size 20 is odd; plain PyTorch runs in its place"
-    ) as seen:
+    says = "vitfast attention: head size 20 is odd; plain PyTorch runs in its place"
+    with pytest.warns(UserWarning, match=says) as seen:
         for _ in range(3):
             assert not wanted("attention", on_gpu(torch.bfloat16), "head size 20 is odd")
     assert len(seen) == 1
     with pytest.warns(UserWarning, match="no kernel computes in torch.float64"):
         assert not wanted("attention", on_gpu(torch.float64))
-    with (
-        ops.use_kernels("on"),
-        pytest.raises(RuntimeError, match="attention: kernels are switched on, but head size 20"),
-    ):
+    says = "attention: kernels are switched on, but head size 20"
+    with ops.use_kernels("on"), pytest.raises(RuntimeError, match=says):
         wanted("attention", on_gpu(torch.bfloat16), "head size 20 is odd")
     with ops.use_kernels("off"):
         assert not wanted("attention", on_gpu(torch.bfloat16))

@@ -12,7 +12,6 @@ import os
 import platform
 import signal
 import sys
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +29,8 @@ from ..kernels.libraries import cublaslt
 from ..version import __version__
 from . import interpreter
 from .machine_code.cubin import ptxas_version
-from .verify import EPS, Input, cases, edges, exact_fp32, make, run, worst
-from .verify.draw import Sizes
+from .verify import EPS, cases, edges, exact_fp32, run, worst
+from .verify.draw import Draw, Input, Sizes
 from .verify.sanitizer import Sanitizer
 
 GPU_SIZES = Sizes.of_preset("B/16", batch=32)
@@ -60,14 +59,13 @@ def check_operation(
     name: str, function: Callable, inputs: list[Input], dtype: torch.dtype, device: torch.device, timed: bool = True
 ) -> Result:
     """One operation in one dtype: its error may be twice PyTorch's own, or what one rounding costs."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = make(inputs, dtype, device, generator)
+    draw = Draw(dtype, device, torch.Generator(device).manual_seed(0))
+    tensors = draw.leaves(inputs)
     doubles = [t.detach().double().requires_grad_() if t.requires_grad else t for t in tensors]
     label = str(dtype).removeprefix("torch.")
     try:
         with ops.use_kernels("off"), exact_fp32():
-            shapes = [o.shape for o in run(function, doubles)]
-            upstream = [torch.randn(shape, generator=generator).to(device, torch.float64) for shape in shapes]
+            upstream = [draw.values(*o.shape, dtype=torch.float64) for o in run(function, doubles)]
             truth = run(function, doubles, upstream)
             torchs = run(function, tensors, upstream)
             torch_error = worst(torchs, truth)
@@ -203,36 +201,39 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
     busy: dict[Connection, tuple[multiprocessing.Process, Task]] = {}
 
     def assign(connection: Connection, process: multiprocessing.Process) -> None:
-        task = waiting.popleft() if waiting else None
-        if task:
-            busy[connection] = process, task
+        busy[connection] = process, waiting.popleft()
         with contextlib.suppress(OSError):  # it has died meanwhile: that is seen where its result is read
-            connection.send(task)
-
-    def start() -> None:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, work), daemon=True)
-        with _uninterrupted():  # the parent ends it, also while it is still importing
-            process.start()
-        theirs.close()  # its end has one owner, so that its death is the end of the pipe
-        assign(ours, process)
+            connection.send(busy[connection][1])
 
     try:
         while waiting or busy:
             while waiting and len(busy) < jobs:
-                start()
+                assign(*_start(context, work))
             for connection in wait(list(busy)):
                 process, task = busy.pop(connection)
                 try:
                     result, goes_on = connection.recv()
                 except (EOFError, OSError):
                     result, goes_on = failed(*task, f"its process died {_death(process)}"), False
-                if goes_on:
+                if goes_on and waiting:
                     assign(connection, process)
                 yield result
     finally:
         for process, _ in busy.values():
             process.kill()
+
+
+def _start(context, work: Callable[[Task], Result]) -> tuple[Connection, multiprocessing.Process]:
+    """A worker and our end of its pipe. Ctrl-C is ours alone: we end it, also while it is still importing."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which the process inherits
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()  # its end has one owner, so that its death is the end of the pipe
+    return ours, process
 
 
 def _death(process: multiprocessing.Process) -> str:
@@ -244,33 +245,20 @@ def _death(process: multiprocessing.Process) -> str:
     return f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
 
 
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Keeps Ctrl-C from what is started inside."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _serve(connection: Connection, work: Callable[[Task], Result]) -> None:
     """A worker of `in_processes`; it ends when nothing is left to do, or when its GPU has failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)  # there are as many of us as CPUs
     prepare()
     goes_on = True
-    while goes_on and (task := connection.recv()):
-        result = work(task)
-        if not result.passed and torch.cuda.is_available():
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:  # an illegal access: every later call of this process would fail too
-                goes_on = False
-        connection.send((result, goes_on))
+    with contextlib.suppress(EOFError):
+        while goes_on:
+            result = work(connection.recv())
+            if not result.passed and torch.cuda.is_available():
+                try:
+                    torch.cuda.synchronize()
+                except RuntimeError:  # an illegal access: every later call of this process would fail too
+                    goes_on = False
+            connection.send((result, goes_on))
 
 
 def machine() -> dict[str, str]:

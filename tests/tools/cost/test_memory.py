@@ -1,92 +1,113 @@
-"""Memory against what a run keeps."""
+"""Memory against what a run keeps, by PyTorch's own account."""
 
 import gc
-import json
 from itertools import accumulate
 
 import pytest
 import torch
-from cost_models import TINY, on_meta, run
+from cost_models import TINY, on_meta
 
 from vitfast import InputError, ViT, ops
 from vitfast.model import activation_memory as keep
 from vitfast.tools import cost
 from vitfast.tools.cost import GIB, Rates, estimate, kept_bytes, operations, rates, state_bytes
 
-
-@pytest.mark.parametrize("options", [{}, dict(residual_in_fp32=True), dict(global_pool="avg", fc_norm=False)], ids=str)
-def test_memory_is_what_a_run_keeps_with_all_kept(options):
-    model = ViT(**TINY | options, keep="all").half().train()
-    found = kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8))
-    assert found == sum(kept_bytes(model, 3, 2, keep="all").values()) > sum(kept_bytes(model, 3, 2).values())
-    model.set_keep("least")
-    assert kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)) == sum(
-        kept_bytes(model, 3, 2).values()
-    )
+IMAGES = torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("options", [{}, dict(scale_mlp_norm=True)], ids=str)
-def test_memory_of_gated_mlps_with_all_kept(options):
-    model = ViT(**TINY, **options, swiglu_mlp=True, norm_layer="layernorm", keep="all").half().train()
-    found = kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8))
-    assert found == sum(kept_bytes(model, 3, 2, keep="all").values()) > sum(kept_bytes(model, 3, 2).values())
+def kept(model: ViT, images: torch.Tensor = IMAGES, autocast: torch.dtype | None = None) -> int:
+    """Bytes that a forward pass on the kernels keeps for its backward, beside parameters and buffers."""
+    owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with ops.use_kernels("on"), hooks, torch.autocast("cpu", autocast, enabled=autocast is not None):
+        assert model(images).requires_grad
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.parametrize(
-    "options", [dict(qk_norm=True), dict(scale_mlp_norm=True), dict(pos_embed="relative")], ids=str
+    "options, dtype",
+    [
+        ({}, torch.float32),
+        (dict(representation_size=24, depth=1), torch.float16),
+        (dict(class_token=False, global_pool="avg", pos_embed="sincos2d", init_values=0.1), torch.float32),
+        (dict(global_pool="avg", fc_norm=False, depth=1, num_heads=1), torch.float16),
+        (dict(residual_in_fp32=True, reg_tokens=2), torch.float16),
+        (dict(backbone=dict(layers=[1]), depth=1), torch.float32),
+        (dict(pos_embed="learn2d", pos_embed_at="layers", num_heads=1), torch.float32),
+        (dict(rope="dinov3", pos_embed="none", reg_tokens=2, swiglu_mlp=True), torch.float16),
+        (dict(rope="cat", swiglu_mlp=True, scale_mlp_norm=True, depth=1), torch.float32),
+        (dict(pre_norm=True, act_layer="quick_gelu"), torch.float16),
+        (dict(norm_layer="rmsnorm", pre_norm=True), torch.float32),
+        (dict(class_token=False, global_pool="map"), torch.float32),
+    ],
+    ids=str,
 )
-def test_what_is_not_counted_is_refused(options):
-    with pytest.raises(InputError, match="not counted"):
-        estimate(on_meta("B/16", **options), rates())
+def test_memory_is_what_a_run_keeps(options, dtype):
+    """With the least kept, and with all."""
+    model = ViT(**TINY | options, keep="least").to(dtype).train()
+    assert kept(model) == sum(kept_bytes(model, 3, dtype.itemsize).values())
+    model.set_keep("all")
+    more = sum(kept_bytes(model, 3, dtype.itemsize, keep="all").values())
+    assert kept(model) == more > sum(kept_bytes(model, 3, dtype.itemsize).values())
 
 
-@pytest.mark.parametrize("name", ["DINOv3-7B/16", "SigLIP2-So400m/14", "EVA02-L/14"])
-def test_the_command_takes_the_new_presets(capsys, name):
-    code, out, _ = run(capsys, "--model", name, "--json")
-    found = json.loads(out)
-    with torch.device("meta"):
-        assert code == 0 and found["params"] == sum(p.numel() for p in ViT.from_preset(name).parameters())
-
-
-def test_auto_keeps_all_where_it_fits(capsys):
-    """B/16, batch 256: 5.6 GB more on an H200.
-
-    A batch that fits with the least alone is not split for more.
-    """
-    found = json.loads(run(capsys, "--model", "B/16", "--json")[1])
-    u = 256 * 197 * 768 * 2
-    assert found["keep"]["taken"] == "all" and found["keep"]["more_per_image"] * 256 == 12 * 6 * u
-    assert found["memory"]["kept_per_image"]["activation"] * 256 == 12 * 4 * u
-    both = found["keep"]["largest_batch"]
-    assert both["all"] == found["largest_batch"] < both["least"]
-    between = (both["all"] + both["least"]) // 2
-    found = json.loads(run(capsys, "--model", "B/16", "--batch-size", between, "--json")[1])
-    assert (found["keep"]["taken"], found["accumulate"]) == ("least", 1)
-    found = json.loads(run(capsys, "--model", "B/16", "--batch-size", between, "--keep", "all", "--json")[1])
-    assert (found["keep"]["taken"], found["accumulate"]) == ("all", 2)
-    assert "keep='all' taken" in run(capsys, "--model", "B/16")[1]
-
-
-def test_keep_has_no_effect_with_dropout():
-    """Its blocks run on the smaller operations: nothing that backward writes goes away."""
+def test_memory_with_dropout():
+    """A mask is a byte for each number on a GPU; on a CPU torch keeps it in the dtype of what it masks."""
+    model = ViT(**TINY | dict(depth=1), proj_drop_rate=0.1, pos_drop_rate=0.1).train()
+    wanted = kept_bytes(model, 3, 4)
+    wanted["masks (dropout)"] *= 4
+    assert kept(model) == sum(wanted.values())
+    # blocks run on the smaller operations: nothing that backward writes goes away with keep="all"
     model = on_meta("B/16", proj_drop_rate=0.1)
-    assert (
-        operations(model, 2, keep="all")
-        == operations(model, 2, keep="least")
-        != operations(on_meta("B/16"), 2, keep="all")
-    )
+    least, everything = (operations(model, 2, keep=choice) for choice in ("least", "all"))
+    assert least == everything != operations(on_meta("B/16"), 2, keep="all")
     found = [estimate(model, rates("H200"), keep=choice) for choice in keep.KEEPS]
-    assert (
-        found[0] == found[1] == found[2]
-        and found[0]["keep"]["taken"] == "least"
-        and found[0]["keep"]["more_per_image"] == 0
-    )
-    text = cost.as_text("B/16", found[0])
-    assert (
-        "keep has no effect with dropout" in text
-        and "'all'" not in text
-        and "keep=" in cost.as_text("B/16", estimate(on_meta("B/16"), rates()))
-    )
+    assert found[0] == found[1] == found[2] and found[0]["keep"]["more_per_image"] == 0
+    assert "keep has no effect with dropout" in cost.as_text("B/16", found[0])
+
+
+def test_memory_under_autocast_has_copies_of_the_linear_layers():
+    model = ViT(**TINY | dict(depth=1)).train()
+    images = torch.randint(0, 256, (8, 3, 16, 24), dtype=torch.uint8)
+    wanted = sum(kept_bytes(model, 8, 2).values()) + state_bytes(model, 2)["16-bit copies"]
+    biases = 2 * (model.embed_dim + model.num_classes)  # of the first and the last layer: nobody needs them in backward
+    assert kept(model, images, torch.float16) == wanted - biases
+
+
+def test_state_is_that_of_the_optimizer():
+    model = ViT(**TINY)
+    model(torch.rand(1, 3, 16, 24)).sum().backward()
+    for name, optimizer in (
+        ("adamw", torch.optim.AdamW(model.parameters(), lr=0.1)),
+        ("sgd", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
+    ):
+        optimizer.step()
+        tensors = [t for state in optimizer.state.values() for t in state.values() if t is not None and t.dim() > 0]
+        found, each = state_bytes(model, 4, name), sum(p.grad.nbytes for p in model.parameters())
+        assert found["optimiser state"] == sum(t.nbytes for t in tensors)
+        assert found["parameters"] == found["gradients"] == each and not found["16-bit copies"]
+
+
+def test_the_largest_batch_is_the_last_that_fits():
+    model = on_meta("B/16")
+    found = estimate(model, rates("A100-40"), batch_size=10**6)
+    largest, usable = found["largest_batch"], keep.USABLE * 40 * GIB
+
+    def needed(batch):
+        parts = state_bytes(model).values(), kept_bytes(model, batch).values(), [cost.working_bytes(model, batch)]
+        return sum(map(sum, parts))
+
+    assert needed(largest) <= usable < needed(largest + 1)
+    assert found["micro_batch"] <= largest and found["micro_batch"] * found["accumulate"] >= 10**6
+    assert estimate(on_meta("H/14"), Rates("", 1e12, 1e12, GIB, "data sheet"))["largest_batch"] == 0
 
 
 def peak_of_two_steps(model: ViT, batch: int) -> int:
@@ -135,99 +156,6 @@ def test_a_model_is_told_what_to_keep_or_keeps_the_least():
         ViT(**TINY, keep="most")
 
 
-def kept(model: ViT, images: torch.Tensor, autocast: torch.dtype | None = None) -> int:
-    """Bytes that a forward pass on the kernels keeps for its backward, beside parameters and buffers."""
-    owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    storages = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            storages[storage.data_ptr()] = storage
-        return tensor
-
-    with (
-        ops.use_kernels("on"),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        torch.autocast("cpu", autocast, enabled=autocast is not None),
-    ):
-        logits = model(images)
-    assert logits.requires_grad
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-@pytest.mark.parametrize(
-    "options, dtype",
-    [
-        ({}, torch.float32),
-        (dict(representation_size=24, depth=1), torch.float16),
-        (dict(class_token=False, global_pool="avg", pos_embed="sincos2d", init_values=0.1), torch.float32),
-        (dict(global_pool="avg", fc_norm=False, depth=1, num_heads=1), torch.float32),
-        (dict(residual_in_fp32=True, reg_tokens=2), torch.float16),
-        (dict(backbone=dict(layers=[1]), depth=1), torch.float32),
-        (dict(pos_embed="learn2d", pos_embed_at="layers", num_heads=1), torch.float32),
-        (dict(rope="dinov3", pos_embed="none", reg_tokens=2, swiglu_mlp=True), torch.float16),
-        (dict(rope="cat", swiglu_mlp=True, scale_mlp_norm=True, depth=1), torch.float32),
-        (dict(pre_norm=True, act_layer="quick_gelu"), torch.float16),
-        (dict(norm_layer="rmsnorm", pre_norm=True), torch.float32),
-        (dict(class_token=False, global_pool="map"), torch.float32),
-    ],
-    ids=str,
-)
-def test_memory_is_what_a_run_keeps(options, dtype):
-    model = ViT(**TINY | options).to(dtype).train()
-    images = torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)
-    assert kept(model, images) == sum(kept_bytes(model, 3, dtype.itemsize).values())
-
-
-def test_memory_with_dropout():
-    """A mask is a byte for each number on a GPU; on a CPU torch keeps it in the dtype of what it masks."""
-    model = ViT(**TINY | dict(depth=1), proj_drop_rate=0.1, pos_drop_rate=0.1).train()
-    wanted = kept_bytes(model, 3, 4)
-    wanted["masks (dropout)"] *= 4
-    assert kept(model, torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)) == sum(wanted.values())
-
-
-def test_memory_under_autocast_has_copies_of_the_linear_layers():
-    model = ViT(**TINY | dict(depth=1)).train()
-    images = torch.randint(0, 256, (8, 3, 16, 24), dtype=torch.uint8)
-    wanted = sum(kept_bytes(model, 8, 2).values()) + state_bytes(model, 2)["16-bit copies"]
-    biases = 2 * (model.embed_dim + model.num_classes)  # of the first and the last layer: nobody needs them in backward
-    assert kept(model, images, torch.float16) == wanted - biases
-
-
-def test_state_is_that_of_the_optimizer():
-    model = ViT(**TINY)
-    model(torch.rand(1, 3, 16, 24)).sum().backward()
-    for name, optimizer in (
-        ("adamw", torch.optim.AdamW(model.parameters(), lr=0.1)),
-        ("sgd", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
-    ):
-        optimizer.step()
-        tensors = [t for state in optimizer.state.values() for t in state.values() if t is not None and t.dim() > 0]
-        found = state_bytes(model, 4, name)
-        assert found["optimiser state"] == sum(t.nbytes for t in tensors)
-        assert (
-            found["parameters"] == found["gradients"] == sum(p.grad.nbytes for p in model.parameters())
-            and not found["16-bit copies"]
-        )
-
-
-def test_the_largest_batch_is_the_last_that_fits():
-    model = on_meta("B/16")
-    found = estimate(model, rates("A100-40"), batch_size=10**6)
-    largest, usable = found["largest_batch"], keep.USABLE * 40 * GIB
-
-    def needed(batch):
-        return (
-            sum(state_bytes(model).values()) + sum(kept_bytes(model, batch).values()) + cost.working_bytes(model, batch)
-        )
-
-    assert needed(largest) <= usable < needed(largest + 1)
-    assert found["micro_batch"] <= largest and found["micro_batch"] * found["accumulate"] >= 10**6
-    assert estimate(on_meta("H/14"), Rates("", 1e12, 1e12, GIB, "data sheet"))["largest_batch"] == 0
-
-
 @pytest.mark.gpu
 def test_memory_of_a_run_on_a_gpu():
     model = ViT.from_preset("B/16").cuda().train()
@@ -239,6 +167,5 @@ def test_memory_of_a_run_on_a_gpu():
         held = torch.cuda.memory_allocated() - before
         del logits
     wanted = kept_bytes(model, 32)
-    assert held == pytest.approx(
-        sum(wanted.values()) - wanted["images"] + state_bytes(model)["16-bit copies"], rel=0.02
-    )
+    total = sum(wanted.values()) - wanted["images"] + state_bytes(model)["16-bit copies"]
+    assert held == pytest.approx(total, rel=0.02)

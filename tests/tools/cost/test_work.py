@@ -1,11 +1,10 @@
 """The work of every operation, and of the benchmarks' whole models, counted by hand and by torch."""
 
-import bench_model
 import pytest
 import shapes
 import torch
-from peers import Setting
 from shapes import Shape
+from timm.models.vision_transformer import VisionTransformer
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitfast.tools.cost import work
@@ -43,7 +42,6 @@ BY_HAND = {  # op: (flops, elements) of forward, training, backward
     ),
 }
 
-DIRECTIONS = ("forward", "training", "backward")
 SIZES = {
     "attention": (M, N, D),
     "biased_attention": (M, N, D, 3),
@@ -84,35 +82,10 @@ def test_the_floor_adds_up_kernels_one_after_the_other():
     assert work.floor_seconds(b16.backward, **measured) == pytest.approx(819e-6, rel=0.02)
 
 
-def test_model_flops_are_what_torch_counts():
-    from timm.models.vision_transformer import VisionTransformer
-
+def test_a_whole_models_flops_are_what_torch_counts():
     with torch.device("meta"):
         model, images = VisionTransformer(), torch.randn(2, 3, 224, 224)
     with FlopCounterMode(display=False) as counter:
         model(images)
-    shape = Shape("B/16", 224, 2)
-    flops = work.total_flops(shapes.model_work(shape, 2).forward)
+    flops = work.total_flops(shapes.model_work(Shape("B/16", 224, 2), 2).forward)
     assert flops == counter.get_total_flops() == 2 * 35_127_656_448
-    for training in (False, True):
-        found = bench_model.facts(shape, Peer(), 1.0, training)["model_flops"]
-        assert found == (3 if training else 1) * flops
-
-
-class Peer:
-    """A peer as far as bench_model.facts asks."""
-
-    setting, backend = Setting("timm", "eager", "fp32"), None
-
-
-def test_work_of_a_whole_model_by_hand():
-    """Patches, 12 layers, and the head: 2 class tokens of 192 to 1,000 classes."""
-    found, head = shapes.model_work(Shape("Ti/16", 32, 2), 2), 2 * 2 * 192 * 1000
-    layers = {name: [BY_HAND[op][i] for op in ("attention_block", "mlp_block")] for i, name in enumerate(DIRECTIONS)}
-    head_numbers = dict.fromkeys(DIRECTIONS, 384 + 192_000 + 2_000 + 1_000)
-    head_numbers["backward"] = (384 + 192_000 + 2_000) + (384 + 2_000 + 192_000 + 1_000)
-    for name, both in layers.items():
-        flops = 2_359_296 + 12 * sum(flops for flops, _ in both) + head * (2 if name == "backward" else 1)
-        numbers = PIXELS + PATCH_EMBED + 12 * sum(numbers for _, numbers in both) + head_numbers[name]
-        kernels = getattr(found, name)
-        assert (work.total_flops(kernels), work.total_bytes(kernels)) == (flops, 2 * numbers), name

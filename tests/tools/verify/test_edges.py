@@ -23,6 +23,7 @@ from vitfast.tools import verify
 from vitfast.tools.verify import Judge, Wrong, edges, errors
 from vitfast.tools.verify.draw import Draw, Sizes
 from vitfast.tools.verify.launcher import Launcher
+from vitfast.tools.verify.launchers import every_launcher
 from vitfast.tools.verify.sanitizer import Sanitizer
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="of the interpreter alone")
@@ -47,7 +48,7 @@ def in_short(case) -> bool:
         return s.tokens == 577
     if name.startswith("weight gradient"):
         return s.width <= (384 if name.endswith("fc2") else 100)
-    return s.width == 100 or s.width == 384 and not edges.launchers_at(s)[name].variant
+    return s.width == 100 or s.width == 384 and not every_launcher(s)[name].variant
 
 
 def plan(name: str, dtype: torch.dtype = BF16) -> list:
@@ -100,7 +101,7 @@ def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
     for name in edges.names():
         for case in plan(name):
             layouts.add((name, case.layout))
-            launcher = edges.launchers_at(case.sizes)[name]
+            launcher = every_launcher(case.sizes)[name]
             inputs = launcher.make(Draw(case.dtype, CPU, torch.Generator(), case.layout))
             for _, used in edges.variants(case):
                 made = launch.record(lambda: launcher.call(*inputs))  # noqa: B023

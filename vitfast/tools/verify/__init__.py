@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .draw import Draw, Sizes
+from .draw import Draw, Input, Sizes
 from .launcher import Launcher, outputs
 
 # What rounding the result alone may cost: half a unit in the last place, of numbers just above a power of two.
@@ -117,9 +117,6 @@ class Judge:
 # square of that, 30 GB for the tokens of 32 images.
 PACKED_TOKENS = 1024
 
-# A random input's shape and kind: "values", "weight" (scaled by its fan-in), "factor" (fp32, no gradient), "uint8".
-Input = tuple[str, tuple[int, ...]]
-
 
 def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or its twin, ops.reference."""
@@ -197,20 +194,6 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
         "mlp_block": (scaled(ops.mlp_block), [x, *norm, *fc1, *fc2, vector, drop]),
         "gated_mlp_block": (scaled(ops.gated_mlp_block), [x, *norm, *fc1, *fc1, *fc2, vector, drop]),
     }
-
-
-def make(inputs: list[Input], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> list[Tensor]:
-    """Random leaves; weights are scaled so that products keep the size of what goes in."""
-    tensors = []
-    for kind, shape in inputs:
-        if kind == "uint8":
-            tensors.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device))
-        elif kind == "factor":
-            tensors.append(torch.rand(shape, generator=generator).to(device) + 0.5)
-        else:
-            scale = math.prod(shape[1:]) ** -0.5 if kind == "weight" else 1.0
-            tensors.append((torch.randn(shape, generator=generator) * scale).to(device, dtype).requires_grad_())
-    return tensors
 
 
 def run(function: Callable, tensors: list[Tensor], upstream: list[Tensor] | None = None) -> list[Tensor]:

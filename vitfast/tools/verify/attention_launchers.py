@@ -1,4 +1,4 @@
-"""Launchers of attention: plain, rotary, with a bias, with lengths of keys, packed; and its parts."""
+"""Launchers of attention: plain, rotary, with a bias, with lengths of keys, packed; and the parts of its backward."""
 
 from collections.abc import Callable
 
@@ -22,9 +22,7 @@ def attention_formula(q: Tensor, k: Tensor, v: Tensor, scale: float, **options) 
     return ref.attention(q, k, v, scale=scale, **options), lse.where(lse > -torch.inf, torch.inf)
 
 
-def attention_gradients(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **options
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **options) -> tuple[Tensor, ...]:
     """dq, dk and dv."""
     return gradients(lambda *t: attention_formula(*t, scale, **options)[0], (q, k, v), do)
 
@@ -41,136 +39,103 @@ def _each_sample(q, k, v, scale: float, offsets: Tensor, longest: int, rope=None
     return torch.cat(o, 1), torch.cat(lse, 2)
 
 
-def qkv(t: Draw, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, each (B, N, H, Dh), of one tensor."""
-    return t.values(s.batch, s.tokens, 3, s.heads, s.head).unbind(2)
+def _rope(t: Draw, s: Sizes, tokens: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of random angles, one for both columns of a pair, in fp32."""
+    angles = t.values(tokens, s.head // 2, dtype=torch.float32, scale=3.0)
+    return angles.cos(), angles.sin()
 
 
-def for_attention_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, ...]:
+def _rotating(cos: Tensor, sin: Tensor) -> Logits:
+    return Logits(cos, sin, num_prefix=PREFIX)
+
+
+def _for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, ...]:
     """q, k, v, o, lse, do."""
     return q, k, v, *attention_formula(q, k, v, scale, **options), t.values(*q.shape)
 
 
-def _rope(t: Draw, s: Sizes, *lead: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of random angles, one for both columns of a pair, in fp32."""
-    angles = t.values(*lead, s.tokens - PREFIX, s.head // 2, dtype=torch.float32, scale=3.0)
-    return angles.cos(), angles.sin()
+def attentions(s: Sizes) -> dict[str, Launcher]:
+    """Forward and backward of each kind, and the parts of the backward."""
+    offsets, packed = lambda t: t.offsets(2 * s.batch, s.rows), dict(longest=s.rows)  # noqa: E731
+    found = {}
+    # Tensors that act on the logits; the options with them.
+    for name, draw, logits in (
+        ("", lambda t: (), lambda: PLAIN),
+        (", rotary", lambda t: _rope(t, s, s.tokens - PREFIX), _rotating),
+        (", bias", lambda t: (t.values(s.heads, s.tokens, s.tokens),), lambda bias: Logits(bias=bias)),
+        (", key lengths", lambda t: (t.lengths(s.batch, s.tokens),), lambda lengths: Logits(key_lengths=lengths)),
+        (", packed", lambda t: (offsets(t),), lambda ends: Logits(offsets=ends, **packed)),
+        (
+            ", packed, rotary",
+            lambda t: (offsets(t), *_rope(t, s, s.rows)),
+            lambda ends, cos, sin: Logits(cos, sin, offsets=ends, **packed),
+        ),
+    ):
+        both = _pair(s, "packed" in name, draw, logits, variant=name in (", bias", ", key lengths"))
+        found[f"attention{name}"], found[f"attention backward{name}"] = both
+    return found | _parts(s) | _separate(s)
 
 
-def _bias(t: Draw, s: Sizes) -> tuple[Tensor]:
-    return (t.values(s.heads, s.tokens, s.tokens),)
-
-
-def _lengths(t: Draw, s: Sizes) -> tuple[Tensor]:
-    return (t.lengths(s.batch, s.tokens),)
+def _qkv(t: Draw, s: Sizes, packed: bool = False) -> tuple[Tensor, ...]:
+    """q, k and v, each (B, N, H, Dh), or (1, tokens, H, Dh) of packed samples, of one tensor."""
+    lead = (1, s.rows) if packed else (s.batch, s.tokens)
+    return t.values(*lead, 3, s.heads, s.head).unbind(2)
 
 
 def _pair(
-    s: Sizes,
-    draw: Callable[[Draw, Sizes], tuple],
-    logits: Callable[..., Logits],
-    variant: bool = False,
-    qkv: Callable[[Draw, Sizes], tuple] = qkv,
+    s: Sizes, packed: bool, draw: Callable[[Draw], tuple], logits: Callable[..., Logits], variant: bool
 ) -> tuple[Launcher, Launcher]:
-    """Forward and backward, of a packed qkv.
-
-    draw: the tensors that act on the logits; logits: the options with them.
-    """
+    """Forward and backward, of q, k and v in one tensor."""
     scale = s.head**-0.5
 
-    def make_backward(t: Draw) -> tuple:
-        acting = draw(t, s)
-        return *for_attention_backward(t, *qkv(t, s), scale, **logits(*acting).options), *acting
+    def for_backward(t: Draw) -> tuple:
+        acting = draw(t)
+        return *_for_backward(t, *_qkv(t, s, packed), scale, **logits(*acting).options), *acting
 
     def backward(q, k, v, o, lse, do, *acting):
+        return attention.attention_bwd(q, k, v, o, lse, do, scale, True, logits(*acting))
+
+    def backward_formula(q, k, v, o, lse, do, *acting):
         dqkv = torch.stack(attention_gradients(q, k, v, do, scale, **logits(*acting).options), 2)
         return dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()
 
     forward = Launcher(
-        lambda t: (*qkv(t, s), *draw(t, s)),
+        lambda t: (*_qkv(t, s, packed), *draw(t)),
         lambda q, k, v, *acting: attention.attention_fwd(q, k, v, scale, logits(*acting)),
         lambda q, k, v, *acting: attention_formula(q, k, v, scale, **logits(*acting).options),
         variant,
     )
-    call = lambda q, k, v, o, lse, do, *acting: attention.attention_bwd(  # noqa: E731
-        q, k, v, o, lse, do, scale, True, logits(*acting)
-    )
-    return forward, Launcher(make_backward, call, backward, variant)
+    return forward, Launcher(for_backward, backward, backward_formula, variant)
 
 
-def attentions(s: Sizes) -> dict[str, Launcher]:
-    """Forward and backward."""
-    forward, backward = _pair(s, lambda t, s: (), lambda: PLAIN)
-    return {"attention": forward, "attention backward": backward}
-
-
-def acting_attentions(s: Sizes) -> dict[str, Launcher]:
-    """Forward and backward with rotary positions, a bias, lengths of keys."""
-    found = {}
-    for name, draw, logits, variant in (
-        ("rotary", _rope, _turning, False),
-        ("bias", _bias, lambda bias: Logits(bias=bias), True),
-        ("key lengths", _lengths, lambda lengths: Logits(key_lengths=lengths), True),
-    ):
-        found[f"attention, {name}"], found[f"attention backward, {name}"] = _pair(s, draw, logits, variant)
-    return found
-
-
-def packed_attentions(s: Sizes) -> dict[str, Launcher]:
-    """Forward and backward of samples of many sizes, and with rotary positions."""
-    options = dict(longest=s.rows)
-
-    def together(t: Draw, s: Sizes) -> tuple[Tensor, ...]:
-        return t.values(1, s.rows, 3, s.heads, s.head).unbind(2)
-
-    def offsets(t: Draw, s: Sizes) -> tuple[Tensor]:
-        return (t.offsets(2 * s.batch, s.rows),)
-
-    def with_rope(t: Draw, s: Sizes) -> tuple[Tensor, ...]:
-        angles = t.values(s.rows, s.head // 2, dtype=torch.float32, scale=3.0)
-        return *offsets(t, s), angles.cos(), angles.sin()
-
-    found = {}
-    for name, draw, logits in (
-        ("packed", offsets, lambda offsets: Logits(offsets=offsets, **options)),
-        ("packed, rotary", with_rope, lambda offsets, cos, sin: Logits(cos, sin, offsets=offsets, **options)),
-    ):
-        found[f"attention, {name}"], found[f"attention backward, {name}"] = _pair(s, draw, logits, qkv=together)
-    return found
-
-
-def _turning(cos: Tensor, sin: Tensor) -> Logits:
-    return Logits(cos, sin, num_prefix=PREFIX)
-
-
-def attention_parts(s: Sizes) -> dict[str, Launcher]:
+def _parts(s: Sizes) -> dict[str, Launcher]:
     """The tiled backward's two kernels, and the gradients of a bias and of tables that are learned."""
     scale = s.head**-0.5
 
     def with_delta(t: Draw) -> tuple:
-        q, k, v, o, lse, do = for_attention_backward(t, *qkv(t, s), scale)
+        q, k, v, o, lse, do = _for_backward(t, *_qkv(t, s), scale)
         delta = (o.to(wide(o)) * do.to(wide(o))).sum(-1).transpose(1, 2).contiguous()
         return q, k, v, lse, delta, do
 
-    def for_bias(t: Draw) -> tuple:
-        (bias,) = _bias(t, s)
-        return *for_attention_backward(t, *qkv(t, s), scale, bias=bias), bias
+    def with_bias(t: Draw) -> tuple:
+        bias = t.values(s.heads, s.tokens, s.tokens)
+        return *_for_backward(t, *_qkv(t, s), scale, bias=bias), bias
 
     def bias_formula(q, k, v, o, lse, do, bias):
         return gradients(lambda bias: ref.attention(q, k, v, scale=scale, bias=bias), (bias,), do)[0]
 
-    def turned_back(q, k, dq, dk, cos, sin):
+    def rope_bwd(q, k, dq, dk, cos, sin):
         dq, dk = dq.clone(), dk.clone()
-        return dq, dk, *attention.rope_bwd(q, k, dq, dk, _turning(cos, sin))
+        return dq, dk, *attention.rope_bwd(q, k, dq, dk, _rotating(cos, sin))
 
-    def turned_back_formula(q, k, dq, dk, cos, sin):
-        turn = lambda x, cos, sin: ref.rotate(x, cos, sin, num_prefix=PREFIX)  # noqa: E731
-        (dq, *of_q), (dk, *of_k) = (gradients(turn, (x, cos, sin), dx) for x, dx in ((q, dq), (k, dk)))
+    def rope_formula(q, k, dq, dk, cos, sin):
+        rotate = lambda x, cos, sin: ref.rotate(x, cos, sin, num_prefix=PREFIX)  # noqa: E731
+        (dq, *of_q), (dk, *of_k) = (gradients(rotate, (x, cos, sin), dx) for x, dx in ((q, dq), (k, dk)))
         return dq, dk, *(a + b for a, b in zip(of_q, of_k))
 
     return {
         "attention backward, dq": Launcher(
-            lambda t: for_attention_backward(t, *qkv(t, s), scale),
+            lambda t: _for_backward(t, *_qkv(t, s), scale),
             lambda *t: attention.attention_bwd_dq(*t, scale),
             lambda q, k, v, o, lse, do: attention_gradients(q, k, v, do, scale)[0],
         ),
@@ -180,11 +145,34 @@ def attention_parts(s: Sizes) -> dict[str, Launcher]:
             lambda q, k, v, lse, delta, do: attention_gradients(q, k, v, do, scale)[1:],
         ),
         "attention backward, of a bias": Launcher(
-            for_bias,
-            lambda q, k, v, o, lse, do, bias: attention.bias_bwd(q, k, v, o, lse, do, scale, Logits(bias=bias)),
-            bias_formula,
+            with_bias, lambda *t: attention.bias_bwd(*t[:-1], scale, Logits(bias=t[-1])), bias_formula
         ),
         "attention backward, of rotary tables": Launcher(
-            lambda t: (*qkv(t, s)[:2], *qkv(t, s)[:2], *_rope(t, s)), turned_back, turned_back_formula
+            lambda t: (*_qkv(t, s)[:2], *_qkv(t, s)[:2], *_rope(t, s, s.tokens - PREFIX)), rope_bwd, rope_formula
+        ),
+    }
+
+
+def _separate(s: Sizes) -> dict[str, Launcher]:
+    """Separate tensors of different strides, another scale than 1 / sqrt(Dh), logits in the hundreds."""
+    scale = 0.7 * s.head**-0.5
+
+    def separate(t: Draw, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        q = t.values(s.batch, s.tokens, s.heads, s.head, scale=size)
+        k = t.values(s.batch, s.heads, s.tokens, s.head).transpose(1, 2)
+        return q, k, t.values(s.tokens, s.batch, s.heads, s.head).transpose(0, 1)
+
+    return {
+        "attention, peaked, separate tensors": Launcher(
+            lambda t: separate(t, size=64.0),
+            lambda *t: attention.attention_fwd(*t, scale),
+            lambda *t: attention_formula(*t, scale),
+            edge=True,
+        ),
+        "attention backward, separate tensors": Launcher(
+            lambda t: _for_backward(t, *separate(t), scale),
+            lambda *t: attention.attention_bwd_separate(*t, scale),
+            lambda q, k, v, o, lse, do: attention_gradients(q, k, v, do, scale),
+            edge=True,
         ),
     }

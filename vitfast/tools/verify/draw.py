@@ -11,6 +11,9 @@ from ...model.presets import preset
 # Of a tensor drawn as a view of something wider: how far from its start, and how many elements more from row to row.
 LAYOUTS = {"contiguous": (0, 0), "channels-last": (0, 0), "strided": (8, 24), "shifted": (3, 24), "odd": (3, 5)}
 
+# A random input's kind and shape: "values", "weight" (scaled by its fan-in), "factor" (fp32, no gradient), "uint8".
+Input = tuple[str, tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -82,11 +85,11 @@ class Draw:
         """Normal numbers in fp32 as one kernel leaves them to another: contiguous in every layout."""
         return self.values(*shape, dtype=torch.float32).contiguous()
 
-    def factors(self, count: int) -> Tensor:
+    def factors(self, *shape: int) -> Tensor:
         """Between 0.5 and 1.5, in fp32."""
         if self.device.type == "meta":
-            return torch.empty(count, device=self.device)
-        return torch.rand(count, generator=self.generator, device=self.device) + 0.5
+            return torch.empty(shape, device=self.device)
+        return torch.rand(shape, generator=self.generator, device=self.device) + 0.5
 
     def lengths(self, count: int, most: int) -> Tensor:
         """Whole numbers from 0 to `most`, the first of them `most`, in int32."""
@@ -102,6 +105,12 @@ class Draw:
             return torch.empty(count + 1, dtype=torch.int32, device=self.device)
         ends = (torch.rand(count, generator=self.generator, device=self.device) + 0.05).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends / ends[-1] * total]).round().int()
+
+    def leaves(self, inputs: list[Input]) -> list[Tensor]:
+        """Tensors of these kinds and shapes, of which values and weights want a gradient."""
+        kinds = dict(values=self.values, weight=self.weight, uint8=self.pixels, factor=self.factors)
+        drawn = [(kind, kinds[kind](*shape)) for kind, shape in inputs]
+        return [t.requires_grad_(kind in ("values", "weight")) for kind, t in drawn]
 
     def pixels(self, *shape: int) -> Tensor:
         """Raw uint8."""

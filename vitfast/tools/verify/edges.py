@@ -23,9 +23,8 @@ from ...kernels.configs import tiles
 from ...kernels.configs.tiles import Tile
 from . import Judge, Wrong
 from .draw import Sizes
-from .edge_launchers import edge_launchers
-from .launcher import Launcher, outputs
-from .launchers import launchers
+from .launcher import outputs
+from .launchers import every_launcher
 from .sanitizer import Finding, Sanitizer
 
 CPU = torch.device("cpu")
@@ -94,14 +93,9 @@ class Report:
         return not self.wrong and not self.findings
 
 
-def launchers_at(sizes: Sizes) -> dict[str, Launcher]:
-    """Name -> launcher: those of a training step, and those of other inputs."""
-    return launchers(sizes) | edge_launchers(sizes)
-
-
 def names() -> list[str]:
     """Of every launcher."""
-    return list(launchers_at(ROWS[0]))
+    return list(every_launcher(ROWS[0]))
 
 
 def _sizes(name: str, long: bool) -> list[Sizes]:
@@ -202,7 +196,7 @@ def _where(problem: BaseException) -> str:
 
 def check(case: Case) -> Report:
     """Runs a case with its shipped tiles and with every candidate."""
-    report, launcher = Report(case), launchers_at(case.sizes)[case.name]
+    report, launcher = Report(case), every_launcher(case.sizes)[case.name]
     judge = Judge(launcher, case.dtype, CPU, case.layout)
     inputs = [t.clone() for t in judge.inputs]
     for label, used in variants(case):

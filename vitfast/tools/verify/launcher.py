@@ -13,13 +13,15 @@ from .draw import Draw
 class Launcher:
     """`call(*make(draw))` runs kernels; `formula` takes the same inputs, in any dtype.
 
-    variant: a plainer case has the same tile.
+    variant: a plainer case has the same tile. edge: on inputs that a training step of a plain ViT does not give, for
+    edges.py alone.
     """
 
     make: Callable[[Draw], tuple]
     call: Callable
     formula: Callable
     variant: bool = False
+    edge: bool = False
 
 
 def outputs(result) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """The launchers of products, with their epilogues, for launchers.py."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -8,20 +9,17 @@ from ...ops import reference as ref
 from .draw import Draw, Sizes
 from .launcher import Launcher, gradients, wide
 
-
-def layers(s: Sizes) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of each weight of an encoder layer."""
-    d, f = s.width, s.hidden
-    return {"fc2": (d, f), "fc1": (f, d), "qkv": (3 * d, d), "proj": (d, d)}
+SPLITS = 7  # slices of a weight gradient that are added up
 
 
 def gelu_backward(dy: Tensor, pre: Tensor, activation: str = "gelu") -> tuple[Tensor, Tensor]:
+    """(dpre, its column sums)."""
     (dpre,) = gradients(ref.ACTIVATIONS[activation], (pre,), dy)
     return dpre, dpre.sum(0, dtype=wide(dpre))
 
 
 def gated_backward(dh: Tensor, up: Tensor, gate: Tensor, activation: str, want_h: bool = True) -> tuple[Tensor, ...]:
-    """(dup, dgate, h, the sums of both)."""
+    """(dup, dgate, h, the column sums of both)."""
 
     def product(up, gate):
         return ref.ACTIVATIONS[activation](gate) * up
@@ -31,85 +29,119 @@ def gated_backward(dh: Tensor, up: Tensor, gate: Tensor, activation: str, want_h
 
 
 def products(s: Sizes) -> dict[str, Launcher]:
-    m, d, f, sizes = s.rows, s.width, s.hidden, layers(s)
+    """The linear layers of an encoder layer, forward and backward."""
+    m, d, f = s.rows, s.width, s.hidden
+    weights = {"fc2": (d, f), "fc1": (f, d), "qkv": (3 * d, d), "proj": (d, d)}  # (outputs, inputs)
 
-    def linear_inputs(t: Draw, out: int, inner: int) -> tuple:
+    def layer(t: Draw, out: int, inner: int) -> tuple:
         return t.values(m, inner), t.weight(out, inner), t.values(out)
 
-    def linear_gelu(activation: str, save: bool, variant: bool) -> Launcher:
+    def activated(activation: str, save: bool, variant: bool) -> tuple[Launcher, Launcher]:
         def formula(x, w, b):
             pre = F.linear(x, w, b)
             return ref.ACTIVATIONS[activation](pre), *((pre,) if save else ())
 
-        return Launcher(
-            lambda t: linear_inputs(t, f, d),
-            lambda *t: mlp.linear_gelu(*t, activation, save),
-            formula,
-            variant,
-        )
-
-    def dgelu(activation: str, variant: bool) -> Launcher:
-        def formula(g, w2, pre):
+        def backward_formula(g, w2, pre):
             dpre, dbias = gelu_backward(g @ w2, pre, activation)
             return dpre, ref.ACTIVATIONS[activation](pre), dbias
 
-        return Launcher(
+        forward = Launcher(lambda t: layer(t, f, d), lambda *t: mlp.linear_gelu(*t, activation, save), formula, variant)
+        return forward, Launcher(
             lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
             lambda *t: mlp.dgelu_matmul(*t, activation, True),
-            formula,
+            backward_formula,
             variant,
         )
 
-    def weight_gradient(out: int, inner: int) -> Launcher:
-        make = lambda t: (t.values(m, out), t.values(m, inner))  # noqa: E731
-        return Launcher(make, weight_grad.weight_grad, lambda g, x: g.t() @ x)
-
-    def input_gradient(out: int, inner: int) -> Launcher:
-        return Launcher(lambda t: (t.values(m, out), t.weight(out, inner)), linear.input_grad, lambda g, w: g @ w)
-
-    def linear_residual(out: int, inner: int) -> Launcher:
-        return Launcher(
-            lambda t: (*linear_inputs(t, out, inner), t.values(m, out)),
-            lambda *t: linear.linear_residual(*t, None, None, s.tokens),
-            ref.linear_residual,
-        )
-
-    def gated_linear(activation: str, save: bool, variant: bool) -> Launcher:
+    def gated_by(activation: str, save: bool, variant: bool) -> tuple[Launcher, Launcher]:
         def formula(x, up_weight, up_bias, gate_weight, gate_bias):
             up, gate = F.linear(x, up_weight, up_bias), F.linear(x, gate_weight, gate_bias)
             return ref.ACTIVATIONS[activation](gate) * up, *((up, gate) if save else ())
 
-        return Launcher(
-            lambda t: (*linear_inputs(t, f, d), *linear_inputs(t, f, d)[1:]),
+        forward = Launcher(
+            lambda t: (*layer(t, f, d), *layer(t, f, d)[1:]),
             lambda *t: gated.gated_linear(*t, activation, save),
             formula,
             variant,
         )
-
-    def dgated(activation: str, variant: bool) -> Launcher:
-        return Launcher(
+        return forward, Launcher(
             lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f), t.values(m, f)),
             lambda *t: gated.dgated_matmul(*t, activation, True),
             lambda g, w, up, gate: gated_backward(g @ w, up, gate, activation),
             variant,
         )
 
+    found = {}
+    for name, backward, build, activation, save in (
+        ("linear + gelu", "dgelu", activated, "gelu", True),
+        ("linear + gelu, tanh, inference", "dgelu, tanh", activated, "gelu_tanh", False),
+        ("linear + quick_gelu", "dgelu, quick_gelu", activated, "quick_gelu", True),
+        ("linear + silu", "dgelu, silu", activated, "silu", True),
+        ("gated linear", "dgated", gated_by, "silu", True),
+        ("gated linear, gelu, inference", "dgated, gelu", gated_by, "gelu", False),
+    ):
+        found[name], found[backward] = build(activation, save, variant=backward not in ("dgelu", "dgated"))
+    for name, (out, inner) in weights.items():
+        found[f"weight gradient, {name}"] = Launcher(
+            lambda t, out=out, inner=inner: (t.values(m, out), t.values(m, inner)),
+            weight_grad.weight_grad,
+            lambda g, x: g.t() @ x,
+        )
+    for name in ("fc1", "qkv", "proj"):  # fc2's is dgelu
+        found[f"input gradient, {name}"] = Launcher(
+            lambda t, size=weights[name]: (t.values(m, size[0]), t.weight(*size)), linear.input_grad, lambda g, w: g @ w
+        )
+    for name in ("fc2", "proj"):
+        found[f"linear + residual, {name}"] = Launcher(
+            lambda t, size=weights[name]: (*layer(t, *size), t.values(m, size[0])),
+            lambda *t: linear.linear_residual(*t, None, None, s.tokens),
+            ref.linear_residual,
+        )
+    found["linear, qkv"] = Launcher(lambda t: layer(t, *weights["qkv"]), linear.linear, F.linear)
+    for name, (out, inner) in weights.items():
+        found[f"weight gradient, {name}, sum"] = Launcher(
+            lambda t, out=out, inner=inner: (t.workspace(SPLITS, out, inner), t.values(0)),
+            lambda slices, like: weight_grad.sum_products(slices, None, like.dtype),
+            lambda slices, like: slices.sum(0),
+        )
+    return found | _with_factors(s)
+
+
+def _with_factors(s: Sizes) -> dict[str, Launcher]:
+    """What runs with a layer scale and drop path, and where another provider multiplies."""
+    m, d, f, fp32 = s.rows, s.width, s.hidden, torch.float32
+
+    def weight_gradient(g, x, w, ls):
+        product = g.t() @ x
+        product = product.to(wide(product))
+        return (ls[:, None] * product).to(g.dtype), (product * w).sum(1)
+
+    def linear_residual(x, w, b, res, ls, drop):
+        x, res = (t.view(s.batch, s.tokens, d) for t in (x, res))
+        return ref.linear_residual(x, w, b, res, layer_scale=ls, drop_path=drop).view(m, d)
+
     return {
-        "linear + gelu": linear_gelu("gelu", save=True, variant=False),
-        "dgelu": dgelu("gelu", variant=False),
-        "linear + gelu, tanh, inference": linear_gelu("gelu_tanh", save=False, variant=True),
-        "dgelu, tanh": dgelu("gelu_tanh", variant=True),
-        "linear + quick_gelu": linear_gelu("quick_gelu", save=True, variant=True),
-        "dgelu, quick_gelu": dgelu("quick_gelu", variant=True),
-        "linear + silu": linear_gelu("silu", save=True, variant=True),
-        "dgelu, silu": dgelu("silu", variant=True),
-        "gated linear": gated_linear("silu", save=True, variant=False),
-        "dgated": dgated("silu", variant=False),
-        "gated linear, gelu, inference": gated_linear("gelu", save=False, variant=True),
-        "dgated, gelu": dgated("gelu", variant=True),
-        **{f"weight gradient, {layer}": weight_gradient(*size) for layer, size in sizes.items()},
-        # fc2's is dgelu.
-        **{f"input gradient, {layer}": input_gradient(*sizes[layer]) for layer in ("fc1", "qkv", "proj")},
-        **{f"linear + residual, {layer}": linear_residual(*sizes[layer]) for layer in ("fc2", "proj")},
-        "linear, qkv": Launcher(lambda t: linear_inputs(t, 3 * d, d), linear.linear, F.linear),
+        "gelu backward": Launcher(
+            lambda t: (t.values(m, f), t.values(m, f)), lambda *t: mlp.gelu_bwd(*t, "gelu", True), gelu_backward
+        ),
+        "gated backward": Launcher(
+            lambda t: (t.values(m, f), t.values(m, f), t.values(m, f)),
+            lambda *t: gated.gated_bwd(*t, "silu", True),
+            lambda *t: gated_backward(*t, "silu", want_h=False),
+        ),
+        "weight gradient, layer scale": Launcher(
+            lambda t: (t.values(m, d), t.values(m, f), t.weight(d, f), t.values(d)),
+            weight_grad.weight_grad_scaled,
+            weight_gradient,
+            variant=True,
+        ),
+        "linear + residual, factors, fp32 stream": Launcher(
+            lambda t: (
+                *(t.values(m, d), t.weight(d, d), t.values(d)),
+                *(t.values(m, d, dtype=fp32), t.values(d), t.factors(s.batch)),
+            ),
+            lambda *t: linear.linear_residual(*t, s.tokens),
+            linear_residual,
+            variant=True,
+        ),
     }
