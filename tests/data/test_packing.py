@@ -11,7 +11,7 @@ from runs import digits
 
 from vitfast import InputError, PackedImages
 from vitfast.data.loader import open_data
-from vitfast.data.packing import Packing, Progress, StepSampler, balanced, fit_grid, native_grid
+from vitfast.data.packing import Packing, Progress, StepSampler, fit_grid, native_grid
 from vitfast.data.samples import ONE
 from vitfast.run.distributed import Ranks
 
@@ -76,6 +76,8 @@ def test_steps_are_filled():
     assert max(tokens) <= 300 and min(tokens) > 300 - PACKING.tokens(16)
     per_step = sum(map(len, keys)) / len(keys)
     assert abs(per_step / PACKING.images_per_step - 1) < 0.05
+    for drop, kept in ((0.0, 37), (0.5, 19), (0.9, 5)):  # dropped patches are not in the budget
+        assert Packing(16, 48, (8, 8), 1, drop, 300, 20).tokens(48) == kept
 
 
 @pytest.mark.parametrize("length", [100, 100_000])
@@ -108,16 +110,6 @@ def test_without_a_budget_a_step_has_batch_size_images():
     keys, after = steps(7, packing)
     assert [len(step) for step in keys] == [20] * 7 and after[-1].position == 140 and not after[-1].waiting
     assert packing.images_per_step == 20
-
-
-def test_shares_are_balanced():
-    assert balanced([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
-    assert balanced([3, 3, 3], 3) == [[0], [1], [2]]
-
-
-@pytest.mark.parametrize("drop, tokens", [(0.0, 37), (0.5, 19), (0.9, 5)])
-def test_dropped_patches_are_not_in_the_budget(drop, tokens):
-    assert Packing(16, 48, (8, 8), 1, drop, 300, 20).tokens(48) == tokens
 
 
 def batches(count, **fields):
@@ -190,10 +182,10 @@ def test_settings_that_do_not_go_together(fields, message):
         batches(1, **fields)
 
 
-@pytest.mark.parametrize("sizes", ["48:16", "16", "16:48:64", "a:b", "0:16", "16:99999", "-1:4"])
-def test_sizes_are_two_numbers(sizes):
-    with pytest.raises(InputError, match="sizes must be LOW:HIGH in pixels"):
-        digits(sizes=sizes)
+def test_sizes_are_two_numbers():
+    for sizes in ("48:16", "16", "16:48:64", "a:b", "0:16", "16:99999", "-1:4"):
+        with pytest.raises(InputError, match="sizes must be LOW:HIGH in pixels"):
+            digits(sizes=sizes)
 
 
 def test_synthetic_images_are_cut_to_size():

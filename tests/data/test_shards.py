@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import tarfile
 
 import numpy as np
 import pictures
@@ -10,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from runs import digits
+from shards import files, png, shards, write
 
 from vitfast import InputError
 from vitfast.data.datasets import Subset, fingerprint, known_labels, take
@@ -19,35 +19,6 @@ from vitfast.run.config import total_steps
 from vitfast.run.distributed import Ranks
 
 CPU = torch.device("cpu")
-
-
-def png(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
-
-
-def files(count: int) -> list[bytes]:
-    return [png(pictures.smooth(i, 24, 24)) for i in range(count)]
-
-
-def write(path, members: list[tuple[str, bytes]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
-def shards(root, contents: list[bytes], splits=("train", "val"), suffix: str = "png"):
-    """Two shards a split, classes in turn."""
-    for split in splits:
-        for shard in range(2):
-            pairs = [(f"s/{i:03d}", contents[i], b"%d" % (i % 3)) for i in range(shard, len(contents), 2)]
-            members = [m for key, image, label in pairs for m in ((f"{key}.cls", label), (f"{key}.{suffix}", image))]
-            write(root / f"{split}-{shard}.tar", members)
-    return root
 
 
 def test_local_shards_are_read_by_index(tmp_path):

@@ -1,16 +1,16 @@
 """VTAB-style tables: tasks, their training images, fine-tuning and classifiers on frozen features."""
 
 import csv
-import io
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from frozen import evaluation, run_cli, save_tiny
 from PIL import Image
+from shards import write
 
 from vitfast import ViT
 from vitfast.data.datasets import labels_of, take
@@ -34,10 +34,8 @@ def striped(root: Path, split: str, count: int, seed: int) -> None:
         folder.mkdir(parents=True)
         for i in range(count):
             stripes = np.broadcast_to((np.arange(16) // 2 % 2 * 150)[:, None], (16, 16))
-            noise = generator.integers(0, 100, (16, 16, 3))
-            Image.fromarray(((stripes if axis == 0 else stripes.T)[..., None] + noise).astype(np.uint8)).save(
-                folder / f"{i}.png"
-            )
+            pixels = np.moveaxis(stripes, 0, axis)[..., None] + generator.integers(0, 100, (16, 16, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +52,8 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
         f"- digits\n- {{name: 'stripes, \"both\"', group: structured, data: {stripes}}}\n"
         f"- {{name: more, group: structured, data: {stripes}}}\n"
     )
-    flags = ("--weights", digits_weights, "--tasks", tasks, "--device", "cpu", "--set", "workers=0")
-    code, out, err = run_cli(
-        capsys, "vtab", *flags, "--method", "ridge", "--examples", 200, "--output", tmp_path / "a", "--json"
-    )
+    command = ("vtab", "--weights", digits_weights, "--tasks", tasks, "--device", "cpu", "--method", "ridge")
+    code, out, err = run_cli(capsys, *command, "--examples", 200, "--output", tmp_path / "a", "--json")
     assert code == 0, err
     result = json.loads(out)
     assert result == json.loads((tmp_path / "a" / "vtab.json").read_text())
@@ -67,21 +63,13 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
     assert result["groups"] == {"tasks": digits["accuracy"], "structured": pytest.approx(first["accuracy"])}
     assert result["mean"] == pytest.approx((digits["accuracy"] + 2 * first["accuracy"]) / 3)
     rows = list(csv.DictReader(open(tmp_path / "a" / "vtab.csv")))
-    assert [(r["task"], r["group"]) for r in rows[:3]] == [
-        ("digits", "tasks"),
-        ('stripes, "both"', "structured"),
-        ("more", "structured"),
-    ]
-    assert [(r["task"], r["group"]) for r in rows[3:]] == [("mean", "tasks"), ("mean", "structured"), ("mean", "all")]
-    assert [float(r["accuracy"]) for r in rows] == [t["accuracy"] for t in result["tasks"]] + [
-        *result["groups"].values(),
-        result["mean"],
-    ]
-    assert (tmp_path / "a" / "vtab.txt").read_text().splitlines()[-1].split() == [
-        "mean",
-        "all",
-        f"{result['mean']:.4f}",
-    ]
+    named = [("digits", "tasks"), ('stripes, "both"', "structured"), ("more", "structured")]
+    means = [("mean", "tasks"), ("mean", "structured"), ("mean", "all")]
+    assert [(r["task"], r["group"]) for r in rows] == named + means
+    accuracies = [t["accuracy"] for t in result["tasks"]] + [*result["groups"].values(), result["mean"]]
+    assert [float(r["accuracy"]) for r in rows] == accuracies
+    last = (tmp_path / "a" / "vtab.txt").read_text().splitlines()[-1]
+    assert last.split() == ["mean", "all", f"{result['mean']:.4f}"]
 
     # the number itself: 200 images drawn once, the regularisation that four fifths of them show to be best on the rest
     data = open_data(evaluation(digits_weights), (16, 16), (8, 8), CPU)
@@ -90,31 +78,16 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
     queries, truth, *_ = probe.features(model, data, data.val, CPU, None)
     held = {l2: int((fewshot.ridge(x[:160], y[:160], x[160:], 10, l2) == y[160:]).sum()) for l2 in vtab.L2["ridge"]}
     assert held[digits["l2"]] == max(held.values()) > min(held.values())
-    assert digits["accuracy"] == pytest.approx(
-        (fewshot.ridge(x, y, queries, 10, digits["l2"]) == truth).double().mean().item(), abs=2 / 360
-    )
+    right = (fewshot.ridge(x, y, queries, 10, digits["l2"]) == truth).double().mean().item()
+    assert digits["accuracy"] == pytest.approx(right, abs=2 / 360)
 
 
 def test_vtab_fine_tunes_on_its_examples_and_goes_on_where_it_stopped(digits_weights, stripes, tmp_path, capsys):
     tasks = tmp_path / "tasks.yaml"
-    tasks.write_text(
-        f"- {{name: stripes, group: natural, data: {stripes}, crop_scale: [1, 1], lr: 0.05}}\n- {{data: digits}}\n"
-    )
-    command = (
-        "vtab",
-        "--weights",
-        digits_weights,
-        "--tasks",
-        tasks,
-        "--device",
-        "cpu",
-        "--recipe",
-        "finetune/digits",
-        "--examples",
-        32,
-        "--output",
-        tmp_path / "a",
-    )
+    own = f"name: stripes, group: natural, data: {stripes}, crop_scale: [1, 1], lr: 0.05"
+    tasks.write_text(f"- {{{own}}}\n- {{data: digits}}\n")
+    command = ("vtab", "--weights", digits_weights, "--tasks", tasks, "--device", "cpu")
+    command += ("--recipe", "finetune/digits", "--examples", 32, "--output", tmp_path / "a")
     settings = ("--img-size", 16, "--batch-size", 16, "--set", "workers=0", "steps=12", "warmup_steps=0")
     code, out, err = run_cli(capsys, *command, *settings)
     assert code == 0, err
@@ -122,11 +95,10 @@ def test_vtab_fine_tunes_on_its_examples_and_goes_on_where_it_stopped(digits_wei
     assert [(t["train_images"], t["test_images"]) for t in result["tasks"]] == [(32, 20), (32, 360)]
     assert result["tasks"][0]["accuracy"] >= 0.8 and out == (tmp_path / "a" / "vtab.txt").read_text()
     summary = json.loads((tmp_path / "a" / "stripes-32" / "summary.json").read_text())
-    assert (
-        summary["steps"] == 12
-        and summary["accuracy"] == result["tasks"][0]["accuracy"]
-        and summary["train_images"] == 32
-    )
+    assert summary["accuracy"] == result["tasks"][0]["accuracy"]
+    assert (summary["steps"], summary["train_images"]) == (12, 32)
+    used = yaml.safe_load((tmp_path / "a" / "stripes-32" / "config.yaml").read_text())
+    assert used["name"] == "finetune/digits" and used["crop_scale"] == [1, 1]  # the task's, not the recipe's
     code, _, err = run_cli(capsys, *command, *settings)  # nothing is trained again
     assert code == 0 and json.loads((tmp_path / "a" / "vtab.json").read_text()) == result
 
@@ -135,20 +107,15 @@ def test_vtab_takes_the_first_images_of_shards(digits_weights, stripes, tmp_path
     pytest.importorskip("webdataset")
     root = tmp_path / "wds_vtab-pets"
     for split, count in (("train", 12), ("test", 6)):
-        (root / split).mkdir(parents=True)
-        with tarfile.open(root / split / "0.tar", "w") as tar:
-            for i in range(count):
-                label, picture = i % 2, (stripes / "train" / ("across", "along")[i % 2] / f"{i}.png").read_bytes()
-                for suffix, content in (("png", picture), ("cls", str(label).encode())):
-                    info = tarfile.TarInfo(f"s{i:07d}.{suffix}")
-                    info.size = len(content)
-                    tar.addfile(info, io.BytesIO(content))
+        members = []
+        for i in range(count):
+            image = stripes / "train" / ("across", "along")[i % 2] / f"{i}.png"
+            members += [(f"s{i:07d}.png", image.read_bytes()), (f"s{i:07d}.cls", b"%d" % (i % 2))]
+        write(root / split / "0.tar", members)
     (tmp_path / "dtd").symlink_to(stripes)
     found = vtab.tasks_in(tmp_path)
-    assert [(t.name, t.group, t.settings["data"]) for t in found] == [
-        ("dtd", "natural", str(tmp_path / "dtd")),
-        ("pets", "natural", f"wds/{root}"),
-    ]
+    specs = [("dtd", "natural", str(tmp_path / "dtd")), ("pets", "natural", f"wds/{root}")]
+    assert [(t.name, t.group, t.settings["data"]) for t in found] == specs
     data = open_data(evaluation(digits_weights, f"wds/{root}"), (16, 16), (8, 8), CPU)
     taken = take(data.train, 8)
     assert len(taken) == 8 and set(labels_of(taken)) == {0, 1} and taken[0][0].size == (16, 16)

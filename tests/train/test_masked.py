@@ -179,7 +179,7 @@ def test_losses_of_one_colour_are_known():
     assert loss < 1e-6 and share == 1
 
 
-@pytest.mark.parametrize("target, options", zip(TARGETS, VARIANTS), ids=str)
+@pytest.mark.parametrize("target, options", list(zip(TARGETS, VARIANTS)), ids=str)
 def test_every_parameter_has_a_gradient(target, options):
     model = make(target, **options)
     model(pixels(4))[0].backward()

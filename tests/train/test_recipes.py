@@ -202,6 +202,8 @@ def test_settings_layer_over_each_other():
         ({"recipe": "digits", 5: 1}, "unknown setting '5'"),
         (dict(recipe=["digits"]), "unknown recipe"),
         (dict(steps=0), "steps must be positive"),
+        (dict(log_every=0), "log_every must be positive"),
+        (dict(eval_batch_size=0), "eval_batch_size must be positive"),
         (dict(optimizer="lion"), "optimizer must be one of adamw, sgd"),
         (dict(dropout=1.5), r"dropout must lie in \[0, 1\)"),
         (dict(objective="masked", mixup=0.5), "masked patch prediction takes its targets from the im"),
