@@ -1,78 +1,90 @@
-"""ImageNet's reassessed labels in `vitfast eval --real`."""
+"""Accuracy, top-5 accuracy and loss of `evaluate`, and ImageNet's reassessed labels in `vitfast eval --real`."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import randomize
-from frozen import run_cli
+from commands import run_cli
+from evaluations import result
+from frozen import evaluation, save_tiny
 from PIL import Image
+from sklearn.metrics import top_k_accuracy_score
 
 from vitfast import ViT
+from vitfast.data.loader import open_data
+from vitfast.eval.accuracy import evaluate_weights
 
 
-def test_real_labels_leave_out_what_has_none(tmp_path, capsys):
+def test_top_1_top_5_and_loss_are_scikit_learns(tmp_path):
+    """Of every validation image of the digits alone, whose batches do not divide their number."""
+    config = evaluation(save_tiny(tmp_path), eval_batch_size=7)
+    found, source = evaluate_weights(config), open_data(config, (16, 16), (8, 8), torch.device("cpu"))
+    images = torch.stack([torch.from_numpy(np.asarray(source.eval_transform(image))) for image, _ in source.val])
+    with torch.no_grad():
+        logits = torch.cat([ViT.from_pretrained(tmp_path).eval()(image[None]) for image in images]).double()
+    labels = np.array([label for _, label in source.val])
+    first, fifth = (top_k_accuracy_score(labels, logits, k=k, labels=np.arange(10)) for k in (1, 5))
+    assert 0 < first < fifth < 1
+    assert (found["accuracy"], found["top5"]) == pytest.approx((first, fifth))
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, torch.from_numpy(labels)).item(), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    """(weights, data, labels): 12 images with ImageNet's names, and real labels of which 6 in 10 are as guessed."""
+    root, found = tmp_path_factory.mktemp("real"), []
     torch.manual_seed(1)
-    randomize(
-        ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3), std=0.5
-    ).save_pretrained(tmp_path / "w")
-    model = ViT.from_pretrained(tmp_path / "w").eval()
-    number, found = 0, []  # ImageNet's numbers do not follow the class folders
-    order = np.random.default_rng(0).permutation(12) + 1
-    for split in ("train", "val"):
-        for k, name in enumerate(("n01", "n02", "n03")):
-            folder = tmp_path / "data" / split / name
-            folder.mkdir(parents=True)
-            for _ in range(4):
-                pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-                file = f"ILSVRC2012_val_{order[number % 12]:08d}.JPEG"
-                Image.fromarray(pixels).save(folder / file, format="PNG")
-                if split == "val":
-                    with torch.no_grad():
-                        guess = model(torch.from_numpy(pixels).permute(2, 0, 1)[None]).argmax().item()
-                    found.append((order[number % 12], guess, k))
-                number += 1
-    guesses = {n: guess for n, guess, _ in found}
+    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3)
+    randomize(model, std=0.5).eval().save_pretrained(root / "w")
+    order = np.random.default_rng(0).permutation(12) + 1  # ImageNet's numbers do not follow the class folders
+    for split, first in (("train", 0), ("val", 12)):
+        for i, number in enumerate(order):
+            pixels = np.random.default_rng(first + i).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            file = root / "data" / split / f"n0{i // 4}" / f"ILSVRC2012_val_{number:08d}.JPEG"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(file, format="PNG")
+            with torch.no_grad():
+                found.append((number, model(torch.from_numpy(pixels).permute(2, 0, 1)[None]).argmax().item(), i // 4))
+    guesses = {number: guess for number, guess, _ in found[12:]}
     assert len(set(guesses.values())) > 1
-    labels = [
-        [guesses[n]] if n <= 3 else [] if n <= 5 else [(guesses[n] + 1) % 3] if n <= 9 else [0, 1, 2]
-        for n in range(1, 13)
-    ]
-    path = tmp_path / "real.json"
-    path.write_text(json.dumps(labels))
-    flags = (
-        "eval",
-        "--weights",
-        tmp_path / "w",
-        "--data",
-        tmp_path / "data",
-        "--device",
-        "cpu",
-        "--set",
-        "workers=0",
-        "eval_batch_size=5",
-        "--json",
-    )
-    code, out, err = run_cli(capsys, *flags, "--real", path)
-    assert code == 0, err
-    result = json.loads(out)
-    assert result["real_images"] == 10 and result["real_accuracy"] == pytest.approx(6 / 10) and result["images"] == 12
-    assert result["accuracy"] == pytest.approx(np.mean([guess == k for _, guess, k in found]))
-    assert "real_accuracy" not in json.loads(run_cli(capsys, *flags)[1])
+    wrong = {n: [(guess + 1) % 3] for n, guess in guesses.items() if 6 <= n <= 9}
+    right = {n: [guesses[n]] if n <= 3 else [] if n <= 5 else [0, 1, 2] for n in guesses}
+    labels = [(right | wrong)[n] for n in range(1, 13)]
+    return root / "w", root / "data", labels, np.mean([guess == k for _, guess, k in found[12:]])
 
-    for content, message in (
+
+def test_real_labels_leave_out_what_has_none(imagenet, capsys, tmp_path):
+    weights, data, labels, accuracy = imagenet
+    (tmp_path / "real.json").write_text(json.dumps(labels))
+    found = result(capsys, "eval", weights, data, "--real", tmp_path / "real.json")
+    assert found["real_images"] == 10 and found["real_accuracy"] == pytest.approx(6 / 10) and found["images"] == 12
+    assert found["accuracy"] == pytest.approx(accuracy)
+    assert "real_accuracy" not in result(capsys, "eval", weights, data)
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
         ("[[1], [2]]", "labels for another number of images than the 12"),
         ("nothing", "cannot be read"),
         ("[" + "1," * 11 + "1]", "one list"),
-    ):
-        path.write_text(content)
-        code, _, err = run_cli(capsys, *flags, "--real", path)
-        assert code == 2 and message in err and err.count("\n") == 1
-    code, _, err = run_cli(capsys, *flags, "--real")  # timm's copy, of 50,000 images
-    assert code == 2 and "another number of images than the 12" in err
-    path.write_text(json.dumps(labels))
-    file = next((tmp_path / "data" / "val" / "n01").iterdir())
-    file.rename(file.with_name("cat.JPEG"))
-    code, _, err = run_cli(capsys, *flags, "--real", path)
-    assert code == 2 and "has cat.JPEG" in err
+        (None, "another number of images than the 12"),  # timm's copy, of 50,000 images
+        ("cat", "has cat.JPEG"),
+    ],
+)
+def test_real_labels_of_something_else_are_refused(imagenet, capsys, tmp_path, content, says):
+    weights, data, labels, _ = imagenet
+    command = ["eval", "--weights", weights, "--data", data, "--device", "cpu", "--set", "workers=0", "--real"]
+    file = next((data / "val" / "n01").iterdir())
+    if content == "cat":
+        file.rename(file.with_name("cat.JPEG"))
+    if content is not None:
+        (tmp_path / "real.json").write_text(json.dumps(labels) if content == "cat" else content)
+        command.append(tmp_path / "real.json")
+    code, _, err = run_cli(capsys, *command)
+    if content == "cat":
+        file.with_name("cat.JPEG").rename(file)
+    assert code == 2 and says in err and err.count("\n") == 1

@@ -9,7 +9,9 @@ import pictures
 import pytest
 import torch
 from checks import randomize
-from frozen import run_cli
+from commands import run_cli
+from evaluations import of_two, result
+from frozen import evaluation
 from PIL import Image
 from processes import done, ranks
 from sklearn.metrics import average_precision_score
@@ -20,7 +22,6 @@ from vitfast.data.loader import open_data
 from vitfast.data.samples import seed_everything
 from vitfast.eval.accuracy import evaluate, mean_average_precision
 from vitfast.train import losses
-from vitfast.train.recipes import resolve
 
 CPU = torch.device("cpu")
 NAMES = ("red", "green", "blue")
@@ -57,15 +58,12 @@ def test_a_run_learns_several_classes_an_image(data, capsys, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["map"] > 0.95 and summary["val_images"] == 29 and summary["val_unreadable_images"] == 1
     weights = tmp_path / "run" / "checkpoints" / "last"
-    code, out, _ = run_cli(
-        capsys, "eval", "--weights", weights, "--data", data, "--device", "cpu", "--set", "workers=0", "--json"
-    )
-    found = json.loads(out)
-    assert code == 0 and found["map"] == pytest.approx(summary["map"]) and "top5" not in found
+    found = result(capsys, "eval", weights, data)
+    assert found["map"] == pytest.approx(summary["map"]) and "top5" not in found
     assert (found["accuracy"], found["loss"]) == pytest.approx((summary["accuracy"], summary["loss"]))
 
     # by hand: each image alone, the loss with plain logarithms, the metric by scikit-learn
-    source = open_data(resolve("eval", dict(data=str(data), workers=0)), (16, 16), (8, 8), CPU).val
+    source = open_data(evaluation("", data), (16, 16), (8, 8), CPU).val
     model, rows = ViT.from_pretrained(weights).eval(), []
     with torch.no_grad():
         for i in range(30):
@@ -115,22 +113,11 @@ def test_the_metric_is_scikit_learns_over_the_classes_there_are():
     assert mean_average_precision(scores, targets) is None
 
 
-def of_two(weights, data, output):
-    from vitfast.run.distributed import join, leave
-
-    config = resolve("eval", dict(weights=weights, data=data, device="cpu", workers=0, eval_batch_size=4))
-    group, device = join(CPU)
-    found = evaluate(ViT.from_pretrained(weights), open_data(config, (16, 16), (8, 8), device, group), device, None)
-    if group.first:
-        output.write_text(json.dumps(found))
-    leave()
-
-
 def test_two_ranks_have_one_metric(data, tmp_path):
     torch.manual_seed(0)
     model = randomize(ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3), std=0.5)
     model.save_pretrained(tmp_path / "w")
-    config = resolve("eval", dict(data=str(data), workers=0, eval_batch_size=7))
+    config = evaluation("", data, eval_batch_size=7)
     alone = evaluate(model, open_data(config, (16, 16), (8, 8), CPU), CPU, None)
     done(ranks(2, of_two, str(tmp_path / "w"), str(data), tmp_path / "result.json"))
     assert json.loads((tmp_path / "result.json").read_text()) == pytest.approx(alone, rel=1e-6)

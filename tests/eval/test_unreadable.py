@@ -8,15 +8,15 @@ import pictures
 import pytest
 import torch
 from checks import randomize
-from frozen import run_cli
+from commands import run_cli
+from evaluations import of_two, result
+from frozen import evaluation
 from PIL import Image
-from processes import command_line, done, ranks
+from processes import done, ranks
 
 from vitfast import ViT
 from vitfast.data.loader import open_data
-from vitfast.eval import accuracy
 from vitfast.experiments import vtab
-from vitfast.train.recipes import resolve
 
 FLAGS = ("--device", "cpu", "--set", "workers=0", "eval_batch_size=3")
 
@@ -36,12 +36,6 @@ def made(tmp_path_factory):
     for gone in ("train/a/2.jpg", "val/a/0.jpg", "val/b/4.jpg"):
         (root / "rest" / gone).unlink()
     return root / "weights", whole, root / "rest"
-
-
-def result(capsys, command, weights, data, *more) -> dict:
-    code, out, err = run_cli(capsys, command, "--weights", weights, "--data", data, *FLAGS, *more, "--json")
-    assert code == 0, err
-    return json.loads(out)
 
 
 def test_eval_counts_only_what_it_read(made, capsys, caplog):
@@ -78,47 +72,12 @@ def test_decompression_bombs_are_left_out(made, capsys, caplog, tmp_path, monkey
     assert "bomb.png has 40 x 40 pixels, more than Pillow's limit of 1200" in caplog.text
 
 
-def of_two(weights, data, output):
-    """One of two ranks: the result of an evaluation, in a file."""
-    from vitfast.run.distributed import join, leave
-
-    config = resolve("eval", dict(weights=weights, data=data, device="cpu", workers=0, eval_batch_size=3))
-    group, device = join(torch.device("cpu"))
-    model = ViT.from_pretrained(weights)
-    data = open_data(config, (16, 16), (8, 8), device, group)
-    found = accuracy.evaluate(model, data, device, None)
-    if group.first:
-        output.write_text(json.dumps(found))
-    leave()
-
-
 def test_two_ranks_count_together(made, capsys, tmp_path):
     weights, whole, _ = made
     said = done(ranks(2, of_two, str(weights), str(whole), tmp_path / "result.json"))
     alone = result(capsys, "eval", weights, whole)
     assert json.loads((tmp_path / "result.json").read_text()) == pytest.approx(alone, rel=1e-6)
     assert sum(text.count("left out") for text in said) == 2
-
-
-def test_a_run_on_two_ranks_ends_with_its_count(made, tmp_path):
-    _, whole, _ = made
-    flags = [
-        "--recipe",
-        "digits",
-        "--data",
-        str(whole),
-        "--output",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--img-size",
-        "16",
-    ]
-    settings = ["--set", "workers=0", "batch_size=6", "steps=3", "eval_every=2", "eval_batch_size=3"]
-    said = done(ranks(2, command_line, ["pretrain", *flags, *settings]))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["val_images"], summary["val_unreadable_images"]) == (16, 2)
-    assert all("".join(said).count(f"left out: {whole}/val/{name}") == 1 for name in ("a/0.jpg", "b/4.jpg"))
 
 
 @pytest.mark.parametrize("shots", ["all", "9", "3"])
@@ -136,12 +95,7 @@ def test_fewshot_leaves_out_of_both_splits(made, capsys, caplog, shots):
 
 def test_vtab_leaves_out_too(made):
     weights, whole, rest = made
-    found, alone = (
-        vtab.evaluate_frozen(
-            resolve("eval", dict(weights=str(weights), data=str(data), device="cpu", workers=0)), "knn", 18
-        )
-        for data in (whole, rest)
-    )
+    found, alone = (vtab.evaluate_frozen(evaluation(weights, data), "knn", 18) for data in (whole, rest))
     assert (found["train_images"], found["test_images"], found["unreadable_images"]) == (17, 16, 3)
     assert found["accuracy"] == alone["accuracy"]
 
@@ -161,7 +115,7 @@ def test_reassessed_labels_of_what_was_not_read_do_not_count(made, capsys, tmp_p
     assert found["real_images"] == 16 == found["images"] and found["unreadable_images"] == 2
     model = ViT.from_pretrained(weights).eval()
     guesses = []
-    data = open_data(resolve("eval", dict(data=str(rest), workers=0)), (16, 16), (8, 8), torch.device("cpu"))
+    data = open_data(evaluation("", rest), (16, 16), (8, 8), torch.device("cpu"))
     with torch.no_grad():
         for images, *_ in data.eval_batches():
             guesses += model(images).argmax(1).tolist()
