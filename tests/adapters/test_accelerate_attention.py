@@ -1,112 +1,158 @@
 """`model.set_attn_implementation("vitfast")`: transformers' own registry, the lighter way."""
 
-import os
-import subprocess
+import copy
+import importlib
 import sys
+from collections import Counter
 
 import pytest
 import torch
-from adapter_models import hf_dinov2, hf_vit
-from checks import assert_close, gradients, randomize
+import transformers
+from adapter_models import (
+    IMAGES,
+    NAMED,
+    assert_same,
+    calls,
+    claimed,
+    hf_vit,
+    left,
+    report,
+)
+from checks import assert_close, randomize
 from torch import nn
-from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import vitfast
 from vitfast import ops
+from vitfast.adapters import fallbacks
 from vitfast.adapters.attention_interface import vitfast_attention_forward
 from vitfast.kernels.launch import launches_made
 
-IMAGES = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
+MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1]])
+
+
+def with_attention(model: nn.Module) -> nn.Module:
+    model.set_attn_implementation("vitfast")
+    return model
+
+
+def hf_swin(attention: str = "sdpa") -> nn.Module:
+    sizes = dict(image_size=16, patch_size=2, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2))
+    return transformers.SwinModel(transformers.SwinConfig(**sizes, attn_implementation=attention))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
-def test_equals_sdpa():
-    model = randomize(hf_vit())
-    expected = model(IMAGES).logits
-    upstream = torch.randn_like(expected)
-    wanted = gradients(model, expected, upstream)
-    model.set_attn_implementation("vitfast")
-    before = launches_made()
+def test_equals_sdpa_on_kernels():
+    original = randomize(hf_vit())
+    model, before = with_attention(copy.deepcopy(original)), launches_made()
     with ops.use_kernels("on"):
-        out = model(IMAGES).logits
-        mine = gradients(model, out, upstream)
+        assert_same(model, original, dict(pixel_values=IMAGES), atol=1e-5)
     assert launches_made() - before >= 6, "one forward and two backward kernels a layer"
-    assert_close(out, expected, atol=1e-5)
-    for name, grad in wanted.items():
-        assert_close(mine[name], grad, atol=1e-5, rtol=1e-5, name=name)
-    assert not vitfast.acceleration_report(vitfast.accelerate(model)).left, "both ways together"
-    assert_close(model(IMAGES).logits, expected, atol=1e-5)
+    assert not left(vitfast.accelerate(model)), "both ways together"
+    assert_same(model, original, dict(pixel_values=IMAGES), atol=1e-5)
 
 
-def test_any_model_of_the_registry_and_from_the_config():
-    config = CLIPVisionConfig(
-        image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    for model in (randomize(CLIPVisionModel(config)).eval(), randomize(hf_dinov2("Dinov2Model")).eval()):
-        expected = model(IMAGES).last_hidden_state
-        model.set_attn_implementation("vitfast")
-        assert model.config._attn_implementation == "vitfast"
-        assert_close(model(IMAGES).last_hidden_state, expected, atol=1e-5)
-    assert hf_vit(attn_implementation="vitfast").config._attn_implementation == "vitfast"
+@pytest.mark.parametrize("name", ["transformers CLIP", "transformers DINOv2", "transformers SigLIP"])
+def test_any_model_of_the_registry(name):
+    original, batch = randomize(NAMED[name].make()), NAMED[name].batch()
+    model = with_attention(copy.deepcopy(original))
+    assert model.config._attn_implementation == "vitfast"
+    assert_same(model, original, batch)
+    assert calls(model, **batch) == claimed(model) == {"attention": 2}
+    assert all("was not called" in why or "one learned query" in why for why in left(model)), report(model)
 
 
-@pytest.mark.parametrize(
-    "case", ["mask", "dropout", "causal", "causal module", "fewer keys", "longer keys", "float mask", "scale", "plain"]
-)
+def test_it_can_be_in_the_config_and_takes_masks_and_dropout():
+    model = randomize(hf_vit(attn_implementation="vitfast", attention_probs_dropout_prob=0.3))
+    assert calls(model.eval(), IMAGES, attention_mask=MASK) == {"attention": 2}
+    original = copy.deepcopy(model.train())
+    original.set_attn_implementation("sdpa")
+    for batch in (dict(attention_mask=MASK), {}):
+        assert_same(model, original, dict(pixel_values=IMAGES, **batch))
+    assert_same(model.eval(), original.eval(), dict(pixel_values=IMAGES, attention_mask=MASK))
+
+
+CASES = {
+    "plain": {},
+    "mask": dict(attention_mask=torch.rand(2, 1, 5, 5) > 0.5),
+    "float mask": dict(attention_mask=torch.randn(2, 1, 5, 5)),
+    "dropout": dict(dropout=0.5),
+    "causal": dict(is_causal=True),
+    "scale": dict(scaling=0.7),
+    "causal module": {},
+    "fewer keys": {},
+    "longer keys": {},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_what_it_does_not_do_is_sdpas(case):
     q, k, v = torch.randn(3, 2, 4, 5, 8)
-    module, arguments = nn.Module(), dict(attention_mask=None, dropout=0.0, scaling=None)
-    module.is_causal, module.num_key_value_groups = False, 1
-    if case == "mask":
-        arguments["attention_mask"] = torch.rand(2, 1, 5, 5) > 0.5
-    elif case == "float mask":
-        arguments["attention_mask"] = torch.randn(2, 1, 5, 5)
-    elif case == "dropout":
-        arguments["dropout"] = 0.5
-    elif case == "causal":
-        arguments["is_causal"] = True
-    elif case == "causal module":
-        module.is_causal = True
-    elif case == "fewer keys":
+    module, arguments = nn.Module(), dict(attention_mask=None, dropout=0.0, scaling=None) | CASES[case]
+    module.is_causal, module.num_key_value_groups = case == "causal module", 1
+    if case == "fewer keys":
         k, v, module.num_key_value_groups = k[:, :2], v[:, :2], 2
-    elif case == "longer keys":
+    if case == "longer keys":
         k, v = torch.randn(2, 2, 4, 7, 8)
-    elif case == "scale":
-        arguments["scaling"] = 0.7
-    torch.manual_seed(0)
-    out, weights = vitfast_attention_forward(module, q, k, v, **arguments)
-    torch.manual_seed(0)
-    expected, _ = sdpa_attention_forward(module, q, k, v, **arguments)
-    assert weights is None
-    assert_close(out, expected, atol=1e-6)
+    outs = []
+    for attention in (vitfast_attention_forward, sdpa_attention_forward):
+        torch.manual_seed(0)
+        outs.append(attention(module, q, k, v, **arguments)[0])
+    assert_close(*outs, atol=1e-6)
 
 
-def test_masks_and_dropout_in_a_model():
-    model = randomize(hf_vit(attention_probs_dropout_prob=0.3)).train()
-    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1]])
-    results = {}
-    for implementation in ("sdpa", "vitfast"):
-        model.set_attn_implementation(implementation)
-        torch.manual_seed(2)
-        results[implementation] = model(IMAGES, attention_mask=mask).logits, model(IMAGES).logits
-    for mine, theirs in zip(results["vitfast"], results["sdpa"]):
-        assert_close(mine, theirs, atol=1e-6)
+def test_the_report_knows_dropout_before_the_first_call():
+    model = with_attention(hf_vit(attention_probs_dropout_prob=0.1)).train()
+    parts = [entry for entry in report(model) if "set_attn_implementation" in entry.part]
+    assert len(parts) == 2 and all(entry.why == fallbacks.DROPOUT for entry in parts)
+    assert calls(model, IMAGES) == claimed(model) == {}
+    assert calls(model.eval(), IMAGES) == claimed(model) == {"attention": 2}
 
 
-SCRIPT = """
-import sys
-from transformers import ViTConfig, ViTForImageClassification
-sizes = dict(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64)
-model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
-import vitfast
-model.set_attn_implementation("vitfast")
-assert "timm" not in sys.modules
-"""
+def test_causal_attention_is_known_by_the_last_call():
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
+    model = with_attention(transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes)))
+    assert calls(model, torch.tensor([[1, 2, 3, 98]])) == claimed(model) == {}
+    assert ["causal" in why for why in left(model)] == [False, True, False, True, False]
+    llama = vitfast.accelerate(transformers.LlamaModel(transformers.LlamaConfig(**sizes)))
+    assert llama.config._attn_implementation == "sdpa", "of a decoder it is not set"
 
 
-def test_import_vitfast_after_transformers_is_enough():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
+def test_attention_is_set_where_layers_stay_transformers_own():
+    """And put back; what the user has chosen stays, and the report says what can be done."""
+    for chosen in ("sdpa", "eager"):
+        model = hf_swin(chosen)
+        state = list(model.state_dict()), model.config.to_dict()
+        vitfast.accelerate(model)
+        if chosen == "sdpa":
+            assert model.config._attn_implementation == "vitfast" and not left(model)
+            assert calls(model, IMAGES) == claimed(model) == {"attention": 2}
+        else:
+            assert model.config._attn_implementation == "eager" and not calls(model, IMAGES)
+            assert '; model.set_attn_implementation("vitfast") runs its attention' in str(report(model))
+        vitfast.restore(model)
+        assert model.config._attn_implementation == chosen and not calls(model, IMAGES)
+        assert (list(model.state_dict()), model.config.to_dict()) == state
+    model = hf_swin()
+    other = type(model)(model.config).eval()
+    vitfast.accelerate(model)
+    assert other.config._attn_implementation == "sdpa" and not calls(other, IMAGES), "of the same config"
+    vitfast.restore(vitfast.accelerate(other))
+    assert model.config._attn_implementation == "vitfast" and calls(model, IMAGES) == Counter(attention=2)
+    model.set_attn_implementation("eager")
+    assert vitfast.restore(model).config._attn_implementation == "eager", "the last choice is the user's"
+    assert other.config._attn_implementation == "sdpa" and not calls(other, IMAGES)
+
+
+def test_import_vitfast_after_transformers_is_enough(monkeypatch):
+    """vitfast imports the adapters, which register it, and import none of the other libraries."""
+    mappings = transformers.AttentionInterface._global_mapping, transformers.AttentionMaskInterface._global_mapping
+    for mapping in mappings:
+        monkeypatch.delitem(mapping, "vitfast")
+    for name in [name for name in sys.modules if name.startswith("vitfast.adapters")]:
+        monkeypatch.delitem(sys.modules, name)
+    for library in ("timm", "torchvision", "open_clip"):
+        monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setattr(vitfast, "adapters", vitfast.adapters)
+    importlib.import_module("vitfast.adapters")
+    assert all("vitfast" in mapping for mapping in mappings)

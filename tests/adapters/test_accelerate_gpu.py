@@ -7,11 +7,12 @@ import copy
 
 import pytest
 import torch
-from adapter_models import hf_dinov2, hf_vit, tensor, timm_vit, tv_vit
+from adapter_models import hf_vit, tensor, timm_vit, tv_vit
 from checks import gradients, randomize
 
 import vitfast
 from vitfast import ops
+from vitfast.adapters.families import hugging_face_model
 from vitfast.kernels.launch import launches_made
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +26,7 @@ MODELS = {
         **TIMM, pos_embed="none", class_token=False, global_pool="avg", fc_norm=False
     ),
     "HF ViT": lambda: hf_vit(**HF, intermediate_size=1536),
-    "HF DINOv2": lambda: hf_dinov2(**HF),
+    "HF DINOv2": hugging_face_model("Dinov2Model", **HF, mlp_ratio=2),
     "torchvision": lambda: tv_vit(image_size=64, patch_size=16, hidden_dim=384, num_heads=6, mlp_dim=1536),
 }
 
@@ -78,7 +79,10 @@ def test_dtypes_numbers_and_gradients(name, autocast, weights):
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize(
     "make",
-    [lambda: timm_vit(**TIMM, drop_path_rate=0.5), lambda: hf_dinov2(**HF, drop_path_rate=0.5)],
+    [
+        lambda: timm_vit(**TIMM, drop_path_rate=0.5),
+        hugging_face_model("Dinov2Model", **HF, mlp_ratio=2, drop_path_rate=0.5),
+    ],
     ids=["timm", "HF"],
 )
 def test_drop_path_draws_what_the_original_draws(make, autocast):

@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 from checkpoints import google
+from checks import assert_close
 from timm.models import FeatureInfo, VisionTransformer, get_model_args
 from timm.models._hub import save_for_hf
 from timm.models._manipulate import group_parameters
@@ -57,22 +58,12 @@ def test_names_and_twins():
     for name in names:
         cfg, twin = timm.get_pretrained_cfg(name), name.replace("fast_", "")
         assert cfg.input_size == timm.get_pretrained_cfg(twin).input_size == (3, int(name[-3:]), int(name[-3:]))
-        with torch.device("meta"):
-            ours, theirs = (
-                timm.create_model(n, num_classes=1000) for n in (name, twin)
-            )  # timm's huge one comes without head
-        assert {k: v.shape for k, v in ours.state_dict().items()} == {
-            k: v.shape for k, v in theirs.state_dict().items()
-        }, name
-        assert (
-            ours.default_cfg["first_conv"] + ".weight" in ours.state_dict() and ours.default_cfg["classifier"] == "head"
-        )
-        assert (ours.num_classes, ours.num_features, ours.head_hidden_size, ours.in_chans) == (
-            1000,
-            theirs.num_features,
-            theirs.embed_dim,
-            3,
-        )
+        with torch.device("meta"):  # timm's huge one comes without head
+            ours, theirs = (timm.create_model(n, num_classes=1000) for n in (name, twin))
+        shapes = [{key: value.shape for key, value in model.state_dict().items()} for model in (ours, theirs)]
+        assert shapes[0] == shapes[1] and ours.default_cfg["first_conv"] + ".weight" in shapes[0], name
+        own = ours.num_classes, ours.num_features, ours.head_hidden_size, ours.in_chans, ours.default_cfg["classifier"]
+        assert own == (1000, theirs.num_features, theirs.embed_dim, 3, "head")
 
 
 def test_weights_of_the_twin_load(weights):
@@ -95,9 +86,8 @@ def test_google_weights_load(tmp_path):
     for changes in (dict(checkpoint_path=tmp_path / "w.npz"), dict(pretrained=True, pretrained_cfg_overlay=overlay)):
         torch.testing.assert_close(make(**sizes, **changes)(x), make(TWIN, **sizes, **changes)(x), **TOL)
     other = make(**sizes, num_classes=9, img_size=48, checkpoint_path=tmp_path / "w.npz")
-    torch.testing.assert_close(
-        other.pos_embed, make(TWIN, **sizes, img_size=48, checkpoint_path=tmp_path / "w.npz").pos_embed, **TOL
-    )
+    twin = make(TWIN, **sizes, img_size=48, checkpoint_path=tmp_path / "w.npz")
+    torch.testing.assert_close(other.pos_embed, twin.pos_embed, **TOL)
     assert other.head.weight.std() > 0
 
 
@@ -114,9 +104,7 @@ def test_every_parameter_has_timms_gradient(weights):
     truth.zero_grad()
     truth(x).backward(upstream)
     for (name, ours), theirs in zip(model.named_parameters(), truth.parameters()):
-        torch.testing.assert_close(
-            ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, name=name)
 
 
 def test_what_timms_factory_and_optimisers_rely_on():
@@ -128,9 +116,8 @@ def test_what_timms_factory_and_optimisers_rely_on():
     model.reset_classifier(0)
     model.reset_classifier(2)
     head = model.get_classifier()
-    assert (head.weight.device.type, head.weight.dtype) == ("meta", torch.float64) and not any(
-        m.training for m in model.modules()
-    )
+    assert (head.weight.device.type, head.weight.dtype) == ("meta", torch.float64)
+    assert not any(m.training for m in model.modules())
     assert len(set(group_parameters(model, model.group_matcher(), reverse=True).values())) == SMALL["depth"] + 2
     model = make(drop_path_rate=0.3).requires_grad_(False)
     model.reset_classifier(0)
@@ -156,26 +143,19 @@ def test_timm_saves_it_after_changes(tmp_path, weights, change):
     assert torch.equal(ViT.from_pretrained(tmp_path).eval()(x), model(x))
 
 
-def test_feature_extraction_equals_timms(weights):
-    path, x = weights[1], images(48, 32)
-    for kwargs in (dict(), dict(out_indices=(0, 2))):
-        args = dict(
-            features_only=True,
-            pretrained=True,
-            pretrained_cfg_overlay=dict(file=str(path), input_size=(3, 32, 32)),
-            img_size=(48, 32),
-            **kwargs,
-        )
-        ours, theirs = make(**args).train(), make(TWIN, **args).train()
-        assert (
-            ours.feature_info.channels() == theirs.feature_info.channels()
-            and ours.feature_info.reduction() == theirs.feature_info.reduction()
-        )
-        maps = ours(x)
-        for a, b in zip(maps, theirs(x), strict=True):
-            torch.testing.assert_close(a, b, **TOL)
-        sum((m * torch.randn_like(m)).sum() for m in maps).backward()
-        assert all(p.grad is not None for p in ours.parameters())  # no parameter that DDP would wait for
+@pytest.mark.parametrize("chosen", [{}, dict(out_indices=(0, 2))], ids=["all", "some"])
+def test_feature_extraction_equals_timms(weights, chosen):
+    x, size = images(48, 32), (48, 32)
+    overlay = dict(file=str(weights[1]), input_size=(3, 32, 32))
+    options = dict(features_only=True, pretrained=True, pretrained_cfg_overlay=overlay, img_size=size, **chosen)
+    ours, theirs = make(**options).train(), make(TWIN, **options).train()
+    for info in ("channels", "reduction"):
+        assert getattr(ours.feature_info, info)() == getattr(theirs.feature_info, info)()
+    maps = ours(x)
+    for a, b in zip(maps, theirs(x), strict=True):
+        torch.testing.assert_close(a, b, **TOL)
+    sum((m * torch.randn_like(m)).sum() for m in maps).backward()
+    assert all(p.grad is not None for p in ours.parameters())  # no parameter that DDP would wait for
 
 
 def test_intermediates_end_in_the_features(weights):
@@ -185,9 +165,7 @@ def test_intermediates_end_in_the_features(weights):
         model.set_grad_checkpointing(enable)
         final, maps = model.forward_intermediates(x)
         assert torch.equal(final, model.forward_features(x))
-        assert [m.shape[1] for m in maps] == FeatureInfo(model.feature_info, len(maps)).channels() and len(
-            maps
-        ) == SMALL["depth"]
+        assert [m.shape[1] for m in maps] == FeatureInfo(model.feature_info, SMALL["depth"]).channels()
 
 
 def test_pruned_models_keep_their_maps_and_train(weights):
@@ -234,18 +212,9 @@ def test_a_script_runs_with_the_models_known(tmp_path, monkeypatch, capsys):
 )
 def test_timms_own_tests():
     """All but TorchScript: the operations choose kernels in Python, which torch.jit.script cannot take."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "vitfast.timm_models",
-        "-p",
-        "no:cacheprovider",
-        os.environ["TIMM_TESTS"],
-    ]
-    result = subprocess.run([*command, "-k", f"{NAME} and not torchscript"], capture_output=True, text=True)
+    command = [sys.executable, *"-m pytest -q -p vitfast.timm_models -p no:cacheprovider".split()]
+    command += [os.environ["TIMM_TESTS"], "-k", f"{NAME} and not torchscript"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-5000:]
 
 

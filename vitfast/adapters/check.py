@@ -19,9 +19,8 @@ from .descriptions import Layer, Mlp
 from .fallbacks import last_call, quiet
 from .fused_blocks import attribute, under
 from .layers import Blocks, accelerated_layer, unknown_member_reason
-from .leaves import norm_class
+from .leaves import leaf_class, norm_class
 from .mlp import MlpBlock, MlpModule
-from .subclasses import subclass
 
 WIDTH, TOKENS = 32, 5  # of the small layer's input: a prefix token and a grid of 2 x 2
 
@@ -189,22 +188,11 @@ def checked_class(cls: type, descriptions: tuple[Layer, ...], of_users: bool = F
     return accelerated_layer(cls, held, (tuple(halves[0].values()), tuple(halves[1].values())), *returned, of_users)
 
 
-def checked_mlp(cls: type, part: Mlp, make: Callable[[type], nn.Module]) -> type | str:
-    """Our subclass of a library's MLP; or why there is none."""
-
-    def forward(self, x):
-        y = block.call(self, x)
-        return cls.forward(self, x) if y is None else y
-
+def _checked_leaf(cls: type, make: Callable[[], tuple[nn.Module, type]]) -> type | str:
+    """Our subclass of a class that is replaced alone; or why there is none. make(): a small module, and ours."""
     try:
         with _plain():
-            example = make(cls).float().eval()
-            block = MlpModule(part, example)
-            found = block.find(example)
-            if isinstance(found, str):
-                raise ValueError(found)
-            alone = lambda module: block.alone_unsupported(module)  # noqa: E731
-            ours = subclass(cls, forward, vitfast_part=block.name, vitfast_block=block, vitfast_unsupported=alone)
+            example, ours = make()
             if not agrees(example, ours):
                 raise ValueError("other numbers")
             return ours
@@ -212,16 +200,23 @@ def checked_mlp(cls: type, part: Mlp, make: Callable[[type], nn.Module]) -> type
         return _another_way(cls, error)
 
 
+def checked_mlp(cls: type, part: Mlp, make: Callable[[type], nn.Module]) -> type | str:
+    """Our subclass of a library's MLP; or why there is none."""
+
+    def made() -> tuple[nn.Module, type]:
+        example = make(cls).float().eval()
+        block = MlpModule(part, example)
+        reason = block.leaf_unsupported(example)
+        if reason is not None:
+            raise ValueError(reason)
+        return example, leaf_class(cls, block.name, block.operation, block.leaf_unsupported)
+
+    return _checked_leaf(cls, made)
+
+
 def checked_norm(cls: type) -> type | str:
     """Our subclass of a library's norm; or why there is none."""
-    ours = norm_class(cls)
-    try:
-        with _plain():
-            if not agrees(cls(WIDTH), ours):
-                raise ValueError("other numbers")
-            return ours
-    except Exception as error:
-        return _another_way(cls, error)
+    return _checked_leaf(cls, lambda: (cls(WIDTH), norm_class(cls)))
 
 
 def refused(cls: type, description: Layer) -> str | None:

@@ -3,13 +3,14 @@
 Nothing is imported until a model is made.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .kinds import imported
 
 
 class Family(NamedTuple):
@@ -35,31 +36,21 @@ def _images(name: str = "x") -> Callable[[], dict]:
     return lambda: {name: torch.randn(2, 3, 16, 16)}
 
 
+def _maker(cls: str, **options) -> Callable[[], nn.Module]:
+    return lambda: imported(cls)(**{name: imported(value) for name, value in options.items()})
+
+
 def timm_model(cls: str = "vision_transformer:VisionTransformer", **options) -> Callable[[], nn.Module]:
     """Makes a small model, of "file:class" in timm.models; an option "module:name" is imported then."""
     sizes = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
-
-    def make() -> nn.Module:
-        named = {name: _named(value) if ":" in str(value) else value for name, value in options.items()}
-        return _named(f"timm.models.{cls}")(**{**sizes, **named})
-
-    return make
-
-
-def _named(name: str):
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return _maker(f"timm.models.{cls}", **sizes | options)
 
 
 def naflexvit(**options) -> Callable[[], nn.Module]:
     """Makes a small NaFlexVit of timm."""
     sizes = dict(patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_embed_grid_size=(2, 2), global_pool="avg")
-
-    def make() -> nn.Module:
-        module = importlib.import_module("timm.models.naflexvit")
-        return module.NaFlexVit(module.NaFlexVitCfg(**{**sizes, **options}), num_classes=5)
-
-    return make
+    config = _maker("timm.models.naflexvit:NaFlexVitCfg", **sizes | options)
+    return lambda: imported("timm.models.naflexvit:NaFlexVit")(config(), num_classes=5)
 
 
 def _padded() -> dict:
@@ -74,24 +65,15 @@ def hugging_face_model(model: str, config: str = "", **options) -> Callable[[], 
     """Makes a small model of transformers, from its configuration's class, which is called as the model is."""
     sizes = dict(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_attention_heads=2)
     sizes |= dict(num_hidden_layers=2, attn_implementation="sdpa")
-
-    def make() -> nn.Module:
-        library = importlib.import_module("transformers")
-        name = config or model.removesuffix("Model") + "Config"
-        return getattr(library, model)(getattr(library, name)(**{**sizes, **options}))
-
-    return make
+    made = _maker(f"transformers:{config or model.removesuffix('Model') + 'Config'}", **sizes | options)
+    return lambda: imported(f"transformers:{model}")(made())
 
 
 def _qwen(file: str, model: str, config: str, **options) -> Callable[[], nn.Module]:
     sizes = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
-
-    def make() -> nn.Module:
-        library = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
-        made = getattr(library, config)(**{**sizes, **options})
-        return getattr(library, model)._from_config(made, attn_implementation="sdpa")
-
-    return make
+    where = f"transformers.models.{file}.modeling_{file}"
+    made = _maker(f"{where}:{config}", **sizes | options)
+    return lambda: imported(f"{where}:{model}")._from_config(made(), attn_implementation="sdpa")
 
 
 def _grids() -> dict:
@@ -103,7 +85,7 @@ def _grids() -> dict:
 def torchvision_model(**options) -> Callable[[], nn.Module]:
     """Makes a small ViT of torchvision."""
     sizes = dict(image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
-    return lambda: _named("torchvision.models.vision_transformer:VisionTransformer")(**{**sizes, **options})
+    return _maker("torchvision.models.vision_transformer:VisionTransformer", **sizes | options)
 
 
 def _encoder(**options) -> Callable[[], nn.Module]:
@@ -116,7 +98,7 @@ def _encoder(**options) -> Callable[[], nn.Module]:
 
 def _open_clip(act: str) -> Callable[[], nn.Module]:
     sizes = dict(image_size=16, patch_size=8, width=32, layers=2, heads=2, mlp_ratio=2.0, output_dim=16)
-    return lambda: _named("open_clip.transformer:VisionTransformer")(**sizes, act_layer=_named(act))
+    return _maker("open_clip.transformer:VisionTransformer", **sizes, act_layer=act)
 
 
 def _sizes() -> dict:

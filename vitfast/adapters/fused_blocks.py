@@ -99,6 +99,13 @@ def stream_dtype(x: Tensor, weight: Tensor, layer_scale: Tensor | None, in_fp32:
     return out if out in (compute, torch.float32) else None
 
 
+def dtypes_fit(x: Tensor, weight: Tensor) -> bool:
+    """Whether an operation takes an input and weights of these dtypes, under autocast or not."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
+    return x.dtype == weight.dtype
+
+
 def add_projection(
     y: Tensor,
     weight: Tensor,

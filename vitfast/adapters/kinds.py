@@ -1,5 +1,6 @@
-"""Norms and activations of the libraries, by the full names of their classes."""
+"""Norms, activations and other things of the libraries, by their full names."""
 
+import importlib
 import sys
 from collections.abc import Callable
 
@@ -61,6 +62,14 @@ def loaded(names) -> tuple[type, ...]:
         if hasattr(sys.modules.get(module), cls):
             found.append(getattr(sys.modules[module], cls))
     return tuple(found)
+
+
+def imported(value):
+    """What "module:name" says, imported now; any other value itself."""
+    if not isinstance(value, str) or ":" not in value:
+        return value
+    module, _, name = value.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def activation(act) -> str | None:

@@ -1,16 +1,42 @@
-"""The patch projection and the LayerNorms outside the blocks: only their class is replaced."""
+"""Modules that are replaced alone: the patch projection, and norms and MLPs outside the blocks."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._dispatch import KERNEL_DTYPES
 from .fallbacks import library_runs, operation_runs
-from .fused_blocks import are_plain, input_unsupported
+from .fused_blocks import are_plain, dtypes_fit, input_unsupported
 from .kinds import norm_eps, norm_kind
 from .subclasses import subclass
 
 PATCHES, NORM = "patch projection", "norm"  # the parts, for reports
+DTYPES = "its input and weights differ in dtype"
+
+
+def leaf_class(
+    cls: type,
+    part: str,
+    operation: Callable[[nn.Module, Tensor], Tensor | str],
+    unsupported: Callable[[nn.Module], str | None],
+) -> type:
+    """A subclass of a library's class that runs an operation where it can.
+
+    operation(module, x): its result; in words, why the library's code must run, whose own errors stay.
+    unsupported(module): why no call of the module runs the operation, None where one may.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = input_unsupported(x) or operation(self, x)
+        if not isinstance(out, str):
+            operation_runs(self, part)
+            return out
+        if isinstance(x, Tensor):  # not a proxy of FX
+            library_runs(self, part, out, of_this_call=True)
+        return cls.forward(self, x)
+
+    return subclass(cls, forward, vitfast_part=part, vitfast_unsupported=lambda module: unsupported(module))
 
 
 def is_patch_projection(conv: nn.Conv2d) -> bool:
@@ -24,90 +50,57 @@ def is_patch_projection(conv: nn.Conv2d) -> bool:
     )
 
 
-def _runs(module: nn.Module, part: str, x: Tensor, reason: str | None) -> bool:
-    """Whether the operation runs; where a reason speaks against it, that is told."""
-    if reason is None:
-        operation_runs(module, part)
-    elif isinstance(x, Tensor):  # not a proxy of FX
-        library_runs(module, part, reason, of_this_call=True)
-    return reason is None
+def _weights_unsupported(module: nn.Module) -> str | None:
+    plain = are_plain(module.weight, getattr(module, "bias", None))
+    return None if plain else "its weights are of a class of their own"
 
 
-def _project(self, x: Tensor) -> Tensor:
-    """A patch projection on `ops.patch_embed`; (B, C, H, W) -> (B, D, H/P, W/Q), laid out channels last."""
-    weight = self.weight
-    if not _runs(self, PATCHES, x, _projection_unsupported(x, weight, self.bias)):
-        return nn.Conv2d.forward(self, x)
-    tokens = ops.patch_embed(x, weight, self.bias)
-    return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // weight.shape[2], x.shape[3] // weight.shape[3]))
-
-
-def _weights_unsupported(weight: Tensor | None, bias: Tensor | None) -> str | None:
-    return None if are_plain(weight, bias) else "its weights are of a class of their own"
-
-
-def _projection_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why the convolution must run, whose own errors stay; None where the operation does the same."""
-    reason = input_unsupported(x) or _weights_unsupported(weight, bias)
+def _project(conv: nn.Conv2d, x: Tensor) -> Tensor | str:
+    """`ops.patch_embed`; (B, C, H, W) -> (B, D, H/P, W/Q), laid out channels last."""
+    reason, weight = _weights_unsupported(conv), conv.weight
     if reason is not None:
         return reason
     p, q = weight.shape[2:]
     if x.dim() != 4 or x.shape[1] != weight.shape[1] or min(x.shape[2:]) == 0 or x.shape[2] % p or x.shape[3] % q:
         return "its input does not divide into patches"
-    if torch.is_autocast_enabled(x.device.type):
-        same = x.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
-    else:
-        same = x.dtype == weight.dtype
-    return None if same else "its input and weights differ in dtype"
+    if not dtypes_fit(x, weight):
+        return DTYPES
+    tokens = ops.patch_embed(x, weight, conv.bias)
+    return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // p, x.shape[3] // q))
 
 
-def _norm_unsupported(norm: nn.Module, x: Tensor) -> str | None:
-    """Why the library's norm must run; None where the operation does the same."""
-    reason = input_unsupported(x) or _norm_alone_unsupported(norm)
+Projection = leaf_class(nn.Conv2d, PATCHES, _project, _weights_unsupported)
+
+
+def _norm_unsupported(norm: nn.Module) -> str | None:
+    if getattr(norm, "_fast_norm", False):
+        return "timm's fast norm is on"
+    if norm.weight is None or norm.weight.dim() != 1:
+        return "it has no weight per channel"
+    return _weights_unsupported(norm) or ("its eps depends on the dtype" if norm_eps(norm) is None else None)
+
+
+def _normalize(norm: nn.Module, x: Tensor) -> Tensor | str:
+    reason = _norm_unsupported(norm)
     if reason is not None:
         return reason
     weight, bias = norm.weight, getattr(norm, "bias", None)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        return "its input and weights differ in dtype"
+        return DTYPES
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
         return "its input has 16 bits under autocast"
-    return None
-
-
-def _norm_alone_unsupported(norm: nn.Module) -> str | None:
-    """Why no call of this norm runs an operation; None where one may."""
-    if getattr(norm, "_fast_norm", False):
-        return "timm's fast norm is on"
-    weight, bias = norm.weight, getattr(norm, "bias", None)
-    if weight is None or weight.dim() != 1:
-        return "it has no weight per channel"
-    return _weights_unsupported(weight, bias) or ("its eps depends on the dtype" if norm_eps(norm) is None else None)
+    with torch.autocast(x.device.type, enabled=False):  # norms stay in fp32 under autocast
+        if norm_kind(type(norm)) == "rms":
+            return ops.rms_norm(x, weight, norm_eps(norm))
+        return ops.layer_norm(x, weight, bias, norm_eps(norm))
 
 
 def normalized(norm: nn.Module, x: Tensor) -> Tensor:
     """norm(x) by an operation, by the library's module where that must be called."""
-    return norm(x) if _norm_unsupported(norm, x) else _normalize(norm, x)
-
-
-def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):  # norms stay in fp32 under autocast
-        if norm_kind(type(norm)) == "rms":
-            return ops.rms_norm(x, norm.weight, norm_eps(norm))
-        return ops.layer_norm(x, norm.weight, norm.bias, norm_eps(norm))
+    out = input_unsupported(x) or _normalize(norm, x)
+    return norm(x) if isinstance(out, str) else out
 
 
 def norm_class(cls: type) -> type:
     """A subclass of a norm's class that runs the operation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        runs = _runs(self, NORM, x, _norm_unsupported(self, x))
-        return _normalize(self, x) if runs else cls.forward(self, x)
-
-    return subclass(cls, forward, vitfast_part=NORM, vitfast_unsupported=_norm_alone_unsupported)
-
-
-def _projection_alone_unsupported(conv: nn.Conv2d) -> str | None:
-    return _weights_unsupported(conv.weight, conv.bias)
-
-
-Projection = subclass(nn.Conv2d, _project, vitfast_part=PATCHES, vitfast_unsupported=_projection_alone_unsupported)
+    return leaf_class(cls, NORM, _normalize, _norm_unsupported)

@@ -1,17 +1,14 @@
 """MLPs of libraries: the half of an encoder layer on one operation, or the module alone."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._dispatch import KERNEL_DTYPES
 from ..ops.fusable import Modules, full_name, own_forward
 from .descriptions import Layer, Mlp
-from .fallbacks import library_runs, operation_runs
-from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, input_unsupported, parameter, under
+from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, dtypes_fit, parameter, under
 from .kinds import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
-from .leaves import normalized
+from .leaves import DTYPES, normalized
 
 _ROWS = ("first", "last")  # where the gate is among the rows of fc1
 
@@ -104,25 +101,18 @@ class MlpModule(MlpBlock):
         around = self.around(modules[""], modules)
         return super().unsupported_reason(modules) or (f"{around} is called inside" if around else None)
 
-    def alone_unsupported(self, module: nn.Module) -> str | None:
+    def leaf_unsupported(self, module: nn.Module) -> str | None:
         """Why no call of this module runs an operation; None where one may."""
         found = self.find(module)
         return found if isinstance(found, str) else None
 
-    def call(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """module(x) by an operation; None where the library's code must run."""
-        reason = input_unsupported(x)
-        found = self.find(module) if reason is None else reason
-        if not isinstance(found, str):
-            autocast = torch.is_autocast_enabled(x.device.type)
-            same = x.dtype == found.tensors[0].dtype
-            fits = x.dtype in KERNEL_DTYPES and found.tensors[0].dtype in KERNEL_DTYPES if autocast else same
-            reason = None if fits else "its input and weights differ in dtype"
-        if isinstance(found, str) or reason is not None:
-            if isinstance(x, Tensor):  # not a proxy of FX
-                library_runs(module, self.name, reason or found, of_this_call=True)
-            return None
-        operation_runs(module, self.name)
+    def operation(self, module: nn.Module, x: Tensor) -> Tensor | str:
+        """module(x) by an operation; in words, why the library's code must run."""
+        found = self.find(module)
+        if isinstance(found, str):
+            return found
+        if not dtypes_fit(x, found.tensors[0]):
+            return DTYPES
         act = dict(activation=self.activation(found.modules))
         if self.part.gate is None:
             return ops.mlp(x, *found.tensors, **act)

@@ -1,28 +1,19 @@
 """timm's layers: of VisionTransformer (DeiT, CLIP, NaFlexViT ...), Eva, Beit, relative positions."""
 
-import importlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from .descriptions import Attention, Layer, Logits, Mlp
+from .kinds import imported
 from .masks import packed_tokens, rotary_tables
 
 
 def _make(**options) -> Callable[[type], nn.Module]:
     """A small layer; options "module:class" are imported, when a model of timm is there."""
 
-    def make(cls: type) -> nn.Module:
-        given = {name: _named(value) if ":" in str(value) else value for name, value in options.items()}
-        return cls(**{**_SMALL, **given})
-
-    return make
-
-
-def _named(name: str):
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return lambda cls: cls(**{**_SMALL, **{name: imported(value) for name, value in options.items()}})
 
 
 _SMALL = dict(dim=32, num_heads=2, mlp_ratio=1.0, qkv_bias=True, init_values=0.5, drop_path=0.5)
