@@ -1,46 +1,38 @@
 """Commands on data of every kind: folders, shards, Hugging Face, torchvision."""
 
 import csv
-import io
 import json
-import tarfile
 
 import pytest
-from commands import RUN, make_folder, picture, run_cli
+from commands import RUN, make_folder, run_cli
+from shards import files, shards
 
 from vitfast import ViT
 from vitfast.data.datasets import Subset, known_labels, open_sources
 
 
-def test_folder_pretrain_finetune_eval(capsys, tmp_path):
-    data = make_folder(tmp_path / "data")
-    code, out, err = run_cli(capsys, "pretrain", "--recipe", "digits", "--data", data, "--output", tmp_path / "a", *RUN)
+def pretrained(capsys, data, output) -> dict:
+    """The summary of two steps of pre-training."""
+    command = ("pretrain", "--recipe", "digits", "--data", data, "--output", output)
+    code, out, err = run_cli(capsys, *command, *RUN)
     assert code == 0 and "accuracy" in out, err
+    return json.loads((output / "summary.json").read_text())
+
+
+def test_folder_pretrain_finetune_eval(capsys, tmp_path):
+    data, tuned = make_folder(tmp_path / "data"), tmp_path / "b"
+    pretrained(capsys, data, tmp_path / "a")
     last = tmp_path / "a" / "checkpoints" / "last"
-    code, out, err = run_cli(
-        capsys, "finetune", "--weights", last, "--data", data, "--output", tmp_path / "b", "--img-size", 24, *RUN[4:]
-    )
+    flags = ("--weights", last, "--data", data, "--output", tuned, "--img-size", 24, *RUN[4:])
+    code, _, err = run_cli(capsys, "finetune", *flags)
     assert code == 0, err
-    code, out, err = run_cli(
-        capsys,
-        "eval",
-        "--weights",
-        tmp_path / "b" / "checkpoints" / "last",
-        "--data",
-        data,
-        "--device",
-        "cpu",
-        "--json",
-    )
+    flags = ("--weights", tuned / "checkpoints" / "last", "--data", data, "--device", "cpu", "--json")
+    code, out, err = run_cli(capsys, "eval", *flags)
     assert code == 0, err
-    result = json.loads(out)
-    rows = list(csv.DictReader(open(tmp_path / "b" / "metrics.csv")))
-    assert (
-        result["images"] == 18
-        and result["accuracy"] == float(rows[-1]["accuracy"])
-        and result["loss"] == pytest.approx(float(rows[-1]["loss"]))
-    )
-    assert ViT.from_pretrained(tmp_path / "b" / "checkpoints" / "last").patch_embed.img_size == (24, 24)
+    result, row = json.loads(out), list(csv.DictReader(open(tuned / "metrics.csv")))[-1]
+    assert result["images"] == 18 and result["accuracy"] == float(row["accuracy"])
+    assert result["loss"] == pytest.approx(float(row["loss"]))
+    assert ViT.from_pretrained(tuned / "checkpoints" / "last").patch_embed.img_size == (24, 24)
     code, _, err = run_cli(capsys, "eval", "--weights", last, "--data", "digits")
     assert code == 2 and "3 classes" in err and "10" in err
 
@@ -57,20 +49,8 @@ def test_a_tenth_is_held_out_without_val(capsys, tmp_path):
 
 def test_webdataset_shards(capsys, tmp_path):
     for split, count in (("train", 12), ("val", 6)):
-        for shard in range(2):
-            with tarfile.open(tmp_path / f"{split}-{shard:04d}.tar", "w") as tar:
-                for i in range(count // 2):
-                    buffer = io.BytesIO()
-                    picture(i).save(buffer, "png")
-                    for extension, content in (("png", buffer.getvalue()), ("cls", str(i % 3).encode())):
-                        info = tarfile.TarInfo(f"{shard}{i:03d}.{extension}")
-                        info.size = len(content)
-                        tar.addfile(info, io.BytesIO(content))
-    code, out, err = run_cli(
-        capsys, "pretrain", "--recipe", "digits", "--data", f"wds/{tmp_path}", "--output", tmp_path / "run", *RUN
-    )
-    assert code == 0, err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        shards(tmp_path, files(count), (split,))
+    summary = pretrained(capsys, f"wds/{tmp_path}", tmp_path / "run")
     assert summary["classes"] == 3 and summary["train_images"] == 12 and summary["val_images"] == 6
 
 
@@ -78,16 +58,11 @@ def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = make_folder(tmp_path / "data", splits=("train", "test"))
-    code, out, err = run_cli(
-        capsys, "pretrain", "--recipe", "digits", "--data", f"hfds/{data}", "--output", tmp_path / "run", *RUN
-    )
-    assert code == 0, err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = pretrained(capsys, f"hfds/{data}", tmp_path / "run")
     assert summary["classes"] == 3 and summary["train_images"] == summary["val_images"] == 18
     source = open_sources(f"hfds/{data}", "", (8, 8), (8, 8), 4, 0)[0]
-    assert known_labels(Subset(source, [5, 17, 0])) == [
-        source[i][1] for i in (5, 17, 0)
-    ]  # from the column, no image is read
+    labels = [source[i][1] for i in (5, 17, 0)]
+    assert known_labels(Subset(source, [5, 17, 0])) == labels  # from the column, no image is read
 
 
 CARD = """---
@@ -107,25 +82,19 @@ def test_streamed_hugging_face_dataset(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = make_folder(tmp_path / "data", splits=("train", "validation"))
     (data / "README.md").write_text(CARD)
-    code, out, err = run_cli(
-        capsys, "pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "run", *RUN
-    )
-    assert code == 0, err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = pretrained(capsys, f"hfids/{data}", tmp_path / "run")
     assert summary["classes"] == 3 and summary["val_images"] == 18
     assert summary["train_images"] == 18
     (data / "README.md").unlink()
-    code, out, err = run_cli(
-        capsys, "pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "other", *RUN
-    )
+    command = ("pretrain", "--recipe", "digits", "--data", f"hfids/{data}", "--output", tmp_path / "other")
+    code, _, err = run_cli(capsys, *command, *RUN)
     assert code == 2 and "length is unknown" in err and err.count("\n") == 1 and not (tmp_path / "other").exists()
 
 
 def test_tensorflow_dataset_without_tensorflow(capsys, tmp_path):
     """The reader is timm's; where its library is not installed the one line says which."""
-    code, out, err = run_cli(
-        capsys, "pretrain", "--recipe", "digits", "--data", "tfds/mnist", "--output", tmp_path / "run", *RUN
-    )
+    command = ("pretrain", "--recipe", "digits", "--data", "tfds/mnist", "--output", tmp_path / "run")
+    code, _, err = run_cli(capsys, *command, *RUN)
     assert code == 2 and "tfds/mnist" in err and "tensorflow" in err and err.count("\n") == 1
 
 
@@ -140,9 +109,5 @@ def test_torchvision_dataset_on_disk(capsys, tmp_path, monkeypatch):
             self.class_to_idx = {str(i): i for i in range(10)}
 
     monkeypatch.setitem(__import__("timm.data.dataset_factory", fromlist=["x"])._TORCH_BASIC_DS, "cifar10", Tiny)
-    code, out, err = run_cli(
-        capsys, "pretrain", "--recipe", "digits", "--data", "torch/cifar10", "--output", tmp_path / "run", *RUN
-    )
-    assert code == 0, err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = pretrained(capsys, "torch/cifar10", tmp_path / "run")
     assert summary["classes"] == 10 and summary["train_images"] == 24 and summary["val_images"] == 10

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_close
-from frozen import evaluation, run_cli, save_tiny
+from commands import run_cli
+from frozen import evaluation, save_tiny
 from sklearn.linear_model import Ridge as SklearnRidge
 from sklearn.neighbors import KNeighborsClassifier
 
@@ -68,13 +69,10 @@ def test_knn_is_scikit_learns_with_the_same_weights(monkeypatch):
     monkeypatch.setattr(probe, "CHUNK", 33)
     (x, y), (queries, _) = cloud(200, 12), cloud(100, 12, seed=1)
     for k, temperature in ((20, 0.07), (5, 1.0)):
-        theirs = KNeighborsClassifier(
-            k, metric="cosine", weights=lambda distance, t=temperature: np.exp((1 - distance) / t)
-        )
-        theirs.fit(x.double().numpy(), y.numpy())
-        assert np.array_equal(
-            probe.knn(x, y, queries, 4, k, temperature).numpy(), theirs.predict(queries.double().numpy())
-        )
+        weights = lambda distance, t=temperature: np.exp((1 - distance) / t)  # noqa: E731
+        theirs = KNeighborsClassifier(k, metric="cosine", weights=weights).fit(x.double().numpy(), y.numpy())
+        found = probe.knn(x, y, queries, 4, k, temperature).numpy()
+        assert np.array_equal(found, theirs.predict(queries.double().numpy()))
     assert probe.knn(x[:3], y[:3], queries, 4).max() <= 2  # fewer images than neighbours
 
 
@@ -84,13 +82,9 @@ def test_the_linear_probe_is_logistic_regression():
     a = x.numpy().astype(np.float64)
     whiten = lambda f: torch.from_numpy((f.numpy() - a.mean(0)) / (a.std(0) + 1e-5))  # noqa: E731
     for l2 in (1.0, 100.0):
-        w, b = (
-            torch.zeros(4, 12, dtype=torch.float64, requires_grad=True),
-            torch.zeros(4, dtype=torch.float64, requires_grad=True),
-        )
-        optimizer = torch.optim.LBFGS(
-            [w, b], max_iter=300, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
-        )
+        w, b = (torch.zeros(size, dtype=torch.float64, requires_grad=True) for size in ((4, 12), (4,)))
+        options = dict(max_iter=300, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS([w, b], **options)
 
         def closure(w=w, b=b, l2=l2, optimizer=optimizer):
             optimizer.zero_grad()
@@ -132,54 +126,29 @@ def test_few_shot_from_weights_to_accuracy(digits_weights, monkeypatch, capsys):
     for row in result["results"]:
         for seed, accuracy in enumerate(row["accuracies"]):
             generator = np.random.default_rng(seed)
-            chosen = np.concatenate(
-                [generator.permutation(np.where(labels == k)[0])[: row["shots"]] for k in range(10)]
-            )
-            a = x[chosen]
-            design = [
-                np.pad((f - a.mean(0)) / (a.std(0) + 1e-5), ((0, 0), (0, 1)), constant_values=100.0)
-                for f in (a, queries)
-            ]
+            classes = [generator.permutation(np.where(labels == k)[0]) for k in range(10)]
+            a = x[chosen := np.concatenate([order[: row["shots"]] for order in classes])]
+            whitened = [(f - a.mean(0)) / (a.std(0) + 1e-5) for f in (a, queries)]
+            design = [np.pad(f, ((0, 0), (0, 1)), constant_values=100.0) for f in whitened]
             theirs = SklearnRidge(alpha=1024, fit_intercept=False).fit(design[0], np.eye(10)[labels[chosen]] * 2 - 1)
             assert accuracy == pytest.approx((theirs.predict(design[1]).argmax(1) == truth).mean(), abs=2 / 360)
         assert row["accuracy"] == pytest.approx(np.mean(row["accuracies"]))
     assert 0.1 < result["results"][0]["accuracy"] < result["results"][1]["accuracy"]
 
-    monkeypatch.setattr(
-        fewshot, "known_labels", lambda source: None
-    )  # a source that does not tell its labels: every image is read
+    monkeypatch.setattr(fewshot, "known_labels", lambda source: None)  # a source without labels: every image is read
     assert fewshot.few_shot(config, shots=[2, 10], seeds=2) == result
-    code, out, _ = run_cli(
-        capsys,
-        "fewshot",
-        "--weights",
-        digits_weights,
-        "--data",
-        "digits",
-        "--device",
-        "cpu",
-        "--shots",
-        10,
-        "all",
-        "--seeds",
-        2,
-        "--json",
-    )
-    assert code == 0
+    command = ("fewshot", "--weights", digits_weights, "--data", "digits", "--device", "cpu")
+    code, out, _ = run_cli(capsys, *command, "--shots", 10, "all", "--seeds", 2, "--json")
     told = json.loads(out)["results"]
-    assert told[0] == result["results"][1] and told[1]["shots"] == "all" and len(told[1]["accuracies"]) == 1
+    assert code == 0 and told[0] == result["results"][1]
+    assert told[1]["shots"] == "all" and len(told[1]["accuracies"]) == 1
     for method in ("knn", "linear"):
-        code, out, _ = run_cli(
-            capsys, "fewshot", "--weights", digits_weights, "--data", "digits", "--device", "cpu", "--method", method
-        )
-        assert (
-            code == 0
-            and out.startswith(" all images a class: accuracy 0.")
-            and float(out.split()[5]) > told[0]["accuracy"]
-        )
+        code, out, _ = run_cli(capsys, *command, "--method", method)
+        assert code == 0 and out.startswith(" all images a class: accuracy 0.")
+        assert float(out.split()[5]) > told[0]["accuracy"]
 
 
-def test_the_result_is_written_where_it_is_asked_for(digits_weights, tmp_path, capsys, monkeypatch):
+def test_the_result_is_written_where_it_is_asked_for(digits_weights, tmp_path, capsys):
     base = ("fewshot", "--weights", digits_weights, "--data", "digits", "--device", "cpu", "--seeds", 2)
     table, whole = tmp_path / "new" / "a.csv", tmp_path / "new" / "a.json"
     code, out, err = run_cli(capsys, *base, "--shots", 2, 5, "--output", whole, "--json")
@@ -195,23 +164,24 @@ def test_the_result_is_written_where_it_is_asked_for(digits_weights, tmp_path, c
     assert json.loads(whole.read_text())["results"][0]["shots"] == 3
     assert sorted(path.name for path in whole.parent.iterdir()) == ["a.csv", "a.json"]
 
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--output OUT/a.json", "a.json: is there already; add --force"),
+        ("--output OUT/a.txt", "a.txt: the result is written as .json or .csv"),
+        ("--output OUT/folder.json", "folder.json: a folder is in the way"),
+        ("--shots 0", "positive numbers of shots and seeds"),
+        ("--seeds 0", "positive numbers of shots and seeds"),
+        ("--l2 -1", "positive numbers of shots and seeds"),
+        ("--method knn --l2 1", "knn has no l2; it is for ridge and linear"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_is_computed(tmp_path, capsys, monkeypatch, flags, says):
     monkeypatch.setattr(fewshot, "open_weights", lambda *_: pytest.fail("something was computed"))
     (tmp_path / "folder.json").mkdir()
-    for path, message in (
-        (whole, "a.json: is there already; add --force"),
-        (tmp_path / "a.txt", "a.txt: the result is written as .json or .csv"),
-        (tmp_path / "folder.json", "folder.json: a folder is in the way"),
-    ):
-        code, _, err = run_cli(capsys, *base, "--output", path)
-        assert code == 2 and message in err and err.count("\n") == 1
-    assert json.loads(whole.read_text())["results"][0]["shots"] == 3
-
-
-def test_wrong_few_shot_settings_are_named(digits_weights, capsys):
-    for flags in (["--shots", "0"], ["--seeds", "0"], ["--l2", "-1"]):
-        code, _, err = run_cli(capsys, "fewshot", "--weights", digits_weights, "--data", "digits", *flags)
-        assert code == 2 and "positive numbers of shots and seeds" in err and err.count("\n") == 1
-    code, _, err = run_cli(
-        capsys, "fewshot", "--weights", digits_weights, "--data", "digits", "--method", "knn", "--l2", 1
-    )
-    assert code == 2 and "knn has no l2; it is for ridge and linear" in err
+    (tmp_path / "a.json").write_text("old")
+    words = flags.replace("OUT", str(tmp_path)).split()
+    code, _, err = run_cli(capsys, "fewshot", "--weights", "W", "--data", "digits", *words)
+    assert code == 2 and says in err and err.count("\n") == 1
+    assert (tmp_path / "a.json").read_text() == "old" and not (tmp_path / "a.txt").exists()
