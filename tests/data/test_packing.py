@@ -20,7 +20,8 @@ PACKING = Packing(low=16, high=48, patch=(8, 8), prefix=1, drop=0.0, budget=300,
 
 def steps(count, packing=PACKING, seed=0, progress=None, ranks=ONE, length=100, accumulate=1):
     """(keys of each step, where the stream is after it)."""
-    sampler = StepSampler(length, packing, seed, count, progress or Progress(), ranks, accumulate)
+    config = digits(seed=seed, accumulate=accumulate)
+    sampler = StepSampler(length, packing, config, count, progress or Progress(), ranks)
     return list(sampler), list(sampler.after)
 
 

@@ -80,8 +80,7 @@ def test_an_epoch_has_as_many_images_for_any_number_of_ranks_and_workers(tmp_pat
             data = open_data(config, (24, 24), (8, 8), CPU, Ranks(0, world))
             data.train.dataset.reader.dist_num_replicas = world  # as timm finds it under torchrun
             data.train.dataset.set_loader_cfg(num_workers=workers)
-            assert len(data.train) == data.train_length == count
-            assert total_steps(config, data.train_length) == round(3 * count / 4)
+            assert len(data.train) == count and total_steps(config, len(data.train)) == round(3 * count / 4)
 
 
 def test_wrong_shards_are_named(tmp_path):

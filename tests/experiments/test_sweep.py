@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import run_cli
-from runs import digits, finetuning, same, weights
+from runs import digits, finetuning
 
 from vitfast import InputError
 from vitfast.errors import Diverged, TrainingError
@@ -85,21 +85,6 @@ def test_a_sweep_comes_once_before_the_runs(tmp_path, told, capsys):
         assert code == 2 and message in err and err.count("\n") == 1
     code, _, err = run_cli(capsys, *command[:-2], "--runs", 2)
     assert code == 2 and "add --output FOLDER" in err and len(told) == 5
-
-
-def test_runs_go_on_where_they_stopped(tmp_path):
-    train(digits(tmp_path / "pre", steps=1))
-    config = finetuning(tmp_path / "pre", tmp_path / "fine", steps=2, batch_size=8, train_images=16)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
-        cut_second = iter((False, True))
-        patch.setattr(experiments, "train", lambda *args: train(*args) if not next(cut_second) else {}["cut"])
-        fine_tune(config, runs=2)
-    first = (tmp_path / "fine" / "seed-0" / "summary.json").stat().st_mtime_ns
-    result = fine_tune(config, runs=2)
-    assert (tmp_path / "fine" / "seed-0" / "summary.json").stat().st_mtime_ns == first  # it was not trained again
-    kept = [json.loads((tmp_path / "fine" / f"seed-{seed}/summary.json").read_text())["accuracy"] for seed in (0, 1)]
-    assert result["accuracies"] == kept
-    assert not same(weights(tmp_path / "fine" / "seed-0"), weights(tmp_path / "fine" / "seed-1"))
 
 
 @pytest.fixture(scope="module")

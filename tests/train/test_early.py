@@ -1,13 +1,12 @@
 """Early stopping (the paper's 4.3): when a run ends, what it keeps, and that it goes on as if it had not been cut."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from runs import content, cut_at, digits, same, weights
+from runs import content, cut_at, digits, records, same, weights
 from safetensors.torch import load_file
 
 from vitfast import InputError, ViT
@@ -29,18 +28,11 @@ def best(run: Path) -> dict:
     return load_file(run / "best" / "model.safetensors")
 
 
-def records(run: Path, *columns: str) -> list[tuple]:
-    return [tuple(row[column] for column in columns) for row in csv.DictReader(open(run / "metrics.csv"))]
-
-
 def test_the_best_is_the_best_on_held_out_images_and_starts_again_with_the_run(tmp_path):
     config = stopping(tmp_path / "run", steps=8, lr=0.01, early_stop=9)
     summary = train(config)
-    accuracies = {
-        int(step): float(accuracy)
-        for step, split, accuracy in records(tmp_path / "run", "step", "split", "accuracy")
-        if split == "val"
-    }
+    told = records(tmp_path / "run", "val", "step", "accuracy")
+    accuracies = {int(step): float(accuracy) for step, accuracy in told}
     assert not summary["stopped_early"] and summary["steps"] == 8
     assert summary["best_accuracy"] == max(accuracies.values()) == accuracies[summary["best_step"]]
     model, cpu = ViT.from_pretrained(tmp_path / "run" / "best"), torch.device("cpu")
@@ -76,8 +68,7 @@ def test_a_run_ends_after_the_evaluations_it_may_wait_and_keeps_the_best(whole, 
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["finished"] and summary["stopped_early"] and summary["steps"] == 16
     assert (summary["best_step"], summary["best_accuracy"], summary["accuracy"]) == (10, 0.6, 0.2)
-    tested = [step for step, split in records(whole, "step", "split") if split == "val"]
-    assert tested == [str(step) for step in range(2, 17, 2)]
+    assert records(whole, "val", "step") == [str(step) for step in range(2, 17, 2)]
     train(stopping(tmp_path / "ten", early_stop=None, steps=10))
     assert same(best(whole), weights(tmp_path / "ten")) and not same(best(whole), weights(whole))
     assert "best_step" not in json.loads((tmp_path / "ten" / "summary.json").read_text())
@@ -97,19 +88,17 @@ def test_a_run_that_was_cut_off_stops_where_the_whole_one_does(whole, tmp_path, 
     again, once = train(stopping(run)), json.loads((whole / "summary.json").read_text())
     for name in ("steps", "best_step", "best_accuracy", "stopped_early", "accuracy"):
         assert again[name] == once[name], name
-    columns = ("step", "split", "loss", "accuracy", "lr")
-    assert records(run, *columns) == records(whole, *columns)
+    for split in ("train", "val"):
+        columns = (split, "step", "loss", "accuracy", "lr")
+        assert records(run, *columns) == records(whole, *columns)
     assert same(weights(run), weights(whole)) and same(best(run), best(whole))
 
 
 def test_a_best_folder_that_the_run_did_not_write_is_refused_and_stays(whole, tmp_path):
     """A copy of another run's checkpoint, of another run's best, and of this run's own last checkpoint."""
     run = tmp_path / "run"
-    for source, resume in (
-        (whole / "checkpoints" / "last", "auto"),
-        (whole / "best", "auto"),
-        (whole / "best", "never"),
-    ):
+    last = whole / "checkpoints" / "last"
+    for source, resume in ((last, "auto"), (whole / "best", "auto"), (whole / "best", "never")):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(source, run / "best")
         before = content(run)

@@ -164,10 +164,8 @@ def test_a_model_knows_its_class_names(cut_off, tmp_path, monkeypatch):
     monkeypatch.chdir(cut_off)
     last = Path("run", "checkpoints", "last")
     assert json.loads((last / "config.json").read_text())["class_names"] == list(CLASSES)
-    assert (
-        ViT.from_pretrained(last).class_names == CLASSES
-        and ViT.from_pretrained(last, num_classes=5).class_names is None
-    )
+    assert ViT.from_pretrained(last).class_names == CLASSES
+    assert ViT.from_pretrained(last, num_classes=5).class_names is None
     options = FOLDER | dict(output=str(tmp_path / "run"), steps=1)
     for fields in ({}, dict(ema_decay=0.9), dict(model="timm:test_resnet")):
         model = Trainer(digits(**options | fields)).train_step.averaged

@@ -82,16 +82,20 @@ def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, Imag
         _check_classes(train_root, train)
         return _held_out(train)
     val = _class_folders(val_root, min_size)
-    missing = [c for c in train.classes if c not in val.classes]
-    extra = [c for c in val.classes if c not in train.classes]
-    if missing or extra:
-        kinds = {"missing in validation": missing, "only in validation": extra}
-        shown = {kind: f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for kind, names in kinds.items()}
-        differences = "; ".join(f"{kind}: {shown[kind]}" for kind, names in kinds.items() if names)
+    kinds = {
+        "missing in validation": [c for c in train.classes if c not in val.classes],
+        "only in validation": [c for c in val.classes if c not in train.classes],
+    }
+    if differences := "; ".join(f"{kind}: {first_of(names)}" for kind, names in kinds.items() if names):
         raise InputError(f"{val_root} and {train_root} must have the same class folders; {differences}")
     _check_classes(train_root, train)
     _check_classes(val_root, val)
     return train, val
+
+
+def first_of(names: list[str]) -> str:
+    """The first three names, as text."""
+    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
 
 
 def _held_out(source: ImageFiles) -> tuple[ImageFiles, ImageFiles]:

@@ -6,6 +6,7 @@ from the same (seed, epoch, sample); the pixels differ by the resampling's round
 augmentations need the CPU path.
 """
 
+import contextlib
 import functools
 import io
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from ..run.config import Config
 from .datasets import whole
 from .folders import ImageFiles
 from .images import Unreadable, as_rgb, read_rgb
-from .samples import Batch, Samples, as_labels, seed_everything
+from .samples import Batch, Samples, seed_everything
 from .transforms import CROPS
 
 START, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers before and after the pixels
@@ -42,7 +43,7 @@ def check_decodable(config: Config, source) -> None:
 
 
 class EncodedSamples(Samples):
-    """(epoch, index) -> (content, name, label, unreadable, crop (top, left, height, width), flip).
+    """(epoch, index) -> (content, label, unreadable, name, crop (top, left, height, width), flip).
 
     content: the bytes (n,) uint8 of a grey or RGB JPEG file. All else (16 bits, CMYK, PNG) is decoded here, by the host
     path's `as_rgb`: pixels (3, H, W) uint8.
@@ -75,12 +76,12 @@ class EncodedSamples(Samples):
         image = torch.empty(3, *size, device="meta")
         crop = CROPS[self.config.train_crop_mode].get_params(image, self.config.crop_scale, self.config.crop_ratio)
         flip = torch.rand(1).item() < self.config.hflip if self.config.hflip else False
-        return content, name, label, unreadable, crop, flip
+        return content, label, unreadable, name, crop, flip
 
 
-def collate_encoded(samples: list) -> list | InputError:
-    """The samples of a batch as a list, or the first error among them."""
-    return next((sample for sample in samples if isinstance(sample, InputError)), samples)
+def as_columns(*columns: tuple) -> tuple[tuple, ...]:
+    """Contents, names, crops and flips of a batch of EncodedSamples: what `collate` makes of them."""
+    return columns
 
 
 def decode(contents: list[Tensor], names: list[str], device: torch.device) -> list[Tensor | Unreadable]:
@@ -121,10 +122,8 @@ def _allocating_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _decode_one(content: Tensor, name: str, device: torch.device) -> Tensor | Unreadable:
-    try:
+    with contextlib.suppress(RuntimeError):
         return torchvision.io.decode_jpeg(content, mode="RGB").to(device)
-    except RuntimeError:
-        pass
     try:  # PIL reads more kinds of JPEG
         pixels = np.asarray(read_rgb(io.BytesIO(content.numpy().tobytes()), name))
     except Unreadable as error:
@@ -137,14 +136,11 @@ def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Bat
 
     A broken image is replaced by the next whole one of its batch.
     """
-    for samples in loaded:
-        contents, names, labels, unreadable, crops, flips = zip(*samples)
-        messages = [text for texts in unreadable for text in texts]
+    for (contents, names, crops, flips), labels, messages in loaded:
         images = decode(list(contents), list(names), device)
         broken = [i for i, image in enumerate(images) if isinstance(image, Unreadable)]
         if len(broken) == len(images):
             raise InputError(f"none of the {len(images)} images of a batch can be decoded, the first: {images[0]}")
-        messages += [str(images[i]) for i in broken]
         chosen = [
             next(j % len(images) for j in range(i, i + len(images)) if j % len(images) not in broken)
             for i in range(len(images))
@@ -152,4 +148,4 @@ def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Bat
         options = dict(interpolation=InterpolationMode.BICUBIC, antialias=True)
         resized = (F.resized_crop(images[i], *crops[i], size, **options) for i in chosen)
         stacked = torch.stack([image.flip(-1) if flips[i] else image for i, image in zip(chosen, resized)])
-        yield stacked, as_labels([labels[i] for i in chosen]), messages
+        yield stacked, labels[chosen], messages + [str(images[i]) for i in broken]

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,7 +14,7 @@ from ..run.config import Config
 from ..run.distributed import Ranks
 from . import jpeg
 from .datasets import Shards, Subset, by_index, labels_of, open_sources, take
-from .packing import NATIVE_AT_ONCE, Native, PackedCollate, Packing, Progress, SizedSamples, sampler
+from .packing import NATIVE_AT_ONCE, Native, Packing, Progress, SizedSamples, StepSampler
 from .samples import (
     ONE,
     PADDING,
@@ -53,10 +54,6 @@ class Data:
     named: list[str] = field(default_factory=list)  # what a warning has said of unreadable images
 
     @property
-    def train_length(self) -> int:
-        return len(self.train)
-
-    @property
     def multi_label(self) -> bool:
         """Whether an image has any number of classes: labels are zeros and ones (B, K)."""
         return getattr(self.train, "multi_label", False)
@@ -64,7 +61,8 @@ class Data:
     def _loader(self, dataset, **options) -> DataLoader:
         if self.workers:
             options.update(num_workers=self.workers, prefetch_factor=PREFETCH)
-        return DataLoader(dataset, pin_memory=self.device.type == "cuda", **{"collate_fn": collate, **options})
+        options.setdefault("collate_fn", collate)
+        return DataLoader(dataset, pin_memory=self.device.type == "cuda", **options)
 
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of training steps `start` to `stop`; of many sizes, from where `progress` is."""
@@ -77,7 +75,7 @@ class Data:
         sampler = StreamSampler(len(self.train), self.config.batch_size, self.config.seed, start, stop, self.ranks)
         if self.config.decode == "device":
             samples = jpeg.EncodedSamples(self.train, self.config)
-            loader = self._loader(samples, batch_sampler=sampler, collate_fn=jpeg.collate_encoded)
+            loader = self._loader(samples, batch_sampler=sampler, collate_fn=partial(collate, together=jpeg.as_columns))
             yield from jpeg.batches(raising(loader), self.img_size, self.device)
         else:
             samples = Samples(self.train, self.train_transform, self.config.seed)
@@ -86,8 +84,8 @@ class Data:
     def _packed(self, steps: int) -> Iterator[Batch]:
         """Batches of images of many sizes: lists of PackedImages, one for each micro-batch."""
         samples = SizedSamples(self.train, self.train_transform, self.config.seed, self.packing)
-        order = sampler(len(self.train), self.packing, self.config, steps, self.progress, self.ranks)
-        collated = PackedCollate(self.packing.patch)
+        order = StepSampler(len(self.train), self.packing, self.config, steps, self.progress, self.ranks)
+        collated = partial(collate, together=self.packing.pack)
         for batch in raising(self._loader(samples, batch_sampler=order, collate_fn=collated)):
             self.progress = order.after.popleft()
             yield batch
@@ -136,7 +134,7 @@ class Data:
         """
         source, size, together = by_index(source), self.config.eval_batch_size, collate
         if self.native is not None:
-            size, together = NATIVE_AT_ONCE, self.native.collate
+            size, together = NATIVE_AT_ONCE, partial(collate, together=self.native.pack)
         if isinstance(source, Shards):
             samples = source.samples(self.eval_transform, self.img_size)
             yield from DataLoader(samples, batch_size=size, collate_fn=together)

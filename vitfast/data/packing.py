@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..ops.packed import PackedImages, draw_kept, pack
 from ..run.config import Config
 from ..run.distributed import Ranks
-from .samples import ONE, Samples, as_labels, mix_seed, seed_everything
+from .samples import ONE, Samples, mix_seed, seed_everything
 
 NATIVE_AT_ONCE = 64  # images of an evaluation at their own sizes that are read together
 WINDOW = 1024  # images of the order, at least, among which those are found that fit into what is left of a step
@@ -114,6 +114,14 @@ class Packing:
         images = math.ceil(self.images_per_step)
         return 3 * math.prod(self.patch) * (self.budget or images * self.patches(self.sides[-1]))
 
+    def pack(self, images: tuple[Tensor], kept: tuple[Tensor | None], parts: tuple[int]) -> list[PackedImages]:
+        """The images of each micro-batch. kept: the patches of each image that stay; parts: the micro-batch of each."""
+        batches = []
+        for part in range(max(parts) + 1):
+            own = [i for i, of in enumerate(parts) if of == part]
+            batches.append(pack([images[i] for i in own], self.patch, [kept[i] for i in own]))
+        return batches
+
     def check(self, parts: int) -> None:
         """Raises InputError where a step has no room for a largest image in each of so many parts."""
         largest = self.tokens(self.sides[-1])
@@ -152,10 +160,10 @@ class StepSampler(Sampler):
     """
 
     def __init__(
-        self, length: int, packing: Packing, seed: int, steps: int, progress: Progress, ranks: Ranks, accumulate: int
+        self, length: int, packing: Packing, config: Config, steps: int, progress: Progress, ranks: Ranks = ONE
     ):
-        self.length, self.packing, self.seed, self.steps = length, packing, seed, steps
-        self.progress, self.ranks, self.accumulate = progress, ranks, accumulate
+        self.length, self.packing, self.steps, self.progress = length, packing, steps, progress
+        self.seed, self.accumulate, self.ranks = config.seed, config.accumulate, ranks
         self.after: deque[Progress] = deque()
         self._epochs: dict[int, tuple[list[int], list[int]]] = {}
 
@@ -263,7 +271,7 @@ class SizedSamples(Samples):
 
 @dataclass(frozen=True)
 class Native:
-    """Images at their own sizes, to the nearest patch: an evaluation's transform and collate function.
+    """Images at their own sizes, to the nearest patch: how an evaluation transforms and packs them.
 
     most: patches of an image, and of those that are computed together; a larger image is made smaller.
     """
@@ -305,41 +313,3 @@ class Native:
             groups[-1].append(image)
             held += patches
         return [pack(group, self.patch) for group in groups if group]
-
-    def collate(self, samples: list) -> tuple[list[PackedImages], Tensor, list[str]] | InputError:
-        """The samples of a batch, packed, or the first error among them."""
-        for sample in samples:
-            if isinstance(sample, InputError):
-                return sample
-        images, labels, unreadable = zip(*samples)
-        return self.pack(images), as_labels(labels), [text for texts in unreadable for text in texts]
-
-
-class PackedCollate:
-    """Samples -> ([PackedImages of each micro-batch], labels of all, what was unreadable)."""
-
-    def __init__(self, patch: tuple[int, int]):
-        self.patch = patch
-
-    def __call__(self, samples: list) -> tuple[list[PackedImages], Tensor, list[str]] | InputError:
-        for sample in samples:
-            if isinstance(sample, InputError):
-                return sample
-        images, labels, unreadable, kept, parts = zip(*samples)
-        batches = []
-        for part in range(max(parts) + 1):
-            own = [i for i, of in enumerate(parts) if of == part]
-            batches.append(pack([images[i] for i in own], self.patch, [kept[i] for i in own]))
-        return batches, as_labels(labels), [text for texts in unreadable for text in texts]
-
-
-def sampler(
-    length: int,
-    packing: Packing,
-    config: Config,
-    steps: int,
-    progress: Progress | None = None,
-    ranks: Ranks = ONE,
-) -> StepSampler:
-    """The steps of a run, from its start unless `progress` says otherwise."""
-    return StepSampler(length, packing, config.seed, steps, progress or Progress(), ranks, config.accumulate)

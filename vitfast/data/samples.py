@@ -6,7 +6,7 @@ position in the data is the step, and nothing else has to be kept to resume.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -131,18 +131,23 @@ class StreamSampler(Sampler):
             yield batch
 
 
-def collate(samples: list) -> Batch | InputError:
-    """The samples of a batch as tensors, or the first error among them."""
+def stack(images: tuple[np.ndarray, ...]) -> Tensor:
+    """Images of one size as one tensor."""
+    return torch.from_numpy(np.stack(images))
+
+
+def collate(samples: list, together: Callable = stack) -> Batch | InputError:
+    """The samples of a batch, or the first error among them.
+
+    together: makes the images of a batch out of those of its samples, and of whatever a sample holds after its image,
+    its label (class numbers become int64 (B,), vectors of zeros and ones float32 (B, K)) and what was unreadable.
+    """
     for sample in samples:
         if isinstance(sample, InputError):
             return sample
-    images, labels, unreadable = zip(*samples)
-    return torch.from_numpy(np.stack(images)), as_labels(labels), [text for texts in unreadable for text in texts]
-
-
-def as_labels(labels) -> Tensor:
-    """Class numbers as int64 (B,), vectors of zeros and ones as float32 (B, K)."""
-    return torch.from_numpy(np.array(labels))
+    images, labels, unreadable, *more = zip(*samples)
+    told = [text for texts in unreadable for text in texts]
+    return together(images, *more), torch.from_numpy(np.array(labels)), told
 
 
 def counts(labels: Tensor) -> Tensor:

@@ -23,8 +23,10 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
     """
     if runs < 1:
         raise InputError(f"--runs must be positive, got {runs}")
-    if sweep or runs > 1:
-        _check_several(config, resume)
+    if (sweep or runs > 1) and resume not in ("auto", "never"):
+        raise InputError(f"these are several runs: --resume takes auto or never with them, got {resume}")
+    if not config.output:
+        raise InputError("no place for the results: add --output FOLDER")
     settings = course(as_plain(config), length=True) | dict(runs=runs)
     table = Results(Path(config.output), "sweep", settings, ["sweep.json"]) if sweep else None
     mean = Results(Path(config.output), "runs", settings, ["runs.json"]) if runs > 1 else None
@@ -36,13 +38,6 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
     if table:
         table.write("sweep.json", json.dumps(told | dict(accuracy=summary["accuracy"]), indent=2) + "\n")
     return summary
-
-
-def _check_several(config: Config, resume: str) -> None:
-    if resume not in ("auto", "never"):
-        raise InputError(f"these are several runs: --resume takes auto or never with them, got {resume}")
-    if not config.output:
-        raise InputError("no place for the results: add --output FOLDER")
 
 
 def _warn(text: str, *values) -> None:

@@ -48,16 +48,8 @@ def fraction(default: float | None):
     return rule(default, lambda value: 0 <= value < 1, "lie in [0, 1)")
 
 
-def fractions(*default: float):
-    return rule(default, lambda value: 0 <= min(value) <= max(value) < 1, "lie in [0, 1)")
-
-
 def part(default: float | None):
     return rule(default, lambda value: 0 < value <= 1, "lie in (0, 1]")
-
-
-def share(default: float):
-    return between(default, 0, 1)
 
 
 def span(default: tuple[float, float], low: float, high: float):
@@ -106,7 +98,8 @@ class Recipe:
     warmup_steps: int = rule(0, lambda value: 0 <= value <= 10**12, "lie in [0, 10^12]")
     weight_decay: float = at_least(0.0, 0)  # decoupled, times the learning rate, on kernels only
     momentum: float = fraction(0.9)  # of sgd
-    betas: tuple[float, float] = fractions(0.9, 0.999)  # of adamw and lamb
+    # Of adamw and lamb.
+    betas: tuple[float, float] = rule((0.9, 0.999), lambda v: 0 <= min(v) <= max(v) < 1, "lie in [0, 1)")
     layer_decay: float | None = part(None)  # each layer's rate is this times the next one's
     clip_norm: float | None = positive(None)
     non_finite: str = choice("stop", "skip")  # what happens at a step whose gradients are not finite
@@ -128,10 +121,10 @@ class Recipe:
     train_crop_mode: str = choice("rrc", "squash")  # random resized crop; or the image's own aspect, resized square
     crop_scale: tuple[float, float] = span((0.08, 1.0), 0, 1)  # share of the area; (1, 1), squash: the plain resize
     crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100)  # of rrc
-    hflip: float = share(0.5)
+    hflip: float = between(0.5, 0, 1)
     color_jitter: float = between(0.0, 0, 10)
     auto_augment: str = rule("", AUTO_AUGMENT.fullmatch, "be a policy of timm, such as rand-m10-n2, or empty")
-    random_erasing: float = share(0.0)  # share of the images that lose a rectangle to noise
+    random_erasing: float = between(0.0, 0, 1)  # share of the images that lose a rectangle to noise
     # Evaluation, in timm's words: resized to img_size / crop_pct, then cut at the centre. Unset: as the weights say
     # (the run they come from, timm's config.json), else center and 1. center keeps the aspect and cuts off what is
     # over, squash does not keep it, border keeps it and fills up.

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..data.loader import Data
 from ..data.samples import counts, mix_seed
-from ..errors import InputError, unknown
 from ..eval.accuracy import validation_means
 from ..model.vit import ViT
 from ..ops import reference as ref
@@ -24,7 +23,6 @@ from ..run.device import autocast
 
 MASKED, SWAPPED = 0.8, 0.1  # of the corrupted patches: [mask], another patch; the rest stays
 CELLS = {"mean": 1, "downsized": 4}  # a side of the small picture whose colours are predicted
-TARGETS = (*CELLS, "pixels")
 
 
 class Corruption(NamedTuple):
@@ -80,16 +78,12 @@ class MaskedPatches(nn.Module):
 
     target: "mean" predicts the mean colour of a patch in 3 bits a channel, one of 512 classes; "downsized" the 16
     colours of the patch at 4 x 4; "pixels" the whole patch, normalised, by its mean squared error. share: of the
-    patches that are corrupted. The [mask] and the prediction layer exist here alone. Every parameter takes part in the
-    loss, as DDP requires.
+    patches that are corrupted. Both are as a Config allows them. The [mask] and the prediction layer exist here alone.
+    Every parameter takes part in the loss, as DDP requires.
     """
 
     def __init__(self, vit: ViT, target: str = "mean", share: float = 0.5):
         super().__init__()
-        if target not in TARGETS:
-            raise unknown("target of masked patches", target, TARGETS)
-        if not 0 < share <= 1:
-            raise InputError(f"the share of masked patches must lie in (0, 1], got {share}")
         vit.reset_classifier(0)
         self.vit, self.target, self.share = vit, target, share
         width, chans, (p, q) = vit.embed_dim, vit.in_chans, vit.patch_embed.patch_size

@@ -104,7 +104,6 @@ _TABLE_4 = dict(
 _SMALL = (0.001, 0.003, 0.01, 0.03)
 _LARGE = (0.003, 0.01, 0.03, 0.06)
 _L16 = "Table 4; L/16 after JFT-300M (14 epochs):"
-_POLYAK = "with Polyak averaging,"
 
 
 def _finetune(
@@ -115,6 +114,11 @@ def _finetune(
     command = f"vitfast finetune --recipe {name} --weights L_16.npz --data {spec} --output runs/{data}{sweep}"
     tried = dict(lr=rates[len(rates) // 2], sweep_lr=rates, sweep_hold_out=hold_out)
     return Recipe(name=name, about=f"{command}\n{published}", steps=steps, **tried, **{**_TABLE_4, **fields})
+
+
+def _averaged(model: str, size: int, top1: float) -> Recipe:
+    published = f"Table 2: {model} at {size} px with Polyak averaging, {top1} %."
+    return _finetune(f"imagenet-{size}", 20_000, _LARGE, 0.01, published, img_size=size, ema_decay=0.9999)
 
 
 # ---- later recipes
@@ -165,24 +169,7 @@ PAPER = (
         **{**_TABLE_3, "hidden_head": False},
     ),
     _finetune("imagenet", 20_000, _LARGE, 0.01, f"{_L16} 87.12 %."),
-    _finetune(
-        "imagenet-512",
-        20_000,
-        _LARGE,
-        0.01,
-        f"Table 2: L/16 at 512 px {_POLYAK} 87.76 %.",
-        img_size=512,
-        ema_decay=0.9999,
-    ),
-    _finetune(
-        "imagenet-518",
-        20_000,
-        _LARGE,
-        0.01,
-        f"Table 2: H/14 at 518 px {_POLYAK} 88.55 %.",
-        img_size=518,
-        ema_decay=0.9999,
-    ),
+    *(_averaged(*row) for row in (("L/16", 512, 87.76), ("H/14", 518, 88.55))),
     _finetune("cifar100", 10_000, _SMALL, 0.02, f"{_L16} 94.04 %.", "torch/cifar100"),
     _finetune("cifar10", 10_000, _SMALL, 0.02, f"{_L16} 99.38 %.", "torch/cifar10"),
     _finetune("pets", 500, _SMALL, 0.1, f"{_L16} 97.11 %.", warmup_steps=50),

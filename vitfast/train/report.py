@@ -6,7 +6,7 @@ import logging
 import platform
 import shlex
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -205,10 +205,8 @@ def _inside(model: ViT, images: Tensor) -> dict[str, tuple[str, str]]:
     from ..eval.inspect.report import SECTIONS
 
     figures = dict(rollout=draw_attention(images.numpy(), attention_rollout(model, images).cpu().numpy()))
-    try:
+    with suppress(InputError):  # it adds none to its patches
         figures["positions"] = draw_similarity(position_similarity(model).cpu().numpy(), pixels=400)
-    except InputError:  # it adds none to its patches
-        pass
     return {
         heading: (note, picture(as_png(figures[name]), heading)) if name in figures else (absent, "")
         for name, (heading, note, absent) in SECTIONS.items()

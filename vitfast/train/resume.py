@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..data.datasets import fingerprint
+from ..data.folders import first_of
 from ..data.loader import Data
 from ..errors import InputError, both_ends
 from ..model.checkpoint.writers import write_safetensors
@@ -82,7 +83,7 @@ def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
     Every rank calls it, the first one writes. Until the new checkpoint is whole the others stay as they are.
     """
     models = {name: get_model_state_dict(model, options=WHOLE) for name, model in _models(train_step).items()}
-    sections = {**models, "scaler": train_step.scaler_state()}
+    sections = {**models, "scaler": train_step.scaler.state_dict() if train_step.scaled else {}}
     if train_step.optimizer.state:  # before the first step torch would make up the state after one
         sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
     train_step.ranks.on_first(_write, run, train_step, models, record, sections)
@@ -132,15 +133,15 @@ def _load(training_state: dict, train_step: TrainStep) -> None:
     for name, model in models.items():
         odd = sorted(model.state_dict().keys() ^ sections.get(name, {}).keys())  # torch itself ignores what is missing
         if odd:
-            shown = f"{', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''}"
-            raise ValueError(f"the saved {name} has other tensors: {shown}")
+            raise ValueError(f"the saved {name} has other tensors: {first_of(odd)}")
     if "optimizer" in sections:
         _check_optimizer(sections["optimizer"], train_step.model)
         # Before the models: torch makes room for the state by a step of rate 0.
         set_optimizer_state_dict(train_step.model, train_step.optimizer, sections["optimizer"], options=WHOLE)
     for name, model in models.items():
         set_model_state_dict(model, sections[name], options=WHOLE)
-    train_step.load_scaler(sections["scaler"])
+    if train_step.scaled:
+        train_step.scaler.load_state_dict(sections["scaler"])
 
 
 def _check_optimizer(saved: dict, model: nn.Module) -> None:
@@ -241,12 +242,12 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
 
     A checkpoint of an earlier vitfast has no fingerprint, and is compared without.
     """
-    counts = ("train_images", "val_images")
+    counts, before, after = ("train_images", "val_images"), list(map(str, saved["classes"])), now["classes"]
     changes = [f"{k}: {saved.get(k)} there, {now[k]} now" for k in counts if saved.get(k) != now[k]]
-    if saved.get("classes") != now["classes"]:
-        before, after = saved["classes"], now["classes"]
-        sides = (("gone", before, after), ("new", after, before))
-        named = [f"{_first(names, others)} {word}" for word, names, others in sides if _first(names, others)]
+    if before != after:
+        there, here = set(before), set(after)
+        sides = dict(gone=[c for c in before if c not in here], new=[c for c in after if c not in there])
+        named = [f"{first_of(classes)} {word}" for word, classes in sides.items() if classes]
         changes.insert(0, f"classes: {', '.join(named) or 'another order'}")
     if changes := changes or _changed_files(saved, now):
         advice = f"restore it, or start a new run from the weights: --weights {checkpoint} and another --output"
@@ -261,12 +262,6 @@ def _changed_files(saved: dict, now: dict) -> list[str]:
         other = [text for text, key in kinds if key in saved and key in now and saved[key] != now[key]]
         changes += [f"{split}_images: {text}" for text in other[:1]]
     return changes
-
-
-def _first(names: list, without: list) -> str:
-    """The first of the names that are not among the others, as text."""
-    left = [str(name) for name in names if name not in set(map(str, without))]
-    return f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
 
 
 def find_start(config: Config, resume: str) -> tuple[Path | None, dict]:
@@ -308,11 +303,6 @@ def _check_nothing_to_continue(run: Path) -> None:
         raise InputError(f"{run} holds a finished run, but not its checkpoints/last; bring it back, or {never}")
 
 
-def _steps_of(config: Config, summary: dict) -> int:
-    """The steps of a whole run, of a budget of tokens as the run itself found them."""
-    return total_steps(config, summary["train_images"], summary.get("expected_images_per_step"))
-
-
 def finished_summary(config: Config, resume: str) -> dict | None:
     """The summary of a run that is complete already, None otherwise."""
     run = Path(config.output)
@@ -321,7 +311,8 @@ def finished_summary(config: Config, resume: str) -> dict | None:
     if settings is None:
         return None
     check_settings(config, settings, run, START_AGAIN)
-    if not summary.get("stopped_early") and summary["steps"] < _steps_of(config, summary):
+    whole = total_steps(config, summary["train_images"], summary.get("expected_images_per_step"))
+    if not summary.get("stopped_early") and summary["steps"] < whole:
         return None
     said = "%s is finished: %d steps, accuracy %.4f; --resume never starts it again"
     logger.info(said, config.output, summary["steps"], summary["accuracy"])

@@ -112,7 +112,10 @@ def check_output(run: Path, early_stop: int | None = None) -> None:
     checkpoints = {run / "checkpoints" / name: is_checkpoint for name in (LAST, PREVIOUS)}
     checkpoints |= {run / "checkpoints" / name: _is_part for name in (WRITING, REMOVING)}
     checkpoints |= {run / f".{BEST}": _is_part} if early_stop else {}
-    files = {run / "metrics.csv": _is_metrics, run / "report.html": _is_report}
+    files = {
+        run / "metrics.csv": lambda path: _begins(path, lambda text: not text or text.startswith(FIRST_COLUMNS)),
+        run / "report.html": lambda path: _begins(path, lambda text: GENERATOR in text),
+    }
     for path, is_ours in (folders | checkpoints | files).items():
         if os.path.lexists(path) and not is_ours(path):
             raise _not_ours(path)
@@ -123,19 +126,12 @@ def check_output(run: Path, early_stop: int | None = None) -> None:
         raise InputError(f"{run / BEST} {put}; move it away, or choose another --output")
 
 
-def _is_metrics(path: Path) -> bool:
+def _begins(path: Path, accepted: Callable[[str], bool]) -> bool:
+    """Whether the first 1000 bytes of a file are accepted."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
-        start = file.read(len(FIRST_COLUMNS))
-    return start in (b"", FIRST_COLUMNS.encode())
-
-
-def _is_report(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return GENERATOR.encode() in file.read(1000)
+        return accepted(file.read(1000).decode(errors="replace"))
 
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:

@@ -139,15 +139,6 @@ class TrainStep:
         tensors += [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         return bool(torch.stack([_local(t).isfinite().all().to(self.device) for t in tensors]).all())
 
-    def scaler_state(self) -> dict:
-        """The state of the fp16 scaler, empty without fp16."""
-        return self.scaler.state_dict() if self.scaled else {}
-
-    def load_scaler(self, state: dict) -> None:
-        """Loads what `scaler_state` returned."""
-        if self.scaled:
-            self.scaler.load_state_dict(state)
-
     def accumulate(
         self, images: Images, labels: Tensor, micro_batches: int, count: int | None = None
     ) -> tuple[Tensor, Tensor]:

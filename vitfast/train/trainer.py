@@ -69,7 +69,7 @@ class Trainer:
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
-        self.total = total_steps(config, self.data.train_length, self.data.images_per_step)
+        self.total = total_steps(config, len(self.data.train), self.data.images_per_step)
         self.train_step = TrainStep(config, model, len(self.data.classes), self.device, self.dtype, self.ranks)
         self.step, self.seconds, self.unreadable, self.skipped = 0, 0.0, [], 0
         self.packed = PackedTotals()
@@ -99,7 +99,10 @@ class Trainer:
             self.progress = Progress(self.config.task, self.step, self.total, self.ranks.first)
             with contextlib.closing(self.metrics), contextlib.closing(self.progress):
                 result = self._go_on(stopper)
-            return self._finish(result) if self.done else self._stopped()
+            if self.done:
+                return self._finish(result)
+        logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
+        return dict(finished=False, step=self.step, steps=self.total)
 
     @property
     def done(self) -> bool:
@@ -181,13 +184,13 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> float:
-        return self.data.train_length / self.data.images_per_step
+        return len(self.data.train) / self.data.images_per_step
 
     @property
     def epoch(self) -> float:
         """How many times the training set was seen."""
         if self.data.packing is not None:
-            return round(self.packed.progress.images / max(1, self.data.train_length), 4)
+            return round(self.packed.progress.images / max(1, len(self.data.train)), 4)
         return round(self.step / self.steps_per_epoch, 4)
 
     def _check_unlocked(self) -> None:
@@ -290,7 +293,7 @@ class Trainer:
                 counted.append(loss)
                 continue
             size = self.config.batch_size
-            epoch, offset = divmod(step * size, max(1, self.data.train_length))
+            epoch, offset = divmod(step * size, max(1, len(self.data.train)))
             what = f"the norm of the gradients of step {step + 1} is {norm}"
             if not math.isfinite(loss):
                 what = f"the loss of step {step + 1} is {loss}"
@@ -344,10 +347,6 @@ class Trainer:
         self.progress.say(f"epoch {self.epoch:.1f}: validation accuracy {accuracy:.4f}, loss {loss:.4f}")
         return result
 
-    def _stopped(self) -> dict:
-        logger.info("stopped at step %d of %d, saved; the same command goes on from there", self.step, self.total)
-        return dict(finished=False, step=self.step, steps=self.total)
-
     def _finish(self, result: dict) -> dict:
         self.seconds += self.meter.take_seconds()
         summary = dict(
@@ -367,7 +366,7 @@ class Trainer:
             precision=str(self.dtype or torch.float32).removeprefix("torch."),
             parameters=sum(p.numel() for p in self.train_step.model.parameters()),
             classes=len(self.data.classes),
-            train_images=self.data.train_length,
+            train_images=len(self.data.train),
             val_images=result["images"],
             unreadable_images=len(self.unreadable),
             val_unreadable_images=result["unreadable_images"],
