@@ -43,6 +43,7 @@ from vitfast.kernels.launch import Launch, record  # noqa: E402
 from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
 from vitfast.tools.machine_code.hazards import hazards  # noqa: E402
 from vitfast.tools.verify.draw import Draw, Sizes  # noqa: E402
+from vitfast.tools.verify.launcher import candidates  # noqa: E402
 from vitfast.tools.verify.launchers import launchers  # noqa: E402
 
 TABLE = Path(__file__).with_name("codegen.csv")
@@ -50,20 +51,9 @@ WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
 # hgmma, hmma: how many of each; waits: HGMMAs that wait; hazards: instructions that touch registers which wgmma still
 # uses; notes: of ptxas, on wgmma that it serialised.
 COLUMNS = (
-    "kernel",
-    "case",
-    "sm",
-    "dtype",
-    "tile",
-    "warps",
-    "stages",
-    "registers",
-    "stack",
-    "spills",
-    "shared",
-    "tensor_core",
+    "kernel case sm dtype tile warps stages registers stack spills shared tensor_core hgmma waits hazards hmma".split()
 )
-COLUMNS += ("hgmma", "waits", "hazards", "hmma", "notes", "programs_per_sm")
+COLUMNS += ["notes", "programs_per_sm"]
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 ARCHIVE_LIMIT = 64 * 2**20  # bytes
 
@@ -111,17 +101,16 @@ def with_candidates(call: Callable) -> dict[str, Callable]:
     """
     with tiles.watching() as used:
         runs = {"": call} if record(call) else {}
-    for (op, bits, shape), _ in used.items():
-        like = torch.empty(0, dtype=torch.float32 if bits == "32" else torch.bfloat16, device=META)
-        for tile in tiles.candidates(op, like, shape):
-            if tile.blocks or tile.provider == "tiled":
+    for override in candidates(used, torch.bfloat16, META):
+        tile = override[1]
+        if tile.blocks or tile.provider == "tiled":
 
-                def run(op=op, tile=tile, shape=shape):
-                    with tiles.override(op, tile, shape):
-                        call()
+            def run(override=override):
+                with tiles.override(*override):
+                    call()
 
-                earlier = sum(name.startswith(f" ({tile.provider}") for name in runs)
-                runs[f" ({tile.provider} {earlier + 1})" if earlier else f" ({tile.provider})"] = run
+            earlier = sum(name.startswith(f" ({tile.provider}") for name in runs)
+            runs[f" ({tile.provider} {earlier + 1})" if earlier else f" ({tile.provider})"] = run
     return runs
 
 
@@ -158,15 +147,10 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple
 
 def tile_name(launch: Launch) -> str:
     """The numbers of a launch's tile, as in "BLOCK_M=128 BLOCK_N=128 head=64+0"."""
-    blocks = {
-        k: v for k, v in launch.arguments.items() if k.isupper() and isinstance(v, int) and not isinstance(v, bool)
-    }
-    blocks |= {k: launch.arguments[k] for k in ("maxnreg",) if k in launch.arguments}
-    named = " ".join(
-        f"{k}={v}"
-        for k, v in blocks.items()
-        if k.startswith("BLOCK") or k in ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "maxnreg")
-    )
+    names = ("SUBTILES", "SPLIT_K", "STAGES", "PER_SM", "maxnreg")
+    given = [(k, v) for k, v in launch.arguments.items() if k.startswith("BLOCK") or k in names]
+    given.sort(key=lambda pair: pair[0] == "maxnreg")
+    named = " ".join(f"{k}={v}" for k, v in given if isinstance(v, int) and not isinstance(v, bool))
     return named + (" head={0.first}+{0.second}".format(launch.arguments["HEAD"]) if "HEAD" in launch.arguments else "")
 
 
@@ -319,12 +303,9 @@ def write_cache(archive: Path, sm: int, processes: int, found: list[Launch]) -> 
     launches = {compiler.key_of(launch, sm): launch for launch in found}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
+        work = [(compiler.Job.of(launch), sm) for launch in launches.values()]
         with ProcessPoolExecutor(processes) as pool:
-            failures = [
-                f
-                for f in pool.map(compile_only, [(compiler.Job.of(x), sm) for x in launches.values()], chunksize=4)
-                if f
-            ]
+            failures = list(filter(None, pool.map(compile_only, work, chunksize=4)))
         size = cache.pack(Path(folder), archive, sm=sm)
     print(*failures, sep="\n", end="\n" if failures else "")
     made = f"Triton {triton.__version__}, Python {sys.version.split()[0]}"

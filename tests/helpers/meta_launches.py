@@ -13,6 +13,7 @@ from vitfast.ops import _dispatch
 from vitfast.tools import doctor
 from vitfast.tools.verify import cases, run
 from vitfast.tools.verify.draw import Draw, Sizes
+from vitfast.tools.verify.launcher import candidates
 
 META = torch.device("meta")
 
@@ -35,11 +36,11 @@ def launching_on_meta() -> Iterator[None]:
 
 
 def operations(
-    s: Sizes, dtypes: list[torch.dtype], names: list[str] | None = None, candidates: bool = False
+    s: Sizes, dtypes: list[torch.dtype], names: list[str] | None = None, others: bool = False
 ) -> list[Launch]:
     """What doctor's cases launch at these sizes: forward without gradients, and forward and backward with them.
 
-    candidates: with every other tile too that could do what they do.
+    others: with every other tile too that could do what they do.
     """
     found = []
     for name, (function, inputs) in cases(s, ops).items():
@@ -53,11 +54,9 @@ def operations(
 
             with tiles.watching() as used:
                 found += record(both_ways)
-            for (op, bits, shape), _ in used.items() if candidates else ():
-                like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=META)
-                for tile in tiles.candidates(op, like, shape):
-                    with tiles.override(op, tile, shape):
-                        found += record(both_ways)
+            for override in candidates(used, dtype, META) if others else ():
+                with tiles.override(*override):
+                    found += record(both_ways)
     return found
 
 
@@ -119,7 +118,7 @@ def everything(sm: int, sizes: Iterable[Sizes]) -> list[Launch]:
             found += fp32_stream(s)
         for name, s in test_gpu.SIZES.items():
             found += operations(s, wanted)
-            found += operations(s, half, candidates=True) if name in ("B/16 224", "H/14 224") else []
+            found += operations(s, half, others=True) if name in ("B/16 224", "H/14 224") else []
         for tokens in edges["tokens"]:
             for head in edges["head"]:
                 s = Sizes(batch=2, tokens=tokens, width=3 * head, heads=3, hidden=64, image=32, patch=16)

@@ -24,6 +24,7 @@ from vitfast.kernels.launch import INTERPRETED
 from vitfast.tools.doctor import SMALL_SIZES, device, prepare
 from vitfast.tools.verify import cases, run
 from vitfast.tools.verify.draw import Draw, Sizes
+from vitfast.tools.verify.launcher import candidates
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]
 CHECKERS = ("memcheck", "racecheck")
@@ -63,15 +64,12 @@ def run_all(only: str = "") -> None:
             print(name, flush=True)
             later.append((name, function, tensors, upstream, list(used)))
         for name, function, tensors, upstream, used in later:
-            for op, bits, shape in used:
-                like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device())
-                for candidate in tiles.candidates(op, like, shape):
-                    if (op, bits, shape, candidate) in done:
-                        continue
-                    done.add((op, bits, shape, candidate))
-                    with tiles.override(op, candidate, shape):
+            for override in candidates(used, dtype, device()):
+                if override not in done:
+                    done.add(override)
+                    with tiles.override(*override):
                         run(function, tensors, upstream)
-                    print(name, op, candidate, flush=True)
+                    print(name, *override, flush=True)
     if device().type == "cuda":
         torch.cuda.synchronize()
 

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from vitfast.kernels.configs import tiles
 from vitfast.tools.tune.tuner import Tuner
 from vitfast.tools.verify.draw import Sizes
 
@@ -23,8 +24,6 @@ class Done:
 
     def result(self, timeout=None):
         return self.answer
-
-    def cancel(self) -> None: ...
 
 
 class Compiler:
@@ -67,6 +66,14 @@ def make_tuner(clock, compiler=None, dtype=torch.float16, **options) -> Tuner:
     return Tuner(dtype, CPU, "GPU", clock, compiler or Compiler(), **options)
 
 
-def with_call(problem, call):
-    """The problem with another launcher's call."""
+def with_fault(problem, tile, fault):
+    """The problem with a launcher whose results go through `fault` where this tile is in force."""
+
+    def call(*inputs):
+        results = problem.launcher.call(*inputs)
+        like = results[0]
+        if like.device.type != "meta" and tiles.lookup(problem.op, like, problem.shape) == tile:
+            return fault(results)
+        return results
+
     return dataclasses.replace(problem, launcher=dataclasses.replace(problem.launcher, call=call))

@@ -1,16 +1,21 @@
-"""cuBLASLt's linear_residual: what it refuses, where it is offered, what it asks of cuBLASLt.
+"""cuBLASLt's linear_residual: what it refuses, where it is offered, what it asks of cuBLASLt; how its library is built.
 
 A stand-in, cublaslt_stub.cpp, computes on the CPU what cuBLASLt's documentation says of the descriptors it is given.
 """
 
 import os
 import subprocess
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime import build
 
+from vitfast.kernels import launch
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import INTERPRETED
 from vitfast.kernels.libraries import cublaslt, native
@@ -23,6 +28,17 @@ CPU = torch.device("cpu")
 # One rounding of the result to 16 bit (2^-8, 2^-11), or none; the sums of 40 products are exact to 1e-6.
 TOL = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6}
 HALF = [torch.bfloat16, torch.float16]
+LIKE_A_GPU = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def afresh():
+    """Nothing is known of the cuBLASLt extension, before and after."""
+    cublaslt._library.cache_clear()
+    cublaslt._chosen.cache_clear()
+    yield
+    cublaslt._library.cache_clear()
+    cublaslt._chosen.cache_clear()
 
 
 def inputs(m, n, k, dtype, out_dtype=None, layout="contiguous", device=CPU):
@@ -185,6 +201,181 @@ def test_factors_are_left_to_the_first_rule(stub):
             torch.testing.assert_close(out.double(), residual + branch, atol=2**-10, rtol=2**-10)
 
 
+# The extension as users get it
+
+
+@pytest.mark.long
+def test_it_builds_loads_and_reaches_cublaslt(tmp_path, afresh, monkeypatch, caplog):
+    """Two builds at once, beside what killed ones leave; then the real library, as far as a CPU gets.
+
+    In an environment whose path has a space, into a relative folder.
+    """
+    packages, environment = Path(torch.__file__).parents[1], tmp_path.with_name("an environment")
+    environment.symlink_to(packages)
+    library, headers = native._cublaslt()
+    spaced = lambda path: environment / path.relative_to(packages)  # noqa: E731
+    monkeypatch.setattr(native, "_cublaslt", lambda: (spaced(library), [spaced(path) for path in headers]))
+    monkeypatch.setenv("PYTHONPATH", str(environment))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", tmp_path.name)
+    for name in (".vitfast-build-killed", "extension", "vitfast_cublaslt"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    with ThreadPoolExecutor(2) as both, caplog.at_level("INFO", "vitfast"):
+        one, other = both.map(native.built, [cublaslt.SOURCE] * 2)
+    assert "compiling cublaslt.cpp, once for this torch: 120 s at most" in caplog.text
+    assert one == other and [path for path in tmp_path.iterdir() if path.is_file()] == [one] and one.is_absolute()
+    assert [path.name for path in tmp_path.glob(".vitfast-build-*")] == [".vitfast-build-killed"]
+    assert cublaslt.unsupported_reason(LIKE_A_GPU) is None
+    # it has checked the size of each attribute before it misses the handle
+    problem = cublaslt.Problem(6, 24, 40, 40, 40, 24, 24, 14, 14, 256, 256, 16, 256, 256)
+    with pytest.raises(RuntimeError, match="cublasLtMatmulAlgoGetHeuristic says CUBLAS_STATUS_NOT_INITIALIZED; "):
+        cublaslt._chosen(0, problem)
+
+
+@pytest.fixture
+def pretended(afresh, tmp_path, monkeypatch):
+    """The paths of what is built, in the place of a build; what is loaded is the path of a good file."""
+    builds = []
+
+    def build(source, path):
+        builds.append(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("good")
+
+    def load(path):
+        if path.read_text() != "good":
+            raise OSError("file too short")
+        return path
+
+    monkeypatch.setattr(native, "build", build)
+    monkeypatch.setattr(cublaslt, "load", load)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return builds
+
+
+def test_a_damaged_file_is_built_again_once(pretended, monkeypatch):
+    path = native.built(cublaslt.SOURCE)
+    path.write_bytes(b"")
+    assert cublaslt._library() == (path, "") and pretended == [path] * 2
+    cublaslt._library.cache_clear()
+    assert cublaslt._library() == (path, "") and len(pretended) == 2
+    cublaslt._library.cache_clear()
+    path.write_bytes(b"")
+    monkeypatch.setattr(native, "build", lambda source, path: pretended.append(path))  # in vain
+    assert cublaslt._library() == (None, "not built: file too short") and len(pretended) == 3
+
+
+@pytest.mark.parametrize("mode, user", [(0o757, 0), (0o775, 0), (0o755, 1)])
+def test_what_another_user_could_have_written_is_not_loaded(pretended, monkeypatch, mode, user):
+    path = native.built(cublaslt.SOURCE)
+    path.chmod(mode)
+    if user and not path.stat().st_uid:  # root's libraries are everybody's
+        os.chown(path, 12345, -1)
+    owner = path.stat().st_uid
+    monkeypatch.setattr(native.os, "geteuid", lambda: owner + user)
+    reason = f"not built: {path} belongs to another user, or others may write it; remove it"
+    assert cublaslt._library() == (None, reason) and pretended == [path]
+
+
+def test_what_triton_lacks_to_build_a_launcher_is_said_where_it_cannot(monkeypatch, tmp_path):
+    """Triton's own build fails where something is said to be missing, and there alone; a launch then says it."""
+    source, include = tmp_path / "launcher.c", sysconfig.get_paths()["include"]
+    source.write_text("#include <Python.h>\n")
+
+    def missing(folder: str) -> str:
+        monkeypatch.setattr(sysconfig, "get_paths", lambda **_: dict(include=folder))
+        if hasattr(build, "_find_compiler"):  # in Triton 3.6 nothing remembers the compiler
+            build._find_compiler.cache_clear()
+        said, builds = launch.missing_for_launchers(), True
+        try:
+            build._build("launcher", str(source), str(tmp_path), [], [], [], [])
+        except (RuntimeError, OSError, subprocess.CalledProcessError):
+            builds = False
+        assert builds == (said is None), said
+        return said or ""
+
+    monkeypatch.delenv("CC", raising=False)
+    assert missing(include) == ""
+    assert missing(str(tmp_path)).startswith(f"there is no Python.h in {tmp_path}; install Python's headers")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert missing(include) == "CC is 'no-such-compiler', which is not a program"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert missing(include) == "there is no C compiler; install gcc (on Debian: apt install gcc), or name one in CC"
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "settle", lambda kernel: None)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            raise failure
+
+    for failure, says in (
+        (RuntimeError("Failed to find C compiler."), "^Triton cannot build what launches kernels: there is no C comp"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "^CUDA out of memory$"),  # what it says itself
+    ):
+        with pytest.raises(type(failure), match=says):
+            launch.launch(Kernel(), (1,), x=torch.empty(1))
+
+
+@pytest.mark.parametrize(
+    "commands, missing",
+    [
+        ((), r"ninja is not installed \(pip install vitfast\[native\]\)"),
+        (("ninja",), r"no C\+\+ compiler: c\+\+ is not on PATH"),
+    ],
+)
+def test_a_missing_tool_is_one_clear_line(commands, missing, tmp_path, afresh, monkeypatch):
+    for name in commands:
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native.sysconfig, "get_path", lambda name: "")
+    with pytest.raises(RuntimeError, match=f"^{missing}$"):
+        native.built(cublaslt.SOURCE)
+    reason = cublaslt.unsupported_reason(LIKE_A_GPU)
+    assert reason.startswith("not built: ") and "\n" not in reason and not (tmp_path / "empty").exists()
+
+
+def test_the_wheels_of_cuda_12_have_a_folder_each(tmp_path, monkeypatch):
+    for folder in ("cublas/lib", "cublas/include", "cuda_runtime/include", "cu13/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+    for library in ("cublas/lib/libcublasLt.so.12", "cu13/lib/libcublasLt.so.13"):
+        (tmp_path / library).touch()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: found)
+    library, headers = native._cublaslt()
+    assert library == tmp_path / "cublas/lib/libcublasLt.so.12"
+    assert headers[:2] == [tmp_path / "cublas/include", tmp_path / "cuda_runtime/include"]
+
+
+def test_a_build_that_fails_or_hangs_is_told_in_a_line_and_leaves_nothing(tmp_path, monkeypatch):
+    source, started, out = tmp_path / "cublaslt.cpp", tmp_path / "pid", tmp_path / "out"
+    source.write_text("int main() { return nonsense; }\n")
+    with pytest.raises(RuntimeError, match=r"cublaslt.cpp:1:\d+: error: .*nonsense") as failure:
+        native.build(source, out / "target.so")
+    assert "\n" not in str(failure.value) and len(str(failure.value)) < 420 and list(out.iterdir()) == []
+    hang = "import subprocess; p = subprocess.Popen(['sleep', '600']); open({!r}, 'w').write(str(p.pid)); p.wait()"
+    monkeypatch.setattr(native, "_BUILD", hang.format(str(started)))
+    monkeypatch.setattr(native, "BUILD_SECONDS", 1.5)
+    with pytest.raises(RuntimeError, match="^it took more than 1.5 s$"):
+        native.build(cublaslt.SOURCE, out / "target.so")
+    stat = Path(f"/proc/{started.read_text()}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the compiler outlived the build")
+    assert list(out.iterdir()) == []
+
+
+# On a GPU
+
+
 @pytest.fixture
 def gpu():
     reason = cublaslt.unsupported_reason(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
@@ -206,21 +397,3 @@ def test_linear_residual_matches_ref_on_a_gpu(k, dtype, stream_dtype, layout, wi
     tol = max(TOL[out.dtype], 1e-5)  # 3,072 products added up in fp32
     torch.testing.assert_close(out.double(), truth, atol=tol, rtol=tol)
     assert torch.equal(out, cublaslt.linear_residual(x, weight, bias, residual))
-
-
-@pytest.mark.gpu
-def test_linear_residual_in_a_graph_on_a_gpu(gpu):
-    x, weight, bias, residual = inputs(7 * 197, 768, 3072, torch.bfloat16, device=gpu)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        cublaslt.linear_residual(x, weight, bias, residual)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = cublaslt.linear_residual(x, weight, bias, residual)
-    for _ in range(2):
-        x.normal_()
-        residual.normal_()
-        graph.replay()
-        torch.cuda.synchronize()
-        check(out, x, weight, bias, residual)

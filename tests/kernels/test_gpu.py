@@ -15,6 +15,7 @@ from vitfast.kernels.configs import tiles
 from vitfast.tools.doctor import check_operation
 from vitfast.tools.verify import cases, run
 from vitfast.tools.verify.draw import Draw, Sizes
+from vitfast.tools.verify.launcher import candidates
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -44,13 +45,10 @@ def test_every_candidate_computes_the_same(shape, op, dtype):
     """Every tile that the tuner may choose: descriptors, our products for cuBLAS's, attention's paths."""
     with tiles.watching() as used:
         check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
-    for name, bits, shape_class in used:
-        for tile in tiles.candidates(
-            name, torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=GPU), shape_class
-        ):
-            with tiles.override(name, tile, shape_class):
-                result = check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
-            assert result.passed, (name, tile, result)
+    for override in candidates(used, dtype, GPU):
+        with tiles.override(*override):
+            result = check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
+        assert result.passed, (override, result)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 258, 511, 512, 513])

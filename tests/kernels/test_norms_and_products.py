@@ -7,7 +7,7 @@ from attention_cases import interpreted
 from vitfast import ops
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.launch import record
-from vitfast.kernels.matmul import gated, mlp
+from vitfast.kernels.matmul import gated
 from vitfast.ops import reference as ref
 
 pytestmark = interpreted
@@ -52,16 +52,14 @@ def test_widths_of_every_class_of_tiles(width, dtype=torch.bfloat16):
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_output_of_add_layer_norm_is_used(used):
     """What nobody used has no gradient, or zeros."""
-    found = []
-    tensors = [torch.randn(shape) for shape in ((2, 5, 48), (2, 5, 48), (48,), (48,), (48,))]
-    for mode, dtype in (("on", torch.float32), ("off", torch.float64)):
-        given = [t.detach().to(dtype).requires_grad_() for t in tensors]
+    found, tensors = [], leaves((2, 5, 48), (2, 5, 48), 48, 48, 48)
+    for mode in ("on", "off"):
         with ops.use_kernels(mode):
-            out = ops.add_layer_norm(*given[:4], layer_scale=given[4])[used]
-        out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape))
-        found.append([torch.zeros_like(t) if t.grad is None else t.grad for t in given])
+            out = ops.add_layer_norm(*tensors[:4], layer_scale=tensors[4])[used]
+        upstream = torch.linspace(-1, 1, out.numel()).view(out.shape)
+        found.append(torch.autograd.grad(out, tensors, upstream, materialize_grads=True))
     for mine, truth in zip(*found):
-        torch.testing.assert_close(mine.double(), truth, **CLOSE)
+        torch.testing.assert_close(mine, truth, **CLOSE)
 
 
 def test_no_mean_is_written_or_read_of_rms_norm():
@@ -95,17 +93,6 @@ def test_what_no_gradient_needs_is_not_kept():
     for trained in (True, False):
         weight = torch.randn(8, 3, 2, 2, requires_grad=trained)
         assert any(t.dtype == torch.uint8 for t in saved_by(lambda: ops.patch_embed(raw, weight, bias))) == trained  # noqa: B023
-
-
-@pytest.mark.parametrize("dtype, far", [(torch.float16, 6e4), (torch.bfloat16, 1e19)])
-def test_gelu_far_from_zero(dtype, far):
-    """Far from zero, where fp32 holds the square, gelu is 0 or the identity, its slope 0 or 1, never NaN."""
-    pre = torch.tensor([[-far, -100.0, -20.0, 20.0, 100.0, far]], dtype=dtype)
-    for activation in ("gelu", "gelu_tanh"):
-        dpre, dbias = mlp.gelu_bwd(torch.ones_like(pre), pre, activation, True)
-        assert dpre.tolist() == [[0, 0, 0, 1, 1, 1]] and dbias.tolist() == [0, 0, 0, 1, 1, 1]
-        act, kept = mlp.linear_gelu(torch.ones(1, 1, dtype=dtype), pre.t().contiguous(), None, activation, True)
-        assert torch.equal(kept, pre) and torch.equal(act, pre.clamp(min=0))
 
 
 def test_halves_of_one_weight_are_read_where_they_lie():

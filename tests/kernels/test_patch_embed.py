@@ -117,21 +117,6 @@ def test_images_of_every_kind(case, by):
 
 
 @interpreted
-def test_strided_parameters_and_upstream():
-    tensors = make(layout="channels last")
-    with torch.no_grad():
-        tensors["weight"] = tensors["weight"].contiguous(memory_format=torch.channels_last).requires_grad_()
-        tensors["bias"] = torch.randn(48)[::2].requires_grad_()
-        tensors["pos_embed"] = torch.randn(1, 24, 7).transpose(1, 2).requires_grad_()
-    check(tensors)
-    for upstream in (torch.randn(24).expand(2, 7, 24), torch.randn(2, 24, 7).transpose(1, 2)):
-        _, grads, _ = run(on, tensors, upstream)
-        _, expected, _ = run(ref.patch_embed, tensors, upstream)
-        for name in grads:
-            torch.testing.assert_close(grads[name], expected[name], atol=1e-4, rtol=1e-4)
-
-
-@interpreted
 @pytest.mark.parametrize("dtype", [pytest.param(F16, marks=pytest.mark.long), BF16], ids=str)
 def test_channels_further_apart_than_int32(dtype):
     far = 1_100_000_000  # the third begins beyond 2^31

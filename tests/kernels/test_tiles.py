@@ -48,57 +48,42 @@ def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     assert tiles._user_table() == {}
 
 
+OF_A_PRODUCT = dict(tiles.RULES["linear_gelu_fwd"][0].tile.blocks)
+SCALE_ROWS = dict(BLOCK_M=8, BLOCK_D=250, STAGES=3, PER_SM=6)
+FAULTS = [  # of a user's rows, and two that have none
+    ("attention_bwd", tile(8, 2, "rows", BLOCK_M=64), "has no provider 'rows', only head, tiled, phases, "),
+    ("linear_gelu_fwd", tile(8, 3, "tma", BLOCK_M=64), "by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not"),
+    ("weight_grad", tile(8, 3, "cublas", BLOCK_M=64), "by cublas takes no numbers, not BLOCK_M; "),
+    ("gelu_bwd", tile(4, 1, BLOCK_M=64, BLOCK_N=-64), "by triton cannot run with BLOCK_N = -64; "),
+    ("weight_grad_sum", tile(4, 1, BLOCK_N=0, BLOCK_K=512), "by triton cannot run with BLOCK_N = 0"),
+    ("scale_rows", tile(4, 1, **SCALE_ROWS), "by triton cannot run with"),
+    ("column_sums", tile("4", 1, BLOCK_P=256, BLOCK_D=16), "by triton cannot run with num_warps = '4'"),
+    ("dgelu_matmul", tile(4, 2, **OF_A_PRODUCT), ""),
+    ("linear_residual_fwd", tile(provider="cublas"), ""),
+]
+
+
 def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
     monkeypatch.setenv("VITFAST_TILES", str(path))
     monkeypatch.setattr(tiles, "_gpu_name", lambda index: "Some GPU")
     monkeypatch.setattr(tiles, "generation", lambda device: 90)
-    product = dict(tiles.RULES["linear_gelu_fwd"][0].tile.blocks)
-    rows = [
-        (
-            "attention_bwd",
-            tile(8, 2, "rows", BLOCK_M=64),
-            "attention_bwd has no provider 'rows', only head, tiled, phases, ",
-        ),
-        (
-            "linear_gelu_fwd",
-            tile(8, 3, "tma", BLOCK_M=64),
-            "linear_gelu_fwd by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not BLOCK_M; ",
-        ),
-        ("weight_grad", tile(8, 3, "cublas", BLOCK_M=64), "weight_grad by cublas takes no numbers, not BLOCK_M; "),
-        ("softmax_fwd", tile(), "no operation 'softmax_fwd'; "),
-        ("gelu_bwd", tile(4, 1, BLOCK_M=64, BLOCK_N=-64), "gelu_bwd by triton cannot run with BLOCK_N = -64; "),
-        (
-            "weight_grad_sum",
-            tile(4, 1, BLOCK_N=0, BLOCK_K=512),
-            "weight_grad_sum by triton cannot run with BLOCK_N = 0",
-        ),
-        ("scale_rows", tile(4, 1, BLOCK_M=8, BLOCK_D=250, STAGES=3, PER_SM=6), "scale_rows by triton cannot run with"),
-        ("column_sums", tile("4", 1, BLOCK_P=256, BLOCK_D=16), "column_sums by triton cannot run with num_warps = '4'"),
-        (
-            "patch_embed_dweight",
-            tile(8, 3, BLOCK_M=64, BLOCK_D=256, BLOCK_K=128, PROGRAMS=0),
-            "patch_embed_dweight by triton cannot run with PROGRAMS = 0; ",
-        ),
-        ("dgelu_matmul", tile(4, 2, **product), ""),
-        ("linear_residual_fwd", tile(provider="cublas"), ""),
-    ]
-    path.write_text(
-        json.dumps({"tiles": [tiles.to_record(op, "Some GPU", "16", "768x3072", value) for op, value, _ in rows]})
-    )
+    rows = [tiles.to_record(op, "Some GPU", "16", "768x3072", value) for op, value, _ in FAULTS]
+    unknown = tiles.to_record("softmax_fwd", "Some GPU", "16", "768x3072", tile())
+    path.write_text(json.dumps({"tiles": [*rows, unknown]}))
     tiles.reload_user_table()
     gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            for op, value, fault in rows:
-                if op in tiles.RULES:
-                    found = tiles._find(op, gpu, "768x3072")
-                    assert found == (tiles.shipped(op, gpu, "768x3072") if fault else value), op
+            for op, value, fault in FAULTS:
+                wanted = tiles.shipped(op, gpu, "768x3072") if fault else value
+                assert tiles._find(op, gpu, "768x3072") == wanted, op
             tiles.reload_user_table()
-    said, faults = [str(warning.message) for warning in said], [(op, fault) for op, _, fault in rows if fault]
-    assert len(said) == len(faults)
-    for message, (op, fault) in zip(said, faults):
+    wanted = [(op, f"{op} {fault}") for op, _, fault in FAULTS if fault]
+    wanted += [("softmax_fwd", "no operation 'softmax_fwd'; ")]
+    assert len(said) == len(wanted)
+    for message, (op, fault) in zip([str(warning.message) for warning in said], wanted):
         assert message.startswith(f"the tile table {path}: {fault}")
         assert f"the row of {op} at 768x3072, 16 bits, Some GPU, is left out: run vitfast tune again" in message
     path.unlink()
@@ -126,28 +111,8 @@ def test_every_candidate_that_runs_here_is_offered():
         ("layer_norm_bwd", "3x256as", ["torch"]),
     ]:
         assert [t.provider for t in tiles.candidates(op, half, shape)] == providers, op
-    with tiles.targeting(80):
-        assert [t.provider for t in tiles.candidates("linear_fwd", half, "768x2304")] == [
-            "triton"
-        ]  # no tensor descriptors before sm_90
-
-
-def test_a_provider_may_have_several_candidates_each_a_variant(monkeypatch):
-    shipped, wide, tma, wide_tma = (tile(8, 3, name, BLOCK_N=n) for name in ("triton", "tma") for n in (128, 256))
-    monkeypatch.setitem(tiles.RULES, "x", (Rule(shipped),))
-    rules = (
-        Rule(wide, variant="wide"),
-        Rule(tma),
-        Rule(wide_tma, variant="wide"),
-        Rule(tile(4, 2, "tma", BLOCK_N=64), variant="wide"),
-    )
-    monkeypatch.setitem(tiles.CANDIDATES, "x", rules)
-    half = torch.empty(1, dtype=torch.float16)
-    assert tiles.candidates("x", half, "d64") == [wide, tma, wide_tma]
-    with tiles.override("x", wide):
-        assert tiles.candidates("x", half, "d64") == [tma, wide_tma]
-    with tiles.override("x", wide_tma):
-        assert tiles.candidates("x", half, "d64") == [shipped, wide]
+    with tiles.targeting(80):  # no tensor descriptors before sm_90
+        assert [t.provider for t in tiles.candidates("linear_fwd", half, "768x2304")] == ["triton"]
 
 
 def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():

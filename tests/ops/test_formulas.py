@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_close
-from operations import attend, norm
+from operations import attend
 from timm.layers import GluMlp, Mlp, QuickGELU, RmsNorm, SwiGLU
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from torch import nn
@@ -93,16 +93,6 @@ def test_rms_norm_is_timms_and_pytorchs(eps):
     assert_close(ops.rms_norm(x, w, eps), theirs(x), **TOL)
     same(ops.rms_norm(x, w, eps), F.rms_norm(x, (D,), w, eps), x, w)
     same(ops.rms_norm(x, None, eps), x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps), x)
-
-
-def test_norms_without_parameters_and_in_a_dtype_of_their_own():
-    x = rand(B, N, D)
-    assert_close(ops.layer_norm(x, None, None), norm(x), **TOL)
-    half, w = x.bfloat16(), rand(D).float()
-    assert ops.rms_norm(half, w).dtype == ops.layer_norm(half, w, w).dtype == torch.bfloat16
-    truth = ref.layer_norm(half, w, w, 1e-6, upcast=True)
-    assert truth.dtype == torch.float64
-    assert_close(truth, norm(half.double(), w.double(), w.double()), **TOL)
 
 
 def test_drop_path_factor_is_not_rounded_to_bf16():

@@ -98,13 +98,11 @@ WITH_SCALE = BlockNeeds(*[True] * 8)
 ALL = WITH_SCALE._replace(layer_scale=False)
 
 
-def test_a_layer_moves_88_u_and_82_where_all_is_kept():
-    forward, backward, rest = layer("least", ALL)
-    # beside it weights, statistics and workspaces, a quarter of a u of which is attention's scratch for dQ, made to
-    # stay in L2
-    assert (forward, backward) == (30, 58) and rest < 1.3
-    forward, backward, rest = layer("all", ALL)
-    assert (forward, backward) == (30, 52) and rest < 1.3
+@pytest.mark.parametrize("keep, wanted", [("least", (30, 58)), ("all", (30, 52))])
+def test_a_layer_moves_88_u_and_82_where_all_is_kept(keep, wanted):
+    """Beside it weights, statistics and workspaces, a quarter of a u of which is attention's scratch for dQ, in L2."""
+    *found, rest = layer(keep, ALL)
+    assert tuple(found) == wanted and rest < 1.3
 
 
 def test_factors_and_frozen_parameters():

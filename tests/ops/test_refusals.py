@@ -212,26 +212,19 @@ def test_packed_images_and_jagged_tensors_that_do_not_fit_are_refused():
 
 def test_numbers_of_numpy_are_numbers(mode):
     """As eps, scale, num_heads and num_prefix, with the result of Python's numbers; an activation has one name."""
-    torch.manual_seed(0)
-    for op in ("layer_norm", "rms_norm", "mlp_block", "gated_mlp_block"):
-        for eps in (np.float32(0.5), np.float64(0.5), np.int64(1)):
-            given = tensors(op)
-            assert torch.equal(getattr(ops, op)(**given, eps=eps), getattr(ops, op)(**given, eps=float(eps)))
-    qkv = torch.randn(B, N, 3, H, 16)
-    assert torch.equal(ops.attention(qkv, scale=np.float32(0.25)), ops.attention(qkv, scale=0.25))
-    tables = tensors("attention")
-    rope = tables["cos"], tables["sin"]
-    assert torch.equal(
-        ops.attention(qkv, rope=rope, num_prefix=np.int64(1)), ops.attention(qkv, rope=rope, num_prefix=1)
-    )
-    given = tensors("attention_block") | dict(cos=None, sin=None)
-    assert torch.equal(*(OPERATIONS["attention_block"].function(**given, num_heads=n) for n in (H, np.int64(H))))
-    for op in ("linear_gelu", "mlp", "mlp_block"):
-        given = tensors(op)
-        plain, tanh = (getattr(ops, op)(**given, activation=name) for name in ("gelu", "gelu_tanh"))
-        assert torch.equal(plain, getattr(ops, op)(**given)) and not torch.equal(plain, tanh)
-        assert torch.equal(plain, getattr(ops, op)(**given, approximate="none"))
-        assert torch.equal(tanh, getattr(ops, op)(**given, approximate="tanh"))
+    attended = dict(cos=None, sin=None, bias=None)
+    for op, given, ours, theirs in (
+        *((op, {}, dict(eps=np.float32(0.5)), dict(eps=0.5)) for op in ("layer_norm", "rms_norm", "mlp_block")),
+        ("gated_mlp_block", {}, dict(eps=np.int64(1)), dict(eps=1)),
+        ("attention", attended, dict(scale=np.float32(0.25)), dict(scale=0.25)),
+        ("attention", {}, dict(num_prefix=np.int64(1)), dict(num_prefix=1)),
+        ("attention_block", attended, dict(num_heads=np.int64(H)), dict(num_heads=H)),
+        *((op, {}, dict(approximate="none"), dict(activation="gelu")) for op in ("linear_gelu", "mlp", "mlp_block")),
+        *((op, {}, dict(approximate="tanh"), dict(activation="gelu_tanh")) for op in ("linear_gelu", "mlp_block")),
+    ):
+        torch.manual_seed(0)
+        given = tensors(op) | given
+        assert torch.equal(*(OPERATIONS[NAMES[op]].function(**given | options) for options in (ours, theirs))), op
 
 
 # Where no kernel runs

@@ -27,51 +27,25 @@ def _fresh():
 
 
 def in_thread(function):
-    """What `function()` returns in a thread of its own."""
+    """What `function()` returns in a new context of a thread of its own; its error is raised here."""
     found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+
+    def attempt():
+        try:
+            found.append(contextvars.Context().run(function))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=attempt)
     thread.start()
     thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
     return found[0]
-
-
-def in_context(function):
-    """What `function()` returns in a new context of a new thread; its error is raised here."""
-    found = in_thread(lambda: contextvars.Context().run(attempt, function))
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def attempt(function):
-    try:
-        return function()
-    except Exception as error:
-        return error
 
 
 def norm(x):
     return ops.layer_norm(x, WEIGHT, None)
-
-
-def test_two_threads_leave_nothing_behind():
-    """Each enters before the other leaves: what stays was "off" for ever."""
-    inside, seen = threading.Barrier(2, timeout=20), {}
-
-    def run(mode):
-        with ops.use_kernels(mode):
-            inside.wait()
-            seen[mode] = current_mode()
-            inside.wait()
-        seen[f"after {mode}"] = current_mode()
-
-    threads = [threading.Thread(target=run, args=(mode,)) for mode in ("off", "on")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {"off": "off", "on": "on", "after off": "auto", "after on": "auto"}
-    assert current_mode() == "auto" and in_thread(current_mode) == "auto"
 
 
 def test_nested_blocks_and_plain_calls():
@@ -123,7 +97,7 @@ def test_calls_that_were_not_entered_yet():
         inner = ops.use_kernels("on")
     with inner:  # after the end of the block that it was made in
         assert current_mode() == "on"
-    assert in_thread(lambda: (first.__enter__(), current_mode(), first.__exit__())[1]) == "off"  # in another thread
+    assert in_thread(lambda: (first.__enter__(), current_mode(), first.__exit__())[1]) == "off"
     assert current_mode() == "auto"
 
 
@@ -159,18 +133,34 @@ def test_tasks_do_not_see_each_other():
     assert in_thread(lambda: asyncio.run(both())) == {mode: [mode, "auto"] for mode in ("off", "on", "auto")}
 
 
-def test_generators_may_leave_in_any_order():
+def test_generators_and_threads_may_leave_in_any_order():
+    """Each enters before the other leaves: what stays was "off" for ever."""
+
     def generate(mode):
         with ops.use_kernels(mode):
             yield
 
     first, second = generate("off"), generate("on")
     next(first), next(second)
-    assert current_mode() == "on"
+    assert current_mode() == "on" and in_thread(current_mode) == "auto"
     first.close()
     assert current_mode() == "on"
     second.close()
     assert current_mode() == "auto"
+    inside, seen = threading.Barrier(2, timeout=20), {}
+
+    def run(mode):
+        with ops.use_kernels(mode):
+            inside.wait()
+            seen[mode] = current_mode()
+            inside.wait()
+        seen[f"after {mode}"] = current_mode()
+
+    threads = [threading.Thread(target=run, args=(mode,)) for mode in ("off", "on")]
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            step(thread)
+    assert seen == {"off": "off", "on": "on", "after off": "auto", "after on": "auto"}
 
 
 @interpreted
@@ -195,12 +185,10 @@ class Deep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.depth == 0:
-            with torch.enable_grad():
-                x = X.clone().requires_grad_()
-                checkpoint(ctx.run, x, use_reentrant=False).sum().backward()
-        else:
-            with torch.enable_grad():
+        with torch.enable_grad():
+            if ctx.depth == 0:
+                checkpoint(ctx.run, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
+            else:
                 Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1, ctx.run).backward()
         return grad, None, None
 
@@ -222,28 +210,26 @@ def test_autograds_threads_have_the_mode_of_the_backward_call(mode):
     assert [found for _, found in seen] == [mode] * 4 and threading.get_ident() not in dict(seen)
 
 
-def counting_graphs():
-    graphs = []
-    return graphs, lambda graph, _: graphs.append(graph) or graph
+class Graphs(list):
+    """A backend that keeps whether each graph that it is given calls a kernel."""
 
-
-def kernels_in(graph) -> bool:
-    return any("vitfast" in str(node.target) for node in graph.graph.nodes)
+    def __call__(self, graph, _):
+        self.append(any("vitfast" in str(node.target) for node in graph.graph.nodes))
+        return graph
 
 
 @interpreted
 def test_compiled_code_follows_the_mode_without_end_of_compilations():
     torch._dynamo.reset()
-    graphs, backend = counting_graphs()
-    compiled = torch.compile(norm, fullgraph=True, backend=backend)
-    expected = norm(X)
+    graphs, expected = Graphs(), norm(X)
+    compiled = torch.compile(norm, fullgraph=True, backend=graphs)
     for _ in range(3):
         for mode in ("on", "off"):
             with ops.use_kernels(mode):
                 before = launches_made()
                 torch.testing.assert_close(compiled(X), expected, atol=1e-5, rtol=1e-5)
                 assert (launches_made() > before) == (mode == "on")
-    assert [kernels_in(graph) for graph in graphs] == [True, False]
+    assert graphs == [True, False]
     with ops.use_kernels("on"):
         before = launches_made()
         in_thread(lambda: compiled(X))
@@ -256,17 +242,13 @@ def test_compiled_code_follows_the_mode_without_end_of_compilations():
 def test_the_mode_is_chosen_in_compiled_code(outer):
     """In one graph; in an object made before, and with breaks of the graph inside."""
     torch._dynamo.reset()
-    graphs, backend = counting_graphs()
+    graphs, seen = Graphs(), []
 
     def both(x):
         with ops.use_kernels("on"):
             y = norm(x)
         with ops.use_kernels("off"):
             return y - norm(x)
-
-    out = torch.compile(both, fullgraph=True, backend=backend)(X)
-    assert out.abs().max() < 1e-5 and len(graphs) == 1 and kernels_in(graphs[0])
-    seen = []
 
     def broken(x):
         chosen = ops.use_kernels("off")
@@ -279,17 +261,18 @@ def test_the_mode_is_chosen_in_compiled_code(outer):
         seen.append(current_mode())
         return y
 
+    assert torch.compile(both, fullgraph=True, backend=graphs)(X).abs().max() < 1e-5 and graphs == [True]
     with ops.use_kernels(outer):
         torch.testing.assert_close(torch.compile(broken, backend="eager")(X), 2 * norm(X), atol=1e-5, rtol=1e-5)
         assert seen == ["off", outer] and current_mode() == outer
 
 
-def test_the_mode_that_the_environment_names():
+def test_the_mode_that_the_environment_names(monkeypatch):
     """An unknown one is an error at the first operation."""
-    wrong = "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setattr(_dispatch, "_START", "off")
-        assert in_thread(current_mode) == "off"
-        environment.setattr(_dispatch, "_START", "foo")
-        with pytest.raises(InputError, match=f"^{wrong}"):
-            in_context(current_mode)
+    monkeypatch.setattr(_dispatch, "_START", "off")
+    assert in_thread(current_mode) == "off"
+    monkeypatch.setattr(_dispatch, "_START", "foo")
+    wrong = "^VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
+    with pytest.raises(InputError, match=wrong):
+        in_thread(current_mode)
+    monkeypatch.undo()

@@ -52,7 +52,8 @@ found["ViT"] = agrees(model)
 model.save_pretrained(f"{folder}/saved")
 found["loaded"] = agrees(ViT.from_pretrained(f"{folder}/saved"))
 tokens = torch.randn(2, 5, 32)
-found["compiled"] = torch.allclose(torch.compile(model.norm, fullgraph=True)(tokens), model.norm(tokens), atol=1e-6)
+compiled = torch.compile(model.norm, fullgraph=True, backend="aot_eager")
+found["compiled"] = torch.allclose(compiled(tokens), model.norm(tokens), atol=1e-6)
 
 import timm
 
@@ -108,34 +109,18 @@ def found(tmp_path_factory):
     return json.loads((folder / "found.json").read_text()) | {"folder": folder}
 
 
-def test_an_unknown_mode_in_the_environment_is_named_at_the_first_operation(found):
-    assert found["mode"] == "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
-
-
 def test_models_compute_what_timm_does(found):
+    assert found["mode"] == "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
     assert found["ViT"] is found["loaded"] is found["compiled"] is True
     assert found["accelerated"] == 6 and found["triton"] == []
+    assert "on" not in found and found["plain"] == "triton cannot be imported (No module named 'triton')"
 
 
-def test_kernels_switched_on_say_what_they_miss(found):
-    assert "on" not in found
-    assert found["plain"] == "triton cannot be imported (No module named 'triton')"
-
-
-def test_commands_that_need_no_kernel_run(found):
-    code, out, _ = found["help"]
-    assert code == 0 and "pretrain" in out
-    code, out, _ = found["cost"]
-    assert code == 0 and "86,567,656 parameters" in out and "images/s" in out
-    code, _, err = found["pretrain"]
-    assert code == 0 and (found["folder"] / "run/checkpoints/last/model.safetensors").exists(), err
-
-
-@pytest.mark.parametrize("command", ["doctor", "tune"])
-def test_commands_of_the_kernels_say_in_one_line_what_they_need(found, command):
-    code, out, err = found[command]
-    assert code == 2 and not out
-    assert err == (
-        "vitfast: error: this command runs the kernels, which need triton (pip install triton, on Linux): "
-        "No module named 'triton'\n"
-    )
+def test_commands_run_or_say_in_one_line_what_they_need(found):
+    for command, wanted in (("help", "pretrain"), ("cost", "86,567,656 parameters"), ("pretrain", "")):
+        code, out, err = found[command]
+        assert code == 0 and wanted in out, err
+    assert (found["folder"] / "run/checkpoints/last/model.safetensors").exists()
+    needs = "vitfast: error: this command runs the kernels, which need triton (pip install triton, on Linux): "
+    for command in ("doctor", "tune"):
+        assert found[command] == [2, "", needs + "No module named 'triton'\n"]

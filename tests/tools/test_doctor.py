@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,9 +10,15 @@ import pytest
 import torch
 from commands import run_cli
 from processes import SERVER
+from tool_children import deadly
 from triton.backends.nvidia import compiler
 
+from vitfast.kernels import rows
+from vitfast.kernels.attention import launchers as attention
+from vitfast.kernels.configs import tiles
+from vitfast.kernels.layer_norm import forward as layer_norm
 from vitfast.tools import doctor
+from vitfast.tools.verify import edges
 
 
 def test_doctor_takes_an_operation_in_all_its_forms_or_a_part_of_names():
@@ -99,10 +104,8 @@ def test_on_a_gpu_doctor_names_ptxas_and_what_is_missing(monkeypatch, major=9):
 
 
 def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatch, capsys):
-    from vitfast.kernels import launch
-
     commands = []
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(doctor.launch, "INTERPRETED", False)
     answer = SimpleNamespace(returncode=7)
     monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append((command, env)) or answer)
     given = "--jobs=3 --only=mlp --only=layer_norm --dtype=float16 --json --untimed --debug --interpreted".split()
@@ -111,8 +114,6 @@ def test_doctor_hands_its_options_to_the_process_with_the_interpreter(monkeypatc
 
 
 def test_doctor_keeps_both_ends_of_a_failure_and_shows_the_first_traceback(monkeypatch, capsys):
-    from vitfast.kernels.attention import launchers as attention
-
     def broken(*args):
         raise ValueError("where it starts" + 400 * " and so on" + " what is wrong")
 
@@ -146,8 +147,6 @@ def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
 
 def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
     """Right numbers are not enough: a row too many is read of a workspace, whose sum nobody reads."""
-    from vitfast.kernels import rows
-
     given = ["doctor", "--interpreted", "--jobs", "1"]
     given += ["--only", "scaled rows", "--only", "sum of rows", "--only", "linear_gelu"]
     code, out, _ = run_cli(capsys, *given)
@@ -170,9 +169,6 @@ def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
 
 
 def test_doctor_says_where_a_kernel_raises_and_what_is_of_another_kind(monkeypatch, capsys):
-    from vitfast.kernels import rows
-    from vitfast.kernels.layer_norm import forward as layer_norm
-
     def raises(*args):
         return undefined_name  # noqa: F821
 
@@ -183,37 +179,28 @@ def test_doctor_says_where_a_kernel_raises_and_what_is_of_another_kind(monkeypat
     (row,) = json.loads(out)["results"]
     assert code == 1 and row["error"] is None and row["torch_error"] is not None  # JSON knows no infinity
     assert "NameError: name 'undefined_name' is not defined at tools/test_doctor.py:" in row["findings"][0]
-    assert "in column_sums" not in err and "in raises" in row["traceback"] and row["traceback"] in err
+    assert "in raises" in row["traceback"] and row["traceback"] in err
     forward = layer_norm.layer_norm_fwd
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            layer_norm,
-            "layer_norm_fwd",
-            lambda x, *rest, **options: (forward(x, *rest, **options)[0].double(), *forward(x, *rest, **options)[1:]),
-        )
-        assert run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")[0] == 1
-        code, out, _ = run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")
+
+    def double(*given, **options):
+        y, *rest = forward(*given, **options)
+        return y.double(), *rest
+
+    monkeypatch.setattr(layer_norm, "layer_norm_fwd", double)
+    code, out, _ = run_cli(capsys, "doctor", "--only", "layer_norm", "--dtype", "float16")
     assert code == 1 and "result 0 is float64 (2, 5, 64), PyTorch's float16 (2, 5, 64)" in out
 
 
 def test_an_overwritten_input_a_wrong_number_and_no_kernel_fail_at_the_edges(monkeypatch):
-    from vitfast.kernels import rows
-    from vitfast.kernels.configs import tiles
-    from vitfast.tools.verify import edges
-
-    case = next(edges.cases("sum of rows"))
+    case, right = next(edges.cases("sum of rows")), rows.scale_rows
     assert edges.check(case).passed
-    right = rows.scale_rows
-    with monkeypatch.context() as patch:
-        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (right(x, *rest, **options), x.neg_())[0])
-        assert "input 0 is overwritten" in edges.check(case).wrong[0]
-        patch.setattr(rows, "scale_rows", lambda x, *rest, **options: (None, 1.02 * right(x, *rest, **options)[1]))
-        report = edges.check(case)
-        assert not report.passed and 0.019 < report.error < 0.021 and "error of a row 2.0e-02" in report.wrong[0]
-        patch.setattr(
-            rows, "scale_rows", lambda x, *rest, **options: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]
-        )
-        assert "no kernel ran" in edges.check(case).wrong[0]
+    for said, wrong in (
+        ("input 0 is overwritten", lambda x, *rest, **options: (right(x, *rest, **options), x.neg_())[0]),
+        ("error of a row 2.0e-02", lambda x, *rest, **options: (None, 1.02 * right(x, *rest, **options)[1])),
+        ("no kernel ran", lambda x, *_, **__: (tiles.lookup("scale_rows", x, "d100"), x.float().sum(0))[1]),
+    ):
+        monkeypatch.setattr(rows, "scale_rows", wrong)
+        assert said in edges.check(case).wrong[0]
 
 
 @pytest.mark.long
@@ -226,15 +213,6 @@ def test_doctor_interprets_in_processes_of_its_own():
     assert done.returncode == 0 and "6 of 6 passed" in done.stdout and done.stdout.count(" run") == 6, (
         done.stdout + done.stderr
     )
-
-
-def deadly(task) -> doctor.Result:
-    """Work that ends its own process."""
-    if task[0] == "exits":
-        os._exit(3)
-    if task[0] == "crashes":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return doctor.Result(*task, 0.0, 0.0, True)
 
 
 @pytest.mark.slow(8)

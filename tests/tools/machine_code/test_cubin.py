@@ -1,4 +1,4 @@
-"""Reading machine code: instructions, loops and waits of toy kernels whose answer is known, compiled without a GPU."""
+"""Reading machine code: instructions and waits of toy kernels whose answer is known, compiled without a GPU."""
 
 import json
 import os
@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vitfast.tools.machine_code.cubin import Code, Loop, programs_per_multiprocessor
+import pytest
+
+from vitfast.tools.machine_code.cubin import Code, programs_per_multiprocessor
 
 TOYS = """
 import json
@@ -38,29 +40,22 @@ def whole_then_last(q_ptr, k_ptr, v_ptr, out_ptr, N, LAST_FIRST: tl.constexpr):
         acc, most = step(acc, most, q, k_ptr, v_ptr, N, 16)
     tl.store(out_ptr + i * 64 + j, acc)
 
-@triton.jit
-def nested(x_ptr, out_ptr, N, M):
-    total = tl.zeros((128,), tl.float32)
-    for i in range(N):
-        for j in range(M):
-            total += tl.exp2(tl.load(x_ptr + (i * M + j) * 128 + tl.arange(0, 128)))
-        tl.store(out_ptr + i * 128 + tl.arange(0, 128), total)
-
 def read(kernel, **arguments):
     compiled = compiler.compiled(Launch(kernel, (1,), arguments | dict(num_warps=4, num_stages=3)), 90)
     code = cubin.read(compiled.asm["cubin"])
     notes = cubin.assembler_notes(compiled.asm["ptx"], 90)
     found = dict(hgmma=code.count("HGMMA"), hmma=code.count("HMMA"), mufu=code.count("MUFU"), core=code.tensor_core)
     found |= dict(waits=code.waits, notes=notes, spills=code.spills, registers=code.registers)
-    return found | dict(depths=[x.depth for x in code.loops], counts=[x.last - x.first for x in code.loops])
+    return found
 
 x, y = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
 attention = [read(whole_then_last, q_ptr=x, k_ptr=x, v_ptr=x, out_ptr=y, N=197, LAST_FIRST=f) for f in (True, False)]
-print(json.dumps([read(nested, x_ptr=y, out_ptr=y, N=3, M=5), *attention]))
+print(json.dumps(attention))
 """
 
 
-def test_loops_waits_and_notes_of_known_kernels(tmp_path):
+@pytest.mark.long
+def test_waits_and_notes_of_known_kernels(tmp_path):
     script = tmp_path / "toys.py"
     script.write_text(TOYS)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
@@ -68,30 +63,18 @@ def test_loops_waits_and_notes_of_known_kernels(tmp_path):
     }
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
-    nested, clean, serialised = json.loads(done.stdout)
-    assert nested["mufu"] > 0 and nested["hgmma"] == nested["hmma"] == nested["waits"] == 0 and nested["core"] == ""
-    assert set(nested["depths"]) == {0, 1}  # ptxas unrolls the inner one, and keeps its rest
-    assert max(c for c, depth in zip(nested["counts"], nested["depths"]) if depth == 1) < max(nested["counts"])
+    clean, serialised = json.loads(done.stdout)
     for row in (clean, serialised):
-        assert (
-            row["hgmma"] >= 8 and row["core"] == "HGMMA" and row["hmma"] == row["spills"] == 0 and row["registers"] > 60
-        )
+        assert row["hgmma"] >= 8 and row["core"] == "HGMMA" and row["hmma"] == row["spills"] == 0
     assert clean["waits"] <= clean["hgmma"] / 2 and clean["notes"] == []
     assert serialised["waits"] == serialised["hgmma"] and serialised["notes"] == ["C7515"]
 
 
-def test_names_spills_and_loops_of_a_listing():
-    body = (
-        "MOV R1, c[0x0][0x28]",
-        "STL [R1], R4",
-        "@!P0 LDL.64 R2, [R1]",
-        "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24, gsb0",
-        "@P0 BRA `(.L_x_0)",
-    )
-    body += ("BRA `(.L_x_1)",)
-    code = Code(90, 8, body, {".L_x_0": 2, ".L_x_1": 5})
+def test_names_and_spills_of_a_listing():
+    body = "MOV R1, c[0x0][0x28]", "STL [R1], R4", "@!P0 LDL.64 R2, [R1]"
+    body += "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24, gsb0", "@P0 BRA `(.L_x_0)", "BRA `(.L_x_1)"
+    code = Code(90, 8, body, {})
     assert (code.spills, code.waits, code.count("LDL", "MOV"), code.tensor_core) == (2, 1, 2, "HGMMA")
-    assert code.loops == [Loop(2, 4)]  # and not the trap behind the end, which branches to itself
 
 
 def test_a_group_is_no_wait_where_some_run_on():
@@ -112,10 +95,5 @@ def test_a_group_is_no_wait_where_some_run_on():
 
 def test_programs_that_fit_by_registers_warps_and_shared_memory():
     """CUDA's occupancy tables: 168 registers leave room for 3 programs of 4 warps on sm_90, and so on."""
-    for arguments, wanted in (
-        ((168, 4, 0, 90), 3),
-        ((128, 8, 0, 90), 2),
-        ((32, 4, 100_000, 90), 2),
-        ((32, 1, 0, 89), 32),
-    ):
-        assert programs_per_multiprocessor(*arguments) == wanted, arguments
+    given = ((168, 4, 0, 90), (128, 8, 0, 90), (32, 4, 100_000, 90), (32, 1, 0, 89))
+    assert [programs_per_multiprocessor(*each) for each in given] == [3, 2, 2, 32]

@@ -46,11 +46,3 @@ def test_search_goes_on_from_a_tile_that_does_not_run():
     search.times[start] = None
     search.times |= {t: 1.0 if t["BLOCK_M"] == 128 else None for t in search.advance()}
     assert search.best == tile(8, 4, BLOCK_M=128)
-
-
-def test_a_flag_is_turned():
-    flags = [{n["EXACT"] for n in neighbours(tile(4, 1, "head", BLOCK_M=64, EXACT=flag))} for flag in (0, 1)]
-    turned = [
-        [n for n in neighbours(tile(4, 1, EXACT=flag)) if n.num_warps == 4 and n.num_stages == 1] for flag in (0, 1)
-    ]
-    assert flags == [{0, 1}] * 2 and turned == [[tile(4, 1, EXACT=1)], [tile(4, 1, EXACT=0)]]

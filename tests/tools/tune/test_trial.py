@@ -1,6 +1,7 @@
 """A trial: what is wrong is found out, however little, and what is timed."""
 
 import dataclasses
+import math
 import time
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from tuning import CPU
 
 from vitfast.kernels.configs.tiles import tile
+from vitfast.tools import verify
 from vitfast.tools.tune.trial import DeviceClock, Problem, Trial
 from vitfast.tools.verify import EPS, Wrong
 from vitfast.tools.verify.clock import flush_buffer
@@ -40,7 +42,9 @@ def test_a_result_that_is_off_by_a_percent_is_wrong(dtype):
     assert trial.limits[0][0] < 4 * EPS[dtype]
 
 
-def test_what_a_candidate_leaves_unwritten_is_found_out():
+def test_what_a_candidate_leaves_unwritten_is_found_out(monkeypatch):
+    """Whose error is infinite; and no NaN passes, wherever it comes from."""
+
     def call(x):
         out = torch.empty_like(x)
         out[:-1] = 2 * x[:-1]
@@ -51,6 +55,9 @@ def test_what_a_candidate_leaves_unwritten_is_found_out():
     right = 2 * trial.inputs[0]
     del right  # whose memory, with the right values in it, is what the next allocation gets
     with pytest.raises(Wrong, match="error of a row inf"):
+        trial.check()
+    monkeypatch.setattr(verify, "errors", lambda *_: (math.nan, math.nan))
+    with pytest.raises(Wrong, match="error of a row nan"):
         trial.check()
 
 

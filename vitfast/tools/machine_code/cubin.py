@@ -1,4 +1,4 @@
-"""Machine code of a compiled kernel: registers, spills, tensor-core instructions, waits, loops.
+"""Machine code of a compiled kernel: registers, spills, tensor-core instructions, waits.
 
 Read without a GPU, by the cuobjdump, nvdisasm and ptxas that Triton brings along. Looked for, beside spills
 (CUDA C++ Programming Guide; PTX ISA, "Asynchronous warpgroup level matrix instructions"):
@@ -35,15 +35,6 @@ def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 @dataclass(frozen=True)
-class Loop:
-    """Instructions first..last, from a label to the branch back to it; depth 0 is the outermost."""
-
-    first: int
-    last: int
-    depth: int = 0
-
-
-@dataclass(frozen=True)
 class Code:
     """A kernel's instructions in order, each as "HGMMA.64x128x16.F32 R24, ...", and its resources."""
 
@@ -77,18 +68,6 @@ class Code:
         """The first of TENSOR_CORE that is among the instructions, or ""."""
         names = Counter(map(name_of, self.instructions))
         return next((name for name in TENSOR_CORE if names[name]), "")
-
-    @property
-    def loops(self) -> list[Loop]:
-        """In the order of their ends, so that an inner loop comes before the one around it."""
-        found = []
-        for at, instruction in enumerate(self.instructions):
-            target = re.search(r"\bBRA\b[^`]*`\((\.L_x_\w+)\)", instruction)
-            first = self.labels.get(target.group(1), at + 1) if target else at + 1
-            if first < at:  # a branch to itself is the trap behind the code
-                found.append(Loop(first, at))
-        around = lambda x: [y for y in found if y.first <= x.first and x.last <= y.last and y != x]  # noqa: E731
-        return [Loop(x.first, x.last, depth=len(around(x))) for x in found]
 
 
 def _some_run_on(instructions: tuple[str, ...]) -> bool:

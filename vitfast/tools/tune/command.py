@@ -34,17 +34,6 @@ SECONDS = 400  # for each model
 HANGS = 60  # seconds after which a candidate's trial, which takes a tenth of one, is given up with its process
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The options of the command."""
-
-    models: list[str]
-    dtype: torch.dtype
-    only: str
-    batch_size: int | None
-    deterministic: bool
-
-
 def machine() -> tuple:
     """(device, GPU's name, clock, compiler). Raises InputError in Triton's interpreter."""
     from ..machine_code.compiler import Compiler  # whose import takes half a second
@@ -60,12 +49,12 @@ def gpu_lock():
     return user_table.only_one(str(torch.cuda.get_device_properties("cuda").uuid))
 
 
-def work(send, settings: Settings, done: set[tuple], seconds: float) -> None:
+def work(send, settings: SimpleNamespace, done: set[tuple], seconds: float) -> None:
     """Tunes the problems whose keys are not `done` yet, and prints what comes of it.
 
-    seconds: how long it may take. Sends ("trying", an entry of the table or None), ("kept", key), ("done", key), and
-    ("end", whether all was tried). Raises InputError for an `only` that no operation has in its name, DeviceLost where
-    the GPU has to be given up.
+    settings: the options of `tune`. seconds: how long it may take. Sends ("trying", an entry of the table or None),
+    ("kept", key), ("done", key), and ("end", whether all was tried). Raises InputError for an `only` that no
+    operation has in its name, DeviceLost where the GPU has to be given up.
     """
     if settings.deterministic:  # which the libraries' own predicate asks for (kernels/libraries/attention.py)
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -145,8 +134,8 @@ def tune(
     for name, value in (("seconds", seconds), ("batch-size", batch_size)):
         if value is not None and not value > 0:
             raise InputError(f"--{name} must be positive, got {value:g}")
-    settings, end = Settings(models, dtype, only, batch_size, deterministic), seconds or SECONDS * len(models)
-    end += time.monotonic()
+    given = dict(models=models, dtype=dtype, only=only, batch_size=batch_size, deterministic=deterministic)
+    settings, end = SimpleNamespace(**given), time.monotonic() + (seconds or SECONDS * len(models))
     told: dict[str, set] = dict(done=set(), kept=set(), end=set())
     with gpu_lock():
         try:

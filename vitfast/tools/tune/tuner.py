@@ -38,30 +38,34 @@ class NoRoom(RuntimeError):
 
 @dataclass
 class Attempt:
-    """A problem being searched: its candidates' compilations, and what came of them."""
+    """A problem being searched, its candidates' compilations; and in the end what came of it."""
 
     problem: Problem
     search: Search
+    best: Tile  # in force from the start, or put into the user's table since
     compiling: dict[Tile, list[Future]] = field(default_factory=dict)
     trial: Trial | None = None
-    kept: Tile | None = None  # in the user's table, or in force from the start
     failures: dict[Tile, str] = field(default_factory=dict)
     unsure: bool = False  # the table's own tile failed for want of memory: nothing is known to be faster than it
+    note: str = ""  # why it has ended early: the time was up, or the memory too small
 
+    @property
+    def finished(self) -> bool:
+        return not self.note
 
-@dataclass
-class Outcome:
-    """A problem's result: seconds of the table's tile, of the best and of each provider's; failures."""
+    @property
+    def tried(self) -> int:
+        return len(self.search.times)
 
-    problem: Problem
-    before: float
-    after: float
-    best: Tile
-    providers: dict[str, float]
-    failures: dict[Tile, str]
-    tried: int
-    finished: bool  # False where the time was up, or the memory too small
-    note: str = ""
+    @property
+    def before(self) -> float:
+        """Seconds of the table's tile."""
+        return self.search.time(self.problem.start)
+
+    @property
+    def after(self) -> float:
+        """Seconds of the best."""
+        return self.search.time(self.best)
 
     def __str__(self) -> str:
         if not self.tried:
@@ -73,10 +77,13 @@ class Outcome:
         if self.best != self.problem.start:
             gain = "" if math.isinf(self.before) else f" ({self.before / self.after:.2f}x)"
             lines[0] += f", {ms(self.after)} now{gain}: {self.best}"
-        rest = {name: ms(seconds) for name, seconds in self.providers.items()}
+        providers: dict[str, float] = {}
+        for tile in self.search.times:
+            providers[tile.provider] = min(self.search.time(tile), providers.get(tile.provider, math.inf))
+        rest = {name: ms(seconds) for name, seconds in providers.items()}
         rest |= {name: reason for name, reason in self.problem.absent.items() if name not in rest}
         for tile in (self.problem.start, *self.problem.candidates):
-            if math.isinf(self.providers.get(tile.provider, 0.0)) and tile in self.failures:
+            if math.isinf(providers.get(tile.provider, 0.0)) and tile in self.failures:
                 rest[tile.provider] = self.failures[tile]
         lines += [f"    {name:<14} {said}" for name, said in rest.items()]
         counts = f"    {self.tried} candidates, {len(self.failures)} of them refused"
@@ -142,27 +149,27 @@ class Tuner:
     def _on_meta(self, launcher: Launcher):
         return launcher.call(*launcher.make(Draw(self.dtype, torch.device("meta"))))
 
-    def run(self, problems: list[Problem]) -> Iterator[Outcome]:
+    def run(self, problems: list[Problem]) -> Iterator[Attempt]:
         """Yields each problem when it is settled; the user's table gets faster tiles as they are found."""
         waiting, active = deque(problems), self.active
         while active or (waiting and self.left > 0):
             while waiting and len(active) < AHEAD and self.left > 0:
                 problem = waiting.popleft()
                 search = Search([problem.start, *problem.candidates])
-                active.append(Attempt(problem, search, kept=problem.start))
+                active.append(Attempt(problem, search, problem.start))
                 self._compile(active[-1], search.wave)
             ready = next((a for a in active if all(map(_done, a.compiling.values()))), active[0])
-            note = ""
             try:
                 if self.left > 0:
                     self._wave(ready)
                 if self.left > 0 and self._compile(ready, ready.search.advance()):
                     continue
-                note = "" if self.left > 0 else "the time was up"
+                ready.note = "" if self.left > 0 else "the time was up"
             except NoRoom as error:
-                note = str(error)
+                ready.note = str(error)
             active.remove(ready)
-            yield self._outcome(ready, note)
+            ready.trial = None
+            yield ready
         self.unreached = len(waiting)
 
     def _compile(self, attempt: Attempt, wave: list[Tile]) -> list[Tile]:
@@ -264,24 +271,16 @@ class Tuner:
     def _keep(self, attempt: Attempt) -> None:
         """Puts the best tile into the user's table, if it is still faster when both are tried once more."""
         search, p = attempt.search, attempt.problem
-        while (best := search.best) != attempt.kept and search.time(best) < GAIN * search.time(attempt.kept):
+        while (best := search.best) != attempt.best and search.time(best) < GAIN * attempt.after:
             if p.start not in search.times or attempt.unsure or self.left <= 0:
                 return
-            for tile in (attempt.kept, best):
+            for tile in (attempt.best, best):
                 if search.times[tile] is not None:
                     search.times[tile] = self._measure(attempt, tile)
-            if search.time(best) < GAIN * search.time(attempt.kept) and not attempt.unsure:
+            if search.time(best) < GAIN * search.time(attempt.best) and not attempt.unsure:
                 user_table.keep(tiles.to_record(p.op, self.gpu, p.bits, p.shape, best))
-                attempt.kept = best
+                attempt.best = best
                 self.kept.add(p.key)
-
-    def _outcome(self, attempt: Attempt, note: str) -> Outcome:
-        search, p = attempt.search, attempt.problem
-        providers: dict[str, float] = {}
-        for tile in search.times:
-            providers[tile.provider] = min(search.time(tile), providers.get(tile.provider, math.inf))
-        before, after = search.time(p.start), search.time(attempt.kept)
-        return Outcome(p, before, after, attempt.kept, providers, attempt.failures, len(search.times), not note, note)
 
 
 def _done(futures: list[Future]) -> bool:

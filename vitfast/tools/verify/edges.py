@@ -23,7 +23,7 @@ from ...kernels.configs import tiles
 from ...kernels.configs.tiles import Tile
 from . import Judge, Wrong
 from .draw import Sizes
-from .launcher import outputs
+from .launcher import Override, candidates, outputs
 from .launchers import every_launcher
 from .sanitizer import Finding, Sanitizer
 
@@ -48,8 +48,6 @@ MORE_ROWS = (
 )
 MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # than a tile has rows
 LIBRARIES = (*tiles.LIBRARIES, "cublas")  # which launch no kernel of ours
-
-Override = tuple[str, Tile, str]  # an operation, its tile, a shape class
 
 
 @dataclass(frozen=True)
@@ -150,10 +148,9 @@ def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[
     Those of other providers; where few rows take small tiles, the large ones; and where there are tiles enough along
     the rows, groups of two.
     """
+    yield from candidates(used, case.dtype, CPU)
     for op, bits, shape in used:
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else case.dtype)
-        for tile in tiles.candidates(op, like, shape):
-            yield op, tile, shape
         if shape.endswith("-small"):
             yield op, tiles.shipped(op, like, shape.removesuffix("small") + "large"), shape
         shipped = tiles.shipped(op, like, shape)

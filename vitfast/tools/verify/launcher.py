@@ -1,12 +1,16 @@
 """One launcher of kernels/ with its inputs and its formula, and what the lists of them share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...kernels.configs import tiles
+from ...kernels.configs.tiles import Tile
 from .draw import Draw
+
+Override = tuple[str, Tile, str]  # an operation, its tile, a shape class
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,13 @@ def outputs(result) -> list[Tensor]:
     """The tensors of what a launcher or a formula returns, without those that were not asked for."""
     found = result if isinstance(result, tuple) else (result,)
     return [t for t in found if t is not None and t.numel()]
+
+
+def candidates(used: Iterable[tuple[str, str, str]], dtype: torch.dtype, device: torch.device) -> Iterator[Override]:
+    """Every other tile that could do what was `used`: (operation, bits, shape class), as tiles.watching has it."""
+    for op, bits, shape in used:
+        like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device)
+        yield from ((op, tile, shape) for tile in tiles.candidates(op, like, shape))
 
 
 def wide(x: Tensor) -> torch.dtype:
