@@ -21,6 +21,7 @@ from vitfast.kernels.configs import tiles
 LANGUAGES = ("python", "bash", "text")
 PYTHON = [page for page in PAGES if any(block.language == "python" or block.mark == "run" for block in blocks(page))]
 BASH = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
+COMMANDS = [(block, command) for block in BASH for command in block.commands()]
 # These run for seconds each: `make long` runs them, `make test` compiles them and runs their imports.
 SLOW = {"README.md", *(f"docs/{page}.md" for page in ("tutorials/from-scratch", "tutorials/torchvision"))}
 PROGRAMS = ("pytest", "python", "sbatch")  # that a page may name, beside vitfast, make, pip and our own scripts
@@ -130,7 +131,7 @@ def test_every_block_compiles_and_finds_what_it_imports():
 
 
 def test_commands_are_ones_that_their_program_takes(capsys):
-    for block, command in ((block, command) for block in BASH for command in block.commands()):
+    for block, command in COMMANDS:
         found = words(command)
         arguments = vitfast_arguments(found)
         if arguments is None:

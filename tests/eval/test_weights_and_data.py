@@ -7,13 +7,13 @@ import pictures
 import pytest
 import torch
 from checks import randomize
-from frozen import run_cli
+from commands import run_cli
 from PIL import Image
 
 from vitfast import InputError, ViT
 from vitfast.eval import accuracy
 from vitfast.eval.fewshot import few_shot
-from vitfast.model.convert import convert
+from vitfast.model.convert import convert, write
 from vitfast.train.recipes import resolve
 
 CPU = torch.device("cpu")
@@ -119,6 +119,8 @@ def test_the_cut_of_images_goes_into_every_format_and_comes_back(cut_weights, wi
     left, top = ((side - 16) / 2 for side in truth)
     near = [resized(wide, truth).crop((x, y, x + 16, y + 16)) for x in {int(left), int(left + 0.5)} for y in {int(top)}]
     assert any(torch.equal(ours, pixels(image)) for image in near)
+    told = shown(wide, cut_weights, crop_mode="squash", crop_pct=1)  # the user's word is last
+    assert torch.equal(told, pixels(resized(wide, (16, 16))))
     with Image.open(wide / "val" / "a" / "0.jpg") as image:
         image.load()
 
@@ -144,11 +146,11 @@ def test_the_cut_of_images_goes_into_every_format_and_comes_back(cut_weights, wi
 
 def test_what_a_format_cannot_say_of_the_cut_is_told(tmp_path):
     model = ViT(img_size=(16, 24), patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
-    model.crop_mode, model.crop_pct = "border", 0.9
-    model.save_pretrained(tmp_path / "border")
-    assert convert(tmp_path / "border", tmp_path / "timm", "timm") == []
-    (note,) = convert(tmp_path / "border", tmp_path / "hf", "huggingface")
-    assert "crop_mode='border', crop_pct=0.9" in note
+    for form, mode, share in (("huggingface", "border", 0.9), ("npz", None, 0.5)):
+        model.crop_mode, model.crop_pct = mode, share
+        notes = [note for note in write(model, tmp_path / ("w.npz" if form == "npz" else "hf"), form) if "cut" in note]
+        assert len(notes) == 1 and f"crop_mode={mode or 'center'!r}, crop_pct={share}" in notes[0]
+        assert write(model, tmp_path / f"timm of {form}", "timm") == []
 
 
 def test_fine_tuning_cuts_as_its_weights_do_unless_told(cut_weights, wide, tmp_path, capsys):
@@ -174,32 +176,6 @@ def test_weights_written_before_the_cut_was_kept_are_read(weights):
     (weights / "config.json").write_text(json.dumps(config | dict(crop_pct=1e-6)))
     with pytest.raises(InputError, match="config.json: crop_pct must be None or a number from 0.1 to 1, got 1e-06"):
         ViT.from_pretrained(weights)
-
-
-def test_evaluations_cut_images_as_timms_and_hugging_faces_weights_say(tmp_path, wide):
-    import timm
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
-
-    squash, cut = pixels(resized(wide, (16, 16))), pixels(resized(wide, (50, 20)).crop((17, 2, 33, 18)))
-    cfg = dict(input_size=(3, 16, 16), crop_pct=0.8, crop_mode="center", mean=(0.5,) * 3, std=(0.5,) * 3)
-    args = dict(img_size=16, patch_size=8, embed_dim=192, depth=1, num_heads=3, num_classes=2)
-    model = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=cfg, **args)
-    from timm.models import save_for_hf
-
-    save_for_hf(model, tmp_path / "timm", model_config=dict(model_args=args), safe_serialization=True)
-    assert torch.equal(shown(wide, tmp_path / "timm"), cut)
-    assert torch.equal(
-        shown(wide, tmp_path / "timm", crop_mode="squash", crop_pct=1), squash
-    )  # the user's word is last
-
-    shape = dict(hidden_size=192, num_hidden_layers=1, num_attention_heads=3, intermediate_size=768, patch_size=8)
-    ViTForImageClassification(ViTConfig(image_size=16, num_labels=2, **shape)).save_pretrained(tmp_path / "hf")
-    processor = ViTImageProcessor(size={"height": 16, "width": 16}, resample=3)
-    processor.save_pretrained(tmp_path / "hf")
-    found = shown(wide, tmp_path / "hf")
-    with Image.open(wide / "val" / "a" / "0.jpg") as image:
-        theirs = processor(image, return_tensors="pt", do_normalize=False, do_rescale=False)["pixel_values"][0]
-    assert torch.equal(found, squash) and (found - theirs.float()).abs().max() <= 2
 
 
 def test_eval_and_fewshot_cut_images_as_the_run_did(wide, tmp_path, capsys, caplog):
@@ -235,6 +211,7 @@ PROCESSORS = {
     "a list": dict(image_processor_type="ViTImageProcessor", size=[16, 16], do_resize=True),
     "an edge": dict(image_processor_type="BitImageProcessor", size={"shortest_edge": 18}, do_resize=True),
     "a number": dict(image_processor_type="BitImageProcessor", size=18, do_resize=True, do_center_crop=True),
+    "sides": dict(image_processor_type="ViTImageProcessor", size={"height": 16, "width": 16}),
     "not cut": dict(image_processor_type="DeiTImageProcessor", size={"height": 20, "width": 20}),
 }
 
@@ -262,11 +239,3 @@ def test_processors_that_say_something_odd_are_a_note(tmp_path, wide, size, capl
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(size=size, do_resize=True)))
     assert ViT.from_pretrained(tmp_path).crop_mode is None
     assert "how images are resized and cut is not taken over" in caplog.text
-
-
-def test_a_share_without_a_mode_is_told_too(tmp_path):
-    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
-    model.crop_pct = 0.5
-    model.save_pretrained(tmp_path / "w")
-    (note,) = [note for note in convert(tmp_path / "w", tmp_path / "w.npz", "npz") if "cut" in note]
-    assert "crop_pct=0.5" in note

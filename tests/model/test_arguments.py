@@ -13,6 +13,10 @@ from vitfast.model.presets import PRESETS
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3)
 
+NO_VALUES = torch.zeros(3, device="meta")
+TYPES = (0.5, 0.5), "0.5", (0.5, None, 0.5), math.nan, [], True
+BACKBONES = dict(layers=5), dict(layers=[1], width="2"), dict(layers=[1], width=1e9), dict(layers=[0])
+
 WRONG = {
     "img_size": (0, -16, 16.0, True, "16", None, (16,), (16, 16, 16), (16, "16"), 10**9),
     "patch_size": (0, 8.0, False, (8, 0)),
@@ -42,29 +46,11 @@ WRONG = {
     "representation_size": (0, -1, True, 10**9),
     "act_layer": ("relu", None, torch.nn.GELU, []),
     "norm_eps": (-1, 1e300, math.nan, math.inf, True),
-    "mean": (
-        (0.5, 0.5),
-        "0.5",
-        (0.5, None, 0.5),
-        math.nan,
-        [],
-        1e300,
-        True,
-        torch.zeros(3, device="meta"),
-        torch.eye(3)[0].to_sparse(),
-    ),
-    "std": (0, -1, (1, 1, 0), math.inf, 1e-40, 1e-300, 1e300, torch.ones(3, device="meta")),
+    "mean": (*TYPES, 1e300, NO_VALUES, torch.eye(3)[0].to_sparse()),
+    "std": (0, -1, (1, 1, 0), math.inf, 1e-40, 1e-300, 1e300, NO_VALUES),
     "residual_in_fp32": (1,),
     "pos_embed_at": ("head", None),
-    "backbone": (
-        "r51",
-        5,
-        {},
-        dict(layers=5),
-        dict(layers=[1], width="2"),
-        dict(layers=[1], width=1e9),
-        dict(layers=[0]),
-    ),
+    "backbone": ("r51", 5, {}, *BACKBONES),
     "norm_layer": ("batchnorm", None, torch.nn.LayerNorm),
     "pre_norm": (1,),
     "qk_norm": (None,),

@@ -24,14 +24,8 @@ TOL = dict(atol=1e-4, rtol=1e-4)  # other libraries' sums of logits of size ~1
 def model():
     """Every kind of parameter in one layer."""
     torch.manual_seed(0)
-    return randomised(
-        ViT(
-            **SMALL
-            | dict(
-                depth=1, reg_tokens=2, init_values=0.5, representation_size=24, act_layer="gelu_tanh", mean=0.3, std=0.2
-            )
-        )
-    )
+    options = dict(reg_tokens=2, init_values=0.5, representation_size=24, act_layer="gelu_tanh", mean=0.3, std=0.2)
+    return randomised(ViT(**SMALL | options | dict(depth=1)))
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +49,7 @@ def test_onnx_of_floats_on_the_command_line(model, weights, tmp_path, capsys, ca
     path = tmp_path / "m.onnx"
     code, out, err = run(capsys, "--weights", weights, "--output", path, "--format", "onnx", "--img-size", 48, 16)
     assert code == 0 and f"wrote {path}: max difference " in out and float(out.split()[4]) < 1e-4, err
-    assert not [
-        r for r in caplog.records if r.name.startswith("onnx")
-    ]  # a hundred lines on what the exporter tidied up
+    assert not [r for r in caplog.records if r.name.startswith("onnx")]  # on what the exporter tidied up
     session, resized = onnxruntime.InferenceSession(path), ViT.from_pretrained(weights, img_size=(48, 16)).eval()
     for batch in (1, 5):
         x = torch.randn(batch, 3, 48, 16)
@@ -65,9 +57,7 @@ def test_onnx_of_floats_on_the_command_line(model, weights, tmp_path, capsys, ca
         torch.testing.assert_close(torch.from_numpy(logits), resized(x), **TOL)
     proto = onnx.load(path)
     onnx.checker.check_model(proto, full_check=True)
-    assert {entry.domain for entry in proto.opset_import} == {
-        ""
-    } and not proto.functions  # nothing that a runtime would have to learn
+    assert {entry.domain for entry in proto.opset_import} == {""} and not proto.functions  # no runtime has to learn it
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
 
@@ -77,9 +67,8 @@ def test_onnx_of_raw_pixels(model, tmp_path):
     assert session.get_inputs()[0].type == "tensor(uint8)"
     torch.testing.assert_close(torch.from_numpy(session.run(None, {"images": x.numpy()})[0]), model(x), **TOL)
     grey = np.full((1, 3, 32, 32), round(255 * 0.3), np.uint8)  # the mean itself: the normalisation is in the file
-    torch.testing.assert_close(
-        torch.from_numpy(session.run(None, {"images": grey})[0]), model(torch.from_numpy(grey)), **TOL
-    )
+    (logits,) = session.run(None, {"images": grey})
+    torch.testing.assert_close(torch.from_numpy(logits), model(torch.from_numpy(grey)), **TOL)
 
 
 def test_torch_export_is_plain_pytorch_even_with_kernels_on(model, tmp_path):
@@ -140,13 +129,10 @@ def test_errors_are_one_line_and_leave_nothing(model, weights, tmp_path, capsys,
 def test_without_onnxruntime_nothing_is_claimed(weights, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     written = SimpleNamespace(save=lambda path: Path(path).write_text("onnx"))
-    monkeypatch.setattr(
-        torch.onnx, "export", lambda program, **kwargs: written
-    )  # the other tests run it; it takes seconds
+    monkeypatch.setattr(torch.onnx, "export", lambda program, **kwargs: written)  # the other tests run it
     code, out, _ = run(capsys, "--weights", weights, "--output", tmp_path / "m.onnx", "--format", "onnx")
-    assert (
-        code == 0 and "not checked, onnxruntime is not installed" in out and (tmp_path / "m.onnx").read_text() == "onnx"
-    )
+    assert code == 0 and "not checked, onnxruntime is not installed" in out
+    assert (tmp_path / "m.onnx").read_text() == "onnx"
 
 
 def test_aoti_without_a_compiler_says_so(model, tmp_path, monkeypatch):
@@ -154,8 +140,7 @@ def test_aoti_without_a_compiler_says_so(model, tmp_path, monkeypatch):
         raise InductorError(RuntimeError("No working C++ compiler found"), None)
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
-    with pytest.raises(
-        InputError, match="AOTInductor could not compile .RuntimeError: No working.*it needs a C.. compiler"
-    ):
+    says = "AOTInductor could not compile .RuntimeError: No working.*it needs a C.. compiler"
+    with pytest.raises(InputError, match=says):
         export(model, tmp_path / "m.pt2", "aoti")
     assert not list(tmp_path.iterdir())

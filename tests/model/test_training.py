@@ -23,16 +23,9 @@ def test_drop_path_keeps_or_drops_whole_samples():
     block.drop_path_rate = 0.5
     x = torch.randn(64, 5, 48)
     full = block.eval()(x)
-    attention_only = vitfast.ops.reference.attention_block(
-        x,
-        block.norm1.weight,
-        block.norm1.bias,
-        block.attn.qkv.weight,
-        block.attn.qkv.bias,
-        block.attn.proj.weight,
-        block.attn.proj.bias,
-        num_heads=3,
-    )
+    norm, qkv, proj = block.norm1, block.attn.qkv, block.attn.proj
+    weights = (norm.weight, norm.bias, qkv.weight, qkv.bias, proj.weight, proj.bias)
+    attention_only = vitfast.ops.reference.attention_block(x, *weights, num_heads=3)
     out = block.train()(x)
     kept = (out - x).flatten(1).abs().amax(1) > 0
     assert 10 < kept.sum() < 64 - 4  # (1/2)^2 of 64 drop both halves
@@ -46,13 +39,9 @@ def test_drop_path_keeps_or_drops_whole_samples():
 
 
 def test_drop_path_rates_rise_linearly_like_timms():
-    ours, theirs = (
-        ViT(**{**SMALL, "depth": 5}, drop_path_rate=0.2),
-        VisionTransformer(**{**SMALL, "depth": 5}, drop_path_rate=0.2),
-    )
-    assert [b.drop_path_rate for b in ours.blocks] == pytest.approx(
-        [getattr(b.drop_path1, "drop_prob", 0.0) for b in theirs.blocks]
-    )
+    options = {**SMALL, "depth": 5, "drop_path_rate": 0.2}
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in VisionTransformer(**options).blocks]
+    assert [block.drop_path_rate for block in ViT(**options).blocks] == pytest.approx(rates)
 
 
 def test_dropout_sits_where_the_paper_says():

@@ -7,7 +7,7 @@ the image's size, or (ii) that of stage 3 with stage 4's layers moved there, 1/1
 A standardised convolution divides by the deviation of a filter: Google's by std + 1e-5, timm's, which this is, by
 sqrt(var + eps) with eps 1e-8. Their GroupNorms have eps 1e-6 and 1e-5. Weights of both load; the norms undo nearly all
 of the difference: over three random units a map moves by 5e-5 of its size where filters deviate by 0.05, by 5e-4 where
-they deviate by 0.003 (tests/model/test_hybrid.py has both forms in float64).
+they deviate by 0.003.
 """
 
 from collections.abc import Sequence

@@ -8,13 +8,6 @@ from torch import Tensor
 from .activation_memory import settle_in_training
 from .config import block_indices
 
-FORMS = ("NCHW", "NLC")
-
-
-def check_form(output_fmt: str) -> None:
-    if output_fmt not in FORMS:
-        raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
-
 
 def pack(outputs: list[Tensor], prefix: int, grid: tuple[int, int], output_fmt: str, with_prefix: bool, names: bool):
     """Tokens (B, T+N, D) of each block -> maps: alone, paired with prefix tokens, or in a dictionary.
@@ -50,7 +43,8 @@ class Intermediates:
         with "NCHW", (B, N, D) with "NLC". Returns (final tokens, list), the list alone with `intermediates_only`, or a
         dictionary.
         """
-        check_form(output_fmt)
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         take = block_indices(indices, len(self.blocks))
         (x, layers), outputs = self._embed(images), []
         settle_in_training(self, x)

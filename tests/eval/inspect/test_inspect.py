@@ -3,7 +3,6 @@
 import base64
 import csv
 import json
-import math
 import shutil
 from html.parser import HTMLParser
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy.linalg import hadamard
 from scipy.spatial.distance import cdist
 
 from vitfast import InputError, ViT
@@ -31,37 +29,6 @@ def vit(**options) -> ViT:
 
 def images(count: int = 3, size: tuple[int, int] = SIZE) -> torch.Tensor:
     return torch.randint(0, 256, (count, 3, *size), dtype=torch.uint8)
-
-
-def uniform(model: ViT) -> ViT:
-    """q = k = 0: every query attends evenly."""
-    for block in model.blocks:
-        torch.nn.init.zeros_(block.attn.qkv.weight)
-        torch.nn.init.zeros_(block.attn.qkv.bias)
-    return model
-
-
-def peaked(model: ViT, shift: int = 0) -> ViT:
-    """Attention that is a permutation: token i attends to token i + shift (cyclic) alone.
-
-    That is so in every head and layer. The patch projection is zero and the layers add nothing, so that every layer
-    sees the positions: in the columns of each head, token i has row i of a Hadamard matrix, orthogonal to the others
-    and with mean 0 (the first row is left out), which LayerNorm leaves as it is. k is that row, q 100 times the row of
-    token i + shift.
-    """
-    tokens, head = PATCHES + model.num_prefix_tokens, WIDTH // HEADS
-    rows = torch.tensor(hadamard(head), dtype=torch.float32)[1 : tokens + 1]
-    turn = rows.roll(-shift, 0).T @ rows / head  # sends row i to row i + shift
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.pos_embed.copy_(rows.repeat(1, HEADS))
-        for block in model.blocks:
-            block.norm1.weight.fill_(1)
-            block.attn.qkv.weight.copy_(
-                torch.cat([100 * torch.block_diag(*[turn] * HEADS), torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)])
-            )
-    return model
 
 
 def all_distances(grid=GRID, patch=PATCH) -> np.ndarray:
@@ -136,48 +103,26 @@ def test_similarity_of_two_tables_and_of_layers():
 # ---- attention distance
 
 
-@pytest.mark.parametrize("options", [{}, dict(reg_tokens=2), POOLED], ids=["class token", "registers", "average"])
-def test_uniform_attention_has_the_mean_distance_of_the_grid(options):
-    model = uniform(vit(**options))
-    distance = measures.attention_distance(model, images())
-    assert distance.shape == (3, HEADS)
-    np.testing.assert_allclose(distance, all_distances().mean(), rtol=TOL)
-    # other pixels per patch, other grid: 8 x 4 patches of 2 x 8 pixels
-    model = uniform(vit(img_size=(16, 32), patch_size=(2, 8)))
-    distance = measures.attention_distance(model, images(2, (16, 32)))
-    np.testing.assert_allclose(distance, all_distances((8, 4), (2, 8)).mean(), rtol=TOL)
-
-
-@pytest.mark.parametrize("shift", [0, 1, 5])
-def test_attention_to_one_token_has_its_distance(shift):
-    model = peaked(vit(**POOLED), shift)
-    attention = model.attention_maps(images(1))[2]
-    wanted = torch.eye(PATCHES).roll(shift, 1)
-    assert (attention - wanted).abs().max() < 1e-6  # the weights do what they were made for
-    query = np.arange(PATCHES)
-    truth = all_distances()[query, (query + shift) % PATCHES].mean()
-    assert (truth == 0) == (shift == 0)
-    np.testing.assert_allclose(measures.attention_distance(model, images()), truth, rtol=TOL, atol=1e-5)
-
-
-def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
-    """Sharp random attention, class token and registers, several batches: against loops in float64."""
-    model, x = vit(reg_tokens=1), images(5)
+@pytest.mark.parametrize(
+    "options", [dict(reg_tokens=1), POOLED | dict(img_size=(16, 32), patch_size=(2, 8))], ids=["registers", "average"]
+)
+def test_distance_of_any_model_is_the_weighted_mean(monkeypatch, options):
+    """Sharp random attention, prefix tokens or none, several batches: against loops in float64."""
+    model = vit(**options)
+    x, prefix, patches = images(5, model.patch_embed.img_size), model.num_prefix_tokens, model.patch_embed.num_patches
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight.mul_(30)
-    truth = np.zeros((3, HEADS))
-    distances = all_distances()
+    truth, distances = np.zeros((3, HEADS)), all_distances(model.patch_embed.grid_size, model.patch_embed.patch_size)
     for layer, maps in enumerate(model.attention_maps(x)):
-        maps = maps.double().numpy()[:, :, 2:, 2:]
+        maps = maps.double().numpy()[:, :, prefix:, prefix:]
         for head in range(HEADS):
-            truth[layer, head] = np.mean(
-                [np.average(distances[q], weights=maps[b, head, q]) for b in range(5) for q in range(PATCHES)]
-            )
+            weights = [np.average(distances[q], weights=maps[b, head, q]) for b in range(5) for q in range(patches)]
+            truth[layer, head] = np.mean(weights)
     assert np.ptp(truth) > 0.5
     whole = measures.attention_distance(model, x)
     np.testing.assert_allclose(whole, truth, rtol=TOL)
-    monkeypatch.setattr(measures, "HELD", 2 * 4 * HEADS * (PATCHES + 2) ** 2)  # two images at a time
+    monkeypatch.setattr(measures, "HELD", 2 * 4 * HEADS * (patches + prefix) ** 2)  # two images at a time
     sizes, each_attention_map = [], ViT.each_attention_map
 
     def counted(self, batch):
@@ -192,32 +137,7 @@ def test_distance_of_any_model_is_the_weighted_mean(monkeypatch):
 # ---- rollout
 
 
-def test_rollout_of_identity_attention_stays_where_it_is():
-    """(I + I) / 2 in every layer: each patch keeps its own share."""
-    model = peaked(vit(**POOLED))
-    np.testing.assert_allclose(measures.attention_rollout(model, images()), np.full((3, *GRID), 1 / PATCHES), rtol=1e-5)
-
-
-def test_rollout_of_a_shift_is_binomial():
-    """((I + S) / 2)^L with S a shift by one: from token 0, token k gets binomial(L, k) / 2^L."""
-    model = peaked(vit(), 1)
-    rollout = measures.attention_rollout(model, images(2)).flatten(1)
-    weights = np.array([math.comb(3, k) for k in range(1, 4)])  # k = 0 is the class token itself
-    np.testing.assert_allclose(rollout[:, :3], np.tile(weights / weights.sum(), (2, 1)), rtol=1e-5)
-    assert rollout[:, 3:].abs().max() < 1e-6
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, dict(reg_tokens=2), POOLED, dict(global_pool="avg")],
-    ids=["class token", "registers", "average", "average beside a class token"],
-)
-def test_rollout_of_uniform_attention_is_even(options):
-    rollout = measures.attention_rollout(uniform(vit(**options)), images())
-    np.testing.assert_allclose(rollout, np.full((3, *GRID), 1 / PATCHES), rtol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, dict(reg_tokens=1, global_pool="avg")], ids=["class token", "average"])
+@pytest.mark.parametrize("options", [{}, dict(reg_tokens=1, global_pool="avg"), POOLED], ids=str)
 def test_rollout_of_any_model(options):
     """Against matrix products in float64."""
     model, x = vit(**options), images(2)

@@ -9,7 +9,7 @@ from checkpoints import CLASSES, HF, SMALL, agree, randomised
 from timm.models._hub import load_model_config_from_path, save_for_hf
 
 from vitfast import InputError, ViT
-from vitfast.model.convert import convert, write
+from vitfast.model.convert import write
 
 NAMES = ("cat", "dog", "crane", "crane", "Ara ararauna")
 
@@ -77,15 +77,6 @@ def test_names_that_do_not_fit_are_left_and_said(tmp_path, caplog):
     assert ViT.from_pretrained(tmp_path).class_names is None
     said = "label_names is not taken over: it has 2 names, not one for each of 5 classes"
     assert f"{tmp_path}: {said}" in caplog.messages
-
-
-def test_convert_carries_them_around(tmp_path):
-    named().save_pretrained(tmp_path / "0")
-    for i, form in enumerate(("huggingface", "timm", "vitfast")):
-        convert(tmp_path / str(i), tmp_path / str(i + 1), form)
-        assert ViT.from_pretrained(tmp_path / str(i + 1)).class_names == NAMES
-    convert(tmp_path / "0", tmp_path / "other", "huggingface", num_classes=2)
-    assert ViT.from_pretrained(tmp_path / "other").class_names is None
 
 
 def test_names_that_a_format_cannot_hold_are_said(tmp_path):

@@ -319,12 +319,3 @@ def test_spoiled_values(saved, library):
         load(folder, odd)
 
     spoil()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("library", ["vitfast", "timm", "huggingface"])
-def test_every_odd_value_everywhere(saved, library):
-    folder, content = saved[library]
-    for path in places(content):
-        for value in (..., *ODD):
-            load(folder, spoiled(content, path, value))

@@ -241,15 +241,6 @@ def test_a_model_that_could_not_be_read_back_is_not_written(tmp_path, change):
     assert {path.name: path.read_bytes() for path in (tmp_path / "w").iterdir()} == before
 
 
-def test_a_pruned_model_with_its_norm_comes_back(tmp_path):
-    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=3)
-    model.prune_intermediate_layers([0])
-    model.save_pretrained(tmp_path)
-    images = torch.rand(2, 3, 16, 16)
-    again = ViT.from_pretrained(tmp_path)
-    assert torch.equal(again(images), model(images)) and len(again.blocks) == 1
-
-
 def test_attributes_that_change_the_function_are_kept(tmp_path):
     small = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
     model = randomised(ViT(**small)).eval()

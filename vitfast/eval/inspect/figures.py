@@ -40,9 +40,8 @@ def draw_filters(components: np.ndarray) -> Figure:
     low, high = (reduce(components, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
     scaled = np.ones((rows * columns, *components.shape[1:]))
     scaled[:n] = (components - low) / np.maximum(high - low, 1e-30)
-    tiles = (
-        scaled.transpose(0, 2, 3, 1).repeat(3 // components.shape[1], axis=-1).reshape(rows, columns, height, width, 3)
-    )
+    colours = scaled.transpose(0, 2, 3, 1).repeat(3 // components.shape[1], axis=-1)
+    tiles = colours.reshape(rows, columns, height, width, 3)
     figure = Figure(figsize=(columns, rows * height / width))
     _blank(figure)[0, 0].imshow(np.nan_to_num(mosaic(tiles), nan=1.0), interpolation="nearest")
     return figure
@@ -79,13 +78,8 @@ def draw_distance(distance: np.ndarray, uniform: float) -> Figure:
     figure = Figure(figsize=(7, 4.5))
     axis = figure.subplots()
     for head in range(heads):
-        axis.scatter(
-            np.arange(1, layers + 1),
-            distance[:, head],
-            s=18,
-            label=f"head {head + 1}",
-            color=colormaps["viridis"](head / max(1, heads - 1)),
-        )
+        color = colormaps["viridis"](head / max(1, heads - 1))
+        axis.scatter(np.arange(1, layers + 1), distance[:, head], s=18, label=f"head {head + 1}", color=color)
     axis.axhline(uniform, color="0.5", linewidth=1, linestyle="--", label="spread evenly")
     axis.set(xlabel="layer", ylabel="mean attention distance (pixels)", ylim=(0, 1.05 * max(uniform, distance.max())))
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -104,9 +98,8 @@ def draw_attention(images: np.ndarray, maps: np.ndarray) -> Figure:
         above, below = axes[i // 8 * 2 : i // 8 * 2 + 2, i % 8]
         above.imshow(image if image.shape[-1] == 3 else image[..., 0], cmap="gray")
         below.imshow(image.mean(-1), cmap="gray")
-        below.imshow(
-            weights, cmap="inferno", alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="bicubic"
-        )
+        extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+        below.imshow(weights, cmap="inferno", alpha=0.65, extent=extent, interpolation="bicubic")
     figure.subplots_adjust(wspace=0.05, hspace=0.05)
     return figure
 

@@ -292,20 +292,14 @@ def to_timm_names(content: dict) -> Converted:
         shape, rank = tuple(value.shape), RANKS.get(key, value.dim())
         if value.dim() != rank:
             raise InputError(f"a {form.name} file with {key} of shape {shape}, expected {rank} axes; export it again")
-    if what := _not_yet(state):
-        raise InputError(f"{what} is not supported yet")
+    if not any(key.startswith(("norm.", "fc_norm.")) for key in state):
+        raise InputError("a ViT without a norm after its last block is not supported yet")
     if "register_tokens" in state:
         facts["no_embed_class"] = True
         _fold_class_position(state)
     state = {k: v.contiguous() for k, v in state.items()}
     training = timm.of_training(content) if form.name == "timm" else {}
     return Converted(state, form, facts, left_out, training, facts.pop("note", ""), gamma_names, eva_names)
-
-
-def _not_yet(state: State) -> str:
-    """The ViT that these tensors, in timm's names, show to be another than ours; "" where they do not."""
-    last = any(key.startswith(("norm.", "fc_norm.")) for key in state)
-    return "" if last else "a ViT without a norm after its last block"
 
 
 def _check_prefixes(state: State, form: str) -> None:

@@ -1,11 +1,11 @@
-"""Google's npz files, of the paper's code and big_vision: tensors made ready for our names."""
+"""Google's npz files, of the paper's code and big_vision, read and written."""
 
 import re
 
 import torch
 
 from ...errors import InputError
-from .names import BIG_VISION, GOOGLE, Renames, State, same_tensor, to_ours
+from .names import BIG_VISION, GOOGLE, Renames, State, rename, same_tensor, split_qkv, to_ours, to_theirs
 
 RENAMES: Renames = (
     *to_ours(BIG_VISION),
@@ -17,14 +17,23 @@ RENAMES: Renames = (
     (r"/", "."),
 )
 
-# Flax keeps (in, out), and heads as an axis of their own.
+WRITTEN: Renames = (
+    (r"\.", "/"),
+    *to_theirs(GOOGLE),
+    (r"((LayerNorm_\d|encoder_norm)/)weight$", r"\1scale"),
+    (r"/weight$", "/kernel"),
+)
+
+# Flax keeps (in, out), and heads as an axis of their own: its arrays w as PyTorch's, and PyTorch's with h heads as its.
 LAYOUTS = (
-    (r"^embedding/kernel$|(^|/)conv\w+/kernel$", lambda w: w.permute(3, 2, 0, 1)),  # (P, Q, C, D) -> (D, C, P, Q)
-    (r"(^|/)gn\w+/(scale|bias)$", torch.flatten),  # (C,), in old files (1, 1, 1, C)
-    (r"/(query|key|value)/kernel$", lambda w: w.flatten(1).T),  # (D, H, Dh) -> (H*Dh, D)
-    (r"/(query|key|value)/bias$", torch.flatten),  # (H, Dh) -> (H*Dh,)
-    (r"/out/kernel$", lambda w: w.flatten(0, 1).T),  # (H, Dh, D) -> (D, H*Dh)
-    (r"(/Dense_[01]|^head|^pre_logits)/kernel$", lambda w: w.T),
+    # (P, Q, C, D), (D, C, P, Q)
+    (r"^embedding/kernel$|(^|/)conv\w+/kernel$", lambda w: w.permute(3, 2, 0, 1), lambda w, h: w.permute(2, 3, 1, 0)),
+    (r"(^|/)gn\w+/(scale|bias)$", torch.flatten, None),  # (C,), in old files (1, 1, 1, C)
+    # (D, H, Dh), (H*Dh, D)
+    (r"/(query|key|value)/kernel$", lambda w: w.flatten(1).T, lambda w, h: w.T.unflatten(1, (h, -1))),
+    (r"/(query|key|value)/bias$", torch.flatten, lambda w, h: w.unflatten(0, (h, -1))),  # (H, Dh), (H*Dh,)
+    (r"/out/kernel$", lambda w: w.flatten(0, 1).T, lambda w, h: w.T.unflatten(0, (h, -1))),  # (H, Dh, D), (D, H*Dh)
+    (r"(/Dense_[01]|^head|^pre_logits)/kernel$", lambda w: w.T, lambda w, h: w.T),
 )
 PREFIXES = ("opt/target/", "params/img/", "params/", "img/", "")
 
@@ -52,7 +61,7 @@ def prepare(source: State) -> tuple[State, dict]:
         facts["no_embed_class"] = True
     else:  # big_vision computes these, for patches alone, and stores nothing
         facts |= dict(pos_embed="sincos2d", no_embed_class="cls" in state)
-    for pattern, turn in LAYOUTS:
+    for pattern, turn, _ in LAYOUTS:
         state.update({k: turn(v) for k, v in state.items() if re.search(pattern, k)})
     return {re.sub(r"^block(\d+)/unit(\d+)/", _unit, k): v for k, v in state.items()}, facts
 
@@ -60,3 +69,13 @@ def prepare(source: State) -> tuple[State, dict]:
 def _unit(found: re.Match) -> str:
     """A unit of a hybrid's ResNet, which Google counts from 1."""
     return f"patch_embed/backbone/stages/{int(found[1]) - 1}/blocks/{int(found[2]) - 1}/"
+
+
+def written(state: State, config: dict) -> State:
+    """Our tensors as arrays of the paper's code, or big_vision's where positions are for patches alone."""
+    made = rename(split_qkv(state), WRITTEN)
+    if config["no_embed_class"] or not config["class_token"]:
+        made = rename(made, to_theirs(BIG_VISION))
+    for pattern, _, turn in LAYOUTS:
+        made |= {k: turn(v, config["num_heads"]) for k, v in made.items() if turn and re.search(pattern, k)}
+    return made

@@ -36,7 +36,7 @@ WHOLE = ("clip", "siglip", "siglip2")
 BESIDE = "text_config vision_config text_config_dict vision_config_dict".split()
 BESIDE += "projection_dim logit_scale_init_value initializer_factor".split()
 
-_TANH = ("gelu_tanh", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first of each is what is written
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
 ACTIVATIONS |= {"quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu"}
 # Their names of constructor arguments.

@@ -168,3 +168,12 @@ def rename(state: State, renames: Renames) -> State:
 def same_tensor(first: str, second: str) -> InputError:
     """An InputError for two names of one and the same tensor of the ViT."""
     return InputError(f"{first} and {second} are two names of the same tensor; remove the one that is not the model's")
+
+
+def split_qkv(state: State) -> State:
+    """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
+    apart: dict[str, Tensor] = {}
+    for key, value in state.items():
+        names = [key.replace(".qkv.", f".{name}.") for name in "qkv"] if ".attn.qkv." in key else [key]
+        apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
+    return {key: value.contiguous() for key, value in apart.items()}

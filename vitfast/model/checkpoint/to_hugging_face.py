@@ -1,15 +1,15 @@
 """A ViT as transformers has it: ViT, DINOv3, CLIP or SigLIP, as tensors and config.json."""
 
 import torch
-from torch import Tensor
 
 from ...errors import InputError
 from ..config import ROPES
 from ..presets import pair
-from .names import HUGGING_FACE, HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, State, rename, to_theirs
+from .hugging_face import ACTIVATIONS, ARGUMENTS
+from .names import HUGGING_FACE, HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, State, rename, split_qkv, to_theirs
 
-NAMES = to_theirs(HUGGING_FACE)
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu", "silu": "silu"}
+# Fields of config.json that all families have.
+SHARED = "hidden_size num_hidden_layers num_attention_heads layer_norm_eps patch_size num_channels".split()
 
 
 def family(config: dict) -> str:
@@ -21,30 +21,16 @@ def family(config: dict) -> str:
 
 def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
     """The tensors and the content of config.json."""
-    size, hidden = pair(config["img_size"]), state["blocks.0.mlp.fc2.weight"].shape[1]
-    content = dict(
-        hidden_size=config["embed_dim"],
-        num_hidden_layers=config["depth"],
-        num_attention_heads=config["num_heads"],
-        intermediate_size=hidden,
-        hidden_act="silu" if config["swiglu_mlp"] else ACTIVATIONS[config["act_layer"]],
-        layer_norm_eps=config["norm_eps"],
+    size, act = pair(config["img_size"]), "silu" if config["swiglu_mlp"] else config["act_layer"]
+    content = {name: config[ours] for name, ours in ARGUMENTS.items() if name in SHARED}
+    content |= dict(
+        intermediate_size=state["blocks.0.mlp.fc2.weight"].shape[1],
+        hidden_act=next(name for name, ours in ACTIVATIONS.items() if ours == act),
         image_size=size[0] if size[0] == size[1] else size,
-        patch_size=config["patch_size"],
-        num_channels=config["in_chans"],
         dtype=str(state["patch_embed.proj.weight"].dtype).removeprefix("torch."),
     )
     made, more = _FAMILIES[family(config)](split_qkv(state), config, class_names)
     return made, content | more
-
-
-def split_qkv(state: State) -> State:
-    """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
-    apart: dict[str, Tensor] = {}
-    for key, value in state.items():
-        names = [key.replace(".qkv.", f".{name}.") for name in "qkv"] if ".attn.qkv." in key else [key]
-        apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
-    return {key: value.contiguous() for key, value in apart.items()}
 
 
 def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
@@ -52,7 +38,7 @@ def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tup
     classes = config["num_classes"]
     content = dict(architectures=["ViTForImageClassification" if classes else "ViTModel"], model_type="vit")
     content |= dict(qkv_bias=config["qkv_bias"])
-    state = rename(state, NAMES)
+    state = rename(state, to_theirs(HUGGING_FACE))
     if classes:
         labels = dict(enumerate(class_names or [f"LABEL_{i}" for i in range(classes)]))
         content |= dict(id2label=labels, label2id={name: i for i, name in labels.items()})

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,11 @@ from ...run.files import write_all_atomically
 from ...version import __version__
 from .. import config as arguments
 from ..presets import pair
-from . import hugging_face, to_hugging_face
+from . import google, hugging_face, to_hugging_face
 from .files import READERS, make_folder, target
 from .formats import differences
-from .names import BIG_VISION, GOOGLE, TORCHVISION, Renames, State, rename, to_theirs
+from .names import TORCHVISION, State, rename, to_theirs
 from .timm import GATED_NAME, ratio_of
-from .to_hugging_face import split_qkv
 
 logger = logging.getLogger("vitfast")
 
@@ -43,22 +41,6 @@ TIMM_ARGS = (
     "qkv_bias", "proj_bias", "init_values", "class_token", "no_embed_class", "reg_tokens", "fc_norm",
     "dynamic_img_size", "act_layer", "pre_norm", "qk_norm", "scale_mlp_norm",
 )  # fmt: skip
-
-TORCHVISION_NAMES = to_theirs(TORCHVISION)
-GOOGLE_NAMES: Renames = (
-    (r"\.", "/"),
-    *to_theirs(GOOGLE),
-    (r"((LayerNorm_\d|encoder_norm)/)weight$", r"\1scale"),
-    (r"/weight$", "/kernel"),
-)
-# PyTorch's layouts to Flax's, w for the array and h for the number of heads.
-GOOGLE_LAYOUTS = (
-    (r"^embedding/kernel$", lambda w, h: w.permute(2, 3, 1, 0)),  # (D, C, P, Q) -> (P, Q, C, D)
-    (r"/(query|key|value)/kernel$", lambda w, h: w.T.unflatten(1, (h, -1))),  # (H*Dh, D) -> (D, H, Dh)
-    (r"/(query|key|value)/bias$", lambda w, h: w.unflatten(0, (h, -1))),  # (H*Dh,) -> (H, Dh)
-    (r"/out/kernel$", lambda w, h: w.T.unflatten(0, (h, -1))),  # (D, H*Dh) -> (H, Dh, D)
-    (r"(/Dense_[01]|^head|^pre_logits)/kernel$", lambda w, h: w.T),
-)
 
 # What a format may have no place for: how the error calls it, and whether a model (its configuration) has it.
 FEATURES: dict[str, tuple[str, Callable[[dict], bool]]] = {
@@ -262,22 +244,14 @@ def _write_hugging_face(model: nn.Module, path: Path) -> None:
 
 
 def _write_google(model: nn.Module, path: Path) -> None:
-    """The npz of the paper's code, or big_vision's where positions are for patches alone.
-
-    bfloat16, which NumPy lacks, becomes float32.
-    """
-    config = model.config
-    state = rename(split_qkv(tensors(model)), GOOGLE_NAMES)
-    if config["no_embed_class"] or not config["class_token"]:
-        state = rename(state, to_theirs(BIG_VISION))
-    for pattern, turn in GOOGLE_LAYOUTS:
-        state |= {key: turn(value, config["num_heads"]) for key, value in state.items() if re.search(pattern, key)}
+    """Google's npz. bfloat16, which NumPy lacks, becomes float32."""
+    state = google.written(tensors(model), model.config)
     state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
     np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
 
 
 def _write_torchvision(model: nn.Module, path: Path) -> None:
-    _write_tensors(rename(tensors(model), TORCHVISION_NAMES), path)
+    _write_tensors(rename(tensors(model), to_theirs(TORCHVISION)), path)
 
 
 _OURS = ("positions", "hybrid")  # what only our own folder has
