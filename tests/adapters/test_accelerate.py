@@ -1,4 +1,4 @@
-"""accelerate, one contract for all families: numbers, gradients, parameters, operations, reports, copies, restore."""
+"""accelerate, one contract for all families: numbers, parameters, reports, copies, restore."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""acceleration_report against the operations that really ran: vitfast's own models, last calls, own forwards."""
+"""acceleration_report against the operations that ran: our models, last calls, own forwards."""
 
 import logging
 from collections import Counter
@@ -12,6 +12,8 @@ from torch.nn.utils import prune
 import vitfast
 from vitfast import ViT, ops
 from vitfast.adapters import fallbacks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 
@@ -129,7 +131,6 @@ def test_our_heads_without_a_kernel_are_left():
         model(IMAGES)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
 def test_the_report_says_where_no_kernel_runs():
     model = ViT(**SMALL)
     for mode, why in (("auto", "the weights are on cpu"), ("off", "use_kernels('off')")):

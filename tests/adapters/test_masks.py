@@ -2,29 +2,24 @@
 
 import pytest
 import torch
-from adapter_models import IMAGES, NAFLEX, SIGLIP, assert_same, blocks_in, calls, family, left, pair, timm_vit
+from adapter_models import IMAGES, NAFLEX, SIGLIP, assert_same, attention_in, calls, family, left, pair, timm_vit
 from checks import assert_close
 from torch import nn
 
 BOTH = {"attention block": 2, "MLP block": 2}
 
 
-def attention(model: nn.Module, batch: dict) -> list[dict]:
-    """The keyword arguments of each attention block."""
-    return [given for name, _, given in blocks_in(model, batch) if name == "attention_block"]
-
-
 @pytest.mark.parametrize("name, lengths", [(NAFLEX, [4, 3]), (SIGLIP, [4, 2])], ids=["timm", "transformers"])
 def test_padded_batches(name, lengths):
     """Equal on valid tokens; where somebody looks at all, attention is told how many keys there are."""
     models, batch, outs = pair(family(name).make().eval()), family(name).batch(), []
-    for given in attention(models[0], batch):
+    for given in attention_in(models[0], batch):
         assert given["offsets"].tolist() == [0, lengths[0], sum(lengths)] and given["longest"] == 4
     for each in models:
         layers = each.blocks if name == NAFLEX else each.encoder.layers
         layers[-1].register_forward_hook(lambda _, __, out: outs.append(out))
         each(**batch)
-    for given in attention(models[0], batch):
+    for given in attention_in(models[0], batch):
         assert given["key_lengths"].tolist() == lengths and given["bias"].shape == (2, 2, 4, 4)
     for i, length in enumerate(lengths):
         assert_close(outs[0][i, :length], outs[1][i, :length], atol=1e-5)

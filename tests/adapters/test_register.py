@@ -1,4 +1,4 @@
-"""vitfast.adapters.register: blocks of a user's own, what they return, and descriptions that are refused."""
+"""vitfast.adapters.register: blocks of a user's own, what they return, and what is refused."""
 
 import copy
 

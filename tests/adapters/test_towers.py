@@ -1,4 +1,4 @@
-"""Towers of images of many sizes: no operation on padding, no mask of all pairs, and the library's numbers.
+"""Towers of images of many sizes: no operation on padding, no mask, and the library's numbers.
 
 That NaFlexVits, SigLIP 2, Pixtral and Qwen have them is told by the contract (test_accelerate.py).
 """
@@ -13,6 +13,7 @@ from adapter_models import (
     QWEN,
     SIGLIP,
     assert_same,
+    attention_in,
     blocks_in,
     calls,
     family,
@@ -50,11 +51,6 @@ def padded(*grids: tuple[int, int]) -> dict:
     return dict(x=x, patch_coord=places, patch_valid=valid)
 
 
-def attention(model: nn.Module, batch: dict) -> list[dict]:
-    """The keyword arguments of each attention block."""
-    return [given for name, _, given in blocks_in(model, batch) if name == "attention_block"]
-
-
 def packing(model: nn.Module) -> list[str]:
     return [entry.why for entry in report(model).left if entry.part == "packing"]
 
@@ -64,7 +60,7 @@ def test_qwen_attends_in_windows_and_in_whole_images():
     model, _ = pair(found.make())
     batch = found.batch()
     assert model.fullatt_block_indexes == [1] and all(x.shape == (56, 32) for _, x, _ in blocks_in(model, batch))
-    windows, whole = attention(model, batch)
+    windows, whole = attention_in(model, batch)
     assert whole["offsets"].tolist() == [0, 24, 56] and whole["longest"] == 32
     assert windows["offsets"].tolist() == [0, 16, 24, 40, 56] and windows["longest"] == 16
     assert windows["rope"][0].shape == (56, 16)
@@ -101,7 +97,7 @@ def test_pixtral_writes_no_mask(monkeypatch):
     monkeypatch.setattr(torch, "full", lambda *a, **k: (written.append(a), full(*a, **k))[1])
     seen = blocks_in(model, batch)
     assert not written and {x.shape for name, x, _ in seen if name == "attention_block"} == {(6, 32)}
-    for given in attention(model, batch):
+    for given in attention_in(model, batch):
         assert given["offsets"].tolist() == [0, 4, 6] and given["longest"] == 4
     original(**batch)
     assert written, "the library's own model does"
@@ -138,7 +134,9 @@ def test_what_transformers_records(name, asked):
         for a, b in zip(ours, theirs):
             assert_close(a, b, atol=1e-5)
         outputs(models[0], batch)  # without, it is packed again
-        assert len(attention(models[0], batch)) == 2 and all("offsets" in each for each in attention(models[0], batch))
+        assert len(attention_in(models[0], batch)) == 2 and all(
+            "offsets" in each for each in attention_in(models[0], batch)
+        )
 
 
 def dropout(model: nn.Module) -> None:

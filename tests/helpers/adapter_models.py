@@ -1,4 +1,4 @@
-"""What tests of `accelerate` share: small models, their comparison with the untouched ones, the operations called."""
+"""What tests of `accelerate` share: small models, comparisons, the operations that are called."""
 
 import copy
 from collections import Counter
@@ -159,3 +159,8 @@ def blocks_in(model: nn.Module, batch: dict) -> list[tuple[str, Tensor, dict]]:
             patch.setattr(ops, name, watched(name, getattr(ops, name)))
         model(**batch)
     return seen
+
+
+def attention_in(model: nn.Module, batch: dict) -> list[dict]:
+    """The keyword arguments of each attention block in a forward."""
+    return [given for name, _, given in blocks_in(model, batch) if name == "attention_block"]

@@ -1,4 +1,4 @@
-"""Modules of facebookresearch/dinov2's and /dinov3's own code, written out, for blocks that a user may have."""
+"""Modules of facebookresearch/dinov2's and /dinov3's own code, written out."""
 
 import torch
 import torch.nn.functional as F

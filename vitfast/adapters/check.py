@@ -6,7 +6,6 @@ Versions of a library differ, and people describe blocks of their own.
 import contextlib
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -33,12 +32,6 @@ def _plain():
         for context in (torch.random.fork_rng(devices=[]), *contexts, quiet()):
             stack.enter_context(context)
         yield
-
-
-def version_of(cls: type) -> str:
-    library = cls.__module__.partition(".")[0]
-    version = getattr(sys.modules.get(library), "__version__", None)
-    return f"{library} {version}" if version else library
 
 
 def _same(got, expected) -> bool:
@@ -82,10 +75,8 @@ def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Blo
             raise ValueError(f"make gives a {type(example).__name__}")
         if of_users and (reason := _missing(cls, example, description)) is not None:
             raise ValueError(reason)
-        attention, mlp = (
-            AttentionBlock(description, description.attention, example),
-            MlpBlock(description, description.mlp, example),
-        )
+        attention = AttentionBlock(description, description.attention, example)
+        mlp = MlpBlock(description, description.mlp, example)
         for block in (attention, mlp):
             found = block.find(example)
             if isinstance(found, str):
@@ -104,18 +95,14 @@ def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Blo
             same = agrees(example, ours, arguments)
         if not same:
             raise ValueError("the operations give other numbers than its forward")
-        for block, ran_one in zip((attention, mlp), (any("attention" in op for op in ran), _ran_an_mlp(ran))):
-            if not ran_one:
+        for block, of_it in ((attention, ("attention",)), (mlp, ("mlp", "linear_gelu"))):
+            if not any(word in op for word in of_it for op in ran):
                 raise ValueError(f"{block.name}: no operation ran, {last_call(example, block.name) or 'not even once'}")
         if of_users and not arguments and not _scale_follows(description.make(cls).float().eval(), ours, description):
             raise ValueError(
                 "its attention's scale is not 1 / sqrt(head size): name its attribute in Attention(scale=)"
             )
         return blocks, entries
-
-
-def _ran_an_mlp(ran: Counter) -> bool:
-    return any("mlp" in op or op == "linear_gelu" for op in ran)
 
 
 def _missing(cls: type, example: nn.Module, description: Layer) -> str | None:
@@ -189,7 +176,10 @@ def checked_class(cls: type, descriptions: tuple[Layer, ...], of_users: bool = F
 
 
 def _checked_leaf(cls: type, make: Callable[[], tuple[nn.Module, type]]) -> type | str:
-    """Our subclass of a class that is replaced alone; or why there is none. make(): a small module, and ours."""
+    """Our subclass of a class that is replaced alone; or why there is none.
+
+    make(): a small module, and our class.
+    """
     try:
         with _plain():
             example, ours = make()
@@ -233,4 +223,7 @@ def _what(error: Exception) -> str:
 
 
 def _another_way(cls: type, error: Exception) -> str:
-    return f"{version_of(cls)} computes it in another way than vitfast ({_what(error)})"
+    library = cls.__module__.partition(".")[0]
+    version = getattr(sys.modules.get(library), "__version__", None)
+    name = f"{library} {version}" if version else library
+    return f"{name} computes it in another way than vitfast ({_what(error)})"

@@ -62,7 +62,7 @@ def _padded() -> dict:
 
 
 def hugging_face_model(model: str, config: str = "", **options) -> Callable[[], nn.Module]:
-    """Makes a small model of transformers, from its configuration's class, which is called as the model is."""
+    """Makes a small model of transformers; its configuration's class is called as the model is."""
     sizes = dict(image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_attention_heads=2)
     sizes |= dict(num_hidden_layers=2, attn_implementation="sdpa")
     made = _maker(f"transformers:{config or model.removesuffix('Model') + 'Config'}", **sizes | options)

@@ -29,13 +29,13 @@ from .hugging_face_layers import (
 )
 
 
-def _make(config: str, options: dict, of_layer: dict) -> Callable[[type], nn.Module]:
+def _make(config: str, options: dict | None = None, of_layer: dict | None = None) -> Callable[[type], nn.Module]:
     """A layer from its configuration's class, which its file has imported."""
 
     def make(cls: type) -> nn.Module:
         sizes = dict(hidden_size=32, num_attention_heads=2, intermediate_size=32, hidden_act="gelu")
         sizes["attn_implementation"] = "sdpa"
-        return cls(getattr(sys.modules[cls.__module__], config)(**{**sizes, **options}), **of_layer)
+        return cls(getattr(sys.modules[cls.__module__], config)(**sizes | (options or {})), **(of_layer or {}))
 
     return make
 
@@ -67,6 +67,7 @@ class Family(NamedTuple):
 # Beside the layers of later versions those of transformers before 5.10, which had BERT's names.
 _VIT, _CLIP, _BEIT = (VIT, BERT), (CLIP, CLIP_BEFORE), (BEIT, DATA2VEC)
 _DINOV2 = (DINOV2, DINOV2._replace(mlp=GATED), DINOV2_BERT, DINOV2_BERT_GATED)
+_DINOV3 = (DINOV3, DINOV3._replace(mlp=GATED))
 _PATCHES = "*PatchEmbeddings.projection *Model.layernorm"
 # The model that has the norms was called ...Transformer before transformers 5.8.
 _TOWERS = "*VisionEmbeddings.patch_embedding " + " ".join(
@@ -77,7 +78,11 @@ _OWL = (
     "*VisionEmbeddings.patch_embedding *VisionTransformer.pre_layernorm *VisionTransformer.post_layernorm "
     "*ForObjectDetection.layer_norm"
 )
+_OF_DINOV2, _OF_DINOV3 = f"{_PATCHES} *Backbone.layernorm", "*Embeddings.patch_embeddings *Model.norm *Backbone.norm"
+_OF_AIMV2 = "*VisionEmbeddings.patch_embed *VisionEmbeddings.rms_norm *VisionModel.rms_norm"
+_OF_PIXTRAL = "*VisionModel.patch_conv *VisionModel.ln_pre"
 _OF_CLIP = "*EncoderLayer", "*VisionConfig"
+_HEADS, _SWIGLU = dict(num_heads=2), dict(use_swiglu_ffn=True)
 _RATES = dict(drop_path_rate=0.5, mlp_ratio=1)
 _WINDOW = dict(
     image_size=16, patch_size=8, layer_scale_init_value=0.5, use_relative_position_bias=True, drop_path_rate=0.0
@@ -99,20 +104,9 @@ FAMILIES = (
     Family("metaclip_2", "MetaClip2", _CLIP, _TOWERS, *_OF_CLIP),
     Family("owlvit", "OwlViT", _CLIP, _OWL, *_OF_CLIP),
     Family("owlv2", "Owlv2", _CLIP, _OWL, *_OF_CLIP),
-    *(
-        Family(
-            file, prefix, _DINOV2, f"{_PATCHES} *Backbone.layernorm", options=_RATES, gated=dict(use_swiglu_ffn=True)
-        )
-        for file, prefix in (("dinov2", "Dinov2"), ("dinov2_with_registers", "Dinov2WithRegisters"))
-    ),
-    Family(
-        "dinov3_vit",
-        "DINOv3ViT",
-        (DINOV3, DINOV3._replace(mlp=GATED)),
-        "*Embeddings.patch_embeddings *Model.norm *Backbone.norm",
-        options=_RATES,
-        gated=dict(use_gated_mlp=True),
-    ),
+    Family("dinov2", "Dinov2", _DINOV2, _OF_DINOV2, options=_RATES, gated=_SWIGLU),
+    Family("dinov2_with_registers", "Dinov2WithRegisters", _DINOV2, _OF_DINOV2, options=_RATES, gated=_SWIGLU),
+    Family("dinov3_vit", "DINOv3ViT", _DINOV3, _OF_DINOV3, options=_RATES, gated=dict(use_gated_mlp=True)),
     Family(
         "beit",
         "Beit",
@@ -129,22 +123,9 @@ FAMILIES = (
         options=_WINDOW,
         of_layer=dict(drop_path_rate=0.5, window_size=(2, 2)),
     ),
-    Family(
-        "aimv2",
-        "Aimv2",
-        (AIMV2,),
-        "*VisionEmbeddings.patch_embed *VisionEmbeddings.rms_norm *VisionModel.rms_norm",
-        *_OF_CLIP,
-    ),
+    Family("aimv2", "Aimv2", (AIMV2,), _OF_AIMV2, *_OF_CLIP),
     Family("internvl", "InternVLVision", (INTERNVL,), options=dict(use_qk_norm=True)),
-    Family(
-        "pixtral",
-        "Pixtral",
-        (PIXTRAL,),
-        "*VisionModel.patch_conv *VisionModel.ln_pre",
-        "*AttentionLayer",
-        "*VisionConfig",
-    ),
+    Family("pixtral", "Pixtral", (PIXTRAL,), _OF_PIXTRAL, "*AttentionLayer", "*VisionConfig"),
     Family(
         "qwen2_vl",
         "Qwen2VL",
@@ -152,7 +133,7 @@ FAMILIES = (
         "PatchEmbed.proj PatchMerger.ln_q",
         "*VisionBlock",
         "*VisionConfig",
-        dict(embed_dim=32, num_heads=2, mlp_ratio=1),
+        dict(embed_dim=32, mlp_ratio=1, **_HEADS),
     ),
     Family(
         "qwen2_5_vl",
@@ -161,16 +142,9 @@ FAMILIES = (
         "Qwen2_5_VisionPatchEmbed.proj *PatchMerger.ln_q",
         "*VisionBlock",
         "*VisionConfig",
-        dict(num_heads=2, hidden_act="silu"),
+        dict(hidden_act="silu", **_HEADS),
     ),
-    Family(
-        "qwen3_vl",
-        "Qwen3VLVision",
-        (QWEN3,),
-        "*PatchEmbed.proj *PatchMerger.norm",
-        "*Block",
-        options=dict(num_heads=2),
-    ),
+    Family("qwen3_vl", "Qwen3VLVision", (QWEN3,), "*PatchEmbed.proj *PatchMerger.norm", "*Block", options=_HEADS),
 )
 
 LAYERS: dict[str, tuple[Layer, ...]] = {}
@@ -192,30 +166,20 @@ _WINDOWS = "windows with decomposed relative positions"
 _SIGLIP, _SIGLIP2, _SAM, _VITDET, _AIMV2 = (
     f"transformers.models.{name}.modeling_{name}." for name in ("siglip", "siglip2", "sam", "vitdet", "aimv2")
 )
-LEFT = {
-    f"{_SIGLIP}SiglipMultiheadAttentionPoolingHead": _HEAD,
-    f"{_SIGLIP2}Siglip2MultiheadAttentionPoolingHead": _HEAD,
-    f"{_AIMV2}Aimv2AttentionPoolingHead": _HEAD,
-    f"{_SAM}SamVisionLayer": _WINDOWS,
-    f"{_VITDET}VitDetLayer": _WINDOWS,
-}
+_HEADS_OF_TOWERS = f"{_SIGLIP}SiglipMultiheadAttentionPoolingHead", f"{_SIGLIP2}Siglip2MultiheadAttentionPoolingHead"
+LEFT = dict.fromkeys((*_HEADS_OF_TOWERS, f"{_AIMV2}Aimv2AttentionPoolingHead"), _HEAD)
+LEFT |= dict.fromkeys((f"{_SAM}SamVisionLayer", f"{_VITDET}VitDetLayer"), _WINDOWS)
+PLACES |= dict.fromkeys(_HEADS_OF_TOWERS, ("layernorm", "mlp"))
 PLACES |= {
-    f"{_SIGLIP}SiglipMultiheadAttentionPoolingHead": ("layernorm", "mlp"),
-    f"{_SIGLIP2}Siglip2MultiheadAttentionPoolingHead": ("layernorm", "mlp"),
     f"{_SAM}SamVisionLayer": ("layer_norm1", "layer_norm2", "mlp"),
     f"{_SAM}SamPatchEmbeddings": ("projection",),
     f"{_VITDET}VitDetLayer": ("norm1", "norm2", "mlp"),
     f"{_VITDET}VitDetEmbeddings": ("projection",),
 }
+_SAM_MLP, _VITDET_MLP = Mlp(path="", fc1="lin1", fc2="lin2"), Mlp(path="", idle=("drop",))
 MLPS = {
-    f"{_SIGLIP}SiglipMLP": (MLP._replace(path=""), _make("SiglipVisionConfig", {}, {})),
-    f"{_SIGLIP2}Siglip2MLP": (MLP._replace(path=""), _make("Siglip2VisionConfig", {}, {})),
-    f"{_SAM}SamMLPBlock": (
-        Mlp(path="", fc1="lin1", act="act", fc2="lin2"),
-        _make("SamVisionConfig", dict(mlp_dim=32), {}),
-    ),
-    f"{_VITDET}VitDetMlp": (
-        Mlp(path="", idle=("drop",)),
-        _make("VitDetConfig", {}, dict(in_features=32, hidden_features=32)),
-    ),
+    f"{_SIGLIP}SiglipMLP": (MLP._replace(path=""), _make("SiglipVisionConfig")),
+    f"{_SIGLIP2}Siglip2MLP": (MLP._replace(path=""), _make("Siglip2VisionConfig")),
+    f"{_SAM}SamMLPBlock": (_SAM_MLP, _make("SamVisionConfig", dict(mlp_dim=32))),
+    f"{_VITDET}VitDetMlp": (_VITDET_MLP, _make("VitDetConfig", None, dict(in_features=32, hidden_features=32))),
 }

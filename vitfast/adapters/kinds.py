@@ -65,7 +65,7 @@ def loaded(names) -> tuple[type, ...]:
 
 
 def imported(value):
-    """What "module:name" says, imported now; any other value itself."""
+    """The thing that "module:name" names, imported now; any other value itself."""
     if not isinstance(value, str) or ":" not in value:
         return value
     module, _, name = value.partition(":")

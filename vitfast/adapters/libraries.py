@@ -1,11 +1,10 @@
 """Layers of torchvision, open_clip, OpenAI's CLIP, PyTorch itself, Meta's DINOv2 and DINOv3."""
 
-import importlib
-
 import torch
 from torch import Tensor, nn
 
 from .descriptions import Attention, Layer, Logits, Mlp
+from .kinds import imported
 from .masks import rotary_tables
 
 # nn.MultiheadAttention holds q, k and v packed.
@@ -13,11 +12,7 @@ MULTIHEAD = Attention(
     qkv="in_proj_weight",
     proj="out_proj",
     dropout="dropout",
-    expects=(
-        ("bias_k", (None,)),
-        ("add_zero_attn", (False,)),
-        ("_qkv_same_embed_dim", (True,)),
-    ),
+    expects=(("bias_k", (None,)), ("add_zero_attn", (False,)), ("_qkv_same_embed_dim", (True,))),
 )
 
 
@@ -120,16 +115,13 @@ def _dinov3(gated: bool):
     """Makes a small layer of DINOv3's own code, without biases of keys, as its weights have it."""
 
     def make(cls: type) -> nn.Module:
-        options = dict(ffn_layer=_sibling(cls, "ffn_layers").SwiGLUFFN) if gated else {}
+        layers = cls.__module__.rpartition(".")[0]
+        options = dict(ffn_layer=imported(f"{layers}.ffn_layers:SwiGLUFFN")) if gated else {}
         block = cls(32, 2, 2.0, qkv_bias=True, init_values=0.5, mask_k_bias=True, **options)
         block.attn.qkv.bias_mask.fill_(1.0)[32:64] = 0.0  # it starts as NaN
         return block
 
     return make
-
-
-def _sibling(cls: type, name: str):
-    return importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
 
 
 def _dinov3_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
@@ -168,6 +160,7 @@ LAYERS = {
     "dinov2.layers.block.NestedTensorBlock": (_DINOV2,),
     "dinov3.layers.block.SelfAttentionBlock": _DINOV3S,
 }
+_DINO = ("patch_embed.proj", "norm")
 PLACES = {
     "torchvision.models.vision_transformer.VisionTransformer": ("conv_proj",),
     "torchvision.models.vision_transformer.Encoder": ("ln",),

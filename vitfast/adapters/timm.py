@@ -127,8 +127,6 @@ PLACES = {
     "timm.models.beit.Beit": _MODEL,
     "timm.models.naflexvit.NaFlexVit": ("norm_pre", "norm", "fc_norm"),
     "timm.models.naflexvit.NaFlexEmbeds": ("proj", "norm"),
-}
-PLACES |= {
     "timm.layers.attention_pool.AttentionPoolLatent": ("norm", "mlp"),
     f"{_MODELS}.ResPostBlock": ("norm1", "norm2", "mlp"),
     f"{_MODELS}_relpos.ResPostRelPosBlock": ("norm1", "norm2", "mlp"),
