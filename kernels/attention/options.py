@@ -1,20 +1,21 @@
 """The options of attention that act on its logits: rotary positions, a bias, which keys count."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
+
+Constant = Annotated[Tensor, "constant"]  # without a gradient
 
 
 class Logits(NamedTuple):
     """Options of attention over (B, N, H, Dh); tensors first, as the operations take them."""
 
-    cos: Tensor | None = (
-        None  # (N - num_prefix, R), (H, ...) or (B or 1, H or 1, ...); R: Dh, or Dh / 2, one for a pair
-    )
+    # (N - num_prefix, R), (H, ...) or (B or 1, H or 1, ...); R: Dh, or Dh / 2, one for a pair
+    cos: Tensor | None = None
     sin: Tensor | None = None
     bias: Tensor | None = None  # (H, N, N) or (B or 1, H, N, N)
-    key_lengths: Tensor | None = None  # (B,)
-    offsets: Tensor | None = None  # (S + 1,), of packed samples: then B is 1, and num_prefix 0
+    key_lengths: Constant | None = None  # (B,)
+    offsets: Constant | None = None  # (S + 1,), of packed samples: then B is 1, and num_prefix 0
     interleaved: bool = False
     num_prefix: int = 0
     longest: int = 0  # tokens of the longest packed sample, or more

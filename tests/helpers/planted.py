@@ -89,10 +89,10 @@ PLANTED = [
     ),
     Planted(
         "gradients that nobody asked for",
-        "ops/_operation.py",
-        "return [g if need else None for",
-        "return [g for",
-        "tests/ops/test_operations.py",
+        "ops/linear_residual.py",
+        "out_dtype=dtype) if needs.out_weight else None, None",
+        "out_dtype=dtype), None",
+        "tests/ops/test_passes.py -k frozen",
     ),
     # adapters
     Planted(

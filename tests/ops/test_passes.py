@@ -8,6 +8,8 @@ gradients, statistics, lse, workspaces of column sums) is about one u together. 
 forward and 60 backward, before LayerNorm's backward took the column sums of dout: those were 1 u in each block.
 """
 
+import importlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,10 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels.attention.options import PLAIN
 from vitfast.kernels.launch import recording
-from vitfast.ops._blocks import BlockNeeds
-from vitfast.ops.attention_block import _attention_bwd, _attention_fwd
-from vitfast.ops.gated_mlp_block import GatedBlockNeeds, _gated_bwd, _gated_fwd
-from vitfast.ops.mlp_block import _mlp_bwd, _mlp_fwd
+from vitfast.ops._operation import _build, _fields
+
+# The functions have the modules' names.
+attention_block, mlp_block = (
+    importlib.import_module(f"vitfast.ops.{name}") for name in ("attention_block", "mlp_block")
+)
 
 B, N, D, H, F = 256, 197, 768, 12, 3072
 U = B * N * D
@@ -65,37 +69,36 @@ def counted(run) -> tuple[object, float, float]:
     return result, large / (2 * U), (sum(sizes) - large) / (2 * U)
 
 
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def block(module, arguments, needs: frozenset) -> tuple[float, float, float]:
+    """(forward, backward, the rest) of a block whose backward has to make these gradients."""
+    needs = _build(type(arguments), iter([field.name in needs for field in _fields(type(arguments))]))
+    (_, saved), forward, rest = counted(lambda: module._forward(arguments))
+    _, backward, more = counted(lambda: module._backward(meta(B, N, D), arguments, saved, needs))
+    return forward, backward, rest + more
+
+
 def layer(
-    keep: str, needs: BlockNeeds, layer_scale: bool = False, drop_path: bool = False
+    keep: str, needs: frozenset, layer_scale: bool = False, drop_path: bool = False
 ) -> tuple[float, float, float]:
     """(forward, backward, the rest) of both blocks at ViT-B/16, batch 256, on meta tensors."""
-
-    def meta(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     factors = meta(D) if layer_scale else None, meta(B, dtype=torch.float32) if drop_path else None
-    vectors = meta(D, dtype=torch.float32), meta(D, dtype=torch.float32)
-    forward = backward = rest = 0.0
-    for fwd, bwd, held, matrices, option in (
-        (_attention_fwd, _attention_bwd, 5, (meta(3 * D, D), meta(3 * D), meta(D, D), meta(D)), H),
-        (_mlp_fwd, _mlp_bwd, 3, (meta(F, D), meta(F), meta(D, F), meta(D)), "gelu"),
-    ):
-        tensors = (meta(B, N, D), *vectors, *matrices, *factors)
-        acting = PLAIN if option == H else ()
-        (_, *kept), u, small = counted(lambda: fwd._init_fn(*tensors, *acting, option, 1e-6, "layer", keep))  # noqa: B023
-        kept = [*kept[:held], *(t if keep == "all" else None for t in kept[held:])]
-        inputs, options = (meta(B, N, D), *tensors), (option, 1e-6, "layer", list(needs))
-        if option == H:
-            inputs = (*inputs[:-1], None, None, None, factors[1], None, None)
-            options = (False, 0, 0, 1e-6, "layer", [*needs, False, False, False])
-        _, back, more = counted(lambda: bwd._init_fn(*inputs, *kept, *options))  # noqa: B023
-        forward, backward, rest = forward + u, backward + back, rest + small + more
-    return forward, backward, rest
+    rows = meta(B, N, D), meta(D, dtype=torch.float32), meta(D, dtype=torch.float32)
+    options, hidden = (1e-6, "layer", keep), mlp_block.Hidden(meta(F, D), meta(F))
+    qkv = meta(3 * D, D), meta(3 * D), meta(D, D), meta(D)
+    attention = attention_block._Arguments(*rows, *qkv, *factors, PLAIN, H, *options)
+    mlp = mlp_block._Arguments(*rows, hidden, meta(D, F), meta(D), *factors, *options)
+    found = block(attention_block, attention, needs), block(mlp_block, mlp, needs)
+    return tuple(map(sum, zip(*found)))
 
 
-NONE = BlockNeeds(*[False] * 8)
-WITH_SCALE = BlockNeeds(*[True] * 8)
-ALL = WITH_SCALE._replace(layer_scale=False)
+WITH_SCALE = frozenset(
+    "x norm_weight norm_bias in_weight in_bias out_weight out_bias layer_scale".split()
+)  # what both blocks have
+ALL = WITH_SCALE - {"layer_scale"}
 
 
 @pytest.mark.parametrize("keep, wanted", [("least", (30, 58)), ("all", (30, 52))])
@@ -112,28 +115,20 @@ def test_factors_and_frozen_parameters():
     """
     assert layer("least", ALL, drop_path=True)[1] == 58 + 4
     assert layer("all", WITH_SCALE, layer_scale=True)[1] == 52
-    frozen = NONE._replace(x=True)  # no weight gradients, LayerNorm's output or activation
+    frozen = frozenset({"x"})  # no weight gradients, LayerNorm's output or activation
     assert layer("least", frozen)[1] == layer("all", frozen)[1] == 58 - 16 - 2 - 4
-    biases = NONE._replace(in_bias=True, out_bias=True)
+    biases = frozenset({"in_bias", "out_bias"})
     # a pass of its own for the sum, where LayerNorm's backward does not run
     assert layer("least", biases)[1] == pytest.approx(1 + 2 + 8 + 1 + 9)
 
 
-def gated(keep: str, needs: GatedBlockNeeds, inner: bool = False) -> tuple[float, float]:
+def gated(keep: str, needs: frozenset, inner: bool = False) -> tuple[float, float]:
     """(forward, backward) of the gated MLP block, its hidden width 4 D as that of the others."""
-
-    def meta(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    norm = meta(D, dtype=torch.float32), meta(D, dtype=torch.float32)
+    rows = meta(B, N, D), meta(D, dtype=torch.float32), meta(D, dtype=torch.float32)
     inner_norm = (meta(F), meta(F)) if inner else (None, None)
-    gate = meta(F, D), meta(F), meta(F, D), meta(F), *inner_norm
-    tensors = meta(B, N, D), *norm, *gate, meta(D, F), meta(D), None, None
-    options = "silu", 1e-6, 1e-6, "layer"
-    (_, *kept), forward, _ = counted(lambda: _gated_fwd._init_fn(*tensors, *options, keep))
-    more = kept[7:] if keep == "all" else (None, None)
-    arguments = meta(B, N, D), *tensors, *kept[:7], *more, *options, list(needs)
-    return forward, counted(lambda: _gated_bwd._init_fn(*arguments))[1]
+    hidden = mlp_block.Hidden(meta(F, D), meta(F), meta(F, D), meta(F), *inner_norm, "silu", 1e-6)
+    arguments = mlp_block._Arguments(*rows, hidden, meta(D, F), meta(D), None, None, 1e-6, "layer", keep)
+    return block(mlp_block, arguments, needs)[:2]
 
 
 def test_a_gated_block_moves_what_its_plan_says():
@@ -142,9 +137,9 @@ def test_a_gated_block_moves_what_its_plan_says():
     Forward: LayerNorm 2, up and gate 1 + 12, down 4 + 2. Backward: dh 1 + 8 read and 12 written, down's weight gradient
     5, dx 5 and, onto it, 5 (in place: by the rule once), LayerNorm 5, the weight gradients of up and gate 10.
     """
-    needs = GatedBlockNeeds(*[True] * 12)._replace(inner_norm_weight=False, inner_norm_bias=False, layer_scale=False)
+    needs = ALL | {"up_weight", "up_bias"}
     assert gated("least", needs) == (2 + 13 + 6, 21 + 5 + 5 + 5 + 5 + 10)
     assert gated("all", needs) == (2 + 13 + 6, 21 + 5 + 5 + 5 + 5 + 10 - 4 - 1)
     # Its norm: 8 forward. Backward: dinner 1 + 4, dh and the norm's output of dinner and h 16, dup and dgate 4 + 8 + 8.
-    normed = needs._replace(inner_norm_weight=True, inner_norm_bias=True)
+    normed = needs | {"inner_norm_weight", "inner_norm_bias"}
     assert gated("least", normed, inner=True) == (21 + 8, 5 + 16 + 20 + 5 + 5 + 5 + 5 + 10)

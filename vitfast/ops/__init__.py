@@ -3,14 +3,11 @@
 from ._dispatch import use_kernels
 from .attention import attention
 from .attention_block import attention_block
-from .gated_mlp import gated_mlp
-from .gated_mlp_block import gated_mlp_block
-from .layer_norm import add_layer_norm, layer_norm
+from .layer_norm import add_layer_norm, layer_norm, rms_norm
 from .linear_residual import linear_residual
-from .mlp import linear_gelu, mlp
-from .mlp_block import mlp_block
+from .mlp import gated_mlp, linear_gelu, mlp
+from .mlp_block import gated_mlp_block, mlp_block
 from .patch_embed import patch_embed
-from .rms_norm import rms_norm
 
 __all__ = [
     "add_layer_norm",

@@ -1,13 +1,14 @@
-"""Shared by the operations: checks of arguments, schemas, masks of needed gradients, and derivatives.
+"""Shared by the operations: custom operations made from the names of their tensors, and checks of arguments.
 
-Custom operations take and return tensors only: a gradient that nobody needs is an empty tensor there, None to autograd.
+An operation lists its arguments once, in a NamedTuple, and what its backward needs besides in another; schemas, masks
+of needed gradients, fake gradients and unpacking are made from their annotations.
 """
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Real
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,14 +24,13 @@ DTYPES = (
 )  # of plain PyTorch, whose products know no smaller ones
 FLOAT32 = torch.finfo(torch.float32).max
 
-
-class Needs(NamedTuple):
-    """Which gradients of a LayerNorm or a linear layer are needed; to torch.library a list[bool]."""
-
-    x: bool
-    weight: bool
-    bias: bool
-
+# Annotations of tensors that have no gradient from backward: those that never have one, and those whose gradient is
+# the output's own.
+Constant = Annotated[Tensor, "constant"]
+PassedOn = Annotated[Tensor, "passed on"]
+_TENSORS = (Tensor, Constant, PassedOn)
+_SCHEMAS = {int: "SymInt", float: "float", bool: "bool", str: "str", list[float]: "float[]"}
+_ABSENT = (0,) * 6  # the shape that stands for None where an operation must return a tensor: no true one has six axes
 
 _filling = threading.RLock()  # PyTorch's switch is one for all threads
 
@@ -56,15 +56,169 @@ def _unfilled(function: Callable) -> Callable:
     return run
 
 
-def operation(name: str, arguments: str | None = None, outputs: int = 1):
-    """Decorates a custom operation that takes `arguments` and returns so many tensors.
+class _Field(NamedTuple):
+    """A field of a NamedTuple of arguments."""
 
-    Without `arguments` both are read from the function's annotations.
+    name: str
+    kind: object  # of _TENSORS or _SCHEMAS, or a NamedTuple type
+    optional: bool
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind in _TENSORS
+
+    @property
+    def schema(self) -> str:
+        return f"{'Tensor' if self.is_tensor else _SCHEMAS[self.kind]}{'?' * self.optional} {self.name}"
+
+
+@functools.cache
+def _own_fields(arguments: type) -> list[_Field]:
+    found = []
+    for name, hint in get_type_hints(arguments, include_extras=True).items():
+        optional = type(None) in get_args(hint)
+        found.append(_Field(name, get_args(hint)[0] if optional else hint, optional))
+    return found
+
+
+def _fields(arguments: type) -> list[_Field]:
+    """The fields of a NamedTuple as an operation takes them; in place of a NamedTuple among them its own fields."""
+    parts = ([f] if not hasattr(f.kind, "_fields") else _fields(f.kind) for f in _own_fields(arguments))
+    return [field for part in parts for field in part]
+
+
+def _build(arguments: type, values: Iterator):
+    """A NamedTuple of this type with these values, in the order of _fields."""
+    parts = (_build(f.kind, values) if hasattr(f.kind, "_fields") else next(values) for f in _own_fields(arguments))
+    return arguments(*parts)
+
+
+def flat(t: tuple) -> list:
+    """The values of a NamedTuple in the order of _fields."""
+    parts = (flat(value) if isinstance(value, tuple) else [value] for value in t)
+    return [value for part in parts for value in part]
+
+
+def tensors_of(t: tuple) -> list[Tensor]:
+    """All tensors of a NamedTuple of arguments."""
+    return [value for value in flat(t) if isinstance(value, Tensor)]
+
+
+def register(name: str, arguments: type | list[str], outputs: int, run: Callable, fake: Callable):
+    """The custom operation vitfast::name, which takes the fields of `arguments` and returns so many tensors.
+
+    arguments: a NamedTuple type, or schemas.
     """
+    schemas = arguments if isinstance(arguments, list) else [field.schema for field in _fields(arguments)]
     results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
-    schema = None if arguments is None else f"({arguments}) -> {results}"
-    register = torch.library.custom_op(f"vitfast::{name}", mutates_args=(), schema=schema)
-    return lambda function: register(_unfilled(function))
+    schema = f"({', '.join(schemas)}) -> {results}"
+    made = torch.library.custom_op(f"vitfast::{name}", _unfilled(run), mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    return made
+
+
+class NothingSaved(NamedTuple):
+    """Of an operation whose backward needs its arguments alone."""
+
+
+def custom_op(
+    name: str,
+    arguments: type,
+    saved: type,
+    *,
+    forward: Callable,
+    fake: Callable,
+    backward: Callable,
+    reads: Callable | None = None,
+    public: str | None = None,
+) -> Callable:
+    """vitfast::name and vitfast::name_backward, its derivative, as one function of a t of type `arguments`.
+
+    arguments, saved: NamedTuple types. The fields of `arguments` are tensors, options and NamedTuples of such; those of
+    `saved` are tensors, None unless kept for backward, of which `out` is the output itself. The operation returns the
+    output and after it the other fields of `saved`, which are constant to autograd.
+
+    forward(t) -> (out, saved), t of type `arguments`; fake(t) -> the same without values. backward(dout, t, saved,
+    needs) -> gradients by name, of which only those that are needed count; needs has t's type, with a truth value for
+    each tensor. reads(t, needs) -> t as backward reads it, where that is not all of it. public: the name of the
+    operation that users call, where it is another.
+    """
+    taken, kept = _fields(arguments), _fields(saved)
+    written = [field.name for field in kept if field.name != "out"]
+    tensors = [field.name for field in (*taken, *kept) if field.is_tensor]
+    options = [field.name for field in taken if not field.is_tensor]
+    trained = [field.name for field in taken if field.kind is Tensor]
+    passed_on = [field.name for field in taken if field.kind is PassedOn]
+
+    def named(values: dict, kind: type = arguments):
+        """The values as one of the two types; False for those that are missing."""
+        return _build(kind, iter([values.get(field.name, False) for field in _fields(kind)]))
+
+    def several(tensors: tuple):
+        return tensors if len(tensors) > 1 else tensors[0]
+
+    def outputs(function: Callable) -> Callable:
+        def run(*values):
+            out, held = function(_build(arguments, iter(values)))
+            held = dict(zip((field.name for field in kept), flat(held)))
+            more = (out.new_empty(_ABSENT) if held[name] is None else held[name] for name in written)
+            return several((out, *more))
+
+        return run
+
+    def gradients(dout, *values):
+        values = dict(zip((*tensors, *options), values)), dict(zip(trained, values[-1]))
+        found = backward(dout, named(values[0]), named(values[0], saved), named(values[1]))
+        return several(tuple(found[name] if need else dout.new_empty(0) for name, need in values[1].items()))
+
+    def fake_gradients(dout, *values):
+        values, needs = dict(zip(tensors, values)), dict(zip(trained, values[-1]))
+        like = (values[name] if need else dout.new_empty(0) for name, need in needs.items())
+        return several(tuple(torch.empty(x.shape, dtype=x.dtype, device=dout.device) for x in like))
+
+    operation = register(name, arguments, 1 + len(written), outputs(forward), outputs(fake))
+    schemas = [f"Tensor? {name}" for name in tensors] + [field.schema for field in taken if not field.is_tensor]
+    schemas = ["Tensor dout", *schemas, "bool[] needs"]
+    derivative = register(f"{name}_backward", schemas, len(trained), gradients, fake_gradients)
+
+    def setup(ctx, inputs, output):
+        out, *more = output if written else (output,)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*more)
+        names = [field.name for field in taken]
+        if reads is not None:
+            needs = dict(zip(names, ctx.needs_input_grad))
+            inputs = flat(reads(_build(arguments, iter(inputs)), named(needs)))
+        more = [None if x.dim() == len(_ABSENT) else x for x in more]
+        values = dict(zip((*names, *written), (*inputs, *more)), out=out) | dict.fromkeys(passed_on)
+        ctx.save_for_backward(*(values[name] for name in tensors))
+        ctx.options = [values[name] for name in options]
+
+    def differentiate(ctx, dout, *_):
+        asked, found = dict(zip((field.name for field in taken), ctx.needs_input_grad)), {}
+        needs = [asked[name] for name in trained]
+        if dout is not None and any(needs):
+            grads = derivative(dout, *ctx.saved_tensors, *ctx.options, needs)
+            grads = grads if len(trained) > 1 else (grads,)
+            found = {name: gradient for name, gradient, need in zip(trained, grads, needs) if need}
+        found |= {name: dout for name in passed_on if asked[name]}
+        return tuple(found.get(name) for name in asked)
+
+    operation.register_autograd(differentiate, setup_context=setup)
+    only_once(derivative, public or name)
+    return lambda t: operation(*flat(t))
+
+
+def only_once(backward_op, name: str) -> None:
+    """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
+
+    def refuse(ctx, *grads):
+        # PyTorch's fused attention, which a model has besides this operation, cannot be differentiated twice either.
+        math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
+        raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
+
+    backward_op.register_autograd(refuse)
 
 
 def as_matrix(x: Tensor | None) -> Tensor | None:
@@ -80,7 +234,7 @@ def sample_rows(x: Tensor) -> int:
     return max(1, x.shape[1:-1].numel())
 
 
-def shaped(x: Tensor, *shape: int) -> Tensor:
+def resized(x: Tensor, *shape: int) -> Tensor:
     """x itself, freshly made, in another shape.
 
     Not a view of it: an operation's output that is one may not be changed in place, and FSDP2 warns.
@@ -88,82 +242,15 @@ def shaped(x: Tensor, *shape: int) -> Tensor:
     return x.resize_(shape)
 
 
-def filled(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """An empty tensor in the place of each None."""
-    return tuple(like.new_empty(0) if g is None else g for g in gradients)
-
-
-def chosen(gradients: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
-    """The gradients that are needed, None in the place of the others."""
-    return [g if need else None for g, need in zip(gradients, needs)]
-
-
-def fake_gradients(needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Contiguous gradients shaped and typed like what they belong to, empty where not needed."""
-    like = tensors[0]
-    return tuple(
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else like.new_empty(0)
-        for t, need in zip(tensors, needs)
-    )
+@_unfilled
+def meta_like(x: Tensor | None) -> Tensor | None:
+    """A tensor of x's shape, dtype and device, for backward to read these from; it holds one number."""
+    return None if x is None else x.new_empty(()).expand(x.shape)
 
 
 def as_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The gradient in its parameter's dtype."""
     return None if gradient is None else gradient.to(dtype)
-
-
-def differentiable(
-    forward, backward, name: str, needs: type, *, only_all: tuple[str, ...] = (), passed_on: str = ""
-) -> None:
-    """Registers `backward`, and its fake, as the derivative of `forward`, once only.
-
-    forward(...) -> (out, *kept), where kept is constant to autograd; backward(dout, ..., needs) -> a gradient for each
-    field of needs, a NamedTuple type, handed over as a list: these are arguments of forward, the first that backward
-    takes. Its others, tensors first, are found by name in the schemas: forward's own, and what else there is, the kept
-    in their order. only_all: the kept that are None unless forward's `keep` is "all". passed_on: the argument of
-    forward whose gradient is dout itself.
-    """
-    given = [argument.name for argument in forward._opoverload._schema.arguments]
-    taken = {argument.name: str(argument.type) for argument in backward._opoverload._schema.arguments[1:-1]}
-    outputs = [argument for argument in taken if argument not in given]
-    tensors = [argument for argument, kind in taken.items() if "Tensor" in kind]
-    options = [argument for argument in taken if argument not in tensors]
-
-    def setup(ctx, inputs, output):
-        kept = () if isinstance(output, Tensor) else output[1:]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*kept)
-        values = {**dict(zip(given, inputs)), **dict(zip(outputs, kept))}
-        if values.get("keep") != "all":
-            values.update(dict.fromkeys(only_all))
-        ctx.save_for_backward(*(values[argument] for argument in tensors))
-        ctx.options = [values[argument] for argument in options]
-
-    def differentiate(ctx, dout, *_):
-        asked, gradients = dict(zip(given, ctx.needs_input_grad)), {}
-        needed = [asked[argument] for argument in needs._fields]
-        if dout is not None and any(needed):
-            found = backward(dout, *ctx.saved_tensors, *ctx.options, needed)
-            gradients = dict(zip(needs._fields, chosen(found, needed)))
-        if asked.get(passed_on):
-            gradients[passed_on] = dout
-        return tuple(gradients.get(argument) for argument in given)
-
-    backward.register_fake(lambda dout, *arguments: fake_gradients(arguments[-1], *arguments[: len(needs._fields)]))
-    forward.register_autograd(differentiate, setup_context=setup)
-    only_once(backward, name)
-
-
-def only_once(backward_op, name: str) -> None:
-    """Makes a second differentiation raise: the backward is written out by hand and has none of its own."""
-
-    def refuse(ctx, *grads):
-        # PyTorch's fused attention, which a model has besides this operation, cannot be differentiated twice either.
-        math = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
-        instead = f"a forward in use_kernels('off') inside {math} runs plain PyTorch, which can"
-        raise RuntimeError(f"{name}: cannot be differentiated twice; {instead}")
-
-    backward_op.register_autograd(refuse)
 
 
 def check_tensors(op: str, **tensors: Tensor) -> None:
@@ -217,12 +304,18 @@ def check_norm(op: str, x: Tensor, **parameters: Tensor | None) -> None:
             check_same(op, "x", x, **{name: p})
 
 
+def check_linear_rows(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
+    """F and D of a weight (F, D), given by its name, that fits x (..., D)."""
+    width, ((name, weight),) = check_rows(op, x), weight.items()
+    check_tensors(op, **{name: weight})
+    check_shape(op, name, weight, (None, width))
+    return weight.shape[0], width
+
+
 def check_linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
     """A weight (F, D) and a bias (F,) that fit x (..., D). prefix: of their names."""
-    width = check_rows(op, x)
-    check_tensors(op, **{f"{prefix}weight": weight})
-    check_shape(op, f"{prefix}weight", weight, (None, width))
-    check_shape(op, f"{prefix}bias", bias, (weight.shape[0],))
+    rows, _ = check_linear_rows(op, x, **{f"{prefix}weight": weight})
+    check_shape(op, f"{prefix}bias", bias, (rows,))
     check_same(op, "x", x, **{f"{prefix}weight": weight, f"{prefix}bias": bias})
 
 

@@ -1,6 +1,7 @@
 """Softmax attention, flash-style (Vaswani et al., 2017; Dao et al., 2022)."""
 
 from numbers import Integral
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,8 @@ from ._operation import (
     check_same,
     check_shape,
     check_tensors,
-    chosen,
-    filled,
+    custom_op,
     is_number,
-    only_once,
-    operation,
 )
 
 if NO_TRITON is None:
@@ -28,10 +26,6 @@ if NO_TRITON is None:
 
 
 ROPE_LAYOUTS = ("half", "interleaved")
-SCHEMA = (
-    "Tensor? cos, Tensor? sin, Tensor? bias, Tensor? key_lengths, Tensor? offsets, "
-    "bool interleaved, SymInt num_prefix, SymInt longest"
-)
 
 
 def checked(
@@ -164,104 +158,86 @@ def _unit_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _heads(inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """q, k and v (B, N, H, Dh) of qkv (B, N, 3, H, Dh), or as they are given."""
-    return list(_unit_rows(inputs[0]).unbind(2)) if len(inputs) == 1 else [_unit_rows(x) for x in inputs]
+class _Packed(NamedTuple):
+    """The arguments of attention(qkv)."""
+
+    qkv: Tensor  # (B, N, 3, H, Dh)
+    options: Logits
+    scale: float
+
+    @property
+    def heads(self) -> list[Tensor]:
+        """q, k and v (B, N, H, Dh)."""
+        return list(_unit_rows(self.qkv).unbind(2))
 
 
-def _declare(kind: str, *names: str):
-    """(*inputs, *logits, scale) -> (o (B, N, H, Dh), lse (B, H, N)) as an operation with its derivative.
+class _Separate(NamedTuple):
+    """The arguments of attention(q, k, v)."""
 
-    logits: kernels.logits.Logits. The derivative has a gradient for each input, cos, sin and the bias.
+    q: Tensor  # (B, N, H, Dh)
+    k: Tensor
+    v: Tensor
+    options: Logits
+    scale: float
+
+    @property
+    def heads(self) -> list[Tensor]:
+        """q, k and v, as the kernels read them."""
+        return [_unit_rows(x) for x in (self.q, self.k, self.v)]
+
+
+class _Saved(NamedTuple):
+    """Kept for backward."""
+
+    out: Tensor | None  # (B, N, H, Dh)
+    lse: Tensor | None  # (B, H, N) in fp32
+
+
+def _forward(t: _Packed | _Separate) -> tuple[Tensor, _Saved]:
+    o, lse = kernels.attention_fwd(*t.heads, t.scale, t.options)
+    return o, _Saved(o, lse)
+
+
+def _fake(t: _Packed | _Separate) -> tuple[Tensor, _Saved]:
+    q = t.heads[0]
+    B, N, H, _ = q.shape
+    o = q.new_empty(q.shape)
+    return o, _Saved(o, q.new_empty((B, H, N), dtype=torch.float32))
+
+
+def _backward(do: Tensor, t: _Packed | _Separate, saved: _Saved, needs) -> dict[str, Tensor | None]:
+    heads, do = t.heads, _unit_rows(do)
+    tensors, turn_back = (*heads, *saved, do, t.scale), not needs_rope(needs)
+    if isinstance(t, _Packed):
+        grads = dict(qkv=kernels.attention_bwd(*tensors, logits=t.options, turn_back=turn_back)[0])
+        dq, dk, _ = grads["qkv"].unbind(2)
+    else:
+        dq, dk, dv = kernels.attention_bwd_separate(*tensors, logits=t.options, turn_back=turn_back)
+        grads = dict(q=dq, k=dk, v=dv)
+    return grads | option_gradients(t.options, needs, tensors, dq, dk)
+
+
+def needs_rope(needs: NamedTuple) -> bool:
+    """Whether the rotary tables need a gradient, and with it one that is not turned back."""
+    return needs.options.cos or needs.options.sin
+
+
+def option_gradients(
+    options: Logits, needs: NamedTuple, tensors: tuple, dq: Tensor, dk: Tensor
+) -> dict[str, Tensor | None]:
+    """Gradients of cos, sin and the bias, None where not needed.
+
+    tensors: q, k, v, o, lse, do and the scale. dq, dk: not turned back yet where needs_rope; they are turned back here.
     """
-    count, packed, options = len(names), len(names) == 1, len(Logits._fields)
-    acting = Logits._fields.index("interleaved")  # the tensors among them
-    tensors = ", ".join(f"Tensor {name}" for name in names)
-
-    def split(arguments: tuple) -> tuple[tuple[Tensor, ...], Logits, tuple]:
-        return arguments[:count], Logits(*arguments[count : count + options]), arguments[count + options :]
-
-    @operation(f"attention_{kind}", f"{tensors}, {SCHEMA}, float scale", 2)
-    def forward(*arguments):
-        inputs, logits, (scale,) = split(arguments)
-        return kernels.attention_fwd(*_heads(inputs), scale, logits)
-
-    @forward.register_fake
-    def _(*arguments):
-        q = arguments[0].select(2, 0) if packed else arguments[0]
-        B, N, H, _ = q.shape
-        return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=torch.float32)
-
-    kept = "Tensor o, Tensor lse, Tensor do, float scale, bool want_rope, bool want_bias"
-
-    @operation(f"attention_{kind}_backward", f"{tensors}, {SCHEMA}, {kept}", count + 3)
-    def backward(*arguments):
-        inputs, logits, (o, lse, do, scale, want_rope, want_bias) = split(arguments)
-        heads, do = _heads(inputs), _unit_rows(do)
-        options = dict(logits=logits, turn_back=not want_rope)
-        if packed:
-            grads = [kernels.attention_bwd(*heads, o, lse, do, scale, **options)[0]]
-            dq, dk, _ = grads[0].unbind(2)
-        else:
-            grads = kernels.attention_bwd_separate(*heads, o, lse, do, scale, **options)
-            dq, dk, _ = grads
-        return *grads, *logit_gradients(heads, (dq, dk), o, lse, do, scale, logits, want_rope, want_bias)
-
-    @backward.register_fake
-    def _(*arguments):
-        inputs, logits, (*_, want_rope, want_bias) = split(arguments)
-        wanted = (logits.cos, want_rope), (logits.sin, want_rope), (logits.bias, want_bias)
-        like = inputs[0]
-        made = [t.new_empty(t.shape) if wish else like.new_empty(0) for t, wish in wanted]
-        return *(x.new_empty(x.shape) for x in inputs), *made
-
-    def save(ctx, inputs, output):
-        given, logits, (ctx.scale,) = split(inputs)
-        ctx.options = logits[acting:]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*given, *logits[:acting], *output)
-
-    def differentiate(ctx, do, _):
-        needed = ctx.needs_input_grad[count : count + 3]
-        want_rope, want_bias = needed[0] or needed[1], needed[2]
-        if do is None:
-            return (None,) * (count + options + 1)
-        *saved, o, lse = ctx.saved_tensors
-        grads = backward(*saved, *ctx.options, o, lse, do, ctx.scale, want_rope, want_bias)
-        grads, (dcos, dsin, dbias) = grads[:count], chosen(grads[count:], (want_rope, want_rope, want_bias))
-        return *grads, dcos, dsin, dbias, *(None,) * (options - 2)
-
-    forward.register_autograd(differentiate, setup_context=save)
-    only_once(backward, "attention")
-    return forward
+    dcos = dsin = None
+    if needs_rope(needs):
+        dcos, dsin = (as_dtype(g, options.cos.dtype) for g in kernels.rope_bwd(*tensors[:2], dq, dk, options))
+    return dict(cos=dcos, sin=dsin, bias=kernels.bias_bwd(*tensors, options) if needs.options.bias else None)
 
 
-def logit_gradients(
-    heads: list[Tensor],
-    grads: tuple[Tensor, Tensor],
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    scale: float,
-    logits: Logits,
-    want_rope: bool,
-    want_bias: bool,
-) -> tuple[Tensor, ...]:
-    """Gradients of cos, sin and the bias, empty where not wanted.
-
-    heads: q, k, v. grads: of q and k, not turned back yet where want_rope; they are turned back here.
-    """
-    dcos = dsin = dbias = None
-    if want_rope:
-        rope = kernels.rope_bwd(*heads[:2], *grads, logits)
-        dcos, dsin = (as_dtype(g, logits.cos.dtype) for g in rope)
-    if want_bias:
-        dbias = kernels.bias_bwd(*heads, o, lse, do, scale, logits)
-    return filled(heads[0], dcos, dsin, dbias)
-
-
-_packed, _separate = _declare("packed", "qkv"), _declare("separate", "q", "k", "v")
+_attention = dict(forward=_forward, fake=_fake, backward=_backward, public="attention")
+_packed = custom_op("attention_packed", _Packed, _Saved, **_attention)
+_separate = custom_op("attention_separate", _Separate, _Saved, **_attention)
 
 
 def unsupported_reason(head_size: int, scale: float) -> str | None:
@@ -350,9 +326,10 @@ def attention(
     scale = checked_scale("attention", scale, qkv.shape[-1])
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
         tensors = (qkv,) if packed else (qkv, k, v)
-        if offsets is not None:
-            return (_packed if packed else _separate)(*(x[None] for x in tensors), *logits, scale)[0].flatten(0, 1)
-        return (_packed if packed else _separate)(*tensors, *logits, scale)[0]
+        tensors = tensors if offsets is None else (x[None] for x in tensors)
+        kernel, arguments = (_packed, _Packed) if packed else (_separate, _Separate)
+        o = kernel(arguments(*tensors, logits, scale))[0]
+        return o if offsets is None else o.flatten(0, 1)
     q, k, v = qkv.unbind(-3) if packed else (qkv, k, v)
     options = logits.options | ({} if offsets is None else dict(longest=longest))
     return ref.attention(q, k, v, scale=scale, **options)

@@ -13,29 +13,29 @@ from torch import Tensor
 
 from ..kernels.attention.options import Logits
 from . import reference as ref
-from ._blocks import INPUTS, TRAINED, BlockNeeds, Inputs, check, gradients, keeps, kept, normed, output_gradient, split
+from ._blocks import apply_norm, check_block, choose_keep, kept, needs_norm, norm_gradients, output_gradient
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import (
+    Constant,
+    as_dtype,
     as_matrix,
-    check_norm_kind,
     check_rows,
     check_shape,
     check_tensors,
-    differentiable,
-    filled,
-    operation,
+    custom_op,
+    resized,
     sample_rows,
-    shaped,
 )
-from .attention import SCHEMA, checked, logit_gradients
+from .attention import checked, needs_rope, option_gradients
 from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
-from .linear_residual import through_scale, weight_gradients
+from .linear_residual import output_layer_gradients, scale_one, weight_gradients
 
 if NO_TRITON is None:
     from ..kernels.attention.launchers import attention_bwd, attention_fwd
     from ..kernels.matmul.linear import input_grad, linear, linear_residual
+    from ..kernels.matmul.weight_grad import weight_grad
     from ..kernels.rows import scale_rows
 
 
@@ -44,83 +44,89 @@ def _samples(x: Tensor) -> tuple[int, int]:
     return x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
 
 
-@operation("attention_block_fwd", f"{INPUTS}, {SCHEMA}, SymInt num_heads, float eps, str norm, str keep", 7)
-def _attention_fwd(*arguments):
-    """(out, mean, rstd, qkv, lse, o, the norm's output).
+class _Arguments(NamedTuple):
+    """The arguments of attention_block; "in" is qkv, "out" is proj."""
 
-    keep "least": the last is empty, "none": all but the first are.
-    """
-    t, (*logits, num_heads, eps, norm, keep) = split(arguments)
-    (batch, tokens), x = _samples(t.x), as_matrix(t.x)
-    qkv_weight, proj_weight = as_matrix(t.in_weight), as_matrix(t.out_weight)
-    inner = proj_weight.shape[1]
-    h, mean, rstd = normed(t, eps, norm)
-    qkv = linear(h, qkv_weight, t.in_bias).view(batch, tokens, 3, num_heads, inner // num_heads)
-    o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, Logits(*logits))
-    out = linear_residual(o.view(-1, inner), proj_weight, t.out_bias, x, t.layer_scale, t.drop_path, sample_rows(t.x))
-    return shaped(out, *t.x.shape), *kept(keep, t.x, (mean, rstd, qkv, lse, o), (h,))
-
-
-@_attention_fwd.register_fake
-def _(*arguments):
-    t, (*_, num_heads, _, norm, keep) = split(arguments)
-    (batch, tokens), width, new = _samples(t.x), t.x.shape[-1], t.in_weight.new_empty
-    head = t.in_weight.shape[0] // 3 // num_heads
-    qkv, o = new(batch, tokens, 3, num_heads, head), new(batch, tokens, num_heads, head)
-    lse = t.x.new_empty(batch, num_heads, tokens, dtype=torch.float32)
-    least = (*fake_statistics(t.x, norm), qkv, lse, o)
-    return t.x.new_empty(t.x.shape), *kept(keep, t.x, least, (new(batch * tokens, width),))
+    x: Tensor  # (B, N, D) or (tokens, D)
+    norm_weight: Tensor  # (D,)
+    norm_bias: Tensor | None  # (D,)
+    in_weight: Tensor  # (3K, D)
+    in_bias: Tensor | None  # (3K,)
+    out_weight: Tensor  # (D, K)
+    out_bias: Tensor | None  # (D,)
+    layer_scale: Tensor | None  # (D,)
+    drop_path: Constant | None  # (B,) or (tokens,)
+    options: Logits
+    num_heads: int
+    eps: float
+    norm: str
+    keep: str
 
 
-class AttentionNeeds(NamedTuple):
-    """Which gradients of an attention block are needed: BlockNeeds, and those of Logits."""
+class _Saved(NamedTuple):
+    """Kept for backward."""
 
-    x: bool
-    norm_weight: bool
-    norm_bias: bool
-    in_weight: bool
-    in_bias: bool
-    out_weight: bool
-    out_bias: bool
-    layer_scale: bool
-    cos: bool
-    sin: bool
-    bias: bool
+    mean: Tensor | None = None  # (M,) in fp32
+    rstd: Tensor | None = None  # (M,) in fp32
+    qkv: Tensor | None = None  # (B, N, 3, H, Dh)
+    lse: Tensor | None = None  # (B, H, N) in fp32
+    o: Tensor | None = None  # (B, N, H, Dh)
+    h: Tensor | None = None  # (M, D), the norm's output, with keep="all" alone
+
+    @property
+    def heads(self) -> tuple[Tensor, ...]:
+        """q, k and v (B, N, H, Dh)."""
+        return self.qkv.unbind(2)
 
 
-@operation(
-    "attention_block_bwd",
-    f"Tensor dout, {TRAINED}, Tensor? cos, Tensor? sin, Tensor? bias, Tensor? drop_path, Tensor? key_lengths, "
-    "Tensor? offsets, Tensor mean, Tensor rstd, Tensor qkv, Tensor lse, Tensor o, Tensor? h, "
-    "bool interleaved, SymInt num_prefix, SymInt longest, float eps, str norm, bool[] needs",
-    11,
-)
-def _attention_bwd(dout, *arguments):
-    """The gradients that AttentionNeeds names, empty where not needed. h: the norm's output, if kept."""
-    *trained, cos, sin, bias, drop_path, lengths, offsets = arguments[:14]
-    mean, rstd, qkv, lse, o, h, *options, eps, norm, needs = arguments[14:]
-    t, logits = Inputs(*trained, drop_path), Logits(cos, sin, bias, lengths, offsets, *options)
-    *needs, want_cos, want_sin, want_bias = needs
-    want_rope, needs, din, more = want_cos or want_sin, BlockNeeds(*needs), None, (None,) * 3
-    dout, proj_weight = as_matrix(dout), as_matrix(t.out_weight)
-    g, total = output_gradient(dout, t, qkv.dtype, needs)
-    dproj_weight, dscale = weight_gradients(g, as_matrix(o.flatten(2)), proj_weight, t.layer_scale, needs.out)
-    if needs.out.x or want_rope or want_bias:
-        do = input_grad(*through_scale(g, proj_weight, t.layer_scale)).view(o.shape)
-        heads, scale = qkv.unbind(2), qkv.shape[-1] ** -0.5
-        want_sum = needs.in_bias and not want_rope
-        dqkv, dbias = attention_bwd(*heads, o, lse, do, scale, want_sum, logits, turn_back=not want_rope)
-        more = logit_gradients(heads, dqkv.unbind(2)[:2], o, lse, do, scale, logits, want_rope, want_bias)
+ONLY_ALL = ("h",)  # keep="least" trades it for time: backward writes it again in a pass that it makes anyway
+
+
+def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
+    (batch, tokens), out_weight = _samples(t.x), as_matrix(t.out_weight)
+    inner = out_weight.shape[1]
+    h, mean, rstd = apply_norm(t)
+    qkv = linear(h, as_matrix(t.in_weight), t.in_bias).view(batch, tokens, 3, t.num_heads, inner // t.num_heads)
+    o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options)
+    factors = t.layer_scale, t.drop_path, sample_rows(t.x)
+    out = linear_residual(o.view(-1, inner), out_weight, t.out_bias, as_matrix(t.x), *factors)
+    return resized(out, *t.x.shape), kept(t, _Saved(mean, rstd, qkv, lse, o, h), ONLY_ALL)
+
+
+def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
+    (batch, tokens), new = _samples(t.x), t.in_weight.new_empty
+    head = t.in_weight.shape[0] // 3 // t.num_heads
+    qkv, o = new(batch, tokens, 3, t.num_heads, head), new(batch, tokens, t.num_heads, head)
+    lse = t.x.new_empty(batch, t.num_heads, tokens, dtype=torch.float32)
+    saved = _Saved(*fake_statistics(t.x, t.norm == "rms"), qkv, lse, o, new(batch * tokens, t.x.shape[-1]))
+    return t.x.new_empty(t.x.shape), kept(t, saved, ONLY_ALL)
+
+
+def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
+    dout, want_rope = as_matrix(dout), needs_rope(needs)
+    below = needs_norm(needs) or needs.in_weight or needs.in_bias
+    g, total = output_gradient(dout, t, saved.qkv.dtype, needs)
+    dout_weight, dscale = weight_gradients(g, as_matrix(saved.o.flatten(2)), t, needs)
+    grads, din, dbias = {}, None, None
+    if below or want_rope or needs.options.bias:
+        do = input_grad(*scale_one(g, t)).view(saved.o.shape)
+        tensors = *saved.heads, saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
+        dqkv, dbias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, turn_back=not want_rope)
+        grads = option_gradients(t.options, needs, tensors, *dqkv.unbind(2)[:2])
         din = as_matrix(dqkv.flatten(2))
         if needs.in_bias and want_rope:
             dbias = scale_rows(din, None, None, 1, want_scaled=False)[1]
-        din = (din, dbias) if needs.out.x else None
-    found = gradients(t, needs, dout, (total, dproj_weight, dscale), din, (mean, rstd, h), eps, norm)
-    return *found, *filled(t.x, *more)
+        tensors = do = dqkv = None  # freed before more is allocated
+    if below:
+        dh, weight = input_grad(din, as_matrix(t.in_weight)) if needs_norm(needs) else None, t.in_weight
+        found, total, h = norm_gradients(t, needs, saved, dout, total, dh, needs.in_weight)
+        dh = None
+        dweight = weight_grad(din, h, out_dtype=weight.dtype) if needs.in_weight else None
+        grads |= dict(found, in_weight=dweight, in_bias=as_dtype(dbias, weight.dtype))
+    return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
 
 
-# keep="least" trades it for time: backward writes it again in a pass that it makes anyway.
-differentiable(_attention_fwd, _attention_bwd, "attention_block", AttentionNeeds, only_all=("h",))
+_attention_block = custom_op("attention_block", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
 
 
 @autocasts(keep=("bias",))
@@ -159,11 +165,7 @@ def attention_block(
     or (tokens,). Returns x's shape in x's dtype.
     """
     op, width = "attention_block", check_rows("attention_block", x)
-    layers = (norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias)
-    check_tensors(op, norm_weight=norm_weight, qkv_weight=qkv_weight, proj_weight=proj_weight)
-    check_shape(op, "norm_weight", norm_weight, (width,))
-    check_shape(op, "norm_bias", norm_bias, (width,))
-    check_norm_kind(op, norm, norm_bias)
+    check_tensors(op, qkv_weight=qkv_weight)
     check_shape(op, "qkv_weight", qkv_weight, (None, width))
     inner, rest = divmod(qkv_weight.shape[0], 3)
     if type(num_heads) is not int and not isinstance(num_heads, torch.SymInt):
@@ -182,12 +184,13 @@ def attention_block(
     logits = checked(op, qkv_weight, shape, *options, offsets, longest)
     if offsets is not None and isinstance(drop_path, Tensor) and drop_path.shape == (len(offsets) - 1,):
         drop_path = drop_path[ref.owners(offsets, len(x))]
-    t = Inputs(x, *layers, layer_scale, drop_path)
-    eps = check(op, t, ("qkv", "proj"), 3 * inner, inner, eps, residual_in_fp32, keep)
+    layers = (norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias)
+    t = _Arguments(x, *layers, layer_scale, drop_path, logits, num_heads, eps, norm, keep)
+    shapes = dict(qkv_weight=(3 * inner, width), qkv_bias=(3 * inner,), proj_weight=(width, inner), proj_bias=(width,))
+    t = t._replace(eps=check_block(op, t, dict(zip(shapes, zip(layers[2:], shapes.values()))), residual_in_fp32))
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
-        keep = keeps(keep, (*t, logits.cos, logits.sin, logits.bias), qkv_weight)
-        return _attention_fwd(*t, *logits, num_heads, eps, norm, keep)[0]
+        return _attention_block(t._replace(keep=choose_keep(t, qkv_weight)))[0]
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
     acting = logits.options | ({} if offsets is None else dict(longest=longest))
-    return ref.attention_block(x, *layers, num_heads=num_heads, eps=eps, norm=norm, **factors, **acting)
+    return ref.attention_block(x, *layers, num_heads=num_heads, eps=t.eps, norm=norm, **factors, **acting)

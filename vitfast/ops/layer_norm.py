@@ -1,4 +1,7 @@
-"""LayerNorm (Ba et al., 2016), alone and after a residual add (the ViT paper, Eq. 2 and 3)."""
+"""LayerNorm (Ba et al., 2016), alone and after a residual add (the ViT paper, Eq. 2 and 3); RMSNorm.
+
+RMSNorm (Zhang & Sennrich, 2019) is a LayerNorm without mean and bias: the same kernels compute both.
+"""
 
 import math
 from typing import NamedTuple
@@ -9,7 +12,7 @@ from torch import Tensor
 from . import reference as ref
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import (
-    Needs,
+    Constant,
     as_matrix,
     check_eps,
     check_factors,
@@ -18,138 +21,173 @@ from ._operation import (
     check_same,
     check_shape,
     check_tensors,
-    chosen,
-    differentiable,
-    fake_gradients,
-    filled,
+    custom_op,
     only_once,
-    operation,
+    register,
+    resized,
     sample_rows,
-    shaped,
 )
 
 if NO_TRITON is None:
     from ..kernels.layer_norm import forward as kernels
 
 
-def fake_statistics(x: Tensor, norm: str = "layer") -> tuple[Tensor | None, Tensor]:
+class _Arguments(NamedTuple):
+    """The arguments of layer_norm and rms_norm."""
+
+    x: Tensor  # (..., D)
+    weight: Tensor | None  # (D,)
+    bias: Tensor | None  # (D,)
+    eps: float
+    rms: bool
+
+
+class _Statistics(NamedTuple):
+    """Kept for backward, (M,) in fp32."""
+
+    mean: Tensor | None  # None of RMSNorm
+    rstd: Tensor | None
+
+
+def fake_statistics(x: Tensor, rms: bool = False) -> tuple[Tensor | None, Tensor]:
     """The fakes' mean (None of RMSNorm) and rstd: (M,) in fp32."""
     mean, rstd = (x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32) for _ in range(2))
-    return None if norm == "rms" else mean, rstd
+    return None if rms else mean, rstd
 
 
-@operation("layer_norm")
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., D) -> y like x, mean and rstd (M,) in fp32."""
-    y, mean, rstd = kernels.layer_norm_fwd(as_matrix(x), weight, bias, eps)
-    return shaped(y, *x.shape), mean, rstd
+def _forward(t: _Arguments) -> tuple[Tensor, _Statistics]:
+    y, *statistics = kernels.layer_norm_fwd(as_matrix(t.x), t.weight, t.bias, t.eps, rms=t.rms)
+    return resized(y, *t.x.shape), _Statistics(*statistics)
 
 
-@_layer_norm.register_fake
-def _(x, weight, bias, eps):
-    return x.new_empty(x.shape), *fake_statistics(x)
+def _fake(t: _Arguments) -> tuple[Tensor, _Statistics]:
+    return t.x.new_empty(t.x.shape), _Statistics(*fake_statistics(t.x, t.rms))
 
 
-@operation("layer_norm_backward")
-def _layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias; empty where not needed."""
-    needs = Needs(*needs)
-    inputs = as_matrix(dy), as_matrix(x), weight, bias if needs.bias else None, mean, rstd
+def _backward(dy: Tensor, t: _Arguments, saved: _Statistics, needs: _Arguments) -> dict[str, Tensor | None]:
+    inputs = as_matrix(dy), as_matrix(t.x), t.weight, t.bias if needs.bias else None, *saved
     grads = kernels.layer_norm_bwd(*inputs, want_dx=needs.x, want_dparams=needs.weight or needs.bias)
-    dx = None if grads.dres is None else grads.dres.view(x.shape)
-    return filled(x, *chosen((dx, grads.dweight, grads.dbias), needs))
+    dx = grads.dres.view(t.x.shape) if needs.x else None
+    return dict(x=dx, weight=grads.dweight, bias=grads.dbias)
 
 
-differentiable(_layer_norm, _layer_norm_backward, "layer_norm", Needs)
-
-
-class AddNeeds(NamedTuple):
-    """Which gradients of add_layer_norm are made; that of x where it is not the residual's."""
-
-    x: bool
-    residual: bool
-    weight: bool
-    bias: bool
-    layer_scale: bool
-
-
-@operation(
-    "add_layer_norm",
-    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, Tensor? layer_scale, Tensor? drop_path",
-    4,
+_layer_norm, _rms_norm = (
+    custom_op(name, _Arguments, _Statistics, forward=_forward, fake=_fake, backward=_backward)
+    for name in ("layer_norm", "rms_norm")
 )
-def _add_layer_norm(x, residual, weight, bias, eps, layer_scale, drop_path):
-    """x, residual (B, ..., D) -> y and z like x, mean and rstd (M,) in fp32."""
-    factors = layer_scale, drop_path, sample_rows(x)
-    y, z, mean, rstd = kernels.add_layer_norm_fwd(as_matrix(x), as_matrix(residual), weight, bias, eps, *factors)
-    return shaped(y, *x.shape), shaped(z, *x.shape), mean, rstd
+
+# add_layer_norm, by hand: two outputs have gradients, and x takes the residual's where nothing scales it.
 
 
-@_add_layer_norm.register_fake
-def _(x, residual, weight, bias, eps, layer_scale, drop_path):
+class _AddArguments(NamedTuple):
+    """The arguments of add_layer_norm."""
+
+    x: Tensor  # (B, ..., D)
+    residual: Tensor  # (B, ..., D)
+    weight: Tensor | None  # (D,)
+    bias: Tensor | None  # (D,)
+    layer_scale: Tensor | None  # (D,)
+    drop_path: Constant | None  # (B,)
+    eps: float
+
+
+class _AddDerivative(NamedTuple):
+    """The arguments of its derivative."""
+
+    dy: Tensor
+    dz: Tensor | None
+    z: Tensor
+    mean: Tensor  # (M,) in fp32, as rstd
+    rstd: Tensor
+    x: Tensor | None  # for the layer scale's gradient
+    weight: Tensor | None
+    bias: Tensor | None
+    layer_scale: Tensor | None
+    drop_path: Tensor | None
+    want_dx: bool
+    want_dres: bool
+    want_dweight: bool
+    want_dbias: bool
+    want_dlayer_scale: bool
+
+
+def _add_forward(*arguments) -> tuple[Tensor, ...]:
+    """y and z like x, mean and rstd (M,) in fp32."""
+    t = _AddArguments(*arguments)
+    factors = t.eps, t.layer_scale, t.drop_path, sample_rows(t.x)
+    y, z, *statistics = kernels.add_layer_norm_fwd(as_matrix(t.x), as_matrix(t.residual), t.weight, t.bias, *factors)
+    return resized(y, *t.x.shape), resized(z, *t.x.shape), *statistics
+
+
+def _add_fake(x, *_):
     return x.new_empty(x.shape), x.new_empty(x.shape), *fake_statistics(x)
 
 
-@operation(
-    "add_layer_norm_backward",
-    "Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? x, Tensor? weight, Tensor? bias, "
-    "Tensor? layer_scale, Tensor? drop_path, bool[] needs",
-    5,
-)
-def _add_layer_norm_backward(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needs):
-    """dx, dresidual, dweight, dbias, dlayer_scale; empty where not needed. x: for dlayer_scale."""
-    needs = AddNeeds(*needs)
+def _add_wanted(t: _AddDerivative, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Gradients of x, residual, weight, bias and layer_scale; empty where not wanted."""
+    wants = t.want_dx, t.want_dres, t.want_dweight, t.want_dbias, t.want_dlayer_scale
+    return tuple(gradient if want else t.z.new_empty(0) for gradient, want in zip(grads, wants))
+
+
+def _add_backward(*arguments) -> tuple[Tensor, ...]:
+    t = _AddDerivative(*arguments)
     grads = kernels.layer_norm_bwd(
-        as_matrix(dy),
-        as_matrix(z),
-        weight,
-        bias if needs.bias else None,
-        mean,
-        rstd,
-        dz=as_matrix(dz),
-        branch=as_matrix(x),
-        layer_scale=layer_scale,
-        drop_path=drop_path,
-        rows_per_sample=sample_rows(z),
-        want_dx=needs.x or needs.residual,
-        want_dparams=needs.weight or needs.bias,
-        want_layer_scale=needs.layer_scale,
+        as_matrix(t.dy),
+        as_matrix(t.z),
+        t.weight,
+        t.bias if t.want_dbias else None,
+        t.mean,
+        t.rstd,
+        dz=as_matrix(t.dz),
+        branch=as_matrix(t.x),
+        layer_scale=t.layer_scale,
+        drop_path=t.drop_path,
+        rows_per_sample=sample_rows(t.z),
+        want_dx=t.want_dx or t.want_dres,
+        want_dparams=t.want_dweight or t.want_dbias,
+        want_layer_scale=t.want_dlayer_scale,
     )
-    dx, dres = (None if g is None else g.view(z.shape) for g in (grads.dx, grads.dres))
-    return filled(z, *chosen((dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale), needs))
+    dx, dres = (None if g is None else g.view(t.z.shape) for g in (grads.dx, grads.dres))
+    return _add_wanted(t, (dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale))
 
 
-@_add_layer_norm_backward.register_fake
-def _(dy, dz, z, mean, rstd, x, weight, bias, layer_scale, drop_path, needs):
-    return fake_gradients(needs, z, z, weight, bias, layer_scale)
+def _add_fake_backward(*arguments) -> tuple[Tensor, ...]:
+    t = _AddDerivative(*arguments)
+    return _add_wanted(
+        t,
+        [
+            None if like is None else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            for like in (t.z, t.z, t.weight, t.bias, t.layer_scale)
+        ],
+    )
 
 
-# By hand: two outputs have gradients, and x takes the residual's where nothing scales it.
-def _save_add(ctx, inputs, output):
-    x, _, weight, bias, _, layer_scale, drop_path = inputs
-    _, z, mean, rstd = output
+def _add_setup(ctx, inputs, output) -> None:
+    t, (_, z, mean, rstd) = _AddArguments(*inputs), output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
-    branch = x if layer_scale is not None and layer_scale.requires_grad else None
-    ctx.save_for_backward(z, mean, rstd, branch, weight, bias, layer_scale, drop_path)
+    branch = t.x if t.layer_scale is not None and t.layer_scale.requires_grad else None
+    ctx.save_for_backward(z, mean, rstd, branch, t.weight, t.bias, t.layer_scale, t.drop_path)
 
 
-def _grad_add(ctx, dy, dz, *_):
-    x, residual, weight, bias, _, layer_scale, _ = ctx.needs_input_grad
+def _add_differentiate(ctx, dy, dz, *_):
+    asked, found = _AddArguments(*ctx.needs_input_grad), _AddArguments(*[None] * len(ctx.needs_input_grad))
     if dy is None and dz is None:
-        return (None,) * 7
-    *saved, scale, drop_path = ctx.saved_tensors
+        return tuple(found)
+    *_, scale, drop_path = ctx.saved_tensors
     scaled = scale is not None or drop_path is not None
-    needs = AddNeeds(x and scaled, residual or (x and not scaled), weight, bias, layer_scale)
+    want_dres = asked.residual or (asked.x and not scaled)
+    wants = asked.x and scaled, want_dres, asked.weight, asked.bias, asked.layer_scale
     dy = torch.zeros_like(dz) if dy is None else dy
-    grads = _add_layer_norm_backward(dy, dz, *saved, scale, drop_path, list(needs))
-    dx, dres, dw, db, dls = chosen(grads, needs)
-    return dx if scaled else dres, dres if residual else None, dw, db, None, dls, None
+    grads = _add_layer_norm_backward(dy, dz, *ctx.saved_tensors, *wants)
+    dx, dres, dweight, dbias, dlayer_scale = (g if want else None for g, want in zip(grads, wants))
+    found = found._replace(x=dx if scaled else dres, residual=dres if asked.residual else None)
+    return tuple(found._replace(weight=dweight, bias=dbias, layer_scale=dlayer_scale))
 
 
-_add_layer_norm.register_autograd(_grad_add, setup_context=_save_add)
+_add_layer_norm = register("add_layer_norm", _AddArguments, 4, _add_forward, _add_fake)
+_add_layer_norm_backward = register("add_layer_norm_backward", _AddDerivative, 5, _add_backward, _add_fake_backward)
+_add_layer_norm.register_autograd(_add_differentiate, setup_context=_add_setup)
 only_once(_add_layer_norm_backward, "add_layer_norm")
 
 
@@ -176,7 +214,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     check_norm("layer_norm", x, weight=weight, bias=bias)
     eps = check_eps("layer_norm", eps)
     if kernels_wanted("layer_norm", x, unsupported_reason(width)):
-        return _layer_norm(x, weight, bias, eps)[0]
+        return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))[0]
     return ref.layer_norm(x, weight, bias, eps)
 
 
@@ -206,5 +244,22 @@ def add_layer_norm(
     eps = check_eps("add_layer_norm", eps)
     check_factors("add_layer_norm", x, layer_scale, drop_path, width)
     if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
-        return _add_layer_norm(x, residual, weight, bias, eps, layer_scale, drop_path)[:2]
+        return _add_layer_norm(x, residual, weight, bias, layer_scale, drop_path, eps)[:2]
     return ref.add_layer_norm(x, residual, weight, bias, eps, layer_scale=layer_scale, drop_path=drop_path)
+
+
+@autocasts(keep=("weight",))
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32.
+
+    x (..., D); weight (D,) or None, in x's dtype or fp32 (autocast leaves it as it is). Returns (..., D) in x's dtype
+    (under autocast: its dtype).
+    """
+    width = check_rows("rms_norm", x)
+    check_shape("rms_norm", "weight", weight, (width,))
+    check_same("rms_norm", "x", x)
+    check_norm("rms_norm", x, weight=weight)
+    eps = check_eps("rms_norm", eps)
+    if kernels_wanted("rms_norm", x, unsupported_reason(width)):
+        return _rms_norm(_Arguments(x, weight, None, eps, rms=True))[0]
+    return ref.rms_norm(x, weight, eps)

@@ -4,7 +4,7 @@
     g = drop_path[b] * dout,  dx = (layer_scale * g) W
 
 Weight, bias and layer_scale take their gradients from g, so that the branch's output need not be kept (weight_grad.py).
-The fused blocks (blocks.py) end in this layer and use its gradient.
+The fused blocks (_blocks.py) end in this layer and use its gradient.
 """
 
 from typing import NamedTuple
@@ -15,6 +15,9 @@ from torch import Tensor
 from . import reference as ref
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted, needs_grad
 from ._operation import (
+    Constant,
+    NothingSaved,
+    PassedOn,
     as_dtype,
     as_matrix,
     check_factors,
@@ -22,12 +25,9 @@ from ._operation import (
     check_same,
     check_shape,
     check_tensors,
-    chosen,
-    differentiable,
-    filled,
-    operation,
+    custom_op,
+    resized,
     sample_rows,
-    shaped,
 )
 
 if NO_TRITON is None:
@@ -35,19 +35,6 @@ if NO_TRITON is None:
     from ..kernels.matmul.linear import linear_residual as linear_residual_fwd
     from ..kernels.matmul.weight_grad import weight_grad, weight_grad_scaled
     from ..kernels.rows import scale_rows
-
-
-class ResidualNeeds(NamedTuple):
-    """Which gradients of the output layer are needed."""
-
-    x: bool
-    weight: bool
-    bias: bool
-    layer_scale: bool
-
-    def column_sum(self, bias: Tensor | None) -> bool:
-        """Whether the column sum of g is needed, for the bias or for the bias' part of layer_scale."""
-        return self.bias or (self.layer_scale and bias is not None)
 
 
 def branch_gradient(
@@ -61,76 +48,82 @@ def branch_gradient(
     return (g if changed else dout), total
 
 
-def through_scale(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+# The functions below take an operation's arguments t and its needs as NamedTuples with out_weight, out_bias and
+# layer_scale.
+
+
+def scale_one(g: Tensor, t: NamedTuple) -> tuple[Tensor, Tensor]:
     """(g, diag(layer_scale) W), whose product is dx.
 
     Scaling the weight (D, K) moves less than scaling g (M, D). In fp16 g is scaled after all: a layer scale near its
     start, 1e-5 say, would push the weight below fp16's smallest numbers.
     """
-    if layer_scale is None:
+    weight = as_matrix(t.out_weight)
+    if t.layer_scale is None:
         return g, weight
     if g.dtype == torch.float16:
-        return scale_rows(g, layer_scale, None, 1, want_sum=False)[0], weight
-    return g, (weight * layer_scale.float()[:, None]).to(weight.dtype)
+        return scale_rows(g, t.layer_scale, None, 1, want_sum=False)[0], weight
+    return g, (weight * t.layer_scale.float()[:, None]).to(weight.dtype)
 
 
-def weight_gradients(
-    g: Tensor, x: Tensor, weight: Tensor, layer_scale: Tensor | None, needs: ResidualNeeds
-) -> tuple[Tensor | None, Tensor | None]:
+def needs_column_sum(t: NamedTuple, needs: NamedTuple) -> bool:
+    """Whether the column sum of g is needed, for the bias or for the bias' part of layer_scale."""
+    return needs.out_bias or (needs.layer_scale and t.out_bias is not None)
+
+
+def weight_gradients(g: Tensor, x: Tensor, t: NamedTuple, needs: NamedTuple) -> tuple[Tensor | None, Tensor | None]:
     """(dweight, dlayer_scale without the bias' part) from g (M, D) and x (M, K)."""
+    weight, dtype = as_matrix(t.out_weight), t.out_weight.dtype
     if needs.layer_scale:
-        return weight_grad_scaled(g, x, weight, layer_scale, weight.dtype)
-    return weight_grad(g, x, layer_scale=layer_scale, out_dtype=weight.dtype) if needs.weight else None, None
+        return weight_grad_scaled(g, x, weight, t.layer_scale, dtype)
+    return weight_grad(g, x, layer_scale=t.layer_scale, out_dtype=dtype) if needs.out_weight else None, None
 
 
-def vector_gradients(
-    total: Tensor | None,
-    dlayer_scale: Tensor | None,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    needs: ResidualNeeds,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dbias, dlayer_scale) from g's column sum and what weight_gradients made of layer_scale."""
+def output_layer_gradients(
+    t: NamedTuple, needs: NamedTuple, total: Tensor | None, dweight: Tensor | None, dscale: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Gradients of the output layer by name, from g's column sum and what weight_gradients made."""
     dbias = None
-    if needs.bias:
-        dbias = (total if layer_scale is None else total * layer_scale.float()).to(bias.dtype)
-    if needs.layer_scale and bias is not None:
-        dlayer_scale = torch.addcmul(dlayer_scale, total, bias.float())
-    return dbias, as_dtype(dlayer_scale, layer_scale.dtype) if needs.layer_scale else None
+    if needs.out_bias:
+        dbias = (total if t.layer_scale is None else total * t.layer_scale.float()).to(t.out_bias.dtype)
+    if needs.layer_scale and t.out_bias is not None:
+        dscale = torch.addcmul(dscale, total, t.out_bias.float())
+    dscale = as_dtype(dscale, t.layer_scale.dtype) if needs.layer_scale else None
+    return dict(out_weight=dweight, out_bias=dbias, layer_scale=dscale)
 
 
-@operation(
-    "linear_residual",
-    "Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor? layer_scale, Tensor? drop_path",
-    1,
+class _Arguments(NamedTuple):
+    """The arguments of linear_residual."""
+
+    x: Tensor  # (B, ..., K)
+    out_weight: Tensor  # (D, K)
+    out_bias: Tensor | None  # (D,)
+    residual: PassedOn  # (B, ..., D)
+    layer_scale: Tensor | None  # (D,)
+    drop_path: Constant | None  # (B,)
+
+
+def _forward(t: _Arguments) -> tuple[Tensor, NothingSaved]:
+    matrices = as_matrix(t.x), as_matrix(t.out_weight), t.out_bias, as_matrix(t.residual)
+    out = linear_residual_fwd(*matrices, t.layer_scale, t.drop_path, sample_rows(t.x))
+    return resized(out, *t.residual.shape), NothingSaved()
+
+
+def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
+    return t.residual.new_empty(t.residual.shape), NothingSaved()
+
+
+def _backward(dout: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Tensor | None]:
+    want_sum = needs_column_sum(t, needs)
+    g, total = branch_gradient(as_matrix(dout), t.x.dtype, t.drop_path, sample_rows(t.x), want_sum)
+    dx = input_grad(*scale_one(g, t)).view(t.x.shape) if needs.x else None
+    grads = output_layer_gradients(t, needs, total, *weight_gradients(g, as_matrix(t.x), t, needs))
+    return dict(x=dx, **grads)
+
+
+_linear_residual = custom_op(
+    "linear_residual", _Arguments, NothingSaved, forward=_forward, fake=_fake, backward=_backward
 )
-def _linear_residual(x, weight, bias, residual, layer_scale, drop_path):
-    matrices = as_matrix(x), as_matrix(weight), bias, as_matrix(residual)
-    return shaped(linear_residual_fwd(*matrices, layer_scale, drop_path, sample_rows(x)), *residual.shape)
-
-
-@_linear_residual.register_fake
-def _(x, weight, bias, residual, *_):
-    return torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-
-
-@operation(
-    "linear_residual_bwd",
-    "Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? layer_scale, Tensor? drop_path, bool[] needs",
-    4,
-)
-def _linear_residual_bwd(dout, x, weight, bias, layer_scale, drop_path, needs):
-    """Gradients of x, weight, bias and layer_scale; empty where not needed."""
-    needs, w = ResidualNeeds(*needs), as_matrix(weight)
-    want_sum = needs.column_sum(bias)
-    g, total = branch_gradient(as_matrix(dout), x.dtype, drop_path, sample_rows(x), want_sum)
-    dx = input_grad(*through_scale(g, w, layer_scale)).view(x.shape) if needs.x else None
-    dweight, dlayer_scale = weight_gradients(g, as_matrix(x), w, layer_scale, needs)
-    grads = dx, dweight, *vector_gradients(total, dlayer_scale, bias, layer_scale, needs)
-    return filled(x, *chosen(grads, needs))
-
-
-differentiable(_linear_residual, _linear_residual_bwd, "linear_residual", ResidualNeeds, passed_on="residual")
 
 
 @autocasts
@@ -156,5 +149,5 @@ def linear_residual(
     check_factors(op, x, layer_scale, drop_path, weight.shape[0])
     reason = "drop_path is a constant to the kernel, and it requires a gradient" if needs_grad(drop_path) else None
     if kernels_wanted(op, x, reason):
-        return _linear_residual(x, weight, bias, residual, layer_scale, drop_path)
+        return _linear_residual(_Arguments(x, weight, bias, residual, layer_scale, drop_path))
     return ref.linear_residual(x, weight, bias, residual, layer_scale=layer_scale, drop_path=drop_path)

@@ -1,86 +1,122 @@
-"""The MLP block of a pre-norm encoder layer (Eq. 3 of the ViT paper), fused.
+"""The MLP blocks of a pre-norm encoder layer (Eq. 3 of the ViT paper), plain and gated (SwiGLU, GeGLU), fused.
 
-    mlp_block: x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x))))
+    mlp_block:       x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x))))
+    gated_mlp_block: x + drop_path[b] * layer_scale * down(inner_norm(activation(gate(norm(x))) * up(norm(x))))
 
-Kept for backward besides what _blocks.py says: the pre-activation. The activation is written again in the epilogue that
-applies its derivative; keep="all" keeps it too, and backward writes 4 of M x D numbers less a layer.
+Kept for backward besides what _blocks.py says: what mlp.py says. The last layer's input is written again in the pass
+that applies the activation's derivative; keep="all" keeps it too, and backward writes 4 of M x D numbers less a layer.
 """
 
-import math
+from typing import NamedTuple
 
 from torch import Tensor
 
 from . import reference as ref
-from ._blocks import BACKWARD, INPUTS, BlockNeeds, Inputs, check, gradients, keeps, kept, normed, output_gradient, split
+from ._blocks import apply_norm, check_block, choose_keep, kept, needs_norm, norm_gradients, output_gradient
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import (
+    Constant,
     as_matrix,
-    check_norm_kind,
-    check_rows,
-    check_shape,
-    check_tensors,
-    differentiable,
+    check_linear_rows,
+    custom_op,
     one_activation,
-    operation,
+    resized,
     sample_rows,
-    shaped,
 )
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
-from .linear_residual import through_scale, weight_gradients
+from .linear_residual import output_layer_gradients, scale_one, weight_gradients
+from .mlp import (
+    Hidden,
+    HiddenSaved,
+    check_gate,
+    fake_hidden,
+    hidden_bwd,
+    hidden_fwd,
+    hidden_gradients,
+    hidden_input_grad,
+    needs_hidden,
+    recompute_inner,
+)
 
 if NO_TRITON is None:
-    from ..kernels.matmul.activations import activated
     from ..kernels.matmul.linear import linear_residual
-    from ..kernels.matmul.mlp import dgelu_matmul, linear_gelu
 
 
-@operation("mlp_block_fwd", f"{INPUTS}, str activation, float eps, str norm, str keep", 6)
-def _mlp_fwd(*arguments):
-    """(out, mean, rstd, pre-activation, the norm's output, activation).
+class _Arguments(NamedTuple):
+    """The arguments of both blocks; "in" is fc1 or gate, "out" is fc2 or down."""
 
-    keep "least": the last two are empty, "none": all but the first are.
-    """
-    t, (activation, eps, norm, keep) = split(arguments)
-    x, fc1_weight, fc2_weight = as_matrix(t.x), as_matrix(t.in_weight), as_matrix(t.out_weight)
-    h, mean, rstd = normed(t, eps, norm)
-    act, pre = linear_gelu(h, fc1_weight, t.in_bias, activation, keep != "none")
-    out = linear_residual(act, fc2_weight, t.out_bias, x, t.layer_scale, t.drop_path, sample_rows(t.x))
-    return shaped(out, *t.x.shape), *kept(keep, t.x, (mean, rstd, pre), (h, act))
+    x: Tensor  # (B, N, D) or (tokens, D)
+    norm_weight: Tensor  # (D,)
+    norm_bias: Tensor | None  # (D,)
+    hidden: Hidden
+    out_weight: Tensor  # (D, F)
+    out_bias: Tensor | None  # (D,)
+    layer_scale: Tensor | None  # (D,)
+    drop_path: Constant | None  # (B,) or (tokens,)
+    eps: float
+    norm: str
+    keep: str
+
+    @property
+    def in_weight(self) -> Tensor:
+        """What all blocks have."""
+        return self.hidden.in_weight
 
 
-@_mlp_fwd.register_fake
-def _(*arguments):
-    t, (_, _, norm, keep) = split(arguments)
-    rows, hidden = math.prod(t.x.shape[:-1]), t.in_weight.shape[0]
-    h, pre, act = (t.in_weight.new_empty(rows, n) for n in (t.x.shape[-1], hidden, hidden))
-    return t.x.new_empty(t.x.shape), *kept(keep, t.x, (*fake_statistics(t.x, norm), pre), (h, act))
+class _Saved(NamedTuple):
+    """Kept for backward."""
+
+    mean: Tensor | None = None  # (M,) in fp32
+    rstd: Tensor | None = None  # (M,) in fp32
+    hidden: HiddenSaved = HiddenSaved()
+    h: Tensor | None = None  # (M, D), the norm's output, with keep="all" alone
+    inner: Tensor | None = None  # (M, F), the last layer's input, with keep="all" alone
 
 
-@operation(
-    "mlp_block_bwd",
-    f"{BACKWARD}, Tensor pre, Tensor? h, Tensor? act, str activation, float eps, str norm, bool[] needs",
-    8,
+ONLY_ALL = ("h", "inner")  # keep="least" trades them for time: backward writes them in passes that it makes anyway
+
+
+def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
+    h, mean, rstd = apply_norm(t)
+    inner, hidden = hidden_fwd(h, t.hidden, t.keep != "none")
+    factors = t.layer_scale, t.drop_path, sample_rows(t.x)
+    out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
+    return resized(out, *t.x.shape), kept(t, _Saved(mean, rstd, hidden, h, inner), ONLY_ALL)
+
+
+def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
+    hidden = fake_hidden(t.x, t.hidden)
+    h, inner = t.in_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.in_weight.new_empty(hidden.pre.shape)
+    statistics = fake_statistics(t.x, t.norm == "rms")
+    return t.x.new_empty(t.x.shape), kept(t, _Saved(*statistics, hidden, h, inner), ONLY_ALL)
+
+
+def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
+    dout, inner, found, grads = as_matrix(dout), saved.inner, None, {}
+    g, total = output_gradient(dout, t, saved.hidden.pre.dtype, needs)
+    want_inner = inner is None and (needs.out_weight or needs.layer_scale)
+    if needs_norm(needs) or needs_hidden(needs.hidden):
+        wants = needs.hidden, needs_norm(needs), want_inner
+        found = hidden_bwd(*scale_one(g, t), t.hidden, saved.hidden, *wants)
+        inner, found = found.inner if inner is None else inner, found._replace(inner=None)
+    elif want_inner:
+        inner = recompute_inner(t.hidden, saved.hidden)
+    dout_weight, dscale = weight_gradients(g, inner, t, needs)
+    inner = None  # 4 M D numbers, freed before more is allocated
+    if found is not None:
+        dh = hidden_input_grad(found, t.hidden) if needs_norm(needs) else None
+        want_h = needs.hidden.in_weight or needs.hidden.up_weight
+        grads, total, h = norm_gradients(t, needs, saved, dout, total, dh, want_h)
+        dh = None
+        grads |= hidden_gradients(found, h, t.hidden, needs.hidden)
+    return grads | output_layer_gradients(t, needs, total, dout_weight, dscale)
+
+
+_mlp_block, _gated_mlp_block = (
+    custom_op(name, _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
+    for name in ("mlp_block", "gated_mlp_block")
 )
-def _mlp_bwd(dout, *arguments):
-    """The gradients that BlockNeeds names, empty where not needed. h, act: if kept."""
-    t, (mean, rstd, pre, h, act, activation, eps, norm, needs) = split(arguments)
-    dout, fc2_weight, needs, din = as_matrix(dout), as_matrix(t.out_weight), BlockNeeds(*needs), None
-    g, total = output_gradient(dout, t, pre.dtype, needs)
-    want_act = act is None and (needs.out_weight or needs.layer_scale)
-    if needs.out.x:
-        options = pre, activation, needs.in_bias  # what through_scale makes is freed after the call
-        dpre, written, dbias = dgelu_matmul(*through_scale(g, fc2_weight, t.layer_scale), *options, want_act=want_act)
-        act, din = written if want_act else act, (dpre, dbias)
-    elif want_act:
-        act = activated(pre, activation)
-    dfc2_weight, dscale = weight_gradients(g, act, fc2_weight, t.layer_scale, needs.out)
-    act = written = None  # 4 M D numbers, freed before more is allocated
-    return gradients(t, needs, dout, (total, dfc2_weight, dscale), din, (mean, rstd, h), eps, norm)
-
-
-# keep="least" trades these for time: backward writes them again in passes that it makes anyway.
-differentiable(_mlp_fwd, _mlp_bwd, "mlp_block", BlockNeeds, only_all=("h", "act"))
 
 
 @autocasts
@@ -108,17 +144,75 @@ def mlp_block(
     activation and approximate as in linear_gelu; layer_scale (D,) or None; drop_path (B,) factors or None; norm,
     `residual_in_fp32` and `keep`, here of the activation too, as in attention_block. Returns (B, N, D) in x's dtype.
     """
-    op, width = "mlp_block", check_rows("mlp_block", x)
-    layers = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    check_tensors(op, norm_weight=norm_weight, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
-    check_shape(op, "norm_weight", norm_weight, (width,))
-    check_shape(op, "norm_bias", norm_bias, (width,))
-    check_shape(op, "fc1_weight", fc1_weight, (None, width))
+    op = "mlp_block"
+    hidden, width = check_linear_rows(op, x, fc1_weight=fc1_weight)
     activation = one_activation(op, activation, approximate)
-    check_norm_kind(op, norm, norm_bias)
-    t, hidden = Inputs(x, *layers, layer_scale, drop_path), fc1_weight.shape[0]
-    eps = check(op, t, ("fc1", "fc2"), hidden, hidden, eps, residual_in_fp32, keep)
+    layers = Hidden(fc1_weight, fc1_bias, activation=activation)
+    t = _Arguments(x, norm_weight, norm_bias, layers, fc2_weight, fc2_bias, layer_scale, drop_path, eps, norm, keep)
+    tensors = dict(
+        fc1_weight=(fc1_weight, (hidden, width)),
+        fc1_bias=(fc1_bias, (hidden,)),
+        fc2_weight=(fc2_weight, (width, hidden)),
+        fc2_bias=(fc2_bias, (width,)),
+    )
+    t = t._replace(eps=check_block(op, t, tensors, residual_in_fp32))
     if kernels_wanted(op, fc1_weight, width_unsupported(width, drop_path)):
-        return _mlp_fwd(*t, activation, eps, norm, keeps(keep, t, fc1_weight, fc2_weight, layer_scale))[0]
+        return _mlp_block(t._replace(keep=choose_keep(t, fc1_weight, fc2_weight, layer_scale)))[0]
+    layers = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
     factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=fc1_weight.dtype)
-    return ref.mlp_block(x, *layers, eps=eps, activation=activation, norm=norm, **factors)
+    return ref.mlp_block(x, *layers, eps=t.eps, activation=activation, norm=norm, **factors)
+
+
+@autocasts
+def gated_mlp_block(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    *,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    norm: str = "layer",
+    inner_norm_weight: Tensor | None = None,
+    inner_norm_bias: Tensor | None = None,
+    inner_eps: float = 1e-6,
+    layer_scale: Tensor | None = None,
+    drop_path: Tensor | None = None,
+    residual_in_fp32: bool = False,
+    keep: str = "least",
+) -> Tensor:
+    """x + drop_path[b] * layer_scale * gated_mlp(norm(x)).
+
+    x (B, N, D); norm_weight, norm_bias (D,), in fp32 too; up_weight, gate_weight (F, D), down_weight (D, F), their
+    biases, activation and the inner norm as in gated_mlp; layer_scale (D,) or None; drop_path (B,) factors or None;
+    norm, `residual_in_fp32` and `keep`, here of what goes into `down` too, as in attention_block. Returns (B, N, D) in
+    x's dtype.
+    """
+    op = "gated_mlp_block"
+    hidden, width = check_linear_rows(op, x, up_weight=up_weight)
+    inner = inner_norm_weight, inner_norm_bias
+    layers = check_gate(op, Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner, activation, inner_eps))
+    t = _Arguments(x, norm_weight, norm_bias, layers, down_weight, down_bias, layer_scale, drop_path, eps, norm, keep)
+    tensors = dict(
+        up_weight=(up_weight, (hidden, width)),
+        up_bias=(up_bias, (hidden,)),
+        gate_weight=(gate_weight, (hidden, width)),
+        gate_bias=(gate_bias, (hidden,)),
+        inner_norm_weight=(inner_norm_weight, (hidden,)),
+        inner_norm_bias=(inner_norm_bias, (hidden,)),
+        down_weight=(down_weight, (width, hidden)),
+        down_bias=(down_bias, (width,)),
+    )
+    t = t._replace(eps=check_block(op, t, tensors, residual_in_fp32))
+    if kernels_wanted(op, up_weight, width_unsupported(width, drop_path) or layers.unsupported):
+        keep = choose_keep(t, up_weight, gate_weight, down_weight, layer_scale)
+        return _gated_mlp_block(t._replace(keep=keep))[0]
+    layers = norm_weight, norm_bias, up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
+    options = dict(inner_norm_weight=inner_norm_weight, inner_norm_bias=inner_norm_bias, inner_eps=t.hidden.inner_eps)
+    options |= dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=up_weight.dtype)
+    return ref.gated_mlp_block(x, *layers, eps=t.eps, activation=activation, norm=norm, **options)

@@ -10,112 +10,89 @@ from . import packed
 from . import reference as ref
 from ._dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, needs_grad
 from ._operation import (
+    Constant,
+    NothingSaved,
     check_floating,
     check_offsets,
     check_shape,
     check_tensors,
-    chosen,
-    filled,
+    custom_op,
     is_number,
-    only_once,
-    operation,
+    meta_like,
 )
 
 if NO_TRITON is None:
     from ..kernels.patch_embed.forward import patch_embed_bwd, patch_embed_fwd
 
 
-class EmbedNeeds(NamedTuple):
-    """Which gradients of patch_embed are needed."""
+class _Arguments(NamedTuple):
+    """The arguments of patch_embed."""
 
-    images: bool
-    weight: bool
-    bias: bool
-    cls_token: bool
-    pos_embed: bool
+    images: Tensor  # (B, C, Hi, Wi), or patches (N, C, P, Q)
+    weight: Tensor  # (D, C, P, Q)
+    bias: Tensor | None  # (D,)
+    cls_token: Tensor | None  # (1, T, D)
+    pos_embed: Tensor | None  # (1, T+N, D) or (1, N, D); (N, D) of packed images
+    rows: Constant | None  # (N,), where the patches of packed images go
+    starts: Constant | None  # (S,), where their prefix tokens go
+    mean: list[float]
+    std: list[float]
 
+    @property
+    def packed(self) -> tuple[Tensor, Tensor] | None:
+        """rows and starts of packed images."""
+        return None if self.rows is None else (self.rows, self.starts)
 
-@operation(
-    "patch_embed",
-    "Tensor images, Tensor weight, Tensor? bias, Tensor? cls_token, Tensor? pos_embed, Tensor? rows, Tensor? starts, "
-    "float[] mean, float[] std",
-    1,
-)
-def _forward(images, weight, bias, cls_token, pos_embed, rows, starts, mean, std):
-    packed = None if rows is None else (rows, starts)
-    return patch_embed_fwd(images, weight, bias, cls_token, pos_embed, mean, std, packed)
-
-
-@_forward.register_fake
-def _(images, weight, bias, cls_token, pos_embed, rows, starts, mean, std):
-    width, _, p, q = weight.shape
-    prefix = 0 if cls_token is None else cls_token.shape[1]
-    if rows is not None:
-        return weight.new_empty(images.shape[0] + starts.shape[0] * prefix, width)
-    tokens = prefix + (images.shape[2] // p) * (images.shape[3] // q)
-    return weight.new_empty(images.shape[0], tokens, width)
+    @property
+    def prefix(self) -> int:
+        """Prefix tokens of an image."""
+        return 0 if self.cls_token is None else self.cls_token.shape[1]
 
 
-@operation(
-    "patch_embed_bwd",
-    "Tensor dy, Tensor? images, Tensor weight, Tensor? rows, Tensor? starts, float[] mean, float[] std, "
-    "SymInt prefix, SymInt pos_len, ScalarType? bias_dtype, ScalarType? cls_dtype, ScalarType? pos_dtype, bool[] needs",
-    5,
-)
-def _backward(dy, images, weight, rows, starts, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
-    """Gradients of the five tensors, those of the last three in the dtypes given; empty where not needed."""
-    needs = EmbedNeeds(*needs)
+def _forward(t: _Arguments) -> tuple[Tensor, NothingSaved]:
+    tensors = t.images, t.weight, t.bias, t.cls_token, t.pos_embed
+    return patch_embed_fwd(*tensors, t.mean, t.std, t.packed), NothingSaved()
+
+
+def _fake(t: _Arguments) -> tuple[Tensor, NothingSaved]:
+    width, _, p, q = t.weight.shape
+    if t.packed is not None:
+        out = t.weight.new_empty(t.images.shape[0] + t.starts.shape[0] * t.prefix, width)
+    else:
+        tokens = t.prefix + (t.images.shape[2] // p) * (t.images.shape[3] // q)
+        out = t.weight.new_empty(t.images.shape[0], tokens, width)
+    return out, NothingSaved()
+
+
+def _reads(t: _Arguments, needs: _Arguments) -> _Arguments:
+    """Backward reads no more than shapes and dtypes of the vectors, and the images where they matter."""
+    t = t._replace(images=t.images if needs.images or needs.weight else None, bias=meta_like(t.bias))
+    return t._replace(cls_token=meta_like(t.cls_token), pos_embed=meta_like(t.pos_embed))
+
+
+def _backward(dy: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Tensor | None]:
     grads = patch_embed_bwd(
         dy,
-        images,
-        weight,
-        mean,
-        std,
-        prefix=prefix,
-        pos_len=pos_len,
+        t.images,
+        t.weight,
+        t.mean,
+        t.std,
+        prefix=t.prefix,
+        pos_len=0 if t.pos_embed is None else t.pos_embed.shape[-2],
         want_images=needs.images,
         want_weight=needs.weight,
         want_bias=needs.bias,
         want_cls=needs.cls_token,
         want_pos=needs.pos_embed,
-        dtypes=(bias_dtype, cls_dtype, pos_dtype),
-        packed=None if rows is None else (rows, starts),
+        dtypes=tuple(None if x is None else x.dtype for x in (t.bias, t.cls_token, t.pos_embed)),
+        packed=t.packed,
     )
-    return filled(dy, *grads)
+    return dict(zip(_Arguments._fields, grads))
 
 
-@_backward.register_fake
-def _(dy, images, weight, rows, starts, mean, std, prefix, pos_len, bias_dtype, cls_dtype, pos_dtype, needs):
-    width, lead = weight.shape[0], () if rows is not None else (1,)
-    wanted = (
-        lambda: torch.empty(images.shape, dtype=images.dtype, device=dy.device),
-        lambda: torch.empty(weight.shape, dtype=weight.dtype, device=dy.device),
-        lambda: dy.new_empty(width, dtype=bias_dtype),
-        lambda: dy.new_empty(1, prefix, width, dtype=cls_dtype),
-        lambda: dy.new_empty(*lead, pos_len, width, dtype=pos_dtype),
-    )
-    return tuple(make() if need else dy.new_empty(0) for make, need in zip(wanted, needs))
-
-
-def _setup_context(ctx, inputs, output):
-    images, weight, bias, cls_token, pos_embed, rows, starts, ctx.mean, ctx.std = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(images if any(ctx.needs_input_grad[:2]) else None, weight, rows, starts)
-    ctx.prefix = 0 if cls_token is None else cls_token.shape[1]
-    ctx.pos_len = 0 if pos_embed is None else pos_embed.shape[-2]
-    ctx.dtypes = [None if t is None else t.dtype for t in (bias, cls_token, pos_embed)]
-
-
-def _differentiate(ctx, dy):
-    needs = list(ctx.needs_input_grad[:5])
-    if dy is None or not any(needs):
-        return (None,) * 9
-    grads = _backward(dy, *ctx.saved_tensors, ctx.mean, ctx.std, ctx.prefix, ctx.pos_len, *ctx.dtypes, needs)
-    return *chosen(grads, needs), None, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
-only_once(_backward, "patch_embed")
+_patch_embed = custom_op(
+    "patch_embed", _Arguments, NothingSaved, forward=_forward, fake=_fake, backward=_backward, reads=_reads
+)
 
 
 _in_compute_dtype = autocasts(lambda weight: weight)
@@ -242,6 +219,6 @@ def patch_embed(
     reason = _unsupported_reason(mean, std, images, bias, cls_token, pos_embed)
     if kernels_wanted("patch_embed", weight, reason):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
-        return _forward(images, weight, bias, cls_token, pos_embed, rows, starts, *normalisation)
+        return _patch_embed(_Arguments(images, weight, bias, cls_token, pos_embed, rows, starts, *normalisation))
     given = None if rows is None else (rows, starts)
     return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std, rows=given)
