@@ -132,7 +132,7 @@ def custom_op(
     reads: Callable | None = None,
     public: str | None = None,
 ) -> Callable:
-    """vitfast::name and vitfast::name_backward, its derivative, as one function of a t of type `arguments`.
+    """vitfast::name and vitfast::name_backward, its derivative, as one function of `arguments`.
 
     arguments, saved: NamedTuple types. The fields of `arguments` are tensors, options and NamedTuples of such; those of
     `saved` are tensors, None unless kept for backward, of which `out` is the output itself. The operation returns the
