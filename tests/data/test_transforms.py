@@ -58,12 +58,6 @@ def test_evaluations_see_what_the_sources_see():
             digits(**wrong)
 
 
-def test_without_augmentation_training_sees_what_the_evaluation_sees():
-    config, image = RECIPES["finetune/vtab"], pictures.smooth(4, 90, 300)
-    train, evaluate = transforms(config, (48, 48))
-    assert np.array_equal(train(image), evaluate(image))
-
-
 def test_a_squashed_crop_is_bits():
     """Resize to 448, crop 384: crops of 6/7 of each side, at every place."""
     image, share = ramp(140, 280), (384 / 448) ** 2

@@ -205,7 +205,8 @@ def test_every_task_is_augmented_only_where_its_classes_allow_it(tmp_path):
         config = resolve("finetune", {"recipe": "finetune/vtab"}, task.settings)
         train, evaluate = transforms(config, (48, 48))
         squashed = np.asarray(image.resize((48, 48), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
-        assert np.array_equal(evaluate(image), squashed), name
+        _, of_frozen_features = transforms(resolve("eval", task.settings), (48, 48))
+        assert np.array_equal(evaluate(image), squashed) and np.array_equal(of_frozen_features(image), squashed), name
         seen = [train(image) for _ in range(12)]
         same = [np.array_equal(pixels, squashed) for pixels in seen]
         mirrored = [np.array_equal(pixels, squashed[..., ::-1]) for pixels in seen]
@@ -216,12 +217,3 @@ def test_every_task_is_augmented_only_where_its_classes_allow_it(tmp_path):
         else:
             assert not any(same) and not any(mirrored) and config.hflip == 0.5, name
             assert config.crop_scale == pytest.approx(((6 / 7) ** 2,) * 2)
-
-
-def test_frozen_features_see_the_whole_image_too(tmp_path):
-    (tmp_path / "kitti_distance").mkdir()
-    (task,) = vtab.tasks_in(tmp_path)
-    config = resolve("eval", task.settings)
-    image = pictures.smooth(2, 30, 100)
-    squashed = np.asarray(image.resize((48, 48), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
-    assert np.array_equal(transforms(config, (48, 48))[1](image), squashed)

@@ -33,16 +33,6 @@ def one(tmp_path_factory) -> Path:
     return run
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory) -> tuple[Path, list[str]]:
-    """The runs of two ranks, and what the ranks said."""
-    root = tmp_path_factory.mktemp("two")
-    train(digits(root / "fsdp", **COMMON | dict(steps=3)))
-    for split, count in (("train", 12), ("val", 8)):
-        shards(root / "data", files(count), [split])
-    return root, done(ranks(2, every_run, str(root), f"wds/{root / 'data'}"))
-
-
 def assert_same_training(one: Path, two: Path, but=()) -> None:
     """Tensors up to fp32 rounding, of which Adam's division makes the most; losses, and numbers of right answers."""
     a, b = training_tensors(one), training_tensors(two)
@@ -57,42 +47,49 @@ def assert_same_training(one: Path, two: Path, but=()) -> None:
     assert [float(row[2]) for row in mine] == pytest.approx([float(row[2]) for row in theirs], abs=1e-5)
 
 
-@pytest.mark.slow(20)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_equal_one_process(one, two, parallel):
-    """DDP from the start; FSDP2 from step 3 of one process, whose whole state it shards."""
-    root, said = two
-    assert_same_training(one, root / parallel)
+@pytest.mark.slow(30)
+def test_two_ranks_equal_one_process(one, tmp_path):
+    """Every run that needs two ranks, in one pair of processes: they take longer to start than to train."""
+    root, alone = tmp_path / "two", tmp_path / "one"
+    train(digits(root / "fsdp", **COMMON | dict(steps=3)))
+    for split, count in (("train", 12), ("val", 8)):
+        shards(root / "data", files(count), [split])
+    said = done(ranks(2, every_run, str(root), f"wds/{root / 'data'}"))
     assert sum(text.count("\naccuracy ") + text.startswith("accuracy ") for text in said) == 1  # one rank speaks
-    summary, alone = (json.loads((r / "summary.json").read_text()) for r in (root / parallel, one))
+    for parallel in ("ddp", "fsdp"):
+        check_one_process(one, root / parallel)
+        # Cut off: random numbers of each rank, momentum, average and the place in the second epoch.
+        assert same_runs(root / f"whole {parallel}", root / f"broken {parallel}")
+    check_many_sizes(alone / "many", root / "many")
+    check_bf16(alone / "bf16", root / "bf16")
+    assert sum("left out: the norm of the gradients of step 2 is nan" in text for text in said) == 1
+    check_skipped(alone / "spoiled", root / "spoiled")
+    check_shards(root / "shards", f"wds/{root / 'data'}")
+
+
+def check_one_process(one: Path, two: Path) -> None:
+    """DDP from the start; FSDP2 from step 3 of one process, whose whole state it shards."""
+    assert_same_training(one, two)
+    summary, alone = (json.loads((run / "summary.json").read_text()) for run in (two, one))
     assert summary["ranks"] == 2 and summary["val_images"] == alone["val_images"] == 360
     assert summary["parameters"] == alone["parameters"] and summary["accuracy"] == alone["accuracy"]
     assert summary["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_that_were_cut_off_go_on_bit_for_bit(two, parallel):
-    """Random numbers of each rank, momentum, average and the place in the second epoch."""
-    root, _ = two
-    assert same_runs(root / f"whole {parallel}", root / f"broken {parallel}")
-
-
-def test_two_ranks_share_images_of_many_sizes(two, tmp_path):
-    root, _ = two
-    train(digits(tmp_path, **MANY_SIZES))
-    assert_same_training(tmp_path, root / "many", but=["keys"])
-    mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (tmp_path, root / "many"))
+def check_many_sizes(one: Path, two: Path) -> None:
+    train(digits(one, **MANY_SIZES))
+    assert_same_training(one, two, but=["keys"])
+    mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (one, two))
     for name in ("sizes", "images_per_step", "patches_per_image", "epochs"):
         assert mine[name] == theirs[name]
 
 
-def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(two, tmp_path):
+def check_bf16(one: Path, two: Path) -> None:
     """Under autocast FSDP2 gathers parameters and reduces gradients in bf16; what it updates and saves stays fp32."""
-    root, _ = two
-    train(digits(tmp_path, **BF16))
-    losses = [[float(loss) for loss in records(run, "train", "loss")] for run in (tmp_path, root / "bf16")]
+    train(digits(one, **BF16))
+    losses = [[float(loss) for loss in records(run, "train", "loss")] for run in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
-    mine, theirs = training_tensors(tmp_path), training_tensors(root / "bf16")
+    mine, theirs = training_tensors(one), training_tensors(two)
     for name, value in theirs.items():
         assert value.dtype == torch.float32 and mine[name].dtype == torch.float32
         # Three steps of 1e-4 at most, whose direction bf16 can turn where a gradient is near zero; momenta to bf16's
@@ -103,21 +100,19 @@ def test_sharded_in_bf16_follows_one_process_and_keeps_fp32_weights(two, tmp_pat
     assert moved  # bf16 gradients are not fp32 ones
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(two, tmp_path):
-    root, said = two
-    assert sum("left out: the norm of the gradients of step 2 is nan" in text for text in said) == 1
-    trainer = Trainer(digits(tmp_path, **SPOILED))
+def check_skipped(one: Path, two: Path) -> None:
+    """A gradient that was not finite on one rank alone."""
+    trainer = Trainer(digits(one, **SPOILED))
     update = trainer.train_step.optimizer.step
     trainer.train_step.scaler.step = lambda optimizer: None if trainer.step == 1 else update()
     trainer.fit()
-    a, b = training_tensors(tmp_path), training_tensors(root / "spoiled")
+    a, b = training_tensors(one), training_tensors(two)
     for name, value in a.items():
         assert_close(b[name], value, atol=2e-5, rtol=1e-4, name=name)
 
 
-def test_shards_are_divided_among_ranks(two):
+def check_shards(run: Path, data: str) -> None:
     """Every rank reads its own, and together they read the validation set once."""
-    run, data = two[0] / "shards", f"wds/{two[0] / 'data'}"
     summary = json.loads((run / "summary.json").read_text())
     assert [summary[name] for name in ("ranks", "classes", "val_images", "steps")] == [2, 3, 8, 3]
     # One process with a worker, which count other shares of the images: the data is the same, and the run goes on.
