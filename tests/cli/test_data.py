@@ -51,7 +51,7 @@ def test_webdataset_shards(capsys, tmp_path):
     for split, count in (("train", 12), ("val", 6)):
         shards(tmp_path, files(count), (split,))
     summary = pretrained(capsys, f"wds/{tmp_path}", tmp_path / "run")
-    assert summary["classes"] == 3 and summary["train_images"] == 12 and summary["val_images"] == 6
+    assert [summary[name] for name in ("classes", "train_images", "val_images")] == [3, 12, 6]
 
 
 def test_hugging_face_dataset_on_disk(capsys, tmp_path, monkeypatch):

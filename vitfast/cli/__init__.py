@@ -6,32 +6,16 @@ So the core works without the extra `train`, and `vitfast --help` is quick.
 import argparse
 import logging
 import sys
+from importlib import import_module
 
 from ..errors import InputError, TrainingError, install
 from ..version import __version__
-from . import (
-    convert,
-    cost,
-    demo,
-    doctor,
-    eval,
-    export,
-    families,
-    fewshot,
-    finetune,
-    inspect,
-    positions,
-    predict,
-    pretrain,
-    recipes,
-    scaling,
-    tune,
-    vtab,
-)
 
 # Each module is the command of its name: its docstring is the help, `add_arguments(parser)`, `run(args)` -> exit code.
-COMMANDS = (pretrain, finetune, eval, predict, fewshot, vtab, demo, doctor, tune, convert, export, inspect, cost)
-COMMANDS += (scaling, positions, recipes, families)
+COMMANDS = """
+    pretrain finetune eval predict fewshot vtab demo doctor tune convert export inspect cost
+    scaling positions recipes families
+""".split()
 
 EPILOG = """examples:
   vitfast demo                                                     the whole way on handwritten digits, \
@@ -53,14 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vitfast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        description = " ".join((command.__doc__ or "").split())
-        sub = commands.add_parser(
-            command.__name__.rpartition(".")[2],
-            help=description[:1].lower() + description[1:].removesuffix("."),
-            description=description,
-            argument_default=argparse.SUPPRESS,
-        )
+    for name in COMMANDS:
+        command = import_module(f".{name}", __package__)
+        description = " ".join(command.__doc__.split())
+        summary = description[:1].lower() + description[1:].removesuffix(".")
+        sub = commands.add_parser(name, help=summary, description=description, argument_default=argparse.SUPPRESS)
         sub.set_defaults(run=command.run)
         sub.add_argument("--debug", action="store_true", default=False, help="show the traceback of an error")
         command.add_arguments(sub)

@@ -20,22 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--act-layer", choices=activations, help="this and what follows: where the weights do not say it")
     add("--pos-embed", choices=("learn", "none"), help="learn or none: no rotary positions, unless --rope says so")
     add("--rope", choices=("dinov3", "cat", "none"), help="rotary positions: DINOv3's, EVA-02's or none")
-    add(
-        "--ref-feat-shape",
-        metavar="N",
-        type=int,
-        nargs=2,
-        help="of --rope cat: patches down and across, 16 16 of EVA-02",
-    )
+    shape = "of --rope cat: patches down and across, 16 16 of EVA-02"
+    add("--ref-feat-shape", metavar="N", type=int, nargs=2, help=shape)
     add("--global-pool", choices=("token", "avg", "map"), help="what the head reads")
     add("--norm-eps", metavar="X", type=float, help="of every norm")
-    add(
-        "--mean",
-        metavar="X",
-        type=float,
-        nargs="+",
-        help="of raw images on the 0..1 scale, one or one for each channel",
-    )
+    mean = "of raw images on the 0..1 scale, one or one for each channel"
+    add("--mean", metavar="X", type=float, nargs="+", help=mean)
     add("--std", metavar="X", type=float, nargs="+", help="as --mean")
     classes = "other than the weights' own: a new head of zeros, 0 for none"
     add("--num-classes", metavar="N", type=int, help=classes)

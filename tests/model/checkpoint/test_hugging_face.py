@@ -10,6 +10,7 @@ import transformers
 from checkpoints import HEADS, IMAGENET, TEXT, TOL, VISION, agree, images, logits, made, pick, randomised
 
 from vitfast import InputError, ViT, load_checkpoint
+from vitfast.model.convert import write
 
 HALF = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
 TWO_HEADS, TWO_READS = "distilled DeiT has two heads", "class token beside the mean of the patches"
@@ -70,6 +71,31 @@ def check(source, truth, **known):
     return model
 
 
+# What is written again, by transformers' class, and the keyword with which it has no layers that the ViT lacks.
+WRITTEN = dict.fromkeys(["ViTForImageClassification", "DINOv3ViTModel", "CLIPVisionModel", "SiglipVisionModel"], {})
+WRITTEN |= {"CLIPVisionModelWithProjection": {}, "ViTModel": dict(add_pooling_layer=False)}
+
+
+def back(model, truth, out):
+    """What we write of it transformers loads whole, with the same output; and so do we."""
+    name, x = type(truth).__name__, images(*model.patch_embed.img_size, chans=model.in_chans)
+    notes = write(model, out, "huggingface")
+    square = x.shape[2] == x.shape[3]
+    assert len(notes) == (not square) and all("how images are cut (crop_mode='center'" in note for note in notes)
+    again, info = type(truth).from_pretrained(out, output_loading_info=True, **WRITTEN[name])
+    assert not any(info.values()), info
+    torch.testing.assert_close(pooled(again.eval(), x), pooled(truth, x), **TOL)
+    torch.testing.assert_close(tokens(again, x), tokens(truth, x), **TOL)
+    assert torch.equal(logits(ViT.from_pretrained(out).eval(), x), logits(model, x))
+    names = safetensors.torch.load_file(out / "model.safetensors")
+    if name.startswith(("CLIP", "Siglip")):  # transformers before 5.8 would start others at random
+        assert all(key.startswith("vision_model.") or key == "visual_projection.weight" for key in names)
+    elif name == "ViTForImageClassification":
+        truth.save_pretrained(out / "theirs")
+        theirs = safetensors.torch.load_file(out / "theirs" / "model.safetensors")
+        assert names.keys() == theirs.keys() and all(torch.equal(names[key], theirs[key]) for key in names)
+
+
 @pytest.mark.parametrize("layout", ["every field", "in memory", "bare"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_is_transformers_model(tmp_path, name, layout):
@@ -88,6 +114,8 @@ def test_every_layout_is_transformers_model(tmp_path, name, layout):
         source = tmp_path / "bare.pth"
         torch.save(truth.state_dict(), source)
     model = check(source, truth, num_heads=HEADS)
+    if layout == "every field" and name in WRITTEN:
+        back(model, truth, tmp_path / "back")
     wanted, refused = MODELS[name]
     found = model.config | dict(mean=model.mean, std=model.std)
     assert pick(found, *wanted) == wanted
@@ -117,6 +145,8 @@ GATED = dict(use_gated_mlp=True, hidden_act="silu")
         ("Dinov2Model", dict(use_swiglu_ffn=True)),
         ("DINOv3ViTModel", dict(layer_norm_eps=0.1, num_register_tokens=0, rope_theta=30.0)),
         ("DINOv3ViTModel", dict(key_bias=True, drop_path_rate=0.1, **GATED)),
+        ("DINOv3ViTModel", dict(proj_bias=False, mlp_bias=False, hidden_act="gelu_pytorch_tanh")),
+        ("DINOv3ViTModel", dict(query_bias=False, value_bias=False)),
         ("SiglipVisionModel", dict(layer_norm_eps=0.1, hidden_act="gelu", vision_use_head=False)),
         ("CLIPModel", dict(layer_norm_eps=0.1, hidden_act="gelu", num_attention_heads=6)),
     ],
@@ -129,7 +159,10 @@ def test_fields_that_are_heard_or_have_no_say(tmp_path, name, changes):
         x, model = images(), ViT.from_pretrained(tmp_path).eval()
         torch.testing.assert_close(model.forward_features(x), tokens(truth, x), **TOL)
         return
-    assert check(tmp_path, truth).config["drop_path_rate"] == changes.get("drop_path_rate", 0)
+    model = check(tmp_path, truth)
+    assert model.config["drop_path_rate"] == changes.get("drop_path_rate", 0)
+    if name in WRITTEN:
+        back(model, truth, tmp_path / "back")
     if "use_swiglu_ffn" in changes:  # whose layers have other names in memory
         torch.save(truth.state_dict(), tmp_path / "bare.pth")
         check(tmp_path / "bare.pth", truth, num_heads=HEADS)
@@ -151,6 +184,7 @@ def test_sizes_channels_and_pixels_are_heard(tmp_path):
     pixels.write_text(json.dumps(dict(image_mean=[0.3, 0.4], image_std=[0.2, 0.1])))
     model = ViT.from_pretrained(tmp_path)
     agree(model, truth, images(32, 16, chans=2))
+    back(model, truth, tmp_path / "back")
     assert model.mean == (0.3, 0.4) and model.std == (0.2, 0.1) and model.config["img_size"] == (32, 16)
     pixels.write_text(json.dumps(dict(image_mean=[0.3, 0.4], do_normalize=False)))
     assert ViT.from_pretrained(tmp_path).std == (1.0, 1.0)
@@ -258,6 +292,9 @@ def test_raw_images_are_those_of_the_processor(tmp_path, pixels):
     prepared = transformers.ViTImageProcessor.from_pretrained(tmp_path)(raw, return_tensors="pt")["pixel_values"]
     mine, theirs = logits(ViT.from_pretrained(tmp_path).eval(), raw[None]), logits(truth, prepared)
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)  # pixels of up to 255 as they are
+    write(ViT.from_pretrained(tmp_path), tmp_path / "back", "huggingface")
+    again = transformers.ViTImageProcessor.from_pretrained(tmp_path / "back")(raw, return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(again, prepared, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -37,6 +37,7 @@ from timm.models import eva
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import ViT, load_checkpoint
+from vitfast.model.convert import write
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,9 @@ def test_google_npz_as_timm_reads_it(tmp_path, big_vision, prefix, stack):
     agree(model, truth)
     wanted = dict(act_layer="gelu_tanh", norm_eps=1e-6, num_heads=HEADS, no_embed_class=big_vision)
     assert pick(model.config, *wanted) == wanted and model.mean == model.std == (0.5,) * 3
+    assert write(model, tmp_path / "back.npz", "npz") == []
+    again, first = dict(np.load(tmp_path / "back.npz")), google(big_vision)
+    assert again.keys() == first.keys() and all(np.array_equal(again[k], v) for k, v in first.items())
 
 
 def test_google_pre_logits(tmp_path):
@@ -136,6 +140,9 @@ def test_torchvision(tmp_path, older, representation_size):
     agree(model, truth)
     wanted = dict(**IMAGENET, norm_eps=1e-6, representation_size=representation_size)
     assert pick(model.config, *wanted) == wanted
+    write(model, tmp_path / "back.pth", "torchvision")
+    again, first = torch.load(tmp_path / "back.pth", weights_only=True), truth.state_dict()
+    assert again.keys() == first.keys() and all(torch.equal(again[k], v) for k, v in first.items())
 
 
 @pytest.mark.parametrize("registers", [0, 4])
