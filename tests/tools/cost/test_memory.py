@@ -22,7 +22,7 @@ def kept(model: ViT, images: torch.Tensor = IMAGES, autocast: torch.dtype | None
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
+        if storage.data_ptr() not in owned and storage.nbytes() > tensor.itemsize:  # one number stands for a shape
             storages[storage.data_ptr()] = storage
         return tensor
 
