@@ -11,11 +11,11 @@ compile bf16 again", after the peers that it is compared with: the slower of the
 `extra_info` has, beside what every case has: images_per_second; in throughput batch_search, the setting that the
 library's best batch was searched with, whatever setting is then timed (None on a CPU: no search); model_flops (3 times
 the forward pass in training) and from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet;
-attention, the SDPA backend that measured fastest; in training largest_batch by GiB of memory, from the straight line
-through what stays between steps (batch 0) and the peak of the measured batch, with 1 GiB kept for CUDA itself.
+attention, the SDPA backend that measured fastest.
 """
 
 import functools
+import itertools
 from dataclasses import replace
 
 import clock
@@ -24,9 +24,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from clock import allocated, captured, cold, median_seconds, peak_bytes, warm_up
-from harness import describe, gemm_backends, measure
+from harness import describe, measure
 from peers import BUILDERS, Peer, Setting
-from shapes import CPU_SHAPE, Shape, model_work, planned
+from shapes import CPU_SHAPE, MAIN, Shape, model_work, planned
 
 from vitfast import ops
 from vitfast.tools.cost import datasheet_flops
@@ -44,17 +44,12 @@ LEADING = (  # what decides, first: a stage has no time for all
     Setting("torchvision", "compile", "bf16"),
     Setting("timm", "max-autotune", "bf16"),
     Setting("timm", "max-autotune", "amp"),
-    Setting("timm", "max-autotune all", "bf16"),
-    Setting("timm", "max-autotune all", "amp"),
 )
-LIBRARIES = ("vitfast", "timm", "vitfast.accelerate(timm)", "huggingface", "torchvision")
-HOW = ("eager", "compile", "max-autotune")
-EVERY = tuple(Setting(library, how, precision) for how in HOW for precision in ("bf16", "amp") for library in LIBRARIES)
+EVERY = itertools.starmap(Setting, itertools.product(BUILDERS, ("eager", "compile", "max-autotune"), ("bf16", "amp")))
 SETTINGS = tuple(dict.fromkeys((*LEADING, *EVERY)))
 CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in BUILDERS)
-SIZES = (("B/16", 224, 256), ("S/16", 224, 512), ("L/16", 224, 128), ("B/16", 384, 64), ("H/14", 224, 64))
 # Without the batch, which is that of the training step.
-MODELS = {s.name.rpartition(" B")[0]: s for s in planned(tuple(Shape(*size) for size in SIZES), CPU_SHAPE)}
+MODELS = {s.name.rpartition(" B")[0]: s for s in planned(MAIN, CPU_SHAPE)}
 CASES = {s.name: s for s in (SETTINGS if clock.GPU or clock.REHEARSED else CPU_SETTINGS)}
 ONCE = [name for name, setting in CASES.items() if not setting.again]
 BATCHES = (64, 128, 256, 512)  # tried for throughput
@@ -93,8 +88,7 @@ def facts(shape: Shape, peer: Peer, seconds: float, training: bool) -> dict:
     flops = (3 if training else 1) * total_flops(model_work(shape, 2).forward)
     ceiling = machine.ceilings()[str(peer.setting.dtype).removeprefix("torch.")]
     promised = datasheet_flops(machine.name())
-    more = dict(gemm_backends=gemm_backends(peer.setting.how)) if peer.setting.how.startswith("max-autotune") else {}
-    return more | dict(
+    return dict(
         shape=shape.name,
         batch=shape.batch,
         precision=peer.setting.precision,
@@ -131,16 +125,14 @@ def test_train(benchmark, model, setting):
                 step(batch)
 
         warm_up(run, seconds=clock.WARM_SECONDS)
-        held, peak = allocated() - before, peak_bytes(run, before)
+        peak = peak_bytes(run, before)
         images += [torch.randn_like(peer.images) for _ in range(STEPS - 1)]
         seconds = measure(benchmark, run, calls=len(images), rounds=max(3, clock.ROUNDS // 3))
         errors |= peer.check_again()
     dtype = peer.setting.dtype
     step_update = update(sum(p.numel() for p in parameters), size=parameters[0].element_size())
     kernels = model_work(shape, dtype.itemsize).of("both") + step_update
-    largest = {f"{gib} GiB": largest_batch(shape.batch, held, peak, gib) for gib in (24, 80)} if clock.GPU else None
-    more = facts(shape, peer, seconds, training=True) | errors
-    info = dict(op="train", direction="both", largest_batch=largest, **more)
+    info = dict(op="train", direction="both", **facts(shape, peer, seconds, training=True), **errors)
     describe(benchmark, setting, kernels, seconds, dtype, peak, **info)
 
 
@@ -175,11 +167,3 @@ def test_inference(benchmark, model, setting, what):
         more["batch_search"] = " ".join(SEARCH) if clock.GPU else None
     info = dict(op=what, direction="forward", cuda_graph=graph, **more)
     describe(benchmark, setting, model_work(shape, dtype.itemsize).forward, seconds, dtype, peak, **info)
-
-
-def largest_batch(batch: int, held: int, peak: int, gib: int) -> int:
-    """The batch whose peak fits in `gib` GiB less one.
-
-    On the line through `held` bytes at batch 0 and `peak` bytes at `batch`.
-    """
-    return max(0, int(batch * ((gib - 1) * 2**30 - held) / (peak - held)))

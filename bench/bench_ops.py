@@ -27,7 +27,6 @@ from vitfast.tools.cost import work
 from vitfast.tools.verify import Input, cases
 
 EAGER = ("vitfast", "eager", "compile", "max-autotune")
-PRODUCTS = (*EAGER, "max-autotune all")
 SDPA = ("vitfast", *(f"sdpa {name}" for name in BACKENDS), *FLASH_ATTENTION)
 PREFIX = 1  # tokens that rotary positions do not turn
 
@@ -113,7 +112,7 @@ def pixels(kind: str, **fixed) -> Op:
         return implementation(of_unfold, unfold, functools.partial(unfold, **fixed)) if of_unfold != impl else None
 
     count = lambda s, size: patch_embed_work(s, size, 1 if kind == "uint8" else size)  # noqa: E731
-    impls = (*PRODUCTS[:3], "compile unfold", *PRODUCTS[3:])
+    impls = (*EAGER[:3], "compile unfold", "max-autotune")
     inputs = "patch_embed, uint8" if kind == "uint8" else "patch_embed"
     return Op(named("patch_embed", **fixed), inputs, count, impls, peers=peer)
 
@@ -123,7 +122,7 @@ def rows_work(name: str, *sizes: str) -> Callable[[Shape, int], work.Work]:
     return lambda s, size: getattr(work, name)(s.rows, *(getattr(s, of) for of in sizes), size)
 
 
-MLP, BLOCK = ("width", "hidden"), dict(impls=PRODUCTS, compile_at=MAIN)
+MLP = ("width", "hidden")
 ATTENTION = dict(work=rows_work("attention", "tokens", "width"))
 BIASED = rows_work("biased_attention", "tokens", "width", "heads")
 OPS = {
@@ -155,13 +154,15 @@ OPS = {
         lambda place, s: functools.partial(place.attention_block, num_heads=s.heads),
         "attention_block",
         rows_work("attention_block", "tokens", "width"),
-        **BLOCK,
+        compile_at=MAIN,
     ),
-    "mlp_block": Op(named("mlp_block"), "mlp_block", rows_work("mlp_block", *MLP), **BLOCK),
-    "gated_mlp_block": Op(named("gated_mlp_block"), "gated_mlp_block", rows_work("gated_mlp_block", *MLP), **BLOCK),
-    "linear_gelu": Op(named("linear_gelu"), "linear_gelu", rows_work("linear_gelu", *MLP), PRODUCTS),
-    "mlp": Op(named("mlp"), "mlp", rows_work("mlp", *MLP), PRODUCTS),
-    "gated_mlp": Op(named("gated_mlp"), "gated_mlp", rows_work("gated_mlp", *MLP), PRODUCTS),
+    "mlp_block": Op(named("mlp_block"), "mlp_block", rows_work("mlp_block", *MLP), compile_at=MAIN),
+    "gated_mlp_block": Op(
+        named("gated_mlp_block"), "gated_mlp_block", rows_work("gated_mlp_block", *MLP), compile_at=MAIN
+    ),
+    "linear_gelu": Op(named("linear_gelu"), "linear_gelu", rows_work("linear_gelu", *MLP)),
+    "mlp": Op(named("mlp"), "mlp", rows_work("mlp", *MLP)),
+    "gated_mlp": Op(named("gated_mlp"), "gated_mlp", rows_work("gated_mlp", *MLP)),
     "linear_gelu gelu_tanh": Op(
         named("linear_gelu", activation="gelu_tanh"),
         "linear_gelu, tanh",

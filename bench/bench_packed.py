@@ -1,38 +1,111 @@
-"""Images of many sizes: attention, and training steps of a ViT; packed, padded, one size at a time, and by others.
+"""Images of many sizes (mixes.py): attention, and training steps of a ViT; packed, padded, one size at a time.
 
-The mixes are those of mixes.py. FLOPs and bytes are of what is needed, without padding, for everybody; `padded_share`
-is the share of the pairs of a query and a key, or of a step's FLOPs, that an implementation computes for padding
-(padding.py), None where its tiles are not known. Truth is float64 of each image alone, compared image by image.
+FLOPs and bytes are of what is needed, without padding, for everybody; `padded_share` is the share of the pairs of a
+query and a key, or of a step's tokens, that an implementation has for padding, the ends of tiles not counted. Truth is
+float64 of each image alone, compared image by image. What depends on the sizes alone (offsets, a block mask) is made
+once, outside of what is timed, as a model makes it once for all its layers.
 
 Attention: q, k and v come apart, each way in the layout that it wants, so that no way pays for another's. "vitfast":
 packed, ops.attention with offsets. "vitfast padded": (S, longest, H, Dh) with key_lengths, all queries computed.
 "vitfast one size at a time": a call for each group of images of equal height and width. The peers take packed tensors.
-A step is forward and backward, in bf16 weights on a GPU and fp32 on a CPU; the optimiser is everybody's own. "vitfast
-padded" and NaFlexVit run on patches padded to the longest image, the first with the keys of each image ended in
-attention, the second with a mask of every pair.
+
+A step is forward and backward, in bf16 weights on a GPU and fp32 on a CPU; the optimiser is everybody's own. Our ViT,
+packed or one size at a time; timm's NaFlexVit (NaFlex, SigLIP 2), whose patches its own loader pads to the longest
+image, with a mask of every pair; and that same model accelerated, which leaves the padding out.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import clock
 import harness
-import padding
 import pytest
 import torch
+import torch.nn.functional as F
 from clock import allocated, peak_bytes, warm_up
-from harness import Case, bench, describe, measure, values
-from mixes import MIXES, Mix
-from packed import PEERS, WAYS, check_of, offsets_of, upstream_of
-from torch import Tensor
+from harness import Case, bench, compiled, describe, measure, values
+from mixes import MIXES, PATCH, Mix
+from peers import FLASH, library_function, randomised
+from shapes import model_work
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitfast import ops
+import vitfast
+from vitfast import ViT, ops
+from vitfast.model.activation_memory import settle
 from vitfast.ops import reference as ref
+from vitfast.tools.cost import work
+from vitfast.tools.verify import exact_fp32, worst
 
-LAYOUTS = {"vitfast": "packed", "vitfast padded": "padded", "vitfast one size at a time": "one size at a time"}
-ON_CPU = (*LAYOUTS, "torch nested")  # the others are for GPUs alone
+OURS = ("vitfast", "vitfast padded", "vitfast one size at a time")
 HOW = ("compile", "eager") if clock.GPU or clock.REHEARSED else ("eager",)
 STEPS = 3 if clock.GPU else 1  # calls per timed round
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+# ---- attention
+
+
+def offsets_of(mix: Mix) -> Tensor:
+    """(S + 1,) int32."""
+    return torch.tensor([0, *mix.lengths], device=clock.DEVICE).cumsum(0).int()
+
+
+def flash(mix: Mix, name: str) -> Attention:
+    """flash-attn's varlen."""
+    function, offsets, longest = library_function(*FLASH[name], "flash_attn_varlen_func"), offsets_of(mix), mix.longest
+    sizes = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+    return functools.partial(function, **sizes)
+
+
+def torch_varlen(mix: Mix) -> Attention:
+    """torch.nn.attention.varlen (torch 2.10 and later), with the backend that torch picks."""
+    function = library_function("torch", "torch.nn.attention.varlen", "varlen_attn")
+    offsets, longest = offsets_of(mix), mix.longest
+    return lambda q, k, v: function(q, k, v, offsets, offsets, longest, longest)
+
+
+def nested(mix: Mix) -> Attention:
+    """SDPA on jagged nested tensors, with the backend that torch picks."""
+    offsets = offsets_of(mix).long()
+    sizes = dict(min_seqlen=min(mix.lengths), max_seqlen=mix.longest)  # else torch asks the device for them
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        jagged = [torch.nested.nested_tensor_from_jagged(x, offsets, **sizes).transpose(1, 2) for x in (q, k, v)]
+        return F.scaled_dot_product_attention(*jagged).transpose(1, 2).values()
+
+    return attention
+
+
+def flex(mix: Mix, how: str) -> Attention:
+    """flex_attention over all tokens as one sequence, compiled ("compile", "max-autotune").
+
+    Its mask is block-diagonal: blocks without a pair are left out.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    images = torch.arange(mix.batch, device=clock.DEVICE)
+    owner = images.repeat_interleave(torch.tensor(mix.lengths, device=clock.DEVICE))
+    same = lambda b, h, i, j: owner[i] == owner[j]  # noqa: E731
+    # compiled, so that the mask of every pair is not in memory
+    mask = create_block_mask(same, None, None, mix.rows, mix.rows, device=clock.DEVICE, _compile=True)
+    function = compiled(flex_attention, how, fullgraph=True)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = [x.transpose(0, 1)[None] for x in (q, k, v)]  # views (1, H, tokens, Dh)
+        return function(*heads, block_mask=mask)[0].transpose(0, 1)
+
+    return attention
+
+
+PEERS: dict[str, Callable[[Mix], Attention]] = {
+    **{name: functools.partial(flash, name=name) for name in FLASH},
+    "torch varlen": torch_varlen,
+    "torch nested": nested,
+    "flex compile": functools.partial(flex, how="compile"),
+    "flex max-autotune": functools.partial(flex, how="max-autotune"),
+}
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -50,27 +123,27 @@ def plain_padded(lengths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([alone(*image, key_lengths=n) for *image, n in images])
 
 
-def by_group(attention, *tensors: Tensor) -> tuple[Tensor, ...]:
+def by_group(attention: Attention, *tensors: Tensor) -> tuple[Tensor, ...]:
     """tensors: q, k and v of the first group of images, then of the next."""
     return tuple(attention(*tensors[i : i + 3]) for i in range(0, len(tensors), 3))
 
 
-def case_of(mix: Mix, layout: str) -> Case:
-    """A mix in a layout; its shape's name is the same in all."""
-    heads, head = mix.sizes["heads"], mix.sizes["head"]
-    if layout == "packed":
-        formula, cut, shapes = functools.partial(plain_packed, mix), lambda x: x.split(mix.lengths), [(mix.tokens,)] * 3
-    elif layout == "padded":
-        formula = functools.partial(plain_padded, offsets_of(mix).diff())
-        cut, shapes = lambda x: x.unbind(0), [(len(mix.lengths), mix.longest)] * 3
+def case_of(mix: Mix, impl: str) -> Case:
+    """A mix in the layout of an implementation; its shape's name is the same in all."""
+    cut = lambda x: x.unbind(0)  # noqa: E731
+    if impl == "vitfast padded":
+        formula, shapes = functools.partial(plain_padded, offsets_of(mix).diff()), [(mix.batch, mix.longest)] * 3
+    elif impl == "vitfast one size at a time":
+        formula = functools.partial(by_group, alone)
+        shapes = [(len(images), mix.lengths[images[0]]) for images in mix.groups.values() for _ in "qkv"]
     else:
-        formula, cut = functools.partial(by_group, alone), lambda x: x.unbind(0)
-        shapes = [shape for shape in mix.uniform for _ in "qkv"]
-    make = lambda: [values(*shape, heads, head) for shape in shapes]  # noqa: E731
-    return Case("packed attention", mix.shape, formula, make, 0, mix.attention_work(harness.DTYPE.itemsize), cut)
+        formula, shapes, cut = functools.partial(plain_packed, mix), [(mix.rows,)] * 3, lambda x: x.split(mix.lengths)
+    make = lambda: [values(*shape, mix.heads, mix.head) for shape in shapes]  # noqa: E731
+    needed = work.attention(mix.rows, mix.tokens, mix.width, harness.DTYPE.itemsize)
+    return Case("packed attention", mix.shape, formula, make, 0, needed, cut)
 
 
-def function_of(impl: str, mix: Mix):
+def function_of(impl: str, mix: Mix) -> Callable:
     """The function of a name; skips the case where it is somebody's who is not installed."""
     if impl in PEERS:
         return PEERS[impl](mix)
@@ -83,50 +156,169 @@ def function_of(impl: str, mix: Mix):
 
 
 def wanted() -> list:
-    """(mix, direction, impl) of attention's cases; on a CPU both directions at once, and forward of ours."""
-    found = [
-        (mix, direction, impl)
-        for mix in MIXES
-        for direction in ("forward", "backward", "both")
-        for impl in (*LAYOUTS, *PEERS)
-        if clock.GPU or (impl in ON_CPU and direction != "backward")
-    ]
+    """(mix, direction, impl) of attention's cases; on a CPU no backward alone, and of the peers what runs there."""
+    impls = (*OURS, *PEERS) if clock.GPU else (*OURS, "torch nested")
+    directions = ("forward", "backward", "both") if clock.GPU else ("forward", "both")
+    found = [(mix, direction, impl) for mix in MIXES for direction in directions for impl in impls]
     return [pytest.param(*case, id="-".join(case)) for case in found]
 
 
 @pytest.mark.parametrize("mix, direction, impl", wanted())
 def test_attention_packed(benchmark, mix, direction, impl):
     mix = MIXES[mix]
-    share = padding.flex_share(mix) if impl.startswith("flex") else None
-    share = padding.attention_share(mix, LAYOUTS[impl], direction) if impl in LAYOUTS else share
-    facts = dict(padded_share=share, images=len(mix.images), tokens=mix.tokens)
-    bench(benchmark, case_of(mix, LAYOUTS.get(impl, "packed")), impl, function_of(impl, mix), direction, **facts)
+    share = mix.padded_pairs if impl == "vitfast padded" else None if impl.startswith("flex") else 0.0
+    facts = dict(padded_share=share, images=mix.batch, tokens=mix.rows)
+    bench(benchmark, case_of(mix, impl), impl, function_of(impl, mix), direction, **facts)
 
 
+# ---- training steps
+
+
+def vit(mix: Mix) -> nn.Module:
+    return ViT.from_preset(mix.model, depth=mix.depth, dynamic_img_size=True)
+
+
+def naflex(mix: Mix) -> nn.Module:
+    from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
+
+    sizes = dict(patch_size=PATCH, embed_dim=mix.width, depth=mix.depth, num_heads=mix.heads)
+    return NaFlexVit(NaFlexVitCfg(**sizes, class_token=True, global_pool="token"), num_classes=1000)
+
+
+def packed(images: list[Tensor], mix: Mix) -> list:
+    return [(vitfast.pack(images, PATCH), slice(None))]
+
+
+def one_size(images: list[Tensor], mix: Mix) -> list:
+    return [(torch.stack([images[i] for i in group]), group) for group in mix.groups.values()]
+
+
+def padded(images: list[Tensor], mix: Mix) -> list:
+    """As timm's loader does it, to the longest image."""
+    from timm.data.naflex_dataset import NaFlexCollator
+    from timm.data.naflex_transforms import Patchify
+
+    samples = [(Patchify(PATCH)(image.cpu()), 0) for image in images]
+    found, _ = NaFlexCollator(max(len(sample["patches"]) for sample, _ in samples))(samples)
+    kept = {name: found[name].to(clock.DEVICE) for name in ("patches", "patch_coord", "patch_valid")}
+    return [(kept | dict(patches=kept["patches"].to(images[0].dtype)), slice(None))]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train on a mix. build: the model, in plain PyTorch where it is not `fast`.
+
+    lay_out: (images, mix) -> [(what the model takes, which images)], made beforehand as a loader would. alone: the same
+    for one image, of which the truth is made.
+    """
+
+    build: Callable[[Mix], nn.Module]
+    lay_out: Callable[[list[Tensor], Mix], list]
+    alone: Callable[[list[Tensor], Mix], list]
+    fast: Callable[[nn.Module], nn.Module] = lambda model: model
+    how: tuple[str, ...] = HOW
+
+
+WAYS = {
+    "vitfast": Way(vit, packed, one_size),
+    # torch cannot compile the backward of resampled positions
+    "vitfast one size at a time": Way(vit, one_size, one_size, how=("eager",)),
+    "timm NaFlexVit": Way(naflex, padded, padded),
+    "vitfast.accelerate(NaFlexVit)": Way(naflex, padded, padded, vitfast.accelerate),
+}
+
+
+def model_of(build: Callable, mix: Mix, dtype: torch.dtype) -> nn.Module:
+    """The same random weights every time."""
+    torch.manual_seed(0)
+    with clock.DEVICE:
+        return randomised(build(mix)).to(dtype).train()
+
+
+def images_of(mix: Mix, dtype: torch.dtype) -> list[Tensor]:
+    """(3, height, width) each, the same every time."""
+    torch.manual_seed(1)
+    return [torch.randn(3, *size, device=clock.DEVICE).to(dtype) for size in mix.images]
+
+
+def train_step(forward: Callable, batches: list, upstream: Tensor) -> Tensor:
+    """Logits (S, 1000) in float64; the gradients add up in the model's parameters."""
+    logits = torch.zeros_like(upstream)
+    for images, which in batches:
+        found = forward(images)
+        found.backward(upstream[which].to(found.dtype))
+        logits[which] = found.detach().double()
+    return logits
+
+
+class Check:
+    """Judges logits and gradients against the plain model in float64 that sees one image at a time.
+
+    Some images are compared; the upstream gradient of all others is zero, though every way computes the whole batch.
+    The limit comes from the error of the plain model in the same dtype. Gradients are compared as one vector.
+    """
+
+    def __init__(self, mix: Mix, build: Callable, alone: Callable, dtype: torch.dtype):
+        by_length = sorted(range(mix.batch), key=mix.lengths.__getitem__)
+        self.mix, self.dtype, self.chosen = mix, dtype, sorted({0, by_length[0], by_length[-1], mix.batch - 1})
+        self.upstream = torch.zeros(mix.batch, 1000, dtype=torch.float64, device=clock.DEVICE)
+        self.upstream[self.chosen] = torch.randn(len(self.chosen), 1000, dtype=torch.float64, device=clock.DEVICE)
+        truth, own = (self._alone(model_of(build, mix, d), alone, d) for d in (torch.float64, dtype))
+        self.truth, self.own = [t.cpu() for t in truth], worst(own, truth)  # its memory is nobody's who is measured
+
+    def _alone(self, model: nn.Module, alone: Callable, dtype: torch.dtype) -> list[Tensor]:
+        model.set_grad_checkpointing()  # a document's logits of all layers in float64 would be tens of GB
+        images = images_of(self.mix, dtype)
+        singles = [
+            (alone([images[i]], replace(self.mix, images=self.mix.images[i : i + 1]))[0][0], [i]) for i in self.chosen
+        ]
+        with ops.use_kernels("off"), exact_fp32():
+            return self._results(model, model, singles)
+
+    def _results(self, model: nn.Module, forward: Callable, batches: list) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        logits = train_step(forward, batches, self.upstream)
+        flat = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+        model.zero_grad(set_to_none=True)
+        return [*logits[self.chosen], flat]
+
+    def judge(self, impl: str, model: nn.Module, forward: Callable, batches: list, when: str = "") -> dict[str, float]:
+        result, truth = self._results(model, forward, batches), [t.to(clock.DEVICE) for t in self.truth]
+        return harness.judge(impl, f"{self.mix.shape}{when}", result, truth, self.own, self.dtype)
+
+
+check_of = functools.lru_cache(maxsize=1)(Check)  # kept for the next way of the same mix
 TRAINED = list(MIXES) if clock.GPU or clock.REHEARSED else list(MIXES)[:1]
-STEP_CASES = [pytest.param(m, way, how, id=f"{m}-{way} {how}") for m in TRAINED for how in HOW for way in WAYS]
+STEP_CASES = [(mix, way, how) for mix in TRAINED for way in WAYS for how in WAYS[way].how]
 
 
-@pytest.mark.parametrize("mix, way, how", STEP_CASES)
+@pytest.mark.parametrize("mix, way, how", [pytest.param(*case, id="{}-{} {}".format(*case)) for case in STEP_CASES])
 def test_train_packed(benchmark, mix, way, how):
-    mix, impl, dtype = MIXES[mix], f"{way} {how}", torch.bfloat16 if clock.GPU else torch.float32
+    mix, impl, of = MIXES[mix], f"{way} {how}", WAYS[way]
+    dtype = torch.bfloat16 if clock.GPU else torch.float32
     benchmark.group = f"train packed {mix.shape}"
-    with ops.use_kernels("on" if clock.GPU and way.split()[0] == "vitfast" else "auto"):
-        check, before = check_of(mix, dtype), allocated()
-        runner = WAYS[way](mix, how, dtype)
-        errors = check.judge(impl, runner)
-        upstream = upstream_of(mix)
+    with ops.use_kernels("on" if clock.GPU and way.startswith("vitfast") else "auto"):
+        check, before = check_of(mix, of.build, of.alone, dtype), allocated()
+        model, batches = of.fast(model_of(of.build, mix, dtype)), of.lay_out(images_of(mix, dtype), mix)
+        forward = model
+        if how != "eager":
+            if isinstance(model, ViT):
+                settle(model, mix.rows, dtype)  # before torch.compile, which takes what it finds
+            forward = compiled(model, how, fullgraph=isinstance(model, ViT))
+        errors = check.judge(impl, model, forward, batches)
+        upstream = torch.randn(mix.batch, 1000, dtype=torch.float64, device=clock.DEVICE)
 
         def run():
             for _ in range(STEPS):
-                runner(upstream)
-                runner.model.zero_grad(set_to_none=True)
+                train_step(forward, batches, upstream)
+                model.zero_grad(set_to_none=True)
 
         warm_up(run, seconds=clock.WARM_SECONDS)
         peak = peak_bytes(run, before)
         seconds = measure(benchmark, run, calls=STEPS, rounds=max(3, clock.ROUNDS // 3))
-        errors["error_after"] = check.judge(impl, runner, " after timing")["error"]
-    facts = dict(op="train packed", shape=mix.shape, direction="both", padded_share=runner.share(), **errors)
-    facts |= dict(images=len(mix.images), tokens=mix.tokens, steps_per_second=1 / seconds)
-    needed = mix.model_work(dtype.itemsize).of("both")  # without padding
+        errors["error_after"] = check.judge(impl, model, forward, batches, " after timing")["error"]
+    share = mix.padded_tokens if way == "timm NaFlexVit" else 0.0
+    facts = dict(op="train packed", shape=mix.shape, direction="both", padded_share=share, **errors)
+    facts |= dict(images=mix.batch, tokens=mix.rows, steps_per_second=1 / seconds)
+    needed = model_work(mix, dtype.itemsize).of("both")  # without padding
     describe(benchmark, impl, needed, seconds, dtype, peak, **facts)

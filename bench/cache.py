@@ -72,22 +72,18 @@ def unpack(archive: Path, folder: Path | None = None) -> tuple[int, str]:
     for group in groups:
         files = [name for name in json.loads(group.read_text())["child_paths"] if (group.parent / name).is_file()]
         group.write_text(json.dumps({"child_paths": {name: str(group.parent / name) for name in files}}))
-    here, reason = made_with(), ""
+    here = made_with()
     if made["key"] != here["key"]:
-        versions = "Triton {triton} on Python {python}"
-        both = f"made with {versions.format(**made)}, this is {versions.format(**here)}"
-        reason = f"{both}: nothing in it will be found"
-    elif made["kernels"] != here["kernels"]:
+        versions = "Triton {triton} on Python {python}".format
+        return len(groups), f"made with {versions(**made)}, this is {versions(**here)}: nothing in it will be found"
+    if made["kernels"] != here["kernels"]:
         both = f"made from other kernels ({made['kernels']}, here {here['kernels']})"
-        reason = f"{both}: what has changed will not be found"
-    return len(groups), reason
+        return len(groups), f"{both}: what has changed will not be found"
+    return len(groups), ""
 
 
 def main() -> int:
-    """Exit code 0 where the archive serves, 1 where it does not, 2 without one."""
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        print(__doc__, file=sys.stderr)
-        return 2
+    """Exit code 0 where the archive serves, 1 where it does not."""
     count, reason = unpack(Path(sys.argv[1]))
     print(f"{count} kernels added to {triton.knobs.cache.dir}" + (f"; {reason}" if reason else ""))
     return 1 if reason else 0

@@ -1,13 +1,11 @@
-"""The clock: device events around a call on a GPU, the process's own time on a CPU.
-
-Not the clock on the wall, so that other processes do not count.
+"""The clock: device events around a call on a GPU, the process's own time on a CPU, where others work too.
 
 Before anything is timed on a GPU it runs for a while, so that the chip's clocks are up: the first case of a process for
 WARM_SECONDS, a whole model each time, every other operation for CASE_WARM_SECONDS; and WARMUP calls at least, on a CPU
 these alone (`warm_up`).
 
-Everything here is looked up when it is called: other files say `clock.GPU`, so that a test can set it. REHEARSED
-(`bench/gpu.sh ... --rehearse`): a CPU runs the plan of a GPU, every case by its real name, at a toy's sizes.
+Other files say `clock.GPU`, so that a test can set it. REHEARSED (`bench/gpu.sh ... --rehearse`): a CPU runs the plan
+of a GPU, every case by its real name, at a toy's sizes.
 """
 
 import functools
@@ -33,7 +31,7 @@ _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS alr
 class Stamp:
     """A moment in the device's stream; a difference is seconds per call, and waits for the later one."""
 
-    def __init__(self, calls: int = 1):
+    def __init__(self, calls: int):
         self.calls, self.event = calls, torch.cuda.Event(enable_timing=True)
         self.event.record()
 
@@ -47,37 +45,34 @@ def clock(calls: int = 1) -> Callable:
     return functools.partial(Stamp, calls) if GPU else lambda: time.process_time() / calls
 
 
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
 def wall() -> float:
     """Seconds by the wall clock, the device idle: for what loaders and other processes work on too."""
     synchronize()
     return time.perf_counter()
 
 
-def synchronize() -> None:
-    if GPU:
-        torch.cuda.synchronize()
+def warm_up(run: Callable[[], object], least: int | None = None, seconds: float | None = None) -> None:
+    """Calls `run` until `least` calls (WARMUP) are made and, on a GPU, `seconds` (CASE_WARM_SECONDS) have passed.
 
-
-def warm_up(run: Callable[[], object], least: int | None = None, seconds: float | None = None) -> int:
-    """Calls `run` until `least` calls are made and, on a GPU, `seconds` have passed.
-
-    least: WARMUP where not given; seconds: CASE_WARM_SECONDS. The first time in a process it takes WARM_SECONDS at
-    least. Returns the number of calls.
+    The first time in a process it takes WARM_SECONDS at least.
     """
     global _warm
     least, seconds = WARMUP if least is None else least, CASE_WARM_SECONDS if seconds is None else seconds
     seconds = (seconds if _warm else max(seconds, WARM_SECONDS)) if GPU else 0.0
     calls, start = 0, time.perf_counter()
-    while calls < least or (GPU and time.perf_counter() - start < seconds):
+    while calls < least or time.perf_counter() - start < seconds:
         run()
         calls += 1
+        if calls == 1 or calls >= least:
+            synchronize()
         if calls == 1:  # what compiles on its first call does not keep the device busy
-            synchronize()
             start = time.perf_counter()
-        elif calls >= least:
-            synchronize()
-    _warm = _warm or GPU
-    return calls
+    _warm = GPU
 
 
 @functools.cache

@@ -3,30 +3,20 @@
 The file that `--benchmark-json PATH` names has, beside pytest-benchmark's own keys, "failed" and "skipped": lists of
 {name, fullname, params, reason}. It is written anew after every case, so that a run that dies keeps what it has; a case
 that was not reached by then is under "skipped". `machine_info["vitfast"]` says what was measured on, and the ceilings
-of the run: of this process, or of the stage that it belongs to (machine.ceilings).
+of the run (machine.ceilings).
 
 Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 224 and B256" is the main shape):
 
-    test_<op>[SHAPE-DIRECTION-IMPL]                   op: attention, attention_separate, attention_block, mlp_block,
-                                                      layer_norm, add_layer_norm, linear_gelu_tanh
-    test_mlp[SHAPE-DIRECTION-IMPL-linear_gelu|mlp], test_patch_embed[SHAPE-DIRECTION-IMPL-uint8|float]
-    test_train[SHAPE-SETTING]                         SETTING: LIBRARY HOW PRECISION, such as "timm compile bf16";
-                                                      ours is there again as "vitfast compile bf16 again"
-    test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch: latency has one image,
-                                                      throughput each library's best batch
-    test_attention_packed[MIX-DIRECTION-IMPL]         images of many sizes (mixes.py): vitfast, "vitfast padded",
-                                                      "vitfast one size at a time", "flash-attn 2|3|4", "torch varlen",
-                                                      "torch nested", "flex compile|max-autotune"
-    test_train_packed[MIX-WAY HOW]                    WAY: the first three of these, or "timm NaFlexVit"
-    test_train_from_files[SHAPE-vitfast|timm], test_ceiling[copy|bfloat16|...], test_gemm[SHAPE-LAYER-forward|dX|dW]
+    test_<op>[SHAPE-DIRECTION-IMPL]                   op: the rows of bench_ops.OPS
+    test_train[SHAPE-SETTING]                         SETTING: LIBRARY HOW PRECISION, such as "timm compile bf16"
+    test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch
+    test_attention_packed[MIX-DIRECTION-IMPL], test_train_packed[MIX-WAY HOW]
+    test_train_from_files[SHAPE-vitfast|timm], test_loss_curve[SHAPE-PRECISION-SEED-vitfast|timm]
+    test_ceiling[copy|bfloat16|...], test_gemm[SHAPE-LAYER-forward|dX|dW]
 
 SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward
-(alone) or both. IMPL: vitfast, eager, compile, "compile unfold", max-autotune, "max-autotune all", _addmm_activation,
-"sdpa flash|cudnn|efficient|math", "flash-attn 3|4". LIBRARY: vitfast, timm, "vitfast.accelerate(timm)", huggingface,
-torchvision. HOW: eager, compile, max-autotune, "max-autotune all". PRECISION: bf16, amp; on a CPU fp32.
-
-The main shape comes first, whoever's it is; at each shape ours, then what compiles quickly, then torch.compile, then
-max-autotune. Whole models keep the order of bench_model.SETTINGS.
+(alone) or both. The main shape comes first, whoever's it is; at each shape ours, then what compiles quickly, then
+torch.compile, then max-autotune. Whole models keep the order of bench_model.SETTINGS.
 """
 
 import gc
@@ -56,7 +46,6 @@ _constant: dict = {}
 
 def pytest_addoption(parser):
     add = parser.getgroup("vitfast benchmarks").addoption
-    add("--shapes", choices=("few", "all"), default="few", help="of the operations on a GPU (default few)")
     dtypes = ("bfloat16", "float16", "float32")
     add("--dtype", choices=dtypes, help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)")
     late = f"no case starts later than {LEAST_SECONDS} s before this moment; it is recorded as skipped"
@@ -67,13 +56,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     torch.backends.cudnn.benchmark = clock.GPU  # the peers' convolutions run as timm's own benchmark runs them
-    shapes.choose(config.getoption("shapes"))
     if config.getoption("dtype"):
         harness.DTYPE = getattr(torch, config.getoption("dtype"))
 
 
 # How the names of implementations start that take long to compile.
-SLOWER = ("compile", "max-autotune", "max-autotune all")
+SLOWER = ("compile", "max-autotune")
 
 
 def priority(params: dict) -> tuple[bool, int, int]:

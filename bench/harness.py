@@ -7,8 +7,7 @@ timed still computes it. On a GPU the clock is the device's (events, with a head
 batch 1 a captured graph over inputs that together exceed the cache); on a CPU it is the process's time. Every entry of
 the JSON file that pytest-benchmark writes has, in `extra_info`: impl, device, dtype, op, shape, direction, flops, bytes
 (vitfast/tools/cost/work.py), floor_us and percent_of_floor (against the ceilings), tflops, gigabytes_per_second, error,
-error_after and error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included); with
-max-autotune also gemm_backends.
+error_after and error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included).
 """
 
 import itertools
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 
 import clock
 import machine
-import pytest
 import torch
 from clock import allocated, captured, cold, lead_of, peak_bytes, warm_up
 from torch import Tensor
@@ -74,52 +72,16 @@ def draw(inputs: Iterable[Input]) -> list[Tensor]:
     return tensors
 
 
-def unsupported_gemm_backends() -> dict[str, str]:
-    """GEMM backends that max-autotune tries only on request -> why it cannot here, or ""."""
-    from torch._inductor import utils
-    from torch._inductor.codegen.cutlass.utils import try_import_cutlass
-
-    no_dsl = "" if utils.ensure_cute_available() else "no nvidia-cutlass-dsl"
-    no_gemms = "" if utils.ensure_nv_universal_gemm_available() else "no cutlass.operators or cutlass_api"
-    blackwell = clock.GPU and torch.cuda.get_device_capability()[0] == 10
-    return {
-        "NVGEMM": no_dsl or no_gemms,
-        "CUTEDSL": no_dsl or ("" if blackwell else "for sm_100 to sm_109 alone"),
-        "CUTLASS": "" if try_import_cutlass() else "no CUTLASS sources where torch looks for them",
-    }
-
-
-def gemm_backends(how: str) -> str:
-    """The value of torch's max_autotune_gemm_backends under "max-autotune" or "max-autotune all".
-
-    Skips the case where "all" would add none.
-    """
-    from torch._inductor import config
-
-    if how != "max-autotune all":
-        return config.max_autotune_gemm_backends
-    reasons = unsupported_gemm_backends()
-    if all(reasons.values()):
-        listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-        pytest.skip(f"max-autotune has no further backends here: {listed}")
-    return ",".join([config.max_autotune_gemm_backends, *(name for name, why in reasons.items() if not why)])
-
-
 def compiled(function: Callable, how: str, **options) -> Callable:
-    """torch.compile, from a clean start.
+    """torch.compile, from a clean start. how: "compile" or "max-autotune"; options: torch.compile's.
 
-    how: "compile", "max-autotune", or "max-autotune all" with every backend that torch can find. options:
-    torch.compile's. CUDA graphs are ours to capture: inside torch.compile they would copy every input first.
+    CUDA graphs are ours to capture: inside torch.compile they would copy every input first.
     """
-    import torch._inductor
-
     torch._dynamo.reset()
     if clock.REHEARSED:  # traced, nothing generated
         return torch.compile(function, backend="eager", **options)
-    if how != "compile":
-        mode = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
-        options["options"] = {**mode, "max_autotune_gemm_backends": gemm_backends(how)}
-    return torch.compile(function, **options)
+    mode = dict(mode="max-autotune-no-cudagraphs") if how == "max-autotune" else {}
+    return torch.compile(function, **mode, **options)
 
 
 def implementation(impl: str, ours: Callable, formula: Callable) -> Callable:
@@ -264,8 +226,6 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
     direction: "forward", "backward" (the forward not timed) or "both"; more: for extra_info.
     """
     benchmark.group = f"{case.op} {case.shape} {more.get('direction', direction)}"
-    if impl.startswith("max-autotune"):
-        more["gemm_backends"] = gemm_backends(impl)
     # on: a case that no kernel covers fails, it does not fall back.
     with ops.use_kernels("on" if clock.GPU and impl.split()[0] == "vitfast" else "auto"):
         start = time.perf_counter()

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from vitfast.tools.machine_code.cubin import ptxas_version
 
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
 # Of peers that need not be there.
-OPTIONAL = ("flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "cutlass-api", "nvidia-cutlass")
+OPTIONAL = ("flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 def name() -> str:
@@ -78,62 +77,32 @@ def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
 
     def product(dtype):
         a, b = (torch.randn(n, n, device=clock.DEVICE).to(dtype) for _ in range(2))
-        if dtype != torch.float8_e4m3fn:
-            return lambda: a @ b
-        options = dict.fromkeys(("scale_a", "scale_b"), torch.ones((), device=clock.DEVICE))
-        options |= dict(out_dtype=torch.bfloat16, use_fast_accum=True)
-        return lambda: torch._scaled_mm(a, b.t(), **options)
+        return lambda: a @ b
 
-    dtypes = dict(bfloat16=torch.bfloat16, float16=torch.float16) if clock.GPU else {}
-    dtypes["float32"] = torch.float32
-    if clock.GPU and torch.cuda.get_device_capability() >= (8, 9):
-        dtypes["float8"] = torch.float8_e4m3fn
-    products = {key: (functools.partial(product, dtype), 2.0 * n**3, 0.0) for key, dtype in dtypes.items()}
+    dtypes = ("bfloat16", "float16", "float32") if clock.GPU else ("float32",)
+    products = {dtype: (functools.partial(product, getattr(torch, dtype)), 2.0 * n**3, 0.0) for dtype in dtypes}
     return {"copy": (copy, 0.0, 2.0 * size), **products}
 
 
-def _measure_ceilings() -> dict[str, float | None]:
-    found = {}
-    for key, (make, flops, moved) in ceiling_runs().items():
-        try:
-            found[key] = (flops or moved) / median_seconds(make(), warmup=10)
-        except RuntimeError:
-            if key != "float8":  # not every build has it
-                raise
-            found[key] = None
-    return found
-
-
-def _shared_ceilings(path: Path, run: dict) -> dict[str, float | None] | None:
-    """The ceilings in a file that this run wrote; None where there is none, or one of something else."""
-    try:
-        content = json.loads(path.read_text())
-        found = content["ceilings"]
-        ours = {key: content.get(key) for key in run} == run and set(found) == set(ceiling_runs())
-        rates = [rate for key, rate in found.items() if key != "float8" or rate is not None]
-        return found if ours and all(rate > 0 for rate in rates) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 @functools.cache
-def ceilings() -> dict[str, float | None]:
-    """This device's best rates: "copy" in bytes/s, products by dtype in FLOP/s; None: it failed.
+def ceilings() -> dict[str, float]:
+    """This device's best rates: "copy" in bytes/s, products by dtype in FLOP/s.
 
     Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, the first process measures
     and writes it, and later ones read it: their ceilings are then of the same stage on the same machine, not of the
     same process. A file that was written for another device, torch or run (VITFAST_RUN, which bench/gpu.sh sets for
     each stage) is not used but written anew.
     """
-    name_of_file = os.environ.get("VITFAST_CEILINGS")
-    if not name_of_file:
-        return _measure_ceilings()
-    path, run = Path(name_of_file), dict(device=name(), torch=torch.__version__, run=os.environ.get("VITFAST_RUN"))
-    found = _shared_ceilings(path, run)
-    if found is None:
-        found = _measure_ceilings()
-        try:
-            write_text(path, json.dumps(dict(run, ceilings=found)) + "\n")
-        except OSError as error:
-            print(f"the ceilings cannot be shared, each process measures them: {error}", file=sys.stderr)
+    path = os.environ.get("VITFAST_CEILINGS")
+    run = dict(device=name(), torch=torch.__version__, run=os.environ.get("VITFAST_RUN"))
+    if path and Path(path).is_file():
+        content = json.loads(Path(path).read_text())
+        if {key: content[key] for key in run} == run:
+            return content["ceilings"]
+    found = {
+        key: (flops or moved) / median_seconds(make(), warmup=10)
+        for key, (make, flops, moved) in ceiling_runs().items()
+    }
+    if path:
+        write_text(path, json.dumps(dict(run, ceilings=found)) + "\n")
     return found

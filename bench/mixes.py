@@ -6,17 +6,14 @@ kind and two layers, and their names say so.
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import clock
 
 from vitfast.model.presets import preset
-from vitfast.tools.cost import work
 
 PATCH = 16
-PREFIX = 1  # the class token
 TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits into 80 GB
 
 
@@ -24,7 +21,8 @@ TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits
 class Mix:
     """A batch of images: (height, width) of each in pixels; patches of PATCH, a class token each.
 
-    layers: of the model, where it is not to have all of its preset's.
+    layers: of the model, where it is not to have all of its preset's. What shapes.model_work counts with is named as in
+    a Shape; `tokens` is how many keys a query has on average.
     """
 
     name: str
@@ -33,21 +31,21 @@ class Mix:
     layers: int | None = None
 
     shape = property(lambda self: f"{self.model} {self.name}")
-    tokens = property(lambda self: sum(self.lengths))
+    batch = property(lambda self: len(self.images))
+    patch = property(lambda self: PATCH)
+    rows = property(lambda self: sum(self.lengths))
+    tokens = property(lambda self: sum(n * n for n in self.lengths) / self.rows)
     longest = property(lambda self: max(self.lengths))
-    squares = property(lambda self: sum(n * n for n in self.lengths))  # pairs of a query and a key
+    width = property(lambda self: preset(self.model)["embed_dim"])
+    heads = property(lambda self: preset(self.model)["num_heads"])
+    head = property(lambda self: self.width // self.heads)
+    hidden = property(lambda self: 4 * self.width)
+    depth = property(lambda self: self.layers or preset(self.model)["depth"])
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each image."""
-        return tuple(PREFIX + (height // PATCH) * (width // PATCH) for height, width in self.images)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """depth, width, heads, head and hidden of the model."""
-        found = preset(self.model)
-        width, heads, depth = found["embed_dim"], found["num_heads"], self.layers or found["depth"]
-        return dict(depth=depth, width=width, heads=heads, head=width // heads, hidden=4 * width)
+        return tuple(1 + (height // PATCH) * (width // PATCH) for height, width in self.images)
 
     @cached_property
     def groups(self) -> dict[tuple[int, int], list[int]]:
@@ -58,46 +56,29 @@ class Mix:
         return found
 
     @property
-    def uniform(self) -> list[tuple[int, int]]:
-        """(images, tokens of each) of the groups."""
-        return [(len(images), self.lengths[images[0]]) for images in self.groups.values()]
+    def padded_tokens(self) -> float:
+        """The share of the tokens that are padding where every image has as many as the longest."""
+        return 1 - self.rows / (self.batch * self.longest)
 
-    def attention_work(self, size: int) -> work.Work:
-        """Of one layer; size: bytes of a number."""
-        return work.attention(self.tokens, self.squares / self.tokens, self.sizes["width"], size)
-
-    def linear_work(self, size: int, classes: int) -> work.Work:
-        """Of all but attention: patch embedding, linear layers, norms, and the head on the class token."""
-        s, m = self.sizes, self.tokens
-        width, patches = s["width"], m - PREFIX * len(self.images)
-        layer = work.layer_norm(m, width, size, True) + work.linear(m, 3 * width, width, size)
-        layer += work.linear(m, width, width, size, m * width) + work.mlp_block(m, width, s["hidden"], size)
-        stem = work.patch_embed(patches, 3 * PATCH**2, m, width, (patches + 2) * width, size, size)
-        return stem + layer * s["depth"] + work.linear(len(self.images), classes, width, size)
-
-    def model_work(self, size: int, classes: int = 1000) -> work.Work:
-        return self.linear_work(size, classes) + self.attention_work(size) * self.sizes["depth"]
-
-
-def draw(least: int, most: int, aspect: float, seed: int) -> Iterator[tuple[int, int]]:
-    """Sizes in pixels, multiples of PATCH, without end.
-
-    The side of a square of the same area is uniform from `least` to `most`, height to width log-uniform up to `aspect`
-    either way; no side is shorter than `least` or longer than `most`.
-    """
-    numbers = random.Random(seed)
-    clip = lambda side: min(max(PATCH * round(side / PATCH), least), most)  # noqa: E731
-    while True:
-        side = least + (most - least) * numbers.random()
-        root = math.exp((numbers.random() - 0.5) * math.log(aspect))
-        yield clip(side * root), clip(side / root)
+    @property
+    def padded_pairs(self) -> float:
+        """The same of the pairs of a query and a key."""
+        return 1 - self.rows * self.tokens / (self.batch * self.longest**2)
 
 
 def filled(least: int, most: int, tokens: int) -> tuple[tuple[int, int], ...]:
-    """As many drawn sizes as fit into so many tokens."""
-    found = []
-    for height, width in draw(least, most, aspect=2.0, seed=0):
-        tokens -= PREFIX + (height // PATCH) * (width // PATCH)
+    """As many random (height, width), multiples of PATCH, as fit into so many tokens.
+
+    The side of a square of the same area is uniform from `least` to `most`, height to width log-uniform up to 2 either
+    way; no side is shorter than `least` or longer than `most`.
+    """
+    numbers, found = random.Random(0), []
+    clip = lambda side: min(max(PATCH * round(side / PATCH), least), most)  # noqa: E731
+    while True:
+        side = least + (most - least) * numbers.random()
+        root = math.exp((numbers.random() - 0.5) * math.log(2))
+        height, width = clip(side * root), clip(side / root)
+        tokens -= 1 + (height // PATCH) * (width // PATCH)
         if tokens < 0:
             return tuple(found)
         found.append((height, width))

@@ -109,7 +109,7 @@ def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool)
 class Setting:
     """A library, a way to run it and a precision: a setting of a whole model.
 
-    library: a key of BUILDERS. how: eager, compile, max-autotune or max-autotune all (harness.compiled). precision:
+    library: a key of BUILDERS. how: eager, compile or max-autotune (harness.compiled). precision:
     bf16 (weights too), amp (fp32 weights) or fp32. again: measured a second time; the slower one counts.
     """
 
@@ -207,8 +207,6 @@ class Peer:
 
     def __init__(self, setting: Setting, shape: Shape, training: bool):
         self.setting, self.shape, self.training = setting, shape, training
-        if setting.how.startswith("max-autotune"):
-            harness.gemm_backends(setting.how)  # may skip the case, before anything is built
         model = make_model(setting.library, shape).train(training)
         # fp32, timm's names: what the truth is made of
         self.state = {k: v.detach().clone() for k, v in to_timm_names(model.state_dict()).state.items()}

@@ -59,19 +59,8 @@ CPU_SHAPE = Shape("Ti/16", 64, 2)
 FOCUS = Shape("B/16", 224, 256)  # where everything runs
 MAIN = (FOCUS, Shape("S/16", 224, 512), Shape("B/16", 384, 64), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
 MORE = (("B/16", 224, 1), ("B/16", 224, 32), ("Ti/16", 224, 512), ("L/16", 512, 16), ("H/14", 518, 8))
-FEW = (*MAIN, *(Shape(*sizes) for sizes in MORE))
-SIZES = {"Ti/16": (224, 384), "S/16": (224, 384), "B/16": (224, 384, 512), "L/16": (224, 384, 512), "H/14": (224, 518)}
-ALL = tuple(Shape(m, image, batch) for m, images in SIZES.items() for image in images for batch in (1, 8, 64, 256, 512))
-MOST_ROWS = 128 * 1025  # of D numbers; more do not come up in training on one GPU
-SHAPES: dict[str, Shape] = {}  # by name
-
-
-def choose(which: str) -> None:
-    """Fills SHAPES, before the bench files are read: "few", or "all" of them that fit."""
-    more = () if which == "few" else (s for s in ALL if s.rows <= MOST_ROWS)
-    wanted = tuple(dict.fromkeys((*FEW, *more)))
-    SHAPES.clear()
-    SHAPES.update({s.name: s for s in planned(wanted, CPU_SHAPE)})
+ON_GPU = (*MAIN, *(Shape(*sizes) for sizes in MORE))
+SHAPES = {s.name: s for s in planned(ON_GPU, CPU_SHAPE)}
 
 
 def _runs_at(impl: str, name: str, direction: str, compile_at: tuple[Shape, ...]) -> bool:

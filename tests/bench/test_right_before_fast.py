@@ -4,13 +4,14 @@ import sys
 import types
 
 import bench_ops
-import clock
+import bench_packed
+import conftest_of_bench as conftest
 import harness
 import peers
 import pytest
 import torch
-from bench_cases import bench_conftest
 from harness import WrongResult
+from mixes import Mix
 from peers import FLASH, Peer, Setting
 from shapes import Shape
 
@@ -126,13 +127,11 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
 
 def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where_not(tmp_path, monkeypatch):
-    import bench_packed
-    from test_packed import SMALL
-
+    small = Mix("small", "Ti/16", ((32, 48), (16, 16), (80, 64)), 2)
     results = {"flash-attn 3": "out", "flash-attn 4": "out, None"}
     for number, impl in enumerate(results):
         monkeypatch.setitem(FLASH, impl, (f"fake{number}", f"vitfast_fake{number}.cute"))
-        for find in (bench_ops.attention_peer, lambda impl, packed: bench_packed.function_of(impl, SMALL)):
+        for find in (bench_ops.attention_peer, lambda impl, packed: bench_packed.function_of(impl, small)):
             with pytest.raises(pytest.skip.Exception, match=f"fake{number} cannot be imported: No module named"):
                 find(impl, packed=True)
     for number, result in enumerate(results.values()):
@@ -140,40 +139,26 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text(FAKE.format(result=result))
     monkeypatch.syspath_prepend(tmp_path)
-    packed = harness.Check(bench_packed.case_of(SMALL, "packed"), "both")
+    packed = harness.Check(bench_packed.case_of(small, "vitfast"), "both")
     for impl in results:
         for name in ("attention", "attention separate"):
             check = harness.Check(bench_ops.case_of(name, NANO), "both")
             assert check.judge(impl, bench_ops.function_of(name, NANO, impl))["error"] < 1e-5
-        assert packed.judge(impl, bench_packed.function_of(impl, SMALL))["error"] < 1e-5
+        assert packed.judge(impl, bench_packed.function_of(impl, small))["error"] < 1e-5
     with pytest.raises(WrongResult):
         check.judge("swapped", lambda q, k, v: peers.sdpa_separate(q, v, k))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.ModuleType("old"))
     with pytest.raises(pytest.skip.Exception, match="torch has no torch.nn.attention.varlen.varlen_attn"):
-        bench_packed.function_of("torch varlen", SMALL)
+        bench_packed.function_of("torch varlen", small)
 
 
 def test_peers_have_their_best_setting(gpu, monkeypatch):
-    """max-autotune takes every backend that is there; cuDNN chooses its convolutions by timing them."""
-    from torch._inductor import config
-
+    """max-autotune without graphs, which are ours to capture; cuDNN chooses its convolutions by timing them."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    bench_conftest().pytest_configure(types.SimpleNamespace(getoption=dict(shapes="few", dtype=None).get))
+    conftest.pytest_configure(types.SimpleNamespace(getoption=dict(dtype=None).get))
     assert torch.backends.cudnn.benchmark
-    monkeypatch.setattr(clock, "GPU", False)
-    assert set(harness.unsupported_gemm_backends()) == {"NVGEMM", "CUTEDSL", "CUTLASS"}
-    reasons = dict(NVGEMM="", CUTEDSL="too old", CUTLASS="no sources")
-    monkeypatch.setattr(harness, "unsupported_gemm_backends", lambda: reasons)
-    harness.compiled(len, "max-autotune all")  # torch knows the options that it is given: it refuses others
-    with monkeypatch.context() as patch, config.patch(max_autotune_gemm_backends="ATEN,TRITON"):
-        given = {}
-        patch.setattr(torch, "compile", lambda function, **options: given.update(options))
-        for how, backends in (("max-autotune", "ATEN,TRITON"), ("max-autotune all", "ATEN,TRITON,NVGEMM")):
-            harness.compiled(len, how, fullgraph=True)
-            mode = dict(max_autotune=True, coordinate_descent_tuning=True)
-            assert given.pop("options") == dict(mode, max_autotune_gemm_backends=backends)
-        harness.compiled(len, "compile", fullgraph=True)
-        assert given == dict(fullgraph=True)
-    reasons["NVGEMM"] = "not installed"
-    with pytest.raises(pytest.skip.Exception, match="NVGEMM: not installed; CUTEDSL: too old; CUTLASS: no sources"):
-        harness.implementation("max-autotune all", len, len)
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options))
+    for how in ("compile", "max-autotune"):
+        harness.compiled(len, how, fullgraph=True)
+    assert given == [dict(fullgraph=True), dict(fullgraph=True, mode="max-autotune-no-cudagraphs")]
