@@ -20,7 +20,6 @@ def test_help_explains_every_option(capsys):
 
 
 def test_module_and_script_are_the_same():
-    """tests/cli/test_predict_command.py starts the module as a process of its own."""
     (script,) = entry_points(group="console_scripts", name="vitfast")
     assert script.load() is __main__.main is cli.main
 

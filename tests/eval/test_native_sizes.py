@@ -105,24 +105,27 @@ def test_images_are_computed_together_up_to_a_budget():
     assert [list(group.counts) for group in groups] == [[10, 20], [25, 1], [50], [2]]
 
 
-def test_what_is_of_one_size_says_so(folder, tmp_path, capsys):
-    common = ("--weights", folder / "weights", "--data", folder / "data", "--device", "cpu")
-    code, _, err = run_cli(capsys, "eval", *common, "--set", "sizes=16:32")
-    assert code == 2 and "eval and predict take sizes=native, got sizes=16:32" in err
-    code, _, err = run_cli(capsys, "eval", *common, "--set", "tokens_per_step=90")
-    assert code == 2 and "tokens_per_step is for images of many sizes: add --sizes native" in err
-    code, _, err = run_cli(capsys, "fewshot", *common, "--set", "sizes=native", "--shots", 1)
-    assert code == 2 and "fewshot takes images of one size" in err
-    train = ("pretrain", "--data", "digits", "--output", tmp_path / "run", "--device", "cpu", "--set", "sizes=native")
-    code, _, err = run_cli(capsys, *train)
-    assert code == 2 and "sizes=native is for eval and predict" in err
-    ViT(
-        img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2, pos_embed="relative"
-    ).save_pretrained(tmp_path / "relative")
+ONE_SIZE = [
+    ("eval", "sizes=16:32", "eval and predict take sizes=native, got sizes=16:32"),
+    ("eval", "tokens_per_step=90", "tokens_per_step is for images of many sizes: add --sizes native"),
+    ("fewshot", "sizes=native", "fewshot takes images of one size"),
+    ("pretrain", "sizes=native", "sizes=native is for eval and predict"),
+]
+
+
+@pytest.mark.parametrize("command, setting, says", ONE_SIZE)
+def test_what_is_of_one_size_says_so(folder, tmp_path, capsys, command, setting, says):
+    more = ("--output", tmp_path / "run") if command == "pretrain" else ()
+    flags = ("--weights", folder / "weights", "--data", folder / "data", "--device", "cpu", "--set", setting)
+    code, _, err = run_cli(capsys, command, *flags, *more)
+    assert code == 2 and says in err
+
+
+def test_models_of_one_size_say_so(folder, tmp_path):
+    options = dict(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2, pos_embed="relative")
+    ViT(**options).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="pos_embed='relative' takes images of one size"):
-        evaluate_weights(
-            resolve("eval", dict(weights=str(tmp_path / "relative"), data=str(folder / "data"), sizes="native"))
-        )
+        evaluate_weights(resolve("eval", dict(weights=str(tmp_path), data=str(folder / "data"), sizes="native")))
 
 
 def test_streams_and_several_classes_an_image(folder, model):

@@ -21,36 +21,27 @@ from ..ops import reference as ref
 from .layers import PatchEmbed
 from .presets import BACKBONES, pair, reduction
 
-_CHANNELS = (256, 512, 1024, 2048)  # of the stages, at width 1
 _DEFAULTS = dict(width=1, eps=1e-8)
 
 
 def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
-    """dict(layers, width, eps) of a backbone under patches of so many pixels, or InputError."""
+    """dict(layers, width, eps) of a backbone under patches of so many pixels, or InputError.
+
+    config.backbone has checked its types and bounds.
+    """
     if isinstance(backbone, str):
         if backbone not in BACKBONES:
             raise unknown("backbone", backbone, BACKBONES)
         options = BACKBONES[backbone]
         if patch[0] != patch[1] or patch[0] not in options:
-            sizes = " or ".join(map(str, options))
-            raise InputError(
-                f"backbone {backbone!r} makes patches of {sizes} pixels, got patch_size {patch[0]} x {patch[1]}"
-            )
+            makes = f"makes patches of {' or '.join(map(str, options))} pixels"
+            raise InputError(f"backbone {backbone!r} {makes}, got patch_size {patch[0]} x {patch[1]}")
         return dict(layers=list(options[patch[0]]), **_DEFAULTS)
-    if not isinstance(backbone, dict) or "layers" not in backbone or backbone.keys() - {"layers", *_DEFAULTS}:
-        names = ", ".join(map(repr, BACKBONES))
-        raise InputError(
-            f"backbone must be one of {names}, or a dict with layers and, if you like, width and eps; got {backbone!r}"
-        )
     made = {**_DEFAULTS, **backbone, "layers": list(backbone["layers"])}
-    if not 1 <= len(made["layers"]) <= len(_CHANNELS) or min(made["layers"]) < 1:
-        raise InputError(f"backbone: layers must be the units of one to {len(_CHANNELS)} stages, got {made['layers']}")
     shrink = reduction(made["layers"])
     if any(side % shrink for side in patch):
-        raise InputError(
-            f"backbone: {len(made['layers'])} stages make a map {shrink} times smaller, "
-            f"no divisor of patch_size {patch[0]} x {patch[1]}"
-        )
+        stages = f"{len(made['layers'])} stages make a map {shrink} times smaller"
+        raise InputError(f"backbone: {stages}, no divisor of patch_size {patch[0]} x {patch[1]}")
     return made
 
 
