@@ -16,12 +16,8 @@ from torch import Tensor
 from ..errors import both_ends
 from . import reference as ref
 
-DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-)  # of plain PyTorch, whose products know no smaller ones
+# Of eager PyTorch, whose products know no smaller ones.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FLOAT32 = torch.finfo(torch.float32).max
 
 # Annotations of tensors that have no gradient from backward: those that never have one, and those whose gradient is
@@ -121,17 +117,12 @@ class NothingSaved(NamedTuple):
     """Of an operation whose backward needs its arguments alone."""
 
 
-def custom_op(
-    name: str,
-    arguments: type,
-    saved: type,
-    *,
-    forward: Callable,
-    fake: Callable,
-    backward: Callable,
-    reads: Callable | None = None,
-    public: str | None = None,
-) -> Callable:
+def _several(tensors: tuple):
+    """As an operation returns its outputs: one on its own."""
+    return tensors if len(tensors) > 1 else tensors[0]
+
+
+class custom_op:
     """vitfast::name and vitfast::name_backward, its derivative, as one function of `arguments`.
 
     arguments, saved: NamedTuple types. The fields of `arguments` are tensors, options and NamedTuples of such; those of
@@ -143,70 +134,81 @@ def custom_op(
     each tensor. reads(t, needs) -> t as backward reads it, where that is not all of it. public: the name of the
     operation that users call, where it is another.
     """
-    taken, kept = _fields(arguments), _fields(saved)
-    written = [field.name for field in kept if field.name != "out"]
-    tensors = [field.name for field in (*taken, *kept) if field.is_tensor]
-    options = [field.name for field in taken if not field.is_tensor]
-    trained = [field.name for field in taken if field.kind is Tensor]
-    passed_on = [field.name for field in taken if field.kind is PassedOn]
 
-    def named(values: dict, kind: type = arguments):
-        """The values as one of the two types; False for those that are missing."""
-        return _build(kind, iter([values.get(field.name, False) for field in _fields(kind)]))
+    def __init__(
+        self,
+        name: str,
+        arguments: type,
+        saved: type,
+        *,
+        forward: Callable,
+        fake: Callable,
+        backward: Callable,
+        reads: Callable | None = None,
+        public: str | None = None,
+    ):
+        self.arguments, self.saved, self.backward, self.reads = arguments, saved, backward, reads
+        taken, self.kept = _fields(arguments), [field.name for field in _fields(saved)]
+        self.taken, self.written = [f.name for f in taken], [name for name in self.kept if name != "out"]
+        self.tensors = [*(field.name for field in taken if field.is_tensor), *self.kept]
+        self.options = [field.name for field in taken if not field.is_tensor]
+        self.trained = [field.name for field in taken if field.kind is Tensor]
+        self.passed_on = [field.name for field in taken if field.kind is PassedOn]
+        run, fake = (functools.partial(self._forward, function) for function in (forward, fake))
+        self.operation = register(name, arguments, 1 + len(self.written), run, fake)
+        schemas = [f"Tensor? {name}" for name in self.tensors] + [f.schema for f in taken if not f.is_tensor]
+        schemas, made = ["Tensor dout", *schemas, "bool[] needs"], len(self.trained)
+        self.derivative = register(f"{name}_backward", schemas, made, self._backward, self._fake_backward)
+        self.operation.register_autograd(self._differentiate, setup_context=self._save)
+        only_once(self.derivative, public or name)
 
-    def several(tensors: tuple):
-        return tensors if len(tensors) > 1 else tensors[0]
+    def __call__(self, t: NamedTuple) -> Tensor | tuple[Tensor, ...]:
+        return self.operation(*flat(t))
 
-    def outputs(function: Callable) -> Callable:
-        def run(*values):
-            out, held = function(_build(arguments, iter(values)))
-            held = dict(zip((field.name for field in kept), flat(held)))
-            more = (out.new_empty(_ABSENT) if held[name] is None else held[name] for name in written)
-            return several((out, *more))
+    def _forward(self, function: Callable, *values):
+        """The outputs of forward or of its fake, an absent tensor for each None."""
+        out, held = function(_build(self.arguments, iter(values)))
+        held = dict(zip(self.kept, flat(held)))
+        return _several((out, *(out.new_empty(_ABSENT) if held[n] is None else held[n] for n in self.written)))
 
-        return run
-
-    def gradients(dout, *values):
-        values = dict(zip((*tensors, *options), values)), dict(zip(trained, values[-1]))
-        found = backward(dout, named(values[0]), named(values[0], saved), named(values[1]))
-        return several(tuple(found[name] if need else dout.new_empty(0) for name, need in values[1].items()))
-
-    def fake_gradients(dout, *values):
-        values, needs = dict(zip(tensors, values)), dict(zip(trained, values[-1]))
-        like = (values[name] if need else dout.new_empty(0) for name, need in needs.items())
-        return several(tuple(torch.empty(x.shape, dtype=x.dtype, device=dout.device) for x in like))
-
-    operation = register(name, arguments, 1 + len(written), outputs(forward), outputs(fake))
-    schemas = [f"Tensor? {name}" for name in tensors] + [field.schema for field in taken if not field.is_tensor]
-    schemas = ["Tensor dout", *schemas, "bool[] needs"]
-    derivative = register(f"{name}_backward", schemas, len(trained), gradients, fake_gradients)
-
-    def setup(ctx, inputs, output):
-        out, *more = output if written else (output,)
+    def _save(self, ctx, inputs, output) -> None:
+        out, *more = output if self.written else (output,)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*more)
-        names = [field.name for field in taken]
-        if reads is not None:
-            needs = dict(zip(names, ctx.needs_input_grad))
-            inputs = flat(reads(_build(arguments, iter(inputs)), named(needs)))
+        if self.reads is not None:
+            needs = self._needs(dict(zip(self.taken, ctx.needs_input_grad)))
+            inputs = flat(self.reads(_build(self.arguments, iter(inputs)), needs))
         more = [None if x.dim() == len(_ABSENT) else x for x in more]
-        values = dict(zip((*names, *written), (*inputs, *more)), out=out) | dict.fromkeys(passed_on)
-        ctx.save_for_backward(*(values[name] for name in tensors))
-        ctx.options = [values[name] for name in options]
+        values = dict(zip((*self.taken, *self.written), (*inputs, *more)), out=out) | dict.fromkeys(self.passed_on)
+        ctx.save_for_backward(*(values[name] for name in self.tensors))
+        ctx.options = [values[name] for name in self.options]
 
-    def differentiate(ctx, dout, *_):
-        asked, found = dict(zip((field.name for field in taken), ctx.needs_input_grad)), {}
-        needs = [asked[name] for name in trained]
+    def _needs(self, flags: dict[str, bool]) -> NamedTuple:
+        """Whether the gradient of each tensor is needed, False for what has none."""
+        return _build(self.arguments, iter([name in self.trained and flags[name] for name in self.taken]))
+
+    def _differentiate(self, ctx, dout, *_):
+        asked, found = dict(zip(self.taken, ctx.needs_input_grad)), {}
+        needs = [asked[name] for name in self.trained]
         if dout is not None and any(needs):
-            grads = derivative(dout, *ctx.saved_tensors, *ctx.options, needs)
-            grads = grads if len(trained) > 1 else (grads,)
-            found = {name: gradient for name, gradient, need in zip(trained, grads, needs) if need}
-        found |= {name: dout for name in passed_on if asked[name]}
-        return tuple(found.get(name) for name in asked)
+            grads = self.derivative(dout, *ctx.saved_tensors, *ctx.options, needs)
+            grads = grads if len(needs) > 1 else (grads,)
+            found = {name: gradient for name, gradient, need in zip(self.trained, grads, needs) if need}
+        found |= {name: dout for name in self.passed_on if asked[name]}
+        return tuple(found.get(name) for name in self.taken)
 
-    operation.register_autograd(differentiate, setup_context=setup)
-    only_once(derivative, public or name)
-    return lambda t: operation(*flat(t))
+    def _backward(self, dout, *values):
+        """The gradients of the trained tensors, empty where not needed."""
+        values, needs = dict(zip((*self.tensors, *self.options), values)), dict(zip(self.trained, values[-1]))
+        t = _build(self.arguments, iter([values[name] for name in self.taken]))
+        held = _build(self.saved, iter([values[name] for name in self.kept]))
+        found = self.backward(dout, t, held, self._needs(needs))
+        return _several(tuple(found[name] if need else dout.new_empty(0) for name, need in needs.items()))
+
+    def _fake_backward(self, dout, *values):
+        values, needs = dict(zip(self.tensors, values)), dict(zip(self.trained, values[-1]))
+        like = (values[name] if need else dout.new_empty(0) for name, need in needs.items())
+        return _several(tuple(torch.empty(x.shape, dtype=x.dtype, device=dout.device) for x in like))
 
 
 def only_once(backward_op, name: str) -> None:
