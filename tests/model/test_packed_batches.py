@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from vitfast import InputError, PackedImages, ViT, ops, pack
 from vitfast.model.block import subset_of_packed
 from vitfast.ops import reference as ref
-from vitfast.ops.packed import TokenLayout, draw_kept
+from vitfast.ops.packed import TokenLayout
 
 SMALL = dict(img_size=(32, 24), patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
 KINDS = {
@@ -341,16 +341,6 @@ def test_a_buffer_holds_everything():
     for i, image in enumerate(images):
         part = made.patches[made.offsets[i] : made.offsets[i + 1]].unflatten(0, made.grids[i].tolist())
         assert torch.equal(part.permute(2, 0, 3, 1, 4).reshape(image.shape), image)
-
-
-@pytest.mark.parametrize("drop, count, kept", [(0.5, 48, 24), (0.0, 7, 7), (0.99, 5, 1), (0.3, 10, 7)])
-def test_what_is_kept_is_drawn(drop, count, kept):
-    draw = lambda seed: draw_kept(count, drop, torch.Generator().manual_seed(seed))  # noqa: E731
-    numbers = draw(0)
-    assert len(numbers) == kept == len(numbers.unique()) and numbers.max() < count
-    assert torch.equal(numbers, draw(0)) and torch.equal(numbers, numbers.sort().values)
-    if 1 < kept < count:
-        assert any(not torch.equal(numbers, draw(seed)) for seed in range(1, 5))
 
 
 def micro_batch(images, k):

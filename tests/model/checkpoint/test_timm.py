@@ -22,6 +22,7 @@ from vitfast import InputError, ViT, load_checkpoint
 from vitfast.model.checkpoint import timm as timm_config
 from vitfast.model.checkpoint.timm import MODELS, by_name
 from vitfast.model.config import ARGUMENTS
+from vitfast.model.convert import write
 
 B16 = "vit_base_patch16_224"
 
@@ -46,6 +47,11 @@ def test_a_state_dict_of_every_suffix(tmp_path, suffix):
     model = ViT.from_pretrained(path, num_heads=HEADS)
     agree(model, truth)
     assert {**ViT(**SMALL).config, "mlp_ratio": F / D} == model.config
+    if suffix in (".safetensors", ".pth"):
+        (note,) = write(model, tmp_path / f"back{suffix}", "timm")
+        again = timm.models.load_state_dict(tmp_path / f"back{suffix}")
+        assert "pass num_heads=" in note and again.keys() == state.keys()
+        assert all(torch.equal(again[k], v) for k, v in state.items())
 
 
 @pytest.mark.parametrize(
