@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from processes import SERVER
-from tool_children import dies, hangs
+from processes import SERVER, Child, done
+from tool_children import dies, hangs, writes
 from tuning import CPU, TINY, Clock, Compiler
 
 from vitfast.cli import main
@@ -155,3 +155,21 @@ def test_an_interrupted_command_says_what_was_kept(table, monkeypatch, capsys):
     assert run_command(monkeypatch, Clock(), "--only", "linear_gelu") == 130
     said = capsys.readouterr()
     assert "1 tiles faster than before, kept in" in said.out and "interrupted" in said.err
+
+
+# The user's own table: several writers, one tuner for each GPU
+
+
+def test_two_processes_that_write_the_table_lose_nothing(table, tmp_path):
+    path = str(tmp_path / "tiles.json")
+    done([Child(writes, path, name, 40) for name in ("a", "b")])
+    assert sorted((r["gpu"], int(r["shape"])) for r in table()) == [(name, i) for name in ("a", "b") for i in range(40)]
+
+
+def test_one_tuner_at_a_time(table):
+    held = user_table.only_one("GPU-1")
+    assert user_table.only_one("GPU-2")
+    with pytest.raises(InputError, match="another vitfast tune runs on this GPU"):
+        user_table.only_one("GPU-1")
+    held.close()
+    assert user_table.only_one("GPU-1")
