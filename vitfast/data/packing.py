@@ -115,7 +115,10 @@ class Packing:
         return 3 * math.prod(self.patch) * (self.budget or images * self.patches(self.sides[-1]))
 
     def pack(self, images: tuple[Tensor], kept: tuple[Tensor | None], parts: tuple[int]) -> list[PackedImages]:
-        """The images of each micro-batch. kept: the patches of each image that stay; parts: the micro-batch of each."""
+        """The images of each micro-batch, packed.
+
+        kept: the patches of each image that stay; parts: the micro-batch of each.
+        """
         batches = []
         for part in range(max(parts) + 1):
             own = [i for i, of in enumerate(parts) if of == part]
