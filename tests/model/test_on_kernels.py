@@ -1,23 +1,17 @@
 """Whole models on interpreted kernels: one toy ViT for each kind of block, autocast, training, processes."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from checks import assert_close, gradients, randomize
+from kernel_ranks import SMALL, head_start, one_of_two, train
 from processes import done, ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from vitfast import ViT, ops
 from vitfast.kernels.launch import launches_made
-from vitfast.tools import interpreter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
-SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 AVERAGE = dict(class_token=False, global_pool="avg")
 KINDS = {  # every block that launches other kernels, or hands them other arguments
     "registers, layer scale": dict(reg_tokens=1, init_values=0.5),
@@ -93,40 +87,6 @@ def test_compiled_gradients_equal_eager_ones():
         assert launches_made() > before
     for name, theirs in expected.items():
         assert_close(mine[name], theirs, atol=1e-6, rtol=1e-5, name=name)
-
-
-def head_start() -> ViT:
-    torch.manual_seed(0)
-    model = ViT(**SMALL, weight_init="jax_nlhb")
-    torch.nn.init.normal_(model.head.weight, std=0.1)
-    return model
-
-
-def one_of_two(kind: str, folder: Path) -> None:
-    """A rank's two steps on its half of each batch; the first one saves what came out."""
-    interpreter.quicken()
-    dist.init_process_group("gloo")
-    rank, model = dist.get_rank(), head_start()
-    if kind == "ddp":
-        run = torch.nn.parallel.DistributedDataParallel(model)
-    else:
-        for block in model.blocks:
-            fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
-        run = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    train(run, [(images[rank::2], labels[rank::2]) for images, labels in torch.load(folder / "data.pt")])
-    state = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
-    if rank == 0:
-        torch.save(state, folder / "state.pt")
-    dist.destroy_process_group()
-
-
-def train(model: torch.nn.Module, data) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with ops.use_kernels("on"):
-        for images, labels in data:
-            torch.nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @pytest.mark.long
