@@ -106,6 +106,7 @@ def plain_norm(old: nn.Module) -> nn.Module:
 LORA, SEQUENTIAL, HOOKS = "peft.tuners.lora", "is torch.nn.modules.container.Sequential", "has hooks"
 NORM, SCALE, OTHERS = "no weight per channel", "no tensor per channel", "mlp holds other modules than it did"
 EVA, BEIT, CLIP, ENCODER = "timm EVA-02", "timm BEiT", "transformers CLIP", "torch nn.TransformerEncoder"
+FAST = ("fast norm",) * 2
 DINOV3, FIRST, TV = "transformers DINOv3 H+", "blocks.0.attn", "encoder.layers.encoder_layer_0.mlp.0"
 # name: (model, change, a word of each reason why a part is left then).
 CHANGES = {
@@ -136,6 +137,9 @@ CHANGES = {
     "a norm without weights": ("timm", at("blocks.0.norm1", plain_norm), (NORM,)),
     "a last norm without weights": ("timm", at("norm", plain_norm), ("was not called",)),
     "a norm without a bias": ("timm", at("blocks.0.norm1", lambda _: nn.LayerNorm(32, bias=False)), ()),
+    "timm's fast norms": ("timm", set_to("blocks.0.norm1._fast_norm", True, "norm._fast_norm", True), FAST),
+    "another kind of MLP": ("timm", at("blocks.0.mlp", lambda _: nn.Linear(32, 32)), ("mlp is torch.nn.modules",)),
+    "a convolution of no patches": ("timm", at("patch_embed.proj", lambda _: nn.Conv2d(3, 32, 7, 8)), ("not a patch",)),
     "a layer scale of one number": ("timm ViT", set_to("blocks.0.ls1.gamma", torch.tensor(0.3)), (SCALE,)),
     "a layer scale of one channel": ("timm ViT", set_to("blocks.0.ls1.gamma", torch.tensor([0.3])), (SCALE,)),
     "a bias beside EVA-02's": (EVA, own_bias("q_proj"), ()),
