@@ -43,12 +43,8 @@ def test_files_folders_and_lists_in_the_order_given(go, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(listed)))
     code, out, err = go("-", tmp_path / "z.png", "--json")
     records = json.loads(out)
-    assert code == 0 and [r["image"] for r in records] == [
-        below[3],
-        f"{tmp_path}/gone.png",
-        below[0],
-        f"{tmp_path}/z.png",
-    ]
+    wanted = [below[3], f"{tmp_path}/gone.png", below[0], f"{tmp_path}/z.png"]
+    assert code == 0 and [r["image"] for r in records] == wanted
     assert "gone.png" in records[1]["error"] and err.count("no answer") == 1 and "4 images, 1 of" in err
     assert [str(p["label"]) for p in records[-1]["predictions"][:2]] == [table[1][1], table[1][3]]
     assert len(records[-1]["predictions"]) == 5  # of 10, the default

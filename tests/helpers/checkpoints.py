@@ -53,6 +53,11 @@ def pick(config, *names):
     return {name: config[name] for name in names}
 
 
+def small(**changes):
+    """Our small model, random in every parameter."""
+    return randomised(ViT(**{**SMALL, **changes}))
+
+
 def small_timm(**changes):
     return randomised(timm_vit.VisionTransformer(**{**SMALL, **changes}))
 

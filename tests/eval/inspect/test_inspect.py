@@ -202,24 +202,16 @@ def run(capsys, *args) -> tuple[int, str]:
 
 
 def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tmp_path):
-    code, said = run(
-        capsys, "--weights", weights, "--data", pictures, "--output", tmp_path / "new" / "look", "--img-size", 16, 24
-    )
     output = tmp_path / "new" / "look"
+    flags = ("--weights", weights, "--data", pictures, "--output", output, "--img-size", 16, 24)
+    code, said = run(capsys, *flags)
     assert code == 0 and str(output / "report.html") in said
     names = ("filters", "positions", "distance", "rollout")
-    assert {p.name for p in output.iterdir()} == {
-        "report.html",
-        "numbers.json",
-        "distance.csv",
-        "arrays.npz",
-        "inspect.origin.json",
-        *(f"{n}.png" for n in names),
-    }
+    others = {"report.html", "numbers.json", "distance.csv", "arrays.npz", "inspect.origin.json"}
+    assert {p.name for p in output.iterdir()} == others | {f"{n}.png" for n in names}
     page = Page((output / "report.html").read_text())
-    assert (
-        not page.links and len(page.sources) == 4 and all(s.startswith("data:image/png;base64,") for s in page.sources)
-    )
+    assert not page.links and len(page.sources) == 4
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     embedded = {base64.b64decode(s.partition(",")[2]) for s in page.sources}
     assert embedded == {(output / f"{n}.png").read_bytes() for n in names}
     for name in names:
@@ -229,11 +221,8 @@ def test_command_writes_figures_numbers_and_a_page(capsys, weights, pictures, tm
 
     model = ViT.from_pretrained(weights, img_size=SIZE).eval()
     numbers, arrays = json.loads((output / "numbers.json").read_text()), np.load(output / "arrays.npz")
-    assert (
-        numbers["images"] == f"3 of {pictures}"
-        and numbers["not_drawn"] == []
-        and numbers["rollout_from"] == "class token"
-    )
+    assert numbers["images"] == f"3 of {pictures}" and numbers["not_drawn"] == []
+    assert numbers["rollout_from"] == "class token"
     assert numbers["distance_pixels_spread_evenly"] == pytest.approx(all_distances().mean())
     rows = list(csv.DictReader(open(output / "distance.csv")))
     assert [(r["layer"], r["head"]) for r in rows] == [(str(i), str(j)) for i in (1, 2, 3) for j in (1, 2)]
@@ -261,11 +250,8 @@ def test_command_without_positions_on_digits(capsys, tmp_path):
     assert code == 0, said
     assert not (output / "positions.png").exists() and "no position embeddings" in (output / "report.html").read_text()
     numbers = json.loads((output / "numbers.json").read_text())
-    assert (
-        numbers["not_drawn"] == ["positions"]
-        and numbers["rollout_from"] == "mean of the patches"
-        and numbers["images"] == "2 of digits"
-    )
+    assert numbers["not_drawn"] == ["positions"] and numbers["images"] == "2 of digits"
+    assert numbers["rollout_from"] == "mean of the patches"
     assert not list(output.glob(".*"))
 
 
@@ -302,11 +288,8 @@ def test_bad_input_is_one_line(capsys, weights, pictures, tmp_path, change, told
     (tmp_path / "BROKEN" / "bad.png").write_bytes(b"not a picture")
     (tmp_path / "FILE.safetensors").write_bytes(b"neither")
     places = {"EMPTY": tmp_path / "EMPTY", "BROKEN": tmp_path / "BROKEN", "FILE": tmp_path / "FILE.safetensors"}
-    options = {"weights": weights, "data": pictures, "output": tmp_path / "out", "images": 1} | {
-        k: places.get(v, v) for k, v in change.items()
-    }
-    code, said = run(
-        capsys, *(part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value))
-    )
+    options = dict(weights=weights, data=pictures, output=tmp_path / "out", images=1)
+    options |= {name: places.get(value, value) for name, value in change.items()}
+    code, said = run(capsys, *(word for k, v in options.items() for word in (f"--{k.replace('_', '-')}", v)))
     assert code == 2 and told in said and said.count("\n") == 1, said
     assert not (tmp_path / "out").exists()

@@ -5,7 +5,7 @@ import json
 import pytest
 import timm
 import transformers
-from checkpoints import CLASSES, HF, SMALL, agree, randomised
+from checkpoints import CLASSES, HF, SMALL, agree, randomised, small
 from timm.models._hub import load_model_config_from_path, save_for_hf
 
 from vitfast import InputError, ViT
@@ -14,12 +14,8 @@ from vitfast.model.convert import write
 NAMES = ("cat", "dog", "crane", "crane", "Ara ararauna")
 
 
-def named(**changes):
-    return randomised(ViT(**{**SMALL, "class_names": NAMES, **changes}))
-
-
 def test_ours_keeps_them(tmp_path):
-    named().save_pretrained(tmp_path)
+    small(class_names=NAMES).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["class_names"] == [*NAMES]
     model = ViT.from_pretrained(tmp_path)
     assert model.class_names == NAMES
@@ -81,7 +77,7 @@ def test_names_that_do_not_fit_are_left_and_said(tmp_path, caplog):
 
 def test_names_that_a_format_cannot_hold_are_said(tmp_path):
     """Those of Hugging Face are made up where they are LABEL_i; timm's are taken literally."""
-    model = named(act_layer="gelu_tanh")
+    model = small(class_names=NAMES, act_layer="gelu_tanh")
     for path, form in (("w.npz", "npz"), ("w.pth", "torchvision"), ("w.safetensors", "timm")):
         notes = write(model, tmp_path / path, form)
         assert f"{form} does not keep the names of the classes, such as 'cat'" in notes

@@ -9,15 +9,11 @@ import safetensors.torch
 import timm
 import torch
 import transformers
-from checkpoints import HEADS, HF, SMALL, agree, logits, randomised
+from checkpoints import HEADS, HF, SMALL, agree, logits, randomised, small
 from torch.nn.utils import prune
 
 from vitfast import InputError, ViT, cli
 from vitfast.model.convert import FORMATS, convert, write
-
-
-def small(**changes):
-    return randomised(ViT(**{**SMALL, **changes}))
 
 
 def hugging_face(folder, **changes):
@@ -150,14 +146,15 @@ def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys, caplog):
 
 
 def test_rotary_positions_that_errors_ask_for_are_flags(tmp_path, capsys):
-    from timm_names import images, small
+    from timm_names import images
+    from timm_names import small as small_timm
 
     for name, flags in (
         ("eva02_tiny_patch14_224", "--rope cat --ref-feat-shape 16 16"),
         ("eva_giant_patch14_224", "--rope none"),
         ("vit_small_patch16_dinov3", "--rope dinov3"),
     ):
-        truth, x = small(name), None
+        truth = small_timm(name)
         safetensors.torch.save_file(truth.state_dict(), tmp_path / f"{name}.safetensors")
         heads = next(m.num_heads for m in truth.modules() if isinstance(getattr(m, "num_heads", None), int))
         command = f"convert {tmp_path}/{name}.safetensors {tmp_path}/{name} --format vitfast --num-heads {heads}"
