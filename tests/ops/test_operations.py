@@ -199,11 +199,10 @@ def test_no_custom_operation_is_left_out():
 
 @EVERY
 def test_compiled_code_has_the_same_bits(name):
-    """With all of its graph in one piece, of any sizes (for attention_block test_packed_operations.py sees to them)."""
+    """With all of its graph in one piece, of any sizes."""
     tensors, trained = draw(name), OPERATIONS[name].trained
     torch._dynamo.reset()
-    dynamic = None if name.startswith("attention_block") else True
-    compiled = torch.compile(OPERATIONS[name].function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(OPERATIONS[name].function, fullgraph=True, dynamic=True, backend="aot_eager")
     with ops.use_kernels("on"):
         found = results(compiled, tensors, trained)
     assert all(torch.equal(a, b) for a, b in zip(found, results(on(name), tensors, trained), strict=True))

@@ -167,7 +167,7 @@ def attention_block(
     op, width = "attention_block", check_rows("attention_block", x)
     check_tensors(op, qkv_weight=qkv_weight)
     check_shape(op, "qkv_weight", qkv_weight, (None, width))
-    inner, rest = divmod(qkv_weight.shape[0], 3)
+    inner, rest = qkv_weight.shape[0] // 3, qkv_weight.shape[0] % 3  # divmod is not compiled for any size
     if type(num_heads) is not int and not isinstance(num_heads, torch.SymInt):
         if isinstance(num_heads, bool) or not isinstance(num_heads, Integral):
             raise TypeError(f"{op}: num_heads must be an integer, got {num_heads!r}")
