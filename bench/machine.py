@@ -79,7 +79,7 @@ def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
         a, b = (torch.randn(n, n, device=clock.DEVICE).to(dtype) for _ in range(2))
         return lambda: a @ b
 
-    dtypes = ("bfloat16", "float16", "float32") if clock.GPU else ("float32",)
+    dtypes = ("bfloat16", "float16", "float32") if clock.GPU or clock.REHEARSED else ("float32",)
     products = {dtype: (functools.partial(product, getattr(torch, dtype)), 2.0 * n**3, 0.0) for dtype in dtypes}
     return {"copy": (copy, 0.0, 2.0 * size), **products}
 

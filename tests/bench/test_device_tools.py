@@ -41,26 +41,9 @@ def test_fourth_breaks(n):
 @pytest.mark.parametrize("workers, passed", [("2", 12), ("0", 4)])
 def test_a_broken_device_ends_its_worker_and_spoils_no_other_test(tmp_path, workers, passed):
     (tmp_path / "test_breaks.py").write_text(BREAKS)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "tests" / "helpers"),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "COLUMNS": "200",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "xdist",
-        "-p",
-        "device_guard",
-        "-n",
-        workers,
-        "-q",
-        "-ra",
-        "test_breaks.py",
-    ]
+    alone = dict(PYTHONPATH=str(ROOT / "tests" / "helpers"), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", COLUMNS="200")
+    command = [sys.executable, *f"-m pytest -p xdist -p device_guard -n {workers} -q -ra test_breaks.py".split()]
+    environment = os.environ | alone
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode != 0 and re.search(rf"\b{passed} passed", done.stdout), done.stdout + done.stderr
     assert re.search(
