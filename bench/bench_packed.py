@@ -1,17 +1,15 @@
-"""Images of many sizes (mixes.py): attention, and training steps of a ViT; packed, padded, one size at a time.
+"""Images of many sizes (mixes.py): attention, and training steps of a ViT, packed and padded.
 
 FLOPs and bytes are of what is needed, without padding, for everybody; `padded_share` is the share of the pairs of a
 query and a key, or of a step's tokens, that an implementation has for padding, the ends of tiles not counted. Truth is
 float64 of each image alone, compared image by image. What depends on the sizes alone (offsets, a block mask) is made
 once, outside of what is timed, as a model makes it once for all its layers.
 
-Attention: q, k and v come apart, each way in the layout that it wants, so that no way pays for another's. "vitfast":
-packed, ops.attention with offsets. "vitfast padded": (S, longest, H, Dh) with key_lengths, all queries computed.
-"vitfast one size at a time": a call for each group of images of equal height and width. The peers take packed tensors.
+Attention: ops.attention with offsets, and peers that take packed tensors too; q, k and v come apart.
 
 A step is forward and backward, in bf16 weights on a GPU and fp32 on a CPU; the optimiser is everybody's own. Our ViT,
-packed or one size at a time; timm's NaFlexVit (NaFlex, SigLIP 2), whose patches its own loader pads to the longest
-image, with a mask of every pair; and that same model accelerated, which leaves the padding out.
+packed; timm's NaFlexVit (NaFlex, SigLIP 2), whose patches its own loader pads to the longest image, with a mask of
+every pair; and that same model accelerated, which leaves the padding out.
 """
 
 import functools
@@ -38,7 +36,6 @@ from vitfast.ops import reference as ref
 from vitfast.tools.cost import work
 from vitfast.tools.verify import exact_fp32, worst
 
-OURS = ("vitfast", "vitfast padded", "vitfast one size at a time")
 HOW = ("compile", "eager") if clock.GPU or clock.REHEARSED else ("eager",)
 STEPS = 3 if clock.GPU else 1  # calls per timed round
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -99,7 +96,8 @@ def flex(mix: Mix, how: str) -> Attention:
     return attention
 
 
-PEERS: dict[str, Callable[[Mix], Attention]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Mix], Attention]] = {  # those not installed skip their cases
+    "vitfast": lambda mix: functools.partial(ops.attention, offsets=offsets_of(mix), longest=mix.longest),
     **{name: functools.partial(flash, name=name) for name in FLASH},
     "torch varlen": torch_varlen,
     "torch nested": nested,
@@ -108,56 +106,23 @@ PEERS: dict[str, Callable[[Mix], Attention]] = {
 }
 
 
-def alone(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Plain attention of (B, N, H, Dh), whose logits are made again for backward: not all would fit."""
-    return checkpoint(functools.partial(ref.attention, **options), q, k, v, use_reentrant=False)
-
-
 def plain_packed(mix: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    images = zip(*(x.split(mix.lengths) for x in (q, k, v)))
-    return torch.cat([alone(*(x[None] for x in image))[0] for image in images])
+    """Plain attention of each image alone, whose logits are made again for backward: not all would fit."""
+    images = zip(*(x[None].split(mix.lengths, 1) for x in (q, k, v)))
+    return torch.cat([checkpoint(ref.attention, *image, use_reentrant=False)[0] for image in images])
 
 
-def plain_padded(lengths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    images = zip(*(x.split(1) for x in (q, k, v)), lengths.split(1))
-    return torch.cat([alone(*image, key_lengths=n) for *image, n in images])
-
-
-def by_group(attention: Attention, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """tensors: q, k and v of the first group of images, then of the next."""
-    return tuple(attention(*tensors[i : i + 3]) for i in range(0, len(tensors), 3))
-
-
-def case_of(mix: Mix, impl: str) -> Case:
-    """A mix in the layout of an implementation; its shape's name is the same in all."""
-    cut = lambda x: x.unbind(0)  # noqa: E731
-    if impl == "vitfast padded":
-        formula, shapes = functools.partial(plain_padded, offsets_of(mix).diff()), [(mix.batch, mix.longest)] * 3
-    elif impl == "vitfast one size at a time":
-        formula = functools.partial(by_group, alone)
-        shapes = [(len(images), mix.lengths[images[0]]) for images in mix.groups.values() for _ in "qkv"]
-    else:
-        formula, shapes, cut = functools.partial(plain_packed, mix), [(mix.rows,)] * 3, lambda x: x.split(mix.lengths)
-    make = lambda: [values(*shape, mix.heads, mix.head) for shape in shapes]  # noqa: E731
+def case_of(mix: Mix) -> Case:
+    """A mix, its images one after the other."""
+    make = lambda: [values(mix.rows, mix.heads, mix.head) for _ in "qkv"]  # noqa: E731
     needed = work.attention(mix.rows, mix.tokens, mix.width, harness.DTYPE.itemsize)
-    return Case("packed attention", mix.shape, formula, make, 0, needed, cut)
-
-
-def function_of(impl: str, mix: Mix) -> Callable:
-    """The function of a name; skips the case where it is somebody's who is not installed."""
-    if impl in PEERS:
-        return PEERS[impl](mix)
-    offsets = offsets_of(mix)
-    if impl == "vitfast":
-        return functools.partial(ops.attention, offsets=offsets, longest=mix.longest)
-    if impl == "vitfast padded":
-        return functools.partial(ops.attention, key_lengths=offsets.diff())
-    return functools.partial(by_group, ops.attention)
+    cut = lambda x: x.split(mix.lengths)  # noqa: E731
+    return Case("packed attention", mix.shape, functools.partial(plain_packed, mix), make, 0, needed, cut)
 
 
 def wanted() -> list:
     """(mix, direction, impl) of attention's cases; on a CPU no backward alone, and of the peers what runs there."""
-    impls = (*OURS, *PEERS) if clock.GPU else (*OURS, "torch nested")
+    impls = IMPLEMENTATIONS if clock.GPU else ("vitfast", "torch nested")
     directions = ("forward", "backward", "both") if clock.GPU else ("forward", "both")
     found = [(mix, direction, impl) for mix in MIXES for direction in directions for impl in impls]
     return [pytest.param(*case, id="-".join(case)) for case in found]
@@ -166,9 +131,8 @@ def wanted() -> list:
 @pytest.mark.parametrize("mix, direction, impl", wanted())
 def test_attention_packed(benchmark, mix, direction, impl):
     mix = MIXES[mix]
-    share = mix.padded_pairs if impl == "vitfast padded" else None if impl.startswith("flex") else 0.0
-    facts = dict(padded_share=share, images=mix.batch, tokens=mix.rows)
-    bench(benchmark, case_of(mix, impl), impl, function_of(impl, mix), direction, **facts)
+    facts = dict(padded_share=None if impl.startswith("flex") else 0.0, images=mix.batch, tokens=mix.rows)
+    bench(benchmark, case_of(mix), impl, IMPLEMENTATIONS[impl](mix), direction, **facts)
 
 
 # ---- training steps
@@ -189,8 +153,9 @@ def packed(images: list[Tensor], mix: Mix) -> list:
     return [(vitfast.pack(images, PATCH), slice(None))]
 
 
-def one_size(images: list[Tensor], mix: Mix) -> list:
-    return [(torch.stack([images[i] for i in group]), group) for group in mix.groups.values()]
+def whole(images: list[Tensor], mix: Mix) -> list:
+    """Of images of one size."""
+    return [(torch.stack(images), slice(None))]
 
 
 def padded(images: list[Tensor], mix: Mix) -> list:
@@ -216,13 +181,10 @@ class Way:
     lay_out: Callable[[list[Tensor], Mix], list]
     alone: Callable[[list[Tensor], Mix], list]
     fast: Callable[[nn.Module], nn.Module] = lambda model: model
-    how: tuple[str, ...] = HOW
 
 
 WAYS = {
-    "vitfast": Way(vit, packed, one_size),
-    # torch cannot compile the backward of resampled positions
-    "vitfast one size at a time": Way(vit, one_size, one_size, how=("eager",)),
+    "vitfast": Way(vit, packed, whole),
     "timm NaFlexVit": Way(naflex, padded, padded),
     "vitfast.accelerate(NaFlexVit)": Way(naflex, padded, padded, vitfast.accelerate),
 }
@@ -289,7 +251,7 @@ class Check:
 
 check_of = functools.lru_cache(maxsize=1)(Check)  # kept for the next way of the same mix
 TRAINED = list(MIXES) if clock.GPU or clock.REHEARSED else list(MIXES)[:1]
-STEP_CASES = [(mix, way, how) for mix in TRAINED for way in WAYS for how in WAYS[way].how]
+STEP_CASES = [(mix, way, how) for mix in TRAINED for way in WAYS for how in HOW]
 
 
 @pytest.mark.parametrize("mix, way, how", [pytest.param(*case, id="{}-{} {}".format(*case)) for case in STEP_CASES])

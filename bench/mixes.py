@@ -47,23 +47,10 @@ class Mix:
         """Tokens of each image."""
         return tuple(1 + (height // PATCH) * (width // PATCH) for height, width in self.images)
 
-    @cached_property
-    def groups(self) -> dict[tuple[int, int], list[int]]:
-        """(height, width) -> the images of that size."""
-        found = {}
-        for i, size in enumerate(self.images):
-            found.setdefault(size, []).append(i)
-        return found
-
     @property
     def padded_tokens(self) -> float:
         """The share of the tokens that are padding where every image has as many as the longest."""
         return 1 - self.rows / (self.batch * self.longest)
-
-    @property
-    def padded_pairs(self) -> float:
-        """The same of the pairs of a query and a key."""
-        return 1 - self.rows * self.tokens / (self.batch * self.longest**2)
 
 
 def filled(least: int, most: int, tokens: int) -> tuple[tuple[int, int], ...]:
