@@ -1,22 +1,34 @@
 """cuBLASLt for proj and fc2: out = res + x W^T + b in one pass.
 
 That is D = A B + C + bias with C and D apart; torch reaches cuBLASLt for x W^T + b alone. This goes through
-cublaslt.cpp, built when first asked for (native.py).
+cublaslt.cpp, which is compiled when it is first asked for, from the headers and the library of the wheel that torch
+came with: no CUDA toolkit. It has a C interface, for ctypes.
 """
 
 import ctypes
 import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from . import native
-
 SOURCE = Path(__file__).with_name("cublaslt.cpp")
+BUILD_SECONDS = 120
 WORKSPACE = 32 << 20  # bytes an algorithm may ask for; 32 MiB is what cuBLAS recommends from sm_90 on
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType of library_types.h
+
+
+logger = logging.getLogger("vitfast")
 
 
 class Problem(NamedTuple):
@@ -38,6 +50,58 @@ class Problem(NamedTuple):
     align_out: int
 
 
+def find_cublaslt() -> tuple[Path, list[Path]]:
+    """torch's libcublasLt and the folders of the headers that it needs. Raises RuntimeError where there is none."""
+    name = f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}"
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in spec.submodule_search_locations] if spec else []
+    for library in (found for folder in folders for found in folder.glob(f"*/lib/{name}")):
+        wheel = library.parents[1]
+        # CUDA 12's wheels have a folder each; crt/host_defines.h is in none of them, but Triton has it.
+        headers = [wheel / "include", wheel.parent / "cuda_runtime" / "include"]
+        return library, [*headers, Path(triton.__file__).parent / "backends" / "nvidia" / "include"]
+    raise RuntimeError(f"no {name} in the nvidia wheels beside torch {torch.__version__}")
+
+
+def compile_command(sources: list[Path], target: Path) -> list[str]:
+    """How C++ that calls cuBLASLt becomes a library. Raises RuntimeError where there is no compiler or no cuBLASLt."""
+    compiler, (library, headers) = os.environ.get("CXX", "c++"), find_cublaslt()
+    if not shutil.which(compiler):
+        raise RuntimeError(f"no C++ compiler: {compiler} is not on PATH")
+    flags = ["-std=c++17", "-O2", "-shared", "-fPIC"]
+    flags += [part for folder in headers for part in ("-isystem", str(folder))]
+    linked = [f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}"]
+    return [compiler, *flags, *map(str, sources), *linked, "-o", str(target)]
+
+
+def build() -> Path:
+    """cublaslt.cpp compiled, among torch's own extensions; compiled now if it is not there.
+
+    A file for each text, torch, libcublasLt and kind of processor: machines may share a home folder. Whoever finds the
+    file finds all of it; of processes that start together each builds it, and the last one's stays. Raises RuntimeError
+    or OSError.
+    """
+    made_for = f"{torch.__version__} {find_cublaslt()[0]} {platform.machine()}"
+    kind = hashlib.sha256(SOURCE.read_bytes() + made_for.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    path = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache, f"vitfast_cublaslt_{kind}.so").absolute()  # for ctypes
+    if path.exists():
+        return path
+    logger.info("compiling %s, once for this torch: %d s at most", SOURCE.name, BUILD_SECONDS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".vitfast-build-", dir=path.parent) as folder:
+        command = compile_command([SOURCE], Path(folder, path.name))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=BUILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"it took more than {BUILD_SECONDS} s") from None
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no output"]
+            raise RuntimeError(next((line for line in lines if "error: " in line or "ld: " in line), lines[-1])[:400])
+        os.replace(command[-1], path)
+    return path
+
+
 def load(path: Path) -> ctypes.CDLL:
     """The functions of cublaslt.cpp, compiled."""
     library = ctypes.CDLL(str(path))
@@ -52,12 +116,7 @@ def load(path: Path) -> ctypes.CDLL:
 def _library() -> tuple[ctypes.CDLL | None, str]:
     """(the extension, ""), or (None, why there is none)."""
     try:
-        path = native.built(SOURCE)
-        try:
-            return load(path), ""
-        except OSError:  # the file is damaged
-            native.build(SOURCE, path)
-            return load(path), ""
+        return load(build()), ""
     except (RuntimeError, OSError) as error:
         return None, f"not built: {error}"
 

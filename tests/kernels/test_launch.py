@@ -1,0 +1,64 @@
+"""What launches kernels: what Triton lacks to build it is said."""
+
+import subprocess
+import sysconfig
+
+import pytest
+import torch
+from triton.runtime import build
+
+from vitfast.kernels import launch
+
+HERE = sysconfig.get_paths()["include"]
+
+
+@pytest.mark.parametrize(
+    "compiler, path, include, message",
+    [
+        (None, None, HERE, None),
+        (None, None, "/nowhere", "there is no Python.h in /nowhere; install Python's headers (on Debian: apt install "),
+        ("no-such-compiler", None, HERE, "CC is 'no-such-compiler', which is not a program"),
+        (None, "", HERE, "there is no C compiler; install gcc (on Debian: apt install gcc), or name one in CC"),
+    ],
+)
+def test_what_triton_lacks_to_build_a_launcher_is_said_where_it_cannot(
+    compiler, path, include, message, monkeypatch, tmp_path
+):
+    """Triton's own build fails where something is said to be missing, and there alone."""
+    source = tmp_path / "launcher.c"
+    source.write_text("#include <Python.h>\n")
+    for name, value in (("CC", compiler), ("PATH", path)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if compiler is None:
+        monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda **_: dict(include=include))
+    if hasattr(build, "_find_compiler"):  # in Triton 3.6 nothing remembers the compiler
+        build._find_compiler.cache_clear()
+    try:
+        build._build("launcher", str(source), str(tmp_path), [], [], [], [])
+        builds = True
+    except (RuntimeError, OSError, subprocess.CalledProcessError):
+        builds = False
+    said = launch.missing_for_launchers()
+    assert builds == (message is None) == (said is None) and (said or "").startswith(message or "")
+
+
+@pytest.mark.parametrize(
+    "failure, says",
+    [
+        (RuntimeError("Failed to find C compiler."), "^Triton cannot build what launches kernels: there is no C comp"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "^CUDA out of memory$"),  # what it says itself
+    ],
+)
+def test_a_launch_says_what_is_missing(failure, says, monkeypatch):
+    class Kernel:
+        def __getitem__(self, grid):
+            raise failure
+
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "settle", lambda kernel: None)
+    with pytest.raises(type(failure), match=says):
+        launch.launch(Kernel(), (1,), x=torch.empty(1))
