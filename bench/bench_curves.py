@@ -1,4 +1,6 @@
-"""Losses of the same training, ours and timm's, from the same weights on the same images; a case is one run of a seed.
+"""Losses of the same training, ours and timm's, from the same weights on the same images.
+
+A case is one run of a seed.
 
 The task is made on the device: gratings of 10 directions x 10 frequencies, in random colours and phases under noise,
 100 classes that take a ViT some hundred steps to tell apart. Compiled on a GPU. `extra_info` has `losses`, each the

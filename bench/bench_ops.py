@@ -1,4 +1,6 @@
-"""Every operation against eager PyTorch, torch.compile and the libraries that have it: a row of OPS for each.
+"""Every operation against eager PyTorch, torch.compile and the libraries that have it.
+
+Each is a row of OPS.
 
 Inputs are those of vitfast.tools.verify.cases where that has them, without layer scale and drop path. "attention": qkv
 packed, as a linear layer leaves it, transposes and the stacking of the gradients included on all sides; "attention
@@ -95,7 +97,7 @@ def addmm_activation(x: torch.Tensor, fc1_weight: torch.Tensor, fc1_bias: torch.
 
 
 def unfold(images, weight, bias, cls_token, pos_embed, *, mean=None, std=None):
-    """The patch embedding as one matrix product over patches laid out in memory: often faster than the convolution."""
+    """The patch embedding as one product over patches laid out in memory, often faster than a convolution."""
     images = ref.normalize(images, mean, std, weight.dtype) if images.dtype == torch.uint8 else images
     b, c, h, w = images.shape
     p, q = weight.shape[2:]

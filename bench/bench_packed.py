@@ -121,7 +121,7 @@ def case_of(mix: Mix) -> Case:
 
 
 def wanted() -> list:
-    """(mix, direction, impl) of attention's cases; on a CPU no backward alone, and of the peers what runs there."""
+    """(mix, direction, impl) of attention's cases; on a CPU those that run there."""
     impls = IMPLEMENTATIONS if clock.GPU else ("vitfast", "torch nested")
     directions = ("forward", "backward", "both") if clock.GPU else ("forward", "both")
     found = [(mix, direction, impl) for mix in MIXES for direction in directions for impl in impls]

@@ -1,4 +1,4 @@
-"""The clock: device events around a call on a GPU, the process's own time on a CPU, where others work too.
+"""The clock: device events around a call on a GPU, the process's own time on a CPU.
 
 Before anything is timed on a GPU it runs for a while, so that the chip's clocks are up: the first case of a process for
 WARM_SECONDS, a whole model each time, every other operation for CASE_WARM_SECONDS; and WARMUP calls at least, on a CPU
@@ -57,7 +57,7 @@ def wall() -> float:
 
 
 def warm_up(run: Callable[[], object], least: int | None = None, seconds: float | None = None) -> None:
-    """Calls `run` until `least` calls (WARMUP) are made and, on a GPU, `seconds` (CASE_WARM_SECONDS) have passed.
+    """Calls `run` `least` times (WARMUP) and, on a GPU, for `seconds` (CASE_WARM_SECONDS).
 
     The first time in a process it takes WARM_SECONDS at least.
     """

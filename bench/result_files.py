@@ -80,7 +80,10 @@ def _add_steps(results: Results, content: dict, name: str) -> None:
 
 
 def _add_benchmarks(results: Results, content: dict) -> None:
-    """Adds a file of conftest.py, newer than all before; raises, before anything is added, where it lacks something."""
+    """Adds a file of conftest.py, newer than all before.
+
+    Raises, before anything is added, where it lacks something.
+    """
     machine = content["machine_info"]["vitfast"]
     ceilings, failed, skipped = machine["ceilings"], content["failed"], content["skipped"]
     for case in content["benchmarks"]:
@@ -102,7 +105,7 @@ def _add_benchmarks(results: Results, content: dict) -> None:
 
 
 def load(folder: Path) -> Results:
-    """All result files of a folder, oldest first; those without a date (they hold no case) before all others."""
+    """All result files of a folder, oldest first, those without a date (and a case) before the others."""
     results, files = Results(folder.name), []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -30,12 +30,12 @@ class Shape:
     name = property(lambda self: f"{WHERE}{self.label or f'{self.model} {self.image} B{self.batch}'}")
 
     def __getattr__(self, name: str):
-        """patch, tokens, width, heads, head, hidden and rows, looked up when read: a test may shrink the presets."""
+        """patch, tokens, width, heads, head, hidden and rows; when read, as a test may shrink the presets."""
         return getattr(self.sizes, name)
 
 
 def planned(shapes: tuple[Shape, ...], small: Shape) -> tuple[Shape, ...]:
-    """What runs here of a GPU's shapes: they, toys that have their names, or on a CPU the small one."""
+    """A GPU's shapes as they run here: they, toys that have their names, or on a CPU the small one."""
     if clock.GPU or not clock.REHEARSED:
         return shapes if clock.GPU else (small,)
     toy = dict(model="Nano/8", image=16, batch=2)

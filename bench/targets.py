@@ -41,7 +41,7 @@ def whole_models(results: Results, op: str, model: str, libraries: list[str], pr
 
 
 def speed(op: str, model: str, precision: str, ours: str, theirs: list[str], of: str, bound: float, **more) -> Callable:
-    """Figures: images per second of ours by the fastest of theirs; at_most: seconds by seconds, for a latency."""
+    """Figures: images per second of ours by the fastest of theirs; at_most: seconds, for a latency."""
 
     def figures(results: Results) -> Iterator[Figure]:
         own, others = (whole_models(results, op, model, names, precision) for names in ([ours], theirs))

@@ -42,7 +42,10 @@ def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def kept(t: NamedTuple, saved: NamedTuple, only_all: tuple[str, ...]) -> NamedTuple:
-    """What of `saved` t.keep keeps: "none" nothing, "least" all but `only_all`, "all" everything."""
+    """The part of `saved` that t.keep keeps.
+
+    "none": nothing; "least": all but `only_all`; "all": everything.
+    """
     if t.keep == "none":
         return type(saved)()
     return saved if t.keep == "all" else saved._replace(**dict.fromkeys(only_all))

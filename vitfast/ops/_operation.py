@@ -1,4 +1,4 @@
-"""Shared by the operations: custom operations made from the names of their tensors, and checks of arguments.
+"""Custom operations made from the names of their tensors, and checks of arguments.
 
 An operation lists its arguments once, in a NamedTuple, and what its backward needs besides in another; schemas, masks
 of needed gradients, fake gradients and unpacking are made from their annotations.
@@ -78,7 +78,7 @@ def _own_fields(arguments: type) -> list[_Field]:
 
 
 def _fields(arguments: type) -> list[_Field]:
-    """The fields of a NamedTuple as an operation takes them; in place of a NamedTuple among them its own fields."""
+    """The fields of a NamedTuple, those of NamedTuples in it included: an operation's arguments."""
     parts = ([f] if not hasattr(f.kind, "_fields") else _fields(f.kind) for f in _own_fields(arguments))
     return [field for part in parts for field in part]
 
@@ -101,9 +101,9 @@ def tensors_of(t: tuple) -> list[Tensor]:
 
 
 def register(name: str, arguments: type | list[str], outputs: int, run: Callable, fake: Callable):
-    """The custom operation vitfast::name, which takes the fields of `arguments` and returns so many tensors.
+    """The custom operation vitfast::name of these arguments, which returns so many tensors.
 
-    arguments: a NamedTuple type, or schemas.
+    arguments: a NamedTuple type, whose fields they are, or schemas.
     """
     schemas = arguments if isinstance(arguments, list) else [field.schema for field in _fields(arguments)]
     results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"

@@ -1,12 +1,13 @@
-"""MLPs, plain and gated (Shazeer, 2020: SwiGLU with "silu", GeGLU with "gelu"), and their first layer alone.
+"""MLPs, plain and gated, and their first layer alone.
 
     linear_gelu: activation(fc1(x))
     mlp:         fc2(activation(fc1(x)))
     gated_mlp:   down(inner_norm(activation(gate(x)) * up(x)))
 
-A plain MLP is a gated one without `up`: "in" is fc1 or gate, whose output, the pre-activation, the activation takes;
-"out" is fc2 or down. Kept for backward: the inputs, and what `in` and `up` put out; with an inner norm its input and
-statistics too. The activation is computed again where it is needed. Passes over memory:
+Gated MLPs (Shazeer, 2020) are SwiGLU with "silu" and GeGLU with "gelu". A plain MLP is one without `up`: "in" is fc1 or
+gate, whose output, the pre-activation, the activation takes; "out" is fc2 or down. Kept for backward: the inputs, and
+what `in` and `up` put out; with an inner norm its input and statistics too. The activation is computed again where it
+is needed. Passes over memory:
 
 forward     one product reads x and writes up, pre (in training) and the last layer's input. With an inner norm: one
             more reads its input h and writes what the last layer reads.
@@ -155,7 +156,7 @@ def recompute_inner(t: Hidden, saved: HiddenSaved) -> Tensor:
 
 
 class HiddenGradients(NamedTuple):
-    """Gradients of what the layers put out and of vectors, and the last layer's input; None where unwanted."""
+    """Gradients of the layers' outputs and of vectors; the last layer's input. None: not wanted."""
 
     pre: Tensor | None = None  # (M, F)
     up: Tensor | None = None  # (M, F)
@@ -276,7 +277,7 @@ _mlp, _gated_mlp = (
 
 
 def check_gate(op: str, t: Hidden) -> Hidden:
-    """t with inner_eps as Python's number. Raises for a gate (F, D) and an inner norm (F,) of other shapes."""
+    """t with inner_eps as Python's number. Raises for a gate or an inner norm of other shapes than up's."""
     hidden = t.up_weight.shape[0]
     check_tensors(op, gate_weight=t.in_weight)
     check_shape(op, "gate_weight", t.in_weight, tuple(t.up_weight.shape))

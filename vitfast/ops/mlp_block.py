@@ -1,4 +1,4 @@
-"""The MLP blocks of a pre-norm encoder layer (Eq. 3 of the ViT paper), plain and gated (SwiGLU, GeGLU), fused.
+"""The MLP blocks of a pre-norm encoder layer (Eq. 3 of the ViT paper), plain and gated, fused.
 
     mlp_block:       x + drop_path[b] * layer_scale * fc2(activation(fc1(norm(x))))
     gated_mlp_block: x + drop_path[b] * layer_scale * down(inner_norm(activation(gate(norm(x))) * up(norm(x))))
@@ -60,7 +60,7 @@ class _Arguments(NamedTuple):
 
     @property
     def in_weight(self) -> Tensor:
-        """What all blocks have."""
+        """As every block names its first layer."""
         return self.hidden.in_weight
 
 
