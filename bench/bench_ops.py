@@ -97,7 +97,7 @@ def addmm_activation(x: torch.Tensor, fc1_weight: torch.Tensor, fc1_bias: torch.
 
 
 def unfold(images, weight, bias, cls_token, pos_embed, *, mean=None, std=None):
-    """The patch embedding as one product over patches laid out in memory, often faster than a convolution."""
+    """The patch embedding as one product over patches in memory, often faster than a convolution."""
     images = ref.normalize(images, mean, std, weight.dtype) if images.dtype == torch.uint8 else images
     b, c, h, w = images.shape
     p, q = weight.shape[2:]

@@ -53,8 +53,8 @@ PLANTED = [
     Planted(
         "heads of Google's projection in another order",
         "model/checkpoint/google.py",
-        "lambda w: w.flatten(0, 1).T),  # (H, Dh, D)",
-        "lambda w: w.transpose(0, 1).flatten(0, 1).T),  # (H, Dh, D)",
+        'kernel$", lambda w: w.flatten(0, 1).T, lambda',
+        'kernel$", lambda w: w.transpose(0, 1).flatten(0, 1).T, lambda',
         "tests/model/checkpoint/test_originals.py -k google_npz",
     ),
     Planted(
@@ -70,7 +70,7 @@ PLANTED = [
         "model/positions.py",
         "scale.clamp(min=1.0)",
         "scale.clamp(min=1.0, max=1.0)",
-        "tests/model/test_many_sizes.py -k each_image_alone",
+        "tests/model/test_packed_batches.py -k factorized",
     ),
     Planted(
         "the map before a block for that after it",
@@ -143,7 +143,7 @@ PLANTED = [
         "data/loader.py",
         "for first in range(0, len(mine), size)]",
         "for first in range(0, len(mine) - size + 1, size)]",
-        "tests/data/test_jpeg.py -k next_of_its_batch",
+        "tests/data/test_loader.py -k digits_split",
     ),
     # training
     Planted(
@@ -222,7 +222,7 @@ PLANTED = [
         "eval/accuracy.py",
         "top[:, 0].sum(), top.sum()",
         "top[:, 0].sum(), top[:, 0].sum()",
-        "tests/eval/test_weights_and_data.py",
+        "tests/eval/test_accuracy.py -k top_5",
     ),
     Planted(
         "the probability of another class",
