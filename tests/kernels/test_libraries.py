@@ -1,24 +1,16 @@
-"""Libraries as providers, against float64: alone, and mixed with our kernels.
+"""Libraries as providers: their calls, their numbers against float64, alone and mixed with ours; refusals.
 
 On the CPU PyTorch's flash attention and LayerNorm run as they are. In the place of what needs a GPU there are functions
-of the same schema and conventions, written in plain PyTorch: they show that the calls are right.
+of the same schema and conventions (tests/helpers/attention_libraries.py): they show that the calls are right.
 """
 
+import contextlib
 import sys
 
 import pytest
 import torch
-from attention_cases import (
-    DTYPES,
-    HALVES,
-    SCALE,
-    any_strides,
-    by_launchers,
-    check_attention,
-    interpreted,
-    providers,
-    random,
-)
+from attention_cases import HALVES, SCALE, any_strides, by_launchers, check_attention, interpreted, providers, random
+from attention_libraries import FakeAten, install_packages
 
 from vitfast import ops
 from vitfast.kernels import launch
@@ -26,23 +18,48 @@ from vitfast.kernels.attention.launchers import attention_bwd, attention_bwd_sep
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.layer_norm import forward as norm
 from vitfast.kernels.libraries import attention as libraries
+from vitfast.kernels.libraries import cublaslt
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+EMPTY = {dtype: torch.empty(0, dtype=dtype) for dtype in (FP32, BF16, FP16)}
+
+
+@pytest.fixture
+def unknown():
+    """Nothing is known of the libraries, before and after."""
+    caches = libraries._load, libraries._cudnn_lse_axes
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def without_packages(unknown, monkeypatch):
+    """Neither package is installed, whatever is."""
+    for package in libraries.PACKAGES.values():
+        monkeypatch.setitem(sys.modules, package.module, None)
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N, D", [(1, 64), (197, 80)])
-@pytest.mark.parametrize("forward, backward", [("flash", "flash"), ("ours", "flash"), ("flash", "ours")])
-def test_flash_matches_float64(forward, backward, N, D, dtype):
-    with providers(attention_fwd=forward, attention_bwd=backward):
-        check_attention(*random(1, N, 2, D, dtype))
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_flash_takes_any_strides(dtype):
-    """And separate tensors, with the gradients of packed ones."""
-    with providers(attention_fwd="flash", attention_bwd="flash"):
-        for qkv, do in any_strides(dict(dtype=dtype)):
+@pytest.mark.parametrize("forward, backward", [("it", "it"), ("ours", "it"), ("it", "ours")])
+@pytest.mark.parametrize("provider, axes", [*((p, 3) for p in libraries.PROVIDERS), ("cudnn", 4)])
+def test_attention_by_libraries_matches_float64(provider, axes, forward, backward, unknown, monkeypatch):
+    """With any strides too; separate gradients are those of packed tensors."""
+    fake, called = FakeAten(axes), install_packages(monkeypatch)
+    if provider != "flash":
+        monkeypatch.setattr(libraries, "aten", fake)
+        monkeypatch.setattr(libraries, "unsupported_reason", lambda *_: None)
+    chosen = {"it": provider, "ours": "ours"}
+    with providers(attention_fwd=chosen[forward], attention_bwd=chosen[backward]):
+        check_attention(*random(1, 50, 2, 72, BF16))
+        assert len(called + fake.called) >= (forward, backward).count("it") or provider == "flash"
+        for N, D, dtype in ((1, 64, FP32), (64, 32, FP16), (197, 80, BF16)):
+            check_attention(*random(1, N, 2, D, dtype))
+        if "ours" in (forward, backward):
+            return
+        for qkv, do in any_strides(dict(dtype=BF16)):
             check_attention(qkv, do)
         q, k, v = qkv.unbind(2)
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
@@ -53,10 +70,19 @@ def test_flash_takes_any_strides(dtype):
     assert all(g.is_contiguous() and torch.equal(g, part) for g, part in zip(separate, packed.unbind(2)))
 
 
+def test_flash_on_a_gpu_is_called_as_its_schema_says():
+    """On meta tensors, which take the way of a GPU's; the shapes alone come back."""
+    q, k, v, o, do = (torch.empty(2, 50, 3, 80, dtype=BF16, device="meta") for _ in range(5))
+    lse = torch.empty(2, 3, 50, device="meta")
+    out, theirs = libraries._forward_pytorch("flash", q, k, v, SCALE)
+    assert out.shape == (2, 3, 50, 80) and theirs.shape == lse.shape and theirs.dtype == FP32
+    grads = libraries._backward_pytorch("flash", q, k, v, o, lse, do, SCALE)
+    assert [g.shape for g in grads] == [out.shape] * 3
+
+
 def test_only_what_libraries_cannot_load_is_copied():
     half = torch.randn(2, 9, 3, 2, 72).half()
-    fits = [half[:, :, 0], half[:, 1:, 1], half[..., 8:][:, :, 2]]
-    assert all(libraries._aligned(x) is x for x in fits)
+    assert all(libraries._aligned(x) is x for x in (half[:, :, 0], half[:, 1:, 1], half[..., 8:][:, :, 2]))
     odd = torch.randn(2, 9, 2, 75).half()  # rows start anywhere, whether the first one does or not
     for x in (half[..., 4:][:, :, 0], half[:, :1, 0].expand(2, 9, 2, 72), odd[..., :72], odd[..., 3:]):
         copy = libraries._aligned(x)
@@ -74,21 +100,73 @@ def test_an_operation_on_libraries_launches_nothing_of_ours():
     assert launch.launches_made() == before and {op for op, _, _ in used} == set(chosen)
 
 
-@pytest.fixture
-def without_packages(monkeypatch):
-    """Neither package is installed, whatever is."""
-    for package in libraries.PACKAGES.values():
-        monkeypatch.setitem(sys.modules, package.module, None)
-    libraries._load.cache_clear()
-    yield
-    libraries._load.cache_clear()
+# What is refused, and who is a candidate
+
+
+@pytest.mark.parametrize(
+    "provider, x, backward, reason",
+    [
+        ("flash", torch.empty(2, 9, 2, 32), True, None),
+        ("flash", torch.empty(0, 9, 2, 32), False, "the batch is empty"),
+        ("cudnn", EMPTY[FP16], False, "needs an NVIDIA GPU, the tensors are on cpu"),
+        ("flash_attn_3", EMPTY[FP16], False, "not installed"),
+        ("flash, deterministic", EMPTY[FP16], True, "its backward may add in any order"),
+        ("flash, deterministic", EMPTY[FP16], False, None),
+        # as they would be asked on a GPU
+        ("cudnn, sm_80", torch.empty(2, 9, 2, 32).half(), False, None),
+        (
+            "cudnn, sm_80",
+            torch.empty(2, 9, 2, 33).half(),
+            False,
+            "torch.backends.cuda.can_use says no to (2, 9, 2, 33) of torch.float16",
+        ),
+        ("flash, sm_80", EMPTY[BF16], False, None),
+        ("flash, sm_80", EMPTY[FP32], False, "does not compute in torch.float32"),
+        ("efficient, sm_80", torch.empty(2, 9, 2, 32), True, None),
+        ("flash_attn_3, sm_80", EMPTY[FP16], False, "does not run on a GPU of compute capability 8.0"),
+        ("flash_attn_4, sm_80", EMPTY[FP16], False, None),
+        ("flash_attn_4, sm_80", EMPTY[FP16], True, "does not run on a GPU of compute capability 8.0"),
+    ],
+)
+def test_what_a_library_cannot_run_is_said(provider, x, backward, reason, without_packages, monkeypatch):
+    def can_use(params):
+        assert params.query.dim() == 4 and params.query.shape[-2:] in ((9, 32), (9, 33), (64, 64))  # heads come first
+        return params.query.shape[-1] % 8 == 0
+
+    name, _, where = provider.partition(", ")
+    ask = libraries._unsupported_on_gpu if where == "sm_80" else libraries.unsupported_reason
+    monkeypatch.setattr(libraries, "PYTORCH", dict.fromkeys(libraries.PYTORCH, can_use))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: where == "deterministic")
+    said = ask(name, x, backward) if where == "sm_80" else ask(x, name, backward)
+    assert (said is None) == (reason is None) and (said or "").startswith(reason or "")
+
+
+@pytest.mark.parametrize("breakage", ["signature", "missing", "import"])
+def test_package_that_does_not_fit_is_named(breakage, unknown, monkeypatch):
+    install_packages(monkeypatch)
+    module = sys.modules["flash_attn_interface"]
+    reason = "this version's flash_attn_interface._flash_attn_backward is another than vitfast calls"
+    if breakage == "signature":
+        module._flash_attn_backward = lambda dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal: None
+    elif breakage == "missing":
+        del module._flash_attn_backward
+    else:
+        reason = r"import flash_attn_interface fails \(ImportError: undefined symbol\)"
+
+        def fail(name):
+            raise ImportError("undefined symbol")
+
+        monkeypatch.setattr(libraries.importlib, "import_module", fail)
+    with pytest.raises(RuntimeError, match=reason):
+        libraries._function("flash_attn_3", "forward")
 
 
 @interpreted
 @pytest.mark.parametrize("provider, reason", [("flash_attn_3", "not installed"), ("cudnn", "needs an NVIDIA GPU")])
 def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch):
     """A table that names it gets our first rule; a test or a measurement gets an error."""
-    qkv, do = random(1, 20, 1, 32, torch.float32)
+    qkv, do = random(1, 20, 1, 32, FP32)
     shipped = by_launchers(qkv, do)
     for op in ("attention_fwd", "attention_bwd"):
         with tiles.override(op, tiles.tile(provider=provider)):
@@ -104,63 +182,42 @@ def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch
         assert torch.equal(fallen_back[name], value), name
 
 
-def test_candidates_are_those_that_can_run(without_packages):
-    half = torch.empty(0, dtype=torch.float16)
-    for op, shape in (("attention_fwd", "d64n256"), ("attention_bwd", "d80n320")):
-        assert [t.provider for t in tiles.candidates(op, half, shape)] == ["tiled", "flash"]
-        absent = tiles.absent(op, half, shape)
-        assert absent.keys() == set(libraries.PROVIDERS) - {"flash"}
-        assert absent["flash_attn_4"] == "not installed" and "needs an NVIDIA GPU" in absent["efficient"]
-    assert [t.provider for t in tiles.candidates("layer_norm_fwd", half, "3x256a")] == ["torch"]
-    assert tiles.absent("layer_norm_fwd", half, "3x256a") == tiles.absent("linear_fwd", half, "768x768") == {}
+ATTENTION = set(libraries.PROVIDERS)
+
+
+@pytest.mark.parametrize(
+    "op, shape, dtype, where, wanted, absent",
+    [
+        ("attention_fwd", "d64n256", FP16, "here", ["tiled", "flash"], ATTENTION - {"flash"}),
+        ("attention_bwd", "d80n320", FP16, "here", ["tiled", "flash"], ATTENTION - {"flash"}),
+        ("layer_norm_fwd", "3x256a", FP16, "here", ["torch"], set()),
+        ("linear_residual_fwd", "768x768", BF16, "here", ["cublas", "tma", "triton", "tma"], {"cublaslt"}),
+        ("linear_residual_fwd", "768x768", BF16, "built", ["cublas", "cublaslt", "tma", "triton", "tma"], set()),
+        ("linear_residual_fwd", "768x768", FP32, "built", ["cublas"], set()),
+        # libraries are not compiled offline
+        ("attention_bwd", "d64n256", BF16, "offline", ["head", "head", "phases", "tiled"], ATTENTION),
+        ("layer_norm_bwd", "3x256as", BF16, "offline", [], {"torch"}),
+    ],
+)
+def test_candidates_are_those_that_can_run(op, shape, dtype, where, wanted, absent, without_packages, monkeypatch):
+    if where == "built":
+        monkeypatch.setattr(cublaslt, "unsupported_reason", lambda *_: None)
+    with tiles.targeting(90) if where == "offline" else contextlib.nullcontext():
+        x = EMPTY[dtype].to("meta") if where == "offline" else EMPTY[dtype]
+        assert [t.provider for t in tiles.candidates(op, x, shape)] == wanted
+        assert tiles.absent(op, x, shape).keys() == absent
 
 
 def test_offline_compilation_knows_no_library():
-    meta = torch.empty(0, dtype=torch.bfloat16, device="meta")
-    with tiles.targeting(90):
-        here = [t.provider for t in tiles.candidates("attention_bwd", meta, "d64n256")]
-        assert here == ["head", "head", "phases", "tiled"]
-        assert tiles.candidates("layer_norm_bwd", meta, "3x256as") == []
-        assert set(tiles.absent("attention_fwd", meta, "d64n256")) == set(libraries.PROVIDERS)
-        with (
-            pytest.raises(RuntimeError, match="layer_norm_fwd: torch cannot run here"),
-            tiles.override("layer_norm_fwd", tiles.tile(provider="torch")),
-        ):
-            norm.layer_norm_fwd(torch.empty(2, 64, device="meta"), None, None, 1e-6)
+    torchs = tiles.override("layer_norm_fwd", tiles.tile(provider="torch"))
+    with tiles.targeting(90), torchs, pytest.raises(RuntimeError, match="layer_norm_fwd: torch cannot run here"):
+        norm.layer_norm_fwd(torch.empty(2, 64, device="meta"), None, None, 1e-6)
 
 
-def test_deterministic_algorithms_and_empty_batches_are_ours():
-    q = torch.empty(2, 9, 2, 32)
-    assert libraries.unsupported_reason(q, "flash", backward=True) is None
-    assert libraries.unsupported_reason(q[:0], "flash", backward=False) == "the batch is empty"
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert "deterministic" in libraries.unsupported_reason(q, "flash", backward=True)
-        assert libraries.unsupported_reason(q, "flash", backward=False) is None
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_what_a_gpu_cannot_run(monkeypatch):
-    """Dtype, generation and PyTorch's own rules, as they would be asked on a GPU."""
-    half, single, reason = torch.empty(2, 9, 2, 32).half(), torch.empty(2, 9, 2, 32), libraries._unsupported_on_gpu
-    asked = []
-
-    def can_use(params):
-        asked.append(tuple(params.query.shape))
-        return len(asked) != 2
-
-    can_use.__name__ = "can_use_cudnn_attention"
-    monkeypatch.setattr(libraries, "PYTORCH", dict.fromkeys(libraries.PYTORCH, can_use))
-    assert reason("cudnn", half, False) is None and asked == [(2, 2, 9, 32)]
-    assert "can_use_cudnn_attention says no to (2, 9, 2, 32) of torch.float16" in reason("cudnn", half, False)
-    assert reason("efficient", single, True) is None
-    assert reason("flash", single, False) == "does not compute in torch.float32"
-    assert reason("flash", torch.empty(0, dtype=torch.bfloat16), False) is None and asked[-1] == (1, 1, 64, 64)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "compute capability 8.0" in reason("flash_attn_3", half, False)
-    assert reason("flash_attn_4", half, False) is None
-    assert "compute capability 8.0" in reason("flash_attn_4", half, True)
+def test_cublaslt_is_for_gpus_and_16_bit():
+    assert cublaslt.unsupported_reason(EMPTY[BF16]) == "needs an NVIDIA GPU, the tensors are on cpu"
+    on_gpu = type("OnGpu", (), dict(device=torch.device("cuda", 0), dtype=FP32))
+    assert cublaslt.unsupported_reason(on_gpu) == "does not compute in torch.float32"
 
 
 # LayerNorm by PyTorch

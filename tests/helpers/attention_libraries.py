@@ -1,20 +1,12 @@
-"""How the attention libraries that need a GPU are called, against float64.
-
-In their place there are functions of the same schema and conventions, written in plain PyTorch: they show that the
-calls are right.
-"""
+"""Attention libraries that need a GPU, as functions of the same schema and conventions, written in plain PyTorch."""
 
 import inspect
 import sys
 from types import ModuleType
 
-import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import SCALE, by_autograd, check_attention, interpreted, providers, random
 
-from vitfast.kernels.attention.launchers import attention_bwd_separate, attention_fwd
-from vitfast.kernels.configs import tiles
 from vitfast.kernels.libraries import attention as libraries
 
 # Parameters of flash-attn-3 (hopper/flash_attn_interface.py, custom operations since September 2025) and flash-attn-4
@@ -58,14 +50,15 @@ def plain_backward(q, k, v, o, lse, do, scale):
     return ds @ k, ds.mT @ q, p.mT @ do
 
 
-def stand_in(name, given):
-    """The package's function of that name; it notes the arguments that it was given."""
+def package_function(name, called):
+    """The package's function of that name; it notes that it was called."""
     words = (word + "None" if word.endswith("=") else word for word in SIGNATURES[name].split())
     signature = inspect.signature(eval(f"lambda {', '.join(words)}: None"))
 
     def function(*args, **kwargs):
         call = signature.bind(*args, **kwargs).arguments
-        given.append((name, call))
+        called.append(name)
+        assert not call.get("causal", False)
         q, k, v = (call[x].transpose(1, 2) for x in "qkv")
         if "dout" not in call:
             o, lse = plain_forward(q, k, v, call["softmax_scale"])
@@ -84,69 +77,23 @@ def stand_in(name, given):
     return type("CustomOpDef", (), {"_init_fn": staticmethod(function), "__call__": staticmethod(function)})()
 
 
-@pytest.fixture
-def packages(monkeypatch):
-    """Both packages, as stand-ins that can run here; yields their calls."""
-    given = []
+def install_packages(monkeypatch) -> list[str]:
+    """Both packages are installed; returns the names of the functions that are called."""
+    called = []
     for package in libraries.PACKAGES.values():
         parts = package.module.split(".")
         for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         for name in (package.forward, package.backward):
-            setattr(sys.modules[package.module], name, stand_in(name, given))
-    libraries._load.cache_clear()
-    yield given
-    libraries._load.cache_clear()
-
-
-@interpreted
-@pytest.mark.parametrize("forward, backward", [("it", "it"), ("ours", "it"), ("it", "ours")])
-@pytest.mark.parametrize("provider", libraries.PACKAGES)
-def test_packages_are_called_as_they_are_written(provider, forward, backward, packages, monkeypatch):
-    assert "needs an NVIDIA GPU" in libraries.unsupported_reason(torch.empty(0), provider, False)  # installed, but
-    monkeypatch.setattr(libraries, "unsupported_reason", lambda *_: None)
-    chosen = {"it": provider, "ours": "ours"}
-    qkv, do = random(2, 50, 2, 72, torch.bfloat16)
-    with providers(attention_fwd=chosen[forward], attention_bwd=chosen[backward]):
-        check_attention(qkv, do)
-        assert len(packages) == (forward, backward).count("it")
-        q, k, v = (torch.randn(2, 9, 2, 32) for _ in range(3))
-        o, lse = attention_fwd(q, k, v, SCALE)
-        grads = attention_bwd_separate(q, k, v, o, lse, o, SCALE)
-    truth = by_autograd(torch.stack([q, k, v], 2).double(), o.double())["dqkv"]
-    torch.testing.assert_close(torch.stack(grads, 2).double(), truth, atol=1e-5, rtol=1e-5)
-    for name, call in packages:
-        assert call["softmax_scale"] == SCALE and not call.get("causal", False), name
-
-
-@pytest.mark.parametrize("breakage", ["signature", "missing", "import"])
-def test_package_that_does_not_fit_is_named(breakage, packages, monkeypatch):
-    module = sys.modules["flash_attn_interface"]
-    reason = "this version's flash_attn_interface._flash_attn_backward is another than vitfast calls"
-    if breakage == "signature":
-        module._flash_attn_backward = lambda dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal: None
-    elif breakage == "missing":
-        del module._flash_attn_backward
-    else:
-        reason = r"import flash_attn_interface fails \(ImportError: undefined symbol\)"
-        plain = libraries.importlib.import_module
-
-        def fail(name, *package):
-            if name == "flash_attn_interface":
-                raise ImportError("undefined symbol")
-            return plain(name, *package)
-
-        monkeypatch.setattr(libraries.importlib, "import_module", fail)
-    flash = tiles.tile(provider="flash_attn_3")
-    with pytest.raises(RuntimeError, match=reason), tiles.override("attention_fwd", flash):
-        attention_fwd(*(torch.empty(1, 4, 1, 16),) * 3, 1.0)
+            setattr(sys.modules[package.module], name, package_function(name, called))
+    return called
 
 
 class FakeAten:
     """PyTorch's GPU operations on CPU tensors: schemas checked on meta tensors, the conventions kept."""
 
-    def __init__(self, lse_axes):
+    def __init__(self, lse_axes: int):
         self.lse_axes, self.called = lse_axes, []
 
     def __getattr__(self, name):
@@ -179,31 +126,3 @@ class FakeAten:
         if "efficient" in name:
             return F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         return lse[..., None] if "cudnn" in name and self.lse_axes == 4 else lse
-
-
-@interpreted
-@pytest.mark.parametrize("forward, backward", [("it", "it"), ("ours", "it"), ("it", "ours")])
-@pytest.mark.parametrize("provider, lse_axes", [("cudnn", 4), ("cudnn", 3), ("efficient", 3)])
-def test_gpu_operations_are_called_as_their_schema_says(provider, lse_axes, forward, backward, monkeypatch):
-    fake = FakeAten(lse_axes)
-    monkeypatch.setattr(libraries, "aten", fake)
-    monkeypatch.setattr(libraries, "unsupported_reason", lambda *_: None)
-    libraries._cudnn_lse_axes.cache_clear()
-    chosen = {"it": provider, "ours": "ours"}
-    try:
-        with providers(attention_fwd=chosen[forward], attention_bwd=chosen[backward]):
-            for N, D in ((50, 72), (64, 32)):
-                check_attention(*random(2, N, 2, D, torch.bfloat16))
-    finally:
-        libraries._cudnn_lse_axes.cache_clear()
-    assert any(provider in name for name in fake.called)
-
-
-def test_flash_on_a_gpu_is_called_as_its_schema_says():
-    """On meta tensors, which take the way of a GPU's; the shapes alone come back."""
-    q, k, v, o, do = (torch.empty(2, 50, 3, 80, dtype=torch.bfloat16, device="meta") for _ in range(5))
-    lse = torch.empty(2, 3, 50, device="meta")
-    out, theirs = libraries._forward_pytorch("flash", q, k, v, SCALE)
-    assert out.shape == (2, 3, 50, 80) and theirs.shape == lse.shape and theirs.dtype == torch.float32
-    grads = libraries._backward_pytorch("flash", q, k, v, o, lse, do, SCALE)
-    assert [g.shape for g in grads] == [out.shape] * 3
