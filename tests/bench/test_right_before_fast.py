@@ -131,7 +131,7 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
     results = {"flash-attn 3": "out", "flash-attn 4": "out, None"}
     for number, impl in enumerate(results):
         monkeypatch.setitem(FLASH, impl, (f"fake{number}", f"vitfast_fake{number}.cute"))
-        for find in (bench_ops.attention_peer, lambda impl, packed: bench_packed.function_of(impl, small)):
+        for find in (bench_ops.attention_peer, lambda impl, packed: bench_packed.IMPLEMENTATIONS[impl](small)):
             with pytest.raises(pytest.skip.Exception, match=f"fake{number} cannot be imported: No module named"):
                 find(impl, packed=True)
     for number, result in enumerate(results.values()):
@@ -139,12 +139,12 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text(FAKE.format(result=result))
     monkeypatch.syspath_prepend(tmp_path)
-    packed = harness.Check(bench_packed.case_of(small, "vitfast"), "both")
+    packed = harness.Check(bench_packed.case_of(small), "both")
     for impl in results:
         for name in ("attention", "attention separate"):
             check = harness.Check(bench_ops.case_of(name, NANO), "both")
             assert check.judge(impl, bench_ops.function_of(name, NANO, impl))["error"] < 1e-5
-        assert packed.judge(impl, bench_packed.function_of(impl, small))["error"] < 1e-5
+        assert packed.judge(impl, bench_packed.IMPLEMENTATIONS[impl](small))["error"] < 1e-5
     with pytest.raises(WrongResult):
         check.judge("swapped", lambda q, k, v: peers.sdpa_separate(q, v, k))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.ModuleType("old"))
