@@ -149,7 +149,7 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
         check.judge("swapped", lambda q, k, v: peers.sdpa_separate(q, v, k))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.ModuleType("old"))
     with pytest.raises(pytest.skip.Exception, match="torch has no torch.nn.attention.varlen.varlen_attn"):
-        bench_packed.function_of("torch varlen", small)
+        bench_packed.IMPLEMENTATIONS["torch varlen"](small)
 
 
 def test_peers_have_their_best_setting(gpu, monkeypatch):
