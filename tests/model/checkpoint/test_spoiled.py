@@ -1,0 +1,153 @@
+"""Files cut short, pickles, wrong paths, and configurations spoiled by chance: a model, or one line that says why."""
+
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+from checkpoints import SMALL, google, made, refused, small, small_timm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.models._hub import save_for_hf
+
+from vitfast import InputError, ViT, load_checkpoint
+
+
+def test_unreadable_files(tmp_path):
+    state = small_timm().state_dict()
+    safetensors.torch.save_file(state, tmp_path / "cut.safetensors")
+    torch.save(state, tmp_path / "cut.pth")
+    np.savez(tmp_path / "cut.npz", **google())
+    for path in sorted(tmp_path.iterdir()):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    for suffix in ("pth", "safetensors", "npz"):
+        (tmp_path / f"empty.{suffix}").touch()
+    (tmp_path / "text.pth").write_text("hello")
+    with open(tmp_path / "inside_out.npz", "wb") as file:
+        np.save(file, np.zeros(3))
+    for path in sorted(tmp_path.iterdir()):
+        refused(path, f"^{path}: not a whole|^{path}: holds a ndarray", (load_checkpoint,))
+
+
+def test_pickles_are_not_run(tmp_path):
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return ran.touch, ()
+
+    class Script(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    torch.save({"model": Evil()}, tmp_path / "evil.pth")
+    for name in ("evil.bin", "evil.npz"):
+        with open(tmp_path / name, "wb") as file:
+            pickle.dump(Evil(), file, protocol=2)
+    np.savez(tmp_path / "objects.npz", **google(), extra=np.array([Evil()], dtype=object))
+    torch.save(small_timm(), tmp_path / "model.pt")
+    for path in sorted(tmp_path.iterdir()):
+        refused(path, "Python objects.*save model.state_dict", (load_checkpoint,))
+    torch.jit.script(Script()).save(str(tmp_path / "ViT-B-32.pt"))
+    refused(tmp_path / "ViT-B-32.pt", "a TorchScript archive, .*convert it: torch.save.torch.jit.load")
+    assert not ran.exists()
+
+
+def test_wrong_paths_say_what_is_wrong(tmp_path):
+    refused(tmp_path / "nowhere.npz", "no such file or folder")
+    refused("owner/name", "write hf-hub:owner/name")
+    refused(tmp_path, "no weights in this folder; expected model.safetensors or pytorch_model.bin")
+    (tmp_path / "weights.h5").touch()
+    refused(tmp_path / "weights.h5", "unknown kind of weights file; known are .safetensors, .npz")
+    for name in ("a.pth", "b.pth"):
+        torch.save(torch.zeros(3), tmp_path / name)
+    refused(tmp_path, "several weights files .a.pth, b.pth.")
+    refused(tmp_path / "a.pth", "holds a Tensor, expected a dictionary")
+    for source in (None, 3, b"x", " ", ""):
+        with pytest.raises(InputError, match="no weights given: give a file, a folder or hf-hub:owner/name"):
+            ViT.from_pretrained(source)
+    for source in (5000 * "x", "~nobody-is-called-so/x"):
+        refused(source, "cannot be read")
+
+
+# ---- config.json
+
+ODD = (
+    *(None, True, False, 0, 1, -1, 3, 10**9, 10**12, 10**30, -0.5, 0.5, 1.0, 1e-300, 1e308, math.nan, math.inf),
+    *("", "x", "224", "token", [], [1], [32, 32], [0, -1], [10**9, 10**9], [[1], [2]], [None], ["a"], {}, {"0": "a"}),
+    *({"a": {"b": [1]}}, [math.nan] * 3, "x\n" * 100),
+)
+
+
+def places(content, path=()):
+    """The paths to every value of nested objects and lists."""
+    yield path
+    if isinstance(content, (dict, list)):
+        for key in content if isinstance(content, dict) else range(len(content)):
+            yield from places(content[key], (*path, key))
+
+
+def spoiled(content, path, value):
+    """A copy with another value at a path; a value of ... removes it."""
+    if not path:
+        return {} if value is ... else value
+    copy, (first, *rest) = content.copy(), path
+    if rest:
+        copy[first] = spoiled(copy[first], rest, value)
+    elif value is ...:
+        del copy[first]
+    else:
+        copy[first] = value
+    return copy
+
+
+def load(folder, content):
+    """The model, or None for an InputError of one line that begins with the folder."""
+    (folder / "config.json").write_text(json.dumps(content))
+    try:
+        return ViT.from_pretrained(folder)
+    except InputError as error:
+        said = str(error)
+        assert said.startswith(str(folder)) and "\n" not in said, said
+        return None
+
+
+VALUES = st.one_of(
+    st.sampled_from((..., *ODD)),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=4,
+    ),
+)
+
+
+@pytest.mark.parametrize("library", ["vitfast", "timm", "huggingface"])
+def test_spoiled_values(tmp_path, library):
+    """Of a config.json of each library: a model, or one error of one line."""
+    if library == "vitfast":
+        small(class_names=list("abcde"), init_values=0.1).save_pretrained(tmp_path)
+    elif library == "timm":
+        save_for_hf(timm.create_model("vit_base_patch16_224", **SMALL), tmp_path, safe_serialization=True)
+    else:
+        made("Dinov2Model").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert load(tmp_path, content) is not None
+    every = list(places(content))
+
+    @settings(derandomize=True, deadline=None, max_examples=100, database=None)
+    @given(st.lists(st.tuples(st.sampled_from(every), VALUES), min_size=1, max_size=3))
+    def spoil(changes):
+        odd = content
+        for path, value in changes:
+            try:
+                odd = spoiled(odd, path, value)
+            except (AttributeError, KeyError, IndexError, TypeError):
+                pass  # an earlier change took the place away
+        load(tmp_path, odd)
+
+    spoil()
