@@ -7,16 +7,13 @@ import contextlib
 import functools
 import json
 import math
-import multiprocessing
 import os
 import platform
-import signal
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection, wait
 
 import torch
 from torch import Tensor
@@ -28,6 +25,7 @@ from ..kernels.launch import INTERPRETED, launches_made, missing_for_launchers
 from ..kernels.libraries import cublaslt
 from ..version import __version__
 from . import interpreter
+from .child import Children, Lost
 from .machine_code.cubin import ptxas_version
 from .verify import EPS, cases, edges, exact_fp32, run, worst
 from .verify.draw import Draw, Input, Sizes
@@ -196,69 +194,28 @@ def check_at_edges(task: Task) -> Result:
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
-    """Yields results of `work` from `jobs` spawned processes; one that dies is a failed result."""
-    context, waiting = multiprocessing.get_context("spawn"), deque(todo)
-    busy: dict[Connection, tuple[multiprocessing.Process, Task]] = {}
+    """Yields results of `work`, each from a process of its own, `jobs` at a time; one that dies is a failed result."""
+    children, threads = Children(__name__), ThreadPoolExecutor(jobs)
 
-    def assign(connection: Connection, process: multiprocessing.Process) -> None:
-        busy[connection] = process, waiting.popleft()
-        with contextlib.suppress(OSError):  # it has died meanwhile: that is seen where its result is read
-            connection.send(busy[connection][1])
+    def run(task: Task) -> Result:
+        try:
+            return children.run(None, _alone, work, task)
+        except Lost as lost:
+            return failed(*task, f"its process {lost}")
 
     try:
-        while waiting or busy:
-            while waiting and len(busy) < jobs:
-                assign(*_start(context, work))
-            for connection in wait(list(busy)):
-                process, task = busy.pop(connection)
-                try:
-                    result, goes_on = connection.recv()
-                except (EOFError, OSError):
-                    result, goes_on = failed(*task, f"its process died {_death(process)}"), False
-                if goes_on and waiting:
-                    assign(connection, process)
-                yield result
+        for future in as_completed([threads.submit(run, task) for task in todo]):
+            yield future.result()
     finally:
-        for process, _ in busy.values():
-            process.kill()
+        threads.shutdown(wait=False, cancel_futures=True)
+        children.close()
 
 
-def _start(context, work: Callable[[Task], Result]) -> tuple[Connection, multiprocessing.Process]:
-    """A worker and our end of its pipe. Ctrl-C is ours alone: we end it, also while it is still importing."""
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, work), daemon=True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which the process inherits
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()  # its end has one owner, so that its death is the end of the pipe
-    return ours, process
-
-
-def _death(process: multiprocessing.Process) -> str:
-    """How a process ended that has closed its pipe; one that has not ended is killed."""
-    process.join(10)
-    process.kill()
-    process.join()
-    code = process.exitcode
-    return f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
-
-
-def _serve(connection: Connection, work: Callable[[Task], Result]) -> None:
-    """A worker of `in_processes`; it ends when nothing is left to do, or when its GPU has failed."""
+def _alone(work: Callable[[Task], Result], task: Task) -> Result:
+    """The task in a process of its own."""
     torch.set_num_threads(1)  # there are as many of us as CPUs
     prepare()
-    goes_on = True
-    with contextlib.suppress(EOFError):
-        while goes_on:
-            result = work(connection.recv())
-            if not result.passed and torch.cuda.is_available():
-                try:
-                    torch.cuda.synchronize()
-                except RuntimeError:  # an illegal access: every later call of this process would fail too
-                    goes_on = False
-            connection.send((result, goes_on))
+    return work(task)
 
 
 def machine() -> dict[str, str]:

@@ -149,7 +149,7 @@ def main(folder):
     for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         os.environ[name] = str(folder / "ptxas")  # which never ends
     compiler.SECONDS, sleeper = 2, compiler.Compiler(90, 1)
-    sleeper.context = multiprocessing.get_context("fork")
+    sleeper.children.context = multiprocessing.get_context("fork")
     ahead["sleeps"] = sleeper.run(warps(8))
     names = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     ahead["left"] = sum(b"sleep" in name and b"98765" in name for name in names)
@@ -198,7 +198,7 @@ def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen)
         "the compiler died with exit code 3",
     ]
     assert "nothing in it will be found" in found["other"] and "made from other kernels" in found["changed"]
-    assert found["ahead"]["sleeps"] == [0, "compiling took longer than 2 s"] and found["ahead"]["left"] == 0
+    assert found["ahead"]["sleeps"] == [0, "the compiler took longer than 2 s"] and found["ahead"]["left"] == 0
     candidates, failures, finished, compilations = found["tuned"]
     assert (
         candidates > 5 and not failures and finished and compilations > 3

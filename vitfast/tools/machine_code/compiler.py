@@ -7,9 +7,7 @@ looks for it.
 
 import contextlib
 import importlib
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -23,6 +21,7 @@ from triton.runtime.cache import triton_key
 
 from ...errors import InputError, both_ends
 from ...kernels.launch import INTERPRETED, Launch, settle
+from ..child import Children, Lost
 
 SECONDS = 25  # of one compilation, which takes one or two, after which it counts as failed
 triton_key()  # half a second, once, and not again in every process that is forked from one that has imported this
@@ -137,20 +136,12 @@ def _descriptor(kind: type, dtype: torch.dtype, *sizes_and_layout):
     return kind(_tensor(dtype), *sizes_and_layout)
 
 
-def _work(connection, job: Job, capability: int) -> None:
-    """Compiles in a process of its own; sends the bytes of shared memory, or what went wrong."""
-    os.setsid()  # so that ptxas, which it starts, is ended with it
+def _compile(job: Job, capability: int) -> tuple[int, str]:
+    """Bytes of shared memory, and what went wrong or ""."""
     try:
-        connection.send((compiled(job.launch(), capability).metadata.shared, ""))
+        return compiled(job.launch(), capability).metadata.shared, ""
     except BaseException as error:  # whatever a compiler raises is this candidate's end, not the tuner's
-        connection.send((0, both_ends(f"{type(error).__name__}: {error}")))
-
-
-def _end(process) -> None:
-    """Kills a process and what it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
+        return 0, both_ends(f"{type(error).__name__}: {error}")
 
 
 class Compiler:
@@ -167,11 +158,8 @@ class Compiler:
         self.capability = capability
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.processes = processes or max(1, min(14, cores - 2))
-        # Forked from a process that has imported this and touched no GPU.
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([__name__])
+        self.children = Children(__name__)
         self.threads = ThreadPoolExecutor(self.processes)
-        self.running: set = set()
         self.futures: dict[tuple, Future] = {}
 
     @property
@@ -187,23 +175,12 @@ class Compiler:
 
     def run(self, job: Job) -> tuple[int, str]:
         """Compiles a job in a process of its own, and waits for it."""
-        receiver, sender = self.context.Pipe(duplex=False)
-        process = self.context.Process(target=_work, args=(sender, job, self.capability), daemon=True)
-        process.start()
-        self.running.add(process)
-        sender.close()
         try:
-            return receiver.recv() if receiver.poll(SECONDS) else (0, f"compiling took longer than {SECONDS} s")
-        except EOFError:
-            process.join()
-            return 0, f"the compiler died with exit code {process.exitcode}"
-        finally:
-            self.running.discard(process)
-            _end(process)
-            process.join()
+            return self.children.run(SECONDS, _compile, job, self.capability)
+        except Lost as lost:
+            return 0, f"the compiler {lost}"
 
     def close(self) -> None:
         """Forgets what has not begun, and stops what has."""
         self.threads.shutdown(wait=False, cancel_futures=True)
-        for process in list(self.running):
-            _end(process)
+        self.children.close()

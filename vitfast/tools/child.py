@@ -1,0 +1,61 @@
+"""Runs functions in processes of their own, so that one that dies or hangs takes nothing along."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+
+
+class Lost(Exception):
+    """A process that gave no result: "died with exit code 3", "took longer than 25 s"."""
+
+
+class Children:
+    """Processes forked from one that has imported a module and touched no GPU."""
+
+    def __init__(self, module: str):
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([module])
+        self.running: set = set()
+
+    def run(self, seconds: float | None, function: Callable, *arguments):
+        """Returns function(*arguments), computed in a new process. Any thread may call.
+
+        Raises Lost where the process ends without a result or takes longer than `seconds`.
+        """
+        receiver, sender = self.context.Pipe(duplex=False)
+        process = self.context.Process(target=_serve, args=(sender, function, *arguments), daemon=True)
+        process.start()
+        self.running.add(process)
+        sender.close()  # its end has one owner, so that its death is the end of the pipe
+        try:
+            if not receiver.poll(seconds):
+                raise Lost(f"took longer than {seconds} s")
+            return receiver.recv()
+        except EOFError:
+            process.join()
+            code = process.exitcode
+            how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+            raise Lost(f"died {how}") from None
+        finally:
+            self.running.discard(process)
+            _end(process)
+            process.join()
+
+    def close(self) -> None:
+        """Ends what is running."""
+        for process in list(self.running):
+            _end(process)
+
+
+def _serve(connection, function: Callable, *arguments) -> None:
+    os.setsid()  # so that what it starts, such as ptxas, is ended with it, and Ctrl-C is its parent's alone
+    connection.send(function(*arguments))
+
+
+def _end(process) -> None:
+    """Kills a process and what it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
