@@ -9,17 +9,13 @@ import safetensors.torch
 import timm
 import torch
 import transformers
-from checkpoints import HEADS, HF, SMALL, agree, logits, randomised, small
+from checkpoints import CLASSES, SMALL, D, agree, images, logits, made, small, small_timm
+from timm_names import images as timm_images
+from timm_names import small as named
 from torch.nn.utils import prune
 
 from vitfast import InputError, ViT, cli
 from vitfast.model.convert import FORMATS, convert, write
-
-
-def hugging_face(folder, **changes):
-    truth = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**HF)))
-    truth.save_pretrained(folder, **changes)
-    return truth
 
 
 def run(capsys, *args):
@@ -37,7 +33,7 @@ def run(capsys, *args):
 def test_nothing_of_the_replaced_checkpoint_is_read(tmp_path, form):
     """Its pixel statistics, its shards; what is no checkpoint's stays."""
     model, old = small(mean=(0.1, 0.2, 0.3), std=0.3), tmp_path / "old"
-    hugging_face(old)
+    made("ViTForImageClassification").save_pretrained(old)
     transformers.ViTImageProcessor(image_mean=[0.9] * 3, image_std=[0.9] * 3).save_pretrained(old)
     for name in ("pytorch_model.bin", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "README.md"):
         (old / name).write_text("old")
@@ -51,15 +47,6 @@ def test_nothing_of_the_replaced_checkpoint_is_read(tmp_path, form):
     assert {p.name for p in old.iterdir()} == {p.name for p in (tmp_path / "new").iterdir()} | {"README.md"}
 
 
-@pytest.mark.parametrize("beside", ["config.json", "preprocessor_config.json"])
-def test_a_bare_file_with_the_name_of_a_folders_weights(tmp_path, beside):
-    """The JSON beside it, of another model, would be read with it."""
-    (tmp_path / beside).write_text("{}")
-    with pytest.raises(InputError, match=f"model.safetensors: {beside} beside it would be read with it"):
-        write(small(), tmp_path / "model.safetensors", "timm", force=True)
-    assert [p.name for p in tmp_path.iterdir()] == [beside]
-
-
 TARGETS = [
     ("{}/file/x.safetensors", "timm", "{}/file/x.safetensors: cannot be made (Not a directory)"),
     ("{}/file/x", "huggingface", "{}/file/x: cannot be made (Not a directory)"),
@@ -67,6 +54,8 @@ TARGETS = [
     ("{}/folder.npz", "npz", "{}/folder.npz: a folder is in the way"),
     ("{}/pipe.npz", "npz", "{}/pipe.npz: a device or pipe is in the way"),
     ("{}/link", "timm", "{}/link: a dangling link is in the way"),
+    ("{}/json/model.safetensors", "timm", "model.safetensors: config.json beside it would be read with it"),
+    ("{}/pixels/model.safetensors", "timm", "safetensors: preprocessor_config.json beside it would be read with it"),
     ("{}/w.pth", "npz", "w.pth: the format npz is written as .npz"),
     ("{}/w.npz", "huggingface", "the format huggingface is written as a folder"),
     ("{}/w.bin", "timm", "w.bin: the format timm is written as a folder or .safetensors or .pth"),
@@ -89,26 +78,27 @@ def test_targets_where_nothing_can_be(tmp_path, monkeypatch, capsys, target, for
     (tmp_path / "folder.npz").mkdir()
     os.mkfifo(tmp_path / "pipe.npz")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    before = {p.name: (p.lstat().st_ino, p.lstat().st_mode) for p in tmp_path.iterdir()}
+    for folder, name in (("json", "config.json"), ("pixels", "preprocessor_config.json")):  # of another model
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("{}")
+    before = {p: (p.lstat().st_ino, p.lstat().st_mode) for p in tmp_path.rglob("*")}
     with pytest.raises(InputError) as caught:
         write(small(), target.format(tmp_path), form, force=True)
     assert says.format(tmp_path) in str(caught.value)
     if form in FORMATS:
         code, line = run(capsys, "convert", tmp_path / "in", target.format(tmp_path), "--format", form, "--force")
         assert code == 2 and line.startswith("vitfast: error: ") and says.format(tmp_path) in line
-    if not target.startswith(("{}/w", "{}/folder", "~", "/dev", "{}/xx", "/")):
+    if not target.startswith(("{}/w", "{}/folder", "{}/json", "{}/pixels", "~", "/")):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(InputError):
             small().save_pretrained(target.format(tmp_path))
-    assert before == {p.name: (p.lstat().st_ino, p.lstat().st_mode) for p in tmp_path.iterdir()}
+    assert before == {p: (p.lstat().st_ino, p.lstat().st_mode) for p in tmp_path.rglob("*")}
 
 
 def test_sources_that_are_no_vit_leave_nothing(tmp_path, capsys):
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "no.pth")
     code, line = run(capsys, "convert", tmp_path / "no.pth", tmp_path / "made" / "out", "--format", "timm")
     assert code == 2 and "no.pth: not a Vision Transformer" in line
-    code, line = run(capsys, "convert", "", tmp_path / "out", "--format", "timm")
-    assert code == 2 and "no weights given: give a file, a folder or hf-hub:owner/name, not ''" in line
     assert [p.name for p in tmp_path.iterdir()] == ["no.pth"]
 
 
@@ -123,49 +113,35 @@ def test_the_current_folder_is_a_target(tmp_path, capsys, monkeypatch):
 
 # ---- flags that the errors ask for
 
+# timm's model, what the error says to pass first, and the flags with which it is timm's
+BARE = dict(class_token=False, global_pool="avg")
+ASKED = [
+    (lambda: small_timm(**BARE, act_layer="gelu_tanh"), "act_layer=", "--act-layer gelu_tanh"),
+    (lambda: small_timm(**BARE, pos_embed="none"), "pos_embed=", "--pos-embed none --act-layer gelu"),
+    (lambda: named("eva02_tiny_patch14_224"), "rope='cat'", "--rope cat --ref-feat-shape 16 16 --act-layer silu"),
+    (lambda: named("eva_giant_patch14_224"), "rope=None", "--rope none --act-layer gelu"),
+    (lambda: named("vit_small_patch16_dinov3"), "rope='dinov3'", "--rope dinov3 --act-layer gelu --norm-eps 1e-5"),
+]
 
-def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys, caplog):
+
+@pytest.mark.parametrize("make, asked, flags", ASKED, ids=[flags for *_, flags in ASKED])
+def test_arguments_that_errors_ask_for_are_flags(tmp_path, capsys, caplog, make, asked, flags):
     """What errors and log ask for, of bare files: on the command line as from Python."""
-    from timm.models.vision_transformer import VisionTransformer
-
-    sizes = dict(SMALL, class_token=False, global_pool="avg")
-    for i, changes in enumerate((dict(act_layer="gelu_tanh"), dict(pos_embed="none"))):
-        truth = randomised(VisionTransformer(**sizes | changes))
-        safetensors.torch.save_file(truth.state_dict(), tmp_path / f"{i}.safetensors")
-        files = f"convert {tmp_path}/{i}.safetensors {tmp_path}/{i}"
-        command = f"{files} --format timm --num-heads {HEADS} --img-size 32".split()
-        (name, value), code, line = *changes.items(), *run(capsys, *command)
-        assert code == 2 and f"pass {name}=" in line
-        command += f"--{name.replace('_', '-')} {value} --norm-eps 1e-6 --mean 0.1 0.2 0.3 --std 0.4".split()
-        caplog.clear()
-        assert run(capsys, *command, "--act-layer", changes.get("act_layer", "gelu"), "--global-pool", "avg")[0] == 0
-        assert not caplog.records
-        model = ViT.from_pretrained(tmp_path / str(i))
-        agree(model, truth)
-        assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.4,) * 3)
-
-
-def test_rotary_positions_that_errors_ask_for_are_flags(tmp_path, capsys):
-    from timm_names import images
-    from timm_names import small as small_timm
-
-    for name, flags in (
-        ("eva02_tiny_patch14_224", "--rope cat --ref-feat-shape 16 16"),
-        ("eva_giant_patch14_224", "--rope none"),
-        ("vit_small_patch16_dinov3", "--rope dinov3"),
-    ):
-        truth = small_timm(name)
-        safetensors.torch.save_file(truth.state_dict(), tmp_path / f"{name}.safetensors")
-        heads = next(m.num_heads for m in truth.modules() if isinstance(getattr(m, "num_heads", None), int))
-        command = f"convert {tmp_path}/{name}.safetensors {tmp_path}/{name} --format vitfast --num-heads {heads}"
-        code, line = run(capsys, *command.split(), "--global-pool", "avg")
-        assert code == 2 and f"rope={flags.split()[1]!r}".replace("'none'", "None") in line, line
-        act = "silu" if name.startswith("eva02") else "gelu"  # of a gate or not
-        assert run(capsys, *command.split(), *flags.split(), "--global-pool", "avg", "--act-layer", act)[0] == 0
-        x = images(truth)
-        model = ViT.from_pretrained(tmp_path / name)
-        model.set_input_size(x.shape[2:])
-        agree(model, truth, x)
+    truth = make()
+    safetensors.torch.save_file(truth.state_dict(), tmp_path / "w.safetensors")
+    heads = next(m.num_heads for m in truth.modules() if isinstance(getattr(m, "num_heads", None), int))
+    x = timm_images(truth)
+    files = f"convert {tmp_path}/w.safetensors {tmp_path}/out --format vitfast --num-heads {heads}".split()
+    command = (*files, "--img-size", *x.shape[2:], "--global-pool", "avg")
+    code, line = run(capsys, *command)
+    assert code == 2 and f"pass {asked}" in line, line
+    caplog.clear()
+    told = f"--norm-eps 1e-6 --mean 0.1 0.2 0.3 --std 0.4 {flags}".split()
+    assert run(capsys, *command, *told) == (0, "")
+    assert not caplog.records
+    model = ViT.from_pretrained(tmp_path / "out")
+    agree(model, truth, x)
+    assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.4,) * 3)
 
 
 # ---- saves
@@ -219,43 +195,45 @@ def test_arrays_as_attributes_are_saved_as_numbers(tmp_path, mean):
 # ---- models that are no longer what their arguments make
 
 
-@pytest.mark.parametrize("change", ["norm", "norm after pooling", "head", "LoRA", "pruning"])
+def replaced_mlp(model):
+    model.blocks[0].mlp.fc1 = torch.nn.Sequential(model.blocks[0].mlp.fc1)
+
+
+CHANGES = {
+    "norm": lambda model: model.prune_intermediate_layers(1, prune_norm=True),
+    "norm after pooling": lambda model: model.prune_intermediate_layers(1),
+    "head": lambda model: setattr(model, "head", torch.nn.Linear(D, 7)),
+    "LoRA": replaced_mlp,
+    "pruning": lambda model: prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_could_not_be_read_back_is_not_written(tmp_path, change):
-    small = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
-    model = ViT(**small, global_pool="avg" if "pooling" in change else "token")
-    model.save_pretrained(tmp_path / "w")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "w").iterdir()}
-    if "norm" in change:
-        model.prune_intermediate_layers(1, prune_norm=change == "norm")
-    elif change == "head":
-        model.head = torch.nn.Linear(32, 7)
-    elif change == "LoRA":
-        model.blocks[0].mlp.fc1 = torch.nn.Sequential(model.blocks[0].mlp.fc1)
-    else:
-        prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", 0.5)
+    model = small(global_pool="avg" if "pooling" in change else "token")
+    model.save_pretrained(tmp_path)
+    before = content(tmp_path)
+    CHANGES[change](model)
     with pytest.raises(InputError, match="not those that its arguments make .*state_dict"):
-        model.save_pretrained(tmp_path / "w")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "w").iterdir()} == before
+        model.save_pretrained(tmp_path)
+    assert content(tmp_path) == before
 
 
 def test_attributes_that_change_the_function_are_kept(tmp_path):
-    small = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
-    model = randomised(ViT(**small)).eval()
+    model = small()
     model.global_pool, model.dynamic_img_size = "avg", True
     model.save_pretrained(tmp_path / "w")
     write(model, tmp_path / "timm", "timm")
-    images = torch.rand(2, 3, 16, 24)
-    truth = model(images)
-    torch.testing.assert_close(ViT.from_pretrained(tmp_path / "w").eval()(images), truth)
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    torch.testing.assert_close(theirs(images), truth, atol=1e-5, rtol=1e-5)
+    x = images(32, 48)
+    agree(ViT.from_pretrained(tmp_path / "w"), model, x)
+    agree(model, timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval(), x)
     with pytest.raises(InputError, match="another pooling than the class token"):
         write(model, tmp_path / "hf", "huggingface")
 
 
 @pytest.mark.parametrize("name", ["norm", "mlp", "ls1", "norm1"])
 def test_layers_that_come_back_as_others_are_told(tmp_path, name, caplog):
-    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model = small()
     model.save_pretrained(tmp_path)
     assert not caplog.records
     if name == "norm":
@@ -263,7 +241,7 @@ def test_layers_that_come_back_as_others_are_told(tmp_path, name, caplog):
     elif name == "mlp":
         model.blocks[0].mlp.activation = "gelu_tanh"
     else:
-        setattr(model.blocks[0], name, torch.nn.Tanh() if name == "ls1" else torch.nn.LayerNorm(32))
+        setattr(model.blocks[0], name, torch.nn.Tanh() if name == "ls1" else torch.nn.LayerNorm(D))
     model.save_pretrained(tmp_path)
     place = name if name == "norm" else f"blocks.0.{name}"
     assert f"from_pretrained will not make {place} as it is now" in caplog.text
@@ -277,10 +255,10 @@ def test_classes_with_a_constructor_of_their_own(tmp_path):
 
     class Fixed(ViT):
         def __init__(self):
-            super().__init__(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3)
+            super().__init__(**SMALL)
 
     Reads(**Fixed().config).save_pretrained(tmp_path / "reads")
     Fixed().save_pretrained(tmp_path / "fixed")
-    assert ViT.from_pretrained(tmp_path / "reads").num_classes == 3
+    assert ViT.from_pretrained(tmp_path / "reads").num_classes == CLASSES
     with pytest.raises(InputError, match="Fixed must take the arguments of ViT"):
         Fixed.from_pretrained(tmp_path / "fixed")

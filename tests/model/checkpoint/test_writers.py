@@ -60,14 +60,6 @@ def test_timm_loads_the_folder(tmp_path, changes):
     assert truth.pretrained_cfg["mean"] == list(model.mean)
 
 
-def test_a_model_that_diverged_is_written_too(tmp_path):
-    """And what its readers take for the pixels is said."""
-    model = small()
-    model.head.bias.data.fill_(float("nan"))
-    notes = write(model, tmp_path / "w.safetensors", "torchvision")
-    assert any("mean=(0.5, 0.5, 0.5): its readers take (0.485, 0.456, 0.406)" in note for note in notes)
-
-
 # ---- round trips on the command line
 
 
@@ -93,38 +85,46 @@ def test_every_format_in_a_row_returns_the_first_bits(tmp_path, capsys):
         assert "note: npz does not say mean" in out  # torchvision's own, by now
 
 
-def test_the_dtype_of_the_file_stays(tmp_path, capsys):
-    model = small().bfloat16()
+def test_sizes_and_classes_change_and_the_dtype_stays(tmp_path, capsys):
+    model = small()
     save(model, tmp_path / "in")
-    for form, target, dtype in (("timm", "1", None), ("huggingface", "2", None), ("npz", "w.npz", torch.float32)):
-        assert run(capsys, "convert", tmp_path / "in", tmp_path / target, "--format", form)[0] == 0
-        assert same(load_checkpoint(tmp_path / target), {k: v.to(dtype) for k, v in model.state_dict().items()})
-
-
-def test_convert_changes_size_and_classes(tmp_path, capsys):
-    save(small(), tmp_path / "in")
     command = f"convert {tmp_path}/in {tmp_path}/out --format huggingface --img-size 64 32 --num-classes 9"
     assert run(capsys, *command.split())[0] == 0
     truth = transformers.ViTForImageClassification.from_pretrained(tmp_path / "out").eval()
     assert truth.config.num_labels == 9
     agree(ViT.from_pretrained(tmp_path / "in", img_size=(64, 32), num_classes=9), truth, images(64, 32))
+    save(model.bfloat16(), tmp_path / "in")
+    for form, target, dtype in (("timm", "1", None), ("huggingface", "2", None), ("npz", "w.npz", torch.float32)):
+        assert run(capsys, "convert", tmp_path / "in", tmp_path / target, "--format", form)[0] == 0
+        assert same(load_checkpoint(tmp_path / target), {k: v.to(dtype) for k, v in model.state_dict().items()})
 
 
 # ---- what a format cannot say or hold
 
 
+# What of a model its readers take for something else; a model that diverged is written too.
+SAID = [
+    ("torchvision", {}, "mean=(0.5, 0.5, 0.5): its readers take (0.485, 0.456, 0.406)"),
+    ("npz", {}, "npz does not say act_layer='gelu': its readers take 'gelu_tanh'"),
+    ("timm", dict(norm_eps=1e-12), "timm does not say norm_eps=1e-12: its readers take 1e-06"),
+]
+
+
+@pytest.mark.parametrize("form, changes, says", SAID, ids=[form for form, *_ in SAID])
+def test_what_readers_take_for_something_else_is_said(tmp_path, form, changes, says):
+    model = small(**changes)
+    model.head.bias.data.fill_(float("nan"))
+    assert says in "\n".join(write(model, tmp_path / TARGETS[form], form))
+
+
 def test_google_means_the_tanh_gelu(tmp_path):
     """The same bits for timm and us; logits differ by the activation, which ours has from the format."""
-    model = small()
-    notes = write(model, tmp_path / "w.npz", "npz")
-    assert notes == ["npz does not say act_layer='gelu': its readers take 'gelu_tanh'"]
+    write(small(), tmp_path / "w.npz", "npz")
     truth, x = timm_vit.VisionTransformer(**SMALL).eval(), images()
     truth.load_pretrained(str(tmp_path / "w.npz"))
     ours = ViT.from_pretrained(tmp_path / "w.npz")
     assert same(ours.state_dict(), truth.state_dict()) and (logits(ours, x) - logits(truth, x)).abs().max() > 1e-4
     agree(ViT.from_pretrained(tmp_path / "w.npz", act_layer="gelu"), truth, x)
-    said = "timm does not say norm_eps=1e-12: its readers take 1e-06"
-    assert write(small(norm_eps=1e-12), tmp_path / "out", "timm") == [said]
 
 
 # What of each model the formats lack.
@@ -157,6 +157,7 @@ LACKS = {
     "without LayerScale": ({**DINOV3, "init_values": None}, {"huggingface"}),
     "CLIP's projection has no bias, this head has one; --num-classes 0 leaves": (CLIP, {"huggingface"}),
     "beside rotary positions": ({**DINOV3, "pos_embed": "learn"}, {"huggingface"}),
+    "the ResNet of a hybrid": (dict(backbone=dict(layers=(1, 2), width=0.5)), {"timm", *THREE}),
     "images or patches that are no": ({**CLIP, "num_classes": 0, "img_size": (32, 16)}, TWO),
 }
 
@@ -179,17 +180,12 @@ def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, what):
             assert form not in lacking, form
 
 
-@pytest.mark.parametrize(
-    "form, classes, changes",
-    [
-        ("timm", 0, dict(representation_size=7)),
-        ("timm", CLASSES, dict(representation_size=7)),
-        ("huggingface", CLASSES, dict(representation_size=7)),
-        ("torchvision", 0, {}),
-        ("huggingface", CLASSES, DINOV3),
-    ],
-    ids=str,
-)
+HIDDEN = dict(representation_size=7)
+HEADS_LEFT_OUT = [("timm", 0, HIDDEN), ("timm", CLASSES, HIDDEN), ("huggingface", CLASSES, HIDDEN)]
+HEADS_LEFT_OUT += [("torchvision", 0, {}), ("huggingface", CLASSES, DINOV3)]
+
+
+@pytest.mark.parametrize("form, classes, changes", HEADS_LEFT_OUT, ids=str)
 def test_a_head_without_a_place_can_be_replaced(tmp_path, capsys, form, classes, changes):
     """What the error says works, word for word; with 0 classes a hidden layer would be the head that is left."""
     save(small(**{**changes, "num_classes": classes}), tmp_path / "in")
