@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -216,11 +218,18 @@ def test_doctor_interprets_in_processes_of_its_own():
 
 
 @pytest.mark.slow(8)
-def test_a_process_of_the_doctor_that_dies_is_a_failed_row(monkeypatch):
-    """The others go on, and each task is done once."""
+def test_a_process_that_dies_is_a_failed_row_and_one_that_hangs_is_ended(monkeypatch, tmp_path):
+    """The others go on, and each task is done once; what a process has started ends with it."""
     monkeypatch.setattr(child.multiprocessing, "get_context", lambda kind: SERVER)
     todo = [(name, "float16") for name in ("exits", "a", "crashes", "b", "c", "d")]
     found = {r.op: r for r in doctor.in_processes(deadly, todo, jobs=2)}
     assert len(found) == 6 and {name for name, r in found.items() if r.passed} == set("abcd")
     assert found["exits"].failure == "its process died with exit code 3"
     assert found["crashes"].failure == "its process died by signal 11 (SIGSEGV)"
+    begun = time.monotonic()
+    hangs = ["sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 600"]
+    with pytest.raises(child.Lost, match="^took longer than 2 s$"):
+        child.Children(doctor.__name__).run(2, subprocess.run, hangs)
+    stat = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    while stat.exists() and stat.read_text().split()[2] != "Z":
+        assert time.monotonic() - begun < 30

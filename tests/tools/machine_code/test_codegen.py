@@ -110,7 +110,7 @@ def test_a_kernel_that_regresses_is_a_problem(codegen):
 
 
 AHEAD = """
-import json, multiprocessing, os, sys, time, types
+import json, os, sys, time, types
 from pathlib import Path
 
 sys.path.insert(0, {tests!r})
@@ -134,7 +134,7 @@ def main(folder):
     ours, launch = compiler.Compiler(90, 2), found[0]
     plain = compiler.Job.of(launch)
     warps = lambda count: plain._replace(arguments=plain.arguments | dict(num_warps=count))
-    jobs = dict(right=plain, refused=warps(3), dies=plain._replace(module="dies"))
+    jobs = dict(right=plain, refused=warps(3))
     ahead = {{name: ours.run(job) for name, job in jobs.items()}}
     same = compiler.key_of(plain.launch(), 90) == compiler.key_of(launch, 90) != compiler.key_of(found[-1], 90)
     same = same and ours.submit(launch) is ours.submit(plain.launch()) and ours.compilations == 1
@@ -146,15 +146,7 @@ def main(folder):
     (outcome,) = tuner.run(tuner.problems(doctor.SMALL_SIZES, "gelu_bwd"))
     tuned = [outcome.tried, list(outcome.failures.values()), outcome.finished, ours.compilations]
 
-    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
-        os.environ[name] = str(folder / "ptxas")  # which never ends
-    compiler.SECONDS, sleeper = 2, compiler.Compiler(90, 1)
-    sleeper.children.context = multiprocessing.get_context("fork")
-    ahead["sleeps"] = sleeper.run(warps(8))
-    names = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    ahead["left"] = sum(b"sleep" in name and b"98765" in name for name in names)
-    del os.environ["TRITON_PTXAS_PATH"], os.environ["TRITON_PTXAS_BLACKWELL_PATH"]
-    ours.close(), sleeper.close()
+    ours.close()
 
     from triton.backends.nvidia.compiler import CUDABackend
     CUDABackend.make_ttir = CUDABackend.make_cubin = lambda *args, **kwargs: sys.exit("something was compiled")
@@ -175,11 +167,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen):
-    """Triton finds every kernel of an archive elsewhere; a compiler that dies or refuses takes nothing along."""
-    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
-    real = codegen.cubin.BIN / "ptxas"
-    (tmp_path / "ptxas").write_text(f'#!/bin/sh\ncase "$*" in *version*) exec {real} "$@" ;; esac\nsleep 98765\n')
-    (tmp_path / "ptxas").chmod(0o755)
+    """Triton finds every kernel of an archive elsewhere; what it refuses is told; the tuner compiles by it."""
     script = tmp_path / "ahead.py"
     script.write_text(AHEAD.format(tests=str(codegen.TABLE.parent), folder=str(tmp_path)))
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
@@ -193,76 +181,10 @@ def test_what_is_compiled_ahead_is_found_where_it_is_unpacked(tmp_path, codegen)
     )
     assert len(found["shared"]) > found["count"] and f"{found['count']} kernels for sm_90" in done.stdout
     assert found["ahead"]["right"] == [found["shared"][0], ""]
-    assert "num_warps" in found["ahead"]["refused"][1] and found["ahead"]["dies"] == [
-        0,
-        "the compiler died with exit code 3",
-    ]
+    assert "num_warps" in found["ahead"]["refused"][1]
     assert "nothing in it will be found" in found["other"] and "made from other kernels" in found["changed"]
-    assert found["ahead"]["sleeps"] == [0, "the compiler took longer than 2 s"] and found["ahead"]["left"] == 0
     candidates, failures, finished, compilations = found["tuned"]
-    assert (
-        candidates > 5 and not failures and finished and compilations > 3
-    )  # the tuner and the compiler understand each other
-
-
-BARRIER = """
-import importlib, json, re, sys, tempfile
-from pathlib import Path
-
-sys.path.insert(0, {tests!r})
-import codegen
-import mutants
-from vitfast.tools.verify.draw import Draw
-
-PHASES = dict(num_warps=8, num_stages=3, provider="phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)
-HEAD = dict(num_warps=4, num_stages=1, provider="head", maxnreg=168, BLOCK_M=64, BLOCK_N=64, STAGES=2, PER_SM=3)
-HEAD["EXACT"] = 0
-# What the mutants lack, of which backward, for which GPU generations.
-LACKING = {{"no barrier between the phases": (PHASES, (90, 120)), "no barrier before the parts of keys": (HEAD, (90,)),
-           "no barrier between the parts of keys": (HEAD, (90,))}}
-
-def compiled(package, numbers, sm):
-    kernels = {{name: importlib.import_module(f"{{package}}.{{name}}") for name in
-               ("attention.launchers", "launch", "configs.tiles")}}
-    attention, launch, tiles = kernels.values()
-    q, k, v, o, do = Draw(codegen.torch.bfloat16, codegen.META).values(2, 197, 5, 2, 64).unbind(2)
-    lse = codegen.torch.empty(2, 2, 197, device=codegen.META)
-    with tiles.targeting(sm), tiles.override("attention_bwd", tiles.tile(**numbers)):
-        (found,) = launch.record(lambda: attention.attention_bwd(q, k, v, o, lse, do, 0.125, want_bias_grad=True))
-    asm = codegen.compiler.compiled(found, sm).asm
-    stores = [part.count("tt.store") for part in re.split("(?:ttg|gpu)[.]barrier", asm["ttgir"])]
-    return stores, codegen.cubin.read(asm["cubin"]).count("BAR")
-
-found = []
-for mutant in mutants.MUTANTS:
-    if mutant.what not in LACKING:
-        continue
-    numbers, generations = LACKING[mutant.what]
-    with tempfile.TemporaryDirectory() as folder, mutant.made(Path(folder)) as copy:
-        without = copy.__package__.partition(".")[0] + ".kernels"
-        for sm in generations:
-            found += [[mutant.what, *compiled("vitfast.kernels", numbers, sm), *compiled(without, numbers, sm)]]
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.long
-def test_attentions_barriers_reach_the_machine_code(codegen):
-    """What is stored before and after each barrier.
-
-    "phases": three tensors before it (delta, dQ, its sums), four after it, and SASS has a BAR less without it; the
-    one-program backward has others, for shared memory, that move where one of these is taken away.
-    """
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = BARRIER.format(tests=str(codegen.TABLE.parent))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert [what for what, *_ in found].count("no barrier between the phases") == 2 and len(found) == 4
-    for what, stores, bars, without, fewer in found:
-        assert len(without) == len(stores) - 1 and sum(without) == sum(stores), what
-        if what == "no barrier between the phases":
-            assert stores == [3, 4] and fewer == bars - 1
+    assert candidates > 5 and not failures and finished and compilations > 3
 
 
 def test_the_committed_table_is_whole_and_has_no_problems(codegen):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import random
 from concurrent.futures import TimeoutError as NotDone
 
 import pytest
@@ -11,7 +10,7 @@ from tuning import TINY, Clock, Compiler, Done, make_tuner, with_fault
 
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.configs.tiles import tile
-from vitfast.tools.tune import command, user_table
+from vitfast.tools.tune import user_table
 from vitfast.tools.tune.search import Search
 from vitfast.tools.tune.trial import Trial
 from vitfast.tools.tune.tuner import INNER, Attempt
@@ -259,41 +258,3 @@ def test_when_the_time_is_up_nothing_more_is_begun(table):
     assert len(outcomes) + work.unreached == len(problems) and work.unreached > 10
     assert "the time was up" in str(outcomes[0]) and "not reached" in str(outcomes[-1])
     assert len(compiler.jobs) < 60
-
-
-def test_b16_is_settled_in_400_seconds_by_its_own_count(table):
-    """With a top for each provider, 2 s a compilation in 14 processes, 0.05 s a check and a timing."""
-
-    class Looked:
-        """In the place of a Trial: everything is right."""
-
-        def __init__(self, problem, dtype, device):
-            self.run = self.check = lambda: None
-
-    class Counting(Compiler):
-        """Launches that differ in nothing share a compilation, as in machine_code.compiler.Compiler."""
-
-        def submit(self, launch):
-            seen = {k: v.dtype if isinstance(v, torch.Tensor) else v for k, v in launch.arguments.items()}
-            keys.add(f"{launch.kernel.__name__} {sorted(seen.items(), key=str)}")
-            return Done()
-
-    def planted(problem, t):
-        draw = random.Random(f"{problem.key} {t.provider}")
-        numbers = dict(t.blocks) | dict(num_warps=t.num_warps, num_stages=t.num_stages)
-        like = next((s for s in (problem.start, *problem.candidates) if s.provider == t.provider), t)
-        start = dict(like.blocks) | dict(num_warps=like.num_warps, num_stages=like.num_stages)
-        seconds = draw.uniform(0.9, 1.3)
-        for name in sorted(numbers) if t.blocks else ():
-            top = math.log2(start[name]) + draw.choice((-1, 0, 0, 0, 1))
-            seconds *= 1 + 0.08 * abs(math.log2(numbers[name]) - top)
-        return seconds
-
-    keys: set[str] = set()
-    work = make_tuner(clock := Clock(planted), Counting(), torch.bfloat16, trial=Looked)
-    outcomes = list(work.run(work.problems(command.MODELS["B/16"])))
-    assert len(outcomes) > 25 and all(s.finished for s in outcomes)
-    assert 0.05 * len(clock.timed) + 2 * len(keys) / 14 < 400
-    gains = [s.before / s.after for s in outcomes]
-    assert sum(g > 1.05 for g in gains) > len(gains) // 3 and min(gains) >= 1
-    assert len(table()) == sum(s.best != s.problem.start for s in outcomes)
