@@ -188,23 +188,31 @@ ATTENTION = set(libraries.PROVIDERS)
 @pytest.mark.parametrize(
     "op, shape, dtype, where, wanted, absent",
     [
-        ("attention_fwd", "d64n256", FP16, "here", ["tiled", "flash"], ATTENTION - {"flash"}),
-        ("attention_bwd", "d80n320", FP16, "here", ["tiled", "flash"], ATTENTION - {"flash"}),
-        ("layer_norm_fwd", "3x256a", FP16, "here", ["torch"], set()),
-        ("linear_residual_fwd", "768x768", BF16, "here", ["cublas", "tma", "triton", "tma"], {"cublaslt"}),
-        ("linear_residual_fwd", "768x768", BF16, "built", ["cublas", "cublaslt", "tma", "triton", "tma"], set()),
-        ("linear_residual_fwd", "768x768", FP32, "built", ["cublas"], set()),
-        # libraries are not compiled offline
-        ("attention_bwd", "d64n256", BF16, "offline", ["head", "head", "phases", "tiled"], ATTENTION),
-        ("layer_norm_bwd", "3x256as", BF16, "offline", [], {"torch"}),
+        ("attention_fwd", "d64n256", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
+        ("attention_fwd", "d64nlong", FP16, "here", "flash", ATTENTION - {"flash"}),
+        ("attention_bwd", "d64n256", FP16, "here", "head head phases tiled flash", ATTENTION - {"flash"}),
+        ("attention_bwd", "d80n320", FP16, "here", "tiled flash", ATTENTION - {"flash"}),
+        ("layer_norm_fwd", "3x256a", FP16, "here", "torch", set()),
+        ("layer_norm_bwd", "3x256as", FP16, "here", "torch", set()),
+        ("linear_fwd", "768x2304", FP16, "here", "triton tma triton tma", set()),  # both again with wide tiles
+        ("linear_gelu_fwd", "768x3072", FP16, "here", "cublas tma triton tma", set()),
+        ("weight_grad", "768x3072", FP16, "here", "triton tma triton tma", set()),
+        ("linear_residual_fwd", "768x768", BF16, "here", "cublas tma triton tma", {"cublaslt"}),
+        ("linear_residual_fwd", "768x768", BF16, "built", "cublas cublaslt tma triton tma", set()),
+        ("linear_residual_fwd", "768x768", FP32, "built", "cublas", set()),
+        # libraries are not compiled offline; there are no tensor descriptors before sm_90
+        ("attention_bwd", "d64n256", BF16, 90, "head head phases tiled", ATTENTION),
+        ("layer_norm_bwd", "3x256as", BF16, 90, "", {"torch"}),
+        ("linear_fwd", "768x2304", FP16, 80, "triton", set()),
     ],
 )
 def test_candidates_are_those_that_can_run(op, shape, dtype, where, wanted, absent, without_packages, monkeypatch):
     if where == "built":
         monkeypatch.setattr(cublaslt, "unsupported_reason", lambda *_: None)
-    with tiles.targeting(90) if where == "offline" else contextlib.nullcontext():
-        x = EMPTY[dtype].to("meta") if where == "offline" else EMPTY[dtype]
-        assert [t.provider for t in tiles.candidates(op, x, shape)] == wanted
+    offline = isinstance(where, int)
+    with tiles.targeting(where) if offline else contextlib.nullcontext():
+        x = EMPTY[dtype].to("meta") if offline else EMPTY[dtype]
+        assert [t.provider for t in tiles.candidates(op, x, shape)] == wanted.split()
         assert tiles.absent(op, x, shape).keys() == absent
 
 

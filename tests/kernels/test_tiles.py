@@ -100,21 +100,6 @@ def test_what_is_forced_must_exist():
     assert not tiles._overrides
 
 
-def test_every_candidate_that_runs_here_is_offered():
-    half = torch.empty(1, dtype=torch.float16)
-    for op, shape, providers in [
-        ("linear_fwd", "768x2304", ["triton", "tma", "triton", "tma"]),  # and both again with wide tiles
-        ("linear_gelu_fwd", "768x3072", ["cublas", "tma", "triton", "tma"]),
-        ("weight_grad", "768x3072", ["triton", "tma", "triton", "tma"]),
-        ("attention_bwd", "d64n256", ["head", "head", "phases", "tiled", "flash"]),
-        ("attention_fwd", "d64nlong", ["flash"]),
-        ("layer_norm_bwd", "3x256as", ["torch"]),
-    ]:
-        assert [t.provider for t in tiles.candidates(op, half, shape)] == providers, op
-    with tiles.targeting(80):  # no tensor descriptors before sm_90
-        assert [t.provider for t in tiles.candidates("linear_fwd", half, "768x2304")] == ["triton"]
-
-
 def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
     limited = tile(4, 2, maxnreg=168, BLOCK_M=64)
     assert (

@@ -194,7 +194,10 @@ def check_at_edges(task: Task) -> Result:
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
-    """Yields results of `work`, each from a process of its own, `jobs` at a time; one that dies is a failed result."""
+    """Yields results of `work`, each from a process of its own; one that dies is a failed result.
+
+    jobs: how many run at a time.
+    """
     children, threads = Children(__name__), ThreadPoolExecutor(jobs)
 
     def run(task: Task) -> Result:

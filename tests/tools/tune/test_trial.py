@@ -1,6 +1,5 @@
-"""A trial: what is wrong is found out, however little, and what is timed."""
+"""A trial: what is left unwritten is found out, and what is timed."""
 
-import dataclasses
 import math
 import time
 from types import SimpleNamespace
@@ -12,34 +11,9 @@ from tuning import CPU
 from vitfast.kernels.configs.tiles import tile
 from vitfast.tools import verify
 from vitfast.tools.tune.trial import DeviceClock, Problem, Trial
-from vitfast.tools.verify import EPS, Wrong
+from vitfast.tools.verify import Wrong
 from vitfast.tools.verify.clock import flush_buffer
-from vitfast.tools.verify.draw import Sizes
 from vitfast.tools.verify.launcher import Launcher
-from vitfast.tools.verify.launchers import launchers
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_result_that_is_off_by_a_percent_is_wrong(dtype):
-    """What PyTorch itself loses in this dtype is let pass, a percent is not, nor is one number of many."""
-    launcher = launchers(Sizes(batch=3, tokens=197, width=256, heads=4, hidden=512, image=224, patch=16))["linear, qkv"]
-    trial = Trial(Problem("", "", "", "linear, qkv", launcher, tile(), [], {}), dtype, CPU)
-    (truth,) = trial.truth
-
-    def judged(result):
-        trial.problem = dataclasses.replace(
-            trial.problem, launcher=dataclasses.replace(launcher, call=lambda *_: result)
-        )
-        trial.check()
-
-    judged(truth.to(dtype))
-    for wrong in (
-        (1.012 * truth).to(dtype),
-        truth.to(dtype).index_put((torch.tensor(77), torch.tensor(3)), torch.tensor(9.0, dtype=dtype)),
-    ):
-        with pytest.raises(Wrong, match="against float64"):
-            judged(wrong)
-    assert trial.limits[0][0] < 4 * EPS[dtype]
 
 
 def test_what_a_candidate_leaves_unwritten_is_found_out(monkeypatch):

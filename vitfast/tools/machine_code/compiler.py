@@ -156,8 +156,7 @@ class Compiler:
         if INTERPRETED:
             raise InputError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled; unset it")
         self.capability = capability
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.processes = processes or max(1, min(14, cores - 2))
+        self.processes = processes or max(1, min(14, len(os.sched_getaffinity(0)) - 2))
         self.children = Children(__name__)
         self.threads = ThreadPoolExecutor(self.processes)
         self.futures: dict[tuple, Future] = {}

@@ -1,4 +1,4 @@
-"""Launchers of attention: plain, rotary, with a bias, with lengths of keys, packed; and the parts of its backward."""
+"""Launchers of attention (plain, rotary, biased, packed), and of the parts of its backward."""
 
 from collections.abc import Callable
 

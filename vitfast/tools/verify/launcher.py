@@ -35,7 +35,10 @@ def outputs(result) -> list[Tensor]:
 
 
 def candidates(used: Iterable[tuple[str, str, str]], dtype: torch.dtype, device: torch.device) -> Iterator[Override]:
-    """Every other tile that could do what was `used`: (operation, bits, shape class), as tiles.watching has it."""
+    """Every other tile that could do what was `used`.
+
+    used: (operation, bits, shape class), as tiles.watching has it.
+    """
     for op, bits, shape in used:
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device)
         yield from ((op, tile, shape) for tile in tiles.candidates(op, like, shape))

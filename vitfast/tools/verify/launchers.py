@@ -1,4 +1,4 @@
-"""Every launcher of kernels/ at a model's shapes, on random inputs, beside the same in plain PyTorch: the one list.
+"""Every launcher of kernels/ at a model's shapes, beside the same in plain PyTorch: the one list.
 
 The tuner times them one by one, `make codegen` compiles what they launch, edges.py runs them at the edges of tiles. The
 first of those that share a tile is the plain case of a training step; the later ones are variants (factors, an fp32
@@ -113,8 +113,9 @@ def _norm_backwards(s: Sizes) -> dict[str, Launcher]:
     def backward(
         rms: bool = False, factors: bool = False, sums: bool = False, variant: bool = False, edge: bool = False, **kind
     ) -> Launcher:
-        """factors: of z = res + scaled branch; sums: z's gradient, which is added, summed up too, and LayerNorm again.
+        """A backward of LayerNorm or RMSNorm.
 
+        factors: of z = res + scaled branch. sums: z's gradient, which is added, summed up too, and LayerNorm again.
         kind: dtype=torch.float32 for a stream and parameters in fp32 around a branch in 16 bit.
         """
 

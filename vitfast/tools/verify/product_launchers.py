@@ -108,7 +108,7 @@ def products(s: Sizes) -> dict[str, Launcher]:
 
 
 def _with_factors(s: Sizes) -> dict[str, Launcher]:
-    """What runs with a layer scale and drop path, and where another provider multiplies."""
+    """Launchers with a layer scale and drop path, and those that run where another provider multiplies."""
     m, d, f, fp32 = s.rows, s.width, s.hidden, torch.float32
 
     def weight_gradient(g, x, w, ls):
