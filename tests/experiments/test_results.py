@@ -62,7 +62,7 @@ def test_the_same_command_replaces_its_results_and_no_other_does(weights, tmp_pa
     assert run_cli(capsys, *command, "--examples", 20)[0] == 0 and content(output) == first
     for flags, change in (
         (("--examples", 30), "examples: 20 there, 30 now"),
-        (("--examples", 30, "--set", "crop_pct=0.9"), "tasks.digits.crop_pct: None there, 0.9 now"),
+        (("--examples", 30, "--set", "crop_pct=0.9"), "tasks.digits.crop_pct: unset there, 0.9 now"),
     ):
         before = content(output)
         code, _, _ = run_cli(capsys, *command, *flags)
@@ -103,7 +103,7 @@ def test_what_comes_into_the_way_meanwhile_gets_another_name(tmp_path, caplog):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": {}, "files": []}', "\0"])
 def test_a_damaged_origin_is_named(tmp_path, text):
     (tmp_path / "sweep.origin.json").write_text(text)
-    with pytest.raises(InputError, match="sweep.origin.json is damaged, or vitfast did not write it"):
+    with pytest.raises(InputError, match="sweep.origin.json is damaged, or vitfast sweep did not write it"):
         Results(tmp_path, "sweep", {}, ["a"])
     os.remove(tmp_path / "sweep.origin.json")
     (tmp_path / "a").write_text(json.dumps({}))

@@ -13,6 +13,7 @@ from vitfast.train.recipes import resolve
 from vitfast.train.step import TrainStep
 
 QUICK = dict(img_size=16, batch_size=16, save_every=2, ema_decay=0.9)
+FOLDER = dict(data="data", model="Nano/8", img_size=16, batch_size=4, save_every=1, workers=0, steps=2)
 
 
 def digits(output: Path | str = "unused", **fields) -> Config:

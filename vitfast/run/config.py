@@ -254,6 +254,19 @@ def course(settings: dict, length: bool = False) -> dict:
     return {name: value for name, value in settings.items() if name not in other}
 
 
+def changes(before: dict, now: dict, inside: str = "") -> list[str]:
+    """The settings that differ, as text; those of a mapping under its name."""
+    found = []
+    for name in dict.fromkeys((*before, *now)):
+        there, here = before.get(name), now.get(name)
+        if isinstance(there, dict) and isinstance(here, dict):
+            found += changes(there, here, f"{inside}{name}.")
+        elif there != here:
+            told = ("unset" if value in (None, "", []) else both_ends(str(value), 60) for value in (there, here))
+            found.append("{}{}: {} there, {} now".format(inside, name, *told))
+    return found
+
+
 def check_run(config: Config) -> None:
     """Raises InputError for settings that contradict each other, or tell no length."""
     if config.objective == "masked" and (config.mixup or config.cutmix):

@@ -1,11 +1,12 @@
 """Files that are whole or absent: whoever reads one sees the old content or the new, never a part."""
 
-import ctypes
 import errno
 import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from ..errors import InputError
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
@@ -49,19 +50,17 @@ def move_synced(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def exchange(a: Path, b: Path) -> bool:
-    """Swaps two names in one step; False, and nothing done, where the system cannot (NFS, no Linux)."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), both) == 0
-
-
 def free_name(path: Path) -> Path:
     """`path`.1, or the first number after it whose name is free."""
     number = 1
     while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
         number += 1
     return free
+
+
+def not_ours(path: Path, writer: str = "this run") -> InputError:
+    """The refusal to replace a file or folder."""
+    return InputError(f"{path} is damaged, or {writer} did not write it; move it away, or choose another --output")
 
 
 def sync(path: Path) -> None:

@@ -4,12 +4,13 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import InputError, both_ends
+from ..errors import InputError
+from .config import changes
 from .distributed import is_first_rank
-from .files import free_name, write_atomically, write_text
+from .files import free_name, not_ours, write_atomically, write_text
 
 logger = logging.getLogger("vitfast")
 
@@ -29,25 +30,20 @@ class Results:
             return
         if os.path.lexists(folder) and not folder.is_dir():
             raise InputError(f"--output {folder} is a file; give a folder")
-        settings, self.digests = self._read()
-        there = [folder / name for name in names if os.path.lexists(folder / name)]
-        for path in there:
-            if self._is_foreign(path):
-                advice = "move it away, or choose another --output"
-                raise InputError(f"{path} is damaged, or vitfast {command} did not write it; {advice}")
-        if there and (changes := list(_changes(settings, self.settings))):
-            logger.warning("%s has results of other settings (%s), which are kept", folder, "; ".join(changes[:3]))
-            self.digests = {}
-
-    def _read(self) -> tuple[dict, dict]:
-        """The settings and the digests in the origin file."""
+        before = {}
         try:
             content = json.loads(self.origin.read_text(encoding="utf-8"))
-            return dict(content["settings"]), {name: list(known) for name, known in content["files"].items()}
+            before, self.digests = dict(content["settings"]), {k: list(v) for k, v in content["files"].items()}
         except FileNotFoundError:
-            return {}, {}
+            pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(f"{self.origin} is damaged, or vitfast did not write it; move it away") from None
+            raise not_ours(self.origin, f"vitfast {command}") from None
+        there = [path for path in (folder / name for name in names) if os.path.lexists(path)]
+        for path in filter(self._is_foreign, there):
+            raise not_ours(path, f"vitfast {command}")
+        if there and (other := changes(before, self.settings)):
+            logger.warning("%s has results of other settings (%s), which are kept", folder, "; ".join(other[:3]))
+            self.digests = {}
 
     def _is_foreign(self, path: Path) -> bool:
         return not path.is_file() or _digest(path.read_bytes()) not in self.digests.get(path.name, ())
@@ -74,13 +70,3 @@ class Results:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _changes(before: dict, now: dict, inside: str = "") -> Iterator[str]:
-    """The settings that differ, as text; those of a part under its name."""
-    for name in dict.fromkeys((*before, *now)):
-        a, b = before.get(name), now.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from _changes(a, b, f"{inside}{name}.")
-        elif a != b:
-            yield f"{inside}{name}: {both_ends(str(a), 60)} there, {both_ends(str(b), 60)} now"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..data.loader import Data
 from ..data.packing import Progress
-from ..errors import InputError
 from ..ops.packed import PackedImages
+from .resume import unreadable
 
 
 @dataclass
@@ -43,8 +43,7 @@ def read_totals(record: dict, data: Data, checkpoint: Path) -> PackedTotals:
         saved = record["packing"]
         return PackedTotals(Progress.of(saved["progress"]), int(saved["patches"]), int(saved["padded"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        said = f"the training state in {checkpoint} does not say where its images of many sizes are ({error!r})"
-        raise InputError(f"{said}; start again with --resume never") from None
+        raise unreadable(checkpoint, f"not told where its images of many sizes are: {error!r}") from None
 
 
 def packed_summary(data: Data, totals: PackedTotals, steps: int) -> dict:

@@ -16,7 +16,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -24,7 +25,8 @@ import yaml
 from ..errors import InputError
 from ..eval.inspect.page import GENERATOR
 from ..run.config import Config, as_plain, course
-from ..run.files import exchange, free_name, sync, write_text
+from ..run.files import free_name, not_ours, sync, write_text
+from .lock import LOCK
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
 BEST, BEST_RECORD = "best", "state/best.json"
@@ -42,19 +44,18 @@ def is_checkpoint(path: Path) -> bool:
 
 def _is_part(path: Path) -> bool:
     """Whether a folder holds nothing but files of a checkpoint: what a kill leaves of one."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    held = [Path(here, name) for here, folders, files in os.walk(path) for name in folders + files]
-    return all(PARTS.fullmatch(each.relative_to(path).as_posix()) for each in held)
+    held = (each.relative_to(path).as_posix() for each in path.rglob("*"))
+    return path.is_dir() and not path.is_symlink() and all(map(PARTS.fullmatch, held))
 
 
-def _is_own_best(run: Path) -> bool:
+def _is_own_best(best: Path) -> bool:
     """Whether best/ is what this run wrote there, no other checkpoint, and none of another run."""
-    best, default = run / BEST, as_plain(Config())  # for fields that are newer than the run
+    default = as_plain(Config())  # for fields that are newer than the run
     try:
         settings = json.loads((best / "state" / "state.json").read_text(encoding="utf-8"))["settings"]
-        return (best / BEST_RECORD).is_file() and course(default | settings) == course(default | read_settings(run))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # ValueError: InputError too
+        own = read_settings(best.parent)
+        return (best / BEST_RECORD).is_file() and course(default | settings) == course(default | own)
+    except (OSError, ValueError, KeyError, TypeError):  # ValueError: InputError too
         return False
 
 
@@ -66,137 +67,102 @@ def find_checkpoint(path: Path) -> Path | None:
 
 def read_settings(run: Path) -> dict | None:
     """The settings in a run folder's config.yaml, or None. Raises InputError for another file."""
-    return _read(run / "config.yaml", yaml.safe_load, lambda content: content.keys() >= {"name", "task", "output"})
+    return _read(run / "config.yaml", yaml.safe_load, {"name", "task", "output"})
 
 
 def read_summary(run: Path) -> dict | None:
     """The content of summary.json, None where there is none. Raises InputError for another file."""
-    return _read(run / "summary.json", json.loads, _is_summary)
+    return _read(
+        run / "summary.json", json.loads, {"finished", "steps", "train_images", "accuracy", "images_per_second"}
+    )
 
 
-def _is_summary(content: dict) -> bool:
-    names = "steps train_images val_images classes parameters accuracy images_per_second seconds"
-    numbers = [content.get(name) for name in names.split()]
-    return content.get("finished") is True and all(isinstance(n, (int, float)) and n >= 0 for n in numbers)
-
-
-def _read(path: Path, parse: Callable, is_ours: Callable[[dict], bool]) -> dict | None:
+def _read(path: Path, parse: Callable, names: set[str]) -> dict | None:
     """The mapping in a file; None where it is not there or empty: then there is nothing to lose."""
     if not os.path.lexists(path) or (path.is_file() and not path.stat().st_size):
         return None
     try:
         content = parse(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and is_ours(content):
+        if isinstance(content, dict) and content.keys() >= names:
             return content
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: no JSON, no UTF-8
         pass
-    raise _not_ours(path)
-
-
-def _not_ours(path: Path) -> InputError:
-    return InputError(f"{path} is damaged, or no run of vitfast wrote it; move it away, or choose another --output")
+    raise not_ours(path)
 
 
 def check_output(run: Path, early_stop: int | None = None) -> None:
     """Raises InputError where a run cannot be written, or would replace what vitfast did not write."""
-    if not run.is_dir():
-        if os.path.lexists(run):
-            raise InputError(f"--output {run} is {'a file' if run.exists() else 'a link to nothing'}; give a folder")
-        above = next(path for path in run.absolute().parents if os.path.lexists(path))
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise InputError(f"--output {run} cannot be made, as {above} is no folder that can be written to")
-        return
-    if not os.access(run, os.W_OK | os.X_OK):
-        raise InputError(f"--output {run} cannot be written to; choose another")
-    folders = {run / name: Path.is_dir for name in ("checkpoints", "tensorboard")}
-    checkpoints = {run / "checkpoints" / name: is_checkpoint for name in (LAST, PREVIOUS)}
-    checkpoints |= {run / "checkpoints" / name: _is_part for name in (WRITING, REMOVING)}
-    checkpoints |= {run / f".{BEST}": _is_part} if early_stop else {}
-    files = {
-        run / "metrics.csv": lambda path: _begins(path, lambda text: not text or text.startswith(FIRST_COLUMNS)),
-        run / "report.html": lambda path: _begins(path, lambda text: GENERATOR in text),
-    }
-    for path, is_ours in (folders | checkpoints | files).items():
-        if os.path.lexists(path) and not is_ours(path):
-            raise _not_ours(path)
+    there = next(path for path in (run, *run.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"--output {run} cannot be written to, as {there} is no folder that can be; choose another")
+    ours = {"checkpoints": Path.is_dir, "tensorboard": Path.is_dir, LOCK: Path.is_file}
+    ours |= {f"checkpoints/{name}": is_checkpoint for name in (LAST, PREVIOUS)}
+    ours |= {f"checkpoints/{name}": _is_part for name in (WRITING, REMOVING)}
+    ours |= {f".{BEST}": _is_part, BEST: _is_own_best} if early_stop else {}
+    ours |= {"metrics.csv": lambda path: _holds(path, FIRST_COLUMNS)}
+    ours |= {"report.html": lambda path: _holds(path, GENERATOR)}
+    for name, is_ours in ours.items():
+        if os.path.lexists(run / name) and not is_ours(run / name):
+            raise not_ours(run / name)
     read_summary(run)
     read_settings(run)
-    if early_stop and os.path.lexists(run / BEST) and not _is_own_best(run):
-        put = "is damaged, or not the best checkpoint that this run wrote there"
-        raise InputError(f"{run / BEST} {put}; move it away, or choose another --output")
 
 
-def _begins(path: Path, accepted: Callable[[str], bool]) -> bool:
-    """Whether the first 1000 bytes of a file are accepted."""
+def _holds(path: Path, text: str) -> bool:
+    """Whether a file is empty, or this text is in its first 1000 bytes."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
-        return accepted(file.read(1000).decode(errors="replace"))
+        beginning = file.read(1000)
+    return not beginning or text.encode() in beginning
 
 
 def prepare(run: Path, config: Config, fresh: bool) -> None:
     """Makes the folder ready for a run; `fresh`: one from the beginning, so that an earlier one goes."""
-    has_best, text = _is_own_best(run), yaml.safe_dump(as_plain(config), sort_keys=False)
+    has_best, text = _is_own_best(run / BEST), yaml.safe_dump(as_plain(config), sort_keys=False)
     write_text(run / "config.yaml", text)  # first: where the disk is full nothing else has gone
     for name in ("summary.json", "report.html"):
         (run / name).unlink(missing_ok=True)
     if fresh:
-        for name in (PREVIOUS, LAST):
-            _discard(run / "checkpoints" / name)
+        for path in (run / "checkpoints" / PREVIOUS, run / "checkpoints" / LAST):
+            _free(path, is_checkpoint(path))
         if has_best:
-            _discard(run / BEST)
+            _free(run / BEST, has_best)
         for path in (run / "tensorboard").glob(f"events.out.tfevents.*.{EVENTS}"):
             path.unlink()
 
 
-def begin_checkpoint(run: Path) -> Path:
-    """An empty folder in which the next checkpoint is to be written."""
-    work = run / "checkpoints" / WRITING
-    _clear(work)
-    work.mkdir(parents=True)
-    return work
+@contextmanager
+def new_checkpoint(run: Path) -> Iterator[Path]:
+    """An empty folder: what is written there becomes the last checkpoint, and the last one the previous one.
 
-
-def keep_as_last(work: Path) -> None:
-    """Makes the whole checkpoint `work` the last one, the last one the previous one, and removes that.
-
-    `last` is whole at every moment, but where the system cannot exchange two names: there it is missing for a moment,
-    in which `previous` is what was the last.
+    Where the block raises, both stay as they are. A kill leaves one of them whole at every moment: `last` is missing
+    between two renames, and `previous` is what was the last then.
     """
-    for path in [*work.rglob("*"), work]:
-        sync(path)
-    last, previous = work.with_name(LAST), work.with_name(PREVIOUS)
-    if not os.path.lexists(last):
+    work, last, previous = (run / "checkpoints" / name for name in (WRITING, LAST, PREVIOUS))
+    _free(work, _is_part(work))
+    work.mkdir(parents=True)
+    try:
+        yield work
+        for path in [*work.rglob("*"), work]:
+            sync(path)
+        if os.path.lexists(last):
+            _free(previous, is_checkpoint(previous))
+            os.rename(last, previous)
         os.rename(work, last)
-    elif exchange(work, last):
-        _discard(previous)
-        os.rename(work, previous)
-    else:
-        _discard(previous)
-        os.rename(last, previous)
-        try:
-            os.rename(work, last)
-        except BaseException:
-            os.rename(previous, last)
-            raise
-    sync(work.parent)
+        sync(work.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)  # there still where something failed: a full disk gets its room back
 
 
 def keep_as_best(run: Path, record: dict) -> None:
     """Makes the last checkpoint the best one too. record: the content of its best.json."""
     best, work = run / BEST, run / f".{BEST}"
-    _clear(work)
+    _free(work, _is_part(work))
     shutil.copytree(run / "checkpoints" / LAST, work, copy_function=_link)
     write_text(work / BEST_RECORD, json.dumps(record) + "\n")
-    if os.path.lexists(best) and not _is_own_best(run):  # put there since the run began
-        _set_aside(best)
-    if not os.path.lexists(best):
-        os.rename(work, best)
-    elif not best.is_symlink() and exchange(work, best):
-        shutil.rmtree(work)
-    else:
-        _discard(best)
-        os.rename(work, best)
+    _free(best, _is_own_best(best))
+    os.rename(work, best)
     sync(run)
 
 
@@ -215,27 +181,16 @@ def kept_weights(run: Path) -> Path:
     return run / BEST if early else run / "checkpoints" / LAST
 
 
-def _discard(path: Path) -> None:
-    """Removes a checkpoint; of a link the link, and what is no checkpoint gets another name."""
+def _free(path: Path, ours: bool) -> None:
+    """Frees the name of a checkpoint: one of ours goes, of a link the link; anything else gets another name."""
     removing = path.with_name(REMOVING)
-    _clear(removing)
+    if path != removing:
+        _free(removing, _is_part(removing))
     if path.is_symlink():
         path.unlink()
-    elif is_checkpoint(path):
-        os.rename(path, removing)  # so that it is never half a checkpoint
+    elif ours:
+        os.replace(path, removing)  # so that it is never half a checkpoint
         shutil.rmtree(removing, ignore_errors=True)
-    elif path.exists():
-        _set_aside(path)
-
-
-def _clear(path: Path) -> None:
-    """Frees a hidden name: what a kill left of a checkpoint goes, anything else gets another name."""
-    if _is_part(path):
-        shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
-        _set_aside(path)
-
-
-def _set_aside(path: Path) -> None:
-    os.rename(path, kept := free_name(path))
-    logger.warning("%s is no checkpoint of this run; it is %s now", path, kept.name)
+        os.rename(path, kept := free_name(path))
+        logger.warning("%s is no checkpoint of this run; it is %s now", path, kept.name)

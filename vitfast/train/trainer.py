@@ -1,6 +1,7 @@
 """The training loop, for every recipe. It can be cut off anywhere and goes on bit for bit."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import signal
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..errors import Diverged, InputError, TrainingError
 from ..eval.accuracy import evaluate
-from ..run.config import Config, total_steps
+from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told
 from .early import EarlyStop
@@ -20,7 +21,7 @@ from .log import Meter, Metrics, Progress, as_strict_json, write_summary
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
-from .resume import data_index, find_start, finished_summary, load_checkpoint, make_record, read_record, save_checkpoint
+from .resume import data_index, find_start, finished_summary, load_checkpoint, read_record, save_checkpoint
 from .run_folder import LAST, PREVIOUS, check_output, find_checkpoint, keep_as_best, prepare
 from .setup import set_up
 from .step import Images, TrainStep
@@ -172,8 +173,9 @@ class Trainer:
             )
         self.seconds += self.meter.take_seconds()
         with self._writing("checkpoints"):
-            packed = None if self.data.packing is None else self.packed
-            record = make_record(self.config, self.index, self.step, self.seconds, packed)
+            settings = as_plain(self.config)
+            record = dict(step=self.step, seconds=self.seconds, settings=settings, data=self.index)
+            record |= {} if self.data.packing is None else dict(packing=dataclasses.asdict(self.packed))
             save_checkpoint(self.run, self.train_step, record)
         self.saved = self.step
 
