@@ -5,10 +5,11 @@ import shutil
 import pytest
 import torch
 import torchvision
-from commands import CLASSES, RUN, make_folder, picture, run_cli
+from commands import CLASSES, RUN, make_folder, run_cli
 
 from vitfast import InputError, ViT, cli
 
+NO_WEIGHTS = "no weights given: give a file, a folder or hf-hub:owner/name"
 DIGITS, FINETUNE = "pretrain --recipe digits --data digits", "finetune --data digits"
 
 
@@ -21,28 +22,12 @@ def config_file(root):
     (root / "c.yaml").write_text("[1, 2")
 
 
-def truncated_weights(root):
-    ViT.from_preset("Nano/8", img_size=32, num_classes=3).save_pretrained(root / "w")
-    path = root / "w" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
+def two_lengths(root):
+    (root / "both.yaml").write_text("epochs: 4\nsteps: 5\n")
 
 
 def resnet(root):
     torch.save(torchvision.models.resnet18().state_dict(), root / "resnet.pth")
-
-
-def pickled(root):
-    torch.save({"model": ViT.from_preset("Nano/8", img_size=32, num_classes=3)}, root / "p.pth")
-
-
-def unreadable_class(root):
-    for file in (make_folder(root / "data") / "train" / "cat").iterdir():
-        file.write_text("not a picture")
-
-
-def broken_image(root):
-    path = make_folder(root / "data") / "train" / "cat" / "0.png"
-    path.write_bytes(path.read_bytes()[:200])
 
 
 def fewer_classes(root):
@@ -60,11 +45,6 @@ def one_class(root):
             shutil.rmtree(split / other)
 
 
-def tiny_images(root):
-    for file in (make_folder(root / "data") / "val" / "cat").iterdir():
-        picture(1, 3).save(file)
-
-
 # What is made in the folder ROOT, the command, what the error must name.
 BAD = [
     (None, pretrain("ROOT/data"), "no folder ROOT/data"),
@@ -77,6 +57,16 @@ BAD = [
     (None, f"{DIGITS} --img-size 4", "image size 4 x 4"),
     (None, f"{DIGITS} --set learning_rat=1", "unknown setting 'learning_rat'"),
     (config_file, "pretrain --config ROOT/c.yaml", "c.yaml cannot be read as YAML"),
+    (None, f"{DIGITS} --steps 3 --epochs 2", "epochs 2.0 and steps 3 are two lengths of one run; give one of them"),
+    (None, f"{DIGITS} --steps 3 --set epochs=2", "epochs 2 and steps 3 are two lengths of one run"),
+    (two_lengths, f"{DIGITS} --config ROOT/both.yaml", "epochs 4 and steps 5 are two lengths of one run"),
+    (None, f"{DIGITS} --set num_classes=7", "num_classes=7, and data set 'digits' has 10 classes: leave"),
+    (None, f"{DIGITS} --lr 1e300", "lr must be positive, and at most 1e9, got 1e+300"),
+    (None, f"{DIGITS} --set crop_pct=0.0001", "crop_pct must lie in [0.1, 1], got '0.0001'"),
+    (None, "pretrain --recipe digits --data hfds/", "--data hfds/ names no data set; write its name or folder"),
+    (None, "pretrain --recipe digits --data wds/", "--data wds/ names no data set; write its name or folder after it"),
+    (None, "finetune --data digits --weights=", "finetune starts from weights: add --weights FILE_OR_FOLDER"),
+    (None, "fewshot --data digits --weights W --shots x", "argument --shots: give whole numbers of images a class, or"),
     pytest.param(
         *(None, f"{DIGITS} --device cuda", "no CUDA device"),
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
@@ -85,15 +75,10 @@ BAD = [
     (None, "pretrain --recipe digits --data wds/ROOT", "no shards"),
     (None, FINETUNE, "add --weights"),
     (None, f"{FINETUNE} --weights ROOT/w.safetensors", "w.safetensors"),
-    (truncated_weights, f"{FINETUNE} --weights ROOT/w", "model.safetensors"),
     (resnet, f"{FINETUNE} --weights ROOT/resnet.pth", "resnet.pth"),
-    (pickled, f"{FINETUNE} --weights ROOT/p.pth", "p.pth"),
-    (unreadable_class, pretrain("ROOT/data"), "no image of the class 'cat' can be read, the first: "),
-    (broken_image, f"{pretrain('ROOT/data')} max_unreadable=0", "0.png is a broken image"),
     (fewer_classes, pretrain("ROOT/data"), "missing in validation: eel"),
     (other_classes, pretrain("ROOT/data"), "missing in validation: eel; only in validation: fox"),
     (one_class, pretrain("ROOT/data"), "one class only ('cat')"),
-    (tiny_images, pretrain("ROOT/data"), "0.png has 3 x 7 pixels, less than one patch (8 x 8)"),
 ]
 
 
@@ -103,57 +88,17 @@ def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path, make, command, says)
         make(tmp_path)
     words = command.replace("ROOT", str(tmp_path)).split()
     code, out, err = run_cli(capsys, *words, "--output", tmp_path / "run")
-    lines = [line for line in err.splitlines() if line.startswith("vitfast: error: ")]
-    assert code == 2 and len(lines) == 1 and "Traceback" not in err, err
+    *usage, line = err.splitlines()
+    assert code == 2 and line.startswith("vitfast") and " error: " in line and "Traceback" not in err, err
+    assert not any(" error: " in each for each in usage) and not (usage and "--shots" not in command)
     assert says.replace("ROOT", str(tmp_path)) in err
-    if make is broken_image:  # found when it is read: the run has begun, and no half checkpoint lies there
-        assert not list((tmp_path / "run" / "checkpoints").glob("*"))
-    else:
-        assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
 
 
-PRETRAIN = ("pretrain", "--recipe", "digits", "--data", "digits")
-SAID = [
-    ((*PRETRAIN, "--steps", 3, "--epochs", 2), "epochs 2.0 and steps 3 are two lengths of one run; give one of them"),
-    ((*PRETRAIN, "--steps", 3, "--set", "epochs=2"), "epochs 2 and steps 3 are two lengths of one run"),
-    ((*PRETRAIN, "--config", "CONFIG"), "epochs 4 and steps 5 are two lengths of one run"),
-    (
-        (*PRETRAIN, "--set", "num_classes=7"),
-        "num_classes=7, and data set 'digits' has 10 classes: leave num_classes out",
-    ),
-    ((*PRETRAIN, "--lr", "1e300"), "lr must be positive, and at most 1e9, got 1e+300"),
-    ((*PRETRAIN, "--set", "init_values=1e300"), "init_values must be positive, and at most 1e9, got '1e300'"),
-    ((*PRETRAIN, "--set", "head_init_bias=1e300"), "head_init_bias must lie in [-1e+09, 1e+09], got '1e300'"),
-    ((*PRETRAIN, "--set", "crop_pct=0.0001"), "crop_pct must lie in [0.1, 1], got '0.0001'"),
-    (
-        (*PRETRAIN, "--data", "hfds/"),
-        "--data hfds/ names no data set; write its name or folder after it, such as hfds/",
-    ),
-    (
-        (*PRETRAIN, "--data", "wds/"),
-        "--data wds/ names no data set; write its name or folder after it, such as wds/DIR",
-    ),
-    (("eval", "--data", "digits", "--weights", ""), "no weights given: give a file, a folder or hf-hub:owner/name"),
-    (("predict", "IMAGE", "--weights", ""), "no weights given: give a file, a folder or hf-hub:owner/name"),
-    (("convert", "", "OUT", "--format", "timm"), "no weights given: give a file, a folder or hf-hub:owner/name"),
-    (("finetune", "--data", "digits", "--weights", ""), "finetune starts from weights: add --weights FILE_OR_FOLDER"),
-    (
-        ("fewshot", "--data", "digits", "--weights", "W", "--shots", "x"),
-        "argument --shots: give whole numbers of images a class, or all; got 'x'",
-    ),
-]
-
-
-@pytest.mark.parametrize("args, message", SAID, ids=str)
-def test_one_line_says_what_and_what_to_do(capsys, tmp_path, args, message):
-    picture(0).save(tmp_path / "image.png")
-    (tmp_path / "both.yaml").write_text("epochs: 4\nsteps: 5\n")
-    places = dict(IMAGE=tmp_path / "image.png", CONFIG=tmp_path / "both.yaml", OUT=tmp_path / "out")
-    output = () if args[0] in ("convert", "eval") else ("--output", tmp_path / "out.csv")
-    code, _, err = run_cli(capsys, *(places.get(word, word) for word in args), *output)
-    *usage, said = err.splitlines()
-    assert code == 2 and message in said and not (tmp_path / "out").exists() and not (tmp_path / "out.csv").exists()
-    assert not usage or "--shots" in args  # argparse shows the usage before it
+def test_weights_and_sources_that_are_empty_are_named(capsys, tmp_path):
+    for command in (["eval", "--data", "digits", "--weights="], ["convert", "", tmp_path / "out", "--format", "timm"]):
+        code, _, err = run_cli(capsys, *command)
+        assert code == 2 and NO_WEIGHTS in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_an_evaluation_under_torchrun_is_printed_once(tmp_path, capsys, monkeypatch):

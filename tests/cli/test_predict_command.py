@@ -90,6 +90,7 @@ def test_exit_code_says_whether_there_is_any_answer(go, tmp_path):
 # Arguments in the folder ROOT, and what the error must name.
 BAD = [
     ("ROOT/a.png ROOT/nope", "no file or folder ROOT/nope"),
+    ("ROOT/a.png --weights=", "no weights given: give a file, a folder or hf-hub:owner/name"),
     ("ROOT/empty", "no images in ROOT/empty"),
     ("-", "the standard input names none"),
     ("ROOT/a.png --output ROOT/out/found.txt", "found.txt: give a file that ends in .csv or .json"),

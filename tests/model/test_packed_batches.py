@@ -163,9 +163,11 @@ def test_patches_that_are_dropped():
     assert torch.equal(pack(with_gradients, 4, keep).patches, made.patches.float())
 
 
-def test_checkpointing_autocast_and_drop_path():
+@pytest.mark.parametrize("together", [False, True], ids=["one size", "packed"])
+def test_checkpointing_autocast_and_drop_path(together):
     """Blocks that are checkpointed draw the same random numbers again: the same bits."""
-    model, images, found = model_of(drop_path_rate=0.6).train(), images_of(True), []
+    model, found = model_of(drop_path_rate=0.6).train(), []
+    images = images_of(True) if together else torch.randint(0, 256, (5, 3, 32, 24), dtype=torch.uint8)
     for checkpointing in (False, True):
         model.set_grad_checkpointing(checkpointing)
         torch.manual_seed(3)
@@ -343,30 +345,26 @@ def test_a_buffer_holds_everything():
         assert torch.equal(part.permute(2, 0, 3, 1, 4).reshape(image.shape), image)
 
 
-def micro_batch(images, k):
-    """The first k images, as one would write it: views of the same memory."""
-    n = sum(images.counts[:k])
-    parts = dict(patches=images.patches[:n], places=images.places[:n], offsets=images.offsets[: k + 1])
-    return dataclasses.replace(
-        images, **parts, grids=images.grids[:k], counts=images.counts[:k], longest=max(images.counts[:k])
-    )
+def images_between(images, first, end):
+    """Those images of a batch, as one would write it: views of the same memory."""
+    rows = slice(sum(images.counts[:first]), sum(images.counts[:end]))
+    parts = dict(patches=images.patches[rows], places=images.places[rows], grids=images.grids[first:end])
+    parts |= dict(offsets=images.offsets[first : end + 1] - rows.start, counts=images.counts[first:end])
+    return dataclasses.replace(images, **parts, longest=max(parts["counts"]))
 
 
 def views_of(images):
     patches = images.patches
-    return {
-        "itself": images,
-        "normalised": dataclasses.replace(images, patches=patches / 255),
-        "one channel": dataclasses.replace(images, patches=patches[:, :1]),
-        "transposed": dataclasses.replace(images, patches=patches.transpose(-1, -2)),
-        "other bits": dataclasses.replace(images, patches=patches.view(torch.int32)),
-        "two images": micro_batch(images, 2),
-        "all but the first": dataclasses.replace(
-            images, patches=patches[48:], places=images.places[48:], offsets=images.offsets[1:] - 48,
-            grids=images.grids[1:], counts=images.counts[1:], longest=max(images.counts[1:]),
-        ),
-        "shifted places": dataclasses.replace(images, places=images.places.flip(0)),
-    }  # fmt: skip
+    changed = {
+        "itself": patches,
+        "normalised": patches / 255,
+        "one channel": patches[:, :1],
+        "transposed": patches.transpose(-1, -2),
+        "other bits": patches.view(torch.int32),
+    }
+    views = {kind: dataclasses.replace(images, patches=made) for kind, made in changed.items()}
+    views |= {"two images": images_between(images, 0, 2), "all but the first": images_between(images, 1, 5)}
+    return views | {"shifted places": dataclasses.replace(images, places=images.places.flip(0))}
 
 
 @pytest.mark.parametrize("kind", views_of(pack(images_of(), 4)))

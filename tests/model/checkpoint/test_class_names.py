@@ -8,27 +8,31 @@ import transformers
 from checkpoints import CLASSES, HF, SMALL, agree, randomised, small
 from timm.models._hub import load_model_config_from_path, save_for_hf
 
-from vitfast import InputError, ViT
+from vitfast import ViT
 from vitfast.model.convert import write
 
 NAMES = ("cat", "dog", "crane", "crane", "Ara ararauna")
 
 
 def test_ours_keeps_them(tmp_path):
-    small(class_names=NAMES).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["class_names"] == [*NAMES]
-    model = ViT.from_pretrained(tmp_path)
-    assert model.class_names == NAMES
-    assert ViT.from_pretrained(tmp_path, num_classes=CLASSES).class_names == NAMES  # the same head
-    for other in (0, 2):
-        assert ViT.from_pretrained(tmp_path, num_classes=other).class_names is None
-    assert ViT.from_pretrained(tmp_path, num_classes=2, class_names=["a", "b"]).class_names == ("a", "b")
-    assert ViT.from_pretrained(tmp_path, class_names=None).class_names is None
-    with pytest.raises(InputError, match="class_names must name each of the 5 classes, got 1"):
-        ViT.from_pretrained(tmp_path, class_names=["a"])
-    model.class_names = None
+    """While the head stays."""
+    assert ViT(**SMALL).class_names is None and "class_names" not in ViT(**SMALL).config
+    model = small()
+    model.class_names = [*NAMES]
+    assert model.class_names == model.config["class_names"] == ViT(**model.config).class_names == NAMES
     model.save_pretrained(tmp_path)
-    assert "class_names" not in json.loads((tmp_path / "config.json").read_text())
+    assert json.loads((tmp_path / "config.json").read_text())["class_names"] == [*NAMES]
+    for changes, names in (
+        ({}, NAMES),
+        (dict(num_classes=CLASSES), NAMES),
+        (dict(num_classes=0), None),
+        (dict(num_classes=2), None),
+        (dict(num_classes=2, class_names=["a", "b"]), ("a", "b")),
+        (dict(class_names=None), None),
+    ):
+        assert ViT.from_pretrained(tmp_path, **changes).class_names == names
+    model.reset_classifier(CLASSES)
+    assert model.class_names is None and "class_names" not in model.config
 
 
 @pytest.mark.parametrize("given", [True, False])
