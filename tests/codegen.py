@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -119,29 +119,23 @@ def job(case: str, launch: Launch, sm: int, dtype: torch.dtype) -> tuple[tuple, 
     return (sm, launch.kernel.__name__, *compiler.key_of(launch, sm)), (case, sm, TYPES[dtype], compiler.Job.of(launch))
 
 
-def planned(sizes: dict[str, Sizes], dtypes, sm: int, wide: bool) -> Iterator[tuple[str, Launch, torch.dtype]]:
-    """(case, launch, dtype) of every launch to be looked at."""
-    seen = set()
-    for (model, s), dtype in itertools.product(sizes.items(), dtypes):
-        with tiles.targeting(sm):
-            calls = launcher_calls(s, dtype, wide).items()
-            launches = [(case, launch) for case, call in calls for launch in record(call)]
-        for case, launch in launches:
-            kernel = launch.kernel.__name__
-            if not wide and model != "B/16" and not case.startswith("attention"):
-                continue  # the quick look takes the second size for its head of 80 alone,
-            if not wide and case.endswith(")") and kernel in seen:
-                continue  # and candidates only where nothing else compiles their kernel
-            seen.add(kernel)
-            yield f"{model} {case}", launch, dtype
-
-
 def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple, tuple]:
-    """Distinct compilations, as `job` gives them."""
+    """Distinct compilations of every launch to be looked at, as `job` gives them."""
     found = {}
     for sm in generations:
-        for case, launch, dtype in planned(sizes, dtypes, sm, wide):
-            found.setdefault(*job(case, launch, sm, dtype))
+        seen = set()
+        for (model, s), dtype in itertools.product(sizes.items(), dtypes):
+            with tiles.targeting(sm):
+                calls = launcher_calls(s, dtype, wide).items()
+                launches = [(case, launch) for case, call in calls for launch in record(call)]
+            for case, launch in launches:
+                kernel = launch.kernel.__name__
+                if not wide and model != "B/16" and not case.startswith("attention"):
+                    continue  # the quick look takes the second size for its head of 80 alone,
+                if not wide and case.endswith(")") and kernel in seen:
+                    continue  # and candidates only where nothing else compiles their kernel
+                seen.add(kernel)
+                found.setdefault(*job(f"{model} {case}", launch, sm, dtype))
     return found
 
 
