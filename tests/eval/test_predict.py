@@ -43,9 +43,8 @@ def tiny(classes: int = 3, **options) -> ViT:
 @pytest.fixture
 def peer(tmp_path) -> tuple[torch.nn.Module, ViT]:
     """A random ViT of timm with statistics of its own, and the same in vitfast through timm's files."""
-    overlay = dict(
-        input_size=(3, 48, 48), crop_pct=1.0, interpolation="bicubic", mean=(0.4, 0.5, 0.6), std=(0.3, 0.25, 0.2)
-    )
+    overlay = dict(input_size=(3, 48, 48), crop_pct=1.0, mean=(0.4, 0.5, 0.6), std=(0.3, 0.25, 0.2))
+    overlay |= dict(interpolation="bicubic")
     size = dict(img_size=48, embed_dim=48, depth=2, num_heads=3, num_classes=11)
     theirs = timm.create_model("vit_tiny_patch16_224", pretrained_cfg_overlay=overlay, **size).eval()
     randomize(theirs, std=0.2)
@@ -109,16 +108,12 @@ def test_what_cannot_be_read_has_its_place_and_its_reason(tmp_path):
         assert second == pytest.approx(first, abs=1e-6) and len(first) == 3
 
 
-def test_numbers_that_are_none_are_no_answer(tmp_path):
+def test_numbers_that_are_none_no_head_and_too_little_memory_are_one_line(tmp_path, monkeypatch):
     photograph(0, (40, 40)).save(tmp_path / "a.png")
     model = tiny()
     model.head.bias.data[1] = float("nan")
     (record,) = predict(model, [str(tmp_path / "a.png")], HOST, sigmoid=True)
     assert "not a number" in record["error"] and "predictions" not in record
-
-
-def test_models_without_a_head_and_too_little_memory_are_one_line(tmp_path, monkeypatch):
-    photograph(0, (40, 40)).save(tmp_path / "a.png")
     for model in (tiny(0), tiny(global_pool="")):
         with pytest.raises(InputError, match="no head that tells classes"):
             predict(model, [], HOST)
@@ -155,27 +150,24 @@ def test_a_folder_is_walked_in_order_with_its_links_and_without_its_circles(tmp_
             list(image_files(tmp_path / path))
 
 
-def test_names_of_any_kind_come_back_from_csv():
+def written(records: list[dict], top_k: int) -> list[list[str]]:
+    text = io.StringIO(newline="")
+    write_csv(records, text, top_k)
+    return list(csv.reader(io.StringIO(text.getvalue(), newline="")))
+
+
+def test_names_of_any_kind_come_back_from_csv_and_no_cell_is_a_formula():
+    """As OWASP says for "CSV injection"; a path still names its file, and a number is one."""
     names = ["plain.png", "a, b.png", 'quo"te.png', "new\nline.png", "re\rturn.png", "é 猫.png", "same.png", "same.png"]
     best = [dict(label="é,\n", probability=0.75), dict(label=3, probability=1.5e-9)]
-    records = [dict(image=name, predictions=best) for name in names] + [dict(image="bad", error="why")]
-    text = io.StringIO(newline="")
-    write_csv(records, text, 2)
-    rows = list(csv.reader(io.StringIO(text.getvalue(), newline="")))
+    rows = written([dict(image=name, predictions=best) for name in names] + [dict(image="bad", error="why")], 2)
     assert rows[0] == ["image", "label_1", "probability_1", "label_2", "probability_2"]
     assert rows[1:-1] == [[name, "é,\n", "0.75", "3", "1.5e-09"] for name in names]
     assert rows[-1] == ["bad", "", "", "", ""]
-
-
-def test_no_cell_of_a_csv_is_a_formula():
-    """As OWASP says for "CSV injection"; a path still names its file, and a number is one."""
     names = ["=cmd().png", "+1.png", "-x.png", "@a.png", "\ttab.png", "\rreturn.png", "a=b.png", "/=.png"]
     labels = ["=1+1", "+a", "-cat", "@SUM(A1)", "\t=1", "-1.5", "+2e-3", 7]
-    records = [dict(image=i, predictions=[dict(label=k, probability=0.5)]) for i, k in zip(names, labels)]
-    text = io.StringIO(newline="")
-    write_csv(records, text, 1)
-    _, *rows = csv.reader(io.StringIO(text.getvalue(), newline=""))
-    assert not [cell for row in rows for cell in row[:1] if cell[0] in "=+-@\t\r"]
+    _, *rows = written([dict(image=i, predictions=[dict(label=k, probability=0.5)]) for i, k in zip(names, labels)], 1)
+    assert not [row[0] for row in rows if row[0][0] in "=+-@\t\r"]
     assert [Path(row[0]) for row in rows] == [Path(name) for name in names]
     assert [row[1] for row in rows] == ["'=1+1", "'+a", "'-cat", "'@SUM(A1)", "'\t=1", "-1.5", "+2e-3", "7"]
 

@@ -150,12 +150,12 @@ def test_what_a_format_cannot_say_of_the_cut_is_told(tmp_path):
         assert write(model, tmp_path / f"timm of {form}", "timm") == []
 
 
+@pytest.mark.parametrize("cut_weights", [("squash", 0.8)], indirect=True)
 def test_fine_tuning_cuts_as_its_weights_do_unless_told(cut_weights, wide, tmp_path, capsys):
-    mode, share = (json.loads((cut_weights / "config.json").read_text())[name] for name in ("crop_mode", "crop_pct"))
     flags = ("--weights", cut_weights, "--data", wide, "--device", "cpu", "--img-size", 16)
     quick = ("--set", "workers=0", "steps=1", "batch_size=4", "warmup_steps=0")
     for name, settings, wanted in (
-        ("as-weights", ("crop_mode=", "crop_pct=none"), [mode, share]),
+        ("as-weights", ("crop_mode=", "crop_pct=none"), ["squash", 0.8]),
         ("told", ("crop_mode=squash", "crop_pct=0.5"), ["squash", 0.5]),
     ):
         run = tmp_path / name
@@ -170,9 +170,6 @@ def test_weights_written_before_the_cut_was_kept_are_read(weights):
     del config["crop_mode"], config["crop_pct"]
     (weights / "config.json").write_text(json.dumps(config))
     assert ViT.from_pretrained(weights).crop_mode is None
-    (weights / "config.json").write_text(json.dumps(config | dict(crop_pct=1e-6)))
-    with pytest.raises(InputError, match="config.json: crop_pct must be None or a number from 0.1 to 1, got 1e-06"):
-        ViT.from_pretrained(weights)
 
 
 def test_eval_and_fewshot_cut_images_as_the_run_did(wide, tmp_path, capsys, caplog):
@@ -198,6 +195,8 @@ def test_eval_and_fewshot_cut_images_as_the_run_did(wide, tmp_path, capsys, capl
     assert (seen[0].crop_mode, seen[0].crop_pct) == ("squash", 0.9)
 
 
+HUGGING_FACE = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, patch_size=8)
+HUGGING_FACE |= dict(image_size=16, num_labels=2)
 PROCESSORS = {
     "a list": dict(image_processor_type="ViTImageProcessor", size=[16, 16], do_resize=True),
     "an edge": dict(image_processor_type="BitImageProcessor", size={"shortest_edge": 18}, do_resize=True),
@@ -211,8 +210,7 @@ PROCESSORS = {
 def test_processors_mean_what_transformers_takes_them_for(tmp_path, wide, kind):
     from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification
 
-    shape = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, patch_size=8)
-    ViTForImageClassification(ViTConfig(image_size=16, num_labels=2, **shape)).save_pretrained(tmp_path)
+    ViTForImageClassification(ViTConfig(**HUGGING_FACE)).save_pretrained(tmp_path)
     content = PROCESSORS[kind] | dict(crop_size={"height": 16, "width": 16}, resample=3)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     processor = AutoImageProcessor.from_pretrained(tmp_path)
@@ -225,8 +223,7 @@ def test_processors_mean_what_transformers_takes_them_for(tmp_path, wide, kind):
 def test_processors_that_say_something_odd_are_a_note(tmp_path, wide, size, caplog):
     from transformers import ViTConfig, ViTModel
 
-    shape = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, patch_size=8)
-    ViTModel(ViTConfig(image_size=16, **shape)).save_pretrained(tmp_path)
+    ViTModel(ViTConfig(**HUGGING_FACE)).save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(size=size, do_resize=True)))
     assert ViT.from_pretrained(tmp_path).crop_mode is None
     assert "how images are resized and cut is not taken over" in caplog.text

@@ -19,9 +19,6 @@ def test_page_holds_all_it_is_given_in_order_and_escapes_it():
     ]
     places = [text.index(piece) for piece in wanted]
     assert places == sorted(places) and text.count("<p ") == 2
-
-
-def test_page_without_introduction_has_no_empty_paragraph():
     assert "<p" not in page("t", {}, {"Heading": ("", "")})
 
 
