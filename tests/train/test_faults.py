@@ -147,7 +147,6 @@ DAMAGED = [
     (change_record(lambda record: record | dict(settings=[])), "other types"),
     (change_record(lambda record: record | dict(data={})), "lacks 'classes'"),
     (change_record(without("optimizer.param_groups")), ""),
-    (change_record(lambda record: record | {"optimizer.param_groups.elsewhere.lr": 1.0}), "elsewhere.lr"),
     (change_tensors(without("model.norm.weight")), "saved model has other tensors: norm.weight"),
     (change_tensors(without("ema.head.bias")), "saved ema has other tensors: head.bias"),
     (change_tensors(without("model.")), "other tensors"),

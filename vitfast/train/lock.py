@@ -19,7 +19,7 @@ _held: set[str] = set()  # the folders of this process, which the system would l
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Holds the run folder, which is made where there is none. Raises InputError where another process holds it.
+    """Holds the run folder, which is made where there is none. InputError where it is held already.
 
     The system's lock on the file ends with its process, however that ends: a file that was left behind on this machine
     is taken over. From one machine to another that lock may not reach, and what the file says decides.

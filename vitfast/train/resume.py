@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -109,7 +110,14 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
             if odd:
                 raise ValueError(f"the saved {name} has other tensors: {first_of(odd)}")
         if "optimizer" in sections:
-            _check_optimizer(sections["optimizer"], train_step.model)
+            shapes = {f"state.{name}": parameter.shape for name, parameter in train_step.model.named_parameters()}
+            state = {key: value for key, value in sections["optimizer"].items() if key.startswith("state.")}
+            for key, value in state.items():  # torch checks neither shapes nor whether an entry is missing
+                if isinstance(value, Tensor) and value.dim() and value.shape != shapes[key.rpartition(".")[0]]:
+                    raise ValueError(f"the optimiser's {key} has shape {tuple(value.shape)}")
+            counts = Counter(key.rpartition(".")[2] for key in state)
+            if len(set(counts.values())) > 1:
+                raise ValueError(f"the optimiser's state is not there for every parameter: {dict(counts)}")
             # Before the models: torch makes room for the state by a step of rate 0.
             set_optimizer_state_dict(train_step.model, train_step.optimizer, sections["optimizer"], options=WHOLE)
         for name, model in models.items():
@@ -118,21 +126,6 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
             train_step.scaler.load_state_dict(sections["scaler"])
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise unreadable(checkpoint, error) from error
-
-
-def _check_optimizer(saved: dict, model: nn.Module) -> None:
-    """Raises ValueError where a parameter's state is not whole or of another shape: torch does not check."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    names: dict[str, set] = {}  # of the parameters that have an entry such as exp_avg
-    for key, value in saved.items():
-        kind, _, rest = key.partition(".")
-        name, _, entry = rest.rpartition(".")
-        if name not in shapes or (isinstance(value, Tensor) and value.dim() and value.shape != shapes[name]):
-            raise ValueError(f"the optimiser's {key} is of no parameter, or one of another shape")
-        if kind == "state":
-            names.setdefault(entry, set()).add(name)
-    if lacking := [entry for entry, some in names.items() if some != set.union(*names.values())]:
-        raise ValueError(f"the optimiser's {lacking[0]} is not there for every parameter")
 
 
 def read_record(checkpoint: Path) -> dict:
@@ -176,7 +169,7 @@ def unreadable(checkpoint: Path, reason: object) -> InputError:
 
 
 def check_settings(config: Config, saved: dict, source: Path) -> None:
-    """Raises InputError where `saved`, the settings of the run `source`, differ in one that decides its course."""
+    """Raises InputError where `saved`, the settings of `source`, differ in one that decides its course."""
     saved, now = as_plain(Config()) | saved, course(as_plain(config))
     if other := changes({name: saved[name] for name in now}, now):
         advice = f"give those, or another --output (and --weights {source}), or --resume never to start it again"

@@ -134,7 +134,7 @@ def prepare(run: Path, config: Config, fresh: bool) -> None:
 
 @contextmanager
 def new_checkpoint(run: Path) -> Iterator[Path]:
-    """An empty folder: what is written there becomes the last checkpoint, and the last one the previous one.
+    """An empty folder: what is written there becomes the last checkpoint, and the last the previous.
 
     Where the block raises, both stay as they are. A kill leaves one of them whole at every moment: `last` is missing
     between two renames, and `previous` is what was the last then.
@@ -182,7 +182,7 @@ def kept_weights(run: Path) -> Path:
 
 
 def _free(path: Path, ours: bool) -> None:
-    """Frees the name of a checkpoint: one of ours goes, of a link the link; anything else gets another name."""
+    """Frees a checkpoint's name: one of ours goes, of a link the link; the rest gets another name."""
     removing = path.with_name(REMOVING)
     if path != removing:
         _free(removing, _is_part(removing))
