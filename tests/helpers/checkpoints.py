@@ -49,6 +49,11 @@ def agree(model, truth, x=None):
     torch.testing.assert_close(logits(model.eval(), x), logits(truth, x), **TOL)
 
 
+def same(state, truth):
+    """Whether two state dicts have the same names and the same bits."""
+    return state.keys() == truth.keys() and all(torch.equal(state[name], tensor) for name, tensor in truth.items())
+
+
 def pick(config, *names):
     return {name: config[name] for name in names}
 

@@ -5,7 +5,6 @@ from functools import partial
 from itertools import product
 
 import pytest
-import timm.optim
 import torch
 from checks import assert_close, gradients, randomize
 from timm.layers import SwiGLUPacked, resample_abs_pos_embed
@@ -260,17 +259,6 @@ def test_initialisation_has_timms_distribution(mode):
         assert abs(a.std(unbiased=False).item() - spread) <= 5 * error * spread + 1e-7, name
         assert abs(a.mean().item() - b.mean().item()) <= 5 * error * spread + 1e-6, name
         assert a.abs().max() <= b.abs().max() * 1.5 + 1e-5, name
-
-
-def test_optimiser_helpers_have_timms_meaning():
-    ours, theirs = ViT(**SMALL, reg_tokens=1), VisionTransformer(**SMALL, reg_tokens=1)
-    assert ours.no_weight_decay() <= theirs.no_weight_decay()
-    groups, expected = (
-        [(g["lr_scale"], g["weight_decay"], len(g["params"])) for g in made]
-        for made in (timm.optim.param_groups_layer_decay(m, 0.05, layer_decay=0.75) for m in (ours, theirs))
-    )
-    assert groups == expected
-    assert ours.get_classifier() is ours.head and ours.num_features == 48
 
 
 # ---- heads

@@ -360,7 +360,9 @@ def test_a_lost_position_table(tmp_path, root, name, lost):
         safetensors.torch.save_file(state, path, metadata={"format": "pt"})
     says = "there is no position table.*" + ("always has one" if name != TIMM else "pass pos_embed='none'")
     refused(folder if name != "torchvision" else weights, says, num_classes=0, num_heads=HEADS)
-    if name != TIMM:
+    if name == TIMM:
+        assert ViT.from_pretrained(folder, pos_embed="none").config["pos_embed"] == "none"
+    else:
         refused(tmp_path / "bare.safetensors", says, num_classes=0, pos_embed="none", num_heads=HEADS)
 
 

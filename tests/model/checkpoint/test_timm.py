@@ -13,7 +13,22 @@ import safetensors.torch
 import timm
 import timm_names
 import torch
-from checkpoints import CLASSES, HEADS, SIZE, SMALL, TOL, D, F, agree, images, logits, pick, randomised, small_timm
+from checkpoints import (
+    CLASSES,
+    HEADS,
+    SIZE,
+    SMALL,
+    TOL,
+    D,
+    F,
+    agree,
+    images,
+    logits,
+    pick,
+    randomised,
+    same,
+    small_timm,
+)
 from timm.models._hub import save_for_hf
 from timm.utils import CheckpointSaver
 from timm_names import names, one_of_each_kind, outcome, outcomes, small, tagged
@@ -42,16 +57,13 @@ def test_a_state_dict_of_every_suffix(tmp_path, suffix):
     truth, path = small_timm(), tmp_path / f"w{suffix}"
     state = truth.state_dict()
     safetensors.torch.save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
-    loaded = load_checkpoint(path)
-    assert loaded.keys() == state.keys() and all(torch.equal(loaded[k], v) for k, v in state.items())
     model = ViT.from_pretrained(path, num_heads=HEADS)
     agree(model, truth)
     assert {**ViT(**SMALL).config, "mlp_ratio": F / D} == model.config
     if suffix in (".safetensors", ".pth"):
         (note,) = write(model, tmp_path / f"back{suffix}", "timm")
         again = timm.models.load_state_dict(tmp_path / f"back{suffix}")
-        assert "pass num_heads=" in note and again.keys() == state.keys()
-        assert all(torch.equal(again[k], v) for k, v in state.items())
+        assert "pass num_heads=" in note and same(again, state)
 
 
 @pytest.mark.parametrize(
@@ -86,24 +98,15 @@ def test_heads_come_from_the_preset(tmp_path):
     agree(ViT.from_pretrained(tmp_path / "ti.pth"), truth)
 
 
-@pytest.mark.parametrize(
-    "wrapper, prefix",
-    [
-        ("model", ""),
-        ("model", "module._orig_mod."),
-        ("state_dict", "module."),
-        ("state_dict_ema", "_orig_mod."),
-        ("model_ema", "model."),
-    ],
-)
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "module.", "_orig_mod.", "model."])
+@pytest.mark.parametrize("wrapper", ["model", "state_dict", "state_dict_ema", "model_ema"])
 def test_nested_state_dicts_are_unwrapped(tmp_path, wrapper, prefix):
     truth, other = small_timm().state_dict(), small_timm().state_dict()
     content = {wrapper: {prefix + k: v for k, v in truth.items()}, "epoch": 3, "args": argparse.Namespace(lr=0.1)}
     if wrapper.endswith("ema"):
         content["state_dict"] = other
     torch.save(content, tmp_path / "last.pth.tar")
-    loaded = load_checkpoint(tmp_path / "last.pth.tar")
-    assert loaded.keys() == truth.keys() and all(torch.equal(loaded[k], v) for k, v in truth.items())
+    assert same(load_checkpoint(tmp_path / "last.pth.tar"), truth)
 
 
 def test_deit3_layer_scale(tmp_path):
@@ -155,6 +158,7 @@ def test_the_older_flat_config(tmp_path, name, act):
 CHANGES = [
     *((B16, {name: value}) for name, values in timm_config.FIXED.items() for value in values),  # leave the function
     (B16, dict(act_layer="quick_gelu")),
+    (B16, dict(pos_embed="none")),
     (B16, dict(qk_norm=True, norm_layer="rmsnorm", scale_mlp_norm=True)),
     (B16, dict(pre_norm=True, global_pool="map", act_layer="swish")),
     ("vit_base_patch16_clip_224", dict(norm_layer="layernorm")),  # not with the eps of the name
@@ -184,23 +188,6 @@ def test_pooling_that_nothing_says_is_that_of_timms_name(tmp_path, name, args):
     assert model.config["global_pool"] == again.global_pool == truth.global_pool
 
 
-def test_without_positions_where_one_says_so(tmp_path):
-    """timm cannot load a folder that has lost them; with pos_embed="none" both have the same logits."""
-    saved(tmp_path)
-    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    del state["pos_embed"]
-    safetensors.torch.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match="pos_embed"):
-        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
-    asked = ViT.from_pretrained(tmp_path, pos_embed="none")
-    content = json.loads((tmp_path / "config.json").read_text())
-    content["model_args"] |= dict(pos_embed="none")
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    truth = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    agree(ViT.from_pretrained(tmp_path), truth)
-    agree(asked, truth)
-
-
 def test_dropout_that_the_vit_has_not_is_said(tmp_path, caplog):
     truth = randomised(timm.create_model(B16, **SMALL))
     rates = dict(SMALL, attn_drop_rate=0.1, drop_path_rate=0.2)
@@ -211,16 +198,6 @@ def test_dropout_that_the_vit_has_not_is_said(tmp_path, caplog):
     assert model.config["drop_path_rate"] == 0.2
     said = "attn_drop_rate=0.1 is not taken over, the ViT has no dropout there"
     assert [record.getMessage() for record in caplog.records] == [f"{tmp_path}: {said}"]
-
-
-def test_our_own_models_under_timms_names(tmp_path):
-    import vitfast.timm_models  # noqa: F401
-
-    options = dict(norm_eps=1e-3, representation_size=20, pos_embed="learn2d", no_embed_class=True)
-    truth = saved(tmp_path, "vit_fast_base_patch16_224", **options)
-    model = ViT.from_pretrained(tmp_path)
-    agree(model, truth)
-    assert model.config == {**truth.config, "img_size": (32, 32), "crop_mode": "center", "crop_pct": 0.9}
 
 
 # ---- every name

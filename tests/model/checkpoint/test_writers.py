@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 import transformers
-from checkpoints import CLASSES, HEADS, SMALL, D, agree, google, images, logits, small
+from checkpoints import CLASSES, HEADS, SMALL, D, agree, google, images, logits, same, small
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import InputError, ViT, cli, load_checkpoint
@@ -19,10 +19,6 @@ TARGETS = {"vitfast": "out", "timm": "out", "huggingface": "out", "npz": "out.np
 DINOV3 = dict(rope="dinov3", pos_embed="none", reg_tokens=2, init_values=0.1, norm_eps=1e-5, num_classes=0)
 CLIP = dict(pre_norm=True, act_layer="quick_gelu", norm_eps=1e-5)
 SIGLIP = dict(class_token=False, global_pool="map", act_layer="gelu_tanh", num_classes=0)
-
-
-def same(state, truth):
-    return state.keys() == truth.keys() and all(torch.equal(state[k], v) for k, v in truth.items())
 
 
 def run(capsys, *args):
