@@ -3,6 +3,7 @@
 import io
 import os
 import warnings
+from unittest.mock import Mock
 
 import numpy as np
 import pictures
@@ -90,36 +91,31 @@ def test_16_bits_keep_their_high_byte():
 def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
     whole = tmp_path / "whole.jpg"
     pictures.smooth(1).save(whole)
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "device.jpg").symlink_to(os.devnull)  # a pipe would let a test that fails wait for ever
+    opened = Image.open
+    closed = PermissionError(13, "Permission denied")  # tests may run as root, whom no file refuses
     cases = {
         "empty.jpg": (b"", "cannot be read as an image .of no known format"),
         "text.jpg": (b"not a picture", "of no known format"),
         "eps.jpg": (save(Image.fromarray(RGB), "EPS"), "of no known format"),  # PIL would hand it to Ghostscript
         "cut.jpg": (whole.read_bytes()[:-100], "cut.jpg is a broken image .image file is truncated"),
         "gone.jpg": (None, "cannot be read as an image .No such file or directory"),
+        "folder.jpg": (None, "Is a directory"),
+        "device.jpg": (None, "device.jpg cannot be read as an image .it is no regular file"),
         "line\nfeed.jpg": (b"", r"line\\nfeed.jpg cannot be read"),
         os.fsdecode(b"latin-\xe9.jpg"): (b"", r"latin-\\udce9.jpg cannot be read"),
         "näme 图.jpg": (b"", "näme 图.jpg cannot be read"),
         "small.png": (save(Image.fromarray(RGB[:1]), "PNG"), "has 1 x 80 pixels, less than one patch .8 x 8"),
+        "whole.jpg": (closed, "whole.jpg cannot be read as an image .Permission denied"),
     }
     for name, (content, message) in cases.items():
-        if content is not None:
+        if isinstance(content, bytes):
             (tmp_path / name).write_bytes(content)
+        monkeypatch.setattr(Image, "open", Mock(side_effect=closed) if content is closed else opened)
         with pytest.raises(Unreadable, match=message) as caught:
             ImageFiles([str(tmp_path / name)], [0], ["a"], (8, 8))[0]
         assert "\n" not in str(caught.value) and str(caught.value).encode()
-    (tmp_path / "folder.jpg").mkdir()
-    with pytest.raises(Unreadable, match="Is a directory"):
-        ImageFiles([str(tmp_path / "folder.jpg")], [0], ["a"], (8, 8))[0]
-    (tmp_path / "device.jpg").symlink_to(os.devnull)  # a pipe would let a test that fails wait for ever
-    with pytest.raises(Unreadable, match="device.jpg cannot be read as an image .it is no regular file"):
-        ImageFiles([str(tmp_path / "device.jpg")], [0], ["a"], (8, 8))[0]
-
-    def refused(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Image, "open", refused)  # tests may run as root, whom no file refuses
-    with pytest.raises(Unreadable, match="whole.jpg cannot be read as an image .Permission denied"):
-        ImageFiles([str(whole)], [0], ["a"], (8, 8))[0]
 
 
 @pytest.mark.parametrize("limit", [1000, 3000], ids=["error of Pillow", "warning of Pillow"])

@@ -16,29 +16,6 @@ from vitfast.experiments.sweep import fine_tune
 from vitfast.train.trainer import train
 
 
-def test_a_sweep_chooses_on_held_out_images_then_trains_on_all(tmp_path, monkeypatch):
-    train(digits(tmp_path / "pre", steps=3))
-    config = finetuning(tmp_path / "pre", tmp_path / "fine", steps=2, sweep_lr="0.001,0.01,0.1")
-    seen = []
-    fake = {0.001: 0.5, 0.01: 0.9, 0.1: 0.9}
-
-    def run(config, resume):
-        seen.append((config.lr, config.hold_out, Path(config.output).name))
-        summary = train(config, resume)
-        return {**summary, "accuracy": fake[config.lr]} if config.hold_out else summary
-
-    monkeypatch.setattr(experiments, "train", run)
-    summary = fine_tune(config, sweep=True)
-    tried = [(lr, 0.1, f"lr-{lr}") for lr in fake]
-    assert seen == [*tried, (0.01, 0.0, "fine")]  # of equals the smaller
-    assert summary["train_images"] == 1437
-    told = json.loads((tmp_path / "fine" / "sweep.json").read_text())
-    assert told["lr"] == 0.01 and [row["held_out_accuracy"] for row in told["tried"]] == [0.5, 0.9, 0.9]
-    assert json.loads((tmp_path / "fine" / "sweep" / "lr-0.01" / "summary.json").read_text())["train_images"] < 1300
-    with pytest.raises(InputError, match="--resume takes auto or never"):
-        fine_tune(config, "runs/other", sweep=True)
-
-
 @pytest.fixture
 def told(monkeypatch):
     """Accuracies by seed and rate in the place of trained ones; the runs that asked, in order."""
@@ -157,20 +134,28 @@ def test_a_sweep_chooses_by_the_best_accuracy_of_early_stopping(tmp_path, monkey
     assert found["lr"] == 0.001 and [row["held_out_accuracy"] for row in found["tried"]] == [0.8, 0.6]
 
 
-def test_a_sweep_can_be_extended(pretrained, tmp_path, monkeypatch):
+def test_a_sweep_chooses_on_held_out_images_then_trains_on_all_and_can_be_extended(pretrained, tmp_path, monkeypatch):
     """Rates that were tried are not tried again; the first table is kept."""
-    steps, tables = [], []
+    seen, tables, fake = [], [], {0.001: 0.5, 0.01: 0.9, 0.1: 0.9}
 
     def run(config, resume):
         folder = Path(config.output)
-        steps.append((folder.name, (folder / "checkpoints" / "last").exists()))
+        seen.append((config.lr, config.hold_out, folder.name, (folder / "checkpoints" / "last").exists()))
         summary = train(config, resume)
-        return summary | dict(accuracy=float(config.lr == 0.01)) if config.hold_out else summary
+        return {**summary, "accuracy": fake[config.lr]} if config.hold_out else summary
 
     monkeypatch.setattr(experiments, "train", run)
-    for rates in ("0.01,0.02", "0.001,0.01"):
-        fine_tune(finetuning(pretrained, tmp_path / "fine", steps=2, sweep_lr=rates), sweep=True)
+    for rates in ("0.1,0.01", "0.001,0.01"):
+        config = finetuning(pretrained, tmp_path / "fine", steps=2, sweep_lr=rates)
+        assert fine_tune(config, sweep=True)["train_images"] == 1437
         tables.append((tmp_path / "fine" / "sweep.json").read_text())
-    tried = [("lr-0.01", False), ("lr-0.02", False), ("fine", False), ("lr-0.001", False), ("lr-0.01", True)]
-    assert steps == [*tried, ("fine", True)]
+    tried = [(0.1, 0.1, "lr-0.1", False), (0.01, 0.1, "lr-0.01", False), (0.01, 0.0, "fine", False)]
+    tried += [(0.001, 0.1, "lr-0.001", False), (0.01, 0.1, "lr-0.01", True), (0.01, 0.0, "fine", True)]
+    assert seen == tried  # of equals the smaller
     assert (tmp_path / "fine" / "sweep.json.1").read_text() == tables[0]
+    for text, accuracies in zip(tables, ([0.9, 0.9], [0.5, 0.9])):
+        told = json.loads(text)
+        assert told["lr"] == 0.01 and [row["held_out_accuracy"] for row in told["tried"]] == accuracies
+    assert json.loads((tmp_path / "fine" / "sweep" / "lr-0.01" / "summary.json").read_text())["train_images"] < 1300
+    with pytest.raises(InputError, match="--resume takes auto or never"):
+        fine_tune(config, "runs/other", sweep=True)

@@ -128,13 +128,3 @@ def test_a_run_with_its_best_can_be_copied_goes_on_and_begins_again(whole, tmp_p
         train(stopping(run, weights=str(run / "best")), resume="never")
     train(stopping(run, steps=4), resume="never")
     assert json.loads((run / "best" / "state" / "best.json").read_text()) == dict(step=4, accuracy=0.5)
-
-
-def test_a_best_folder_that_is_put_there_meanwhile_gets_another_name(scripted, tmp_path, caplog):
-    run = tmp_path / "run"
-    begun = trainer.Trainer(stopping(run, steps=2))
-    (run / "best").mkdir(parents=True)
-    (run / "best" / "thesis.txt").write_text("mine")
-    begun.fit()
-    assert (run / "best.1" / "thesis.txt").read_text() == "mine" and "best.1 now" in caplog.text
-    assert best(run)

@@ -55,22 +55,26 @@ def test_nothing_of_somebody_else_is_removed(tmp_path):
     assert len(events) == 1  # those of the runs before were vitfast's own
 
 
-def test_a_folder_that_somebody_puts_in_the_place_of_a_checkpoint_gets_another_name(tmp_path, caplog):
-    trainer = Trainer(digits(tmp_path, steps=4, **QUICK))
-    take = trainer._train
+def test_folders_that_somebody_puts_in_the_place_of_checkpoints_get_other_names(tmp_path, caplog):
+    trainer = Trainer(digits(tmp_path, steps=4, eval_every=4, early_stop=2, hold_out=0.2, **QUICK))
+    take, names = trainer._train, ("checkpoints/previous", "best")
 
     def put(images, labels):
         if trainer.step == 3:  # checkpoints/last is of step 2
-            (tmp_path / "checkpoints" / "previous").mkdir()
-            (tmp_path / "checkpoints" / "previous" / "thesis.txt").write_text("mine")
+            for name in names:
+                (tmp_path / name).mkdir()
+                (tmp_path / name / "thesis.txt").write_text("mine")
         return take(images, labels)
 
     trainer._train = put
     trainer.fit()
-    assert (tmp_path / "checkpoints" / "previous.1" / "thesis.txt").read_text() == "mine"
-    assert "is previous.1 now" in caplog.text
-    steps = [read_training_state(tmp_path / "checkpoints" / name)["step"] for name in ("previous", "last")]
-    assert steps == [2, 4]
+    for name in names:
+        assert (tmp_path / f"{name}.1" / "thesis.txt").read_text() == "mine"
+        assert f"is {Path(name).name}.1 now" in caplog.text
+    steps = [
+        read_training_state(tmp_path / name)["step"] for name in ("checkpoints/previous", "checkpoints/last", "best")
+    ]
+    assert steps == [2, 4, 4]
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
