@@ -65,16 +65,16 @@ def test_real_labels_leave_out_what_has_none(imagenet, capsys, tmp_path):
     assert "real_accuracy" not in result(capsys, "eval", weights, data)
 
 
-@pytest.mark.parametrize(
-    "content, says",
-    [
-        ("[[1], [2]]", "labels for another number of images than the 12"),
-        ("nothing", "cannot be read"),
-        ("[" + "1," * 11 + "1]", "one list"),
-        (None, "another number of images than the 12"),  # timm's copy, of 50,000 images
-        ("cat", "has cat.JPEG"),
-    ],
-)
+OTHERS = [
+    ("[[1], [2]]", "labels for another number of images than the 12"),
+    ("nothing", "cannot be read"),
+    ("[" + "1," * 11 + "1]", "one list"),
+    (None, "another number of images than the 12"),  # timm's copy, of 50,000 images
+    ("cat", "has cat.JPEG"),
+]
+
+
+@pytest.mark.parametrize("content, says", OTHERS)
 def test_real_labels_of_something_else_are_refused(imagenet, capsys, tmp_path, content, says):
     weights, data, labels, _ = imagenet
     command = ["eval", "--weights", weights, "--data", data, "--device", "cpu", "--set", "workers=0", "--real"]

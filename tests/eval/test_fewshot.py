@@ -165,18 +165,16 @@ def test_the_result_is_written_where_it_is_asked_for(digits_weights, tmp_path, c
     assert sorted(path.name for path in whole.parent.iterdir()) == ["a.csv", "a.json"]
 
 
-@pytest.mark.parametrize(
-    "flags, says",
-    [
-        ("--output OUT/a.json", "a.json: is there already; add --force"),
-        ("--output OUT/a.txt", "a.txt: the result is written as .json or .csv"),
-        ("--output OUT/folder.json", "folder.json: a folder is in the way"),
-        ("--shots 0", "positive numbers of shots and seeds"),
-        ("--seeds 0", "positive numbers of shots and seeds"),
-        ("--l2 -1", "positive numbers of shots and seeds"),
-        ("--method knn --l2 1", "knn has no l2; it is for ridge and linear"),
-    ],
-)
+WRONG = [
+    ("--output OUT/a.json", "a.json: is there already; add --force"),
+    ("--output OUT/a.txt", "a.txt: the result is written as .json or .csv"),
+    ("--output OUT/folder.json", "folder.json: a folder is in the way"),
+    *((flags, "positive numbers of shots and seeds") for flags in ("--shots 0", "--seeds 0", "--l2 -1")),
+    ("--method knn --l2 1", "knn has no l2; it is for ridge and linear"),
+]
+
+
+@pytest.mark.parametrize("flags, says", WRONG)
 def test_wrong_settings_are_named_before_anything_is_computed(tmp_path, capsys, monkeypatch, flags, says):
     monkeypatch.setattr(fewshot, "open_weights", lambda *_: pytest.fail("something was computed"))
     (tmp_path / "folder.json").mkdir()

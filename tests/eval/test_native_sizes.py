@@ -9,22 +9,22 @@ from checks import randomize
 from commands import run_cli
 from PIL import Image
 
-from vitfast import InputError, ViT
+from vitfast import ViT
 from vitfast.data.loader import open_data
 from vitfast.data.packing import Native
-from vitfast.eval.accuracy import evaluate, evaluate_weights
+from vitfast.eval.accuracy import evaluate
 from vitfast.eval.predict import predict
 from vitfast.run.config import Config
 from vitfast.train.recipes import resolve
 
+SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=2, dynamic_img_size=True)
 SIZES = [(16, 16), (40, 16), (13, 30), (64, 64), (5, 90), (24, 24)]  # width, height
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(1)
-    options = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=2, dynamic_img_size=True)
-    return randomize(ViT(**options), std=0.3).eval()
+    return randomize(ViT(**SMALL), std=0.3).eval()
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,7 @@ def test_images_are_computed_together_up_to_a_budget():
 
 
 ONE_SIZE = [
+    ("eval", "sizes=native", "pos_embed='relative' takes images of one size"),
     ("eval", "sizes=16:32", "eval and predict take sizes=native, got sizes=16:32"),
     ("eval", "tokens_per_step=90", "tokens_per_step is for images of many sizes: add --sizes native"),
     ("fewshot", "sizes=native", "fewshot takes images of one size"),
@@ -116,16 +117,13 @@ ONE_SIZE = [
 @pytest.mark.parametrize("command, setting, says", ONE_SIZE)
 def test_what_is_of_one_size_says_so(folder, tmp_path, capsys, command, setting, says):
     more = ("--output", tmp_path / "run") if command == "pretrain" else ()
-    flags = ("--weights", folder / "weights", "--data", folder / "data", "--device", "cpu", "--set", setting)
+    if "relative" in says:
+        plain = {name: value for name, value in SMALL.items() if name != "dynamic_img_size"}
+        ViT(**plain, pos_embed="relative").save_pretrained(tmp_path / "weights")
+    weights = (tmp_path if "relative" in says else folder) / "weights"
+    flags = ("--weights", weights, "--data", folder / "data", "--device", "cpu", "--set", setting)
     code, _, err = run_cli(capsys, command, *flags, *more)
     assert code == 2 and says in err
-
-
-def test_models_of_one_size_say_so(folder, tmp_path):
-    options = dict(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2, pos_embed="relative")
-    ViT(**options).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="pos_embed='relative' takes images of one size"):
-        evaluate_weights(resolve("eval", dict(weights=str(tmp_path), data=str(folder / "data"), sizes="native")))
 
 
 def test_streams_and_several_classes_an_image(folder, model):

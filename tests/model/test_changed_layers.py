@@ -142,6 +142,17 @@ def test_hooks_fire_with_what_passes(twins, name):
     assert not acceleration_report(twins[0]).left
 
 
+def test_with_an_fp32_residual_stream(twins):
+    """In 16 bits, whose norms see the stream in fp32."""
+    model, seen = ViT(**SMALL, residual_in_fp32=True).bfloat16(), []
+    model.load_state_dict(twins[0].state_dict())
+    plain = model(IMAGES)
+    for name in ("blocks.1.norm1", *LINEARS):
+        model.get_submodule(name).register_forward_hook(lambda module, args, out: seen.append((module, args[0].dtype)))
+    torch.testing.assert_close(model(IMAGES), plain, atol=0.05, rtol=0.05)
+    assert len(seen) == 5 and (model.blocks[1].norm1, torch.float32) in seen
+
+
 @pytest.mark.long
 def test_compiled_models_see_what_was_there(twins):
     ours, theirs = twins

@@ -190,11 +190,11 @@ def test_resampled_positions_equal_timms_in_every_dtype():
 
 
 def test_sincos_table_from_the_formula():
-    table = sincos_2d((3, 5), 24, prefix=1)
-    assert table.shape == (1, 16, 24) and (table[0, 0] == 0).all()
-    row, column = 2, 3
+    """Of a grid that is no square; test_originals.py has every entry of one that is."""
+    table, row, column = sincos_2d((3, 5), 24, prefix=1), 2, 3
     omega = torch.tensor([10_000.0 ** -(i / 5) for i in range(6)])
     expected = torch.cat([(column * omega).sin(), (column * omega).cos(), (row * omega).sin(), (row * omega).cos()])
+    assert table.shape == (1, 16, 24) and (table[0, 0] == 0).all()
     assert_close(table[0, 1 + row * 5 + column], expected, **TOL)
     model = ViT(**SMALL, pos_embed="sincos2d")
     assert "pos_embed" in model.state_dict() and "pos_embed" not in dict(model.named_parameters())

@@ -1,6 +1,5 @@
 """What is there before a save or a conversion: replaced whole, or left whole with one error that names it."""
 
-import json
 import os
 
 import numpy as np
@@ -177,17 +176,16 @@ def test_a_save_that_fails_leaves_the_old_folder_whole(tmp_path, monkeypatch, fa
         assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "mean", [torch.tensor([0.1, 0.2, 0.3]), np.array([0.1, 0.2, 0.3]), torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)]
-)
+MEANS = torch.tensor([0.1, 0.2, 0.3]), np.array([0.1, 0.2, 0.3]), torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)
+
+
+@pytest.mark.parametrize("mean", MEANS, ids=["tensor", "array", "of images"])
 def test_arrays_as_attributes_are_saved_as_numbers(tmp_path, mean):
     model = small()
     model.mean = mean
+    model.save_pretrained(tmp_path / "vitfast")
     for form in ("vitfast", "timm", "huggingface"):
-        if form == "vitfast":
-            model.save_pretrained(tmp_path / form)
-            assert json.loads((tmp_path / form / "config.json").read_text())["mean"] == pytest.approx([0.1, 0.2, 0.3])
-        else:
+        if form != "vitfast":
             convert(tmp_path / "vitfast", tmp_path / form, form)
         assert ViT.from_pretrained(tmp_path / form).mean == pytest.approx((0.1, 0.2, 0.3))
 
@@ -257,7 +255,7 @@ def test_classes_with_a_constructor_of_their_own(tmp_path):
         def __init__(self):
             super().__init__(**SMALL)
 
-    Reads(**Fixed().config).save_pretrained(tmp_path / "reads")
+    Reads(**SMALL).save_pretrained(tmp_path / "reads")
     Fixed().save_pretrained(tmp_path / "fixed")
     assert ViT.from_pretrained(tmp_path / "reads").num_classes == CLASSES
     with pytest.raises(InputError, match="Fixed must take the arguments of ViT"):
