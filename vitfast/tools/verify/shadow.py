@@ -41,10 +41,10 @@ class ShadowView:
         self.shape, self.strides, self.offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         steps = self.itemsize // memory.itemsize  # more than 1 where the storage is seen in a smaller dtype too
         self.span = np.arange(steps) if steps > 1 else None
-        inside = torch.zeros(len(memory.writer), dtype=torch.bool)
+        self.inside = np.zeros(len(memory.writer), bool)  # of a huge storage, only the touched pages become real
         if tensor.numel():
-            inside.as_strided(self.shape, [steps * s for s in self.strides], steps * self.offset).fill_(True)
-        self.inside = inside.numpy()
+            inside, strides = torch.from_numpy(self.inside), [steps * s for s in self.strides]
+            inside.as_strided(self.shape, strides, steps * self.offset).fill_(True)
 
     def locate(self, addresses: np.ndarray) -> np.ndarray:
         """Where in its memory the elements at these addresses begin."""
