@@ -1,6 +1,7 @@
 """Accuracy, top-5 accuracy and loss of `evaluate`, and ImageNet's reassessed labels in `vitfast eval --real`."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -56,13 +57,18 @@ def imagenet(tmp_path_factory):
     return root / "w", root / "data", labels, np.mean([guess == k for _, guess, k in found[12:]])
 
 
-def test_real_labels_leave_out_what_has_none(imagenet, capsys, tmp_path):
+def test_real_labels_leave_out_what_has_none_or_cannot_be_read(imagenet, capsys, tmp_path):
     weights, data, labels, accuracy = imagenet
     (tmp_path / "real.json").write_text(json.dumps(labels))
     found = result(capsys, "eval", weights, data, "--real", tmp_path / "real.json")
     assert found["real_images"] == 10 and found["real_accuracy"] == pytest.approx(6 / 10) and found["images"] == 12
     assert found["accuracy"] == pytest.approx(accuracy)
     assert "real_accuracy" not in result(capsys, "eval", weights, data)
+    shutil.copytree(data, tmp_path / "data")
+    next((tmp_path / "data" / "val").rglob("*_00000001.JPEG")).write_bytes(b"")  # one of those that were right
+    found = result(capsys, "eval", weights, tmp_path / "data", "--real", tmp_path / "real.json")
+    assert (found["images"], found["unreadable_images"], found["real_images"]) == (11, 1, 9)
+    assert found["real_accuracy"] == pytest.approx(5 / 9)
 
 
 OTHERS = [

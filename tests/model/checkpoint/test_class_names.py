@@ -51,32 +51,32 @@ def test_hugging_face(tmp_path, given):
     assert again.id2label == truth.config.id2label and again.label2id == truth.config.label2id
 
 
-@pytest.mark.parametrize(
-    "labels", [[*NAMES], {str(i): name for i, name in enumerate(NAMES)}, None], ids=["list", "dict", "none"]
-)
-def test_timm(tmp_path, labels):
+LABELS = {
+    "list": ([*NAMES], NAMES),
+    "dict": ({str(i): name for i, name in enumerate(NAMES)}, NAMES),
+    "none": (None, None),
+    "names that do not fit": ({"0": "cat", "7": "dog"}, None),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_timm(tmp_path, kind, caplog):
     """As timm's save_for_hf writes them, beside its pretrained_cfg or in it, and as it reads them."""
-    truth = randomised(timm.create_model("vit_base_patch16_224", **SMALL))
+    truth, (labels, names) = randomised(timm.create_model("vit_base_patch16_224", **SMALL)), LABELS[kind]
     save_for_hf(truth, tmp_path, safe_serialization=True, model_config={"label_names": labels} if labels else None)
     model = ViT.from_pretrained(tmp_path)
     agree(model, truth)
-    assert model.class_names == (NAMES if labels else None)
+    assert model.class_names == names
+    said = "label_names is not taken over: it has 2 names, not one for each of 5 classes"
+    assert (f"{tmp_path}: {said}" in caplog.messages) == ("fit" in kind)
     content = json.loads((tmp_path / "config.json").read_text())
     content["pretrained_cfg"]["label_names"] = content.pop("label_names", None)
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert ViT.from_pretrained(tmp_path).class_names == model.class_names
     write(model, tmp_path / "ours", "timm")
-    assert load_model_config_from_path(tmp_path / "ours")[0].get("label_names") == ([*NAMES] if labels else None)
+    assert load_model_config_from_path(tmp_path / "ours")[0].get("label_names") == (names and [*names])
     again = timm.create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True)
-    assert again.pretrained_cfg.get("label_names") == ([*NAMES] if labels else None)
-
-
-def test_names_that_do_not_fit_are_left_and_said(tmp_path, caplog):
-    truth = randomised(timm.create_model("vit_base_patch16_224", **SMALL))
-    save_for_hf(truth, tmp_path, safe_serialization=True, model_config={"label_names": {"0": "cat", "7": "dog"}})
-    assert ViT.from_pretrained(tmp_path).class_names is None
-    said = "label_names is not taken over: it has 2 names, not one for each of 5 classes"
-    assert f"{tmp_path}: {said}" in caplog.messages
+    assert again.pretrained_cfg.get("label_names") == (names and [*names])
 
 
 def test_names_that_a_format_cannot_hold_are_said(tmp_path):
