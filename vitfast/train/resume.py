@@ -183,7 +183,8 @@ def check_data(saved: dict, now: dict, checkpoint: Path) -> None:
     """
     found, before, after = [], list(map(str, saved["classes"])), now["classes"]
     if before != after:
-        sides = dict(gone=[c for c in before if c not in after], new=[c for c in after if c not in before])
+        there, here = set(before), set(after)
+        sides = dict(gone=[c for c in before if c not in here], new=[c for c in after if c not in there])
         named = [f"{first_of(classes)} {word}" for word, classes in sides.items() if classes]
         found.append(f"classes: {', '.join(named) or 'another order'}")
     found += changes(*({f"{split}_images": index.get(f"{split}_images") for split in SPLITS} for index in (saved, now)))
