@@ -75,11 +75,6 @@ def test_work_of_patch_embed_by_hand():
 def test_the_floor_adds_up_kernels_one_after_the_other():
     kernels = ((10.0, 1.0), (1.0, 10.0)) + ((0.0, 4.0),)
     assert work.floor_seconds(kernels, flops_per_second=2.0, bytes_per_second=4.0) == 10 / 2 + 10 / 4 + 4 / 4
-    b16 = work.attention_block(256 * 197, 197, 768, 2)
-    measured = dict(flops_per_second=790e12, bytes_per_second=4.3e12)
-    # The kernels' plan: 36 + 226 + 72 + 75 us, and 72 + 452 + 144 + 151.
-    assert work.floor_seconds(b16.forward, **measured) == pytest.approx(409e-6, rel=0.02)
-    assert work.floor_seconds(b16.backward, **measured) == pytest.approx(819e-6, rel=0.02)
 
 
 def test_a_whole_models_flops_are_what_torch_counts():
