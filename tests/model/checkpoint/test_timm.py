@@ -91,11 +91,14 @@ def test_shapes_say_the_architecture(tmp_path, changes):
     assert model.patch_embed.img_size == truth.patch_embed.img_size
 
 
-def test_heads_come_from_the_preset_and_positions_from_old_gammas(tmp_path):
-    """Ti/16 is the smallest preset; DeiT III's layer scales have other names."""
+def test_heads_come_from_the_preset(tmp_path):
+    """Ti/16 is the smallest preset."""
     truth = randomised(timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3))
     torch.save(truth.state_dict(), tmp_path / "ti.pth")
     agree(ViT.from_pretrained(tmp_path / "ti.pth"), truth)
+
+
+def test_deit3_layer_scale(tmp_path):
     truth = small_timm(init_values=1e-5, no_embed_class=True)
     state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", k): v for k, v in truth.state_dict().items()}
     torch.save({"model": state}, tmp_path / "deit_3.pth")
