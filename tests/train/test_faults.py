@@ -213,7 +213,7 @@ def refusals():
     yield "nothing", lambda run: Path("link").symlink_to("gone"), "link is no folder that can be", dict(output="link")
 
 
-@pytest.mark.parametrize("source, harm, said, fields", refusals())
+@pytest.mark.parametrize("source, harm, said, fields", list(refusals()))
 def test_a_fault_is_one_line_and_nothing_is_touched(request, tmp_path, monkeypatch, capsys, source, harm, said, fields):
     root = shutil.copytree(request.getfixturevalue(source), tmp_path / source, dirs_exist_ok=True)
     monkeypatch.chdir(root)
