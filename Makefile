@@ -41,12 +41,12 @@ long: $(READY)  ## the tests that take minutes each: other seeds, twenty kills, 
 planted: $(READY)  ## every bug that is planted in a copy, of kernels and of the rest, and the test that must find it
 	$(BIN)/python -m pytest -n 2 -q tests/test_planted.py tests/tools/verify/test_edges.py -k planted
 
-tritons: $(READY)  ## what earlier Tritons make of the kernels, and what their launchers hand over
+tritons: $(READY)  ## what earlier Tritons make of the kernels
 	for version in $(TRITONS); do \
 	    test -d $(VENV)/triton-$$version || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	        --no-deps --no-compile --target $(VENV)/triton-$$version triton==$$version || exit 1; \
 	    PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest -n 2 -q tests/tools/machine_code \
-	        -k "hazards or real_launches or compiles_well_for and ($(SMS))" || exit 1; \
+	        -k "hazards or compiles_well_for and ($(SMS))" || exit 1; \
 	done
 
 bench: $(READY)  ## the benchmarks of this machine: real shapes on a GPU, small ones on a CPU
