@@ -1,6 +1,5 @@
-"""use_kernels in threads, tasks, generators, backward passes and compiled code; VITFAST_KERNELS."""
+"""use_kernels in threads, backward passes and compiled code; VITFAST_KERNELS."""
 
-import asyncio
 import contextvars
 import gc
 import threading
@@ -80,25 +79,30 @@ def test_a_plain_call_is_of_its_thread():
         assert current_mode() == "off" and in_thread(current_mode) == "auto", "nor inside"
 
 
-def test_calls_that_were_not_entered_yet():
-    """Objects made before they are entered, in any order: a `with` leaves everything as it was."""
-    first, second = ops.use_kernels("off"), ops.use_kernels("off")
-    with first:
-        with second:
-            assert current_mode() == "off"
-        assert current_mode() == "off"
-    assert current_mode() == "auto"
-    ops.use_kernels("on")  # for good
-    with first:
-        assert current_mode() == "off"
-    assert current_mode() == "on"
-    ops.use_kernels("auto")
-    with ops.use_kernels("off"):
-        inner = ops.use_kernels("on")
-    with inner:  # after the end of the block that it was made in
-        assert current_mode() == "on"
-    assert in_thread(lambda: (first.__enter__(), current_mode(), first.__exit__())[1]) == "off"
-    assert current_mode() == "auto"
+@pytest.mark.parametrize("order", ["aA", "abABba", "abAaBb", "aAaA", "abBbA", "aAbBbaBA"])
+def test_calls_entries_and_exits_act_as_those_of_set_grad_enabled(order):
+    """A letter makes an object, its capital enters it, the letter again leaves it."""
+
+    def states(make, current):
+        made, entered, seen = {}, set(), []
+        for letter in order:
+            name = letter.lower()
+            if letter.isupper():
+                made[name].__enter__()
+                entered.add(name)
+            elif name in entered:
+                made[name].__exit__(None, None, None)
+                entered.remove(name)
+            else:
+                made[name] = make(name == "b")
+            seen.append(current())
+        return seen
+
+    with torch.set_grad_enabled(True):
+        expected = states(torch.set_grad_enabled, torch.is_grad_enabled)
+    with ops.use_kernels("on"):
+        found = states(lambda on: ops.use_kernels("on" if on else "off"), current_mode)
+    assert found == ["on" if on else "off" for on in expected]
 
 
 def test_many_calls_and_many_threads_keep_nothing():
@@ -116,37 +120,8 @@ def test_many_calls_and_many_threads_keep_nothing():
     assert alive() == before
 
 
-def test_tasks_do_not_see_each_other():
-    async def run(mode, seen):
-        with ops.use_kernels(mode):
-            await asyncio.sleep(0)
-            seen.append(current_mode())
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        seen.append(current_mode())
-
-    async def both():
-        seen = {mode: [] for mode in ("off", "on", "auto")}
-        await asyncio.gather(*(run(mode, found) for mode, found in seen.items()))
-        return seen
-
-    assert in_thread(lambda: asyncio.run(both())) == {mode: [mode, "auto"] for mode in ("off", "on", "auto")}
-
-
-def test_generators_and_threads_may_leave_in_any_order():
+def test_threads_do_not_see_each_other():
     """Each enters before the other leaves: what stays was "off" for ever."""
-
-    def generate(mode):
-        with ops.use_kernels(mode):
-            yield
-
-    first, second = generate("off"), generate("on")
-    next(first), next(second)
-    assert current_mode() == "on" and in_thread(current_mode) == "auto"
-    first.close()
-    assert current_mode() == "on"
-    second.close()
-    assert current_mode() == "auto"
     inside, seen = threading.Barrier(2, timeout=20), {}
 
     def run(mode):
