@@ -16,10 +16,6 @@ from vitfast.run.distributed import leave
 from vitfast.train import step, trainer
 from vitfast.train.trainer import Trainer, train
 
-# The server of the children takes vitfast from where pytest has it, a copy with a planted bug perhaps, and not from the
-# folder that it is started in.
-os.environ["PYTHONSAFEPATH"] = "1"
-
 # 35 images a step are 18 and 17 on two ranks, each in two micro-batches: nothing divides.
 COMMON = dict(img_size=16, batch_size=35, accumulate=2, clip_norm=0.1, warmup_steps=2, log_every=2, save_every=3)
 COMMON |= dict(steps=6, ema_decay=0.9)

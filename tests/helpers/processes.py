@@ -15,6 +15,9 @@ import tempfile
 
 import torch
 
+# The server takes vitfast from where pytest has it, a copy with a planted bug perhaps, and not from the folder that it
+# is started in.
+os.environ["PYTHONSAFEPATH"] = "1"
 SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = "pytest sklearn.datasets sklearn.model_selection torch.distributed.fsdp torch.utils.tensorboard"
 SERVER.set_forkserver_preload([*PRELOAD.split(), "vitfast.train.trainer"])
