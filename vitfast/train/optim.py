@@ -5,6 +5,7 @@ import math
 import torch
 from timm.optim import Lamb, param_groups_layer_decay
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..run.config import Config
 
@@ -41,10 +42,12 @@ def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float |
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD, fused where the device has it; timm's LAMB."""
+    """torch's AdamW or SGD, fused where PyTorch has it so; timm's LAMB."""
     groups = parameter_groups(model, config.weight_decay, config.layer_decay)
-    fused = next(model.parameters()).is_cuda
+    parameter = next(model.parameters())
+    fused = parameter.device.type in ("cuda", "cpu")
     if config.optimizer == "sgd":
+        fused = fused and not isinstance(parameter, DTensor)  # PyTorch cannot shard the fused step of SGD
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     if config.optimizer == "lamb":
         return Lamb(groups, lr=config.lr, betas=config.betas)
