@@ -11,7 +11,8 @@ from importlib import import_module
 from ..errors import InputError, TrainingError, install
 from ..version import __version__
 
-# Each module is the command of its name: its docstring is the help, `add_arguments(parser)`, `run(args)` -> exit code.
+# Each module is the command of its name: its docstring is the help, `add_arguments(parser)`, and `run(args)`, whose
+# result is the exit code, None for 0.
 COMMANDS = """
     pretrain finetune eval predict fewshot vtab demo doctor tune convert export inspect cost
     scaling positions recipes families
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("timm", "httpx", "datasets", "fsspec", "torch", "onnxscript", "onnx_ir"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        return args.run(args)
+        return args.run(args) or 0
     except KeyboardInterrupt:
         print("vitfast: interrupted", file=sys.stderr)
         return 130

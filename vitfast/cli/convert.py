@@ -13,9 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("path", metavar="OUT", help="a folder, or a file whose suffix suits the format")
     formats = ("vitfast", "timm", "huggingface", "npz", "torchvision")
     add("--format", dest="form", required=True, choices=formats)
-    add_shared(parser, "--num-heads")
-    add_shared(parser, "--img-size")
-    add_shared(parser, "--force")
+    add_shared(parser, "--num-heads", "--img-size", "--force")
     activations = ("gelu", "gelu_tanh", "quick_gelu", "silu")
     add("--act-layer", choices=activations, help="this and what follows: where the weights do not say it")
     add("--pos-embed", choices=("learn", "none"), help="learn or none: no rotary positions, unless --rope says so")
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-classes", metavar="N", type=int, help=classes)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..model.convert import convert
 
     asked = ("act_layer", "pos_embed", "rope", "ref_feat_shape", "global_pool", "norm_eps", "mean", "std")
@@ -39,4 +37,3 @@ def run(args: argparse.Namespace) -> int:
     given |= {"rope": None} if given.get("rope") == "none" else {}
     notes = convert(args.source, args.path, args.form, force=args.force, **given)
     print("\n".join([f"wrote {args.path}", *(f"note: {note}" for note in notes)]))
-    return 0

@@ -12,8 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--device", default="")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..experiments.demo import demo
 
     demo(Path(args.output), args.seed, args.device)
-    return 0

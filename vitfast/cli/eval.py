@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from .options import add_evaluation_options, evaluation_layers
+from .options import add_evaluation_options, evaluation_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,15 +12,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--real", metavar="FILE", nargs="?", const="", help=real)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..eval.accuracy import evaluate_weights
     from ..run.distributed import is_first_rank
-    from ..train.recipes import resolve
 
     options = {"real": args.real} if hasattr(args, "real") else {}
-    result = evaluate_weights(resolve("eval", *evaluation_layers(args)), getattr(args, "img_size", None), **options)
-    if not is_first_rank():  # each of torchrun's measures the same
-        return 0
-    text = ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
-    print(json.dumps(result) if args.json else text)
-    return 0
+    result = evaluate_weights(evaluation_config(args), getattr(args, "img_size", None), **options)
+    if is_first_rank():  # each of torchrun's measures the same
+        text = ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
+        print(json.dumps(result) if args.json else text)

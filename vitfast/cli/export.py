@@ -12,14 +12,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", type=Path, required=True, help=".onnx for onnx, .pt2 for torch and aoti")
     formats = ("onnx", "torch", "aoti")
     add("--format", dest="form", required=True, choices=formats, help="aoti: compiled for this machine")
-    add_shared(parser, "--num-heads")
-    add_shared(parser, "--img-size")
-    add_shared(parser, "--force")
+    add_shared(parser, "--num-heads", "--img-size", "--force")
     add("--uint8", action="store_true", default=False, help="take raw pixels in place of normalised floats")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where it will run (default cpu)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..model.export import check_target, export
     from ..model.vit import ViT
     from ..run.device import choose_device
@@ -31,4 +29,3 @@ def run(args: argparse.Namespace) -> int:
     unchecked = "not checked, onnxruntime is not installed"
     checked = unchecked if difference is None else f"max difference {difference:.2g} from PyTorch"
     print(f"wrote {args.output}: {checked}")
-    return 0

@@ -3,13 +3,11 @@ a linear probe.
 """
 
 import argparse
-import csv
-import io
 import json
 from pathlib import Path
 
 from ..errors import InputError
-from .options import add_evaluation_options, add_shared, evaluation_layers
+from .options import add_evaluation_options, add_shared, evaluation_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,16 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--force")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..eval.fewshot import few_shot
     from ..run.files import write_text
-    from ..train.recipes import resolve
 
     output = vars(args).pop("output")  # of the result, no setting
     if output:
         _check_output(output, args.force)
     options = dict(method=args.method, shots=args.shots, seeds=args.seeds, l2=args.l2)
-    result = few_shot(resolve("eval", *evaluation_layers(args)), img_size=getattr(args, "img_size", None), **options)
+    result = few_shot(evaluation_config(args), img_size=getattr(args, "img_size", None), **options)
     if args.json:
         print(json.dumps(result))
     else:
@@ -45,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, _table(result) if output.suffix == ".csv" else json.dumps(result, indent=2) + "\n")
-    return 0
 
 
 def _check_output(path: Path, force: bool) -> None:
@@ -61,15 +57,15 @@ def _check_output(path: Path, force: bool) -> None:
 
 def _table(result: dict) -> str:
     """The result as CSV: a line for each draw of images, of all of which its line repeats the mean."""
+    from ..run.files import as_csv
+
     same = {name: result.get(name, "") for name in ("weights", "data", "method", "l2")}
-    columns = [*same, "shots", "draw", "accuracy", "mean_accuracy"]
-    writer = csv.DictWriter(text := io.StringIO(), columns, lineterminator="\n")
-    writer.writeheader()
-    for row in result["results"]:
-        for draw, accuracy in enumerate(row["accuracies"]):
-            own = dict(shots=row["shots"], draw=draw, accuracy=accuracy, mean_accuracy=row["accuracy"])
-            writer.writerow(same | own)
-    return text.getvalue()
+    rows = [
+        same | dict(shots=row["shots"], draw=draw, accuracy=accuracy, mean_accuracy=row["accuracy"])
+        for row in result["results"]
+        for draw, accuracy in enumerate(row["accuracies"])
+    ]
+    return as_csv(rows[0], rows)
 
 
 def _shots(text: str) -> int | None:

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", metavar="N", type=int, default=1, help=runs)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..experiments.sweep import fine_tune
 
-    return train_as_told(args, partial(fine_tune, sweep=args.sweep, runs=args.runs))
+    train_as_told(args, partial(fine_tune, sweep=args.sweep, runs=args.runs))

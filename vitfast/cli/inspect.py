@@ -13,12 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="SPEC", required=True, help="a folder of images, in class folders or not, or as for eval")
     add("--output", metavar="DIR", required=True, help="for report.html, the figures as PNG, and the numbers")
     add("--images", metavar="N", type=int, default=32, help="evenly spread over the data (default 32)")
-    add_shared(parser, "--img-size")
-    add_shared(parser, "--num-heads")
+    add_shared(parser, "--img-size", "--num-heads")
     add_shared(parser, "--device", default="")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..eval.inspect.images import read_images
     from ..eval.inspect.report import write_inspection
     from ..model.vit import ViT
@@ -29,4 +28,3 @@ def run(args: argparse.Namespace) -> int:
     images, left_out = read_images(args.data, args.images, model.patch_embed.img_size, model.in_chans)
     data = f"{args.data} ({left_out} more could not be read)" if left_out else args.data
     print(f"wrote {write_inspection(model, images, args.output, args.weights, data)}")
-    return 0

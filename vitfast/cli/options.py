@@ -20,9 +20,10 @@ _SHARED = {
 }
 
 
-def add_shared(parser: argparse.ArgumentParser, name: str, **changes) -> None:
-    """An option that several commands have, with its keywords changed where they differ."""
-    parser.add_argument(name, **_SHARED[name] | changes)
+def add_shared(parser: argparse.ArgumentParser, *names: str, **changes) -> None:
+    """Options that several commands have, with their keywords changed where they differ."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name] | changes)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +111,13 @@ def evaluation_layers(args: argparse.Namespace) -> list[dict]:
     """`setting_layers` of an evaluation, where --batch-size says how many images at once."""
     batch_size = [{"eval_batch_size": args.batch_size}] if hasattr(args, "batch_size") else []
     return setting_layers(args) + batch_size
+
+
+def evaluation_config(args: argparse.Namespace):
+    """The Config of an evaluation."""
+    from ..train.recipes import resolve
+
+    return resolve("eval", *evaluation_layers(args))
 
 
 def experiment_config(args: argparse.Namespace):

@@ -10,9 +10,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each kind (default 3)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..experiments.positions import positions, positions_table
 
     entries = unless_stopped(positions, experiment_config(args), args.seeds)
     print(positions_table(entries) if entries else "", end="")
-    return 0

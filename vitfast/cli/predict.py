@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import InputError
-from .options import add_evaluation_options, add_shared, evaluation_layers
+from .options import add_evaluation_options, add_shared, evaluation_config
 
 TEXT = dict(encoding="utf-8", errors="surrogateescape")  # names that are no UTF-8 go out as they came in
 logger = logging.getLogger("vitfast")
@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     from ..model.checkpoint.files import check_free
     from ..run.device import choose_device
     from ..run.files import write_atomically
-    from ..train.recipes import resolve
 
     output = vars(args).pop("output")  # no setting of a run
     suffix = ".json" if output is None and args.json else ".csv" if output is None else output.suffix
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         check_free(output, args.force)
     total = None if "-" in args.images else sum(1 for _ in _paths(args.images))
-    config = resolve("eval", *evaluation_layers(args))
+    config = evaluation_config(args)
     model = load_any(config.model, config.weights, getattr(args, "img_size", None)).to(choose_device(config.device))
     sigmoid = args.sigmoid
     if sigmoid is None and (sigmoid := learned_by_sigmoid(config.weights)):

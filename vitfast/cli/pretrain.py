@@ -10,13 +10,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_options(parser, "start from these weights instead of from scratch")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..train.trainer import train
 
-    return train_as_told(args, train)
+    train_as_told(args, train)
 
 
-def train_as_told(args: argparse.Namespace, train: Callable) -> int:
+def train_as_told(args: argparse.Namespace, train: Callable) -> None:
     """Calls train(config, resume) and prints its result; with --print-config the settings alone."""
     from ..run.config import as_plain
     from ..train.recipes import resolve
@@ -26,13 +26,12 @@ def train_as_told(args: argparse.Namespace, train: Callable) -> int:
         import yaml
 
         print(yaml.safe_dump(as_plain(config), sort_keys=False), end="")
-        return 0
+        return
     from ..run.distributed import is_first_rank
 
     summary = unless_stopped(train, config, args.resume)
     if summary and summary["finished"] and is_first_rank():
         print(f"{_told(summary)}, in {config.output}")
-    return 0
 
 
 def _told(summary: dict) -> str:

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--json", help="as a list of objects with every field")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..train.recipes import RECIPES, get
 
     if args.recipe:
@@ -20,13 +20,10 @@ def run(args: argparse.Namespace) -> int:
         about = recipe.pop("about")
         lines = [about, *(f"  {k}: {v}" for k, v in recipe.items())]
         print(json.dumps(recipe | dict(about=about), indent=2) if args.json else "\n".join(lines))
-        return 0
-    recipes = [dataclasses.asdict(recipe) for recipe in RECIPES.values()]
-    if args.json:
-        print(json.dumps(recipes, indent=2))
-        return 0
-    for r in recipes:
-        length = f"{r['steps']} steps" if r["steps"] else f"{r['epochs']:g} epochs"
-        sizes = f"{r['model']:<8} {r['img_size']:>4} px  batch {r['batch_size']:<5} {length:<12}"
-        print(f"{r['name']:<26} {sizes} {r['optimizer']:<6} lr {r['lr']:g}")
-    return 0
+    elif args.json:
+        print(json.dumps([dataclasses.asdict(recipe) for recipe in RECIPES.values()], indent=2))
+    else:
+        for r in RECIPES.values():
+            length = f"{r.steps} steps" if r.steps else f"{r.epochs:g} epochs"
+            sizes = f"{r.model:<8} {r.img_size:>4} px  batch {r.batch_size:<5} {length:<12}"
+            print(f"{r.name:<26} {sizes} {r.optimizer:<6} lr {r.lr:g}")

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_set(parser, "settings of the transfer, such as recipe=finetune/cifar10", "--transfer-set")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..experiments.scaling import scaling
 
     how = (args.transfer, args.transfer_method, dict(getattr(args, "transfer_set", [])))
@@ -29,4 +29,3 @@ def run(args: argparse.Namespace) -> int:
         if args.transfer:
             told += f"  transfer {entry['transfer_accuracy']:.4f}"
         print(f"{entry['model']:<10} {compute}  {told}")
-    return 0

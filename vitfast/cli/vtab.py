@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipe", metavar="NAME", help="of finetune (default finetune/vtab)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from ..experiments.vtab import read_tasks, table, tasks_in, vtab
 
     output = vars(args).pop("output")  # of all tasks, no setting of their runs
@@ -34,4 +34,3 @@ def run(args: argparse.Namespace) -> int:
     result = vtab(tasks_in(args.root) if args.root else read_tasks(args.tasks), layers=layers, **options)
     if result:
         print(json.dumps(result) if args.json else table(result))
-    return 0

@@ -1,7 +1,5 @@
 """The demo, the paper in small: pre-train on digits, fine-tune at a higher resolution, report."""
 
-import csv
-import io
 import json
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from ..data.loader import open_data
 from ..model.vit import ViT
 from ..run.config import Config
 from ..run.device import choose_device
+from ..run.files import as_csv
 from ..run.results import Results
 from ..train.log import COLUMNS, read_metrics
 from ..train.recipes import resolve
@@ -54,7 +53,8 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
         pretrain=first,
         finetune=second,
     )
-    results.write("metrics.csv", _merged_metrics(output))
+    both = [dict(task=task) | record for task in summaries for record in read_metrics(output / task)]
+    results.write("metrics.csv", as_csv(("task", *COLUMNS), both))
     results.write("summary.json", json.dumps(summary, indent=2) + "\n")
     write_report(output, summary, results)
     before, after = (with_error(each["accuracy"], each["val_images"]) for each in (first, second))
@@ -70,15 +70,6 @@ def _change(first: dict, second: dict) -> str:
     more = round(second["accuracy"] * second["val_images"]) - round(first["accuracy"] * first["val_images"])
     change = f"{abs(more)} {'more' if more > 0 else 'fewer'}" if more else "as many"
     return f"{change} are answered rightly after fine-tuning"
-
-
-def _merged_metrics(output: Path) -> str:
-    """metrics.csv of both runs in one, with the task as its first column."""
-    writer = csv.DictWriter(text := io.StringIO(), ("task", *COLUMNS), lineterminator="\n")
-    writer.writeheader()
-    for task in ("pretrain", "finetune"):
-        writer.writerows(dict(task=task) | record for record in read_metrics(output / task))
-    return text.getvalue()
 
 
 @optional()

@@ -3,11 +3,10 @@
 Each run has its own folder and goes on where it stopped, so the same command again continues the experiment.
 """
 
-import csv
-import io
 import json
 
 from ..run.config import Config
+from ..run.files import as_csv
 from ..run.results import Results
 from ..train.trainer import train
 
@@ -27,9 +26,5 @@ def finish(config: Config, resume: str = "auto") -> dict:
 def write_records(results: Results, name: str, records: list[dict]) -> None:
     """Writes NAME.json and NAME.csv (there lists are joined by spaces)."""
     results.write(f"{name}.json", json.dumps(records, indent=2) + "\n")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(records[0]))
-    writer.writeheader()
-    for record in records:
-        writer.writerow({k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in record.items()})
-    results.write(f"{name}.csv", text.getvalue())
+    joined = ({k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in each.items()} for each in records)
+    results.write(f"{name}.csv", as_csv(records[0], joined))

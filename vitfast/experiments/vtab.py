@@ -13,9 +13,7 @@ the released code (google-research/big_transfer, vision_transformer) says for wh
 where its classes are what things are, not where, how many, how far or which way round: FLIPPED, CROPPED.
 """
 
-import csv
 import dataclasses
-import io
 import json
 import logging
 from dataclasses import dataclass, field
@@ -31,6 +29,7 @@ from ..eval.fewshot import Ridge, check_l2, classify
 from ..eval.probe import features, linear
 from ..run.config import Config, as_plain, course, total_steps
 from ..run.distributed import world_size
+from ..run.files import as_csv
 from ..run.results import Results
 from ..train.recipes import resolve
 from ..train.trainer import Trainer
@@ -38,6 +37,7 @@ from ..train.trainer import Trainer
 logger = logging.getLogger("vitfast")
 
 EXAMPLES = 1000
+COLUMNS = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")  # of vtab.csv
 # The 19 tasks by group, and the data set of huggingface.co/clip-benchmark that holds each, labels derived as VTAB does,
 # as train/*.tar and test/*.tar. wds_sun397 has no training shards there: put class folders in its place.
 VTAB = {
@@ -220,7 +220,9 @@ def vtab(
     groups = {name: _mean([r for r in records if r["group"] == name]) for name in dict.fromkeys(t.group for t in tasks)}
     summary = dict(weights=configs[0].weights, method=method, examples=examples, mean=_mean(records), groups=groups)
     summary["tasks"] = records
-    _write(results, summary)
+    results.write("vtab.csv", as_csv(COLUMNS, _rows(summary)))
+    results.write("vtab.txt", table(summary) + "\n")
+    results.write("vtab.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -228,21 +230,13 @@ def _mean(records: list[dict]) -> float:
     return sum(record["accuracy"] for record in records) / len(records)
 
 
-def _means(summary: dict) -> list[tuple[str, str, float]]:
-    return [("mean", group, accuracy) for group, accuracy in [*summary["groups"].items(), ("all", summary["mean"])]]
-
-
-def _write(results: Results, summary: dict) -> None:
-    columns = ("task", "group", "accuracy", "train_images", "test_images", "unreadable_images", "l2")
-    lines = [columns, *([record.get(c, "") for c in columns] for record in summary["tasks"])]
-    lines += [(*mean, *[""] * (len(columns) - len(mean))) for mean in _means(summary)]
-    csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
-    results.write("vtab.csv", text.getvalue())
-    results.write("vtab.txt", table(summary) + "\n")
-    results.write("vtab.json", json.dumps(summary, indent=2) + "\n")
+def _rows(summary: dict) -> list[dict]:
+    """The rows of the table: the tasks, and the means of the groups and of all."""
+    means = [*summary["groups"].items(), ("all", summary["mean"])]
+    return summary["tasks"] + [dict(task="mean", group=group, accuracy=mean) for group, mean in means]
 
 
 def table(summary: dict) -> str:
     """The results as lines of text."""
-    lines = [(record["task"], record["group"], record["accuracy"]) for record in summary["tasks"]] + _means(summary)
-    return "\n".join([f"{'task':<24}{'group':<14}accuracy", *(f"{t:<24}{g:<14}{a:.4f}" for t, g, a in lines)])
+    lines = (f"{row['task']:<24}{row['group']:<14}{row['accuracy']:.4f}" for row in _rows(summary))
+    return "\n".join([f"{'task':<24}{'group':<14}accuracy", *lines])

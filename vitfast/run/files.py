@@ -1,9 +1,11 @@
 """Files that are whole or absent: whoever reads one sees the old content or the new, never a part."""
 
+import csv
 import errno
+import io
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ..errors import InputError
@@ -41,6 +43,14 @@ def write_all_atomically(writes: Mapping[Path, Callable[[Path], object]]) -> Non
 def write_text(path: str | Path, text: str) -> None:
     """Replaces a file by `text`, atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def as_csv(columns: Iterable[str], rows: Iterable[Mapping]) -> str:
+    """The rows as CSV under a line of their columns; a column that a row lacks is empty."""
+    writer = csv.DictWriter(text := io.StringIO(), list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def move_synced(source: Path, target: Path) -> None:
