@@ -9,7 +9,7 @@ import torch
 from timm.models._hub import save_for_hf
 
 from vitfast import InputError, ViT
-from vitfast.model.checkpoint.timm import MODELS
+from vitfast.model.checkpoint.timm import by_name
 
 PATTERNS = "vit* deit* eva* beit* flexivit* test_vit* naflexvit* samvit* aimv2*".split()
 SIZES = r"(x?small|tiny|base|large|huge|xlarge|giant|giantopt|gigantic|medium|mediumd|betwixt|little|wee|so\d+m2?|\d+b)"
@@ -20,6 +20,14 @@ TOL = 1e-5  # of the largest logit, fp32 on both sides
 def names() -> list[str]:
     listed = sorted({name for pattern in PATTERNS for name in timm.list_models(pattern)})
     return [name for name in listed if not name.startswith("vit_fast_")]  # ours, where they are registered
+
+
+def ours(name: str) -> dict:
+    """The arguments that a name stands for, {} where vitfast does not list it."""
+    try:
+        return by_name(name)
+    except InputError:
+        return {}
 
 
 def one_of_each_kind() -> list[str]:
@@ -34,7 +42,7 @@ def tagged() -> list[str]:
         {},
         ("tag", "hf_hub_id", "hf_hub_filename", "url", "file", "license", "notes", "custom_load", "origin_url"),
     )
-    for name in filter(MODELS.__contains__, names()):
+    for name in filter(ours, names()):
         for full in timm.list_models(f"{name}.*", pretrained=True):
             config = timm.get_pretrained_cfg(full).to_dict()
             kinds.setdefault((name, repr({k: v for k, v in config.items() if k not in about})), full)
@@ -48,9 +56,9 @@ def small(name: str, **changes) -> torch.nn.Module:
     a width is as wide as timm makes it. name: with a tag, of its image size and number of classes.
     """
     plain, _, tag = name.partition(".")
-    heads, found = MODELS.get(plain, 4), re.search(r"patch(\d+)|_s(\d+)_", plain)
+    heads, found = ours(plain).get("num_heads", 4), re.search(r"patch(\d+)|_s(\d+)_", plain)
     size = 2 * int(next(filter(None, found.groups())) if found else 32)
-    told = {} if plain in MODELS else dict(num_heads=heads)
+    told = {} if ours(plain) else dict(num_heads=heads)
     kept = dict(depth=2) | ({} if tag else dict(num_classes=CLASSES, img_size=size)) | changes
     for options in (
         kept | dict(embed_dim=16 * heads, **told),

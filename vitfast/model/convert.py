@@ -1,5 +1,6 @@
 """A model or a checkpoint in another format, read back before it takes its place."""
 
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from ..errors import InputError, unknown
 from .checkpoint import load_model, read
 from .checkpoint.files import COMPANIONS, INDEXES, SHARD, WEIGHTS, check_free, present, staged, target
-from .checkpoint.writers import FEATURES, WRITERS, file_suffix, tensors
+from .checkpoint.writers import HEAD, NO_HEAD, PRE_LOGITS, WRITERS, file_suffix, lacks, tensors
 from .presets import pair
 from .vit import ViT
 
@@ -32,14 +33,12 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
     """
     path = target(path)
     _check_target(path, form, force)
-    writer, config = WRITERS[form], model.config
-    lacks = writer.lacks(config)
-    lost = [what for key, (what, present) in FEATURES.items() if key in lacks and present(config)]
-    if lost:
+    lacking = lacks(form, model.config)
+    if lost := [what for what, present in lacking.items() if present]:
         said = f"the format {form} has no place for {', '.join(lost)}; the format vitfast has"
-        raise InputError(said + _new_head(model, lacks, lost))
+        raise InputError(said + _new_head(model, lacking, lost))
     with staged(path, force) as scratch:
-        writer.write(model, scratch)
+        WRITERS[form][1](model, scratch)
         written, notes = {file.name for file in scratch.parent.rglob("*")}, _read_back(model, scratch, form)
     for file in path.iterdir() if path.is_dir() else ():
         if file.name not in written and (file.name in _OF_CHECKPOINTS or SHARD.fullmatch(file.name)):
@@ -57,15 +56,15 @@ def convert(source: str | Path, path: str | Path, form: str, *, force: bool = Fa
     return write(load_model(ViT, source, overrides, keep_dtype=True), path, form, force)
 
 
-def _new_head(model, lacks: tuple[str, ...], lost: list[str]) -> str:
+def _new_head(model, lacking: Container[str], lost: list[str]) -> str:
     """How to write the model without its head, where the head alone is what a format has no place for."""
-    heads = [FEATURES[key][0] for key in ("pre_logits", "no_head", "head")]
-    if any(what not in heads for what in lost):
+    if not {*lost} <= {PRE_LOGITS, NO_HEAD, HEAD}:
         return ""
+    ways = []
     # of a model without a last layer, none is what it has: its hidden layer would stay
-    none = "no_head" not in lacks and model.num_classes > 0
-    ways = ["--num-classes 0 leaves the head out"] if none else []
-    if "head" not in lacks:
+    if NO_HEAD not in lacking and model.num_classes > 0:
+        ways.append("--num-classes 0 leaves the head out")
+    if HEAD not in lacking:
         ways.append(f"--num-classes N (any but {model.num_classes}) puts a new one in its place")
     return f"; in vitfast convert {', '.join(ways)}"
 
@@ -73,7 +72,7 @@ def _new_head(model, lacks: tuple[str, ...], lost: list[str]) -> str:
 def _check_target(path: Path, form: str, force: bool) -> None:
     if form not in FORMATS:
         raise unknown("format", form, FORMATS)
-    suffixes, suffix = WRITERS[form].suffixes, file_suffix(path)
+    suffixes, suffix = WRITERS[form][0], file_suffix(path)
     if suffix not in suffixes:
         raise InputError(f"{path}: the format {form} is written as {' or '.join(s or 'a folder' for s in suffixes)}")
     what = present(path)

@@ -31,12 +31,11 @@ from checkpoints import (
 )
 from timm.models._hub import save_for_hf
 from timm.utils import CheckpointSaver
-from timm_names import names, one_of_each_kind, outcome, outcomes, small, tagged
+from timm_names import names, one_of_each_kind, ours, outcome, outcomes, small, tagged
 
 from vitfast import InputError, ViT, load_checkpoint
 from vitfast.model.checkpoint import timm as timm_config
-from vitfast.model.checkpoint.timm import MODELS, by_name
-from vitfast.model.config import ARGUMENTS
+from vitfast.model.checkpoint.timm import by_name
 from vitfast.model.convert import write
 
 B16 = "vit_base_patch16_224"
@@ -212,7 +211,7 @@ def check(name, folder):
     model = small(name)
     found = outcomes(model, folder)
     assert all(SEEN.search(said) for said in found.values()), found
-    if name not in MODELS:
+    if not ours(name):
         assert found["folder"].startswith("refused: ") and found["name"].startswith("refused: "), found
     elif "distilled" in name:
         assert all("has two heads" in said for said in found.values()), found
@@ -237,7 +236,7 @@ def test_every_name(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         check(name, folder)
-    assert {name for name in MODELS if not name.startswith("vit_fast_")} <= set(names())
+    assert all(any(re.fullmatch(family, name) for name in names()) for family in timm_config.FAMILIES)
 
 
 @pytest.mark.long
@@ -290,7 +289,7 @@ def test_no_field_of_timms_is_unknown():
     assert fields - {*timm_config.PRETRAINED} == {"state_dict"}  # which is never written
     arguments = {*inspect.signature(timm.models.VisionTransformer).parameters} - {"device", "dtype"}
     classes = {"embed_layer", "embed_norm_layer", "block_fn", "mlp_layer"}  # no JSON holds these
-    assert arguments - {*ARGUMENTS, *timm_config.FIXED, *timm_config.DROPOUTS} == classes
+    assert arguments - {*timm_config.FIELDS} == classes
 
 
 # ---- checkpoints of timm's training script

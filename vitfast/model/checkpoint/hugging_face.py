@@ -4,9 +4,9 @@ import math
 
 from ...errors import InputError
 from .. import config as arguments
-from ..config import POSITIVE, flag, shown
+from ..config import POSITIVE, RATE, flag, shown
 from ..presets import pair
-from .json_fields import CONFIG, OF_TEXT, activation, dropout_notes, only, read, refuse_unknown, section
+from .json_fields import CONFIG, OF_TEXT, read, read_fields, refuse_unknown, section
 
 _DEFAULTS = dict(num_attention_heads=12, hidden_act="gelu", image_size=224)
 _VIT = _DEFAULTS | dict(layer_norm_eps=1e-12)
@@ -39,8 +39,32 @@ BESIDE += "projection_dim logit_scale_init_value initializer_factor".split()
 _TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first of each is what is written
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
 ACTIVATIONS |= {"quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu"}
-# Their names of constructor arguments.
-ARGUMENTS = {
+AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # DINOv3's rotary positions, in training
+# Fields that are read below, and those without a say in the tokens and logits: of a pooler, a decoder and mask tokens,
+# which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model;
+# of Facebook's own code (interpolate_*), which no code of transformers reads; and those that the tensors say.
+OTHERS = """
+    intermediate_size mlp_ratio num_patches
+    query_bias key_bias value_bias mlp_bias vision_use_head projection_dim initializer_factor
+    pooler_act pooler_output_size encoder_stride use_mask_token
+    apply_layernorm reshape_hidden_states out_features out_indices stage_names _out_features _out_indices
+    initializer_range layerscale_value gradient_checkpointing
+    architectures model_type transformers_version _name_or_path _commit_hash torch_dtype dtype id2label label2id
+    num_labels _num_labels problem_type finetuning_task task_specific_params return_dict use_return_dict
+    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss use_cache tie_word_embeddings
+    chunk_size_feed_forward cross_attention_hidden_size attn_implementation _attn_implementation
+    _attn_implementation_internal _attn_implementation_autoset
+    interpolate_antialias interpolate_offset
+""".split()
+OTHERS += OF_TEXT
+# Fields of any configuration, and those of a ViT's, as read_fields takes them.
+GENERAL = dict.fromkeys(OTHERS) | {
+    "pruned_heads": ({},),
+    "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+FIELDS = GENERAL | {
     "hidden_size": "embed_dim",
     "num_hidden_layers": "depth",
     "num_attention_heads": "num_heads",
@@ -55,32 +79,10 @@ ARGUMENTS = {
     "use_gated_mlp": "swiglu_mlp",
     "use_swiglu_ffn": "swiglu_mlp",
     "proj_bias": "proj_bias",
+    "hidden_act": ACTIVATIONS,
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout"), RATE),
+    **dict.fromkeys(AUGMENTED),
 }
-FIXED = {
-    "pruned_heads": ({},),
-    "is_decoder": (False,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-}
-DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout")
-AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # DINOv3's rotary positions, in training
-# Fields that are read below, and those without a say in the tokens and logits: of a pooler, a decoder and mask tokens,
-# which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model;
-# of Facebook's own code (interpolate_*), which no code of transformers reads; and those that the tensors say.
-OTHERS = """
-    hidden_act intermediate_size mlp_ratio num_patches
-    query_bias key_bias value_bias mlp_bias vision_use_head projection_dim initializer_factor
-    pooler_act pooler_output_size encoder_stride use_mask_token
-    apply_layernorm reshape_hidden_states out_features out_indices stage_names _out_features _out_indices
-    initializer_range layerscale_value gradient_checkpointing
-    architectures model_type transformers_version _name_or_path _commit_hash torch_dtype dtype id2label label2id
-    num_labels _num_labels problem_type finetuning_task task_specific_params return_dict use_return_dict
-    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss use_cache tie_word_embeddings
-    chunk_size_feed_forward cross_attention_hidden_size attn_implementation _attn_implementation
-    _attn_implementation_internal _attn_implementation_autoset
-    interpolate_antialias interpolate_offset
-""".split()
-OTHERS += OF_TEXT
 
 
 def check_kind(config: dict) -> None:
@@ -105,15 +107,12 @@ def told(config: dict, form: str) -> tuple[dict, list[str]]:
     kind, where = config["model_type"], CONFIG
     _, known, defaults = MODELS[kind]
     if kind in WHOLE:
-        refuse_unknown(config, {*BESIDE, *FIXED, *OTHERS}, where)
+        refuse_unknown(config, {*BESIDE, *GENERAL}, where)
         config = section(config, "vision_config_dict") or section(config, "vision_config")  # the former wins there
         where = "config.json: vision_config"
-    refuse_unknown(config, {*ARGUMENTS, *FIXED, *DROPOUTS, *AUGMENTED, *OTHERS}, where)
-    only(config, FIXED, where)
     config = defaults | {key: value for key, value in config.items() if value is not None}
+    found, notes = read_fields(config, FIELDS, where)
     checks = arguments.ARGUMENTS
-    found = {n: value for f, n in ARGUMENTS.items() if (value := read(config, f, checks[n], where)) is not None}
-    found["act_layer"] = activation(config["hidden_act"], ACTIVATIONS, where)
     found["hidden"] = read(config, "intermediate_size", checks["embed_dim"], where)
     if found["hidden"] is None and kind.startswith("dinov2"):
         found["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
@@ -123,7 +122,7 @@ def told(config: dict, form: str) -> tuple[dict, list[str]]:
         found["img_size"] = _own_size(config, where)
     if form != known:
         raise InputError(f"config.json says model_type {kind!r}, the tensors are those of {form}")
-    notes = dropout_notes(config, DROPOUTS, where) + [
+    notes += [
         f"{field}={config[field]} is not taken over, the ViT changes no positions in training"
         for field in AUGMENTED
         if config.get(field) is not None

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from ...errors import InputError
 from ...version import __version__
-from ..config import RATE, Check, enforce, shown
+from ..config import ARGUMENTS, Check, enforce, shown
 
 CONFIG = "config.json"
 _REMOVE = "remove it where it changes nothing that the model computes"
@@ -38,28 +38,33 @@ def read(config: dict, field: str, check: Check, where: str = CONFIG):
     return None if value is None else enforce(check, value, f"{where}: {field}")
 
 
-def only(config: dict, allowed: dict[str, tuple], where: str = CONFIG) -> None:
-    """Raises InputError for a field with another value than those at which the ViT computes the same."""
-    for field, values in allowed.items():
+def read_fields(config: dict, table: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
+    """The constructor arguments in a JSON object, and notes; fields that are null say nothing.
+
+    table: what each field that may be there means: the name of a constructor argument; {activation there: ours}; the
+    values (a tuple) at which the ViT computes the same; RATE for a dropout that the ViT has not, which would do
+    something in training alone; None for no say in the model. Raises InputError for other fields and values.
+    """
+    refuse_unknown(config, table, where)
+    found, notes = {}, []
+    for field, meaning in table.items():
         value = config.get(field)
-        if value is not None and not any(value == one and type(value) is type(one) for one in values):
-            wanted = " or ".join(map(repr, values))
-            raise InputError(f"{where}: {field} must be {wanted} for a ViT like ours, got {shown(value)}")
-
-
-def activation(name, known: dict[str, str], where: str = CONFIG) -> str | None:
-    """The ViT's name of an activation, None for None."""
-    if name is None:
-        return None
-    if not isinstance(name, str) or name not in known:
-        raise InputError(f"{where}: activation {shown(name)} is not supported; known are {', '.join(known)}")
-    return known[name]
-
-
-def dropout_notes(config: dict, fields: Iterable[str], where: str = CONFIG) -> list[str]:
-    """A line for each rate of a dropout that the ViT has not: in training alone it would do something."""
-    rates = {field: read(config, field, RATE, where) for field in fields}
-    return [f"{field}={rate} is not taken over, the ViT has no dropout there" for field, rate in rates.items() if rate]
+        if value is None or meaning is None:
+            continue
+        if isinstance(meaning, str):
+            found[meaning] = read(config, field, ARGUMENTS[meaning], where)
+        elif isinstance(meaning, dict):
+            if not isinstance(value, str) or value not in meaning:
+                known = ", ".join(meaning)
+                raise InputError(f"{where}: activation {shown(value)} is not supported; known are {known}")
+            found["act_layer"] = meaning[value]
+        elif isinstance(meaning, tuple):
+            if not any(value == one and type(value) is type(one) for one in meaning):
+                wanted = " or ".join(map(repr, meaning))
+                raise InputError(f"{where}: {field} must be {wanted} for a ViT like ours, got {shown(value)}")
+        elif rate := read(config, field, meaning, where):
+            notes.append(f"{field}={rate} is not taken over, the ViT has no dropout there")
+    return found, notes
 
 
 def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, list[str]]:

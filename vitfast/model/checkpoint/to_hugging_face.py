@@ -5,7 +5,7 @@ import torch
 from ...errors import InputError
 from ..config import ROPES
 from ..presets import pair
-from .hugging_face import ACTIVATIONS, ARGUMENTS
+from .hugging_face import ACTIVATIONS, FIELDS
 from .names import HUGGING_FACE, HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, State, rename, split_qkv, to_theirs
 
 # Fields of config.json that all families have.
@@ -22,7 +22,7 @@ def family(config: dict) -> str:
 def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
     """The tensors and the content of config.json."""
     size, act = pair(config["img_size"]), "silu" if config["swiglu_mlp"] else config["act_layer"]
-    content = {name: config[ours] for name, ours in ARGUMENTS.items() if name in SHARED}
+    content = {name: config[FIELDS[name]] for name in SHARED}
     content |= dict(
         intermediate_size=state["blocks.0.mlp.fc2.weight"].shape[1],
         hidden_act=next(name for name, ours in ACTIVATIONS.items() if ours == act),

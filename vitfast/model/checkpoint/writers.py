@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,62 +41,62 @@ TIMM_ARGS = (
     "dynamic_img_size", "act_layer", "pre_norm", "qk_norm", "scale_mlp_norm",
 )  # fmt: skip
 
-# What a format may have no place for: how the error calls it, and whether a model (its configuration) has it.
-FEATURES: dict[str, tuple[str, Callable[[dict], bool]]] = {
-    "registers": ("register tokens", lambda c: c["reg_tokens"] > 0),
-    "layer_scale": ("LayerScale", lambda c: bool(c["init_values"])),
-    "no_class_token": ("a model without class token", lambda c: not c["class_token"]),
-    "patch_positions": (
+_CLASSIC = "vit clip siglip npz torchvision"  # as the paper has it, but for the norm of the towers
+_EVERY = f"timm dinov3 {_CLASSIC}"  # but our own
+# What a format may have no place for: how the error calls it, whether a model (its configuration) has it, and the
+# formats without it, of Hugging Face's the families (see to_hugging_face.family).
+HEAD, NO_HEAD = "a head", "a model without head"
+PRE_LOGITS = "the hidden layer of a pre-training head (pre_logits)"
+FEATURES: tuple[tuple[str, Callable[[dict], bool], str], ...] = (
+    ("register tokens", lambda c: c["reg_tokens"] > 0, _CLASSIC),
+    ("LayerScale", lambda c: bool(c["init_values"]), _CLASSIC),
+    ("a model without class token", lambda c: not c["class_token"], "vit clip dinov3 torchvision"),
+    (
         "positions for patches alone (no_embed_class)",
         lambda c: c["class_token"] and c["no_embed_class"],
+        "vit clip torchvision",
     ),
-    "no_positions": ("a model without positions", lambda c: c["pos_embed"] in ("none", "")),
-    "rope": ("rotary positions (rope)", lambda c: c["rope"] is not None),
-    "table": ("a position table beside rotary positions (pos_embed)", lambda c: c["pos_embed"] not in ("none", "")),
-    "no_layer_scale": ("a model without LayerScale (init_values)", lambda c: not c["init_values"]),
-    "gated": ("a gated MLP (swiglu_mlp)", lambda c: c["swiglu_mlp"]),
-    "gated_map": ("a gated MLP and a MAP head", lambda c: c["swiglu_mlp"] and c["global_pool"] == "map"),
-    "pre_norm": ("a norm before the blocks (pre_norm)", lambda c: c["pre_norm"]),
-    "qk_norm": ("norms of queries and keys (qk_norm)", lambda c: c["qk_norm"]),
-    "mlp_norm": ("a norm in the MLP (scale_mlp_norm)", lambda c: c["scale_mlp_norm"]),
-    "rms_norm": ("RMSNorm (norm_layer)", lambda c: c["norm_layer"] != "layernorm"),
-    "activation": (
+    ("a model without positions", lambda c: c["pos_embed"] in ("none", ""), _CLASSIC),
+    ("rotary positions (rope)", lambda c: c["rope"] is not None, f"timm {_CLASSIC}"),
+    ("a position table beside rotary positions (pos_embed)", lambda c: c["pos_embed"] not in ("none", ""), "dinov3"),
+    ("a model without LayerScale (init_values)", lambda c: not c["init_values"], "dinov3"),
+    ("a gated MLP (swiglu_mlp)", lambda c: c["swiglu_mlp"], _CLASSIC),
+    ("a gated MLP and a MAP head", lambda c: c["swiglu_mlp"] and c["global_pool"] == "map", "timm"),
+    ("a norm before the blocks (pre_norm)", lambda c: c["pre_norm"], "vit dinov3 siglip npz torchvision"),
+    ("norms of queries and keys (qk_norm)", lambda c: c["qk_norm"], f"dinov3 {_CLASSIC}"),
+    ("a norm in the MLP (scale_mlp_norm)", lambda c: c["scale_mlp_norm"], f"dinov3 {_CLASSIC}"),
+    ("RMSNorm (norm_layer)", lambda c: c["norm_layer"] != "layernorm", f"dinov3 {_CLASSIC}"),
+    (
         "another activation than GELU (act_layer)",
         lambda c: not c["swiglu_mlp"] and c["act_layer"] not in ("gelu", "gelu_tanh"),
+        "npz torchvision",
     ),
-    "map": ("a MAP head (global_pool)", lambda c: c["global_pool"] == "map"),
-    "head": ("a head", lambda c: c["num_classes"] > 0),
-    "class_token": ("prefix tokens (class_token, reg_tokens)", lambda c: c["class_token"] or c["reg_tokens"] > 0),
-    "positions": (
+    ("a MAP head (global_pool)", lambda c: c["global_pool"] == "map", "dinov3 clip npz"),
+    (HEAD, lambda c: c["num_classes"] > 0, "dinov3 siglip"),
+    ("prefix tokens (class_token, reg_tokens)", lambda c: c["class_token"] or c["reg_tokens"] > 0, "siglip"),
+    (
         "other positions than one table at the stem",
         lambda c: c["pos_embed"] in ("learn2d", "factorized", "relative") or c["pos_embed_at"] != "stem",
+        _EVERY,
     ),
-    "hybrid": ("the ResNet of a hybrid", lambda c: c["backbone"] is not None),
-    "fc_norm": ("a norm after pooling (fc_norm)", lambda c: bool(c["fc_norm"])),
-    "pre_logits": ("the hidden layer of a pre-training head (pre_logits)", lambda c: bool(c["representation_size"])),
-    "no_qkv_bias": ("qkv without bias", lambda c: not c["qkv_bias"]),
-    "no_bias": ("linear layers without bias (proj_bias)", lambda c: not c["proj_bias"]),
-    "pooling": ("another pooling than the class token", lambda c: c["num_classes"] > 0 and c["global_pool"] != "token"),
-    "no_head": ("a model without head", lambda c: c["num_classes"] == 0),
-    "no_square": (
+    ("the ResNet of a hybrid", lambda c: c["backbone"] is not None, _EVERY),
+    ("a norm after pooling (fc_norm)", lambda c: bool(c["fc_norm"]), f"dinov3 {_CLASSIC}"),
+    (PRE_LOGITS, lambda c: bool(c["representation_size"]), "timm vit dinov3 clip siglip"),
+    ("qkv without bias", lambda c: not c["qkv_bias"], "clip siglip npz torchvision"),
+    ("linear layers without bias (proj_bias)", lambda c: not c["proj_bias"], _CLASSIC),
+    (
+        "another pooling than the class token",
+        lambda c: c["num_classes"] > 0 and c["global_pool"] != "token",
+        "vit clip torchvision",
+    ),
+    (NO_HEAD, lambda c: c["num_classes"] == 0, "torchvision"),
+    (
         "images or patches that are no squares",
         lambda c: any(h != w for h, w in (pair(c["img_size"]), pair(c["patch_size"]))),
+        "clip siglip torchvision",
     ),
-    "channels": ("other than 3 channels", lambda c: c["in_chans"] != 3),
-}
-
-
-@dataclass(frozen=True)
-class Writer:
-    """One format.
-
-    suffixes: of the file it writes, "" for a folder. write: (model, path) -> None, writes the files. lacks: of a
-    configuration, the keys of FEATURES that it has no place for.
-    """
-
-    suffixes: tuple[str, ...]
-    write: Callable[[nn.Module, Path], None]
-    lacks: Callable[[dict], tuple[str, ...]] = lambda config: ()
+    ("other than 3 channels", lambda c: c["in_chans"] != 3, "torchvision"),
+)
 
 
 def tensors(model) -> State:
@@ -254,33 +253,17 @@ def _write_torchvision(model: nn.Module, path: Path) -> None:
     _write_tensors(rename(tensors(model), to_theirs(TORCHVISION)), path)
 
 
-_OURS = ("positions", "hybrid")  # what only our own folder has
-_LATER = ("rope", "gated", "pre_norm", "qk_norm", "mlp_norm", "rms_norm")  # what came after the paper
-_CLASSIC = (*_OURS, *_LATER, "registers", "layer_scale", "no_positions", "fc_norm", "no_bias")  # none of these three
-_CLASS_TOKEN_ONLY = ("no_class_token", "patch_positions", "pooling")
-_TOWER = (*(one for one in _CLASSIC if one != "pre_norm"), "pre_logits", "no_qkv_bias", "no_square")
-_HELD = ("rope", "gated", "registers", "layer_scale", "no_positions", "no_bias")
-_DINOV3 = (*(one for one in _CLASSIC if one not in _HELD), "no_class_token", "no_layer_scale", "table", "map", "head")
-_HUGGING_FACE = {
-    "vit": (*_CLASSIC, *_CLASS_TOKEN_ONLY, "pre_logits"),
-    "dinov3": (*_DINOV3, "pre_logits"),
-    "clip": (*_TOWER, *_CLASS_TOKEN_ONLY, "map"),
-    "siglip": (*_TOWER, "pre_norm", "head", "class_token"),
+# Of each format the suffixes of the file it writes, "" for a folder, and what writes the files: (model, path) -> None.
+WRITERS: dict[str, tuple[tuple[str, ...], Callable[[nn.Module, Path], None]]] = {
+    "vitfast": (("",), save),
+    "timm": (("", ".safetensors", ".pth"), _write_timm),
+    "huggingface": (("",), _write_hugging_face),
+    "npz": ((".npz",), _write_google),
+    "torchvision": ((".safetensors", ".pth"), _write_torchvision),
 }
 
 
-def _always(*features: str) -> Callable[[dict], tuple[str, ...]]:
-    return lambda config: features
-
-
-WRITERS = {
-    "vitfast": Writer(("",), save),
-    "timm": Writer(("", ".safetensors", ".pth"), _write_timm, _always(*_OURS, "pre_logits", "rope", "gated_map")),
-    "huggingface": Writer(("",), _write_hugging_face, lambda config: _HUGGING_FACE[to_hugging_face.family(config)]),
-    "npz": Writer((".npz",), _write_google, _always(*_CLASSIC, "no_qkv_bias", "activation", "map")),
-    "torchvision": Writer(
-        (".safetensors", ".pth"),
-        _write_torchvision,
-        _always(*_CLASSIC, *_CLASS_TOKEN_ONLY, "no_qkv_bias", "no_head", "no_square", "channels", "activation"),
-    ),
-}
+def lacks(form: str, config: dict) -> dict[str, bool]:
+    """What a format has no place for, of models with this configuration, and whether they have it."""
+    name = to_hugging_face.family(config) if form == "huggingface" else form
+    return {text: bool(has(config)) for text, has, without in FEATURES if name in without.split()}
