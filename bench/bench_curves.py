@@ -12,16 +12,15 @@ import math
 import clock
 import pytest
 import torch
-import torch.nn.functional as F
-from harness import compiled, describe, measure
-from peers import BUILDERS, Setting
+from harness import describe, measure
+from peers import BUILDERS, Peer, Setting, learner
 from shapes import Shape, model_work, planned
 from torch import Tensor
 
 from vitfast import ops
 
 MODELS = {s.name: s for s in planned((Shape("S/16", 224, 128),), Shape("Ti/16", 32, 4))}
-PRECISIONS = ("amp", "bf16") if clock.GPU or clock.REHEARSED else ("fp32",)
+PRECISIONS = ("fp32",) if clock.SMALL else ("amp", "bf16")
 STEPS, WINDOW = (1000, 50) if clock.GPU else (4, 2)
 
 
@@ -44,25 +43,16 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
     """The mean loss of every window of a run from timm's initial weights of this seed."""
     torch.manual_seed(seed)
     with clock.DEVICE:
-        weights, model = BUILDERS["timm"](shape).state_dict(), BUILDERS[setting.library](shape).train()
-    model.load_state_dict(weights)
-    model, _ = setting.cast(model, torch.empty(0))
-    if setting.library == "vitfast":
-        model.decide_keep(shape.batch, setting.dtype)  # before torch.compile, which takes what it finds
-    function = model if setting.how == "eager" else compiled(model, setting.how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=clock.GPU)
+        weights = BUILDERS["timm"](shape).state_dict()
+    peer = Peer(setting, shape, training=True)
+    peer.model.load_state_dict(weights)
+    step, optimizer = learner(peer, lr=1e-3)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * STEPS)))
     generator, found = torch.Generator(clock.DEVICE).manual_seed(seed), []
     for _ in range(STEPS):
         images, labels = gratings(generator, shape.batch, shape.image)
-        with setting.autocast():
-            loss = F.cross_entropy(function(images.to(next(model.parameters()).dtype)).float(), labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        found.append(step(images.to(setting.stored), labels))
         warm_up.step()
-        found.append(loss.detach())
     return torch.stack(found).double().unflatten(0, (-1, WINDOW)).mean(1).tolist()
 
 
@@ -72,7 +62,7 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_curve(benchmark, model, precision, seed, library):
     shape, found = MODELS[model], []
-    setting = Setting(library, "compile" if clock.GPU or clock.REHEARSED else "eager", precision)
+    setting = Setting(library, "eager" if clock.SMALL else "compile", precision)
     with ops.use_kernels("on" if clock.GPU and library == "vitfast" else "auto"):
         seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
     facts = dict(op="loss curve", shape=model, direction="both", precision=precision, seed=seed, losses=found)

@@ -16,21 +16,21 @@ attention, the SDPA backend that measured fastest.
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import clock
 import machine
 import pytest
 import torch
-import torch.nn.functional as F
-from clock import allocated, captured, cold, median_seconds, peak_bytes, warm_up
-from harness import describe, measure
-from peers import BUILDERS, Peer, Setting
-from shapes import CPU_SHAPE, MAIN, Shape, model_work, planned
+from clock import median_seconds
+from harness import describe
+from peers import BUILDERS, Peer, Setting, bench_peer, learner
+from shapes import CPU_SHAPE, MAIN, model_work, planned
 
 from vitfast import ops
 from vitfast.tools.cost import datasheet_flops
-from vitfast.tools.cost.work import total_flops, update
+from vitfast.tools.cost.work import Kernels, total_flops, update
 
 LEADING = (  # what decides, first: a stage has no time for all
     Setting("vitfast", "compile", "bf16"),
@@ -50,11 +50,10 @@ SETTINGS = tuple(dict.fromkeys((*LEADING, *EVERY)))
 CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in BUILDERS)
 # Without the batch, which is that of the training step.
 MODELS = {s.name.rpartition(" B")[0]: s for s in planned(MAIN, CPU_SHAPE)}
-CASES = {s.name: s for s in (SETTINGS if clock.GPU or clock.REHEARSED else CPU_SETTINGS)}
+CASES = {s.name: s for s in (CPU_SETTINGS if clock.SMALL else SETTINGS)}
 ONCE = [name for name, setting in CASES.items() if not setting.again]
 BATCHES = (64, 128, 256, 512)  # tried for throughput
 SEARCH = ("eager", "bf16")  # how: compiling each batch of each setting would take too long
-STEPS = 3 if clock.GPU else 1  # calls per timed round
 
 
 @functools.cache
@@ -67,9 +66,8 @@ def best_batch(library: str, model: str) -> int:
         return MODELS[model].batch
     speed = {}
     for batch in BATCHES:
-        shape = Shape(MODELS[model].model, MODELS[model].image, batch)
         try:
-            peer = Peer(Setting(library, *SEARCH), shape, training=False)
+            peer = Peer(Setting(library, *SEARCH), replace(MODELS[model], batch=batch), training=False)
             with torch.inference_mode(), ops.use_kernels(peer.kernels):
                 speed[batch] = batch / median_seconds(lambda p=peer: p(p.images), rounds=5)
         except torch.cuda.OutOfMemoryError:
@@ -80,90 +78,50 @@ def best_batch(library: str, model: str) -> int:
     return max(speed, key=speed.get)
 
 
-def facts(shape: Shape, peer: Peer, seconds: float, training: bool) -> dict:
-    """extra_info of whole models.
+def bench(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
+    """Checks, times and checks again `step`, a function of a batch; more: for extra_info.
 
     FLOPs by the convention of MFU (Chowdhery et al., 2022): those of the forward pass, three times where it trains.
     """
-    flops = (3 if training else 1) * total_flops(model_work(shape, 2).forward)
-    ceiling = machine.ceilings()[str(peer.setting.dtype).removeprefix("torch.")]
-    promised = datasheet_flops(machine.name())
-    return dict(
+    setting, shape, dtype = peer.setting, peer.shape, peer.setting.dtype
+    seconds, peak, errors = bench_peer(benchmark, peer, step, graph)
+    flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
+    ceiling, promised = machine.ceilings()[str(dtype).removeprefix("torch.")], datasheet_flops(machine.name())
+    facts = dict(
+        op=op,
+        direction="both" if peer.training else "forward",
         shape=shape.name,
         batch=shape.batch,
-        precision=peer.setting.precision,
+        precision=setting.precision,
         attention=peer.backend or "vitfast",
         images_per_second=shape.batch / seconds,
         model_flops=int(flops),
         mfu_ceiling=flops / seconds / ceiling,
         mfu_datasheet=flops / seconds / promised if promised else None,
     )
+    describe(benchmark, setting.name, kernels, seconds, dtype, peak, **facts, **errors, **more)
 
 
 @pytest.mark.parametrize("setting", CASES)
 @pytest.mark.parametrize("model", [pytest.param(model, id=shape.name) for model, shape in MODELS.items()])
 def test_train(benchmark, model, setting):
-    shape = MODELS[model]
     benchmark.group = f"train {model}"
-    before = allocated()
-    peer = Peer(CASES[setting], shape, training=True)
-    with ops.use_kernels(peer.kernels):
-        errors = peer.check()
-        parameters = list(peer.model.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.05, fused=True)
-        labels = torch.randint(0, 1000, (shape.batch,), device=clock.DEVICE)
-        images = [peer.images]
-
-        def step(batch):
-            F.cross_entropy(peer(batch).float(), labels).backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        def run():
-            for batch in images:
-                step(batch)
-
-        warm_up(run, seconds=clock.WARM_SECONDS)
-        peak = peak_bytes(run, before)
-        images += [torch.randn_like(peer.images) for _ in range(STEPS - 1)]
-        seconds = measure(benchmark, run, calls=len(images), rounds=max(3, clock.ROUNDS // 3))
-        errors |= peer.check_again()
-    dtype = peer.setting.dtype
-    step_update = update(sum(p.numel() for p in parameters), size=parameters[0].element_size())
-    kernels = model_work(shape, dtype.itemsize).of("both") + step_update
-    info = dict(op="train", direction="both", **facts(shape, peer, seconds, training=True), **errors)
-    describe(benchmark, setting, kernels, seconds, dtype, peak, **info)
+    peer = Peer(CASES[setting], MODELS[model], training=True)
+    step, _ = learner(peer, lr=1e-5)
+    labels = torch.randint(0, 1000, (peer.shape.batch,), device=clock.DEVICE)
+    step_update = update(sum(p.numel() for p in peer.model.parameters()), size=peer.setting.stored.itemsize)
+    kernels = model_work(peer.shape, peer.setting.dtype.itemsize).of("both") + step_update
+    bench(benchmark, "train", peer, lambda images: step(images, labels), kernels)
 
 
 @pytest.mark.parametrize("what", ["latency", "throughput"])
 @pytest.mark.parametrize("setting", ONCE)
 @pytest.mark.parametrize("model", MODELS)
 def test_inference(benchmark, model, setting, what):
-    wanted = MODELS[model]
-    batch = 1 if what == "latency" else best_batch(CASES[setting].library, model)
-    shape = replace(wanted, batch=batch)
     benchmark.group = f"{what} {model}"
-    before = allocated()
-    peer = Peer(CASES[setting], shape, training=False)
-    with ops.use_kernels(peer.kernels), torch.inference_mode():
-        errors = peer.check()
-        images = [peer.images]
-
-        def run():
-            for batch in images:
-                peer(batch)
-
-        warm_up(run, seconds=clock.WARM_SECONDS)
-        peak, graph = peak_bytes(run, before), clock.GPU and what == "latency"
-        if graph:
-            seconds = measure(benchmark, captured(run), cold)
-        else:
-            images += [torch.randn_like(peer.images) for _ in range(STEPS - 1)]
-            seconds = measure(benchmark, run, calls=len(images), rounds=max(5, clock.ROUNDS // 2))
-        errors |= peer.check_again()
-    dtype, more = peer.setting.dtype, facts(shape, peer, seconds, training=False) | errors
-    if what == "throughput":
-        more["batch_search"] = " ".join(SEARCH) if clock.GPU else None
-    info = dict(op=what, direction="forward", cuda_graph=graph, **more)
-    describe(benchmark, setting, model_work(shape, dtype.itemsize).forward, seconds, dtype, peak, **info)
+    batch = 1 if what == "latency" else best_batch(CASES[setting].library, model)
+    peer = Peer(CASES[setting], replace(MODELS[model], batch=batch), training=False)
+    kernels, graph = model_work(peer.shape, peer.setting.dtype.itemsize).forward, clock.GPU and what == "latency"
+    more = dict(batch_search=" ".join(SEARCH) if clock.GPU else None) if what == "throughput" else {}
+    with torch.inference_mode():
+        bench(benchmark, what, peer, peer, kernels, graph, cuda_graph=graph, **more)

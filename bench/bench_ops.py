@@ -64,18 +64,8 @@ def biased(place: ModuleType, s: Shape) -> Callable:
     return lambda qkv, bias: place.attention(*qkv.unbind(2), bias=bias)
 
 
-def separate(s: Shape) -> list[Input]:
-    return [("values", (s.batch, s.tokens, s.heads, s.head))] * 3
-
-
-def turned(s: Shape) -> list[Input]:
-    """Tables that pairs of columns share."""
-    return [("values", (s.batch, s.tokens, 3, s.heads, s.head)), *[("factor", (s.tokens - PREFIX, s.head // 2))] * 2]
-
-
-def with_bias(s: Shape) -> list[Input]:
-    """A bias that the batch shares and a layer learns."""
-    return [("values", (s.batch, s.tokens, 3, s.heads, s.head)), ("values", (s.heads, s.tokens, s.tokens))]
+def qkv(s: Shape) -> Input:
+    return "values", (s.batch, s.tokens, 3, s.heads, s.head)
 
 
 def attention_peer(impl: str, packed: bool) -> Callable | None:
@@ -86,14 +76,13 @@ def attention_peer(impl: str, packed: bool) -> Callable | None:
 
 
 def gelu_epilogue(impl: str) -> Callable | None:
-    if impl == "_addmm_activation" and not clock.GPU:
-        pytest.skip("a CPU's _addmm_activation computes another GELU")
-    return addmm_activation if impl == "_addmm_activation" else None
-
-
-def addmm_activation(x: torch.Tensor, fc1_weight: torch.Tensor, fc1_bias: torch.Tensor) -> torch.Tensor:
     """The product with GELU in cuBLASLt's epilogue: tanh only, and no derivative."""
-    return torch._addmm_activation(fc1_bias, x.flatten(0, 1), fc1_weight.t(), use_gelu=True).unflatten(0, x.shape[:2])
+    if impl != "_addmm_activation":
+        return None
+    if not clock.GPU:
+        pytest.skip("a CPU's _addmm_activation computes another GELU")
+    product = torch._addmm_activation
+    return lambda x, w, b: product(b, x.flatten(0, 1), w.t(), use_gelu=True).unflatten(0, x.shape[:2])
 
 
 def unfold(images, weight, bias, cls_token, pos_embed, *, mean=None, std=None):
@@ -124,32 +113,41 @@ def rows_work(name: str, *sizes: str) -> Callable[[Shape, int], work.Work]:
     return lambda s, size: getattr(work, name)(s.rows, *(getattr(s, of) for of in sizes), size)
 
 
+def row(name: str, *sizes: str, **more) -> Op:
+    """An operation whose inputs and count, of the rows and these sizes, have its name."""
+    return Op(named(name), name, rows_work(name, *sizes), **more)
+
+
 MLP = ("width", "hidden")
-ATTENTION = dict(work=rows_work("attention", "tokens", "width"))
-BIASED = rows_work("biased_attention", "tokens", "width", "heads")
+ATTENTION = rows_work("attention", "tokens", "width")
 OPS = {
     "attention": Op(
         lambda place, s: sdpa if place is ref else ops.attention,
-        "attention",
-        impls=SDPA,
+        lambda s: [qkv(s)],
+        ATTENTION,
+        SDPA,
         peers=functools.partial(attention_peer, packed=True),
-        **ATTENTION,
     ),
     "attention separate": Op(
         named("attention"),
-        separate,
-        impls=SDPA,
+        lambda s: [("values", (s.batch, s.tokens, s.heads, s.head))] * 3,
+        ATTENTION,
+        SDPA,
         batched=3,
         peers=functools.partial(attention_peer, packed=False),
-        **ATTENTION,
     ),
-    "attention rotary": Op(rotary, turned, compile_at=MAIN, **ATTENTION),
-    "attention bias": Op(biased, with_bias, BIASED, compile_at=MAIN),
-    "layer_norm": Op(named("layer_norm"), "layer_norm", rows_work("layer_norm", "width")),
-    "rms_norm": Op(named("rms_norm"), "rms_norm", rows_work("rms_norm", "width")),
-    "add_layer_norm": Op(
-        named("add_layer_norm"), "add_layer_norm", rows_work("add_layer_norm", "width"), batched=2, compile_at=MAIN
+    "attention rotary": Op(  # with tables that pairs of columns share
+        rotary, lambda s: [qkv(s), *[("factor", (s.tokens - PREFIX, s.head // 2))] * 2], ATTENTION, compile_at=MAIN
     ),
+    "attention bias": Op(  # which the batch shares and a layer learns
+        biased,
+        lambda s: [qkv(s), ("values", (s.heads, s.tokens, s.tokens))],
+        rows_work("biased_attention", "tokens", "width", "heads"),
+        compile_at=MAIN,
+    ),
+    "layer_norm": row("layer_norm", "width"),
+    "rms_norm": row("rms_norm", "width"),
+    "add_layer_norm": row("add_layer_norm", "width", batched=2, compile_at=MAIN),
     "patch_embed uint8": pixels("uint8", mean=0.5, std=0.5),
     "patch_embed float": pixels("float"),
     "attention_block": Op(
@@ -158,13 +156,11 @@ OPS = {
         rows_work("attention_block", "tokens", "width"),
         compile_at=MAIN,
     ),
-    "mlp_block": Op(named("mlp_block"), "mlp_block", rows_work("mlp_block", *MLP), compile_at=MAIN),
-    "gated_mlp_block": Op(
-        named("gated_mlp_block"), "gated_mlp_block", rows_work("gated_mlp_block", *MLP), compile_at=MAIN
-    ),
-    "linear_gelu": Op(named("linear_gelu"), "linear_gelu", rows_work("linear_gelu", *MLP)),
-    "mlp": Op(named("mlp"), "mlp", rows_work("mlp", *MLP)),
-    "gated_mlp": Op(named("gated_mlp"), "gated_mlp", rows_work("gated_mlp", *MLP)),
+    "mlp_block": row("mlp_block", *MLP, compile_at=MAIN),
+    "gated_mlp_block": row("gated_mlp_block", *MLP, compile_at=MAIN),
+    "linear_gelu": row("linear_gelu", *MLP),
+    "mlp": row("mlp", *MLP),
+    "gated_mlp": row("gated_mlp", *MLP),
     "linear_gelu gelu_tanh": Op(
         named("linear_gelu", activation="gelu_tanh"),
         "linear_gelu, tanh",

@@ -14,17 +14,15 @@ every pair; and that same model accelerated, which leaves the padding out.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import clock
 import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from clock import allocated, peak_bytes, warm_up
-from harness import Case, bench, compiled, describe, measure, values
+from harness import Case, bench, compiled, describe, draw
 from mixes import MIXES, PATCH, Mix
-from peers import FLASH, library_function, randomised
+from peers import FLASH, Peer, Setting, bench_peer, library_function, randomised
 from shapes import model_work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,10 +32,8 @@ from vitfast import ViT, ops
 from vitfast.model.activation_memory import settle
 from vitfast.ops import reference as ref
 from vitfast.tools.cost import work
-from vitfast.tools.verify import exact_fp32, worst
 
-HOW = ("compile", "eager") if clock.GPU or clock.REHEARSED else ("eager",)
-STEPS = 3 if clock.GPU else 1  # calls per timed round
+HOW = ("eager",) if clock.SMALL else ("compile", "eager")
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -114,10 +110,10 @@ def plain_packed(mix: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def case_of(mix: Mix) -> Case:
     """A mix, its images one after the other."""
-    make = lambda: [values(mix.rows, mix.heads, mix.head) for _ in "qkv"]  # noqa: E731
+    make = functools.partial(draw, [("values", (mix.rows, mix.heads, mix.head))] * 3)
     needed = work.attention(mix.rows, mix.tokens, mix.width, harness.DTYPE.itemsize)
-    cut = lambda x: x.split(mix.lengths)  # noqa: E731
-    return Case("packed attention", mix.shape, functools.partial(plain_packed, mix), make, 0, needed, cut)
+    formula, cut = functools.partial(plain_packed, mix), lambda x: x.split(mix.lengths)
+    return Case("packed attention", mix.shape, formula, make, 0, needed, cut)
 
 
 def wanted() -> list:
@@ -149,16 +145,7 @@ def naflex(mix: Mix) -> nn.Module:
     return NaFlexVit(NaFlexVitCfg(**sizes, class_token=True, global_pool="token"), num_classes=1000)
 
 
-def packed(images: list[Tensor], mix: Mix) -> list:
-    return [(vitfast.pack(images, PATCH), slice(None))]
-
-
-def whole(images: list[Tensor], mix: Mix) -> list:
-    """Of images of one size."""
-    return [(torch.stack(images), slice(None))]
-
-
-def padded(images: list[Tensor], mix: Mix) -> list:
+def padded(images: list[Tensor]) -> dict[str, Tensor]:
     """As timm's loader does it, to the longest image."""
     from timm.data.naflex_dataset import NaFlexCollator
     from timm.data.naflex_transforms import Patchify
@@ -166,121 +153,67 @@ def padded(images: list[Tensor], mix: Mix) -> list:
     samples = [(Patchify(PATCH)(image.cpu()), 0) for image in images]
     found, _ = NaFlexCollator(max(len(sample["patches"]) for sample, _ in samples))(samples)
     kept = {name: found[name].to(clock.DEVICE) for name in ("patches", "patch_coord", "patch_valid")}
-    return [(kept | dict(patches=kept["patches"].to(images[0].dtype)), slice(None))]
+    return kept | dict(patches=kept["patches"].to(images[0].dtype))
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to train on a mix. build: the model, in plain PyTorch where it is not `fast`.
-
-    lay_out: (images, mix) -> [(what the model takes, which images)], made beforehand as a loader would. alone: the same
-    for one image, of which the truth is made.
-    """
-
-    build: Callable[[Mix], nn.Module]
-    lay_out: Callable[[list[Tensor], Mix], list]
-    alone: Callable[[list[Tensor], Mix], list]
-    fast: Callable[[nn.Module], nn.Module] = lambda model: model
-
-
-WAYS = {
-    "vitfast": Way(vit, packed, whole),
-    "timm NaFlexVit": Way(naflex, padded, padded),
-    "vitfast.accelerate(NaFlexVit)": Way(naflex, padded, padded, vitfast.accelerate),
+# A way to train on a mix -> the model, and how it takes images, laid out beforehand as a loader would.
+WAYS: dict[str, tuple[Callable[[Mix], nn.Module], Callable[[list[Tensor]], object]]] = {
+    "vitfast": (vit, functools.partial(vitfast.pack, patch_size=PATCH)),
+    "timm NaFlexVit": (naflex, padded),
+    "vitfast.accelerate(NaFlexVit)": (naflex, padded),
 }
 
 
-def model_of(build: Callable, mix: Mix, dtype: torch.dtype) -> nn.Module:
-    """The same random weights every time."""
-    torch.manual_seed(0)
-    with clock.DEVICE:
-        return randomised(build(mix)).to(dtype).train()
+class PackedPeer(Peer):
+    """A way to train on a mix; the truth is the plain model's, which sees one image at a time."""
 
-
-def images_of(mix: Mix, dtype: torch.dtype) -> list[Tensor]:
-    """(3, height, width) each, the same every time."""
-    torch.manual_seed(1)
-    return [torch.randn(3, *size, device=clock.DEVICE).to(dtype) for size in mix.images]
-
-
-def train_step(forward: Callable, batches: list, upstream: Tensor) -> Tensor:
-    """Logits (S, 1000) in float64; the gradients add up in the model's parameters."""
-    logits = torch.zeros_like(upstream)
-    for images, which in batches:
-        found = forward(images)
-        found.backward(upstream[which].to(found.dtype))
-        logits[which] = found.detach().double()
-    return logits
-
-
-class Check:
-    """Judges logits and gradients against the plain model in float64 that sees one image at a time.
-
-    Some images are compared; the upstream gradient of all others is zero, though every way computes the whole batch.
-    The limit comes from the error of the plain model in the same dtype. Gradients are compared as one vector.
-    """
-
-    def __init__(self, mix: Mix, build: Callable, alone: Callable, dtype: torch.dtype):
+    def build(self) -> None:
+        mix, library, stored = self.shape, self.setting.library, self.setting.stored
+        self.lay_out = WAYS[library][1]
+        self.where, self.name, self.fullgraph = mix.shape, f"{library} {self.setting.how}", library == "vitfast"
+        self.model, self.backend = self.plain().to(stored), None
+        if library.startswith("vitfast.accelerate"):
+            vitfast.accelerate(self.model)
+        if library == "vitfast":
+            settle(self.model, mix.rows, self.setting.dtype)  # torch.compile takes what it finds
+        images = [torch.randn(3, *size, device=clock.DEVICE).to(stored) for size in mix.images]
         by_length = sorted(range(mix.batch), key=mix.lengths.__getitem__)
-        self.mix, self.dtype, self.chosen = mix, dtype, sorted({0, by_length[0], by_length[-1], mix.batch - 1})
-        self.upstream = torch.zeros(mix.batch, 1000, dtype=torch.float64, device=clock.DEVICE)
-        self.upstream[self.chosen] = torch.randn(len(self.chosen), 1000, dtype=torch.float64, device=clock.DEVICE)
-        truth, own = (self._alone(model_of(build, mix, d), alone, d) for d in (torch.float64, dtype))
-        self.truth, self.own = [t.cpu() for t in truth], worst(own, truth)  # its memory is nobody's who is measured
+        self.chosen = sorted({0, by_length[0], by_length[-1], mix.batch - 1})
+        self.images, self.compared = self.lay_out(images), [images[i] for i in self.chosen]
 
-    def _alone(self, model: nn.Module, alone: Callable, dtype: torch.dtype) -> list[Tensor]:
-        model.set_grad_checkpointing()  # a document's logits of all layers in float64 would be tens of GB
-        images = images_of(self.mix, dtype)
-        singles = [
-            (alone([images[i]], replace(self.mix, images=self.mix.images[i : i + 1]))[0][0], [i]) for i in self.chosen
-        ]
-        with ops.use_kernels("off"), exact_fp32():
-            return self._results(model, model, singles)
+    def plain(self) -> nn.Module:
+        torch.manual_seed(0)  # the same random weights every time
+        with clock.DEVICE:
+            return randomised(WAYS[self.setting.library][0](self.shape)).train()
 
-    def _results(self, model: nn.Module, forward: Callable, batches: list) -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        logits = train_step(forward, batches, self.upstream)
-        flat = torch.cat([p.grad.double().flatten() for p in model.parameters()])
-        model.zero_grad(set_to_none=True)
-        return [*logits[self.chosen], flat]
+    def few(self, dtype: torch.dtype) -> list:
+        images = [image.to(dtype) for image in self.compared]
+        return [image[None] if self.fullgraph else self.lay_out([image]) for image in images]
 
-    def judge(self, impl: str, model: nn.Module, forward: Callable, batches: list, when: str = "") -> dict[str, float]:
-        result, truth = self._results(model, forward, batches), [t.to(clock.DEVICE) for t in self.truth]
-        return harness.judge(impl, f"{self.mix.shape}{when}", result, truth, self.own, self.dtype)
+    def fresh(self) -> object:
+        return self.images
+
+    def named(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return gradients
 
 
-check_of = functools.lru_cache(maxsize=1)(Check)  # kept for the next way of the same mix
-TRAINED = list(MIXES) if clock.GPU or clock.REHEARSED else list(MIXES)[:1]
-STEP_CASES = [(mix, way, how) for mix in TRAINED for way in WAYS for how in HOW]
+STEP_CASES = [(mix, way, how) for mix in list(MIXES)[: 1 if clock.SMALL else None] for way in WAYS for how in HOW]
 
 
 @pytest.mark.parametrize("mix, way, how", [pytest.param(*case, id="{}-{} {}".format(*case)) for case in STEP_CASES])
 def test_train_packed(benchmark, mix, way, how):
-    mix, impl, of = MIXES[mix], f"{way} {how}", WAYS[way]
-    dtype = torch.bfloat16 if clock.GPU else torch.float32
+    mix = MIXES[mix]
     benchmark.group = f"train packed {mix.shape}"
-    with ops.use_kernels("on" if clock.GPU and way.startswith("vitfast") else "auto"):
-        check, before = check_of(mix, of.build, of.alone, dtype), allocated()
-        model, batches = of.fast(model_of(of.build, mix, dtype)), of.lay_out(images_of(mix, dtype), mix)
-        forward = model
-        if how != "eager":
-            if isinstance(model, ViT):
-                settle(model, mix.rows, dtype)  # before torch.compile, which takes what it finds
-            forward = compiled(model, how, fullgraph=isinstance(model, ViT))
-        errors = check.judge(impl, model, forward, batches)
-        upstream = torch.randn(mix.batch, 1000, dtype=torch.float64, device=clock.DEVICE)
+    peer = PackedPeer(Setting(way, how, "bf16" if clock.GPU else "fp32"), mix, training=True)
+    upstream = torch.randn(mix.batch, 1000, dtype=peer.setting.dtype, device=clock.DEVICE)
 
-        def run():
-            for _ in range(STEPS):
-                train_step(forward, batches, upstream)
-                model.zero_grad(set_to_none=True)
+    def step(images):
+        peer(images).backward(upstream)
+        peer.model.zero_grad(set_to_none=True)
 
-        warm_up(run, seconds=clock.WARM_SECONDS)
-        peak = peak_bytes(run, before)
-        seconds = measure(benchmark, run, calls=STEPS, rounds=max(3, clock.ROUNDS // 3))
-        errors["error_after"] = check.judge(impl, model, forward, batches, " after timing")["error"]
+    seconds, peak, errors = bench_peer(benchmark, peer, step)
     share = mix.padded_tokens if way == "timm NaFlexVit" else 0.0
     facts = dict(op="train packed", shape=mix.shape, direction="both", padded_share=share, **errors)
     facts |= dict(images=mix.batch, tokens=mix.rows, steps_per_second=1 / seconds)
-    needed = model_work(mix, dtype.itemsize).of("both")  # without padding
-    describe(benchmark, impl, needed, seconds, dtype, peak, **facts)
+    needed = model_work(mix, peer.setting.dtype.itemsize).of("both")  # without padding
+    describe(benchmark, peer.name, needed, seconds, peer.setting.dtype, peak, **facts)

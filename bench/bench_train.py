@@ -18,9 +18,9 @@ from pathlib import Path
 import clock
 import pytest
 import torch
-import torch.nn.functional as F
 from clock import wall, warm_up
 from harness import describe, measure
+from peers import Peer, Setting, learner
 from PIL import Image
 from shapes import Shape, model_work, planned
 
@@ -35,9 +35,9 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 def write_photographs(folder: Path, count: int, size: tuple[int, int]) -> Path:
     """Writes `count` JPEGs of `size` (width, height), a tenth of them in val.
 
-They are folder/{train,val}/<photograph>/*.jpg.
+    They are folder/{train,val}/<photograph>/*.jpg.
 
-    Each is a crop of a quarter to all of the area, resized and compressed at quality 90: about 100 KB at 500 x 375.
+        Each is a crop of a quarter to all of the area, resized and compressed at quality 90: about 100 KB at 500 x 375.
     """
     from sklearn.datasets import load_sample_images
 
@@ -84,30 +84,16 @@ def ours(folder, s: Shape) -> tuple[Iterator, Callable]:
 def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
     """(batches, step) of timm's loader, with its prefetcher, and a plain training step of timm's model."""
     from timm.data import create_dataset, create_loader
-    from timm.models.vision_transformer import VisionTransformer
-
-    from vitfast.model.presets import preset
 
     dataset, size = create_dataset("", root=str(folder / "train")), (3, s.image, s.image)
     augmentation = dict(scale=SCALE, ratio=RATIO, hflip=0.5, color_jitter=None, interpolation="bicubic")
     augmentation |= dict(mean=(0.5,) * 3, std=(0.5,) * 3)
     options = dict(is_training=True, num_workers=WORKERS, device=clock.DEVICE)
     loader = create_loader(dataset, size, s.batch, **augmentation, **options)
-    classes = len(list((folder / "train").iterdir()))
+    peer = Peer(Setting("timm", *(("compile", "amp") if clock.GPU else ("eager", "fp32"))), s, training=True)
     with clock.DEVICE:
-        model = VisionTransformer(img_size=s.image, num_classes=classes, **preset(s.model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
-    function = torch.compile(model) if clock.GPU else model
-
-    def step(images, labels):
-        with torch.autocast(clock.DEVICE.type, torch.bfloat16, enabled=clock.GPU):
-            loss = F.cross_entropy(function(images), labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return itertools.chain.from_iterable(itertools.repeat(loader)), step
+        peer.model.reset_classifier(len(list((folder / "train").iterdir())))
+    return itertools.chain.from_iterable(itertools.repeat(loader)), learner(peer, lr=1e-4)[0]
 
 
 @pytest.mark.parametrize("impl", ["vitfast", "timm"])
@@ -116,27 +102,22 @@ def test_train_from_files(benchmark, photographs, model, impl):
     s = MODELS[model]
     benchmark.group = f"train from JPEG files {model}"
     batches, step = dict(vitfast=ours, timm=timms)[impl](photographs, s)
-    for _ in range(WARMUP):
-        batch = next(batches)
+    for batch in itertools.islice(batches, WARMUP):
         assert batch[0].shape == (s.batch, 3, s.image, s.image), batch[0].shape
         step(*batch[:2])
-    warm_up(lambda: step(*batch[:2]), 0, clock.WARM_SECONDS)
+    warm_up(lambda: step(*batch[:2]), seconds=clock.WARM_SECONDS)
 
-    def in_memory() -> float:
+    def run(source: Iterator) -> float:
+        """The seconds of some steps."""
         start = wall()
-        for _ in range(STEPS):
-            step(*batch[:2])
+        for images, labels, *_ in itertools.islice(source, STEPS):
+            step(images, labels)
         return wall() - start
 
-    def run():
-        for _ in range(STEPS):
-            step(*next(batches)[:2])
-
-    alone = statistics.median(in_memory() for _ in range(ROUNDS))
-    seconds = measure(benchmark, run, rounds=ROUNDS, timer=wall)
+    alone = statistics.median(run(itertools.repeat(batch)) for _ in range(ROUNDS))
+    seconds = measure(benchmark, lambda: run(batches), rounds=ROUNDS, timer=wall)
     dtype = torch.bfloat16 if clock.GPU else torch.float32
     info = dict(op="train from JPEG files", shape=model, direction="both", batch=s.batch, workers=WORKERS)
-    info["images_per_second"] = STEPS * s.batch / seconds
-    info["images_per_second_in_memory"] = STEPS * s.batch / alone
-    info["waiting_for_data"] = max(0.0, 1 - alone / seconds)
+    rates = dict(images_per_second=STEPS * s.batch / seconds, images_per_second_in_memory=STEPS * s.batch / alone)
+    info |= rates | dict(waiting_for_data=max(0.0, 1 - alone / seconds))
     describe(benchmark, impl, model_work(s, dtype.itemsize).of("both") * STEPS, seconds, dtype, **info)

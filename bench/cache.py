@@ -72,14 +72,13 @@ def unpack(archive: Path, folder: Path | None = None) -> tuple[int, str]:
     for group in groups:
         files = [name for name in json.loads(group.read_text())["child_paths"] if (group.parent / name).is_file()]
         group.write_text(json.dumps({"child_paths": {name: str(group.parent / name) for name in files}}))
-    here = made_with()
+    here, reason, versions = made_with(), "", "Triton {triton} on Python {python}".format
     if made["key"] != here["key"]:
-        versions = "Triton {triton} on Python {python}".format
-        return len(groups), f"made with {versions(**made)}, this is {versions(**here)}: nothing in it will be found"
-    if made["kernels"] != here["kernels"]:
-        both = f"made from other kernels ({made['kernels']}, here {here['kernels']})"
-        return len(groups), f"{both}: what has changed will not be found"
-    return len(groups), ""
+        reason = f"made with {versions(**made)}, this is {versions(**here)}: nothing in it will be found"
+    elif made["kernels"] != here["kernels"]:
+        other = f"made from other kernels ({made['kernels']}, here {here['kernels']})"
+        reason = f"{other}: what has changed will not be found"
+    return len(groups), reason
 
 
 def main() -> int:

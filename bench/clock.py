@@ -2,10 +2,10 @@
 
 Before anything is timed on a GPU it runs for a while, so that the chip's clocks are up: the first case of a process for
 WARM_SECONDS, a whole model each time, every other operation for CASE_WARM_SECONDS; and WARMUP calls at least, on a CPU
-these alone (`warm_up`).
+these alone.
 
 Other files say `clock.GPU`, so that a test can set it. REHEARSED (`bench/gpu.sh ... --rehearse`): a CPU runs the plan
-of a GPU, every case by its real name, at a toy's sizes.
+of a GPU, every case by its real name, at a toy's sizes. SMALL: a CPU runs few small cases, whose names say so.
 """
 
 import functools
@@ -21,8 +21,10 @@ from vitfast.tools.verify import clock as between_calls
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 REHEARSED = not GPU and os.environ.get("VITFAST_REHEARSE") == "1"
+SMALL = not (GPU or REHEARSED)
 WARMUP = 3 if GPU else 1
 ROUNDS = 20 if GPU else 5
+MODEL_ROUNDS = 10 if GPU else 3
 WARM_SECONDS = 2.0
 CASE_WARM_SECONDS = 0.2
 _warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
@@ -45,33 +47,22 @@ def clock(calls: int = 1) -> Callable:
     return functools.partial(Stamp, calls) if GPU else lambda: time.process_time() / calls
 
 
-def synchronize() -> None:
-    if GPU:
-        torch.cuda.synchronize()
-
-
 def wall() -> float:
     """Seconds by the wall clock, the device idle: for what loaders and other processes work on too."""
-    synchronize()
+    if GPU:
+        torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def warm_up(run: Callable[[], object], least: int | None = None, seconds: float | None = None) -> None:
-    """Calls `run` `least` times (WARMUP) and, on a GPU, for `seconds` (CASE_WARM_SECONDS).
-
-    The first time in a process it takes WARM_SECONDS at least.
-    """
+def warm_up(run: Callable[[], object], least: int = WARMUP, seconds: float = CASE_WARM_SECONDS) -> None:
+    """Calls `run` `least` times and, on a GPU, for `seconds`; the first time in a process for WARM_SECONDS at least."""
     global _warm
-    least, seconds = WARMUP if least is None else least, CASE_WARM_SECONDS if seconds is None else seconds
     seconds = (seconds if _warm else max(seconds, WARM_SECONDS)) if GPU else 0.0
-    calls, start = 0, time.perf_counter()
-    while calls < least or time.perf_counter() - start < seconds:
+    run()  # what compiles on its first call does not keep the device busy
+    calls, start = 1, wall()
+    while calls < least or wall() - start < seconds:
         run()
         calls += 1
-        if calls == 1 or calls >= least:
-            synchronize()
-        if calls == 1:  # what compiles on its first call does not keep the device busy
-            start = time.perf_counter()
     _warm = GPU
 
 
@@ -105,11 +96,11 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def median_seconds(run: Callable[[], object], rounds: int | None = None, warmup: int | None = None) -> float:
+def median_seconds(run: Callable[[], object], rounds: int = ROUNDS, warmup: int = WARMUP) -> float:
     """Median time of one call, cold."""
     warm_up(run, warmup)
     lead, now, times = lead_of(run), clock(), []
-    for _ in range(rounds or ROUNDS):
+    for _ in range(rounds):
         cold(lead)
         start = now()
         run()

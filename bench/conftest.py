@@ -19,6 +19,7 @@ SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu sm
 torch.compile, then max-autotune. Whole models keep the order of bench_model.SETTINGS.
 """
 
+import functools
 import gc
 import json
 import os
@@ -41,7 +42,6 @@ LEAST_SECONDS = 15  # before the end that --ends names: with fewer left no case 
 ALARM_AGAIN = 5  # seconds; the first TimeoutError may end in somebody's `except Exception`
 NOT_RUN = "not run: the process ended before"
 _cases: dict[str, dict] = {}  # node id -> its entry, with "state": passed, failed or skipped
-_constant: dict = {}
 
 
 def pytest_addoption(parser):
@@ -50,18 +50,15 @@ def pytest_addoption(parser):
     add("--dtype", choices=dtypes, help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)")
     late = f"no case starts later than {LEAST_SECONDS} s before this moment; it is recorded as skipped"
     add("--ends", type=float, metavar="EPOCH_SECONDS", help=late)
-    long = "a case that takes longer is recorded as failed"
-    add("--case-limit", type=int, default=0, metavar="SECONDS", help=long)
+    add("--case-limit", type=int, default=0, metavar="SECONDS", help="a longer case is recorded as failed")
 
 
 def pytest_configure(config):
     torch.backends.cudnn.benchmark = clock.GPU  # the peers' convolutions run as timm's own benchmark runs them
+    if not clock.GPU:
+        torch.set_num_threads(1)  # the clock is the process's time, in which threads would wait for each other
     if config.getoption("dtype"):
         harness.DTYPE = getattr(torch, config.getoption("dtype"))
-
-
-# How the names of implementations start that take long to compile.
-SLOWER = ("compile", "max-autotune")
 
 
 def priority(params: dict) -> tuple[bool, int, int]:
@@ -69,8 +66,8 @@ def priority(params: dict) -> tuple[bool, int, int]:
     where, impl = str(params.get("shape", params.get("model", ""))), str(params.get("impl", ""))
     others = not (where and shapes.FOCUS.name.startswith(where))  # a model's name may lack the batch
     number = list(shapes.SHAPES).index(where) if where in shapes.SHAPES else 0
-    patience = 0 if impl == "vitfast" else 1 + sum(impl.startswith(start) for start in SLOWER[1:])
-    return others, number, patience + impl.startswith(SLOWER)
+    patience = dict(vitfast=0, compile=2).get(impl.split(" ")[0], 1)
+    return others, number, 3 if impl.startswith("max-autotune") else patience
 
 
 def pytest_collection_modifyitems(items):
@@ -120,8 +117,7 @@ def pytest_runtest_logreport(report):
         case.update(state="skipped", reason=report.longrepr[2].removeprefix("Skipped: "))
     else:
         crash = getattr(report.longrepr, "reprcrash", None)
-        text = crash.message if crash else str(report.longrepr)
-        case.update(state="failed", reason=both_ends(text))
+        case.update(state="failed", reason=both_ends(crash.message if crash else str(report.longrepr)))
 
 
 @pytest.fixture(autouse=True)
@@ -160,15 +156,19 @@ def _save(config) -> None:
         return
     # Older pytest-benchmarks open the file themselves.
     path = option if isinstance(option, (str, os.PathLike)) else option.name
-    hook = config.hook
-    if not _constant:
-        _constant.update(machine_info=hook.pytest_benchmark_generate_machine_info(config=config))
-        _constant.update(commit_info=hook.pytest_benchmark_generate_commit_info(config=config))
-        hook.pytest_benchmark_update_machine_info(config=config, machine_info=_constant["machine_info"])
-    benchmarks = config._benchmarksession.benchmarks
-    output = hook.pytest_benchmark_generate_json(config=config, benchmarks=benchmarks, include_data=True, **_constant)
+    hook, benchmarks = config.hook, config._benchmarksession.benchmarks
+    facts = dict(benchmarks=benchmarks, include_data=True, **_constant_facts(config))
+    output = hook.pytest_benchmark_generate_json(config=config, **facts)
     hook.pytest_benchmark_update_json(config=config, benchmarks=benchmarks, output_json=output)
     write_text(path, json.dumps(output, indent=1, default=str) + "\n")
+
+
+@functools.cache
+def _constant_facts(config) -> dict:
+    machine_info = config.hook.pytest_benchmark_generate_machine_info(config=config)
+    config.hook.pytest_benchmark_update_machine_info(config=config, machine_info=machine_info)
+    commit_info = config.hook.pytest_benchmark_generate_commit_info(config=config)
+    return dict(machine_info=machine_info, commit_info=commit_info)
 
 
 @pytest.hookimpl(tryfirst=True)

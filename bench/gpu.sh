@@ -35,7 +35,7 @@
 # from `tests/codegen.py --cache`, for Triton's cache (bench/cache.py).
 set -u
 cd "$(dirname "$0")/.." || exit 2
-begun=$EPOCHREALTIME python=${PYTHON:-python3} stage=${1:-} folder=${2:-bench/results/local}
+python=${PYTHON:-python3} stage=${1:-} folder=${2:-bench/results/local}
 shift $(($# < 2 ? $# : 2))
 rehearse=() options=()
 for option in "$@"; do if [ "$option" = --rehearse ]; then rehearse=(--rehearse); else options+=("$option"); fi; done
@@ -64,20 +64,15 @@ fi
 
 # ---- steps
 
-elapsed() { # elapsed [SINCE]: tenths of seconds since the start, or since then
-    local now=$EPOCHREALTIME since=${1:-$begun}
-    echo $(((${now/[.,]/} - ${since/[.,]/}) / 100000))
-}
-
 left() { # left [LIMIT]: whole seconds that a step can still take; the report and the targets come after it
-    local rest=$((seconds - 3 * grace - 3 - $(elapsed) / 10)) most=$((${1:-555} * seconds / 555))
+    local rest=$((seconds - 3 * grace - 3 - SECONDS)) most=$((${1:-555} * seconds / 555))
     echo $((rest < most ? rest : most))
 }
 
 await() { # await SECONDS: whether the running process ends within them
-    local since=$EPOCHREALTIME
+    local end=$((SECONDS + $1))
     while kill -0 "$running" 2> /dev/null; do
-        (($(elapsed "$since") < 10 * $1)) || return 1
+        ((SECONDS < end)) || return 1
         sleep "${VITFAST_GLANCE:-0.2}"
     done
 }
@@ -92,17 +87,17 @@ kill_rest() { # ends what this run has started and is still there
 limited() { # limited SECONDS LOG COMMAND...: runs it in a process group of its own; sets $state, $code and $taken
     local limit=$1 log=$2
     shift 2
-    started=$EPOCHREALTIME state=failed
+    started=$SECONDS state=failed
     timeout -s INT -k "$grace" "$limit" "$@" > "$log" 2>&1 < /dev/null &
     running=$!
-    if await $((limit + grace + 1)); then
+    if await $((limit + grace + 2)); then
         wait "$running"
-        code=$? taken=$(elapsed "$started")
+        code=$? taken=$((SECONDS - started))
         if ((code == 0)); then state=ok; fi
-        if ((code == 124 || code == 137)) && ((taken >= 10 * limit)); then state="timed out"; fi # sooner: by others
+        if ((code == 124 || code == 137)) && ((taken >= limit)); then state="timed out"; fi # sooner: by others
     else
         kill -KILL -- "-$running" "$running" 2> /dev/null
-        state=stuck code=137 taken=$(elapsed "$started")
+        state=stuck code=137 taken=$((SECONDS - started))
     fi
     running=""
 }
@@ -112,8 +107,8 @@ DEVICE_ERROR='illegal (memory access|instruction|address space)|misaligned addre
 DEVICE_ERROR+='|device-side assert|unspecified launch failure|launch timed out|hardware stack error|uncorrectable'
 DEVICE_ERROR+='|does not answer any more'
 
-step() { # step NAME LEAST LIMIT COMMAND...
-    local least=$(($2 * seconds / 555)) limit log="$work/$1.log"
+step() { # step NAME LEAST LIMIT COMMAND...; $check: what the report calls its exit code, null where no test ran
+    local least=$(($2 * seconds / 555)) limit log="$work/$1.log" found
     current=$1 state=skipped code=null taken=0 limit=$(left "$3")
     shift 3
     rm -f "$work/$current".{log,json} # of an earlier run into the same OUT
@@ -121,7 +116,12 @@ step() { # step NAME LEAST LIMIT COMMAND...
     echo "== $current: at most $limit s; $(left) s left"
     limited "$limit" "$log" "$@"
     kill_rest
+    found=$code
     if ((code == 5)) && [ "$stage" != first ]; then state=ok; fi # pytest's 5: -k left no case here
+    if ((code == 5)) || { ((code == 0)) && grep -qE '[0-9] skipped' "$log" && ! grep -qE '[0-9] passed' "$log"; }; then
+        found=null
+    fi
+    if [ -n "${check:-}" ]; then checked+=("\"$check\": $found"); fi
     if [ "$state" = ok ]; then
         device_errors=0
     else
@@ -133,44 +133,27 @@ step() { # step NAME LEAST LIMIT COMMAND...
 }
 
 record() { # the current step's row; everything so far goes to OUT
-    local after="$((taken / 10)).$((taken % 10))"
-    rows+=("{\"name\": \"$current\", \"state\": \"$state\", \"code\": $code, \"seconds\": $after}")
-    table+=("$(printf '%-12s %-18s %6s s   exit code %s' "$state" "$current" "$after" "$code")")
+    rows+=("{\"name\": \"$current\", \"state\": \"$state\", \"code\": $code, \"seconds\": $taken}")
+    table+=("$(printf '%-12s %-18s %4s s   exit code %s' "$state" "$current" "$taken" "$code")")
     echo "${table[-1]}"
-    renew
-}
-
-checks() { # checks NAME: tells the report the exit code of the last step under this name; null where no test ran
-    local log="$work/$current.log" found=$code
-    if [ "$state" = skipped ]; then return; fi
-    if ((code == 5)) || { ((code == 0)) && grep -qE '[0-9]+ skipped' "$log" && ! grep -qE '[0-9]+ passed' "$log"; }; then
-        found=null
-    fi
-    checked+=("\"$1\": $found")
     renew
 }
 
 report() { timeout -k 1 "$grace" "$python" bench/report.py --folder "$work" "$@"; }
 
 renew() { # OUT/report.md and OUT/results.tar.gz from what is there, whole or not at all
-    (
-        IFS=,
-        echo "{\"stage\": \"$stage\", \"steps\": [${rows[*]}], \"checks\": {${checked[*]}}}" > "$work/$steps.json"
-    )
+    local IFS=,
+    echo "{\"stage\": \"$stage\", \"steps\": [${rows[*]}], \"checks\": {${checked[*]}}}" > "$work/$steps.json"
     if report > "$work/.report.md" 2> "$work/.report.log"; then
         cp "$work/.report.md" "$folder/.report.md" && mv "$folder/.report.md" "$folder/report.md"
     else
         failed=1
         echo "the report cannot be written: $(tail -n 1 "$work/.report.log")"
     fi
-    kept=""
-    if tar -czf "$folder/.results.tar.gz" --exclude='./.*' -C "$work" . &&
-        mv "$folder/.results.tar.gz" "$folder/results.tar.gz"; then
-        kept=yes
-    else
-        failed=1
-        echo "the archive cannot be written"
-    fi
+    tar -czf "$folder/.results.tar.gz" --exclude='./.*' -C "$work" . &&
+        mv "$folder/.results.tar.gz" "$folder/results.tar.gz" && kept=yes && return
+    failed=1 kept=""
+    echo "the archive cannot be written"
 }
 
 finish() { # the steps again, and the targets; nothing of this run stays but OUT
@@ -185,7 +168,7 @@ interrupted() {
     if [ -n "$running" ]; then
         kill -INT -- "-$running" 2> /dev/null
         await "$grace" || kill -KILL -- "-$running" 2> /dev/null
-        state=interrupted code=130 taken=$(elapsed "$started")
+        state=interrupted code=130 taken=$((SECONDS - started))
         record
     fi
     failed=130
@@ -278,15 +261,13 @@ gpu_tests() { # gpu_tests NAME LEAST LIMIT PYTEST ARGUMENTS...
     step "$1" "$2" "$3" "$python" -m pytest "${@:4}" -m gpu -n "$workers" --dist load -q -ra
 }
 
-going() { # whether the run goes on: after two steps in a row with a device error what follows would only repeat them
-    ((device_errors < 2))
-}
+going() { if ((device_errors < 2)); then "$@"; fi; } # after two device errors in a row others would only repeat them
 
 first() {
     local main="B/16 and 224 and B256" ours="" peers="compile and (vitfast or timm) and not accelerate"
     local train="test_train and $peers" inference="test_inference and bf16 and $peers"
-    doctor smoke 90 --only layer_norm --only attention --only linear_gelu --only "patch_embed, uint8" --dtype bfloat16
-    checks "smoke"
+    check="smoke" doctor smoke 90 --dtype bfloat16 \
+        --only layer_norm --only attention --only linear_gelu --only "patch_embed, uint8"
     if [ "$state" != ok ]; then
         CUDA_LAUNCH_BLOCKING=1 doctor diagnosis 150
         models train 60 220 110 "$train and not vitfast"
@@ -296,8 +277,7 @@ first() {
         tail -c 6000 "$work/smoke.log"
         return
     fi
-    doctor doctor 100
-    checks "vitfast doctor"
+    check="vitfast doctor" doctor doctor 100
     device_errors=0 # of its workers, each a process of its own
     models train 60 230 110 "$train"
     if ((device_errors)); then # ours runs first, and nothing has run after it
@@ -308,27 +288,16 @@ first() {
         ours=" and not vitfast"
         echo "a wrong result of ours: no more of our whole models, the operations will tell where it comes from"
     fi
-    going && ops attention 25 80 40 attention -k "$main"
-    going && ops blocks 30 110 60 "attention_block mlp_block" -k "$main and not max-autotune"
-    going && ops norm_and_patches 25 90 60 "add_layer_norm patch_embed_uint8 patch_embed_float" \
-        -k "$main and not max-autotune"
-    going && [ -z "$ours" ] && models accelerate 30 110 90 "test_train and accelerate and compile"
-    going && models inference 30 110 60 "$inference$ours"
-    going || { echo "two steps in a row broke the device: stopping here" && return; }
-    gpu_tests gpu_tests 30 200 tests/kernels/test_gpu.py \
+    local few="$main and not max-autotune"
+    going ops attention 25 80 40 attention -k "$main"
+    going ops blocks 30 110 60 "attention_block mlp_block" -k "$few"
+    going ops norm_and_patches 25 90 60 "add_layer_norm patch_embed_uint8 patch_embed_float" -k "$few"
+    if [ -z "$ours" ]; then going models accelerate 30 110 90 "test_train and accelerate and compile"; fi
+    going models inference 30 110 60 "$inference$ours"
+    ((device_errors < 2)) || { echo "two steps in a row broke the device: stopping here" && return; }
+    check="first gpu tests" gpu_tests gpu_tests 30 200 tests/kernels/test_gpu.py \
         -k "same_bits or training_follows or (every_shape and bfloat16 and 224 and (B/16 or H/14))"
-    checks "first gpu tests"
     ops attention_separate 25 60 40 attention_separate -k "$main"
-}
-
-every_operation() { # a process for each group: an illegal access in one kernel spoils that group alone
-    ops ops_attention 20 80 100 "attention attention_separate" "$@"
-    ops ops_attention_options 20 80 100 "attention_rotary attention_bias" "$@"
-    ops ops_layer_norm 20 80 100 "layer_norm rms_norm add_layer_norm" "$@"
-    ops ops_patch_embed 20 80 100 "patch_embed_uint8 patch_embed_float" "$@"
-    ops ops_block 20 80 100 "attention_block mlp_block gated_mlp_block" "$@"
-    ops ops_mlp 20 80 100 "linear_gelu mlp gated_mlp linear_gelu_gelu_tanh" "$@"
-    bench ops_packed 20 555 100 bench/bench_packed.py::test_attention_packed "$@"
 }
 
 filter="" # of models, for names of files
@@ -345,15 +314,20 @@ case "$stage" in
             -k "ceilings or (sdpa and not backward) or ($timm)" "$@"
         ;;
     tests)
-        doctor doctor 120
-        checks "vitfast doctor"
-        gpu_tests gpu_tests 30 330 tests -k 'not sanitizer' "$@"
-        checks "gpu tests"
+        check="vitfast doctor" doctor doctor 120
+        check="gpu tests" gpu_tests gpu_tests 30 330 tests -k 'not sanitizer' "$@"
         export VITFAST_SANITIZER_SECONDS=$(($(left) - 50))
-        workers=2 gpu_tests sanitizer 150 555 tests/kernels/test_gpu.py -k sanitizer
-        checks "compute-sanitizer"
+        check="compute-sanitizer" workers=2 gpu_tests sanitizer 150 555 tests/kernels/test_gpu.py -k sanitizer
         ;;
-    ops) every_operation "$@" ;;
+    ops) # a process for each group: an illegal access in one kernel spoils that group alone
+        ops ops_attention 20 80 100 "attention attention_separate" "$@"
+        ops ops_attention_options 20 80 100 "attention_rotary attention_bias" "$@"
+        ops ops_layer_norm 20 80 100 "layer_norm rms_norm add_layer_norm" "$@"
+        ops ops_patch_embed 20 80 100 "patch_embed_uint8 patch_embed_float" "$@"
+        ops ops_block 20 80 100 "attention_block mlp_block gated_mlp_block" "$@"
+        ops ops_mlp 20 80 100 "linear_gelu mlp gated_mlp linear_gelu_gelu_tanh" "$@"
+        bench ops_packed 20 555 100 bench/bench_packed.py::test_attention_packed "$@"
+        ;;
     models) bench "models$filter" 30 555 150 bench/bench_model.py bench/bench_packed.py::test_train_packed "$@" ;;
     train) bench train_from_files 30 555 200 bench/bench_train.py "$@" ;;
     curves) bench curves 30 555 200 bench/bench_curves.py "$@" ;;

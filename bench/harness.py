@@ -54,22 +54,9 @@ class Case:
     cut: Callable[[Tensor], Sequence[Tensor]] = lambda result: (result,)
 
 
-def values(*shape: int) -> Tensor:
-    """Random normal numbers that want a gradient."""
-    return Draw(DTYPE, clock.DEVICE).values(*shape).requires_grad_()
-
-
-def draw(inputs: Iterable[Input]) -> list[Tensor]:
-    """Random inputs on the device by shape and kind; all want a gradient but pixels and factors."""
-    drawn, tensors = Draw(DTYPE, clock.DEVICE), []
-    for kind, shape in inputs:
-        if kind == "factor":
-            tensors.append(torch.rand(shape, device=clock.DEVICE) + 0.5)
-        elif kind == "uint8":
-            tensors.append(drawn.pixels(*shape))
-        else:
-            tensors.append(getattr(drawn, kind)(*shape).requires_grad_())
-    return tensors
+def draw(inputs: list[Input]) -> list[Tensor]:
+    """Random inputs on the device by kind and shape; values and weights want a gradient."""
+    return Draw(DTYPE, clock.DEVICE).leaves(inputs)
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
@@ -109,11 +96,10 @@ def judge(impl: str, what: str, result: list[Tensor], truth: list[Tensor], own: 
     return dict(error=error, error_limit=limit)
 
 
-def _copies(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def _leaves(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """Leaves with the same values, the floating ones in `dtype`."""
-    return [
-        t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors
-    ]
+    kinds = [(dtype or t.dtype) if t.is_floating_point() else t.dtype for t in tensors]
+    return [t.detach().to(kind).requires_grad_(t.requires_grad) for t, kind in zip(tensors, kinds)]
 
 
 class Check:
@@ -126,22 +112,21 @@ class Check:
 
     def __init__(self, case: Case, direction: str):
         torch.manual_seed(0)
-        self.case, self.direction, self.tensors = case, direction, case.make()
-        train, batch = direction != "forward", self.tensors[0].shape[0]
+        self.case, self.direction, self.tensors, self.upstream = case, direction, case.make(), None
+        batch, few = self.tensors[0].shape[0], None
         self.chosen = checked_samples(batch) if case.batched else slice(None)
-        few = _copies([t[self.chosen] if i < case.batched else t for i, t in enumerate(self.tensors)])
-        doubles, upstream, self.upstream = _copies(few, torch.float64), None, None
-        with torch.set_grad_enabled(train), ops.use_kernels("off"):
+        plain = _leaves([t[self.chosen] if i < case.batched else t for i, t in enumerate(self.tensors)])
+        with torch.set_grad_enabled(direction != "forward"), ops.use_kernels("off"):
+            doubles = _leaves(plain, torch.float64)
             outputs = run(case.formula, doubles)
-            if train:
-                upstream = [torch.randn_like(o) for o in outputs]
-                sizes = [(batch, *u.shape[1:]) for u in upstream]
-                zeros = [torch.zeros(s, dtype=DTYPE, device=clock.DEVICE) for s in sizes]
-                self.upstream = zeros if case.batched else upstream
-                for w, u in zip(self.upstream, upstream):
-                    w[self.chosen] = u.to(w.dtype)
-            self.truth = self._cut(t.detach() for t in run(case.formula, doubles, upstream))
-            self.own = worst(self._cut(run(case.formula, few, upstream)), self.truth)
+            if direction != "forward":
+                few = [torch.randn_like(o) for o in outputs]
+                sizes = [(batch, *u.shape[1:]) if case.batched else u.shape for u in few]
+                self.upstream = [torch.zeros(size, dtype=DTYPE, device=clock.DEVICE) for size in sizes]
+                for whole, u in zip(self.upstream, few):
+                    whole[self.chosen] = u.to(DTYPE)
+            self.truth = self._cut(t.detach() for t in run(case.formula, doubles, few))
+            self.own = worst(self._cut(run(case.formula, plain, few)), self.truth)
         # Results with the batch as their first axis come first.
         self.batched = len(outputs) + sum(t.requires_grad for t in self.tensors[: case.batched]) if case.batched else 0
 
@@ -187,7 +172,7 @@ def measure(
     run: Callable,
     setup: Callable | None = None,
     calls: int = 1,
-    rounds: int | None = None,
+    rounds: int = clock.ROUNDS,
     timer: Callable | None = None,
 ) -> float:
     """Has pytest-benchmark time `run`, which makes `calls` calls; returns the median of seconds a call.
@@ -195,7 +180,7 @@ def measure(
     timer: another clock than ours.
     """
     benchmark._timer = timer or clock.clock(calls)
-    benchmark.pedantic(run, setup=setup, rounds=rounds or clock.ROUNDS)
+    benchmark.pedantic(run, setup=setup, rounds=rounds)
     return benchmark.stats.stats.median if benchmark.stats else float("nan")
 
 
@@ -236,32 +221,30 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
         call = Call(case, function, direction)
         warm_up(call.whole)
         peak = peak_bytes(call.whole, before)
-        calls = [call] + [Call(case, function, direction) for _ in range(SETS - 1)]
         graph = clock.GPU and direction == "forward" and case.batched > 0 and call.tensors[0].shape[0] == 1
-        seconds = _measure_captured(benchmark, case, calls) if graph else _measure_rotated(benchmark, calls)
+        sets = SETS
+        if graph:  # so many inputs that each call finds the cache full of the others'
+            own = sum(t.nbytes for t in call.tensors)
+            sets = max(sets, min(32, 2 * torch.cuda.get_device_properties(0).L2_cache_size // own + 1))
+        calls = [call] + [Call(case, function, direction) for _ in range(sets - 1)]
+        if graph:
+            seconds = measure(benchmark, captured(lambda: [c() for c in calls]), cold, calls=len(calls))
+        else:
+            seconds = _measure_in_turn(benchmark, calls)
         errors["error_after"] = check.judge(impl, function, " after timing")["error"]
     facts = dict(op=case.op, shape=case.shape, direction=direction, cuda_graph=graph, check_s=check_s, **errors)
     describe(benchmark, impl, case.work.of(direction), seconds, DTYPE, peak, **(facts | more))
 
 
-def _measure_rotated(benchmark, calls: list[Call]) -> float:
-    """One call after another from a cold cache."""
+def _measure_in_turn(benchmark, calls: list[Call]) -> float:
+    """One call after another, each from a cold cache."""
     calls[0].prepare()
-    lead, rotation, current = lead_of(calls[0]), itertools.cycle(calls), None
+    lead, turns, current = lead_of(calls[0]), itertools.cycle(calls), None
 
     def setup():
         nonlocal current
-        current = next(rotation)
+        current = next(turns)
         current.prepare()
         cold(lead)
 
     return measure(benchmark, lambda: current(), setup)
-
-
-def _measure_captured(benchmark, case: Case, calls: list[Call]) -> float:
-    """A graph of calls over so many inputs that each finds the cache full of the others'."""
-    own = sum(t.numel() * t.element_size() for t in calls[0].tensors)
-    wanted = min(32, 2 * torch.cuda.get_device_properties(0).L2_cache_size // own + 1)
-    calls = calls + [Call(case, calls[0].function, "forward") for _ in range(wanted - len(calls))]
-    replay = captured(lambda: [c() for c in calls])
-    return measure(benchmark, replay, cold, calls=len(calls))

@@ -20,8 +20,7 @@ from vitfast.run.files import write_text
 from vitfast.tools.machine_code.cubin import ptxas_version
 
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
-# Of peers that need not be there.
-OPTIONAL = ("flash-attn", "flash-attn-3", "flash-attn-4")
+PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # which need not be there
 
 
 def name() -> str:
@@ -50,7 +49,7 @@ def facts() -> dict[str, str]:
 
     VITFAST_COMMIT is the commit where the copy has no git.
     """
-    versions = {package: _version(package) for package in PACKAGES + OPTIONAL}
+    versions = {package: _version(package) for package in PACKAGES}
     found = dict(device=name(), python=platform.python_version(), **versions)
     found["cudnn.benchmark"] = "on" if torch.backends.cudnn.benchmark else "off"
     found["commit"] = os.environ.get("VITFAST_COMMIT") or _output("git", "describe", "--always", "--dirty") or "unknown"
@@ -79,7 +78,7 @@ def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
         a, b = (torch.randn(n, n, device=clock.DEVICE).to(dtype) for _ in range(2))
         return lambda: a @ b
 
-    dtypes = ("bfloat16", "float16", "float32") if clock.GPU or clock.REHEARSED else ("float32",)
+    dtypes = ("float32",) if clock.SMALL else ("bfloat16", "float16", "float32")
     products = {dtype: (functools.partial(product, getattr(torch, dtype)), 2.0 * n**3, 0.0) for dtype in dtypes}
     return {"copy": (copy, 0.0, 2.0 * size), **products}
 
@@ -88,21 +87,15 @@ def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
 def ceilings() -> dict[str, float]:
     """This device's best rates: "copy" in bytes/s, products by dtype in FLOP/s.
 
-    Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, the first process measures
-    and writes it, and later ones read it: their ceilings are then of the same stage on the same machine, not of the
-    same process. A file that was written for another device, torch or run (VITFAST_RUN, which bench/gpu.sh sets for
-    each stage) is not used but written anew.
+    Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, as in a stage of
+    bench/gpu.sh, which ends with it, the first process measures and writes it, and later ones read it: their ceilings
+    are then of the same stage on the same machine, not of the same process.
     """
     path = os.environ.get("VITFAST_CEILINGS")
-    run = dict(device=name(), torch=torch.__version__, run=os.environ.get("VITFAST_RUN"))
     if path and Path(path).is_file():
-        content = json.loads(Path(path).read_text())
-        if {key: content[key] for key in run} == run:
-            return content["ceilings"]
-    found = {
-        key: (flops or moved) / median_seconds(make(), warmup=10)
-        for key, (make, flops, moved) in ceiling_runs().items()
-    }
+        return json.loads(Path(path).read_text())
+    runs = ceiling_runs().items()
+    found = {key: (flops or moved) / median_seconds(make(), warmup=10) for key, (make, flops, moved) in runs}
     if path:
-        write_text(path, json.dumps(dict(run, ceilings=found)) + "\n")
+        write_text(path, json.dumps(found) + "\n")
     return found

@@ -6,12 +6,14 @@ kind and two layers, and their names say so.
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import clock
+from shapes import WHERE
 
 from vitfast.model.presets import preset
+from vitfast.tools.verify.draw import Sizes
 
 PATCH = 16
 TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits into 80 GB
@@ -21,8 +23,8 @@ TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits
 class Mix:
     """A batch of images: (height, width) of each in pixels; patches of PATCH, a class token each.
 
-    layers: of the model, where it is not to have all of its preset's. What shapes.model_work counts with is named as in
-    a Shape; `tokens` is how many keys a query has on average.
+    layers: of the model, where it is not to have all of its preset's. It has what shapes.model_work counts with, by the
+    names of a Shape; `tokens` is how many keys a query has on average.
     """
 
     name: str
@@ -32,15 +34,14 @@ class Mix:
 
     shape = property(lambda self: f"{self.model} {self.name}")
     batch = property(lambda self: len(self.images))
-    patch = property(lambda self: PATCH)
     rows = property(lambda self: sum(self.lengths))
     tokens = property(lambda self: sum(n * n for n in self.lengths) / self.rows)
     longest = property(lambda self: max(self.lengths))
-    width = property(lambda self: preset(self.model)["embed_dim"])
-    heads = property(lambda self: preset(self.model)["num_heads"])
-    head = property(lambda self: self.width // self.heads)
-    hidden = property(lambda self: 4 * self.width)
     depth = property(lambda self: self.layers or preset(self.model)["depth"])
+
+    def __getattr__(self, name: str):
+        """patch, width, heads, head and hidden."""
+        return getattr(Sizes.of_preset(self.model, self.batch), name)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -82,11 +83,13 @@ ON_GPU = (
     Mix("DINO 2x224 + 8x96 px", "B/16", crops(64, 224, 96)),
     Mix("documents 224-1024 px", "B/16", filled(224, 1024, TOKENS)),
 )
-ON_CPU = (
-    Mix("cpu small NaViT 32-96 px", "Ti/16", filled(32, 96, 96), 2),
-    Mix("cpu small DINO 2x96 + 8x48 px", "Ti/16", crops(1, 96, 48), 2),
-    Mix("cpu small documents 64-192 px", "Ti/16", filled(64, 192, 192), 2),
+SMALL = (
+    ("NaViT 32-96 px", filled(32, 96, 96)),
+    ("DINO 2x96 + 8x48 px", crops(1, 96, 48)),
+    ("documents 64-192 px", filled(64, 192, 192)),
 )
-if clock.REHEARSED:
-    ON_CPU = tuple(replace(cpu, name=f"rehearsed {gpu.name}") for gpu, cpu in zip(ON_GPU, ON_CPU))
+ON_CPU = tuple(
+    Mix(f"{WHERE}{gpu.name if clock.REHEARSED else name}", "Ti/16", images, layers=2)
+    for gpu, (name, images) in zip(ON_GPU, SMALL)
+)
 MIXES = {mix.name: mix for mix in (ON_GPU if clock.GPU else ON_CPU)}

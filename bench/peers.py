@@ -18,8 +18,8 @@ import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from clock import median_seconds
-from harness import checked_samples, compiled, judge
+from clock import allocated, captured, cold, median_seconds, peak_bytes, warm_up
+from harness import checked_samples, compiled, judge, measure
 from shapes import Shape
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,6 +30,7 @@ from vitfast.model.checkpoint.formats import to_timm_names
 from vitfast.model.presets import preset
 from vitfast.tools.verify import exact_fp32, worst
 
+STEPS = 3 if clock.GPU else 1  # calls per timed round
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -127,22 +128,13 @@ class Setting:
         """Of the matrix products."""
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
-    def cast(self, model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor]:
-        return (model.to(self.dtype), images.to(self.dtype)) if self.precision == "bf16" else (model, images)
+    @property
+    def stored(self) -> torch.dtype:
+        """Of weights and images."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def autocast(self):
         return torch.autocast(clock.DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
-
-
-class _Logits(nn.Module):
-    """A Hugging Face model that returns its logits alone."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(pixel_values=images).logits
 
 
 def _timm(s: Shape) -> nn.Module:
@@ -161,7 +153,7 @@ def _hugging_face(s: Shape) -> nn.Module:
     sizes = dict(hidden_size=s.width, num_hidden_layers=s.depth, num_attention_heads=s.heads)
     sizes |= dict(image_size=s.image, patch_size=s.patch, intermediate_size=s.hidden, num_labels=1000)
     same = dict(hidden_act="gelu", layer_norm_eps=1e-6, attn_implementation="sdpa_plain")
-    return _Logits(ViTForImageClassification(ViTConfig(**sizes, **same)))
+    return ViTForImageClassification(ViTConfig(**sizes, **same))
 
 
 def _torchvision(s: Shape) -> nn.Module:
@@ -178,6 +170,11 @@ BUILDERS = {
     "torchvision": _torchvision,
     "vitfast.accelerate(timm)": lambda s: vitfast.accelerate(_timm(s)),
 }
+
+
+def logits_of(output) -> Tensor:
+    """A Hugging Face model returns more."""
+    return getattr(output, "logits", output)
 
 
 @torch.no_grad()
@@ -203,86 +200,148 @@ def make_model(library: str, s: Shape) -> nn.Module:
 
 
 class Peer:
-    """A library's model in one setting, ready to be called on images of one batch size."""
+    """A library's model in one setting, ready to be called on a batch, and judged before and after it is timed.
+
+    As in harness.Check: the whole batch is computed, some samples are compared, the upstream gradient of the others is
+    zero, and the limit comes from the error of the plain model in the same precision. Errors are by norm: of each
+    sample's logits, and in training of the gradients of every parameter together.
+    """
+
+    fullgraph = False
 
     def __init__(self, setting: Setting, shape: Shape, training: bool):
-        self.setting, self.shape, self.training = setting, shape, training
-        model = make_model(setting.library, shape).train(training)
+        self.setting, self.shape, self.training, self.before = setting, shape, training, allocated()
+        self.chosen, self.where, self.name = checked_samples(shape.batch).tolist(), shape.name, setting.name
+        self.build()
+        self.kernels = "on" if setting.library.startswith("vitfast") and clock.GPU else "auto"
+        self.function = self.model
+        if setting.how != "eager":
+            self.function = compiled(self.model, setting.how, fullgraph=self.fullgraph)
+
+    def build(self) -> None:
+        """Sets the model, its images and the backend of SDPA (None: the model's own)."""
+        setting, shape = self.setting, self.shape
+        model = make_model(setting.library, shape).train(self.training)
         # fp32, timm's names: what the truth is made of
         self.state = {k: v.detach().clone() for k, v in to_timm_names(model.state_dict()).state.items()}
-        images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE)
-        self.model, self.images = setting.cast(model, images)
-        ours = setting.library.startswith("vitfast")
-        self.backend = None if ours else best_backend(shape.batch, shape.tokens, shape.heads, shape.head, training)
-        self.kernels = "on" if ours and clock.GPU else "auto"
-        if training and setting.library == "vitfast":  # eager training finds it out, torch.compile takes what it finds
-            self.model.decide_keep(shape.batch, setting.dtype)
-        self.function = self.model if setting.how == "eager" else compiled(self.model, setting.how)
+        self.images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE).to(setting.stored)
+        self.model, self.backend = model.to(setting.stored), None
+        if not setting.library.startswith("vitfast"):
+            self.backend = best_backend(shape.batch, shape.tokens, shape.heads, shape.head, self.training)
+        if self.training and setting.library == "vitfast":  # eager training finds it out, torch.compile takes it
+            model.decide_keep(shape.batch, setting.dtype)
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def __call__(self, images) -> Tensor:
         """Logits (B, 1000)."""
         with self.setting.autocast(), sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext():
-            return self.function(images)
+            return logits_of(self.function(images))
+
+    def fresh(self) -> Tensor:
+        """Another batch."""
+        return torch.randn_like(self.images)
+
+    def plain(self) -> nn.Module:
+        """The plain ViT with the peer's weights, in fp32; compared with the peer's own logits in fp32."""
+        with clock.DEVICE:
+            plain = ViT.from_preset(self.shape.model, img_size=self.shape.image)
+        plain.load_state_dict(self.state)
+        self.state.clear()  # neither its memory nor that of the truth is the peer's
+        (few,) = self.few(torch.float32)
+        fp32 = Setting(self.setting.library, "eager", "fp32")
+        with torch.no_grad(), exact_fp32():
+            with ops.use_kernels("off"):
+                single, truth = plain(few), plain.double()(few.double())
+            logits = logits_of(make_model(self.setting.library, self.shape)(few))
+        judge(fp32.name, self.where, [logits], [truth], worst([single], [truth]), fp32.dtype)
+        return plain
+
+    def few(self, dtype: torch.dtype) -> list:
+        """The samples that are compared, as batches for the plain model."""
+        return [self.images[self.chosen].to(dtype)]
+
+    def named(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """By the names of the plain model."""
+        return to_timm_names(gradients).state
 
     def check(self) -> dict[str, float]:
-        """Compares logits, and in training the gradients of every parameter, with the plain ViT in float64.
-
-        As in harness.Check: the whole batch is computed, some samples are compared, the upstream gradient of the others
-        is zero, and the limit comes from the error of the plain ViT in the same precision. Errors are by norm, of all
-        gradients together.
-        """
-        self.chosen = checked_samples(self.shape.batch)
-        self.upstream = torch.randn(len(self.chosen), 1000, device=clock.DEVICE, dtype=torch.float64)
-        few = self.images[self.chosen].float()
-        plain = self._plain()
-        with ops.use_kernels("off"):
-            with torch.no_grad(), exact_fp32():
-                single = plain(few).double()
-            truth = self._run(plain.double(), few.double(), self.upstream)
-            model, same = self.setting.cast(plain.float(), few)  # fp32 to float64 and back loses nothing
-            with self.setting.autocast():
-                own = self._run(model, same, self.upstream)
-        with torch.no_grad(), exact_fp32():
-            logits = make_model(self.setting.library, self.shape)(few).double()
-        fp32 = Setting(self.setting.library, "eager", "fp32")
-        judge(fp32.name, self.shape.name, [logits], truth[:1], worst([single], truth[:1]), fp32.dtype)
-        self.own = worst(own, truth)
-        self.truth = [t.cpu() for t in truth]  # neither its memory nor that of the weights is the peer's
+        """Compares logits and gradients of exactly what is about to be timed with the plain model in float64."""
+        self.upstream = torch.zeros(self.shape.batch, 1000, dtype=torch.float64, device=clock.DEVICE)
+        self.upstream[self.chosen] = torch.randn_like(self.upstream[self.chosen])
+        plain, upstream = self.plain(), self.upstream[self.chosen]
+        plain.set_grad_checkpointing(self.training)  # a document's logits of all layers in float64 are tens of GB
+        with ops.use_kernels("off"), exact_fp32():
+            truth = self._run(plain.double(), self.few(torch.float64), upstream)
+            with self.setting.autocast():  # from fp32 to float64 and back nothing is lost
+                own = self._run(plain.to(self.setting.stored), self.few(self.setting.stored), upstream)
+        self.own, self.truth = worst(own, truth), [t.cpu() for t in truth]
         self.weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if self.training else []
-        self.state.clear()
-        del plain, model, own, truth
-        return self._judge_timed()
+        del plain, truth, own
+        return self._judge()
 
     def check_again(self) -> dict[str, float]:
         """The same after timing: the same function, images, and weights as they were at `check`."""
         with torch.no_grad():
             for parameter, before in zip(self.model.parameters(), self.weights):
                 parameter.copy_(before)
-        return dict(error_after=self._judge_timed(" after timing")["error"])
+        return dict(error_after=self._judge(" after timing")["error"])
 
-    def _judge_timed(self, when: str = "") -> dict[str, float]:
-        """Judges logits and gradients of the function that is timed, of the chosen samples."""
-        whole = torch.zeros(self.shape.batch, 1000, device=clock.DEVICE)
-        whole[self.chosen] = self.upstream.float()
-        result = self._run(self.model, self.images, whole, self, self.chosen)
+    def _judge(self, when: str = "") -> dict[str, float]:
+        """Judges exactly what is timed."""
+        found = self._run(self.model, [self.images], self.upstream, self)
+        found = [found[i] for i in self.chosen] + found[self.shape.batch :]
         truth = [t.to(clock.DEVICE) for t in self.truth]
-        return judge(self.setting.name, f"{self.shape.name}{when}", result, truth, self.own, self.setting.dtype)
+        return judge(self.name, f"{self.where}{when}", found, truth, self.own, self.setting.dtype)
 
-    def _plain(self) -> ViT:
-        """The plain ViT with the peer's weights, in fp32."""
-        with clock.DEVICE:
-            plain = ViT.from_preset(self.shape.model, img_size=self.shape.image)
-        plain.load_state_dict(self.state)
-        return plain
-
-    def _run(self, model: nn.Module, images: Tensor, upstream: Tensor, call=None, chosen=slice(None)) -> list[Tensor]:
-        """Logits of the chosen samples and, in training, all gradients in one vector, by timm's names."""
+    def _run(self, model: nn.Module, batches: list, upstream: Tensor, call: Callable | None = None) -> list[Tensor]:
+        """The logits of each sample and, in training, all gradients in one vector, by the plain model's names."""
+        found = []
         with torch.set_grad_enabled(self.training):
-            logits = (call or model)(images)
-            if not self.training:
-                return [logits[chosen].double()]
-            logits.backward(upstream.to(logits.dtype))
-        gradients = to_timm_names({name: p.grad for name, p in model.named_parameters()}).state
-        model.zero_grad(set_to_none=True)
-        flat = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
-        return [logits[chosen].detach().double(), flat]
+            for images in batches:
+                logits = (call or model)(images)
+                if self.training:
+                    logits.backward(upstream[len(found) :][: len(logits)].to(logits.dtype))
+                found += logits.detach().double()
+        if self.training:
+            gradients = self.named({name: p.grad for name, p in model.named_parameters()})
+            model.zero_grad(set_to_none=True)
+            found.append(torch.cat([gradients[name].double().flatten() for name in sorted(gradients)]))
+        return found
+
+
+def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
+    """A training step of a peer, which takes images and labels and returns the loss, and its optimiser.
+
+    Forward, cross-entropy, backward, clipping at norm 1 and fused AdamW.
+    """
+    parameters = list(peer.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.05, fused=True)
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(peer(images).float(), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step, optimizer
+
+
+def bench_peer(benchmark, peer: Peer, step: Callable, graph: bool = False) -> tuple[float, int | None, dict]:
+    """Checks, times and checks again `step`, a function of a batch.
+
+    Returns its seconds, the most memory that it has in use, and the errors. graph: it is captured and runs from a cold
+    cache; others run back to back, on batches that differ.
+    """
+    with ops.use_kernels(peer.kernels):
+        errors = peer.check()
+        run = functools.partial(step, peer.images)
+        warm_up(run, seconds=clock.WARM_SECONDS)
+        peak = peak_bytes(run, peer.before)
+        if graph:
+            seconds = measure(benchmark, captured(run), cold)
+        else:
+            batches = [peer.images, *(peer.fresh() for _ in range(STEPS - 1))]
+            whole = lambda: [step(batch) for batch in batches]  # noqa: E731
+            seconds = measure(benchmark, whole, calls=STEPS, rounds=clock.MODEL_ROUNDS)
+        return seconds, peak, errors | peer.check_again()

@@ -40,7 +40,7 @@ def roofline(results: Results, op: str, axes) -> None:
 
 def bars(results: Results, op: str, key: str, scale: float, label: str, axes) -> None:
     """A group of bars for each model, one bar for each implementation."""
-    groups = results.by_model(op)
+    groups = results.grouped(lambda info: info["shape"].rpartition(" B")[0], op)
     infos = [(number, case["extra_info"]) for number, cases in enumerate(groups.values()) for case in cases]
     impls = colours(list(dict.fromkeys(info["impl"] for _, info in infos)))
     width = 0.85 / len(impls)

@@ -1,6 +1,6 @@
 """Tables and plots from the result files of a GPU; what is lost, failed or skipped is shown too.
 
-    python bench/report.py              # writes bench/results/README.md, the plots, and the speed section of README.md
+    python bench/report.py              # writes the plots, and what is marked in bench/results/README.md and README.md
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
     python bench/report.py --folder DIR # prints the tables of one folder; with --targets the targets alone
 
@@ -22,19 +22,6 @@ NOTHING = (
     "No GPU result is committed yet: there is no speed claim. `bench/gpu.sh all OUT` measures one, and\n"
     "`tar -xzf OUT/results.tar.gz -C bench/results/<gpu>` puts it here.\n"
 )
-HOW_TO_READ = """Written by `bench/report.py` from the JSON files beside it; how everything is measured stands in
-`bench/harness.py`, `bench/peers.py` and `bench/bench_model.py`. Times are medians, ± is the interquartile range. "%
-floor" is the share of the time that the work needs at least (`vitfast/tools/cost/work.py`) at the ceilings measured in
-the same run: once for all processes of a stage of `bench/gpu.sh`, on the same machine. "vitfast" in the last column is
-how many times faster vitfast is than the fastest other implementation: **below 1.00 it lost**. Ratios are of equal
-precision, and name the settings of peers that have no time. "again" is the same case measured a second time, after
-its peers: the slower of the two counts. Under amp vitfast's own ViT keeps its residual stream in bf16 where timm's
-keeps fp32; `accelerate(timm)` keeps timm's, so that is the pair of equal numerics. "error" is the largest relative
-error against float64, by norm, of the logits and in training of all gradients. The batch of "throughput" is each
-library's best of several, searched with its eager model in bf16 (`batch_search`) and used for all its settings. Of
-images of many sizes (`bench/mixes.py`) "vitfast" is packed, "padded" the share of the pairs of a query and a key, or of
-a step's tokens, that are padding, and TFLOP/s count what is needed without it.
-"""
 
 
 def cell(text: object) -> str:
@@ -48,15 +35,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines) + "\n"
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Three digits that count, thousands apart; "-" for None."""
+def number(value: float | None, digits: int = 3, form: str = "") -> str:
+    """Three digits that count, thousands apart, or in another form; "-" for None."""
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
-def formatted(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return format(value, form or (",.0f" if abs(value) >= 10 ** (digits - 1) else f".{digits}g"))
 
 
 def median(case: dict) -> float:
@@ -70,20 +53,17 @@ def spread(case: dict, per_second: float) -> str:
 def machine_lines(results: Results) -> str:
     """A line for each machine: versions and commit, and the ceilings of each of its runs."""
     lines = {}
-    for facts in results.machines:
-        facts = dict(facts)
-        ceilings, device = facts.pop("ceilings"), facts.pop("device")
-        sheet = facts.pop("datasheet_bf16_flops", None)
+    for facts in map(dict, results.machines):
+        ceilings, device, sheet = (facts.pop(key, None) for key in ("ceilings", "device", "datasheet_bf16_flops"))
         words = ", ".join(f"{key} {value}" for key, value in facts.items())
         promised = f" (bf16 by the data sheet: {number(sheet / 1e12)})" if sheet else ""
-        rates = {
-            k: f"{number(r / 1e9)} GB/s" if k == "copy" else f"{number(r / 1e12)} TFLOP/s" if r else "failed"
-            for k, r in ceilings.items()
-        }
-        measured = ", ".join(f"{key} {rate}" for key, rate in rates.items())
-        lines.setdefault(cell(f"{device}: {words}"), []).append(f"{measured}{promised}")
-    kept = ((words, "; ".join(dict.fromkeys(runs))) for words, runs in lines.items())
-    return "".join(f"- {words}. Ceilings, measured in the same run: {runs}\n" for words, runs in kept)
+        rates = [
+            f"copy {number(rate / 1e9)} GB/s" if key == "copy" else f"{key} {number(rate / 1e12)} TFLOP/s"
+            for key, rate in ceilings.items()
+        ]
+        runs = lines.setdefault(cell(f"{device}: {words}"), {})
+        runs[f"{', '.join(rates)}{promised}"] = True
+    return "".join(f"- {w}. Ceilings, measured in the same run: {'; '.join(runs)}\n" for w, runs in lines.items())
 
 
 def op_table(cases: list[dict], op: str) -> str:
@@ -114,13 +94,13 @@ COLUMNS: dict[str, Callable[[dict, dict], str]] = {  # header -> the cell, of a 
     "waiting for data": lambda case, info: f"{info['waiting_for_data']:.0%}",
     "loader processes": lambda case, info: str(info["workers"]),
     "ms": lambda case, info: spread(case, 1e3),
-    "padded": lambda case, info: formatted(info["padded_share"], ".1%"),
+    "padded": lambda case, info: number(info["padded_share"], form=".1%"),
     "TFLOP/s": lambda case, info: number(info.get("model_flops", info["flops"]) / median(case) / 1e12),
     "MFU of ceiling": lambda case, info: f"{info['mfu_ceiling']:.1%}",
-    "MFU of data sheet": lambda case, info: formatted(info["mfu_datasheet"], ".1%"),
-    "peak GiB": lambda case, info: formatted(info["peak_mib"] and info["peak_mib"] / 1024, ".1f"),
+    "MFU of data sheet": lambda case, info: number(info["mfu_datasheet"], form=".1%"),
+    "peak GiB": lambda case, info: number(info["peak_mib"] and info["peak_mib"] / 1024, form=".1f"),
     "attention": lambda case, info: info["attention"],
-    "error": lambda case, info: formatted(info.get("error"), ".1e"),
+    "error": lambda case, info: number(info.get("error"), form=".1e"),
 }
 MODEL_COLUMNS = "implementation, batch, images/s, ms, TFLOP/s, MFU of ceiling, MFU of data sheet, peak GiB"
 MODEL_COLUMNS += ", attention, error"
@@ -138,14 +118,22 @@ def case_table(cases: list[dict], title: str, columns: str) -> str:
     return f"#### {cell(title)}\n\n" + table(columns.split(", "), lines)
 
 
-def packed_groups(results: Results, op: str) -> dict[str, list[dict]]:
-    """Title -> the cases of a mix and direction."""
-    found = {}
-    for case in results.of(op):
-        info = case["extra_info"]
-        sizes = f"{number(info['images'])} images, {number(info['tokens'])} tokens"
-        found.setdefault(f"{op}: {info['shape']} {info['direction']} ({sizes})", []).append(case)
-    return found
+def mix(info: dict) -> str:
+    """The title of a mix and direction."""
+    sizes = f"{number(info['images'])} images, {number(info['tokens'])} tokens"
+    return f"{info['op']}: {info['shape']} {info['direction']} ({sizes})"
+
+
+def model(info: dict) -> str:
+    """The title of a model and resolution, of any batch: each library has its own best one."""
+    return f"{info['op']}: {info['shape'].rpartition(' B')[0]}"
+
+
+TABLES = (  # operations, the title of a case's table, its columns
+    (MODEL_OPS, model, MODEL_COLUMNS),
+    ((FILES_OP,), lambda info: "Training from JPEG files", FILES_COLUMNS),
+    (PACKED_OPS, mix, PACKED_COLUMNS),
+)
 
 
 def damaged_lines(results: Results) -> str:
@@ -162,14 +150,12 @@ def targets_table(results: Results) -> str:
 def sections(results: Results) -> str:
     """Everything about one GPU."""
     found = [machine_lines(results), "#### Targets\n\n" + targets_table(results)]
-    for op in MODEL_OPS:
-        found += [case_table(cases, f"{op}: {model}", MODEL_COLUMNS) for model, cases in results.by_model(op).items()]
-    if files := results.of(FILES_OP):
-        found.append(case_table(files, "Training from JPEG files", FILES_COLUMNS))
-    for op in PACKED_OPS:
-        found += [case_table(cases, name, PACKED_COLUMNS) for name, cases in packed_groups(results, op).items()]
-    ops = dict.fromkeys(case["extra_info"]["op"] for case in results.measured.values())
-    found += [op_table(results.of(op), op) for op in ops if op not in (*MODEL_OPS, *PACKED_OPS, FILES_OP, "loss curve")]
+    for ops, title, columns in TABLES:
+        groups = results.grouped(title, *ops)
+        found += [case_table(cases, name, columns) for name, cases in groups.items()]
+    shown = {"loss curve", *(op for ops, _, _ in TABLES for op in ops)}
+    by_op = results.grouped(lambda info: info["op"])
+    found += [op_table(cases, op) for op, cases in by_op.items() if op not in shown]
     missing = [[case["name"], case["state"], case["reason"]] for case in results.missing.values()]
     found.append("#### Without a time\n\n" + table(["case", "state", "reason"], missing) if missing else "")
     return "\n".join(found)
@@ -177,12 +163,8 @@ def sections(results: Results) -> str:
 
 def speed_table(results: Results) -> str:
     """For the project's README: vitfast and `accelerate` against the fastest peer in equal precision."""
-    lines = []
-    for op in MODEL_OPS:
-        for model, cases in results.by_model(op).items():
-            for precision in dict.fromkeys(case["extra_info"]["precision"] for case in cases):
-                infos = [info for info in counted(cases) if info["precision"] == precision]
-                lines.append([f"{op} {model} {precision}", *speeds(infos)])
+    groups = results.grouped(lambda info: f"{model(info).replace(':', '')} {info['precision']}", *MODEL_OPS)
+    lines = [[name, *speeds(counted(cases))] for name, cases in groups.items()]
     header = ["images/s", "vitfast", "accelerate(timm)", "fastest peer", "vitfast ÷ peer", "accelerate ÷ peer"]
     whole = table(header, lines) if lines else "No whole model has been measured on it.\n"
     return f"{machine_lines(results)}\n{whole}"
@@ -217,12 +199,14 @@ def documents(folder: Path, readme: Path) -> dict[Path, str]:
     """The text that every generated file should hold."""
     found = gpus(folder)
     pictures = lambda r: "".join(f"![{Path(name).stem}]({r.name}/{name})\n" for name in plotted(r))  # noqa: E731
-    body = "\n".join(f"## {r.name}\n\n{sections(r)}\n{pictures(r)}" for r in found) or NOTHING
-    before, rest = readme.read_text().split(START)
     more = "Everything: [bench/results](bench/results/README.md).\n"
-    speed = "\n".join(f"{speed_table(r)}\n{more}" for r in found) or NOTHING
-    spoken = f"{before}{START}\n\n{speed}\n{END}{rest.split(END)[1]}"
-    return {folder / "README.md": f"# Results\n\n{HOW_TO_READ}\n{body}", readme: spoken}
+    texts = {folder / "README.md": [f"## {r.name}\n\n{sections(r)}\n{pictures(r)}" for r in found]}
+    texts[readme] = [f"{speed_table(r)}\n{more}" for r in found]
+    for path, parts in texts.items():
+        before, rest = path.read_text().split(START)
+        body = "\n".join(parts) or NOTHING
+        texts[path] = f"{before}{START}\n\n{body}\n{END}{rest.split(END)[1]}"
+    return texts
 
 
 def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme: Path = HERE.parent / "README.md"):

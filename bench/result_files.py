@@ -9,6 +9,7 @@ older time. Only a skip ("not run" is one too) says nothing new, so it hides nei
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,13 +17,12 @@ LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torc
 MODEL_OPS, PACKED_OPS = ("train", "throughput", "latency"), ("train packed", "packed attention")
 FILES_OP = "train from JPEG files"
 
-STATS = {"median", "iqr"}
-INFO = {"op", "impl", "shape", "direction", "dtype", "flops", "bytes", "percent_of_floor", "tflops"}
-INFO |= {"gigabytes_per_second", "peak_mib"}
-MODEL_INFO = {"precision", "attention", "batch", "images_per_second", "model_flops", "mfu_ceiling", "mfu_datasheet"}
-FILES_INFO = {"images_per_second", "images_per_second_in_memory", "waiting_for_data", "workers"}
-MORE_INFO = dict.fromkeys(MODEL_OPS, MODEL_INFO) | dict.fromkeys(PACKED_OPS, {"images", "tokens", "padded_share"})
-MORE_INFO |= {FILES_OP: FILES_INFO, "loss curve": {"precision", "seed", "losses"}}
+# What extra_info must have: of every case, and of some operations more.
+INFO = "op impl shape direction dtype flops bytes percent_of_floor tflops gigabytes_per_second peak_mib"
+MODEL_INFO = "precision attention batch images_per_second model_flops mfu_ceiling mfu_datasheet"
+MORE_INFO = dict.fromkeys(MODEL_OPS, MODEL_INFO) | dict.fromkeys(PACKED_OPS, "images tokens padded_share")
+MORE_INFO[FILES_OP] = "images_per_second images_per_second_in_memory waiting_for_data workers"
+MORE_INFO["loss curve"] = "precision seed losses"
 
 
 @dataclass
@@ -39,11 +39,12 @@ class Results:
     def of(self, *ops: str) -> list[dict]:
         return [case for case in self.measured.values() if case["extra_info"]["op"] in ops]
 
-    def by_model(self, op: str) -> dict[str, list[dict]]:
-        """Model and resolution -> its cases, of any batch: each library has its own best one."""
+    def grouped(self, key: Callable[[dict], str], *ops: str) -> dict[str, list[dict]]:
+        """The cases of these operations, or of all, by a function of their extra_info; in the order of `ops`."""
+        cases = [case for op in ops for case in self.of(op)] if ops else self.measured.values()
         groups = {}
-        for case in self.of(op):
-            groups.setdefault(case["extra_info"]["shape"].rpartition(" B")[0], []).append(case)
+        for case in cases:
+            groups.setdefault(key(case["extra_info"]), []).append(case)
         return groups
 
 
@@ -60,8 +61,8 @@ def counted(cases: list[dict]) -> list[dict]:
     return list(slowest.values())
 
 
-def _need(found: dict, keys: set[str], where: str) -> None:
-    if lacking := sorted(keys - set(found)):
+def _need(found: dict, keys: str, where: str) -> None:
+    if lacking := sorted(set(keys.split()) - set(found)):
         raise ValueError(f"{where} lacks {', '.join(lacking)}")
 
 
@@ -88,9 +89,9 @@ def _add_benchmarks(results: Results, content: dict) -> None:
     ceilings, failed, skipped = machine["ceilings"], content["failed"], content["skipped"]
     for case in content["benchmarks"]:
         info = case["extra_info"]
-        _need(case["stats"], STATS, case["fullname"])
-        _need(info, INFO | MORE_INFO.get(info.get("op"), set()), case["fullname"])
-        _need(ceilings, {"copy", info["dtype"]}, "ceilings")
+        _need(case["stats"], "median iqr", case["fullname"])
+        _need(info, f"{INFO} {MORE_INFO.get(info.get('op'), '')}", case["fullname"])
+        _need(ceilings, f"copy {info['dtype']}", "ceilings")
     for case in content["benchmarks"]:
         results.missing.pop(case["fullname"], None)
         results.measured[case["fullname"]] = dict(case, ceilings=ceilings)

@@ -36,7 +36,7 @@ class Shape:
 
 def planned(shapes: tuple[Shape, ...], small: Shape) -> tuple[Shape, ...]:
     """A GPU's shapes as they run here: they, toys that have their names, or on a CPU the small one."""
-    if clock.GPU or not clock.REHEARSED:
+    if clock.GPU or clock.SMALL:
         return shapes if clock.GPU else (small,)
     toy = dict(model="Nano/8", image=16, batch=2)
     return tuple(replace(s, **toy, label=f"{s.model} {s.image} B{s.batch}") for s in shapes)
@@ -66,6 +66,8 @@ SHAPES = {s.name: s for s in planned(ON_GPU, CPU_SHAPE)}
 def _runs_at(impl: str, name: str, direction: str, compile_at: tuple[Shape, ...]) -> bool:
     """Whether it is measured there: compiling takes seconds, max-autotune's search up to minutes."""
     focus, main = name == FOCUS.name, any(name == s.name for s in MAIN)
+    if clock.SMALL:
+        return impl in ("vitfast", "eager", "sdpa math")
     if impl.startswith("max-autotune"):
         return focus
     if name.endswith(" B1"):
@@ -77,13 +79,11 @@ def _runs_at(impl: str, name: str, direction: str, compile_at: tuple[Shape, ...]
 
 def grid(impls: tuple[str, ...], compile_at: tuple[Shape, ...], forward_only: tuple[str, ...] = ()) -> list:
     """(shape, direction, impl) of an operation's cases; a CPU that rehearses nothing compiles nothing."""
-    on_cpu = [impl for impl in impls if impl in ("vitfast", "eager", "sdpa math")]
     wanted = [
         (name, direction, impl)
         for name in SHAPES
         for direction in ("forward", "backward", "both")
-        for impl in (impls if clock.GPU or clock.REHEARSED else on_cpu)
-        if (not (clock.GPU or clock.REHEARSED) or _runs_at(impl, name, direction, compile_at))
-        and (direction == "forward" or impl not in forward_only)
+        for impl in impls
+        if _runs_at(impl, name, direction, compile_at) and (direction == "forward" or impl not in forward_only)
     ]
     return [pytest.param(*case, id="-".join(case)) for case in wanted]

@@ -12,6 +12,7 @@ from vitfast.model import activation_memory as keep
 def gpu(monkeypatch):
     """The benchmarks take this device for a GPU."""
     monkeypatch.setattr(clock, "GPU", True)
+    monkeypatch.setattr(clock, "SMALL", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(shapes, "SHAPES", {s.name: s for s in shapes.planned(shapes.ON_GPU, shapes.CPU_SHAPE)})
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import WrongResult
 from mixes import Mix
-from peers import FLASH
+from peers import FLASH, Setting
 from shapes import Shape, model_work
 
 from vitfast import ops
@@ -77,14 +77,13 @@ def test_a_gpu_has_every_direction_and_peer(gpu):
 def test_every_way_makes_the_same_step_or_gets_no_time(name, monkeypatch):
     """A way that takes one image for another, or turns wrong in a gradient, is found."""
     monkeypatch.setitem(PRESETS, "Ti/16", PRESETS["Ti/16"] | dict(embed_dim=64, num_heads=2))
-    way, fp32 = bench_packed.WAYS[name], torch.float32
-    check = bench_packed.Check(SMALL, way.build, way.alone, fp32)
-    model = way.fast(bench_packed.model_of(way.build, SMALL, fp32))
-    images = bench_packed.images_of(SMALL, fp32)
-    batches = way.lay_out(images, SMALL)
-    assert check.judge(name, model, model, batches)["error"] < 1e-5
-    with pytest.raises(WrongResult, match="is wrong on Ti/16 small"):
-        check.judge(name, model, model, way.lay_out([images[3], *images[1:3], images[0]], SMALL))
-    model.blocks[1].mlp.fc1.weight.register_hook(lambda gradient: 1.01 * gradient)
-    with pytest.raises(WrongResult, match="after timing"):
-        check.judge(name, model, model, batches, " after timing")
+    peer = bench_packed.PackedPeer(Setting(name, "eager", "fp32"), SMALL, training=True)
+    assert peer.check()["error"] < 1e-5
+    right, images = peer.images, peer.compared
+    peer.images = peer.lay_out([images[3], *images[1:3], images[0]])
+    with pytest.raises(WrongResult, match="is wrong on Ti/16 small after timing"):
+        peer.check_again()
+    peer.images = right
+    peer.model.blocks[1].mlp.fc1.weight.register_hook(lambda gradient: 1.01 * gradient)
+    with pytest.raises(WrongResult, match="is wrong on Ti/16 small after timing"):
+        peer.check_again()

@@ -53,7 +53,8 @@ def results(tmp_path) -> Path:
     checks, code = {"vitfast doctor": 0, "gpu tests": 3, "sanitizer": None}, dict(code=124, seconds=230.1)
     steps = [dict(name="doctor", state="ok", code=0, seconds=9), dict(name="train", state="timed out", **code)]
     (folder / "steps_first.json").write_text(json.dumps(dict(checks=checks, steps=steps)))
-    (tmp_path / "README.md").write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    for path in (tmp_path / "README.md", tmp_path / "results" / "README.md"):
+        path.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
     return tmp_path / "results"
 
 

@@ -80,7 +80,9 @@ def test_a_peer_is_checked_again_with_the_weights_that_it_had():
 
 def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(settled, monkeypatch):
     found = []
-    monkeypatch.setattr(peers, "compiled", lambda model, how: found.append({block.keep for block in model.blocks}))
+    monkeypatch.setattr(
+        peers, "compiled", lambda model, how, **options: found.append({block.keep for block in model.blocks})
+    )
     for training in (True, False):
         Peer(Setting("vitfast", "compile", "fp32"), NANO, training)
     assert found == [{"all"}, {"least"}] and settled == [NANO.batch * NANO.tokens]
@@ -104,7 +106,7 @@ def test_hugging_face_makes_no_mask(monkeypatch):
     with torch.no_grad():
         torch.compile(model, backend=keep)(images)
     torch._dynamo.reset()
-    layers = model.model.config.num_hidden_layers
+    layers = model.config.num_hidden_layers
     assert masks == [None] * layers and len(nodes) == layers
     assert all(node.kwargs.get("attn_mask") is None and len(node.args) <= 3 for node in nodes)
 
