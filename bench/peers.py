@@ -78,15 +78,9 @@ def library_function(package: str, module: str, name: str) -> Callable:
     return first_result
 
 
-def forced(function, backend: str):
+def forced(function: Callable, backend: str) -> Callable:
     """`function` with one backend of SDPA allowed; it raises where that one cannot run."""
-
-    @functools.wraps(function)
-    def wrapper(*args):
-        with sdpa_kernel(BACKENDS[backend if clock.GPU else "math"]):
-            return function(*args)
-
-    return wrapper
+    return sdpa_kernel(BACKENDS[backend if clock.GPU else "math"])(function)
 
 
 @functools.cache
@@ -96,13 +90,11 @@ def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool)
         return "math"
     qkv = torch.randn(batch, tokens, 3, heads, head, device=clock.DEVICE).to(harness.DTYPE).requires_grad_(training)
     upstream = torch.randn(batch, tokens, heads, head, device=clock.DEVICE).to(harness.DTYPE)
+    run = lambda: torch.autograd.grad(sdpa(qkv), qkv, upstream) if training else sdpa(qkv)  # noqa: E731
     times = {}
     for name in ("flash", "cudnn", "efficient"):
-        function = forced(sdpa, name)
         with contextlib.suppress(RuntimeError):  # a backend that cannot run here
-            times[name] = median_seconds(
-                lambda f=function: torch.autograd.grad(f(qkv), qkv, upstream) if training else f(qkv), rounds=10
-            )
+            times[name] = median_seconds(forced(run, name), rounds=10)
     return min(times, key=times.get, default="math")
 
 

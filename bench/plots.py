@@ -20,18 +20,17 @@ def colours(impls: list[str]) -> dict[str, str]:
 
 def roofline(results: Results, op: str, axes) -> None:
     """Rate over arithmetic intensity under the measured roof; bytes/s where there is no product."""
-    cases = [case for case in results.of(op) if case["extra_info"]["bytes"]]  # a product's ceiling moves none
-    ceilings, infos = cases[-1]["ceilings"], [case["extra_info"] for case in cases]
-    flops, xs = all(i["flops"] for i in infos), []
-    for impl, colour in colours(list(dict.fromkeys(i["impl"] for i in infos))).items():
-        mine = [i for i in infos if i["impl"] == impl]
-        x = [i["flops"] / i["bytes"] if flops else i["bytes"] / 1e6 for i in mine]
-        y = [i["tflops" if flops else "gigabytes_per_second"] for i in mine]
+    cases = [case for case in results.of(op) if case["bytes"]]  # a product's ceiling moves none
+    flops, xs = all(case["flops"] for case in cases), []
+    for impl, colour in colours(list(dict.fromkeys(case["impl"] for case in cases))).items():
+        mine = [case for case in cases if case["impl"] == impl]
+        x = [case["flops"] / case["bytes"] if flops else case["bytes"] / 1e6 for case in mine]
+        y = [case["tflops" if flops else "gigabytes_per_second"] for case in mine]
         axes.scatter(x, y, label=impl, color=colour, alpha=0.8)
         xs += x
     ends = [min(xs) / 1.5, max(xs) * 1.5]
     steps = [ends[0] * (ends[1] / ends[0]) ** (i / 100) for i in range(101)]
-    top, copy = ceilings[infos[0]["dtype"]], ceilings["copy"]
+    top, copy = (cases[-1]["ceilings"][key] for key in (cases[0]["dtype"], "copy"))
     axes.plot(steps, [min(top, x * copy) / 1e12 if flops else copy / 1e9 for x in steps], color="black", linewidth=1)
     axes.set(xscale="log", yscale="log" if flops else "linear", title=f"{op}, {results.name}")
     axes.set(xlabel="FLOP per byte" if flops else "MB moved", ylabel="TFLOP/s" if flops else "GB/s")
@@ -40,12 +39,12 @@ def roofline(results: Results, op: str, axes) -> None:
 
 def bars(results: Results, op: str, key: str, scale: float, label: str, axes) -> None:
     """A group of bars for each model, one bar for each implementation."""
-    groups = results.grouped(lambda info: info["shape"].rpartition(" B")[0], op)
-    infos = [(number, case["extra_info"]) for number, cases in enumerate(groups.values()) for case in cases]
-    impls = colours(list(dict.fromkeys(info["impl"] for _, info in infos)))
+    groups = results.grouped(lambda case: case["shape"].rpartition(" B")[0], op)
+    numbered = [(number, case) for number, cases in enumerate(groups.values()) for case in cases]
+    impls = colours(list(dict.fromkeys(case["impl"] for _, case in numbered)))
     width = 0.85 / len(impls)
     for i, (impl, colour) in enumerate(impls.items()):
-        found = {number: info[key] for number, info in infos if info["impl"] == impl and info[key] is not None}
+        found = {number: case[key] for number, case in numbered if case["impl"] == impl and case[key] is not None}
         heights = [value * scale for value in found.values()]
         axes.bar([number + i * width for number in found], heights, width, label=impl, color=colour)
     axes.set_xticks([g + width * (len(impls) - 1) / 2 for g in range(len(groups))], list(groups))

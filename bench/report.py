@@ -42,12 +42,8 @@ def number(value: float | None, digits: int = 3, form: str = "") -> str:
     return format(value, form or (",.0f" if abs(value) >= 10 ** (digits - 1) else f".{digits}g"))
 
 
-def median(case: dict) -> float:
-    return case["stats"]["median"]
-
-
 def spread(case: dict, per_second: float) -> str:
-    return f"{number(per_second * median(case))} ± {number(per_second * case['stats']['iqr'], 2)}"
+    return f"{number(per_second * case['median'])} ± {number(per_second * case['iqr'], 2)}"
 
 
 def machine_lines(results: Results) -> str:
@@ -71,36 +67,34 @@ def op_table(cases: list[dict], op: str) -> str:
 
     The share is ours, or the best one's without us; the ratio is that of the best other time to ours.
     """
-    found, impls = {}, list(dict.fromkeys(case["extra_info"]["impl"] for case in cases))
+    impls, found, lines = list(dict.fromkeys(case["impl"] for case in cases)), {}, []
     for case in cases:
-        info = case["extra_info"]
-        found.setdefault(f"{info['shape']} {info['direction']}", {})[info["impl"]] = case
-    lines = []
+        found.setdefault(f"{case['shape']} {case['direction']}", {})[case["impl"]] = case
     for name, by_impl in found.items():
         ours, others = by_impl.get(VITFAST), [case for impl, case in by_impl.items() if impl != VITFAST]
-        best = min(others, key=median, default=None)
+        best = min(others, key=lambda case: case["median"], default=None)
         times = [spread(by_impl[impl], 1e6) if impl in by_impl else "-" for impl in impls]
-        share = f"{(ours or best)['extra_info']['percent_of_floor']:.0f} %"
-        lines.append([name, *times, share, f"{median(best) / median(ours):.2f}" if ours and best else "-"])
+        share = f"{(ours or best)['percent_of_floor']:.0f} %"
+        lines.append([name, *times, share, f"{best['median'] / ours['median']:.2f}" if ours and best else "-"])
     return f"#### {cell(op)} (µs)\n\n" + table(["shape", *impls, "% floor", VITFAST], lines)
 
 
-COLUMNS: dict[str, Callable[[dict, dict], str]] = {  # header -> the cell, of a case and its extra_info
-    "implementation": lambda case, info: info["impl"],
-    "case": lambda case, info: f"{info['shape']} {info['impl']}",
-    "batch": lambda case, info: str(info["batch"]),
-    "images/s": lambda case, info: number(info["images_per_second"]),
-    "the same in memory": lambda case, info: number(info["images_per_second_in_memory"]),
-    "waiting for data": lambda case, info: f"{info['waiting_for_data']:.0%}",
-    "loader processes": lambda case, info: str(info["workers"]),
-    "ms": lambda case, info: spread(case, 1e3),
-    "padded": lambda case, info: number(info["padded_share"], form=".1%"),
-    "TFLOP/s": lambda case, info: number(info.get("model_flops", info["flops"]) / median(case) / 1e12),
-    "MFU of ceiling": lambda case, info: f"{info['mfu_ceiling']:.1%}",
-    "MFU of data sheet": lambda case, info: number(info["mfu_datasheet"], form=".1%"),
-    "peak GiB": lambda case, info: number(info["peak_mib"] and info["peak_mib"] / 1024, form=".1f"),
-    "attention": lambda case, info: info["attention"],
-    "error": lambda case, info: number(info.get("error"), form=".1e"),
+COLUMNS: dict[str, Callable[[dict], str]] = {  # header -> the cell, of a case
+    "implementation": lambda case: case["impl"],
+    "case": lambda case: f"{case['shape']} {case['impl']}",
+    "batch": lambda case: str(case["batch"]),
+    "images/s": lambda case: number(case["images_per_second"]),
+    "the same in memory": lambda case: number(case["images_per_second_in_memory"]),
+    "waiting for data": lambda case: f"{case['waiting_for_data']:.0%}",
+    "loader processes": lambda case: str(case["workers"]),
+    "ms": lambda case: spread(case, 1e3),
+    "padded": lambda case: number(case["padded_share"], form=".1%"),
+    "TFLOP/s": lambda case: number(case.get("model_flops", case["flops"]) / case["median"] / 1e12),
+    "MFU of ceiling": lambda case: f"{case['mfu_ceiling']:.1%}",
+    "MFU of data sheet": lambda case: number(case["mfu_datasheet"], form=".1%"),
+    "peak GiB": lambda case: number(case["peak_mib"] and case["peak_mib"] / 1024, form=".1f"),
+    "attention": lambda case: case["attention"],
+    "error": lambda case: number(case.get("error"), form=".1e"),
 }
 MODEL_COLUMNS = "implementation, batch, images/s, ms, TFLOP/s, MFU of ceiling, MFU of data sheet, peak GiB"
 MODEL_COLUMNS += ", attention, error"
@@ -110,28 +104,25 @@ FILES_COLUMNS = "case, images/s, the same in memory, waiting for data, loader pr
 
 def case_table(cases: list[dict], title: str, columns: str) -> str:
     """A row per case, fastest first (by images/s where it has that: batches differ)."""
-    slowness = lambda case: -case["extra_info"].get("images_per_second", -median(case))  # noqa: E731
-    lines = [
-        [COLUMNS[name](case, case["extra_info"]) or "-" for name in columns.split(", ")]
-        for case in sorted(cases, key=slowness)
-    ]
+    cases = sorted(cases, key=lambda case: -case.get("images_per_second", -case["median"]))
+    lines = [[COLUMNS[name](case) or "-" for name in columns.split(", ")] for case in cases]
     return f"#### {cell(title)}\n\n" + table(columns.split(", "), lines)
 
 
-def mix(info: dict) -> str:
+def mix(case: dict) -> str:
     """The title of a mix and direction."""
-    sizes = f"{number(info['images'])} images, {number(info['tokens'])} tokens"
-    return f"{info['op']}: {info['shape']} {info['direction']} ({sizes})"
+    sizes = f"{number(case['images'])} images, {number(case['tokens'])} tokens"
+    return f"{case['op']}: {case['shape']} {case['direction']} ({sizes})"
 
 
-def model(info: dict) -> str:
+def model(case: dict) -> str:
     """The title of a model and resolution, of any batch: each library has its own best one."""
-    return f"{info['op']}: {info['shape'].rpartition(' B')[0]}"
+    return f"{case['op']}: {case['shape'].rpartition(' B')[0]}"
 
 
 TABLES = (  # operations, the title of a case's table, its columns
     (MODEL_OPS, model, MODEL_COLUMNS),
-    ((FILES_OP,), lambda info: "Training from JPEG files", FILES_COLUMNS),
+    ((FILES_OP,), lambda case: "Training from JPEG files", FILES_COLUMNS),
     (PACKED_OPS, mix, PACKED_COLUMNS),
 )
 
@@ -154,7 +145,7 @@ def sections(results: Results) -> str:
         groups = results.grouped(title, *ops)
         found += [case_table(cases, name, columns) for name, cases in groups.items()]
     shown = {"loss curve", *(op for ops, _, _ in TABLES for op in ops)}
-    by_op = results.grouped(lambda info: info["op"])
+    by_op = results.grouped(lambda case: case["op"])
     found += [op_table(cases, op) for op, cases in by_op.items() if op not in shown]
     missing = [[case["name"], case["state"], case["reason"]] for case in results.missing.values()]
     found.append("#### Without a time\n\n" + table(["case", "state", "reason"], missing) if missing else "")
@@ -163,18 +154,18 @@ def sections(results: Results) -> str:
 
 def speed_table(results: Results) -> str:
     """For the project's README: vitfast and `accelerate` against the fastest peer in equal precision."""
-    groups = results.grouped(lambda info: f"{model(info).replace(':', '')} {info['precision']}", *MODEL_OPS)
+    groups = results.grouped(lambda case: f"{model(case).replace(':', '')} {case['precision']}", *MODEL_OPS)
     lines = [[name, *speeds(counted(cases))] for name, cases in groups.items()]
     header = ["images/s", "vitfast", "accelerate(timm)", "fastest peer", "vitfast ÷ peer", "accelerate ÷ peer"]
     whole = table(header, lines) if lines else "No whole model has been measured on it.\n"
     return f"{machine_lines(results)}\n{whole}"
 
 
-def speeds(infos: list[dict]) -> list[str]:
+def speeds(cases: list[dict]) -> list[str]:
     """Images/s of vitfast, `accelerate` and the fastest peer, and the first two's ratios to the third."""
     best = {}
-    for info in sorted(infos, key=lambda info: info["images_per_second"]):
-        best[library(info) if library(info) in (VITFAST, ACCELERATED) else "peer"] = info
+    for case in sorted(cases, key=lambda case: case["images_per_second"]):
+        best[library(case) if library(case) in (VITFAST, ACCELERATED) else "peer"] = case
     found = [best[name]["images_per_second"] if name in best else None for name in (VITFAST, ACCELERATED, "peer")]
     peer = f"{number(found[2])} ({best['peer']['impl']})" if found[2] else "-"
     return [*map(number, found[:2]), peer, *(f"{own / found[2]:.2f}" if own and found[2] else "-" for own in found[:2])]
@@ -187,10 +178,8 @@ def gpus(folder: Path) -> list[Results]:
 
 def plotted(results: Results) -> dict[str, tuple[str, str]]:
     """The plots that this GPU's results give: file name -> (kind, op)."""
-    infos = [case["extra_info"] for case in results.measured.values()]
-    plots = [
-        ("roofline", op) for op in dict.fromkeys(i["op"] for i in infos if i["bytes"] and "images_per_second" not in i)
-    ]
+    cases = [c for c in results.measured.values() if c["bytes"] and "images_per_second" not in c]
+    plots = [("roofline", op) for op in dict.fromkeys(case["op"] for case in cases)]
     plots += [(kind, op) for op in ("train", "throughput") if results.of(op) for kind in ("speed", "memory")]
     return {f"{kind}-{op}.svg".replace(" ", "-"): (kind, op) for kind, op in plots}
 

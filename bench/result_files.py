@@ -17,8 +17,8 @@ LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torc
 MODEL_OPS, PACKED_OPS = ("train", "throughput", "latency"), ("train packed", "packed attention")
 FILES_OP = "train from JPEG files"
 
-# What extra_info must have: of every case, and of some operations more.
-INFO = "op impl shape direction dtype flops bytes percent_of_floor tflops gigabytes_per_second peak_mib"
+# What must be there: of every case, and of some operations more.
+INFO = "op impl shape direction dtype flops bytes percent_of_floor tflops gigabytes_per_second peak_mib median iqr"
 MODEL_INFO = "precision attention batch images_per_second model_flops mfu_ceiling mfu_datasheet"
 MORE_INFO = dict.fromkeys(MODEL_OPS, MODEL_INFO) | dict.fromkeys(PACKED_OPS, "images tokens padded_share")
 MORE_INFO[FILES_OP] = "images_per_second images_per_second_in_memory waiting_for_data workers"
@@ -27,43 +27,40 @@ MORE_INFO["loss curve"] = "precision seed losses"
 
 @dataclass
 class Results:
-    """The cases of one GPU, with and without a time, each by full name."""
+    """The cases of one GPU, with and without a time, each by full name.
+
+    One with a time is what its extra_info has, and its name, median, iqr (seconds), and the ceilings of its own file.
+    """
 
     name: str
     machines: list[dict] = field(default_factory=list)
-    measured: dict[str, dict] = field(default_factory=dict)  # each with the "ceilings" of its own file
+    measured: dict[str, dict] = field(default_factory=dict)
     missing: dict[str, dict] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)  # exit codes
     damaged: dict[str, str] = field(default_factory=dict)  # file name -> what is wrong with it
 
     def of(self, *ops: str) -> list[dict]:
-        return [case for case in self.measured.values() if case["extra_info"]["op"] in ops]
+        return [case for case in self.measured.values() if case["op"] in ops]
 
     def grouped(self, key: Callable[[dict], str], *ops: str) -> dict[str, list[dict]]:
-        """The cases of these operations, or of all, by a function of their extra_info; in the order of `ops`."""
-        cases = [case for op in ops for case in self.of(op)] if ops else self.measured.values()
+        """The cases of these operations, or of all, by a function of a case; in the order of `ops`."""
         groups = {}
-        for case in cases:
-            groups.setdefault(key(case["extra_info"]), []).append(case)
+        for case in [case for op in ops for case in self.of(op)] if ops else self.measured.values():
+            groups.setdefault(key(case), []).append(case)
         return groups
 
 
-def library(info: dict) -> str:
+def library(case: dict) -> str:
     """Whose model a case is."""
-    return next(name for name in reversed(LIBRARIES) if info["impl"].startswith(f"{name} "))
+    return next(name for name in reversed(LIBRARIES) if case["impl"].startswith(f"{name} "))
 
 
 def counted(cases: list[dict]) -> list[dict]:
-    """extra_info of whole models, with the slower one alone of a setting that was measured again."""
+    """Whole models, with the slower one alone of a setting that was measured again."""
     slowest = {}
-    for info in sorted((case["extra_info"] for case in cases), key=lambda info: -info["images_per_second"]):
-        slowest[info["impl"].removesuffix(" again"), info["shape"]] = info
+    for case in sorted(cases, key=lambda case: -case["images_per_second"]):
+        slowest[case["impl"].removesuffix(" again"), case["shape"]] = case
     return list(slowest.values())
-
-
-def _need(found: dict, keys: str, where: str) -> None:
-    if lacking := sorted(set(keys.split()) - set(found)):
-        raise ValueError(f"{where} lacks {', '.join(lacking)}")
 
 
 def _add_steps(results: Results, content: dict, name: str) -> None:
@@ -87,14 +84,17 @@ def _add_benchmarks(results: Results, content: dict) -> None:
     """
     machine = content["machine_info"]["vitfast"]
     ceilings, failed, skipped = machine["ceilings"], content["failed"], content["skipped"]
+    cases = {}
     for case in content["benchmarks"]:
-        info = case["extra_info"]
-        _need(case["stats"], "median iqr", case["fullname"])
-        _need(info, f"{INFO} {MORE_INFO.get(info.get('op'), '')}", case["fullname"])
-        _need(ceilings, f"copy {info['dtype']}", "ceilings")
-    for case in content["benchmarks"]:
-        results.missing.pop(case["fullname"], None)
-        results.measured[case["fullname"]] = dict(case, ceilings=ceilings)
+        found = case["stats"] | case["extra_info"] | dict(name=case["name"], ceilings=ceilings)
+        needed = f"{INFO} {MORE_INFO.get(found['op'], '')}".split()
+        rates = [rate for rate in ("copy", found["dtype"]) if rate not in ceilings]
+        if lacking := [key for key in needed if key not in found] + rates:
+            raise ValueError(f"{case['fullname']} lacks {', '.join(lacking)}")
+        cases[case["fullname"]] = found
+    for name, case in cases.items():
+        results.missing.pop(name, None)
+        results.measured[name] = case
     for case in failed:
         results.measured.pop(case["fullname"], None)
         results.missing[case["fullname"]] = dict(case, state="failed")

@@ -26,10 +26,10 @@ def figure(of: str, value: float, bound: float, at_most: bool = False, without: 
 
 
 def whole_models(results: Results, op: str, model: str, libraries: list[str], precision: str, how: str = "") -> list:
-    """extra_info of whole models, fastest first; how: in this setting alone."""
-    infos = [i for i in counted(results.of(op)) if i["shape"].startswith(f"{model} B") and library(i) in libraries]
-    infos = [i for i in infos if i["precision"] == precision and i["impl"].startswith(f"{library(i)} {how}")]
-    return sorted(infos, key=lambda i: -i["images_per_second"])
+    """Whole models, fastest first; how: in this setting alone."""
+    cases = [c for c in counted(results.of(op)) if c["shape"].startswith(f"{model} B") and c["precision"] == precision]
+    cases = [c for c in cases if library(c) in libraries and c["impl"].startswith(f"{library(c)} {how}")]
+    return sorted(cases, key=lambda case: -case["images_per_second"])
 
 
 def speed(
@@ -44,20 +44,18 @@ def speed(
 
 
 def share_of_peak(results: Results) -> Iterator[str]:
-    for info in whole_models(results, "train", MAIN, [VITFAST], "bf16")[:1]:
-        if info["mfu_datasheet"]:
-            yield figure("share of the data sheet's peak", info["mfu_datasheet"], 0.0)
+    for case in whole_models(results, "train", MAIN, [VITFAST], "bf16")[:1]:
+        if case["mfu_datasheet"]:
+            yield figure("share of the data sheet's peak", case["mfu_datasheet"], 0.0)
 
 
 def operation(results: Results, op: str, shape: str, direction: str) -> tuple[dict | None, list[dict]]:
     """Cases of ours and the others, at the largest batch."""
-    wanted = lambda info: info["direction"] == direction and info["shape"].startswith(f"{shape} B")  # noqa: E731
-    found = [case for case in results.of(op) if wanted(case["extra_info"])]
-    ours = [case for case in found if case["extra_info"]["impl"] == VITFAST]
-    ours = max(ours, key=lambda case: case["extra_info"]["bytes"], default=None)
-    if ours is None or ours["extra_info"]["shape"].endswith(" B1"):
+    cases = [c for c in results.of(op) if c["direction"] == direction and c["shape"].startswith(f"{shape} B")]
+    ours = max((c for c in cases if c["impl"] == VITFAST), key=lambda case: case["bytes"], default=None)
+    if ours is None or ours["shape"].endswith(" B1"):
         return None, []
-    return ours, [c for c in found if c is not ours and c["extra_info"]["shape"] == ours["extra_info"]["shape"]]
+    return ours, [case for case in cases if case is not ours and case["shape"] == ours["shape"]]
 
 
 def against(
@@ -70,9 +68,9 @@ def against(
     """
     for op, (shape, bound), direction in itertools.product(ops, bounds.items(), directions):
         ours, others = operation(results, op, shape, direction)
-        times = {case["extra_info"]["impl"]: case["stats"]["median"] for case in others}
+        times = {case["impl"]: case["median"] for case in others}
         if any(impl.startswith(needed) for impl in times):
-            ratio, without = min(times.values()) / ours["stats"]["median"], [i for i in strongest if i not in times]
+            ratio, without = min(times.values()) / ours["median"], [i for i in strongest if i not in times]
             yield figure(f"{op} {shape} {direction}", ratio, bound, without=without)
 
 
@@ -80,7 +78,7 @@ def layer_norm(results: Results) -> Iterator[str]:
     for shape, direction in itertools.product((MAIN, "L/16 224", "H/14 224"), BOTH):
         ours, _ = operation(results, "add_layer_norm", shape, direction)
         if ours:
-            share = 1e9 * ours["extra_info"]["gigabytes_per_second"] / ours["ceilings"]["copy"]
+            share = 1e9 * ours["gigabytes_per_second"] / ours["ceilings"]["copy"]
             yield figure(f"{shape} {direction}", share, 0.9)
 
 
@@ -103,9 +101,9 @@ def loss_curves(results: Results) -> Iterator[str]:
 
     In standard deviations of a run between seeds, of 0.001 at least.
     """
-    groups = results.grouped(lambda info: f"{info['shape']} {info['precision']}", "loss curve")
+    groups = results.grouped(lambda case: f"{case['shape']} {case['precision']}", "loss curve")
     for name, cases in groups.items():
-        runs = {(library(i), i["seed"]): i["losses"] for i in (case["extra_info"] for case in cases)}
+        runs = {(library(case), case["seed"]): case["losses"] for case in cases}
         seeds = [seed for of, seed in runs if of == VITFAST and ("timm", seed) in runs]
         if seeds:
             curves = np.array([[runs[of, seed] for seed in seeds] for of in (VITFAST, "timm")])

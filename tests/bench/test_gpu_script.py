@@ -124,10 +124,7 @@ def test_first_goes_through_all_its_steps(stage):
     assert stage.states() == dict.fromkeys(FIRST, "ok")
     assert list(stage.calls) == FIRST[1:]  # prepare asks no Python for anything
     assert "abc1234" in stage.files["prepare.log"] and "NVIDIA Scripted" in stage.files["prepare.log"]
-    assert (
-        "--dtype bfloat16 --only layer_norm"
-        in stage.calls["smoke"]
-    )
+    assert "--dtype bfloat16 --only layer_norm" in stage.calls["smoke"]
     assert " -n 1 " in stage.calls["gpu_tests"]  # there is memory for one, as stand_in.sh tells
     assert {f"{name}.log" for name in FIRST} <= set(stage.files)
     for name in FIRST[3:-2]:
