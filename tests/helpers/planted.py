@@ -155,8 +155,8 @@ PLANTED = [
     ),
     Planted(
         "the average is not saved",
-        "train/resume.py",
-        '| ({"ema": train_step.ema.module} if train_step.ema else {})',
+        "train/step.py",
+        '| ({"ema": self.ema.module} if self.ema else {})',
         "| {}",
         "tests/train/test_train.py -k bit_for_bit",
     ),
@@ -177,8 +177,8 @@ PLANTED = [
     Planted(
         "biases decay",
         "train/optim.py",
-        "if parameter.dim() > 1 and name not in spared",
-        "if parameter.dim() > 0",
+        "param_groups_weight_decay(model, **options)",
+        "param_groups_weight_decay(model, **options, weight_decay_exclude_1d=False)",
         "tests/train/test_optim.py",
     ),
     Planted(

@@ -226,7 +226,7 @@ def full(*_, **__):
         (log.Metrics, "_line", 4),
         (log.Events, "write", 4),
         (resume, "write_safetensors", 4),
-        (trainer, "write_summary", 6),
+        (trainer, "write_text", 6),
     ],
 )
 def test_every_file_of_a_run(four_steps, tmp_path, monkeypatch, capsys, owner, name, step):

@@ -159,12 +159,6 @@ def shard(model: nn.Module, dtype: torch.dtype | None) -> None:
     fully_shard(model, mp_policy=policy)
 
 
-def data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    """DDP around the model: gradients are averaged in buckets during backward."""
-    ids = [device.index] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-
-
 @contextmanager
 def reducing(runner: nn.Module, last: bool):
     """A context for one micro-batch: ranks reduce their gradients after the last one of a step only."""

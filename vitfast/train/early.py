@@ -20,14 +20,14 @@ class EarlyStop:
     """The evaluations of a run as far as early stopping goes; without `early_stop` it never does."""
 
     def __init__(self, config: Config, checkpoint: Path | None, step: int):
-        self.patience, self.run = config.early_stop, Path(config.output)
+        self.patience, run = config.early_stop, Path(config.output)
         self.step, self.accuracy, self.since = None, -1.0, 0  # of the best; evaluations since
         if not self.patience or not checkpoint:
             return
         whose = checkpoint.resolve().parents[1]
-        if whose != self.run.resolve():
+        if whose != run.resolve():
             raise InputError(f"a run with early_stop goes on in its own folder only: give --output {whose}")
-        for record in read_metrics(self.run):
+        for record in read_metrics(run):
             if record["split"] == "val" and record["step"] <= step and record["accuracy"] is not None:
                 self.add(int(record["step"]), record["accuracy"])
 

@@ -56,11 +56,9 @@ def _take(path: Path, handle: int) -> None:
         free = _is_same(path, handle)  # else its owner has removed it since it was opened
     except OSError as error:  # held, or on a file system that has no locks
         free = error.errno not in (errno.EACCES, errno.EAGAIN) and not (pid and here and _is_alive(pid))
-    if not free:
-        raise InputError(f"{path.parent} is in use by {name}; wait for it or choose another --output")
-    if not here:
-        gone = f"if that is not so, remove {path}"
-        raise InputError(f"{path.parent} is in use by {name}; {gone}, else choose another --output")
+    if not free or not here:
+        advice = f"if that is not so, remove {path}, else" if free else "wait for it or"
+        raise InputError(f"{path.parent} is in use by {name}; {advice} choose another --output")
     if pid:
         logger.info("took %s over from %s, which holds it no longer", path.parent, name)
 

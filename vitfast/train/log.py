@@ -1,10 +1,6 @@
-"""The log of a run: a progress bar, metrics.csv, TensorBoard events, summary.json."""
+"""The log of a run: a progress bar, metrics.csv, TensorBoard events, its speed."""
 
-import csv
-import io
-import json
 import logging
-import math
 import os
 import shutil
 import socket
@@ -75,24 +71,19 @@ class Events:
 
 
 class Metrics:
-    """Appends records to metrics.csv and TensorBoard; to neither where `run` is None.
+    """Appends records to metrics.csv and TensorBoard.
 
-    A resumed run drops the records after the step that it resumes from; `evaluated` says whether that has one of the
-    validation set. Lines that are no records are left out, and the file as it was gets another name.
+    A resumed run drops the records after the step that it resumes from. Lines that are no records are left out, and the
+    file as it was gets another name.
     """
 
-    def __init__(self, run: Path | None, resumed_step: int):
-        self.file = self.board = None
-        self.evaluated = False
-        if run is None:
-            return
+    def __init__(self, run: Path, resumed_step: int):
         path = run / "metrics.csv"
         records, bad = _read_metrics(path) if resumed_step else ([], 0)
         if bad:
             shutil.copyfile(path, kept := free_name(path))
             logger.warning("%s: %d lines cannot be read; they are left out, and kept in %s", path, bad, kept.name)
         records = [record for record in records if record["step"] <= resumed_step]
-        self.evaluated = any(r["split"] == "val" and r["step"] == resumed_step for r in records)
         write_text(path, self._line(dict(zip(COLUMNS, COLUMNS))) + "".join(map(self._line, records)))
         self.file = open(path, "a", newline="")
         self.board = Events(run / "tensorboard", resumed_step + 1 if resumed_step else None)
@@ -105,13 +96,10 @@ class Metrics:
             whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
             return str(int(value) if whole else value)
 
-        csv.writer(line := io.StringIO(), lineterminator="\n").writerow(text(record.get(name)) for name in COLUMNS)
-        return line.getvalue()
+        return ",".join(text(record.get(name)) for name in COLUMNS) + "\n"
 
     def write(self, **record) -> None:
         """One record: the columns, those left out empty."""
-        if self.file is None:
-            return
         self.file.write(self._line(record))
         self.file.flush()
         values = {f"{record['split']}/{k}": record[k] for k in COLUMNS[3:] if record.get(k) is not None}
@@ -119,21 +107,20 @@ class Metrics:
 
     def close(self) -> None:
         for file in (self.file, self.board):
-            if file is not None:
-                with suppress(OSError):  # a full disk, told when the record was written
-                    file.close()
+            with suppress(OSError):  # a full disk, told when the record was written
+                file.close()
 
 
 class Progress:
     """A bar with loss, images/s and time left on a terminal; a line every tenth of the run elsewhere."""
 
     def __init__(self, name: str, start: int, total: int, shown: bool):
-        off = not (shown and sys.stderr.isatty())
-        self.bar = tqdm(total=total, initial=start, desc=name, unit="step", dynamic_ncols=True, disable=off)
+        disable = None if shown else True  # None: where standard error is no terminal
+        self.bar = tqdm(total=total, initial=start, desc=name, unit="step", dynamic_ncols=True, disable=disable)
         self.name, self.total, self.tenth = name, total, start * 10 // total
 
     def step(self, step: int, text: str = "") -> None:
-        self.bar.update(step - self.bar.n if not self.bar.disable else 0)
+        self.bar.update(step - self.bar.n)
         if text:
             self.bar.set_postfix_str(text, refresh=False)
         if self.bar.disable and step * 10 // self.total > self.tenth and text:
@@ -149,15 +136,6 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
-
-
-def as_strict_json(summary: dict) -> dict:
-    """A summary with None for each number that is not finite, which JSON has no word for."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
-
-
-def write_summary(run: Path, summary: dict) -> None:
-    write_text(run / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 class Meter:

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from timm.optim import Lamb, param_groups_layer_decay
+from timm.optim import Lamb, param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,25 +25,18 @@ def learning_rate(config: Config, step: int, total: int) -> float:
     return config.lr_end + (top - config.lr_end) * remaining
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, layer_decay: float | None = None) -> list[dict]:
-    """Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out.
-
-    With `layer_decay` the rate of each layer is that times the next one's, the head's is whole (`lr_scale` of the
-    groups; timm's rule).
-    """
-    spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
-    if layer_decay:
-        return param_groups_layer_decay(model, weight_decay, no_weight_decay_list=spared, layer_decay=layer_decay)
-    kernels, rest = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (kernels if parameter.dim() > 1 and name not in spared else rest).append(parameter)
-    return [dict(params=kernels, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
-
-
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD, fused where PyTorch has it so; timm's LAMB."""
-    groups = parameter_groups(model, config.weight_decay, config.layer_decay)
+    """torch's AdamW or SGD, fused where PyTorch has it so; timm's LAMB.
+
+    Kernels decay; biases, norms, tokens and positions do not. Frozen parameters are left out. With `layer_decay` the
+    rate of each layer is that times the next one's, the head's is whole (`lr_scale` of the groups). timm's rules.
+    """
+    spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    options = dict(weight_decay=config.weight_decay, no_weight_decay_list=spared)
+    if config.layer_decay:
+        groups = param_groups_layer_decay(model, **options, layer_decay=config.layer_decay)
+    else:  # kernels first
+        groups = param_groups_weight_decay(model, **options)[::-1]
     parameter = next(model.parameters())
     fused = parameter.device.type in ("cuda", "cpu")
     if config.optimizer == "sgd":

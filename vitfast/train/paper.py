@@ -63,6 +63,7 @@ _ASSUMED = {
     ("R200x3", 14): "Table 3 has no row of it: assumed is the rate of R152x2, the largest ResNet that is there.",
 }
 _FROM_SCRATCH = {"B/32": 69.19, "B/16": 74.79, "L/32": 66.90, "L/16": 72.59}
+_TOP1 = "Table 3; {} % on ImageNet before fine-tuning (from the authors' issue tracker)."
 
 
 def _pretrain(model: str, data: str, published: str = "Table 3.", **fields) -> Recipe:
@@ -83,11 +84,6 @@ def _jft(model: str, epochs: int, lr: float, table_6: tuple) -> Recipe:
     return _pretrain(model, f"jft-{epochs}ep", published, epochs=epochs, lr=lr, **_JFT)
 
 
-def _from_scratch(model: str, top1: float) -> Recipe:
-    published = f"Table 3; {top1} % on ImageNet before fine-tuning (from the authors' issue tracker)."
-    return _pretrain(model, "imagenet", published, **_IMAGENET)
-
-
 # ---- Table 4: fine-tuning by SGD with momentum, cosine, no weight decay
 
 _TABLE_4 = dict(
@@ -104,6 +100,7 @@ _TABLE_4 = dict(
 _SMALL = (0.001, 0.003, 0.01, 0.03)
 _LARGE = (0.003, 0.01, 0.03, 0.06)
 _L16 = "Table 4; L/16 after JFT-300M (14 epochs):"
+_AVERAGED = "Table 2: {} at {} px with Polyak averaging, {} %."
 
 
 def _finetune(
@@ -114,11 +111,6 @@ def _finetune(
     command = f"vitfast finetune --recipe {name} --weights L_16.npz --data {spec} --output runs/{data}{sweep}"
     tried = dict(lr=rates[len(rates) // 2], sweep_lr=rates, sweep_hold_out=hold_out)
     return Recipe(name=name, about=f"{command}\n{published}", steps=steps, **tried, **{**_TABLE_4, **fields})
-
-
-def _averaged(model: str, size: int, top1: float) -> Recipe:
-    published = f"Table 2: {model} at {size} px with Polyak averaging, {top1} %."
-    return _finetune(f"imagenet-{size}", 20_000, _LARGE, 0.01, published, img_size=size, ema_decay=0.9999)
 
 
 # ---- later recipes
@@ -153,7 +145,7 @@ PAPER = (
     *(_jft(*row) for row in _JFT_ROWS),
     *(_pretrain(model, "imagenet21k", epochs=90, **_IMAGENET21K) for model in ("B/32", "B/16", "L/32", "L/16")),
     *(_pretrain(model, "imagenet21k-30ep", epochs=30, **_IMAGENET21K) for model in ("L/32", "L/16")),
-    *(_from_scratch(model, top1) for model, top1 in _FROM_SCRATCH.items()),
+    *(_pretrain(model, "imagenet", _TOP1.format(top1), **_IMAGENET) for model, top1 in _FROM_SCRATCH.items()),
     Recipe(
         name="masked-b16/jft",
         about="vitfast pretrain --recipe masked-b16/jft --data DIR --output runs/masked-b16\n"
@@ -169,7 +161,10 @@ PAPER = (
         **{**_TABLE_3, "hidden_head": False},
     ),
     _finetune("imagenet", 20_000, _LARGE, 0.01, f"{_L16} 87.12 %."),
-    *(_averaged(*row) for row in (("L/16", 512, 87.76), ("H/14", 518, 88.55))),
+    *(
+        _finetune(f"imagenet-{row[1]}", 20_000, _LARGE, 0.01, _AVERAGED.format(*row), img_size=row[1], ema_decay=0.9999)
+        for row in (("L/16", 512, 87.76), ("H/14", 518, 88.55))
+    ),
     _finetune("cifar100", 10_000, _SMALL, 0.02, f"{_L16} 94.04 %.", "torch/cifar100"),
     _finetune("cifar10", 10_000, _SMALL, 0.02, f"{_L16} 99.38 %.", "torch/cifar10"),
     _finetune("pets", 500, _SMALL, 0.1, f"{_L16} 97.11 %.", warmup_steps=50),

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms.functional import to_pil_image
 
 from ..data.datasets import Shards, Subset
 from ..data.loader import Data, open_data
@@ -191,8 +191,7 @@ def _predictions(model, images, labels, classes, device, dtype, objective) -> tu
 
 
 def _thumbnail(image: Tensor, alt: str) -> str:
-    pixels = image.permute(1, 2, 0).numpy()
-    small = Image.fromarray(pixels if pixels.shape[-1] == 3 else pixels[..., 0])
+    small = to_pil_image(image)
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()
     small.save(buffer, "png")

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -70,15 +70,11 @@ def save_checkpoint(run: Path, train_step: TrainStep, record: dict) -> None:
     record: where the run is and what it trains, RECORD and for images of many sizes `packing`. Every rank calls it, the
     first one writes. Until the new checkpoint is whole the others stay as they are.
     """
-    models = {name: get_model_state_dict(model, options=WHOLE) for name, model in _models(train_step).items()}
+    models = {name: get_model_state_dict(model, options=WHOLE) for name, model in train_step.models.items()}
     sections = {**models, "scaler": train_step.scaler.state_dict() if train_step.scaled else {}}
     if train_step.optimizer.state:  # before the first step torch would make up the state after one
         sections["optimizer"] = get_optimizer_state_dict(train_step.model, train_step.optimizer, options=FLAT)
     train_step.ranks.on_first(_write, run, train_step, models, record, sections)
-
-
-def _models(train_step: TrainStep) -> dict[str, nn.Module]:
-    return {"model": train_step.model} | ({"ema": train_step.ema.module} if train_step.ema else {})
 
 
 def _write(run: Path, train_step: TrainStep, models: dict, record: dict, sections: dict) -> None:
@@ -103,9 +99,8 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
     for name, value in read_training_state(checkpoint).items():
         section, _, rest = name.partition(".")
         sections.setdefault(section, {})[rest] = value
-    models = _models(train_step)
     try:
-        for name, model in models.items():
+        for name, model in train_step.models.items():
             odd = sorted(model.state_dict().keys() ^ sections.get(name, {}).keys())  # torch ignores what is missing
             if odd:
                 raise ValueError(f"the saved {name} has other tensors: {first_of(odd)}")
@@ -120,7 +115,7 @@ def load_checkpoint(checkpoint: Path, train_step: TrainStep) -> None:
                 raise ValueError(f"the optimiser's state is not there for every parameter: {dict(counts)}")
             # Before the models: torch makes room for the state by a step of rate 0.
             set_optimizer_state_dict(train_step.model, train_step.optimizer, sections["optimizer"], options=WHOLE)
-        for name, model in models.items():
+        for name, model in train_step.models.items():
             set_model_state_dict(model, sections[name], options=WHOLE)
         if train_step.scaled:
             train_step.scaler.load_state_dict(sections["scaler"])

@@ -58,7 +58,11 @@ def set_up(
     """
     seed_everything(config.seed)
     if source := checkpoint or config.weights:
-        model = _with_weights(config, source)
+        if name := baseline_of(config.model, source):
+            arguments = _baseline_arguments(config, name)
+            model = load_baseline(name, source, pair(config.img_size), **arguments)
+        else:
+            model = ViT.from_pretrained(source, **model_arguments(config, loaded=True))
         config = cut_as_told(config, model)
         data = open_data(config, *sizes(model), device, ranks, examples, prefix_of(config, model))
         if model.num_classes != len(data.classes) or (config.task == "finetune" and not checkpoint):
@@ -112,12 +116,6 @@ def _say_what_is_its_own(config: Config) -> None:
     shape, asked = {} if is_baseline(config.model) else preset(config.model), model_arguments(config)
     if own := [f"{name}={shape[name]!r}" for name in asked if name in shape and shape[name] != asked[name]]:
         logger.warning("%s has its own %s: the recipe's is not taken", config.model, ", ".join(own))
-
-
-def _with_weights(config: Config, source: str | Path) -> nn.Module:
-    if name := baseline_of(config.model, source):
-        return load_baseline(name, source, pair(config.img_size), **_baseline_arguments(config, name))
-    return ViT.from_pretrained(source, **model_arguments(config, loaded=True))
 
 
 def _baseline_arguments(config: Config, name: str) -> dict:

@@ -8,6 +8,7 @@ import torch
 from timm.data import Mixup
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..data.samples import seed_everything
 from ..errors import InputError
@@ -16,7 +17,7 @@ from ..ops import reference as ref
 from ..ops.packed import PackedImages
 from ..run.config import Config
 from ..run.device import autocast
-from ..run.distributed import Ranks, data_parallel, reducing, shard
+from ..run.distributed import Ranks, reducing, shard
 from .losses import OBJECTIVES, correct, mix
 from .optim import learning_rate, make_optimizer
 
@@ -87,12 +88,18 @@ class TrainStep:
                 shard(self.ema.module, dtype)
         self.optimizer = make_optimizer(config, model)
         if ranks.world > 1 and not sharded:
-            self.runner = data_parallel(model, device)
+            devices = [device.index] if device.type == "cuda" else None
+            self.runner = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
     @property
     def averaged(self) -> nn.Module:
         """The model that is evaluated and kept: the moving average where there is one."""
         return self.ema.module if self.ema else self.model
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """What a checkpoint keeps: the model, and the moving average where there is one."""
+        return {"model": self.model} | ({"ema": self.ema.module} if self.ema else {})
 
     @property
     def rate(self) -> float:
@@ -134,8 +141,7 @@ class TrainStep:
     @torch.no_grad()
     def is_finite(self) -> bool:
         """Whether all that this rank would save is finite: weights, average, optimiser. Waits for the device."""
-        models = [self.model] + ([self.ema.module] if self.ema else [])
-        tensors = [parameter for model in models for parameter in model.parameters()]
+        tensors = [parameter for model in self.models.values() for parameter in model.parameters()]
         tensors += [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         return bool(torch.stack([_local(t).isfinite().all().to(self.device) for t in tensors]).all())
 

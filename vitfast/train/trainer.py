@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,9 +17,10 @@ from ..eval.accuracy import evaluate
 from ..run.config import Config, as_plain, total_steps
 from ..run.device import autocast_dtype, choose_device
 from ..run.distributed import FAILED, GO, STOP, join, peers_told
+from ..run.files import write_text
 from .early import EarlyStop
 from .lock import locked
-from .log import Meter, Metrics, Progress, as_strict_json, write_summary
+from .log import Meter, Metrics, Progress, read_metrics
 from .many_sizes import PackedTotals, counts, packed_summary, read_totals
 from .masked import evaluate_masked
 from .report import complete, write_report
@@ -31,26 +34,21 @@ MOST_SKIPPED = 20  # steps left out in a row (non_finite=skip), at which the run
 
 
 class Stopper:
-    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second stops at once."""
+    """Makes SIGTERM and the first Ctrl-C a request to stop after the step; the second stops at once.
 
-    def __init__(self):
+    Until `stack` closes.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack):
         self.wanted = False
-        self.previous = {}
-
-    def __enter__(self):
         with contextlib.suppress(ValueError):  # not in the main thread: signals are someone else's
             for number in (signal.SIGTERM, signal.SIGINT):
-                self.previous[number] = signal.signal(number, self._stop)
-        return self
+                stack.callback(signal.signal, number, signal.signal(number, self._stop))
 
     def _stop(self, number, frame):
         if self.wanted and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.wanted = True
-
-    def __exit__(self, *_):
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
 
 
 class Trainer:
@@ -65,8 +63,7 @@ class Trainer:
         self.config, self.run, self.resume = config, Path(config.output), resume
         check_output(self.run, config.early_stop)
         self.ranks, self.device = join(choose_device(config.device))
-        with self._writing("."):
-            self.ranks.on_first(self._check_unlocked)
+        self._write(".", self.ranks.on_first, self._check_unlocked)
         self.dtype = autocast_dtype(config.amp, self.device)
         self.checkpoint, record = find_start(config, resume)
         model, self.data = set_up(config, self.device, self.ranks, self.checkpoint, examples)
@@ -85,20 +82,21 @@ class Trainer:
             if self.checkpoint.resolve() == (self.run / "checkpoints" / LAST).resolve():
                 self.saved = self.step
             logger.info("resumed from step %d", self.step)
-        self.eval_every = config.eval_every or max(1, round(max(self.steps_per_epoch, self.total / 20)))
+        steps_per_epoch = len(self.data.train) / self.data.images_per_step
+        self.eval_every = config.eval_every or max(1, round(max(steps_per_epoch, self.total / 20)))
         self.save_every = config.save_every or self.eval_every
         self.early = EarlyStop(config, self.checkpoint, self.step)
+        self.recorded = {(record["step"], record["split"]) for record in read_metrics(self.run)}
         self.ranks.wait()  # every rank has read what the first may now replace
 
     def fit(self) -> dict:
         """Runs to the end, or until a signal asks to stop. Returns the summary, which is in summary.json too."""
-        self.meter, self.metrics = Meter(), Metrics(None, self.step)
+        self.meter, self.metrics = Meter(), None  # the first rank's alone
         with contextlib.ExitStack() as stack:
-            stopper = stack.enter_context(Stopper())
-            with self._writing("."):
-                self.ranks.on_first(self._open_folder, stack)
+            stopper = Stopper(stack)
+            self._write(".", self.ranks.on_first, self._open_folder, stack)
             self.progress = Progress(self.config.task, self.step, self.total, self.ranks.first)
-            with contextlib.closing(self.metrics), contextlib.closing(self.progress):
+            with contextlib.closing(self.progress):
                 result = self._go_on(stopper)
             if self.done:
                 return self._finish(result)
@@ -147,7 +145,7 @@ class Trainer:
         """The evaluation of the step that the run goes on from, where it is the last or has no record of one."""
         if self.done:
             self.save()
-        recorded, result = self.ranks.agree(int(self.metrics.evaluated)), None
+        recorded, result = self.ranks.agree(int((self.step, "val") in self.recorded)), None
         if self.done or (self.step and self._is_due(self.eval_every) and not recorded):
             result = self._validate(record=not recorded)
         self._keep_best()
@@ -158,9 +156,8 @@ class Trainer:
         if self.early.over or self.early.is_best(self.step):
             self.save()
         if self.early.is_best(self.step):
-            with self._writing("best"):
-                record = dict(step=self.early.step, accuracy=self.early.accuracy)
-                self.ranks.on_first(keep_as_best, self.run, record)
+            record = dict(step=self.early.step, accuracy=self.early.accuracy)
+            self._write("best", self.ranks.on_first, keep_as_best, self.run, record)
 
     def save(self) -> None:
         """Writes the checkpoint of this step, unless it is there. Diverged where it is not finite."""
@@ -172,11 +169,9 @@ class Trainer:
                 f"{self._last_good()}; {self._against_overflow()}"
             )
         self.seconds += self.meter.take_seconds()
-        with self._writing("checkpoints"):
-            settings = as_plain(self.config)
-            record = dict(step=self.step, seconds=self.seconds, settings=settings, data=self.index)
-            record |= {} if self.data.packing is None else dict(packing=dataclasses.asdict(self.packed))
-            save_checkpoint(self.run, self.train_step, record)
+        record = dict(step=self.step, seconds=self.seconds, settings=as_plain(self.config), data=self.index)
+        record |= {} if self.data.packing is None else dict(packing=dataclasses.asdict(self.packed))
+        self._write("checkpoints", save_checkpoint, self.run, self.train_step, record)
         self.saved = self.step
 
     def evaluate(self) -> dict:
@@ -185,15 +180,10 @@ class Trainer:
         return function(self.train_step.averaged, self.data, self.device, self.dtype)
 
     @property
-    def steps_per_epoch(self) -> float:
-        return len(self.data.train) / self.data.images_per_step
-
-    @property
     def epoch(self) -> float:
         """How many times the training set was seen."""
-        if self.data.packing is not None:
-            return round(self.packed.progress.images / max(1, len(self.data.train)), 4)
-        return round(self.step / self.steps_per_epoch, 4)
+        images = self.step * self.config.batch_size if self.data.packing is None else self.packed.progress.images
+        return round(images / max(1, len(self.data.train)), 4)
 
     def _check_unlocked(self) -> None:
         """Raises InputError where another process trains there, before the data is read."""
@@ -208,13 +198,12 @@ class Trainer:
         if self.resume == "auto" and (read_record(newest)["step"] if newest else 0) != self.step:
             raise InputError(f"another process has continued {self.run} meanwhile; the same command goes on from there")
         prepare(self.run, self.config, fresh=not self.checkpoint)
-        self.metrics = Metrics(self.run, self.step)
+        self.metrics = stack.enter_context(contextlib.closing(Metrics(self.run, self.step)))
 
-    @contextlib.contextmanager
-    def _writing(self, name: str):
-        """Raises TrainingError where a file of the run folder cannot be written, as on a full disk."""
+    def _write(self, name: str, function: Callable, *args) -> None:
+        """function(*args). TrainingError where it cannot write this file of the run folder, as on a full disk."""
         try:
-            yield
+            function(*args)
         except OSError as error:
             reason = error.strerror or error
             said = f"{self.run / name} cannot be written ({reason}); {self._last_good()}"
@@ -254,9 +243,8 @@ class Trainer:
         """One optimiser step; a TrainingError that says what would fit where the memory does not suffice."""
         result = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            taken = self.data.progress.images - self.packed.progress.images
-            count = {} if self.data.packing is None else dict(count=taken)
-            result = self.train_step(images, labels, self.step, self.total, **count)
+            taken = self.data.progress.images - self.packed.progress.images  # 0 of images of one size
+            result = self.train_step(images, labels, self.step, self.total, count=taken or None)
         if result is None:  # here the error, and every activation that its traceback held, is gone
             raise TrainingError(self._out_of_memory(images, labels))
         self.step += 1
@@ -336,8 +324,8 @@ class Trainer:
 
     def _record(self, **record) -> None:
         """Writes a record of this step to metrics.csv and TensorBoard."""
-        with self._writing("metrics.csv"):
-            self.ranks.on_first(self.metrics.write, step=self.step, epoch=self.epoch, **record)
+        record |= dict(step=self.step, epoch=self.epoch)
+        self._write("metrics.csv", self.ranks.on_first, lambda: self.metrics.write(**record))
 
     def _validate(self, record: bool = True) -> dict:
         """Evaluates, and says so. record: whether metrics.csv is told."""
@@ -376,9 +364,10 @@ class Trainer:
         )
         if self.data.packing is not None:
             summary |= packed_summary(self.data, self.packed, self.step)
-        summary = as_strict_json(summary)
-        with self._writing("summary.json"):
-            self.ranks.on_first(write_summary, self.run, summary)
+        # JSON has no word for a number that is not finite.
+        summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+        self._write("summary.json", self.ranks.on_first, write_text, self.run / "summary.json", text)
         if self.ranks.first:
             write_report(self.config, self.data, summary, self.device, self.dtype)
         return summary
