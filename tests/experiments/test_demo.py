@@ -9,6 +9,7 @@ import torch
 
 from vitfast import ViT
 from vitfast.experiments import demo as module
+from vitfast.experiments import runs
 from vitfast.experiments.demo import demo
 
 WHOLE = [pytest.param(None, seed, wanted, marks=pytest.mark.long) for seed, wanted in ((0, 0.97), (1, 0.96), (2, 0.96))]
@@ -50,10 +51,12 @@ def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, monkeypatch, ep
 def test_demo_runs_on_one_thread_and_gives_back_the_others(tmp_path, monkeypatch):
     """So its numbers do not depend on how many cores there are."""
     seen, stopped = [], dict(finished=False)
-    monkeypatch.setattr(module, "train", lambda _: seen.append(torch.get_num_threads()) or stopped)
+    monkeypatch.setattr(runs, "train", lambda *_: seen.append(torch.get_num_threads()) or stopped)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert demo(tmp_path) is None and seen == [1] and torch.get_num_threads() == 2
+        with pytest.raises(runs.Stopped):
+            demo(tmp_path)
+        assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -11,8 +11,8 @@ from runs import content
 
 from vitfast import InputError
 from vitfast.eval.inspect import report
-from vitfast.experiments import demo, vtab
 from vitfast.experiments import runs as experiments
+from vitfast.experiments import vtab
 from vitfast.run import results
 from vitfast.run.results import Results
 
@@ -39,7 +39,7 @@ def test_a_file_of_somebody_else_is_refused_before_the_work(weights, tmp_path, c
     def begun(*_, **__):
         pytest.fail("the work began")
 
-    for module, name in ((experiments, "train"), (demo, "train"), (vtab, "evaluate_frozen"), (report, "examine")):
+    for module, name in ((experiments, "train"), (vtab, "evaluate_frozen"), (report, "examine")):
         monkeypatch.setattr(module, name, begun)
     (tmp_path / "tasks.yaml").write_text("- digits")
     places = dict(WEIGHTS=weights, TASKS=tmp_path / "tasks.yaml")

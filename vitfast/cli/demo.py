@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .options import add_shared
+from .options import add_shared, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,4 +15,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..experiments.demo import demo
 
-    demo(Path(args.output), args.seed, args.device)
+    unless_stopped(demo, Path(args.output), args.seed, args.device)

@@ -26,11 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..eval.fewshot import few_shot
+    from ..model.checkpoint.files import check_free
     from ..run.files import write_text
 
     output = vars(args).pop("output")  # of the result, no setting
     if output:
-        _check_output(output, args.force)
+        if output.suffix not in (".json", ".csv"):
+            raise InputError(f"--output {output}: the result is written as .json or .csv")
+        if output.is_dir():
+            raise InputError(f"--output {output}: a folder is in the way")
+        check_free(output, args.force)
     options = dict(method=args.method, shots=args.shots, seeds=args.seeds, l2=args.l2)
     result = few_shot(evaluation_config(args), img_size=getattr(args, "img_size", None), **options)
     if args.json:
@@ -42,17 +47,6 @@ def run(args: argparse.Namespace) -> None:
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, _table(result) if output.suffix == ".csv" else json.dumps(result, indent=2) + "\n")
-
-
-def _check_output(path: Path, force: bool) -> None:
-    """Raises InputError, before anything is computed, where the result cannot be written there."""
-    from ..model.checkpoint.files import check_free
-
-    if path.suffix not in (".json", ".csv"):
-        raise InputError(f"--output {path}: the result is written as .json or .csv")
-    if path.is_dir():
-        raise InputError(f"--output {path}: a folder is in the way")
-    check_free(path, force)
 
 
 def _table(result: dict) -> str:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from .options import add_evaluation_options, evaluation_layers
+from .options import add_evaluation_options, evaluation_layers, unless_stopped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> None:
     from ..experiments.vtab import read_tasks, table, tasks_in, vtab
 
     output = vars(args).pop("output")  # of all tasks, no setting of their runs
-    options = dict(output=output, method=args.method, examples=args.examples, l2=args.l2)
-    layers = evaluation_layers(args)
-    result = vtab(tasks_in(args.root) if args.root else read_tasks(args.tasks), layers=layers, **options)
+    tasks, layers = tasks_in(args.root) if args.root else read_tasks(args.tasks), evaluation_layers(args)
+    result = unless_stopped(vtab, tasks, args.method, layers, output, args.examples, args.l2)
     if result:
         print(json.dumps(result) if args.json else table(result))

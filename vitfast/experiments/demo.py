@@ -8,13 +8,12 @@ import torch
 from ..data.loader import open_data
 from ..model.vit import ViT
 from ..run.config import Config
-from ..run.device import choose_device
 from ..run.files import as_csv
 from ..run.results import Results
 from ..train.log import COLUMNS, read_metrics
 from ..train.recipes import resolve
 from ..train.report import curves, encoded_page, optional, origin, validation_sections, with_error
-from ..train.trainer import train
+from .runs import finish
 
 
 def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config, Config]:
@@ -26,8 +25,8 @@ def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config,
     return pretrain, resolve("finetune", own | shared)
 
 
-def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
-    """Runs the demo into `output`, or goes on with it. Returns its summary, None if it was stopped."""
+def demo(output: Path, seed: int = 0, device: str = "") -> dict:
+    """Runs the demo into `output`, or goes on with it. Returns its summary. Raises Stopped."""
     files = ("metrics.csv", "summary.json", "report.html")
     results = Results(output, "demo", dict(seed=seed, device=device), files)
     print(f"vitfast demo: a 4-layer ViT learns handwritten digits from scratch; results in {output}/")
@@ -36,9 +35,7 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
     try:
         for config in demo_configs(output, seed, device):
             print(f"{config.task}: {config.img_size} px, {config.epochs:g} epochs")
-            summaries[config.task] = train(config)
-            if not summaries[config.task]["finished"]:
-                return None
+            summaries[config.task] = finish(config)
     finally:
         torch.set_num_threads(threads)
     first, second = summaries["pretrain"], summaries["finetune"]
@@ -59,23 +56,19 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict | None:
     write_report(output, summary, results)
     before, after = (with_error(each["accuracy"], each["val_images"]) for each in (first, second))
     print(f"test accuracy: {before} after pre-training, {after} after fine-tuning at 48 px")
-    print(f"± is the standard error; of {summary['test_images']} test images {_change(first, second)}")
+    more = round(second["accuracy"] * second["val_images"]) - round(first["accuracy"] * first["val_images"])
+    change = f"{abs(more)} {'more' if more > 0 else 'fewer'}" if more else "as many"
+    told = f"of {summary['test_images']} test images {change} are answered rightly after fine-tuning"
+    print(f"± is the standard error; {told}")
     speed = f"{summary['images_per_second']:,.0f} images/s on {summary['device']}"
     print(f"{summary['seconds']:.0f} s, {speed}; see {output}/report.html")
     return summary
 
 
-def _change(first: dict, second: dict) -> str:
-    """How many more test images the second run answers rightly, in words."""
-    more = round(second["accuracy"] * second["val_images"]) - round(first["accuracy"] * first["val_images"])
-    change = f"{abs(more)} {'more' if more > 0 else 'fewer'}" if more else "as many"
-    return f"{change} are answered rightly after fine-tuning"
-
-
 @optional()
 def write_report(output: Path, summary: dict, results: Results) -> None:
     """Writes report.html into the results from the demo's run folders, or says in one line why not."""
-    weights, images, cpu = output / "finetune" / "checkpoints" / "last", summary["test_images"], choose_device("cpu")
+    weights, images, cpu = output / "finetune" / "checkpoints" / "last", summary["test_images"], torch.device("cpu")
     model = ViT.from_pretrained(weights).eval()
     config = resolve("eval", dict(data="digits", weights=str(weights)))
     data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, cpu)

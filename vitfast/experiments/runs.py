@@ -4,11 +4,16 @@ Each run has its own folder and goes on where it stopped, so the same command ag
 """
 
 import json
+import logging
 
+from ..errors import Diverged
 from ..run.config import Config
+from ..run.distributed import is_first_rank
 from ..run.files import as_csv
 from ..run.results import Results
 from ..train.trainer import train
+
+logger = logging.getLogger("vitfast")
 
 
 class Stopped(Exception):
@@ -17,10 +22,27 @@ class Stopped(Exception):
 
 def finish(config: Config, resume: str = "auto") -> dict:
     """The summary of a run, trained to its end; `accuracy` is the best of early stopping. Raises Stopped."""
-    summary = train(config, resume)
-    if not summary["finished"]:
-        raise Stopped(config.output)
+    summary = ended(train(config, resume))
     return summary | dict(accuracy=summary.get("best_accuracy", summary["accuracy"]))
+
+
+def ended(summary: dict) -> dict:
+    """The summary of a run that came to its end. Raises Stopped."""
+    if not summary["finished"]:
+        raise Stopped
+    return summary
+
+
+def attempt(config: Config, resume: str, name: str) -> dict:
+    """`finish`, logged under this name; of a run that diverges accuracy 0, and why as `diverged`."""
+    try:
+        summary = finish(config, resume)
+    except Diverged as error:
+        if is_first_rank():
+            logger.warning("%s diverged: %s", name, error)
+        return dict(accuracy=0.0, diverged=str(error))
+    logger.info("%s: accuracy %.4f", name, summary["accuracy"])
+    return summary
 
 
 def write_records(results: Results, name: str, records: list[dict]) -> None:

@@ -12,7 +12,6 @@ import torch
 from matplotlib.figure import Figure
 
 from ..data.loader import open_data
-from ..errors import unknown
 from ..eval.fewshot import few_shot
 from ..model.baselines import sizes
 from ..run.config import Config, as_plain, check_run, course
@@ -54,10 +53,10 @@ def scaling(
     figure shows. Writes scaling.csv and scaling.json (accuracies and exaFLOPs) and scaling.png, which has the axes of
     Figure 5. Raises InputError for what is wrong with any of the runs before the first begins.
     """
-    if method not in METHODS:
-        raise unknown("method of transfer", method, METHODS)
-    output, records = Path(config.output), []
-    runs = [_planned(config, model, epochs) for model, epochs in itertools.product(models, lengths)]
+    output, runs, records = Path(config.output), [], []
+    for model, epochs in itertools.product(models, lengths):
+        folder = output / f"{model.replace('/', '-').replace(':', '-')}-{epochs:g}ep"
+        runs.append(dataclasses.replace(config, model=model, epochs=epochs, steps=None, output=str(folder)))
     own = dict(models=models, lengths=lengths, transfer=list(transfer), method=method, transfer_set=settings or {})
     files = [f"scaling.{suffix}" for suffix in ("csv", "json", "png")]
     results = Results(output, "scaling", course(as_plain(config)) | own, files)
@@ -88,11 +87,6 @@ def scaling(
     draw(records).savefig(png := io.BytesIO(), dpi=120, bbox_inches="tight")
     results.write("scaling.png", png.getvalue())
     return records
-
-
-def _planned(config: Config, model: str, epochs: float) -> Config:
-    run = Path(config.output) / f"{model.replace('/', '-').replace(':', '-')}-{epochs:g}ep"
-    return dataclasses.replace(config, model=model, epochs=epochs, steps=None, output=str(run))
 
 
 def _transfer_config(config: Config, spec: str, method: str, settings: dict) -> Config:

@@ -6,11 +6,10 @@ import logging
 import statistics
 from pathlib import Path
 
-from ..errors import Diverged, InputError, TrainingError
+from ..errors import InputError, TrainingError
 from ..run.config import Config, as_plain, course
-from ..run.distributed import is_first_rank
 from ..run.results import Results
-from .runs import finish
+from .runs import attempt, finish
 
 logger = logging.getLogger("vitfast")
 
@@ -30,19 +29,14 @@ def fine_tune(config: Config, resume: str = "auto", sweep: bool = False, runs: i
     settings = course(as_plain(config), length=True) | dict(runs=runs)
     table = Results(Path(config.output), "sweep", settings, ["sweep.json"]) if sweep else None
     mean = Results(Path(config.output), "runs", settings, ["runs.json"]) if runs > 1 else None
-    told = _try_rates(config, resume, table) if table else {}
-    if told:
+    if table:
+        told = _try_rates(config, resume, table)
         logger.info("lr %g is best; training on the whole training set", told["lr"])
         config = dataclasses.replace(config, lr=told["lr"], sweep_lr=())
     summary = repeat(config, runs, mean, resume) if mean else finish(config, resume)
     if table:
         table.write("sweep.json", json.dumps(told | dict(accuracy=summary["accuracy"]), indent=2) + "\n")
     return summary
-
-
-def _warn(text: str, *values) -> None:
-    if is_first_rank():
-        logger.warning(text, *values)
 
 
 def _try_rates(config: Config, resume: str, results: Results) -> dict:
@@ -60,14 +54,9 @@ def _try_rates(config: Config, resume: str, results: Results) -> dict:
     for lr in config.sweep_lr:
         folder = str(Path(config.output) / "sweep" / f"lr-{lr:g}")
         one = dataclasses.replace(config, lr=lr, sweep_lr=(), hold_out=config.sweep_hold_out, output=folder)
-        row = dict(lr=lr, held_out_accuracy=0.0)
-        try:
-            row["held_out_accuracy"] = finish(one, resume)["accuracy"]
-            logger.info("lr %g: accuracy %.4f on the held-out part", lr, row["held_out_accuracy"])
-        except Diverged as error:
-            row["diverged"] = str(error)
-            _warn("lr %g diverged, and counts as accuracy 0: %s", lr, error)
-        told["tried"].append(row)
+        summary = attempt(one, resume, f"lr {lr:g} on the held-out part")
+        diverged = {name: summary[name] for name in ("diverged",) if name in summary}
+        told["tried"].append(dict(lr=lr, held_out_accuracy=summary["accuracy"], **diverged))
         results.write("sweep.json", json.dumps(told, indent=2) + "\n")
     best = max(told["tried"], key=lambda row: ("diverged" not in row, row["held_out_accuracy"], -row["lr"]))
     if "diverged" in best:
@@ -82,29 +71,23 @@ def repeat(config: Config, runs: int, results: Results, resume: str = "auto") ->
     denominator; the paper does not say which one it gives. Writes OUTPUT/runs.json. Raises TrainingError after the last
     where one diverged: there is no mean then.
     """
-    output, summaries, diverged = Path(config.output), {}, {}
+    summaries = {}
     for seed in range(config.seed, config.seed + runs):
-        try:
-            one = dataclasses.replace(config, seed=seed, output=str(output / f"seed-{seed}"))
-            summaries[seed] = finish(one, resume)
-            logger.info("seed %d: accuracy %.4f", seed, summaries[seed]["accuracy"])
-        except Diverged as error:
-            diverged[seed] = str(error)
-            _warn("seed %d diverged: %s", seed, error)
+        one = dataclasses.replace(config, seed=seed, output=str(Path(config.output) / f"seed-{seed}"))
+        summaries[seed] = attempt(one, resume, f"seed {seed}")
+    diverged = {seed: summary["diverged"] for seed, summary in summaries.items() if "diverged" in summary}
+    accuracies = {seed: summary["accuracy"] for seed, summary in summaries.items() if seed not in diverged}
     if diverged:
-        others = ", ".join(f"{seed}: {summary['accuracy']:.4f}" for seed, summary in summaries.items())
-        named = ", ".join(map(str, diverged))
-        said = f"{len(diverged)} of {runs} runs diverged, with seed {named}, so that there is no mean"
-        raise TrainingError(
-            f"{said} (accuracy of the others by seed: {others or 'none'}); {next(iter(diverged.values()))}"
-        )
-    accuracies = [summary["accuracy"] for summary in summaries.values()]
+        others = ", ".join(f"{seed}: {accuracy:.4f}" for seed, accuracy in accuracies.items()) or "none"
+        said = f"{len(diverged)} of {runs} runs diverged, with seed {', '.join(map(str, diverged))}"
+        first = next(iter(diverged.values()))
+        raise TrainingError(f"{said}, so that there is no mean (accuracy of the others by seed: {others}); {first}")
     result = dict(
         finished=True,
-        accuracy=statistics.mean(accuracies),
-        stdev=statistics.stdev(accuracies),
-        accuracies=accuracies,
-        seeds=list(summaries),
+        accuracy=statistics.mean(accuracies.values()),
+        stdev=statistics.stdev(accuracies.values()),
+        accuracies=list(accuracies.values()),
+        seeds=list(accuracies),
         lr=config.lr,
         seconds=sum(summary["seconds"] for summary in summaries.values()),
     )

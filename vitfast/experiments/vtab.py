@@ -16,6 +16,7 @@ where its classes are what things are, not where, how many, how far or which way
 import dataclasses
 import json
 import logging
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from ..run.files import as_csv
 from ..run.results import Results
 from ..train.recipes import resolve
 from ..train.trainer import Trainer
+from .runs import ended
 
 logger = logging.getLogger("vitfast")
 
@@ -168,16 +170,11 @@ def evaluate_frozen(
     return dict(accuracy=(found == truth).double().mean().item(), **images, **used)
 
 
-def fine_tune(config: Config, examples: int) -> dict | None:
-    """Accuracy after fine-tuning on `examples` training images; None where it was asked to stop.
-
-    A finished run is only measured.
-    """
+def fine_tune(config: Config, examples: int) -> dict:
+    """Accuracy after fine-tuning on `examples` training images. A finished run is only measured. Raises Stopped."""
     steps = total_steps(config, examples)
     settings = dict(steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5))
-    summary = Trainer(dataclasses.replace(config, **settings), examples=examples).fit()
-    if not summary["finished"]:
-        return None
+    summary = ended(Trainer(dataclasses.replace(config, **settings), examples=examples).fit())
     images = dict(train_images=summary["train_images"], test_images=summary["val_images"])
     images["unreadable_images"] = summary["unreadable_images"] + summary["val_unreadable_images"]
     return dict(accuracy=summary["accuracy"], **images)
@@ -185,12 +182,12 @@ def fine_tune(config: Config, examples: int) -> dict | None:
 
 def vtab(
     tasks: list[Task], method: str, layers: list[dict], output: Path, examples: int = EXAMPLES, l2: float | None = None
-) -> dict | None:
+) -> dict:
     """Every task by `method`, "finetune" or one of fewshot.METHODS. Returns the content of vtab.json.
 
     layers: settings as `resolve` takes them, `weights` among them. Writes output/vtab.txt, .csv and .json, and what a
-    fine-tuning leaves into output/<task>-<examples>/; the same call again goes on where it stopped. Returns None where
-    a fine-tuning was asked to stop. Raises InputError.
+    fine-tuning leaves into output/<task>-<examples>/; the same call again goes on where it stopped. Raises InputError,
+    and Stopped where a fine-tuning was asked to stop.
     """
     if world_size() > 1:
         raise InputError("vtab runs in one process, its tasks are small; start it without torchrun")
@@ -213,21 +210,17 @@ def vtab(
             result = fine_tune(config, examples)
         else:
             result = evaluate_frozen(config, method, examples, l2, size)
-        if result is None:
-            return None
         records.append(dict(task=task.name, group=task.group, **result))
         logger.info("%s: accuracy %.4f", task.name, result["accuracy"])
-    groups = {name: _mean([r for r in records if r["group"] == name]) for name in dict.fromkeys(t.group for t in tasks)}
-    summary = dict(weights=configs[0].weights, method=method, examples=examples, mean=_mean(records), groups=groups)
+    names = dict.fromkeys(task.group for task in tasks)
+    groups = {name: statistics.mean(r["accuracy"] for r in records if r["group"] == name) for name in names}
+    mean = statistics.mean(record["accuracy"] for record in records)
+    summary = dict(weights=configs[0].weights, method=method, examples=examples, mean=mean, groups=groups)
     summary["tasks"] = records
     results.write("vtab.csv", as_csv(COLUMNS, _rows(summary)))
     results.write("vtab.txt", table(summary) + "\n")
     results.write("vtab.json", json.dumps(summary, indent=2) + "\n")
     return summary
-
-
-def _mean(records: list[dict]) -> float:
-    return sum(record["accuracy"] for record in records) / len(records)
 
 
 def _rows(summary: dict) -> list[dict]:

@@ -36,20 +36,16 @@ def count(default: int | None, most: int):
     return rule(default, lambda value: 1 <= value <= most, f"be positive, and at most {most}")
 
 
-def between(default, low, high):
-    return rule(default, lambda value: low <= value <= high, f"lie in [{low:g}, {high:g}]")
+def within(default: float | None, interval: str):
+    """A field of a number in an interval such as "[0, 1)", to which the end at a square bracket belongs."""
+    low, high = map(float, interval[1:-1].split(","))
+    ends = {low} if interval[0] == "[" else set()
+    ends |= {high} if interval[-1] == "]" else set()
+    return rule(default, lambda value: low < value < high or value in ends, f"lie in {interval}")
 
 
 def at_least(default, low):
     return rule(default, lambda value: value >= low, f"be at least {low:g}")
-
-
-def fraction(default: float | None):
-    return rule(default, lambda value: 0 <= value < 1, "lie in [0, 1)")
-
-
-def part(default: float | None):
-    return rule(default, lambda value: 0 < value <= 1, "lie in (0, 1]")
 
 
 def span(default: tuple[float, float], low: float, high: float):
@@ -92,47 +88,47 @@ class Recipe:
     lr: float = rule(1e-3, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")
     # The candidates the paper tried; finetune --sweep tries them on sweep_hold_out of the training set.
     sweep_lr: tuple[float, ...] = rule((), lambda value: min(value, default=1) > 0, "be positive numbers")
-    sweep_hold_out: float = fraction(0.1)
+    sweep_hold_out: float = within(0.1, "[0, 1)")
     lr_decay: str = choice("cosine", "linear", "constant")
     lr_end: float = at_least(0.0, 0)
-    warmup_steps: int = rule(0, lambda value: 0 <= value <= 10**12, "lie in [0, 10^12]")
+    warmup_steps: int = within(0, "[0, 1e12]")
     weight_decay: float = at_least(0.0, 0)  # decoupled, times the learning rate, on kernels only
-    momentum: float = fraction(0.9)  # of sgd
+    momentum: float = within(0.9, "[0, 1)")  # of sgd
     # Of adamw and lamb.
     betas: tuple[float, float] = rule((0.9, 0.999), lambda v: 0 <= min(v) <= max(v) < 1, "lie in [0, 1)")
-    layer_decay: float | None = part(None)  # each layer's rate is this times the next one's
+    layer_decay: float | None = within(None, "(0, 1]")  # each layer's rate is this times the next one's
     clip_norm: float | None = positive(None)
     non_finite: str = choice("stop", "skip")  # what happens at a step whose gradients are not finite
-    ema_decay: float | None = fraction(None)
+    ema_decay: float | None = within(None, "[0, 1)")
 
     objective: str = choice("softmax", "sigmoid", "masked")  # masked: patch prediction
     mask_target: str = choice("mean", "downsized", "pixels")
-    mask_share: float = part(0.5)
-    label_smoothing: float = fraction(0.0)
-    mixup: float = between(0.0, 0, 100)
-    cutmix: float = between(0.0, 0, 100)
+    mask_share: float = within(0.5, "(0, 1]")
+    label_smoothing: float = within(0.0, "[0, 1)")
+    mixup: float = within(0.0, "[0, 100]")
+    cutmix: float = within(0.0, "[0, 100]")
     # Images of many sizes, packed without padding (NaViT): each is given the area of a square of a side drawn from
     # LOW:HIGH pixels, in its own aspect; a step takes as many as fit into tokens_per_step (unset: batch_size images);
     # drop_tokens: the share of an image's patches that is dropped. Evaluations are at img_size; those of `vitfast eval`
     # and `predict` with sizes=native at each image's own size.
     sizes: str = rule("", _sizes, "be LOW:HIGH in pixels, the smaller first, such as 128:256, or native, or empty")
     tokens_per_step: int | None = count(None, 10**9)
-    drop_tokens: float = fraction(0.0)
+    drop_tokens: float = within(0.0, "[0, 1)")
     train_crop_mode: str = choice("rrc", "squash")  # random resized crop; or the image's own aspect, resized square
     crop_scale: tuple[float, float] = span((0.08, 1.0), 0, 1)  # share of the area; (1, 1), squash: the plain resize
     crop_ratio: tuple[float, float] = span((0.75, 4 / 3), 0, 100)  # of rrc
-    hflip: float = between(0.5, 0, 1)
-    color_jitter: float = between(0.0, 0, 10)
+    hflip: float = within(0.5, "[0, 1]")
+    color_jitter: float = within(0.0, "[0, 10]")
     auto_augment: str = rule("", AUTO_AUGMENT.fullmatch, "be a policy of timm, such as rand-m10-n2, or empty")
-    random_erasing: float = between(0.0, 0, 1)  # share of the images that lose a rectangle to noise
+    random_erasing: float = within(0.0, "[0, 1]")  # share of the images that lose a rectangle to noise
     # Evaluation, in timm's words: resized to img_size / crop_pct, then cut at the centre. Unset: as the weights say
     # (the run they come from, timm's config.json), else center and 1. center keeps the aspect and cuts off what is
     # over, squash does not keep it, border keeps it and fills up.
     crop_mode: str = choice("", "center", "squash", "border")
-    crop_pct: float | None = between(None, 0.1, 1)
+    crop_pct: float | None = within(None, "[0.1, 1]")
 
-    dropout: float = fraction(0.0)  # the paper's, after dense layers and positions
-    drop_path: float = fraction(0.0)
+    dropout: float = within(0.0, "[0, 1)")  # the paper's, after dense layers and positions
+    drop_path: float = within(0.0, "[0, 1)")
     drop_path_mode: str = choice("mask", "subset")  # subset: branches of a fixed share of the images alone, DINOv2's
     init_values: float | None = rule(None, lambda value: 0 < value <= 1e9, "be positive, and at most 1e9")  # LayerScale
     global_pool: str = choice("token", "avg")
@@ -140,7 +136,7 @@ class Recipe:
     pos_embed_at: str = choice("stem", "layers", "layers_shared")
     act_layer: str = choice("gelu", "gelu_tanh")  # of new models; weights say their own
     hidden_head: bool = False  # the paper's pre-training head: one tanh layer before the last
-    head_init_bias: float | None = between(None, -1e9, 1e9)
+    head_init_bias: float | None = within(None, "[-1e9, 1e9]")
     weight_init: str = choice("", "jax", "jax_nlhb", "moco", "reset", "skip")
     residual_in_fp32: bool = False
 
@@ -159,14 +155,13 @@ class Config(Recipe):
     num_classes: int | None = count(None, MOST_CLASSES)  # only where the data does not say
     shots: int | None = positive(None)  # train on this many images a class alone
     train_images: int | None = positive(None)  # train on this many images alone
-    hold_out: float = fraction(0.0)  # validate on this share of the training images, which are then not trained on
+    hold_out: float = within(0.0, "[0, 1)")  # validate on this share of the training images, not trained on then
     early_stop: int | None = positive(None)  # evaluations without a better accuracy before the end; keeps the best too
     output: str = ""
     weights: str = ""
     seed: int = rule(0, lambda value: 0 <= value < 2**63, "lie in [0, 2^63)")
-    device: str = rule(
-        "", re.compile(r"|cpu|cuda(:\d{1,3})?").fullmatch, "be cpu, cuda or cuda:N"
-    )  # "": cuda, else cpu
+    # "": cuda where there is one, else cpu.
+    device: str = rule("", re.compile(r"|cpu|cuda(:\d{1,3})?").fullmatch, "be cpu, cuda or cuda:N")
     amp: str = choice("auto", "bf16", "fp16", "none")  # auto: bf16 on cuda, none on cpu
     compile: bool | None = None  # default: on cuda
     workers: int | None = at_least(None, 0)  # loader processes; default by data and cores
