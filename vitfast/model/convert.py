@@ -75,10 +75,7 @@ def _check_target(path: Path, form: str, force: bool) -> None:
     suffixes, suffix = WRITERS[form][0], file_suffix(path)
     if suffix not in suffixes:
         raise InputError(f"{path}: the format {form} is written as {' or '.join(s or 'a folder' for s in suffixes)}")
-    what = present(path)
-    if what not in (("", "file", "dangling link") if suffix else ("", "folder")):
-        raise InputError(f"{path}: a {what} is in the way; give another path")
-    check_free(path, force)
+    check_free(path, force, ("file", "dangling link") if suffix else ("folder",))
     beside = [name for name in COMPANIONS if path.name in WEIGHTS and present(path.with_name(name))]
     if beside:
         raise InputError(f"{path}: {beside[0]} beside it would be read with it; give another name or folder")

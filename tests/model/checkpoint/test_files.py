@@ -91,12 +91,6 @@ def test_another_image_size(saved, size):
     assert model.config["img_size"] == (height, width)
 
 
-def test_a_table_that_is_no_square(tmp_path):
-    truth = c.small_timm(img_size=(16, 72))
-    torch.save(truth.state_dict(), tmp_path / "w.pth")
-    c.agree(ViT.from_pretrained(tmp_path / "w.pth", num_heads=c.HEADS, img_size=(16, 72)), truth, c.images(16, 72))
-
-
 def test_another_number_of_classes(saved):
     truth, path = saved
     c.agree(ViT.from_pretrained(path, num_heads=c.HEADS, num_classes=c.CLASSES, img_size=c.SIZE), truth)

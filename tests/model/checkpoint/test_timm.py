@@ -8,27 +8,12 @@ import logging
 import re
 import shutil
 
+import checkpoints as c
 import pytest
 import safetensors.torch
 import timm
 import timm_names
 import torch
-from checkpoints import (
-    CLASSES,
-    HEADS,
-    SIZE,
-    SMALL,
-    TOL,
-    D,
-    F,
-    agree,
-    images,
-    logits,
-    pick,
-    randomised,
-    same,
-    small_timm,
-)
 from timm.models._hub import save_for_hf
 from timm.utils import CheckpointSaver
 from timm_names import names, one_of_each_kind, ours, outcome, outcomes, small, tagged
@@ -43,7 +28,7 @@ B16 = "vit_base_patch16_224"
 
 def saved(folder, name=B16, **changes):
     """A small model of timm with random weights, as its repositories have it."""
-    truth = randomised(timm.create_model(name, **SMALL | changes))
+    truth = c.randomised(timm.create_model(name, **c.SMALL | changes))
     save_for_hf(truth, folder, safe_serialization=True)
     return truth
 
@@ -53,16 +38,16 @@ def saved(folder, name=B16, **changes):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin"])
 def test_a_state_dict_of_every_suffix(tmp_path, suffix):
-    truth, path = small_timm(), tmp_path / f"w{suffix}"
+    truth, path = c.small_timm(), tmp_path / f"w{suffix}"
     state = truth.state_dict()
     safetensors.torch.save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
-    model = ViT.from_pretrained(path, num_heads=HEADS)
-    agree(model, truth)
-    assert {**ViT(**SMALL).config, "mlp_ratio": F / D} == model.config
+    model = ViT.from_pretrained(path, num_heads=c.HEADS)
+    c.agree(model, truth)
+    assert {**ViT(**c.SMALL).config, "mlp_ratio": c.F / c.D} == model.config
     if suffix in (".safetensors", ".pth"):
         (note,) = write(model, tmp_path / f"back{suffix}", "timm")
         again = timm.models.load_state_dict(tmp_path / f"back{suffix}")
-        assert "pass num_heads=" in note and same(again, state)
+        assert "pass num_heads=" in note and c.same(again, state)
 
 
 @pytest.mark.parametrize(
@@ -75,53 +60,54 @@ def test_a_state_dict_of_every_suffix(tmp_path, suffix):
         dict(pos_embed="none", img_size=224),
         dict(patch_size=(8, 16), img_size=(32, 64), in_chans=2, num_classes=0, mlp_ratio=2.51),
         dict(proj_bias=False),
+        dict(img_size=(16, 72)),  # whose table is no square
         dict(embed_dim=21, mlp_ratio=51.5 / 21),  # int(21 * (51 / 21)) is 50: a quotient would build the wrong width
     ],
     ids=lambda c: ",".join(c),
 )
 def test_shapes_say_the_architecture(tmp_path, changes):
-    truth = small_timm(**changes)
+    truth = c.small_timm(**changes)
     torch.save(truth.state_dict(), tmp_path / "w.pth")
     said = {"pos_embed": "none"} if "pos_embed" in changes else {}  # what the errors for bare tensors ask for
     said |= {"act_layer": "gelu"} if "class_token" in changes else {}
-    model = ViT.from_pretrained(tmp_path / "w.pth", num_heads=HEADS, **said)
-    size = changes.get("img_size", SIZE)
-    agree(model, truth, images(*((size, size) if isinstance(size, int) else size), chans=changes.get("in_chans", 3)))
+    said |= {"img_size": (16, 72)} if (16, 72) in changes.values() else {}
+    model = ViT.from_pretrained(tmp_path / "w.pth", num_heads=c.HEADS, **said)
+    c.agree(model, truth, c.images(*truth.patch_embed.img_size, chans=model.in_chans))
     assert model.patch_embed.img_size == truth.patch_embed.img_size
 
 
 def test_heads_come_from_the_preset(tmp_path):
     """Ti/16 is the smallest preset."""
-    truth = randomised(timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3))
+    truth = c.randomised(timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3))
     torch.save(truth.state_dict(), tmp_path / "ti.pth")
-    agree(ViT.from_pretrained(tmp_path / "ti.pth"), truth)
+    c.agree(ViT.from_pretrained(tmp_path / "ti.pth"), truth)
 
 
 def test_deit3_layer_scale(tmp_path):
-    truth = small_timm(init_values=1e-5, no_embed_class=True)
+    truth = c.small_timm(init_values=1e-5, no_embed_class=True)
     state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", k): v for k, v in truth.state_dict().items()}
     torch.save({"model": state}, tmp_path / "deit_3.pth")
-    agree(ViT.from_pretrained(tmp_path / "deit_3.pth", num_heads=HEADS, pos_embed="learn"), truth)
+    c.agree(ViT.from_pretrained(tmp_path / "deit_3.pth", num_heads=c.HEADS, pos_embed="learn"), truth)
 
 
 @pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "module.", "_orig_mod.", "model."])
 @pytest.mark.parametrize("wrapper", ["model", "state_dict", "state_dict_ema", "model_ema"])
 def test_nested_state_dicts_are_unwrapped(tmp_path, wrapper, prefix):
-    truth, other = small_timm().state_dict(), small_timm().state_dict()
+    truth, other = c.small_timm().state_dict(), c.small_timm().state_dict()
     content = {wrapper: {prefix + k: v for k, v in truth.items()}, "epoch": 3, "args": argparse.Namespace(lr=0.1)}
     if wrapper.endswith("ema"):
         content["state_dict"] = other
     torch.save(content, tmp_path / "last.pth.tar")
-    assert same(load_checkpoint(tmp_path / "last.pth.tar"), truth)
+    assert c.same(load_checkpoint(tmp_path / "last.pth.tar"), truth)
 
 
 def test_bare_tensors_say_what_is_assumed(tmp_path, caplog):
     """A line with all that no tensor says, but for what the caller says."""
     path, more = tmp_path / "w.safetensors", dict(norm_eps=1e-6, global_pool="avg", std=1)
-    safetensors.torch.save_file(small_timm().state_dict(), path)
+    safetensors.torch.save_file(c.small_timm().state_dict(), path)
     with caplog.at_level(logging.WARNING, "vitfast"):
-        ViT.from_pretrained(path, num_heads=HEADS, act_layer="gelu_tanh", mean=0.1)
-        ViT.from_pretrained(path, num_heads=HEADS, act_layer="gelu", mean=0.1, **more)
+        ViT.from_pretrained(path, num_heads=c.HEADS, act_layer="gelu_tanh", mean=0.1)
+        ViT.from_pretrained(path, num_heads=c.HEADS, act_layer="gelu", mean=0.1, **more)
     said = "nothing here says norm_eps=1e-06, std=0.5, global_pool='token': assumed; pass those that differ"
     assert [record.getMessage() for record in caplog.records] == [f"{path}: {said}"]
 
@@ -134,9 +120,10 @@ def test_a_hub_folder(tmp_path):
     pixels = dict(pretrained_cfg_overlay=dict(mean=mean, std=std))
     truth = saved(tmp_path, img_size=(32, 16), act_layer="gelu_tanh", **pixels)
     model = ViT.from_pretrained(tmp_path)
-    agree(model, truth, images(32, 16))
+    c.agree(model, truth, c.images(32, 16))
     assert model.mean == tuple(mean) and model.std == tuple(std) and model.config["img_size"] == (32, 16)
-    agree(ViT.from_pretrained(tmp_path / "model.safetensors"), truth, images(32, 16))  # its config.json is beside it
+    # its config.json is beside it
+    c.agree(ViT.from_pretrained(tmp_path / "model.safetensors"), truth, c.images(32, 16))
 
 
 @pytest.mark.parametrize(
@@ -144,14 +131,14 @@ def test_a_hub_folder(tmp_path):
 )
 def test_the_older_flat_config(tmp_path, name, act):
     """Activation and heads are known by the model's name alone."""
-    truth = randomised(timm.create_model(name, img_size=64, embed_dim=96, depth=2, num_classes=CLASSES))
+    truth = c.randomised(timm.create_model(name, img_size=64, embed_dim=96, depth=2, num_classes=c.CLASSES))
     torch.save(truth.state_dict(), tmp_path / "pytorch_model.bin")
-    content = dict(architecture=name, mean=[0.2] * 3, std=[0.3] * 3, input_size=[3, 224, 224], num_classes=CLASSES)
+    content = dict(architecture=name, mean=[0.2] * 3, std=[0.3] * 3, input_size=[3, 224, 224], num_classes=c.CLASSES)
     (tmp_path / "config.json").write_text(json.dumps(content))
     model = ViT.from_pretrained(tmp_path)
-    agree(model, truth, images(64, 64))
+    c.agree(model, truth, c.images(64, 64))
     assert model.mean == (0.2,) * 3
-    assert pick(model.config, "act_layer", "num_heads") == dict(act_layer=act, num_heads=12)
+    assert c.pick(model.config, "act_layer", "num_heads") == dict(act_layer=act, num_heads=12)
 
 
 CHANGES = [
@@ -170,7 +157,7 @@ def test_arguments_that_the_vit_has_too_or_that_change_nothing(tmp_path, name, m
     truth = saved(tmp_path, name, **model_args)
     assert json.loads((tmp_path / "config.json").read_text())["model_args"].items() >= model_args.items()
     model = ViT.from_pretrained(tmp_path)
-    agree(model, truth)
+    c.agree(model, truth)
     assert model.config["norm_eps"] == truth.norm.eps
 
 
@@ -180,20 +167,20 @@ def test_pooling_that_nothing_says_is_that_of_timms_name(tmp_path, name, args):
     truth = saved(tmp_path, name, **args)
     content = json.loads((tmp_path / "config.json").read_text())
     del content["global_pool"]
-    (tmp_path / "config.json").write_text(json.dumps(content | dict(model_args=SMALL | args)))
+    (tmp_path / "config.json").write_text(json.dumps(content | dict(model_args=c.SMALL | args)))
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     model = ViT.from_pretrained(tmp_path)
-    agree(model, again)
+    c.agree(model, again)
     assert model.config["global_pool"] == again.global_pool == truth.global_pool
 
 
 def test_dropout_that_the_vit_has_not_is_said(tmp_path, caplog):
-    truth = randomised(timm.create_model(B16, **SMALL))
-    rates = dict(SMALL, attn_drop_rate=0.1, drop_path_rate=0.2)
+    truth = c.randomised(timm.create_model(B16, **c.SMALL))
+    rates = dict(c.SMALL, attn_drop_rate=0.1, drop_path_rate=0.2)
     save_for_hf(truth, tmp_path, safe_serialization=True, model_args=rates)
     with caplog.at_level(logging.WARNING, "vitfast"):
         model = ViT.from_pretrained(tmp_path)
-    agree(model, truth)
+    c.agree(model, truth)
     assert model.config["drop_path_rate"] == 0.2
     said = "attn_drop_rate=0.1 is not taken over, the ViT has no dropout there"
     assert [record.getMessage() for record in caplog.records] == [f"{tmp_path}: {said}"]
@@ -262,9 +249,9 @@ def test_images_that_patches_do_not_cover(tmp_path):
     save_for_hf(truth, tmp_path, safe_serialization=True)
     with pytest.raises(InputError, match=r"patches of 14 x 14 leave the last rows .*pass img_size=\(28, 28\)"):
         ViT.from_pretrained(tmp_path)
-    x = images(40, 40)
-    ours, theirs = logits(ViT.from_pretrained(tmp_path, img_size=28).eval(), x[..., :28, :28]), logits(truth, x)
-    torch.testing.assert_close(ours, theirs, **TOL)
+    x = c.images(40, 40)
+    ours, theirs = c.logits(ViT.from_pretrained(tmp_path, img_size=28).eval(), x[..., :28, :28]), c.logits(truth, x)
+    torch.testing.assert_close(ours, theirs, **c.TOL)
 
 
 def test_two_heads_are_dropped_for_a_new_one(tmp_path):
@@ -273,7 +260,7 @@ def test_two_heads_are_dropped_for_a_new_one(tmp_path):
     model, x = ViT.from_pretrained(tmp_path, num_classes=7).eval(), timm_names.images(truth)
     with torch.no_grad():
         torch.testing.assert_close(model.forward_features(x), truth.forward_features(x), atol=1e-5, rtol=1e-5)
-    assert not logits(model, x).any()
+    assert not c.logits(model, x).any()
 
 
 @pytest.mark.parametrize("size", [(48, 80), (16, 64)])
@@ -281,7 +268,7 @@ def test_dinov3_at_other_sizes(tmp_path, size):
     """As timm takes them, without being told."""
     truth = small("vit_small_plus_patch16_dinov3_qkvb")
     save_for_hf(truth, tmp_path, safe_serialization=True)
-    agree(ViT.from_pretrained(tmp_path), truth, images(*size))
+    c.agree(ViT.from_pretrained(tmp_path), truth, c.images(*size))
 
 
 def test_no_field_of_timms_is_unknown():
@@ -305,22 +292,22 @@ def training_checkpoint(folder, network, **arguments):
 def test_a_training_checkpoint_names_its_model(tmp_path):
     """Heads and activation come from the name, with the arguments of the script; without them it is bare."""
     name, args = "vit_base_patch32_siglip_gap_256", dict(embed_dim=96, depth=2, img_size=64)
-    truth = randomised(timm.create_model(name, num_classes=3, **args))
+    truth = c.randomised(timm.create_model(name, num_classes=3, **args))
     model = ViT.from_pretrained(training_checkpoint(tmp_path, truth, model=name, gp=None, model_kwargs=args))
-    agree(model, truth, images(64, 64))
+    c.agree(model, truth, c.images(64, 64))
     assert (model.config["num_heads"], model.config["act_layer"]) == (12, "gelu_tanh")
-    truth = small_timm()
-    agree(ViT.from_pretrained(training_checkpoint(tmp_path, truth), num_heads=HEADS), truth)
+    truth = c.small_timm()
+    c.agree(ViT.from_pretrained(training_checkpoint(tmp_path, truth), num_heads=c.HEADS), truth)
 
 
 @pytest.mark.parametrize("kind", [argparse.Namespace, dict])
 def test_a_training_checkpoint_says_its_pixels(tmp_path, caplog, kind):
-    truth = randomised(timm.create_model(B16, **SMALL, fc_norm=False, global_pool="avg"))
-    options = dict(gp="avg", model_kwargs=dict(fc_norm=False, num_heads=HEADS), mean=[0.1, 0.2, 0.3], std=[0.2] * 3)
+    truth = c.randomised(timm.create_model(B16, **c.SMALL, fc_norm=False, global_pool="avg"))
+    options = dict(gp="avg", model_kwargs=dict(fc_norm=False, num_heads=c.HEADS), mean=[0.1, 0.2, 0.3], std=[0.2] * 3)
     torch.save(dict(state_dict=truth.state_dict(), arch=B16, args=kind(**options)), tmp_path / "last.pth.tar")
     with caplog.at_level(logging.WARNING, "vitfast"):
         model = ViT.from_pretrained(tmp_path / "last.pth.tar")
     assert not caplog.records
     raw = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, std = (torch.tensor(options[name]).view(3, 1, 1) for name in ("mean", "std"))
-    torch.testing.assert_close(logits(model.eval(), raw), logits(truth, (raw / 255 - mean) / std), **TOL)
+    torch.testing.assert_close(c.logits(model.eval(), raw), c.logits(truth, (raw / 255 - mean) / std), **c.TOL)

@@ -11,7 +11,7 @@ from .. import config as arguments
 from ..presets import PRESETS, ROOT, pair, reduction, shorthand
 from . import hugging_face, timm
 from .files import CheckpointFiles
-from .formats import HALF, Converted
+from .formats import HALF, UNSURE, Checkpoint
 from .json_fields import CONFIG, class_names, refuse_unknown
 
 _OURS = ("library", "library_version", "architecture", "class_names")  # our config.json has these besides ARGUMENTS
@@ -20,27 +20,47 @@ _TIMM = {"architecture", "pretrained_cfg"}  # timm's has one of these
 # Arguments that the tensors fix: two values are the same where these are.
 _EXACT = """
     in_chans embed_dim depth num_heads class_token reg_tokens no_embed_class fc_norm representation_size
-    swiglu_mlp scale_mlp_norm qk_norm norm_layer pre_norm
+    swiglu_mlp scale_mlp_norm qk_norm norm_layer pre_norm num_classes
 """.split()
 FIXED = dict.fromkeys(_EXACT, lambda value: value) | dict.fromkeys(("qkv_bias", "proj_bias", "init_values"), bool)
 FIXED |= {"patch_size": pair, "pos_embed": lambda kind: {"sincos2d": "learn", "": "none"}.get(kind, kind)}
 
+
+def disagreeing(told: Mapping, config: Mapping) -> list[str]:
+    """The arguments in `told` that the tensors of a model with this configuration fix to something else."""
+    same = FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio)}
+    asked = [name for name in told if name in same and not (name == "fc_norm" and told[name] is None)]
+    return [name for name in asked if same[name](told[name]) != same[name](config.get(name))]
+
+
 _IN_PART = ("global_pool", "init_values", "pos_embed")  # what the shapes show of these is not all
 
 
-def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict, list[str]]:
+def infer(made: Checkpoint, files: CheckpointFiles, known: Mapping) -> tuple[dict, list[str]]:
     """Constructor arguments of converted tensors, and a line for each thing assumed or not taken over.
 
     known: what the caller says, used only for what nothing else tells (`num_heads`, `img_size`). A config.json of ours
     is taken as it is. Raises InputError for a model that computes something else than the ViT, and where something is
     left open, naming the argument to pass.
     """
-    shapes, config = _from_shapes(made.state), files.config or made.training
+    shapes = _from_shapes(made.state)
+    config, where = (files.config, CONFIG) if files.config else (made.training, timm.ARGS)
+    told, notes = read_json(config, where)
     if config.get("library") == "vitfast":
-        return _ours(config, shapes), []
-    where = CONFIG if files.config else timm.ARGS
-    told, notes = _told(made, config, known, where)
+        _check(told, shapes)
+        return told, []
+    if form := told.pop("form", None):
+        if form != made.form.name:
+            says = f"config.json says model_type {config['model_type']!r}"
+            raise InputError(f"{says}, the tensors are those of {made.form.name}")
+        left_out = {name: made.form.defaults[name] for name in ("act_layer", "norm_eps")}
+        told = left_out | told
+    elif config and "fc_norm.weight" in made.state and "fc_norm" not in told and told["global_pool"] != "avg":
+        says = f"{where} says nothing of fc_norm, which the tensors have, with global_pool={told['global_pool']!r}"
+        raise InputError(f"{says}; put global_pool and fc_norm there, as timm made the model")
     _check_table(made, told, known)
+    if not config and (doubt := made.doubt(known)):
+        raise InputError(doubt)
     pixels = _pixels(told, hugging_face.statistics(files.preprocessor), shapes["in_chans"], where)
     told = {name: value for name, value in told.items() if name not in ("mean", "std")} | pixels
     cut, more = hugging_face.crop(files.preprocessor)
@@ -58,59 +78,49 @@ def infer(made: Converted, files: CheckpointFiles, known: Mapping) -> tuple[dict
     said = {*made.facts, *told, *known}
     if assumed := [f"{name}={result[name]!r}" for name in made.form.unsaid if name not in said]:
         notes.append(f"nothing here says {', '.join(assumed)}: assumed; pass those that differ")
-    names, more = _names(config, shapes["num_classes"])
+    names, more = class_names(config, shapes["num_classes"])
     return result | ({"class_names": names} if names else {}), notes + more
 
 
-def check_config(config: dict) -> None:
-    """Raises InputError for a config.json of an unknown library, or one that names another model."""
-    if config.get("library") == "vitfast" or _TIMM & config.keys():
-        return
+def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
+    """The constructor arguments in a config.json, and notes.
+
+    Hugging Face's tells the `form` of the tensors too. Raises InputError for a config.json of an unknown library, or of
+    a model that computes something else.
+    """
+    if config.get("library") == "vitfast":
+        return _ours(config), []
+    if _TIMM & config.keys():
+        return timm.told(config, where)
     if "model_type" in config:
-        hugging_face.check_kind(config)
-    elif config:
+        return hugging_face.told(config)
+    if config:
         says = "config.json says neither library (vitfast's), architecture (timm's) nor model_type (Hugging Face's)"
         raise InputError(f"{says}; mend or remove it")
-
-
-def _told(made: Converted, config: dict, known: Mapping, where: str) -> tuple[dict, list[str]]:
-    """Constructor arguments in the JSON of timm or Hugging Face, none where there is no JSON; and notes."""
-    if _TIMM & config.keys():
-        told, notes = timm.told(config, where)
-        if "fc_norm.weight" in made.state and "fc_norm" not in told and told["global_pool"] != "avg":
-            says = f"{where} says nothing of fc_norm, which the tensors have, with global_pool={told['global_pool']!r}"
-            raise InputError(f"{says}; put global_pool and fc_norm there, as timm made the model")
-        return told, notes
-    if config:
-        return hugging_face.told(config, made.form.name)
-    if doubt := made.doubt(known):
-        raise InputError(doubt)
     return {}, []
 
 
-def _ours(config: dict, shapes: dict) -> dict:
+def _ours(config: dict) -> dict:
     """The arguments in a config.json of ours, which has them all."""
-    refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, "config.json", "use the vitfast that wrote it")
+    refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, CONFIG, "use the vitfast that wrote it")
     config = dict.fromkeys(_MAY_LACK) | config
-    for name in arguments.ARGUMENTS:
-        if name not in config:
-            raise InputError(f"config.json lacks {name}; copy the folder again")
+    if lacks := next((name for name in arguments.ARGUMENTS if name not in config), None):
+        raise InputError(f"config.json lacks {lacks}; copy the folder again")
     told = {name: arguments.read(name, config[name], f"config.json: {name}") for name in arguments.ARGUMENTS}
-    _check(told, shapes)
-    names = config.get("class_names")
-    return told if names is None else told | {"class_names": names}
+    return told | ({"class_names": config["class_names"]} if config.get("class_names") is not None else {})
 
 
-def _check_table(made: Converted, told: dict, known: Mapping) -> None:
+def _check_table(made: Checkpoint, told: dict, known: Mapping) -> None:
     """Raises InputError where there is no position table, and nobody says that the model has none."""
     if made.facts.get("pos_embed") or any(name in made.state for name in _TABLES):
         return
     if made.form.defaults.get("rope") or known.get("rope") or (told.get("rope") and told["pos_embed"] == "none"):
         return
-    if made.form.name not in MAY_LACK_POSITIONS:
+    if made.form.name not in UNSURE:
         raise InputError(f"there is no position table, and a {made.form.name} always has one; export it again")
     if told.get("pos_embed") not in ("none", "") and known.get("pos_embed") not in ("none", ""):
-        raise InputError("there is no position table; export it again, or pass pos_embed='none' for a model without")
+        missing = "there is no position table, as in models with rotary positions: pass rope='dinov3' for DINOv3"
+        raise InputError(f"{missing}; where there are none, pass pos_embed='none'; else export it again")
 
 
 def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:
@@ -136,24 +146,13 @@ def _check(told: dict, shapes: dict, hidden: int | None = None, where: str = CON
 
     hidden: the width of the MLP, None where the JSON does not say it.
     """
-    dim, ours = shapes["embed_dim"], int(shapes["embed_dim"] * shapes["mlp_ratio"])
-    same = FIXED | {"num_classes": int, "mlp_ratio": lambda ratio: int(dim * ratio)}
-    wrong = [k for k in told if k in shapes and k in same and same[k](told[k]) != same[k](shapes[k])]
-    says = [f"{k}={told[k]}, the tensors {k}={shapes[k]}" for k in wrong]
+    says = [f"{k}={told[k]}, the tensors {k}={shapes[k]}" for k in disagreeing(told, shapes) if k in shapes]
+    ours = int(shapes["embed_dim"] * shapes["mlp_ratio"])
     says += [f"intermediate_size={hidden}, the tensors {ours}"] if hidden not in (None, ours) else []
     if says:
         raise InputError(f"{where} says {says[0]}; one of the two is of another model")
 
 
-def _names(config: dict, classes: int) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names of the classes in the JSON of timm or Hugging Face, and notes."""
-    inner = config.get("pretrained_cfg") or {}
-    fields = [(part, name) for part in (config, inner) for name in ("label_names", "labels", "id2label")]
-    part, field = next(((part, name) for part, name in fields if part.get(name)), (config, "id2label"))
-    return class_names(part.get(field), field, classes)
-
-
-MAY_LACK_POSITIONS = ("timm", "Facebook DINOv2")  # with pos_embed="none" in the JSON, or from the caller
 _TABLES = {"pos_embed": "learn", "pos_embed_x": "learn2d", "pos_embed_rel": "relative"}
 
 

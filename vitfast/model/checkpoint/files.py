@@ -10,9 +10,8 @@ import os
 import re
 import stat
 import tempfile
-import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, both_ends
 from ...run.files import move_synced, sync
 
 HUB = "hf-hub:"
@@ -113,8 +112,8 @@ def read_tensors(path: Path) -> dict:
         if "TorchScript" in str(error):
             make = f'torch.save(torch.jit.load("{path.name}", "cpu").state_dict(), "weights.pth")'
             hint = f"a TorchScript archive, which holds code, as OpenAI's CLIP; where you trust it, convert it: {make}"
-        elif re.search("Unsupported|allow_pickle", str(error)):
-            said = _line(error, "Unsupported")
+        elif found := re.search(".*(Unsupported|allow_pickle).*", str(error)):
+            said = both_ends(found[0], 160)
             hint = f"holds Python objects, which are never run ({said}); save model.state_dict() alone"
         else:
             hint = f"not a whole {path.suffix} file ({_line(error)}); copy or download it again"
@@ -153,10 +152,13 @@ def present(path: Path) -> str:
     return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device or pipe"
 
 
-def check_free(path: Path, force: bool) -> None:
-    """Raises InputError where `path` is there already (but for an empty folder), unless `force`."""
+def check_free(path: Path, force: bool, kinds: Sequence[str] = ("file", "folder", "dangling link")) -> None:
+    """Raises InputError where `path` is there already (but for an empty folder), unless `force`.
+
+    kinds: of `present`; a thing of another kind is never replaced.
+    """
     what = present(path)
-    if what == "device or pipe":
+    if what and what not in kinds:
         raise InputError(f"{path}: a {what} is in the way; give another path")
     if not force and what and not (what == "folder" and not any(path.iterdir())):
         raise InputError(f"{path}: is there already; add --force (force=True) to replace it")
@@ -327,8 +329,6 @@ READERS = {
 }
 
 
-def _line(error: Exception, about: str = "") -> str:
-    """The kind of an exception and the first line of what it says (with `about`, the first that has it)."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = next((line for line in lines if about in line), next(iter(lines), "no more is said"))
-    return textwrap.shorten(f"{type(error).__name__}: {said}", 160, placeholder=" ...")
+def _line(error: Exception) -> str:
+    """The kind of an exception and what it says, in one line."""
+    return both_ends(f"{type(error).__name__}: {error}", 160)

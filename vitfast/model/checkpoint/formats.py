@@ -1,15 +1,15 @@
 """The weight formats that are read: how each is recognised, what its names become, its defaults."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError
 from . import google, timm, towers
-from .names import HUGGING_FACE, HUGGING_FACE_LATER, TORCHVISION, Renames, State, rename, same_tensor, to_ours
+from .names import GATE, HUGGING_FACE, HUGGING_FACE_DINOV3, QKV, TORCHVISION, Renames, State, join, rename, to_ours
 
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 HALF = dict(mean=0.5, std=0.5)
@@ -36,54 +36,54 @@ class Format:
     prepare: Callable[[State], tuple[State, dict]] = lambda state: (state, {})
 
 
+UNSURE = ("timm", "Facebook DINOv2")  # formats of models that compute different things of the same tensors
 _PREFIX = ("cls_token", "reg_token")
 _IN_MOST = (*_PREFIX, "blocks.0.ls1.gamma")  # of timm's models: one of these
 
 
 @dataclass
-class Converted:
-    """The tensors of a file in timm's names, and what else the file says of its model.
+class Checkpoint:
+    """The tensors of a file in timm's names, and what else is known of its model.
 
-    facts: constructor arguments that only the source could tell. left_out: tensors that the ViT does without. training:
-    see timm.of_training. note: what else is to be said. gamma_names: LayerScale had the names of DeiT III and of timm's
-    rotary models. eva_names: so had the biases of queries and values, or the gate, those of EVA.
+    facts: constructor arguments that only the source could tell. training: see timm.of_training. sources: the names in
+    the file. notes: a line for each thing that was assumed or left out. config: the arguments that make the model, once
+    they are inferred.
     """
 
     state: State
     form: Format
     facts: dict
-    left_out: list[str]
     training: dict
-    note: str
-    gamma_names: bool
-    eva_names: bool
+    sources: Collection[str]
+    notes: list[str]
+    config: dict = field(default_factory=dict)
 
-    @property
-    def notes(self) -> list[str]:
-        """A line for the tensors that are left out, and what else is to be said."""
-        left_out = f"left out, as the ViT has no place for them: {_first(self.left_out)}" if self.left_out else ""
-        return [line for line in (self.note, left_out) if line]
+    def __str__(self) -> str:
+        shape = ", ".join(f"{k}={self.config.get(k)}" for k in ("embed_dim", "depth", "patch_size", "num_classes"))
+        return f"a {self.form.name} checkpoint with {shape}"
+
+    def has(self, pattern: str) -> bool:
+        """Whether the file has a name with this pattern in it."""
+        return any(re.search(pattern, name) for name in self.sources)
 
     def doubt(self, known: Mapping) -> str:
         """Why these tensors alone may be of a model that computes something else, or "".
 
-        Rotary positions have no parameters, an activation neither, and norms do not tell where they stand. known: what
-        the caller says.
+        Rotary positions have no parameters, an activation neither, and norms do not tell where they stand; LayerScale
+        may have the names of DeiT III and of timm's rotary models, biases and gates those of EVA. known: what the
+        caller says.
         """
-        if self.form.name not in ("timm", "Facebook DINOv2"):
+        if self.form.name not in UNSURE:
             return ""
         map_head, clip = "attn_pool.latent" in self.state, "norm_pre.weight" in self.state
-        if not any(name.startswith("pos_embed") for name in self.state):
-            if known.get("pos_embed") not in ("none", "") and known.get("rope") is None:
-                missing = "there is no position table, as in models with rotary positions"
-                return f"{missing}: pass rope='dinov3' for DINOv3; where there are none, pass pos_embed='none'"
-        elif self.gamma_names and known.get("pos_embed") != "learn" and known.get("rope") is None:
+        table = any(name.startswith("pos_embed") for name in self.state)
+        if table and self.has(_GAMMA) and known.get("pos_embed") != "learn" and known.get("rope") is None:
             where = "in DeiT III's own files, but also in timm's models with rotary positions (rope_ape)"
             return f"LayerScale is called gamma_1: so it is {where}; where there are none, pass pos_embed='learn'"
-        elif self.eva_names and "rope" not in known:
+        if table and self.has(_EVA) and "rope" not in known:
             have = "so they are in models with rotary positions (EVA-02: pass rope='cat' and ref_feat_shape=(16, 16))"
             return f"biases or gates have EVA's names: {have}, and without (EVA: pass rope=None)"
-        elif map_head and clip and "rope" not in known:
+        if table and map_head and clip and "rope" not in known:
             have = "Perception Encoders have, with rotary positions in an order that vitfast does not know"
             return f"a norm before the blocks and a MAP head {have}; where there are none, pass rope=None"
         if map_head and any(name in self.state for name in _PREFIX) and known.get("global_pool") != "map":
@@ -121,12 +121,13 @@ GATED_RENAMES: Renames = (  # of Facebook's and EVA's own files
     (r"\.mlp\.w3\.", ".mlp.fc2."),
 )
 
+_GAMMA = r"\.gamma_([12])$"
 TIMM_RENAMES: Renames = (
-    (r"\.gamma_([12])$", r".ls\1.gamma"),  # DeiT III's own files
+    (_GAMMA, r".ls\1.gamma"),  # DeiT III's own files
     (r"^dist_token$", "reg_token"),
     *GATED_RENAMES,
     (r"\.mlp\.ffn_ln\.", ".mlp.norm."),
-    (r"\.attn\.([qkv])_proj\.", r".attn.\1."),
+    (r"\.attn\.([qkv])_(proj\.)?(weight|bias)$", r".attn.\1.\3"),
 )
 _EVA = r"\.attn\.(q_bias$|q_proj\.)|\.mlp\.(fc1_g|w1)\."
 
@@ -139,10 +140,8 @@ HUGGING_FACE_RENAMES: Renames = (
     (r"^embeddings\.", ""),
     (r"\.mlp\.weights_in\.", ".mlp.fc1."),
     (r"\.mlp\.weights_out\.", ".mlp.fc2."),
-    *to_ours(HUGGING_FACE_LATER),
-    (r"^layers\.", "blocks."),  # these three are of transformers 5, in memory
-    (r"\.attention\.([qkv])_proj\.", r".attn.\1."),
-    (r"\.attention\.o_proj\.", ".attn.proj."),
+    (r"^layers\.", "layer."),  # of transformers 5, in memory, as what follows
+    *to_ours(HUGGING_FACE_DINOV3),
 )
 
 TORCHVISION_RENAMES: Renames = (
@@ -216,7 +215,7 @@ FORMATS = (
         r"(^|\.)rope\.(freqs_(cos|sin)|pos_embed\w*|bands|periods)$",  # all computed
         _ERF | HALF,
         (*_NUMBERS, "global_pool"),
-        lambda state: (towers.without_key_bias(state), {}),  # EVA-02 has q, k and v apart
+        lambda state: (towers.zero_key_bias(state), {}),  # EVA-02 has q, k and v apart
     ),
 )
 
@@ -224,10 +223,8 @@ FORMATS = (
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_ALWAYS = ("patch_embed.proj", "blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2")
-ALWAYS = tuple(f"{name}.weight" for name in _ALWAYS)
-MATRICES = (*ALWAYS[1:], "head.weight", "pre_logits.fc.weight")
-RANKS = {"patch_embed.proj.weight": 4, **dict.fromkeys(MATRICES, 2)}
+ALWAYS = ("patch_embed.proj.weight", *(f"blocks.0.{name}.weight" for name in ("attn.qkv", "mlp.fc1", "mlp.fc2")))
+RANKS = dict.fromkeys((*ALWAYS, "head.weight", "pre_logits.fc.weight"), 2) | {ALWAYS[0]: 4}
 RANKS |= dict.fromkeys(("pos_embed", "cls_token", "reg_token", "register_tokens", "attn_pool.latent"), 3)
 
 
@@ -260,21 +257,20 @@ def detect(state: State) -> Format:
     raise InputError(f"not a Vision Transformer as {names} write one; {listing(ALWAYS, state)}")
 
 
-def to_timm_names(content: dict) -> Converted:
+def to_timm_names(content: dict) -> Checkpoint:
     """The content of a file in any format, in timm's names.
 
     Raises InputError as `detect` does, and where the tensors of a ViT are missing, or are no weights.
     """
     source = unwrap(content)
     form = detect(source)
-    gamma_names, eva_names = (any(re.search(names, k) for k in source) for names in (r"\.gamma_[12]$", _EVA))
     for key, value in source.items():
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             kind = "on the meta device" if value.is_meta else "quantized" if value.is_quantized else "sparse"
             raise InputError(f"{key} is {kind}, expected a dense tensor with values; export it again")
     try:
-        source, facts = form.prepare(source)
-        state = rename(source, form.renames)
+        state, facts = form.prepare(source)
+        state = rename(state, form.renames)
         left_out = [k for k in state if re.search(form.ignored, k)]
         state = {k: v for k, v in state.items() if k not in left_out}
         for key, value in state.items():  # before q, k and v are joined, which would make a common dtype
@@ -283,7 +279,7 @@ def to_timm_names(content: dict) -> Converted:
                 is_ = f"{key} is {value.dtype} of shape {tuple(value.shape)}"
                 raise InputError(f"{is_}, expected values of {known}; export it again")
         _check_prefixes(state, form.name)
-        state = _join_gate(_join_qkv(state))
+        state = join(join(state, ".attn.qkv.", QKV), ".mlp.fc1.", GATE)
     except (IndexError, RuntimeError) as error:
         raise InputError(f"a {form.name} file with tensors of unexpected shapes ({error}); export it again") from error
     if any(k not in state for k in ALWAYS):
@@ -298,8 +294,9 @@ def to_timm_names(content: dict) -> Converted:
         facts["no_embed_class"] = True
         _fold_class_position(state)
     state = {k: v.contiguous() for k, v in state.items()}
-    training = timm.of_training(content) if form.name == "timm" else {}
-    return Converted(state, form, facts, left_out, training, facts.pop("note", ""), gamma_names, eva_names)
+    notes = [facts.pop("note")] if "note" in facts else []
+    notes += [f"left out, as the ViT has no place for them: {_first(left_out)}"] if left_out else []
+    return Checkpoint(state, form, facts, timm.of_training(content) if form.name == "timm" else {}, source, notes)
 
 
 def _check_prefixes(state: State, form: str) -> None:
@@ -322,41 +319,6 @@ def _first(names: list[str]) -> str:
     """Three of these names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
-
-
-def _join_gate(state: State) -> State:
-    """`blocks.i.mlp.{fc1_g,fc1_x}`, gate and up -> one `fc1`, rows in that order, where both are there."""
-    joined = dict(state)
-    for key in [key for key in state if ".mlp.fc1_g." in key]:
-        if (up := key.replace(".fc1_g.", ".fc1_x.")) in state:
-            if (whole := key.replace(".fc1_g.", ".fc1.")) in state:
-                raise same_tensor(key, whole)
-            joined[whole] = torch.cat([joined.pop(key), joined.pop(up)])
-    return joined
-
-
-def _join_qkv(state: State) -> State:
-    """`blocks.i.attn.{q,k,v}` -> one `qkv`, rows in that order, where all three are there.
-
-    `q_bias` and `v_bias` say that keys have none: zeros.
-    """
-    joined, given = {}, dict(state)
-    for key, value in state.items():
-        if key.endswith(".attn.q_bias") and (other := key.replace("q_bias", "v_bias")) in state:
-            stem = key.removesuffix("q_bias")
-            given |= {f"{stem}q.bias": value, f"{stem}k.bias": torch.zeros_like(value), f"{stem}v.bias": state[other]}
-            del given[key], given[other]
-    state = given
-    for key, value in state.items():
-        found = re.fullmatch(r"(.*\.attn\.)([qkv])(\.\w+)", key)
-        names = [found[1] + name + found[3] for name in "qkv"] if found else []
-        if not found or any(n not in state for n in names):
-            joined[key] = value
-        elif found[2] == "q":
-            if (whole := f"{found[1]}qkv{found[3]}") in state:
-                raise same_tensor(key, whole)
-            joined[whole] = torch.cat([state[n] for n in names])
-    return joined
 
 
 def _fold_class_position(state: State) -> None:

@@ -5,7 +5,7 @@ import re
 import torch
 
 from ...errors import InputError
-from .names import BIG_VISION, GOOGLE, Renames, State, rename, same_tensor, split_qkv, to_ours, to_theirs
+from .names import BIG_VISION, GOOGLE, QKV, Renames, State, rename, same_tensor, split, to_ours, to_theirs
 
 RENAMES: Renames = (
     *to_ours(BIG_VISION),
@@ -73,7 +73,7 @@ def _unit(found: re.Match) -> str:
 
 def written(state: State, config: dict) -> State:
     """Our tensors as arrays of the paper's code, or big_vision's where positions are for patches alone."""
-    made = rename(split_qkv(state), WRITTEN)
+    made = rename(split(state, ".attn.qkv.", QKV), WRITTEN)
     if config["no_embed_class"] or not config["class_token"]:
         made = rename(made, to_theirs(BIG_VISION))
     for pattern, _, turn in LAYOUTS:

@@ -8,33 +8,27 @@ from ..config import POSITIVE, RATE, flag, shown
 from ..presets import pair
 from .json_fields import CONFIG, OF_TEXT, read, read_fields, refuse_unknown, section
 
-_DEFAULTS = dict(num_attention_heads=12, hidden_act="gelu", image_size=224)
-_VIT = _DEFAULTS | dict(layer_norm_eps=1e-12)
-_DINOV2 = _DEFAULTS | dict(layer_norm_eps=1e-6)
-_DINOV3 = _DEFAULTS | dict(num_attention_heads=6, layer_norm_eps=1e-5, rope_theta=100.0)
-_CLIP = _DEFAULTS | dict(hidden_act="quick_gelu", layer_norm_eps=1e-5)
-_SIGLIP = _DEFAULTS | dict(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6)
-_SIGLIP2 = {name: value for name, value in _SIGLIP.items() if name != "image_size"}
+# transformers' defaults for fields left out, which differ from those of the tensors' format.
+_DEFAULTS, _DINOV3 = dict(num_attention_heads=12, image_size=224), dict(num_attention_heads=6, rope_theta=100.0)
 CLASSES = ("Model", "ForImageClassification", "ForImageClassificationWithTeacher", "ForMaskedImageModeling")
 _TOWERS = ("Model", "VisionModel", "VisionModelWithProjection", "ForImageClassification")
-# Of each model_type: its classes, the format its tensors have, and its defaults for fields left out.
+# Of each model_type: its classes, and the format its tensors have.
 MODELS = {
-    "vit": ([f"ViT{name}" for name in CLASSES], "Hugging Face ViT", _VIT),
-    "deit": ([f"DeiT{name}" for name in CLASSES], "Hugging Face DeiT", _VIT),
-    "dinov2": ([f"Dinov2{name}" for name in CLASSES], "Hugging Face DINOv2", _DINOV2),
-    "dinov2_with_registers": ([f"Dinov2WithRegisters{name}" for name in CLASSES], "Hugging Face DINOv2", _DINOV2),
-    "dinov3_vit": (["DINOv3ViTModel"], "Hugging Face DINOv3", _DINOV3),
-    "clip_vision_model": ([f"CLIP{name}" for name in _TOWERS[1:3]], "Hugging Face CLIP", _CLIP),
-    "clip": ([f"CLIP{name}" for name in _TOWERS[:3]], "Hugging Face CLIP", _CLIP),
-    "siglip_vision_model": (["SiglipVisionModel"], "Hugging Face SigLIP", _SIGLIP),
-    "siglip": ([f"Siglip{name}" for name in _TOWERS], "Hugging Face SigLIP", _SIGLIP),
-    "siglip2_vision_model": (["Siglip2VisionModel"], "Hugging Face SigLIP", _SIGLIP2),
-    "siglip2": ([f"Siglip2{name}" for name in _TOWERS[:2]], "Hugging Face SigLIP", _SIGLIP2),
+    "vit": ([f"ViT{name}" for name in CLASSES], "Hugging Face ViT"),
+    "deit": ([f"DeiT{name}" for name in CLASSES], "Hugging Face DeiT"),
+    "dinov2": ([f"Dinov2{name}" for name in CLASSES], "Hugging Face DINOv2"),
+    "dinov2_with_registers": ([f"Dinov2WithRegisters{name}" for name in CLASSES], "Hugging Face DINOv2"),
+    "dinov3_vit": (["DINOv3ViTModel"], "Hugging Face DINOv3"),
+    "clip_vision_model": ([f"CLIP{name}" for name in _TOWERS[1:3]], "Hugging Face CLIP"),
+    "clip": ([f"CLIP{name}" for name in _TOWERS[:3]], "Hugging Face CLIP"),
+    "siglip_vision_model": (["SiglipVisionModel"], "Hugging Face SigLIP"),
+    "siglip": ([f"Siglip{name}" for name in _TOWERS], "Hugging Face SigLIP"),
+    "siglip2_vision_model": (["Siglip2VisionModel"], "Hugging Face SigLIP"),
+    "siglip2": ([f"Siglip2{name}" for name in _TOWERS[:2]], "Hugging Face SigLIP"),
 }
 # The whole models: what stands beside the configuration of their image tower.
 WHOLE = ("clip", "siglip", "siglip2")
-BESIDE = "text_config vision_config text_config_dict vision_config_dict".split()
-BESIDE += "projection_dim logit_scale_init_value initializer_factor".split()
+BESIDE = "text_config vision_config text_config_dict vision_config_dict projection_dim logit_scale_init_value".split()
 
 _TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first of each is what is written
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
@@ -85,31 +79,25 @@ FIELDS = GENERAL | {
 }
 
 
-def check_kind(config: dict) -> None:
-    """Raises InputError for a model_type or architecture that is not this ViT."""
-    kind = config["model_type"]
+def told(config: dict) -> tuple[dict, list[str]]:
+    """The constructor arguments in config.json, with the `form` of its tensors; and notes.
+
+    Raises InputError for a model_type or architecture that is not this ViT, and for what computes something else.
+    """
+    kind, names, where = config["model_type"], config.get("architectures"), CONFIG
     if not isinstance(kind, str) or kind not in MODELS:
         raise InputError(f"config.json: model_type {shown(kind)} is not this ViT; known are {', '.join(MODELS)}")
-    names, known = config.get("architectures"), MODELS[kind][0]
-    names = [] if names is None else names
-    if not isinstance(names, list):
+    if names is not None and not isinstance(names, list):
         raise InputError(f"config.json: architectures must be a list of names, got {shown(names)}")
-    if odd := [name for name in names if name not in known]:
-        known = ", ".join(known[:2])
+    classes, form = MODELS[kind]
+    if odd := [name for name in names or () if name not in classes]:
+        known = ", ".join(classes[:2])
         raise InputError(f"config.json: architecture {shown(odd[0])} is not this ViT; known are {known}")
-
-
-def told(config: dict, form: str) -> tuple[dict, list[str]]:
-    """The constructor arguments in config.json, and notes.
-
-    form: the format of the tensors. Raises InputError for a model that computes something else.
-    """
-    kind, where = config["model_type"], CONFIG
-    _, known, defaults = MODELS[kind]
     if kind in WHOLE:
         refuse_unknown(config, {*BESIDE, *GENERAL}, where)
         config = section(config, "vision_config_dict") or section(config, "vision_config")  # the former wins there
         where = "config.json: vision_config"
+    defaults = _DEFAULTS | (_DINOV3 if kind == "dinov3_vit" else {})
     config = defaults | {key: value for key, value in config.items() if value is not None}
     found, notes = read_fields(config, FIELDS, where)
     checks = arguments.ARGUMENTS
@@ -118,16 +106,14 @@ def told(config: dict, form: str) -> tuple[dict, list[str]]:
         found["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
         if found.get("swiglu_mlp"):  # its own width, and its own activation
             found |= dict(act_layer="silu", mlp_ratio=None)
-    if defaults is _SIGLIP2:
+    if kind.startswith("siglip2"):
         found["img_size"] = _own_size(config, where)
-    if form != known:
-        raise InputError(f"config.json says model_type {kind!r}, the tensors are those of {form}")
     notes += [
         f"{field}={config[field]} is not taken over, the ViT changes no positions in training"
         for field in AUGMENTED
         if config.get(field) is not None
     ]
-    return {k: v for k, v in found.items() if v is not None}, notes
+    return {k: v for k, v in found.items() if v is not None} | dict(form=form), notes
 
 
 def _own_size(config: dict, where: str) -> tuple[int, int] | None:
@@ -198,12 +184,10 @@ def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
     squashed.
     """
     height, width = (int(side / crop_pct) for side in size)
-    if crop_mode != "center" or size[0] != size[1]:
-        if crop_pct == 1:
-            return dict(image_processor_type="ViTImageProcessor", do_resize=True, size=dict(height=height, width=width))
-        edges = dict(height=height, width=width)
-    else:
-        edges = dict(shortest_edge=height)
+    by_edge = crop_mode == "center" and size[0] == size[1]
+    edges = dict(shortest_edge=height) if by_edge else dict(height=height, width=width)
+    if crop_pct == 1 and not by_edge:
+        return dict(image_processor_type="ViTImageProcessor", do_resize=True, size=edges)
     cut = dict(do_center_crop=True, crop_size=dict(height=size[0], width=size[1]))
     return dict(image_processor_type="BitImageProcessor", do_resize=True, size=edges, **cut)
 

@@ -67,13 +67,17 @@ def read_fields(config: dict, table: dict, where: str = CONFIG) -> tuple[dict, l
     return found, notes
 
 
-def class_names(value, field: str, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names of `count` classes in a list or, by number, in an object; a note where they do not fit.
+def class_names(config: dict, count: int) -> tuple[tuple[str, ...] | None, list[str]]:
+    """The names of `count` classes in the JSON of timm or Hugging Face; a note where they do not fit.
 
-    None for no names, and for those that Hugging Face makes up in id2label (LABEL_0, LABEL_1, ...).
+    A list, or an object by number. None for no names, and for those that Hugging Face makes up in id2label (LABEL_0,
+    LABEL_1, ...).
     """
-    if not value or not count:
+    parts = [part for part in (config, config.get("pretrained_cfg")) if part]
+    fields = [(name, part[name]) for part in parts for name in ("label_names", "labels", "id2label") if part.get(name)]
+    if not fields or not count:
         return None, []
+    field, value = fields[0]
     try:
         pairs = [(int(key), name) for key, name in (value.items() if isinstance(value, dict) else enumerate(value))]
         numbered = dict(pairs)

@@ -3,7 +3,6 @@
 import inspect
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,31 +12,13 @@ from ...errors import InputError, unknown
 from .. import config as arguments
 from .. import positions
 from ..presets import pair
-from .config import FIXED, check_config, infer
+from .config import disagreeing, infer, read_json
 from .files import locate, read_tensors
-from .formats import differences, to_timm_names
+from .formats import Checkpoint, differences, to_timm_names
 
 logger = logging.getLogger("vitfast")
 
 _HEAD = ("head.", "head_dist.", "pre_logits.")
-
-
-@dataclass
-class Checkpoint:
-    """One checkpoint, read: `kind` is its format, `state` is in timm's names, `config` makes its model.
-
-    notes: a line for each thing that was assumed or left out.
-    """
-
-    name: str
-    kind: str
-    state: dict[str, Tensor]
-    config: dict
-    notes: list[str]
-
-    def __str__(self) -> str:
-        shape = ", ".join(f"{k}={self.config.get(k)}" for k in ("embed_dim", "depth", "patch_size", "num_classes"))
-        return f"{self.name}: a {self.kind} checkpoint with {shape}"
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -84,9 +65,19 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
         if name in arguments.ARGUMENTS:
             arguments.read(name, overrides[name], f"from_pretrained: {name}")
     found = _open(source, overrides)
+    with _named(source):
+        model = _made(cls, found, overrides)
+    for note in found.notes:
+        logger.warning("%s: %s", source, note)
+    dtypes = {v.dtype for v in found.state.values()}
+    return model.to(*dtypes) if keep_dtype and len(dtypes) == 1 else model
+
+
+def _made(cls, found: Checkpoint, overrides: dict):
+    """`load_model` of what is read already."""
     if found.config["swiglu_mlp"] and overrides.get("act_layer", "silu") != "silu":
         asked = f"act_layer={overrides['act_layer']!r}"
-        raise InputError(f"{source}: its MLPs are gated, and the ViT's gates have 'silu' alone, not {asked}")
+        raise InputError(f"its MLPs are gated, and the ViT's gates have 'silu' alone, not {asked}")
     classes = overrides.get("num_classes", found.config["num_classes"])
     changes = {k: v for k, v in overrides.items() if k not in ("img_size", "num_classes", "class_names")}
     if classes != found.config["num_classes"]:
@@ -95,7 +86,7 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
     else:
         _check_head(found)
     _check_architecture(cls, found, changes)
-    with _named(source), torch.device("meta"):
+    with torch.device("meta"):
         try:
             model = cls(**{**found.config, **changes})
         except TypeError as error:
@@ -105,16 +96,12 @@ def load_model(cls, source: str | Path, overrides: dict, keep_dtype: bool = Fals
     model.to_empty(device=torch.get_default_device())
     model.load_state_dict(found.state)
     if "img_size" in overrides and pair(overrides["img_size"]) != model.patch_embed.img_size:
-        with _named(source):
-            model.set_input_size(overrides["img_size"])
+        model.set_input_size(overrides["img_size"])
     if classes != model.num_classes:
         model.reset_classifier(classes)
     if "class_names" in overrides:
         model.class_names = overrides["class_names"]
-    for note in found.notes:
-        logger.warning("%s: %s", source, note)
-    dtypes = {v.dtype for v in found.state.values()}
-    return model.to(*dtypes) if keep_dtype and len(dtypes) == 1 else model
+    return model
 
 
 @contextmanager
@@ -129,16 +116,17 @@ def _named(source: str | Path):
 def _open(source: str | Path, known: dict) -> Checkpoint:
     files = locate(source)
     with _named(source):  # a model that is another by its own word is not looked into
-        check_config(files.config)
+        read_json(files.config)
     content = read_tensors(files.weights)
     with _named(source):
-        made = to_timm_names(content)
-        config, notes = infer(made, files, known)
-        if made.facts.get("pos_embed") == "sincos2d":
-            size, patch = pair(config.setdefault("img_size", 224)), pair(config["patch_size"])
+        found = to_timm_names(content)
+        found.config, notes = infer(found, files, known)
+        found.notes = notes + found.notes
+        if found.facts.get("pos_embed") == "sincos2d":
+            size, patch = pair(found.config.setdefault("img_size", 224)), pair(found.config["patch_size"])
             grid = size[0] // patch[0], size[1] // patch[1]
-            made.state["pos_embed"] = positions.sincos_2d(grid, config["embed_dim"])
-    return Checkpoint(str(source), made.form.name, made.state, config, notes + made.notes)
+            found.state["pos_embed"] = positions.sincos_2d(grid, found.config["embed_dim"])
+    return found
 
 
 def _check_head(found: Checkpoint) -> None:
@@ -158,10 +146,7 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
     if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
         reads = f"its patch projection reads in_chans={config['in_chans']} channels"
         raise InputError(f"{found}; {reads}, expected in_chans={changes['in_chans']}")
-    hidden = int(config["embed_dim"] * config["mlp_ratio"])
-    same = FIXED | {"mlp_ratio": lambda ratio: int(config["embed_dim"] * ratio) == hidden}
-    asked = {k: v for k, v in changes.items() if k in same and not (k == "fc_norm" and v is None)}
-    wrong = {k: v for k, v in asked.items() if same[k](config.get(k)) != same[k](v)}
+    wrong = disagreeing(changes, config)
     if not wrong:
         return
     try:
@@ -170,5 +155,5 @@ def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
         why = differences(expected, found.state)
     except InputError as error:
         why = str(error)
-    expected = ", ".join(f"{k}={v}, not {config.get(k)}" for k, v in wrong.items())
+    expected = ", ".join(f"{k}={changes[k]}, not {config.get(k)}" for k in wrong)
     raise InputError(f"{found}; expected {expected}; {why or 'leave out what differs'}")

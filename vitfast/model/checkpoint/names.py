@@ -5,7 +5,9 @@ begins with "." or "/", and after one that ends with ".", "/" or "_". All pairs 
 """
 
 import re
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ...errors import InputError
@@ -72,8 +74,16 @@ HUGGING_FACE_TOWER: Pairs = (
     ("head.mlp.", "attn_pool.mlp."),
 )
 
-# What DINOv2 in memory and DINOv3 share in transformers; the gate and what it gates apart.
-HUGGING_FACE_LATER: Pairs = (
+# transformers' DINOv3 on disk, much of which is in memory of its other models too; gate and what it gates are apart.
+HUGGING_FACE_DINOV3: Pairs = (
+    ("embeddings.cls_token", "cls_token"),
+    ("embeddings.register_tokens", "reg_token"),
+    ("embeddings.patch_embeddings.", "patch_embed.proj."),
+    ("layer.", "blocks."),
+    (".attention.q_proj.", ".attn.q."),
+    (".attention.k_proj.", ".attn.k."),
+    (".attention.v_proj.", ".attn.v."),
+    (".attention.o_proj.", ".attn.proj."),
     (".layer_scale1.lambda1", ".ls1.gamma"),
     (".layer_scale2.lambda1", ".ls2.gamma"),
     (".mlp.gate_proj.", ".mlp.fc1_g."),
@@ -81,20 +91,7 @@ HUGGING_FACE_LATER: Pairs = (
     (".mlp.down_proj.", ".mlp.fc2."),
 )
 
-# transformers' DINOv3 on disk.
-HUGGING_FACE_DINOV3: Pairs = (
-    ("embeddings.cls_token", "cls_token"),
-    ("embeddings.register_tokens", "reg_token"),
-    ("embeddings.patch_embeddings.", "patch_embed.proj."),
-    ("layer.", "blocks."),
-    (".attention.q_bias", ".attn.q_bias"),
-    (".attention.v_bias", ".attn.v_bias"),
-    (".attention.q_proj.", ".attn.q."),
-    (".attention.k_proj.", ".attn.k."),
-    (".attention.v_proj.", ".attn.v."),
-    (".attention.o_proj.", ".attn.proj."),
-    *HUGGING_FACE_LATER,
-)
+UNGATED = (".mlp.up_proj.", ".mlp.fc1.")  # of a DINOv3 without gate
 
 # CLIP in OpenAI's own code and open_clip.
 OPENAI: Pairs = (
@@ -170,10 +167,36 @@ def same_tensor(first: str, second: str) -> InputError:
     return InputError(f"{first} and {second} are two names of the same tensor; remove the one that is not the model's")
 
 
-def split_qkv(state: State) -> State:
-    """`blocks.i.attn.qkv` -> `blocks.i.attn.{q,k,v}`."""
-    apart: dict[str, Tensor] = {}
+QKV = (".attn.q.", ".attn.k.", ".attn.v.")  # rows of .attn.qkv., in this order
+GATE = (".mlp.fc1_g.", ".mlp.fc1_x.")  # rows of .mlp.fc1.: gate and what it gates
+
+
+def join(state: State, whole: str, parts: Sequence[str]) -> State:
+    """The tensors with these pieces in their names -> one of all their rows, where all are there.
+
+    Its name has `whole` in the place of a piece. Raises InputError where that one is there already.
+    """
+    joined = dict(state)
+    for key in state:
+        names = [key.replace(parts[0], part) for part in parts]
+        if parts[0] in key and all(name in state for name in names):
+            if (made := key.replace(parts[0], whole)) in state:
+                raise same_tensor(key, made)
+            joined[made] = torch.cat([joined.pop(name) for name in names])
+    return joined
+
+
+def split(state: State, whole: str, parts: dict[str, int] | Sequence[str]) -> State:
+    """The tensors with `whole` in their names -> one for each of the parts.
+
+    parts: as `join` takes them, of as many rows each; or {part: how many shares of the rows it has}.
+    """
+    shares, apart = parts if isinstance(parts, dict) else dict.fromkeys(parts, 1), {}
     for key, value in state.items():
-        names = [key.replace(".qkv.", f".{name}.") for name in "qkv"] if ".attn.qkv." in key else [key]
-        apart |= zip(names, value.chunk(3) if len(names) == 3 else (value,))
-    return {key: value.contiguous() for key, value in apart.items()}
+        if whole not in key:
+            apart[key] = value
+            continue
+        rows = value.shape[0] // sum(shares.values())
+        pieces = value.split([rows * share for share in shares.values()])
+        apart |= {key.replace(whole, part): piece.contiguous() for part, piece in zip(shares, pieces)}
+    return apart

@@ -5,8 +5,9 @@ import torch
 from ...errors import InputError
 from ..config import ROPES
 from ..presets import pair
+from . import names
 from .hugging_face import ACTIVATIONS, FIELDS
-from .names import HUGGING_FACE, HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, State, rename, split_qkv, to_theirs
+from .names import State, join, rename, split, to_theirs
 
 # Fields of config.json that all families have.
 SHARED = "hidden_size num_hidden_layers num_attention_heads layer_norm_eps patch_size num_channels".split()
@@ -29,7 +30,7 @@ def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -
         image_size=size[0] if size[0] == size[1] else size,
         dtype=str(state["patch_embed.proj.weight"].dtype).removeprefix("torch."),
     )
-    made, more = _FAMILIES[family(config)](split_qkv(state), config, class_names)
+    made, more = _FAMILIES[family(config)](split(state, ".attn.qkv.", names.QKV), config, class_names)
     return made, content | more
 
 
@@ -38,7 +39,7 @@ def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tup
     classes = config["num_classes"]
     content = dict(architectures=["ViTForImageClassification" if classes else "ViTModel"], model_type="vit")
     content |= dict(qkv_bias=config["qkv_bias"])
-    state = rename(state, to_theirs(HUGGING_FACE))
+    state = rename(state, to_theirs(names.HUGGING_FACE))
     if classes:
         labels = dict(enumerate(class_names or [f"LABEL_{i}" for i in range(classes)]))
         content |= dict(id2label=labels, label2id={name: i for i, name in labels.items()})
@@ -61,13 +62,8 @@ def _dinov3(state: State, config: dict, class_names: tuple[str, ...] | None) -> 
         pos_embed_rescale=None,  # nothing moves in training, as in the ViT
     )
     content |= {f"{name}_bias": bias for name in ("query", "key", "value")}
-    apart = {}
-    for key, value in state.items():
-        if config["swiglu_mlp"] and ".mlp.fc1." in key:
-            apart |= zip((key.replace("fc1.", "fc1_g."), key.replace("fc1.", "fc1_x.")), value.chunk(2))
-        else:
-            apart[key.replace(".mlp.fc1.", ".mlp.fc1_x.")] = value
-    made = rename({key: value.contiguous() for key, value in apart.items()}, to_theirs(HUGGING_FACE_DINOV3))
+    gated = split(state, ".mlp.fc1.", names.GATE) if config["swiglu_mlp"] else state
+    made = rename(gated, to_theirs((*names.HUGGING_FACE_DINOV3, names.UNGATED)))
     token = state["cls_token"]
     empty = {} if config["reg_tokens"] else {"embeddings.register_tokens": token.new_empty(1, 0, width)}
     return made | {"embeddings.mask_token": torch.zeros_like(token)} | empty, content
@@ -86,16 +82,13 @@ def _clip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tu
 
 def _siglip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
     """SiglipVisionModel; the MAP head's query, keys and values in one."""
-    made = _tower(state)
-    for last in ("weight", "bias"):
-        rows = [made.pop(f"vision_model.head.attention.{name}.{last}") for name in ("q", "kv")]
-        made[f"vision_model.head.attention.in_proj_{last}"] = torch.cat(rows)
+    made = join(_tower(state), ".head.attention.in_proj_", (".head.attention.q.", ".head.attention.kv."))
     return made, dict(architectures=["SiglipVisionModel"], model_type="siglip_vision_model")
 
 
 def _tower(state: State) -> State:
     """A tower of CLIP or SigLIP, with the prefix of the released files, which every version reads."""
-    made = rename(state, to_theirs(HUGGING_FACE_TOWER))
+    made = rename(state, to_theirs(names.HUGGING_FACE_TOWER))
     for key in ("embeddings.position_embedding.weight", "embeddings.class_embedding"):
         if key in made:
             made[key] = made[key].flatten(0, -2) if "position" in key else made[key].flatten()

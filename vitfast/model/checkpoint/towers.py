@@ -6,7 +6,7 @@ import re
 import torch
 
 from ...errors import InputError
-from .names import HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, OPENAI, Renames, State, to_ours
+from .names import HUGGING_FACE_DINOV3, HUGGING_FACE_TOWER, OPENAI, UNGATED, Renames, State, rename, split, to_ours
 
 TOWER_RENAMES: Renames = (*to_ours(HUGGING_FACE_TOWER), (r"^classifier\.", "head."))
 OPENAI_RENAMES: Renames = (*to_ours(OPENAI), (r"\.ls_([12])\.gamma$", r".ls\1.gamma"))
@@ -18,11 +18,11 @@ BESIDE_OPENAI = r"^(?!visual\.|cls_token|pos_embed|patch_embed|norm|blocks|head)
 ROUNDED = 2**-8  # of a number that was in bfloat16
 
 
-def without_key_bias(source: State) -> State:
-    """Gives biases of queries and values alone the names that say so."""
-    if any(key.endswith("k_proj.bias") for key in source):
-        return source
-    return {re.sub(r"\.([qv])_proj\.bias$", r".\1_bias", key): value for key, value in source.items()}
+def zero_key_bias(source: State) -> State:
+    """Gives keys a bias of zeros in a model whose queries and values alone have one."""
+    queries = {key: value for key, value in source.items() if re.search(r"\.q(_proj\.|_)bias$", key)}
+    zeros = {re.sub(r"\.q(_(proj\.)?bias)$", r".k\1", key): torch.zeros_like(value) for key, value in queries.items()}
+    return source if zeros.keys() & source.keys() else source | zeros
 
 
 def prepare_tower(source: State) -> tuple[State, dict]:
@@ -33,10 +33,7 @@ def prepare_tower(source: State) -> tuple[State, dict]:
     if patch is not None and patch.dim() == 2:  # SigLIP 2 for images of any aspect: patches with their channels last
         state["embeddings.patch_embedding.weight"] = _convolution(patch)
         facts["note"] = "positions are SigLIP 2's at its own square size alone: elsewhere it resizes them otherwise"
-    for last in ("weight", "bias"):
-        if (whole := state.pop(f"head.attention.in_proj_{last}", None)) is not None:
-            rows = len(whole) // 3
-            state |= {f"head.attention.q.{last}": whole[:rows], f"head.attention.kv.{last}": whole[rows:]}
+    state = split(state, "head.attention.in_proj_", {"head.attention.q.": 1, "head.attention.kv.": 2})
     if "classifier.weight" in state:
         if "embeddings.class_embedding" in state:
             raise InputError("a classifier on CLIP's patches before their last norm is not supported yet")
@@ -80,9 +77,9 @@ def prepare_openai(source: State) -> tuple[State, dict]:
 
 def prepare_dinov3(source: State) -> tuple[State, dict]:
     """Hugging Face's DINOv3."""
-    state = {key.removeprefix("model."): value for key, value in without_key_bias(source).items()}
+    state = {key.removeprefix("model."): value for key, value in zero_key_bias(source).items()}
     if not any(".mlp.gate_proj." in key for key in state):
-        state = {key.replace(".mlp.up_proj.", ".mlp.fc1."): value for key, value in state.items()}
+        state = rename(state, to_ours([UNGATED]))
     return {key: value for key, value in state.items() if value.numel() or "register_tokens" not in key}, {}
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import safetensors.torch
@@ -47,55 +48,55 @@ _EVERY = f"timm dinov3 {_CLASSIC}"  # but our own
 # formats without it, of Hugging Face's the families (see to_hugging_face.family).
 HEAD, NO_HEAD = "a head", "a model without head"
 PRE_LOGITS = "the hidden layer of a pre-training head (pre_logits)"
-FEATURES: tuple[tuple[str, Callable[[dict], bool], str], ...] = (
-    ("register tokens", lambda c: c["reg_tokens"] > 0, _CLASSIC),
-    ("LayerScale", lambda c: bool(c["init_values"]), _CLASSIC),
-    ("a model without class token", lambda c: not c["class_token"], "vit clip dinov3 torchvision"),
+FEATURES: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] = (
+    ("register tokens", lambda c: c.reg_tokens > 0, _CLASSIC),
+    ("LayerScale", lambda c: bool(c.init_values), _CLASSIC),
+    ("a model without class token", lambda c: not c.class_token, "vit clip dinov3 torchvision"),
     (
         "positions for patches alone (no_embed_class)",
-        lambda c: c["class_token"] and c["no_embed_class"],
+        lambda c: c.class_token and c.no_embed_class,
         "vit clip torchvision",
     ),
-    ("a model without positions", lambda c: c["pos_embed"] in ("none", ""), _CLASSIC),
-    ("rotary positions (rope)", lambda c: c["rope"] is not None, f"timm {_CLASSIC}"),
-    ("a position table beside rotary positions (pos_embed)", lambda c: c["pos_embed"] not in ("none", ""), "dinov3"),
-    ("a model without LayerScale (init_values)", lambda c: not c["init_values"], "dinov3"),
-    ("a gated MLP (swiglu_mlp)", lambda c: c["swiglu_mlp"], _CLASSIC),
-    ("a gated MLP and a MAP head", lambda c: c["swiglu_mlp"] and c["global_pool"] == "map", "timm"),
-    ("a norm before the blocks (pre_norm)", lambda c: c["pre_norm"], "vit dinov3 siglip npz torchvision"),
-    ("norms of queries and keys (qk_norm)", lambda c: c["qk_norm"], f"dinov3 {_CLASSIC}"),
-    ("a norm in the MLP (scale_mlp_norm)", lambda c: c["scale_mlp_norm"], f"dinov3 {_CLASSIC}"),
-    ("RMSNorm (norm_layer)", lambda c: c["norm_layer"] != "layernorm", f"dinov3 {_CLASSIC}"),
+    ("a model without positions", lambda c: c.pos_embed in ("none", ""), _CLASSIC),
+    ("rotary positions (rope)", lambda c: c.rope is not None, f"timm {_CLASSIC}"),
+    ("a position table beside rotary positions (pos_embed)", lambda c: c.pos_embed not in ("none", ""), "dinov3"),
+    ("a model without LayerScale (init_values)", lambda c: not c.init_values, "dinov3"),
+    ("a gated MLP (swiglu_mlp)", lambda c: c.swiglu_mlp, _CLASSIC),
+    ("a gated MLP and a MAP head", lambda c: c.swiglu_mlp and c.global_pool == "map", "timm"),
+    ("a norm before the blocks (pre_norm)", lambda c: c.pre_norm, "vit dinov3 siglip npz torchvision"),
+    ("norms of queries and keys (qk_norm)", lambda c: c.qk_norm, f"dinov3 {_CLASSIC}"),
+    ("a norm in the MLP (scale_mlp_norm)", lambda c: c.scale_mlp_norm, f"dinov3 {_CLASSIC}"),
+    ("RMSNorm (norm_layer)", lambda c: c.norm_layer != "layernorm", f"dinov3 {_CLASSIC}"),
     (
         "another activation than GELU (act_layer)",
-        lambda c: not c["swiglu_mlp"] and c["act_layer"] not in ("gelu", "gelu_tanh"),
+        lambda c: not c.swiglu_mlp and c.act_layer not in ("gelu", "gelu_tanh"),
         "npz torchvision",
     ),
-    ("a MAP head (global_pool)", lambda c: c["global_pool"] == "map", "dinov3 clip npz"),
-    (HEAD, lambda c: c["num_classes"] > 0, "dinov3 siglip"),
-    ("prefix tokens (class_token, reg_tokens)", lambda c: c["class_token"] or c["reg_tokens"] > 0, "siglip"),
+    ("a MAP head (global_pool)", lambda c: c.global_pool == "map", "dinov3 clip npz"),
+    (HEAD, lambda c: c.num_classes > 0, "dinov3 siglip"),
+    ("prefix tokens (class_token, reg_tokens)", lambda c: c.class_token or c.reg_tokens > 0, "siglip"),
     (
         "other positions than one table at the stem",
-        lambda c: c["pos_embed"] in ("learn2d", "factorized", "relative") or c["pos_embed_at"] != "stem",
+        lambda c: c.pos_embed in ("learn2d", "factorized", "relative") or c.pos_embed_at != "stem",
         _EVERY,
     ),
-    ("the ResNet of a hybrid", lambda c: c["backbone"] is not None, _EVERY),
-    ("a norm after pooling (fc_norm)", lambda c: bool(c["fc_norm"]), f"dinov3 {_CLASSIC}"),
-    (PRE_LOGITS, lambda c: bool(c["representation_size"]), "timm vit dinov3 clip siglip"),
-    ("qkv without bias", lambda c: not c["qkv_bias"], "clip siglip npz torchvision"),
-    ("linear layers without bias (proj_bias)", lambda c: not c["proj_bias"], _CLASSIC),
+    ("the ResNet of a hybrid", lambda c: c.backbone is not None, _EVERY),
+    ("a norm after pooling (fc_norm)", lambda c: bool(c.fc_norm), f"dinov3 {_CLASSIC}"),
+    (PRE_LOGITS, lambda c: bool(c.representation_size), "timm vit dinov3 clip siglip"),
+    ("qkv without bias", lambda c: not c.qkv_bias, "clip siglip npz torchvision"),
+    ("linear layers without bias (proj_bias)", lambda c: not c.proj_bias, _CLASSIC),
     (
         "another pooling than the class token",
-        lambda c: c["num_classes"] > 0 and c["global_pool"] != "token",
+        lambda c: c.num_classes > 0 and c.global_pool != "token",
         "vit clip torchvision",
     ),
-    (NO_HEAD, lambda c: c["num_classes"] == 0, "torchvision"),
+    (NO_HEAD, lambda c: c.num_classes == 0, "torchvision"),
     (
         "images or patches that are no squares",
-        lambda c: any(h != w for h, w in (pair(c["img_size"]), pair(c["patch_size"]))),
+        lambda c: any(h != w for h, w in (pair(c.img_size), pair(c.patch_size))),
         "clip siglip torchvision",
     ),
-    ("other than 3 channels", lambda c: c["in_chans"] != 3, "torchvision"),
+    ("other than 3 channels", lambda c: c.in_chans != 3, "torchvision"),
 )
 
 
@@ -137,11 +138,6 @@ def _write_json(content: dict, path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _config(model) -> dict:
-    """`model.config` as JSON holds it. Raises InputError for a value that no reader would take."""
-    return arguments.checked(model.config)
-
-
 def _check_readable(model, state: State, config: dict) -> None:
     """Raises InputError for a model that `from_pretrained` would not make of its configuration."""
     try:
@@ -171,7 +167,7 @@ def save(model, folder: str | Path) -> None:
     for a model that could not be read back: without its last norm, or with a head of its own.
     """
     folder = target(folder)
-    state, config = tensors(model), _config(model)
+    state, config = tensors(model), arguments.checked(model.config)
     _check_readable(model, state, config)
     made_by = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__}
     make_folder(folder, folder)
@@ -185,7 +181,7 @@ def save(model, folder: str | Path) -> None:
 
 def _write_timm(model: nn.Module, path: Path) -> None:
     """A bare state dict, or a folder for timm.create_model("local-dir:...") as timm's repositories are."""
-    state, config = tensors(model), _config(model)
+    state, config = tensors(model), arguments.checked(model.config)
     if file_suffix(path):
         return _write_tensors(state, path)
     path.mkdir()
@@ -225,7 +221,7 @@ def _write_timm(model: nn.Module, path: Path) -> None:
 
 def _write_hugging_face(model: nn.Module, path: Path) -> None:
     """A folder for the from_pretrained of transformers' class."""
-    config = _config(model)
+    config = arguments.checked(model.config)
     state, content = to_hugging_face.converted(tensors(model), config, model.class_names)
     pixels = dict(
         **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
@@ -264,6 +260,7 @@ WRITERS: dict[str, tuple[tuple[str, ...], Callable[[nn.Module, Path], None]]] = 
 
 
 def lacks(form: str, config: dict) -> dict[str, bool]:
-    """What a format has no place for, of models with this configuration, and whether they have it."""
+    """All that a format has no place for, and whether a model with this configuration has it."""
     name = to_hugging_face.family(config) if form == "huggingface" else form
-    return {text: bool(has(config)) for text, has, without in FEATURES if name in without.split()}
+    given = SimpleNamespace(**config)
+    return {text: bool(has(given)) for text, has, without in FEATURES if name in without.split()}
