@@ -12,7 +12,7 @@ from timm.data.readers.reader_image_folder import find_images_and_targets
 
 from vitfast import InputError
 from vitfast.data.datasets import open_sources
-from vitfast.data.folders import _class_folders, open_folder
+from vitfast.data.folders import _class_folder, open_folder
 from vitfast.data.image_files import SUFFIXES
 from vitfast.data.loader import open_data
 
@@ -83,7 +83,7 @@ def test_class_folders_hold_what_timm_finds_there_with_every_suffix_and_nothing_
     for name in ("c9/._a.jpg", "c9/.b.png", ".thumbnails/1.png", "c10/.trash/deep/1.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pictures.smooth(1, 16, 16).save(tmp_path / name)
-    source = _class_folders(tmp_path, (8, 8))
+    source = _class_folder(tmp_path, (8, 8))
     assert list(zip(source.files, source.labels)) == theirs
     assert source.classes == list(numbers) == ["c9", "c10", "deep", "n01.440", "x.jpg"]
 
@@ -133,7 +133,7 @@ def test_without_val_a_tenth_of_a_labels_file_is_held_out(tmp_path):
     root = listed(tmp_path, "".join(f"{letter}.png,x{i % 3}\n" for i, letter in enumerate("abcdefghijklmnopqrst")))
     for spec in (root, root / "train"):
         train, val = open_sources(str(spec), "", (16, 16), (8, 8), 4, 0)
-        assert (len(train), len(val)) == (18, 2) and not set(train.files) & set(val.files)
+        assert (len(train), len(val)) == (18, 2) and not set(train.indices) & set(val.indices)
     config = digits(data=str(root), objective="sigmoid", hold_out=0.5, workers=0)
     assert len(open_data(config, (16, 16), (8, 8), CPU).val) == 9
 

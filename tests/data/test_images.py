@@ -9,6 +9,8 @@ import numpy as np
 import pictures
 import pytest
 import torch
+import torchvision
+from pictures import encoded
 from PIL import Image, features
 from runs import digits
 
@@ -25,15 +27,9 @@ GREY = np.asarray(pictures.smooth(0).convert("L"))
 SIXTEEN = GREY.astype(np.uint16) * 256 + 77  # the high byte is the 8-bit picture
 
 
-def save(image: Image.Image, kind: str, **options) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
-
-
 def palette() -> tuple[bytes, np.ndarray]:
     image = Image.fromarray(RGB).quantize(64)
-    return save(image, "PNG", transparency=bytes([0] * 32 + [255] * 32)), np.asarray(image.convert("RGB"))
+    return encoded(image, "PNG", transparency=bytes([0] * 32 + [255] * 32)), np.asarray(image.convert("RGB"))
 
 
 def kinds() -> dict[str, tuple[bytes, np.ndarray]]:
@@ -42,18 +38,17 @@ def kinds() -> dict[str, tuple[bytes, np.ndarray]]:
     alpha = np.full_like(GREY, 7)
     turned = Image.Exif()
     turned[0x0112] = 6  # "turn by 90 degrees"
-    cmyk, turned = save(Image.fromarray(RGB).convert("CMYK"), "JPEG"), save(Image.fromarray(GREY), "PNG", exif=turned)
-    import torchvision
-
+    turned = encoded(Image.fromarray(GREY), exif=turned)
+    cmyk = encoded(Image.fromarray(RGB).convert("CMYK"), "JPEG")
     decoded = torchvision.io.decode_jpeg(torch.frombuffer(bytearray(cmyk), dtype=torch.uint8), mode="RGB")
     return {
-        "16-bit grey": (save(Image.fromarray(SIXTEEN), "PNG"), three),
+        "16-bit grey": (encoded(Image.fromarray(SIXTEEN)), three),
         "16-bit RGB": (pictures.png16(RGB.astype(np.uint16) * 256 + 200), RGB),
-        "16-bit PGM": (save(Image.fromarray(SIXTEEN.astype(np.int32)), "PPM"), three),
-        "16-bit TIFF": (save(Image.fromarray(SIXTEEN), "TIFF"), three),
-        "LA": (save(Image.fromarray(np.dstack([GREY, alpha])), "PNG"), three),
-        "RGBA": (save(Image.fromarray(np.dstack([RGB, alpha])), "PNG"), RGB),
-        "1": (save(Image.fromarray(GREY > 127), "PNG"), np.where(three > 127, 255, 0).astype(np.uint8)),
+        "16-bit PGM": (encoded(Image.fromarray(SIXTEEN.astype(np.int32)), "PPM"), three),
+        "16-bit TIFF": (encoded(Image.fromarray(SIXTEEN), "TIFF"), three),
+        "LA": (encoded(Image.fromarray(np.dstack([GREY, alpha]))), three),
+        "RGBA": (encoded(Image.fromarray(np.dstack([RGB, alpha]))), RGB),
+        "1": (encoded(Image.fromarray(GREY > 127)), np.where(three > 127, 255, 0).astype(np.uint8)),
         "palette with transparency": palette(),
         "grey PNG that says it is turned": (turned, three),
         "CMYK JPEG": (cmyk, decoded.permute(1, 2, 0).numpy()),
@@ -81,11 +76,11 @@ def test_every_mode_is_the_picture_on_both_paths(kind, tmp_path):
 
 def test_16_bits_keep_their_high_byte():
     values = np.array([[0, 255, 256, 511, 32768, 65279, 65280, 65535]], np.uint16)
-    for image in (Image.fromarray(values), Image.open(io.BytesIO(save(Image.fromarray(values), "PNG")))):
+    for image in (Image.fromarray(values), Image.open(io.BytesIO(encoded(Image.fromarray(values))))):
         assert np.asarray(as_rgb(image))[0, :, 0].tolist() == [0, 0, 1, 1, 128, 254, 255, 255]
     for mode in ("I", "F"):
         with pytest.raises(Unreadable, match="x.tiff is a broken image .its pixels are 32-bit numbers"):
-            read_rgb(io.BytesIO(save(Image.fromarray(GREY).convert(mode), "TIFF")), "x.tiff")
+            read_rgb(io.BytesIO(encoded(Image.fromarray(GREY).convert(mode), "TIFF")), "x.tiff")
 
 
 def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
@@ -98,7 +93,7 @@ def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
     cases = {
         "empty.jpg": (b"", "cannot be read as an image .of no known format"),
         "text.jpg": (b"not a picture", "of no known format"),
-        "eps.jpg": (save(Image.fromarray(RGB), "EPS"), "of no known format"),  # PIL would hand it to Ghostscript
+        "eps.jpg": (encoded(Image.fromarray(RGB), "EPS"), "of no known format"),  # PIL would hand it to Ghostscript
         "cut.jpg": (whole.read_bytes()[:-100], "cut.jpg is a broken image .image file is truncated"),
         "gone.jpg": (None, "cannot be read as an image .No such file or directory"),
         "folder.jpg": (None, "Is a directory"),
@@ -106,7 +101,7 @@ def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
         "line\nfeed.jpg": (b"", r"line\\nfeed.jpg cannot be read"),
         os.fsdecode(b"latin-\xe9.jpg"): (b"", r"latin-\\udce9.jpg cannot be read"),
         "näme 图.jpg": (b"", "näme 图.jpg cannot be read"),
-        "small.png": (save(Image.fromarray(RGB[:1]), "PNG"), "has 1 x 80 pixels, less than one patch .8 x 8"),
+        "small.png": (encoded(Image.fromarray(RGB[:1])), "has 1 x 80 pixels, less than one patch .8 x 8"),
         "whole.jpg": (closed, "whole.jpg cannot be read as an image .Permission denied"),
     }
     for name, (content, message) in cases.items():
@@ -121,7 +116,7 @@ def test_damaged_files_say_what_is_wrong(tmp_path, monkeypatch):
 @pytest.mark.parametrize("limit", [1000, 3000], ids=["error of Pillow", "warning of Pillow"])
 def test_decompression_bombs_are_unreadable(limit, tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)  # Pillow raises over twice the limit, and warns over it
-    content = save(Image.fromarray(RGB), "PNG")
+    content = encoded(Image.fromarray(RGB))
     with warnings.catch_warnings(), pytest.raises(Unreadable, match=r"x.png .*(limit of|exceeds limit)"):
         warnings.simplefilter("error")
         read_rgb(io.BytesIO(content), "x.png")
@@ -132,14 +127,14 @@ def test_a_file_may_hold_what_pillow_reads_whatever_its_suffix():
     kinds = {Image.EXTENSION[suffix] for suffix in SUFFIXES} | {"TGA", "JPEG2000"}
     kinds |= {"MPO"} | ({"AVIF"} if features.check("avif") else set())  # MPO: a camera's JPEG with a second picture
     for kind in kinds:
-        found = np.asarray(read_rgb(io.BytesIO(save(Image.fromarray(RGB), kind)), "x.jpg")).astype(int)
+        found = np.asarray(read_rgb(io.BytesIO(encoded(Image.fromarray(RGB), kind)), "x.jpg")).astype(int)
         assert np.abs(found - RGB).mean() < 8, kind
 
 
 def test_animations_are_their_first_frame():
     frames = [pictures.smooth(i) for i in range(3)]
     for kind in ("GIF", "WEBP"):
-        content = save(frames[0], kind, save_all=True, append_images=frames[1:], duration=50)
+        content = encoded(frames[0], kind, save_all=True, append_images=frames[1:], duration=50)
         difference = np.asarray(read_rgb(io.BytesIO(content), "x")).astype(int) - RGB
         assert np.abs(difference).mean() < 8, kind
 
@@ -155,7 +150,7 @@ def test_named_data_sets_say_what_is_broken():
         reader = Gone()
 
     class Stored(list):
-        reader = [(io.BytesIO(save(Image.fromarray(SIXTEEN), "PNG")), 1)]
+        reader = [(io.BytesIO(encoded(Image.fromarray(SIXTEEN))), 1)]
 
     for source in (Reader(), Gone()):
         with pytest.raises(Unreadable, match=r"hfds/x\[0\] is a broken image .*No such file"):

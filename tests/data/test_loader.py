@@ -7,24 +7,25 @@ import torch
 from PIL import Image
 from runs import digits
 
-from vitfast.data.datasets import Shards, labels_of
 from vitfast.data.loader import open_data
-from vitfast.data.samples import Samples, StreamSampler
+from vitfast.data.samples import Samples, stream_keys
+from vitfast.data.shards import Shards, ShardSamples
+from vitfast.data.sources import labels_of
 
 CPU = torch.device("cpu")
 
 
 def test_stream_covers_each_epoch_once_and_starts_anywhere():
-    whole = list(StreamSampler(10, 4, seed=3, start=0, stop=10))
+    whole = list(stream_keys(10, 4, seed=3, start=0, stop=10))
     assert all(len(batch) == 4 for batch in whole)
     flat = [key for batch in whole for key in batch]
     for epoch in range(4):
         indices = [i for e, i in flat if e == epoch]
         assert sorted(indices) == list(range(10))
     assert [i for e, i in flat if e == 0] != [i for e, i in flat if e == 1]
-    assert list(StreamSampler(10, 4, seed=3, start=7, stop=10)) == whole[7:]
-    assert list(StreamSampler(10, 4, seed=4, start=0, stop=10)) != whole
-    assert len(next(iter(StreamSampler(3, 8, 0, 0, 1)))) == 8  # a batch may be larger than the data
+    assert list(stream_keys(10, 4, seed=3, start=7, stop=10)) == whole[7:]
+    assert list(stream_keys(10, 4, seed=4, start=0, stop=10)) != whole
+    assert len(next(iter(stream_keys(3, 8, 0, 0, 1)))) == 8  # a batch may be larger than the data
 
 
 def test_a_sample_depends_on_seed_epoch_and_index_alone():
@@ -36,7 +37,7 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone():
     torch.manual_seed(9)
     np.random.seed(9)
     assert np.array_equal(samples[1, 7][0], first) and not np.array_equal(samples[2, 7][0], first)
-    assert first.dtype == np.uint8 and first.shape == (3, 32, 32)
+    assert first.dtype == torch.uint8 and first.shape == (3, 32, 32)
     alone = list(data.train_batches(3, 5))
     with_workers = list(dataclasses.replace(data, workers=2).train_batches(3, 5))
     for (a, la, _), (b, lb, _) in zip(alone, with_workers):
@@ -72,7 +73,7 @@ def test_subsets_of_a_data_set():
 def test_readers_of_the_same_shards_each_have_their_own_transform():
     grey = [(Image.new("L", (1, 1), value), label) for value, label in ((1, 0), (2, 1))]
     shards = Shards("hfids/x", grey, ["a", "b"])
-    readers = [shards.samples(lambda image, add=add: np.asarray(image) + add) for add in (10, 20)]
+    readers = [ShardSamples(shards, lambda image, add=add: np.asarray(image) + add) for add in (10, 20)]
     both = [[(int(image[0, 0, 0]), *rest) for image, *rest in reader] for reader in readers]
     assert both == [[(11, 0, []), (12, 1, [])], [(21, 0, []), (22, 1, [])]]
     assert shards.dataset == grey

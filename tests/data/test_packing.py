@@ -11,7 +11,7 @@ from runs import digits
 
 from vitfast import InputError, PackedImages
 from vitfast.data.loader import open_data
-from vitfast.data.packing import Packing, Progress, StepSampler, fit_grid, native_grid
+from vitfast.data.packing import Packing, Progress, StepKeys, fit_grid
 from vitfast.data.samples import ONE
 from vitfast.run.distributed import Ranks
 
@@ -21,7 +21,7 @@ PACKING = Packing(low=16, high=48, patch=(8, 8), prefix=1, drop=0.0, budget=300,
 def steps(count, packing=PACKING, seed=0, progress=None, ranks=ONE, length=100, accumulate=1):
     """(keys of each step, where the stream is after it)."""
     config = digits(seed=seed, accumulate=accumulate)
-    sampler = StepSampler(length, packing, config, count, progress or Progress(), ranks)
+    sampler = StepKeys(length, packing, config, count, progress or Progress(), ranks)
     return list(sampler), list(sampler.after)
 
 
@@ -50,11 +50,6 @@ def test_no_grid_is_over_its_budget_or_far_below(most):
         if 1 / most < ratio < most:
             assert down * across >= most - math.sqrt(most * ratio) - math.sqrt(most / ratio)
             assert abs(math.log(down / across / ratio)) <= math.log(1 + 1.5 / min(down, across))
-
-
-def test_native_grids_are_the_nearest():
-    assert native_grid(100, 37, (16, 16)) == (6, 2) and native_grid(3, 500, (16, 16)) == (1, 31)
-    assert native_grid(1600, 1600, (16, 16), most=256) == (16, 16)
 
 
 def test_every_image_is_taken_once_an_epoch():

@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 from runs import digits
-from shards import files, png, shards, write
+from shards import files, shards, write
 
 from vitfast import InputError
-from vitfast.data.datasets import Subset, fingerprint, known_labels, take
+from vitfast.data.datasets import Subset, fingerprint, take
 from vitfast.data.loader import open_data
 from vitfast.data.samples import PADDING
 from vitfast.run.config import total_steps
@@ -27,17 +27,17 @@ def test_local_shards_are_read_by_index(tmp_path):
     data = open_data(digits(data=f"wds/{root}"), (24, 24), (8, 8), CPU)
     order = [0, 2, 4, 6, 8, 1, 3, 5, 7]
     for source in (data.val, data.train.files):
-        assert known_labels(source) == [i % 3 for i in order] and source.classes == ["0", "1", "2"]
+        assert source.labels == [i % 3 for i in order] and source.classes == ["0", "1", "2"]
         for at, i in enumerate(order):
             assert np.array_equal(np.asarray(source[at][0]), np.asarray(Image.open(io.BytesIO(contents[i]))))
         assert source.name(5) == f"{root}/{'val' if source is data.val else 'train'}-1.tar, s/001.JPEG"
         assert source.described(5) == ("s/001.JPEG", 1, len(contents[1]))
     taken = take(data.train, 4)
     assert isinstance(taken, Subset) and taken.indices == take(data.train, 4).indices
-    labels = "".join(f"{label}\0" for label in known_labels(taken))
+    labels = "".join(f"{label}\0" for label in taken.labels)
     assert fingerprint(taken)["labels"] == hashlib.sha256(labels.encode()).hexdigest()
     few = open_data(digits(data=f"wds/{root}", shots=2, hold_out=0.3), (24, 24), (8, 8), CPU)
-    assert sorted(known_labels(few.train)) == [0, 0, 1, 1, 2, 2] and sorted(known_labels(few.val)) == [0, 1, 2]
+    assert sorted(few.train.labels) == [0, 0, 1, 1, 2, 2] and sorted(few.val.labels) == [0, 1, 2]
 
 
 def test_a_broken_image_of_a_shard_is_left_out_named_and_counted(tmp_path):
@@ -59,7 +59,7 @@ def test_a_broken_image_of_a_shard_is_left_out_named_and_counted(tmp_path):
 def test_training_shards_keep_16_bits(tmp_path):
     pytest.importorskip("webdataset")
     pixels = np.full((24, 24), 300, np.uint16)  # 1 of 255; clipped it would be white
-    root = shards(tmp_path, [png(Image.fromarray(pixels))] * 6)
+    root = shards(tmp_path, [pictures.encoded(Image.fromarray(pixels))] * 6)
     config = digits(data=f"wds/{root}", batch_size=4, workers=0)
     images, labels, told = next(iter(open_data(config, (24, 24), (8, 8), CPU).train_batches(0, 1)))
     assert images.unique().tolist() == [1] and not told

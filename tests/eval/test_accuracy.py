@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import randomize
 from commands import run_cli
-from evaluations import result
-from frozen import evaluation, save_tiny
+from frozen import evaluation, result, save_tiny, tiny
 from PIL import Image
 from sklearn.metrics import top_k_accuracy_score
 
@@ -37,9 +35,8 @@ def test_top_1_top_5_and_loss_are_scikit_learns(tmp_path):
 def imagenet(tmp_path_factory):
     """(weights, data, labels): 12 images with ImageNet's names, and real labels of which 6 in 10 are as guessed."""
     root, found = tmp_path_factory.mktemp("real"), []
-    torch.manual_seed(1)
-    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3)
-    randomize(model, std=0.5).eval().save_pretrained(root / "w")
+    model = tiny(3, seed=1)
+    model.save_pretrained(root / "w")
     order = np.random.default_rng(0).permutation(12) + 1  # ImageNet's numbers do not follow the class folders
     for split, first in (("train", 0), ("val", 12)):
         for i, number in enumerate(order):

@@ -16,6 +16,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from vitfast import InputError, ViT
 from vitfast.data.loader import open_data
+from vitfast.data.sources import Subset
 from vitfast.eval import fewshot, probe
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def test_ridge_is_scikit_learns_on_whitened_features_and_a_constant(count, width
         )
         assert_close(solver.weights(l2), torch.from_numpy(theirs.coef_.T), atol=1e-9, rtol=1e-6, name=f"l2 {l2}")
         assert np.array_equal(solver.predict(queries, l2).numpy(), theirs.predict(design(queries)).argmax(1))
-    assert torch.equal(fewshot.ridge(x, y, queries, 4), solver.predict(queries, 1024.0))
+    assert torch.equal(fewshot.classify("ridge", x, y, queries, 4), solver.predict(queries, 1024.0))
 
 
 def test_draws_are_of_every_class_and_nested():
@@ -135,7 +136,8 @@ def test_few_shot_from_weights_to_accuracy(digits_weights, monkeypatch, capsys):
         assert row["accuracy"] == pytest.approx(np.mean(row["accuracies"]))
     assert 0.1 < result["results"][0]["accuracy"] < result["results"][1]["accuracy"]
 
-    monkeypatch.setattr(fewshot, "known_labels", lambda source: None)  # a source without labels: every image is read
+    monkeypatch.setattr(Subset, "labels", None)  # of a source whose labels are not known every image is read
+    monkeypatch.setattr(fewshot, "by_index", lambda source: Subset(source, range(len(source))))
     assert fewshot.few_shot(config, shots=[2, 10], seeds=2) == result
     command = ("fewshot", "--weights", digits_weights, "--data", "digits", "--device", "cpu")
     code, out, _ = run_cli(capsys, *command, "--shots", 10, "all", "--seeds", 2, "--json")

@@ -8,10 +8,8 @@ import numpy as np
 import pictures
 import pytest
 import torch
-from checks import randomize
 from commands import run_cli
-from evaluations import of_two, result
-from frozen import evaluation
+from frozen import evaluation, of_two, result, tiny
 from PIL import Image
 from processes import done, ranks
 from sklearn.metrics import average_precision_score
@@ -114,8 +112,7 @@ def test_the_metric_is_scikit_learns_over_the_classes_there_are():
 
 
 def test_two_ranks_have_one_metric(data, tmp_path):
-    torch.manual_seed(0)
-    model = randomize(ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3), std=0.5)
+    model = tiny(3)
     model.save_pretrained(tmp_path / "w")
     config = evaluation("", data, eval_batch_size=7)
     alone = evaluate(model, open_data(config, (16, 16), (8, 8), CPU), CPU, None)

@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from checks import randomize
 from commands import run_cli
+from frozen import tiny
 from PIL import Image
 
-from vitfast import ViT
 from vitfast.data.loader import open_data
 from vitfast.data.packing import Native
 from vitfast.eval.accuracy import evaluate
@@ -17,14 +16,12 @@ from vitfast.eval.predict import predict
 from vitfast.run.config import Config
 from vitfast.train.recipes import resolve
 
-SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=2, dynamic_img_size=True)
 SIZES = [(16, 16), (40, 16), (13, 30), (64, 64), (5, 90), (24, 24)]  # width, height
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(1)
-    return randomize(ViT(**SMALL), std=0.3).eval()
+    return tiny(2, std=0.3, seed=1, depth=2, dynamic_img_size=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +88,10 @@ def test_predict_sees_each_image_whole(folder, model, capsys):
     assert one_size != records[2]["predictions"]  # 64 x 64 made 16 x 16
 
 
-def test_large_images_are_made_smaller():
+def test_images_keep_their_nearest_grid_unless_it_is_too_large():
     native = Native((8, 8), 50)
-    image = Image.fromarray(np.zeros((200, 400, 3), np.uint8))
-    assert native.transform(image).shape == (3, 40, 80)
+    for size, shape in (((37, 76), (3, 80, 40)), ((250, 3), (3, 8, 248)), ((400, 200), (3, 40, 80))):
+        assert native.transform(Image.new("RGB", size)).shape == shape
     kept = native.transform(Image.fromarray(np.arange(16 * 24 * 3, dtype=np.uint8).reshape(16, 24, 3)))
     assert np.array_equal(kept.transpose(1, 2, 0), np.arange(16 * 24 * 3, dtype=np.uint8).reshape(16, 24, 3))
 
@@ -118,8 +115,7 @@ ONE_SIZE = [
 def test_what_is_of_one_size_says_so(folder, tmp_path, capsys, command, setting, says):
     more = ("--output", tmp_path / "run") if command == "pretrain" else ()
     if "relative" in says:
-        plain = {name: value for name, value in SMALL.items() if name != "dynamic_img_size"}
-        ViT(**plain, pos_embed="relative").save_pretrained(tmp_path / "weights")
+        tiny(2, pos_embed="relative").save_pretrained(tmp_path / "weights")
     weights = (tmp_path if "relative" in says else folder) / "weights"
     flags = ("--weights", weights, "--data", folder / "data", "--device", "cpu", "--set", setting)
     code, _, err = run_cli(capsys, command, *flags, *more)

@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 from checks import randomize
-from frozen import evaluation
+from frozen import evaluation, tiny
 from PIL import Image
 
 from vitfast import InputError, ViT
@@ -32,12 +32,6 @@ def photograph(seed: int, size: tuple[int, int]) -> Image.Image:
     """Blurred noise: neighbours are alike, as in photographs."""
     small = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
-
-
-def tiny(classes: int = 3, **options) -> ViT:
-    torch.manual_seed(1)
-    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=classes, **options)
-    return randomize(model, std=0.3)
 
 
 @pytest.fixture
@@ -87,7 +81,7 @@ def test_images_stream(tmp_path):
             taken.append(number)
             yield str(tmp_path / "a.png")
 
-    records = predict(tiny(), endless(), Config(workers=0, eval_batch_size=4))
+    records = predict(tiny(3), endless(), Config(workers=0, eval_batch_size=4))
     assert len([next(records) for _ in range(9)]) == 9 and len(taken) <= 16
 
 
@@ -100,7 +94,7 @@ def test_what_cannot_be_read_has_its_place_and_its_reason(tmp_path):
     (tmp_path / "bad.png").write_text("no image")
     paths = [bad, good, cut, good, str(tmp_path), str(tmp_path / "gone.png")]
     for size in (1, 2, 6):
-        records = list(predict(tiny(), iter(paths), Config(workers=0, eval_batch_size=size)))
+        records = list(predict(tiny(3), iter(paths), Config(workers=0, eval_batch_size=size)))
         assert [r["image"] for r in records] == paths
         assert ["error" in r for r in records] == [True, False, True, False, True, True]
         assert all(r["image"] in r["error"] and "predictions" not in r for r in records if "error" in r)
@@ -110,22 +104,22 @@ def test_what_cannot_be_read_has_its_place_and_its_reason(tmp_path):
 
 def test_numbers_that_are_none_no_head_and_too_little_memory_are_one_line(tmp_path, monkeypatch):
     photograph(0, (40, 40)).save(tmp_path / "a.png")
-    model = tiny()
+    model = tiny(3)
     model.head.bias.data[1] = float("nan")
     (record,) = predict(model, [str(tmp_path / "a.png")], HOST, sigmoid=True)
     assert "not a number" in record["error"] and "predictions" not in record
-    for model in (tiny(0), tiny(global_pool="")):
+    for model in (tiny(0), tiny(3, global_pool="")):
         with pytest.raises(InputError, match="no head that tells classes"):
             predict(model, [], HOST)
     with pytest.raises(InputError, match="top_k must be at least 1, got 0"):
-        predict(tiny(), [], HOST, top_k=0)
+        predict(tiny(3), [], HOST, top_k=0)
 
     def full(self, images):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ViT, "forward", full)
     with pytest.raises(InputError, match="out of memory with 1 images at once; give a smaller --batch-size"):
-        next(predict(tiny(), [str(tmp_path / "a.png")], HOST))
+        next(predict(tiny(3), [str(tmp_path / "a.png")], HOST))
 
 
 def test_a_folder_is_walked_in_order_with_its_links_and_without_its_circles(tmp_path):
@@ -141,7 +135,7 @@ def test_a_folder_is_walked_in_order_with_its_links_and_without_its_circles(tmp_
         (tmp_path / "root" / name).symlink_to(target)
     found = [path.removeprefix(f"{tmp_path}/root/") for path in image_files(tmp_path / "root")]
     assert found == ["a.webp", "b/10.png", "b/2.JPG", "c/deep/x.png", "d/z.png", "e.png", "f.png", "g.png"]
-    records = predict(tiny(), [str(tmp_path / "root" / name) for name in ("f.png", "g.png")], HOST)
+    records = predict(tiny(3), [str(tmp_path / "root" / name) for name in ("f.png", "g.png")], HOST)
     assert [record["error"].split("(")[1][:8] for record in records] == ["No such ", "Too many"]
     assert list(image_files(tmp_path / "root/b/notes.txt")) == [str(tmp_path / "root/b/notes.txt")]  # as asked for
     (tmp_path / "empty").mkdir()
@@ -185,8 +179,7 @@ def test_predict_and_eval_see_the_same_images_of_a_folder(tmp_path):
     (tmp_path / "val" / "a" / ".hidden").mkdir()
     for hidden in (".hidden/1.png", ".1.png", "._0.jpg"):
         pictures.smooth(1, 20, 20).save(tmp_path / "val" / "a" / hidden)
-    torch.manual_seed(0)
-    model = randomize(ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2), std=0.5).eval()
+    model = tiny(2)
     model.class_names = names = ("n01.440", "é,\n")
     config = evaluation("", tmp_path, crop_pct=0.9)
     data = open_data(config, (16, 16), (8, 8), torch.device("cpu"))

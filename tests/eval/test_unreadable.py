@@ -4,13 +4,9 @@ import shutil
 
 import pictures
 import pytest
-import torch
-from checks import randomize
 from commands import run_cli
-from evaluations import result
-from frozen import evaluation
+from frozen import evaluation, result, tiny
 
-from vitfast import ViT
 from vitfast.experiments import vtab
 
 FLAGS = ("--device", "cpu", "--set", "workers=0", "eval_batch_size=3")
@@ -20,9 +16,7 @@ FLAGS = ("--device", "cpu", "--set", "workers=0", "eval_batch_size=3")
 def made(tmp_path_factory):
     """(weights, data with broken images, the same data without those images)."""
     root = tmp_path_factory.mktemp("unreadable")
-    torch.manual_seed(3)
-    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
-    randomize(model, std=0.5).save_pretrained(root / "weights")
+    tiny(2, seed=3).save_pretrained(root / "weights")
     whole = pictures.folder(root / "data", count=9)
     shutil.copytree(whole, root / "rest")
     (whole / "train" / "a" / "2.jpg").write_bytes(b"")

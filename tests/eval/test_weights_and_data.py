@@ -7,10 +7,8 @@ import numpy as np
 import pictures
 import pytest
 import torch
-from checks import randomize
 from commands import run_cli
-from evaluations import result
-from frozen import evaluation
+from frozen import evaluation, result, tiny
 from PIL import Image
 
 from vitfast import InputError, ViT
@@ -23,9 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def weights(tmp_path):
-    torch.manual_seed(0)
-    model = randomize(ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3), std=0.5)
-    model.save_pretrained(tmp_path / "w")
+    tiny(3).save_pretrained(tmp_path / "w")
     return tmp_path / "w"
 
 
@@ -99,7 +95,7 @@ def test_evaluations_cut_images_as_they_are_told(weights, wide):
 )
 def cut_weights(request, tmp_path):
     """A checkpoint that says how evaluations cut images, without any state of a run."""
-    model = ViT(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
+    model = tiny(2)
     model.crop_mode, model.crop_pct = request.param
     model.save_pretrained(tmp_path / "cut")
     return tmp_path / "cut"
@@ -142,7 +138,7 @@ def test_the_cut_of_images_goes_into_every_format_and_comes_back(cut_weights, wi
 
 
 def test_what_a_format_cannot_say_of_the_cut_is_told(tmp_path):
-    model = ViT(img_size=(16, 24), patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=2)
+    model = tiny(2, img_size=(16, 24))
     for form, name, mode, share in (("huggingface", "hf", "border", 0.9), ("npz", "w.npz", None, 0.5)):
         model.crop_mode, model.crop_pct = mode, share
         (note,) = [note for note in write(model, tmp_path / name, form) if "cut" in note]

@@ -9,13 +9,15 @@ import pictures
 import pytest
 import torch
 import yaml
-from frozen import evaluation, run_cli, save_tiny
+from commands import run_cli
+from frozen import evaluation, save_tiny
 from PIL import Image
 from shards import write
 
 from vitfast import ViT
-from vitfast.data.datasets import labels_of, take
+from vitfast.data.datasets import take
 from vitfast.data.loader import open_data
+from vitfast.data.sources import labels_of
 from vitfast.data.transforms import transforms
 from vitfast.eval import fewshot, probe
 from vitfast.experiments import vtab
@@ -79,9 +81,10 @@ def test_vtab_is_one_table_of_several_tasks(digits_weights, stripes, tmp_path, c
     model = ViT.from_pretrained(digits_weights)
     x, y, *_ = probe.features(model, data, take(data.train, 200), CPU, None)
     queries, truth, *_ = probe.features(model, data, data.val, CPU, None)
-    held = {l2: int((fewshot.ridge(x[:160], y[:160], x[160:], 10, l2) == y[160:]).sum()) for l2 in vtab.L2["ridge"]}
+    solver = fewshot.Ridge(x[:160], y[:160], 10)
+    held = {l2: int((solver.predict(x[160:], l2) == y[160:]).sum()) for l2 in vtab.L2["ridge"]}
     assert held[digits["l2"]] == max(held.values()) > min(held.values())
-    right = (fewshot.ridge(x, y, queries, 10, digits["l2"]) == truth).double().mean().item()
+    right = (fewshot.Ridge(x, y, 10).predict(queries, digits["l2"]) == truth).double().mean().item()
     assert digits["accuracy"] == pytest.approx(right, abs=2 / 360)
 
 

@@ -1,5 +1,6 @@
 """Small image files of every kind, and folders of them."""
 
+import io
 import struct
 import zlib
 from pathlib import Path
@@ -12,6 +13,13 @@ def smooth(seed: int, height: int = 60, width: int = 80) -> Image.Image:
     """A blurred RGB picture: two resamplers agree on it but for rounding."""
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(noise).filter(ImageFilter.GaussianBlur(3))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    """The content of an image file."""
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
 
 
 def png16(pixels: np.ndarray) -> bytes:

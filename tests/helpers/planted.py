@@ -120,8 +120,8 @@ PLANTED = [
     Planted(
         "labels of the next image",
         "data/samples.py",
-        "return np.asarray(image), label, unreadable",
-        "return np.asarray(image), self.source[(index + 1) % len(self.source)][1], unreadable",
+        "return image, label, unreadable",
+        "return image, self.source[(index + 1) % len(self.source)][1], unreadable",
         "tests/data/test_loader.py tests/data/test_folders.py tests/data/test_images.py",
     ),
     Planted(
@@ -134,8 +134,8 @@ PLANTED = [
     Planted(
         "every epoch in the same order",
         "data/samples.py",
-        "mix_seed(self.seed, epoch)",
-        "mix_seed(self.seed, 0)",
+        "mix_seed(seed, epoch)",
+        "mix_seed(seed, 0)",
         "tests/data/test_loader.py -k each_epoch_once",
     ),
     Planted(

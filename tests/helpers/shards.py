@@ -5,18 +5,11 @@ import tarfile
 from pathlib import Path
 
 import pictures
-from PIL import Image
-
-
-def png(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
 
 
 def files(count: int) -> list[bytes]:
     """The contents of so many image files."""
-    return [png(pictures.smooth(i, 24, 24)) for i in range(count)]
+    return [pictures.encoded(pictures.smooth(i, 24, 24)) for i in range(count)]
 
 
 def write(path: Path, members: list[tuple[str, bytes]]) -> None:

@@ -18,7 +18,7 @@ from runs import QUICK, digits, pretraining_command, records, same_runs, trainin
 from shards import files, shards
 
 from vitfast.data.loader import open_data
-from vitfast.data.samples import PADDING, StreamSampler
+from vitfast.data.samples import PADDING, stream_keys
 from vitfast.run.distributed import FAILED, Ranks
 from vitfast.train.lock import LOCK, locked
 from vitfast.train.resume import read_training_state
@@ -226,8 +226,8 @@ def test_gradients_travel_once_a_step(tmp_path):
 
 
 def test_ranks_share_the_stream_and_the_validation_set():
-    whole = list(StreamSampler(50, 7, seed=3, start=2, stop=20))
-    parts = [list(StreamSampler(50, 7, 3, 2, 20, Ranks(rank, 3))) for rank in range(3)]
+    whole = list(stream_keys(50, 7, seed=3, start=2, stop=20))
+    parts = [list(stream_keys(50, 7, 3, 2, 20, Ranks(rank, 3))) for rank in range(3)]
     assert [sum(batches, []) for batches in zip(*parts)] == whole and {len(b) for p in parts for b in p} == {2, 3}
     seen, counts = [], []
     for rank in range(7):

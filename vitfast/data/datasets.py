@@ -12,9 +12,12 @@ from PIL import Image
 from timm.data import create_dataset
 
 from ..errors import InputError
-from .folders import ImageFiles, open_folder
+from ..run.config import Config
+from .folders import open_folder
 from .images import Unreadable, as_rgb, read_rgb
-from .shards import SUFFIXES, ShardFiles, Shards, decode_streamed, local_shards, undecoded
+from .samples import mix_seed
+from .shards import SUFFIXES, Shards, local_shards, stream_files
+from .sources import Source, Subset, split
 
 ITERABLE = ("wds/", "hfids/", "tfds/")
 NAMED = ("torch/", "hfds/", *ITERABLE)
@@ -23,7 +26,7 @@ EXAMPLES = dict(
 )
 
 
-class Digits:
+class Digits(Source):
     """scikit-learn's digits: 1,797 scans of 8 x 8 pixels, a fixed fifth of each class for testing."""
 
     classes = [str(i) for i in range(10)]
@@ -38,97 +41,43 @@ class Digits:
         self.pixels = (scans.images[self.indices] * (255 / 16)).round().astype(np.uint8)
         self.labels = scans.target[self.indices].tolist()
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         return Image.fromarray(self.pixels[index]).convert("RGB"), self.labels[index]
 
-    def name(self, index: int) -> str:
-        return f"digit {self.indices[index]}"
 
-
-class Synthetic:
+class Synthetic(Source):
     """Random images, made once and repeated: for measuring speed, not for learning."""
 
     classes = [str(i) for i in range(1000)]
-    transformed = True  # nothing is decoded, cropped or resized
+    transformed = True
 
     def __init__(self, train: bool, img_size: tuple[int, int], chans: int = 3, pool: int = 64):
         generator = torch.Generator().manual_seed(int(train))
         self.pixels = torch.randint(0, 256, (pool, chans, *img_size), dtype=torch.uint8, generator=generator).numpy()
-        self.length = 8192 if train else 512
-
-    def __len__(self) -> int:
-        return self.length
+        self.labels = [index * 7919 % len(self.classes) for index in range(8192 if train else 512)]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self.pixels[index % len(self.pixels)], index * 7919 % len(self.classes)
-
-    def name(self, index: int) -> str:
-        return f"synthetic image {index}"
+        return self.pixels[index % len(self.pixels)], self.labels[index]
 
 
-class Subset:
-    """The images of a map-style source at these indices."""
-
-    def __init__(self, source, indices: list[int]):
-        self.source, self.indices, self.classes = source, indices, source.classes
-        self.transformed = getattr(source, "transformed", False)
-        self.multi_label = getattr(source, "multi_label", False)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int):
-        return self.source[self.indices[index]]
-
-    def name(self, index: int) -> str:
-        return self.source.name(self.indices[index])
-
-
-def whole(source, index: int) -> tuple[object, int]:
-    """The source that an image of a (nested) Subset is of, and its index there."""
-    while isinstance(source, Subset):
-        source, index = source.source, source.indices[index]
-    return source, index
-
-
-def known_labels(source) -> list[int] | None:
-    """The class of each image where the source knows them without reading images, None elsewhere."""
-    if getattr(source, "multi_label", False):
-        return None
-    if isinstance(source, Subset):
-        known = known_labels(source.source)
-        return None if known is None else [known[i] for i in source.indices]
-    if isinstance(source, (Digits, ImageFiles, ShardFiles)):
-        return source.labels
-    if not isinstance(source, Named):
-        return None
-    reader = getattr(source.dataset, "reader", None)
-    if reader is None:  # torchvision
-        targets = getattr(source.dataset, "targets", None)
-    else:  # Hugging Face: the column, unless timm maps its values
-        column = getattr(reader, "label_key", None)
-        mapped = getattr(reader, "remap_class", False) or getattr(reader, "target_keys", None)
-        targets = reader.dataset[column] if column and not mapped and column in reader.dataset.column_names else None
-    return None if targets is None else [int(t) for t in targets]
-
-
-def labels_of(source) -> list[int]:
-    """The class of each image of a map-style source; reads the images only where there is no other way."""
-    known = known_labels(source)
-    return [source[i][1] for i in range(len(source))] if known is None else known
-
-
-class Named:
-    """A map-style data set of timm's factory (torchvision, Hugging Face datasets)."""
+class Named(Source):
+    """A data set of timm's factory that is read by index (torchvision, Hugging Face datasets)."""
 
     def __init__(self, spec: str, dataset):
-        self.spec, self.dataset = spec, dataset
-        reader = getattr(dataset, "reader", None)
-        classes = getattr(reader, "class_to_idx", None) or getattr(dataset, "class_to_idx", None) or {}
+        self.spec, self.dataset, self.reader = spec, dataset, getattr(dataset, "reader", None)  # torchvision has none
+        classes = getattr(dataset if self.reader is None else self.reader, "class_to_idx", None) or {}
         self.classes = [str(c) for c in sorted(classes, key=classes.get)]
+
+    @property
+    def labels(self) -> list[int] | None:
+        if self.reader is None:
+            targets = getattr(self.dataset, "targets", None)
+        else:  # Hugging Face: the column, unless timm maps its values
+            column = getattr(self.reader, "label_key", None)
+            mapped = getattr(self.reader, "remap_class", False) or getattr(self.reader, "target_keys", None)
+            plain = column and not mapped and column in self.reader.dataset.column_names
+            targets = self.reader.dataset[column] if plain else None
+        return None if targets is None else [int(t) for t in targets]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -138,46 +87,42 @@ class Named:
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
-            if hasattr(self.dataset, "reader"):  # timm's own __getitem__ skips broken images without a word
-                stream, label = self.dataset.reader[index][:2]
+            if self.reader is not None:  # timm's own __getitem__ skips broken images without a word
+                stream, label = self.reader[index][:2]
                 with stream:
                     image = read_rgb(stream, self.name(index))
             else:
                 image, label = self.dataset[index]
                 image = as_rgb(image)
+        except Unreadable:
+            raise
         except Exception as error:  # each library raises its own
-            if isinstance(error, Unreadable):
-                raise
             raise Unreadable(f"{self.name(index)} is a broken image ({' '.join(str(error).split())})") from None
         if int(label) < 0:
             raise InputError(f"{self.name(index)} has the class {int(label)}: this split of {self.spec} has no labels")
         return image, int(label)
 
 
-class InMemory:
-    """The first images of a stream, held in memory, as a map-style source."""
+class InMemory(Source):
+    """The first images of a stream, held in memory, by index."""
 
     def __init__(self, stream: Shards, count: int):
         self.stream, self.classes = stream, stream.classes
-        self.samples = list(itertools.islice(stream.dataset, count))
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def name(self, index: int) -> str:
-        return f"{self.stream.spec}, image {index}"
+        self.contents, self.labels = [], []
+        for content, label in itertools.islice(stream.dataset, count):
+            self.contents.append(content)
+            self.labels.append(label)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        content, label = self.samples[index]
-        return self.stream.image(content, index), label
+        return self.stream.image(self.contents[index], index), self.labels[index]
 
 
-def by_index(source):
-    """The same images as a map-style source, where there is one."""
+def by_index(source: Source) -> Source:
+    """The same images by index, where there is such a source."""
     return source.files if isinstance(source, Shards) and source.files is not None else source
 
 
-def fingerprint(source) -> dict[str, str]:
+def fingerprint(source: Source) -> dict[str, str]:
     """Hashes of the names, the classes and the sizes in bytes of a source's images.
 
     Their contents are not read. Empty for a source of no files: its spec and its length say as much. The size of each
@@ -185,12 +130,9 @@ def fingerprint(source) -> dict[str, str]:
     local disk.
     """
     source = by_index(source)
-    indices = range(len(source))
-    while isinstance(source, Subset):
-        source, indices = source.source, [source.indices[i] for i in indices]
-    if not isinstance(source, (ImageFiles, ShardFiles)):
+    if source.described(0) is None:
         return {}
-    parts = [indices[first : first + 1000] for first in range(0, len(indices), 1000)]
+    parts = [range(len(source))[first : first + 1000] for first in range(0, len(source), 1000)]
     hashes = dict(names=hashlib.sha256(), labels=hashlib.sha256(), sizes=hashlib.sha256())
     with ThreadPoolExecutor(16) as pool:
         for described in pool.map(lambda part: [source.described(i) for i in part], parts):
@@ -200,7 +142,7 @@ def fingerprint(source) -> dict[str, str]:
     return {name: each.hexdigest() for name, each in hashes.items()}
 
 
-def take(source, count: int):
+def take(source: Source, count: int) -> Source:
     """`count` images of a training source, always the same, or all where it has no more."""
     source = by_index(source)
     if isinstance(source, Shards):
@@ -234,25 +176,20 @@ def _shards(spec: str, data_dir: str, batch_size: int, seed: int):
         dataset = _open_named(spec, str(root), split, **options)
         train.classes = val.classes = max(train.classes, val.classes, key=len)
         return Shards(spec, dataset, train.classes, train), val
-    if spec.startswith("hfids/"):
-        options |= dict(input_img_mode="")  # as_rgb converts
+    streamed = spec.startswith("hfids/")
+    options |= dict(input_img_mode="") if streamed else {}  # as_rgb converts
     train = _open_named(spec, data_dir, "train", **options)
     val = _open_named(spec, data_dir, "validation", **options | dict(is_training=False))
     names = getattr(train.reader, "class_to_idx", None) or getattr(val.reader, "class_to_idx", None) or {}
-    classes, decode = [str(i) for i in range(len(names))], None
-    if spec.startswith("hfids/"):
-        train, val, decode = undecoded(train), undecoded(val), decode_streamed
-    return tuple(Shards(spec, dataset, classes, decode=decode) for dataset in (train, val))
+    for dataset in (train, val) if streamed else ():
+        stream_files(dataset)
+    return tuple(Shards(spec, dataset, [str(i) for i in range(len(names))]) for dataset in (train, val))
 
 
 def open_sources(
     spec: str, data_dir: str, img_size: tuple[int, int], patch_size: tuple[int, int], batch_size: int, seed: int
 ):
-    """(training source, validation source) of a data SPEC. Raises InputError.
-
-    Map-style sources have `len`, `source[i] -> (image, label)`, `classes` and `name(i)`; Shards are read in order.
-    Where images have several classes (`multi_label`) the labels are vectors of zeros and ones.
-    """
+    """(training source, validation source) of a data SPEC. Raises InputError."""
     if not spec:
         raise InputError("no data given: --data takes a folder, 'digits', 'synthetic', or a name such as torch/cifar10")
     if spec == "digits":
@@ -276,3 +213,28 @@ def open_sources(
         known = f"'digits', 'synthetic', or a name that starts with {', '.join(NAMED)}"
         raise InputError(f"no folder {spec}; --data takes an existing folder, {known}")
     return open_folder(Path(spec), patch_size)
+
+
+def select(config: Config, train: Source, val: Source) -> tuple[Source, Source]:
+    """(train, val) as the settings choose them from both.
+
+    `hold_out` validates on a share of the training images; `shots` and `train_images` train on fewer.
+    """
+    if not (config.hold_out or config.shots or config.train_images):
+        return train, val
+    train = by_index(train)
+    if isinstance(train, Shards):
+        needed = "hold_out, shots and train_images need a data set that is read by index"
+        raise InputError(f"{needed}; {config.data!r} is read in order")
+    if config.hold_out:
+        val, train = split(train, lambda n: min(max(1, round(n * config.hold_out)), n - 1))
+    if config.shots and train.multi_label:
+        raise InputError(
+            f"shots is a number of images a class; images of {config.data!r} have several: set train_images"
+        )
+    if config.shots:
+        train, _ = split(train, lambda n: config.shots, mix_seed(config.seed, 1))
+    if config.train_images and config.train_images < len(train):
+        generator = torch.Generator().manual_seed(mix_seed(config.seed, 2))
+        train = Subset(train, sorted(torch.randperm(len(train), generator=generator)[: config.train_images].tolist()))
+    return train, val

@@ -12,18 +12,18 @@ import numpy as np
 from timm.utils.misc import natural_key
 
 from ..errors import InputError
-from .image_files import SUFFIXES, image_files
+from .image_files import SUFFIXES, suffix, visible_files
 from .images import Unreadable, opened, printable, read_rgb
-from .samples import split_by_class
+from .sources import Source, split
 
-HELD_OUT = 0.1  # share of a folder without val/ that is kept for validation
+HELD_OUT = 0.1  # share of a folder without val/ that is kept for validation, at least one image of two
 LABELS = ("labels.csv", "labels.json")
 HEADER = ("file", "classes")
 UNLISTED = frozenset(".avif .heic .jp2 .jxl".split())  # images that not every Pillow reads
 logger = logging.getLogger("vitfast")
 
 
-class ImageFiles:
+class ImageFiles(Source):
     """Image files of one split.
 
     labels: the class number of each, or where an image has any number of classes a tuple of them.
@@ -32,9 +32,6 @@ class ImageFiles:
     def __init__(self, files: list[str], labels: list, classes: list[str], min_size: tuple[int, int]):
         self.files, self.labels, self.classes, self.min_size = files, labels, classes, min_size
         self.multi_label = isinstance(next(iter(labels), None), tuple)
-
-    def __len__(self) -> int:
-        return len(self.files)
 
     def name(self, index: int) -> str:
         return printable(self.files[index])
@@ -63,7 +60,7 @@ class ImageFiles:
         return read_rgb(self.files[index], self.name(index), self.min_size), self.label(index)
 
 
-def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFiles]:
+def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[Source, Source]:
     """(training, validation) images of a folder. Raises InputError.
 
     Single images may be unreadable, and are found when they are read; a class of which nothing can be is an error here.
@@ -73,24 +70,12 @@ def open_folder(root: Path, min_size: tuple[int, int]) -> tuple[ImageFiles, Imag
     train_root = root / "train" if (root / "train").is_dir() else root
     names = ("val", "validation", "test") if train_root != root else ()
     val_root = next((root / name for name in names if (root / name).is_dir()), None)
-    if any((train_root / name).exists() for name in LABELS):
-        return _listed(train_root, val_root, min_size)
-    train = _class_folders(train_root, min_size)
-    if len(train.classes) < 2:
-        raise InputError(f"{train_root} has one class only ({train.classes[0]!r}); expected a folder for each class")
-    if val_root is None:
-        _check_classes(train_root, train)
-        return _held_out(train)
-    val = _class_folders(val_root, min_size)
-    kinds = {
-        "missing in validation": [c for c in train.classes if c not in val.classes],
-        "only in validation": [c for c in val.classes if c not in train.classes],
-    }
-    if differences := "; ".join(f"{kind}: {first_of(names)}" for kind, names in kinds.items() if names):
-        raise InputError(f"{val_root} and {train_root} must have the same class folders; {differences}")
-    _check_classes(train_root, train)
-    _check_classes(val_root, val)
-    return train, val
+    roots = [train_root] if val_root is None else [train_root, val_root]
+    listed = any((train_root / name).exists() for name in LABELS)
+    train, *val = _labels_files(roots, min_size) if listed else _class_folders(roots, min_size)
+    if not val:
+        *val, train = split(train, lambda n: max(round(n * HELD_OUT), int(n > 1)))
+    return train, *val
 
 
 def first_of(names: list[str]) -> str:
@@ -98,27 +83,44 @@ def first_of(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
 
 
-def _held_out(source: ImageFiles) -> tuple[ImageFiles, ImageFiles]:
-    """(training, validation): a fixed tenth of every class held out, at least one image of two.
-
-    Where images have any number of classes, a tenth of all.
-    """
-    groups = [0] * len(source) if source.multi_label else source.labels
-    held, kept = split_by_class(groups, lambda n: max(round(n * HELD_OUT), int(n > 1)), seed=0)
-    parts = ([[whole[i] for i in part] for whole in (source.files, source.labels)] for part in (kept, held))
-    return tuple(ImageFiles(files, labels, source.classes, source.min_size) for files, labels in parts)
-
-
 # ---- class folders
 
 
-def _class_folders(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
-    """Every image by the name of its folder, in timm's order (ReaderImageFolder)."""
-    _check_tree(folder)
+def _class_folders(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFiles]:
+    """The splits in these folders. Raises InputError where they have other classes, or one class alone."""
+    sources = [_class_folder(root, min_size) for root in roots]
+    classes = sources[0].classes
+    if len(classes) < 2:
+        raise InputError(f"{roots[0]} has one class only ({classes[0]!r}); expected a folder for each class")
+    for root, source in zip(roots, sources):
+        kinds = {
+            "missing in validation": [c for c in classes if c not in source.classes],
+            "only in validation": [c for c in source.classes if c not in classes],
+        }
+        if differences := "; ".join(f"{kind}: {first_of(names)}" for kind, names in kinds.items() if names):
+            raise InputError(f"{root} and {roots[0]} must have the same class folders; {differences}")
+        _check_classes(root, source)
+    return sources
+
+
+def _class_folder(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
+    """Every image by the name of its folder, in timm's order (ReaderImageFolder). Raises InputError.
+
+    timm's reader would follow a link back to a folder around it forty times, and pass over a folder that may not be
+    read. Warns of image files of unknown kinds.
+    """
     try:
-        files = sorted(image_files(folder), key=natural_key)
-    except InputError as error:
-        raise InputError(f"{error}; expected class folders with images in them") from None
+        found = list(visible_files(str(folder), refuse_circles=True))
+    except OSError as error:
+        raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
+    files = sorted((file for file in found if suffix(file) in SUFFIXES), key=natural_key)
+    known, unlisted = ", ".join(sorted(SUFFIXES)), [suffix(file) for file in found if suffix(file) in UNLISTED]
+    if unlisted:
+        kinds = " ".join(sorted(set(unlisted)))
+        logger.warning("%s: %d files (%s) are passed over; known are %s", folder, len(unlisted), kinds, known)
+    if not files:
+        known = f"known are files that end in {known}"
+        raise InputError(f"no images in {folder}; {known}; expected class folders with images in them")
     folders = [os.path.dirname(file) for file in files]
     if str(folder) in folders:
         stray = printable(files[folders.index(str(folder))])
@@ -128,29 +130,6 @@ def _class_folders(folder: Path, min_size: tuple[int, int]) -> ImageFiles:
     classes = sorted(set(names), key=natural_key)
     numbers = {name: number for number, name in enumerate(classes)}
     return ImageFiles(files, [numbers[name] for name in names], classes, min_size)
-
-
-def _check_tree(folder: Path) -> None:
-    """Raises InputError for a link back to a folder around it, and for a folder that may not be read.
-
-    timm's reader would follow the one forty times, and pass over the other. Warns of image files of unknown kinds.
-    """
-
-    def refuse(error: OSError):
-        raise InputError(f"{printable(str(error.filename))} cannot be read ({error.strerror})") from None
-
-    unlisted = []
-    for here, names, files in os.walk(folder, followlinks=True, onerror=refuse):
-        names[:] = [name for name in names if not name.startswith(".")]
-        unlisted += [name for name in files if os.path.splitext(name)[1].lower() in UNLISTED and name[0] != "."]
-        for link in (path for name in names if os.path.islink(path := os.path.join(here, name))):
-            around, depth = Path(here), len(Path(here).relative_to(folder).parts)
-            if os.path.realpath(link) in {os.path.realpath(part) for part in (around, *list(around.parents)[:depth])}:
-                raise InputError(f"{printable(link)} links back to a folder around it; remove the link")
-    if unlisted:
-        kinds = " ".join(sorted({os.path.splitext(name)[1].lower() for name in unlisted}))
-        known = ", ".join(sorted(SUFFIXES))
-        logger.warning("%s: %d files (%s) are passed over; known are %s", folder, len(unlisted), kinds, known)
 
 
 def _check_classes(folder: Path, source: ImageFiles) -> None:
@@ -163,24 +142,22 @@ def _check_classes(folder: Path, source: ImageFiles) -> None:
                     readable.add(label)
             except Unreadable as error:
                 errors.setdefault(label, error)
-    empty = next((label for label in errors if label not in readable), None)
-    if empty is not None:
-        name = source.classes[empty]
-        raise InputError(f"{folder}: no image of the class {name!r} can be read, the first: {errors[empty]}")
+    for label, error in errors.items():
+        if label not in readable:
+            name = source.classes[label]
+            raise InputError(f"{folder}: no image of the class {name!r} can be read, the first: {error}")
 
 
 # ---- labels files
 
 
-def _listed(train_root: Path, val_root: Path | None, min_size: tuple[int, int]) -> tuple[ImageFiles, ImageFiles]:
-    rows = list(_rows(train_root))
-    classes = sorted({name for _, _, names in rows for name in names}, key=natural_key)
+def _labels_files(roots: list[Path], min_size: tuple[int, int]) -> list[ImageFiles]:
+    """The splits in these folders: the images that their labels files list."""
+    rows = [list(_rows(root)) for root in roots]
+    classes = sorted({name for _, _, names in rows[0] for name in names}, key=natural_key)
     if not classes:
-        raise InputError(f"{_labels_file(train_root)} gives no image a class")
-    train = _labelled(train_root, rows, classes, min_size)
-    if val_root is None:
-        return _held_out(train)
-    return train, _labelled(val_root, list(_rows(val_root)), classes, min_size)
+        raise InputError(f"{_labels_file(roots[0])} gives no image a class")
+    return [_labelled(root, lines, classes, min_size) for root, lines in zip(roots, rows)]
 
 
 def _labelled(folder: Path, rows: list, classes: list[str], min_size: tuple[int, int]) -> ImageFiles:

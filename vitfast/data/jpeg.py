@@ -21,18 +21,18 @@ from torchvision.transforms.v2 import functional as F
 
 from ..errors import InputError
 from ..run.config import Config
-from .datasets import whole
 from .folders import ImageFiles
 from .images import Unreadable, as_rgb, read_rgb
-from .samples import Batch, Samples, seed_everything
+from .samples import Batch
+from .sources import Source, Subset
 from .transforms import CROPS
 
 START, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers before and after the pixels
 
 
-def check_decodable(config: Config, source) -> None:
+def check_decodable(config: Config, source: Source) -> None:
     """Raises InputError where this path cannot do what the settings ask."""
-    if len(source) and not isinstance(whole(source, 0)[0], ImageFiles):
+    if not isinstance(source.source if isinstance(source, Subset) else source, ImageFiles):
         raise InputError(f"decode=device reads JPEG files from a folder; {config.data!r} is none, leave decode=host")
     other = [name for name in ("auto_augment", "color_jitter", "random_erasing") if getattr(config, name)]
     if other:
@@ -42,19 +42,15 @@ def check_decodable(config: Config, source) -> None:
         raise InputError(f"torchvision {torchvision.__version__} has no JPEG decoder any more; leave decode=host")
 
 
-class EncodedSamples(Samples):
-    """(epoch, index) -> (content, label, unreadable, name, crop (top, left, height, width), flip).
+class EncodedFiles(Subset):
+    """index -> ((content, name, (height, width)), label) of these of ImageFiles.
 
     content: the bytes (n,) uint8 of a grey or RGB JPEG file. All else (16 bits, CMYK, PNG) is decoded here, by the host
     path's `as_rgb`: pixels (3, H, W) uint8.
     """
 
-    def __init__(self, source, config: Config):
-        super().__init__(source, None, config.seed)
-        self.config = config
-
-    def _get(self, index: int) -> tuple[Tensor, str, tuple[int, int], int]:
-        files, index = whole(self.source, index)
+    def __getitem__(self, index: int) -> tuple[tuple[Tensor, str, tuple[int, int]], int | np.ndarray]:
+        files, index = self.source, self.indices[index]
         with files.opened(index) as image:
             size = image.height, image.width
             if image.format == "JPEG" and image.mode in ("L", "RGB"):
@@ -64,28 +60,19 @@ class EncodedSamples(Samples):
                 content = torch.frombuffer(encoded, dtype=torch.uint8)
             else:
                 content = torch.from_numpy(np.asarray(as_rgb(image)).transpose(2, 0, 1).copy())
-        return content, files.name(index), size, files.label(index)
-
-    def __getitem__(self, key: tuple[int, int]):
-        epoch, index = key
-        try:
-            content, name, size, label, unreadable = self._read(index)
-        except InputError as error:
-            return error
-        seed_everything(self.seed, epoch, index)
-        image = torch.empty(3, *size, device="meta")
-        crop = CROPS[self.config.train_crop_mode].get_params(image, self.config.crop_scale, self.config.crop_ratio)
-        flip = torch.rand(1).item() < self.config.hflip if self.config.hflip else False
-        return content, label, unreadable, name, crop, flip
+        return (content, files.name(index), size), files.label(index)
 
 
-def as_columns(*columns: tuple) -> tuple[tuple, ...]:
-    """Contents, names, crops and flips of a batch of EncodedSamples: what `collate` makes of them."""
-    return columns
+def draw(config: Config, encoded: tuple[Tensor, str, tuple[int, int]]) -> tuple:
+    """(content, name, crop (top, left, height, width), whether to flip): the transform of EncodedFiles."""
+    content, name, size = encoded
+    image = torch.empty(3, *size, device="meta")
+    crop = CROPS[config.train_crop_mode].get_params(image, config.crop_scale, config.crop_ratio)
+    return content, name, crop, bool(config.hflip) and torch.rand(1).item() < config.hflip
 
 
 def decode(contents: list[Tensor], names: list[str], device: torch.device) -> list[Tensor | Unreadable]:
-    """Contents of EncodedSamples -> uint8 (3, H, W) on the device; in place of a broken one the error."""
+    """Contents of EncodedFiles -> uint8 (3, H, W) on the device; in place of a broken one the error."""
     files = [content for content in contents if content.dim() == 1]
     try:
         decoded = _decode_all(files, device) if files else []
@@ -132,11 +119,12 @@ def _decode_one(content: Tensor, name: str, device: torch.device) -> Tensor | Un
 
 
 def batches(loaded, size: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-    """Batches of EncodedSamples -> batches of uint8 images (B, 3, H, W) on the device.
+    """Batches of what `draw` makes of EncodedFiles -> batches of uint8 images (B, 3, H, W) on the device.
 
     A broken image is replaced by the next whole one of its batch.
     """
-    for (contents, names, crops, flips), labels, messages in loaded:
+    for drawn, labels, messages in loaded:
+        contents, names, crops, flips = zip(*drawn)
         images = decode(list(contents), list(names), device)
         broken = [i for i, image in enumerate(images) if isinstance(image, Unreadable)]
         if len(broken) == len(images):

@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Sampler
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms import Compose, InterpolationMode
 from torchvision.transforms.functional import resized_crop
 
 from ..errors import InputError
 from ..ops.packed import PackedImages, draw_kept, pack
 from ..run.config import Config
 from ..run.distributed import Ranks
-from .samples import ONE, Samples, mix_seed, seed_everything
+from .samples import ONE, epoch_order
 
 NATIVE_AT_ONCE = 64  # images of an evaluation at their own sizes that are read together
 WINDOW = 1024  # images of the order, at least, among which those are found that fit into what is left of a step
@@ -46,12 +45,6 @@ def fit_grid(height: int, width: int, patch: tuple[int, int], most: int) -> tupl
     return max(sorted(fitting), key=overlap)
 
 
-def native_grid(height: int, width: int, patch: tuple[int, int], most: int | None = None) -> tuple[int, int]:
-    """Patches down and across of an image of these pixels, rounded; at most so many together."""
-    grid = max(1, round(height / patch[0])), max(1, round(width / patch[1]))
-    return grid if most is None or grid[0] * grid[1] <= most else fit_grid(height, width, patch, most)
-
-
 @dataclass(frozen=True)
 class Packing:
     """How the images of a run are sized and packed; made from its settings and its model."""
@@ -65,8 +58,10 @@ class Packing:
     batch_size: int
 
     @classmethod
-    def of(cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int], prefix: int) -> "Packing | None":
-        """None for a run of one size. Raises InputError for settings that do not go together."""
+    def of(
+        cls, config: Config, img_size: tuple[int, int], patch: tuple[int, int], prefix: int, world: int
+    ) -> "Packing | None":
+        """None for a run of one size, on `world` ranks. Raises InputError for settings that do not fit."""
         if config.sizes == "native":
             raise InputError("sizes=native is for eval and predict; a training run draws sizes from LOW:HIGH")
         if not config.sizes and not config.drop_tokens:
@@ -86,6 +81,11 @@ class Packing:
         made = cls(low, high, patch, prefix, config.drop_tokens, config.tokens_per_step, config.batch_size)
         if low * low < patch[0] * patch[1]:
             raise InputError(f"sizes={config.sizes} begin below one patch of {patch[0]} x {patch[1]} pixels")
+        parts, largest = world * config.accumulate, made.tokens(made.sides[-1])
+        if made.budget is not None and made.budget < parts * largest:
+            shares = "" if parts == 1 else f", one for each of {parts} ranks and micro-batches"
+            room = f"has no room for images of {high} px, {largest} tokens{shares}"
+            raise InputError(f"tokens_per_step={made.budget} {room}: it must be at least {parts * largest}")
         return made
 
     @property
@@ -114,26 +114,32 @@ class Packing:
         images = math.ceil(self.images_per_step)
         return 3 * math.prod(self.patch) * (self.budget or images * self.patches(self.sides[-1]))
 
-    def pack(self, images: tuple[Tensor], kept: tuple[Tensor | None], parts: tuple[int]) -> list[PackedImages]:
-        """The images of each micro-batch, packed.
+    def transform(
+        self, chain: Compose | None, image: Image.Image | np.ndarray, side: int, part: int
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """(pixels (C, H, W), patches that stay or None for all, micro-batch) of an image drawn a size.
 
-        kept: the patches of each image that stay; parts: the micro-batch of each.
+        chain: a crop, here resized in its own aspect, and what follows; None where images are `transformed` already,
+        whose corner is taken.
         """
-        batches = []
-        for part in range(max(parts) + 1):
-            own = [i for i, of in enumerate(parts) if of == part]
-            batches.append(pack([images[i] for i in own], self.patch, [kept[i] for i in own]))
-        return batches
+        p, q = self.patch
+        if chain is None:
+            down, across = fit_grid(*image.shape[1:], self.patch, self.patches(side))
+            image = image[:, : down * p, : across * q]
+        else:
+            crop, *rest = chain.transforms
+            box = crop.get_params(image, crop.scale, crop.ratio)
+            down, across = fit_grid(*box[2:], self.patch, self.patches(side))
+            image = Compose(rest)(resized_crop(image, *box, (down * p, across * q), InterpolationMode.BICUBIC))
+        kept = draw_kept(down * across, self.drop) if self.drop else None
+        return torch.as_tensor(np.asarray(image)), kept, part
 
-    def check(self, parts: int) -> None:
-        """Raises InputError where a step has no room for a largest image in each of so many parts."""
-        largest = self.tokens(self.sides[-1])
-        if self.budget is not None and self.budget < parts * largest:
-            shares = "" if parts == 1 else f", one for each of {parts} ranks and micro-batches"
-            raise InputError(
-                f"tokens_per_step={self.budget} has no room for images of {self.high} px, {largest} tokens{shares}: "
-                f"it must be at least {parts * largest}"
-            )
+    def pack(self, images: tuple[tuple[Tensor, Tensor | None, int]]) -> list[PackedImages]:
+        """The images of each micro-batch, packed, of what `transform` made of each."""
+        batches = [[] for _ in range(1 + max(part for *_, part in images))]
+        for image, kept, part in images:
+            batches[part].append((image, kept))
+        return [pack([image for image, _ in own], self.patch, [kept for _, kept in own]) for own in batches]
 
 
 @dataclass
@@ -156,7 +162,7 @@ class Progress:
 Key = tuple[int, int, int, int]  # epoch, index, size in pixels, micro-batch
 
 
-class StepSampler(Sampler):
+class StepKeys:
     """Lists of Key: this rank's part of so many steps, from where `progress` is.
 
     progress: of the steps whose batches were asked for. after: for each of them, where the stream is then.
@@ -168,54 +174,32 @@ class StepSampler(Sampler):
         self.length, self.packing, self.steps, self.progress = length, packing, steps, progress
         self.seed, self.accumulate, self.ranks = config.seed, config.accumulate, ranks
         self.after: deque[Progress] = deque()
-        self._epochs: dict[int, tuple[list[int], list[int]]] = {}
 
-    def __len__(self) -> int:
-        return self.steps
-
-    def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The order of an epoch, as without packing, and the size of each image."""
-        if epoch not in self._epochs:
-            generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
-            order, sides = torch.randperm(self.length, generator=generator).tolist(), self.packing.sides
-            drawn = torch.randint(len(sides), (self.length,), generator=generator).tolist()
-            self._epochs = {e: kept for e, kept in self._epochs.items() if e >= epoch - 2}  # what may wait still
-            self._epochs[epoch] = order, [sides[i] for i in drawn]
-        return self._epochs[epoch]
-
-    def _image(self, position: int) -> tuple[int, int, int]:
-        """(epoch, index, size) of a position of the stream."""
-        epoch, offset = divmod(position, self.length)
-        order, sides = self._epoch(epoch)
-        return epoch, order[offset], sides[offset]
-
-    def _step(self) -> list[int]:
-        """The positions of the next step's images: of a window of the order, one after the other that fits."""
+    def _step(self) -> list[tuple[int, int, int]]:
+        """(epoch, index, size) of the next step's images: of a window of the order each that fits in."""
         now, packing = self.progress, self.packing
-        window = packing.batch_size
+        window, left = packing.batch_size, math.inf
         if packing.budget is not None:
             window = max(WINDOW, 2 * math.ceil(packing.images_per_step))  # or a large budget would not be used
-        waiting = now.waiting + list(range(now.position, now.position + window - len(now.waiting)))
-        chosen, left, least = [], packing.budget, packing.tokens(packing.low)
+            left = packing.budget
+        end, taken = now.position + window - len(now.waiting), {}
+        waiting = [*now.waiting, *range(now.position, end)]
         for position in waiting:
-            tokens = packing.tokens(self._image(position)[2])
-            if left is not None and tokens > left:
-                continue
-            chosen.append(position)
-            if left is not None:
-                left -= tokens
-                if left < least:
-                    break
-        taken, sizes = set(chosen), Counter(now.sizes)
-        sizes.update(self._image(position)[2] for position in chosen)
-        end = now.position + window - len(now.waiting)
+            epoch, offset = divmod(position, self.length)
+            order, sides = epoch_order(self.length, self.seed, epoch, packing.sides)
+            if packing.tokens(sides[offset]) <= left:
+                taken[position] = epoch, order[offset], sides[offset]
+                left -= packing.tokens(sides[offset])
+            if left < packing.tokens(packing.low):
+                break
+        sizes = Counter(now.sizes) + Counter(side for *_, side in taken.values())
         rest = [position for position in waiting if position not in taken]
-        self.progress = Progress(end, rest, now.images + len(chosen), dict(sorted(sizes.items())))
-        return chosen
+        self.progress = Progress(end, rest, now.images + len(taken), dict(sorted(sizes.items())))
+        return list(taken.values())
 
     def __iter__(self) -> Iterator[list[Key]]:
         for _ in range(self.steps):
-            keys = [self._image(position) for position in self._step()]
+            keys = self._step()
             shares = balanced([self.packing.tokens(side) for *_, side in keys], self.ranks.world * self.accumulate)
             mine = shares[self.ranks.rank * self.accumulate : (self.ranks.rank + 1) * self.accumulate]
             self.after.append(self.progress)
@@ -230,46 +214,6 @@ def balanced(sizes: list[int], parts: int) -> list[list[int]]:
         shares[lightest].append(i)
         sums[lightest] += sizes[i]
     return [sorted(share) for share in shares]
-
-
-class SizedTransform:
-    """A training transform to a size of each image's own: a crop, resized in its aspect, then the rest."""
-
-    def __init__(self, crop, rest, packing: Packing):
-        self.crop, self.rest, self.packing = crop, rest, packing
-
-    def __call__(self, image: Image.Image, side: int) -> Tensor:
-        box = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
-        down, across = fit_grid(*box[2:], self.packing.patch, self.packing.patches(side))
-        size = down * self.packing.patch[0], across * self.packing.patch[1]
-        return self.rest(resized_crop(image, *box, size, InterpolationMode.BICUBIC))
-
-
-class SizedSamples(Samples):
-    """Key -> (uint8 (C, H, W), label, unreadable, patches that stay or None, micro-batch)."""
-
-    def __init__(self, source, transform: SizedTransform | None, seed: int, packing: Packing):
-        super().__init__(source, transform, seed)
-        self.packing = packing
-
-    def __getitem__(self, key: Key):
-        epoch, index, side, part = key
-        try:
-            image, label, unreadable = self._read(index)
-        except InputError as error:
-            return error
-        seed_everything(self.seed, epoch, index)
-        image = torch.as_tensor(np.asarray(self._sized(image, side)))
-        (p, q), drop = self.packing.patch, self.packing.drop
-        patches = image.shape[1] // p * (image.shape[2] // q)
-        return image, label, unreadable, draw_kept(patches, drop) if drop else None, part
-
-    def _sized(self, image, side: int):
-        if self.transform is not None:
-            return self.transform(image, side)
-        (p, q), (_, height, width) = self.packing.patch, image.shape  # of a data set that is not decoded: its corner
-        down, across = fit_grid(height, width, self.packing.patch, self.packing.patches(side))
-        return image[:, : down * p, : across * q]
 
 
 @dataclass(frozen=True)
@@ -300,8 +244,10 @@ class Native:
         return 3 * math.prod(self.patch) * self.most * NATIVE_AT_ONCE
 
     def transform(self, image: Image.Image) -> np.ndarray:
-        """The whole image as uint8 (C, H, W), resized where the patch does not divide it."""
-        down, across = native_grid(image.height, image.width, self.patch, self.most)
+        """The whole image as uint8 (C, H, W), resized where the patch does not divide it or it is too large."""
+        down, across = max(1, round(image.height / self.patch[0])), max(1, round(image.width / self.patch[1]))
+        if down * across > self.most:
+            down, across = fit_grid(image.height, image.width, self.patch, self.most)
         size = across * self.patch[1], down * self.patch[0]
         image = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))

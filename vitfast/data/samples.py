@@ -5,17 +5,20 @@ shuffled epochs end to end, cut into batches of exactly `batch_size`. Step k tak
 position in the data is the step, and nothing else has to be kept to resume.
 """
 
+import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from ..errors import InputError
 from ..run.distributed import Ranks
 from .images import Unreadable
+from .sources import Source
 
 # uint8 (B, C, H, W); int64 (B,), or float32 (B, K) zeros and ones where images have several classes; what could not be
 # read: replaced in training, PADDING in validation
@@ -40,129 +43,81 @@ def seed_everything(*parts: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def split_by_class(labels: list[int], count, seed: int) -> tuple[list[int], list[int]]:
-    """(chosen, rest): of every class with n images a fixed random count(n) are chosen."""
-    by_class: dict[int, list[int]] = {}
-    for index, label in enumerate(labels):
-        by_class.setdefault(label, []).append(index)
-    chosen, rest = [], []
-    for _, indices in sorted(by_class.items()):
-        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed)).tolist()
-        number = count(len(indices))
-        chosen += [indices[i] for i in order[:number]]
-        rest += [indices[i] for i in order[number:]]
-    return sorted(chosen), sorted(rest)
-
-
-def padding(size: tuple[int, int], classes: int | None = None) -> tuple[np.ndarray, int | np.ndarray]:
-    """An empty uint8 image (3, *size) and the label PADDING; with `classes`, a vector of it."""
-    return np.zeros((3, *size), np.uint8), PADDING if classes is None else np.full(classes, PADDING, np.float32)
-
-
 class Samples(Dataset):
-    """(epoch, index) -> (uint8 (C, H, W), label, unreadable).
+    """(epoch, index, ...) -> (image, label, unreadable).
 
-    A training sample that cannot be read (`unreadable` says which and why) is replaced by the next one that can: the
-    batch keeps its size, and its content depends on nothing but the data. In validation (no seed) it is an empty image
-    of `size` with the label PADDING, which counts nowhere. Where nothing can be read the InputError itself is returned.
+    image: what the transform makes of the image of the source and of what else is in the key; `stack` takes uint8
+    (C, H, W). A training sample that cannot be read (`unreadable` says which and why) is replaced by the next one that
+    can: the batch keeps its size, and its content depends on nothing but the data. In validation (no seed) it is the
+    pair `blank`, whose label is PADDING. Where nothing can be read the InputError itself is returned.
     """
 
-    def __init__(self, source, transform, seed: int | None, size: tuple[int, int] | None = None):
-        self.source, self.transform, self.seed, self.size = source, transform, seed, size
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def _get(self, index: int):
-        return self.source[index]
+    def __init__(self, source: Source, transform: Callable | None, seed: int | None, blank: tuple | None = None):
+        self.source, self.transform, self.seed, self.blank = source, transform, seed, blank
 
     def _read(self, index: int):
         """The sample at `index`, or the next readable one in training."""
         unreadable = []
         for offset in range(REPLACEMENTS):
             try:
-                return *self._get((index + offset) % len(self.source)), unreadable
+                return *self.source[(index + offset) % len(self.source)], unreadable
             except Unreadable as error:
                 if self.seed is None:
                     raise
                 unreadable.append(str(error))
         raise InputError(f"{REPLACEMENTS} images in a row cannot be read, the first: {unreadable[0]}")
 
-    def _padding(self, unreadable: list[str]):
-        multi_label = getattr(self.source, "multi_label", False)
-        return *padding(self.size, len(self.source.classes) if multi_label else None), unreadable
-
-    def __getitem__(self, key: tuple[int, int]):
-        epoch, index = key
+    def __getitem__(self, key: tuple):
+        epoch, index, *drawn = key
         if epoch == PADDING:
-            return self._padding([])
+            return *self.blank, []
         try:
             image, label, unreadable = self._read(index)
         except InputError as error:  # raised in the main process: a worker would wrap it in its traceback
-            return self._padding([str(error)]) if self.seed is None and isinstance(error, Unreadable) else error
+            return (*self.blank, [str(error)]) if self.seed is None and isinstance(error, Unreadable) else error
         if self.transform is not None:
             if self.seed is not None:
                 seed_everything(self.seed, epoch, index)
-            image = self.transform(image)
-        return np.asarray(image), label, unreadable
+            image = self.transform(image, *drawn)
+        return image, label, unreadable
 
 
-class StreamSampler(Sampler):
+@functools.lru_cache(3)  # positions of two epochs before may wait still
+def epoch_order(length: int, seed: int, epoch: int, sides: range = range(1)) -> tuple[list[int], list[int]]:
+    """The order of the samples in an epoch, and for each place in it one of the sizes."""
+    generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
+    order = torch.randperm(length, generator=generator).tolist()
+    return order, [sides[i] for i in torch.randint(len(sides), (length,), generator=generator).tolist()]
+
+
+def stream_keys(
+    length: int, batch_size: int, seed: int, start: int, stop: int, ranks: Ranks = ONE
+) -> Iterator[list[tuple[int, int]]]:
     """Lists of (epoch, index): this rank's part of the batches of steps `start` to `stop`."""
-
-    def __init__(self, length: int, batch_size: int, seed: int, start: int, stop: int, ranks: Ranks = ONE):
-        self.length, self.batch_size, self.seed = length, batch_size, seed
-        self.start, self.stop, self.ranks = start, stop, ranks
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch_now, order = -1, []
-        first, last = self.ranks.share(self.batch_size)
-        for step in range(self.start, self.stop):
-            batch = []
-            for position in range(step * self.batch_size + first, step * self.batch_size + last):
-                epoch, offset = divmod(position, self.length)
-                if epoch != epoch_now:
-                    generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
-                    epoch_now, order = epoch, torch.randperm(self.length, generator=generator).tolist()
-                batch.append((epoch, order[offset]))
-            yield batch
+    first, last = ranks.share(batch_size)
+    for step in range(start * batch_size, stop * batch_size, batch_size):
+        places = (divmod(position, length) for position in range(step + first, step + last))
+        yield [(epoch, epoch_order(length, seed, epoch)[0][offset]) for epoch, offset in places]
 
 
-def stack(images: tuple[np.ndarray, ...]) -> Tensor:
-    """Images of one size as one tensor."""
-    return torch.from_numpy(np.stack(images))
+def stack(images: tuple) -> Tensor:
+    """Images of one size, arrays or tensors, as one tensor."""
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images]))
 
 
 def collate(samples: list, together: Callable = stack) -> Batch | InputError:
     """The samples of a batch, or the first error among them.
 
-    together: makes the images of a batch out of those of its samples, and of whatever a sample holds after its image,
-    its label (class numbers become int64 (B,), vectors of zeros and ones float32 (B, K)) and what was unreadable.
+    together: makes the images of a batch out of those of its samples. Of the labels class numbers become int64 (B,),
+    vectors of zeros and ones float32 (B, K).
     """
     for sample in samples:
         if isinstance(sample, InputError):
             return sample
-    images, labels, unreadable, *more = zip(*samples)
-    told = [text for texts in unreadable for text in texts]
-    return together(images, *more), torch.from_numpy(np.array(labels)), told
+    images, labels, unreadable = zip(*samples)
+    return together(images), torch.from_numpy(np.array(labels)), list(itertools.chain(*unreadable))
 
 
 def counts(labels: Tensor) -> Tensor:
     """Which samples of a batch count, (B,) bool: those whose label, (B,) or (B, K), is not PADDING."""
     return (labels if labels.dim() == 1 else labels[:, 0]) != PADDING
-
-
-def unchanged(sample):
-    """The collate function of samples that stay as they are."""
-    return sample
-
-
-def raising(batches) -> Iterator[Batch]:
-    """The batches; raises the InputError that `collate` returned in place of one."""
-    for batch in batches:
-        if isinstance(batch, InputError):
-            raise batch
-        yield batch

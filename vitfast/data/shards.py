@@ -15,12 +15,12 @@ from torch.utils.data import IterableDataset
 from ..errors import InputError
 from ..run.config import MOST_CLASSES
 from .images import Unreadable, as_rgb, printable, read_rgb
-from .samples import padding
+from .sources import Source
 
 SUFFIXES = ("jpg", "jpeg", "png", "webp")  # the images of WebDataset shards
 
 
-class ShardFiles:
+class ShardFiles(Source):
     """The images of local WebDataset shards by index, read out of the tar files where they lie."""
 
     def __init__(self, paths: list[Path]):
@@ -33,14 +33,10 @@ class ShardFiles:
                 self.labels.append(label)
         self.classes = [str(i) for i in range(max(self.labels, default=-1) + 1)]
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def name(self, index: int) -> str:
         return printable(f"{self.paths[self.where[3 * index]]}, {self.names[index]}")
 
     def described(self, index: int) -> tuple[str, int, int]:
-        """The name, the class and the size in bytes of an image."""
         return self.names[index], self.labels[index], self.where[3 * index + 2]
 
     def __getitem__(self, index: int):
@@ -90,22 +86,14 @@ def local_shards(root: Path, prefixes: tuple[str, ...]) -> ShardFiles:
     raise InputError(f"no shards {root}/{prefixes[0]}*.tar; WebDataset folders hold train-*.tar and val-*.tar")
 
 
-class Shards:
-    """An iterable data set of timm's factory: read in order, not by index.
+class Shards(Source):
+    """An iterable data set of timm's factory, without a transform: read in order, not by index.
 
-    files: the same images by index, where they are local. decode: from what the data set gives to a PIL image, where it
-    gives none.
+    files: the same images by index, where they are local.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        dataset: IterableImageDataset,
-        classes: list[str],
-        files: ShardFiles | None = None,
-        decode: Callable | None = None,
-    ):
-        self.spec, self.dataset, self.classes, self.files, self.decode = spec, dataset, classes, files, decode
+    def __init__(self, spec: str, dataset: IterableImageDataset, classes: list[str], files: ShardFiles | None = None):
+        self.spec, self.dataset, self.classes, self.files = spec, dataset, classes, files
 
     def __len__(self) -> int:
         """The samples of the whole set; timm's own length is that of one rank, rounded up for its workers."""
@@ -113,27 +101,28 @@ class Shards:
 
     def image(self, content, number: int) -> Image.Image:
         """The RGB image of what the data set gave as the number'th of a pass. Raises Unreadable."""
-        path = content.get("path") if isinstance(content, dict) else None
-        name = printable(path or f"{self.spec}, image {number} of a pass,")
+        name = f"{self.spec}, image {number} of a pass,"
         try:
-            return as_rgb(self.decode(content) if self.decode else content)
-        except Exception as error:
-            raise Unreadable(f"{name} is a broken image ({' '.join(str(error).split())}); remove it") from None
+            if isinstance(content, dict):  # a file as Hugging Face streams it, its bytes or its address
+                import datasets
 
-    def samples(self, transform, size: tuple[int, int] | None = None) -> "ShardSamples":
-        """One pass over the images, transformed in the process that reads them; `size` as for ShardSamples."""
-        return ShardSamples(self, transform, size)
+                name = content.get("path") or name
+                content = datasets.Image().decode_example(content)  # turned as EXIF says
+            return as_rgb(content)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise Unreadable(f"{printable(name)} is a broken image ({text}); remove it") from None
 
 
 class ShardSamples(IterableDataset):
-    """(uint8 (C, H, W), label, unreadable) of each image of timm's data set, which has no transform.
+    """(uint8 (C, H, W), label, unreadable) of each image of one pass, transformed where it is read.
 
-    An image that cannot be read is an empty one of `size` with the label PADDING, or without a size (in training) it is
-    left out and named with the next one. Of WebDataset's shards timm passes over what it cannot decode, with a warning.
+    An image that cannot be read is the pair `blank`, or without one (in training) it is left out and named with the
+    next one. Of WebDataset's shards timm passes over what it cannot decode, with a warning.
     """
 
-    def __init__(self, source: Shards, transform, size: tuple[int, int] | None = None):
-        self.source, self.transform, self.size = source, transform, size
+    def __init__(self, source: Shards, transform: Callable, blank: tuple | None = None):
+        self.source, self.transform, self.blank = source, transform, blank
 
     def __iter__(self):
         unreadable = []
@@ -142,31 +131,20 @@ class ShardSamples(IterableDataset):
                 image = self.transform(self.source.image(content, number))
             except Unreadable as error:
                 unreadable.append(str(error))
-                if self.size is None:
+                if self.blank is None:
                     continue
-                image, label = padding(self.size)
+                image, label = self.blank
             yield np.asarray(image), label, unreadable
             unreadable = []
 
 
-def undecoded(dataset: IterableImageDataset) -> IterableImageDataset:
-    """timm's data set of a Hugging Face stream, which now gives files for `decode_streamed`.
-
-    A broken image that the stream itself decodes would end it.
-    """
+def stream_files(dataset: IterableImageDataset) -> None:
+    """Makes timm's data set of a Hugging Face stream give files: a broken image would end it."""
     builder = dataset.reader.builder
     builder.as_streaming_dataset = partial(_stream_files, builder.as_streaming_dataset, dataset.reader.input_key)
-    return dataset
 
 
 def _stream_files(stream: Callable, key: str, **options):
     import datasets
 
     return stream(**options).cast_column(key, datasets.Image(decode=False))
-
-
-def decode_streamed(file: dict) -> Image.Image:
-    """The image of a file as Hugging Face streams it, by its bytes or its address; turned as EXIF says."""
-    import datasets
-
-    return datasets.Image().decode_example(file)

@@ -9,11 +9,10 @@ from PIL import Image
 from timm.data import auto_augment, create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor
-from torchvision.transforms import Compose, RandomErasing
+from torchvision.transforms import RandomErasing
 from torchvision.transforms.functional import center_crop, get_image_size
 
 from ..run.config import Config
-from .packing import Packing, SizedTransform
 
 
 class SquashedCrop(RandomResizedCropAndInterpolation):
@@ -72,17 +71,12 @@ def posterize(image: Image.Image, bits: int, **_) -> Image.Image:
     return auto_augment.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 
-def transforms(config: Config, img_size: tuple[int, int], packing: Packing | None = None):
-    """timm's (training, evaluation) transforms, ending in uint8 (C, H, W): the model normalises.
-
-    packing: of images of many sizes; the training transform then also takes the size of each.
-    """
+def transforms(config: Config, img_size: tuple[int, int]):
+    """timm's (training, evaluation) transforms, ending in uint8 (C, H, W): the model normalises."""
     train = create_transform(
         (3, *img_size),
         is_training=True,
         use_prefetcher=True,
-        scale=config.crop_scale,
-        ratio=config.crop_ratio,
         hflip=config.hflip,
         color_jitter=config.color_jitter or None,
         auto_augment=config.auto_augment or None,
@@ -107,6 +101,4 @@ def transforms(config: Config, img_size: tuple[int, int], packing: Packing | Non
     )
     if mode == "center":
         evaluate.transforms.insert(0, Trim(img_size))
-    if packing is not None:
-        train = SizedTransform(train.transforms[0], Compose(train.transforms[1:]), packing)
     return train, evaluate

@@ -121,7 +121,7 @@ def real_labels(data: Data, path: str = "") -> list[list[int]]:
     ILSVRC2012_val_00000001.JPEG and on; "" is the copy that timm brings. Raises InputError where the file is none, or
     the validation images are not those.
     """
-    names = [Path(data.val.name(i)).name for i in range(len(data.val))] if hasattr(data.val, "name") else []
+    names = [Path(data.val.name(i)).name for i in range(len(data.val))]
     try:
         labels = RealLabelsImagenet(names, path or None, topk=(1,)).real_labels
     except AssertionError:

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.datasets import Subset, by_index, known_labels
+from ..data.datasets import by_index
 from ..data.loader import Data
+from ..data.sources import Subset
 from ..errors import InputError
 from ..run.config import Config
 from .accuracy import open_weights
@@ -47,19 +48,16 @@ class Ridge:
         return (self._design(queries) @ self.weights(l2)).argmax(1)
 
 
-def ridge(x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float = 2.0**10) -> Tensor:
-    """`Ridge` at one regularisation, as `probe`'s functions are called."""
-    return Ridge(x, y, classes).predict(queries, l2)
-
-
-METHODS = {"ridge": ridge, "knn": knn, "linear": linear}
+METHODS = ("ridge", "knn", "linear")
 L2 = {"ridge": 2.0**10, "linear": 1.0}  # where the caller gives none
 
 
 def classify(method: str, x: Tensor, y: Tensor, queries: Tensor, classes: int, l2: float | None = None) -> Tensor:
     """Classes (m,) of the queries by a method of METHODS; `l2` is for those in L2."""
-    options = dict(l2=L2[method] if l2 is None else l2) if method in L2 else {}
-    return METHODS[method](x, y, queries, classes, **options)
+    if method == "knn":
+        return knn(x, y, queries, classes)
+    l2 = L2[method] if l2 is None else l2
+    return Ridge(x, y, classes).predict(queries, l2) if method == "ridge" else linear(x, y, queries, classes, l2)
 
 
 def check_l2(method: str, l2: float | None) -> None:
@@ -90,7 +88,7 @@ def training_features(model, data: Data, shots: list[int | None], seeds: int, de
         return every | {(n, s): draw_shots(labels, len(data.classes), n, s) for n in shots if n for s in range(seeds)}
 
     source = by_index(data.train)
-    labels = None if None in shots else known_labels(source)
+    labels = None if None in shots or source.multi_label else source.labels
     if labels is None:
         found = features(model, data, source, device, dtype)
         return found, draws(found.y.numpy())

@@ -1,0 +1,75 @@
+"""Sources of images with their labels, and parts of them."""
+
+from collections.abc import Callable
+
+import torch
+
+
+class Source:
+    """Images with labels: by index, `source[i] -> (image, label)`, or Shards, which are read in order.
+
+    Images are PIL's, or uint8 (C, H, W) where they are `transformed`: neither decoded, cropped nor resized. Labels are
+    class numbers, or vectors of zeros and ones where an image has any number of classes (`multi_label`).
+    """
+
+    classes: list[str]
+    labels: list | None = None  # of each image, where they are known without reading images
+    transformed = multi_label = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        """An image as messages call it."""
+        return f"image {index}"
+
+    def described(self, index: int) -> tuple | None:
+        """The name, the classes and the size in bytes of an image; None where it has no file."""
+
+
+class Subset(Source):
+    """The images of a source at these indices."""
+
+    def __init__(self, source: Source, indices: list[int]):
+        if isinstance(source, Subset):
+            source, indices = source.source, [source.indices[i] for i in indices]
+        self.source, self.indices, self.classes = source, indices, source.classes
+        self.transformed, self.multi_label = source.transformed, source.multi_label
+
+    @property
+    def labels(self) -> list | None:
+        known = self.source.labels
+        return None if known is None else [known[i] for i in self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int):
+        return self.source[self.indices[index]]
+
+    def name(self, index: int) -> str:
+        return self.source.name(self.indices[index])
+
+    def described(self, index: int) -> tuple | None:
+        return self.source.described(self.indices[index])
+
+
+def labels_of(source: Source) -> list[int]:
+    """The class of each image of a source; reads the images only where there is no other way."""
+    return [source[i][1] for i in range(len(source))] if source.labels is None else source.labels
+
+
+def split(source: Source, count: Callable[[int], int], seed: int = 0) -> tuple[Subset, Subset]:
+    """(chosen, rest): of each class with n images a fixed random count(n).
+
+    Where an image has any number of classes, of all images.
+    """
+    by_class: dict[int, list[int]] = {}
+    for index, label in enumerate([0] * len(source) if source.multi_label else labels_of(source)):
+        by_class.setdefault(label, []).append(index)
+    chosen = []
+    for indices in by_class.values():
+        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed)).tolist()
+        chosen += [indices[i] for i in order[: count(len(indices))]]
+    rest = set(range(len(source))).difference(chosen)
+    return Subset(source, sorted(chosen)), Subset(source, sorted(rest))
