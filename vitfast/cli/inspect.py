@@ -18,8 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..eval.inspect.images import read_images
-    from ..eval.inspect.report import write_inspection
+    from ..eval.inspect.report import read_images, write_inspection
     from ..model.vit import ViT
     from ..run.device import choose_device
 

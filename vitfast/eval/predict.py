@@ -5,17 +5,16 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.images import printable, read_rgb
 from ..data.packing import NATIVE_AT_ONCE, Native
-from ..data.samples import ONE
+from ..data.samples import ONE, stack
 from ..data.transforms import transforms
 from ..data.workers import PREFETCH, loader_processes
 from ..errors import InputError
@@ -29,34 +28,25 @@ from .accuracy import check_sizes, cut_as_told, logits_of
 FORMULA, NUMBER = re.compile(r"[=+\-@\t\r\n]"), re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
 
 
-class Files(Dataset):
-    """path -> (path, uint8 (C, H, W)), or (path, why it cannot be read)."""
+class Batches(Dataset):
+    """The paths of a batch -> (each with why it cannot be read or "", the images of the others or None).
 
-    def __init__(self, transform, min_size: tuple[int, int]):
-        self.transform, self.min_size = transform, min_size
-
-    def __getitem__(self, path: str) -> tuple[str, np.ndarray | str]:
-        try:
-            return path, np.asarray(self.transform(read_rgb(path, printable(path), self.min_size)))
-        except InputError as error:
-            return path, str(error)
-
-
-class Collate:
-    """Of the samples of a batch each (path, error or ""), and the images of those without an error.
-
-    native: how images of many sizes are packed.
+    together: makes a batch of what the transform makes of images.
     """
 
-    def __init__(self, native: Native | None):
-        self.native = native
+    def __init__(self, transform: Callable, min_size: tuple[int, int], together: Callable):
+        self.transform, self.min_size, self.together = transform, min_size, together
 
-    def __call__(self, samples: list) -> tuple[list[tuple[str, str]], Tensor | list[PackedImages] | None]:
-        errors = [(path, pixels if isinstance(pixels, str) else "") for path, pixels in samples]
-        images = [pixels for _, pixels in samples if not isinstance(pixels, str)]
-        if self.native is not None:
-            return errors, self.native.pack(images) or None
-        return errors, torch.from_numpy(np.stack(images)) if images else None
+    def __getitem__(self, paths: list[str]) -> tuple[list[tuple[str, str]], Tensor | list[PackedImages] | None]:
+        errors, images = [], []
+        for path in paths:
+            error = ""
+            try:
+                images.append(self.transform(read_rgb(path, printable(path), self.min_size)))
+            except InputError as unreadable:
+                error = str(unreadable)
+            errors.append((path, error))
+        return errors, self.together(images) if images else None
 
 
 @torch.inference_mode()
@@ -115,21 +105,26 @@ def predict(
 def _records(
     model: nn.Module, paths: Iterator[str], config: Config, names, count: int, sigmoid: bool
 ) -> Iterator[dict]:
-    device, size, (img_size, patch_size) = next(model.parameters()).device, config.eval_batch_size, sizes(model)
-    dtype = autocast_dtype(config.amp, device)
-    native = Native.of(config, img_size, patch_size)
-    size = size if native is None else NATIVE_AT_ONCE
-    transform, least = (native.transform, (1, 1)) if native else (transforms(config, img_size)[1], patch_size)
-    dataset = Files(transform, least)
+    device, (img_size, patch_size) = next(model.parameters()).device, sizes(model)
+    dtype, native = autocast_dtype(config.amp, device), Native.of(config, img_size, patch_size)
+    if native is None:
+        size, held = config.eval_batch_size, None
+        dataset = Batches(transforms(config, img_size)[1], patch_size, stack)
+    else:
+        size, held = NATIVE_AT_ONCE, native.batch_bytes
+        dataset = Batches(native.transform, (1, 1), native.pack)
     first = list(itertools.islice(paths, size))
     # A single batch needs no processes.
-    held = native.batch_bytes if native else None
     workers = loader_processes(config, img_size, size, ONE, held) if len(first) == size else 0
-    options = dict(num_workers=workers, prefetch_factor=PREFETCH) if workers else {}
     paths = itertools.chain(first, paths)
-    batches = iter(lambda: list(itertools.islice(paths, size)), [])
-    pinned = device.type == "cuda"
-    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=Collate(native), pin_memory=pinned, **options)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,  # an index is a whole batch
+        sampler=iter(lambda: list(itertools.islice(paths, size)), []),
+        num_workers=workers,
+        prefetch_factor=PREFETCH if workers else None,
+        pin_memory=device.type == "cuda",
+    )
     for errors, images in loader:
         found = iter(()) if images is None else zip(*best_classes(model, images, dtype, count, sigmoid))
         for path, error in errors:

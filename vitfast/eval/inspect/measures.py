@@ -4,7 +4,9 @@ Images are (B, C, H, W), raw uint8 or normalised floats, on any device. One laye
 at a time.
 """
 
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +36,6 @@ def filter_components(model: ViT, count: int = 28) -> tuple[Tensor, Tensor]:
     return (components * largest.sign()).unflatten(1, weight.shape[1:]), share[: len(components)]
 
 
-def _positions(model: ViT) -> Tensor | None:
-    """The table that is added to the patches, (N, D); of several, that before the first layer."""
-    table = positions.absolute(model.config["pos_embed"], {name: getattr(model, name) for name in model._tables})
-    return None if table is None else table[0, -model.patch_embed.num_patches :]
-
-
 @torch.no_grad()
 def position_similarity(model: ViT) -> Tensor:
     """Cosine similarity of each patch's position embedding to all others: (h, w, h, w) over the grid.
@@ -47,10 +43,11 @@ def position_similarity(model: ViT) -> Tensor:
     Figure 7, middle; Figure 10. Where every layer has a table of its own, that of the first. Raises InputError where
     nothing is added to the patches.
     """
-    table, grid = _positions(model), model.patch_embed.grid_size
+    table = positions.absolute(model.config["pos_embed"], {name: getattr(model, name) for name in model._tables})
     if table is None:
         raise InputError("position_similarity: the model has no position embeddings")
-    table = F.normalize(table.float(), dim=-1)
+    grid = model.patch_embed.grid_size
+    table = F.normalize(table[0, -math.prod(grid) :].float(), dim=-1)
     return (table @ table.T).unflatten(0, grid).unflatten(-1, grid)
 
 
@@ -119,7 +116,7 @@ def examine(model: ViT, images: Tensor) -> dict[str, Tensor]:
     components, share = filter_components(model)
     if len(components) and components.shape[1] in (1, 3):
         found.update(filters=components, share=share)
-    if _positions(model) is not None:
+    with suppress(InputError):  # it adds none to its patches
         found["positions"] = position_similarity(model)
     return found
 

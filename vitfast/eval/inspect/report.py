@@ -1,19 +1,29 @@
-"""The files that `inspect` writes: figures as PNG, their numbers, and one page with all of it."""
+"""The images that `inspect` reads, and the files that it writes: figures, numbers, and a page of all."""
 
-import csv
 import io
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
+import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
+from ...data.datasets import open_sources
+from ...data.folders import ImageFiles
+from ...data.image_files import image_files
+from ...data.images import Unreadable
+from ...data.shards import Shards
+from ...errors import InputError
 from ...model.vit import ViT
+from ...run.files import as_csv
 from ...run.results import Results
 from .figures import as_png, draw_attention, draw_distance, draw_filters, draw_similarity
 from .measures import examine, patch_distances, reads_class_token
 from .page import page, picture
 
+logger = logging.getLogger("vitfast")
 SHOWN = 16  # images whose rollout is drawn
 # File name -> heading, what is to be seen, what is said where the model has nothing to show.
 SECTIONS = dict(
@@ -42,6 +52,50 @@ SECTIONS = dict(
         "",
     ),
 )
+
+
+def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) -> tuple[Tensor, int]:
+    """At most `count` images, evenly spread over what there is, as uint8 (B, chans, *size).
+
+    They are scaled to cover the size and cut at the centre. Those that cannot be read are left out, with a warning; the
+    second result is their number. spec: a folder with image files at any depth, or what `vitfast eval --data` takes by
+    name ("digits", "torch/..."; validation split). Raises InputError where there are none, or none that can be read,
+    and for `chans` other than 1 and 3.
+    """
+    if chans not in (1, 3):
+        raise InputError(f"--data {spec}: the model reads {chans} channels; images have 1 or 3")
+    if count < 1:
+        raise InputError(f"--images must be at least 1, got {count}")
+    if not spec:
+        raise InputError("no data given: --data takes a folder of images, 'digits', or a name such as torch/cifar10")
+    source = _folder(Path(spec)) if Path(spec).exists() else open_sources(spec, "", size, (1, 1), 1, 0)[1]
+    if isinstance(source, Shards):
+        other = "give a folder of images, 'digits', torch/... or hfds/..."
+        raise InputError(f"--data {spec} is read in order only; {other}")
+    chosen = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int))
+    fitted, unreadable = [], []
+    for i in chosen.tolist():
+        try:
+            image, _ = source[i]
+        except Unreadable as error:
+            unreadable.append(error)
+            continue
+        image = Image.fromarray(image.transpose(1, 2, 0)) if source.transformed else image
+        image = image.convert("RGB" if chans == 3 else "L")
+        fitted.append(ImageOps.fit(image, size[::-1], Image.Resampling.BICUBIC))
+    if not fitted:
+        raise InputError(f"none of {len(unreadable)} images of {spec!r} could be read; the first: {unreadable[0]}")
+    for error in unreadable:
+        logger.warning("left out: %s", error)
+    pixels = np.stack([np.asarray(image).reshape(*size, chans) for image in fitted])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), len(unreadable)
+
+
+def _folder(root: Path) -> ImageFiles:
+    if not root.is_dir():
+        raise InputError(f"--data {root} is a file; give a folder of images")
+    files = list(image_files(root))
+    return ImageFiles(files, [0] * len(files), [], (1, 1))
 
 
 def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: str = "", data: str = "") -> Path:
@@ -85,18 +139,17 @@ def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: st
         heading: (note, picture(pngs[name], heading)) if name in pngs else (absent, "")
         for name, (heading, note, absent) in SECTIONS.items()
     }
-    archive = io.BytesIO()
-    np.savez_compressed(archive, **arrays)
-    rows = ((layer + 1, head + 1, f"{pixels:.6g}") for (layer, head), pixels in np.ndenumerate(arrays["distance"]))
-    csv.writer(distances := io.StringIO(), lineterminator="\n").writerows([("layer", "head", "pixels"), *rows])
-    texts = {
-        "distance.csv": distances.getvalue(),
+    np.savez_compressed(archive := io.BytesIO(), **arrays)
+    cells = ((layer + 1, head + 1, f"{pixels:.6g}") for (layer, head), pixels in np.ndenumerate(arrays["distance"]))
+    columns = ("layer", "head", "pixels")
+    files = {f"{name}.png": png for name, png in pngs.items()} | {
+        "arrays.npz": archive.getvalue(),
+        "distance.csv": as_csv(columns, (dict(zip(columns, row)) for row in cells)),
         "numbers.json": json.dumps(numbers, indent=2) + "\n",
         "report.html": page("vitfast inspect", facts | {"rollout from": numbers["rollout_from"]}, sections),
     }
-    files = {f"{name}.png": png for name, png in pngs.items()} | {"arrays.npz": archive.getvalue()}
     for name in numbers["not_drawn"]:  # of the weights that had this name before
         results.remove(f"{name}.png")
-    for name, content in (files | texts).items():
+    for name, content in files.items():
         results.write(name, content)
     return results.folder / "report.html"
