@@ -2,61 +2,48 @@
 
 import dataclasses
 
-from .tiles import Rule, tile
+from .tiles import Rule, Tile, tile
+
+
+def _product(
+    warps: int, stages: int, m: int, n: int, k: int, subtiles: int, provider: str = "triton", maxnreg: int = 0
+) -> Tile:
+    """A product in blocks of m rows, n columns and k."""
+    blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k)
+    return tile(warps, stages, provider, maxnreg, **blocks, GROUP_M=8, SUBTILES=subtiles)
+
 
 # A product in pieces: two programs fit a multiprocessor, and nothing spills.
 _PRODUCT = (
-    Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),
-    Rule(tile(4, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
-    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+    Rule(_product(8, 3, 128, 128, 64, 4), sm=(90, 100), bits="16"),
+    Rule(_product(4, 4, 128, 128, 32, 4), bits="16"),
+    Rule(_product(4, 3, 64, 64, 32, 2)),
 )
-_TMA = (Rule(tile(8, 3, "tma", BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4), sm=(90, 100), bits="16"),)
+_TMA = (Rule(_product(8, 3, 128, 128, 64, 4, "tma"), sm=(90, 100), bits="16"),)
 # Three quarters of the reads from L2, but one program on a multiprocessor: nothing hides its epilogue.
 _WIDE = tuple(
-    Rule(
-        tile(8, 4, provider, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
-        sm=(90, 100),
-        bits="16",
-        variant="wide",
-    )
+    Rule(_product(8, 4, 128, 256, 64, 4, provider), sm=(90, 100), bits="16", variant="wide")
     for provider in ("triton", "tma")
 )
 # Where BLOCK_K does not divide K, masks would spill: some tiles are for the widths of models only.
-_WIDTHS = (192, 256, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+_WIDTHS = "192x* 256x* 384x* 512x* 576x* 640x* 768x* 896x* 1024x* 1152x* 1280x* 1408x* 1536x* 1664x*"
 # With 128 registers two programs fit; left to itself, ptxas takes up to 134 (Triton 3.6).
 _DGELU, _DGELU_TMA = (
-    tuple(
-        Rule(
-            tile(8, 3, provider, maxnreg=128, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=4),
-            sm=(90,),
-            bits="16",
-            shape=f"{k}x*",
-        )
-        for k in _WIDTHS
-    )
-    + rules
+    (Rule(_product(8, 3, 128, 128, 64, 4, provider, maxnreg=128), sm=(90,), bits="16", shape=_WIDTHS), *rules)
     for provider, rules in (("triton", _PRODUCT), ("tma", _TMA))
 )
 # Two products at once: the blocks and sums of _PRODUCT with half the columns for each. Backward reads and writes two of
 # everything: narrower, or in smaller pieces.
 _GATED = (
-    *(
-        Rule(
-            tile(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, SUBTILES=2),
-            sm=(90, 100),
-            bits="16",
-            shape=f"{k}x*",
-        )
-        for k in _WIDTHS
-    ),
-    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2), bits="16"),
+    Rule(_product(8, 3, 128, 64, 64, 2), sm=(90, 100), bits="16", shape=_WIDTHS),
+    Rule(_product(4, 3, 64, 64, 32, 2), bits="16"),
     # In fp32 each of the two spills with one of Triton 3.6 and 3.9 where the other stands.
-    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, SUBTILES=1), sm=(120,)),
-    Rule(tile(4, 3, BLOCK_M=64, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, SUBTILES=2)),
+    Rule(_product(4, 3, 64, 32, 32, 1), sm=(120,)),
+    Rule(_product(4, 3, 64, 32, 32, 2)),
 )
 _DGATED = (
-    Rule(tile(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, SUBTILES=8), sm=(90, 100), bits="16"),
-    Rule(tile(4, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=4), bits="16"),
+    Rule(_product(8, 3, 128, 128, 64, 8), sm=(90, 100), bits="16"),
+    Rule(_product(4, 3, 128, 64, 32, 4), bits="16"),
     _PRODUCT[-1],
 )
 _CUBLAS = (Rule(tile(provider="cublas")),)
@@ -89,7 +76,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "linear_residual_fwd": _PRODUCT,
     # A wider tile takes all of 255 registers there, and spills with one of Triton 3.6 and 3.9.
     "dgelu_matmul": (
-        Rule(tile(4, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, SUBTILES=2), sm=(89, 120), bits="16"),
+        Rule(_product(4, 3, 128, 64, 32, 2), sm=(89, 120), bits="16"),
         *_DGELU,
     ),
     "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),

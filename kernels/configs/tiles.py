@@ -65,8 +65,8 @@ def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxn
 class Rule:
     """A tile and where it applies: GPU generations, bits of the dtype and shape classes.
 
-    bits: "32", "16", or "*" for both; shape: a pattern (fnmatch). variant: of CANDIDATES, tells several tiles of one
-    provider apart.
+    bits: "32", "16", or "*" for both; shape: patterns (fnmatch) with spaces between, of which one must match. variant:
+    of CANDIDATES, tells several tiles of one provider apart.
     """
 
     tile: Tile
@@ -89,29 +89,11 @@ def library(name: str) -> ModuleType:
 
 # Family -> its operations. The family's file is imported when one of them is first looked up.
 FAMILIES = {
-    "layer_norm": ("layer_norm_fwd", "layer_norm_bwd", "scale_rows", "column_sums"),
-    "attention": (
-        "attention_fwd",
-        "attention_bwd",
-        "attention_bwd_dq",
-        "attention_bwd_dkdv",
-        "attention_bwd_bias",
-        "rope_bwd",
-    ),
-    "patch_embed": ("patch_embed_fwd", "patch_embed_dweight", "patch_embed_dimages"),
-    "matmul": (
-        "linear_fwd",
-        "input_grad",
-        "linear_gelu_fwd",
-        "linear_residual_fwd",
-        "dgelu_matmul",
-        "gelu_bwd",
-        "gated_linear_fwd",
-        "dgated_matmul",
-        "gated_bwd",
-        "weight_grad",
-        "weight_grad_sum",
-    ),
+    "layer_norm": "layer_norm_fwd layer_norm_bwd scale_rows column_sums",
+    "attention": "attention_fwd attention_bwd attention_bwd_dq attention_bwd_dkdv attention_bwd_bias rope_bwd",
+    "patch_embed": "patch_embed_fwd patch_embed_dweight patch_embed_dimages",
+    "matmul": "linear_fwd input_grad linear_gelu_fwd linear_residual_fwd dgelu_matmul gelu_bwd "
+    "gated_linear_fwd dgated_matmul gated_bwd weight_grad weight_grad_sum",
 }
 
 
@@ -119,7 +101,7 @@ class _Rules(dict):
     """Operation -> its rules; the file of its family is read when one of them is first asked for."""
 
     def __init__(self, table: str):
-        super().__init__({op: family for family, operations in FAMILIES.items() for op in operations})
+        super().__init__({op: family for family, operations in FAMILIES.items() for op in operations.split()})
         self._table = table
 
     def __getitem__(self, op: str) -> tuple[Rule, ...]:
@@ -310,7 +292,7 @@ def _bits(x: torch.Tensor) -> str:
 def _matching(rules: tuple[Rule, ...], x: torch.Tensor, shape: str) -> Iterator[Rule]:
     sm = generation(x.device)
     alike = (rule for rule in rules if sm in rule.sm and rule.bits in ("*", _bits(x)))
-    return (rule for rule in alike if fnmatch.fnmatchcase(shape, rule.shape))
+    return (rule for rule in alike if any(fnmatch.fnmatchcase(shape, each) for each in rule.shape.split()))
 
 
 @functools.cache
