@@ -51,28 +51,27 @@ class PackedImages:
         """The patches' shape, (N, C, P, Q)."""
         return self.patches.shape
 
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """What lies in the buffer, by name, in the order in which it does."""
+        return {name: getattr(self, name) for name in ("patches", "places", "offsets", "grids")}
+
     def __repr__(self) -> str:
         return f"PackedImages({len(self)} images, patches {tuple(self.shape)} {self.dtype} on {self.device})"
 
     def __reduce__(self):
         if self._together:  # once, as torch.save wants it, and together again
             return _in_buffer, (self.buffer, tuple(self.shape), self.dtype, self.counts)
-        return PackedImages, (self.patches, self.places, self.offsets, self.grids, self.counts, self.longest)
+        return PackedImages, (*self._tensors.values(), self.counts, self.longest)
 
     @property
     def _together(self) -> bool:
         """Whether the tensors lie in the buffer as `pack` laid them: not where one was replaced."""
-        if self.buffer is None:
+        if self.buffer is None or len(self.buffer) != _parts(self.shape, self.dtype, len(self.counts))[-1][0]:
             return False
-        *parts, (end, *_) = _parts(self.shape, self.dtype, len(self.counts))
-        memory, first = self.buffer.untyped_storage().data_ptr(), self.buffer.storage_offset()
-        lies = lambda t, start, size, kind: (  # noqa: E731
-            t.untyped_storage().data_ptr() == memory
-            and (t.storage_offset() * kind.itemsize, tuple(t.shape), t.dtype) == (first + start, size, kind)
-            and t.is_contiguous()
-        )
-        tensors = (self.patches, self.places, self.offsets, self.grids)
-        return len(self.buffer) == end and all(lies(t, *part) for t, part in zip(tensors, parts))
+        lies = lambda t: (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype)  # noqa: E731
+        laid = self._in(self.buffer)._tensors.values()
+        return all(lies(own) == lies(other) for own, other in zip(self._tensors.values(), laid))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedImages":
         """The same on another device, in one copy where the tensors share their memory.
@@ -86,8 +85,7 @@ class PackedImages:
                 raise TypeError(f"PackedImages.to: {name} cannot be {value!r}; {hint}")
         if self._together:
             return self._in(self.buffer.to(device, non_blocking=non_blocking))
-        names = ("patches", "places", "offsets", "grids")
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors.items()}
         return replace(self, buffer=None, **moved)
 
     def cuda(self, device: int | None = None, non_blocking: bool = False) -> "PackedImages":
@@ -98,17 +96,11 @@ class PackedImages:
 
     def pin_memory(self) -> "PackedImages":
         """The same in page-locked memory, from which a GPU copies while it computes; a DataLoader calls it."""
-        return self._in((self if self._together else self._shared()).buffer.pin_memory())
+        packed = self if self._together else _laid(self.patches.shape, self.dtype, self.counts, **self._tensors)
+        return self._in(packed.buffer.pin_memory())
 
     def is_pinned(self) -> bool:
         return self._together and self.buffer.is_pinned()
-
-    def _shared(self) -> "PackedImages":
-        """The same in a buffer of its own."""
-        made = _allocate(self.patches.shape, self.patches.dtype, self.counts)
-        for name in ("patches", "places", "offsets", "grids"):
-            getattr(made, name).copy_(getattr(self, name))
-        return made
 
     def _in(self, buffer: Tensor) -> "PackedImages":
         """The same in a copy of the buffer."""
@@ -138,9 +130,13 @@ def _in_buffer(buffer: Tensor, shape: tuple, dtype: torch.dtype, counts: tuple[i
     return PackedImages(*views, counts, max(counts), buffer)
 
 
-def _allocate(shape: tuple, dtype: torch.dtype, counts: tuple[int, ...]) -> PackedImages:
+def _laid(shape: tuple, dtype: torch.dtype, counts: tuple[int, ...], **tensors: Tensor) -> PackedImages:
+    """These tensors in a new buffer, in which the others are to be written."""
     buffer = torch.empty(_parts(shape, dtype, len(counts))[-1][0], dtype=torch.uint8)
-    return _in_buffer(buffer, shape, dtype, counts)
+    made = _in_buffer(buffer, shape, dtype, counts)
+    for name, values in tensors.items():
+        made._tensors[name].copy_(values)
+    return made
 
 
 def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
@@ -149,7 +145,7 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
         raise TypeError(f"pack: images must be a list of (C, H, W) tensors, got {type(images).__name__}")
     if not images:
         raise ValueError("pack: images is empty")
-    found = []
+    found, first = [], None
     for i, image in enumerate(images):
         try:
             image = image if isinstance(image, Tensor) else torch.as_tensor(np.ascontiguousarray(image))
@@ -164,13 +160,12 @@ def _checked(images: Sequence[Tensor], patch: tuple[int, int]) -> list[Tensor]:
             sides = f"multiples of the patch {patch[0]} x {patch[1]}"
             hint = "; it must be (C, H, W), channels first" if width in (1, 3, 4) and chans > 4 else ""
             raise ValueError(f"pack: images[{i}] must have sides that are {sides}, got {height} x {width}{hint}")
-        for name, own, first in (
-            ("channels", chans, (found or [image])[0].shape[0]),
-            ("dtype", image.dtype, (found or [image])[0].dtype),
-            ("device", image.device, (found or [image])[0].device),
-        ):
-            if own != first:
-                raise ValueError(f"pack: images must be alike, got {name} {first} of images[0], {own} of images[{i}]")
+        kind = dict(channels=chans, dtype=image.dtype, device=image.device)
+        first = first or kind
+        for name, own in kind.items():
+            if own != first[name]:
+                both = f"{name} {first[name]} of images[0], {own} of images[{i}]"
+                raise ValueError(f"pack: images must be alike, got {both}")
         found.append(image)
     return found
 
@@ -199,13 +194,10 @@ def pack(
         raise ValueError(f"pack: patch_size must be P or (P, Q) in pixels, got {patch_size!r}")
     images = _checked(images, patch)
     grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
-    kept = [None] * len(images) if keep is None else [p if p is None else _numbers(p) for p in keep]
+    kept = [None] * len(images) if keep is None else list(keep)
     if len(kept) != len(images):
         raise ValueError(f"pack: keep must have an entry for each of {len(images)} images, got {len(kept)}")
-    for i, (places, (down, across)) in enumerate(zip(kept, grids)):
-        if places is not None and not _fit(places, down * across):
-            text = f"whole numbers of patches from 0 to {down * across - 1}, each once and at least one"
-            raise ValueError(f"pack: keep[{i}] must be {text}")
+    kept = [p if p is None else _checked_places(i, p, h * w) for i, (p, (h, w)) in enumerate(zip(kept, grids))]
     counts = tuple(h * w if places is None else len(places) for places, (h, w) in zip(kept, grids))
     places = torch.cat([torch.arange(h * w) if p is None else p.cpu() for p, (h, w) in zip(kept, grids)]).int()
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
@@ -216,9 +208,8 @@ def pack(
         patches = torch.cat([x if p is None else x[p.to(x.device)] for x, p in zip(whole, kept)])
         rest = (t.to(first.device) for t in (places, offsets, torch.tensor(grids, dtype=torch.int32)))
         return PackedImages(patches, *rest, counts, max(counts))
-    made = _allocate((sum(counts), first.shape[0], *patch), first.dtype, counts)
-    for name, values in (("places", places), ("offsets", offsets), ("grids", torch.tensor(grids))):
-        getattr(made, name).copy_(values)
+    shape = (sum(counts), first.shape[0], *patch)
+    made = _laid(shape, first.dtype, counts, places=places, offsets=offsets, grids=torch.tensor(grids))
     for cut, p, place in zip(cuts, kept, made.patches.split(counts)):
         if p is None:
             place.unflatten(0, cut.shape[:2]).copy_(cut)
@@ -227,20 +218,17 @@ def pack(
     return made
 
 
-def _numbers(places) -> Tensor:
-    """The numbers of patches as a tensor, of a list or an array too; anything else as an empty one."""
+def _checked_places(i: int, places, count: int) -> Tensor:
+    """keep[i] as a tensor, of a list or an array too: numbers of patches below `count`, at least one, each once."""
     try:
-        return torch.as_tensor(places)
+        found = torch.as_tensor(places)
     except (TypeError, ValueError, RuntimeError):
-        return torch.empty(0)
-
-
-def _fit(places: Tensor, count: int) -> bool:
-    """Whether these are numbers of patches, at least one, each once."""
-    if places.dtype not in (torch.int32, torch.int64) or places.dim() != 1:
-        return False
-    inside = len(places) and 0 <= int(places.min()) and int(places.max()) < count
-    return bool(inside) and len(places.unique()) == len(places)
+        found = torch.empty(0)
+    whole = found.dtype in (torch.int32, torch.int64) and found.dim() == 1 and len(found) > 0
+    if not whole or found.min() < 0 or found.max() >= count or len(found.unique()) != len(found):
+        text = f"whole numbers of patches from 0 to {count - 1}, each once and at least one"
+        raise ValueError(f"pack: keep[{i}] must be {text}")
+    return found
 
 
 def draw_kept(count: int, drop: float, generator: torch.Generator | None = None) -> Tensor:
