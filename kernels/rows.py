@@ -9,6 +9,7 @@ registers and writes one fp32 row of a workspace (programs, D); `column_sums_ker
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -160,15 +161,19 @@ def row_alignment(*matrices: Tensor | None) -> int:
     return math.gcd(16, *(row_stride(t) for t in matrices))
 
 
-def column_sums(pairs: list[tuple[Tensor | None, Tensor | None]], programs: int, D: int, x: Tensor) -> None:
-    """Adds up to four workspaces (programs, D) into (D,) outputs."""
-    pairs = [pair for pair in pairs if pair[0] is not None]
-    if not pairs:
-        return
-    tile = tiles.lookup("column_sums", x, f"d{D}")
-    workspaces, outs = zip(*pairs)
-    grid = (cdiv(D, tile["BLOCK_D"]), len(pairs))
-    launch(column_sums_kernel, grid, ws_ptrs=workspaces, out_ptrs=outs, P=programs, D=D, **tile.meta)
+def column_sums(
+    x: Tensor, workspaces: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None] | None = None
+) -> list[Tensor | None]:
+    """Up to four workspaces (programs, D), each added up into (D,) in these dtypes (fp32); None stays None."""
+    dtypes = [torch.float32] * len(workspaces) if dtypes is None else dtypes
+    outs = [None if ws is None else ws.new_empty(ws.shape[1], dtype=dtype) for ws, dtype in zip(workspaces, dtypes)]
+    given = [ws for ws in workspaces if ws is not None]
+    if given:
+        programs, D = given[0].shape
+        tile = tiles.lookup("column_sums", x, f"d{D}")
+        pointers = dict(ws_ptrs=tuple(given), out_ptrs=tuple(out for out in outs if out is not None))
+        launch(column_sums_kernel, (cdiv(D, tile["BLOCK_D"]), len(given)), **pointers, P=programs, D=D, **tile.meta)
+    return outs
 
 
 def scale_rows(
@@ -187,7 +192,6 @@ def scale_rows(
     programs = row_programs(dout.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]), strips)
     g = torch.empty((M, D), dtype=out_dtype or dout.dtype, device=dout.device) if want_scaled else None
     ws = torch.empty((programs, D), dtype=torch.float32, device=dout.device) if want_sum else None
-    total = torch.empty(D, dtype=torch.float32, device=dout.device) if want_sum else None
     launch(
         scale_rows_kernel,
         (programs, strips),
@@ -203,5 +207,4 @@ def scale_rows(
         ALIGN=row_alignment(dout),
         **flags,
     )
-    column_sums([(ws, total)], programs, D, dout)
-    return g, total
+    return g, *column_sums(dout, [ws])

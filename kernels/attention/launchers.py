@@ -177,41 +177,23 @@ def attention_bwd(
     want_bias_grad: bool = False,
     logits: Logits = PLAIN,
     turn_back: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Packed dqkv (B, N, 3, H, Dh) and, where wanted, the QKV bias's gradient (3 H Dh,) in fp32.
+    packed: bool = True,
+) -> tuple[Tensor | tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Packed dqkv (B, N, 3, H, Dh), else dq, dk, dv, each contiguous; the QKV bias's gradient (3 H Dh,) in fp32.
 
-    turn_back: False leaves dq and dk, and their sums in the bias's gradient, as rotary positions turn them, for
-    `rope_bwd`.
+    The latter where wanted. turn_back: False leaves dq and dk, and their sums in the bias's gradient, as rotary
+    positions turn them, for `rope_bwd`.
     """
     B, N, H, D = q.shape
     tile = _lookup("attention_bwd", q, logits)
     if tile.provider in tiles.ATTENTION_LIBRARIES:
-        dqkv = tiles.library("attention").backward(tile.provider, q, k, v, o, lse, do, scale, packed=True)
-        rows = dqkv.view(B * N, 3 * H * D)
-        return dqkv, scale_rows(rows, None, None, 1, want_scaled=False)[1] if want_bias_grad else None
-    dqkv = torch.empty((B, N, 3, H, D), dtype=q.dtype, device=q.device)
-    options = want_bias_grad, logits, turn_back
-    return dqkv, _backward(tile, q, k, v, o, lse, do, scale, *dqkv.unbind(2), *options)
-
-
-def attention_bwd_separate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    scale: float,
-    logits: Logits = PLAIN,
-    turn_back: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, each (B, N, H, Dh) and contiguous. turn_back: as in attention_bwd."""
-    tile = _lookup("attention_bwd", q, logits)
-    if tile.provider in tiles.ATTENTION_LIBRARIES:
-        return tiles.library("attention").backward(tile.provider, q, k, v, o, lse, do, scale, packed=False)
-    grads = tuple(_empty(q) for _ in range(3))
-    _backward(tile, q, k, v, o, lse, do, scale, *grads, False, logits, turn_back)
-    return grads
+        grads = tiles.library("attention").backward(tile.provider, q, k, v, o, lse, do, scale, packed)
+        if not want_bias_grad:
+            return grads, None
+        return grads, scale_rows(grads.view(B * N, 3 * H * D), None, None, 1, want_scaled=False)[1]
+    grads = q.new_empty(B, N, 3, H, D) if packed else tuple(_empty(q) for _ in range(3))
+    each = grads.unbind(2) if packed else grads
+    return grads, _backward(tile, q, k, v, o, lse, do, scale, *each, want_bias_grad, logits, turn_back)
 
 
 def rope_bwd(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:

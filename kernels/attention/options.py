@@ -28,11 +28,11 @@ class Logits(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """Keyword arguments of ref.attention."""
+        """Keyword arguments of ref.attention, but for `longest`."""
         layout = "interleaved" if self.interleaved else "half"
         rope = dict(rope=(self.cos, self.sin), rope_layout=layout, num_prefix=self.num_prefix)
-        found = dict(bias=self.bias, key_lengths=self.key_lengths, **(rope if self.cos is not None else {}))
-        return found if self.offsets is None else found | dict(offsets=self.offsets, longest=self.longest)
+        masks = dict(bias=self.bias, key_lengths=self.key_lengths, offsets=self.offsets)
+        return masks if self.cos is None else masks | rope
 
 
 PLAIN = Logits()

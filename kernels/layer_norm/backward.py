@@ -221,22 +221,12 @@ def layer_norm_bwd(
     flags = dict(tile.meta)
     programs = row_programs(z.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]))
 
-    def matrix(wanted: bool, dtype: torch.dtype) -> Tensor | None:
-        return torch.empty((M, D), dtype=dtype, device=z.device) if wanted else None
-
-    def vector_like(wanted: bool, parameter: Tensor | None) -> Tensor | None:
-        return torch.empty(D, dtype=parameter.dtype, device=z.device) if wanted and parameter is not None else None
-
     scaled = layer_scale is not None or drop_path is not None
-    dres, dx, y = matrix(want_dx, z.dtype), matrix(want_dx and scaled, dy.dtype), matrix(want_y, dy.dtype)
-    sums = (
-        vector_like(want_dparams, weight),
-        vector_like(want_dparams, bias),
-        vector_like(want_layer_scale, layer_scale),
-        torch.empty(D, dtype=torch.float32, device=z.device) if want_dz_sum else None,
-    )
-    space = dict(dtype=torch.float32, device=z.device)
-    workspaces = tuple(None if t is None else torch.empty((programs, D), **space) for t in sums)
+    dres = z.new_empty(M, D) if want_dx else None
+    dx, y = (dy.new_empty(M, D) if wanted else None for wanted in (want_dx and scaled, want_y))
+    summed = weight if want_dparams else None, bias if want_dparams else None, layer_scale if want_layer_scale else None
+    dtypes = [*(None if t is None else t.dtype for t in summed), torch.float32 if want_dz_sum else None]
+    workspaces = tuple(None if t is None else z.new_empty(programs, D, dtype=torch.float32) for t in dtypes)
     inputs = dy, z, dz, branch if want_layer_scale else None
     launch(
         layer_norm_bwd_kernel,
@@ -258,5 +248,4 @@ def layer_norm_bwd(
         BLOCK_D=chunk_width(D),
         **flags,
     )
-    column_sums(list(zip(workspaces, sums)), programs, D, z)
-    return Grads(dres, dx, *sums, y)
+    return Grads(dres, dx, *column_sums(z, workspaces, dtypes), y)

@@ -251,23 +251,18 @@ def gated_linear(
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> tuple[dict, Gradients]:
-    """(what a launch needs, what it and `column_sums` will have written), uninitialised."""
+def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> dict:
+    """The pointers of what a launch writes, uninitialised; None for what is not wanted."""
     m, n = up.shape
-    dup, dgate = (torch.empty((m, n), dtype=up.dtype, device=up.device) for _ in range(2))
-    h = torch.empty((m, n), dtype=up.dtype, device=up.device) if want_h else None
-    space = dict(dtype=torch.float32, device=up.device)
-    sums = tuple(torch.empty((row_blocks, n), **space) if want_sums else None for _ in range(2))
-    totals = tuple(torch.empty(n, **space) if want_sums else None for _ in range(2))
-    return dict(out_ptrs=(dup, dgate, h), sum_ptrs=sums, stride_om=n), (dup, dgate, h, *totals)
+    out = up.new_empty(m, n), up.new_empty(m, n), up.new_empty(m, n) if want_h else None
+    sums = tuple(up.new_empty(row_blocks, n, dtype=torch.float32) if want_sums else None for _ in range(2))
+    return dict(out_ptrs=out, sum_ptrs=sums, stride_om=n)
 
 
-def _add_sums(pointers: dict, found: Gradients, like: Tensor) -> Gradients:
-    """Adds up the rows of the workspaces, in a fixed order."""
+def _gradients(pointers: dict) -> Gradients:
+    """What a launch has written there, its workspaces added up in a fixed order."""
     sums = pointers["sum_ptrs"]
-    if sums[0] is not None:
-        column_sums(list(zip(sums, found[3:])), *sums[0].shape, sums[0])
-    return found
+    return *pointers["out_ptrs"], *column_sums(sums[0], sums)
 
 
 def dgated_matmul(
@@ -281,7 +276,7 @@ def dgated_matmul(
     tile = tiles.lookup("dgated_matmul", g, product_class(k, n))
     if tile.provider == "cublas":
         return gated_bwd(torch.mm(g, weight), up, gate, activation, want_sums, want_h)
-    pointers, found = _outputs(up, cdiv(m, tile["BLOCK_M"]), want_h, want_sums)
+    pointers = _outputs(up, cdiv(m, tile["BLOCK_M"]), want_h, want_sums)
     grid, shared = row_product(g, weight, tile, "nn")
     launch(
         dgated_matmul_kernel,
@@ -292,7 +287,7 @@ def dgated_matmul(
         in_strides=(up.stride(0), gate.stride(0)),
         ACT=activation,
     )
-    return _add_sums(pointers, found, g)
+    return _gradients(pointers)
 
 
 def gated_bwd(
@@ -307,9 +302,9 @@ def gated_bwd(
         sums = [t.sum(0, dtype=torch.float32) if want_sums else None for t in (dup, dgate)]
         return dup, dgate, act.mul_(up) if want_h else None, *sums
     blocks = cdiv(m, tile["BLOCK_M"])
-    pointers, found = _outputs(up, blocks, want_h, want_sums)
+    pointers = _outputs(up, blocks, want_h, want_sums)
     strides = dict(stride_hm=dh.stride(0), in_strides=(up.stride(0), gate.stride(0)))
     grid = blocks, cdiv(n, tile["BLOCK_N"])
     flags = dict(ACT=activation, **tile.meta)
     launch(gated_bwd_kernel, grid, dh_ptr=dh, in_ptrs=(up, gate), **pointers, **strides, M=m, N=n, **flags)
-    return _add_sums(pointers, found, up)
+    return _gradients(pointers)

@@ -21,10 +21,7 @@ from ..configs import tiles
 from ..launch import cdiv, launch
 from ..rows import column_sums, vector
 from .activations import activate, activate_and_slope, activated, activation_bwd
-from .linear import input_grad, linear, linear_residual
 from .product import load_columns, output_block, product_class, row_product
-
-__all__ = ["dgelu_matmul", "gelu_bwd", "input_grad", "linear", "linear_gelu", "linear_residual"]
 
 
 @triton.jit
@@ -180,12 +177,12 @@ def dgelu_matmul(
     (m, k), n = g.shape, weight2.shape[1]
     tile = tiles.lookup("dgelu_matmul", g, product_class(k, n))
     if tile.provider == "cublas":
-        return _gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
+        return gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
     dpre, act, sums = _dgelu_outputs(pre, cdiv(m, tile["BLOCK_M"]), want_act, want_bias_grad)
     grid, shared = row_product(g, weight2, tile, "nn")
     pointers = dict(pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
     launch(dgelu_matmul_kernel, grid, **shared, **pointers, stride_pm=pre.stride(0), stride_om=n, ACT=activation)
-    return dpre, act, _bias_grad(sums)
+    return dpre, act, *column_sums(sums, [sums])
 
 
 def _dgelu_outputs(
@@ -193,23 +190,12 @@ def _dgelu_outputs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dpre, act, column sums of each block of rows), uninitialised; None for what is not wanted."""
     m, n = pre.shape
-    dpre = torch.empty((m, n), dtype=pre.dtype, device=pre.device)
-    act = torch.empty((m, n), dtype=pre.dtype, device=pre.device) if want_act else None
-    sums = torch.empty((row_blocks, n), dtype=torch.float32, device=pre.device) if want_bias_grad else None
-    return dpre, act, sums
+    dpre, act = pre.new_empty(m, n), pre.new_empty(m, n) if want_act else None
+    return dpre, act, pre.new_empty(row_blocks, n, dtype=torch.float32) if want_bias_grad else None
 
 
-def _bias_grad(sums: Tensor | None) -> Tensor | None:
-    """(row blocks, N) -> (N,): column sums in a fixed order."""
-    if sums is None:
-        return None
-    total = torch.empty(sums.shape[1], dtype=torch.float32, device=sums.device)
-    column_sums([(sums, total)], *sums.shape, sums)
-    return total
-
-
-def _gelu_bwd(
-    dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool
+def gelu_bwd(
+    dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool, want_act: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As dgelu_matmul, from the product dy (M, N)."""
     m, n = pre.shape
@@ -224,10 +210,4 @@ def _gelu_bwd(
     pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
     strides = dict(stride_ym=dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
     launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, ACT=activation, **tile.meta)
-    return dpre, act, _bias_grad(sums)
-
-
-def gelu_bwd(dy: Tensor, pre: Tensor, activation: str, want_bias_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """dpre = dy * gelu'(pre) (M, N) in pre's dtype, and its column sum (N,) in fp32 where wanted."""
-    dpre, _, dbias = _gelu_bwd(dy, pre, activation, want_bias_grad, want_act=False)
-    return dpre, dbias
+    return dpre, act, *column_sums(sums, [sums])

@@ -186,13 +186,13 @@ def _patch_rows(dy: Tensor, prefix: int, packed: Packed | None) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Gradients of `patch_embed_fwd`; None where one was not wanted."""
+    """Gradients of `patch_embed_fwd`, or the dtypes of those that are wanted; None where one is not."""
 
-    dimages: Tensor | None
-    dweight: Tensor | None
-    dbias: Tensor | None
-    dcls: Tensor | None
-    dpos: Tensor | None
+    images: Tensor | torch.dtype | None
+    weight: Tensor | torch.dtype | None
+    bias: Tensor | torch.dtype | None
+    cls_token: Tensor | torch.dtype | None
+    pos_embed: Tensor | torch.dtype | None
 
 
 def _dweight(
@@ -267,59 +267,58 @@ def patch_embed_bwd(
     weight: Tensor,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
+    wanted: Gradients,
     *,
     prefix: int,
     pos_len: int,
-    want_images: bool,
-    want_weight: bool,
-    want_bias: bool,
-    want_cls: bool,
-    want_pos: bool,
-    dtypes: Sequence[torch.dtype | None] = (None, None, None),
     packed: Packed | None = None,
 ) -> Gradients:
-    """Gradients of `patch_embed_fwd` for dy (B, T+N, D), or (N + S T, D) with `packed`.
+    """Gradients of `patch_embed_fwd` for dy (B, T+N, D), or (N + S T, D) with `packed`, in the dtypes of `wanted`.
 
-    Those of bias, cls_token and pos_embed in `dtypes` (weight's unless given). `images` may be None where neither
-    `want_images` nor `want_weight` is set; mean and std are read for uint8 images only.
+    `images` may be None where neither its gradient nor the weight's is wanted; mean and std are read for uint8 images
+    only.
     """
     dy = dy.contiguous()
-    bias_dtype, cls_dtype, pos_dtype = types = [dtype or weight.dtype for dtype in dtypes]
-    raw, dbias = want_weight and images.dtype == torch.uint8, None
+    raw = wanted.weight is not None and images.dtype == torch.uint8
+    want_bias = raw or wanted.bias is not None
     if packed is None:
-        dbias, dcls, dpos = _sums(dy, prefix, pos_len, want_bias or raw, want_cls, want_pos, types)
+        dbias, dcls, dpos = _sums(dy, prefix, pos_len, want_bias, wanted)
     else:
         images = None if images is None else images.contiguous()
-        dbias, dcls, dpos = _packed_sums(dy, prefix, packed, want_bias or raw, want_cls, want_pos, types)
-    given = (mean, std, packed)
-    dweight = _dweight(dy, images, weight, prefix, dbias if raw else None, *given) if want_weight else None
-    dimages = _dimages(dy, images, weight, prefix, packed) if want_images else None
-    return Gradients(dimages, dweight, dbias.to(bias_dtype) if want_bias else None, dcls, dpos)
+        dbias, dcls, dpos = _packed_sums(dy, prefix, packed, want_bias, wanted)
+    dimages = dweight = None
+    if wanted.weight is not None:
+        dweight = _dweight(dy, images, weight, prefix, dbias if raw else None, mean, std, packed)
+    if wanted.images is not None:
+        dimages = _dimages(dy, images, weight, prefix, packed)
+    return Gradients(dimages, dweight, None if wanted.bias is None else dbias.to(wanted.bias), dcls, dpos)
 
 
-def _packed_sums(dy, prefix, packed, want_bias, want_cls, want_pos, dtypes) -> tuple[Tensor | None, ...]:
+def _packed_sums(dy, prefix, packed, want_bias: bool, wanted: Gradients) -> tuple[Tensor | None, ...]:
     """As `_sums`, of images of many sizes: every patch has a position of its own."""
     dbias = dcls = dpos = None
-    if want_bias or want_pos:
+    if want_bias or wanted.pos_embed:
         patches = _patch_rows(dy, prefix, packed)
         dbias = scale_rows(patches, None, None, 1, want_scaled=False)[1] if want_bias else None
-        dpos = patches.to(dtypes[2], copy=patches is dy) if want_pos else None
-    if want_cls:
+        dpos = patches.to(wanted.pos_embed, copy=patches is dy) if wanted.pos_embed else None
+    if wanted.cls_token:
         tokens = dy[packed[1][:, None] + torch.arange(prefix, device=dy.device)]
-        dcls = tokens.sum(0, keepdim=True, dtype=torch.float32).to(dtypes[1])
+        dcls = tokens.sum(0, keepdim=True, dtype=torch.float32).to(wanted.cls_token)
     return dbias, dcls, dpos
 
 
-def _sums(dy, prefix, pos_len, want_bias, want_cls, want_pos, dtypes) -> tuple[Tensor | None, ...]:
+def _sums(dy, prefix, pos_len, want_bias: bool, wanted: Gradients) -> tuple[Tensor | None, ...]:
     """Gradients of the bias (D,), in fp32, of the prefix (1, T, D) and of the positions (1, pos_len, D)."""
     batch, tokens, width = dy.shape
-
-    def gradient(wanted: bool, count: int, dtype: torch.dtype) -> Tensor | None:
-        return torch.empty(1, count, width, device=dy.device, dtype=dtype) if wanted else None
-
-    dcls, dpos = gradient(want_cls, prefix, dtypes[1]), gradient(want_pos, pos_len, dtypes[2])
-    patch_sums = gradient(want_bias, tokens - prefix, torch.float32)
-    if want_cls or want_pos or patch_sums is not None:
+    patch_sums, dcls, dpos = (
+        None if dtype is None else dy.new_empty(1, count, width, dtype=dtype)
+        for count, dtype in (
+            (tokens - prefix, torch.float32 if want_bias else None),
+            (prefix, wanted.cls_token),
+            (pos_len, wanted.pos_embed),
+        )
+    )
+    if want_bias or wanted.cls_token or wanted.pos_embed:
         launch(
             patch_embed_batch_sum_kernel,
             (tokens, cdiv(width, 256)),

@@ -121,9 +121,9 @@ patches one pixel short | patch embedding backward | patch_embed/patches.py
 a grid one row tile short | linear + residual, fc2 | matmul/product.py
 - (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),)
 + (max(1, m // blocks[0]) * cdiv(n, blocks[1]),)
-a row of the workspace for nobody | layer_norm backward | layer_norm/backward.py | silent
-- torch.empty((programs, D)
-+ torch.empty((programs + 1, D)
+a split of the workspace for nobody | patch embedding backward | patch_embed/backward.py | silent
+- torch.empty(splits, width
++ torch.empty(splits + 1, width
 the last mean | layer_norm | layer_norm/forward.py
 - mean_ptr + rows, mean, mask=rows < M
 + mean_ptr + rows, mean, mask=rows < M - 1

@@ -14,7 +14,7 @@ from attention_libraries import FakeAten, install_packages
 
 from vitfast import ops
 from vitfast.kernels import launch
-from vitfast.kernels.attention.launchers import attention_bwd, attention_bwd_separate, attention_fwd
+from vitfast.kernels.attention.launchers import attention_bwd, attention_fwd
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.layer_norm import forward as norm
 from vitfast.kernels.libraries import attention as libraries
@@ -64,7 +64,7 @@ def test_attention_by_libraries_matches_float64(provider, axes, forward, backwar
         q, k, v = qkv.unbind(2)
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
         o, lse = attention_fwd(q, k, v, SCALE)
-        separate = attention_bwd_separate(q, k, v, o, lse, do, SCALE)
+        separate, _ = attention_bwd(q, k, v, o, lse, do, SCALE, packed=False)
         packed, none = attention_bwd(q, k, v, o, lse, do, SCALE)
     assert none is None and len(separate) == 3
     assert all(g.is_contiguous() and torch.equal(g, part) for g, part in zip(separate, packed.unbind(2)))

@@ -20,12 +20,9 @@ from ._operation import (
     as_matrix,
     check_eps,
     check_factors,
-    check_flag,
     check_floating,
+    check_linear,
     check_norm,
-    check_norm_kind,
-    check_same,
-    check_shape,
     check_tensors,
     sample_rows,
     tensors_of,
@@ -102,32 +99,33 @@ def norm_gradients(
     return found, grads.dz_sum if want_sum else total, grads.y if saved.h is None else saved.h
 
 
-def check_block(
-    op: str, t: NamedTuple, layers: dict[str, tuple[Tensor | None, tuple[int, ...]]], residual_in_fp32: bool
-) -> float:
+# A layer's weight, its bias and the weight's shape.
+Layer = tuple[Tensor, Tensor | None, tuple[int, int]]
+
+
+def check_block(op: str, t: NamedTuple, layers: dict[str, Layer], residual_in_fp32: bool) -> float:
     """eps, as Python's number. Raises for tensors that do not fit x, and for options that mean nothing.
 
-    layers: the tensors of the layers and their shapes, by their public names, a weight first. The residual stream x is
-    fp32 where it is asked to be, else it has their dtype.
+    layers: by the prefix of their public names. The residual stream x is fp32 where it is asked to be, else it has
+    their dtype.
     """
-    width, first = t.x.shape[-1], next(iter(layers))
-    check_tensors(op, norm_weight=t.norm_weight)
-    for name, (tensor, shape) in dict(layers, norm_weight=(t.norm_weight, (width,))).items():
-        if name.endswith("_weight") and not name.startswith("inner"):
-            check_tensors(op, **{name: tensor})
-        check_shape(op, name, tensor, shape)
-    check_shape(op, "norm_bias", t.norm_bias, (width,))
-    check_norm_kind(op, t.norm, t.norm_bias)
-    check_factors(op, t.x, t.layer_scale, t.drop_path, width)
+    if residual_in_fp32 is not True and residual_in_fp32 is not False:
+        raise TypeError(f"{op}: residual_in_fp32 must be True or False, got {residual_in_fp32!r}")
     if t.x.dim() not in (2, 3):
         raise ValueError(f"{op}: x must be (B, N, D) or (tokens, D), got {tuple(t.x.shape)}")
+    (first, (weight, *_)), width = next(iter(layers.items())), t.x.shape[-1]
     check_floating(op, "x", t.x)
-    check_floating(op, first, layers[first][0])
-    check_flag(op, "residual_in_fp32", residual_in_fp32)
-    computed = t.x.new_empty(0, dtype=layers[first][0].dtype) if residual_in_fp32 else t.x
-    norms = {name: tensor for name, (tensor, _) in layers.items() if name.startswith("inner")}
-    check_same(op, "x", computed, **{name: tensor for name, (tensor, _) in layers.items() if name not in norms})
-    check_norm(op, computed, norm_weight=t.norm_weight, norm_bias=t.norm_bias, **norms)
+    check_floating(op, f"{first}weight", weight)
+    computed = t.x.new_empty(0, dtype=weight.dtype) if residual_in_fp32 else t.x
+    for prefix, (weight, bias, shape) in layers.items():
+        check_linear(op, computed, weight, bias, prefix, shape)
+    check_tensors(op, norm_weight=t.norm_weight)
+    check_norm(op, computed, width, norm_weight=t.norm_weight, norm_bias=t.norm_bias)
+    check_factors(op, t.x, t.layer_scale, t.drop_path, width)
+    if t.norm not in ("layer", "rms"):
+        raise ValueError(f"{op}: norm must be 'layer' or 'rms', got {t.norm!r}")
+    if t.norm == "rms" and t.norm_bias is not None:
+        raise ValueError(f"{op}: norm_bias must be None where norm is 'rms', which has no bias")
     if t.keep not in ("least", "all"):
         raise ValueError(f"{op}: keep must be 'least' or 'all', got {t.keep!r}")
     return check_eps(op, t.eps)

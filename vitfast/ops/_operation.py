@@ -25,7 +25,7 @@ FLOAT32 = torch.finfo(torch.float32).max
 Constant = Annotated[Tensor, "constant"]
 PassedOn = Annotated[Tensor, "passed on"]
 _TENSORS = (Tensor, Constant, PassedOn)
-_SCHEMAS = {int: "SymInt", float: "float", bool: "bool", str: "str", list[float]: "float[]"}
+_SCHEMAS = {int: "SymInt", float: "float", bool: "bool", str: "str", list[float]: "float[]", list[bool]: "bool[]"}
 _ABSENT = (0,) * 6  # the shape that stands for None where an operation must return a tensor: no true one has six axes
 
 _filling = threading.RLock()  # PyTorch's switch is one for all threads
@@ -131,8 +131,7 @@ class custom_op:
 
     forward(t) -> (out, saved), t of type `arguments`; fake(t) -> the same without values. backward(dout, t, saved,
     needs) -> gradients by name, of which only those that are needed count; needs has t's type, with a truth value for
-    each tensor. reads(t, needs) -> t as backward reads it, where that is not all of it. public: the name of the
-    operation that users call, where it is another.
+    each tensor. reads(t, needs) -> t as backward reads it, where that is not all of it.
     """
 
     def __init__(
@@ -145,7 +144,6 @@ class custom_op:
         fake: Callable,
         backward: Callable,
         reads: Callable | None = None,
-        public: str | None = None,
     ):
         self.arguments, self.saved, self.backward, self.reads = arguments, saved, backward, reads
         taken, self.kept = _fields(arguments), [field.name for field in _fields(saved)]
@@ -160,7 +158,7 @@ class custom_op:
         schemas, made = ["Tensor dout", *schemas, "bool[] needs"], len(self.trained)
         self.derivative = register(f"{name}_backward", schemas, made, self._backward, self._fake_backward)
         self.operation.register_autograd(self._differentiate, setup_context=self._save)
-        only_once(self.derivative, public or name)
+        only_once(self.derivative, name)
 
     def __call__(self, t: NamedTuple) -> Tensor | tuple[Tensor, ...]:
         return self.operation(*flat(t))
@@ -277,9 +275,9 @@ def check_floating(op: str, name: str, tensor: Tensor | None) -> None:
         raise TypeError(f"{op}: {name} must be floating point ({known}), got {tensor.dtype}")
 
 
-def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple) -> None:
-    """None passes; an int must match, None in `shape` matches any length."""
-    if tensor is None:
+def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple, required: bool = False) -> None:
+    """None passes unless `required`; an int must match, None in `shape` matches any length."""
+    if tensor is None and not required:
         return
     check_tensors(op, **{name: tensor})
     if tensor.dim() != len(shape) or any(want is not None and have != want for have, want in zip(tensor.shape, shape)):
@@ -287,37 +285,44 @@ def check_shape(op: str, name: str, tensor: Tensor | None, shape: tuple) -> None
         raise ValueError(f"{op}: {name} must be ({want}), got {tuple(tensor.shape)}")
 
 
+def check_device(op: str, like: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Every given tensor lies on this device, that of the argument `like`."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{op}: {name} must be on {device} like {like}, got {tensor.device}")
+
+
 def check_same(op: str, x_name: str, x: Tensor, **others: Tensor | None) -> None:
     """Every given tensor lies on x's device in x's dtype."""
     check_floating(op, x_name, x)
+    check_device(op, x_name, x.device, **others)
     for name, tensor in others.items():
-        if tensor is None:
-            continue
-        if tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device} like {x_name}, got {tensor.device}")
-        if tensor.dtype != x.dtype:
+        if tensor is not None and tensor.dtype != x.dtype:
             raise TypeError(f"{op}: {name} must be {x.dtype} like {x_name}, got {tensor.dtype}")
 
 
-def check_norm(op: str, x: Tensor, **parameters: Tensor | None) -> None:
-    """LayerNorm's parameters lie on x's device, in x's dtype or in fp32."""
+def check_norm(op: str, x: Tensor, width: int, **parameters: Tensor | None) -> None:
+    """LayerNorm's parameters (D,) lie on x's device, in x's dtype or in fp32."""
     for name, p in parameters.items():
+        check_shape(op, name, p, (width,))
         if p is not None and (p.dtype != torch.float32 or p.device != x.device):
             check_same(op, "x", x, **{name: p})
 
 
-def check_linear_rows(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
+def check_weight(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
     """F and D of a weight (F, D), given by its name, that fits x (..., D)."""
     width, ((name, weight),) = check_rows(op, x), weight.items()
-    check_tensors(op, **{name: weight})
-    check_shape(op, name, weight, (None, width))
+    check_shape(op, name, weight, (None, width), required=True)
     return weight.shape[0], width
 
 
-def check_linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """A weight (F, D) and a bias (F,) that fit x (..., D). prefix: of their names."""
-    rows, _ = check_linear_rows(op, x, **{f"{prefix}weight": weight})
-    check_shape(op, f"{prefix}bias", bias, (rows,))
+def check_linear(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", shape: tuple | None = None
+) -> None:
+    """A weight (F, D) and a bias (F,) in x's dtype. prefix: of their names. shape: where it need not fit x (..., D)."""
+    shape = (None, check_rows(op, x)) if shape is None else shape
+    check_shape(op, f"{prefix}weight", weight, shape, required=True)
+    check_shape(op, f"{prefix}bias", bias, (weight.shape[0],))
     check_same(op, "x", x, **{f"{prefix}weight": weight, f"{prefix}bias": bias})
 
 
@@ -325,10 +330,9 @@ def check_factors(op: str, x: Tensor, layer_scale: Tensor | None, drop_path: Ten
     """layer_scale (D,) and drop_path (B,), on x's device, in any dtype of DTYPES."""
     check_shape(op, "layer_scale", layer_scale, (width,))
     check_shape(op, "drop_path", drop_path, (x.shape[0],))
-    for name, tensor in (("layer_scale", layer_scale), ("drop_path", drop_path)):
-        check_floating(op, name, tensor)
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
+    check_floating(op, "layer_scale", layer_scale)
+    check_floating(op, "drop_path", drop_path)
+    check_device(op, "x", x.device, layer_scale=layer_scale, drop_path=drop_path)
 
 
 def is_number(value) -> bool:
@@ -344,11 +348,6 @@ def check_eps(op: str, eps: float, name: str = "eps") -> float:
     if not is_number(eps) or not 0 <= eps <= FLOAT32:
         raise ValueError(f"{op}: {name} must be a number from 0 to {FLOAT32:.1e}, got {eps!r}")
     return eps if isinstance(eps, torch.SymFloat) else float(eps)
-
-
-def check_flag(op: str, name: str, value: bool) -> None:
-    if value is not True and value is not False:
-        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
 
 
 def check_activation(op: str, activation: str) -> None:
@@ -372,12 +371,12 @@ def one_activation(op: str, activation: str | None, approximate: str | None) -> 
     return activation
 
 
-def check_norm_kind(op: str, norm: str, norm_bias: Tensor | None) -> None:
-    """norm "layer" or "rms", which has no bias."""
-    if norm not in ("layer", "rms"):
-        raise ValueError(f"{op}: norm must be 'layer' or 'rms', got {norm!r}")
-    if norm == "rms" and norm_bias is not None:
-        raise ValueError(f"{op}: norm_bias must be None where norm is 'rms', which has no bias")
+def check_counts(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """A tensor of int32 or int64 on the device of the operation's input."""
+    check_tensors(op, **{name: tensor})
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
+    check_device(op, "its input", device, **{name: tensor})
 
 
 def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -> int | None:
@@ -385,11 +384,7 @@ def check_offsets(op: str, offsets: Tensor, tokens: int, device: torch.device) -
 
     Their values are checked on the CPU alone.
     """
-    check_tensors(op, offsets=offsets)
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: offsets must be int32 or int64, got {offsets.dtype}")
-    if offsets.device != device:
-        raise ValueError(f"{op}: offsets must be on {device} like its input, got {offsets.device}")
+    check_counts(op, "offsets", offsets, device)
     if offsets.dim() != 1 or not len(offsets):
         raise ValueError(f"{op}: offsets must be (S + 1,), got {tuple(offsets.shape)}")
     if not ref.at_hand(offsets):

@@ -6,12 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention.options import PLAIN, Logits
+from ..kernels.attention.options import Logits
 from . import reference as ref
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import (
     FLOAT32,
     as_dtype,
+    check_counts,
+    check_device,
     check_floating,
     check_offsets,
     check_same,
@@ -29,85 +31,57 @@ ROPE_LAYOUTS = ("half", "interleaved")
 
 
 def checked(
-    op: str,
-    q: Tensor,
-    shape: tuple,
-    rope,
-    rope_layout: str,
-    num_prefix: int,
-    bias,
-    key_lengths,
-    offsets=None,
-    longest: int | None = None,
+    op: str, q: Tensor, shape: tuple, rope, rope_layout, num_prefix, bias, key_lengths, offsets, longest
 ) -> Logits:
-    """The options of an attention, checked: shape is its (B, N, H, Dh). Raises for those that do not fit.
+    """The options of `attention`, checked: shape is its (B, N, H, Dh). Raises for those that do not fit.
 
     Of packed samples B is 1.
     """
-    if offsets is not None:
-        return _checked_packed(op, q, shape, rope, rope_layout, num_prefix, bias, key_lengths, offsets, longest)
-    if longest is not None:
-        raise ValueError(f"{op}: longest is for packed samples, and there are no offsets")
-    if rope is None and bias is None and key_lengths is None:
-        if num_prefix or rope_layout != "half":
-            _check_layout(op, rope_layout, num_prefix, shape)
-        return PLAIN
-    cos, sin = _check_rope(op, q, shape, rope, rope_layout, num_prefix) if rope is not None else (None, None)
-    _check_layout(op, rope_layout, num_prefix, shape)
     B, N, H, _ = shape
+    if offsets is not None:
+        masks = dict(bias=bias is not None, key_lengths=key_lengths is not None, num_prefix=num_prefix)
+        for name, given in masks.items():
+            if given:
+                raise ValueError(f"{op}: {name} is not for packed samples; leave it out where offsets are given")
+        longest, offsets = _checked_longest(op, offsets, longest, N, q.device), offsets.contiguous()
+    elif longest is not None:
+        raise ValueError(f"{op}: longest is for packed samples, and there are no offsets")
+    if rope_layout not in ROPE_LAYOUTS:
+        raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {rope_layout!r}")
+    if not is_whole(num_prefix) or not 0 <= num_prefix <= N:
+        raise ValueError(f"{op}: num_prefix must be a whole number from 0 to the {N} tokens, got {num_prefix!r}")
+    tables = (None, None) if rope is None else _check_rope(op, q, shape, rope, num_prefix)
     if bias is not None:
         _check_table(op, "bias", bias, q)
         if tuple(bias.shape) not in ((H, N, N), (1, H, N, N), (B, H, N, N)):
-            raise ValueError(f"{op}: bias must be ({H}, {N}, {N}) or ({B} or 1, {H}, {N}, {N}), got {_shape(bias)}")
+            want = f"({H}, {N}, {N}) or ({B} or 1, {H}, {N}, {N})"
+            raise ValueError(f"{op}: bias must be {want}, got {tuple(bias.shape)}")
     if key_lengths is not None:
-        check_tensors(op, key_lengths=key_lengths)
-        if key_lengths.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{op}: key_lengths must be int32 or int64, got {key_lengths.dtype}")
-        if key_lengths.device != q.device:
-            raise ValueError(f"{op}: key_lengths must be on {q.device} like its input, got {key_lengths.device}")
-        if tuple(key_lengths.shape) != (B,):
-            raise ValueError(f"{op}: key_lengths must be ({B},), got {_shape(key_lengths)}")
-    num_prefix = num_prefix if isinstance(num_prefix, torch.SymInt) else int(num_prefix)
-    key_lengths = None if key_lengths is None else key_lengths.contiguous()
-    options = dict(interleaved=rope_layout == "interleaved", num_prefix=num_prefix)
-    return Logits(cos, sin, bias, key_lengths, **options)
+        check_counts(op, "key_lengths", key_lengths, q.device)
+        check_shape(op, "key_lengths", key_lengths, (B,))
+        key_lengths = key_lengths.contiguous()
+    interleaved = rope_layout == "interleaved"
+    return Logits(*tables, bias, key_lengths, offsets, interleaved, whole(num_prefix), longest or 0)
 
 
-def _checked_packed(
-    op, q, shape, rope, rope_layout, num_prefix, bias, key_lengths, offsets, longest: int | None
-) -> Logits:
-    """The options of packed samples, (1, tokens, H, Dh)."""
-    for name, given in (
-        ("bias", bias is not None),
-        ("key_lengths", key_lengths is not None),
-        ("num_prefix", num_prefix),
-    ):
-        if given:
-            raise ValueError(f"{op}: {name} is not for packed samples; leave it out where offsets are given")
-    logits = checked(op, q, shape, rope, rope_layout, num_prefix, None, None)
+def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
+    """The tokens of the longest packed sample, or more."""
     if longest is not None and (not is_whole(longest) or longest < 0):
-        raise ValueError(
-            f"{op}: longest must be None or a whole number, the tokens of a sample at most, got {longest!r}"
-        )
-    most = check_offsets(op, offsets, shape[1], q.device)
+        want = "None or a whole number, the tokens of a sample at most"
+        raise ValueError(f"{op}: longest must be {want}, got {longest!r}")
+    most = check_offsets(op, offsets, tokens, device)
     if longest is None:
-        longest = shape[1] if most is None else most
-    elif most is not None and most > longest:
+        return tokens if most is None else most
+    if most is not None and most > longest:
         raise ValueError(f"{op}: longest must be at least the tokens of the longest sample, {most}, got {longest}")
-    longest = longest if isinstance(longest, torch.SymInt) else int(longest)
-    return logits._replace(offsets=offsets.contiguous(), longest=longest)
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
+    return whole(longest)
 
 
 def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
     """A tensor on q's device, in its dtype or in fp32."""
     check_tensors(op, **{name: table})
     check_floating(op, name, table)
-    if table.device != q.device:
-        raise ValueError(f"{op}: {name} must be on {q.device} like its input, got {table.device}")
+    check_device(op, "its input", q.device, **{name: table})
     if table.dtype not in (q.dtype, torch.float32):
         other = "" if q.dtype == torch.float32 else ", or torch.float32"
         raise TypeError(f"{op}: {name} must be {q.dtype} like its input{other}, got {table.dtype}")
@@ -118,30 +92,27 @@ def is_whole(value) -> bool:
     return isinstance(value, (torch.SymInt, Integral)) and not isinstance(value, bool)
 
 
-def _check_layout(op: str, layout: str, num_prefix: int, shape: tuple) -> None:
-    if layout not in ROPE_LAYOUTS:
-        raise ValueError(f"{op}: rope_layout must be 'half' or 'interleaved', got {layout!r}")
-    if not is_whole(num_prefix) or not 0 <= num_prefix <= shape[1]:
-        raise ValueError(f"{op}: num_prefix must be a whole number from 0 to the {shape[1]} tokens, got {num_prefix!r}")
+def whole(value: int) -> int:
+    """Python's or torch's own number of one that is_whole."""
+    return value if isinstance(value, torch.SymInt) else int(value)
 
 
-def _check_rope(op: str, q: Tensor, shape: tuple, rope, layout: str, num_prefix: int) -> tuple[Tensor, Tensor]:
+def _check_rope(op: str, q: Tensor, shape: tuple, rope, num_prefix: int) -> tuple[Tensor, Tensor]:
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
         raise TypeError(f"{op}: rope must be (cos, sin), got {type(rope).__name__}")
-    _check_layout(op, layout, num_prefix, shape)
     (B, N, H, head), (cos, sin) = shape, rope
     if head % 2:
         raise ValueError(f"{op}: rope turns pairs of columns, so the head size must be even, got {head}")
     _check_table(op, "cos", cos, q)
     _check_table(op, "sin", sin, q)
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
-        both = f"{_shape(cos)} {cos.dtype} and {_shape(sin)} {sin.dtype}"
+        both = f"{tuple(cos.shape)} {cos.dtype} and {tuple(sin.shape)} {sin.dtype}"
         raise ValueError(f"{op}: cos and sin must be alike, got {both}")
     rows, columns = (N - num_prefix,), ((head,), (head // 2,))
     leads = ((), (H,), (B, 1), (B, H), (1, 1), (1, H))
-    if _shape(cos) not in tuple(lead + rows + last for lead in leads for last in columns):
+    if tuple(cos.shape) not in tuple(lead + rows + last for lead in leads for last in columns):
         want = f"({rows[0]}, {head}), ({H}, {rows[0]}, {head}) or ({B}, 1 or {H}, {rows[0]}, {head})"
-        raise ValueError(f"{op}: cos and sin must be {want}, or half as wide, got {_shape(cos)}")
+        raise ValueError(f"{op}: cos and sin must be {want}, or half as wide, got {tuple(cos.shape)}")
     return cos, sin
 
 
@@ -158,32 +129,21 @@ def _unit_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class _Packed(NamedTuple):
-    """The arguments of attention(qkv)."""
+class _Arguments(NamedTuple):
+    """The arguments of attention."""
 
-    qkv: Tensor  # (B, N, 3, H, Dh)
+    q: Tensor  # (B, N, H, Dh); without k and v all three, (B, N, 3, H, Dh)
+    k: Tensor | None
+    v: Tensor | None
     options: Logits
     scale: float
 
     @property
-    def heads(self) -> list[Tensor]:
-        """q, k and v (B, N, H, Dh)."""
-        return list(_unit_rows(self.qkv).unbind(2))
-
-
-class _Separate(NamedTuple):
-    """The arguments of attention(q, k, v)."""
-
-    q: Tensor  # (B, N, H, Dh)
-    k: Tensor
-    v: Tensor
-    options: Logits
-    scale: float
-
-    @property
-    def heads(self) -> list[Tensor]:
-        """q, k and v, as the kernels read them."""
-        return [_unit_rows(x) for x in (self.q, self.k, self.v)]
+    def heads(self) -> tuple[Tensor, ...]:
+        """q, k and v (B, N, H, Dh), as the kernels read them."""
+        if self.k is None:
+            return _unit_rows(self.q).unbind(2)
+        return tuple(map(_unit_rows, (self.q, self.k, self.v)))
 
 
 class _Saved(NamedTuple):
@@ -193,28 +153,24 @@ class _Saved(NamedTuple):
     lse: Tensor | None  # (B, H, N) in fp32
 
 
-def _forward(t: _Packed | _Separate) -> tuple[Tensor, _Saved]:
+def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     o, lse = kernels.attention_fwd(*t.heads, t.scale, t.options)
     return o, _Saved(o, lse)
 
 
-def _fake(t: _Packed | _Separate) -> tuple[Tensor, _Saved]:
+def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     q = t.heads[0]
     B, N, H, _ = q.shape
     o = q.new_empty(q.shape)
     return o, _Saved(o, q.new_empty((B, H, N), dtype=torch.float32))
 
 
-def _backward(do: Tensor, t: _Packed | _Separate, saved: _Saved, needs) -> dict[str, Tensor | None]:
-    heads, do = t.heads, _unit_rows(do)
-    tensors, turn_back = (*heads, *saved, do, t.scale), not needs_rope(needs)
-    if isinstance(t, _Packed):
-        grads = dict(qkv=kernels.attention_bwd(*tensors, logits=t.options, turn_back=turn_back)[0])
-        dq, dk, _ = grads["qkv"].unbind(2)
-    else:
-        dq, dk, dv = kernels.attention_bwd_separate(*tensors, logits=t.options, turn_back=turn_back)
-        grads = dict(q=dq, k=dk, v=dv)
-    return grads | option_gradients(t.options, needs, tensors, dq, dk)
+def _backward(do: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
+    tensors, packed = (*t.heads, *saved, _unit_rows(do), t.scale), t.k is None
+    grads, _ = kernels.attention_bwd(*tensors, logits=t.options, turn_back=not needs_rope(needs), packed=packed)
+    dq, dk, dv = grads.unbind(2) if packed else grads
+    found = dict(q=grads) if packed else dict(q=dq, k=dk, v=dv)
+    return found | option_gradients(t.options, needs, tensors, dq, dk)
 
 
 def needs_rope(needs: NamedTuple) -> bool:
@@ -235,9 +191,7 @@ def option_gradients(
     return dict(cos=dcos, sin=dsin, bias=kernels.bias_bwd(*tensors, options) if needs.options.bias else None)
 
 
-_attention = dict(forward=_forward, fake=_fake, backward=_backward, public="attention")
-_packed = custom_op("attention_packed", _Packed, _Saved, **_attention)
-_separate = custom_op("attention_separate", _Separate, _Saved, **_attention)
+_attention = custom_op("attention", _Arguments, _Saved, forward=_forward, fake=_fake, backward=_backward)
 
 
 def unsupported_reason(head_size: int, scale: float) -> str | None:
@@ -303,33 +257,24 @@ def attention(
         return _attend_nested(qkv, k, v, offsets, scale=scale, rope=rope, rope_layout=rope_layout)
     if (k is None) != (v is None):
         raise ValueError("attention: give qkv alone, or q, k and v; got two tensors")
-    packed, lead = k is None, ("B", "N") if offsets is None else ("tokens",)
-    check_tensors("attention", **{"qkv" if packed else "q": qkv})
-    if packed:
-        if qkv.dim() != len(lead) + 3 or qkv.shape[-3] != 3:
-            raise ValueError(f"attention: qkv must be ({', '.join(lead)}, 3, H, Dh), got {tuple(qkv.shape)}")
-        check_same("attention", "qkv", qkv)
-        shape = (*qkv.shape[:-3], *qkv.shape[-2:])
-    else:
-        if qkv.dim() != len(lead) + 2:
-            raise ValueError(f"attention: q must be ({', '.join(lead)}, H, Dh), got {tuple(qkv.shape)}")
-        shape = tuple(qkv.shape)
-        check_shape("attention", "k", k, shape)
-        check_shape("attention", "v", v, shape)
-        check_same("attention", "q", qkv, k=k, v=v)
+    name, three = ("qkv", ("3",)) if k is None else ("q", ())
+    lead = ("B", "N") if offsets is None else ("tokens",)
+    check_tensors("attention", **{name: qkv})
+    if qkv.dim() != len(lead) + len(three) + 2 or (k is None and qkv.shape[-3] != 3):
+        want = ", ".join((*lead, *three, "H", "Dh"))
+        raise ValueError(f"attention: {name} must be ({want}), got {tuple(qkv.shape)}")
+    check_shape("attention", "k", k, tuple(qkv.shape))
+    check_shape("attention", "v", v, tuple(qkv.shape))
+    check_same("attention", name, qkv, k=k, v=v)
     if qkv.shape[-1] == 0:
-        raise ValueError(
-            f"attention: the head size must be at least 1, got {'qkv' if packed else 'q'} {tuple(qkv.shape)}"
-        )
-    shape, options = shape if offsets is None else (1, *shape), (rope, rope_layout, num_prefix, bias, key_lengths)
+        raise ValueError(f"attention: the head size must be at least 1, got {name} {tuple(qkv.shape)}")
+    shape, options = (*qkv.shape[: len(lead)], *qkv.shape[-2:]), (rope, rope_layout, num_prefix, bias, key_lengths)
+    shape = shape if offsets is None else (1, *shape)
     logits = checked("attention", qkv, shape, *options, offsets, longest)
     scale = checked_scale("attention", scale, qkv.shape[-1])
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
-        tensors = (qkv,) if packed else (qkv, k, v)
-        tensors = tensors if offsets is None else (x[None] for x in tensors)
-        kernel, arguments = (_packed, _Packed) if packed else (_separate, _Separate)
-        o = kernel(arguments(*tensors, logits, scale))[0]
+        tensors = (qkv, k, v) if offsets is None else (None if x is None else x[None] for x in (qkv, k, v))
+        o = _attention(_Arguments(*tensors, logits, scale))[0]
         return o if offsets is None else o.flatten(0, 1)
-    q, k, v = qkv.unbind(-3) if packed else (qkv, k, v)
-    options = logits.options | ({} if offsets is None else dict(longest=longest))
-    return ref.attention(q, k, v, scale=scale, **options)
+    q, k, v = qkv.unbind(-3) if k is None else (qkv, k, v)
+    return ref.attention(q, k, v, scale=scale, longest=longest, **logits.options)

@@ -5,7 +5,6 @@
 Kept for backward besides what _blocks.py says: qkv, lse and the attention output.
 """
 
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -19,14 +18,12 @@ from ._operation import (
     Constant,
     as_dtype,
     as_matrix,
-    check_rows,
-    check_shape,
-    check_tensors,
+    check_weight,
     custom_op,
     resized,
     sample_rows,
 )
-from .attention import checked, needs_rope, option_gradients
+from .attention import checked, is_whole, needs_rope, option_gradients, whole
 from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
@@ -164,19 +161,15 @@ def attention_block(
     `bias`, `key_lengths`, `offsets` and `longest`: as in attention; of packed samples x is (tokens, D), drop_path (S,)
     or (tokens,). Returns x's shape in x's dtype.
     """
-    op, width = "attention_block", check_rows("attention_block", x)
-    check_tensors(op, qkv_weight=qkv_weight)
-    check_shape(op, "qkv_weight", qkv_weight, (None, width))
-    inner, rest = qkv_weight.shape[0] // 3, qkv_weight.shape[0] % 3  # divmod is not compiled for any size
-    if type(num_heads) is not int and not isinstance(num_heads, torch.SymInt):
-        if isinstance(num_heads, bool) or not isinstance(num_heads, Integral):
-            raise TypeError(f"{op}: num_heads must be an integer, got {num_heads!r}")
-        num_heads = int(num_heads)
+    op = "attention_block"
+    rows, width = check_weight(op, x, qkv_weight=qkv_weight)
+    inner, rest = rows // 3, rows % 3  # divmod is not compiled for any size
+    if not is_whole(num_heads):
+        raise TypeError(f"{op}: num_heads must be an integer, got {num_heads!r}")
+    num_heads = whole(num_heads)
     if num_heads < 1 or rest or not inner or inner % num_heads:
-        raise ValueError(
-            f"{op}: qkv_weight must have 3 * num_heads * head size rows with num_heads {num_heads}, "
-            f"got {qkv_weight.shape[0]}"
-        )
+        want = f"3 * num_heads * head size rows with num_heads {num_heads}"
+        raise ValueError(f"{op}: qkv_weight must have {want}, got {rows}")
     if x.dim() != (3 if offsets is None else 2):
         want = "(B, N, D), or packed with offsets" if offsets is None else "(tokens, D) of packed samples"
         raise ValueError(f"{op}: x must be {want}, got {tuple(x.shape)}")
@@ -184,13 +177,12 @@ def attention_block(
     logits = checked(op, qkv_weight, shape, *options, offsets, longest)
     if offsets is not None and isinstance(drop_path, Tensor) and drop_path.shape == (len(offsets) - 1,):
         drop_path = drop_path[ref.owners(offsets, len(x))]
-    layers = (norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias)
-    t = _Arguments(x, *layers, layer_scale, drop_path, logits, num_heads, eps, norm, keep)
-    shapes = dict(qkv_weight=(3 * inner, width), qkv_bias=(3 * inner,), proj_weight=(width, inner), proj_bias=(width,))
-    t = t._replace(eps=check_block(op, t, dict(zip(shapes, zip(layers[2:], shapes.values()))), residual_in_fp32))
+    weights = norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias
+    t = _Arguments(x, *weights, layer_scale, drop_path, logits, num_heads, eps, norm, keep)
+    layers = dict(qkv_=(qkv_weight, qkv_bias, (rows, width)), proj_=(proj_weight, proj_bias, (width, inner)))
+    t = t._replace(eps=check_block(op, t, layers, residual_in_fp32))
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
         return _attention_block(t._replace(keep=choose_keep(t, qkv_weight)))[0]
-    factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
-    acting = logits.options | ({} if offsets is None else dict(longest=longest))
-    return ref.attention_block(x, *layers, num_heads=num_heads, eps=t.eps, norm=norm, **factors, **acting)
+    block = dict(eps=t.eps, norm=norm, layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
+    return ref.attention_block(x, *weights, num_heads=num_heads, longest=longest, **block, **logits.options)

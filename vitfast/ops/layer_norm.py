@@ -20,7 +20,6 @@ from ._operation import (
     check_rows,
     check_same,
     check_shape,
-    check_tensors,
     custom_op,
     only_once,
     register,
@@ -104,11 +103,7 @@ class _AddDerivative(NamedTuple):
     bias: Tensor | None
     layer_scale: Tensor | None
     drop_path: Tensor | None
-    want_dx: bool
-    want_dres: bool
-    want_dweight: bool
-    want_dbias: bool
-    want_dlayer_scale: bool
+    wants: list[bool]  # of x, residual, weight, bias and layer_scale
 
 
 def _add_forward(*arguments) -> tuple[Tensor, ...]:
@@ -125,17 +120,17 @@ def _add_fake(x, *_):
 
 def _add_wanted(t: _AddDerivative, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """Gradients of x, residual, weight, bias and layer_scale; empty where not wanted."""
-    wants = t.want_dx, t.want_dres, t.want_dweight, t.want_dbias, t.want_dlayer_scale
-    return tuple(gradient if want else t.z.new_empty(0) for gradient, want in zip(grads, wants))
+    return tuple(gradient if want else t.z.new_empty(0) for gradient, want in zip(grads, t.wants))
 
 
 def _add_backward(*arguments) -> tuple[Tensor, ...]:
     t = _AddDerivative(*arguments)
+    want_dx, want_dres, want_dweight, want_dbias, want_dlayer_scale = t.wants
     grads = kernels.layer_norm_bwd(
         as_matrix(t.dy),
         as_matrix(t.z),
         t.weight,
-        t.bias if t.want_dbias else None,
+        t.bias if want_dbias else None,
         t.mean,
         t.rstd,
         dz=as_matrix(t.dz),
@@ -143,9 +138,9 @@ def _add_backward(*arguments) -> tuple[Tensor, ...]:
         layer_scale=t.layer_scale,
         drop_path=t.drop_path,
         rows_per_sample=sample_rows(t.z),
-        want_dx=t.want_dx or t.want_dres,
-        want_dparams=t.want_dweight or t.want_dbias,
-        want_layer_scale=t.want_dlayer_scale,
+        want_dx=want_dx or want_dres,
+        want_dparams=want_dweight or want_dbias,
+        want_layer_scale=want_dlayer_scale,
     )
     dx, dres = (None if g is None else g.view(t.z.shape) for g in (grads.dx, grads.dres))
     return _add_wanted(t, (dx, dres, grads.dweight, grads.dbias, grads.dlayer_scale))
@@ -153,13 +148,8 @@ def _add_backward(*arguments) -> tuple[Tensor, ...]:
 
 def _add_fake_backward(*arguments) -> tuple[Tensor, ...]:
     t = _AddDerivative(*arguments)
-    return _add_wanted(
-        t,
-        [
-            None if like is None else torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            for like in (t.z, t.z, t.weight, t.bias, t.layer_scale)
-        ],
-    )
+    like = t.z, t.z, t.weight, t.bias, t.layer_scale
+    return _add_wanted(t, tuple(None if x is None else x.new_empty(x.shape) for x in like))
 
 
 def _add_setup(ctx, inputs, output) -> None:
@@ -177,9 +167,9 @@ def _add_differentiate(ctx, dy, dz, *_):
     *_, scale, drop_path = ctx.saved_tensors
     scaled = scale is not None or drop_path is not None
     want_dres = asked.residual or (asked.x and not scaled)
-    wants = asked.x and scaled, want_dres, asked.weight, asked.bias, asked.layer_scale
+    wants = [asked.x and scaled, want_dres, asked.weight, asked.bias, asked.layer_scale]
     dy = torch.zeros_like(dz) if dy is None else dy
-    grads = _add_layer_norm_backward(dy, dz, *ctx.saved_tensors, *wants)
+    grads = _add_layer_norm_backward(dy, dz, *ctx.saved_tensors, wants)
     dx, dres, dweight, dbias, dlayer_scale = (g if want else None for g, want in zip(grads, wants))
     found = found._replace(x=dx if scaled else dres, residual=dres if asked.residual else None)
     return tuple(found._replace(weight=dweight, bias=dbias, layer_scale=dlayer_scale))
@@ -208,10 +198,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     x's dtype (under autocast: its dtype).
     """
     width = check_rows("layer_norm", x)
-    check_shape("layer_norm", "weight", weight, (width,))
-    check_shape("layer_norm", "bias", bias, (width,))
     check_same("layer_norm", "x", x)
-    check_norm("layer_norm", x, weight=weight, bias=bias)
+    check_norm("layer_norm", x, width, weight=weight, bias=bias)
     eps = check_eps("layer_norm", eps)
     if kernels_wanted("layer_norm", x, unsupported_reason(width)):
         return _layer_norm(_Arguments(x, weight, bias, eps, rms=False))[0]
@@ -235,12 +223,9 @@ def add_layer_norm(
     1/keep, or None. Returns two tensors shaped and typed like x.
     """
     width = check_rows("add_layer_norm", x)
-    check_tensors("add_layer_norm", residual=residual)
-    check_shape("add_layer_norm", "residual", residual, tuple(x.shape))
-    check_shape("add_layer_norm", "weight", weight, (width,))
-    check_shape("add_layer_norm", "bias", bias, (width,))
+    check_shape("add_layer_norm", "residual", residual, tuple(x.shape), required=True)
     check_same("add_layer_norm", "x", x, residual=residual)
-    check_norm("add_layer_norm", x, weight=weight, bias=bias)
+    check_norm("add_layer_norm", x, width, weight=weight, bias=bias)
     eps = check_eps("add_layer_norm", eps)
     check_factors("add_layer_norm", x, layer_scale, drop_path, width)
     if kernels_wanted("add_layer_norm", x, unsupported_reason(width, drop_path)):
@@ -256,9 +241,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     (under autocast: its dtype).
     """
     width = check_rows("rms_norm", x)
-    check_shape("rms_norm", "weight", weight, (width,))
     check_same("rms_norm", "x", x)
-    check_norm("rms_norm", x, weight=weight)
+    check_norm("rms_norm", x, width, weight=weight)
     eps = check_eps("rms_norm", eps)
     if kernels_wanted("rms_norm", x, unsupported_reason(width)):
         return _rms_norm(_Arguments(x, weight, None, eps, rms=True))[0]

@@ -24,7 +24,6 @@ from ._operation import (
     check_linear,
     check_same,
     check_shape,
-    check_tensors,
     custom_op,
     resized,
     sample_rows,
@@ -143,8 +142,7 @@ def linear_residual(
     """
     op = "linear_residual"
     check_linear(op, x, weight, bias)
-    check_tensors(op, residual=residual)
-    check_shape(op, "residual", residual, (*x.shape[:-1], weight.shape[0]))
+    check_shape(op, "residual", residual, (*x.shape[:-1], weight.shape[0]), required=True)
     check_same(op, "x", x, residual=residual)
     check_factors(op, x, layer_scale, drop_path, weight.shape[0])
     reason = "drop_path is a constant to the kernel, and it requires a gradient" if needs_grad(drop_path) else None

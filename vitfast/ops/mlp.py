@@ -1,4 +1,4 @@
-"""MLPs, plain and gated, and their first layer alone.
+"""MLPs, plain and gated, and the first layer of a plain one alone, which is an MLP without a last layer.
 
     linear_gelu: activation(fc1(x))
     mlp:         fc2(activation(fc1(x)))
@@ -31,9 +31,6 @@ from ._operation import (
     check_eps,
     check_linear,
     check_norm,
-    check_same,
-    check_shape,
-    check_tensors,
     custom_op,
     one_activation,
     resized,
@@ -52,50 +49,6 @@ if NO_TRITON is None:
     from ..kernels.matmul.weight_grad import weight_grad
     from ..kernels.rows import scale_rows
 
-# activation(x W^T + b)
-
-
-class _Linear(NamedTuple):
-    """The arguments of linear_gelu."""
-
-    x: Tensor  # (..., D)
-    weight: Tensor  # (F, D)
-    bias: Tensor | None  # (F,)
-    activation: str
-    save: bool
-
-
-class _Pre(NamedTuple):
-    """Kept for backward."""
-
-    pre: Tensor | None  # (M, F)
-
-
-def _linear_forward(t: _Linear) -> tuple[Tensor, _Pre]:
-    act, pre = linear_gelu_fwd(as_matrix(t.x), as_matrix(t.weight), t.bias, t.activation, t.save)
-    return resized(act, *t.x.shape[:-1], t.weight.shape[0]), _Pre(pre if t.save else None)
-
-
-def _linear_fake(t: _Linear) -> tuple[Tensor, _Pre]:
-    width = t.weight.shape[0]
-    pre = t.x.new_empty(math.prod(t.x.shape[:-1]), width) if t.save else None
-    return t.x.new_empty(*t.x.shape[:-1], width), _Pre(pre)
-
-
-def _linear_backward(dact: Tensor, t: _Linear, saved: _Pre, needs: _Linear) -> dict[str, Tensor | None]:
-    dpre, dbias = gelu_bwd(as_matrix(dact), saved.pre, t.activation, needs.bias)
-    dx = input_grad(dpre, as_matrix(t.weight)).view(t.x.shape) if needs.x else None
-    dweight = weight_grad(dpre, as_matrix(t.x)) if needs.weight else None
-    return dict(x=dx, weight=dweight, bias=as_dtype(dbias, t.x.dtype))
-
-
-_linear_gelu = custom_op(
-    "linear_gelu", _Linear, _Pre, forward=_linear_forward, fake=_linear_fake, backward=_linear_backward
-)
-
-
-# All that stands before the last layer of an MLP
-
 
 class Hidden(NamedTuple):
     """The layers before the last one, and what is between them."""
@@ -108,6 +61,14 @@ class Hidden(NamedTuple):
     inner_norm_bias: Tensor | None = None  # (F,)
     activation: str = "gelu"
     inner_eps: float = 0.0
+
+    @property
+    def options(self) -> dict:
+        """Keyword arguments of ref.mlp and ref.gated_mlp."""
+        if self.up_weight is None:
+            return dict(activation=self.activation)
+        inner = dict(inner_norm_weight=self.inner_norm_weight, inner_norm_bias=self.inner_norm_bias)
+        return dict(activation=self.activation, inner_eps=self.inner_eps, **inner)
 
     @property
     def unsupported(self) -> str | None:
@@ -167,24 +128,17 @@ class HiddenGradients(NamedTuple):
     inner_norm_bias: Tensor | None = None
 
 
-def needs_layers(needs: Hidden) -> bool:
-    """Whether a gradient of the layers themselves is needed."""
-    return needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
-
-
-def needs_hidden(needs: Hidden) -> bool:
-    """Whether any gradient of what stands before the last layer is needed."""
-    return needs_layers(needs) or needs.inner_norm_weight or needs.inner_norm_bias
-
-
 def hidden_bwd(
-    g: Tensor, out_weight: Tensor, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
+    g: Tensor, out_weight: Tensor | None, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
 ) -> HiddenGradients:
-    """From g (M, D'), the gradient of what the last layer, out_weight (D', F), puts out.
+    """From g (M, D'), the gradient of what the last layer, out_weight (D', F), puts out; without one g is (M, F).
 
     below: whether the gradient of the layers' input is needed.
     """
     want_sums = needs.in_bias or needs.up_bias
+    if out_weight is None:
+        dpre, _, dbias = gelu_bwd(g, saved.pre, t.activation, want_sums)
+        return HiddenGradients(dpre, in_bias=dbias)
     if t.up_weight is None:
         dpre, inner, dbias = dgelu_matmul(g, out_weight, saved.pre, t.activation, want_sums, want_act=want_inner)
         return HiddenGradients(dpre, None, inner if want_inner else None, dbias)
@@ -193,7 +147,8 @@ def hidden_bwd(
             g, out_weight, saved.up, saved.pre, t.activation, want_sums, want_inner
         )
         return HiddenGradients(dpre, dup, inner, in_bias, up_bias)
-    want_layers, want_norm = below or needs_layers(needs), needs.inner_norm_weight or needs.inner_norm_bias
+    want_layers = below or needs.in_weight or needs.in_bias or needs.up_weight or needs.up_bias
+    want_norm = needs.inner_norm_weight or needs.inner_norm_bias
     inner = layer_norm_bwd(
         input_grad(g, out_weight),
         saved.inner_h,
@@ -234,29 +189,35 @@ def hidden_gradients(found: HiddenGradients, x: Tensor | None, t: Hidden, needs:
 
 
 class _Mlp(NamedTuple):
-    """The arguments of mlp and gated_mlp."""
+    """The arguments of linear_gelu, mlp and gated_mlp."""
 
     x: Tensor  # (..., D)
     hidden: Hidden
-    out_weight: Tensor  # (D', F)
-    out_bias: Tensor | None  # (D',)
-    save: bool
+    out_weight: Tensor | None = None  # (D', F), not of linear_gelu
+    out_bias: Tensor | None = None  # (D',)
+    save: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the output."""
+        last = self.hidden.in_weight if self.out_weight is None else self.out_weight
+        return *self.x.shape[:-1], last.shape[0]
 
 
-def _mlp_forward(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
-    inner, saved = hidden_fwd(as_matrix(t.x), t.hidden, t.save)
-    out = linear(inner, as_matrix(t.out_weight), t.out_bias)
-    return resized(out, *t.x.shape[:-1], t.out_weight.shape[0]), saved
+def _forward(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
+    out, saved = hidden_fwd(as_matrix(t.x), t.hidden, t.save)
+    if t.out_weight is not None:
+        out = linear(out, as_matrix(t.out_weight), t.out_bias)
+    return resized(out, *t.shape), saved
 
 
-def _mlp_fake(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
-    saved = fake_hidden(t.x, t.hidden) if t.save else HiddenSaved()
-    return t.x.new_empty(*t.x.shape[:-1], t.out_weight.shape[0]), saved
+def _fake(t: _Mlp) -> tuple[Tensor, HiddenSaved]:
+    return t.x.new_empty(t.shape), fake_hidden(t.x, t.hidden) if t.save else HiddenSaved()
 
 
-def _mlp_backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[str, Tensor | None]:
+def _backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dict[str, Tensor | None]:
     g, grads, inner = as_matrix(dout), {}, None
-    if needs.x or needs_hidden(needs.hidden):
+    if needs.x or any(needs.hidden):
         wants = needs.hidden, needs.x, needs.out_weight
         found = hidden_bwd(g, as_matrix(t.out_weight), t.hidden, saved, *wants)
         inner = found.inner
@@ -270,20 +231,20 @@ def _mlp_backward(dout: Tensor, t: _Mlp, saved: HiddenSaved, needs: _Mlp) -> dic
     return grads
 
 
-_mlp, _gated_mlp = (
-    custom_op(name, _Mlp, HiddenSaved, forward=_mlp_forward, fake=_mlp_fake, backward=_mlp_backward)
-    for name in ("mlp", "gated_mlp")
-)
+_operations = {
+    name: custom_op(name, _Mlp, HiddenSaved, forward=_forward, fake=_fake, backward=_backward)
+    for name in ("linear_gelu", "mlp", "gated_mlp")
+}
 
 
-def check_gate(op: str, t: Hidden) -> Hidden:
-    """t with inner_eps as Python's number. Raises for a gate or an inner norm of other shapes than up's."""
-    hidden = t.up_weight.shape[0]
-    check_tensors(op, gate_weight=t.in_weight)
-    check_shape(op, "gate_weight", t.in_weight, tuple(t.up_weight.shape))
-    check_shape(op, "gate_bias", t.in_bias, (hidden,))
-    check_shape(op, "inner_norm_weight", t.inner_norm_weight, (hidden,))
-    check_shape(op, "inner_norm_bias", t.inner_norm_bias, (hidden,))
+def _by_kernels(op: str, t: _Mlp) -> Tensor:
+    return _operations[op](t._replace(save=needs_grad(*tensors_of(t))))[0]
+
+
+def check_inner(op: str, t: Hidden) -> Hidden:
+    """t with inner_eps as Python's number. Raises for an activation or an inner norm that means nothing."""
+    parameters = dict(inner_norm_weight=t.inner_norm_weight, inner_norm_bias=t.inner_norm_bias)
+    check_norm(op, t.in_weight, t.in_weight.shape[0], **parameters)
     if t.inner_norm_weight is None and t.inner_norm_bias is not None:
         raise ValueError(f"{op}: inner_norm_bias needs an inner_norm_weight, without which there is no inner norm")
     check_activation(op, t.activation)
@@ -311,7 +272,7 @@ def linear_gelu(
     check_linear("linear_gelu", x, weight, bias)
     activation = one_activation("linear_gelu", activation, approximate)
     if kernels_wanted("linear_gelu", x):
-        return _linear_gelu(_Linear(x, weight, bias, activation, needs_grad(x, weight, bias)))[0]
+        return _by_kernels("linear_gelu", _Mlp(x, Hidden(weight, bias, activation=activation)))
     return ref.linear_gelu(x, weight, bias, activation=activation)
 
 
@@ -331,14 +292,11 @@ def mlp(
     x (..., D); fc1_weight (F, D); fc2_weight (D', F). Returns (..., D').
     """
     check_linear("mlp", x, fc1_weight, fc1_bias, "fc1_")
-    check_tensors("mlp", fc2_weight=fc2_weight)
-    check_shape("mlp", "fc2_weight", fc2_weight, (None, fc1_weight.shape[0]))
-    check_shape("mlp", "fc2_bias", fc2_bias, (fc2_weight.shape[0],))
-    check_same("mlp", "x", x, fc2_weight=fc2_weight, fc2_bias=fc2_bias)
+    check_linear("mlp", x, fc2_weight, fc2_bias, "fc2_", (None, fc1_weight.shape[0]))
     activation = one_activation("mlp", activation, approximate)
     if kernels_wanted("mlp", x):
-        t = _Mlp(x, Hidden(fc1_weight, fc1_bias, activation=activation), fc2_weight, fc2_bias, save=True)
-        return _mlp(t._replace(save=needs_grad(*tensors_of(t))))[0]
+        layers = Hidden(fc1_weight, fc1_bias, activation=activation)
+        return _by_kernels("mlp", _Mlp(x, layers, fc2_weight, fc2_bias))
     return ref.mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=activation)
 
 
@@ -363,18 +321,12 @@ def gated_mlp(
     activation: "silu" for SwiGLU, "gelu" for GeGLU, or another of linear_gelu's. The inner norm, LayerNorm (EVA-02),
     is there where its weight (F,) is given. Returns (..., D').
     """
-    op = "gated_mlp"
+    op, inner_norm = "gated_mlp", (inner_norm_weight, inner_norm_bias)
     check_linear(op, x, up_weight, up_bias, "up_")
-    inner = inner_norm_weight, inner_norm_bias
-    hidden = check_gate(op, Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner, activation, inner_eps))
-    check_tensors(op, down_weight=down_weight)
-    check_shape(op, "down_weight", down_weight, (None, up_weight.shape[0]))
-    check_shape(op, "down_bias", down_bias, (down_weight.shape[0],))
-    tensors = dict(gate_weight=gate_weight, gate_bias=gate_bias, down_weight=down_weight, down_bias=down_bias)
-    check_same(op, "x", x, **tensors)
-    check_norm(op, x, inner_norm_weight=inner_norm_weight, inner_norm_bias=inner_norm_bias)
-    if kernels_wanted(op, x, hidden.unsupported):
-        t = _Mlp(x, hidden, down_weight, down_bias, save=True)
-        return _gated_mlp(t._replace(save=needs_grad(*tensors_of(t))))[0]
-    options = dict(inner_norm_weight=inner_norm_weight, inner_norm_bias=inner_norm_bias, inner_eps=hidden.inner_eps)
-    return ref.gated_mlp(x, up_weight, up_bias, *tensors.values(), activation=activation, **options)
+    check_linear(op, x, gate_weight, gate_bias, "gate_", tuple(up_weight.shape))
+    check_linear(op, x, down_weight, down_bias, "down_", (None, up_weight.shape[0]))
+    t = check_inner(op, Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner_norm, activation, inner_eps))
+    if kernels_wanted(op, x, t.unsupported):
+        return _by_kernels(op, _Mlp(x, t, down_weight, down_bias))
+    layers = up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
+    return ref.gated_mlp(x, *layers, **t.options)

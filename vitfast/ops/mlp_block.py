@@ -17,7 +17,7 @@ from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import (
     Constant,
     as_matrix,
-    check_linear_rows,
+    check_weight,
     custom_op,
     one_activation,
     resized,
@@ -29,13 +29,12 @@ from .linear_residual import output_layer_gradients, scale_one, weight_gradients
 from .mlp import (
     Hidden,
     HiddenSaved,
-    check_gate,
+    check_inner,
     fake_hidden,
     hidden_bwd,
     hidden_fwd,
     hidden_gradients,
     hidden_input_grad,
-    needs_hidden,
     recompute_inner,
 )
 
@@ -62,6 +61,12 @@ class _Arguments(NamedTuple):
     def in_weight(self) -> Tensor:
         """As every block names its first layer."""
         return self.hidden.in_weight
+
+    @property
+    def options(self) -> dict:
+        """Keyword arguments of ref.mlp_block and ref.gated_mlp_block."""
+        factors = dict(layer_scale=self.layer_scale, drop_path=self.drop_path)
+        return dict(eps=self.eps, norm=self.norm, compute_dtype=self.in_weight.dtype, **factors, **self.hidden.options)
 
 
 class _Saved(NamedTuple):
@@ -96,7 +101,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
     dout, inner, found, grads = as_matrix(dout), saved.inner, None, {}
     g, total = output_gradient(dout, t, saved.hidden.pre.dtype, needs)
     want_inner = inner is None and (needs.out_weight or needs.layer_scale)
-    if needs_norm(needs) or needs_hidden(needs.hidden):
+    if needs_norm(needs) or any(needs.hidden):
         wants = needs.hidden, needs_norm(needs), want_inner
         found = hidden_bwd(*scale_one(g, t), t.hidden, saved.hidden, *wants)
         inner, found = found.inner if inner is None else inner, found._replace(inner=None)
@@ -144,23 +149,15 @@ def mlp_block(
     activation and approximate as in linear_gelu; layer_scale (D,) or None; drop_path (B,) factors or None; norm,
     `residual_in_fp32` and `keep`, here of the activation too, as in attention_block. Returns (B, N, D) in x's dtype.
     """
-    op = "mlp_block"
-    hidden, width = check_linear_rows(op, x, fc1_weight=fc1_weight)
-    activation = one_activation(op, activation, approximate)
-    layers = Hidden(fc1_weight, fc1_bias, activation=activation)
-    t = _Arguments(x, norm_weight, norm_bias, layers, fc2_weight, fc2_bias, layer_scale, drop_path, eps, norm, keep)
-    tensors = dict(
-        fc1_weight=(fc1_weight, (hidden, width)),
-        fc1_bias=(fc1_bias, (hidden,)),
-        fc2_weight=(fc2_weight, (width, hidden)),
-        fc2_bias=(fc2_bias, (width,)),
-    )
-    t = t._replace(eps=check_block(op, t, tensors, residual_in_fp32))
-    if kernels_wanted(op, fc1_weight, width_unsupported(width, drop_path)):
+    hidden, width = check_weight("mlp_block", x, fc1_weight=fc1_weight)
+    activation = one_activation("mlp_block", activation, approximate)
+    inner = Hidden(fc1_weight, fc1_bias, activation=activation)
+    t = _Arguments(x, norm_weight, norm_bias, inner, fc2_weight, fc2_bias, layer_scale, drop_path, eps, norm, keep)
+    layers = dict(fc1_=(fc1_weight, fc1_bias, (hidden, width)), fc2_=(fc2_weight, fc2_bias, (width, hidden)))
+    t = t._replace(eps=check_block("mlp_block", t, layers, residual_in_fp32))
+    if kernels_wanted("mlp_block", fc1_weight, width_unsupported(width, drop_path)):
         return _mlp_block(t._replace(keep=choose_keep(t, fc1_weight, fc2_weight, layer_scale)))[0]
-    layers = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    factors = dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=fc1_weight.dtype)
-    return ref.mlp_block(x, *layers, eps=t.eps, activation=activation, norm=norm, **factors)
+    return ref.mlp_block(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, **t.options)
 
 
 @autocasts
@@ -193,26 +190,15 @@ def gated_mlp_block(
     norm, `residual_in_fp32` and `keep`, here of what goes into `down` too, as in attention_block. Returns (B, N, D) in
     x's dtype.
     """
-    op = "gated_mlp_block"
-    hidden, width = check_linear_rows(op, x, up_weight=up_weight)
-    inner = inner_norm_weight, inner_norm_bias
-    layers = check_gate(op, Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner, activation, inner_eps))
-    t = _Arguments(x, norm_weight, norm_bias, layers, down_weight, down_bias, layer_scale, drop_path, eps, norm, keep)
-    tensors = dict(
-        up_weight=(up_weight, (hidden, width)),
-        up_bias=(up_bias, (hidden,)),
-        gate_weight=(gate_weight, (hidden, width)),
-        gate_bias=(gate_bias, (hidden,)),
-        inner_norm_weight=(inner_norm_weight, (hidden,)),
-        inner_norm_bias=(inner_norm_bias, (hidden,)),
-        down_weight=(down_weight, (width, hidden)),
-        down_bias=(down_bias, (width,)),
-    )
-    t = t._replace(eps=check_block(op, t, tensors, residual_in_fp32))
-    if kernels_wanted(op, up_weight, width_unsupported(width, drop_path) or layers.unsupported):
+    op, inner_norm = "gated_mlp_block", (inner_norm_weight, inner_norm_bias)
+    hidden, width = check_weight(op, x, up_weight=up_weight)
+    inner = Hidden(gate_weight, gate_bias, up_weight, up_bias, *inner_norm, activation, inner_eps)
+    t = _Arguments(x, norm_weight, norm_bias, inner, down_weight, down_bias, layer_scale, drop_path, eps, norm, keep)
+    layers = dict(up_=(up_weight, up_bias, (hidden, width)), gate_=(gate_weight, gate_bias, (hidden, width)))
+    layers |= dict(down_=(down_weight, down_bias, (width, hidden)))
+    t = t._replace(eps=check_block(op, t, layers, residual_in_fp32), hidden=check_inner(op, inner))
+    if kernels_wanted(op, up_weight, width_unsupported(width, drop_path) or inner.unsupported):
         keep = choose_keep(t, up_weight, gate_weight, down_weight, layer_scale)
         return _gated_mlp_block(t._replace(keep=keep))[0]
-    layers = norm_weight, norm_bias, up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
-    options = dict(inner_norm_weight=inner_norm_weight, inner_norm_bias=inner_norm_bias, inner_eps=t.hidden.inner_eps)
-    options |= dict(layer_scale=layer_scale, drop_path=drop_path, compute_dtype=up_weight.dtype)
-    return ref.gated_mlp_block(x, *layers, eps=t.eps, activation=activation, norm=norm, **options)
+    layers = up_weight, up_bias, gate_weight, gate_bias, down_weight, down_bias
+    return ref.gated_mlp_block(x, norm_weight, norm_bias, *layers, **t.options)

@@ -12,17 +12,17 @@ from ._dispatch import KERNEL_DTYPES, NO_TRITON, autocasts, kernels_wanted, need
 from ._operation import (
     Constant,
     NothingSaved,
+    check_device,
     check_floating,
     check_offsets,
     check_shape,
-    check_tensors,
     custom_op,
     is_number,
     meta_like,
 )
 
 if NO_TRITON is None:
-    from ..kernels.patch_embed.forward import patch_embed_bwd, patch_embed_fwd
+    from ..kernels.patch_embed.forward import Gradients, patch_embed_bwd, patch_embed_fwd
 
 
 class _Arguments(NamedTuple):
@@ -71,23 +71,10 @@ def _reads(t: _Arguments, needs: _Arguments) -> _Arguments:
 
 
 def _backward(dy: Tensor, t: _Arguments, _, needs: _Arguments) -> dict[str, Tensor | None]:
-    grads = patch_embed_bwd(
-        dy,
-        t.images,
-        t.weight,
-        t.mean,
-        t.std,
-        prefix=t.prefix,
-        pos_len=0 if t.pos_embed is None else t.pos_embed.shape[-2],
-        want_images=needs.images,
-        want_weight=needs.weight,
-        want_bias=needs.bias,
-        want_cls=needs.cls_token,
-        want_pos=needs.pos_embed,
-        dtypes=tuple(None if x is None else x.dtype for x in (t.bias, t.cls_token, t.pos_embed)),
-        packed=t.packed,
-    )
-    return dict(zip(_Arguments._fields, grads))
+    wanted = (getattr(t, name).dtype if getattr(needs, name) else None for name in Gradients._fields)
+    sizes = dict(prefix=t.prefix, pos_len=0 if t.pos_embed is None else t.pos_embed.shape[-2])
+    grads = patch_embed_bwd(dy, t.images, t.weight, t.mean, t.std, Gradients(*wanted), **sizes, packed=t.packed)
+    return grads._asdict()
 
 
 _patch_embed = custom_op(
@@ -173,52 +160,47 @@ def patch_embed(
     offsets[s + 1]; offsets (S + 1,) int32 or int64, on the device, from 0 to N. pos_embed is then (N, D), a position
     for each patch. Returns (N + S T, D): the tokens of each image, one after the other.
     """
-    check_tensors("patch_embed", images=images, weight=weight)
-    check_shape("patch_embed", "weight", weight, (None, None, None, None))
+    check_shape("patch_embed", "weight", weight, (None, None, None, None), required=True)
     width, chans, p, q = weight.shape
-    check_shape("patch_embed", "images", images, (None, chans, None, None))
+    check_shape("patch_embed", "images", images, (None, chans, None, None), required=True)
     height, length = images.shape[-2:]
     if not p or not q:
         raise ValueError(f"patch_embed: weight must have patches of at least 1 x 1, got {tuple(weight.shape)}")
     if height % p or length % q or not height or not length:
-        raise ValueError(
-            f"patch_embed: images must have sides that are multiples of the patch {p} x {q}, got {height} x {length}"
-        )
+        sides = f"multiples of the patch {p} x {q}"
+        raise ValueError(f"patch_embed: images must have sides that are {sides}, got {height} x {length}")
     if not images.is_floating_point() and images.dtype != torch.uint8:
         raise TypeError(f"patch_embed: images must be floating point or uint8, got {images.dtype}")
     check_shape("patch_embed", "bias", bias, (width,))
     check_shape("patch_embed", "cls_token", cls_token, (1, None, width))
     patches, prefix = (height // p) * (length // q), 0 if cls_token is None else cls_token.shape[1]
-    rows = starts = None
+    lie = None
     if offsets is not None:
         if (height, length) != (p, q):
-            raise ValueError(
-                f"patch_embed: with offsets images must be (N, {chans}, {p}, {q}), got {tuple(images.shape)}"
-            )
+            want = f"(N, {chans}, {p}, {q})"
+            raise ValueError(f"patch_embed: with offsets images must be {want}, got {tuple(images.shape)}")
         check_shape("patch_embed", "pos_embed", pos_embed, (len(images), width))
         check_offsets("patch_embed", offsets, len(images), images.device)
-        rows, starts = packed.token_rows(offsets, len(images), prefix)
+        lie = packed.token_rows(offsets, len(images), prefix)
     else:
         check_shape("patch_embed", "pos_embed", pos_embed, (1, None, width))
-    if offsets is None and pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
-        raise ValueError(
-            f"patch_embed: pos_embed must have {patches + prefix} or {patches} positions, got {pos_embed.shape[1]}"
-        )
+        if pos_embed is not None and pos_embed.shape[1] not in (patches, patches + prefix):
+            known = f"{patches + prefix} or {patches} positions"
+            raise ValueError(f"patch_embed: pos_embed must have {known}, got {pos_embed.shape[1]}")
     for name, tensor in (("weight", weight), ("bias", bias), ("cls_token", cls_token), ("pos_embed", pos_embed)):
         check_floating("patch_embed", name, tensor)
-    for name, tensor in (("images", images), ("bias", bias), ("cls_token", cls_token), ("pos_embed", pos_embed)):
-        if tensor is not None and tensor.device != weight.device:
-            raise ValueError(f"patch_embed: {name} must be on {weight.device} like weight, got {tensor.device}")
+    tensors = dict(images=images, bias=bias, cls_token=cls_token, pos_embed=pos_embed)
+    check_device("patch_embed", "weight", weight.device, **tensors)
     raw = images.dtype == torch.uint8
-    given = (("mean", mean), ("std", std))
-    mean, std = (channel_values(f"patch_embed: {name}", value, chans, weight.device) for name, value in given)
+    mean = channel_values("patch_embed: mean", mean, chans, weight.device)
+    std = channel_values("patch_embed: std", std, chans, weight.device)
     mean, std = (mean, std) if raw else (None, None)
     # Autocast concerns the weight alone, which says what is computed in: the images, the largest tensor, are converted
     # as they are read.
     weight = _in_compute_dtype(weight)
-    reason = _unsupported_reason(mean, std, images, bias, cls_token, pos_embed)
+    reason = _unsupported_reason(mean, std, *tensors.values())
     if kernels_wanted("patch_embed", weight, reason):
         normalisation = (_numbers(mean, 0.0, chans), _numbers(std, 1.0, chans)) if raw else ([], [])
-        return _patch_embed(_Arguments(images, weight, bias, cls_token, pos_embed, rows, starts, *normalisation))
-    given = None if rows is None else (rows, starts)
-    return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std, rows=given)
+        rows = (None, None) if lie is None else lie
+        return _patch_embed(_Arguments(images, weight, bias, cls_token, pos_embed, *rows, *normalisation))
+    return ref.patch_embed(images, weight, bias, cls_token, pos_embed, mean=mean, std=std, rows=lie)

@@ -123,11 +123,6 @@ def rms_norm(x, weight, eps=1e-6):
     return F.rms_norm(work, (x.shape[-1],), _like(weight, work), eps).to(x.dtype)
 
 
-def _normed(x, weight, bias, eps, norm):
-    """The norm of a block, "layer" or "rms"."""
-    return rms_norm(x, weight, eps) if norm == "rms" else layer_norm(x, weight, bias, eps)
-
-
 @_upcastable
 def residual_add(x, residual, *, layer_scale=None, drop_path=None):
     """residual + drop_path[b] * layer_scale * x, in the dtype of `residual`. x, residual (B, ..., D)."""
@@ -289,12 +284,6 @@ def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *, activation="gelu"):
     return linear(linear_gelu(x, fc1_weight, fc1_bias, activation=activation), fc2_weight, fc2_bias)
 
 
-def _gated(x, up_weight, up_bias, gate_weight, gate_bias, activation, inner_weight, inner_bias, inner_eps):
-    """norm(activation(gate(x)) * up(x)), the norm where inner_weight is."""
-    h = ACTIVATIONS[activation](linear(x, gate_weight, gate_bias)) * linear(x, up_weight, up_bias)
-    return h if inner_weight is None else layer_norm(h, inner_weight, inner_bias, inner_eps)
-
-
 @_upcastable
 def gated_mlp(
     x,
@@ -311,86 +300,42 @@ def gated_mlp(
     inner_eps=1e-6,
 ):
     """down(inner_norm(activation(gate(x)) * up(x))), the inner norm only where its weight is given."""
-    layers, inner = (up_weight, up_bias, gate_weight, gate_bias), (inner_norm_weight, inner_norm_bias, inner_eps)
-    return linear(_gated(x, *layers, activation, *inner), down_weight, down_bias)
+    h = linear_gelu(x, gate_weight, gate_bias, activation=activation) * linear(x, up_weight, up_bias)
+    if inner_norm_weight is not None:
+        h = layer_norm(h, inner_norm_weight, inner_norm_bias, inner_eps)
+    return linear(h, down_weight, down_bias)
 
 
-@_upcastable
-def attention_block(
-    x,
-    norm_weight,
-    norm_bias,
-    qkv_weight,
-    qkv_bias,
-    proj_weight,
-    proj_bias,
-    *,
-    num_heads,
-    eps=1e-6,
-    norm="layer",
-    layer_scale=None,
-    drop_path=None,
-    compute_dtype=None,
-    **logits,
-):
-    """x + drop_path[b] * layer_scale * proj(attention(qkv(norm(x)))), in x's dtype.
+def self_attention(x, qkv_weight, qkv_bias, proj_weight, proj_bias, *, num_heads, **options):
+    """proj(attention(qkv(x))), with the options of `attention`."""
+    q, k, v = linear(x, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1)).unbind(-3)
+    return linear(attention(q, k, v, **options).flatten(-2), proj_weight, proj_bias)
 
-    (B, N, D) -> (B, N, D). compute_dtype: of the matrix products. logits: options of `attention`.
+
+def _block(branch):
+    """The operation x + drop_path[b] * layer_scale * branch(norm(x)): (B, N, D) -> (B, N, D), in x's dtype.
+
+    layers, options: what `branch` takes after its input. compute_dtype: of the matrix products.
     """
-    h = _normed(x, norm_weight, norm_bias, eps, norm)
-    qkv = linear(h if compute_dtype is None else h.to(compute_dtype), qkv_weight, qkv_bias)
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(-3)
-    o = attention(q, k, v, **logits).flatten(-2)
-    return linear_residual(o, proj_weight, proj_bias, x, layer_scale=layer_scale, drop_path=drop_path)
+
+    @_upcastable
+    def block(
+        x,
+        norm_weight,
+        norm_bias,
+        *layers,
+        eps=1e-6,
+        norm="layer",
+        layer_scale=None,
+        drop_path=None,
+        compute_dtype=None,
+        **options,
+    ):
+        h = rms_norm(x, norm_weight, eps) if norm == "rms" else layer_norm(x, norm_weight, norm_bias, eps)
+        h = h if compute_dtype is None else h.to(compute_dtype)
+        return residual_add(branch(h, *layers, **options), x, layer_scale=layer_scale, drop_path=drop_path)
+
+    return block
 
 
-@_upcastable
-def mlp_block(
-    x,
-    norm_weight,
-    norm_bias,
-    fc1_weight,
-    fc1_bias,
-    fc2_weight,
-    fc2_bias,
-    *,
-    eps=1e-6,
-    activation="gelu",
-    norm="layer",
-    layer_scale=None,
-    drop_path=None,
-    compute_dtype=None,
-):
-    """x + drop_path[b] * layer_scale * mlp(norm(x)): (B, N, D) -> (B, N, D), in x's dtype."""
-    h = _normed(x, norm_weight, norm_bias, eps, norm)
-    h = linear_gelu(h if compute_dtype is None else h.to(compute_dtype), fc1_weight, fc1_bias, activation=activation)
-    return linear_residual(h, fc2_weight, fc2_bias, x, layer_scale=layer_scale, drop_path=drop_path)
-
-
-@_upcastable
-def gated_mlp_block(
-    x,
-    norm_weight,
-    norm_bias,
-    up_weight,
-    up_bias,
-    gate_weight,
-    gate_bias,
-    down_weight,
-    down_bias,
-    *,
-    eps=1e-6,
-    activation="silu",
-    norm="layer",
-    inner_norm_weight=None,
-    inner_norm_bias=None,
-    inner_eps=1e-6,
-    layer_scale=None,
-    drop_path=None,
-    compute_dtype=None,
-):
-    """x + drop_path[b] * layer_scale * gated_mlp(norm(x)): (B, N, D) -> (B, N, D), in x's dtype."""
-    h = _normed(x, norm_weight, norm_bias, eps, norm)
-    layers, inner = (up_weight, up_bias, gate_weight, gate_bias), (inner_norm_weight, inner_norm_bias, inner_eps)
-    h = _gated(h if compute_dtype is None else h.to(compute_dtype), *layers, activation, *inner)
-    return linear_residual(h, down_weight, down_bias, x, layer_scale=layer_scale, drop_path=drop_path)
+attention_block, mlp_block, gated_mlp_block = _block(self_attention), _block(mlp), _block(gated_mlp)

@@ -171,7 +171,7 @@ def _separate(s: Sizes) -> dict[str, Launcher]:
         ),
         "attention backward, separate tensors": Launcher(
             lambda t: _for_backward(t, *separate(t), scale),
-            lambda *t: attention.attention_bwd_separate(*t, scale),
+            lambda *t: attention.attention_bwd(*t, scale, packed=False)[0],
             lambda q, k, v, o, lse, do: attention_gradients(q, k, v, do, scale),
             edge=True,
         ),

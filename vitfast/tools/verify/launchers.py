@@ -164,13 +164,8 @@ def _sums(s: Sizes) -> dict[str, Launcher]:
     m, d = s.rows, s.width
 
     def column_sums(count: int, width: int, dtype: torch.dtype | None) -> Launcher:
-        def call(sums, like):
-            total = torch.empty(width, dtype=torch.float32, device=sums.device)
-            rows.column_sums([(sums, total)], count, width, like)
-            return total
-
         make = lambda t: (t.workspace(count, width), t.values(0, dtype=dtype))  # noqa: E731
-        return Launcher(make, call, lambda sums, like: sums.sum(0))
+        return Launcher(make, lambda sums, like: rows.column_sums(like, [sums])[0], lambda sums, like: sums.sum(0))
 
     return {
         "sum of rows": Launcher(
@@ -212,7 +207,6 @@ def _patch_embedding(
     positions = (count, d) if together else (1, patches if edge else prefix + patches, d)
     pixels = (count, 3, s.patch, s.patch) if together else (s.batch, 3, s.image, patches // tall * s.patch)
     upstream = (count + 2 * s.batch, d) if together else (s.batch, prefix + patches, d)
-    wanted = dict(want_images=mean is None, want_weight=True, want_bias=True, want_cls=prefix > 0, want_pos=True)
 
     def make(t: Draw) -> tuple:
         images = t.values(*pixels) if mean is None else t.pixels(*pixels)
@@ -234,9 +228,10 @@ def _patch_embedding(
         return ref.patch_embed(images, w, b, cls, pos, mean=mean, std=std, rows=lie)
 
     def backward(dy, images, w, b, *tokens):
-        length = positions[-2]
-        options = dict(prefix=prefix, pos_len=length, packed=unpack(*tokens)[2], **wanted)
-        return patch_embed.patch_embed_bwd(dy, images, w, mean, std, **options)
+        prefixes, of_images = w.dtype if prefix else None, w.dtype if mean is None else None
+        wanted = patch_embed.Gradients(of_images, w.dtype, w.dtype, prefixes, w.dtype)
+        options = dict(prefix=prefix, pos_len=positions[-2], packed=unpack(*tokens)[2])
+        return patch_embed.patch_embed_bwd(dy, images, w, mean, std, wanted, **options)
 
     def backward_formula(dy, images, *tensors):
         leaves, ends = (tensors[:-1], tensors[-1:]) if together else (tensors, ())
