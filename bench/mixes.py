@@ -1,12 +1,12 @@
 """Batches of images of many sizes, as data: NaViT's resolutions, DINO's crops, documents.
 
-The sizes are drawn once, from a fixed seed, so that every run has the same images. A CPU has small mixes of the same
-kind and two layers, and their names say so.
+The sizes are drawn once, from a fixed seed, so that every run has the same images. A CPU has a small mix of the first
+kind and two layers, whose name says so; where it rehearses a GPU's plan, under the names of all.
 """
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import clock
@@ -83,13 +83,6 @@ ON_GPU = (
     Mix("DINO 2x224 + 8x96 px", "B/16", crops(64, 224, 96)),
     Mix("documents 224-1024 px", "B/16", filled(224, 1024, TOKENS)),
 )
-SMALL = (
-    ("NaViT 32-96 px", filled(32, 96, 96)),
-    ("DINO 2x96 + 8x48 px", crops(1, 96, 48)),
-    ("documents 64-192 px", filled(64, 192, 192)),
-)
-ON_CPU = tuple(
-    Mix(f"{WHERE}{gpu.name if clock.REHEARSED else name}", "Ti/16", images, layers=2)
-    for gpu, (name, images) in zip(ON_GPU, SMALL)
-)
-MIXES = {mix.name: mix for mix in (ON_GPU if clock.GPU else ON_CPU)}
+SMALL = Mix(f"{WHERE}NaViT 32-96 px", "Ti/16", filled(32, 96, 96), layers=2)
+REHEARSED = [replace(SMALL, name=f"{WHERE}{mix.name}") for mix in ON_GPU]
+MIXES = {mix.name: mix for mix in (ON_GPU if clock.GPU else [SMALL] if clock.SMALL else REHEARSED)}

@@ -117,7 +117,7 @@ def mix(case: dict) -> str:
 
 def model(case: dict) -> str:
     """The title of a model and resolution, of any batch: each library has its own best one."""
-    return f"{case['op']}: {case['shape'].rpartition(' B')[0]}"
+    return f"{case['op']} {case['shape'].rpartition(' B')[0]}"
 
 
 TABLES = (  # operations, the title of a case's table, its columns
@@ -154,7 +154,7 @@ def sections(results: Results) -> str:
 
 def speed_table(results: Results) -> str:
     """For the project's README: vitfast and `accelerate` against the fastest peer in equal precision."""
-    groups = results.grouped(lambda case: f"{model(case).replace(':', '')} {case['precision']}", *MODEL_OPS)
+    groups = results.grouped(lambda case: f"{model(case)} {case['precision']}", *MODEL_OPS)
     lines = [[name, *speeds(counted(cases))] for name, cases in groups.items()]
     header = ["images/s", "vitfast", "accelerate(timm)", "fastest peer", "vitfast ÷ peer", "accelerate ÷ peer"]
     whole = table(header, lines) if lines else "No whole model has been measured on it.\n"
