@@ -16,6 +16,7 @@ from adapter_models import (
     calls,
     claimed,
     classes,
+    dtypes,
     family,
     hf_vit,
     left,
@@ -182,7 +183,7 @@ def test_contract(name, caplog):
     model = randomize(found.make())
     original, batch = copy.deepcopy(model), found.batch()
     before, types, text = snapshot(model), classes(model), repr(model)
-    fallbacks._said.clear()
+    fallbacks.said.clear()
     assert vitfast.accelerate(model) is model
     ours = classes(model)
     assert snapshot(model) == before and repr(model) == text
@@ -243,23 +244,6 @@ def test_kernels_run_and_equal_the_original(name):
     with ops.use_kernels("on"):
         assert_same(model.train(), original.train(), batch)
     assert launches_made() - before >= launches
-
-
-BLOCKS = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock")
-
-
-def dtypes(model: nn.Module, images: torch.Tensor) -> list[torch.dtype]:
-    """The dtype that each block puts out, and the output's."""
-    seen = []
-    hooks = [
-        m.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
-        for m in model.modules()
-        if type(m).__name__ in BLOCKS
-    ]
-    seen.append(outputs(model, {"pixel_values" if hasattr(model, "config") else "x": images})[0].dtype)
-    for hook in hooks:
-        hook.remove()
-    return seen
 
 
 WITHOUT = dict(pos_embed="none", class_token=False, global_pool="avg")

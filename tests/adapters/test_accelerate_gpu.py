@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from adapter_models import hf_vit, tensor, timm_vit, tv_vit
+from adapter_models import dtypes, hf_vit, tensor, timm_vit, tv_vit
 from checks import gradients, randomize
 
 import vitfast
@@ -31,23 +31,6 @@ MODELS = {
 }
 
 
-def dtypes(model, images):
-    """Dtypes of the outputs of each block, the last norm and the model."""
-    seen = []
-    kinds = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock", "LayerNorm")
-    chosen = [
-        m
-        for name, m in model.named_modules()
-        if type(m).__name__ in kinds and "norm1" not in name and "norm2" not in name
-    ]
-    outer = [m for m in chosen if not any(m is not other and m in other.modules() for other in chosen)]
-    hooks = [m.register_forward_hook(lambda _, __, out: seen.append(out.dtype)) for m in outer]
-    seen.append(tensor(model(images)).dtype)
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("name", MODELS)
@@ -57,7 +40,7 @@ def test_dtypes_numbers_and_gradients(name, autocast, weights):
     double = copy.deepcopy(original).double()
     images = torch.randn(5, 3, 64, 64, device=DEVICE).to(weights)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        assert dtypes(model, images) == dtypes(original, images)
+        assert dtypes(model, images, norms=True) == dtypes(original, images, norms=True)
     truth = tensor(double(images.double()))
     upstream = torch.randn_like(truth)
     wanted = gradients(double, truth, upstream)

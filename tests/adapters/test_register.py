@@ -174,8 +174,10 @@ def test_bad_arguments(arguments, places, why):
 
 
 WEIGHTS = torch.zeros(1)
-PLAIN = registry.LAYERS["timm.models.vision_transformer.Block"][0]._replace(
-    takes=(), logits=lambda layer, given, x: {}, example=lambda tokens: {}
+PLAIN = (
+    registry.CLASSES["timm.models.vision_transformer.Block"]
+    .layers[0]
+    ._replace(takes=(), logits=lambda layer, given, x: {}, example=lambda tokens: {})
 )
 
 

@@ -25,15 +25,18 @@ from adapter_models import (
 from checks import assert_close
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PixtralVisionConfig
+from transformers.models.pixtral.modeling_pixtral import PixtralAttentionLayer
 
-from vitfast.adapters import fallbacks, hugging_face_layers
+from vitfast.adapters import fallbacks, hugging_face, registry
 from vitfast.adapters.families import naflexvit
+from vitfast.adapters.masks import UnpaddedTokens
 from vitfast.ops import reference as ref
 
 
 @pytest.fixture(autouse=True)
 def log_starts_anew():
-    fallbacks._said.clear()
+    fallbacks.said.clear()
 
 
 def naflex(**options) -> nn.Module:
@@ -68,13 +71,13 @@ def test_qwen_attends_in_windows_and_in_whole_images():
 
 def test_the_longest_image_is_asked_for_once():
     offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
-    hugging_face_layers._counted.clear()
-    assert hugging_face_layers._longest(offsets) == 4 and len(hugging_face_layers._counted) == 1
+    hugging_face._counted.clear()
+    assert hugging_face._longest(offsets) == 4 and len(hugging_face._counted) == 1
     offsets[1] = 1
-    assert hugging_face_layers._longest(offsets) == 6, "written anew"
+    assert hugging_face._longest(offsets) == 6, "written anew"
     with torch.inference_mode():
-        assert hugging_face_layers._longest(torch.tensor([0, 3, 5])) == 3
-    assert hugging_face_layers._longest(torch.tensor([0])) == 0
+        assert hugging_face._longest(torch.tensor([0, 3, 5])) == 3
+    assert hugging_face._longest(torch.tensor([0])) == 0
 
 
 def test_what_qwens_layer_cannot_take_runs_its_own_code():
@@ -294,3 +297,28 @@ def test_intermediate_features_are_the_librarys():
     ours, theirs = (each.forward_intermediates(batch, output_fmt="NLC", output_dict=True) for each in models)
     for a, b in zip(ours["image_intermediates"], theirs["image_intermediates"], strict=True):
         assert a.shape == b.shape and torch.allclose(a[batch["patch_valid"]], b[batch["patch_valid"]], atol=1e-5)
+
+
+def test_a_layer_asked_for_more_gives_the_library_its_mask(monkeypatch):
+    """Of tokens that our towers packed, in versions whose layers return the weights of attention."""
+    forward, x = PixtralAttentionLayer.forward, torch.randn(2, 5, 32)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, attn_implementation="sdpa")
+
+    def old(self, hidden_states, attention_mask, position_embeddings=None, output_attentions=False, **kwargs):
+        y = forward(self, hidden_states, attention_mask, position_embeddings, **kwargs)
+        return (y, torch.zeros(1)) if output_attentions else (y,)
+
+    try:
+        registry._checked.pop(PixtralAttentionLayer, None)
+        monkeypatch.setattr(PixtralAttentionLayer, "forward", old)
+        model, original = pair(PixtralAttentionLayer(PixtralVisionConfig(**sizes)).eval())
+        rope, valid = tuple(torch.randn(2, 5, 16)), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+        mask = torch.zeros(2, 1, 5, 5).masked_fill(~valid[:, None, None], torch.finfo(torch.float32).min)
+        expected = original(x, mask, rope, output_attentions=True)
+        packed = UnpaddedTokens(valid, 8, 5, lambda: mask)
+        out = model(packed.pack(x), packed, rope, output_attentions=True)
+        assert len(out) == len(expected) == 2
+        assert_close(out[0], packed.pack(expected[0]), atol=1e-5)
+    finally:
+        monkeypatch.undo()
+        registry._checked.pop(PixtralAttentionLayer, None)

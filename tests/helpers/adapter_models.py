@@ -147,6 +147,19 @@ def claimed(model: nn.Module) -> Counter:
     return found
 
 
+def dtypes(model: nn.Module, images: Tensor, norms: bool = False) -> list[torch.dtype]:
+    """The dtype that each block puts out, with `norms` each norm outside of them too, and the output's."""
+    seen = []
+    kinds = ("Block", "ViTLayer", "Dinov2Layer", "EncoderBlock", *["LayerNorm"] * norms)
+    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    inner = {part for module in found for part in list(module.modules())[1:]}
+    hooks = [m.register_forward_hook(lambda _, __, out: seen.append(out.dtype)) for m in found if m not in inner]
+    seen.append(tensor(model(images)).dtype)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
 def blocks_in(model: nn.Module, batch: dict) -> list[tuple[str, Tensor, dict]]:
     """(operation, input, keyword arguments) of each fused block in a forward."""
     seen = []

@@ -6,18 +6,25 @@ calls the library's modules where it cannot. Parameters, names, hooks, copies, p
 around the model stay as they are. A library is imported only where the model is made of it.
 """
 
-import contextlib
 import logging
 import sys
 
 import torch
 from torch import nn
 
-from ..errors import InputError
 from ..ops.fusable import set_class
 from .descriptions import Attention, Layer, Mlp
-from .registry import known_classes, register, replaceable_modules, replacement_class, towers, unsupported_reason
-from .report import Entry, Report, describe
+from .fallbacks import said
+from .registry import (
+    accelerated_class,
+    original_class,
+    register,
+    replaceable_modules,
+    require_module,
+    transformers_attention,
+    unsupported_reason,
+)
+from .report import Entry, Report, acceleration_report
 
 __all__ = [
     "Attention",
@@ -34,11 +41,6 @@ __all__ = [
 _log = logging.getLogger("vitfast")
 
 
-def _require_module(function: str, model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
-
-
 def _set_classes(classes: list[tuple[nn.Module, type]]) -> None:
     """Replaces the classes of modules, and makes torch.compile look again."""
     for module, cls in classes:
@@ -52,8 +54,8 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     """Puts vitfast's operations under the ViT layers of a model, in place; returns the model.
 
     timm's (1.0 and later) VisionTransformer, Eva (EVA-02, DINOv3, Perception Encoder), Beit, NaFlexViT and their
-    relatives; transformers' (5 and later) ViT, DeiT, MAE, MSN, I-JEPA, AST, Vivit, VideoMAE, DPT, YOLOS, CLIP, SigLIP,
-    OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL, Pixtral and the towers of Qwen2-VL, 2.5 and 3;
+    relatives; transformers' (5.10 and later) ViT, DeiT, MAE, MSN, I-JEPA, AST, Vivit, VideoMAE, DPT, YOLOS, CLIP,
+    SigLIP, OWL-ViT, DINOv2, DINOv3, AIMv2, BEiT, Data2Vec, InternVL, Pixtral and the towers of Qwen2-VL, 2.5 and 3;
     torchvision's vit_*; open_clip's and OpenAI's CLIP; facebookresearch/dinov2 and /dinov3;
     nn.TransformerEncoderLayer(norm_first=True); and what `register` was given. Where a transformers model has other
     layers, its attention is set to "vitfast" in place of "sdpa", in configs of its own.
@@ -74,14 +76,14 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
     Call it before or after DDP, torch.compile, fully_shard and activation checkpointing are set up. Raises InputError
     for what is no module.
     """
-    _require_module("accelerate", model)
-    known = known_classes(model)
-    modules = replaceable_modules(model, known).values()
+    require_module("accelerate", model)
+    modules = replaceable_modules(model).values()
+    towers = [module for module in model.modules() if hasattr(accelerated_class(type(module)), "vitfast_tower")]
     _set_classes(
         [
-            (module, replacement_class(type(module), known.ours))
-            for module in (*modules, *towers(model, known))
-            if replacement_class(type(module), known.originals) is None and unsupported_reason(module, known) is None
+            (module, accelerated_class(type(module)))
+            for module in (*modules, *towers)
+            if original_class(type(module)) is None and unsupported_reason(module) is None
         ]
     )
     for module in modules:
@@ -89,10 +91,11 @@ def accelerate(model: nn.Module, residual_in_fp32: bool | None = None) -> nn.Mod
             module.__dict__.pop("residual_in_fp32", None)
             if residual_in_fp32 is not None:
                 module.residual_in_fp32 = residual_in_fp32
-    interface = sys.modules.get(f"{__name__}.attention_interface")
-    if interface is not None:
+    if (interface := transformers_attention()) is not None:
         interface.set_attention(model)
-    report = describe(model).told()
+    report = acceleration_report(model)
+    for entry in report.left:  # the log does not say it again in a call
+        said.add((entry.kind, entry.part, entry.why))
     _log.log(logging.INFO if report.replaced else logging.WARNING, "accelerate: %s", report.summary())
     return model
 
@@ -102,32 +105,15 @@ def restore(model: nn.Module) -> nn.Module:
 
     Every module has the class it came with, and transformers' attention is what it was.
     """
-    _require_module("restore", model)
-    originals = known_classes(model).originals
-    classes = [(module, replacement_class(type(module), originals)) for module in model.modules()]
+    require_module("restore", model)
+    classes = [(module, original_class(type(module))) for module in model.modules()]
     classes = [(module, cls) for module, cls in classes if cls is not None]
     for module, _ in classes:
         module.__dict__.pop("residual_in_fp32", None)
     _set_classes(classes)
-    interface = sys.modules.get(f"{__name__}.attention_interface")
-    if interface is not None:
+    if (interface := transformers_attention()) is not None:
         interface.restore_attention(model)
     return model
 
 
-def acceleration_report(model: nn.Module) -> Report:
-    """The parts of a model that run on vitfast's operations now, and those that do not and why.
-
-    Print it; `.replaced` and `.left` are lists of entries. It looks at the modules as they are now, in training or not,
-    and at each one's last call outside of compiled code: what only a call shows, such as causal attention, counts from
-    then on, and the logger "vitfast" says it once, compiled or not. An operation runs a kernel on a GPU, and
-    plain PyTorch elsewhere, which the last line says. vitfast's own models and `set_attn_implementation("vitfast")`
-    are in it too.
-    """
-    _require_module("acceleration_report", model)
-    return describe(model)
-
-
-if "transformers.modeling_utils" in sys.modules:
-    with contextlib.suppress(ImportError):  # transformers 4 has no registry of masks
-        from . import attention_interface  # noqa: F401  model.set_attn_implementation("vitfast")
+transformers_attention()  # for model.set_attn_implementation("vitfast")

@@ -20,7 +20,7 @@ from .descriptions import Logits
 from .fallbacks import ATTENTION_ALONE as PART
 from .fallbacks import DROPOUT, library_runs, operation_runs
 from .fused_blocks import are_plain, asked, input_unsupported
-from .hugging_face_layers import HARMLESS
+from .hugging_face import HARMLESS
 from .masks import call_options
 
 

@@ -14,14 +14,14 @@ from torch import nn
 from ..ops import use_kernels
 from ..ops._dispatch import counting
 from .attention import AttentionBlock
-from .descriptions import Layer, Mlp
+from .descriptions import Layer
 from .fallbacks import last_call, quiet
 from .fused_blocks import attribute, under
 from .layers import Blocks, accelerated_layer, unknown_member_reason
-from .leaves import leaf_class, norm_class
-from .mlp import MlpBlock, MlpModule
+from .leaves import WIDTH
+from .mlp import MlpBlock
 
-WIDTH, TOKENS = 32, 5  # of the small layer's input: a prefix token and a grid of 2 x 2
+TOKENS = 5  # of the small layer's input: a prefix token and a grid of 2 x 2
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def agrees(module: nn.Module, ours: type, arguments: dict | None = None) -> bool
     return same and _same(run(False), expected[0]) and _same(run(True), expected[1])
 
 
-def _checked(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks, int]:
+def check(cls: type, description: Layer, of_users: bool = False) -> tuple[Blocks, int]:
     """The blocks of one description of a class, and how many entries its layer's tuple has.
 
     0 where it returns no tuple. Raises ValueError where the description does not hold. of_users: nothing in it may be
@@ -112,18 +112,16 @@ def _missing(cls: type, example: nn.Module, description: Layer) -> str | None:
         return "norms and behind are pairs, of the attention and of the MLP"
     if mlp.act is None and mlp.activation is None:
         return "mlp: give act or activation"
-    inner = [("attention", key) for key in ("heads", "proj")] + [("mlp", key) for key in ("fc1", "fc2")]
-    inner += [("mlp", "gate")] if mlp.gate not in (None, "first", "last") else []
-    inner += [("mlp", "act")] if mlp.activation is None else []
-    paths = [("norms", path) for path in description.norms]
-    paths += [("behind", path) for half in description.behind for path in half]
-    paths += [("attention.path", attention.path), ("mlp.path", mlp.path)]
-    three = (attention.qkv,) if isinstance(attention.qkv, str) else attention.qkv
-    paths += [("attention.qkv", under(attention.path, each)) for each in three]
-    for part, key in inner:
-        each = getattr(description, part)
-        paths.append((f"{part}.{key}", under(each.path, getattr(each, key))))
-    for field, path in paths:
+    paths = [("norms", description.norms), *(("behind", half) for half in description.behind)]
+    paths += [("attention.path", (attention.path,)), ("mlp.path", (mlp.path,))]
+    gate, act = mlp.gate not in (None, "first", "last"), mlp.activation is None
+    keys = ("attention.qkv", "attention.heads", "attention.proj", "mlp.fc1", "mlp.fc2")
+    for key in (*keys, *["mlp.gate"] * gate, *["mlp.act"] * act):
+        part, _, field = key.partition(".")
+        part = getattr(description, part)
+        found = getattr(part, field)
+        paths.append((key, [under(part.path, each) for each in ((found,) if isinstance(found, str) else found)]))
+    for field, path in ((field, path) for field, inner in paths for path in inner):
         if path is None or (path and attribute(example, path) is None):
             return f"{field}: {name} has no `{path}`"
     given = inspect.signature(cls.forward).parameters
@@ -160,7 +158,7 @@ def checked_class(cls: type, descriptions: tuple[Layer, ...], of_users: bool = F
     halves: tuple[dict, dict] = ({}, {})
     for description in descriptions:
         try:
-            blocks, entries = _checked(cls, description)
+            blocks, entries = check(cls, description)
         except Exception as error:  # another signature, other modules: not ours to know
             reasons.append(_another_way(cls, error))
             continue
@@ -175,14 +173,14 @@ def checked_class(cls: type, descriptions: tuple[Layer, ...], of_users: bool = F
     return accelerated_layer(cls, held, (tuple(halves[0].values()), tuple(halves[1].values())), *returned, of_users)
 
 
-def _checked_leaf(cls: type, make: Callable[[], tuple[nn.Module, type]]) -> type | str:
+def checked_leaf(cls: type, make: Callable[[type], tuple[nn.Module, type]]) -> type | str:
     """Our subclass of a class that is replaced alone; or why there is none.
 
-    make(): a small module, and our class.
+    make(cls): a small module, and our class.
     """
     try:
         with _plain():
-            example, ours = make()
+            example, ours = make(cls)
             if not agrees(example, ours):
                 raise ValueError("other numbers")
             return ours
@@ -190,35 +188,7 @@ def _checked_leaf(cls: type, make: Callable[[], tuple[nn.Module, type]]) -> type
         return _another_way(cls, error)
 
 
-def checked_mlp(cls: type, part: Mlp, make: Callable[[type], nn.Module]) -> type | str:
-    """Our subclass of a library's MLP; or why there is none."""
-
-    def made() -> tuple[nn.Module, type]:
-        example = make(cls).float().eval()
-        block = MlpModule(part, example)
-        reason = block.leaf_unsupported(example)
-        if reason is not None:
-            raise ValueError(reason)
-        return example, leaf_class(cls, block.name, block.operation, block.leaf_unsupported)
-
-    return _checked_leaf(cls, made)
-
-
-def checked_norm(cls: type) -> type | str:
-    """Our subclass of a library's norm; or why there is none."""
-    return _checked_leaf(cls, lambda: (cls(WIDTH), norm_class(cls)))
-
-
-def refused(cls: type, description: Layer) -> str | None:
-    """Why a description of a class does not hold; None where it does."""
-    try:
-        _checked(cls, description, of_users=True)
-    except Exception as error:
-        return _what(error)
-    return None
-
-
-def _what(error: Exception) -> str:
+def message(error: Exception) -> str:
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
@@ -226,4 +196,4 @@ def _another_way(cls: type, error: Exception) -> str:
     library = cls.__module__.partition(".")[0]
     version = getattr(sys.modules.get(library), "__version__", None)
     name = f"{library} {version}" if version else library
-    return f"{name} computes it in another way than vitfast ({_what(error)})"
+    return f"{name} computes it in another way than vitfast ({message(error)})"

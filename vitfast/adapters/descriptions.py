@@ -1,7 +1,7 @@
 """How an encoder layer of a library is built, as data: where norms, attention and MLP are.
 
 A new kind of layer is a `Layer`; from it come the subclass that runs the operations (layers.py), and the check that it
-does what the library's class does (registry.py). The tables are in timm.py, hugging_face.py and libraries.py.
+does what the library's class does (check.py). The tables are in timm.py, hugging_face.py and libraries.py.
 
 A path is a module's name in the layer, or in the attention or MLP that it is given with: "attn.proj".
 """
@@ -99,3 +99,21 @@ class Layer(NamedTuple):
     attention_half: Callable[[nn.Module, Tensor, dict], Tensor] | None = None
     mlp_half: Callable[[nn.Module, Tensor], Tensor] | None = None
     example: Callable[[int], dict] = lambda tokens: {}
+
+
+class Known(NamedTuple):
+    """A class of a library, as vitfast knows it.
+
+    layers: it is a layer, built in one of these ways. mlp: it is an MLP that may be replaced alone, as a layer without
+    anything else. places: its children that are replaced alone: patch projections, norms, MLPs. left: why it is left.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    places: tuple[str, ...] = ()
+    left: str | None = None
+    mlp: Layer | None = None
+
+
+def mlp_alone(make: Callable[[type], nn.Module], mlp: Mlp) -> Known:
+    """An MLP that is replaced alone; make(cls): a small one."""
+    return Known(mlp=Layer(make, norms=("", ""), mlp=mlp._replace(path="")))

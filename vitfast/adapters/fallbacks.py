@@ -16,16 +16,11 @@ ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an a
 DROPOUT = "attention dropout is active in training"
 _log = logging.getLogger("vitfast")
 _quiet = ContextVar("vitfast.adapters.quiet", default=False)
-_said: set[tuple[str, str, str]] = set()
+said: set[tuple[str, str, str]] = set()  # class, part and reason, which the log does not say again
 # What the last call of a module asked for, by part, where no operation does that.
 _asked: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 # Of modules with a forward of their own, set on the instance: the id of the one in which an operation ran.
 _wrapped: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-
-
-def said(kind: str, part: str, reason: str) -> None:
-    """Keeps the log from saying again what was said."""
-    _said.add((kind, part, reason))
 
 
 @contextlib.contextmanager
@@ -40,8 +35,8 @@ def quiet() -> Iterator[None]:
 
 @torch.compiler.assume_constant_result  # compiled code says it while it is compiled
 def _say(kind: str, part: str, reason: str) -> None:
-    if (kind, part, reason) not in _said and not _quiet.get():
-        said(kind, part, reason)
+    if (kind, part, reason) not in said and not _quiet.get():
+        said.add((kind, part, reason))
         _log.warning("%s, %s: %s; the library's own code runs", kind, part, reason)
 
 

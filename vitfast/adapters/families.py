@@ -128,6 +128,7 @@ _EVA02 = dict(qkv_fused=False, swiglu_mlp=True, scale_mlp=True)
 _DINOV3 = dict(rope_type="dinov3", rope_rotate_half=True, init_values=0.5, num_reg_tokens=2)
 _PE = dict(attn_type="rope", use_pre_transformer_norm=True)
 _POOLED = dict(class_token=False, global_pool="avg")
+_TIMM_SAM = timm_model("vision_transformer_sam:VisionTransformerSAM", use_rel_pos=True, window_size=1)
 # Rows: the name, the model, its batch where that is not of images, `left` and `valid`.
 _TIMM = (
     ("ViT", timm_model(init_values=0.5)),
@@ -147,12 +148,7 @@ _TIMM = (
     ("BEiT", timm_model("beit:Beit", use_rel_pos_bias=True, init_values=0.5)),
     ("BEiT, shared positions", timm_model("beit:Beit", use_shared_rel_pos_bias=True)),
     ("vit_relpos", timm_model("vision_transformer_relpos:VisionTransformerRelPos", rel_pos_type="bias")),
-    (
-        "SAM",
-        timm_model("vision_transformer_sam:VisionTransformerSAM", use_rel_pos=True, window_size=1),
-        None,
-        (_WINDOWS,) * 2,
-    ),
+    ("SAM", _TIMM_SAM, None, (_WINDOWS,) * 2),
 )
 _YOLOS = dict(image_size=[16, 16], num_detection_tokens=2, use_mid_position_embeddings=False)
 _AST = dict(max_length=16, num_mel_bins=16, frequency_stride=8, time_stride=8)
@@ -161,9 +157,11 @@ _VITDET = dict(attn_implementation="eager", mlp_ratio=2, pretrain_image_size=16,
 _BEIT = dict(use_relative_position_bias=True, drop_path_rate=0.0)
 _DATA2VEC = dict(use_shared_relative_position_bias=True, drop_path_rate=0.0)
 _INTERNVL = dict(image_size=(16, 16), patch_size=(8, 8), use_qk_norm=True)
+_SIGLIP2 = hugging_face_model("Siglip2VisionModel", num_patches=4)
 _QWEN2 = "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"
 _QWEN2_5 = "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig"
 _QWEN3 = "qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig"
+_DEEPSTACK = dict(out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0])
 _TRANSFORMERS = (
     ("ViT", hugging_face_model("ViTModel")),
     ("DeiT", hugging_face_model("DeiTModel")),
@@ -176,13 +174,7 @@ _TRANSFORMERS = (
     ("DPT", hugging_face_model("DPTModel", is_hybrid=False)),
     ("YOLOS", hugging_face_model("YolosModel", **_YOLOS)),
     ("SigLIP", hugging_face_model("SiglipVisionModel"), None, (_QUERY,)),
-    (
-        "SigLIP 2, padded",
-        hugging_face_model("Siglip2VisionModel", num_patches=4),
-        _siglip2,
-        (_CUT, _QUERY),
-        "pixel_attention_mask",
-    ),
+    ("SigLIP 2, padded", _SIGLIP2, _siglip2, (_CUT, _QUERY), "pixel_attention_mask"),
     ("CLIP", hugging_face_model("CLIPVisionModel")),
     ("OWL-ViT", hugging_face_model("OwlViTVisionModel")),
     ("DINOv2", hugging_face_model("Dinov2Model", mlp_ratio=2)),
@@ -199,12 +191,7 @@ _TRANSFORMERS = (
     ("ViTDet", hugging_face_model("VitDetModel", **_VITDET), None, (_WINDOWS,) * 2),
     ("Qwen2-VL", _qwen(*_QWEN2, embed_dim=32, mlp_ratio=2), _grids, (_3D,)),
     ("Qwen2.5-VL", _qwen(*_QWEN2_5, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]), _grids, (_3D,)),
-    (
-        "Qwen3-VL",
-        _qwen(*_QWEN3, out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0]),
-        _grids,
-        (_3D,),
-    ),
+    ("Qwen3-VL", _qwen(*_QWEN3, **_DEEPSTACK), _grids, (_3D,)),
 )
 _LIBRARIES = {
     "timm": (_TIMM, _images()),

@@ -74,6 +74,13 @@ def attribute(module: nn.Module, path: str):
     return module
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook waits for the call of a module, or for its gradients."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 def parameter(module: nn.Module, name: str):
     """A parameter of a module; the first FSDP puts views in the place of parameters."""
     parameters = module._parameters
@@ -137,18 +144,20 @@ class Found(NamedTuple):
 class FusedBlock:
     """One half of a layer with an attention or MLP of one kind, from a description and an example.
 
-    Modules that an operation stands in for must be of the example's exact types, or of those in kinds.py.
+    Modules that an operation stands in for must be of the example's exact types, or of those in kinds.py. Each kind has
+    build(), which names the modules and tensors of the part; unsupported_reason(modules): why no operation gives the
+    result, which types do not tell; run(found, x, options, factors): x (B, N, D), or (tokens, D) with offsets in the
+    options of the call, after the block, with the factors layer_scale, drop_path and residual_in_fp32.
     """
 
     name = ""
     half = 0
 
     def __init__(self, layer: Layer, part: Attention | Mlp, example: nn.Module):
-        self.part, self.norm, self.idle_hooks = part, layer.norms[self.half], layer.idle_hooks
+        self.layer, self.part, self.norm = layer, part, layer.norms[self.half]
         self.container = type(example.get_submodule(part.path))
         first = part.fc1 if isinstance(part, Mlp) else part.qkv
         self.mark = under(part.path, first if isinstance(first, str) else first[0])  # which tells it from others
-        self.extras = layer.extras
         self.types: dict[str, tuple[type, ...]] = {}
         self.tensors: list[tuple[str, str]] = []  # path of the module, name in it
         self.called: tuple[str, ...] = ()  # paths of modules that smaller operations may run around
@@ -167,21 +176,6 @@ class FusedBlock:
         sequences = {path: tuple(m._modules) for path, m in held.items() if isinstance(m, nn.Sequential)}
         self.layout = layout(dict(sorted(self.types.items(), key=lambda item: item[0].count("."))), sequences)
         del self.example
-
-    def build(self) -> None:
-        """Names the modules and tensors of the part."""
-        raise NotImplementedError
-
-    def unsupported_reason(self, modules: Modules) -> str | None:
-        """Why no operation gives the result, which types do not tell."""
-        raise NotImplementedError
-
-    def run(self, found: Found, x: Tensor, options: dict, factors: dict) -> Tensor:
-        """x (B, N, D), or (tokens, D) with offsets in the options, after the block.
-
-        options: of the call. factors: layer_scale, drop_path and residual_in_fp32.
-        """
-        raise NotImplementedError
 
     def stand_in(self, path: str, types: tuple[type, ...] = ()) -> None:
         """Adds a module, of the example's type or of these, and the modules that it is in."""
@@ -221,7 +215,7 @@ class FusedBlock:
 
         No number is put into a text: torch.compile traces this, and a number may be symbolic there.
         """
-        modules = find_modules(self.layout, layer, self.idle_hooks)
+        modules = find_modules(self.layout, layer, self.layer.idle_hooks)
         if isinstance(modules, str):
             return modules
         reason = self._unexpected(modules) or self.unsupported_reason(modules)
@@ -250,11 +244,7 @@ class FusedBlock:
 
     def around(self, layer: nn.Module, modules: Modules) -> str | None:
         """Modules in the part that must be called, in words."""
-        found = None
-        for path in self.called:
-            if type(attribute(layer, path)) not in ABSENT:
-                found = path if found is None else f"{found}, {path}"
-        return found
+        return ", ".join([path for path in self.called if type(attribute(layer, path)) not in ABSENT]) or None
 
     def _unexpected(self, modules: Modules) -> str | None:
         for name, values in self.part.expects:
@@ -269,8 +259,7 @@ class FusedBlock:
 
     def norm_options(self, modules: Modules) -> dict:
         norm = modules[self.norm]
-        kind = norm_kind(type(norm))
-        return dict(eps=norm_eps(norm), **({} if kind == "layer" else dict(norm=kind)))
+        return dict(eps=norm_eps(norm), norm=norm_kind(norm))
 
     def factors(self, found: Found, x: Tensor, dtype: torch.dtype, offsets: Tensor | None = None) -> dict:
         """layer_scale, and drop_path as the library's module draws it, for each sample.
@@ -293,4 +282,4 @@ class FusedBlock:
     def covers(self, path: str) -> bool:
         """Whether a module or parameter of the layer is in the description."""
         tensors = {under(*tensor) for tensor in (*self.tensors, *([self.scale] if self.scale else []))}
-        return path in self.types or path in self.called or path in tensors or path in self.extras
+        return path in self.types or path in self.called or path in tensors or path in self.layer.extras

@@ -1,185 +1,355 @@
-"""The families of transformers, by name: descriptions of layers, and where patches and norms are."""
+"""transformers: a description for each way that it builds a layer, and its families by name."""
 
+import inspect
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .descriptions import Layer, Mlp
-from .hugging_face_layers import (
-    AIMV2,
-    BEIT,
-    BERT,
-    CLIP,
-    CLIP_BEFORE,
-    DATA2VEC,
-    DINOV2,
-    DINOV2_BERT,
-    DINOV2_BERT_GATED,
-    DINOV3,
-    GATED,
-    INTERNVL,
-    MLP,
-    PIXTRAL,
-    QWEN2,
-    QWEN2_5,
-    QWEN3,
-    VIT,
+from ..ops.fusable import own_forward
+from .descriptions import Attention, Known, Layer, Logits, Mlp, mlp_alone
+from .masks import may_wait, rotary_tables
+
+# Keyword arguments that reach a layer and change nothing in it.
+HARMLESS = ("output_hidden_states", "return_dict", "num_items_in_batch")
+_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "vitfast", *(f"flash_attention_{n}" for n in (2, 3, 4)))
+_EXPECTS = (("config._attn_implementation", _IMPLEMENTATIONS), ("is_causal", (False, None)))
+
+
+def only_captures(module: nn.Module, keys: tuple[str, ...] = ("attentions",)) -> bool:
+    """Whether all hooks are transformers' own, for outputs that are not asked for now."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is None or own_forward(module):
+        return False
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values()):
+        return False
+    return not set(keys) & set(capturing._active_collector.get() or ())
+
+
+def _mask(layer: nn.Module, given: dict, x: Tensor) -> dict:
+    return dict(mask=given.get("attention_mask"))
+
+
+def _rotary(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    """DINOv3's cosines and sines, (patches, head size) each."""
+    if given.get("position_embeddings") is None:
+        return "the call has no position_embeddings"
+    cos, sin = given["position_embeddings"]
+    if cos.dim() != 2:
+        return "position_embeddings are not (patches, head size)"
+    rope = rotary_tables(cos, sin, x)
+    return dict(rope=rope, num_prefix=x.shape[1] - cos.shape[0], mask=given.get("attention_mask"))
+
+
+def _packed(offsets, longest, rope: tuple[Tensor, Tensor], x: Tensor) -> Logits:
+    """Rotary positions of all tokens, and where each image or window begins."""
+    if type(offsets) is not Tensor or offsets.dtype not in (torch.int32, torch.int64):
+        return "the offsets of its images are no tensor of whole numbers"
+    if offsets.device != x.device:
+        return "the offsets of its images are on another device"
+    longest = longest if isinstance(longest, (int, torch.SymInt)) else _longest(offsets)
+    return dict(rope=rope, offsets=offsets, longest=longest)
+
+
+_counted = WeakTensorKeyDictionary()  # longest by offsets, with their version: all layers get the same tensors
+
+
+def _longest(offsets: Tensor) -> int | None:
+    """The tokens of the longest image, for which a GPU is waited for once; None where nobody may wait."""
+    if not may_wait(offsets):
+        return None
+    version = None if offsets.is_inference() else offsets._version  # written anew they are others
+    found = _counted.get(offsets)
+    if found is None or version is None or found[0] != version:
+        found = _counted[offsets] = version, int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return found[1]
+
+
+def _qwen_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    if given.get("position_embeddings") is None:
+        return "the call has no position_embeddings"
+    rope = rotary_tables(*given["position_embeddings"], x)
+    return _packed(given.get("cu_seqlens"), given.get("max_seqlen"), rope, x)
+
+
+def _pixtral_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    """The offsets that flash attention gets, or a mask that keeps the images apart."""
+    options, offsets = _rotary(layer, given, x), given.get("cu_seq_lens_q")
+    if isinstance(options, str):
+        return options
+    if offsets is None:
+        flash = "flash" in layer.attention.config._attn_implementation and given.get("attention_mask") is None
+        return "the call has neither a mask nor offsets of its images" if flash else options
+    if given.get("cu_seq_lens_k") is not offsets or len(x) != 1:
+        return "the offsets are not of one row of images"
+    return _packed(offsets, given.get("max_length_q"), options["rope"], x)
+
+
+def _beit_bias(layer: nn.Module, given: dict, x: Tensor) -> Tensor | None:
+    """BEiT's relative position bias and the mask, as the layer's forward adds them."""
+    table, mask = layer.relative_position_bias, given.get("attention_mask")
+    if table is None:
+        return mask
+    grid = tuple(side // layer.patch_size for side in given["resolution"])
+    bias = table(grid, given.get("interpolate_pos_encoding", False), dim_size=x.shape[1])
+    return bias if mask is None else bias + mask
+
+
+def _beit_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    if layer.relative_position_bias is None:
+        return dict(mask=given.get("attention_mask"))
+    return dict(bias=_beit_bias(layer, given, x))
+
+
+def _data2vec_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
+    """The layer's table of relative positions and the one of all layers."""
+    attention, bias = layer.attention.attention, given.get("relative_position_bias")
+    if attention.has_relative_position_bias:
+        grid = tuple(side // attention.config.patch_size for side in given["resolution"])
+        interpolate = given.get("interpolate_pos_encoding", False)
+        own = attention.relative_position_bias(grid, interpolate, dim_size=x.shape[1])
+        bias = own if bias is None else own + bias
+    return {} if bias is None else dict(bias=bias)
+
+
+def _data2vec_mlp(layer: nn.Module, x: Tensor) -> Tensor:
+    y = layer.output(layer.intermediate(layer.layernorm_after(x)))
+    y = y if layer.lambda_2 is None else layer.lambda_2 * y
+    return layer.drop_path(y) + x
+
+
+def _beit_attention(layer: nn.Module, x: Tensor, given: dict) -> Tensor:
+    given = {
+        name: value for name, value in given.items() if name not in ("interpolate_pos_encoding", "resolution")
+    } | dict(attention_mask=_beit_bias(layer, given, x))
+    y = layer.lambda_1 * layer.dropout(layer.attention(layer.layernorm_before(x), **given)[0])
+    return layer.drop_path(y) + x
+
+
+# Arguments of a small layer's configuration, and of the layer besides that, for all families: each reads its own.
+_SIZES = dict(hidden_size=32, embed_dim=32, num_attention_heads=2, num_heads=2, intermediate_size=32, mlp_ratio=1)
+_SIZES |= dict(mlp_dim=32, image_size=[16, 16], patch_size=8, hidden_act="gelu", attn_implementation="sdpa")
+_SIZES |= dict(drop_path_rate=0.5, layer_scale_init_value=0.5, use_relative_position_bias=True, use_qk_norm=True)
+_OF_LAYER = dict(drop_path_rate=0.5, window_size=(2, 2), in_features=32, hidden_features=32)
+
+
+def make(cls: type, **options) -> nn.Module:
+    """A small layer, from the configuration of its family's images, which its file has imported."""
+    file = vars(sys.modules[cls.__module__])
+    configs = [name for name in file if name.endswith("Config") and "trained" not in name.lower()]
+    config = file[min(configs, key=lambda name: "Vision" not in name)](**_SIZES | options)
+    takes = inspect.signature(cls).parameters
+    return cls(config, **{name: value for name, value in _OF_LAYER.items() if name in takes})
+
+
+def gated(layer: Layer, **options) -> Layer:
+    """A description with a gated MLP in place of another, as the configuration asks for one."""
+    mlp = layer.mlp._replace(**dict(fc1="up_proj", gate="gate_proj", act="act_fn", fc2="down_proj") | options)
+    return layer._replace(make=partial(make, use_swiglu_ffn=True, use_gated_mlp=True), mlp=mlp)
+
+
+# Of layers whose call brings nothing but tokens.
+_TOKENS_ALONE = dict(takes=(), logits=lambda layer, given, x: {}, example=lambda tokens: {})
+ATTENTION = Attention(
+    path="attention",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    proj="o_proj",
+    heads="num_attention_heads",
+    scale="scaling",
+    dropout="attention_dropout",
+    expects=_EXPECTS,
 )
-
-
-def _make(config: str, options: dict | None = None, of_layer: dict | None = None) -> Callable[[type], nn.Module]:
-    """A layer from its configuration's class, which its file has imported."""
-
-    def make(cls: type) -> nn.Module:
-        sizes = dict(hidden_size=32, num_attention_heads=2, intermediate_size=32, hidden_act="gelu")
-        sizes["attn_implementation"] = "sdpa"
-        return cls(getattr(sys.modules[cls.__module__], config)(**sizes | (options or {})), **(of_layer or {}))
-
-    return make
-
-
-class Family(NamedTuple):
-    """A family of models: its file in transformers.models, its layers, and a small one's configuration.
-
-    prefix: with which its classes are called, "*" in what follows. layers: a description for each way that any version
-    builds a layer. places: the patch projection and the norms outside of the layers, "Class.attribute". options: of the
-    configuration; gated: further ones, for a gated MLP. of_layer: arguments of the layer besides its configuration.
-    """
-
-    file: str
-    prefix: str
-    layers: tuple[Layer, ...]
-    places: str = "*PatchEmbeddings.projection *Model.layernorm"
-    layer: str = "*Layer"
-    config: str = "*Config"
-    options: dict = {}
-    gated: dict = {}
-    of_layer: dict = {}
-
-    def named(self, name: str) -> str:
-        """The full name of a class."""
-        folder = self.file.removesuffix("_vision")
-        return f"transformers.models.{folder}.modeling_{self.file}.{name.replace('*', self.prefix)}"
-
-
-# Beside the layers of later versions those of transformers before 5.10, which had BERT's names.
-_VIT, _CLIP, _BEIT = (VIT, BERT), (CLIP, CLIP_BEFORE), (BEIT, DATA2VEC)
-_DINOV2 = (DINOV2, DINOV2._replace(mlp=GATED), DINOV2_BERT, DINOV2_BERT_GATED)
-_DINOV3 = (DINOV3, DINOV3._replace(mlp=GATED))
-_PATCHES = "*PatchEmbeddings.projection *Model.layernorm"
-# The model that has the norms was called ...Transformer before transformers 5.8.
-_TOWERS = "*VisionEmbeddings.patch_embedding " + " ".join(
-    f"*Vision{kind}.pre_layrnorm *Vision{kind}.post_layernorm *Text{kind}.final_layer_norm"
-    for kind in ("Model", "Transformer")
+MLP = Mlp(act="activation_fn")
+LAYER = Layer(
+    make,
+    attention=ATTENTION,
+    mlp=MLP,
+    takes=("attention_mask",),
+    logits=_mask,
+    harmless=HARMLESS,
+    idle_hooks=only_captures,
+    example=lambda tokens: dict(attention_mask=torch.arange(tokens) < torch.tensor([3, tokens])[:, None, None, None]),
 )
-_OWL = (
-    "*VisionEmbeddings.patch_embedding *VisionTransformer.pre_layernorm *VisionTransformer.post_layernorm "
-    "*ForObjectDetection.layer_norm"
+VIT = LAYER._replace(norms=("layernorm_before", "layernorm_after"), behind=(("dropout",), ("dropout",)))
+DINOV2 = LAYER._replace(behind=(("layer_scale1", "drop_path"), ("layer_scale2", "drop_path")))
+CLIP = LAYER._replace(
+    norms=("layer_norm1", "layer_norm2"),
+    attention=ATTENTION._replace(
+        path="self_attn", proj="out_proj", heads="num_heads", scale="scale", dropout="dropout"
+    ),
 )
-_OF_DINOV2, _OF_DINOV3 = f"{_PATCHES} *Backbone.layernorm", "*Embeddings.patch_embeddings *Model.norm *Backbone.norm"
-_OF_AIMV2 = "*VisionEmbeddings.patch_embed *VisionEmbeddings.rms_norm *VisionModel.rms_norm"
-_OF_PIXTRAL = "*VisionModel.patch_conv *VisionModel.ln_pre"
-_OF_CLIP = "*EncoderLayer", "*VisionConfig"
-_HEADS, _SWIGLU = dict(num_heads=2), dict(use_swiglu_ffn=True)
-_RATES = dict(drop_path_rate=0.5, mlp_ratio=1)
-_WINDOW = dict(
-    image_size=16, patch_size=8, layer_scale_init_value=0.5, use_relative_position_bias=True, drop_path_rate=0.0
+# As BERT names its modules; the output adds the residual itself.
+BERT = LAYER._replace(
+    norms=("layernorm_before", "layernorm_after"),
+    attention=ATTENTION._replace(
+        qkv=("attention.query", "attention.key", "attention.value"),
+        proj="output.dense",
+        heads="attention.num_attention_heads",
+        scale="attention.scaling",
+        dropout="attention.dropout_prob",
+        idle=("output.dropout",),
+        expects=tuple((f"attention.{name}", values) for name, values in _EXPECTS),
+    ),
+    mlp=Mlp(
+        path="",
+        fc1="intermediate.dense",
+        act="intermediate.intermediate_act_fn",
+        fc2="output.dense",
+        idle=("output.dropout",),
+    ),
+    **_TOKENS_ALONE,
+    mlp_half=lambda layer, x: layer.output(layer.intermediate(layer.layernorm_after(x)), x),
 )
+# The last two are DINOv2 of transformers before 5.20 or so.
+_BEFORE = DINOV2._replace(attention=BERT.attention, mlp=Mlp(act="activation"), **_TOKENS_ALONE)
+_GATED_BEFORE = dict(fc1="weights_in", gate="first", act=None, activation="silu", fc2="weights_out")
+DINOV2S = (DINOV2, gated(DINOV2), _BEFORE, gated(_BEFORE, **_GATED_BEFORE))
+# DINOv3: rotary positions of the patches, biases as the configuration has them.
+DINOV3 = DINOV2._replace(
+    attention=ATTENTION._replace(heads="num_heads", dropout="dropout"),
+    mlp=Mlp(fc1="up_proj", act="act_fn", fc2="down_proj"),
+    takes=("attention_mask", "position_embeddings"),
+    logits=_rotary,
+    example=lambda tokens: dict(position_embeddings=tuple(torch.randn(2, tokens - 1, 16))),
+)
+BEIT = VIT._replace(
+    behind=(("dropout", "lambda_1", "drop_path"), ("dropout", "lambda_2", "drop_path")),
+    takes=("attention_mask", "interpolate_pos_encoding", "resolution"),
+    logits=_beit_logits,
+    extras=("relative_position_bias",),
+    attention_half=_beit_attention,
+    example=lambda tokens: dict(resolution=(16, 16)),
+)
+DATA2VEC = BERT._replace(
+    attention=BERT.attention._replace(
+        scale=None,
+        dropout="attention.config.attention_probs_dropout_prob",
+        idle=("output.dropout", "attention.dropout"),
+        expects=(),
+    ),
+    behind=(("lambda_1", "drop_path"), ("lambda_2", "drop_path")),
+    takes=("relative_position_bias", "interpolate_pos_encoding", "resolution"),
+    logits=_data2vec_logits,
+    extras=("attention.attention.relative_position_bias",),
+    mlp_half=_data2vec_mlp,
+    example=lambda tokens: dict(resolution=(16, 16), relative_position_bias=torch.randn(1, 2, tokens, tokens)),
+)
+AIMV2 = CLIP._replace(norms=("rms_norm1", "rms_norm2"), attention=CLIP.attention._replace(path="attention"))
+AIMV2 = gated(AIMV2, path="ffn")
+INTERNVL = VIT._replace(
+    attention=ATTENTION._replace(
+        heads="num_heads",
+        proj="projection_layer",
+        scale="scale",
+        idle=("projection_dropout",),
+        qk_norms=("q_norm", "k_norm"),
+        norms_over_heads=True,
+    ),
+    behind=(("lambda_1",), ("dropout", "lambda_2")),
+    **_TOKENS_ALONE,
+)
+# All images of a batch in one row. Qwen says in each call where they begin, Pixtral to flash attention; for others
+# it writes a mask of all pairs of tokens, in whose place the layers of an accelerated tower get offsets (towers.py).
+PIXTRAL = LAYER._replace(
+    norms=("attention_norm", "ffn_norm"),
+    attention=DINOV3.attention,
+    harmless=(*HARMLESS, "position_ids"),
+    takes=(*DINOV3.takes, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    logits=_pixtral_logits,
+    example=lambda tokens: dict(
+        position_embeddings=tuple(torch.randn(2, tokens, 16)), attention_mask=torch.randn(1, 1, tokens, tokens)
+    ),
+)
+PIXTRAL = gated(PIXTRAL, path="feed_forward")
+QWEN2 = LAYER._replace(
+    attention=Attention(heads="num_heads", scale="scaling", dropout="attention_dropout", expects=ATTENTION.expects),
+    mlp=Mlp(act="act"),
+    takes=("cu_seqlens", "max_seqlen", "position_embeddings"),
+    logits=_qwen_logits,
+    packed=True,
+    example=lambda tokens: dict(
+        cu_seqlens=torch.tensor([0, 2, tokens], dtype=torch.int32),
+        position_embeddings=tuple(torch.randn(2, tokens, 16)),
+    ),
+)
+QWEN2_5 = gated(QWEN2)
+QWEN3 = QWEN2._replace(mlp=Mlp(fc1="linear_fc1", act="act_fn", fc2="linear_fc2"))
+
+# Families whose layers are built alike: the end of the layer's name, a description for each way that one is built, and
+# of each family its file in transformers.models with what the names of its classes begin with.
 FAMILIES = (
-    Family("vit", "ViT", _VIT),
-    Family("deit", "DeiT", _VIT),
-    Family("vit_mae", "ViTMAE", _VIT, f"{_PATCHES} *Decoder.decoder_norm"),
-    Family("vit_msn", "ViTMSN", _VIT),
-    Family("ijepa", "IJepa", _VIT),
-    Family("audio_spectrogram_transformer", "AST", _VIT, f"{_PATCHES} *MLPHead.layernorm"),
-    Family("vivit", "Vivit", _VIT, "*TubeletEmbeddings.projection *Model.layernorm"),
-    Family("videomae", "VideoMAE", (BERT,), f"{_PATCHES} *Decoder.norm *ForVideoClassification.fc_norm"),
-    Family("dpt", "DPT", (BERT,), "*ViTPatchEmbeddings.projection *Model.layernorm", "*ViTLayer"),
-    Family("yolos", "Yolos", (BERT,)),
-    Family("siglip", "Siglip", _CLIP, _TOWERS, *_OF_CLIP),
-    Family("siglip2", "Siglip2", _CLIP, _TOWERS, *_OF_CLIP),
-    Family("clip", "CLIP", _CLIP, _TOWERS, *_OF_CLIP),
-    Family("metaclip_2", "MetaClip2", _CLIP, _TOWERS, *_OF_CLIP),
-    Family("owlvit", "OwlViT", _CLIP, _OWL, *_OF_CLIP),
-    Family("owlv2", "Owlv2", _CLIP, _OWL, *_OF_CLIP),
-    Family("dinov2", "Dinov2", _DINOV2, _OF_DINOV2, options=_RATES, gated=_SWIGLU),
-    Family("dinov2_with_registers", "Dinov2WithRegisters", _DINOV2, _OF_DINOV2, options=_RATES, gated=_SWIGLU),
-    Family("dinov3_vit", "DINOv3ViT", _DINOV3, _OF_DINOV3, options=_RATES, gated=dict(use_gated_mlp=True)),
-    Family(
-        "beit",
-        "Beit",
-        _BEIT,
-        f"{_PATCHES} *Pooler.layernorm *ForMaskedImageModeling.layernorm",
-        options=_WINDOW,
-        of_layer=dict(drop_path_rate=0.5),
-    ),
-    Family(
-        "data2vec_vision",
-        "Data2VecVision",
-        (DATA2VEC,),
-        f"{_PATCHES} *Pooler.layernorm",
-        options=_WINDOW,
-        of_layer=dict(drop_path_rate=0.5, window_size=(2, 2)),
-    ),
-    Family("aimv2", "Aimv2", (AIMV2,), _OF_AIMV2, *_OF_CLIP),
-    Family("internvl", "InternVLVision", (INTERNVL,), options=dict(use_qk_norm=True)),
-    Family("pixtral", "Pixtral", (PIXTRAL,), _OF_PIXTRAL, "*AttentionLayer", "*VisionConfig"),
-    Family(
-        "qwen2_vl",
-        "Qwen2VL",
-        (QWEN2,),
-        "PatchEmbed.proj PatchMerger.ln_q",
-        "*VisionBlock",
-        "*VisionConfig",
-        dict(embed_dim=32, mlp_ratio=1, **_HEADS),
-    ),
-    Family(
-        "qwen2_5_vl",
-        "Qwen2_5_VL",
-        (QWEN2_5,),
-        "Qwen2_5_VisionPatchEmbed.proj *PatchMerger.ln_q",
-        "*VisionBlock",
-        "*VisionConfig",
-        dict(hidden_act="silu", **_HEADS),
-    ),
-    Family("qwen3_vl", "Qwen3VLVision", (QWEN3,), "*PatchEmbed.proj *PatchMerger.norm", "*Block", options=_HEADS),
+    ("Layer", (VIT,), "vit.ViT deit.DeiT vit_mae.ViTMAE vit_msn.ViTMSN ijepa.IJepa vivit.Vivit"),
+    ("Layer", (VIT,), "audio_spectrogram_transformer.AST"),
+    ("Layer", (BERT,), "videomae.VideoMAE yolos.Yolos"),
+    ("ViTLayer", (BERT,), "dpt.DPT"),
+    ("EncoderLayer", (CLIP,), "siglip.Siglip siglip2.Siglip2 clip.CLIP metaclip_2.MetaClip2 owlvit.OwlViT owlv2.Owlv2"),
+    ("Layer", DINOV2S, "dinov2.Dinov2 dinov2_with_registers.Dinov2WithRegisters"),
+    ("Layer", (DINOV3, gated(DINOV3)), "dinov3_vit.DINOv3ViT"),
+    ("Layer", (BEIT,), "beit.Beit"),
+    ("Layer", (DATA2VEC,), "data2vec_vision.Data2VecVision"),
+    ("EncoderLayer", (AIMV2,), "aimv2.Aimv2"),
+    ("Layer", (INTERNVL,), "internvl.InternVLVision"),
+    ("AttentionLayer", (PIXTRAL,), "pixtral.Pixtral"),
+    ("VisionBlock", (QWEN2,), "qwen2_vl.Qwen2VL"),
+    ("VisionBlock", (QWEN2_5,), "qwen2_5_vl.Qwen2_5_VL"),
+    ("Block", (QWEN3,), "qwen3_vl.Qwen3VLVision"),
 )
+# Where in any of these families patch projections and norms are, by what the names of classes end with.
+PLACES = {
+    "PatchEmbeddings": ("projection",),
+    "ViTPatchEmbeddings": ("projection",),
+    "TubeletEmbeddings": ("projection",),
+    "VisionEmbeddings": ("patch_embedding", "patch_embed", "rms_norm"),
+    "Model": ("layernorm", "norm"),
+    "Backbone": ("layernorm", "norm"),
+    "VisionModel": ("patch_conv", "ln_pre", "pre_layrnorm", "post_layernorm", "rms_norm"),
+    "VisionTransformer": ("pre_layernorm", "post_layernorm"),
+    "TextModel": ("final_layer_norm",),
+    "Decoder": ("decoder_norm", "norm"),
+    "MLPHead": ("layernorm",),
+    "Pooler": ("layernorm",),
+    "ForMaskedImageModeling": ("layernorm",),
+    "ForVideoClassification": ("fc_norm",),
+    "ForObjectDetection": ("layer_norm",),
+}
 
-LAYERS: dict[str, tuple[Layer, ...]] = {}
-PLACES: dict[str, tuple[str, ...]] = {}
-for _family in FAMILIES:
-    _config = _family.config.replace("*", _family.prefix)
-    LAYERS[_family.named(_family.layer)] = tuple(
-        layer._replace(
-            make=_make(_config, _family.options | (_family.gated if layer.mlp.gate else {}), _family.of_layer)
-        )
-        for layer in _family.layers
-    )
-    for _cls, _name in (place.split(".") for place in _family.places.split()):
-        PLACES[_family.named(_cls)] = (*PLACES.get(_family.named(_cls), ()), _name)
 
-# Modules that are left themselves, with their norms and their MLP on operations.
+def _full_name(name: str) -> str:
+    """ "vit.ViTLayer" -> "transformers.models.vit.modeling_vit.ViTLayer"."""
+    file, cls = name.split(".")
+    return f"transformers.models.{file.removesuffix('_vision')}.modeling_{file}.{cls}"
+
+
 _HEAD = "attention of one learned query, for which there is no operation"
 _WINDOWS = "windows with decomposed relative positions"
-_SIGLIP, _SIGLIP2, _SAM, _VITDET, _AIMV2 = (
-    f"transformers.models.{name}.modeling_{name}." for name in ("siglip", "siglip2", "sam", "vitdet", "aimv2")
-)
-_HEADS_OF_TOWERS = f"{_SIGLIP}SiglipMultiheadAttentionPoolingHead", f"{_SIGLIP2}Siglip2MultiheadAttentionPoolingHead"
-LEFT = dict.fromkeys((*_HEADS_OF_TOWERS, f"{_AIMV2}Aimv2AttentionPoolingHead"), _HEAD)
-LEFT |= dict.fromkeys((f"{_SAM}SamVisionLayer", f"{_VITDET}VitDetLayer"), _WINDOWS)
-PLACES |= dict.fromkeys(_HEADS_OF_TOWERS, ("layernorm", "mlp"))
-PLACES |= {
-    f"{_SAM}SamVisionLayer": ("layer_norm1", "layer_norm2", "mlp"),
-    f"{_SAM}SamPatchEmbeddings": ("projection",),
-    f"{_VITDET}VitDetLayer": ("norm1", "norm2", "mlp"),
-    f"{_VITDET}VitDetEmbeddings": ("projection",),
+_POOLING = Known(places=("layernorm", "mlp"), left=_HEAD)
+_CLASSES = {}
+for _layer, _layers, _names in FAMILIES:
+    for _name in _names.split():
+        _CLASSES |= {_name + end: Known(places=places) for end, places in PLACES.items()}
+        _CLASSES[_name + _layer] = Known(_layers)
+_CLASSES |= {
+    "dinov3_vit.DINOv3ViTEmbeddings": Known(places=("patch_embeddings",)),
+    "qwen2_vl.PatchEmbed": Known(places=("proj",)),
+    "qwen2_vl.PatchMerger": Known(places=("ln_q",)),
+    "qwen2_5_vl.Qwen2_5_VisionPatchEmbed": Known(places=("proj",)),
+    "qwen2_5_vl.Qwen2_5_VLPatchMerger": Known(places=("ln_q",)),
+    "qwen3_vl.Qwen3VLVisionPatchEmbed": Known(places=("proj",)),
+    "qwen3_vl.Qwen3VLVisionPatchMerger": Known(places=("norm",)),
+    "siglip.SiglipMultiheadAttentionPoolingHead": _POOLING,
+    "siglip2.Siglip2MultiheadAttentionPoolingHead": _POOLING,
+    "aimv2.Aimv2AttentionPoolingHead": Known(left=_HEAD),
+    "sam.SamVisionLayer": Known(places=("layer_norm1", "layer_norm2", "mlp"), left=_WINDOWS),
+    "sam.SamPatchEmbeddings": Known(places=("projection",)),
+    "vitdet.VitDetLayer": Known(places=("norm1", "norm2", "mlp"), left=_WINDOWS),
+    "vitdet.VitDetEmbeddings": Known(places=("projection",)),
+    "siglip.SiglipMLP": mlp_alone(make, MLP),
+    "siglip2.Siglip2MLP": mlp_alone(make, MLP),
+    "sam.SamMLPBlock": mlp_alone(partial(make, mlp_ratio=1.0), Mlp(fc1="lin1", fc2="lin2")),
+    "vitdet.VitDetMlp": mlp_alone(make, Mlp(idle=("drop",))),
 }
-_SAM_MLP, _VITDET_MLP = Mlp(path="", fc1="lin1", fc2="lin2"), Mlp(path="", idle=("drop",))
-MLPS = {
-    f"{_SIGLIP}SiglipMLP": (MLP._replace(path=""), _make("SiglipVisionConfig")),
-    f"{_SIGLIP2}Siglip2MLP": (MLP._replace(path=""), _make("Siglip2VisionConfig")),
-    f"{_SAM}SamMLPBlock": (_SAM_MLP, _make("SamVisionConfig", dict(mlp_dim=32))),
-    f"{_VITDET}VitDetMlp": (_VITDET_MLP, _make("VitDetConfig", None, dict(in_features=32, hidden_features=32))),
-}
+CLASSES = {_full_name(name): known for name, known in _CLASSES.items()}

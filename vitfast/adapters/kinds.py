@@ -21,7 +21,6 @@ RMS_NORMS = (
     "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm",
     "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm",
     "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm",
-    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm",
 )
 
@@ -80,9 +79,9 @@ def activation(act) -> str | None:
     return name(act) if callable(name) else name
 
 
-def norm_kind(cls: type) -> str:
+def norm_kind(norm: nn.Module) -> str:
     """ "rms" for a class that is called so, else "layer"; a check on a small layer shows a mistake."""
-    return "rms" if "rmsnorm" in cls.__name__.lower() else "layer"
+    return "rms" if "rmsnorm" in type(norm).__name__.lower() else "layer"
 
 
 def norm_eps(norm: nn.Module) -> float | None:

@@ -13,6 +13,7 @@ from .subclasses import subclass
 
 PATCHES, NORM = "patch projection", "norm"  # the parts, for reports
 DTYPES = "its input and weights differ in dtype"
+WIDTH = 32  # of small modules, on which classes are checked
 
 
 def leaf_class(
@@ -90,7 +91,7 @@ def _normalize(norm: nn.Module, x: Tensor) -> Tensor | str:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
         return "its input has 16 bits under autocast"
     with torch.autocast(x.device.type, enabled=False):  # norms stay in fp32 under autocast
-        if norm_kind(type(norm)) == "rms":
+        if norm_kind(norm) == "rms":
             return ops.rms_norm(x, weight, norm_eps(norm))
         return ops.layer_norm(x, weight, bias, norm_eps(norm))
 
@@ -101,6 +102,6 @@ def normalized(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x) if isinstance(out, str) else out
 
 
-def norm_class(cls: type) -> type:
-    """A subclass of a norm's class that runs the operation."""
-    return leaf_class(cls, NORM, _normalize, _norm_unsupported)
+def norm_and_class(cls: type) -> tuple[nn.Module, type]:
+    """A small norm of a class, and our subclass that runs the operation."""
+    return cls(WIDTH), leaf_class(cls, NORM, _normalize, _norm_unsupported)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .descriptions import Attention, Layer, Logits, Mlp
+from .descriptions import Attention, Known, Layer, Logits, Mlp
 from .kinds import imported
 from .masks import rotary_tables
 
@@ -16,7 +16,7 @@ MULTIHEAD = Attention(
 )
 
 
-def _torchvision_attention(block: nn.Module, x: Tensor, arguments: dict) -> Tensor:
+def _torchvision_attention(block: nn.Module, x: Tensor, given: dict) -> Tensor:
     h = block.ln_1(x)
     return x + block.dropout(block.self_attention(h, h, h, need_weights=False)[0])
 
@@ -66,10 +66,6 @@ _ENCODER_LAYER = Layer(
 )
 
 
-def _open_clip_attention(block: nn.Module, x: Tensor, given: dict) -> Tensor:
-    return x + block.ls_1(block.attention(q_x=block.ln_1(x), **given))
-
-
 def _open_clip_mask(block: nn.Module, given: dict, x: Tensor) -> Logits:
     """nn.MultiheadAttention's mask: one for all images and heads, True hides a key."""
     mask = given.get("attn_mask")
@@ -88,7 +84,7 @@ _OPEN_CLIP = Layer(
     takes=("attn_mask",),
     logits=_open_clip_mask,
     tokens_first=lambda block: not block.attn.batch_first,
-    attention_half=_open_clip_attention,
+    attention_half=lambda block, x, given: x + block.ls_1(block.attention(q_x=block.ln_1(x), **given)),
 )
 
 _OPENAI_CLIP = _OPEN_CLIP._replace(
@@ -111,17 +107,15 @@ _DINOV2 = Layer(
 )
 
 
-def _dinov3(gated: bool):
-    """Makes a small layer of DINOv3's own code, without biases of keys, as its weights have it."""
+def _dinov3(cls: type, **options) -> nn.Module:
+    """A small layer of DINOv3's own code, without biases of keys, as its weights have it."""
+    block = cls(32, 2, 2.0, qkv_bias=True, init_values=0.5, mask_k_bias=True, **options)
+    block.attn.qkv.bias_mask.fill_(1.0)[32:64] = 0.0  # it starts as NaN
+    return block
 
-    def make(cls: type) -> nn.Module:
-        layers = cls.__module__.rpartition(".")[0]
-        options = dict(ffn_layer=imported(f"{layers}.ffn_layers:SwiGLUFFN")) if gated else {}
-        block = cls(32, 2, 2.0, qkv_bias=True, init_values=0.5, mask_k_bias=True, **options)
-        block.attn.qkv.bias_mask.fill_(1.0)[32:64] = 0.0  # it starts as NaN
-        return block
 
-    return make
+def _gated_dinov3(cls: type) -> nn.Module:
+    return _dinov3(cls, ffn_layer=imported(f"{cls.__module__.rpartition('.')[0]}.ffn_layers:SwiGLUFFN"))
 
 
 def _dinov3_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
@@ -134,7 +128,7 @@ def _dinov3_logits(block: nn.Module, given: dict, x: Tensor) -> Logits:
 
 
 _DINOV3 = Layer(
-    _dinov3(gated=False),
+    _dinov3,
     attention=Attention(bias_mask="bias_mask", scale="scale", idle=("attn_drop", "proj_drop")),
     mlp=Mlp(idle=("drop",)),
     behind=(("ls1",), ("ls2",)),
@@ -149,34 +143,27 @@ _DINOV3 = Layer(
     example=lambda tokens: dict(rope_or_rope_list=tuple(torch.randn(2, tokens - 1, 8).repeat(1, 1, 2))),
 )
 _SWIGLU_FFN = Mlp(fc1="w2", gate="w1", fc2="w3", act=None, activation="silu")
-_DINOV3S = (_DINOV3, _DINOV3._replace(make=_dinov3(gated=True), mlp=_SWIGLU_FFN))
+_DINOV3S = (_DINOV3, _DINOV3._replace(make=_gated_dinov3, mlp=_SWIGLU_FFN))
 
-LAYERS = {
-    "torchvision.models.vision_transformer.EncoderBlock": (_TORCHVISION,),
-    "torch.nn.modules.transformer.TransformerEncoderLayer": (_ENCODER_LAYER,),
-    "open_clip.transformer.ResidualAttentionBlock": (_OPEN_CLIP,),
-    "clip.model.ResidualAttentionBlock": (_OPENAI_CLIP,),
-    "dinov2.layers.block.Block": (_DINOV2,),
-    "dinov2.layers.block.NestedTensorBlock": (_DINOV2,),
-    "dinov3.layers.block.SelfAttentionBlock": _DINOV3S,
-}
-_DINO = ("patch_embed.proj", "norm")
-PLACES = {
-    "torchvision.models.vision_transformer.VisionTransformer": ("conv_proj",),
-    "torchvision.models.vision_transformer.Encoder": ("ln",),
-    "torch.nn.modules.transformer.TransformerEncoder": ("norm",),
-    "open_clip.transformer.VisionTransformer": ("conv1", "ln_pre", "ln_post"),
-    "open_clip.model.CLIP": ("ln_final",),
-    "open_clip.transformer.TextTransformer": ("ln_final",),
-    "clip.model.VisionTransformer": ("conv1", "ln_pre", "ln_post"),
-    "clip.model.CLIP": ("ln_final",),
-    "dinov2.models.vision_transformer.DinoVisionTransformer": ("patch_embed.proj", "norm"),
-    "dinov3.models.vision_transformer.DinoVisionTransformer": (
-        "patch_embed.proj",
-        "norm",
-        "cls_norm",
-        "local_cls_norm",
+_OPENAI_MODEL, _FINAL = Known(places=("conv1", "ln_pre", "ln_post")), Known(places=("ln_final",))
+CLASSES = {
+    "torchvision.models.vision_transformer.EncoderBlock": Known((_TORCHVISION,)),
+    "torchvision.models.vision_transformer.VisionTransformer": Known(places=("conv_proj",)),
+    "torchvision.models.vision_transformer.Encoder": Known(places=("ln",)),
+    "torch.nn.modules.transformer.TransformerEncoderLayer": Known((_ENCODER_LAYER,)),
+    "torch.nn.modules.transformer.TransformerEncoder": Known(places=("norm",)),
+    "open_clip.transformer.ResidualAttentionBlock": Known((_OPEN_CLIP,)),
+    "open_clip.transformer.VisionTransformer": _OPENAI_MODEL,
+    "open_clip.transformer.TextTransformer": _FINAL,
+    "open_clip.model.CLIP": _FINAL,
+    "clip.model.ResidualAttentionBlock": Known((_OPENAI_CLIP,)),
+    "clip.model.VisionTransformer": _OPENAI_MODEL,
+    "clip.model.CLIP": _FINAL,
+    "dinov2.layers.block.Block": Known((_DINOV2,)),
+    "dinov2.layers.block.NestedTensorBlock": Known((_DINOV2,)),
+    "dinov2.models.vision_transformer.DinoVisionTransformer": Known(places=("patch_embed.proj", "norm")),
+    "dinov3.layers.block.SelfAttentionBlock": Known(_DINOV3S),
+    "dinov3.models.vision_transformer.DinoVisionTransformer": Known(
+        places=("patch_embed.proj", "norm", "cls_norm", "local_cls_norm")
     ),
 }
-LEFT: dict[str, str] = {}
-MLPS: dict[str, tuple] = {}

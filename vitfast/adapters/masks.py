@@ -6,6 +6,7 @@ query sees, behind which nothing need be read. A query that a mask of large nega
 keys alike, in every library: it counts as such, except for the queries of padding, whose keys nobody sees either.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -22,12 +23,7 @@ class PackedTokens:
     """
 
     def __init__(self, offsets: Tensor, longest: int, mask: Callable[[], Tensor]):
-        self.offsets, self.longest, self._make_mask, self._mask = offsets, longest, mask, None
-
-    def mask(self) -> Tensor:
-        if self._mask is None:
-            self._mask = self._make_mask()
-        return self._mask
+        self.offsets, self.longest, self.mask = offsets, longest, functools.cache(mask)
 
     def pack(self, x: Tensor) -> Tensor:
         """Tokens as the library has them, as ours."""

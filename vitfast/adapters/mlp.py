@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.fusable import Modules, full_name, own_forward
 from .descriptions import Layer, Mlp
-from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, dtypes_fit, parameter, under
+from .fused_blocks import ABSENT, Found, FusedBlock, add_projection, attribute, dtypes_fit, has_hooks, parameter, under
 from .kinds import ACTIVATIONS, LAYER_NORMS, activation, loaded, norm_eps
-from .leaves import DTYPES, normalized
+from .leaves import DTYPES, leaf_class, normalized
 
 _ROWS = ("first", "last")  # where the gate is among the rows of fc1
 
@@ -61,8 +61,7 @@ class MlpBlock(FusedBlock):
         norm = attribute(modules[self.part.path], self.part.inner_norm) if self.part.inner_norm else None
         if type(norm) in ABSENT:
             return {}
-        hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-        if type(norm) not in loaded(LAYER_NORMS) or hooks or own_forward(norm) or norm.weight is None:
+        if type(norm) not in loaded(LAYER_NORMS) or has_hooks(norm) or own_forward(norm) or norm.weight is None:
             return None
         tensors = {name: parameter(norm, name) for name in ("weight", "bias")}
         return dict(inner_eps=norm_eps(norm), **{f"inner_norm_{name}": value for name, value in tensors.items()})
@@ -94,9 +93,6 @@ class MlpModule(MlpBlock):
 
     name = "MLP"
 
-    def __init__(self, part: Mlp, example: nn.Module):
-        super().__init__(Layer(type, norms=("", ""), mlp=part), part, example)
-
     def unsupported_reason(self, modules: Modules) -> str | None:
         around = self.around(modules[""], modules)
         return super().unsupported_reason(modules) or (f"{around} is called inside" if around else None)
@@ -117,3 +113,16 @@ class MlpModule(MlpBlock):
         if self.part.gate is None:
             return ops.mlp(x, *found.tensors, **act)
         return ops.gated_mlp(x, *self._gated(found.tensors), **act, **self._inner_norm(found.modules))
+
+
+def mlp_and_class(description: Layer, cls: type) -> tuple[nn.Module, type]:
+    """A small MLP of a class, and our subclass that runs the operation.
+
+    Raises ValueError where none runs it.
+    """
+    example = description.make(cls).float().eval()
+    block = MlpModule(description, description.mlp, example)
+    reason = block.leaf_unsupported(example)
+    if reason is not None:
+        raise ValueError(reason)
+    return example, leaf_class(cls, block.name, block.operation, block.leaf_unsupported)

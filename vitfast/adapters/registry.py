@@ -1,32 +1,28 @@
 """The classes that vitfast has a subclass of, and how a module gets it."""
 
 import contextlib
+import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from types import ModuleType
 
 from torch import nn
 
 from ..errors import InputError
 from ..ops.fusable import full_name, own_forward
 from . import hugging_face, leaves, libraries, subclasses, timm
-from .check import checked_class, checked_mlp, checked_norm, refused
-from .descriptions import Layer
+from .check import check, checked_class, checked_leaf, message
+from .descriptions import Known, Layer
 from .kinds import LAYER_NORMS, RMS_NORMS
 from .layers import unknown_member_reason
+from .mlp import mlp_and_class
 from .towers import TOWERS, tower_class
 
-_TABLES = (timm, hugging_face, libraries)
-# By full names, so that no library is imported for them: descriptions of layers; children of models and modules that
-# are leaves; classes that are left, with the reason.
-LAYERS: dict[str, tuple[Layer, ...]] = {name: found for table in _TABLES for name, found in table.LAYERS.items()}
-PLACES: dict[str, tuple[str, ...]] = {name: found for table in _TABLES for name, found in table.PLACES.items()}
-LEFT: dict[str, str | Callable] = {name: found for table in _TABLES for name, found in table.LEFT.items()}
-
-MLPS = {name: found for table in _TABLES for name, found in table.MLPS.items()}
-
-_registered: dict[type, tuple[tuple[Layer, ...], tuple[str, ...]]] = {}  # by users: descriptions and places
+# By full names, so that no library is imported for them.
+CLASSES: dict[str, Known] = timm.CLASSES | hugging_face.CLASSES | libraries.CLASSES
+_NOTHING = Known()
+_registered: dict[type, Known] = {}  # by users
 _checked: dict[type, type | str | None] = {nn.Conv2d: leaves.Projection}  # what the checks gave
-
 
 # Stems for which there is no operation.
 _STEMS = {
@@ -35,33 +31,24 @@ _STEMS = {
 }
 
 
-class Known(NamedTuple):
-    """The classes in a model.
-
-    ours: library class -> our subclass. left: library class -> why it has none. originals: our subclass -> the
-    library's class, of classes that are described otherwise by now too.
-    """
-
-    ours: dict[type, type]
-    left: dict[type, str | Callable[[nn.Module, tuple[nn.Module, ...]], str]]
-    originals: dict[type, type]
+def _known(cls: type) -> Known:
+    return _registered.get(cls) or CLASSES.get(full_name(cls), _NOTHING)
 
 
 def _class_for(cls: type) -> type | str | None:
-    """Our subclass of a library's class, why there is none, or None for one that vitfast does not know."""
+    """Our subclass of a library's class, why it is left, or None for one that vitfast does not know."""
     if "vitfast_class" in vars(cls):
         return None
     if cls not in _checked:
-        name = full_name(cls)
-        descriptions = _registered[cls][0] if cls in _registered else LAYERS.get(name, ())
-        if descriptions:
-            _checked[cls] = checked_class(cls, descriptions, of_users=cls in _registered)
+        name, known = full_name(cls), _known(cls)
+        if known.layers:
+            _checked[cls] = checked_class(cls, known.layers, of_users=cls in _registered)
+        elif known.mlp is not None:
+            _checked[cls] = checked_leaf(cls, partial(mlp_and_class, known.mlp))
         elif name in (*LAYER_NORMS, *RMS_NORMS):
-            _checked[cls] = checked_norm(cls)
-        elif name in TOWERS:
-            _checked[cls] = tower_class(cls, name)
+            _checked[cls] = checked_leaf(cls, leaves.norm_and_class)
         else:
-            _checked[cls] = checked_mlp(cls, *MLPS[name]) if name in MLPS else None
+            _checked[cls] = tower_class(cls, name) if name in TOWERS else known.left
     return _checked[cls]
 
 
@@ -71,6 +58,12 @@ def _subclass_of(cls: type) -> type | None:
 
 
 subclasses.subclass_of.append(_subclass_of)
+
+
+def require_module(function: str, model: nn.Module) -> None:
+    """Raises InputError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
@@ -90,40 +83,35 @@ def register(cls: type, *layers: Layer, places: tuple[str, ...] = ()) -> None:
         if not isinstance(layer, Layer):
             raise InputError(f"register: layers must be vitfast.adapters.Layer, got {type(layer).__name__}")
     for layer in layers:
-        why = refused(cls, layer)
-        if why is not None:
-            raise InputError(f"register: {cls.__name__} is not as described: {why}")
-    _registered[cls] = layers, tuple(places)
+        try:
+            check(cls, layer, of_users=True)
+        except Exception as error:
+            raise InputError(f"register: {cls.__name__} is not as described: {message(error)}") from None
+    _registered[cls] = Known(layers, tuple(places))
     _checked.pop(cls, None)
 
 
-def known_classes(model: nn.Module) -> Known:
-    """The known classes in a model."""
-    found = Known({}, {}, {})
-    classes = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
-    if any(cls.__module__.startswith("transformers.") for cls in classes):
-        with contextlib.suppress(ImportError):  # transformers 4 has no registry of masks
-            from . import attention_interface  # noqa: F401
-    for cls in classes:
-        own = _class_for(cls) or LEFT.get(full_name(cls))
-        if "vitfast_class" in vars(cls):
-            found.originals[cls] = cls.vitfast_class
-        if isinstance(own, type):
-            found.ours[cls], found.originals[own] = own, cls
-        elif own is not None:
-            found.left[cls] = own
-    return found
-
-
-def replacement_class(cls: type, table: dict[type, type]) -> type | None:
-    """The table's entry for a class, or for the one below a class that torch mixed in.
+def _instead(cls: type, lookup: Callable[[type], type | None]) -> type | None:
+    """The class that `lookup` has for a class, or for the one below a class that torch mixed in.
 
     fully_shard, replicate and parametrisations mix one in.
     """
-    if cls in table:
-        return table[cls]
+    found = lookup(cls)
     by_torch = cls.__module__.startswith("torch.") and (len(cls.__bases__) > 1 or "parametri" in cls.__module__)
-    return _mixed(cls, table[cls.__bases__[-1]]) if by_torch and cls.__bases__[-1] in table else None
+    if found is not None or not by_torch:
+        return found
+    below = lookup(cls.__bases__[-1])
+    return below and _mixed(cls, below)
+
+
+def accelerated_class(cls: type) -> type | None:
+    """Our subclass of a module's class; None where there is none."""
+    return _instead(cls, _subclass_of)
+
+
+def original_class(cls: type) -> type | None:
+    """The library's class that ours is a subclass of; None where it is none of ours."""
+    return _instead(cls, lambda cls: vars(cls).get("vitfast_class"))
 
 
 _mixtures: dict[tuple[type, type], type] = {}
@@ -139,45 +127,40 @@ def _mixed(cls: type, below: type) -> type:
     return _mixtures[cls, below]
 
 
-def _places(module: nn.Module) -> tuple[str, ...]:
-    """Paths of the leaves in a module."""
-    found: list[str] = []
-    for cls in type(module).__mro__:
-        found += _registered[cls][1] if cls in _registered else PLACES.get(full_name(cls), ())
-    return tuple(found)
+def transformers_attention() -> ModuleType | None:
+    """attention_interface.py, whose import registers "vitfast"; None where transformers is not imported."""
+    if "transformers.modeling_utils" in sys.modules:
+        with contextlib.suppress(ImportError):  # transformers 4 has no registry of masks
+            from . import attention_interface
+
+            return attention_interface
+    return None
 
 
-def replaceable_modules(model: nn.Module, known: Known) -> dict[str, nn.Module]:
-    """Blocks anywhere, leaves at their places, and classes listed in `left`, by name."""
-    blocks = tuple(cls for cls, own in known.ours.items() if hasattr(own, "vitfast_layer"))
+def replaceable_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers anywhere, leaves at their places, and modules of classes that are left, by name."""
     modules, found = dict(model.named_modules()), {}
     for name, module in modules.items():
-        if isinstance(module, blocks) or type(module) in known.left:
+        classes = type(module).__mro__
+        if isinstance(_class_for(classes[0]), str) or any(hasattr(_class_for(cls), "vitfast_layer") for cls in classes):
             found[name] = module
-        for child in _places(module):
+        for child in (place for cls in classes for place in _known(cls).places):
             path = f"{name}.{child}".lstrip(".")
             if modules.get(path) is not None and not isinstance(modules[path], nn.Identity):
                 found[path] = modules[path]
     return found
 
 
-def towers(model: nn.Module, known: Known) -> list[nn.Module]:
-    """Modules around layers, which bring tokens into another form for them."""
-    classes = ((module, replacement_class(type(module), known.ours)) for module in model.modules())
-    return [module for module, own in classes if hasattr(own, "vitfast_tower")]
-
-
-def unsupported_reason(module: nn.Module, known: Known, above: tuple[nn.Module, ...] = ()) -> str | None:
-    """Why accelerate leaves a module, which is in those `above`; None where it gives it a class of ours."""
+def unsupported_reason(module: nn.Module) -> str | None:
+    """Why accelerate leaves a module; None where it gives it a class of ours."""
     cls = type(module)
-    if cls in known.left:
-        reason = known.left[cls]
-        return reason if isinstance(reason, str) else reason(module, above)
-    own = replacement_class(cls, known.ours)
+    left, own = _class_for(cls), accelerated_class(cls)
+    if isinstance(left, str):
+        return left
     if cls in _STEMS:
         return _STEMS[cls]
     if own is None:
-        derived = isinstance(module, tuple(known.ours))
+        derived = any(_subclass_of(base) for base in cls.__mro__)
         return f"{full_name(cls)} {'may have code of its own' if derived else 'is nothing that vitfast replaces'}"
     if own_forward(module):
         return "has a forward of its own, set on the instance"

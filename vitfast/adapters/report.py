@@ -6,10 +6,9 @@ from typing import NamedTuple
 from torch import nn
 
 from ..ops._dispatch import reason_for_plain
-from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, said, wrapped_away
-from .fused_blocks import Found
+from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, wrapped_away
 from .layers import HALVES, find
-from .registry import Known, known_classes, replaceable_modules, replacement_class, unsupported_reason
+from .registry import original_class, replaceable_modules, require_module, transformers_attention, unsupported_reason
 
 
 class Entry(NamedTuple):
@@ -64,17 +63,19 @@ class Report(tuple):
         rest = "; left: " + ", ".join(why[:3]) + (", ..." if len(why) > 3 else "") if why else ""
         return f"{self.model}: {done} on vitfast{rest}"
 
-    def told(self) -> "Report":
-        """Itself; the log does not say again in a call what is in it."""
-        for entry in self.left:
-            said(entry.kind, entry.part, entry.why)
-        return self
 
+def acceleration_report(model: nn.Module) -> Report:
+    """The parts of a model that run on vitfast's operations now, and those that do not and why.
 
-def describe(model: nn.Module) -> Report:
-    """The report on a model as it is now, and as its last call ran."""
-    known = known_classes(model)
-    replaceable = replaceable_modules(model, known)
+    Print it; `.replaced` and `.left` are lists of entries. It looks at the modules as they are now, in training or not,
+    and at each one's last call outside of compiled code: what only a call shows, such as causal attention, counts from
+    then on, and the logger "vitfast" says it once, compiled or not. An operation runs a kernel on a GPU, and
+    plain PyTorch elsewhere, which the last line says. vitfast's own models and `set_attn_implementation("vitfast")`
+    are in it too.
+    """
+    require_module("acceleration_report", model)
+    transformers_attention()  # what is said of it below is about what it registers
+    replaceable = replaceable_modules(model)
     entries = []
     covered: list[str] = []
     modules = dict(model.named_modules())
@@ -89,7 +90,7 @@ def describe(model: nn.Module) -> Report:
         if wrapped_away(module) and (name in replaceable or hasattr(module, "operation_parts")):
             found = [Entry(name, kind, "", "has a forward of its own, set on the instance, in which no operation ran")]
         elif name in replaceable:
-            found = _entries_of(name, module, known, above)
+            found = _entries_of(name, module)
         elif hasattr(module, "operation_parts"):  # vitfast's own layer
             found = [Entry(name, kind, part, why) for part, why in module.operation_parts(above)]
         elif "Attention" in kind or "Attn" in kind:
@@ -112,11 +113,11 @@ def _names_above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts))]
 
 
-def _entries_of(name: str, module: nn.Module, known: Known, above: tuple[nn.Module, ...]) -> list[Entry]:
+def _entries_of(name: str, module: nn.Module) -> list[Entry]:
     """Entries of a replaceable module: one, or one for each of its fused blocks."""
     kind = type(module).__name__
-    if replacement_class(type(module), known.originals) is None:
-        why = unsupported_reason(module, known, above) or "vitfast.accelerate(model) was not called"
+    if original_class(type(module)) is None:
+        why = unsupported_reason(module) or "vitfast.accelerate(model) was not called"
         return [Entry(name, kind, "", why), *_attentions(name, module)]
     # Between calls fully_shard keeps shards, which no operation can read; in the call they are whole.
     sharded = getattr(module, "_is_fsdp_managed_module", False)
@@ -127,15 +128,12 @@ def _entries_of(name: str, module: nn.Module, known: Known, above: tuple[nn.Modu
     for half, part in enumerate(HALVES):
         found = find(module, half)
         why = found if isinstance(found, str) and not (sharded and "DTensor" in found) else last_call(module, part)
-        entries.append(Entry(name, kind, part_of(part, found), why))
+        # The smaller operations run around modules that are called.
+        around = "" if isinstance(found, str) or found.around is None else f", around {found.around}"
+        entries.append(Entry(name, kind, part + around, why))
         if entries[-1].why is not None and half == 0:
             entries += _attentions(name, module)
     return entries
-
-
-def part_of(half: str, found: Found | str) -> str:
-    """The name of a half, and which modules in it are called, the smaller operations running around them."""
-    return half if isinstance(found, str) or found.around is None else f"{half}, around {found.around}"
 
 
 def _implementation(module: nn.Module) -> str | None:
@@ -147,9 +145,11 @@ def _attentions(name: str, module: nn.Module) -> list[Entry]:
     """Entries of the attention layers in a module that have ours out of transformers' registry."""
     found = {path: m for path, m in module.named_modules(prefix=name) if "Attention" in type(m).__name__}
     found = {path: m for path, m in found.items() if _implementation(m) == "vitfast"}
-    innermost = [path for path in found if not any(path in _names_above(other) for other in found)]
-    kinds = {path: type(found[path]).__name__ for path in innermost}
-    return [Entry(path, kinds[path], ATTENTION_ALONE, _why_not_attention(found[path])) for path in innermost]
+    return [
+        Entry(path, type(m).__name__, ATTENTION_ALONE, _why_not_attention(m))
+        for path, m in found.items()
+        if not any(path in _names_above(other) for other in found)
+    ]
 
 
 def _why_not_attention(module: nn.Module) -> str | None:

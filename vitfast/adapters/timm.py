@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .descriptions import Attention, Layer, Logits, Mlp
+from .descriptions import Attention, Known, Layer, Logits, Mlp, mlp_alone
 from .kinds import imported
 from .masks import packed_tokens, rotary_tables
 
@@ -112,44 +112,34 @@ _RELPOS = Layer(
     example=lambda tokens: dict(shared_rel_pos=torch.randn(1, 2, tokens, tokens)),
 )
 
-_MODEL = ("patch_embed.proj", "norm_pre", "norm", "fc_norm")
-_MODELS = "timm.models.vision_transformer"
-LAYERS = {
-    f"{_MODELS}.Block": _BLOCKS,
-    f"{_MODELS}_relpos.RelPosBlock": (_RELPOS,),
-    "timm.models.eva.EvaBlock": _EVAS,
-    "timm.models.beit.Block": (_BEIT, _BEIT._replace(make=_make(swiglu_mlp=True, scale_mlp=True), mlp=SWIGLU)),
+_MODEL = Known(places=("patch_embed.proj", "norm_pre", "norm", "fc_norm"))
+_POST_NORM = Known(places=("norm1", "norm2", "mlp"), left="normalises after each branch")
+_SIDE_BY_SIDE = Known(left="attention and MLP run side by side")
+_SAM = Known(places=("norm1", "norm2", "mlp"), left="windows with decomposed relative positions")
+_ONE_QUERY = "attention of one learned query, for which there is no operation"
+_CLASSES = {
+    "models.vision_transformer.Block": Known(_BLOCKS),
+    "models.vision_transformer.ResPostBlock": _POST_NORM,
+    "models.vision_transformer.ParallelScalingBlock": _SIDE_BY_SIDE,
+    "models.vision_transformer.DiffParallelScalingBlock": _SIDE_BY_SIDE,
+    "models.vision_transformer.ParallelThingsBlock": Known(left="several attentions run side by side"),
+    "models.vision_transformer.VisionTransformer": _MODEL,
+    "models.vision_transformer_relpos.RelPosBlock": Known((_RELPOS,)),
+    "models.vision_transformer_relpos.ResPostRelPosBlock": _POST_NORM,
+    "models.vision_transformer_relpos.VisionTransformerRelPos": _MODEL,
+    "models.vision_transformer_sam.Block": _SAM,
+    "models.vision_transformer_sam.VisionTransformerSAM": Known(places=("patch_embed.proj",)),
+    "models.eva.EvaBlock": Known(_EVAS),
+    "models.eva.EvaBlockPostNorm": _POST_NORM,
+    "models.eva.Eva": _MODEL,
+    "models.beit.Block": Known((_BEIT, _BEIT._replace(make=_make(swiglu_mlp=True, scale_mlp=True), mlp=SWIGLU))),
+    "models.beit.Beit": _MODEL,
+    "models.naflexvit.NaFlexVit": Known(places=("norm_pre", "norm", "fc_norm")),
+    "models.naflexvit.NaFlexEmbeds": Known(places=("proj", "norm")),
+    "models.swin_transformer.SwinTransformerBlock": Known(left="windows with a relative position bias"),
+    "layers.attention_pool.AttentionPoolLatent": Known(places=("norm", "mlp"), left=_ONE_QUERY),
+    "layers.mlp.Mlp": mlp_alone(lambda cls: cls(32, 32), MLP),
+    "layers.mlp.SwiGLU": mlp_alone(lambda cls: cls(32, 32), SWIGLU),
+    "layers.mlp.GluMlp": mlp_alone(lambda cls: cls(32, 64, act_layer=nn.SiLU, gate_last=False), PACKED_SWIGLU),
 }
-PLACES = {
-    f"{_MODELS}.VisionTransformer": _MODEL,
-    f"{_MODELS}_relpos.VisionTransformerRelPos": _MODEL,
-    "timm.models.eva.Eva": _MODEL,
-    "timm.models.beit.Beit": _MODEL,
-    "timm.models.naflexvit.NaFlexVit": ("norm_pre", "norm", "fc_norm"),
-    "timm.models.naflexvit.NaFlexEmbeds": ("proj", "norm"),
-    "timm.layers.attention_pool.AttentionPoolLatent": ("norm", "mlp"),
-    f"{_MODELS}.ResPostBlock": ("norm1", "norm2", "mlp"),
-    f"{_MODELS}_relpos.ResPostRelPosBlock": ("norm1", "norm2", "mlp"),
-    "timm.models.eva.EvaBlockPostNorm": ("norm1", "norm2", "mlp"),
-    f"{_MODELS}_sam.Block": ("norm1", "norm2", "mlp"),
-    f"{_MODELS}_sam.VisionTransformerSAM": ("patch_embed.proj",),
-}
-MLPS = {
-    "timm.layers.mlp.Mlp": (MLP._replace(path=""), lambda cls: cls(32, 32)),
-    "timm.layers.mlp.SwiGLU": (SWIGLU._replace(path=""), lambda cls: cls(32, 32)),
-    "timm.layers.mlp.GluMlp": (
-        PACKED_SWIGLU._replace(path=""),
-        lambda cls: cls(32, 64, act_layer=nn.SiLU, gate_last=False),
-    ),
-}
-LEFT = {
-    "timm.layers.attention_pool.AttentionPoolLatent": "attention of one learned query, for which there is no operation",
-    f"{_MODELS}_sam.Block": "windows with decomposed relative positions",
-    f"{_MODELS}.ResPostBlock": "normalises after each branch",
-    f"{_MODELS}.ParallelScalingBlock": "attention and MLP run side by side",
-    f"{_MODELS}.DiffParallelScalingBlock": "attention and MLP run side by side",
-    f"{_MODELS}.ParallelThingsBlock": "several attentions run side by side",
-    f"{_MODELS}_relpos.ResPostRelPosBlock": "normalises after each branch",
-    "timm.models.eva.EvaBlockPostNorm": "normalises after each branch",
-    "timm.models.swin_transformer.SwinTransformerBlock": "windows with a relative position bias",
-}
+CLASSES = {f"timm.{name}": known for name, known in _CLASSES.items()}

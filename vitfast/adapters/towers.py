@@ -18,8 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..ops.fusable import own_forward
 from .fallbacks import PACKING, library_runs, operation_runs
-from .fused_blocks import input_unsupported
-from .hugging_face_layers import only_captures
+from .fused_blocks import has_hooks, input_unsupported
+from .hugging_face import only_captures
 from .masks import PackedTokens, UnpaddedTokens, may_wait
 from .subclasses import subclass
 
@@ -35,13 +35,8 @@ def _unsupported(
         return "some of its layers are the library's"
     if _has_any_global_hook():
         return "a hook on all modules is set"
-    for module in seen:
-        hooks = (
-            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        )
-        if own_forward(module) or (hooks and not idle(module)):
-            return "its layers have hooks"
-    return None
+    hooked = any(own_forward(module) or (has_hooks(module) and not idle(module)) for module in seen)
+    return "its layers have hooks" if hooked else None
 
 
 def _runs(tower: nn.Module, reason: str | None) -> bool:
@@ -78,7 +73,7 @@ def _naflexvit(cls: type) -> type:
         if not _runs(self, reason):
             return None
         prefix = patch_valid.new_ones(len(patch_valid), self.num_prefix_tokens)
-        symmetric = not getattr(self, "use_key_only_attn_mask", False)
+        symmetric = not getattr(self, "use_key_only_attn_mask", False)  # timm before 1.0.27 has none
         options = dict(symmetric=symmetric, q_len=None if symmetric else 1, dtype=patches.dtype)
         library = sys.modules[cls.__module__]
         mask = functools.partial(library.create_attention_mask, patch_valid, self.num_prefix_tokens, **options)
@@ -111,9 +106,8 @@ def _siglip2(cls: type) -> type:
     def tokens(self, x: Tensor, mask: Tensor) -> UnpaddedTokens | None:
         B, N, _ = x.shape
         idle = functools.partial(only_captures, keys=("attentions", "hidden_states"))
-        reason = (
-            input_unsupported(x) or input_unsupported(mask) or _unsupported(self.layers, self.layers.modules(), idle)
-        )
+        reason = input_unsupported(x) or input_unsupported(mask)
+        reason = reason or _unsupported(self.layers, self.layers.modules(), idle)
         if reason is None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, N)):
             reason = "the mask is not one of padding"
         if not _runs(self, reason):
