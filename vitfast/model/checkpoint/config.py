@@ -116,11 +116,15 @@ def _check_table(made: Checkpoint, told: dict, known: Mapping) -> None:
         return
     if made.form.defaults.get("rope") or known.get("rope") or (told.get("rope") and told["pos_embed"] == "none"):
         return
+    absent = "there is no position table"
     if made.form.name not in UNSURE:
-        raise InputError(f"there is no position table, and a {made.form.name} always has one; export it again")
-    if told.get("pos_embed") not in ("none", "") and known.get("pos_embed") not in ("none", ""):
-        missing = "there is no position table, as in models with rotary positions: pass rope='dinov3' for DINOv3"
-        raise InputError(f"{missing}; where there are none, pass pos_embed='none'; else export it again")
+        raise InputError(f"{absent}, and a {made.form.name} always has one; export it again")
+    if told.get("pos_embed") in ("none", "") or known.get("pos_embed") in ("none", ""):
+        return
+    if told:
+        raise InputError(f"{absent}; export it again, or pass pos_embed='none' for a model without")
+    advice = "pass rope='dinov3' for DINOv3; where there are none, pass pos_embed='none'"
+    raise InputError(f"{absent}, as in models with rotary positions: {advice}")
 
 
 def _pixels(told: dict, preprocessor: dict, chans: int, where: str) -> dict:

@@ -37,8 +37,8 @@ def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -
 def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
     """ViTForImageClassification, without head ViTModel (no prefix)."""
     classes = config["num_classes"]
-    content = dict(architectures=["ViTForImageClassification" if classes else "ViTModel"], model_type="vit")
-    content |= dict(qkv_bias=config["qkv_bias"])
+    name = "ViTForImageClassification" if classes else "ViTModel"
+    content = dict(architectures=[name], model_type="vit", qkv_bias=config["qkv_bias"])
     state = rename(state, to_theirs(names.HUGGING_FACE))
     if classes:
         labels = dict(enumerate(class_names or [f"LABEL_{i}" for i in range(classes)]))
