@@ -171,9 +171,9 @@ def _shards(spec: str, data_dir: str, batch_size: int, seed: int):
     if spec.startswith("wds/"):
         root = Path(data_dir or spec.partition("/")[2])
         train, val = local_shards(root, ("train",)), local_shards(root, ("val", "validation", "test"))
-        split = "::".join(str(p.relative_to(root)) for p in train.paths) + f"|{len(train)}"  # as timm writes it
+        name = "::".join(str(p.relative_to(root)) for p in train.paths) + f"|{len(train)}"  # as timm writes it
         options |= dict(num_samples=len(train), input_img_mode="", input_key=";".join(SUFFIXES))
-        dataset = _open_named(spec, str(root), split, **options)
+        dataset = _open_named(spec, str(root), name, **options)
         train.classes = val.classes = max(train.classes, val.classes, key=len)
         return Shards(spec, dataset, train.classes, train), val
     streamed = spec.startswith("hfids/")
