@@ -12,11 +12,11 @@ import pytest
 import torch.nn.functional as F
 from clock import cold, lead_of, warm_up
 from harness import DTYPE, Case, bench, describe, draw, measure
-from shapes import CPU_SHAPE, MAIN, WHERE, planned
+from shapes import MAIN, WHERE, planned
 
 from vitfast.tools.cost import work
 
-STEPS = {s.name: s for s in planned(MAIN, CPU_SHAPE)}
+STEPS = planned(*MAIN)
 # A pass of a linear layer -> what it computes from x (M, K), W (N, K) and dY (M, N).
 PASSES = {
     "forward": lambda x, w, b, dy: F.linear(x, w, b),

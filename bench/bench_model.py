@@ -26,7 +26,7 @@ import torch
 from clock import median_seconds
 from harness import describe
 from peers import BUILDERS, Peer, Setting, bench_peer, learner
-from shapes import CPU_SHAPE, MAIN, model_work, planned
+from shapes import MAIN, model_work, planned
 
 from vitfast import ops
 from vitfast.tools.cost import datasheet_flops
@@ -49,7 +49,7 @@ EVERY = itertools.starmap(Setting, itertools.product(BUILDERS, ("eager", "compil
 SETTINGS = tuple(dict.fromkeys((*LEADING, *EVERY)))
 CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in BUILDERS)
 # Without the batch, which is that of the training step.
-MODELS = {s.name.rpartition(" B")[0]: s for s in planned(MAIN, CPU_SHAPE)}
+MODELS = {s.name.rpartition(" B")[0]: s for s in planned(*MAIN).values()}
 CASES = {s.name: s for s in (CPU_SETTINGS if clock.SMALL else SETTINGS)}
 ONCE = [name for name, setting in CASES.items() if not setting.again]
 BATCHES = (64, 128, 256, 512)  # tried for throughput

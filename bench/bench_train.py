@@ -24,8 +24,7 @@ from peers import Peer, Setting, learner
 from PIL import Image
 from shapes import Shape, model_work, planned
 
-ON_GPU = (Shape("S/16", 224, 256), Shape("B/16", 224, 256))
-MODELS = {s.name: s for s in planned(ON_GPU, Shape("Ti/16", 64, 8))}
+MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
 FILES, SIZE = (4096, (500, 375)) if clock.GPU else (64, (160, 120))
 STEPS, ROUNDS, WARMUP = (20, 5, 8) if clock.GPU else (2, 3, 1)
 WORKERS = len(os.sched_getaffinity(0))

@@ -1,7 +1,6 @@
 """The shapes of the models, and which implementations run at which of them.
 
-A CPU has one small shape, and its name says so; where it rehearses a GPU's plan it has the GPU's shapes by name and a
-toy's sizes.
+A CPU has one small shape, a toy's, and its name says so; where it rehearses a GPU's plan, under the names of all.
 """
 
 from dataclasses import dataclass, replace
@@ -34,12 +33,15 @@ class Shape:
         return getattr(self.sizes, name)
 
 
-def planned(shapes: tuple[Shape, ...], small: Shape) -> tuple[Shape, ...]:
-    """A GPU's shapes as they run here: they, toys that have their names, or on a CPU the small one."""
-    if clock.GPU or clock.SMALL:
-        return shapes if clock.GPU else (small,)
-    toy = dict(model="Nano/8", image=16, batch=2)
-    return tuple(replace(s, **toy, label=f"{s.model} {s.image} B{s.batch}") for s in shapes)
+TOY = Shape("Nano/8", 16, 2)
+
+
+def planned(*shapes: Shape) -> dict[str, Shape]:
+    """A GPU's shapes as they run here, by name: they, toys that have their names, or on a CPU the toy."""
+    if not clock.GPU:
+        toys = [replace(TOY, label=f"{s.model} {s.image} B{s.batch}") for s in shapes]
+        shapes = [TOY] if clock.SMALL else toys
+    return {s.name: s for s in shapes}
 
 
 def patch_embed_work(s: Shape, size: int, pixel_size: int) -> work.Work:
@@ -55,12 +57,11 @@ def model_work(s: Shape, size: int, classes: int = 1000) -> work.Work:
     return patch_embed_work(s, size, size) + layers + work.linear(s.batch, classes, s.width, size)
 
 
-CPU_SHAPE = Shape("Ti/16", 64, 2)
 FOCUS = Shape("B/16", 224, 256)  # where everything runs
 MAIN = (FOCUS, Shape("S/16", 224, 512), Shape("B/16", 384, 64), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
 MORE = (("B/16", 224, 1), ("B/16", 224, 32), ("Ti/16", 224, 512), ("L/16", 512, 16), ("H/14", 518, 8))
 ON_GPU = (*MAIN, *(Shape(*sizes) for sizes in MORE))
-SHAPES = {s.name: s for s in planned(ON_GPU, CPU_SHAPE)}
+SHAPES = planned(*ON_GPU)
 
 
 def _runs_at(impl: str, name: str, direction: str, compile_at: tuple[Shape, ...]) -> bool:

@@ -14,7 +14,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(clock, "GPU", True)
     monkeypatch.setattr(clock, "SMALL", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(shapes, "SHAPES", {s.name: s for s in shapes.planned(shapes.ON_GPU, shapes.CPU_SHAPE)})
+    monkeypatch.setattr(shapes, "SHAPES", shapes.planned(*shapes.ON_GPU))
 
 
 @pytest.fixture
