@@ -27,7 +27,7 @@ def attention_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: floa
     return gradients(lambda *t: attention_formula(*t, scale, **options)[0], (q, k, v), do)
 
 
-def _each_sample(q, k, v, scale: float, offsets: Tensor, longest: int, rope=None, **options) -> tuple[Tensor, Tensor]:
+def _each_sample(q, k, v, scale: float, offsets: Tensor, rope=None, **options) -> tuple[Tensor, Tensor]:
     """`attention_formula` of packed samples, one after the other; q, k, v (1, tokens, H, Dh)."""
     if offsets.is_meta:  # shapes alone
         return torch.empty_like(q), q.new_empty(1, q.shape[2], q.shape[1], dtype=wide(q))
