@@ -8,6 +8,7 @@ import yaml
 from commands import run_cli
 
 from vitfast import __main__, cli
+from vitfast.train.recipes import RECIPES
 
 
 def test_help_explains_every_option(capsys):
@@ -55,6 +56,7 @@ def test_recipes_as_json(capsys):
         "name model batch_size lr lr_decay warmup_steps weight_decay dropout optimizer momentum betas clip_norm "
         "img_size label_smoothing ema_decay sweep_lr"
     )
+    assert [row["name"] for row in rows] == list(RECIPES)
     for row in rows:
         assert set(fields.split()) <= set(row) and isinstance(row["lr"], float) and isinstance(row["img_size"], int)
         assert not any(isinstance(value, dict) for value in row.values())

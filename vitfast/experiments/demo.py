@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ..data.loader import open_data
-from ..model.vit import ViT
+from ..eval.accuracy import open_weights
 from ..run.config import Config
 from ..run.files import as_csv
 from ..run.results import Results
@@ -68,10 +67,8 @@ def demo(output: Path, seed: int = 0, device: str = "") -> dict:
 @optional()
 def write_report(output: Path, summary: dict, results: Results) -> None:
     """Writes report.html into the results from the demo's run folders, or says in one line why not."""
-    weights, images, cpu = output / "finetune" / "checkpoints" / "last", summary["test_images"], torch.device("cpu")
-    model = ViT.from_pretrained(weights).eval()
-    config = resolve("eval", dict(data="digits", weights=str(weights)))
-    data = open_data(config, model.patch_embed.img_size, model.patch_embed.patch_size, cpu)
+    weights, images = str(output / "finetune" / "checkpoints" / "last"), summary["test_images"]
+    model, data, cpu, _ = open_weights(resolve("eval", dict(data="digits", weights=weights, device="cpu")))
     sections = curves({task: output / task for task in ("pretrain", "finetune")})
     sections |= validation_sections(model, data, cpu, None, examined=images)
     numbers = {

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from ..data.loader import open_data
 from ..eval.fewshot import few_shot
 from ..model.baselines import sizes
-from ..run.config import Config, as_plain, check_run, course
+from ..run.config import Config, as_plain, course
 from ..run.device import choose_device
 from ..run.results import Results
 from ..tools.cost import forward_flops
@@ -61,7 +61,6 @@ def scaling(
     files = [f"scaling.{suffix}" for suffix in ("csv", "json", "png")]
     results = Results(output, "scaling", course(as_plain(config)) | own, files)
     for one in runs:
-        check_run(one)
         training_flops(one, 1)  # there is such a model, and it takes the images
         for spec in transfer:
             _check_transfer(one, _transfer_config(one, spec, method, settings or {}))

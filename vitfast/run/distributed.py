@@ -69,12 +69,12 @@ class Ranks:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control)
         return int(value)
 
-    def on_first(self, function: Callable, *args, **kwargs) -> None:
+    def on_first(self, function: Callable, *args) -> None:
         """Calls the function on the first rank; where it fails there, every rank raises."""
         error = None
         if self.first:
             try:
-                function(*args, **kwargs)
+                function(*args)
             except (InputError, TrainingError, OSError) as caught:
                 error = caught
         flag = self.agree(FAILED if error else GO)

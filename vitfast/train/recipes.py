@@ -46,13 +46,8 @@ scikit-learn's 8 x 8 scans at 32 px, 16 patches; about 0.98 on the test split.""
     ),
 )
 RECIPES = {recipe.name: recipe for recipe in (*DIGITS, *PAPER)}
-
-
-def default_recipe(task: str, data: str) -> str:
-    """The recipe of a run that names none."""
-    if data == "digits":
-        return "finetune/digits" if task == "finetune" else "digits"
-    return "finetune/imagenet" if task == "finetune" else "vit-b16/imagenet"
+# Of a run that names none: on digits, and on other data.
+DEFAULTS = dict(pretrain=("digits", "vit-b16/imagenet"), finetune=("finetune/digits", "finetune/imagenet"))
 
 
 def get(name: str) -> Recipe:
@@ -70,7 +65,7 @@ def resolve(task: str, *layers: dict) -> Config:
     that does not exist, a value that it does not allow, two lengths in one layer, or a missing length.
     """
     data = next((layer["data"] for layer in reversed(layers) if layer.get("data")), "")
-    fields = as_plain(Recipe(steps=1) if task == "eval" else get(default_recipe(task, data)))
+    fields = as_plain(Recipe(steps=1) if task == "eval" else get(DEFAULTS[task][data != "digits"]))
     for layer in layers:
         name = layer.get("recipe", layer.get("name"))
         if name not in (None, ""):

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
 from ..data.datasets import Shards, Subset
-from ..data.loader import Data, open_data
+from ..data.loader import Data
 from ..data.samples import ONE, PADDING
 from ..errors import InputError
-from ..eval.accuracy import cut_as_told
+from ..eval.accuracy import logits_of, open_weights
 from ..eval.inspect.measures import attention_rollout, position_similarity
 from ..eval.inspect.page import gallery, page, picture, table
-from ..model.baselines import load_any, sizes
+from ..model.baselines import load_any
 from ..model.vit import ViT
 from ..run.config import Config, as_plain
-from ..run.device import autocast, autocast_dtype, choose_device
 from ..run.distributed import is_first_rank
 from ..run.files import write_atomically
 from ..version import __version__
@@ -72,10 +71,9 @@ def complete(config: Config, summary: dict) -> None:
     with locked(run):
         if (run / "report.html").exists():
             return
-        device = choose_device(config.device)
-        model = load_any(config.model, run / "checkpoints" / LAST)
-        data = open_data(cut_as_told(config, model), *sizes(model), device)
-        write_report(config, data, summary, device, autocast_dtype(config.amp, device))
+        last = dataclasses.replace(config, weights=str(run / "checkpoints" / LAST))
+        _, data, device, dtype = open_weights(last)
+        write_report(config, data, summary, device, dtype)
 
 
 def encoded_page(title: str, *content) -> bytes:
@@ -175,8 +173,8 @@ def _predictions(model, images, labels, classes, device, dtype, objective) -> tu
 
     labels: classes (B,), or zeros and ones (B, K).
     """
-    with torch.no_grad(), autocast(device, dtype):
-        logits = model(images.to(device)).float().cpu()
+    with torch.no_grad():
+        logits = logits_of(model, images, device, dtype).cpu()
     probabilities, found = (logits.sigmoid() if objective == "sigmoid" else logits.softmax(-1)).max(-1)
     truth = labels if labels.dim() == 2 else nn.functional.one_hot(labels, logits.shape[-1])
     right = truth.gather(1, found[:, None])[:, 0] > 0
