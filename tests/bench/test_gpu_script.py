@@ -159,25 +159,25 @@ def test_what_hangs_costs_its_own_time(tmp_path):
     """
     deadline, alone, stuck = (Stage(tmp_path / name) for name in ("deadline", "alone", "stuck"))
     deadline.plan(**dict.fromkeys(FIRST[2:], HANG))
-    alone.plan(train=HANG, attention="trap 'echo told by SIGINT; exit 1' INT; trap 'exit 1' TERM; sleep 300 & wait")
+    alone.plan(attention=HANG, blocks="trap 'echo told by SIGINT; exit 1' INT; trap 'exit 1' TERM; sleep 300 & wait")
     fake = stuck.folder / "bin" / "timeout"
     fake.parent.mkdir()
     real = shutil.which("timeout")
-    fake.write_text(f'#!/bin/bash\ncase "$*" in *bench_model*test_train*) {HANG};; esac\nexec {real} "$@"\n')
+    fake.write_text(f'#!/bin/bash\ncase "$*" in *"::test_attention -k "*) {HANG};; esac\nexec {real} "$@"\n')
     fake.chmod(0o755)
     runs = [deadline.start("first", str(deadline.out), VITFAST_SECONDS="12")]
-    runs.append(alone.start("first", str(alone.out), VITFAST_SECONDS="20"))
+    runs.append(alone.start("first", str(alone.out), VITFAST_SECONDS="16"))
     path = f"{fake.parent}:{os.environ['PATH']}"
-    runs.append(stuck.start("first", str(stuck.out), VITFAST_SECONDS="20", PATH=path))
+    runs.append(stuck.start("first", str(stuck.out), VITFAST_SECONDS="16", PATH=path))
     assert [stage.end(run) for stage, run in zip((deadline, alone, stuck), runs)] == [1, 1, 1]
     states = deadline.states()
     assert list(states) == FIRST and deadline.took < 12 and '"code": null' in deadline.files["steps_first.json"]
     assert (states["smoke"], states["doctor"], states["gpu_tests"]) == ("ok", "timed out", "skipped")
     states = alone.states()
-    assert [states.pop("train"), states.pop("attention")] == ["timed out", "timed out"] and alone.took < 20
+    assert [states.pop("attention"), states.pop("blocks")] == ["timed out", "timed out"] and alone.took < 16
     assert set(states.values()) <= {"ok", "skipped"} and (alone.folder / "orphan").exists()
-    assert "told by SIGINT" in alone.files["attention.log"] and "hangs" in alone.files["train.log"]
-    assert stuck.took < 20 and stuck.states()["train"] == "stuck" and stuck.states()["attention"] == "ok"
+    assert "told by SIGINT" in alone.files["blocks.log"] and "hangs" in alone.files["attention.log"]
+    assert stuck.took < 16 and stuck.states()["attention"] == "stuck" and stuck.states()["blocks"] == "ok"
 
 
 def test_an_interrupted_run_keeps_what_it_has(stage):
