@@ -203,14 +203,14 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
             yield Path(scratch) / path.name
         except OSError as error:
             raise OSError(f"{path} could not be written: {error.strerror or error}") from error
-        written = [p for p in Path(scratch).rglob("*") if p.is_file()]
+        # in reverse, as path.data goes before path, which names it
+        written = sorted(filter(Path.is_file, Path(scratch).rglob("*")), reverse=True)
         places = {file: path.parent / file.relative_to(scratch) for file in written}
-        for place in places.values():
-            if place.is_dir():
-                raise InputError(f"{place}: a folder is in the way; give another path")
-        for file in sorted(written, reverse=True):  # path.data before path, which names it
-            places[file].parent.mkdir(exist_ok=True)
-            move_synced(file, places[file])
+        if in_the_way := next(filter(Path.is_dir, places.values()), None):
+            raise InputError(f"{in_the_way}: a folder is in the way; give another path")
+        for file, place in places.items():
+            place.parent.mkdir(exist_ok=True)
+            move_synced(file, place)
         sync(path.parent)  # which may have got a folder
 
 

@@ -1,7 +1,7 @@
 """The weight formats that are read: how each is recognised, what its names become, its defaults."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +54,7 @@ class Checkpoint:
     form: Format
     facts: dict
     training: dict
-    sources: Collection[str]
+    sources: list[str]
     notes: list[str]
     config: dict = field(default_factory=dict)
 
@@ -296,7 +296,8 @@ def to_timm_names(content: dict) -> Checkpoint:
     state = {k: v.contiguous() for k, v in state.items()}
     notes = [facts.pop("note")] if "note" in facts else []
     notes += [f"left out, as the ViT has no place for them: {_first(left_out)}"] if left_out else []
-    return Checkpoint(state, form, facts, timm.of_training(content) if form.name == "timm" else {}, source, notes)
+    training = timm.of_training(content) if form.name == "timm" else {}
+    return Checkpoint(state, form, facts, training, list(source), notes)  # names alone: tensors may be freed
 
 
 def _check_prefixes(state: State, form: str) -> None:
