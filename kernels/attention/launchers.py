@@ -151,8 +151,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, logits: Logits 
     tile = _lookup("attention_fwd", q, logits)
     if tile.provider in tiles.ATTENTION_LIBRARIES:
         return tiles.library("attention").forward(tile.provider, q, k, v, scale)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, H, N), dtype=torch.float32, device=q.device)
+    o, lse = q.new_empty(q.shape), q.new_empty(B, H, N, dtype=torch.float32)
     common, pairs = _arguments(scale, q, k, v, o, logits=logits)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(logits, common["HEAD"]), **tile.meta)
     if tile.provider == "rows":
@@ -191,7 +190,7 @@ def attention_bwd(
         if not want_bias_grad:
             return grads, None
         return grads, scale_rows(grads.view(B * N, 3 * H * D), None, None, 1, want_scaled=False)[1]
-    grads = q.new_empty(B, N, 3, H, D) if packed else tuple(_empty(q) for _ in range(3))
+    grads = q.new_empty(B, N, 3, H, D) if packed else tuple(q.new_empty(q.shape) for _ in range(3))
     each = grads.unbind(2) if packed else grads
     return grads, _backward(tile, q, k, v, o, lse, do, scale, *each, want_bias_grad, logits, turn_back)
 
@@ -231,11 +230,6 @@ def bias_bwd(
     return dbias
 
 
-def _empty(q: Tensor) -> Tensor:
-    """A contiguous gradient like q, to be written."""
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
 def _sums(q: Tensor, wanted: bool, *slots: int) -> Tensor:
     """(*slots, H, Dh) in fp32, to be written: the sums that each program makes; empty where not wanted."""
     return torch.empty((*slots, *q.shape[2:]) if wanted else (0,), dtype=torch.float32, device=q.device)
@@ -261,7 +255,7 @@ def attention_bwd_dq(
     the row sums of o * do.
     """
     B, N, H, _ = q.shape
-    dq = _empty(q) if dq is None else dq
+    dq = q.new_empty(q.shape) if dq is None else dq
     delta = torch.empty_like(lse) if delta is None else delta
     tile = _lookup("attention_bwd_dq", q, logits)
     count, packed = tiles_of(q, logits.offsets, tile["BLOCK_M"])
@@ -293,7 +287,7 @@ def attention_bwd_dkdv(
     delta (B, H, N): as attention_bwd_dq leaves it. Writes into `dk` and `dv` (B, N, H, Dh; equal strides) where given.
     """
     B, N, H, _ = q.shape
-    dk, dv = (_empty(q) if grad is None else grad for grad in (dk, dv))
+    dk, dv = (q.new_empty(q.shape) if grad is None else grad for grad in (dk, dv))
     tile = _lookup("attention_bwd_dkdv", q, logits)
     count, packed = tiles_of(q, logits.offsets, tile["BLOCK_N"])
     sums = _sums(q, want_sums, count, 2)

@@ -23,13 +23,12 @@ from ..rows import (
     row_factor,
     row_mask,
     row_stride,
-    scale_rows,
     store_chunk,
     vector,
 )
 from .backward import Grads, layer_norm_bwd
 
-__all__ = ["MAX_WIDTH", "Grads", "add_layer_norm_fwd", "layer_norm_bwd", "layer_norm_fwd", "scale_rows"]
+__all__ = ["MAX_WIDTH", "Grads", "add_layer_norm_fwd", "layer_norm_bwd", "layer_norm_fwd"]
 
 MAX_WIDTH = 8192
 

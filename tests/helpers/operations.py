@@ -35,14 +35,11 @@ class Operation(NamedTuple):
 
     def draw(self, t: Draw) -> dict[str, Tensor]:
         """Random tensors, weights scaled so that products keep the size of what goes in."""
-        return {
-            name: t.factors(*shape)
-            if name == "drop_path"
-            else t.weight(*shape)
-            if "weight" in name and len(shape) > 1
-            else t.values(*shape)
-            for name, shape in self.shapes.items()
-        }
+        drawn = {}
+        for name, shape in self.shapes.items():
+            matrix = t.weight if "weight" in name and len(shape) > 1 else t.values
+            drawn[name] = (t.factors if name == "drop_path" else matrix)(*shape)
+        return drawn
 
 
 def norm(x, weight=None, bias=None, eps=1e-6):
@@ -138,12 +135,16 @@ def embed_packed(images, weight, bias=None, cls_token=None, pos_embed=None):
     return torch.cat(parts if cls_token is None else [torch.cat([cls_token[0], part]) for part in parts])
 
 
-def with_rope(function, cos=None, sin=None, **tensors):
-    return function(**tensors, rope=None if cos is None else (cos, sin))
+def with_rope(function, *tensors, cos=None, sin=None, **more):
+    return function(*tensors, **more, rope=None if cos is None else (cos, sin))
 
 
-def _qkv_apart(q, k, v, **more):
-    return ops.attention(q, k, v, **more)
+def qkv_apart(q, k, v, **more):
+    return with_rope(ops.attention, q, k, v, **more)
+
+
+qkv_together = functools.partial(with_rope, ops.attention)
+block_with_rope = functools.partial(with_rope, ops.attention_block, num_heads=H)
 
 
 PACKED = dict(offsets=OFFSETS, longest=3)
@@ -157,7 +158,9 @@ GATED |= {"inner_norm_weight": (HIDDEN,), "inner_norm_bias": (HIDDEN,)}
 GATED |= {"down_weight": (D, HIDDEN), "down_bias": (D,)}
 ACTING = {"cos": (N - 1, D // H), "sin": (N - 1, D // H), "bias": (1, H, N, N)}
 TABLES = {"cos": (N, D // H), "sin": (N, D // H)}
+ADDED = {"x": (B, N, D), "residual": (B, N, D), "weight": (D,), "bias": (D,), **FACTORS}
 WEIGHT, PREFIX = {"weight": (D, 3, 4, 2), "bias": (D,)}, {"cls_token": (1, 2, D)}
+CUT = {"images": (N, 3, 4, 2), **WEIGHT, **PREFIX, "pos_embed": (N, D)}
 
 
 def _(function: Callable, formula: Callable, shapes: dict, **options) -> Operation:
@@ -180,21 +183,10 @@ def results(function: Callable, tensors: dict[str, Tensor | None], trained=()) -
 OPERATIONS = {
     "layer_norm": _(ops.layer_norm, norm, {"x": (B, N, D), "weight": (D,), "bias": (D,)}),
     "rms_norm": _(ops.rms_norm, rms, {"x": (B, N, D), "weight": (D,)}),
-    "add_layer_norm": _(
-        ops.add_layer_norm,
-        add_norm,
-        {"x": (B, N, D), "residual": (B, N, D), "weight": (D,), "bias": (D,), **FACTORS},
-    ),
+    "add_layer_norm": _(ops.add_layer_norm, add_norm, ADDED),
     "attention": _(ops.attention, lambda qkv: attend(*qkv.unbind(2)), {"qkv": (B, N, 3, H, 16)}),
-    "attention, apart": _(
-        functools.partial(with_rope, _qkv_apart),
-        attend,
-        dict.fromkeys("qkv", (B, N, H, 16)) | ACTING,
-        num_prefix=1,
-    ),
-    "attention, packed": _(
-        functools.partial(with_rope, ops.attention), attend_packed, {"qkv": (N, 3, H, 16), **TABLES}, **PACKED
-    ),
+    "attention, apart": _(qkv_apart, attend, dict.fromkeys("qkv", (B, N, H, 16)) | ACTING, num_prefix=1),
+    "attention, packed": _(qkv_together, attend_packed, {"qkv": (N, 3, H, 16), **TABLES}, **PACKED),
     "linear_gelu": _(ops.linear_gelu, lambda x, weight, bias=None: gelu(F.linear(x, weight, bias)), LINEAR),
     "linear_residual": _(
         ops.linear_residual,
@@ -203,27 +195,12 @@ OPERATIONS = {
     ),
     "mlp": _(ops.mlp, mlp, {"x": (B, N, D), **FC}),
     "gated_mlp": _(ops.gated_mlp, gated, {"x": (B, N, D), **GATED}),
-    "attention_block": _(
-        functools.partial(with_rope, ops.attention_block),
-        attention_block,
-        {**BLOCK, **QKV, **ACTING},
-        num_heads=H,
-        num_prefix=1,
-    ),
+    "attention_block": _(block_with_rope, attention_block, {**BLOCK, **QKV, **ACTING}, num_prefix=1),
     "attention_block, packed": _(
-        functools.partial(with_rope, ops.attention_block),
-        attention_block,
-        {**BLOCK, "x": (N, D), "drop_path": (N,), **QKV, **TABLES},
-        num_heads=H,
-        **PACKED,
+        block_with_rope, attention_block, {**BLOCK, "x": (N, D), "drop_path": (N,), **QKV, **TABLES}, **PACKED
     ),
     "mlp_block": _(ops.mlp_block, functools.partial(mlp_half, mlp), {**BLOCK, **FC}),
     "gated_mlp_block": _(ops.gated_mlp_block, functools.partial(mlp_half, gated), {**BLOCK, **GATED}),
     "patch_embed": _(ops.patch_embed, embed, {"images": (B, 3, 8, 6), **WEIGHT, **PREFIX, "pos_embed": (1, 6, D)}),
-    "patch_embed, packed": _(
-        ops.patch_embed,
-        embed_packed,
-        {"images": (N, 3, 4, 2), **WEIGHT, **PREFIX, "pos_embed": (N, D)},
-        offsets=OFFSETS,
-    ),
+    "patch_embed, packed": _(ops.patch_embed, embed_packed, CUT, offsets=OFFSETS),
 }

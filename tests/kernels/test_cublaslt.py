@@ -3,6 +3,7 @@
 A stand-in, cublaslt_stub.cpp, computes on the CPU what cuBLASLt's documentation says of the descriptors it is given.
 """
 
+import functools
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +27,10 @@ LIKE_A_GPU = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat1
 
 
 @pytest.fixture
-def afresh():
-    """Nothing is known of the cuBLASLt extension, before and after."""
-    cublaslt._library.cache_clear()
-    cublaslt._chosen.cache_clear()
-    yield
-    cublaslt._library.cache_clear()
-    cublaslt._chosen.cache_clear()
+def afresh(monkeypatch):
+    """Nothing is known of the cuBLASLt extension."""
+    for name in ("_library", "_chosen"):
+        monkeypatch.setattr(cublaslt, name, functools.cache(getattr(cublaslt, name).__wrapped__))
 
 
 def inputs(m, n, k, dtype, out_dtype=None, layout="contiguous", device=CPU):
@@ -64,8 +62,7 @@ def stub(compiled_with_the_stub, afresh, monkeypatch):
     monkeypatch.setattr(cublaslt, "_library", lambda: (compiled_with_the_stub, ""))
     monkeypatch.setattr(cublaslt, "_handle_and_stream", lambda: (found.handle, found.stream))
     monkeypatch.setattr(cublaslt, "unsupported_reason", lambda *_: None)
-    yield found
-    monkeypatch.undo()  # before `afresh` clears the cache of what was replaced
+    return found
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])

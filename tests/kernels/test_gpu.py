@@ -90,10 +90,8 @@ def test_attention_and_gemm_beyond_2_31_elements():
         del qkv
         rows = 2**31 // 3072 + 1000
         x = torch.randn(1024, 768, device=GPU, dtype=torch.bfloat16).repeat(-(-rows // 1024), 1)[:rows]
-        w, b = (
-            torch.randn(3072, 768, device=GPU, dtype=torch.bfloat16) * 0.03,
-            torch.randn(3072, device=GPU, dtype=torch.bfloat16),
-        )
+        w, b = (torch.randn(shape, device=GPU, dtype=torch.bfloat16) for shape in ((3072, 768), (3072,)))
+        w *= 0.03
         out = ops.linear_gelu(x, w, b)[-300:]
         torch.testing.assert_close(out, ops.linear_gelu(x[-300:].clone(), w, b), atol=1e-2, rtol=1e-2)
 
@@ -104,21 +102,13 @@ def test_training_follows_plain_pytorch(compiled):
     from sklearn.datasets import load_digits
 
     scans = load_digits()
-    images = (
-        torch.tensor(scans.images / 16 * 255)
-        .byte()[:, None]
-        .repeat(1, 3, 1, 1)
-        .repeat_interleave(4, 2)
-        .repeat_interleave(4, 3)
-        .to(GPU)
-    )
-    labels = torch.tensor(scans.target).to(GPU)
+    small = torch.tensor(scans.images / 16 * 255, device=GPU).byte()[:, None].repeat(1, 3, 1, 1)
+    images, labels = small.repeat_interleave(4, 2).repeat_interleave(4, 3), torch.tensor(scans.target, device=GPU)
+    sizes = dict(img_size=32, patch_size=4, embed_dim=128, depth=3, num_heads=2, num_classes=10)
     curves = {}
     for mode in ("on", "off"):
         torch.manual_seed(0)
-        model = ViT(
-            img_size=32, patch_size=4, embed_dim=128, depth=3, num_heads=2, num_classes=10, weight_init="jax"
-        ).to(GPU)
+        model = ViT(**sizes, weight_init="jax").to(GPU)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         step = torch.compile(model) if compiled else model
         losses = []

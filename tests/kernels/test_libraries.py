@@ -5,6 +5,7 @@ of the same schema and conventions (tests/helpers/attention_libraries.py): they 
 """
 
 import contextlib
+import functools
 import sys
 
 import pytest
@@ -21,18 +22,15 @@ from vitfast.kernels.libraries import attention as libraries
 from vitfast.kernels.libraries import cublaslt
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+NO = "torch.backends.cuda.can_use says no to"
 EMPTY = {dtype: torch.empty(0, dtype=dtype) for dtype in (FP32, BF16, FP16)}
 
 
 @pytest.fixture
-def unknown():
-    """Nothing is known of the libraries, before and after."""
-    caches = libraries._load, libraries._cudnn_lse_axes
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
+def unknown(monkeypatch):
+    """Nothing is known of the libraries."""
+    for name in ("_load", "_cudnn_lse_axes"):
+        monkeypatch.setattr(libraries, name, functools.cache(getattr(libraries, name).__wrapped__))
 
 
 @pytest.fixture
@@ -114,12 +112,7 @@ def test_an_operation_on_libraries_launches_nothing_of_ours():
         ("flash, deterministic", EMPTY[FP16], False, None),
         # as they would be asked on a GPU
         ("cudnn, sm_80", torch.empty(2, 9, 2, 32).half(), False, None),
-        (
-            "cudnn, sm_80",
-            torch.empty(2, 9, 2, 33).half(),
-            False,
-            "torch.backends.cuda.can_use says no to (2, 9, 2, 33) of torch.float16",
-        ),
+        ("cudnn, sm_80", torch.empty(2, 9, 2, 33).half(), False, f"{NO} (2, 9, 2, 33) of torch.float16"),
         ("flash, sm_80", EMPTY[BF16], False, None),
         ("flash, sm_80", EMPTY[FP32], False, "does not compute in torch.float32"),
         ("efficient, sm_80", torch.empty(2, 9, 2, 32), True, None),

@@ -25,11 +25,8 @@ def make_images(layout, batch, chans, height, width, dtype, device="cpu"):
     """A batch in memory as callers may have it."""
 
     def rand(*shape):
-        return (
-            torch.randint(0, 256, shape, dtype=U8, device=device)
-            if dtype == U8
-            else torch.randn(shape, device=device).to(dtype)
-        )
+        raw = torch.randint(0, 256, shape, dtype=U8, device=device)
+        return raw if dtype == U8 else torch.randn(shape, device=device).to(dtype)
 
     if layout == "sliced":
         return rand(batch + 1, chans + 1, height + 3, width + 5)[1:, :-1, 2:-1, 4:-1]

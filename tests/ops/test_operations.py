@@ -140,10 +140,8 @@ def test_frozen_arguments_cost_nothing(name, key):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = on(name)(**leaves)
     out = out[0] if isinstance(out, tuple) else out
-    found = [
-        entry.kernel.__name__.removesuffix("_kernel") for entry in record(lambda: out.backward(torch.ones_like(out)))
-    ]
-    assert " ".join(found) == ALONE[name, key]
+    launches = record(lambda: out.backward(torch.ones_like(out)))
+    assert " ".join(entry.kernel.__name__.removesuffix("_kernel") for entry in launches) == ALONE[name, key]
     assert all((t.grad is not None) == (other == key) for other, t in leaves.items())
 
 
@@ -271,11 +269,8 @@ def test_outputs_may_be_changed_in_place(name):
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "packed" not in name])
 def test_a_batch_of_none(name):
     tensors = draw(name)
-    tensors |= {
-        key: tensors[key][:0]
-        for key in ("x", "residual", "images", "qkv", "q", "k", "v", "drop_path")
-        if key in tensors
-    }
+    batched = {"x", "residual", "images", "qkv", "q", "k", "v", "drop_path"}
+    tensors |= {key: tensors[key][:0] for key in batched & tensors.keys()}
     trained = [key for key in OPERATIONS[name].trained if key not in ACTING]  # tables and biases nobody reads
     found, wanted = (results(run(name), tensors, trained) for run in (on, off))
     assert [t.shape for t in found] == [t.shape for t in wanted] and not any(t.any() for t in found)

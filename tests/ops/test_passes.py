@@ -21,9 +21,7 @@ from vitfast.kernels.launch import recording
 from vitfast.ops._operation import _build, _fields
 
 # The functions have the modules' names.
-attention_block, mlp_block = (
-    importlib.import_module(f"vitfast.ops.{name}") for name in ("attention_block", "mlp_block")
-)
+attention_block, mlp_block = map(importlib.import_module, ("vitfast.ops.attention_block", "vitfast.ops.mlp_block"))
 
 B, N, D, H, F = 256, 197, 768, 12, 3072
 U = B * N * D
@@ -54,9 +52,8 @@ def moved(arguments) -> list[int]:
         if isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage
-            views.setdefault(storage._cdata, {})[tensor.storage_offset(), tensor.shape, tensor.stride()] = (
-                tensor.numel() * tensor.itemsize
-            )
+            view = tensor.storage_offset(), tensor.shape, tensor.stride()
+            views.setdefault(storage._cdata, {})[view] = tensor.numel() * tensor.itemsize
     return [min(storage.nbytes(), sum(views[key].values())) for key, storage in storages.items()]
 
 
@@ -95,9 +92,8 @@ def layer(
     return tuple(map(sum, zip(*found)))
 
 
-WITH_SCALE = frozenset(
-    "x norm_weight norm_bias in_weight in_bias out_weight out_bias layer_scale".split()
-)  # what both blocks have
+# What both blocks have.
+WITH_SCALE = frozenset("x norm_weight norm_bias in_weight in_bias out_weight out_bias layer_scale".split())
 ALL = WITH_SCALE - {"layer_scale"}
 
 

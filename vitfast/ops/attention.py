@@ -60,8 +60,8 @@ def checked(
         check_counts(op, "key_lengths", key_lengths, q.device)
         check_shape(op, "key_lengths", key_lengths, (B,))
         key_lengths = key_lengths.contiguous()
-    interleaved = rope_layout == "interleaved"
-    return Logits(*tables, bias, key_lengths, offsets, interleaved, whole(num_prefix), longest or 0)
+    longest = 0 if longest is None else longest
+    return Logits(*tables, bias, key_lengths, offsets, rope_layout == "interleaved", whole(num_prefix), longest)
 
 
 def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
