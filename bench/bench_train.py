@@ -34,9 +34,8 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 def write_photographs(folder: Path, count: int, size: tuple[int, int]) -> Path:
     """Writes `count` JPEGs of `size` (width, height), a tenth of them in val.
 
-    They are folder/{train,val}/<photograph>/*.jpg.
-
-        Each is a crop of a quarter to all of the area, resized and compressed at quality 90: about 100 KB at 500 x 375.
+    They are folder/{train,val}/<photograph>/*.jpg. Each is a crop of a quarter to all of the area, resized and
+    compressed at quality 90: about 100 KB at 500 x 375.
     """
     from sklearn.datasets import load_sample_images
 

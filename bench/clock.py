@@ -55,7 +55,10 @@ def wall() -> float:
 
 
 def warm_up(run: Callable[[], object], least: int = WARMUP, seconds: float = CASE_WARM_SECONDS) -> None:
-    """Calls `run` `least` times and, on a GPU, for `seconds`; the first time in a process for WARM_SECONDS at least."""
+    """Calls `run` `least` times and, on a GPU, for `seconds`.
+
+    The first time in a process it takes WARM_SECONDS at least.
+    """
     global _warm
     seconds = (seconds if _warm else max(seconds, WARM_SECONDS)) if GPU else 0.0
     run()  # what compiles on its first call does not keep the device busy

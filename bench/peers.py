@@ -192,7 +192,7 @@ def make_model(library: str, s: Shape) -> nn.Module:
 
 
 class Peer:
-    """A library's model in one setting, ready to be called on a batch, and judged before and after it is timed.
+    """A library's model in one setting, called on batches, and judged before and after it is timed.
 
     As in harness.Check: the whole batch is computed, some samples are compared, the upstream gradient of the others is
     zero, and the limit comes from the error of the plain model in the same precision. Errors are by norm: of each
@@ -285,7 +285,10 @@ class Peer:
         return judge(self.name, f"{self.where}{when}", found, truth, self.own, self.setting.dtype)
 
     def _run(self, model: nn.Module, batches: list, upstream: Tensor, call: Callable | None = None) -> list[Tensor]:
-        """The logits of each sample and, in training, all gradients in one vector, by the plain model's names."""
+        """The logits of each sample and, in training, all gradients in one vector.
+
+        The gradients are in the order of the plain model's names.
+        """
         found = []
         with torch.set_grad_enabled(self.training):
             for images in batches:

@@ -35,7 +35,10 @@ def whole_models(results: Results, op: str, model: str, libraries: list[str], pr
 def speed(
     results: Results, of: str, bound: float, op: str, model: str, precision: str, ours: str, theirs: list[str]
 ) -> Iterator[str]:
-    """Images per second of ours by the fastest of theirs; of a latency the ratio of seconds, at most `bound`."""
+    """Images per second of ours by the fastest of theirs.
+
+    Of a latency it is the ratio of seconds, at most `bound`.
+    """
     own, others = (whole_models(results, op, model, names, precision) for names in ([ours], theirs))
     if own and others:
         ratio, latency = own[0]["images_per_second"] / others[0]["images_per_second"], op == "latency"

@@ -5,6 +5,7 @@ import types
 
 import bench_ops
 import bench_packed
+import clock
 import conftest_of_bench as conftest
 import harness
 import peers
@@ -15,6 +16,7 @@ from mixes import Mix
 from peers import FLASH, Peer, Setting
 from shapes import Shape
 
+from vitfast.model import activation_memory
 from vitfast.tools.verify import run
 
 NANO = Shape("Nano/8", 16, 2)
@@ -78,11 +80,13 @@ def test_a_peer_is_checked_again_with_the_weights_that_it_had():
         peer.check_again()
 
 
-def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(settled, monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        peers, "compiled", lambda model, how, **options: found.append({block.keep for block in model.blocks})
-    )
+def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(monkeypatch):
+    """On a device that has memory for all that the blocks may keep."""
+    found, settled = [], []
+    monkeypatch.setattr(activation_memory, "DEVICES", (clock.DEVICE.type,))
+    monkeypatch.setattr(activation_memory, "choose", lambda blocks, weights, rows, *_: settled.append(rows) or "all")
+    keeps = lambda model, how, **options: found.append({block.keep for block in model.blocks})  # noqa: E731
+    monkeypatch.setattr(peers, "compiled", keeps)
     for training in (True, False):
         Peer(Setting("vitfast", "compile", "fp32"), NANO, training)
     assert found == [{"all"}, {"least"}] and settled == [NANO.batch * NANO.tokens]
