@@ -66,7 +66,7 @@ WRONG = {
 
 
 def test_every_argument_is_there():
-    assert [*WRONG] == [*ARGUMENTS, "class_names", "keep"]
+    assert {*WRONG} == {*ARGUMENTS, "class_names", "keep"}
     assert {*WRONG} == {*inspect.signature(ViT).parameters}
 
 

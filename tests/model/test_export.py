@@ -101,7 +101,7 @@ def test_wrong_numbers_are_not_written(model, tmp_path, monkeypatch):
         run = exporting._torch(program, path)
         return lambda images: run(images) * 1.001
 
-    monkeypatch.setitem(exporting._WRITERS, "torch", wrong)
+    monkeypatch.setitem(exporting._FORMATS, "torch", (".pt2", wrong))
     with pytest.raises(RuntimeError, match="other logits than the model .max difference .*nothing was written"):
         export(model, tmp_path / "m.pt2", "torch")
     assert not list(tmp_path.iterdir())

@@ -114,5 +114,4 @@ def test_attention_maps_are_those_of_the_layers(options):
     block = model.blocks[0]
     h, attn = block.branch_input(x, block.norm1), block.attn
     o = block.attention_map(x, *layers[0]) @ attn.heads(h)[2].transpose(1, 2)
-    given = {} if layers[0][2] is None else dict(options=layers[0][2])
-    assert_close(attn.proj(o.transpose(1, 2).flatten(2)), attn(h, **given), atol=1e-10)
+    assert_close(attn.proj(o.transpose(1, 2).flatten(2)), attn(h, **layers[0][1]), atol=1e-10)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from vitfast import InputError, PackedImages, ViT, ops, pack
-from vitfast.model.block import subset_of_packed
+from vitfast.model.drop_path import subset_of_packed
 from vitfast.ops import reference as ref
 from vitfast.ops.packed import TokenLayout
 
@@ -180,20 +180,21 @@ def test_checkpointing_autocast_and_drop_path(together):
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-def test_drop_path_drops_images():
+@pytest.mark.parametrize("together", [False, True], ids=["one size", "packed"])
+def test_drop_path_drops_images(together):
     """With a fixed draw: an image's branch is left out for all of its tokens, or taken times 1 / keep."""
-    model, images = model_of(depth=2, drop_path_rate=0.5).train(), images_of()
+    model = model_of(depth=2, drop_path_rate=0.5).train()
     block = model.blocks[1]  # at rate 0.5
-    x, layers, layout = model._embed_packed(model._packed(images))
+    x, layers = model._embed(model._packed(images_of()) if together else torch.randn(5, 3, 32, 24))
     torch.manual_seed(5)
     y = block(x, *layers[1])
     torch.manual_seed(5)
     factors = [torch.empty(5).bernoulli_(0.5).div_(0.5) for _ in range(2)]
-    owner = ref.owners(layout.offsets, len(x))
-    block.eval()
-    attended = block._attend(None, x, factors[0][owner], None, layout)
-    assert_close(y, block._transform(attended, factors[1][owner]), atol=1e-5, rtol=1e-5)
     assert {*factors[0].tolist(), *factors[1].tolist()} == {0.0, 2.0}
+    attend, transform = (f[ref.owners(layers[1][1]["offsets"], len(x))] if together else f for f in factors)
+    block.eval()
+    expected = block._add(1, block._add(0, x, attend, layers[1][1]), transform, {})
+    assert_close(y, expected, atol=1e-5, rtol=1e-5)
 
 
 # ---- drop_path_mode="subset"
@@ -205,29 +206,24 @@ def test_a_subset_is_computed_and_added_back(together, monkeypatch):
     model = model_of(drop_path_rate=0.5, drop_path_mode="subset", rope="dinov3").train()
     images = images_of() if together else torch.randn(5, 3, 32, 24)
     block, computed = model.blocks[2], []
+    x, layers = model._embed(model._packed(images) if together else images)
+    _, options, drawn = layers[2]
     if together:
-        x, layers, layout = model._embed_packed(model._packed(images))
-        given, owner = layers[2], ref.owners(layout.offsets, len(x))
-        drawn = given[4]
+        owner = ref.owners(options["offsets"], len(x))
         masks = [torch.zeros(len(x)).index_fill(0, s.rows, 5 / 2) for s in drawn]
         assert all(len(owner[s.rows].unique()) == 2 and (s.factors == 2.5).all() for s in drawn)
     else:
-        (x, layers), layout = model._embed(images), None
-        given = layers[2]
         torch.manual_seed(5)
         masks = [torch.zeros(5).index_fill(0, torch.randperm(5)[:2], 5 / 2) for _ in range(2)]
         torch.manual_seed(5)
-    for name in ("_attend", "_transform"):
-        run = getattr(block, name)
-        monkeypatch.setattr(
-            block, name, lambda *a, run=run, at=name == "_attend": (computed.append(len(a[at])), run(*a))[1]
-        )
-    y = block(x, *given)
+    add = block._add
+    monkeypatch.setattr(block, "_add", lambda branch, x, *a: (computed.append(len(x)), add(branch, x, *a))[1])
+    y = block(x, *layers[2])
     monkeypatch.undo()
     leaves = [*block.parameters(), *((x,) if x.requires_grad else ())]
     upstream = torch.randn_like(y)
     grads = torch.autograd.grad(y, leaves, upstream, retain_graph=True)
-    truth = block._transform(block._attend(None, x, masks[0], given[2], layout), masks[1])
+    truth = block._add(1, block._add(0, x, masks[0], options), masks[1], {})
     exact = torch.autograd.grad(truth, leaves, upstream)
     assert_close(y, truth, atol=1e-5, rtol=1e-5)
     for mine, theirs in zip(grads, exact, strict=True):

@@ -35,15 +35,22 @@ def mlp_working(block: nn.Module) -> int:
     return block.mlp.fc1.out_features + block.mlp.fc2.in_features
 
 
-def step_bytes(
-    blocks: Sequence[nn.Module], parameters: Iterable[nn.Parameter], rows: int, logits: int, size: int
-) -> int:
-    """Bytes that training steps with keep="all" will allocate at their peak.
+def choose(
+    blocks: Sequence[nn.Module],
+    parameters: Iterable[nn.Parameter],
+    rows: int,
+    logits: int,
+    size: int,
+    device: torch.device,
+) -> str:
+    """ "all" where training steps with it fit into what is free on a GPU, "least" elsewhere.
 
-    What blocks and the last norm keep; what comes and goes in the backward of an MLP; logits, as many numbers, and
-    their gradients, in fp32 too; copies of the parameters in the dtype of the products, gradients where there are none
-    yet, once more in DDP's buckets, and AdamW's two moments.
+    At its peak a step holds what blocks and the last norm keep; what comes and goes in the backward of an MLP; logits,
+    as many numbers, and their gradients, in fp32 too; copies of the parameters in the dtype of the products, gradients
+    where there are none yet, once more in DDP's buckets, and AdamW's two moments.
     """
+    if device.type not in DEVICES:
+        return "least"
     d = blocks[0].norm1.normalized_shape[0]
     kept = sum(sum(block_bytes(block, rows, size, "all").values()) for block in blocks) + 2 * rows * d * size
     working = rows * (d * (4 if blocks[0].residual_in_fp32 else size) + max(map(mlp_working, blocks)) * size)
@@ -53,45 +60,32 @@ def step_bytes(
         total += p.numel() * (size if size < p.itemsize else 0)
         if p.requires_grad:
             total += p.numel() * (8 + (gradient if p.grad is None else 0))
-    return total
-
-
-def choose(
-    blocks: Sequence[nn.Module],
-    parameters: Iterable[nn.Parameter],
-    rows: int,
-    logits: int,
-    size: int,
-    device: torch.device,
-) -> str:
-    """ "all" where training steps with it fit into what is free on a GPU, "least" elsewhere."""
-    if device.type not in DEVICES:
-        return "least"
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return "all" if step_bytes(blocks, parameters, rows, logits, size) <= USABLE * free else "least"
+    return "all" if total <= USABLE * free else "least"
 
 
-def set_blocks(vit: nn.Module, kept: str) -> None:
-    """Every block of a ViT keeps "least" or "all" from now on."""
-    for block in vit.blocks:
-        block.keep = kept
+def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:
+    """Sets what the blocks of a ViT keep from now on, as its `keep` says, and returns it.
 
-
-def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None) -> None:
-    """Settles keep="auto" of a ViT for `rows` tokens at a time in `dtype` (the parameters' unless given)."""
-    weight = vit.patch_embed.proj.weight
-    if vit.keep == "auto" and weight.device.type in DEVICES and not vit.grad_checkpointing:
-        vit._keep_rows = rows
+    "auto" is settled for `rows` tokens at a time in `dtype` (the parameters' unless given); 0: they are not known yet.
+    """
+    weight = next(vit.patch_embed.proj.parameters())
+    kept = vit.keep if vit.keep != "auto" else "least"
+    settled = vit.keep == "auto" and rows and weight.device.type in DEVICES and not vit.grad_checkpointing
+    vit._keep_rows = rows if settled else 0
+    if settled:
         size, tokens = (dtype or weight.dtype).itemsize, vit.num_prefix_tokens + vit.patch_embed.num_patches
         logits = -(-rows // tokens) * vit.num_classes
-        set_blocks(vit, choose(vit.blocks, vit.parameters(), rows, logits, size, weight.device))
+        kept = choose(vit.blocks, vit.parameters(), rows, logits, size, weight.device)
+    for block in vit.blocks:
+        block.keep = kept
+    return kept
 
 
 def settle_in_training(vit: nn.Module, x: Tensor) -> None:
-    """The same for tokens x (..., D) of an eager training forward, where they are more than ever before."""
-    if vit.keep != "auto" or not vit.training or not torch.is_grad_enabled():
-        return
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor):
+    """Settles "auto" for tokens x (..., D) of an eager training forward, where they are more than ever before."""
+    trains = vit.keep == "auto" and vit.training and torch.is_grad_enabled()
+    if not trains or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return
     rows, kind = x.shape[:-1].numel(), x.device.type
     if kind in DEVICES and rows > vit._keep_rows:

@@ -3,6 +3,7 @@
 import math
 import reprlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 
 import torch
@@ -30,98 +31,80 @@ def shown(value) -> str:
     return " ".join(_repr.repr(value).split())
 
 
-Check = Callable[[object], object]  # a value -> the same as Python's own type; ValueError says what was expected
+@dataclass(frozen=True)
+class Check:
+    """The values that an argument may have: those for which `holds`; `convert` makes them Python's own type."""
+
+    text: str  # what was expected
+    holds: Callable[[object], bool]
+    convert: Callable[[object], object] = lambda value: value
+
+    def __call__(self, value):
+        """The value, converted. Raises ValueError that says what was expected."""
+        if not self.holds(value):
+            raise ValueError(self.text)
+        return self.convert(value)
 
 
 def whole(low: int, high: int) -> Check:
-    def check(value):
-        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
-            raise ValueError(f"a whole number from {low} to {high}")
-        return int(value)
+    def holds(value) -> bool:
+        return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
 
-    return check
+    return Check(f"a whole number from {low} to {high}", holds, int)
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Check:
     """Finite numbers for which `holds`; text: what they are called."""
 
-    def check(value):
+    def finite(value) -> bool:
         try:
             real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
         except OverflowError:  # a whole number past every float
             real = math.inf
-        if not math.isfinite(real) or not holds(real):
-            raise ValueError(text)
-        return real
+        return math.isfinite(real) and holds(real)
 
-    return check
+    return Check(text, finite, float)
 
 
 def one_of(names: Sequence[str]) -> Check:
-    def check(value):
-        if not isinstance(value, str) or value not in names:
-            raise ValueError(f"one of {', '.join(map(repr, names))}")
-        return value
-
-    return check
+    return Check(f"one of {', '.join(map(repr, names))}", lambda value: isinstance(value, str) and value in names)
 
 
 def optional(check: Check) -> Check:
-    def check_unless_none(value):
-        try:
-            return None if value is None else check(value)
-        except ValueError as error:
-            raise ValueError(f"None or {error}") from None
-
-    return check_unless_none
-
-
-def flag(value) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("True or False")
-    return value
+    convert = lambda value: None if value is None else check.convert(value)  # noqa: E731
+    return Check(f"None or {check.text}", lambda value: value is None or check.holds(value), convert)
 
 
 def some(check: Check, lengths: range, text: str) -> Check:
     """Lists or tuples of so many values, as tuples. text: what they are called."""
 
-    def check_each(value):
-        try:
-            if isinstance(value, (list, tuple)) and len(value) in lengths:
-                return tuple(check(each) for each in value)
-        except ValueError:
-            pass
-        raise ValueError(text)
+    def holds(value) -> bool:
+        return isinstance(value, (list, tuple)) and len(value) in lengths and all(map(check.holds, value))
 
-    return check_each
+    return Check(text, holds, lambda value: tuple(map(check.convert, value)))
 
 
 def one_or_some(check: Check, lengths: range, text: str) -> Check:
     every = some(check, lengths, text)
-
-    def check_either(value):
-        listed = isinstance(value, (list, tuple))
-        values = every(value if listed else [value] * lengths[0])
-        return values if listed else values[0]
-
-    return check_either
+    either = lambda value: every if isinstance(value, (list, tuple)) else check  # noqa: E731
+    return Check(text, lambda value: either(value).holds(value), lambda value: either(value).convert(value))
 
 
 def each_channel(check: Check, text: str) -> Check:
     """One value or one for each channel; a tensor's or an array's too."""
-    every = one_or_some(check, range(1, 2**16 + 1), text)
-
-    def check_values(value):
-        if hasattr(value, "reshape"):
-            try:
-                value = value.reshape(-1).tolist()
-            except (RuntimeError, NotImplementedError):  # without values, or sparse
-                raise ValueError(text) from None
-        return every(value)
-
-    return check_values
+    listed = one_or_some(check, range(1, 2**16 + 1), text)
+    return Check(text, lambda value: listed.holds(_listed(value)), lambda value: listed.convert(_listed(value)))
 
 
+def _listed(value):
+    """The numbers of a tensor or an array as a list; None of one that is without values, or sparse."""
+    try:
+        return value.reshape(-1).tolist() if hasattr(value, "reshape") else value
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+flag = Check("True or False", lambda value: isinstance(value, bool))
 SIDE = whole(1, 2**16)
 SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
 ANY = number(f"a number from {-FLOAT32:.1e} to {FLOAT32:.1e}", lambda x: abs(x) <= FLOAT32)
@@ -132,20 +115,22 @@ POSITIVE = number("positive", lambda x: x > 0)
 RATE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
-def backbone(value):
-    """Types and bounds alone: whether it fits the patches is found out in hybrid.py."""
-    if value is None or isinstance(value, str):
-        return value
-    text = "None, a name, or a dict with layers (the units of one to 4 stages) and, if you like, width (to 16) and eps"
-    parts = {
-        "layers": some(whole(1, 1000), range(1, 5), text),
-        "width": number(text, lambda x: 0 < x <= 16),
-        "eps": number(text, lambda x: x >= 0),
-    }
-    if not isinstance(value, dict) or "layers" not in value or value.keys() - parts:
-        raise ValueError(text)
-    return {name: parts[name](part) for name, part in value.items()}
-
+_BACKBONE = {
+    "layers": some(whole(1, 1000), range(1, 5), ""),
+    "width": number("", lambda x: 0 < x <= 16),
+    "eps": number("", lambda x: x >= 0),
+}
+# Types and bounds alone: whether it fits the patches is found out in hybrid.py.
+_STAGES = Check(
+    "a name, or a dict with layers (the units of one to 4 stages) and, if you like, width (to 16) and eps",
+    lambda value: (
+        isinstance(value, str)
+        or isinstance(value, dict)
+        and "layers" in value
+        and all(name in _BACKBONE and _BACKBONE[name].holds(part) for name, part in value.items())
+    ),
+    lambda value: value if isinstance(value, str) else {n: _BACKBONE[n].convert(part) for n, part in value.items()},
+)
 
 ARGUMENTS: dict[str, Check] = {
     "img_size": SIZE,
@@ -157,40 +142,29 @@ ARGUMENTS: dict[str, Check] = {
     "depth": whole(1, 1000),
     "num_heads": whole(1, 2**17),
     "mlp_ratio": number("a positive number up to 65536", lambda x: 0 < x <= 2**16),
-    "qkv_bias": flag,
-    "proj_bias": flag,
     "init_values": optional(NOT_NEGATIVE),
-    "class_token": flag,
     "pos_embed": one_of(POS_EMBEDS),
-    "no_embed_class": flag,
+    "pos_embed_at": one_of(POS_EMBED_PLACES),
     "reg_tokens": whole(0, 2**16),
     "fc_norm": optional(flag),
-    "dynamic_img_size": flag,
-    "drop_rate": RATE,
-    "pos_drop_rate": RATE,
-    "proj_drop_rate": RATE,
-    "drop_path_rate": RATE,
     "drop_path_mode": one_of(("mask", "subset")),
     "weight_init": one_of(("", "jax", "jax_nlhb", "moco", "reset", "skip")),
     "head_init_bias": optional(ANY),
     "representation_size": optional(whole(1, 2**17)),
     "act_layer": one_of(ACTIVATIONS),
+    "norm_layer": one_of(("layernorm", "rmsnorm")),
     "norm_eps": NOT_NEGATIVE,
     "mean": each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
     "std": each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
-    "residual_in_fp32": flag,
-    "pos_embed_at": one_of(POS_EMBED_PLACES),
-    "backbone": backbone,
-    "norm_layer": one_of(("layernorm", "rmsnorm")),
-    "pre_norm": flag,
-    "qk_norm": flag,
-    "swiglu_mlp": flag,
-    "scale_mlp_norm": flag,
+    "backbone": optional(_STAGES),
     "rope": optional(one_of(tuple(ROPES))),
     "rope_temperature": optional(number("a number from 1 to 1e9", lambda x: 1 <= x <= 1e9)),
     "ref_feat_shape": optional(some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)")),
     "crop_mode": optional(one_of(CROP_MODES)),
     "crop_pct": optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
+    **dict.fromkeys(("drop_rate", "pos_drop_rate", "proj_drop_rate", "drop_path_rate"), RATE),
+    **dict.fromkeys(("qkv_bias", "proj_bias", "class_token", "no_embed_class", "dynamic_img_size"), flag),
+    **dict.fromkeys(("pre_norm", "qk_norm", "swiglu_mlp", "scale_mlp_norm", "residual_in_fp32"), flag),
 }
 
 

@@ -15,7 +15,6 @@ from ..ops import use_kernels
 from .checkpoint.files import check_free, staged
 from .vit import ViT
 
-SUFFIXES = {"onnx": ".onnx", "torch": ".pt2", "aoti": ".pt2"}
 Runner = Callable[[Tensor], Tensor]
 
 
@@ -43,7 +42,7 @@ def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, forc
             free_batch = {"images": {0: torch.export.Dim("batch")}}
             program = torch.export.export(model, (_images(model, 2, uint8),), dynamic_shapes=free_batch)
             images = _images(model, 3, uint8)
-            run = _WRITERS[form](program, scratch)
+            run = _FORMATS[form][1](program, scratch)
             return None if run is None else _difference(run(images), model(images))
     finally:
         model.train(training)
@@ -51,10 +50,11 @@ def export(model: ViT, path: str | Path, form: str, *, uint8: bool = False, forc
 
 def check_target(path: Path, form: str, force: bool) -> None:
     """Raises InputError for an unknown format, a suffix that is not its own, and what is there already."""
-    if form not in SUFFIXES:
-        raise unknown("format", form, SUFFIXES)
-    if path.suffix != SUFFIXES[form] or path.is_dir():
-        raise InputError(f"{path}: the format {form} is written as one file, {SUFFIXES[form]}")
+    if form not in _FORMATS:
+        raise unknown("format", form, _FORMATS)
+    suffix, _ = _FORMATS[form]
+    if path.suffix != suffix or path.is_dir():
+        raise InputError(f"{path}: the format {form} is written as one file, {suffix}")
     check_free(path, force)
 
 
@@ -113,4 +113,4 @@ def _aoti(program: torch.export.ExportedProgram, path: Path) -> Runner:
     return aoti_load_package(os.fspath(path))
 
 
-_WRITERS = {"onnx": _onnx, "torch": _torch, "aoti": _aoti}
+_FORMATS = {"onnx": (".onnx", _onnx), "torch": (".pt2", _torch), "aoti": (".pt2", _aoti)}

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, unknown
-from ..ops import reference as ref
-from .layers import PatchEmbed
+from .layers import PatchEmbed, pixels
 from .presets import BACKBONES, pair, reduction
 
 _DEFAULTS = dict(width=1, eps=1e-8)
@@ -68,11 +67,9 @@ def _pixels(images: Tensor, patch: tuple[int, int], weight: Tensor, mean, std) -
     Raises ValueError where patches do not fit.
     """
     if images.shape[2] % patch[0] or images.shape[3] % patch[1]:
-        raise ValueError(
-            f"HybridEmbed: images must have sides that are multiples of {patch[0]} x {patch[1]} pixels, "
-            f"got {tuple(images.shape)}"
-        )
-    return ref.normalize(images, mean, std, weight.dtype) if images.dtype == torch.uint8 else images.to(weight.dtype)
+        sides = f"multiples of {patch[0]} x {patch[1]} pixels"
+        raise ValueError(f"HybridEmbed: images must have sides that are {sides}, got {tuple(images.shape)}")
+    return pixels(images, mean, std, weight.dtype)
 
 
 class HybridEmbed(PatchEmbed):
@@ -91,12 +88,8 @@ class HybridEmbed(PatchEmbed):
         self.backbone = resnet
         self.spec = backbone if isinstance(backbone, str) else made
 
-    def init_backbone(self) -> None:
-        """Initialises the CNN as timm does, and as Google: the last GroupNorm of each unit starts at 0."""
-        self.backbone.init_weights(zero_init_last=True)
-
     def forward(
         self, images: Tensor, prefix: Tensor | None = None, pos_embed: Tensor | None = None, mean=None, std=None
     ) -> Tensor:
-        pixels = _pixels(images, self.patch_size, self.proj.weight, mean, std)
-        return super().forward(self.backbone(pixels), prefix, pos_embed)
+        images = _pixels(images, self.patch_size, self.proj.weight, mean, std)
+        return super().forward(self.backbone(images), prefix, pos_embed)

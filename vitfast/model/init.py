@@ -29,7 +29,7 @@ def init_weights(vit: nn.Module, mode: str, needs_reset: bool) -> None:
         if not name.startswith("patch_embed.backbone"):
             _init_module(module, name, mode, needs_reset)
     if needs_reset and isinstance(vit.patch_embed, HybridEmbed):
-        vit.patch_embed.init_backbone()
+        vit.patch_embed.backbone.init_weights(zero_init_last=True)  # the last GroupNorm of a unit is 0, as Google's
     if isinstance(vit.head, nn.Linear):
         if mode == "jax_nlhb":
             nn.init.constant_(vit.head.bias, -math.log(vit.num_classes))

@@ -9,20 +9,6 @@ from .activation_memory import settle_in_training
 from .config import block_indices
 
 
-def pack(outputs: list[Tensor], prefix: int, grid: tuple[int, int], output_fmt: str, with_prefix: bool, names: bool):
-    """Tokens (B, T+N, D) of each block -> maps: alone, paired with prefix tokens, or in a dictionary.
-
-    prefix: T. grid: patches down and across. with_prefix: give the prefix tokens too. names: as a dictionary.
-    """
-    tokens = [y[:, :prefix] for y in outputs] if prefix and with_prefix else None
-    maps = [y[:, prefix:] for y in outputs]
-    if output_fmt == "NCHW":
-        maps = [y.transpose(1, 2).unflatten(2, grid).contiguous() for y in maps]
-    if names:
-        return {"image_intermediates": maps} | ({"image_intermediates_prefix": tokens} if tokens else {})
-    return list(zip(maps, tokens)) if tokens else maps
-
-
 class Intermediates:
     """The methods of a ViT that look at its blocks one by one."""
 
@@ -46,17 +32,22 @@ class Intermediates:
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         take = block_indices(indices, len(self.blocks))
-        (x, layers), outputs = self._embed(images), []
+        (x, layers), outputs = self._embed(self._checked(images)), []
         settle_in_training(self, x)
         for i, block in enumerate(self.blocks[: max(take) + 1] if stop_early else self.blocks):
             x = self._run(block, x, *layers[i])
             if i in take:
                 outputs.append(self._final(x) if norm else x)
-        grid = self.patch_embed.dynamic_feat_size(images.shape[-2:])
-        found = pack(outputs, self.num_prefix_tokens, grid, output_fmt, return_prefix_tokens, output_dict)
-        if intermediates_only:
-            return found
-        return {**found, "image_features": self._final(x)} if output_dict else (self._final(x), found)
+        grid, prefix = self.patch_embed.dynamic_feat_size(images.shape[-2:]), self.num_prefix_tokens
+        tokens = [y[:, :prefix] for y in outputs] if prefix and return_prefix_tokens else None
+        maps = [y[:, prefix:] for y in outputs]
+        if output_fmt == "NCHW":
+            maps = [y.transpose(1, 2).unflatten(2, grid).contiguous() for y in maps]
+        if output_dict:
+            found = {"image_intermediates": maps} | ({"image_intermediates_prefix": tokens} if tokens else {})
+            return found if intermediates_only else found | {"image_features": self._final(x)}
+        found = list(zip(maps, tokens)) if tokens else maps
+        return found if intermediates_only else (self._final(x), found)
 
     def get_intermediate_layers(
         self,
@@ -82,7 +73,7 @@ class Intermediates:
     def each_attention_map(self, images: Tensor, indices: int | Sequence[int] | None = None) -> Iterator[Tensor]:
         """`attention_maps` one after another: each is made when it is asked for, and none is held here."""
         take = block_indices(indices, len(self.blocks))
-        x, layers = self._embed(images)
+        x, layers = self._embed(self._checked(images))
         for i, (block, layer) in enumerate(zip(self.blocks[: max(take) + 1], layers)):
             if i in take:
                 yield block.attention_map(x, *layer)

@@ -8,14 +8,29 @@ from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from ..errors import InputError
-from ..ops import attention, gated_mlp, layer_norm, linear_gelu, packed, patch_embed, rms_norm
+from ..ops import (
+    attention,
+    attention_block,
+    gated_mlp,
+    gated_mlp_block,
+    layer_norm,
+    linear_gelu,
+    mlp_block,
+    packed,
+    patch_embed,
+    rms_norm,
+)
 from ..ops import reference as ref
+from ..ops.attention import unsupported_reason as head_unsupported
 from ..ops.fusable import Layout, find_modules, layout
-from .positions import relative_attention, relative_probabilities
+from .positions import relative_attention, relative_logits
 from .presets import pair
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
-for _leaf in "attention gated_mlp layer_norm linear_gelu patch_embed relative_attention rms_norm".split():
+for _leaf in """
+    attention attention_block gated_mlp gated_mlp_block layer_norm linear_gelu mlp_block patch_embed relative_attention
+    rms_norm
+""".split():
     torch.fx.wrap(_leaf)
 
 
@@ -35,13 +50,17 @@ class Layer(nn.Module):
         return found if isinstance(found, str) else None
 
 
-class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm over the last axis, on vitfast's operation; with `in_fp32` in fp32 on PyTorch's."""
+class Norm:
+    """A norm over the last axis on vitfast's operation; with `in_fp32` in fp32 on PyTorch's."""
 
     in_fp32 = False
 
     def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
         return [("norm", "an fp32 residual stream" if self.in_fp32 else None)]
+
+
+class LayerNorm(Norm, nn.LayerNorm):
+    """nn.LayerNorm over the last axis."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_fp32:
@@ -49,24 +68,10 @@ class LayerNorm(nn.LayerNorm):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich, 2019).
+class RmsNorm(Norm, nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich, 2019)."""
 
-    On vitfast's operation; with `in_fp32` in fp32 on PyTorch's.
-    """
-
-    in_fp32, bias = False, None
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.normalized_shape, self.eps = (dim,), eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
-        return [("norm", "an fp32 residual stream" if self.in_fp32 else None)]
+    bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_fp32:
@@ -95,29 +100,25 @@ class PatchEmbed(Layer):
 
     def set_input_size(self, img_size) -> None:
         """Takes a new image size; raises InputError where it is no positive multiple of the patch size."""
-        size = pair(img_size)
-        for side, patch in zip(size, self.patch_size):
-            if side < patch or side % patch:
-                p, q = self.patch_size
-                near = tuple(max(1, round(s / n)) * n for s, n in zip(size, self.patch_size))
-                raise InputError(
-                    f"image size {size[0]} x {size[1]} is no multiple of the patch size {p} x {q}; "
-                    f"the nearest that fits is {near[0]} x {near[1]}"
-                )
-        self.img_size = size
+        (height, width), (p, q) = pair(img_size), self.patch_size
+        if height < p or width < q or height % p or width % q:
+            wrong = f"image size {height} x {width} is no multiple of the patch size {p} x {q}"
+            near = f"{max(1, round(height / p)) * p} x {max(1, round(width / q)) * q}"
+            raise InputError(f"{wrong}; the nearest that fits is {near}")
+        self.img_size = height, width
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Patches down and across in an image of this size (timm's name)."""
+        return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
 
     @property
     def grid_size(self) -> tuple[int, int]:
         """Patches down and across at the configured image size."""
-        return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+        return self.dynamic_feat_size(self.img_size)
 
     @property
     def num_patches(self) -> int:
         return self.grid_size[0] * self.grid_size[1]
-
-    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
-        """The grid that an image of this size gives (timm's name)."""
-        return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
         """The image's size over the grid's (timm's name)."""
@@ -137,14 +138,11 @@ class PatchEmbed(Layer):
     ) -> Tensor:
         """offsets: of images of many sizes, cut into patches; see ops.patch_embed."""
         if self.why_called("patch_embed") is not None:
-            pixels = _pixels(images, mean, std, weights_dtype(self.proj))
-            patches = self.proj(pixels).flatten(2).transpose(1, 2)
-            if offsets is not None:
-                rows = packed.token_rows(offsets, len(patches), 0 if prefix is None else prefix.shape[1])
-                return ref.packed_tokens(patches[:, 0], prefix, pos_embed, *rows)
-            return _with_tokens(patches, [] if prefix is None else [prefix], pos_embed)
-        options = dict(mean=mean, std=std) | ({} if offsets is None else dict(offsets=offsets))
-        return patch_embed(images, self.proj.weight, self.proj.bias, prefix, pos_embed, **options)
+            patches = self.proj(pixels(images, mean, std, weights_dtype(self.proj))).flatten(2).transpose(1, 2)
+            return with_tokens(patches, prefix, pos_embed, offsets)
+        return patch_embed(
+            images, self.proj.weight, self.proj.bias, prefix, pos_embed, mean=mean, std=std, offsets=offsets
+        )
 
 
 class Attention(nn.Module):
@@ -152,6 +150,8 @@ class Attention(nn.Module):
 
     head_norm: makes the norms of the queries and keys of each head, `q_norm` and `k_norm` (Dh,); None for none.
     """
+
+    parts = ("attention block", "attention")
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool, proj_bias: bool, proj_drop: float, head_norm: Callable | None
@@ -172,21 +172,32 @@ class Attention(nn.Module):
         q, k, v = self.split(x).unbind(-3)
         return self.q_norm(q), self.k_norm(k), v
 
-    def probabilities(self, x: Tensor, relative: Tensor | None = None, rope: dict | None = None) -> Tensor:
-        """The attention matrix (B, H, N, N), fp32 at least. relative: see positions.relative_logits."""
+    def probabilities(self, x: Tensor, relative: Tensor | None = None, **options) -> Tensor:
+        """The attention matrix (B, H, N, N), fp32 at least, of `forward` with these arguments."""
         q, k, _ = self.heads(x)
-        if relative is not None:
-            return relative_probabilities(q, k, relative)
-        return ref.attention_probabilities(q, k, **(rope or {}))
+        bias = {} if relative is None else dict(bias=relative_logits(q, relative))
+        return ref.attention_probabilities(q, k, **bias, **options)
 
-    def forward(self, x: Tensor, relative: Tensor | None = None, options: dict | None = None) -> Tensor:
-        """options: of ops.attention, for rotary positions and packed samples."""
+    def unsupported_reason(self, relative: bool) -> str | None:
+        """Why PyTorch's code runs the attention itself; None where an operation does."""
+        return "relative positions" if relative else head_unsupported(self.head_dim, self.head_dim**-0.5)
+
+    def dropout_active(self) -> bool:
+        return drops(self.proj_drop)
+
+    def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
+        """x and all of its attention branch in one operation; norm: weight and bias of the norm."""
+        weights = (self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias)
+        return attention_block(x, *norm, *weights, num_heads=self.num_heads, **options)
+
+    def forward(self, x: Tensor, relative: Tensor | None = None, **options) -> Tensor:
+        """relative: (2n-1, Dh), see positions.relative_logits. options: of ops.attention."""
         if relative is not None:
             o = relative_attention(*self.heads(x), relative)
         elif type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
-            o = attention(self.split(x), **(options or {}))
+            o = attention(self.split(x), **options)
         else:
-            o = attention(*self.heads(x), **(options or {}))
+            o = attention(*self.heads(x), **options)
         return self.proj_drop(self.proj(o.flatten(-2)))
 
 
@@ -196,20 +207,37 @@ def drops(dropout: nn.Dropout) -> bool:
 
 
 class Mlp(Layer):
-    """`fc1` (F, D) and `fc2` (D, F). activation: a name of ref.ACTIVATIONS. inner_norm: as in GluMlp."""
+    """`fc1` (F, D) and `fc2` (D, F). activation: a name of ref.ACTIVATIONS.
+
+    inner_norm: makes the norm (F,) before `fc2`; None for none.
+    """
 
     stands_in = {"linear_gelu": layout({"fc1": nn.Linear})}
+    parts = ("MLP block", "linear layer and GELU")
+    gates = 0  # of the hidden width, beside the values
 
     def __init__(
         self, dim: int, hidden: int, activation: str, proj_bias: bool, drop: float, inner_norm: Callable | None = None
     ):
         super().__init__()
         self.activation = activation
-        self.fc1 = nn.Linear(dim, hidden, bias=proj_bias)
+        self.fc1 = nn.Linear(dim, (1 + self.gates) * hidden, bias=proj_bias)
         self.drop1 = nn.Dropout(drop)
         self.norm = inner_norm(hidden) if inner_norm else nn.Identity()
         self.fc2 = nn.Linear(hidden, dim, bias=proj_bias)
         self.drop2 = nn.Dropout(drop)
+
+    def unsupported_reason(self, relative: bool) -> str | None:
+        """Why PyTorch's code runs the layer itself; None where an operation does."""
+        return self.why_called(*self.stands_in)
+
+    def dropout_active(self) -> bool:
+        return drops(self.drop1) or drops(self.drop2)
+
+    def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
+        """x and all of its MLP branch in one operation; norm: weight and bias of the norm."""
+        weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+        return mlp_block(x, *norm, *weights, activation=self.activation, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.why_called("linear_gelu") is None:
@@ -219,24 +247,14 @@ class Mlp(Layer):
         return self.drop2(self.fc2(self.norm(self.drop1(h))))
 
 
-class GluMlp(Layer):
-    """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)).
-
-    `fc1` (2F, D) with rows [gate; up], `fc2` (D, F). inner_norm: makes the norm (F,) before `fc2`; None for none.
-    """
+class GluMlp(Mlp):
+    """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)); `fc1` (2F, D) with rows [gate; up], `fc2` (D, F)."""
 
     stands_in = {
         "gated_mlp": layout({"fc1": nn.Linear, "drop1": nn.Dropout, "norm": (nn.Identity, LayerNorm), "fc2": nn.Linear})
     }
-    activation = "silu"
-
-    def __init__(self, dim: int, hidden: int, proj_bias: bool, drop: float, inner_norm: Callable | None):
-        super().__init__()
-        self.fc1 = nn.Linear(dim, 2 * hidden, bias=proj_bias)
-        self.drop1 = nn.Dropout(drop)
-        self.norm = inner_norm(hidden) if inner_norm else nn.Identity()
-        self.fc2 = nn.Linear(hidden, dim, bias=proj_bias)
-        self.drop2 = nn.Dropout(drop)
+    parts = ("gated MLP block", "gated MLP")
+    gates, activation = 1, "silu"
 
     def weights(self) -> tuple[tuple, dict]:
         """The operations' weights and biases up, gate and down, and their options."""
@@ -246,6 +264,10 @@ class GluMlp(Layer):
         if type(self.norm) is LayerNorm:
             options |= dict(inner_norm_weight=self.norm.weight, inner_norm_bias=self.norm.bias, inner_eps=self.norm.eps)
         return (up, up_bias, gate, gate_bias, self.fc2.weight, self.fc2.bias), options
+
+    def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
+        weights, inner = self.weights()
+        return gated_mlp_block(x, *norm, *weights, **inner, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.why_called("gated_mlp") is None and not drops(self.drop1):
@@ -297,30 +319,6 @@ class AttentionPoolLatent(nn.Module):
         x = self.proj(pooled.transpose(1, 2).flatten(2))
         return (x + self.mlp(self.norm(x)))[:, 0]
 
-    def pool_packed(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """(tokens, D) of S packed samples -> (S, D), the softmax and the sums over a sample's tokens in fp32."""
-        query = self.q(self.latent[0].to(x.dtype)).unflatten(-1, (self.num_heads, -1))  # (1, H, Dh)
-        keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
-        owner, work = ref.owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
-        logits = (query.to(work) * keys.to(work)).sum(-1) * query.shape[-1] ** -0.5  # (tokens, H)
-        least = logits.new_full((len(offsets) - 1, self.num_heads), -torch.inf)
-        largest = least.scatter_reduce(0, owner[:, None].expand_as(logits), logits.detach(), "amax")
-        weights = (logits - largest[owner]).exp()
-        pooled = segment_sum(weights[..., None] * values.to(work), offsets) / segment_sum(weights, offsets)[..., None]
-        x = self.proj(pooled.to(x.dtype).flatten(1))
-        return x + self.mlp(self.norm(x))
-
-
-def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """(tokens, ...) -> (S, ...): the sum over each sample's tokens.
-
-    In one order, so with the same bits every time: on a GPU by PyTorch's sum over segments, which can be differentiated
-    once; elsewhere by one that can be as often as asked.
-    """
-    if x.device.type == "cuda":
-        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0)
-    return x.new_zeros(len(offsets) - 1, *x.shape[1:]).index_add(0, ref.owners(offsets, len(x)), x)
-
 
 class PreLogits(nn.Module):
     """The hidden layer of the pre-training head: tanh(fc(x)), (B, D) -> (B, representation_size)."""
@@ -339,10 +337,17 @@ def weights_dtype(module: nn.Module) -> torch.dtype:
 
 
 @torch.fx.wrap
-def _with_tokens(patches: Tensor, prefix: list[Tensor], pos_embed: Tensor | None) -> Tensor:
-    return ref.with_prefix_and_positions(patches, prefix, pos_embed)
+def with_tokens(
+    patches: Tensor, prefix: Tensor | None, pos_embed: Tensor | None, offsets: Tensor | None = None
+) -> Tensor:
+    """Patch embeddings (B, N, D), or packed (N, 1, D), -> tokens, as ops.patch_embed puts them together."""
+    if offsets is None:
+        return ref.with_prefix_and_positions(patches, [] if prefix is None else [prefix], pos_embed)
+    rows = packed.token_rows(offsets, len(patches), 0 if prefix is None else prefix.shape[1])
+    return ref.packed_tokens(patches[:, 0], prefix, pos_embed, *rows)
 
 
 @torch.fx.wrap
-def _pixels(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
+def pixels(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
+    """Images in `dtype`, raw ones normalised."""
     return ref.normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)

@@ -16,36 +16,105 @@ depth.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..ops.packed import PackedImages
-from ..ops.reference import owners
+from ..ops.packed import PackedImages, TokenLayout, token_rows
+from ..ops.reference import owners, packed_tokens
+from .config import ROPES
 
 Grid = tuple[int, int]
 AXES = ("learn2d", "factorized")  # of a table for the columns and one for the rows
+ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # ops.attention's
 
 
-def table_shapes(
-    kind: str, place: str, grid: Grid, dim: int, head_dim: int, depth: int, prefix: int
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tables of one kind.
+class Positions:
+    """The methods of a ViT that give the tokens of images, (B, C, H, W) or packed, their positions."""
 
-    prefix: tokens before the patches that have a slot (in "learn" and "sincos2d").
-    """
-    (height, width), count = grid, depth if place == "layers" else 1
-    if kind in ("learn", "sincos2d"):
-        return {"pos_embed": (count, prefix + height * width, dim)}
-    if kind in AXES:
-        dim = dim // 2 if kind == "learn2d" else dim
-        return {"pos_embed_x": (count, width, dim), "pos_embed_y": (count, height, dim)}
-    return {"pos_embed_rel": (depth, 2 * height * width - 1, head_dim)} if kind == "relative" else {}
+    @property
+    def _pos_prefix(self) -> int:
+        """Prefix tokens that have a slot in the position table."""
+        return 0 if self.no_embed_class or self._config["pos_embed"] in AXES else self.num_prefix_tokens
+
+    def _make_tables(self) -> None:
+        """Makes the tables of this kind of positions, parameters or fixed; init_weights gives them their values."""
+        c, (height, width), d = self._config, self.patch_embed.grid_size, self.embed_dim
+        kind, count = c["pos_embed"], c["depth"] if c["pos_embed_at"] == "layers" else 1
+        shapes = {}
+        if kind in ("learn", "sincos2d"):
+            shapes = {"pos_embed": (count, self._pos_prefix + height * width, d)}
+        elif kind in AXES:
+            dim = d // 2 if kind == "learn2d" else d
+            shapes = {"pos_embed_x": (count, width, dim), "pos_embed_y": (count, height, dim)}
+        elif kind == "relative":
+            shapes = {"pos_embed_rel": (c["depth"], 2 * height * width - 1, d // c["num_heads"])}
+        self._tables = tuple(shapes)
+        self.register_buffer("pos_embed", None)
+        for name, shape in shapes.items():
+            setattr(self, name, torch.empty(shape) if kind == "sincos2d" else nn.Parameter(torch.empty(shape)))
+
+    @torch.no_grad()
+    def _change_tables(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Puts change(name, table) in the place of each table."""
+        for name in self._tables:
+            before = getattr(self, name)
+            after = change(name, before)
+            learned = isinstance(before, nn.Parameter)
+            setattr(self, name, nn.Parameter(after, before.requires_grad) if learned else after)
+
+    def _tables_at(self, images: Tensor | PackedImages) -> dict[str, Tensor]:
+        """The position tables, resampled for the grid of images that may have any size."""
+        tables, stem = {name: getattr(self, name) for name in self._tables}, self.patch_embed
+        if not self.dynamic_img_size or isinstance(images, PackedImages):
+            return tables
+        grids = stem.grid_size, stem.dynamic_feat_size(images.shape[2:])
+        return {name: resize_table(name, table, *grids, self._pos_prefix) for name, table in tables.items()}
+
+    def _positions(self, images: Tensor | PackedImages) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+        """What is added to tokens or patches at the stem, to packed prefix tokens there, and before each block."""
+        kind, place, depth = self._config["pos_embed"], self._config["pos_embed_at"], len(self.blocks)
+        tables, prefix, first = self._tables_at(images), self.num_prefix_tokens, None
+        if not tables or kind == "relative":
+            return None, None, [None] * depth
+        if isinstance(images, PackedImages):
+            table, slots = packed_positions(kind, tables, images, self.patch_embed.grid_size, self._pos_prefix)
+            stem, first = table[0], None if slots is None else slots[:1]
+            slots = table.new_zeros(len(table), prefix, table.shape[2]) if slots is None else slots
+            rows = token_rows(images.offsets, len(images.patches), prefix)
+            at = lambda i: packed_tokens(table[i], slots[i : i + 1], None, *rows)  # noqa: E731
+        else:
+            table = absolute(kind, tables)
+            stem = table if place == "stem" else table[:1]
+            at = lambda i: F.pad(table[i : i + 1], (0, 0, prefix - self._pos_prefix, 0))  # noqa: E731
+        if place == "stem":
+            return stem, first, [None] * depth
+        return stem, first, [None, *([at(0)] * (depth - 1) if place == "layers_shared" else map(at, range(1, depth)))]
+
+    def _attention_options(self, images: Tensor | PackedImages, x: Tensor) -> list[dict]:
+        """The arguments of each block's attention for tokens x: relative and rotary positions, the layout if packed."""
+        if self._config["pos_embed"] == "relative":
+            table = self._tables_at(images)["pos_embed_rel"]
+            return [dict(relative=table[i]) for i in range(len(self.blocks))]
+        packed, kind, prefix = isinstance(images, PackedImages), self._config.get("rope"), self.num_prefix_tokens
+        options = token_layout(images, prefix).options if packed else {}
+        if kind is not None:
+            spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
+            made = rope_tables(kind, images, x, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)
+            options |= dict(rope=(made[0], made[1]), rope_layout=ROPE_LAYOUTS[kind], num_prefix=0 if packed else prefix)
+        return [options] * len(self.blocks)
 
 
+def token_layout(images: PackedImages, prefix: int) -> TokenLayout:
+    """Where the tokens of packed images lie, `prefix` of each before its patches."""
+    count = torch.arange(len(images) + 1, device=images.device, dtype=images.offsets.dtype)
+    return TokenLayout(images.offsets + count * prefix, images.longest + prefix)
+
+
+@torch.fx.wrap  # it looks at shapes in Python
 def resize_table(name: str, table: Tensor, old: Grid, new: Grid, prefix: int) -> Tensor:
     """The table of that name, made for an `old` grid (h, w), at a `new` one."""
     if name == "pos_embed_x":
@@ -53,11 +122,6 @@ def resize_table(name: str, table: Tensor, old: Grid, new: Grid, prefix: int) ->
     if name == "pos_embed_y":
         return resample(table, (1, old[0]), (1, new[0]))
     return resample_offsets(table, old, new) if name == "pos_embed_rel" else resample(table, old, new, prefix)
-
-
-def table_for_images(name: str, table: Tensor, images: Tensor, patch: Grid, grid: Grid, prefix: int) -> Tensor:
-    """The table of that name, made for `grid`, at the grid of these images; patch: in pixels."""
-    return resize_table(name, table, grid, (images.shape[2] // patch[0], images.shape[3] // patch[1]), prefix)
 
 
 def absolute(kind: str, tables: dict[str, Tensor]) -> Tensor | None:
@@ -72,46 +136,17 @@ def _joined(kind: str, x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([x, y], dim=-1) if kind == "learn2d" else x + y
 
 
-def distribute(
-    kind: str, tables: dict[str, Tensor], place: str, depth: int, prefix: int
-) -> tuple[Tensor | None, list[tuple]]:
-    """The table added at the stem, and each block's arguments: positions, or relative ones.
-
-    The first is (1, T+N, D), or (1, N, D) for patches alone. prefix: tokens before the patches that no table has a slot
-    for.
-    """
-    if "pos_embed_rel" in tables:
-        return None, [(None, tables["pos_embed_rel"][i]) for i in range(depth)]
-    table = absolute(kind, tables)
-    if place == "stem":
-        return table, [(None, None)] * depth
-    every, own = F.pad(table, (0, 0, prefix, 0)), place == "layers"
-    return table[:1], [(None, None), *((every[i : i + 1] if own else every, None) for i in range(1, depth))]
-
-
-ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # ops.attention's
-
-
-class Places(NamedTuple):
-    """Row and column of patches, (N,), and how many of both their image has, (N,) or one number."""
-
-    y: Tensor
-    x: Tensor
-    height: Tensor | int
-    width: Tensor | int
-
-
-def grid_places(grid: Grid, device: torch.device) -> Places:
-    """Every patch of a grid, row by row."""
+def grid_places(grid: Grid, device: torch.device | None) -> tuple[tuple[Tensor, Tensor], Grid]:
+    """The row and the column of every patch of a grid, row by row, (N,) each; and how many there are of both."""
     number = torch.arange(grid[0] * grid[1], device=device)
-    return Places(number // grid[1], number % grid[1], *grid)
+    return (number // grid[1], number % grid[1]), grid
 
 
-def packed_places(images: PackedImages) -> Places:
-    """The patches of many images."""
+def packed_places(images: PackedImages) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The same of the patches of many images; the grid of a patch's image, (N,) each."""
     height, width = images.grids.long()[owners(images.offsets, len(images.patches))].unbind(1)
     number = images.places.long()
-    return Places(number // width, number % width, height, width)
+    return (number // width, number % width), (height, width)
 
 
 def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype) -> Tensor:
@@ -133,19 +168,16 @@ def _without_autocast(x: Tensor):
 
 
 def packed_positions(
-    kind: str, tables: dict[str, Tensor], places: Places, grid: Grid, prefix: int
-) -> tuple[Tensor | None, Tensor | None]:
+    kind: str, tables: dict[str, Tensor], images: PackedImages, grid: Grid, prefix: int
+) -> tuple[Tensor, Tensor | None]:
     """Positions (n, N, D) of patches of many images, and (n, prefix, D) of prefix tokens, or None.
 
     tables: made for `grid`. One product for all images, however many sizes they have: what `resample` does is linear in
     a table, and the same for columns and rows.
     """
-    if not tables:
-        return None, None
     first = next(iter(tables.values()))
     work = torch.promote_types(first.dtype, torch.float32)
-    down = axis_weights(places.y, places.height, grid[0], work)
-    across = axis_weights(places.x, places.width, grid[1], work)
+    down, across = (axis_weights(*axis, work) for axis in zip(*packed_places(images), grid))
     with _without_autocast(first):  # as resample computes
         product = lambda weights, table: (weights @ table.to(work)).to(table.dtype)  # noqa: E731
         if kind in AXES:
@@ -156,33 +188,32 @@ def packed_positions(
         return product(both, table[:, prefix:]), table[:, :prefix] if prefix else None
 
 
+@torch.fx.wrap  # it looks at shapes in Python
 def rope_tables(
-    kind: str, images: Tensor, x: Tensor, patch: Grid, head_dim: int, temperature: float, ref_grid: Grid | None
+    kind: str,
+    images: Tensor | PackedImages,
+    x: Tensor,
+    patch: Grid,
+    head_dim: int,
+    temperature: float,
+    ref_grid: Grid | None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin (N, Dh / 2) of the rotary positions of the patches of images, row by row.
+    """cos and sin of rotary positions (Su et al., 2021): (N, Dh / 2) for the patches of images, row by row.
 
-    They are for tokens in the dtype of x, and in fp32 at least.
+    Of packed images those of all tokens x, prefix tokens not turned. They are for tokens in the dtype of x, and in fp32
+    at least. A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a quarter by the
+    column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025): places run from -1 to 1 down and across
+    the image, whatever its size, times 2 pi; frequencies temperature^(-4i / Dh). "cat" (timm's word; EVA-02, Fang et
+    al., 2023): places are counted in patches, those of ref_grid where it is given. One number turns both columns of a
+    pair.
     """
-    grid = images.shape[2] // patch[0], images.shape[3] // patch[1]
-    angle = rope_angles(kind, grid_places(grid, images.device), x.dtype, head_dim, temperature, ref_grid)
-    return angle.cos(), angle.sin()
-
-
-def rope_angles(
-    kind: str, places: Places, dtype: torch.dtype, head_dim: int, temperature: float, ref_grid: Grid | None
-) -> Tensor:
-    """The angles (N, Dh / 2) of rotary positions (Su et al., 2021).
-
-    They are for tokens of `dtype`, and in fp32 at least. A head's pairs of columns turn by an angle: a quarter of its
-    columns by the row's, a quarter by the column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025):
-    places run from -1 to 1 down and across the image, whatever its size, times 2 pi; frequencies
-    temperature^(-4i / Dh). "cat" (timm's word; EVA-02, Fang et al., 2023): places are counted in patches, those of
-    ref_grid where it is given. One number turns both columns of a pair.
-    """
-    quarter, sizes = head_dim // 4, (places.height, places.width)
-    dtype = torch.promote_types(dtype, torch.float32)
-    band = torch.arange(quarter, device=places.y.device, dtype=dtype)
-    along = [places.y.to(dtype), places.x.to(dtype)]
+    packed, dtype = isinstance(images, PackedImages), torch.promote_types(x.dtype, torch.float32)
+    if packed:
+        places, sizes = packed_places(images)
+    else:
+        places, sizes = grid_places((images.shape[2] // patch[0], images.shape[3] // patch[1]), images.device)
+    band = torch.arange(head_dim // 4, device=images.device, dtype=dtype)
+    along = [place.to(dtype) for place in places]
     if kind == "dinov3":
         along = [2 * (place + 0.5) / n - 1 for place, n in zip(along, sizes)]
         period, turn = temperature ** (4 * band / head_dim), 2 * math.pi
@@ -190,8 +221,12 @@ def rope_angles(
     else:
         if ref_grid is not None:
             along = [place / n * ref for place, n, ref in zip(along, sizes, ref_grid)]
-        angles = [place[:, None] * temperature ** (-band / quarter) for place in along]
-    return torch.cat(angles, -1)
+        angles = [place[:, None] * temperature ** (-band / (head_dim // 4)) for place in along]
+    angle = torch.cat(angles, -1)
+    if packed:
+        rows, _ = token_rows(images.offsets, len(angle), (len(x) - len(angle)) // len(images))
+        angle = angle.new_zeros(len(x), angle.shape[1]).index_copy(0, rows, angle)
+    return angle.cos(), angle.sin()
 
 
 def relative_logits(q: Tensor, table: Tensor) -> Tensor:
@@ -217,25 +252,15 @@ def relative_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias).transpose(1, 2)
 
 
-def relative_probabilities(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
-    """The attention matrix of `relative_attention`: q, k (B, N, H, Dh) -> (B, H, N, N) in fp32 at least."""
-    logits = (q.transpose(1, 2) * q.shape[-1] ** -0.5) @ k.permute(0, 2, 3, 1) + relative_logits(q, table)
-    return logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1)
-
-
-def sincos_2d(grid: Grid, dim: int, prefix: int = 0, temperature: float = 10_000.0) -> Tensor:
+def sincos_2d(grid: Grid, dim: int, prefix: int = 0) -> Tensor:
     """Fixed positions (1, prefix + h*w, dim) in fp32, zeros for prefix tokens.
 
     As in "Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): [sin x, cos x, sin y, cos y], dim/4
-    frequencies each, from 1 to 1/temperature. Raises ValueError where dim is no multiple of 4, or below 8.
+    frequencies each, from 1 to 1/10,000. dim is 8 or more, and by 4 divisible.
     """
-    if dim % 4 or dim < 8:
-        raise ValueError(f"sine-cosine positions need a width that is a multiple of 4 and at least 8, got {dim}")
-    y, x = torch.meshgrid(
-        torch.arange(grid[0], dtype=torch.float64), torch.arange(grid[1], dtype=torch.float64), indexing="ij"
-    )
-    omega = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
-    x, y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
+    (y, x), _ = grid_places(grid, None)
+    omega = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
+    x, y = x[:, None] * omega, y[:, None] * omega
     table = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
     return torch.cat([table.new_zeros(prefix, dim), table])[None].float()
 

@@ -1,18 +1,17 @@
 """A ViT on images of many sizes: a list of them, what `pack` made of one, or a nested tensor."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..ops import packed
-from ..ops.packed import PackedImages, TokenLayout, pack
-from ..ops.reference import packed_tokens
-from . import positions
-from .activation_memory import settle_in_training
-from .block import Subset, subset_of_packed
-from .config import ROPES
-from .layers import segment_sum
-from .positions import ROPE_LAYOUTS
+from ..ops.packed import PackedImages, pack
+from ..ops.reference import owners
+from .drop_path import subsets_of_packed
+from .layers import AttentionPoolLatent
+from .positions import token_layout
 
 ManyImages = list[Tensor] | tuple[Tensor, ...] | PackedImages | Tensor
 
@@ -48,108 +47,86 @@ class PackedForward:
         device = self.patch_embed.proj.weight.device
         return found if found.device == device else found.to(device, non_blocking=True)
 
-    def _embed_packed(self, images: PackedImages) -> tuple[Tensor, list[tuple], TokenLayout]:
-        """As `_embed`, and where the tokens of each image lie."""
-        c, prefix, depth = self._config, self.num_prefix_tokens, len(self.blocks)
-        rows, _ = located = packed.token_rows(images.offsets, len(images.patches), prefix)
-        tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
-        first = torch.cat(tokens, dim=1) if tokens else None  # (1, T, D)
-        places = positions.packed_places(images)
-        tables = {name: getattr(self, name) for name in self._tables}
-        table, slots = positions.packed_positions(
-            c["pos_embed"], tables, places, self.patch_embed.grid_size, self._pos_prefix
-        )
-        if slots is not None:
-            first = first + slots[:1].to(first.dtype)
-        stem = None if table is None else table[0]
-        x = self.patch_embed(images.patches, first, stem, self.mean, self.std, images.offsets)
-        layers, rope = [None] * depth, None
-        if table is not None and c["pos_embed_at"] != "stem":
-            slots = table.new_zeros(len(table), prefix, table.shape[2]) if slots is None else slots
-            made = [packed_tokens(table[i], slots[i : i + 1], None, *located) for i in range(len(table))]
-            layers[1:] = made[1:] if c["pos_embed_at"] == "layers" else made * (depth - 1)
-        if c.get("rope") is not None:
-            spec = c["rope_temperature"] or ROPES[c["rope"]], c["ref_feat_shape"]
-            angle = positions.rope_angles(c["rope"], places, x.dtype, self.blocks[0].attn.head_dim, *spec)
-            angle = angle.new_zeros(len(x), angle.shape[1]).index_copy(0, rows, angle)  # prefix tokens are not turned
-            rope = dict(rope=(angle.cos(), angle.sin()), rope_layout=ROPE_LAYOUTS[c["rope"]])
-        every = torch.arange(len(images) + 1, device=rows.device, dtype=images.offsets.dtype) * prefix
-        layout = TokenLayout(images.offsets + every, images.longest + prefix)
-        x = self.norm_pre(self.pos_drop(x))
-        subsets = self._subsets(images, layout)
-        arguments = [(p, None, rope, layout, drawn) for p, drawn in zip(layers, subsets)]
-        return x.float() if self.residual_in_fp32 else x, arguments, layout
+    def _subsets(self, images: Tensor | PackedImages) -> list[tuple]:
+        """For each block the packed samples that its two branches run on; (None, None) where it draws them itself."""
+        packed, prefix = isinstance(images, PackedImages), self.num_prefix_tokens
+        rates = [block.drop_path_rate if packed and block.training else 0.0 for block in self.blocks]
+        if not any(rates) or self._config["drop_path_mode"] != "subset":
+            return [(None, None)] * len(rates)
+        return subsets_of_packed([prefix + count for count in images.counts], token_layout(images, prefix), rates)
 
-    def _subsets(self, images: PackedImages, layout: TokenLayout) -> list:
-        """For each block the images that its two branches run on, None for all of them."""
-        rates = [block.drop_path_rate if block.training else 0.0 for block in self.blocks]
-        if self._config["drop_path_mode"] != "subset" or not any(rates):
-            return [None] * len(rates)
-        return _draw_subsets(images.counts, layout, self.num_prefix_tokens, rates)
-
-    def _run_packed(self, images: ManyImages) -> tuple[Tensor, PackedImages, TokenLayout]:
-        """All tokens after the last norm, (tokens, D)."""
+    def _encode_many(self, images: ManyImages) -> "Together":
+        """All tokens after the last norm."""
         given = self._packed(images)
-        x, layers, layout = self._embed_packed(given)
-        settle_in_training(self, x)
-        for block, layer in zip(self.blocks, layers):
-            x = self._run(block, x, *layer)
-        return self._final(x), given, layout
+        x, layers = self._encode(given)
+        _, options, _ = layers[0]
+        return Together(x, options["offsets"], [self.num_prefix_tokens + count for count in given.counts])
 
-    def _features_packed(self, images: ManyImages) -> list[Tensor] | Tensor:
-        """The tokens (T+N_i, D) of each image; a jagged tensor of them where the images are a nested one."""
-        x, given, layout = self._run_packed(images)
-        if isinstance(images, Tensor):
-            return torch.nested.nested_tensor_from_jagged(x, layout.offsets)
-        return _split(x, given, self.num_prefix_tokens)
-
-    def _forward_packed(self, images: ManyImages) -> Tensor | list[Tensor]:
+    def _head_packed(self, tokens: "Together", pre_logits: bool = False) -> Tensor | list[Tensor]:
         """Logits (S, num_classes); without pooling those of each image's tokens."""
-        x, given, layout = self._run_packed(images)
-        if not self.global_pool:
-            return _split(self._head(x, False), given, self.num_prefix_tokens)
-        return self._head(self._pool_packed(x, layout.offsets), False)
-
-    def _head_packed(self, tokens: list[Tensor] | Tensor, pre_logits: bool) -> Tensor | list[Tensor]:
-        """`forward_head` of what forward_features returned."""
-        x, offsets = _together(tokens)
         if self.global_pool:
-            return self._head(self._pool_packed(x, offsets), pre_logits)
-        y = self._head(x, pre_logits)
-        if isinstance(tokens, Tensor):
-            return torch.nested.nested_tensor_from_jagged(y, offsets)
-        return list(y.split([len(t) for t in tokens]))
+            return self._head(self._pool_packed(tokens, self.global_pool), pre_logits)
+        return tokens._replace(x=self._head(tokens.x, pre_logits)).apart()
 
-    def _pool_many(self, tokens: list[Tensor] | Tensor, pool_type: str) -> Tensor | list[Tensor]:
-        """`pool` of what forward_features returned."""
-        return self._pool_packed(*_together(tokens), pool_type) if pool_type else tokens
-
-    def _pool_packed(self, x: Tensor, offsets: Tensor, pool_type: str | None = None) -> Tensor:
+    def _pool_packed(self, tokens: "Together", pool_type: str) -> Tensor:
         """(tokens, D) -> (S, D). Sums of an image's tokens have one order, so the same bits every time."""
-        prefix, pool_type = self.num_prefix_tokens, self.global_pool if pool_type is None else pool_type
+        (x, offsets, _), prefix = tokens, self.num_prefix_tokens
         if pool_type == "token":
             return x.index_select(0, offsets[:-1])
         if pool_type == "avg":
             return segment_mean(x, offsets, prefix)
-        count = len(offsets) - 1
-        offsets = offsets - torch.arange(count + 1, device=x.device, dtype=offsets.dtype) * prefix
-        rows, _ = packed.token_rows(offsets, len(x) - count * prefix, prefix)
-        return self.attn_pool.pool_packed(x.index_select(0, rows) if prefix else x, offsets)
+        offsets = offsets - torch.arange(len(offsets), device=x.device, dtype=offsets.dtype) * prefix
+        rows, _ = packed.token_rows(offsets, len(x) - (len(offsets) - 1) * prefix, prefix)
+        return latent_pool(self.attn_pool, x.index_select(0, rows) if prefix else x, offsets)
 
 
-def _together(tokens: list[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of many images, a list or a jagged tensor, one after the other; and their offsets."""
+class Together(NamedTuple):
+    """The tokens of many images, one after the other."""
+
+    x: Tensor  # (tokens, ...)
+    offsets: Tensor  # (S + 1,): image s owns the tokens offsets[s] to offsets[s + 1]
+    counts: list[int] | None  # of each image; None where they come from a jagged tensor
+
+    def apart(self, jagged: bool = False) -> list[Tensor] | Tensor:
+        """The tokens (T+N_i, ...) of each image, as a list or a jagged tensor."""
+        if jagged or self.counts is None:
+            return torch.nested.nested_tensor_from_jagged(self.x, self.offsets)
+        return list(self.x.split(self.counts))
+
+
+def together(tokens: list[Tensor] | Tensor) -> Together:
+    """What `apart` returned."""
     if isinstance(tokens, Tensor):
-        return tokens.values(), tokens.offsets()
+        return Together(tokens.values(), tokens.offsets(), None)
     if not tokens:
         raise ValueError("ViT: the tokens of at least one image are wanted, got an empty list")
-    x = torch.cat(list(tokens))
-    return x, torch.tensor([0, *(len(t) for t in tokens)]).cumsum(0).to(x.device)
+    x, counts = torch.cat(list(tokens)), [len(t) for t in tokens]
+    return Together(x, torch.tensor([0, *counts]).cumsum(0).to(x.device), counts)
 
 
-def _split(x: Tensor, images: PackedImages, prefix: int) -> list[Tensor]:
-    """(tokens, ...) -> the tokens of each image."""
-    return list(x.split([prefix + count for count in images.counts]))
+def latent_pool(head: AttentionPoolLatent, x: Tensor, offsets: Tensor) -> Tensor:
+    """(tokens, D) of S packed samples -> (S, D), the softmax and the sums over a sample's tokens in fp32."""
+    query = head.q(head.latent[0].to(x.dtype)).unflatten(-1, (head.num_heads, -1))  # (1, H, Dh)
+    keys, values = head.kv(x).unflatten(-1, (2, head.num_heads, -1)).unbind(1)
+    owner, work = owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
+    logits = (query.to(work) * keys.to(work)).sum(-1) * query.shape[-1] ** -0.5  # (tokens, H)
+    least = logits.new_full((len(offsets) - 1, head.num_heads), -torch.inf)
+    largest = least.scatter_reduce(0, owner[:, None].expand_as(logits), logits.detach(), "amax")
+    weights = (logits - largest[owner]).exp()
+    pooled = segment_sum(weights[..., None] * values.to(work), offsets) / segment_sum(weights, offsets)[..., None]
+    x = head.proj(pooled.to(x.dtype).flatten(1))
+    return x + head.mlp(head.norm(x))
+
+
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """(tokens, ...) -> (S, ...): the sum over each sample's tokens.
+
+    In one order, so with the same bits every time: on a GPU by PyTorch's sum over segments, which can be differentiated
+    once; elsewhere by one that can be as often as asked.
+    """
+    if x.device.type == "cuda":
+        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0)
+    return x.new_zeros(len(offsets) - 1, *x.shape[1:]).index_add(0, owners(offsets, len(x)), x)
 
 
 def segment_mean(x: Tensor, offsets: Tensor, prefix: int) -> Tensor:
@@ -158,13 +135,3 @@ def segment_mean(x: Tensor, offsets: Tensor, prefix: int) -> Tensor:
         offsets = torch.stack([offsets, offsets + prefix], 1).flatten()[:-1]
     sums = segment_sum(x.to(torch.promote_types(x.dtype, torch.float32)), offsets)
     return (sums / offsets.diff()[:, None])[bool(prefix) :: 1 + bool(prefix)].to(x.dtype)
-
-
-@torch.compiler.disable  # it draws on the host, which knows how many tokens an image has
-def _draw_subsets(
-    counts: tuple[int, ...], layout: TokenLayout, prefix: int, rates: list[float]
-) -> list[tuple[Subset, Subset] | None]:
-    """Two subsets of images for each block with a rate, the one for attention and the one for the MLP."""
-    sizes = torch.tensor(counts) + prefix
-    draw = lambda rate: subset_of_packed(sizes, layout, rate)  # noqa: E731
-    return [(draw(rate), draw(rate)) if rate else None for rate in rates]

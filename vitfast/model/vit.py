@@ -10,27 +10,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
-from ..ops import reference as ref
+from ..ops.packed import PackedImages
 from . import config as arguments
-from . import positions
-from .activation_memory import KEEPS, set_blocks, settle, settle_in_training
+from .activation_memory import KEEPS, settle, settle_in_training
 from .block import Block
 from .checkpoint import load_model, save
-from .config import POOLS, ROPES, block_indices, checked_images
+from .config import POOLS, block_indices, checked_images
 from .hybrid import HybridEmbed
 from .init import init_weights
 from .intermediates import Intermediates
-from .layers import NORMS, AttentionPoolLatent, PatchEmbed, PreLogits, weights_dtype
-from .positions import rope_tables, table_for_images
+from .layers import NORMS, AttentionPoolLatent, PatchEmbed, PreLogits, weights_dtype, with_tokens
+from .positions import Positions, resize_table
 from .presets import pair, preset
-from .variable_size import ManyImages, PackedForward, of_many_sizes
+from .variable_size import ManyImages, PackedForward, of_many_sizes, together
 
-for _leaf in ("checked_images", "table_for_images", "rope_tables"):  # to FX: they look at shapes in Python
+for _leaf in ("checked_images", "with_tokens"):  # to FX: they look at shapes in Python
     torch.fx.wrap(_leaf)
 _ATTRIBUTES = ("mean", "std", "crop_mode", "crop_pct", "global_pool", "dynamic_img_size")  # free to change
 
 
-class ViT(Intermediates, PackedForward, nn.Module):
+class ViT(Intermediates, PackedForward, Positions, nn.Module):
     """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
 
     Images are (B, in_chans, H, W): normalised floats, or raw uint8, of which (x / 255 - mean) / std is taken in the
@@ -129,37 +128,26 @@ class ViT(Intermediates, PackedForward, nn.Module):
         self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
         self.mean, self.std, self.crop_mode, self.crop_pct = c.mean, c.std, c.crop_mode, c.crop_pct
         self._config = vars(c)
+        stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
         if c.backbone is None:
-            stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
             self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
         else:
-            self.patch_embed = HybridEmbed(c.img_size, c.patch_size, c.in_chans, c.embed_dim, c.backbone)
+            self.patch_embed = HybridEmbed(*stem, c.backbone)
             c.backbone = self.patch_embed.spec
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
-        sizes = self.patch_embed.grid_size, c.embed_dim, c.embed_dim // c.num_heads, c.depth, self._pos_prefix
-        shapes = positions.table_shapes(c.pos_embed, c.pos_embed_at, *sizes)
-        self._tables = tuple(shapes)
-        self.register_buffer("pos_embed", None)
-        for name, shape in shapes.items():
-            table = torch.empty(shape)
-            setattr(self, name, table if c.pos_embed == "sincos2d" else nn.Parameter(table))
+        self._make_tables()
         self.pos_drop = nn.Dropout(c.pos_drop_rate)
         norm = partial(NORMS[c.norm_layer], eps=c.norm_eps)
         self.norm_pre = norm(c.embed_dim) if c.pre_norm else nn.Identity()
-        options = dict(qkv_bias=c.qkv_bias, proj_bias=c.proj_bias, qk_norm=c.qk_norm, init_values=c.init_values)
-        options |= dict(norm=norm, inner_norm=c.scale_mlp_norm, proj_drop=c.proj_drop_rate)
-        options |= dict(drop_path_mode=c.drop_path_mode)
-        options |= dict(residual_in_fp32=c.residual_in_fp32, activation="swiglu" if c.swiglu_mlp else c.act_layer)
-        hidden = int(c.embed_dim * c.mlp_ratio)
         rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
-        self.blocks = nn.Sequential(*(Block(c.embed_dim, c.num_heads, hidden, drop_path=r, **options) for r in rates))
+        self.blocks = nn.Sequential(*(Block(c, norm, rate) for rate in rates))
         self.set_keep(keep)
         feature = dict(num_chs=c.embed_dim, reduction=max(pair(c.patch_size)))
         self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
         c.fc_norm = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm  # the norm is after pooling
         self.norm = nn.Identity() if c.fc_norm else norm(c.embed_dim)
-        head = (c.embed_dim, c.num_heads, hidden, c.act_layer, norm)
+        head = (c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio), c.act_layer, norm)
         self.attn_pool = AttentionPoolLatent(*head) if c.global_pool == "map" else None
         self.fc_norm = norm(c.embed_dim) if c.fc_norm else nn.Identity()
         self.pre_logits = PreLogits(c.embed_dim, c.representation_size) if c.representation_size else nn.Identity()
@@ -214,48 +202,42 @@ class ViT(Intermediates, PackedForward, nn.Module):
 
     # ---- running it
 
-    @property
-    def _pos_prefix(self) -> int:
-        """Prefix tokens that have a slot in the position table."""
-        return 0 if self.no_embed_class or self._config["pos_embed"] in positions.AXES else self.num_prefix_tokens
-
-    def _positions(self, images: Tensor) -> tuple[Tensor | None, list[tuple]]:
-        """The table added at the stem, and what each block adds: positions.distribute."""
-        tables = {name: getattr(self, name) for name in self._tables}
-        if self.dynamic_img_size:
-            sizes = self.patch_embed.patch_size, self.patch_embed.grid_size, self._pos_prefix
-            tables = {name: table_for_images(name, table, images, *sizes) for name, table in tables.items()}
-        place, without = self._config["pos_embed_at"], self.num_prefix_tokens - self._pos_prefix
-        return positions.distribute(self._config["pos_embed"], tables, place, len(self.blocks), without)
-
-    def _rope(self, images: Tensor, x: Tensor) -> dict | None:
-        """Rotary positions of the tokens x of images: arguments of ops.attention, None where there are none."""
-        kind = self._config.get("rope")
-        if kind is None:
-            return None
-        spec = self._config["rope_temperature"] or ROPES[kind], self._config["ref_feat_shape"]
-        made = rope_tables(kind, images, x, self.patch_embed.patch_size, self.blocks[0].attn.head_dim, *spec)
-        layout = positions.ROPE_LAYOUTS[kind]
-        return dict(rope=(made[0], made[1]), rope_layout=layout, num_prefix=self.num_prefix_tokens)
-
-    def _embed(self, images: Tensor, change_patches: Callable | None = None) -> tuple[Tensor, list[tuple]]:
-        """(B, C, H, W) -> (B, T+N, D), positions added, dropped out; and each block's arguments besides them."""
-        images = checked_images(images, self.in_chans, None if self.dynamic_img_size else self.patch_embed.img_size)
+    def _embed(
+        self, images: Tensor | PackedImages, change_patches: Callable | None = None
+    ) -> tuple[Tensor, list[tuple]]:
+        """Images -> tokens (B, T+N, D), or packed (tokens, D), positions added; and each block's arguments beside."""
         tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
-        table, layers = self._positions(images)
-        if change_patches is None:
-            prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
+        prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
+        table, of_prefix, layers = self._positions(images)
+        if isinstance(images, PackedImages):
+            prefix = prefix if of_prefix is None else prefix + of_prefix.to(prefix.dtype)
+            x = self.patch_embed(images.patches, prefix, table, self.mean, self.std, images.offsets)
+        elif change_patches is None:
             x = self.patch_embed(images, prefix, table, self.mean, self.std)
         else:
-            patches = change_patches(self.patch_embed(images, mean=self.mean, std=self.std))
-            x = ref.with_prefix_and_positions(patches, tokens, table)
-        x, rope = self.norm_pre(self.pos_drop(x)), self._rope(images, x)
-        return x.float() if self.residual_in_fp32 else x, [(*layer, rope) for layer in layers]
+            x = with_tokens(change_patches(self.patch_embed(images, mean=self.mean, std=self.std)), prefix, table)
+        x = self.norm_pre(self.pos_drop(x))
+        options, subsets = self._attention_options(images, x), self._subsets(images)
+        return x.float() if self.residual_in_fp32 else x, list(zip(layers, options, subsets))
 
     def _run(self, block: Block, x: Tensor, *layer: Tensor | None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, *layer, use_reentrant=False)
         return block(x, *layer)
+
+    def _encode(
+        self, images: Tensor | PackedImages, change_patches: Callable | None = None
+    ) -> tuple[Tensor, list[tuple]]:
+        """Images -> all tokens after the last norm; and what the blocks were given."""
+        x, layers = self._embed(images, change_patches)
+        settle_in_training(self, x)
+        for block, layer in zip(self.blocks, layers):
+            x = self._run(block, x, *layer)
+        return self._final(x), layers
+
+    def _checked(self, images: Tensor) -> Tensor:
+        """The images. Raises TypeError or ValueError unless they are (B, C, H, W) of this model's channels and size."""
+        return checked_images(images, self.in_chans, None if self.dynamic_img_size else self.patch_embed.img_size)
 
     def _final(self, x: Tensor) -> Tensor:
         """The norm after the last block, in the parameters' dtype where the stream is fp32."""
@@ -270,18 +252,14 @@ class ViT(Intermediates, PackedForward, nn.Module):
         if of_many_sizes(images):
             if change_patches is not None:
                 raise NotImplementedError("ViT: change_patches is for images of one size, (B, C, H, W)")
-            return self._features_packed(images)
-        x, layers = self._embed(images, change_patches)
-        settle_in_training(self, x)
-        for block, layer in zip(self.blocks, layers):
-            x = self._run(block, x, *layer)
-        return self._final(x)
+            return self._encode_many(images).apart(jagged=isinstance(images, Tensor))
+        return self._encode(self._checked(images), change_patches)[0]
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """(B, T+N, D), or a list of (T+N_i, D), -> (B, D); unchanged with pool type ""."""
         pool_type = self.global_pool if pool_type is None else pool_type
         if of_many_sizes(x):
-            return self._pool_many(x, pool_type)
+            return self._pool_packed(together(x), pool_type) if pool_type else x
         if pool_type == "map":
             return self.attn_pool(x[:, self.num_prefix_tokens :])
         if pool_type == "token":
@@ -290,7 +268,9 @@ class ViT(Intermediates, PackedForward, nn.Module):
 
     def forward_head(self, x: Tensor | list[Tensor], pre_logits: bool = False) -> Tensor:
         """Tokens -> logits (B, num_classes), or what the last linear layer sees with `pre_logits=True`."""
-        return self._head_packed(x, pre_logits) if of_many_sizes(x) else self._head(self.pool(x), pre_logits)
+        if of_many_sizes(x):
+            return self._head_packed(together(x), pre_logits)
+        return self._head(self.pool(x), pre_logits)
 
     def _head(self, x: Tensor, pre_logits: bool) -> Tensor:
         x = self.head_drop(self.pre_logits(self.fc_norm(x)))
@@ -302,7 +282,7 @@ class ViT(Intermediates, PackedForward, nn.Module):
         (B, C, H, W); or images of many sizes: a list of (C, H, W), what vitfast.pack made of one, or a nested tensor.
         """
         if of_many_sizes(images):
-            return self._forward_packed(images)
+            return self._head_packed(self._encode_many(images))
         return self.forward_head(self.forward_features(images))
 
     # ---- changing it
@@ -330,18 +310,15 @@ class ViT(Intermediates, PackedForward, nn.Module):
         """Takes images of another size from now on; the patch size stays, the positions are resampled in 2-D."""
         old = self.patch_embed.grid_size
         self.patch_embed.set_input_size(arguments.read("img_size", img_size, "set_input_size: img_size"))
-        for name in self._tables:
-            before = getattr(self, name)
-            table = positions.resize_table(name, before.detach(), old, self.patch_embed.grid_size, self._pos_prefix)
-            learned = isinstance(before, nn.Parameter)
-            setattr(self, name, nn.Parameter(table, before.requires_grad) if learned else table)
+        grids = old, self.patch_embed.grid_size
+        self._change_tables(lambda name, table: resize_table(name, table, *grids, self._pos_prefix))
         self._config["img_size"] = self.patch_embed.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recomputes blocks in backward in place of keeping their values; of a CNN, its stages."""
         changed, self.grad_checkpointing = enable != self.grad_checkpointing, enable
         if changed and self.keep == "auto":
-            self.set_keep("auto")  # it was settled for the other mode
+            settle(self, 0)  # it was settled for the other mode
         if isinstance(self.patch_embed, HybridEmbed):
             self.patch_embed.backbone.set_grad_checkpointing(enable)
 
@@ -352,18 +329,15 @@ class ViT(Intermediates, PackedForward, nn.Module):
         then, and again in one with more tokens than any before. Until then, while blocks are checkpointed and on CPUs
         it is "least". torch.compile takes what it finds: call `decide_keep` before it.
         """
-        if keep not in KEEPS:
-            raise InputError(f"ViT: keep must be one of {', '.join(map(repr, KEEPS))}, got {keep!r}")
-        self.keep, self._keep_rows = keep, 0
-        set_blocks(self, "all" if keep == "all" else "least")
+        self.keep = arguments.enforce(arguments.one_of(KEEPS), keep, "ViT: keep")
+        settle(self, 0)
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
         """Settles keep="auto" for training on `batch` images at a time; returns what is kept now.
 
         dtype: of the matrix products, the parameters' unless given.
         """
-        settle(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
-        return self.blocks[0].keep
+        return settle(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -371,10 +345,7 @@ class ViT(Intermediates, PackedForward, nn.Module):
         """Drops blocks after the last one wanted, and norm and head if told; returns those kept."""
         take = block_indices(indices, len(self.blocks))
         self.blocks = self.blocks[: max(take) + 1]
-        for name in self._tables:
-            table = getattr(self, name)
-            if len(table) > 1:  # one for each layer
-                setattr(self, name, nn.Parameter(table.detach()[: len(self.blocks)], table.requires_grad))
+        self._change_tables(lambda name, table: table if len(table) == 1 else table[: len(self.blocks)])
         self._config["depth"] = len(self.blocks)
         if prune_norm:
             self.norm = nn.Identity()
