@@ -14,6 +14,7 @@ from adapter_models import (
     PIXTRAL,
     assert_same,
     calls,
+    causal_text,
     claimed,
     classes,
     dtypes,
@@ -26,12 +27,12 @@ from adapter_models import (
     run,
     said,
     snapshot,
+    swin,
     timm_vit,
     tv_vit,
 )
 from checks import assert_close, randomize
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, SwinConfig, SwinModel
 
 import vitfast
 from vitfast import ops
@@ -65,20 +66,6 @@ def conv_stem() -> nn.Module:
     from torchvision.models.vision_transformer import ConvStemConfig
 
     return tv_vit(conv_stem_configs=[ConvStemConfig(8, 3, 2), ConvStemConfig(16, 3, 2), ConvStemConfig(16, 3, 2)])
-
-
-def swin(kind: str) -> nn.Module:
-    from timm.models.swin_transformer import SwinTransformer
-
-    sizes = dict(patch_size=2, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2))
-    if kind == "timm":
-        return SwinTransformer(16, **sizes, drop_path_rate=0.0)
-    return SwinModel(SwinConfig(image_size=16, **sizes, drop_path_rate=0.0, attn_implementation=kind))
-
-
-def causal_text() -> nn.Module:
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
-    return CLIPTextModel(CLIPTextConfig(**sizes, hidden_act="gelu", attn_implementation="sdpa"))
 
 
 def encoder_layer(**options) -> nn.Module:

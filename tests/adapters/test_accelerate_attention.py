@@ -8,16 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from adapter_models import (
-    IMAGES,
-    NAMED,
-    assert_same,
-    calls,
-    claimed,
-    hf_vit,
-    left,
-    report,
-)
+from adapter_models import IMAGES, NAMED, TEXT, assert_same, calls, causal_text, claimed, hf_vit, left, report, swin
 from checks import assert_close, randomize
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,11 +25,6 @@ MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1]])
 def with_attention(model: nn.Module) -> nn.Module:
     model.set_attn_implementation("vitfast")
     return model
-
-
-def hf_swin(attention: str = "sdpa") -> nn.Module:
-    sizes = dict(image_size=16, patch_size=2, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2))
-    return transformers.SwinModel(transformers.SwinConfig(**sizes, attn_implementation=attention))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
@@ -110,18 +96,17 @@ def test_the_report_knows_dropout_before_the_first_call():
 
 
 def test_causal_attention_is_known_by_the_last_call():
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
-    model = with_attention(transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes)))
+    model = with_attention(causal_text())
     assert calls(model, torch.tensor([[1, 2, 3, 98]])) == claimed(model) == {}
     assert ["causal" in why for why in left(model)] == [False, True, False, True, False]
-    llama = vitfast.accelerate(transformers.LlamaModel(transformers.LlamaConfig(**sizes)))
+    llama = vitfast.accelerate(transformers.LlamaModel(transformers.LlamaConfig(**TEXT)))
     assert llama.config._attn_implementation == "sdpa", "of a decoder it is not set"
 
 
 def test_attention_is_set_where_layers_stay_transformers_own():
     """And put back; what the user has chosen stays, and the report says what can be done."""
     for chosen in ("sdpa", "eager"):
-        model = hf_swin(chosen)
+        model = swin(chosen)
         state = list(model.state_dict()), model.config.to_dict()
         vitfast.accelerate(model)
         if chosen == "sdpa":
@@ -133,7 +118,7 @@ def test_attention_is_set_where_layers_stay_transformers_own():
         vitfast.restore(model)
         assert model.config._attn_implementation == chosen and not calls(model, IMAGES)
         assert (list(model.state_dict()), model.config.to_dict()) == state
-    model = hf_swin()
+    model = swin("sdpa")
     other = type(model)(model.config).eval()
     vitfast.accelerate(model)
     assert other.config._attn_implementation == "sdpa" and not calls(other, IMAGES), "of the same config"

@@ -12,6 +12,7 @@ from adapter_models import (
     PIXTRAL,
     QWEN,
     SIGLIP,
+    TEXT,
     assert_same,
     attention_in,
     blocks_in,
@@ -25,7 +26,7 @@ from adapter_models import (
 from checks import assert_close
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PixtralVisionConfig
+from transformers import PixtralVisionConfig, Siglip2TextConfig, Siglip2TextModel
 from transformers.models.pixtral.modeling_pixtral import PixtralAttentionLayer
 
 from vitfast.adapters import fallbacks, hugging_face, registry
@@ -260,9 +261,7 @@ def test_a_mask_of_the_callers_own_is_taken_as_it_is():
 
 def test_texts_keep_their_padding():
     """SigLIP 2's tower of texts pools its last token, padding or not."""
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2, vocab_size=9)
-    model = transformers.Siglip2TextModel(transformers.Siglip2TextConfig(**sizes)).eval()
+    model = Siglip2TextModel(Siglip2TextConfig(**TEXT)).eval()
     batch = dict(input_ids=torch.arange(8).view(2, 4), attention_mask=torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]))
     assert_same(*pair(model), batch)
 
@@ -302,7 +301,6 @@ def test_intermediate_features_are_the_librarys():
 def test_a_layer_asked_for_more_gives_the_library_its_mask(monkeypatch):
     """Of tokens that our towers packed, in versions whose layers return the weights of attention."""
     forward, x = PixtralAttentionLayer.forward, torch.randn(2, 5, 32)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, attn_implementation="sdpa")
 
     def old(self, hidden_states, attention_mask, position_embeddings=None, output_attentions=False, **kwargs):
         y = forward(self, hidden_states, attention_mask, position_embeddings, **kwargs)
@@ -311,7 +309,7 @@ def test_a_layer_asked_for_more_gives_the_library_its_mask(monkeypatch):
     try:
         registry._checked.pop(PixtralAttentionLayer, None)
         monkeypatch.setattr(PixtralAttentionLayer, "forward", old)
-        model, original = pair(PixtralAttentionLayer(PixtralVisionConfig(**sizes)).eval())
+        model, original = pair(PixtralAttentionLayer(PixtralVisionConfig(**TEXT, attn_implementation="sdpa")).eval())
         rope, valid = tuple(torch.randn(2, 5, 16)), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
         mask = torch.zeros(2, 1, 5, 5).masked_fill(~valid[:, None, None], torch.finfo(torch.float32).min)
         expected = original(x, mask, rope, output_attentions=True)

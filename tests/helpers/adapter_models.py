@@ -6,8 +6,10 @@ from collections import Counter
 import pytest
 import torch
 from checks import assert_close, randomize
+from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from transformers import CLIPTextConfig, CLIPTextModel, SwinConfig, SwinModel
 
 import vitfast
 from vitfast import ops
@@ -18,6 +20,7 @@ NAMED = {f"{family.library} {family.name}": family for family in FAMILIES}
 NAFLEX, SIGLIP = "timm NaFlexViT, padded", "transformers SigLIP 2, padded"
 PIXTRAL, QWEN = "transformers Pixtral", "transformers Qwen2.5-VL"
 IMAGES = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
+TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
 ALL_PARTS = 6  # of a model with two layers: the patch projection, four fused blocks, the last norm
 # Of each operation the part in a report that it does.
 PART_OF = {
@@ -44,6 +47,18 @@ def hf_vit(model: str = "ViTForImageClassification", **options) -> nn.Module:
 
 def tv_vit(**options) -> nn.Module:
     return torchvision_model(**options)()
+
+
+def swin(kind: str) -> nn.Module:
+    """A Swin of timm, or of transformers with this attention."""
+    sizes = dict(patch_size=2, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2), drop_path_rate=0.0)
+    if kind == "timm":
+        return SwinTransformer(16, **sizes)
+    return SwinModel(SwinConfig(image_size=16, **sizes, attn_implementation=kind))
+
+
+def causal_text() -> nn.Module:
+    return CLIPTextModel(CLIPTextConfig(**TEXT, hidden_act="gelu", attn_implementation="sdpa"))
 
 
 MAKERS = {"timm": timm_vit, "Hugging Face": hf_vit, "torchvision": tv_vit}

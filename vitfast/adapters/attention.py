@@ -23,7 +23,8 @@ class AttentionBlock(FusedBlock):
     def build(self) -> None:
         part = self.part
         self.packed = isinstance(part.qkv, str)
-        for name in (part.qkv,) if self.packed else part.qkv:
+        self.qkv = (part.qkv,) if self.packed else part.qkv
+        for name in self.qkv:
             self.linear(under(part.path, name), bias=part.biases is None)
         for name in part.biases or ():
             self.tensors.append((part.path, name))
@@ -41,7 +42,7 @@ class AttentionBlock(FusedBlock):
         heads, width = self.heads(modules), proj.weight.shape[1]
         if width % heads:
             return "q, k and v do not divide into heads"
-        for name in (part.qkv,) if self.packed else part.qkv:
+        for name in self.qkv:
             path = under(part.path, name)
             layer = modules.get(path)
             rows = layer.out_features if layer is not None else attribute(attention, name).shape[0]

@@ -29,8 +29,9 @@ def _plain():
     """On the CPU, without autocast, gradients, kernels and messages; random numbers are put back."""
     with contextlib.ExitStack() as stack:
         contexts = torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad(), use_kernels("off")
-        for context in (torch.random.fork_rng(devices=[]), *contexts, quiet()):
+        for context in (torch.random.fork_rng(devices=[]), *contexts):
             stack.enter_context(context)
+        stack.callback(quiet.reset, quiet.set(True))
         yield
 
 

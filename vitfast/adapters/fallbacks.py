@@ -1,9 +1,7 @@
 """Calls for which a library's own code runs: the log says it once, the report until the next call."""
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
@@ -15,7 +13,7 @@ PACKING = "packing"  # the part of a model around its layers
 ATTENTION_ALONE = "attention only (set_attn_implementation)"  # the part of an attention layer in transformers' registry
 DROPOUT = "attention dropout is active in training"
 _log = logging.getLogger("vitfast")
-_quiet = ContextVar("vitfast.adapters.quiet", default=False)
+quiet = ContextVar("vitfast.adapters.quiet", default=False)  # whether the log says nothing
 said: set[tuple[str, str, str]] = set()  # class, part and reason, which the log does not say again
 # What the last call of a module asked for, by part, where no operation does that.
 _asked: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
@@ -23,19 +21,9 @@ _asked: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDi
 _wrapped: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The log says nothing inside."""
-    token = _quiet.set(True)
-    try:
-        yield
-    finally:
-        _quiet.reset(token)
-
-
 @torch.compiler.assume_constant_result  # compiled code says it while it is compiled
 def _say(kind: str, part: str, reason: str) -> None:
-    if (kind, part, reason) not in said and not _quiet.get():
+    if (kind, part, reason) not in said and not quiet.get():
         said.add((kind, part, reason))
         _log.warning("%s, %s: %s; the library's own code runs", kind, part, reason)
 

@@ -30,10 +30,6 @@ def only_captures(module: nn.Module, keys: tuple[str, ...] = ("attentions",)) ->
     return not set(keys) & set(capturing._active_collector.get() or ())
 
 
-def _mask(layer: nn.Module, given: dict, x: Tensor) -> dict:
-    return dict(mask=given.get("attention_mask"))
-
-
 def _rotary(layer: nn.Module, given: dict, x: Tensor) -> Logits:
     """DINOv3's cosines and sines, (patches, head size) each."""
     if given.get("position_embeddings") is None:
@@ -169,7 +165,7 @@ LAYER = Layer(
     attention=ATTENTION,
     mlp=MLP,
     takes=("attention_mask",),
-    logits=_mask,
+    logits=lambda layer, given, x: dict(mask=given.get("attention_mask")),
     harmless=HARMLESS,
     idle_hooks=only_captures,
     example=lambda tokens: dict(attention_mask=torch.arange(tokens) < torch.tensor([3, tokens])[:, None, None, None]),
