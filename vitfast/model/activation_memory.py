@@ -83,7 +83,7 @@ def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:
 
 
 def settle_in_training(vit: nn.Module, x: Tensor) -> None:
-    """Settles "auto" for tokens x (..., D) of an eager training forward, where they are more than ever before."""
+    """Settles "auto" for tokens x (..., D) of an eager training forward, where there were never more."""
     trains = vit.keep == "auto" and vit.training and torch.is_grad_enabled()
     if not trains or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return

@@ -48,7 +48,7 @@ class Block(Layer):
     }
 
     def __init__(self, config: SimpleNamespace, norm: Callable[[int], nn.Module], drop_path: float):
-        """config: the arguments of a ViT. norm: makes a norm of some width. drop_path: the rate of this block."""
+        """config: a ViT's arguments. norm: makes a norm of some width. drop_path: this block's rate."""
         super().__init__()
         c, width = config, config.embed_dim
         self.drop_path_rate, self.drop_path_mode = drop_path, c.drop_path_mode
@@ -101,7 +101,7 @@ class Block(Layer):
         return (self.norm2, self.mlp, self.ls2, Mlp) if branch else (self.norm1, self.attn, self.ls1, Attention)
 
     def _unfused_reason(self, layer: nn.Module, own: type, relative: bool) -> str | None:
-        """Why a branch runs on its modules, the smaller operations and PyTorch; None where one operation runs it."""
+        """Why a branch runs on its modules and the smaller operations; None where one operation runs it."""
         why = self.why_called(_OPERATIONS.get(type(layer), _OPERATIONS[own]))
         return "relative positions" if why is None and relative else why
 

@@ -33,7 +33,7 @@ def shown(value) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """The values that an argument may have: those for which `holds`; `convert` makes them Python's own type."""
+    """Those values that an argument may have; `convert` makes them Python's own type."""
 
     text: str  # what was expected
     holds: Callable[[object], bool]

@@ -1,4 +1,4 @@
-"""Stochastic depth (Huang et al., 2016): in training a branch of a block is left out, for some of the samples."""
+"""Stochastic depth (Huang et al., 2016): training leaves a block's branch out, for some samples."""
 
 from typing import NamedTuple
 

@@ -248,7 +248,7 @@ class Mlp(Layer):
 
 
 class GluMlp(Mlp):
-    """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)); `fc1` (2F, D) with rows [gate; up], `fc2` (D, F)."""
+    """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)); `fc1` (2F, D) with rows [gate; up]."""
 
     stands_in = {
         "gated_mlp": layout({"fc1": nn.Linear, "drop1": nn.Dropout, "norm": (nn.Identity, LayerNorm), "fc2": nn.Linear})

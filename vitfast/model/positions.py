@@ -41,7 +41,7 @@ class Positions:
         return 0 if self.no_embed_class or self._config["pos_embed"] in AXES else self.num_prefix_tokens
 
     def _make_tables(self) -> None:
-        """Makes the tables of this kind of positions, parameters or fixed; init_weights gives them their values."""
+        """Makes the tables of this kind of positions, parameters or fixed; init_weights fills them."""
         c, (height, width), d = self._config, self.patch_embed.grid_size, self.embed_dim
         kind, count = c["pos_embed"], c["depth"] if c["pos_embed_at"] == "layers" else 1
         shapes = {}
@@ -75,7 +75,7 @@ class Positions:
         return {name: resize_table(name, table, *grids, self._pos_prefix) for name, table in tables.items()}
 
     def _positions(self, images: Tensor | PackedImages) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-        """What is added to tokens or patches at the stem, to packed prefix tokens there, and before each block."""
+        """Positions added to tokens or patches at the stem, to packed prefix tokens, and before each block."""
         kind, place, depth = self._config["pos_embed"], self._config["pos_embed_at"], len(self.blocks)
         tables, prefix, first = self._tables_at(images), self.num_prefix_tokens, None
         if not tables or kind == "relative":
@@ -95,7 +95,7 @@ class Positions:
         return stem, first, [None, *([at(0)] * (depth - 1) if place == "layers_shared" else map(at, range(1, depth)))]
 
     def _attention_options(self, images: Tensor | PackedImages, x: Tensor) -> list[dict]:
-        """The arguments of each block's attention for tokens x: relative and rotary positions, the layout if packed."""
+        """Each block's arguments of attention: relative or rotary positions, the layout of packed tokens x."""
         if self._config["pos_embed"] == "relative":
             table = self._tables_at(images)["pos_embed_rel"]
             return [dict(relative=table[i]) for i in range(len(self.blocks))]
@@ -137,7 +137,7 @@ def _joined(kind: str, x: Tensor, y: Tensor) -> Tensor:
 
 
 def grid_places(grid: Grid, device: torch.device | None) -> tuple[tuple[Tensor, Tensor], Grid]:
-    """The row and the column of every patch of a grid, row by row, (N,) each; and how many there are of both."""
+    """Row and column of every patch of a grid, row by row, (N,) each; and how many there are of both."""
     number = torch.arange(grid[0] * grid[1], device=device)
     return (number // grid[1], number % grid[1]), grid
 
@@ -198,7 +198,7 @@ def rope_tables(
     temperature: float,
     ref_grid: Grid | None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of rotary positions (Su et al., 2021): (N, Dh / 2) for the patches of images, row by row.
+    """cos and sin of rotary positions (Su et al., 2021): (N, Dh / 2), of the patches row by row.
 
     Of packed images those of all tokens x, prefix tokens not turned. They are for tokens in the dtype of x, and in fp32
     at least. A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a quarter by the

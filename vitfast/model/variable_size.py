@@ -48,7 +48,7 @@ class PackedForward:
         return found if found.device == device else found.to(device, non_blocking=True)
 
     def _subsets(self, images: Tensor | PackedImages) -> list[tuple]:
-        """For each block the packed samples that its two branches run on; (None, None) where it draws them itself."""
+        """For each block the packed samples that its two branches run on; None where it draws them."""
         packed, prefix = isinstance(images, PackedImages), self.num_prefix_tokens
         rates = [block.drop_path_rate if packed and block.training else 0.0 for block in self.blocks]
         if not any(rates) or self._config["drop_path_mode"] != "subset":
@@ -95,7 +95,7 @@ class Together(NamedTuple):
 
 
 def together(tokens: list[Tensor] | Tensor) -> Together:
-    """What `apart` returned."""
+    """One after the other again, the tokens that `apart` returned."""
     if isinstance(tokens, Tensor):
         return Together(tokens.values(), tokens.offsets(), None)
     if not tokens:

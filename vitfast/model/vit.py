@@ -205,7 +205,7 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
     def _embed(
         self, images: Tensor | PackedImages, change_patches: Callable | None = None
     ) -> tuple[Tensor, list[tuple]]:
-        """Images -> tokens (B, T+N, D), or packed (tokens, D), positions added; and each block's arguments beside."""
+        """Images -> tokens (B, T+N, D), or (tokens, D), positions added; and each block's other arguments."""
         tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
         table, of_prefix, layers = self._positions(images)
@@ -236,7 +236,7 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
         return self._final(x), layers
 
     def _checked(self, images: Tensor) -> Tensor:
-        """The images. Raises TypeError or ValueError unless they are (B, C, H, W) of this model's channels and size."""
+        """The images. Raises TypeError or ValueError unless they have this model's channels and size."""
         return checked_images(images, self.in_chans, None if self.dynamic_img_size else self.patch_embed.img_size)
 
     def _final(self, x: Tensor) -> Tensor:
