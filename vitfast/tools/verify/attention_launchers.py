@@ -16,7 +16,7 @@ PREFIX = 1  # tokens that rotary positions leave
 
 def attention_formula(q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
     """(o, lse); +inf for a query that sees no key, as the kernels have it."""
-    if "offsets" in options:
+    if options.get("offsets") is not None:
         return _each_sample(q, k, v, scale, **options)
     lse = ref.attention_logits(q.to(wide(q)), k.to(wide(k)), scale=scale, **options).logsumexp(-1)
     return ref.attention(q, k, v, scale=scale, **options), lse.where(lse > -torch.inf, torch.inf)
