@@ -171,7 +171,7 @@ def evaluate_frozen(
 
 
 def fine_tune(config: Config, examples: int) -> dict:
-    """Accuracy after fine-tuning on `examples` training images. A finished run is only measured. Raises Stopped."""
+    """Accuracy after fine-tuning on so many training images; a finished run is measured. Raises Stopped."""
     steps = total_steps(config, examples)
     settings = dict(steps=steps, epochs=None, eval_every=steps, save_every=max(1, steps // 5))
     summary = ended(Trainer(dataclasses.replace(config, **settings), examples=examples).fit())

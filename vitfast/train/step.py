@@ -98,7 +98,7 @@ class TrainStep:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """What a checkpoint keeps: the model, and the moving average where there is one."""
+        """The models that a checkpoint keeps: the trained one, and the moving average where there is one."""
         return {"model": self.model} | ({"ema": self.ema.module} if self.ema else {})
 
     @property

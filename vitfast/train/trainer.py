@@ -201,7 +201,7 @@ class Trainer:
         self.metrics = stack.enter_context(contextlib.closing(Metrics(self.run, self.step)))
 
     def _write(self, name: str, function: Callable, *args) -> None:
-        """function(*args). TrainingError where it cannot write this file of the run folder, as on a full disk."""
+        """function(*args). TrainingError where it cannot write this file of the run, as on a full disk."""
         try:
             function(*args)
         except OSError as error:
