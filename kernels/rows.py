@@ -164,7 +164,10 @@ def row_alignment(*matrices: Tensor | None) -> int:
 def column_sums(
     x: Tensor, workspaces: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None] | None = None
 ) -> list[Tensor | None]:
-    """Up to four workspaces (programs, D), each added up into (D,) in these dtypes (fp32); None stays None."""
+    """Up to four workspaces (programs, D), each added up into (D,); None stays None.
+
+    dtypes: of the sums, fp32 unless given. x: what tiles are looked up for.
+    """
     dtypes = [torch.float32] * len(workspaces) if dtypes is None else dtypes
     outs = [None if ws is None else ws.new_empty(ws.shape[1], dtype=dtype) for ws, dtype in zip(workspaces, dtypes)]
     given = [ws for ws in workspaces if ws is not None]

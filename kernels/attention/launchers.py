@@ -178,10 +178,10 @@ def attention_bwd(
     turn_back: bool = True,
     packed: bool = True,
 ) -> tuple[Tensor | tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """Packed dqkv (B, N, 3, H, Dh), else dq, dk, dv, each contiguous; the QKV bias's gradient (3 H Dh,) in fp32.
+    """Packed dqkv (B, N, 3, H, Dh), else dq, dk and dv, contiguous; and the QKV bias's gradient.
 
-    The latter where wanted. turn_back: False leaves dq and dk, and their sums in the bias's gradient, as rotary
-    positions turn them, for `rope_bwd`.
+    The latter, (3 H Dh,) in fp32, where wanted. turn_back: False leaves dq and dk, and their sums in the bias's
+    gradient, as rotary positions turn them, for `rope_bwd`.
     """
     B, N, H, D = q.shape
     tile = _lookup("attention_bwd", q, logits)

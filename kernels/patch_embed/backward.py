@@ -273,10 +273,10 @@ def patch_embed_bwd(
     pos_len: int,
     packed: Packed | None = None,
 ) -> Gradients:
-    """Gradients of `patch_embed_fwd` for dy (B, T+N, D), or (N + S T, D) with `packed`, in the dtypes of `wanted`.
+    """Gradients of `patch_embed_fwd` for dy (B, T+N, D), or (N + S T, D) with `packed`.
 
-    `images` may be None where neither its gradient nor the weight's is wanted; mean and std are read for uint8 images
-    only.
+    They have the dtypes of `wanted`. `images` may be None where neither its gradient nor the weight's is wanted; mean
+    and std are read for uint8 images only.
     """
     dy = dy.contiguous()
     raw = wanted.weight is not None and images.dtype == torch.uint8

@@ -319,7 +319,10 @@ def check_weight(op: str, x: Tensor, **weight: Tensor) -> tuple[int, int]:
 def check_linear(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", shape: tuple | None = None
 ) -> None:
-    """A weight (F, D) and a bias (F,) in x's dtype. prefix: of their names. shape: where it need not fit x (..., D)."""
+    """A weight (F, D) and a bias (F,) in x's dtype, which fit x (..., D) or have the weight's `shape`.
+
+    prefix: of their names.
+    """
     shape = (None, check_rows(op, x)) if shape is None else shape
     check_shape(op, f"{prefix}weight", weight, shape, required=True)
     check_shape(op, f"{prefix}bias", bias, (weight.shape[0],))

@@ -1,4 +1,4 @@
-"""MLPs, plain and gated, and the first layer of a plain one alone, which is an MLP without a last layer.
+"""MLPs, plain and gated; the first layer of a plain one alone is an MLP without a last layer.
 
     linear_gelu: activation(fc1(x))
     mlp:         fc2(activation(fc1(x)))
@@ -131,9 +131,10 @@ class HiddenGradients(NamedTuple):
 def hidden_bwd(
     g: Tensor, out_weight: Tensor | None, t: Hidden, saved: HiddenSaved, needs: Hidden, below: bool, want_inner: bool
 ) -> HiddenGradients:
-    """From g (M, D'), the gradient of what the last layer, out_weight (D', F), puts out; without one g is (M, F).
+    """From g (M, D'), the gradient of what the last layer, out_weight (D', F), puts out.
 
-    below: whether the gradient of the layers' input is needed.
+    Without a last layer out_weight is None, and g (M, F) is the gradient of what it would read. below: whether the
+    gradient of the layers' input is needed.
     """
     want_sums = needs.in_bias or needs.up_bias
     if out_weight is None:

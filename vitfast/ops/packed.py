@@ -219,7 +219,10 @@ def pack(
 
 
 def _checked_places(i: int, places, count: int) -> Tensor:
-    """keep[i] as a tensor, of a list or an array too: numbers of patches below `count`, at least one, each once."""
+    """keep[i] as a tensor, of a list or an array too.
+
+    It must have numbers of patches below `count`, at least one, each once.
+    """
     try:
         found = torch.as_tensor(places)
     except (TypeError, ValueError, RuntimeError):

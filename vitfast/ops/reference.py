@@ -313,7 +313,7 @@ def self_attention(x, qkv_weight, qkv_bias, proj_weight, proj_bias, *, num_heads
 
 
 def _block(branch):
-    """The operation x + drop_path[b] * layer_scale * branch(norm(x)): (B, N, D) -> (B, N, D), in x's dtype.
+    """The operation x + drop_path[b] * layer_scale * branch(norm(x)), (B, N, D) in x's dtype.
 
     layers, options: what `branch` takes after its input. compute_dtype: of the matrix products.
     """
