@@ -15,6 +15,7 @@ be unset.
 
 import argparse
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -34,6 +35,7 @@ import cache  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from meta_launches import META, everything  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from vitfast.errors import both_ends  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
@@ -115,8 +117,8 @@ def with_candidates(call: Callable) -> dict[str, Callable]:
 
 
 def job(case: str, launch: Launch, sm: int, dtype: torch.dtype) -> tuple[tuple, tuple]:
-    """What tells a compilation from others; and (case, sm, dtype name, the launch as plain data)."""
-    return (sm, launch.kernel.__name__, *compiler.key_of(launch, sm)), (case, sm, TYPES[dtype], compiler.Job.of(launch))
+    """What tells a compilation from others; and (case, sm, dtype name, the launch)."""
+    return (sm, launch.kernel.__name__, *compiler.key_of(launch, sm)), (case, sm, TYPES[dtype], launch)
 
 
 def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple, tuple]:
@@ -150,10 +152,8 @@ def tile_name(launch: Launch) -> str:
 
 def compile_job(job: tuple) -> dict:
     """One entry of the table."""
-    case, sm, dtype, plain = job
-    launch = plain.launch()
-    named = tile_name(launch)
-    row = dict(kernel=launch.kernel.__name__, case=case, sm=sm, dtype=dtype, tile=named)
+    case, sm, dtype, launch = job
+    row = dict(kernel=launch.kernel.__name__, case=case, sm=sm, dtype=dtype, tile=tile_name(launch))
     try:
         return row | compile_launch(launch, sm)
     except Exception as error:  # the table says which tile does not compile
@@ -282,14 +282,27 @@ PRODUCTS += ("gated_linear", "dgated_matmul", "patch_embed_fwd", "patch_embed_dw
 # ---- an archive of what a run on a GPU launches
 
 
-def compile_only(work: tuple[compiler.Job, int]) -> str:
+def compile_only(work: tuple[Launch, int]) -> str:
     """Compiles into the cache; returns what went wrong, or ""."""
-    job, sm = work
+    launch, sm = work
     try:
-        compiler.compiled(job.launch(), sm)
+        compiler.compiled(launch, sm)
         return ""
     except Exception as error:
-        return f"{job.kernel}: {both_ends(f'{type(error).__name__}: {error}')}"
+        return f"{launch.kernel.__name__}: {both_ends(f'{type(error).__name__}: {error}')}"
+
+
+def detached(launch: Launch) -> Launch:
+    """The launch of tensors that autograd knows nothing of: only such can be sent to other processes."""
+
+    def free(value):
+        if type(value) is tuple:
+            return tuple(map(free, value))
+        if isinstance(value, TensorDescriptor):
+            return dataclasses.replace(value, base=value.base.detach())
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    return dataclasses.replace(launch, arguments={name: free(value) for name, value in launch.arguments.items()})
 
 
 def write_cache(archive: Path, sm: int, processes: int, found: list[Launch]) -> int:
@@ -297,7 +310,7 @@ def write_cache(archive: Path, sm: int, processes: int, found: list[Launch]) -> 
     launches = {compiler.key_of(launch, sm): launch for launch in found}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        work = [(compiler.Job.of(launch), sm) for launch in launches.values()]
+        work = [(detached(launch), sm) for launch in launches.values()]
         with ProcessPoolExecutor(processes) as pool:
             failures = list(filter(None, pool.map(compile_only, work, chunksize=4)))
         size = cache.pack(Path(folder), archive, sm=sm)

@@ -259,7 +259,7 @@ PLANTED = [
         "tools/verify/__init__.py",
         "if not error <= limit:",
         "if error > limit:",
-        "tests/tools/tune/test_trial.py -k unwritten",
+        "tests/tools/tune/test_tuner.py -k unwritten",
     ),
     Planted(
         "a backward that costs as much as the forward",

@@ -24,16 +24,17 @@ def deadly(task) -> doctor.Result:
     return doctor.Result(*task, 0.0, 0.0, True)
 
 
-def dies(connection, *_) -> None:
+def dies(send, *_) -> None:
     """The tuner's worker, which ends in a candidate."""
-    connection.send(("kept", "a"))
-    connection.send(("trying", CANDIDATE))
+    send("kept", "a")
+    send("trying", CANDIDATE)
     os._exit(3)
 
 
-def hangs(connection, *_) -> None:
-    connection.send(("trying", None))
-    connection.send(("trying", CANDIDATE))
+def hangs(send, *_) -> None:
+    signal.alarm(1)  # as the worker asks for before each candidate
+    send("trying", None)
+    send("trying", CANDIDATE)
     time.sleep(60)
 
 

@@ -6,9 +6,14 @@ import os
 import signal
 from collections.abc import Callable
 
+from ..errors import InputError
+
 
 class Lost(Exception):
-    """A process that gave no result: "died with exit code 3", "took longer than 25 s"."""
+    """A process that gave no result: "died with exit code 3", "took longer than 25 s".
+
+    A function may raise it, with its own words, where its process is of no more use.
+    """
 
 
 class Children:
@@ -19,20 +24,30 @@ class Children:
         self.context.set_forkserver_preload([module])
         self.running: set = set()
 
-    def run(self, seconds: float | None, function: Callable, *arguments):
+    def run(self, seconds: float | None, function: Callable, *arguments, hear: Callable | None = None):
         """Returns function(*arguments), computed in a new process. Any thread may call.
 
-        Raises Lost where the process ends without a result or takes longer than `seconds`.
+        hear: is called with what the function sends meanwhile, by `send(*what)`, which is then its first argument.
+        Raises InputError and Lost as the function does, and Lost where the process ends without a result or is silent
+        for longer than `seconds`.
         """
         receiver, sender = self.context.Pipe(duplex=False)
-        process = self.context.Process(target=_serve, args=(sender, function, *arguments), daemon=True)
+        sends = hear is not None
+        process = self.context.Process(target=_serve, args=(sender, sends, function, *arguments))
+        process.daemon = not sends  # so that it ends with its parent; but a daemon may start no processes of its own
         process.start()
         self.running.add(process)
         sender.close()  # its end has one owner, so that its death is the end of the pipe
         try:
-            if not receiver.poll(seconds):
-                raise Lost(f"took longer than {seconds} s")
-            return receiver.recv()
+            while True:
+                if not receiver.poll(seconds):
+                    raise Lost(f"took longer than {seconds} s")
+                kind, value = receiver.recv()
+                if kind == "result":
+                    return value
+                if kind == "error":
+                    raise value
+                hear(*value)
         except EOFError:
             process.join()
             code = process.exitcode
@@ -49,9 +64,13 @@ class Children:
             _end(process)
 
 
-def _serve(connection, function: Callable, *arguments) -> None:
+def _serve(connection, sends: bool, function: Callable, *arguments) -> None:
     os.setsid()  # so that what it starts, such as ptxas, is ended with it, and Ctrl-C is its parent's alone
-    connection.send(function(*arguments))
+    send = (lambda *what: connection.send(("sent", what)),) if sends else ()
+    try:
+        connection.send(("result", function(*send, *arguments)))
+    except (InputError, Lost) as error:
+        connection.send(("error", error))
 
 
 def _end(process) -> None:

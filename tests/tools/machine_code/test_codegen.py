@@ -110,7 +110,8 @@ def test_a_kernel_that_regresses_is_a_problem(codegen):
 
 
 AHEAD = """
-import json, os, sys, time, types
+import dataclasses, json, os, pickle, sys, time, types
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 sys.path.insert(0, {tests!r})
@@ -118,7 +119,7 @@ import codegen
 import cache, torch
 from meta_launches import doctor, launching_on_meta, operations
 from vitfast.tools.machine_code import compiler
-from vitfast.tools.tune.tuner import Tuner
+from vitfast.tools.tune import tuner as tune
 
 
 def main(folder):
@@ -131,18 +132,18 @@ def main(folder):
     count, reason = cache.unpack(archive, elsewhere)
     os.environ["TRITON_CACHE_DIR"] = str(elsewhere)
 
-    ours, launch = compiler.Compiler(90, 2), found[0]
-    plain = compiler.Job.of(launch)
-    warps = lambda count: plain._replace(arguments=plain.arguments | dict(num_warps=count))
-    jobs = dict(right=plain, refused=warps(3))
-    ahead = {{name: ours.run(job) for name, job in jobs.items()}}
-    same = compiler.key_of(plain.launch(), 90) == compiler.key_of(launch, 90) != compiler.key_of(found[-1], 90)
-    same = same and ours.submit(launch) is ours.submit(plain.launch()) and ours.compilations == 1
+    ours, launch = compiler.Compiler(90, 2), codegen.detached(found[0])
+    refused = dataclasses.replace(launch, arguments=launch.arguments | dict(num_warps=3))
+    ahead = dict(right=ours.run(launch), refused=ours.run(refused))
+    travelled = pickle.loads(ForkingPickler.dumps(launch))
+    same = compiler.key_of(travelled, 90) == compiler.key_of(launch, 90) != compiler.key_of(found[-1], 90)
+    same = same and ours.submit(launch) is ours.submit(travelled) and ours.compilations == 1
 
     os.environ["VITFAST_TILES"] = str(folder / "tiles.json")
     clock = types.SimpleNamespace(now=time.monotonic, lost=lambda: False, seconds=lambda *_: 1.0)
-    looked = lambda *_: types.SimpleNamespace(check=lambda: None, run=None)
-    tuner = Tuner(torch.bfloat16, torch.device("cpu"), "GPU", clock, ours, 100, looked)
+    tune.Judge = lambda *_: None
+    tune.Tuner._measure = lambda *_: 1.0
+    tuner = tune.Tuner(torch.bfloat16, torch.device("cpu"), "GPU", clock, ours, 100)
     (outcome,) = tuner.run(tuner.problems(doctor.SMALL_SIZES, "gelu_bwd"))
     tuned = [outcome.tried, list(outcome.failures.values()), outcome.finished, ours.compilations]
 

@@ -12,47 +12,26 @@ from tuning import CPU, TINY, Clock, Compiler
 from vitfast.cli import main
 from vitfast.errors import InputError
 from vitfast.kernels.configs import tiles
+from vitfast.tools import child
 from vitfast.tools.tune import command, user_table
-from vitfast.tools.tune.tuner import DeviceLost
 
 
 class InProcess:
-    """`work` here, in the place of a process: its messages, which end where it is lost."""
+    """`work` here, in the place of a process."""
 
-    exitcode = -11
+    def __init__(self, module): ...
 
-    def __init__(self, *arguments):
-        self.messages = []
-        try:
-            command.work(self.messages.append, *arguments)
-        except InputError as error:
-            self.messages.append(("error", str(error)))
-        except DeviceLost as error:
-            self.messages.append(("lost", str(error)))
-
-    def poll(self, seconds) -> bool:
-        return True
-
-    def recv(self) -> tuple:
-        if not self.messages:
-            raise EOFError
-        return self.messages.pop(0)
-
-    def join(self) -> None: ...
-
-    kill = join
+    def run(self, seconds, function, *arguments, hear):
+        return function(lambda *what: hear(*what), *arguments)
 
 
 def run_command(monkeypatch, clock, *given) -> int:
     """`vitfast tune` on a machine whose GPU is this clock."""
-
-    def start(*arguments):
-        worker = InProcess(*arguments)
-        return worker, worker
-
     monkeypatch.setattr(command, "machine", lambda: (CPU, "GPU", clock, Compiler()))
     monkeypatch.setattr(command, "gpu_lock", contextlib.nullcontext)
-    monkeypatch.setattr(command, "start", start)
+    monkeypatch.setattr(command, "monotonic", clock.now)
+    monkeypatch.setattr(command, "Children", InProcess)
+    monkeypatch.setattr(command.signal, "alarm", lambda seconds: None)
     monkeypatch.setitem(command.MODELS, "B/16", TINY)
     return main(["tune", "--dtype", "float16", *given])
 
@@ -120,17 +99,15 @@ def test_a_candidate_that_breaks_the_gpu_is_refused_and_the_rest_tuned(table, mo
 
 
 @pytest.mark.slow(8)
-@pytest.mark.parametrize(("target", "why"), [(dies, "with exit code 3"), (hangs, "has not ended after 2 s")])
-def test_a_process_that_dies_or_hangs_in_a_candidate_is_ended_and_that_refused(table, monkeypatch, capsys, target, why):
-    monkeypatch.setattr(command, "HANGS", 2)
-    monkeypatch.setattr(command.multiprocessing, "get_context", lambda kind: SERVER)
-    process, connection = command.start(target=target)
-    told = dict(done=set(), kept=set(), end=set())
-    command._follow(process, connection, told)
-    process.kill()
-    process.join()
-    assert list(user_table.refused("GPU").values())[0].endswith(why) and why in capsys.readouterr().err
-    assert told["kept"] == ({"a"} if target is dies else set()) and not told["end"]
+@pytest.mark.parametrize(("work", "why"), [(dies, "died with exit code 3"), (hangs, "has not ended after 1 s")])
+def test_a_process_that_dies_or_hangs_in_a_candidate_is_ended_and_that_refused(table, monkeypatch, capsys, work, why):
+    monkeypatch.setattr(command, "HANGS", 1)
+    monkeypatch.setattr(command, "work", work)
+    monkeypatch.setattr(child.multiprocessing, "get_context", lambda kind: SERVER)
+    told = dict(done=set(), kept=set())
+    assert command._in_a_process(told, "B/16", None, 1.0) is None
+    assert list(user_table.refused("GPU").values()) == [why] and why in capsys.readouterr().err
+    assert told == dict(done=set(), kept={"a"} if work is dies else set())
 
 
 def test_deterministic_leaves_out_libraries_that_may_add_in_any_order(table, monkeypatch):
@@ -147,11 +124,11 @@ def test_deterministic_leaves_out_libraries_that_may_add_in_any_order(table, mon
 
 
 def test_an_interrupted_command_says_what_was_kept(table, monkeypatch, capsys):
-    def interrupted(process, connection, told):
-        told["kept"].add("linear_gelu_fwd")
+    def interrupted(send, *_):
+        send("kept", "linear_gelu_fwd")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_follow", interrupted)
+    monkeypatch.setattr(command, "work", interrupted)
     assert run_command(monkeypatch, Clock(), "--only", "linear_gelu") == 130
     said = capsys.readouterr()
     assert "1 tiles faster than before, kept in" in said.out and "interrupted" in said.err

@@ -6,14 +6,14 @@ from concurrent.futures import TimeoutError as NotDone
 
 import pytest
 import torch
-from tuning import TINY, Clock, Compiler, Done, make_tuner, with_fault
+from tuning import CPU, TINY, Clock, Compiler, Done, make_tuner, with_fault
 
 from vitfast.kernels.configs import tiles
 from vitfast.kernels.configs.tiles import tile
-from vitfast.tools.tune import user_table
+from vitfast.tools import verify
+from vitfast.tools.tune import tuner, user_table
 from vitfast.tools.tune.search import Search
-from vitfast.tools.tune.trial import Trial
-from vitfast.tools.tune.tuner import INNER, Attempt
+from vitfast.tools.verify.launcher import Launcher
 
 
 def test_problems_are_what_a_training_step_uses_each_with_its_plainest_launcher(table):
@@ -28,7 +28,7 @@ def test_problems_are_what_a_training_step_uses_each_with_its_plainest_launcher(
     keys = [p.key for p in make_tuner(Clock()).problems(TINY)]
     assert len(keys) == len(set(keys))
     names = [op for op, _, _ in keys]
-    assert max(map(names.index, INNER)) < min(
+    assert max(map(names.index, tuner.INNER)) < min(
         names.index(op) for op in ("weight_grad", "dgelu_matmul", "layer_norm_bwd")
     )
 
@@ -175,27 +175,34 @@ def test_nothing_is_kept_where_the_tables_tile_only_lacked_memory(table):
     assert table() == [] and "does not run as it was" in str(outcome) and "out of memory" in str(outcome)
 
 
-def test_memory_that_the_inputs_lack_is_said(table):
+def test_memory_that_the_inputs_lack_is_said(table, monkeypatch):
     def no_room(*_):
         raise NO_MEMORY
 
-    work = make_tuner(Clock(), trial=no_room)
+    monkeypatch.setattr(tuner, "Judge", no_room)
+    work = make_tuner(Clock())
     (outcome,) = work.run(work.problems(TINY, "linear_gelu"))
-    assert not outcome.finished and "its inputs do not fit" in str(outcome) and "--batch-size" in str(outcome)
+    assert not outcome.finished and "its tensors do not fit" in str(outcome) and "--batch-size" in str(outcome)
 
 
-def test_inputs_that_do_not_fit_beside_the_others_are_made_again(table):
-    def cramped(problem, dtype, device):
-        if any(attempt.trial for attempt in work.active):
-            raise NO_MEMORY
-        return Trial(problem, dtype, device)
+def test_what_a_candidate_leaves_unwritten_is_found_out(table, monkeypatch):
+    """Whose error is infinite; and no NaN passes, wherever it comes from."""
 
-    work = make_tuner(Clock(), trial=cramped)
-    first, second = work.problems(TINY, "linear_residual")
-    work.active = [Attempt(p, Search([p.start]), p.start) for p in (first, second)]
-    for attempt, other in (work.active, reversed(work.active)):
-        with work._in_force(attempt, attempt.problem.start) as trial:
-            assert trial.problem is attempt.problem and other.trial is None
+    def call(x):
+        out = torch.empty_like(x)
+        out[:-1] = 2 * x[:-1]
+        return out
+
+    launcher = Launcher(lambda t: (t.values(6, 3),), call, lambda x: 2 * x)
+    judge, work = verify.Judge(launcher, torch.float32, CPU), make_tuner(clock := Clock())
+    problem = tuner.Problem("linear_gelu_fwd", "32", "", "double", launcher, tile(), [], {})
+    for said in ("inf", "nan"):
+        attempt = tuner.Attempt(problem, Search([tile()]), tile())
+        right = 2 * judge.inputs[0]
+        del right  # whose memory, with the right values in it, is what the next allocation gets
+        assert work._measure(attempt, tile(), judge) is None and not clock.timed
+        assert attempt.failures[tile()].startswith(f"error of a row {said}")
+        monkeypatch.setattr(verify, "errors", lambda *_: (math.nan, math.nan))
 
 
 # Time

@@ -6,18 +6,17 @@ looks for it.
 """
 
 import contextlib
+import copyreg
 import importlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITFunction
 
 from ...errors import InputError, both_ends
 from ...kernels.launch import INTERPRETED, Launch, settle
@@ -79,67 +78,22 @@ def key_of(launch: Launch, capability: int) -> tuple[str, str]:
     return f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}", seen[0]
 
 
-class Job(NamedTuple):
-    """A launch as plain data that another process can compile.
-
-    Functions are reduced to their names, tensors and descriptors to what the compiler sees of them: calls, not yet
-    made, that give them back on the meta device.
-    """
-
-    module: str
-    kernel: str
-    grid: tuple
-    arguments: dict
-
-    @classmethod
-    def of(cls, launch: Launch) -> "Job":
-        """Raises ValueError for a tensor not aligned to 16 bytes, which plain data does not tell."""
-
-        def plain(value):
-            if type(value) is tuple:
-                return tuple(map(plain, value))
-            if _is_jit_function(value):
-                return partial(_function, value.fn.__module__, value.fn.__name__)
-            if hasattr(value, "block_shape"):
-                sizes = list(value.shape), list(value.strides), list(value.block_shape)
-                return partial(_descriptor, type(value), value.base.dtype, *sizes)
-            if not isinstance(value, torch.Tensor):
-                return value
-            if value.device.type != "meta" and value.data_ptr() % 16:
-                raise ValueError(f"{launch.kernel.__name__}: a tensor starts at no multiple of 16 bytes")
-            return partial(_tensor, value.dtype)
-
-        arguments = {k: plain(v) for k, v in launch.arguments.items()}
-        return cls(launch.kernel.fn.__module__, launch.kernel.__name__, launch.grid, arguments)
-
-    def launch(self) -> Launch:
-        """The launch again, on meta tensors."""
-
-        def whole(value):
-            if type(value) is tuple:
-                return tuple(map(whole, value))
-            return value() if isinstance(value, partial) else value
-
-        arguments = {k: whole(v) for k, v in self.arguments.items()}
-        return Launch(_function(self.module, self.kernel), self.grid, arguments)
-
-
 def _function(module: str, name: str):
     return getattr(importlib.import_module(module), name)
 
 
-def _tensor(dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(1, dtype=dtype, device="meta")
+def _reduce(function: JITFunction) -> tuple:
+    return _function, (function.fn.__module__, function.fn.__name__)
 
 
-def _descriptor(kind: type, dtype: torch.dtype, *sizes_and_layout):
-    return kind(_tensor(dtype), *sizes_and_layout)
+# Launches on meta tensors thus travel to other processes, a kernel or a helper by its name.
+copyreg.pickle(JITFunction, _reduce)
 
 
-def _compile(job: Job, capability: int) -> tuple[int, str]:
+def _compile(launch: Launch, capability: int) -> tuple[int, str]:
     """Bytes of shared memory, and what went wrong or ""."""
     try:
-        return compiled(job.launch(), capability).metadata.shared, ""
+        return compiled(launch, capability).metadata.shared, ""
     except BaseException as error:  # whatever a compiler raises is this candidate's end, not the tuner's
         return 0, both_ends(f"{type(error).__name__}: {error}")
 
@@ -147,8 +101,8 @@ def _compile(job: Job, capability: int) -> tuple[int, str]:
 class Compiler:
     """Compiles ahead, each launch in a process of its own, so that one that dies takes nothing along.
 
-    `submit(launch)` -> a future of (bytes of shared memory, "" or what went wrong). Launches that share machine code
-    share the future; `compilations` counts the others.
+    `submit(launch)`, whose tensors are meta ones -> a future of (bytes of shared memory, "" or what went wrong).
+    Launches that share machine code share the future; `compilations` counts the others.
     """
 
     def __init__(self, capability: int, processes: int = 0):
@@ -169,13 +123,13 @@ class Compiler:
         """Raises what Triton's front end raises for a launch that it refuses."""
         key = key_of(launch, self.capability)
         if key not in self.futures:
-            self.futures[key] = self.threads.submit(self.run, Job.of(launch))
+            self.futures[key] = self.threads.submit(self.run, launch)
         return self.futures[key]
 
-    def run(self, job: Job) -> tuple[int, str]:
-        """Compiles a job in a process of its own, and waits for it."""
+    def run(self, launch: Launch) -> tuple[int, str]:
+        """Compiles a launch in a process of its own, and waits for it."""
         try:
-            return self.children.run(SECONDS, _compile, job, self.capability)
+            return self.children.run(SECONDS, _compile, launch, self.capability)
         except Lost as lost:
             return 0, f"the compiler {lost}"
 

@@ -1,26 +1,26 @@
 """`vitfast tune`: the models one after the other, within the time that is given.
 
-A process of its own has the GPU, and says which candidate it is about to run. Where it ends, breaks the GPU's context
-or takes HANGS seconds for one, that candidate is refused for good and another process goes on with the rest.
+For each a process of its own has the GPU, and says which candidate it is about to run. Where it dies, breaks the GPU's
+context or takes HANGS seconds for one, that candidate is refused for good and another process goes on with the rest.
 """
 
 import contextlib
 import dataclasses
-import multiprocessing
 import signal
 import sys
-import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from time import monotonic
 from types import SimpleNamespace
 
 import torch
 
 from ...errors import InputError, unknown
 from ...kernels.configs import tiles
+from ..child import Children, Lost
 from ..verify.draw import Sizes
 from . import user_table
-from .trial import DeviceClock
-from .tuner import DeviceLost, Tuner
+from .clock import DeviceClock
+from .tuner import Tuner
 
 # The batch: its rows fill whole tiles but for the last one, so that what reaches past the end is seen.
 MODELS = {
@@ -49,69 +49,44 @@ def gpu_lock():
     return user_table.only_one(str(torch.cuda.get_device_properties("cuda").uuid))
 
 
-def work(send, settings: SimpleNamespace, done: set[tuple], seconds: float) -> None:
-    """Tunes the problems whose keys are not `done` yet, and prints what comes of it.
+def work(send: Callable, model: str, settings: SimpleNamespace, done: set[tuple], seconds: float) -> bool:
+    """Tunes the problems of a model whose keys are not `done` yet, and prints what comes of it.
 
-    settings: the options of `tune`. seconds: how long it may take. Sends ("trying", an entry of the table or None),
-    ("kept", key), ("done", key), and ("end", whether all was tried). Raises InputError for an `only` that no
-    operation has in its name, DeviceLost where the GPU has to be given up.
+    settings: the options of `tune`. seconds: how long it may take. Sends "trying" with an entry of the table or None,
+    and "kept" and "done" with a problem's key. Returns whether all was tried. Raises Lost where the GPU has to be given
+    up.
     """
     if settings.deterministic:  # which the libraries' own predicate asks for (kernels/libraries/attention.py)
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def trying(entry: dict | None) -> None:
+        signal.alarm(HANGS if entry else 0)  # which ends this process
+        send("trying", entry)
+
     device, gpu, clock, compiler = machine()
-    end, done, finished = clock.now() + seconds, set(done), True
+    begun, sizes, finished = clock.now(), MODELS[model], True
+    if settings.batch_size is not None:
+        sizes = dataclasses.replace(sizes, batch=settings.batch_size)
     try:
-        for number, model in enumerate(settings.models):
-            begun, sizes = clock.now(), MODELS[model]
-            if settings.batch_size is not None:
-                sizes = dataclasses.replace(sizes, batch=settings.batch_size)
-            share = (end - begun) / (len(settings.models) - number)
-            tuner = Tuner(settings.dtype, device, gpu, clock, compiler, share, trying=lambda x: send(("trying", x)))
-            every = tuner.problems(sizes, settings.only)
-            if not every:
-                known = ", ".join(tiles.RULES)
-                raise InputError(f"no operation has {settings.only!r} in its name; there are {known}")
-            problems = [problem for problem in every if problem.key not in done]
-            with _bar(len(problems), model) as (bar, say):
-                for outcome in tuner.run(problems):
-                    for key in tuner.kept:
-                        send(("kept", key))
-                    if outcome.finished:
-                        done.add(outcome.problem.key)
-                        send(("done", outcome.problem.key))
-                    finished &= outcome.finished
-                    say(str(outcome))
-                    bar.update()
-                    left = f"at most {max(0.0, tuner.left):.0f} s more"
-                    bar.set_postfix_str(f"{len(tuner.kept)} faster, {tuner.timings} timed, {left}")
-            finished &= not tuner.unreached
-            counts = f"{compiler.compilations} compilations, {tuner.checks} results checked, {tuner.timings} timings"
-            print(f"{model}: {counts}, {clock.now() - begun:.0f} s", flush=True)
-        send(("end", finished))
+        tuner = Tuner(settings.dtype, device, gpu, clock, compiler, seconds, trying)
+        problems = [problem for problem in tuner.problems(sizes, settings.only) if problem.key not in done]
+        with _bar(len(problems), model) as (bar, say):
+            for outcome in tuner.run(problems):
+                for key in tuner.kept:
+                    send("kept", key)
+                if outcome.finished:
+                    send("done", outcome.problem.key)
+                finished &= outcome.finished
+                say(str(outcome))
+                bar.update()
+                left = f"at most {max(0.0, tuner.left):.0f} s more"
+                bar.set_postfix_str(f"{len(tuner.kept)} faster, {tuner.timings} timed, {left}")
+        counts = f"{compiler.compilations} compilations, {tuner.checks} results checked, {tuner.timings} timings"
+        print(f"{model}: {counts}, {clock.now() - begun:.0f} s", flush=True)
+        return finished and not tuner.unreached
     finally:
         compiler.close()
-
-
-def _process(connection: Connection, *arguments) -> None:
-    """`work` in a process of its own, which the one that started it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        work(connection.send, *arguments)
-    except InputError as error:
-        connection.send(("error", str(error)))
-    except DeviceLost as error:
-        connection.send(("lost", str(error)))
-
-
-def start(*arguments, target=_process) -> tuple[multiprocessing.Process, Connection]:
-    """A process that runs `target(connection, *arguments)`, and this end of the connection."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    return process, ours
 
 
 def tune(
@@ -134,47 +109,46 @@ def tune(
     for name, value in (("seconds", seconds), ("batch-size", batch_size)):
         if value is not None and not value > 0:
             raise InputError(f"--{name} must be positive, got {value:g}")
-    given = dict(models=models, dtype=dtype, only=only, batch_size=batch_size, deterministic=deterministic)
-    settings, end = SimpleNamespace(**given), time.monotonic() + (seconds or SECONDS * len(models))
-    told: dict[str, set] = dict(done=set(), kept=set(), end=set())
+    if not any(only in op for op in tiles.RULES):
+        raise InputError(f"no operation has {only!r} in its name; there are {', '.join(tiles.RULES)}")
+    settings = SimpleNamespace(dtype=dtype, only=only, batch_size=batch_size, deterministic=deterministic)
+    end, told, finished = monotonic() + (seconds or SECONDS * len(models)), dict(done=set(), kept=set()), True
     with gpu_lock():
         try:
-            while not told["end"]:
-                process, connection = start(settings, told["done"], max(1.0, end - time.monotonic()))
-                try:
-                    _follow(process, connection, told)
-                finally:
-                    process.kill()
+            for number, model in enumerate(models):
+                model_end = monotonic() + (end - monotonic()) / (len(models) - number)
+                tried = None
+                while tried is None:
+                    tried = _in_a_process(told, model, settings, max(1.0, model_end - monotonic()))
+                finished &= tried
         finally:
             print(f"{len(told['kept'])} tiles faster than before, kept in {tiles.user_table_path()}", flush=True)
-    if told["end"] != {True}:
+    if not finished:
         print("Not everything was tried: the same command goes on from here.")
     return 0
 
 
-def _follow(process, connection: Connection, told: dict[str, set]) -> None:
-    """Adds what a worker tells until it ends; refuses the candidate that it was lost with."""
-    candidate, kind = None, ""
-    while kind != "end":
-        try:
-            heard = connection.poll(HANGS if candidate else None)
-            kind, value = connection.recv() if heard else ("lost", f"has not ended after {HANGS} s")
-        except EOFError:
-            process.join()
-            kind, value = "lost", f"has ended its process with exit code {process.exitcode}"
-        if kind == "error":
-            raise InputError(value)
-        if kind == "lost":
-            if candidate is None:
-                raise RuntimeError(f"vitfast tune {value}, between two candidates")
-            user_table.refuse(candidate, value)
-            name = f"{candidate['op']} {candidate['shape']}, {tiles.from_record(candidate)}"
-            print(f"vitfast: {name} {value}; it is not tried again", file=sys.stderr, flush=True)
-            return
+def _in_a_process(told: dict[str, set], model: str, settings: SimpleNamespace, seconds: float) -> bool | None:
+    """Tunes a model; None where the process was lost with a candidate, which is refused from now on."""
+    candidate = None
+
+    def hear(kind: str, value) -> None:
+        nonlocal candidate
         if kind == "trying":
             candidate = value
         else:
             told[kind].add(value)
+
+    try:
+        return Children(__name__).run(None, work, model, settings, told["done"], seconds, hear=hear)
+    except Lost as lost:
+        if candidate is None:
+            raise RuntimeError(f"vitfast tune {lost}, between two candidates") from None
+        reason = f"has not ended after {HANGS} s" if signal.SIGALRM.name in str(lost) else str(lost)
+        user_table.refuse(candidate, reason)
+        name = f"{candidate['op']} {candidate['shape']}, {tiles.from_record(candidate)}"
+        print(f"vitfast: {name} {reason}; it is not tried again", file=sys.stderr, flush=True)
+        return None
 
 
 @contextlib.contextmanager

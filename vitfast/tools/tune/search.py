@@ -81,16 +81,13 @@ class Search:
     def advance(self) -> list[Tile]:
         """The next wave, once this one's times are in; empty when no climb goes on."""
         self._waves += 1
-        fastest = min(map(self.time, self.times), default=math.inf)
-        if self._waves == 1:
-            # One that does not run at all may only be too large for this GPU; the table's own is always looked around.
-            slow = [t for t in self._climbing if REACH_AT_FIRST * fastest < self.time(t) < math.inf and t != self.start]
-        else:
+        if self._waves > 1:
             steps = [(t, min(neighbours(t), key=self.time, default=t)) for t in self._climbing]
             faster = [higher for tile, higher in steps if self.time(higher) < GAIN * self.time(tile)]
             self._climbing = list(dict.fromkeys(faster))
-            slow = [t for t in self._climbing if self.time(t) > REACH * fastest]
-        self._climbing = [t for t in self._climbing if t not in slow]
+        reach = (REACH_AT_FIRST if self._waves == 1 else REACH) * min(map(self.time, self.times), default=math.inf)
+        # One that does not run at all may only be too large for this GPU; the table's own is always looked around.
+        self._climbing = [t for t in self._climbing if t == self.start or not reach < self.time(t) < math.inf]
         wave = dict.fromkeys(n for tile in self._climbing for n in neighbours(tile) if n not in self.times)
         self.wave = list(wave) if self._waves <= WAVES else []
         return self.wave

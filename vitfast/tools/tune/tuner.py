@@ -1,7 +1,5 @@
 """Settles problems: tries their candidates and keeps what is faster in the user's own table."""
 
-import contextlib
-import gc
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,26 +12,40 @@ import torch
 from ...errors import both_ends
 from ...kernels.configs import tiles
 from ...kernels.configs.tiles import Tile
-from ...kernels.launch import Launch, record
-from ..verify import Wrong
+from ...kernels.launch import record
+from ..child import Lost
+from ..verify import Judge, Wrong, poisoned
 from ..verify.draw import Draw, Sizes
-from ..verify.launcher import Launcher
+from ..verify.launcher import Launcher, outputs
 from ..verify.launchers import launchers
 from . import user_table
 from .search import GAIN, Search
-from .trial import Problem, Trial
 
+NO_ROOM = "its tensors do not fit in the GPU's memory; give a smaller --batch-size"
 AHEAD = 4  # problems whose candidates are compiled while others are timed
 # Operations that run inside of others: settled first, so that those are timed with the best there is.
 INNER = ("column_sums", "scale_rows", "gelu_bwd", "weight_grad_sum", "attention_bwd_dq", "attention_bwd_dkdv")
 
 
-class DeviceLost(RuntimeError):
-    """The candidate that was tried last has broken the GPU's context: nothing more runs in this process."""
+@dataclass
+class Problem:
+    """One tile to choose: of an operation at one shape class, and the launcher that is run with it."""
 
+    op: str
+    bits: str
+    shape: str
+    name: str
+    launcher: Launcher
+    start: Tile
+    candidates: list[Tile]  # of other providers, from which the search starts too
+    absent: dict[str, str]  # provider -> why it cannot run here
 
-class NoRoom(RuntimeError):
-    """The inputs of a problem do not fit in the GPU's memory."""
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.op, self.bits, self.shape
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.shape}" + ("" if self.bits == "16" else f" {self.bits} bit")
 
 
 @dataclass
@@ -44,9 +56,7 @@ class Attempt:
     search: Search
     best: Tile  # in force from the start, or put into the user's table since
     compiling: dict[Tile, list[Future]] = field(default_factory=dict)
-    trial: Trial | None = None
     failures: dict[Tile, str] = field(default_factory=dict)
-    unsure: bool = False  # the table's own tile failed for want of memory: nothing is known to be faster than it
     note: str = ""  # why it has ended early: the time was up, or the memory too small
 
     @property
@@ -67,28 +77,31 @@ class Attempt:
         """Seconds of the best."""
         return self.search.time(self.best)
 
+    def compiled(self, *candidates: Tile) -> bool:
+        """Whether no compilation of these is under way."""
+        return all(future.done() for tile in candidates for future in self.compiling.get(tile, []))
+
     def __str__(self) -> str:
+        p = self.problem
         if not self.tried:
-            return f"{str(self.problem):<34} not reached: {self.note}"
+            return f"{str(p):<34} not reached: {self.note}"
         ms = lambda seconds: "does not run" if math.isinf(seconds) else f"{1e3 * seconds:.3f} ms"  # noqa: E731
-        lines = [f"{str(self.problem):<34} {ms(self.before):>12} as it was"]
-        if self.problem.start in self.failures:
-            lines[0] += f" ({self.failures[self.problem.start]})"
-        if self.best != self.problem.start:
+        first = f"{str(p):<34} {ms(self.before):>12} as it was"
+        if p.start in self.failures:
+            first += f" ({self.failures[p.start]})"
+        if self.best != p.start:
             gain = "" if math.isinf(self.before) else f" ({self.before / self.after:.2f}x)"
-            lines[0] += f", {ms(self.after)} now{gain}: {self.best}"
-        providers: dict[str, float] = {}
-        for tile in self.search.times:
-            providers[tile.provider] = min(self.search.time(tile), providers.get(tile.provider, math.inf))
-        rest = {name: ms(seconds) for name, seconds in providers.items()}
-        rest |= {name: reason for name, reason in self.problem.absent.items() if name not in rest}
-        for tile in (self.problem.start, *self.problem.candidates):
-            if math.isinf(providers.get(tile.provider, 0.0)) and tile in self.failures:
-                rest[tile.provider] = self.failures[tile]
-        lines += [f"    {name:<14} {said}" for name, said in rest.items()]
+            first += f", {ms(self.after)} now{gain}: {self.best}"
+        said: dict[str, str] = {}
+        for provider in dict.fromkeys(tile.provider for tile in self.search.times):
+            own = [tile for tile in self.search.times if tile.provider == provider]
+            said[provider] = ms(min(map(self.search.time, own)))
+            if said[provider] == ms(math.inf):  # as its first candidate says why
+                said[provider] = next((self.failures[tile] for tile in own if tile in self.failures), said[provider])
+        said |= {name: reason for name, reason in p.absent.items() if name not in said}
         counts = f"    {self.tried} candidates, {len(self.failures)} of them refused"
-        lines.append("; ".join([counts, *([self.note] if self.note else [])]))
-        return "\n".join(lines)
+        rest = [f"    {provider:<14} {text}" for provider, text in said.items()]
+        return "\n".join([first, *rest, counts + (f"; {self.note}" if self.note else "")])
 
 
 class Tuner:
@@ -107,16 +120,13 @@ class Tuner:
         clock,
         compiler,
         seconds: float = math.inf,
-        trial: Callable[[Problem, torch.dtype, torch.device], Trial] = Trial,
         trying: Callable[[dict | None], None] = lambda entry: None,
     ):
         self.dtype, self.device, self.gpu = dtype, device, gpu
-        self.clock, self.compiler, self.trial = clock, compiler, trial
-        self.trying = trying
+        self.clock, self.compiler, self.trying = clock, compiler, trying
         self.deadline = clock.now() + seconds
         self.refused = user_table.refused(gpu)
         self.kept: set[tuple] = set()  # keys of the problems whose tile in the user's table was changed
-        self.active: list[Attempt] = []
         self.checks = self.timings = self.unreached = 0
 
     @property
@@ -134,7 +144,7 @@ class Tuner:
                 continue
             with tiles.targeting(tiles.generation(self.device)), tiles.watching() as used:
                 record(lambda launcher=launcher: self._on_meta(launcher))
-            for (op, bits, shape), _ in used.items():
+            for op, bits, shape in used:
                 key = op, bits, shape
                 if only not in op or (key in found and found[key][0] <= len(used)):
                     continue
@@ -151,137 +161,108 @@ class Tuner:
 
     def run(self, problems: list[Problem]) -> Iterator[Attempt]:
         """Yields each problem when it is settled; the user's table gets faster tiles as they are found."""
-        waiting, active = deque(problems), self.active
+        waiting, active = deque(problems), []
         while active or (waiting and self.left > 0):
             while waiting and len(active) < AHEAD and self.left > 0:
                 problem = waiting.popleft()
                 search = Search([problem.start, *problem.candidates])
                 active.append(Attempt(problem, search, problem.start))
                 self._compile(active[-1], search.wave)
-            ready = next((a for a in active if all(map(_done, a.compiling.values()))), active[0])
-            try:
-                if self.left > 0:
-                    self._wave(ready)
-                if self.left > 0 and self._compile(ready, ready.search.advance()):
-                    continue
-                ready.note = "" if self.left > 0 else "the time was up"
-            except NoRoom as error:
-                ready.note = str(error)
+            ready = next((attempt for attempt in active if attempt.compiled(*attempt.search.wave)), active[0])
+            self._wave(ready)
+            if not ready.note and self._compile(ready, ready.search.advance()):
+                continue
             active.remove(ready)
-            ready.trial = None
             yield ready
         self.unreached = len(waiting)
 
     def _compile(self, attempt: Attempt, wave: list[Tile]) -> list[Tile]:
-        """Has a wave compiled in the background."""
+        """Has the launches of a wave compiled in the background; a library makes none."""
         p = attempt.problem
         for tile in wave:
             if reason := self.refused.get((*p.key, tile)):
                 attempt.failures[tile] = reason
-                continue
-            try:
-                attempt.compiling[tile] = [self.compiler.submit(launch) for launch in self._launches(p, tile)]
-            except Exception as error:
-                if tile != p.start:  # which is tried whatever the compiler says: it is what runs today
-                    attempt.failures[tile] = both_ends(f"{type(error).__name__}: {error}")
+            elif tile.provider not in tiles.LIBRARIES:
+                try:
+                    with tiles.targeting(tiles.generation(self.device)), tiles.override(p.op, tile, p.shape):
+                        launches = record(lambda: self._on_meta(p.launcher))
+                    attempt.compiling[tile] = [self.compiler.submit(launch) for launch in launches]
+                except Exception as error:
+                    if tile != p.start:  # which is tried whatever the compiler says: it is what runs today
+                        attempt.failures[tile] = both_ends(f"{type(error).__name__}: {error}")
         return wave
-
-    def _launches(self, problem: Problem, tile: Tile) -> list[Launch]:
-        """The launches that a candidate would make; none for a library."""
-        if tile.provider in tiles.LIBRARIES:
-            return []
-        with tiles.targeting(tiles.generation(self.device)), tiles.override(problem.op, tile, problem.shape):
-            return record(lambda: self._on_meta(problem.launcher))
 
     def _wave(self, attempt: Attempt) -> None:
         """Checks and times the candidates of a wave, compiled ones first, and keeps what is faster at once."""
         rest = list(attempt.search.wave)
-        while rest and self.left > 0:
-            tile = next((t for t in rest if _done(attempt.compiling.get(t, []))), rest[0])
+        attempt.note = self._time_is_up()
+        if not attempt.note:
+            try:
+                judge = Judge(attempt.problem.launcher, self.dtype, self.device)
+            except torch.cuda.OutOfMemoryError:
+                attempt.note = NO_ROOM
+        while rest and not attempt.note:
+            tile = next((tile for tile in rest if attempt.compiled(tile)), rest[0])
             rest.remove(tile)
-            attempt.search.times[tile] = self._try(attempt, tile)
-            self._keep(attempt)
+            attempt.search.times[tile] = self._measure(attempt, tile, judge) if self._runs(attempt, tile) else None
+            self._keep(attempt, judge)
+            attempt.note = attempt.note or self._time_is_up()
 
-    def _try(self, attempt: Attempt, tile: Tile) -> float | None:
-        """Seconds of a candidate, None where it is refused: it does not compile, does not run, or is wrong."""
-        if tile in attempt.failures:
-            return None
-        try:
-            self._compiled(attempt.compiling.pop(tile, []))
-        except NotDone:
-            attempt.failures[tile] = "the time was up before it was compiled"
-            return None
-        except RuntimeError as error:
-            if tile != attempt.problem.start:
-                attempt.failures[tile] = str(error)
-                return None
-        return self._measure(attempt, tile)
+    def _time_is_up(self) -> str:
+        return "" if self.left > 0 else "the time was up"
 
-    def _compiled(self, futures: list[Future]) -> None:
-        """Waits for compilations; raises RuntimeError with what went wrong."""
+    def _runs(self, attempt: Attempt, tile: Tile) -> bool:
+        """Waits for a candidate's compilations; False, and why among the failures, where it is not to be tried."""
         limit = tiles.SHARED_LIMIT.get(tiles.generation(self.device), math.inf)
-        for future in futures:
-            shared, failure = future.result(timeout=max(0.0, self.left) if math.isfinite(self.left) else None)
-            if failure:
-                raise RuntimeError(failure)
+        for future in attempt.compiling.pop(tile, []):
+            try:
+                shared, failure = future.result(timeout=max(0.0, self.left) if math.isfinite(self.left) else None)
+            except NotDone:
+                attempt.failures[tile] = "the time was up before it was compiled"
+                break
             if shared > limit:
-                raise RuntimeError(f"needs {shared:,} bytes of shared memory, {limit:,} are there")
+                failure = f"needs {shared:,} bytes of shared memory, {limit:,} are there"
+            if failure and tile != attempt.problem.start:
+                attempt.failures[tile] = failure
+                break
+        return tile not in attempt.failures
 
-    def _measure(self, attempt: Attempt, tile: Tile) -> float | None:
-        """Checks and times a candidate; None, and why among the failures, where it is wrong or does not run."""
+    def _measure(self, attempt: Attempt, tile: Tile, judge: Judge) -> float | None:
+        """Checks and times a candidate; None, and why among the failures, where it is wrong or does not run.
+
+        Raises Lost where it has broken the GPU's context.
+        """
         p = attempt.problem
+        run = lambda: p.launcher.call(*judge.inputs)  # noqa: E731
         self.trying(tiles.to_record(p.op, self.gpu, p.bits, p.shape, tile))
         seconds = None
         try:
-            with self._in_force(attempt, tile) as trial:
+            with tiles.override(p.op, tile, p.shape):
                 self.checks += 1
-                trial.check()
+                with poisoned():
+                    judge.judge(outputs(run()))
                 self.timings += 1
-                seconds = self.clock.seconds(p, tile, trial.run)
-        except NoRoom:
-            self.trying(None)
-            raise
+                seconds = self.clock.seconds(p, tile, run)
         except Exception as error:
             text = both_ends(str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}")
             attempt.failures[tile] = text
-            attempt.unsure |= tile == p.start and isinstance(error, torch.cuda.OutOfMemoryError)
             if not isinstance(error, Wrong) and self.clock.lost():
-                raise DeviceLost(f"has broken the GPU's context ({text})") from error
+                raise Lost(f"has broken the GPU's context ({text})") from error
+            if tile == p.start and isinstance(error, torch.cuda.OutOfMemoryError):
+                attempt.note = NO_ROOM  # nothing is known to be faster than it
         self.trying(None)
         return seconds
 
-    @contextlib.contextmanager
-    def _in_force(self, attempt: Attempt, tile: Tile) -> Iterator[Trial]:
-        """The problem's trial, with this tile inside; others' inputs go where memory is short."""
-        p = attempt.problem
-        for last in (False, True) if attempt.trial is None else ():
-            try:
-                attempt.trial = self.trial(p, self.dtype, self.device)
-                break
-            except torch.cuda.OutOfMemoryError:
-                if last:
-                    raise NoRoom("its inputs do not fit in the GPU's memory; give a smaller --batch-size") from None
-                for other in self.active:
-                    other.trial = None  # to be made again
-            gc.collect()  # once the error, which holds its frames, is gone
-            torch.cuda.empty_cache()
-        with tiles.override(p.op, tile, p.shape):
-            yield attempt.trial
-
-    def _keep(self, attempt: Attempt) -> None:
+    def _keep(self, attempt: Attempt, judge: Judge) -> None:
         """Puts the best tile into the user's table, if it is still faster when both are tried once more."""
         search, p = attempt.search, attempt.problem
         while (best := search.best) != attempt.best and search.time(best) < GAIN * attempt.after:
-            if p.start not in search.times or attempt.unsure or self.left <= 0:
+            if p.start not in search.times or attempt.note or self.left <= 0:
                 return
             for tile in (attempt.best, best):
                 if search.times[tile] is not None:
-                    search.times[tile] = self._measure(attempt, tile)
-            if search.time(best) < GAIN * search.time(attempt.best) and not attempt.unsure:
+                    search.times[tile] = self._measure(attempt, tile, judge)
+            if search.time(best) < GAIN * search.time(attempt.best) and not attempt.note:
                 user_table.keep(tiles.to_record(p.op, self.gpu, p.bits, p.shape, best))
                 attempt.best = best
                 self.kept.add(p.key)
-
-
-def _done(futures: list[Future]) -> bool:
-    return all(future.done() for future in futures)

@@ -14,19 +14,17 @@ from pathlib import Path
 from ...errors import InputError
 from ...kernels.configs import tiles
 
-KEY = ("op", "gpu", "bits", "shape")
-FIELDS = {"tiles": KEY, "refused": (*KEY, "reason")}  # of an entry, beside its tile's
+KEY = ("op", "gpu", "bits", "shape")  # of an entry, beside its tile
 
 
 def _read(path: Path) -> dict[str, list[dict]]:
     if not path.is_file():
-        return {"tiles": []}
+        return {"tiles": [], "refused": []}
     try:
-        table = json.loads(path.read_text())
-        for name, fields in FIELDS.items():
-            for entry in table[name] if name == "tiles" else table.get(name, []):
-                tiles.from_record(entry)
-                [entry[key] for key in fields]
+        table = {"refused": []} | json.loads(path.read_text())
+        for entry in (*table["tiles"], *table["refused"]):
+            tiles.from_record(entry), [entry[key] for key in KEY]
+        [entry["reason"] for entry in table["refused"]]
         return table
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the tile table {path} is damaged ({type(error).__name__}: {error}); remove it") from None
@@ -57,13 +55,13 @@ def keep(entry: dict) -> None:
 def refuse(entry: dict, reason: str) -> None:
     """Notes a candidate that is not to be tried again on its GPU."""
     with _changing() as table:
-        table.setdefault("refused", []).append(entry | {"reason": reason})
+        table["refused"].append(entry | {"reason": reason})
 
 
 def refused(gpu: str) -> dict[tuple, str]:
     """(op, bits, shape, tile) -> why it is not tried again on this GPU, e.g. its process ended."""
     with _changing() as table:  # which also shows at once whether the table can be written
-        found = [entry for entry in table.get("refused", []) if entry["gpu"] == gpu]
+        found = [entry for entry in table["refused"] if entry["gpu"] == gpu]
     return {(e["op"], e["bits"], e["shape"], tiles.from_record(e)): e["reason"] for e in found}
 
 
