@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..model.vit import ViT
-    from ..tools.cost import as_text, baseline_as_text, estimate, estimate_baseline, rates
+    from ..tools.cost import as_text, estimate, estimate_baseline, rates
 
     device = rates(args.gpu, args.dtype, getattr(args, "ceilings", None))
     with torch.device("meta"):
@@ -52,12 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(model, ViT):
         efficiency = getattr(args, "efficiency", None)
         found = estimate(model, device, gpus=args.gpus, efficiency=efficiency, keep=args.keep, **training)
-        text = as_text(name, found)
     else:
         del training["batch_size"]
         found = estimate_baseline(model, model.image_size, **training)
-        text = baseline_as_text(name, found)
-    print(json.dumps(dict(model=name, **found), indent=2) if args.json else text)
+    print(json.dumps(dict(model=name, **found), indent=2) if args.json else as_text(name, found))
     return 0
 
 
@@ -68,24 +66,17 @@ def _from_flags(args: argparse.Namespace) -> tuple:
     given = vars(args)
     if "model" not in given:
         raise InputError("cost of what? give --model NAME or --recipe NAME")
-    size = given.get("img_size", 224)
-    model = _baseline(args.model, size) or ViT.from_preset(args.model, img_size=size)
-    return args.model, model, given.get("epochs"), given.get("images"), dict(batch_size=given.get("batch_size", 256))
-
-
-def _baseline(name: str, size: int):
-    """The BiT ResNet or timm's model of this name; None, without timm, for a ViT's.
-
-    Raises InputError for a name that is neither's.
-    """
+    name, size = args.model, given.get("img_size", 224)
     if "/" in name:
-        return None
-    from ..model.baselines import RESNETS, TIMM, baseline, is_baseline
-    from ..model.presets import PRESETS
+        model = ViT.from_preset(name, img_size=size)
+    else:
+        from ..model.baselines import RESNETS, TIMM, baseline, is_baseline
+        from ..model.presets import PRESETS
 
-    if not is_baseline(name):
-        raise unknown("model", name, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
-    return baseline(name, 1000, (size, size))
+        if not is_baseline(name):
+            raise unknown("model", name, [*PRESETS, *RESNETS, f"{TIMM}NAME"])
+        model = baseline(name, 1000, (size, size))
+    return name, model, given.get("epochs"), given.get("images"), dict(batch_size=given.get("batch_size", 256))
 
 
 def _from_recipe(args: argparse.Namespace) -> tuple:

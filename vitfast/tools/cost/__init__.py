@@ -8,7 +8,7 @@ LayerNorm's backward writing LayerNorm's output again (not with keep="all").
 from .gpus import GIB, GPUS, Rates, datasheet_flops, rates
 from .memory import kept_bytes, state_bytes, working_bytes
 from .steps import flops_per_image, forward_flops, operations, optimizer_step
-from .text import as_text, baseline_as_text
+from .text import as_text
 from .training import DATASETS, estimate, estimate_baseline
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "GPUS",
     "Rates",
     "as_text",
-    "baseline_as_text",
     "datasheet_flops",
     "estimate",
     "estimate_baseline",

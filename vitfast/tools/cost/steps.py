@@ -87,14 +87,12 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
     add("attention", work.attention(m, n, d, size), depth)
     add("projection + residual", work.linear(m, d, d, size, m * d), depth)
     add("LayerNorm 2", norm(m, d, size, residual_gradient=True), depth)
-    if isinstance(mlp, GluMlp):
-        add("up and gate", work.gated_layers(m, d, f, size), depth)
-        if type(mlp.norm) in OF_NORMS:
-            add("norm in the MLP", work.layer_norm(m, f, size), depth)
-        add("fc2 + residual", work.gated_down(m, d, f, size, residual=True), depth)
-    else:
-        add("fc1 + GELU", work.fc1(m, d, f, size), depth)
-        add("fc2 + residual", work.fc2(m, d, f, size, residual=True, keep=keep), depth)
+    gated = isinstance(mlp, GluMlp)
+    first, second = work.mlp_layers(m, d, f, size, gated, residual=True, keep=keep)
+    add("up and gate" if gated else "fc1 + GELU", first, depth)
+    if gated and type(mlp.norm) in OF_NORMS:
+        add("norm in the MLP", work.layer_norm(m, f, size), depth)
+    add("fc2 + residual", second, depth)
     read = batch if model.global_pool else m  # rows that the head reads
     if type(model.norm) in OF_NORMS:
         add("last LayerNorm", norm(m, d, size))
@@ -102,7 +100,7 @@ def operations(model: ViT, batch: int, size: int = 2, pixel_size: int = 1, keep:
         hidden = model.attn_pool.mlp.fc1.out_features
         add("MAP head: keys, values", work.linear(patches, 2 * d, d, size))
         add("MAP head: query, projection", work.linear(batch, d, d, size), 2)
-        add("MAP head: attention", work.latent_attention(batch, stem.num_patches, d, size))
+        add("MAP head: attention", work.attention(batch, stem.num_patches, d, size, keys=patches))
         add("MAP head: LayerNorm", norm(batch, d, size))
         add("MAP head: MLP", work.mlp(batch, d, hidden, size))
     if model.global_pool == "avg":

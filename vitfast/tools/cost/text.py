@@ -5,9 +5,26 @@ from .gpus import GIB
 
 
 def as_text(name: str, found: dict) -> str:
-    """`estimate`'s result for people. name: the model's."""
-    lines = [_title(name, found), "", *_operations(found), "", *_memory(found), ""]
-    where = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}"
+    """The result of `estimate`, or of `estimate_baseline`, which has no times, for people. name: the model's."""
+    size = f"{found['img_size'][0]} x {found['img_size'][1]} px"
+    size += f", {found['tokens']} tokens" if "tokens" in found else ""
+    forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
+    work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"
+    lines = [f"{name}, {size}: {found['params']:,} parameters, {work}", ""]
+    if "operations" in found:
+        lines += [*_operations(found), "", *_memory(found), "", *_times(found)]
+    else:
+        lines += [f"fixed memory, GiB: {_listed(found['memory']['state'], GIB)}"]
+        lines += ["FLOPs by torch's counter; no times, which are known of the kernels of ViTs alone"]
+    if found["train_flops"] is not None:
+        whole = f"{found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP"
+        lines += [f"the whole training: {whole}"]
+    return "\n".join(lines)
+
+
+def _times(found: dict) -> list[str]:
+    """Of a step, and of the whole training where its length is known."""
+    where, lines = f"batch {found['batch_size']:,} on {found['gpus']} x {found['device']['gpu']}", []
     where += f" in {found['accumulate']} parts of {found['micro_batch']:,}" if found["accumulate"] > 1 else ""
     assumed = f"{found['predicted']['efficiency']:.0%} of that (assumed)"
     for how, pace in (("the floors", found["floor"]), (assumed, found["predicted"])):
@@ -18,30 +35,7 @@ def as_text(name: str, found: dict) -> str:
     if found["dropout"]:
         left_out = "their further passes over memory are not in these times"
         lines.append(f"dropout runs the layers on smaller operations: {left_out}")
-    return "\n".join(lines + _whole(found))
-
-
-def baseline_as_text(name: str, found: dict) -> str:
-    """`estimate_baseline`'s result for people."""
-    fixed = f"fixed memory, GiB: {_listed(found['memory']['state'], GIB)}"
-    lines = ["FLOPs by torch's counter; no times, which are known of the kernels of ViTs alone"]
-    return "\n".join([_title(name, found), "", fixed, *lines, *_whole(found)])
-
-
-def _title(name: str, found: dict) -> str:
-    size = f"{found['img_size'][0]} x {found['img_size'][1]} px"
-    size += f", {found['tokens']} tokens" if "tokens" in found else ""
-    forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))
-    work = f"{forward:,.2f} GFLOP an image forward, {training:,.2f} in training"
-    return f"{name}, {size}: {found['params']:,} parameters, {work}"
-
-
-def _whole(found: dict) -> list[str]:
-    """The lines about a whole training, none where its length is not known."""
-    if found["train_flops"] is None:
-        return []
-    whole = f"{found['train_images']:,.0f} images, {found['train_flops'] / 1e18:,.4g} exaFLOP"
-    return [f"the whole training: {whole}"]
+    return lines
 
 
 def _operations(found: dict) -> list[str]:

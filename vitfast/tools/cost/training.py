@@ -45,7 +45,9 @@ def estimate(
     passes that dropout adds is left out. keep: what blocks keep for backward; "auto" is "all" where that fits without
     smaller micro-batches. Raises InputError where a number makes no sense.
     """
-    _check_positive(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency)
+    for name, value in dict(batch_size=batch_size, gpus=gpus, images=images, efficiency=efficiency).items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InputError(f"cost: {name} must be positive, got {value}")
     if efficiency is not None and efficiency > 1:
         raise InputError(f"cost: efficiency must be at most 1, the speed of the floors, got {efficiency}")
     if keep not in KEEPS:
@@ -66,16 +68,15 @@ def estimate(
         keep = "all" if largest["all"] >= min(on_each, max(1, largest["least"])) else "least"
     micro_batches = math.ceil(on_each / max(1, min(largest[keep], on_each)))
     micro = math.ceil(on_each / micro_batches)
-    flops = flops_per_image(model)
-    parameters = sum(p.numel() for p in model.parameters())
+    flops = _flops(model, flops_per_image(model), images)
     rows = [op.row(device) for op in operations(model, micro, size, keep=keep)]
-    update = optimizer_step(parameters, optimizer, averaged).row(device)
+    update = optimizer_step(flops["params"], optimizer, averaged).row(device)
     both = sum(row["times"] * (row["forward_floor"] + row["backward_floor"]) for row in rows)
     floor = micro_batches * both + update["backward_floor"]
     return dict(
         img_size=list(model.patch_embed.img_size),
         tokens=tokens_of(model),
-        **_flops(model, flops, images),
+        **flops,
         dtype=dtype,
         device=asdict(device),
         gpus=gpus,
@@ -109,20 +110,12 @@ def estimate_baseline(
 
     Times are of our kernels, and it has none. The arguments and the result are as those of `estimate`.
     """
-    _check_positive(images=images)
-    flops = forward_flops(model, (3, *img_size))
     return dict(
         img_size=list(img_size),
-        **_flops(model, flops, images),
+        **_flops(model, forward_flops(model, (3, *img_size)), images),
         dtype=dtype,
         memory=dict(state=state_bytes(model, DTYPES[dtype], optimizer, averaged)),
     )
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f"cost: {name} must be positive, got {value}")
 
 
 def _flops(model: nn.Module, flops: float, images: float | None) -> dict:

@@ -59,23 +59,32 @@ def moved(numbers: int, size: int) -> Kernels:
     return ((0.0, size * numbers),)
 
 
-def attention(m: int, n: int, d: int, size: int) -> Work:
-    """Packed qkv (3 M D) -> o (M D); backward reads qkv, o and do, writes dqkv."""
-    forward = ((4.0 * m * n * d, size * 4 * m * d),)
-    return Work(forward, forward, ((10.0 * m * n * d, size * 8 * m * d),))
+def attention(m: int, n: int, d: int, size: int, keys: int = 0, bias: int = 0) -> Work:
+    """q (M D), k and v (M D, or `keys` rows) -> o (M D); backward reads them, o and do, and writes dq, dk and dv.
+
+    n: keys that a query sees. bias: numbers of one, which is read both times, and its gradient written.
+    """
+    moved = 2 * (m + (keys or m)) * d
+    forward = ((4.0 * m * n * d, float(size * (moved + bias))),)
+    return Work(forward, forward, ((10.0 * m * n * d, float(size * 2 * (moved + bias))),))
 
 
 def biased_attention(m: int, n: int, d: int, heads: int, size: int) -> Work:
-    """`attention` with a bias (heads, N, N), read both times, and its gradient written."""
-    bias = heads * n * n
-    forward = ((4.0 * m * n * d, size * (4 * m * d + bias)),)
-    return Work(forward, forward, ((10.0 * m * n * d, size * (8 * m * d + 2 * bias)),))
+    """`attention` with a bias (heads, N, N)."""
+    return attention(m, n, d, size, bias=heads * n * n)
 
 
-def layer_norm(m: int, d: int, size: int, residual_gradient: bool = False) -> Work:
-    """Backward: dy, x -> dx; in a block the residual's gradient too, which it reads and adds."""
-    forward = moved(2 * m * d + 2 * d, size)
-    return Work(forward, forward, moved((4 if residual_gradient else 3) * m * d + 3 * d, size))
+def layer_norm(m: int, d: int, size: int, residual_gradient: bool = False, vectors: int = 2) -> Work:
+    """Backward: dy, x -> dx; in a block the residual's gradient too, which it reads and adds.
+
+    vectors: a weight and a bias, or one weight.
+    """
+    forward = moved(2 * m * d + vectors * d, size)
+    return Work(forward, forward, moved((4 if residual_gradient else 3) * m * d + (vectors + 1) * d, size))
+
+
+def rms_norm(m: int, d: int, size: int, residual_gradient: bool = False) -> Work:
+    return layer_norm(m, d, size, residual_gradient, vectors=1)
 
 
 def add_layer_norm(m: int, d: int, size: int) -> Work:
@@ -84,74 +93,44 @@ def add_layer_norm(m: int, d: int, size: int) -> Work:
     return Work(forward, forward, moved(4 * m * d + 3 * d, size))
 
 
-def _linear_backward(m: int, n: int, k: int, size: int, extra: int = 0) -> Kernels:
-    """dX = dY W, dW = dY^T X (with db) of Y (m, n) = X W^T; extra: numbers both read beside dY."""
-    return product(m, k, n, size, extra) + product(n, k, m, size, extra + n)
+def linear(m: int, n: int, k: int, size: int, extra: int = 0, kept: int = 0, dx: int = 0, dw: int = 0) -> Work:
+    """Y = X W^T + b of Y (m, n). Backward: dX = dY W, dW = dY^T X, and db with it.
 
-
-def linear(m: int, n: int, k: int, size: int, extra: int = 0) -> Work:
-    """Y = X W^T + b; extra: numbers that the forward pass reads besides, such as a residual."""
-    forward = product(m, n, k, size, n + extra)
-    return Work(forward, forward, _linear_backward(m, n, k, size))
-
-
-def fc1(m: int, d: int, f: int, size: int) -> Work:
-    """gelu(x W1^T + b1); training writes the pre-activation too, from whose gradient the backward starts."""
-    return Work(product(m, f, d, size, f), product(m, f, d, size, f + m * f), _linear_backward(m, f, d, size))
-
-
-def fc2(m: int, d: int, f: int, size: int, residual: bool, keep: str = "least") -> Work:
-    """act W2^T + b2 (+ residual).
-
-    Backward: dY W2 reads the pre-activation, writes its gradient and, unless keep is "all", the activation; then dW2.
+    Numbers that move besides, for what is folded in: extra, in a forward pass, such as a residual; kept, that only one
+    that trains writes; dx and dw, in the two products of the backward.
     """
-    forward = product(m, d, f, size, d + (m * d if residual else 0))
-    gradient = product(m, f, d, size, (1 if keep == "all" else 2) * m * f)
-    return Work(forward, forward, gradient + product(d, f, m, size, d))
+    forward, training = (product(m, n, k, size, n + extra + more) for more in (0, kept))
+    return Work(forward, training, product(m, k, n, size, dx) + product(n, k, m, size, dw + n))
 
 
 def linear_gelu(m: int, d: int, f: int, size: int) -> Work:
-    """`fc1` alone: both products of the backward read dy and the pre-activation."""
-    alone = fc1(m, d, f, size)
-    return Work(alone.forward, alone.training, _linear_backward(m, f, d, size, m * f))
+    """gelu(x W^T + b); training writes the pre-activation too, which both products of the backward read."""
+    return linear(m, f, d, size, kept=m * f, dx=m * f, dw=m * f)
 
 
-def mlp(m: int, d: int, f: int, size: int) -> Work:
-    return fc1(m, d, f, size) + fc2(m, d, f, size, residual=False)
+def mlp_layers(
+    m: int, d: int, f: int, size: int, gated: bool = False, residual: bool = False, keep: str = "least"
+) -> tuple[Work, Work]:
+    """The layers before and after the activation, which both have a part in it.
+
+    fc1: act(x W1^T + b1); training writes the pre-activation too, from whose gradient the backward starts. Gated: one
+    product of twice the width, act(gate(x)) * up(x), and two pre-activations.
+    fc2: h W2^T + b2 (+ residual). Backward: dY W2 reads the pre-activations and writes their gradients and, unless keep
+    is "all", h; then dW2. Of gated ones h is always written.
+    """
+    first = linear(m, 2 * f, d, size, -m * f, kept=2 * m * f) if gated else linear(m, f, d, size, kept=m * f)
+    again = 4 if gated else 1 if keep == "all" else 2
+    return first, linear(m, d, f, size, m * d if residual else 0, dx=again * m * f)
 
 
-def gated_layers(m: int, d: int, f: int, size: int) -> Work:
-    """act(gate(x)) * up(x) as one product; training writes up and gate too. Backward: one dx."""
-    two, biases = 2 * f, 2 * f
-    forward, training = (product(m, two, d, size, biases + more) for more in (-m * f, m * f))
-    return Work(forward, training, _linear_backward(m, two, d, size))
-
-
-def gated_down(m: int, d: int, f: int, size: int, residual: bool) -> Work:
-    """h W^T + b (+ residual). Backward: dY W reads up and gate, writes both gradients and h; then dW."""
-    forward = product(m, d, f, size, d + (m * d if residual else 0))
-    return Work(forward, forward, product(m, f, d, size, 4 * m * f) + product(d, f, m, size, d))
-
-
-def latent_attention(batch: int, n: int, d: int, size: int) -> Work:
-    """Attention of one query an image on `n` keys and values; its backward computes the scores again."""
-    forward = ((4.0 * batch * n * d, float(size * batch * d * (2 * n + 2))),)
-    return Work(forward, forward, ((10.0 * batch * n * d, float(size * batch * d * (4 * n + 4))),))
+def mlp(m: int, d: int, f: int, size: int, gated: bool = False, residual: bool = False) -> Work:
+    first, second = mlp_layers(m, d, f, size, gated, residual)
+    return first + second
 
 
 def gated_mlp(m: int, d: int, f: int, size: int) -> Work:
     """Without an inner norm."""
-    return gated_layers(m, d, f, size) + gated_down(m, d, f, size, residual=False)
-
-
-def gated_mlp_block(m: int, d: int, f: int, size: int) -> Work:
-    """LayerNorm, the three linear layers and residual."""
-    return layer_norm(m, d, size, True) + gated_layers(m, d, f, size) + gated_down(m, d, f, size, residual=True)
-
-
-def rms_norm(m: int, d: int, size: int, residual_gradient: bool = False) -> Work:
-    """As layer_norm, with a weight alone."""
-    return Work(*(moved(2 * m * d + d, size),) * 2, moved((4 if residual_gradient else 3) * m * d + 2 * d, size))
+    return mlp(m, d, f, size, gated=True)
 
 
 def attention_block(m: int, n: int, d: int, size: int) -> Work:
@@ -160,9 +139,13 @@ def attention_block(m: int, n: int, d: int, size: int) -> Work:
     return layer_norm(m, d, size, True) + qkv + attention(m, n, d, size) + projection
 
 
-def mlp_block(m: int, d: int, f: int, size: int) -> Work:
+def mlp_block(m: int, d: int, f: int, size: int, gated: bool = False) -> Work:
     """LayerNorm, both linear layers and residual."""
-    return layer_norm(m, d, size, True) + fc1(m, d, f, size) + fc2(m, d, f, size, residual=True)
+    return layer_norm(m, d, size, True) + mlp(m, d, f, size, gated, residual=True)
+
+
+def gated_mlp_block(m: int, d: int, f: int, size: int) -> Work:
+    return mlp_block(m, d, f, size, gated=True)
 
 
 def patch_embed(patches: int, length: int, m: int, d: int, added: int, size: int, pixel_size: int) -> Work:
