@@ -66,18 +66,17 @@ def check_operation(
             upstream = [draw.values(*o.shape, dtype=torch.float64) for o in run(function, doubles)]
             truth = run(function, doubles, upstream)
             torchs = run(function, tensors, upstream)
-            torch_error = worst(torchs, truth)
         with ops.use_kernels("on"):
             before = launches_made()
             ours = run(function, tensors, upstream)
-            error = worst(ours, truth)
-            result = Result(name, label, error, torch_error, error <= max(2 * torch_error, EPS[dtype]))
+            result = Result(name, label, worst(ours, truth), worst(torchs, truth), True)
             if launches_made() == before:
-                result.passed, result.failure = False, "no kernel ran"
-            for i, (a, b) in enumerate(zip(ours, torchs)):
-                if (a.dtype, a.shape) != (b.dtype, b.shape):
-                    kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in (a, b)]
-                    result.passed, result.failure = False, f"result {i} is {kinds[0]}, PyTorch's {kinds[1]}"
+                result.failure = "no kernel ran"
+            for i, pair in enumerate(zip(ours, torchs)):
+                own, theirs = (f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in pair)
+                if own != theirs:
+                    result.failure = f"result {i} is {own}, PyTorch's {theirs}"
+            result.passed = not result.failure and result.error <= max(2 * result.torch_error, EPS[dtype])
             if timed and device.type == "cuda":
                 _time(result, function, tensors, upstream)
         return result
@@ -130,13 +129,14 @@ def prepare() -> None:
 
 def dtypes(wanted: str = "") -> list[str]:
     """Those that run here, or the one that is wanted. Raises InputError where it does not run here."""
-    found = ["bfloat16", "float16", "float32"]
-    if INTERPRETED and not launch.bfloat16_mended:
-        found.remove("bfloat16")
-    if wanted and wanted not in found:
-        missing = "Triton's interpreter computes it with ml_dtypes, which is not installed"
-        raise InputError(f"no {wanted} here, only {' and '.join(found)}: {missing}")
-    return [wanted] if wanted else found
+    if not INTERPRETED or launch.bfloat16_mended:
+        return [wanted] if wanted else ["bfloat16", "float16", "float32"]
+    if wanted == "bfloat16":
+        raise InputError(
+            "no bfloat16 here, only float16 and float32: "
+            "Triton's interpreter computes it with ml_dtypes, which is not installed"
+        )
+    return [wanted] if wanted else ["float16", "float32"]
 
 
 def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
@@ -179,18 +179,13 @@ def perform(task: Task, timed: bool = False, watched: bool = False) -> Result:
 
 def check_at_edges(task: Task) -> Result:
     """Checks one launcher at the edges of its tiles: the worst error of all runs, and each fault once."""
-    name, dtype = task[0].removeprefix(EDGES), getattr(torch, task[1])
-    reports = [edges.check(case) for case in edges.cases(name, dtype)]
-    furthest = max(reports, key=lambda report: report.error)
-    texts = [text for report in reports for text in report.wrong]
+    report = edges.check(*edges.cases(task[0].removeprefix(EDGES), getattr(torch, task[1])))
     places: dict[tuple, list[str]] = {}
-    for report in reports:
-        for label, f in report.findings:
-            places.setdefault((f.kind, f.kernel, f.source, f.tensor), []).append(f"{label}: {f}")
-    texts += [same[0] + (f" (and in {len(same) - 1} other runs)" if len(same) > 1 else "") for same in places.values()]
-    first = next((report.traceback for report in reports if report.traceback), "")
-    runs = sum(report.runs for report in reports)
-    return Result(*task, furthest.error, furthest.torch_error, not texts, traceback=first, runs=runs, findings=texts)
+    for label, f in report.findings:
+        places.setdefault((f.kind, f.kernel, f.source, f.tensor), []).append(f"{label}: {f}")
+    found = [same[0] + (f" (and in {len(same) - 1} other runs)" if len(same) > 1 else "") for same in places.values()]
+    texts, numbers = report.wrong + found, (report.error, report.torch_error)
+    return Result(*task, *numbers, not texts, traceback=report.traceback, runs=report.runs, findings=texts)
 
 
 def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) -> Iterator[Result]:
@@ -225,17 +220,14 @@ def machine() -> dict[str, str]:
     """Versions and the GPU, what is missing to launch kernels there, and whether cublaslt is built."""
     import triton
 
-    gpu = None if INTERPRETED else torch.cuda.get_device_properties(0)
     facts = dict(vitfast=__version__, torch=torch.__version__, triton=triton.__version__)
-    facts |= {} if gpu is None else dict(ptxas=ptxas_version(10 * gpu.major + gpu.minor))
-    facts |= dict(python=platform.python_version(), cuda=str(torch.version.cuda))
-    if gpu is None:
-        facts["gpu"] = (
-            "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
-        )
-        if not launch.bfloat16_mended:
-            facts["gpu"] += "; bfloat16 only with ml_dtypes installed"
-        return facts
+    here = dict(python=platform.python_version(), cuda=str(torch.version.cuda))
+    if INTERPRETED:
+        gpu = "not used: small shapes in Triton's interpreter, which shows wrong numbers and accesses, not speed"
+        missing = "" if launch.bfloat16_mended else "; bfloat16 only with ml_dtypes installed"
+        return facts | here | dict(gpu=gpu + missing)
+    gpu = torch.cuda.get_device_properties(0)
+    facts |= dict(ptxas=ptxas_version(10 * gpu.major + gpu.minor)) | here
     facts["gpu"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
     if missing := missing_for_launchers():
         facts["launcher"] = f"Triton cannot build any that is not in its cache: {missing}"
@@ -309,12 +301,11 @@ def doctor(
     except KeyboardInterrupt:
         interrupted = True
     results.sort(key=lambda r: todo.index((r.op, r.dtype)))
-    bad, missed = [r for r in results if not r.passed], len(todo) - len(results)
+    bad, done = [r for r in results if not r.passed], {(r.op, r.dtype) for r in results}
+    missed = len(todo) - len(results)
     if debug and bad:
-        first = bad[0]
-        whole = first.traceback or "\n".join([first.failure, *first.findings]).strip()
-        show("", f"The first failure, {first.op} in {first.dtype}:", whole)
-    done = {(r.op, r.dtype) for r in results}
+        whole = bad[0].traceback or "\n".join([bad[0].failure, *bad[0].findings]).strip()
+        show("", f"The first failure, {bad[0].op} in {bad[0].dtype}:", whole)
     at_work = [f"{name} in {d}" for name, d in by_dtype[: len(results) + jobs] if (name, d) not in done]
     interruption = f", {missed} not examined: interrupted in {', '.join(at_work)}" if missed else ""
     show("", f"{len(results) - len(bad)} of {len(todo)} passed{interruption}")

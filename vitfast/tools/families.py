@@ -1,12 +1,12 @@
 """Each family of models, built small and run with and without `accelerate`: a row of numbers."""
 
-import contextlib
 import copy
 import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..adapters import accelerate, acceleration_report
 from ..adapters.families import FAMILIES, Family, families
 from ..errors import InputError
 from ..ops._dispatch import counting
+from .verify import exact_fp32
 
 SAME = 1e-4  # the largest error, of numbers of size one, that passes in fp32; Triton's dots in TF32 are switched off
 
@@ -49,7 +50,8 @@ def judge(family: Family, device: str = "cpu") -> Row:
     """The row of one family, whose library is installed. Nothing that goes wrong in it is raised."""
     named = dict(library=family.library, family=family.name)
     try:
-        with torch.random.fork_rng(), _quiet(), _exact():
+        quiet = mock.patch.object(logging.getLogger("vitfast"), "disabled", True)  # the table's columns say it
+        with torch.random.fork_rng(), quiet, exact_fp32(torch.backends.cuda.matmul):
             torch.manual_seed(0)
             family.make()  # imports the library
             start = time.process_time()
@@ -79,29 +81,6 @@ def chosen(library: str | None = None) -> list[Family]:
     if not found:
         raise InputError(f"families: {library or 'none of ' + ', '.join(known)} is not installed")
     return found
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """`accelerate`'s log lines are the table's columns."""
-    log = logging.getLogger("vitfast")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
-@contextlib.contextmanager
-def _exact() -> Iterator[None]:
-    """fp32 products in fp32, on GPUs too."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @torch.no_grad()

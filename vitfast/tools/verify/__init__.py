@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -46,29 +47,31 @@ def errors(actual: Tensor, truth: Tensor) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def exact_fp32() -> Iterator[None]:
-    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32."""
-    before = torch.backends.cudnn.conv.fp32_precision
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+def exact_fp32(backend=torch.backends.cudnn.conv) -> Iterator[None]:
+    """Keeps PyTorch's fp32 convolutions, whose errors ours are judged by, from their default of TF32.
+
+    backend: torch.backends.cuda.matmul for products, ours too, which are in TF32 where the user has asked for it.
+    """
+    before, backend.fp32_precision = backend.fp32_precision, "ieee"
     try:
         yield
     finally:
-        torch.backends.cudnn.conv.fp32_precision = before
+        backend.fp32_precision = before
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong."""
-    empty, empty_like = torch.empty, torch.empty_like
 
-    def fill(x: Tensor) -> Tensor:
-        return x.fill_(math.nan) if x.is_floating_point() and x.device.type != "meta" else x
+    def filling(allocate: Callable) -> Callable:
+        def filled(*args, **kwargs):
+            x = allocate(*args, **kwargs)
+            return x.fill_(math.nan) if x.is_floating_point() else x
 
-    torch.empty, torch.empty_like = (lambda *a, **k: fill(empty(*a, **k))), (lambda *a, **k: fill(empty_like(*a, **k)))
-    try:
+        return filled
+
+    with mock.patch.multiple(torch, empty=filling(torch.empty), empty_like=filling(torch.empty_like)):
         yield
-    finally:
-        torch.empty, torch.empty_like = empty, empty_like
 
 
 class Wrong(Exception):
@@ -121,12 +124,6 @@ PACKED_TOKENS = 1024
 def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
     """Operation -> (function of tensors, its inputs). ops: `vitfast.ops`, or its twin, ops.reference."""
 
-    def values(*shape: int) -> Input:
-        return "values", shape
-
-    def weight(*shape: int) -> Input:
-        return "weight", shape
-
     def scaled(operation: Callable, **fixed) -> Callable:
         """The operation with the layer scale and the drop path as its last two tensors."""
         return lambda *t: operation(*t[:-2], layer_scale=t[-2], drop_path=t[-1], **fixed)
@@ -157,6 +154,7 @@ def cases(s: Sizes, ops: ModuleType) -> dict[str, tuple[Callable, list[Input]]]:
 
     d, f, pixels = s.width, s.hidden, (s.batch, 3, s.image, s.image)
     packed_tokens = min(s.rows, PACKED_TOKENS)
+    values, weight = (lambda *shape: ("values", shape)), (lambda *shape: ("weight", shape))
     packed, angles = values(s.batch, s.tokens, 3, s.heads, s.head), (s.tokens - 1, s.head // 2)
     x, vector, drop = values(s.batch, s.tokens, d), values(d), ("factor", (s.batch,))
     norm, fc1, fc2 = [vector, vector], [weight(f, d), values(f)], [weight(d, f), vector]

@@ -71,11 +71,8 @@ class Draw:
 
     def values(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         """Normal numbers, in the dtype of the products unless another is given."""
-        dtype = dtype or self.dtype
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=dtype, device=self.device)
         normal = lambda s: torch.randn(s, generator=self.generator, device=self.device)  # noqa: E731
-        return self._draw(shape, lambda s: (normal(s) * scale).to(dtype))
+        return self._draw(shape, lambda s: (normal(s) * scale).to(dtype or self.dtype))
 
     def weight(self, *shape: int) -> Tensor:
         """A weight that keeps the size of what it multiplies."""
@@ -87,34 +84,29 @@ class Draw:
 
     def factors(self, *shape: int) -> Tensor:
         """Between 0.5 and 1.5, in fp32."""
-        if self.device.type == "meta":
-            return torch.empty(shape, device=self.device)
         return torch.rand(shape, generator=self.generator, device=self.device) + 0.5
+
+    def integers(self, end: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Whole numbers from 0 to below `end`."""
+        return torch.randint(0, end, shape, generator=self.generator, device=self.device, dtype=dtype)
 
     def lengths(self, count: int, most: int) -> Tensor:
         """Whole numbers from 0 to `most`, the first of them `most`, in int32."""
-        if self.device.type == "meta":
-            return torch.empty(count, dtype=torch.int32, device=self.device)
-        drawn = torch.randint(0, most + 1, (count,), generator=self.generator, device=self.device, dtype=torch.int32)
+        drawn = self.integers(most + 1, count)
         drawn[:1] = most
         return drawn
 
     def offsets(self, count: int, total: int) -> Tensor:
         """(count + 1,) int32 from 0 to `total`: samples of many sizes, some of them perhaps of none."""
-        if self.device.type == "meta":
-            return torch.empty(count + 1, dtype=torch.int32, device=self.device)
         ends = (torch.rand(count, generator=self.generator, device=self.device) + 0.05).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends / ends[-1] * total]).round().int()
+
+    def pixels(self, *shape: int) -> Tensor:
+        """Raw uint8."""
+        return self._draw(shape, lambda s: self.integers(256, *s, dtype=torch.uint8))
 
     def leaves(self, inputs: list[Input]) -> list[Tensor]:
         """Tensors of these kinds and shapes, of which values and weights want a gradient."""
         kinds = dict(values=self.values, weight=self.weight, uint8=self.pixels, factor=self.factors)
         drawn = [(kind, kinds[kind](*shape)) for kind, shape in inputs]
         return [t.requires_grad_(kind in ("values", "weight")) for kind, t in drawn]
-
-    def pixels(self, *shape: int) -> Tensor:
-        """Raw uint8."""
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=torch.uint8, device=self.device)
-        kind = dict(dtype=torch.uint8, generator=self.generator, device=self.device)
-        return self._draw(shape, lambda s: torch.randint(0, 256, s, **kind))

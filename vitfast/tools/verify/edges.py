@@ -23,7 +23,7 @@ from ...kernels.configs import tiles
 from ...kernels.configs.tiles import Tile
 from . import Judge, Wrong
 from .draw import Sizes
-from .launcher import Override, candidates, outputs
+from .launcher import Launcher, Override, candidates, outputs
 from .launchers import every_launcher
 from .sanitizer import Finding, Sanitizer
 
@@ -31,7 +31,6 @@ CPU = torch.device("cpu")
 # Sequences shorter than a block, just past it, and 5 and 1 past whole ones; heads of one power of two, of two, padded.
 TOKENS = (5, 50, 197, 257)
 HEADS = (32, 64, 72, 80)
-MORE_ATTENTION = ((2, 17, 3, 24), (1, 64, 1, 88), (1, 130, 2, 48), (2, 300, 1, 128), (1, 577, 2, 64), (520, 1, 1, 16))
 # For the rest: rows (batch x tokens) that no tile divides, widths of 100, 384 and 768, odd and even patches. The last
 # has rows and patches enough for several steps in each slice of a weight gradient.
 ROWS = (
@@ -39,12 +38,6 @@ ROWS = (
     Sizes(batch=2, tokens=50, width=384, heads=6, hidden=200, image=48, patch=16),
     Sizes(batch=1, tokens=197, width=768, heads=12, hidden=136, image=40, patch=8),
     Sizes(batch=1, tokens=577, width=100, heads=1, hidden=136, image=92, patch=4),
-)
-MORE_ROWS = (
-    Sizes(batch=1, tokens=257, width=1280, heads=16, hidden=520, image=42, patch=14),
-    Sizes(batch=7, tokens=5, width=1000, heads=8, hidden=264, image=60, patch=10),
-    Sizes(batch=70, tokens=1, width=72, heads=1, hidden=768, image=16, patch=8),
-    Sizes(batch=3, tokens=65, width=384, heads=6, hidden=520, image=64, patch=32),
 )
 MANY_IMAGES = Sizes(batch=140, tokens=1, width=72, heads=1, hidden=72, image=8, patch=4)  # than a tile has rows
 LIBRARIES = (*tiles.LIBRARIES, "cublas")  # which launch no kernel of ours
@@ -74,9 +67,8 @@ class Case:
 
 @dataclass
 class Report:
-    """A case's worst error with PyTorch's own, and what was found, with the tiles it was found with."""
+    """The worst error of cases with PyTorch's own, and what was found, with the case and its tiles."""
 
-    case: Case
     runs: int = 0
     error: float = 0.0
     torch_error: float = 0.0
@@ -96,15 +88,17 @@ def names() -> list[str]:
     return list(every_launcher(ROWS[0]))
 
 
-def _sizes(name: str, long: bool) -> list[Sizes]:
-    if not name.startswith("attention"):
-        many_images = (MANY_IMAGES,) if name == "patch embedding" else ()
-        return [*ROWS, *many_images, *(MORE_ROWS if long else ())]
-    shapes = [(2, n, 2, head) for n in TOKENS for head in HEADS]
-    shapes += [(1, 215, 1, 64), *(MORE_ATTENTION if long else ())]  # 215: no more than three blocks of keys
-    if name.endswith("of a bias"):  # with a single key its gradient is 0, and what is computed rounding alone
-        shapes = [shape for shape in shapes if shape[1] > 1]
+def attention_sizes(*shapes: tuple[int, int, int, int]) -> list[Sizes]:
+    """Of (images, tokens, heads, head size)."""
     return [Sizes(b, n, h * head, h, hidden=16, image=16, patch=8) for b, n, h, head in shapes]
+
+
+def sizes_of(name: str) -> list[Sizes]:
+    """The shapes of the plan."""
+    if not name.startswith("attention"):
+        return [*ROWS, *([MANY_IMAGES] if name == "patch embedding" else [])]
+    shapes = [(2, n, 2, head) for n in TOKENS for head in HEADS]
+    return attention_sizes(*shapes, (1, 215, 1, 64))  # 215: no more than three blocks of keys
 
 
 def _slow(name: str, sizes: Sizes) -> bool:
@@ -117,25 +111,20 @@ def _slow(name: str, sizes: Sizes) -> bool:
     return largest_weights and sizes.width > 384
 
 
-def cases(name: str, dtype: torch.dtype = torch.bfloat16, long: bool = False) -> Iterator[Case]:
+def layouts_of(name: str) -> tuple[str, ...]:
+    return ("odd", "strided", "shifted", "channels-last" if name.startswith("patch") else "contiguous")
+
+
+def cases(name: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
     """The plan for one launcher, which takes seconds.
 
-    long, minutes: more shapes, each in another layout and with the tiles of another GPU generation. fp16 takes the
-    tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes unless `long`.
+    fp16 takes the tiles of bfloat16, and fp32 fewer of its own: they run at a few of the shapes.
     """
-    layouts = ("odd", "strided", "shifted", "channels-last" if name.startswith("patch") else "contiguous")
     few = (0, 5, 10, 15) if name.startswith("attention") else (0,) if name.startswith("patch") else (3,)
-    along_rows = any(word in name for word in ("norm", "rows", "column"))
-    for i, sizes in enumerate(_sizes(name, long)):
-        turn = i + 2 * (i // len(HEADS))
-        heads = (1, attention.MANY_HEADS)[i // 2 % 2]
-        case = Case(name, sizes, dtype, layouts[turn % 4], many_heads=heads)
-        if long and sizes.width < (2000 if along_rows else 1000):
-            yield dataclasses.replace(case, layout=layouts[(turn + 1) % 4])
-            yield dataclasses.replace(case, layout=layouts[(turn + 2) % 4], sm=tiles.GENERATIONS[turn % 5])
-        elif long:
-            continue
-        elif "oblong" in name and i == 0:
+    for i, sizes in enumerate(sizes_of(name)):
+        heads, layout = (1, attention.MANY_HEADS)[i // 2 % 2], layouts_of(name)[(i + 2 * (i // len(HEADS))) % 4]
+        case = Case(name, sizes, dtype, layout, many_heads=heads)
+        if "oblong" in name and i == 0:
             yield case
             yield dataclasses.replace(case, layout="channels-last")
         elif not _slow(name, sizes) and (dtype == torch.bfloat16 or i in few):
@@ -191,34 +180,41 @@ def _where(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}{at}"
 
 
-def check(case: Case) -> Report:
-    """Runs a case with its shipped tiles and with every candidate."""
-    report, launcher = Report(case), every_launcher(case.sizes)[case.name]
-    judge = Judge(launcher, case.dtype, CPU, case.layout)
-    inputs = [t.clone() for t in judge.inputs]
-    for label, used in variants(case):
-        watch = Sanitizer()
-        try:
-            with watch:
-                results = outputs(launcher.call(*judge.inputs))
-            error, torch_error = judge.judge(results)
-            if error > report.error:
-                report.error, report.torch_error = error, torch_error
-            if any(tile.provider not in LIBRARIES for tile in used.values()) and not watch.counts["launches"]:
-                raise Wrong("no kernel ran")
-            changed = [i for i, (a, b) in enumerate(zip(judge.inputs, inputs)) if not torch.equal(a, b)]
-            if changed:
-                for i in changed:
-                    judge.inputs[i].copy_(inputs[i])
-                raise Wrong(f"input {changed[0]} is overwritten")
-        except Wrong as wrong:
-            report.error = max(report.error, wrong.error)
-            report.wrong.append(f"{label}: {wrong}")
-        except Exception as problem:  # a kernel that does not run is a failed case, not the end of the plan
-            report.error, report.traceback = float("inf"), report.traceback or traceback.format_exc()
-            report.wrong.append(f"{label}: {_where(problem)}")
-        report.runs += 1
-        report.counts.update(watch.counts)
-        report.findings += [(label, finding) for finding in watch.findings]
-        report.ran.update((op, tile.provider) for (op, _, _), tile in used.items())
+def check(*cases: Case) -> Report:
+    """Runs cases with their shipped tiles and with every candidate."""
+    report = Report()
+    for case in cases:
+        launcher = every_launcher(case.sizes)[case.name]
+        judge = Judge(launcher, case.dtype, CPU, case.layout)
+        for label, used in variants(case):
+            watch = Sanitizer()
+            try:
+                _check_once(report, launcher, judge, watch, used)
+            except Wrong as wrong:
+                report.error = max(report.error, wrong.error)
+                report.wrong.append(f"{label}: {wrong}")
+            except Exception as problem:  # a kernel that does not run is a failed case, not the end of the plan
+                report.error, report.traceback = float("inf"), report.traceback or traceback.format_exc()
+                report.wrong.append(f"{label}: {_where(problem)}")
+            report.runs += 1
+            report.counts.update(watch.counts)
+            report.findings += [(label, finding) for finding in watch.findings]
+            report.ran.update((op, tile.provider) for (op, _, _), tile in used.items())
     return report
+
+
+def _check_once(report: Report, launcher: Launcher, judge: Judge, watch: Sanitizer, used: dict) -> None:
+    """Raises Wrong where numbers are, where no kernel ran, and where an input is overwritten, which is put right."""
+    inputs = [t.clone() for t in judge.inputs]
+    with watch:
+        results = outputs(launcher.call(*judge.inputs))
+    error, torch_error = judge.judge(results)
+    if error > report.error:
+        report.error, report.torch_error = error, torch_error
+    if any(tile.provider not in LIBRARIES for tile in used.values()) and not watch.counts["launches"]:
+        raise Wrong("no kernel ran")
+    changed = [i for i, (a, b) in enumerate(zip(judge.inputs, inputs)) if not torch.equal(a, b)]
+    for i in changed:
+        judge.inputs[i].copy_(inputs[i])
+    if changed:
+        raise Wrong(f"input {changed[0]} is overwritten")

@@ -57,7 +57,7 @@ def _with_constant_row(x: Tensor) -> Tensor:
 
 
 def _norms(s: Sizes) -> dict[str, Launcher]:
-    m, d, shape, fp32 = s.rows, s.width, (s.batch, s.tokens, s.width), torch.float32
+    m, d, shape = s.rows, s.width, (s.batch, s.tokens, s.width)
 
     def norm(t: Draw, constant: bool = False) -> tuple:
         x = t.values(m, d)
@@ -66,24 +66,17 @@ def _norms(s: Sizes) -> dict[str, Launcher]:
     def norm_formula(x, w, b):
         return ref.layer_norm(x, w, b, EPS), *statistics(x)
 
-    def rows_and_parameters(t: Draw) -> tuple:
-        return t.values(m, d), t.values(m, d), t.values(d), t.values(d)
+    def added(t: Draw, factors: bool = False, **stream) -> tuple:
+        """x, the residual, weight and bias; with factors the layer scale and the drop path. stream: its own dtype."""
+        rows_and_parameters = t.values(m, d), *(t.values(*size, **stream) for size in ((m, d), (d,), (d,)))
+        return *rows_and_parameters, *((t.values(d, **stream), t.factors(s.batch)) if factors else ())
 
     def add_norm(x, res, w, b, ls=None, drop=None):
         return layer_norm.add_layer_norm_fwd(x, res, w, b, EPS, ls, drop, s.tokens, x.dtype)
 
     def add_norm_formula(x, res, w, b, ls=None, drop=None):
-        x, res = x.view(shape), res.view(shape)
-        y, z = ref.add_layer_norm(x, res, w, b, EPS, layer_scale=ls, drop_path=drop)
-        return y.view(m, d), z.view(m, d), *statistics(z.view(m, d))
-
-    def fp32_stream(t: Draw) -> tuple:
-        stream = (t.values(*shape, dtype=fp32) for shape in ((m, d), (d,), (d,), (d,)))
-        return t.values(m, d), *stream, t.factors(s.batch)
-
-    def fp32_stream_formula(x, res, w, b, ls, drop):
-        z = res + scaled_rows(x.to(wide(x)), drop, ls)[0]
-        return ref.layer_norm(z, w, b, EPS).to(x.dtype), z, *statistics(z)
+        y, z = ref.add_layer_norm(x.view(shape), res.view(shape), w, b, EPS, layer_scale=ls, drop_path=drop)
+        return y.view(m, d).to(x.dtype), z.view(m, d), *statistics(z.view(m, d))
 
     return {
         "layer_norm": Launcher(norm, lambda *t: layer_norm.layer_norm_fwd(*t, EPS), norm_formula),
@@ -96,14 +89,13 @@ def _norms(s: Sizes) -> dict[str, Launcher]:
             lambda x, w: (ref.rms_norm(x, w, EPS), *statistics(x, rms=True)),
             variant=True,
         ),
-        "add + layer_norm": Launcher(rows_and_parameters, add_norm, add_norm_formula),
+        "add + layer_norm": Launcher(added, add_norm, add_norm_formula),
         "add + layer_norm, factors": Launcher(
-            lambda t: (*rows_and_parameters(t), t.values(d), t.factors(s.batch)),
-            add_norm,
-            add_norm_formula,
-            variant=True,
+            lambda t: added(t, factors=True), add_norm, add_norm_formula, variant=True
         ),
-        "add + layer_norm, fp32 stream": Launcher(fp32_stream, add_norm, fp32_stream_formula, edge=True),
+        "add + layer_norm, fp32 stream": Launcher(
+            lambda t: added(t, factors=True, dtype=torch.float32), add_norm, add_norm_formula, edge=True
+        ),
     }
 
 

@@ -12,20 +12,17 @@ from .launcher import Launcher, gradients, wide
 SPLITS = 7  # slices of a weight gradient that are added up
 
 
-def gelu_backward(dy: Tensor, pre: Tensor, activation: str = "gelu") -> tuple[Tensor, Tensor]:
-    """(dpre, its column sums)."""
-    (dpre,) = gradients(ref.ACTIVATIONS[activation], (pre,), dy)
-    return dpre, dpre.sum(0, dtype=wide(dpre))
+def activated(activation: str, *pre: Tensor) -> Tensor:
+    """act(pre), or of two, up and gate: act(gate) * up."""
+    h = ref.ACTIVATIONS[activation](pre[-1])
+    return h if len(pre) == 1 else h * pre[0]
 
 
-def gated_backward(dh: Tensor, up: Tensor, gate: Tensor, activation: str, want_h: bool = True) -> tuple[Tensor, ...]:
-    """(dup, dgate, h, the column sums of both)."""
-
-    def product(up, gate):
-        return ref.ACTIVATIONS[activation](gate) * up
-
-    found = gradients(product, (up, gate), dh)
-    return *found, *((product(up, gate),) if want_h else ()), *(t.sum(0, dtype=wide(t)) for t in found)
+def activation_backward(dh: Tensor, *pre: Tensor, activation: str, want_h: bool = False) -> tuple[Tensor, ...]:
+    """The gradients of the pre-activations, h where it is wanted, and the gradients' column sums."""
+    found = gradients(lambda *pre: activated(activation, *pre), pre, dh)
+    h = (activated(activation, *pre),) if want_h else ()
+    return *found, *h, *(t.sum(0, dtype=wide(t)) for t in found)
 
 
 def products(s: Sizes) -> dict[str, Launcher]:
@@ -36,51 +33,36 @@ def products(s: Sizes) -> dict[str, Launcher]:
     def layer(t: Draw, out: int, inner: int) -> tuple:
         return t.values(m, inner), t.weight(out, inner), t.values(out)
 
-    def activated(activation: str, save: bool, variant: bool) -> tuple[Launcher, Launcher]:
-        def formula(x, w, b):
-            pre = F.linear(x, w, b)
-            return ref.ACTIVATIONS[activation](pre), *((pre,) if save else ())
+    def with_activation(count: int, activation: str, save: bool, variant: bool) -> tuple[Launcher, Launcher]:
+        """Forward and backward of one layer and an activation, or of two, up and gate."""
+        launcher, backward = ((mlp.linear_gelu, mlp.dgelu_matmul), (gated.gated_linear, gated.dgated_matmul))[count - 1]
 
-        def backward_formula(g, w2, pre):
-            dpre, dbias = gelu_backward(g @ w2, pre, activation)
-            return dpre, ref.ACTIVATIONS[activation](pre), dbias
+        def make(t: Draw) -> tuple:
+            return t.values(m, d), *(tensor for _ in range(count) for tensor in (t.weight(f, d), t.values(f)))
 
-        forward = Launcher(lambda t: layer(t, f, d), lambda *t: mlp.linear_gelu(*t, activation, save), formula, variant)
+        def formula(x, *parameters):
+            pre = tuple(F.linear(x, w, b) for w, b in zip(parameters[::2], parameters[1::2]))
+            return activated(activation, *pre), *(pre if save else ())
+
+        forward = Launcher(make, lambda *t: launcher(*t, activation, save), formula, variant)
         return forward, Launcher(
-            lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f)),
-            lambda *t: mlp.dgelu_matmul(*t, activation, True),
-            backward_formula,
-            variant,
-        )
-
-    def gated_by(activation: str, save: bool, variant: bool) -> tuple[Launcher, Launcher]:
-        def formula(x, up_weight, up_bias, gate_weight, gate_bias):
-            up, gate = F.linear(x, up_weight, up_bias), F.linear(x, gate_weight, gate_bias)
-            return ref.ACTIVATIONS[activation](gate) * up, *((up, gate) if save else ())
-
-        forward = Launcher(
-            lambda t: (*layer(t, f, d), *layer(t, f, d)[1:]),
-            lambda *t: gated.gated_linear(*t, activation, save),
-            formula,
-            variant,
-        )
-        return forward, Launcher(
-            lambda t: (t.values(m, d), t.weight(d, f), t.values(m, f), t.values(m, f)),
-            lambda *t: gated.dgated_matmul(*t, activation, True),
-            lambda g, w, up, gate: gated_backward(g @ w, up, gate, activation),
+            lambda t: (t.values(m, d), t.weight(d, f), *(t.values(m, f) for _ in range(count))),
+            lambda *t: backward(*t, activation, True),
+            lambda g, w, *pre: activation_backward(g @ w, *pre, activation=activation, want_h=True),
             variant,
         )
 
     found = {}
-    for name, backward, build, activation, save in (
-        ("linear + gelu", "dgelu", activated, "gelu", True),
-        ("linear + gelu, tanh, inference", "dgelu, tanh", activated, "gelu_tanh", False),
-        ("linear + quick_gelu", "dgelu, quick_gelu", activated, "quick_gelu", True),
-        ("linear + silu", "dgelu, silu", activated, "silu", True),
-        ("gated linear", "dgated", gated_by, "silu", True),
-        ("gated linear, gelu, inference", "dgated, gelu", gated_by, "gelu", False),
+    for name, backward, count, activation, save in (
+        ("linear + gelu", "dgelu", 1, "gelu", True),
+        ("linear + gelu, tanh, inference", "dgelu, tanh", 1, "gelu_tanh", False),
+        ("linear + quick_gelu", "dgelu, quick_gelu", 1, "quick_gelu", True),
+        ("linear + silu", "dgelu, silu", 1, "silu", True),
+        ("gated linear", "dgated", 2, "silu", True),
+        ("gated linear, gelu, inference", "dgated, gelu", 2, "gelu", False),
     ):
-        found[name], found[backward] = build(activation, save, variant=backward not in ("dgelu", "dgated"))
+        variant = backward not in ("dgelu", "dgated")
+        found[name], found[backward] = with_activation(count, activation, save, variant)
     for name, (out, inner) in weights.items():
         found[f"weight gradient, {name}"] = Launcher(
             lambda t, out=out, inner=inner: (t.values(m, out), t.values(m, inner)),
@@ -104,31 +86,37 @@ def products(s: Sizes) -> dict[str, Launcher]:
             lambda slices, like: weight_grad.sum_products(slices, None, like.dtype),
             lambda slices, like: slices.sum(0),
         )
+    # Where another provider multiplies, these run beside it.
+    for name, count, launcher, activation in (
+        ("gelu backward", 1, mlp.gelu_bwd, "gelu"),
+        ("gated backward", 2, gated.gated_bwd, "silu"),
+    ):
+        found[name] = Launcher(
+            lambda t, count=count: tuple(t.values(m, f) for _ in range(1 + count)),
+            lambda *t, launcher=launcher, activation=activation: launcher(*t, activation, True),
+            lambda *t, activation=activation: activation_backward(*t, activation=activation),
+        )
     return found | _with_factors(s)
 
 
 def _with_factors(s: Sizes) -> dict[str, Launcher]:
-    """Launchers with a layer scale and drop path, and those that run where another provider multiplies."""
-    m, d, f, fp32 = s.rows, s.width, s.hidden, torch.float32
+    """Launchers with a layer scale and drop path."""
+    m, d, f = s.rows, s.width, s.hidden
 
     def weight_gradient(g, x, w, ls):
         product = g.t() @ x
         product = product.to(wide(product))
         return (ls[:, None] * product).to(g.dtype), (product * w).sum(1)
 
+    def fp32_stream(t: Draw) -> tuple:
+        layer, res = (t.values(m, d), t.weight(d, d), t.values(d)), t.values(m, d, dtype=torch.float32)
+        return *layer, res, t.values(d), t.factors(s.batch)
+
     def linear_residual(x, w, b, res, ls, drop):
         x, res = (t.view(s.batch, s.tokens, d) for t in (x, res))
         return ref.linear_residual(x, w, b, res, layer_scale=ls, drop_path=drop).view(m, d)
 
     return {
-        "gelu backward": Launcher(
-            lambda t: (t.values(m, f), t.values(m, f)), lambda *t: mlp.gelu_bwd(*t, "gelu", True), gelu_backward
-        ),
-        "gated backward": Launcher(
-            lambda t: (t.values(m, f), t.values(m, f), t.values(m, f)),
-            lambda *t: gated.gated_bwd(*t, "silu", True),
-            lambda *t: gated_backward(*t, "silu", want_h=False),
-        ),
         "weight gradient, layer scale": Launcher(
             lambda t: (t.values(m, d), t.values(m, f), t.weight(d, f), t.values(d)),
             weight_grad.weight_grad_scaled,
@@ -136,12 +124,6 @@ def _with_factors(s: Sizes) -> dict[str, Launcher]:
             variant=True,
         ),
         "linear + residual, factors, fp32 stream": Launcher(
-            lambda t: (
-                *(t.values(m, d), t.weight(d, d), t.values(d)),
-                *(t.values(m, d, dtype=fp32), t.values(d), t.factors(s.batch)),
-            ),
-            lambda *t: linear.linear_residual(*t, s.tokens),
-            linear_residual,
-            variant=True,
+            fp32_stream, lambda *t: linear.linear_residual(*t, s.tokens), linear_residual, variant=True
         ),
     }

@@ -103,15 +103,6 @@ class Sanitizer:
         first = self._found.setdefault((finding.kind, finding.kernel, finding.tensor, finding.source), finding)
         first.count += first is not finding
 
-    def _begin(self, kernel: str, arguments: dict) -> None:
-        self.counts["launches"] += 1
-        self._launch = shadow.WatchedLaunch(kernel, list(_tensors(arguments)), self._fresh, self._report)
-        for name, t in self._launch.tensors:
-            key = t.untyped_storage().data_ptr()
-            if key in self._fresh:
-                view = tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
-                self._given.setdefault(key, {}).setdefault(view, (kernel, name))
-
     def _unwritten(self) -> None:
         """Looks for poison in what kernels were given."""
         for key, views in self._given.items():
@@ -157,7 +148,14 @@ class Sanitizer:
 
     def _bind_arguments(self, original, executor, args_dev, kwargs):
         args, kwargs = original(executor, args_dev, kwargs)
-        self._begin(executor.fn.__name__, dict(zip(executor.arg_names, args)) | kwargs)
+        self.counts["launches"] += 1
+        kernel, tensors = executor.fn.__name__, list(_tensors(dict(zip(executor.arg_names, args)) | kwargs))
+        self._launch = shadow.WatchedLaunch(kernel, tensors, self._fresh, self._report)
+        for name, t in tensors:
+            key = t.untyped_storage().data_ptr()
+            if key in self._fresh:
+                view = tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+                self._given.setdefault(key, {}).setdefault(view, (kernel, name))
         return args, kwargs
 
     def _return_arguments(self, original, *arguments):
@@ -207,15 +205,12 @@ class Sanitizer:
 
     def _allocate(self, original, *args, **kwargs):
         x = original(*args, **kwargs)
-        if self._open and kwargs.get("out") is None and type(x) is Tensor and not torch.compiler.is_compiling():
-            self._poison(x)
-        return x
-
-    def _poison(self, x: Tensor) -> None:
-        if x.device.type == "cpu" and x.layout == torch.strided and x.numel():
+        new = self._open and kwargs.get("out") is None and type(x) is Tensor and not torch.compiler.is_compiling()
+        if new and x.device.type == "cpu" and x.layout == torch.strided and x.numel():
             with contextlib.suppress(RuntimeError, NotImplementedError):  # functorch's tensors have no storage
                 storage = x.untyped_storage()
                 self._fresh[storage.data_ptr()] = storage.fill_(255)
+        return x
 
     def _count(self, what: str, touched: shadow.Touched) -> None:
         self.counts[what] += 1
