@@ -153,8 +153,14 @@ def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
     given += ["--only", "scaled rows", "--only", "sum of rows", "--only", "linear_gelu"]
     code, out, _ = run_cli(capsys, *given)
     assert code == 0 and "edges of scaled rows" in out and " runs" in out
-    right = rows.column_sums
-    monkeypatch.setattr(rows, "column_sums", lambda pairs, programs, D, x: right(pairs, programs + 1, D, x))
+    right, launched = rows.column_sums, rows.launch
+
+    def a_row_too_many(*given, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(rows, "launch", lambda *of, **given: launched(*of, **given | dict(P=given["P"] + 1)))
+            return right(*given, **options)
+
+    monkeypatch.setattr(rows, "column_sums", a_row_too_many)
     code, out, err = run_cli(capsys, *given, "--json")
     result = json.loads(out)
     found = {r["op"] for r in result["results"] if r["findings"]}
