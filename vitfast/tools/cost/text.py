@@ -5,7 +5,10 @@ from .gpus import GIB
 
 
 def as_text(name: str, found: dict) -> str:
-    """The result of `estimate`, or of `estimate_baseline`, which has no times, for people. name: the model's."""
+    """The result of `estimate` or of `estimate_baseline` for people.
+
+    name: the model's.
+    """
     size = f"{found['img_size'][0]} x {found['img_size'][1]} px"
     size += f", {found['tokens']} tokens" if "tokens" in found else ""
     forward, training = (found[key] / 1e9 for key in ("flops_per_image", "train_flops_per_image"))

@@ -60,7 +60,9 @@ def moved(numbers: int, size: int) -> Kernels:
 
 
 def attention(m: int, n: int, d: int, size: int, keys: int = 0, bias: int = 0) -> Work:
-    """q (M D), k and v (M D, or `keys` rows) -> o (M D); backward reads them, o and do, and writes dq, dk and dv.
+    """q (M D), k and v (M D, or `keys` rows) -> o (M D).
+
+    Backward: reads them, o and do, and writes dq, dk and dv.
 
     n: keys that a query sees. bias: numbers of one, which is read both times, and its gradient written.
     """

@@ -212,7 +212,7 @@ class Tuner:
         return "" if self.left > 0 else "the time was up"
 
     def _runs(self, attempt: Attempt, tile: Tile) -> bool:
-        """Waits for a candidate's compilations; False, and why among the failures, where it is not to be tried."""
+        """Waits for a candidate's compilations; False where it is not to be tried, which the failures tell."""
         limit = tiles.SHARED_LIMIT.get(tiles.generation(self.device), math.inf)
         for future in attempt.compiling.pop(tile, []):
             try:

@@ -204,7 +204,10 @@ def check(*cases: Case) -> Report:
 
 
 def _check_once(report: Report, launcher: Launcher, judge: Judge, watch: Sanitizer, used: dict) -> None:
-    """Raises Wrong where numbers are, where no kernel ran, and where an input is overwritten, which is put right."""
+    """Runs a case once.
+
+    Raises Wrong where numbers are, where no kernel ran, and where an input is overwritten, which is put right.
+    """
     inputs = [t.clone() for t in judge.inputs]
     with watch:
         results = outputs(launcher.call(*judge.inputs))

@@ -67,7 +67,10 @@ def _norms(s: Sizes) -> dict[str, Launcher]:
         return ref.layer_norm(x, w, b, EPS), *statistics(x)
 
     def added(t: Draw, factors: bool = False, **stream) -> tuple:
-        """x, the residual, weight and bias; with factors the layer scale and the drop path. stream: its own dtype."""
+        """x, the residual, weight and bias; with factors the layer scale and the drop path.
+
+        stream: its own dtype.
+        """
         rows_and_parameters = t.values(m, d), *(t.values(*size, **stream) for size in ((m, d), (d,), (d,)))
         return *rows_and_parameters, *((t.values(d, **stream), t.factors(s.batch)) if factors else ())
 
