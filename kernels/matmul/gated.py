@@ -260,7 +260,7 @@ def _outputs(up: Tensor, row_blocks: int, want_h: bool, want_sums: bool) -> dict
 
 
 def _gradients(pointers: dict) -> Gradients:
-    """What a launch has written there, its workspaces added up in a fixed order."""
+    """The results of a launch: its workspaces are added up in a fixed order."""
     sums = pointers["sum_ptrs"]
     return *pointers["out_ptrs"], *column_sums(sums[0], sums)
 

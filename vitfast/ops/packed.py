@@ -53,7 +53,7 @@ class PackedImages:
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
-        """What lies in the buffer, by name, in the order in which it does."""
+        """The tensors in the buffer, by name, in the order in which they lie there."""
         return {name: getattr(self, name) for name in ("patches", "places", "offsets", "grids")}
 
     def __repr__(self) -> str:
