@@ -1,6 +1,7 @@
 """The report and the targets, worked out by hand from made-up results; damaged files; what is stale."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -217,7 +218,8 @@ def test_the_targets_alone_are_printed_without_torch(results, tmp_path):
 
     def printed(folder: Path) -> subprocess.CompletedProcess:
         command = [sys.executable, "-c", script, "--folder", str(folder), "--targets"]
-        return subprocess.run(command, cwd=ROOT / "bench", capture_output=True, text=True)
+        environment = os.environ | dict(PYTHONPATH=str(ROOT / "bench"))
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     cases = [entry("loss curve", "neither x", 1, precision="amp", seed=0, losses=[])]
     write(results / "h200", "odd", "2026-01-03", benchmarks=cases)
