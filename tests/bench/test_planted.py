@@ -74,6 +74,7 @@ def planted(tmp_path_factory) -> dict:
     return json.loads((folder / "out.json").read_text())
 
 
+@pytest.mark.slow(6)
 def test_no_case_is_dropped_and_a_wrong_result_gets_no_time(planted):
     """Failed, too long, not run because the process died: all are in the file, with the reason, in one line each."""
     failed = {case["params"]["impl"]: case for case in planted["failed"]}

@@ -154,10 +154,10 @@ PLANTED = [
         "tests/train/test_train.py -k bit_for_bit",
     ),
     Planted(
-        "the average is not saved",
-        "train/step.py",
-        '| ({"ema": self.ema.module} if self.ema else {})',
-        "| {}",
+        "the model is saved as its average",
+        "train/resume.py",
+        "get_model_state_dict(model, options=WHOLE) for name, model in train_step.models.items()",
+        "get_model_state_dict(train_step.model, options=WHOLE) for name in train_step.models",
         "tests/train/test_train.py -k bit_for_bit",
     ),
     Planted(

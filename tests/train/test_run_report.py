@@ -38,6 +38,7 @@ def parts(run: Path) -> tuple[str, list[str], list[tuple[str, bool]]]:
     return text, re.findall("<h2>(.*?)</h2>", text), [(html.unescape(c), bool(m)) for m, c in captions]
 
 
+@pytest.mark.slow(6)
 def test_a_finished_run_has_a_report_of_what_its_model_says(tmp_path):
     for task, config in (
         ("pretrain", digits(tmp_path / "pretrain", steps=60, lr=1e-3, eval_every=60)),
@@ -103,6 +104,7 @@ def test_a_run_that_stops_early_has_none_and_the_same_command_makes_it(tmp_path,
     assert "<td>steps</td><td class=n>8</td>" in parts(tmp_path)[0]
 
 
+@pytest.mark.slow(6)
 def test_a_run_that_was_killed_before_its_report_gets_it_from_the_same_command(tmp_path):
     config = digits(tmp_path, steps=2)
     child = Child(killed_before_its_report, config)
