@@ -16,11 +16,8 @@ from .runs import finish
 
 
 def demo_configs(output: Path, seed: int = 0, device: str = "") -> tuple[Config, Config]:
-    """The two runs of the demo: pre-training at 32 px, fine-tuning of its result at 48 px.
-
-    A process beside the model's draws the images: a fifth of the time, with the same results.
-    """
-    shared = dict(data="digits", seed=seed, device=device, workers=1)
+    """The two runs of the demo: pre-training at 32 px, fine-tuning of its result at 48 px."""
+    shared = dict(data="digits", seed=seed, device=device)
     pretrain = resolve("pretrain", dict(recipe="digits", output=str(output / "pretrain"), **shared))
     weights = str(output / "pretrain" / "checkpoints" / "last")
     own = dict(recipe="finetune/digits", output=str(output / "finetune"), weights=weights)
