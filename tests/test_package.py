@@ -180,7 +180,9 @@ def test_an_operation_imports_what_it_needs_alone(operation, most):
 def test_modules_are_found_by_their_earlier_names():
     """The modules themselves, also below a folder that moved and whatever is imported first."""
     script = """
-import vitfast, vitfast.verify.sanitizer
+import vitfast
+assert vitfast.ref is __import__("sys").modules["vitfast.ops.reference"] and not hasattr(vitfast, "nothing")
+import vitfast.verify.sanitizer
 from vitfast import interpreter, ref
 from vitfast.checkpoint.load import load_checkpoint
 from vitfast.kernels import tiles

@@ -60,4 +60,11 @@ class _Moved:
         sys.modules[module.__name__] = importlib.import_module(module.__spec__.origin)
 
 
+def __getattr__(name: str):
+    """A module by its earlier name, `vitfast.ref` say, where nothing has imported it yet."""
+    if name in MOVED:
+        return importlib.import_module(f"{__name__}.{MOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 sys.meta_path.insert(0, _Moved)  # before the finder of files, which would load a copy

@@ -67,8 +67,8 @@ def attention(m: int, n: int, d: int, size: int, keys: int = 0, bias: int = 0) -
     n: keys that a query sees. bias: numbers of one, which is read both times, and its gradient written.
     """
     moved = 2 * (m + (keys or m)) * d
-    forward = ((4.0 * m * n * d, float(size * (moved + bias))),)
-    return Work(forward, forward, ((10.0 * m * n * d, float(size * 2 * (moved + bias))),))
+    forward = ((4.0 * m * n * d, size * (moved + bias)),)
+    return Work(forward, forward, ((10.0 * m * n * d, size * 2 * (moved + bias)),))
 
 
 def biased_attention(m: int, n: int, d: int, heads: int, size: int) -> Work:
