@@ -1,5 +1,6 @@
 """The site builds without a warning, and its reference says what the code says."""
 
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -64,6 +65,19 @@ def test_pictures_have_a_title_both_palettes_and_are_shown():
         names = {child.tag.rpartition("}")[2] for child in root}
         assert "title" in names and "prefers-color-scheme: dark" in picture.read_text(), picture
         assert picture.name in pages and not re.search(r"https?://(?!www\.w3\.org)", picture.read_text()), picture
+
+
+def test_what_the_reference_names_is_there():
+    """Without building the site: `::: vitfast.ops.mlp.mlp` is a name in the module that it gives."""
+    names = [name for page in PAGES for name in re.findall(r"^::: (\S+)", (ROOT / page).read_text(), re.MULTILINE)]
+    missing = []
+    for module, _, name in (name.rpartition(".") for name in names):
+        try:
+            importlib.import_module(f"{module}.{name}")
+        except ModuleNotFoundError:
+            if importlib.util.find_spec(module) is None or not hasattr(importlib.import_module(module), name):
+                missing.append(f"{module}.{name}")
+    assert len(names) > 20 and not missing
 
 
 # Files of the example in "How to add a kernel", which are not there.
