@@ -80,15 +80,21 @@ def test_logits_and_gradients_equal_timms(pair):
     ours.set_grad_checkpointing(False)
 
 
-def test_maps_and_groups(pair):
-    maps = [model.forward_intermediates(torch.ones(2, 3, 32, 32), intermediates_only=True)[-1] for model in pair]
-    assert_close(*maps, **TOL)
-    options = dict(weight_decay=0.05, layer_decay=0.75)
-    made = [param_groups_layer_decay(m, no_weight_decay_list=m.no_weight_decay(), **options) for m in pair]
-    ours, theirs = (
-        [(g["lr_scale"], g["weight_decay"], sum(p.numel() for p in g["params"])) for g in groups] for groups in made
+def test_intermediates_and_groups(pair):
+    ours, theirs = pair
+    x = torch.randn(2, 3, 32, 32)
+    (a, ours_maps), (b, theirs_maps) = (m.forward_intermediates(x) for m in pair)
+    for mine, expected in zip([a, *ours_maps], [b, *theirs_maps]):
+        assert_close(mine, expected, **TOL)
+    assert ours_maps[0].shape == (2, 48, 4, 4)
+    groups, expected = (
+        param_groups_layer_decay(m, 0.05, no_weight_decay_list=m.no_weight_decay(), layer_decay=0.75) for m in pair
     )
-    assert ours == theirs
+    told = [
+        [(g["lr_scale"], g["weight_decay"], sum(p.numel() for p in g["params"])) for g in made]
+        for made in (groups, expected)
+    ]
+    assert told[0] == told[1]
 
 
 def test_other_sizes_saved_and_loaded(pair, tmp_path):
