@@ -4,9 +4,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._dynamo import trace_rules
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels import launch
+from vitfast.tools.verify import poisoned
 from vitfast.tools.verify.sanitizer import Sanitizer
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="of the interpreter alone")
@@ -277,6 +279,16 @@ def test_a_hook_that_is_put_back_later_does_nothing():
         hooked = torch.empty
         assert torch.empty(2).is_meta and torch.empty_like(torch.empty(2)).is_meta
     assert hooked is not torch.empty and not hooked(1000).isnan().all()
+
+
+@pytest.mark.parametrize("replaces", [poisoned, Sanitizer])
+def test_what_is_compiled_afterwards_finds_the_functions_of_torch(replaces):
+    """Dynamo looks up what they are when it first meets one, and once more after init_process_group."""
+    trace_rules.clear_lru_cache()
+    with replaces():
+        torch.compile(torch.nn.ReLU(), backend="eager")(torch.ones(3))
+    ones = torch.compile(lambda x: torch.empty_like(x).fill_(1), backend="eager", fullgraph=True)
+    assert torch.equal(ones(torch.zeros(3)), torch.ones(3))
 
 
 def test_one_storage_in_two_dtypes():

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._dynamo import trace_rules
 
 from .draw import Draw, Input, Sizes
 from .launcher import Launcher, outputs
@@ -59,6 +60,16 @@ def exact_fp32(backend=torch.backends.cudnn.conv) -> Iterator[None]:
         backend.fp32_precision = before
 
 
+def settle_lookups() -> None:
+    """Lets torch look up its own functions, before any is replaced: contexts of devices and Dynamo do so once.
+
+    Dynamo would not know torch.empty any more that it met first while another stood there.
+    """
+    with torch.device("cpu"):
+        torch.empty(0)
+    trace_rules.get_torch_obj_rule_map()  # which torch.distributed.init_process_group lets it forget
+
+
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Fills fresh memory with NaN, so that what a candidate leaves unwritten is wrong."""
@@ -70,6 +81,7 @@ def poisoned() -> Iterator[None]:
 
         return filled
 
+    settle_lookups()
     with mock.patch.multiple(torch, empty=filling(torch.empty), empty_like=filling(torch.empty_like)):
         yield
 

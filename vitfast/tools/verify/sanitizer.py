@@ -44,11 +44,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import shadow
-
-# torch looks up once which functions a device context acts on: before any of them is replaced here.
-with torch.device("cpu"):
-    torch.empty(0)
+from . import settle_lookups, shadow
 
 _NOT_KERNELS = (os.path.dirname(triton.__file__), __file__, shadow.__file__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -117,6 +113,7 @@ class Sanitizer:
     def __enter__(self) -> "Sanitizer":
         if hasattr(GridExecutor._init_args_hst, "_sanitized"):
             raise RuntimeError("a Sanitizer is at work already: they do not nest")
+        settle_lookups()
         with contextlib.ExitStack() as stack:
             for owner, name, hook in self._hooks():
                 stack.enter_context(mock.patch.object(owner, name, _hooked(hook, getattr(owner, name))))
