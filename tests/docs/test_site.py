@@ -48,7 +48,7 @@ def test_the_reference_has_every_public_name(site):
 
 
 @pytest.mark.long
-def test_every_command_has_its_help(site, capsys):
+def test_every_command_has_its_help_and_every_argument_its_row(site, capsys):
     with pytest.raises(SystemExit):
         cli.main(["no-such-command"])
     names = re.findall(r"\w+", capsys.readouterr().err.partition("choose from")[2])
@@ -56,6 +56,9 @@ def test_every_command_has_its_help(site, capsys):
     assert len(names) > 12 and re.findall(r"usage: vitfast (\w+) ", text) == names
     for option in ("--recipe NAME", "--weights PATH", "--interpreted", "--deterministic"):
         assert option in text
+    text = (site / "reference" / "vit.html").read_text()
+    for name in inspect.signature(vitfast.ViT).parameters:
+        assert f"<td><code>{name}</code></td>" in text
 
 
 def test_pictures_have_a_title_both_palettes_and_are_shown():

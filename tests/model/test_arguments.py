@@ -68,6 +68,7 @@ WRONG = {
 def test_every_argument_is_there():
     assert {*WRONG} == {*ARGUMENTS, "class_names", "keep"}
     assert {*WRONG} == {*inspect.signature(ViT).parameters}
+    assert all(f"\n{name} = {p.default!r}: " in ViT.__doc__ for name, p in inspect.signature(ViT).parameters.items())
 
 
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values], ids=str)

@@ -17,7 +17,8 @@ from ..run.files import write_text
 from .checkpoint.files import locate, read_tensors
 from .checkpoint.formats import listing
 from .checkpoint.writers import write_safetensors
-from .config import ARGUMENTS, enforce
+from .checks import enforce
+from .config import ARGUMENTS
 from .presets import pair
 from .vit import ViT
 

@@ -1,16 +1,18 @@
-"""Checks of what a ViT is given: constructor arguments, names of classes, images, block numbers."""
+"""The arguments of a ViT, each with its meaning and its values; checks of images and block numbers."""
 
 import math
-import reprlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..ops.reference import LEAST_STD, MOST_PIXEL
+from .activation_memory import KEEPS
+from .checks import Check, each_channel, enforce, flag, number, one_of, one_or_some, optional, some, whole
+from .presets import pair
 
 POOLS = ("token", "avg", "map", "")
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu")  # timm's names
@@ -22,89 +24,6 @@ LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
 FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
 MOST_PARAMETERS = 10**11  # four times the largest ViT there is; what a mistyped size asks for lies far above
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 80
-
-
-def shown(value) -> str:
-    """A value in a message: in one line, however long."""
-    return " ".join(_repr.repr(value).split())
-
-
-@dataclass(frozen=True)
-class Check:
-    """Those values that an argument may have; `convert` makes them Python's own type."""
-
-    text: str  # what was expected
-    holds: Callable[[object], bool]
-    convert: Callable[[object], object] = lambda value: value
-
-    def __call__(self, value):
-        """The value, converted. Raises ValueError that says what was expected."""
-        if not self.holds(value):
-            raise ValueError(self.text)
-        return self.convert(value)
-
-
-def whole(low: int, high: int) -> Check:
-    def holds(value) -> bool:
-        return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
-
-    return Check(f"a whole number from {low} to {high}", holds, int)
-
-
-def number(text: str, holds: Callable[[float], bool]) -> Check:
-    """Finite numbers for which `holds`; text: what they are called."""
-
-    def finite(value) -> bool:
-        try:
-            real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-        except OverflowError:  # a whole number past every float
-            real = math.inf
-        return math.isfinite(real) and holds(real)
-
-    return Check(text, finite, float)
-
-
-def one_of(names: Sequence[str]) -> Check:
-    return Check(f"one of {', '.join(map(repr, names))}", lambda value: isinstance(value, str) and value in names)
-
-
-def optional(check: Check) -> Check:
-    convert = lambda value: None if value is None else check.convert(value)  # noqa: E731
-    return Check(f"None or {check.text}", lambda value: value is None or check.holds(value), convert)
-
-
-def some(check: Check, lengths: range, text: str) -> Check:
-    """Lists or tuples of so many values, as tuples. text: what they are called."""
-
-    def holds(value) -> bool:
-        return isinstance(value, (list, tuple)) and len(value) in lengths and all(map(check.holds, value))
-
-    return Check(text, holds, lambda value: tuple(map(check.convert, value)))
-
-
-def one_or_some(check: Check, lengths: range, text: str) -> Check:
-    every = some(check, lengths, text)
-    either = lambda value: every if isinstance(value, (list, tuple)) else check  # noqa: E731
-    return Check(text, lambda value: either(value).holds(value), lambda value: either(value).convert(value))
-
-
-def each_channel(check: Check, text: str) -> Check:
-    """One value or one for each channel; a tensor's or an array's too."""
-    listed = one_or_some(check, range(1, 2**16 + 1), text)
-    return Check(text, lambda value: listed.holds(_listed(value)), lambda value: listed.convert(_listed(value)))
-
-
-def _listed(value):
-    """The numbers of a tensor or an array as a list; None of one that is without values, or sparse."""
-    try:
-        return value.reshape(-1).tolist() if hasattr(value, "reshape") else value
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-flag = Check("True or False", lambda value: isinstance(value, bool))
 SIDE = whole(1, 2**16)
 SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
 ANY = number(f"a number from {-FLOAT32:.1e} to {FLOAT32:.1e}", lambda x: abs(x) <= FLOAT32)
@@ -113,6 +32,11 @@ PIXEL = number("", lambda x: abs(x) <= MOST_PIXEL)
 SPREAD = number("", lambda x: LEAST_STD <= x <= MOST_PIXEL)
 POSITIVE = number("positive", lambda x: x > 0)
 RATE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
+CLASS_NAMES = Check(
+    "a list of strings",
+    lambda x: isinstance(x, Sequence) and not isinstance(x, str) and all(isinstance(name, str) for name in x),
+    tuple,
+)
 
 
 _BACKBONE = {
@@ -132,48 +56,209 @@ _STAGES = Check(
     lambda value: value if isinstance(value, str) else {n: _BACKBONE[n].convert(part) for n, part in value.items()},
 )
 
-ARGUMENTS: dict[str, Check] = {
-    "img_size": SIZE,
-    "patch_size": SIZE,
-    "in_chans": whole(1, 2**16),
-    "num_classes": whole(0, 2**24),
-    "global_pool": one_of(POOLS),
-    "embed_dim": whole(1, 2**17),
-    "depth": whole(1, 1000),
-    "num_heads": whole(1, 2**17),
-    "mlp_ratio": number("a positive number up to 65536", lambda x: 0 < x <= 2**16),
-    "init_values": optional(NOT_NEGATIVE),
-    "pos_embed": one_of(POS_EMBEDS),
-    "pos_embed_at": one_of(POS_EMBED_PLACES),
-    "reg_tokens": whole(0, 2**16),
-    "fc_norm": optional(flag),
-    "drop_path_mode": one_of(("mask", "subset")),
-    "weight_init": one_of(("", "jax", "jax_nlhb", "moco", "reset", "skip")),
-    "head_init_bias": optional(ANY),
-    "representation_size": optional(whole(1, 2**17)),
-    "act_layer": one_of(ACTIVATIONS),
-    "norm_layer": one_of(("layernorm", "rmsnorm")),
-    "norm_eps": NOT_NEGATIVE,
-    "mean": each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
-    "std": each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
-    "backbone": optional(_STAGES),
-    "rope": optional(one_of(tuple(ROPES))),
-    "rope_temperature": optional(number("a number from 1 to 1e9", lambda x: 1 <= x <= 1e9)),
-    "ref_feat_shape": optional(some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)")),
-    "crop_mode": optional(one_of(CROP_MODES)),
-    "crop_pct": optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
-    **dict.fromkeys(("drop_rate", "pos_drop_rate", "proj_drop_rate", "drop_path_rate"), RATE),
-    **dict.fromkeys(("qkv_bias", "proj_bias", "class_token", "no_embed_class", "dynamic_img_size"), flag),
-    **dict.fromkeys(("pre_norm", "qk_norm", "swiglu_mlp", "scale_mlp_norm", "residual_in_fp32"), flag),
-}
+
+def argument(default, check: Check, text: str):
+    """A field of ViTConfig: its default, the values that it may have, and what it means."""
+    return field(default=default, metadata=dict(check=check, text=text))
 
 
-def enforce(check: Check, value, called: str):
-    """check(value); raises InputError with the name `called` where it does not pass."""
-    try:
-        return check(value)
-    except ValueError as error:
-        raise InputError(f"{called} must be {error}, got {shown(value)}") from None
+def rate(text: str):
+    return argument(0.0, RATE, text)
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """The arguments of a ViT, in timm's names. Raises InputError for what no ViT can have."""
+
+    img_size: int | tuple[int, int] = argument(224, SIZE, "pixels of the images, or (height, width)")
+    patch_size: int | tuple[int, int] = argument(16, SIZE, "pixels of a patch, or (height, width)")
+    in_chans: int = argument(3, whole(1, 2**16), "channels of the images, C")
+    num_classes: int = argument(1000, whole(0, 2**24), "outputs of the head; 0 for no head")
+    global_pool: str = argument(
+        "token",
+        one_of(POOLS),
+        'what the head sees: "token", the class token; "avg", the mean of the patches, normalised after pooling unless'
+        ' `fc_norm` says otherwise; "map", attention of one learned query and an MLP; "", every token',
+    )
+    embed_dim: int = argument(768, whole(1, 2**17), "the width D of a token")
+    depth: int = argument(12, whole(1, 1000), "encoder layers")
+    num_heads: int = argument(12, whole(1, 2**17), "heads H of the attention, which divide D")
+    mlp_ratio: float = argument(
+        4.0, number("a positive number up to 65536", lambda x: 0 < x <= 2**16), "the MLP's hidden width over D"
+    )
+    qkv_bias: bool = argument(True, flag, "a bias of queries, keys and values")
+    proj_bias: bool = argument(True, flag, "biases of the other linear layers of a block")
+    init_values: float | None = argument(None, optional(NOT_NEGATIVE), "LayerScale's start value; None for none")
+    class_token: bool = argument(True, flag, "a learned token before the patches")
+    pos_embed: str = argument(
+        "learn",
+        one_of(POS_EMBEDS),
+        'positions: "learn" (1-D), "learn2d" (of columns and of rows, joined; patches only), "factorized" (the two'
+        ' added, as in NaViT), "relative" (1-D, in each layer\'s attention, which PyTorch computes), "sincos2d" (fixed)'
+        ' or "none"',
+    )
+    no_embed_class: bool = argument(False, flag, "positions are for patches only")
+    reg_tokens: int = argument(0, whole(0, 2**16), "register tokens, between the class token and the patches")
+    fc_norm: bool | None = argument(None, optional(flag), 'the last norm is after pooling; None: with "avg" it is')
+    dynamic_img_size: bool = argument(False, flag, "take images of any size that the patch divides")
+    drop_rate: float = rate("dropout before the head")
+    pos_drop_rate: float = rate("dropout of the embedded tokens, one of the paper's")
+    proj_drop_rate: float = rate("dropout after the linear layers of a block, the paper's others")
+    drop_path_rate: float = rate("stochastic depth in the last block; it rises linearly from 0 in the first")
+    weight_init: str = argument("", one_of(("", "jax", "jax_nlhb", "moco", "reset", "skip")), "timm's modes")
+    head_init_bias: float | None = argument(None, optional(ANY), "the head's bias at the start; None: the mode's")
+    representation_size: int | None = argument(
+        None, optional(whole(1, 2**17)), "width of the tanh layer of the pre-training head; None for none"
+    )
+    act_layer: str = argument("gelu", one_of(ACTIVATIONS), 'the MLP\'s activation; "gelu" is the one with erf')
+    norm_eps: float = argument(1e-6, NOT_NEGATIVE, "epsilon of the norms")
+    mean: float | Sequence[float] = argument(
+        0.5,
+        each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
+        "of raw uint8 images, on the 0..1 scale",
+    )
+    std: float | Sequence[float] = argument(
+        0.5,
+        each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
+        "of raw uint8 images, on the 0..1 scale",
+    )
+    residual_in_fp32: bool = argument(
+        False, flag, "keep the residual stream in fp32 when the matrix products run in 16 bits"
+    )
+    pos_embed_at: str = argument(
+        "stem",
+        one_of(POS_EMBED_PLACES),
+        'where learned positions are added: "stem", "layers" (before each, with tables of their own) or'
+        ' "layers_shared"; dropout follows the first only',
+    )
+    backbone: str | dict | None = argument(
+        None, optional(_STAGES), 'the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says; None for a ViT'
+    )
+    crop_mode: str | None = argument(
+        None,
+        optional(one_of(CROP_MODES)),
+        "how evaluations cut images, in timm's words; None where nobody said it",
+    )
+    crop_pct: float | None = argument(
+        None,
+        optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
+        "the share of a side that evaluations cut out; None where nobody said it",
+    )
+    keep: str = argument("auto", one_of(KEEPS), "what blocks keep for backward, see `set_keep`; not in `config`")
+    class_names: Sequence[str] | None = argument(
+        None, CLASS_NAMES, "of the classes, in the order of the logits; None where nobody said them"
+    )
+    norm_layer: str = argument("layernorm", one_of(("layernorm", "rmsnorm")), "the norms")
+    drop_path_mode: str = argument(
+        "mask",
+        one_of(("mask", "subset")),
+        'stochastic depth computes all images and drops some ("mask"), or computes only those that are kept, a fixed'
+        ' share ("subset", DINOv2\'s)',
+    )
+    pre_norm: bool = argument(False, flag, "a norm before the blocks, and no bias in the patch projection (CLIP)")
+    qk_norm: bool = argument(False, flag, "norms of q and k, over each head")
+    swiglu_mlp: bool = argument(
+        False,
+        flag,
+        "MLPs gated by SiLU, gate and up mlp_ratio * D wide each; act_layer is then a MAP head's alone",
+    )
+    scale_mlp_norm: bool = argument(False, flag, "a norm before the MLP's last layer (EVA-02)")
+    rope: str | None = argument(
+        None,
+        optional(one_of(tuple(ROPES))),
+        'rotary positions of the patches, beside `pos_embed` or with "none": "dinov3" (the image is -1..1 down and'
+        ' across, at any size; halves of a head in pairs) or "cat" (EVA\'s: patches are counted; neighbours in pairs)',
+    )
+    rope_temperature: float | None = argument(
+        None,
+        optional(number("a number from 1 to 1e9", lambda x: 1 <= x <= 1e9)),
+        "the base of the rotary periods; None: 100 of dinov3 and 10,000 of cat",
+    )
+    ref_feat_shape: tuple[int, int] | None = argument(
+        None,
+        optional(some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)")),
+        'patches (down, across) of the grid that "cat" counts, whatever the image\'s own, (16, 16) in EVA-02; None: as'
+        " many as there are",
+    )
+
+    def __post_init__(self):
+        for name, check in ARGUMENTS.items():
+            object.__setattr__(self, name, enforce(check, getattr(self, name), f"ViT: {name}"))
+        enforce(one_of(KEEPS), self.keep, "ViT: keep")
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, _per_channel(name, getattr(self, name), self.in_chans))
+        self._check_together()
+        if self.class_names is not None:
+            object.__setattr__(self, "class_names", class_names(self.class_names, self.num_classes))
+
+    def _check_together(self) -> None:
+        """Raises InputError for what no ViT can have, before anything of its size is made."""
+        width, heads, kind = self.embed_dim, self.num_heads, self.pos_embed
+        if width % heads:
+            raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {width} and {heads}")
+        if self.pos_embed_at != "stem" and kind not in ("learn", "learn2d", "factorized"):
+            learned = "'learn', 'learn2d' or 'factorized'"
+            raise InputError(
+                f"ViT: pos_embed_at={self.pos_embed_at!r} is for pos_embed={learned}, got pos_embed={kind!r}"
+            )
+        if kind == "learn2d" and width % 2:
+            raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {width}")
+        if kind == "sincos2d" and (width % 4 or width < 8):
+            raise InputError(f"ViT: pos_embed='sincos2d' needs an embed_dim of 8 or more, by 4 divisible, got {width}")
+        if self.swiglu_mlp and self.act_layer not in ("gelu", "silu"):  # timm's default, which says nothing
+            raise InputError(f"ViT: swiglu_mlp=True has the activation 'silu', got act_layer={self.act_layer!r}")
+        if self.global_pool == "token" and not self.class_token:
+            without = "without a class token use global_pool='avg'"
+            raise InputError(f"ViT: global_pool='token' needs class_token=True; {without}")
+        self._check_rope()
+        if int(width * self.mlp_ratio) < 1:
+            raise InputError(f"ViT: mlp_ratio must leave the MLP a width, got {self.mlp_ratio} of {width}")
+        if (count := self._parameters()) > MOST_PARAMETERS:
+            sizes = ", ".join(f"{name}={getattr(self, name)}" for name in "embed_dim depth patch_size img_size".split())
+            limit = f"at most {MOST_PARAMETERS:.0e} parameters, these would be {count:.0e}"
+            raise InputError(f"ViT: the sizes must leave {limit} ({sizes}, ...)")
+
+    def _check_rope(self) -> None:
+        """Raises InputError for rotary positions that cannot be."""
+        if self.rope is None:
+            for name in ("rope_temperature", "ref_feat_shape"):
+                if getattr(self, name) is not None:
+                    raise InputError(f"ViT: {name} is for a rope, got {name}={getattr(self, name)!r} with rope=None")
+            return
+        if (head := self.embed_dim // self.num_heads) % 4:
+            raise InputError(f"ViT: rope={self.rope!r} needs a head size by 4 divisible, got {head}")
+        if self.pos_embed == "relative":
+            raise InputError(f"ViT: pos_embed='relative' has no rope beside it, got rope={self.rope!r}")
+        if self.ref_feat_shape is not None and self.rope != "cat":
+            raise InputError(f"ViT: ref_feat_shape is for rope='cat', got rope={self.rope!r}")
+
+    def _parameters(self) -> int:
+        """How many numbers the model holds, but for biases, norms and a hybrid's CNN."""
+        width, depth, pre_logits = self.embed_dim, self.depth, self.representation_size or 0
+        (h, w), (p, q) = pair(self.img_size), pair(self.patch_size)
+        tables = depth if self.pos_embed_at == "layers" or self.pos_embed == "relative" else 1
+        rows = self.in_chans * p * q + self.reg_tokens + tables * math.ceil(h / p) * math.ceil(w / q) + pre_logits
+        matrices = 3 if self.swiglu_mlp else 2
+        per_layer = 4 * width + matrices * int(width * self.mlp_ratio)
+        return width * (rows + depth * per_layer) + (pre_logits or width) * self.num_classes
+
+    def as_dict(self) -> dict:
+        """What makes the model, for `ViT.config`: all but `keep`, and the names of classes where there are any."""
+        names = {} if self.class_names is None else {"class_names": self.class_names}
+        return {name: getattr(self, name) for name in ARGUMENTS} | names
+
+    @staticmethod
+    def documentation() -> str:
+        """A paragraph for each argument: its name, its default, the values that it may have, and what it means."""
+        lines = []
+        for f in fields(ViTConfig):
+            check, text = f.metadata["check"].text, f.metadata["text"]
+            lines += textwrap.wrap(f"{f.name} = {f.default!r}: {text}. It is {check}.", 116, subsequent_indent="    ")
+        return "\n".join(lines)
+
+
+# Of each argument the values that it may have; whether the names of classes fit, and `keep`, are not of a model's file.
+ARGUMENTS = {f.name: f.metadata["check"] for f in fields(ViTConfig) if f.name not in ("keep", "class_names")}
 
 
 def read(name: str, value, called: str = ""):
@@ -185,51 +270,8 @@ def read(name: str, value, called: str = ""):
 
 
 def checked(config: dict) -> dict:
-    """Constructor arguments as `read` returns them, a mean and std for each channel; others are left out.
-
-    `class_names` stays where there are any. Raises InputError for what no ViT can have, before anything of its size is
-    made.
-    """
-    names, config = config.get("class_names"), {name: read(name, config[name]) for name in ARGUMENTS}
-    width, heads, kind, place = (config[name] for name in ("embed_dim", "num_heads", "pos_embed", "pos_embed_at"))
-    if width % heads:
-        raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {width} and {heads}")
-    if place != "stem" and kind not in ("learn", "learn2d", "factorized"):
-        learned = "'learn', 'learn2d' or 'factorized'"
-        raise InputError(f"ViT: pos_embed_at={place!r} is for pos_embed={learned}, got pos_embed={kind!r}")
-    if kind == "learn2d" and width % 2:
-        raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {width}")
-    if kind == "sincos2d" and (width % 4 or width < 8):
-        raise InputError(f"ViT: pos_embed='sincos2d' needs an embed_dim of 8 or more, by 4 divisible, got {width}")
-    if config["swiglu_mlp"] and config["act_layer"] not in ("gelu", "silu"):  # timm's default, which says nothing
-        raise InputError(f"ViT: swiglu_mlp=True has the activation 'silu', got act_layer={config['act_layer']!r}")
-    if config["global_pool"] == "token" and not config["class_token"]:
-        raise InputError("ViT: global_pool='token' needs class_token=True; without a class token use global_pool='avg'")
-    _check_rope(config)
-    if int(width * config["mlp_ratio"]) < 1:
-        raise InputError(f"ViT: mlp_ratio must leave the MLP a width, got {config['mlp_ratio']} of {width}")
-    for name in ("mean", "std"):
-        config[name] = _per_channel(name, config[name], config["in_chans"])
-    if (count := _parameters(config)) > MOST_PARAMETERS:
-        sizes = ", ".join(f"{name}={config[name]}" for name in ("embed_dim", "depth", "patch_size", "img_size"))
-        limit = f"at most {MOST_PARAMETERS:.0e} parameters, these would be {count:.0e}"
-        raise InputError(f"ViT: the sizes must leave {limit} ({sizes}, ...)")
-    return config if names is None else config | {"class_names": class_names(names, config["num_classes"])}
-
-
-def _check_rope(config: dict) -> None:
-    """Raises InputError for rotary positions that cannot be."""
-    if config["rope"] is None:
-        for name in ("rope_temperature", "ref_feat_shape"):
-            if config[name] is not None:
-                raise InputError(f"ViT: {name} is for a rope, got {name}={config[name]!r} with rope=None")
-        return
-    if (head := config["embed_dim"] // config["num_heads"]) % 4:
-        raise InputError(f"ViT: rope={config['rope']!r} needs a head size by 4 divisible, got {head}")
-    if config["pos_embed"] == "relative":
-        raise InputError(f"ViT: pos_embed='relative' has no rope beside it, got rope={config['rope']!r}")
-    if config["ref_feat_shape"] is not None and config["rope"] != "cat":
-        raise InputError(f"ViT: ref_feat_shape is for rope='cat', got rope={config['rope']!r}")
+    """Constructor arguments as ViTConfig has them. Raises InputError for what no ViT can have."""
+    return ViTConfig(**config).as_dict()
 
 
 def _per_channel(name: str, value: float | tuple[float, ...], chans: int) -> tuple[float, ...]:
@@ -239,24 +281,12 @@ def _per_channel(name: str, value: float | tuple[float, ...], chans: int) -> tup
     return values * (chans // len(values))
 
 
-def _parameters(config: dict) -> int:
-    """How many numbers the model holds, but for biases, norms and a hybrid's CNN."""
-    width, depth, classes = config["embed_dim"], config["depth"], config["num_classes"]
-    (h, w), (p, q) = (2 * (s,) if isinstance(s, int) else s for s in (config["img_size"], config["patch_size"]))
-    hidden, pre_logits = int(width * config["mlp_ratio"]), config["representation_size"] or 0
-    tables = depth if config["pos_embed_at"] == "layers" or config["pos_embed"] == "relative" else 1
-    rows = config["in_chans"] * p * q + config["reg_tokens"] + tables * math.ceil(h / p) * math.ceil(w / q) + pre_logits
-    matrices = 3 if config["swiglu_mlp"] else 2
-    return width * (rows + depth * (4 * width + matrices * hidden)) + (pre_logits or width) * classes
-
-
 def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:
     """The names of the classes, in the order of the logits. Raises InputError unless each class has one."""
-    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"ViT: class_names must be a list of strings, got {shown(names)}")
+    names = enforce(CLASS_NAMES, names, "ViT: class_names")
     if len(names) != num_classes:
         raise InputError(f"ViT: class_names must name each of the {num_classes} classes, got {len(names)} names")
-    return tuple(names)
+    return names
 
 
 def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .activation_memory import settle_in_training
 from .config import block_indices
@@ -78,3 +78,18 @@ class Intermediates:
             if i in take:
                 yield block.attention_map(x, *layer)
             x = block(x, *layer)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops blocks after the last one wanted, and norm and head if told; returns those kept."""
+        take = block_indices(indices, len(self.blocks))
+        self.blocks = self.blocks[: max(take) + 1]
+        self._change_tables(lambda name, table: table if len(table) == 1 else table[: len(self.blocks)])
+        self._config["depth"] = len(self.blocks)
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.fc_norm, self.attn_pool = nn.Identity(), None
+            self.reset_classifier(0, "")
+        return take

@@ -1,9 +1,9 @@
 """The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's names."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from . import config as arguments
 from .activation_memory import KEEPS, settle, settle_in_training
 from .block import Block
 from .checkpoint import load_model, save
-from .config import POOLS, block_indices, checked_images
+from .config import POOLS, ViTConfig, checked_images
 from .hybrid import HybridEmbed
 from .init import init_weights
 from .intermediates import Intermediates
@@ -34,90 +34,15 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
 
     Images are (B, in_chans, H, W): normalised floats, or raw uint8, of which (x / 255 - mean) / std is taken in the
     patch projection. Images of many sizes come as a list of (in_chans, H_i, W_i), or as vitfast.pack made one of it:
-    nothing is padded, positions are resampled for each grid.
-
-    img_size, patch_size: int or (height, width). num_classes: 0 for no head. global_pool: "token" (class token), "avg"
-    (mean of the patches, normalised after pooling unless `fc_norm` says otherwise), "map" (attention of one learned
-    query and an MLP), "" (no pooling: the head sees every token). mlp_ratio: F / D. qkv_bias, proj_bias: biases of qkv,
-    and of the other linear layers in a block. init_values: LayerScale's start value, None for none. class_token,
-    reg_tokens: prefix tokens. pos_embed: "learn" (1-D), "learn2d" (columns and rows, joined; patches only),
-    "factorized" (the two added, NaViT's), "relative" (1-D, in each layer's attention, on PyTorch's), "sincos2d" (fixed)
-    or "none". pos_embed_at: where learned ones are added, "stem", "layers" (before each, own tables) or
-    "layers_shared"; dropout follows the first only. no_embed_class: positions for patches only. dynamic_img_size: take
-    images of any size that the patch divides. drop_rate: dropout before the head; pos_drop_rate and proj_drop_rate: the
-    paper's dropout; drop_path_rate: stochastic depth, rising linearly from 0; drop_path_mode: "mask" computes all
-    images and drops some, "subset" only those that are kept, a fixed share (DINOv2's). weight_init: timm's modes.
-    head_init_bias: the head's bias at the start. representation_size: width of the tanh layer of the pre-training head,
-    None for none. act_layer: "gelu" (erf), "gelu_tanh", "quick_gelu" or "silu". norm_layer: "layernorm" or "rmsnorm",
-    of norm_eps. mean, std: of raw uint8 images, on the 0..1 scale. residual_in_fp32: keep the residual stream in fp32
-    when the matrix products run in 16 bits. backbone: the CNN of a hybrid, "r50" or what `hybrid.HybridEmbed` says,
-    None for a ViT. keep: what blocks keep for backward, see `set_keep`; it is of a run, and not in `config`.
-    class_names: of the classes, in the order of the logits. crop_mode, crop_pct: how evaluations cut images ("center",
-    "squash" or "border"; the share of a side), in timm's words. Each None where nobody said it.
-
-    Of families since the paper: pre_norm: a norm before the blocks, and no bias in the patch projection (CLIP).
-    qk_norm: norms of q and k, over each head. swiglu_mlp: MLPs gated by SiLU (act_layer is then a MAP head's alone),
-    gate and up mlp_ratio * D wide each; scale_mlp_norm: a norm of what they multiply (EVA-02). rope: rotary positions
-    of the patches, beside `pos_embed` or with "none": "dinov3" (the image is -1..1 down and across, at any size; halves
-    of a head in pairs) or "cat" (EVA's: patches are counted; neighbours in pairs); None for none. rope_temperature: the
-    base of its periods, 100 and 10,000 unless given. ref_feat_shape: patches (down, across) of the grid that "cat"
-    counts, whatever the image's own, (16, 16) in EVA-02; None: as many as there are.
-
-    Raises InputError for an argument that no ViT can have.
+    nothing is padded, positions are resampled for each grid. The arguments have timm's names; InputError is raised for
+    those that no ViT can have.
     """
 
     keep, crop_mode, crop_pct = "auto", None, None  # of models pickled before there was a choice
     _keep_rows = 0  # tokens of the batch for which "auto" was settled
 
-    def __init__(
-        self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int | tuple[int, int] = 16,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        global_pool: str = "token",
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
-        mlp_ratio: float = 4.0,
-        qkv_bias: bool = True,
-        proj_bias: bool = True,
-        init_values: float | None = None,
-        class_token: bool = True,
-        pos_embed: str = "learn",
-        no_embed_class: bool = False,
-        reg_tokens: int = 0,
-        fc_norm: bool | None = None,
-        dynamic_img_size: bool = False,
-        drop_rate: float = 0.0,
-        pos_drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        weight_init: str = "",
-        head_init_bias: float | None = None,
-        representation_size: int | None = None,
-        act_layer: str = "gelu",
-        norm_eps: float = 1e-6,
-        mean: float | Sequence[float] = 0.5,
-        std: float | Sequence[float] = 0.5,
-        residual_in_fp32: bool = False,
-        pos_embed_at: str = "stem",
-        backbone: str | dict | None = None,
-        crop_mode: str | None = None,
-        crop_pct: float | None = None,
-        keep: str = "auto",
-        class_names: Sequence[str] | None = None,
-        norm_layer: str = "layernorm",
-        drop_path_mode: str = "mask",
-        pre_norm: bool = False,
-        qk_norm: bool = False,
-        swiglu_mlp: bool = False,
-        scale_mlp_norm: bool = False,
-        rope: str | None = None,
-        rope_temperature: float | None = None,
-        ref_feat_shape: tuple[int, int] | None = None,
-    ):
-        c = SimpleNamespace(**arguments.checked(locals()))
+    def __init__(self, *args, **kwargs):  # the arguments of ViTConfig
+        c = ViTConfig(*args, **kwargs)
         super().__init__()
         self.num_classes, self.in_chans, self.global_pool = c.num_classes, c.in_chans, c.global_pool
         self.embed_dim = self.num_features = c.embed_dim
@@ -127,34 +52,38 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
         self.no_embed_class, self.dynamic_img_size = c.no_embed_class, c.dynamic_img_size
         self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
         self.mean, self.std, self.crop_mode, self.crop_pct = c.mean, c.std, c.crop_mode, c.crop_pct
-        self._config = vars(c)
         stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
         if c.backbone is None:
             self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
         else:
             self.patch_embed = HybridEmbed(*stem, c.backbone)
-            c.backbone = self.patch_embed.spec
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
+        # The norm is after pooling where the patches are averaged, unless told otherwise.
+        after_pooling = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
+        self._config = c.as_dict() | dict(fc_norm=after_pooling)
+        if c.backbone is not None:
+            self._config["backbone"] = self.patch_embed.spec
         self._make_tables()
         self.pos_drop = nn.Dropout(c.pos_drop_rate)
         norm = partial(NORMS[c.norm_layer], eps=c.norm_eps)
         self.norm_pre = norm(c.embed_dim) if c.pre_norm else nn.Identity()
         rates = [c.drop_path_rate * i / max(1, c.depth - 1) for i in range(c.depth)]
         self.blocks = nn.Sequential(*(Block(c, norm, rate) for rate in rates))
-        self.set_keep(keep)
+        self.set_keep(c.keep)
         feature = dict(num_chs=c.embed_dim, reduction=max(pair(c.patch_size)))
         self.feature_info = [dict(module=f"blocks.{i}", **feature) for i in range(c.depth)]
-        c.fc_norm = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm  # the norm is after pooling
-        self.norm = nn.Identity() if c.fc_norm else norm(c.embed_dim)
+        self.norm = nn.Identity() if after_pooling else norm(c.embed_dim)
         head = (c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio), c.act_layer, norm)
         self.attn_pool = AttentionPoolLatent(*head) if c.global_pool == "map" else None
-        self.fc_norm = norm(c.embed_dim) if c.fc_norm else nn.Identity()
+        self.fc_norm = norm(c.embed_dim) if after_pooling else nn.Identity()
         self.pre_logits = PreLogits(c.embed_dim, c.representation_size) if c.representation_size else nn.Identity()
         self.head_drop = nn.Dropout(c.drop_rate)
         self.head = nn.Linear(self.head_hidden_size, c.num_classes) if c.num_classes > 0 else nn.Identity()
         if c.weight_init != "skip":
             self.init_weights(needs_reset=False)
+
+    __init__.__signature__ = inspect.signature(ViTConfig.__init__)
 
     # ---- making one
 
@@ -339,21 +268,6 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
         """
         return settle(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
 
-    def prune_intermediate_layers(
-        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drops blocks after the last one wanted, and norm and head if told; returns those kept."""
-        take = block_indices(indices, len(self.blocks))
-        self.blocks = self.blocks[: max(take) + 1]
-        self._change_tables(lambda name, table: table if len(table) == 1 else table[: len(self.blocks)])
-        self._config["depth"] = len(self.blocks)
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.fc_norm, self.attn_pool = nn.Identity(), None
-            self.reset_classifier(0, "")
-        return take
-
     # ---- what optimisers ask
 
     def get_classifier(self) -> nn.Module:
@@ -368,3 +282,6 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
         """Patterns that sort parameters into layers, for layer-wise learning rates."""
         blocks = [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=blocks)
+
+
+ViT.__doc__ += f"\n{ViTConfig.documentation()}\n"

@@ -4,7 +4,8 @@ import math
 
 from ...errors import InputError
 from .. import config as arguments
-from ..config import POSITIVE, RATE, flag, shown
+from ..checks import flag, shown
+from ..config import POSITIVE, RATE
 from ..presets import pair
 from .json_fields import CONFIG, OF_TEXT, read, read_fields, refuse_unknown, section
 

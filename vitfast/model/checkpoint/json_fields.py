@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from ...errors import InputError
 from ...version import __version__
-from ..config import ARGUMENTS, Check, enforce, shown
+from ..checks import Check, enforce, shown
+from ..config import ARGUMENTS
 
 CONFIG = "config.json"
 _REMOVE = "remove it where it changes nothing that the model computes"

@@ -10,7 +10,8 @@ import re
 from argparse import Namespace
 
 from ...errors import InputError
-from ..config import ACTIVATIONS, ARGUMENTS, POOLS, RATE, enforce, shown
+from ..checks import enforce, shown
+from ..config import ACTIVATIONS, ARGUMENTS, POOLS, RATE
 from .json_fields import CONFIG, OF_TEXT, read_fields, section
 
 _AVERAGE, _MAP, _SILU = dict(global_pool="avg"), dict(global_pool="map"), dict(act_layer="silu")  # SiLU: of the gate

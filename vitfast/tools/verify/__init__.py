@@ -61,7 +61,7 @@ def exact_fp32(backend=torch.backends.cudnn.conv) -> Iterator[None]:
 
 
 def settle_lookups() -> None:
-    """Lets torch look up its own functions before any is replaced; contexts of devices and Dynamo do so once.
+    """Lets torch look up its functions, as it does once, before any of them is replaced.
 
     Dynamo would not know torch.empty any more that it met first while another stood there.
     """
