@@ -1,4 +1,4 @@
-"""The arguments of a ViT, each with its meaning and its values; checks of images and block numbers."""
+"""The arguments of a ViT, each with meaning and values; checks of images and block numbers."""
 
 import math
 import textwrap
@@ -243,13 +243,13 @@ class ViTConfig:
         return width * (rows + depth * per_layer) + (pre_logits or width) * self.num_classes
 
     def as_dict(self) -> dict:
-        """What makes the model, for `ViT.config`: all but `keep`, and the names of classes where there are any."""
+        """`ViT.config`: all but `keep`, and the names of classes where there are any."""
         names = {} if self.class_names is None else {"class_names": self.class_names}
         return {name: getattr(self, name) for name in ARGUMENTS} | names
 
     @staticmethod
     def documentation() -> str:
-        """A paragraph for each argument: its name, its default, the values that it may have, and what it means."""
+        """A paragraph for each argument: name, default, meaning and values."""
         lines = []
         for f in fields(ViTConfig):
             check, text = f.metadata["check"].text, f.metadata["text"]
