@@ -87,12 +87,12 @@ def acceleration_report(model: nn.Module) -> Report:
         if any(name.startswith(above) for above in covered) and not hasattr(module, "vitfast_part"):
             continue
         above = tuple(modules[upper] for upper in _names_above(name) if upper in modules)
-        if wrapped_away(module) and (name in replaceable or hasattr(module, "operation_parts")):
+        if wrapped_away(module) and (name in replaceable or hasattr(module, "report_entries")):
             found = [Entry(name, kind, "", "has a forward of its own, set on the instance, in which no operation ran")]
         elif name in replaceable:
             found = _entries_of(name, module)
-        elif hasattr(module, "operation_parts"):  # vitfast's own layer
-            found = [Entry(name, kind, part, why) for part, why in module.operation_parts(above)]
+        elif hasattr(module, "report_entries"):  # vitfast's own layer
+            found = [Entry(name, kind, part, why) for part, why in module.report_entries()]
         elif "Attention" in kind or "Attn" in kind:
             found = _attentions(name, module) or [Entry(name, kind, "", _unknown_attention(module, above))]
         else:

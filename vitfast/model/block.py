@@ -1,22 +1,23 @@
 """One pre-norm encoder layer of the ViT: two operations, or its modules one by one."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.fusable import Layout, full_name, layout
 from ..ops.reference import owners
+from .config import ViTConfig
 from .drop_path import Subset, draw_subset, sample_drop_path
-from .layers import OF_NORMS, Attention, GluMlp, Layer, LayerNorm, LayerScale, Mlp, Parts, weights_dtype
+from .layers import OF_NORMS, Attention, Entries, GluMlp, Layer, LayerNorm, LayerScale, Mlp, weights_dtype
+from .relative import RelativeAttention
 
 for _leaf in ("draw_subset", "sample_drop_path"):  # to FX, as in layers.py
     torch.fx.wrap(_leaf)
 
 _NORMS = tuple(OF_NORMS)
 _SCALES = (LayerScale, nn.Identity)
-_OPERATIONS = {Attention: "attention_block", Mlp: "mlp_block", GluMlp: "gated_mlp_block"}
+_LAYERS = (Attention, RelativeAttention, Mlp, GluMlp)
 
 
 def _mlp_layout(mlp: type[Mlp], inner_norm: type | tuple[type, ...]) -> Layout:
@@ -30,15 +31,15 @@ class Block(Layer):
     """One pre-norm encoder layer: (B, N, D) -> (B, N, D).
 
     Two operations, except where a module in it must be called (dropout that is active, a hook, a layer that LoRA has
-    replaced, norms of q and k), or where a table of relative positions comes with x: that branch then runs on its
-    modules, the smaller operations and PyTorch. `keep`: what the two operations keep for backward, "least" or "all".
+    replaced, norms of q and k), or where positions are relative: that branch then runs on its modules, the smaller
+    operations and PyTorch. `keep`: what the two operations keep for backward, "least" or "all".
 
     drop_path_mode: "mask" computes the branches of all samples and drops some of them, "subset" computes those of a
     fixed number of samples alone.
     """
 
     keep, drop_path_mode = "least", "mask"
-    stands_in = {
+    fused_modules = {
         "attention_block": layout(
             {"norm1": _NORMS, "attn": Attention, "attn.qkv": nn.Linear, "attn.q_norm": nn.Identity}
             | {"attn.k_norm": nn.Identity, "attn.proj": nn.Linear, "attn.proj_drop": nn.Dropout, "ls1": _SCALES}
@@ -47,7 +48,7 @@ class Block(Layer):
         "gated_mlp_block": _mlp_layout(GluMlp, (nn.Identity, LayerNorm)),
     }
 
-    def __init__(self, config: SimpleNamespace, norm: Callable[[int], nn.Module], drop_path: float):
+    def __init__(self, config: ViTConfig, norm: Callable[[int], nn.Module], drop_path: float):
         """config: a ViT's arguments. norm: makes a norm of some width. drop_path: this block's rate."""
         super().__init__()
         c, width = config, config.embed_dim
@@ -55,7 +56,8 @@ class Block(Layer):
         self.residual_in_fp32 = c.residual_in_fp32
         self.norm1 = norm(width)
         biases, rate = (c.qkv_bias, c.proj_bias), c.proj_drop_rate
-        self.attn = Attention(width, c.num_heads, *biases, rate, norm if c.qk_norm else None)
+        attention = RelativeAttention if c.pos_embed == "relative" else Attention
+        self.attn = attention(width, c.num_heads, *biases, rate, norm if c.qk_norm else None)
         self.ls1 = LayerScale(width, c.init_values) if c.init_values else nn.Identity()
         self.norm2 = norm(width)
         mlp, activation = (GluMlp, "silu") if c.swiglu_mlp else (Mlp, c.act_layer)
@@ -96,20 +98,23 @@ class Block(Layer):
                 options["rope"] = tuple(table.index_select(0, rows) for table in options["rope"])
         return x.index_copy(0, rows, self._add(branch, x.index_select(0, rows), factors, options))
 
-    def _branch(self, branch: int) -> tuple[nn.Module, nn.Module, nn.Module, type]:
-        """The norm, the layer and the scale of a branch, and what its layer is unless it was replaced."""
-        return (self.norm2, self.mlp, self.ls2, Mlp) if branch else (self.norm1, self.attn, self.ls1, Attention)
+    def _branch(self, branch: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """The norm, the layer and the scale of a branch, 0 of attention and 1 of the MLP."""
+        return (self.norm2, self.mlp, self.ls2) if branch else (self.norm1, self.attn, self.ls1)
 
-    def _unfused_reason(self, layer: nn.Module, own: type, relative: bool) -> str | None:
+    def _unfused_reason(self, branch: int) -> str | None:
         """Why a branch runs on its modules and the smaller operations; None where one operation runs it."""
-        why = self.why_called(_OPERATIONS.get(type(layer), _OPERATIONS[own]))
-        return "relative positions" if why is None and relative else why
+        layer = self.mlp if branch else self.attn
+        if type(layer) is RelativeAttention:
+            return layer.unsupported_reason()
+        operation = layer.operation if type(layer) in _LAYERS else ("attention_block", "mlp_block")[branch]
+        return self.fallback_reason(operation)
 
     def _add(self, branch: int, x: Tensor, drop_path: Tensor | None, options: dict) -> Tensor:
         """x + drop_path * scale(layer(norm(x))); drop_path: a factor for each sample, or each packed token."""
-        norm, layer, scale, own = self._branch(branch)
+        norm, layer, scale = self._branch(branch)
         options = {} if branch else options  # an MLP sees each token alone
-        if self._unfused_reason(layer, own, "relative" in options) is None and not layer.dropout_active():
+        if self._unfused_reason(branch) is None and not layer.dropout_active():
             options = options | dict(eps=norm.eps, norm=OF_NORMS[type(norm)], layer_scale=getattr(scale, "gamma", None))
             options |= dict(drop_path=drop_path, residual_in_fp32=self.residual_in_fp32, keep=self.keep)
             return layer.block(x, norm.weight, norm.bias, **options)
@@ -120,21 +125,21 @@ class Block(Layer):
         """norm(x) as the matrix products take it; an fp32 residual stream is normalised in fp32."""
         return norm(x).to(weights_dtype(self.attn)) if self.residual_in_fp32 else norm(x)
 
-    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
-        """As `forward` runs them. above: the modules that it is in; a ViT among them tells the positions."""
-        configs = [getattr(module, "config", None) for module in above]
-        relative = any(isinstance(config, dict) and config.get("pos_embed") == "relative" for config in configs)
-        parts = []
-        for branch, with_table in enumerate((relative, False)):
-            norm, layer, _, own = self._branch(branch)
-            why, known = self._unfused_reason(layer, own, with_table), type(layer) in _OPERATIONS
-            fused, alone = layer.parts if known else own.parts
-            inside = layer.unsupported_reason(with_table) if known else why
+    def report_entries(self) -> Entries:
+        """The parts of both branches as `forward` runs them."""
+        entries = []
+        for branch in (0, 1):
+            norm, layer, _ = self._branch(branch)
+            why, known = self._unfused_reason(branch), type(layer) in _LAYERS
+            fused, alone = (layer if known else (Attention, Mlp)[branch]).parts
+            inside = layer.unsupported_reason() if known else why
+            if why is None:
+                entries.append((fused, inside))
+                continue
             of_norm = [("norm", f"it is {full_name(type(norm))}")]
-            of_norm = norm.operation_parts(above) if type(norm) in OF_NORMS else of_norm
-            unfused = [*of_norm, (alone, inside), ("projection and residual", why)]
-            parts += [(fused, inside)] if why is None else unfused
-        return parts
+            entries += norm.report_entries() if type(norm) in OF_NORMS else of_norm
+            entries += [(alone, inside), ("projection and residual", why)]
+        return entries
 
     def attention_map(self, x: Tensor, positions: Tensor | None = None, options: dict | None = None, *_) -> Tensor:
         """The attention matrices (B, H, N, N), in fp32 at least, of `forward` with these arguments."""

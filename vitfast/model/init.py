@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from . import positions
+from .heads import AttentionPoolLatent
 from .hybrid import HybridEmbed
-from .layers import AttentionPoolLatent, LayerScale, RmsNorm
+from .layers import LayerScale, RmsNorm
 
 _RESET = (nn.Linear, nn.Conv2d, nn.LayerNorm, RmsNorm, LayerScale, AttentionPoolLatent)
 

@@ -23,30 +23,28 @@ from ..ops import (
 from ..ops import reference as ref
 from ..ops.attention import unsupported_reason as head_unsupported
 from ..ops.fusable import Layout, find_modules, layout
-from .positions import relative_attention, relative_logits
 from .presets import pair
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
 for _leaf in """
-    attention attention_block gated_mlp gated_mlp_block layer_norm linear_gelu mlp_block patch_embed relative_attention
-    rms_norm
+    attention attention_block gated_mlp gated_mlp_block layer_norm linear_gelu mlp_block patch_embed rms_norm
 """.split():
     torch.fx.wrap(_leaf)
 
 
 # The parts of a layer, for `acceleration_report`; with each why PyTorch's code runs it, None where an operation does.
-Parts = list[tuple[str, str | None]]
+Entries = list[tuple[str, str | None]]
 
 
 class Layer(nn.Module):
-    """A layer that runs operations on parameters of its modules. stands_in: of each operation, for which."""
+    """A layer with operations that read the parameters of its modules: of each operation, `fused_modules`."""
 
-    stands_in: dict[str, Layout] = {}
+    fused_modules: dict[str, Layout] = {}
 
     @torch.compiler.assume_constant_result  # no guards on each hook: as with PyTorch's own, compile after adding them
-    def why_called(self, operation: str) -> str | None:
-        """Why those modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
-        found = find_modules(self.stands_in[operation], self)
+    def fallback_reason(self, operation: str) -> str | None:
+        """Why an operation's modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
+        found = find_modules(self.fused_modules[operation], self)
         return found if isinstance(found, str) else None
 
 
@@ -55,7 +53,7 @@ class Norm:
 
     in_fp32 = False
 
-    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
+    def report_entries(self) -> Entries:
         return [("norm", "an fp32 residual stream" if self.in_fp32 else None)]
 
 
@@ -89,7 +87,7 @@ class PatchEmbed(Layer):
     shrink: how much smaller than the image a map is that the projection reads in its place.
     """
 
-    stands_in = {"patch_embed": layout({"proj": nn.Conv2d})}
+    fused_modules = {"patch_embed": layout({"proj": nn.Conv2d})}
 
     def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, shrink: int = 1, bias: bool = True):
         super().__init__()
@@ -124,8 +122,8 @@ class PatchEmbed(Layer):
         """The image's size over the grid's (timm's name)."""
         return max(self.patch_size) if as_scalar else self.patch_size
 
-    def operation_parts(self, above: tuple[nn.Module, ...]) -> Parts:
-        return [("patch projection", self.why_called("patch_embed"))]
+    def report_entries(self) -> Entries:
+        return [("patch projection", self.fallback_reason("patch_embed"))]
 
     def forward(
         self,
@@ -137,7 +135,7 @@ class PatchEmbed(Layer):
         offsets: Tensor | None = None,
     ) -> Tensor:
         """offsets: of images of many sizes, cut into patches; see ops.patch_embed."""
-        if self.why_called("patch_embed") is not None:
+        if self.fallback_reason("patch_embed") is not None:
             patches = self.proj(pixels(images, mean, std, weights_dtype(self.proj))).flatten(2).transpose(1, 2)
             return with_tokens(patches, prefix, pos_embed, offsets)
         return patch_embed(
@@ -151,7 +149,7 @@ class Attention(nn.Module):
     head_norm: makes the norms of the queries and keys of each head, `q_norm` and `k_norm` (Dh,); None for none.
     """
 
-    parts = ("attention block", "attention")
+    operation, parts = "attention_block", ("attention block", "attention")
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool, proj_bias: bool, proj_drop: float, head_norm: Callable | None
@@ -172,15 +170,14 @@ class Attention(nn.Module):
         q, k, v = self.split(x).unbind(-3)
         return self.q_norm(q), self.k_norm(k), v
 
-    def probabilities(self, x: Tensor, relative: Tensor | None = None, **options) -> Tensor:
+    def probabilities(self, x: Tensor, **options) -> Tensor:
         """The attention matrix (B, H, N, N), fp32 at least, of `forward` with these arguments."""
         q, k, _ = self.heads(x)
-        bias = {} if relative is None else dict(bias=relative_logits(q, relative))
-        return ref.attention_probabilities(q, k, **bias, **options)
+        return ref.attention_probabilities(q, k, **options)
 
-    def unsupported_reason(self, relative: bool) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why PyTorch's code runs the attention itself; None where an operation does."""
-        return "relative positions" if relative else head_unsupported(self.head_dim, self.head_dim**-0.5)
+        return head_unsupported(self.head_dim, self.head_dim**-0.5)
 
     def dropout_active(self) -> bool:
         return drops(self.proj_drop)
@@ -190,15 +187,14 @@ class Attention(nn.Module):
         weights = (self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias)
         return attention_block(x, *norm, *weights, num_heads=self.num_heads, **options)
 
-    def forward(self, x: Tensor, relative: Tensor | None = None, **options) -> Tensor:
-        """relative: (2n-1, Dh), see positions.relative_logits. options: of ops.attention."""
-        if relative is not None:
-            o = relative_attention(*self.heads(x), relative)
-        elif type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
-            o = attention(self.split(x), **options)
-        else:
-            o = attention(*self.heads(x), **options)
-        return self.proj_drop(self.proj(o.flatten(-2)))
+    def attend(self, x: Tensor, **options) -> Tensor:
+        """x (B, N, D) -> (B, N, H, Dh). options: of ops.attention."""
+        if type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
+            return attention(self.split(x), **options)
+        return attention(*self.heads(x), **options)
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        return self.proj_drop(self.proj(self.attend(x, **options).flatten(-2)))
 
 
 def drops(dropout: nn.Dropout) -> bool:
@@ -212,8 +208,8 @@ class Mlp(Layer):
     inner_norm: makes the norm (F,) before `fc2`; None for none.
     """
 
-    stands_in = {"linear_gelu": layout({"fc1": nn.Linear})}
-    parts = ("MLP block", "linear layer and GELU")
+    fused_modules = {"linear_gelu": layout({"fc1": nn.Linear})}
+    operation, parts = "mlp_block", ("MLP block", "linear layer and GELU")
     gates = 0  # of the hidden width, beside the values
 
     def __init__(
@@ -227,9 +223,9 @@ class Mlp(Layer):
         self.fc2 = nn.Linear(hidden, dim, bias=proj_bias)
         self.drop2 = nn.Dropout(drop)
 
-    def unsupported_reason(self, relative: bool) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why PyTorch's code runs the layer itself; None where an operation does."""
-        return self.why_called(*self.stands_in)
+        return self.fallback_reason(*self.fused_modules)
 
     def dropout_active(self) -> bool:
         return drops(self.drop1) or drops(self.drop2)
@@ -240,7 +236,7 @@ class Mlp(Layer):
         return mlp_block(x, *norm, *weights, activation=self.activation, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.why_called("linear_gelu") is None:
+        if self.fallback_reason("linear_gelu") is None:
             h = linear_gelu(x, self.fc1.weight, self.fc1.bias, activation=self.activation)
         else:
             h = ref.ACTIVATIONS[self.activation](self.fc1(x))
@@ -250,10 +246,10 @@ class Mlp(Layer):
 class GluMlp(Mlp):
     """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)); `fc1` (2F, D) with rows [gate; up]."""
 
-    stands_in = {
+    fused_modules = {
         "gated_mlp": layout({"fc1": nn.Linear, "drop1": nn.Dropout, "norm": (nn.Identity, LayerNorm), "fc2": nn.Linear})
     }
-    parts = ("gated MLP block", "gated MLP")
+    operation, parts = "gated_mlp_block", ("gated MLP block", "gated MLP")
     gates, activation = 1, "silu"
 
     def weights(self) -> tuple[tuple, dict]:
@@ -270,7 +266,7 @@ class GluMlp(Mlp):
         return gated_mlp_block(x, *norm, *weights, **inner, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.why_called("gated_mlp") is None and not drops(self.drop1):
+        if self.fallback_reason("gated_mlp") is None and not drops(self.drop1):
             weights, options = self.weights()
             return self.drop2(gated_mlp(x, *weights, **options))
         gate, up = self.fc1(x).chunk(2, dim=-1)
@@ -291,44 +287,6 @@ class LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gamma
-
-
-class AttentionPoolLatent(nn.Module):
-    """The MAP head (Lee et al., 2019; Zhai et al., 2022): (B, N, D) -> (B, D) by one learned query.
-
-    `latent` (1, 1, D), `q` (D, D), `kv` (2D, D), `proj`, then a pre-norm MLP. Its attention, over one query, is
-    PyTorch's.
-    """
-
-    def __init__(self, dim: int, num_heads: int, hidden: int, activation: str, norm: Callable):
-        super().__init__()
-        self.num_heads = num_heads
-        self.latent = nn.Parameter(torch.empty(1, 1, dim))
-        self.q, self.kv, self.proj = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
-        self.norm = norm(dim)
-        self.mlp = Mlp(dim, hidden, activation, True, 0.0)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.latent, std=self.latent.shape[-1] ** -0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = self.q(self.latent.to(x.dtype).expand(x.shape[0], -1, -1)).unflatten(-1, (self.num_heads, -1))
-        keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
-        pooled = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (query, keys, values)))
-        x = self.proj(pooled.transpose(1, 2).flatten(2))
-        return (x + self.mlp(self.norm(x)))[:, 0]
-
-
-class PreLogits(nn.Module):
-    """The hidden layer of the pre-training head: tanh(fc(x)), (B, D) -> (B, representation_size)."""
-
-    def __init__(self, dim: int, size: int):
-        super().__init__()
-        self.fc = nn.Linear(dim, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x).tanh()
 
 
 def weights_dtype(module: nn.Module) -> torch.dtype:

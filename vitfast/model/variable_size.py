@@ -8,9 +8,8 @@ from torch import Tensor
 from ..errors import InputError
 from ..ops import packed
 from ..ops.packed import PackedImages, pack
-from ..ops.reference import owners
 from .drop_path import subsets_of_packed
-from .layers import AttentionPoolLatent
+from .heads import segment_mean
 from .positions import token_layout
 
 ManyImages = list[Tensor] | tuple[Tensor, ...] | PackedImages | Tensor
@@ -77,7 +76,7 @@ class PackedForward:
             return segment_mean(x, offsets, prefix)
         offsets = offsets - torch.arange(len(offsets), device=x.device, dtype=offsets.dtype) * prefix
         rows, _ = packed.token_rows(offsets, len(x) - (len(offsets) - 1) * prefix, prefix)
-        return latent_pool(self.attn_pool, x.index_select(0, rows) if prefix else x, offsets)
+        return self.attn_pool.pool_packed(x.index_select(0, rows) if prefix else x, offsets)
 
 
 class Together(NamedTuple):
@@ -102,36 +101,3 @@ def together(tokens: list[Tensor] | Tensor) -> Together:
         raise ValueError("ViT: the tokens of at least one image are wanted, got an empty list")
     x, counts = torch.cat(list(tokens)), [len(t) for t in tokens]
     return Together(x, torch.tensor([0, *counts]).cumsum(0).to(x.device), counts)
-
-
-def latent_pool(head: AttentionPoolLatent, x: Tensor, offsets: Tensor) -> Tensor:
-    """(tokens, D) of S packed samples -> (S, D), the softmax and the sums over a sample's tokens in fp32."""
-    query = head.q(head.latent[0].to(x.dtype)).unflatten(-1, (head.num_heads, -1))  # (1, H, Dh)
-    keys, values = head.kv(x).unflatten(-1, (2, head.num_heads, -1)).unbind(1)
-    owner, work = owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
-    logits = (query.to(work) * keys.to(work)).sum(-1) * query.shape[-1] ** -0.5  # (tokens, H)
-    least = logits.new_full((len(offsets) - 1, head.num_heads), -torch.inf)
-    largest = least.scatter_reduce(0, owner[:, None].expand_as(logits), logits.detach(), "amax")
-    weights = (logits - largest[owner]).exp()
-    pooled = segment_sum(weights[..., None] * values.to(work), offsets) / segment_sum(weights, offsets)[..., None]
-    x = head.proj(pooled.to(x.dtype).flatten(1))
-    return x + head.mlp(head.norm(x))
-
-
-def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """(tokens, ...) -> (S, ...): the sum over each sample's tokens.
-
-    In one order, so with the same bits every time: on a GPU by PyTorch's sum over segments, which can be differentiated
-    once; elsewhere by one that can be as often as asked.
-    """
-    if x.device.type == "cuda":
-        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0)
-    return x.new_zeros(len(offsets) - 1, *x.shape[1:]).index_add(0, owners(offsets, len(x)), x)
-
-
-def segment_mean(x: Tensor, offsets: Tensor, prefix: int) -> Tensor:
-    """(tokens, D) -> (S, D): the mean of each image's tokens after the first `prefix`, in fp32 at least."""
-    if prefix:  # every other segment is an image's prefix
-        offsets = torch.stack([offsets, offsets + prefix], 1).flatten()[:-1]
-    sums = segment_sum(x.to(torch.promote_types(x.dtype, torch.float32)), offsets)
-    return (sums / offsets.diff()[:, None])[bool(prefix) :: 1 + bool(prefix)].to(x.dtype)

@@ -16,10 +16,11 @@ from .activation_memory import KEEPS, settle, settle_in_training
 from .block import Block
 from .checkpoint import load_model, save
 from .config import POOLS, ViTConfig, checked_images
+from .heads import AttentionPoolLatent, PreLogits
 from .hybrid import HybridEmbed
 from .init import init_weights
 from .intermediates import Intermediates
-from .layers import NORMS, AttentionPoolLatent, PatchEmbed, PreLogits, weights_dtype, with_tokens
+from .layers import NORMS, PatchEmbed, weights_dtype, with_tokens
 from .positions import Positions, resize_table
 from .presets import pair, preset
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together

@@ -1,0 +1,80 @@
+"""Layers between a ViT's tokens and its logits, and means over the tokens of packed images."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.reference import owners
+from .layers import Mlp
+
+
+class AttentionPoolLatent(nn.Module):
+    """The MAP head (Lee et al., 2019; Zhai et al., 2022): (B, N, D) -> (B, D) by one learned query.
+
+    `latent` (1, 1, D), `q` (D, D), `kv` (2D, D), `proj`, then a pre-norm MLP. Its attention, over one query, is
+    PyTorch's.
+    """
+
+    def __init__(self, dim: int, num_heads: int, hidden: int, activation: str, norm: Callable):
+        super().__init__()
+        self.num_heads = num_heads
+        self.latent = nn.Parameter(torch.empty(1, 1, dim))
+        self.q, self.kv, self.proj = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.norm = norm(dim)
+        self.mlp = Mlp(dim, hidden, activation, True, 0.0)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.latent, std=self.latent.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.q(self.latent.to(x.dtype).expand(x.shape[0], -1, -1)).unflatten(-1, (self.num_heads, -1))
+        keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
+        pooled = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (query, keys, values)))
+        x = self.proj(pooled.transpose(1, 2).flatten(2))
+        return (x + self.mlp(self.norm(x)))[:, 0]
+
+    def pool_packed(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """(tokens, D) of S packed samples -> (S, D), the softmax and the sums over a sample's tokens in fp32."""
+        query = self.q(self.latent[0].to(x.dtype)).unflatten(-1, (self.num_heads, -1))  # (1, H, Dh)
+        keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
+        owner, work = owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
+        logits = (query.to(work) * keys.to(work)).sum(-1) * query.shape[-1] ** -0.5  # (tokens, H)
+        least = logits.new_full((len(offsets) - 1, self.num_heads), -torch.inf)
+        largest = least.scatter_reduce(0, owner[:, None].expand_as(logits), logits.detach(), "amax")
+        weights = (logits - largest[owner]).exp()
+        pooled = segment_sum(weights[..., None] * values.to(work), offsets) / segment_sum(weights, offsets)[..., None]
+        x = self.proj(pooled.to(x.dtype).flatten(1))
+        return x + self.mlp(self.norm(x))
+
+
+class PreLogits(nn.Module):
+    """The hidden layer of the pre-training head: tanh(fc(x)), (B, D) -> (B, representation_size)."""
+
+    def __init__(self, dim: int, size: int):
+        super().__init__()
+        self.fc = nn.Linear(dim, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).tanh()
+
+
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """(tokens, ...) -> (S, ...): the sum over each sample's tokens.
+
+    In one order, so with the same bits every time: on a GPU by PyTorch's sum over segments, which can be differentiated
+    once; elsewhere by one that can be as often as asked.
+    """
+    if x.device.type == "cuda":
+        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0)
+    return x.new_zeros(len(offsets) - 1, *x.shape[1:]).index_add(0, owners(offsets, len(x)), x)
+
+
+def segment_mean(x: Tensor, offsets: Tensor, prefix: int) -> Tensor:
+    """(tokens, D) -> (S, D): the mean of each image's tokens after the first `prefix`, in fp32 at least."""
+    if prefix:  # every other segment is an image's prefix
+        offsets = torch.stack([offsets, offsets + prefix], 1).flatten()[:-1]
+    sums = segment_sum(x.to(torch.promote_types(x.dtype, torch.float32)), offsets)
+    return (sums / offsets.diff()[:, None])[bool(prefix) :: 1 + bool(prefix)].to(x.dtype)
