@@ -11,7 +11,6 @@ from timm.models.vision_transformer import VisionTransformer
 
 import vitfast
 from vitfast import ViT
-from vitfast.train.masked import MaskedPatches
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7)
 TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
@@ -70,7 +69,6 @@ def settled(monkeypatch):
         asked.append((rows, size))
         return "all" if rows <= 100 else "least"
 
-    monkeypatch.setattr("vitfast.model.activation_memory.DEVICES", ("cpu",))
     monkeypatch.setattr("vitfast.model.activation_memory.choose", choose)
     return asked
 
@@ -80,57 +78,33 @@ def kept_by(model: ViT) -> str:
     return keep
 
 
-def test_auto_is_settled_in_training_for_the_most_tokens_seen(settled):
-    model = ViT(**SMALL, dynamic_img_size=True)
+def test_auto_is_settled_by_who_asks(settled):
+    model, images = ViT(**SMALL), torch.randn(3, 3, 32, 32)
     tokens = model.patch_embed.num_patches + 1
     assert 3 * tokens <= 100 < 6 * tokens
-
-    def run(batch: int, side: int = 32) -> str:
-        model(torch.randn(batch, 3, side, side))
-        return kept_by(model)
-
-    model.eval()
-    assert run(2) == "least" and not settled  # inference keeps nothing
-    model.train()
-    with torch.no_grad():
-        assert run(2) == "least" and not settled
-    assert run(2) == "all" and model.keep == "auto"
-    assert run(1) == run(2) == "all" and settled == [(2 * tokens, 4)]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert run(3) == "all" and settled[1:] == [(3 * tokens, 2)]
-    assert run(2, 64) == "least" and settled[2:] == [(2 * (4 * (tokens - 1) + 1), 4)]  # larger images
-    assert run(2) == "least" and len(settled) == 3
-    assert model.decide_keep(2, torch.bfloat16) == "all" and settled[3:] == [(2 * tokens, 2)]  # who asks is answered
+    model(images).sum().backward()
+    assert kept_by(model) == "least" and not settled  # a forward decides nothing
+    assert model.decide_keep(3, torch.bfloat16) == kept_by(model) == "all" and model.keep == "auto"
+    model(images).sum().backward()
+    assert model.decide_keep(6) == kept_by(model) == "least" and settled == [(3 * tokens, 2), (6 * tokens, 4)]
     for keep in ("least", "all"):
         model.set_keep(keep)
-        assert run(6) == keep and len(settled) == 4
+        assert model.decide_keep(6) == kept_by(model) == keep and len(settled) == 2
 
 
 def test_auto_keeps_the_least_while_blocks_are_checkpointed(settled):
     model, images = ViT(**SMALL), torch.randn(2, 3, 32, 32)
-    model(images)
-    assert kept_by(model) == "all"
+    assert model.decide_keep(2) == "all"
     model.set_grad_checkpointing()
-    assert kept_by(model) == "least"
     model(images).sum().backward()
     assert kept_by(model) == model.decide_keep(2) == "least" and len(settled) == 1
     model.set_grad_checkpointing(False)
-    model(images)
-    assert kept_by(model) == "all" and len(settled) == 2
+    assert model.decide_keep(2) == "all" and len(settled) == 2
     model.set_grad_checkpointing(False)  # nothing changes
     assert kept_by(model) == "all"
     model.set_keep("all")
     model.set_grad_checkpointing()
     assert kept_by(model) == "all"  # as it was told to
-
-
-def test_auto_is_settled_wherever_blocks_are_trained(settled):
-    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    for run in (lambda model: model.forward_intermediates(images), lambda model: MaskedPatches(model)(images)):
-        model = ViT(**SMALL)
-        run(model)
-        assert kept_by(model) == "all"
-    assert settled[0] == settled[1]
 
 
 @pytest.mark.parametrize(

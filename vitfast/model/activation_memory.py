@@ -1,13 +1,13 @@
 """The tensors that the blocks of a ViT keep for backward, by the memory there is.
 
-keep: "least", "all" (see ops/_blocks.py) or "auto": "all" where the memory of the GPU has room for it, found out for
-the most tokens seen.
+keep: "least", "all" (see ops/_blocks.py) or "auto": "all" where the memory of the GPU has room for it, which the trainer
+finds out before the first step.
 """
 
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 KEEPS = ("auto", "all", "least")
 DEVICES = ("cuda",)  # types of devices that say how much memory is free
@@ -71,22 +71,10 @@ def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:
     """
     weight = next(vit.patch_embed.proj.parameters())
     kept = vit.keep if vit.keep != "auto" else "least"
-    settled = vit.keep == "auto" and rows and weight.device.type in DEVICES and not vit.grad_checkpointing
-    vit._keep_rows = rows if settled else 0
-    if settled:
+    if vit.keep == "auto" and rows and not vit.grad_checkpointing:
         size, tokens = (dtype or weight.dtype).itemsize, vit.num_prefix_tokens + vit.patch_embed.num_patches
         logits = -(-rows // tokens) * vit.num_classes
         kept = choose(vit.blocks, vit.parameters(), rows, logits, size, weight.device)
     for block in vit.blocks:
         block.keep = kept
     return kept
-
-
-def settle_in_training(vit: nn.Module, x: Tensor) -> None:
-    """Settles "auto" for tokens x (..., D) of an eager training forward, where there were never more."""
-    trains = vit.keep == "auto" and vit.training and torch.is_grad_enabled()
-    if not trains or torch.compiler.is_compiling() or not isinstance(x, Tensor):
-        return
-    rows, kind = x.shape[:-1].numel(), x.device.type
-    if kind in DEVICES and rows > vit._keep_rows:
-        settle(vit, rows, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)

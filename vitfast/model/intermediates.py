@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .activation_memory import settle_in_training
 from .config import block_indices
 
 
@@ -33,7 +32,6 @@ class Intermediates:
             raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         take = block_indices(indices, len(self.blocks))
         (x, layers), outputs = self._embed(self._checked(images)), []
-        settle_in_training(self, x)
         for i, block in enumerate(self.blocks[: max(take) + 1] if stop_early else self.blocks):
             x = self._run(block, x, *layers[i])
             if i in take:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..ops.packed import PackedImages
 from . import config as arguments
-from .activation_memory import KEEPS, settle, settle_in_training
+from .activation_memory import KEEPS, settle
 from .block import Block
 from .checkpoint import load_model, save
 from .config import POOLS, ViTConfig, checked_images
@@ -40,7 +40,6 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
     """
 
     keep, crop_mode, crop_pct = "auto", None, None  # of models pickled before there was a choice
-    _keep_rows = 0  # tokens of the batch for which "auto" was settled
 
     def __init__(self, *args, **kwargs):  # the arguments of ViTConfig
         c = ViTConfig(*args, **kwargs)
@@ -160,7 +159,6 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
     ) -> tuple[Tensor, list[tuple]]:
         """Images -> all tokens after the last norm; and what the blocks were given."""
         x, layers = self._embed(images, change_patches)
-        settle_in_training(self, x)
         for block, layer in zip(self.blocks, layers):
             x = self._run(block, x, *layer)
         return self._final(x), layers
@@ -255,17 +253,17 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
     def set_keep(self, keep: str) -> None:
         """Sets what blocks keep for backward: "least", "all" (see ops.mlp_block), or "auto".
 
-        "auto" is settled on "all" or "least" in the first eager training forward on a GPU, by the memory that is free
-        then, and again in one with more tokens than any before. Until then, while blocks are checkpointed and on CPUs
-        it is "least". torch.compile takes what it finds: call `decide_keep` before it.
+        "auto" is "least" until `decide_keep` is called, which the trainer does; while blocks are checkpointed and on
+        CPUs it stays so.
         """
         self.keep = arguments.enforce(arguments.one_of(KEEPS), keep, "ViT: keep")
         settle(self, 0)
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
-        """Settles keep="auto" for training on `batch` images at a time; returns what is kept now.
+        """Settles keep="auto" for training on `batch` images at a time; returns what is kept from now on.
 
-        dtype: of the matrix products, the parameters' unless given.
+        By the memory that is free on the GPU now: call it before the first step and before torch.compile, which takes
+        what it finds. dtype: of the matrix products, the parameters' unless given.
         """
         return settle(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
 
