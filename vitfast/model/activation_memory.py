@@ -1,7 +1,7 @@
 """The tensors that the blocks of a ViT keep for backward, by the memory there is.
 
-keep: "least", "all" (see ops/_blocks.py) or "auto": "all" where the memory of the GPU has room for it, which the trainer
-finds out before the first step.
+keep: "least", "all" (see ops/_blocks.py) or "auto": "all" where the memory of the GPU has room for it, which
+`ViT.decide_keep` finds out.
 """
 
 from collections.abc import Iterable, Sequence

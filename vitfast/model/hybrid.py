@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, unknown
-from .layers import PatchEmbed, pixels
+from .patch_embed import PatchEmbed, pixels
 from .presets import BACKBONES, pair, reduction
 
 _DEFAULTS = dict(width=1, eps=1e-8)

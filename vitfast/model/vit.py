@@ -20,7 +20,8 @@ from .heads import AttentionPoolLatent, PreLogits
 from .hybrid import HybridEmbed
 from .init import init_weights
 from .intermediates import Intermediates
-from .layers import NORMS, PatchEmbed, weights_dtype, with_tokens
+from .layers import NORMS, weights_dtype
+from .patch_embed import PatchEmbed, with_tokens
 from .positions import Positions, resize_table
 from .presets import pair, preset
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together

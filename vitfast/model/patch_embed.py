@@ -1,0 +1,92 @@
+"""The patch projection, and how patches, prefix tokens and positions become the tokens of an image."""
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..ops import packed, patch_embed
+from ..ops import reference as ref
+from ..ops.fusable import layout
+from .layers import Entries, Layer, weights_dtype
+from .presets import pair
+
+torch.fx.wrap("patch_embed")  # to FX a leaf, as in layers.py
+
+
+class PatchEmbed(Layer):
+    """Holds the patch projection (`proj.weight` (D, C, P, Q)) and the sizes it is used at.
+
+    shrink: how much smaller than the image a map is that the projection reads in its place.
+    """
+
+    fused_modules = {"patch_embed": layout({"proj": nn.Conv2d})}
+
+    def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, shrink: int = 1, bias: bool = True):
+        super().__init__()
+        self.patch_size = pair(patch_size)
+        kernel = tuple(side // shrink for side in self.patch_size)
+        self.proj = nn.Conv2d(in_chans, embed_dim, kernel, kernel, bias=bias)
+        self.set_input_size(img_size)
+
+    def set_input_size(self, img_size) -> None:
+        """Takes a new image size; raises InputError where it is no positive multiple of the patch size."""
+        (height, width), (p, q) = pair(img_size), self.patch_size
+        if height < p or width < q or height % p or width % q:
+            wrong = f"image size {height} x {width} is no multiple of the patch size {p} x {q}"
+            near = f"{max(1, round(height / p)) * p} x {max(1, round(width / q)) * q}"
+            raise InputError(f"{wrong}; the nearest that fits is {near}")
+        self.img_size = height, width
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Patches down and across in an image of this size (timm's name)."""
+        return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Patches down and across at the configured image size."""
+        return self.dynamic_feat_size(self.img_size)
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """The image's size over the grid's (timm's name)."""
+        return max(self.patch_size) if as_scalar else self.patch_size
+
+    def report_entries(self) -> Entries:
+        return [("patch projection", self.fallback_reason("patch_embed"))]
+
+    def forward(
+        self,
+        images: Tensor,
+        prefix: Tensor | None = None,
+        pos_embed: Tensor | None = None,
+        mean=None,
+        std=None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        """offsets: of images of many sizes, cut into patches; see ops.patch_embed."""
+        if self.fallback_reason("patch_embed") is not None:
+            patches = self.proj(pixels(images, mean, std, weights_dtype(self.proj))).flatten(2).transpose(1, 2)
+            return with_tokens(patches, prefix, pos_embed, offsets)
+        return patch_embed(
+            images, self.proj.weight, self.proj.bias, prefix, pos_embed, mean=mean, std=std, offsets=offsets
+        )
+
+
+@torch.fx.wrap
+def with_tokens(
+    patches: Tensor, prefix: Tensor | None, pos_embed: Tensor | None, offsets: Tensor | None = None
+) -> Tensor:
+    """Patch embeddings (B, N, D), or packed (N, 1, D), -> tokens, as ops.patch_embed puts them together."""
+    if offsets is None:
+        return ref.with_prefix_and_positions(patches, [] if prefix is None else [prefix], pos_embed)
+    rows = packed.token_rows(offsets, len(patches), 0 if prefix is None else prefix.shape[1])
+    return ref.packed_tokens(patches[:, 0], prefix, pos_embed, *rows)
+
+
+@torch.fx.wrap
+def pixels(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
+    """Images in `dtype`, raw ones normalised."""
+    return ref.normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)
