@@ -10,7 +10,7 @@ SMS ?= 80 or 89 or 90
 # an environment that forbids writing it waits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test oldest long planted tritons bench codegen docs lint clean
+.PHONY: help demo test slow oldest long planted tritons bench codegen docs lint clean
 help:  ## what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -29,11 +29,14 @@ $(READY) $(VENV)/.train: setup.py pyproject.toml
 demo: $(if $(wildcard $(READY)),$(READY),$(VENV)/.train)  ## pre-train and fine-tune a small ViT on handwritten digits; writes runs/demo/
 	$(BIN)/vitfast demo --output runs/demo
 
-test: $(READY)  ## every test (those marked gpu only where there is a GPU)
-	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "not long" tests
+test: $(READY)  ## the tests of a change, in minutes (those marked gpu only where there is a GPU)
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "not slow and not long" tests
 
-oldest:  ## every test with the oldest PyTorch, timm and transformers that vitfast is for, in .venv-oldest
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=tests/oldest.txt
+slow: $(READY)  ## the tests that take many seconds each: more of each grid, compiled code, processes, packages
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 2 -q -m "slow and not long" tests
+
+oldest:  ## both with the oldest PyTorch, timm and transformers that vitfast is for, in .venv-oldest
+	$(MAKE) test slow VENV=.venv-oldest CONSTRAINTS=tests/oldest.txt
 
 long: $(READY)  ## the tests that take minutes each: other seeds, twenty kills, a longer grid under the sanitizer
 	$(BIN)/python -m pytest -n 2 -q -m long tests

@@ -46,8 +46,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """The slowest first, so that no worker is left alone at the end with one; on a GPU its tests by their urgency."""
-    items.sort(key=lambda item: -item.get_closest_marker("slow").args[0] if "slow" in item.keywords else 0)
+    """Without a GPU its tests are skipped; on one they run by their urgency."""
     if torch.cuda.is_available():
         items.sort(key=lambda item: urgency(item.nodeid) if "gpu" in item.keywords else -1)
         return

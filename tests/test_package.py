@@ -29,7 +29,7 @@ def dist(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow
 def test_wheel_works_in_a_clean_environment(dist, tmp_path):
     wheel = next(dist.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
@@ -63,6 +63,7 @@ assert not optional, f"the core imports {optional}"
     assert run.stdout.strip() == "(2, 5)"
 
 
+@pytest.mark.slow
 def test_sdist_holds_the_kernels_and_the_documentation(dist):
     names = tarfile.open(next(dist.glob("*.tar.gz"))).getnames()
     held = "kernels/__init__.py kernels/libraries/cublaslt.cpp vitfast/train/trainer.py docs/images/mlp.svg mkdocs.yml"
@@ -85,6 +86,7 @@ def test_tests_and_benchmarks_run_from_an_unpacked_sdist(dist, tmp_path):
     assert run.returncode == 0 and re.search(r"\d\d passed", run.stdout), run.stdout[-2000:] + run.stderr
 
 
+@pytest.mark.slow
 def test_metadata_has_the_extras(dist):
     archive = zipfile.ZipFile(next(dist.glob("*.whl")))
     metadata = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
@@ -177,6 +179,7 @@ def test_an_operation_imports_what_it_needs_alone(operation, most):
     assert len(needed(f"vitfast.ops.{operation}")) <= most, sorted(needed(f"vitfast.ops.{operation}"))
 
 
+@pytest.mark.slow
 def test_modules_are_found_by_their_earlier_names():
     """The modules themselves, also below a folder that moved and whatever is imported first."""
     script = """

@@ -17,7 +17,7 @@ SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_
 TOL = dict(atol=1e-5)  # fp32: the same formula in another order of sums
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow
 @torch._inductor.config.patch(fallback_random=True)
 def test_compiled_code_of_uint8_in_training_equals_eager():
     """Inductor's own code, with eager's random numbers, in one graph."""

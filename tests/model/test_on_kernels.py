@@ -26,6 +26,7 @@ KINDS = {  # every block that launches other kernels, or hands them other argume
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_block_follows_float64(kind):
     """Raw pixels to gradients of every parameter, with blocks checkpointed, which changes no bit."""

@@ -26,6 +26,10 @@ FP16 = pytest.param(torch.float16, marks=pytest.mark.long)
 HALVES = [torch.float16, torch.bfloat16]
 BLOCKS = ["attention_block", "mlp_block", "gated_mlp_block"]
 EVERY = pytest.mark.parametrize("name", OPERATIONS)
+# Where each takes seconds, `make test` leaves out the variants ("attention, packed").
+QUICK = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("," in name)) for name in OPERATIONS]
+)
 FUSED = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -96,7 +100,7 @@ def test_kernels_match_float64(name, dtype):
     close(results(on(name), strided, OPERATIONS[name].trained), found)
 
 
-@EVERY
+@QUICK
 def test_each_argument_alone(name):
     """Left out, or the only one that is trained: the gradients of float64, and fewer launches for fewer of them."""
     operation, tensors = OPERATIONS[name], draw(name)
@@ -164,7 +168,7 @@ class Calls(TorchDispatchMode):
         return result
 
 
-@EVERY
+@QUICK
 def test_opcheck(name):
     """Every custom operation that an operation calls, with all tensors trained, with some, and with none."""
     tensors, trained = draw(name), OPERATIONS[name].trained
@@ -196,7 +200,7 @@ def test_no_custom_operation_is_left_out():
     assert REGISTERED == called
 
 
-@EVERY
+@QUICK
 def test_compiled_code_has_the_same_bits(name):
     """With all of its graph in one piece, of any sizes."""
     tensors, trained = draw(name), OPERATIONS[name].trained
@@ -207,6 +211,7 @@ def test_compiled_code_has_the_same_bits(name):
     assert all(torch.equal(a, b) for a, b in zip(found, results(on(name), tensors, trained), strict=True))
 
 
+@pytest.mark.slow
 def test_exported_code_is_plain_pytorch():
     """Also where kernels are switched on."""
     for name, operation in OPERATIONS.items():
@@ -299,6 +304,7 @@ def test_deterministic_mode_fills_nothing_that_kernels_write(name):
 # The fused blocks
 
 
+@pytest.mark.slow
 @FUSED
 def test_keeping_all_gives_the_same_bits_and_writes_less(name):
     """keep="all": backward writes neither the norm's output nor the activation once more."""

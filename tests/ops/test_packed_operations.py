@@ -55,7 +55,7 @@ def test_jagged_tensors_in_and_out(mode):
 
 
 @pytest.mark.skipif(not launch.INTERPRETED, reason="needs the interpreter")
-@pytest.mark.slow(8)
+@pytest.mark.slow
 def test_compiled_once_for_all_sizes():
     """Counts and sizes change: after the first change nothing is compiled again."""
     weights, frames = WEIGHTS, torch._dynamo.utils.counters["stats"]

@@ -10,6 +10,8 @@ import timm
 import torch
 from checks import randomize
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import contextlib, io, json, sys, warnings
 
@@ -109,7 +111,6 @@ def found(tmp_path_factory):
     return json.loads((folder / "found.json").read_text()) | {"folder": folder}
 
 
-@pytest.mark.slow(10)
 def test_models_compute_what_timm_does(found):
     assert found["mode"] == "VITFAST_KERNELS: must be one of auto, on, off, got 'foo' in the environment"
     assert found["ViT"] is found["loaded"] is found["compiled"] is True

@@ -126,6 +126,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["vitfast", "timm", "huggingface"])
 def test_spoiled_values(tmp_path, library):
     """Of a config.json of each library: a model, or one error of one line."""
