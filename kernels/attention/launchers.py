@@ -12,7 +12,7 @@ for vision sequences, short and odd (50, 197, 257, 577, 1370):
 
 No atomics: dQ's fp32 sums, where keys are the outer loop, lie in a scratch of the one program that adds to them. A head
 is one or two power-of-two chunks (80 = 64 + 16), so that it is never padded to 128. Which path runs is data, in
-configs/rules.py.
+configs/attention.py.
 """
 
 import functools
