@@ -284,4 +284,4 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
         return dict(stem=r"^cls_token|reg_token|pos_embed|patch_embed", blocks=blocks)
 
 
-ViT.__doc__ += f"\n{ViTConfig.documentation()}\n"
+ViT.__doc__ = f"{ViT.__doc__}\n{ViTConfig.documentation()}\n"
