@@ -56,6 +56,7 @@ def _for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, **opti
 
 def attentions(s: Sizes) -> dict[str, Launcher]:
     """Forward and backward of each kind, and the parts of the backward."""
+    scale = s.head**-0.5
     offsets, packed = lambda t: t.offsets(2 * s.batch, s.rows), dict(longest=s.rows)  # noqa: E731
     found = {}
     # Tensors that act on the logits; the options with them.
@@ -71,9 +72,15 @@ def attentions(s: Sizes) -> dict[str, Launcher]:
             lambda ends, cos, sin: Logits(cos, sin, offsets=ends, **packed),
         ),
     ):
-        both = _pair(s, "packed" in name, draw, logits, variant=name in (", bias", ", key lengths"))
+        qkv = lambda t, packed="packed" in name: _qkv(t, s, packed)  # noqa: E731
+        both = _pair(qkv, scale, draw, logits, variant=name in (", bias", ", key lengths"))
         found[f"attention{name}"], found[f"attention backward{name}"] = both
-    return found | _parts(s) | _separate(s)
+    found |= _parts(s)
+    # Separate tensors of different strides, another scale than 1 / sqrt(Dh), logits in the hundreds.
+    peaked, _ = _pair(lambda t: _separate(t, s, size=64.0), 0.7 * scale, together=False, edge=True)
+    _, backward = _pair(lambda t: _separate(t, s), 0.7 * scale, together=False, edge=True)
+    names = "attention, peaked, separate tensors", "attention backward, separate tensors"
+    return found | dict(zip(names, (peaked, backward)))
 
 
 def _qkv(t: Draw, s: Sizes, packed: bool = False) -> tuple[Tensor, ...]:
@@ -82,30 +89,42 @@ def _qkv(t: Draw, s: Sizes, packed: bool = False) -> tuple[Tensor, ...]:
     return t.values(*lead, 3, s.heads, s.head).unbind(2)
 
 
+def _separate(t: Draw, s: Sizes, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    q = t.values(s.batch, s.tokens, s.heads, s.head, scale=size)
+    k = t.values(s.batch, s.heads, s.tokens, s.head).transpose(1, 2)
+    return q, k, t.values(s.tokens, s.batch, s.heads, s.head).transpose(0, 1)
+
+
 def _pair(
-    s: Sizes, packed: bool, draw: Callable[[Draw], tuple], logits: Callable[..., Logits], variant: bool
+    qkv: Callable[[Draw], tuple],
+    scale: float,
+    draw: Callable[[Draw], tuple] = lambda t: (),
+    logits: Callable[..., Logits] = lambda: PLAIN,
+    together: bool = True,
+    **flags: bool,
 ) -> tuple[Launcher, Launcher]:
-    """Forward and backward, of q, k and v in one tensor."""
-    scale = s.head**-0.5
+    """Forward and backward. together: q, k and v are one tensor, whose gradient is summed up too."""
 
     def for_backward(t: Draw) -> tuple:
         acting = draw(t)
-        return *_for_backward(t, *_qkv(t, s, packed), scale, **logits(*acting).options), *acting
+        return *_for_backward(t, *qkv(t), scale, **logits(*acting).options), *acting
 
     def backward(q, k, v, o, lse, do, *acting):
-        return attention.attention_bwd(q, k, v, o, lse, do, scale, True, logits(*acting))
+        found = attention.attention_bwd(q, k, v, o, lse, do, scale, together, logits(*acting), packed=together)
+        return found if together else found[0]
 
     def backward_formula(q, k, v, o, lse, do, *acting):
-        dqkv = torch.stack(attention_gradients(q, k, v, do, scale, **logits(*acting).options), 2)
-        return dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()
+        found = attention_gradients(q, k, v, do, scale, **logits(*acting).options)
+        dqkv = torch.stack(found, 2)
+        return (dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()) if together else found
 
     forward = Launcher(
-        lambda t: (*_qkv(t, s, packed), *draw(t)),
+        lambda t: (*qkv(t), *draw(t)),
         lambda q, k, v, *acting: attention.attention_fwd(q, k, v, scale, logits(*acting)),
         lambda q, k, v, *acting: attention_formula(q, k, v, scale, **logits(*acting).options),
-        variant,
+        **flags,
     )
-    return forward, Launcher(for_backward, backward, backward_formula, variant)
+    return forward, Launcher(for_backward, backward, backward_formula, **flags)
 
 
 def _parts(s: Sizes) -> dict[str, Launcher]:
@@ -149,30 +168,5 @@ def _parts(s: Sizes) -> dict[str, Launcher]:
         ),
         "attention backward, of rotary tables": Launcher(
             lambda t: (*_qkv(t, s)[:2], *_qkv(t, s)[:2], *_rope(t, s, s.tokens - PREFIX)), rope_bwd, rope_formula
-        ),
-    }
-
-
-def _separate(s: Sizes) -> dict[str, Launcher]:
-    """Separate tensors of different strides, another scale than 1 / sqrt(Dh), logits in the hundreds."""
-    scale = 0.7 * s.head**-0.5
-
-    def separate(t: Draw, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        q = t.values(s.batch, s.tokens, s.heads, s.head, scale=size)
-        k = t.values(s.batch, s.heads, s.tokens, s.head).transpose(1, 2)
-        return q, k, t.values(s.tokens, s.batch, s.heads, s.head).transpose(0, 1)
-
-    return {
-        "attention, peaked, separate tensors": Launcher(
-            lambda t: separate(t, size=64.0),
-            lambda *t: attention.attention_fwd(*t, scale),
-            lambda *t: attention_formula(*t, scale),
-            edge=True,
-        ),
-        "attention backward, separate tensors": Launcher(
-            lambda t: _for_backward(t, *separate(t), scale),
-            lambda *t: attention.attention_bwd(*t, scale, packed=False)[0],
-            lambda q, k, v, o, lse, do: attention_gradients(q, k, v, do, scale),
-            edge=True,
         ),
     }
