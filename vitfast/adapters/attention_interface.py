@@ -21,6 +21,7 @@ from .fallbacks import ATTENTION_ALONE as PART
 from .fallbacks import DROPOUT, library_runs, operation_runs
 from .fused_blocks import are_plain, asked, input_unsupported
 from .hugging_face import HARMLESS
+from .kinds import attention_layers
 from .masks import call_options
 
 
@@ -71,12 +72,6 @@ def vitfast_attention_forward(
     return ops.attention(q, k, v, scale=scale, **options), None
 
 
-def _attentions(model: nn.Module) -> list[nn.Module]:
-    """The attention layers in a model that take their attention from the registry."""
-    found = [module for module in model.modules() if "Attention" in type(module).__name__]
-    return [module for module in found if getattr(getattr(module, "config", None), "_attn_implementation", None)]
-
-
 def _settable(model: nn.Module) -> Iterator[nn.Module]:
     """Models of transformers in a model, inner ones first, whose attention may be another."""
     for module in reversed(list(model.modules())):
@@ -101,7 +96,7 @@ def set_attention(model: nn.Module) -> None:
     layers = [module for module in model.modules() if hasattr(module, "vitfast_layer")]
     ours = {id(inner) for layer in layers for inner in layer.modules()}
     for owner in _settable(model):
-        attentions = _attentions(owner)
+        attentions = attention_layers(owner).values()
         both_ways = all(getattr(module, "is_causal", True) is False for module in attentions)
         left = [module for module in attentions if id(module) not in ours]
         if left and both_ways and all(module.config._attn_implementation == "sdpa" for module in attentions):

@@ -130,11 +130,12 @@ def add_projection(
 
 
 class Found(NamedTuple):
-    """Modules of a layer that operations read, and tensors in the block's order.
+    """Modules of a layer that the operations of a block read, and tensors in its order.
 
     around: modules in the part that are called, in words: the smaller operations run around them.
     """
 
+    block: "FusedBlock"
     modules: Modules
     tensors: list[Tensor | None]
     layer_scale: Tensor | None
@@ -240,7 +241,7 @@ class FusedBlock:
             scale = None if type(scale) is float and scale == 1 else scale  # as transformers' BEiT has it
             if not are_plain(scale) or (scale is not None and scale.shape != tensors[0].shape):
                 return "its layer scale is no tensor per channel"
-        return Found(modules, tensors, scale, self.around(layer, modules))
+        return Found(self, modules, tensors, scale, self.around(layer, modules))
 
     def around(self, layer: nn.Module, modules: Modules) -> str | None:
         """Modules in the part that must be called, in words."""

@@ -63,6 +63,17 @@ def loaded(names) -> tuple[type, ...]:
     return tuple(found)
 
 
+def attention_layers(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """Attention layers that take their attention from transformers' registry, by name; name: the model's."""
+    found = {path: module for path, module in model.named_modules(prefix=name) if "Attention" in type(module).__name__}
+    return {path: module for path, module in found.items() if attention_name(module) is not None}
+
+
+def attention_name(module: nn.Module) -> str | None:
+    """Under which name a layer of transformers takes its attention out of the registry."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
 def imported(value):
     """The thing that "module:name" names, imported now; any other value itself."""
     if not isinstance(value, str) or ":" not in value:

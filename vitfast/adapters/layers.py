@@ -20,23 +20,17 @@ Blocks = tuple[tuple[FusedBlock, ...], tuple[FusedBlock, ...]]
 HALVES = ("attention block", "MLP block")
 
 
-def block_of(layer: nn.Module, half: int) -> FusedBlock | str:
-    """The block for the attention or MLP that a layer has, or why there is none."""
-    blocks = layer.vitfast_blocks[half]
-    if len(blocks) == 1:
-        return blocks[0]  # which finds out itself
+def find(layer: nn.Module, half: int) -> Found | str:
+    """Modules and tensors that operations read for a half, or why the library's modules must run."""
+    reason, blocks = layer.vitfast_layer.unsupported(layer), layer.vitfast_blocks[half]
+    if reason is not None:
+        return reason
     for block in blocks:
-        if block.fits(layer):
-            return block
+        if len(blocks) == 1 or block.fits(layer):  # a single one finds out itself
+            return block.find(layer)
     path = blocks[0].part.path
     module = attribute(layer, path)
     return f"{path} is missing" if module is None else f"{path} is {full_name(type(module))}"
-
-
-def find(layer: nn.Module, half: int) -> Found | str:
-    """Modules and tensors that operations read for a half, or why the library's modules must run."""
-    block = layer.vitfast_layer.unsupported(layer) or block_of(layer, half)
-    return block if isinstance(block, str) else block.find(layer)
 
 
 def unknown_member_reason(layer: nn.Module, cls: type, blocks: Blocks, with_buffers: bool = False) -> str | None:
@@ -93,8 +87,7 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
         if isinstance(x, Tensor):  # not a proxy of FX
             library_runs(layer, name, reason, of_this_call=True)
         return None
-    block = block_of(layer, half)
-    found = block if isinstance(block, str) else block.find(layer)
+    found = find(layer, half)
     if isinstance(found, str):
         library_runs(layer, name, found)
         return None
@@ -105,7 +98,7 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
     if dtype is None:
         options = "its input and weights differ in dtype or class"
     elif half == 0:
-        shape = (*x.shape[:-2], block.heads(found.modules), x.shape[-2])
+        shape = (*x.shape[:-2], found.block.heads(found.modules), x.shape[-2])
         options = call_options(description.logits(layer, arguments, x), x, shape)
     if isinstance(options, str):
         library_runs(layer, name, options, of_this_call=True)
@@ -115,8 +108,8 @@ def _by_operation(layer: nn.Module, half: int, x: Tensor, arguments: dict, reaso
     in_one_row = x.dim() == 3 and "offsets" in options  # all images in the first sample of a batch
     x = x[0] if in_one_row else x
     offsets = packed.offsets if packed is not None and x.dim() == 2 else None
-    factors = dict(residual_in_fp32=in_fp32, **block.factors(found, x, dtype, offsets))
-    y = block.run(found, x.float() if in_fp32 else x, options, factors)
+    factors = dict(residual_in_fp32=in_fp32, **found.block.factors(found, x, dtype, offsets))
+    y = found.block.run(found, x.float() if in_fp32 else x, options, factors)
     y = y[None] if in_one_row else y
     return y.transpose(0, 1) if tokens_first else y
 

@@ -24,12 +24,12 @@ def leaf_class(
 ) -> type:
     """A subclass of a library's class that runs an operation where it can.
 
-    operation(module, x): its result; in words, why the library's code must run, whose own errors stay.
-    unsupported(module): why no call of the module runs the operation, None where one may.
+    unsupported(module): why no call of the module runs the operation, None where one may. operation(module, x): its
+    result where one may; in words, why the library's code must run, whose own errors stay.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        out = input_unsupported(x) or operation(self, x)
+        out = input_unsupported(x) or unsupported(self) or operation(self, x)
         if not isinstance(out, str):
             operation_runs(self, part)
             return out
@@ -58,9 +58,7 @@ def _weights_unsupported(module: nn.Module) -> str | None:
 
 def _project(conv: nn.Conv2d, x: Tensor) -> Tensor | str:
     """`ops.patch_embed`; (B, C, H, W) -> (B, D, H/P, W/Q), laid out channels last."""
-    reason, weight = _weights_unsupported(conv), conv.weight
-    if reason is not None:
-        return reason
+    weight = conv.weight
     p, q = weight.shape[2:]
     if x.dim() != 4 or x.shape[1] != weight.shape[1] or min(x.shape[2:]) == 0 or x.shape[2] % p or x.shape[3] % q:
         return "its input does not divide into patches"
@@ -82,9 +80,6 @@ def _norm_unsupported(norm: nn.Module) -> str | None:
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor | str:
-    reason = _norm_unsupported(norm)
-    if reason is not None:
-        return reason
     weight, bias = norm.weight, getattr(norm, "bias", None)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return DTYPES
@@ -98,7 +93,7 @@ def _normalize(norm: nn.Module, x: Tensor) -> Tensor | str:
 
 def normalized(norm: nn.Module, x: Tensor) -> Tensor:
     """norm(x) by an operation, by the library's module where that must be called."""
-    out = input_unsupported(x) or _normalize(norm, x)
+    out = input_unsupported(x) or _norm_unsupported(norm) or _normalize(norm, x)
     return norm(x) if isinstance(out, str) else out
 
 

@@ -43,9 +43,8 @@ class MlpBlock(FusedBlock):
     def unsupported_reason(self, modules: Modules) -> str | None:
         if self.activation(modules) is not None:
             return None
-        act = attribute(modules[""], self.act)
-        known = full_name(type(act)) in ACTIVATIONS
-        return f"{self.act} is written out in Python" if known else f"{self.act} is {full_name(type(act))}"
+        name = full_name(type(attribute(modules[""], self.act)))
+        return f"{self.act} is {'written out in Python' if name in ACTIVATIONS else name}"
 
     def _gated(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         """Up, gate and down; their weights and biases."""
@@ -103,10 +102,8 @@ class MlpModule(MlpBlock):
         return found if isinstance(found, str) else None
 
     def operation(self, module: nn.Module, x: Tensor) -> Tensor | str:
-        """module(x) by an operation; in words, why the library's code must run."""
+        """module(x) by an operation; in words, why the library's code must run. `leaf_unsupported` came before."""
         found = self.find(module)
-        if isinstance(found, str):
-            return found
         if not dtypes_fit(x, found.tensors[0]):
             return DTYPES
         act = dict(activation=self.activation(found.modules))

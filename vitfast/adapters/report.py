@@ -7,6 +7,7 @@ from torch import nn
 
 from ..ops._dispatch import reason_for_plain
 from .fallbacks import ATTENTION_ALONE, DROPOUT, PACKING, last_call, wrapped_away
+from .kinds import attention_layers, attention_name
 from .layers import HALVES, find
 from .registry import original_class, replaceable_modules, require_module, transformers_attention, unsupported_reason
 
@@ -136,15 +137,9 @@ def _entries_of(name: str, module: nn.Module) -> list[Entry]:
     return entries
 
 
-def _implementation(module: nn.Module) -> str | None:
-    """The name of the attention that a layer of transformers takes out of the registry."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
 def _attentions(name: str, module: nn.Module) -> list[Entry]:
     """Entries of the attention layers in a module that have ours out of transformers' registry."""
-    found = {path: m for path, m in module.named_modules(prefix=name) if "Attention" in type(m).__name__}
-    found = {path: m for path, m in found.items() if _implementation(m) == "vitfast"}
+    found = {path: m for path, m in attention_layers(module, name).items() if attention_name(m) == "vitfast"}
     return [
         Entry(path, type(m).__name__, ATTENTION_ALONE, _why_not_attention(m))
         for path, m in found.items()
@@ -163,6 +158,6 @@ def _why_not_attention(module: nn.Module) -> str | None:
 def _unknown_attention(module: nn.Module, above: tuple[nn.Module, ...]) -> str:
     """Why an attention layer is left, and what can be done."""
     settable = any(getattr(owner, "_can_set_attn_implementation", bool)() for owner in above)
-    inside = any(_implementation(m) not in (None, "vitfast") for m in module.modules())
+    inside = any(attention_name(m) not in (None, "vitfast") for m in module.modules())
     hint = '; model.set_attn_implementation("vitfast") runs its attention' if settable and inside else ""
     return f"an attention layer that vitfast does not know{hint}"
