@@ -96,9 +96,7 @@ def _beit_bias(layer: nn.Module, given: dict, x: Tensor) -> Tensor | None:
 
 
 def _beit_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
-    if layer.relative_position_bias is None:
-        return dict(mask=given.get("attention_mask"))
-    return dict(bias=_beit_bias(layer, given, x))
+    return {"mask" if layer.relative_position_bias is None else "bias": _beit_bias(layer, given, x)}
 
 
 def _data2vec_logits(layer: nn.Module, given: dict, x: Tensor) -> Logits:
@@ -314,12 +312,6 @@ PLACES = {
 }
 
 
-def _full_name(name: str) -> str:
-    """ "vit.ViTLayer" -> "transformers.models.vit.modeling_vit.ViTLayer"."""
-    file, cls = name.split(".")
-    return f"transformers.models.{file.removesuffix('_vision')}.modeling_{file}.{cls}"
-
-
 _HEAD = "attention of one learned query, for which there is no operation"
 _WINDOWS = "windows with decomposed relative positions"
 _POOLING = Known(places=("layernorm", "mlp"), left=_HEAD)
@@ -348,4 +340,8 @@ _CLASSES |= {
     "sam.SamMLPBlock": mlp_alone(partial(make, mlp_ratio=1.0), Mlp(fc1="lin1", fc2="lin2")),
     "vitdet.VitDetMlp": mlp_alone(make, Mlp(idle=("drop",))),
 }
-CLASSES = {_full_name(name): known for name, known in _CLASSES.items()}
+# "vit.ViTLayer" -> "transformers.models.vit.modeling_vit.ViTLayer"
+_IN_FILES = [(*name.split("."), known) for name, known in _CLASSES.items()]
+CLASSES = {
+    f"transformers.models.{file.removesuffix('_vision')}.modeling_{file}.{cls}": known for file, cls, known in _IN_FILES
+}

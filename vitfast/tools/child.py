@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..errors import InputError
 
@@ -17,9 +18,13 @@ class Lost(Exception):
 
 
 class Children:
-    """Processes forked from one that has imported a module and touched no GPU."""
+    """Processes forked from one that has imported a module and touched no GPU.
 
-    def __init__(self, module: str):
+    at_once: how many of those that are submitted run at a time.
+    """
+
+    def __init__(self, module: str, at_once: int = 1):
+        self.threads = ThreadPoolExecutor(at_once)
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([module])
         self.running: set = set()
@@ -58,8 +63,13 @@ class Children:
             _end(process)
             process.join()
 
+    def submit(self, *arguments) -> Future:
+        """The future of `run`."""
+        return self.threads.submit(self.run, *arguments)
+
     def close(self) -> None:
-        """Ends what is running."""
+        """Forgets what has not begun, and ends what is running."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self.running):
             _end(process)
 

@@ -12,7 +12,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -127,16 +127,18 @@ def prepare() -> None:
             interpreter.mend_bfloat16()
 
 
-def dtypes(wanted: str = "") -> list[str]:
-    """Those that run here, or the one that is wanted. Raises InputError where it does not run here."""
-    if not INTERPRETED or launch.bfloat16_mended:
-        return [wanted] if wanted else ["bfloat16", "float16", "float32"]
-    if wanted == "bfloat16":
-        raise InputError(
-            "no bfloat16 here, only float16 and float32: "
-            "Triton's interpreter computes it with ml_dtypes, which is not installed"
-        )
-    return [wanted] if wanted else ["float16", "float32"]
+def dtypes(wanted: str = "", interpreted: bool = False) -> list[str]:
+    """Those that run here, or the one that is wanted. interpreted: bfloat16 must run unless another is wanted.
+
+    Raises InputError where what must run does not run here.
+    """
+    known = ["bfloat16", "float16", "float32"]
+    if INTERPRETED and not launch.bfloat16_mended:
+        if wanted == "bfloat16" or (interpreted and not wanted):
+            needed = "Triton's interpreter computes it with ml_dtypes: pip install ml_dtypes, or give --dtype float16"
+            raise InputError(f"no bfloat16 here, only float16 and float32: {needed}")
+        known.remove("bfloat16")
+    return [wanted] if wanted else known
 
 
 def tasks(only: Iterable[str] = (), dtype: str = "", interpreted: bool = False) -> list[Task]:
@@ -193,19 +195,15 @@ def in_processes(work: Callable[[Task], Result], todo: list[Task], jobs: int) ->
 
     jobs: how many run at a time.
     """
-    children, threads = Children(__name__), ThreadPoolExecutor(jobs)
-
-    def run(task: Task) -> Result:
-        try:
-            return children.run(None, _alone, work, task)
-        except Lost as lost:
-            return failed(*task, f"its process {lost}")
-
+    children = Children(__name__, jobs)
     try:
-        for future in as_completed([threads.submit(run, task) for task in todo]):
-            yield future.result()
+        futures = {children.submit(None, _alone, work, task): task for task in todo}
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except Lost as lost:
+                yield failed(*futures[future], f"its process {lost}")
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
         children.close()
 
 
@@ -279,10 +277,7 @@ def doctor(
         raise InputError(f"--jobs must be 1 at least, got {jobs}")
     device()
     prepare()
-    if interpreted and not launch.bfloat16_mended and dtype not in ("float16", "float32"):
-        raise InputError(
-            "doctor --interpreted needs ml_dtypes for bfloat16: pip install ml_dtypes, or give --dtype float16"
-        )
+    dtypes(dtype, interpreted)
     todo = tasks(only, dtype, interpreted)
     most = most_processes()
     jobs = min(jobs or (most if interpreted else 1), len(todo), most)

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitfast.tools.tune.clock import DeviceClock
-from vitfast.tools.verify.clock import flush_buffer
+from vitfast.tools.verify.clock import DeviceClock, flush_buffer
 
 
 def test_the_clock_takes_the_median_of_calls_that_are_launched_behind_a_busy_device(monkeypatch):

@@ -10,7 +10,7 @@ import copyreg
 import importlib
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import triton
@@ -110,9 +110,7 @@ class Compiler:
         if INTERPRETED:
             raise InputError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled; unset it")
         self.capability = capability
-        self.processes = processes or max(1, min(14, len(os.sched_getaffinity(0)) - 2))
-        self.children = Children(__name__)
-        self.threads = ThreadPoolExecutor(self.processes)
+        self.children = Children(__name__, processes or max(1, min(14, len(os.sched_getaffinity(0)) - 2)))
         self.futures: dict[tuple, Future] = {}
 
     @property
@@ -123,7 +121,7 @@ class Compiler:
         """Raises what Triton's front end raises for a launch that it refuses."""
         key = key_of(launch, self.capability)
         if key not in self.futures:
-            self.futures[key] = self.threads.submit(self.run, launch)
+            self.futures[key] = self.children.threads.submit(self.run, launch)
         return self.futures[key]
 
     def run(self, launch: Launch) -> tuple[int, str]:
@@ -135,5 +133,4 @@ class Compiler:
 
     def close(self) -> None:
         """Forgets what has not begun, and stops what has."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
         self.children.close()

@@ -17,9 +17,9 @@ import torch
 from ...errors import InputError, unknown
 from ...kernels.configs import tiles
 from ..child import Children, Lost
+from ..verify.clock import DeviceClock
 from ..verify.draw import Sizes
 from . import user_table
-from .clock import DeviceClock
 from .tuner import Tuner
 
 # The batch: its rows fill whole tiles but for the last one, so that what reaches past the end is seen.
