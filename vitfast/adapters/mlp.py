@@ -102,7 +102,7 @@ class MlpModule(MlpBlock):
         return found if isinstance(found, str) else None
 
     def operation(self, module: nn.Module, x: Tensor) -> Tensor | str:
-        """module(x) by an operation; in words, why the library's code must run. `leaf_unsupported` came before."""
+        """module(x) by an operation, after `leaf_unsupported`; in words, why the library's must run."""
         found = self.find(module)
         if not dtypes_fit(x, found.tensors[0]):
             return DTYPES

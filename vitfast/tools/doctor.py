@@ -128,9 +128,9 @@ def prepare() -> None:
 
 
 def dtypes(wanted: str = "", interpreted: bool = False) -> list[str]:
-    """Those that run here, or the one that is wanted. interpreted: bfloat16 must run unless another is wanted.
+    """Those that run here, or the one that is wanted.
 
-    Raises InputError where what must run does not run here.
+    interpreted: bfloat16 must run unless another is wanted. Raises InputError where what must run does not run here.
     """
     known = ["bfloat16", "float16", "float32"]
     if INTERPRETED and not launch.bfloat16_mended:
