@@ -55,3 +55,14 @@ class Mutant:
             sys.path.remove(str(folder))
             for module in [name for name in sys.modules if name.partition(".")[0] == package]:
                 del sys.modules[module]
+
+
+def listed(bugs: str) -> Iterator[tuple[str, list[str], str, str]]:
+    """(the comment above it, the fields of its first line, the text, what that becomes) of each bug in a list."""
+    kind, lines = "", [line for line in bugs.splitlines() if line]
+    while lines:
+        if lines[0].startswith("# "):
+            kind = lines.pop(0)[2:]
+        fields = lines.pop(0).split(" | ")
+        old, new = (lines.pop(0)[2:].replace("\\n", "\n") for _ in range(2))
+        yield kind, fields, old, new

@@ -5,7 +5,7 @@ where it first occurs, with \\n for the end of a line. A comment names the kind 
 numbers" the sanitizer finds nothing; of "silent" ones all results stay right, so that no test of numbers sees them.
 """
 
-from mutant import Mutant
+from mutant import Mutant, listed
 
 BUGS = r"""
 # out of bounds
@@ -216,14 +216,7 @@ o over V | attention | attention/launchers.py
 """
 
 
-def _parsed():
-    kind, lines = "", [line for line in BUGS.splitlines() if line]
-    while lines:
-        if lines[0].startswith("# "):
-            kind = lines.pop(0)[2:]
-        what, name, file, *silent = lines.pop(0).split(" | ")
-        old, new = (lines.pop(0)[2:].replace("\\n", "\n") for _ in range(2))
-        yield Mutant(what, file, old, new, name, kind, bool(silent))
-
-
-MUTANTS = list(_parsed())
+MUTANTS = [
+    Mutant(what, file, old, new, name, kind, bool(silent))
+    for kind, (what, name, file, *silent), old, new in listed(BUGS)
+]
