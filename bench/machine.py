@@ -17,7 +17,7 @@ import torch
 from clock import median_seconds
 
 from vitfast.run.files import write_text
-from vitfast.tools.machine_code.cubin import ptxas_version
+from vitfast.tools.machine_code import ptxas_version
 
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
 PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # which need not be there
