@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .kinds import imported
 
@@ -26,10 +26,6 @@ class Family(NamedTuple):
     batch: Callable[[], dict]
     left: tuple[str, ...] = ()
     valid: str = ""
-
-    def counted(self, output: Tensor, batch: dict) -> Tensor:
-        """The output, of its tokens (B, N, D) those that are no padding."""
-        return output[batch[self.valid].bool()] if self.valid and output.dim() == 3 else output
 
 
 def _images(name: str = "x") -> Callable[[], dict]:

@@ -99,7 +99,9 @@ def _run(family: Family, model: nn.Module, batch: dict) -> tuple[list[Tensor], l
     """The floating outputs of a model in training mode, and every gradient of random upstream ones."""
     torch.manual_seed(1)
     leaves = [t for t in tree_leaves(model.train()(**batch)) if isinstance(t, Tensor) and t.is_floating_point()]
-    leaves = [family.counted(t, batch) for t in leaves if t.requires_grad]
+    if family.valid:  # of tokens (B, N, D) those that are no padding
+        leaves = [t[batch[family.valid].bool()] if t.dim() == 3 else t for t in leaves]
+    leaves = [t for t in leaves if t.requires_grad]
     upstream = [torch.randn(t.shape, generator=torch.Generator().manual_seed(2)).to(t) for t in leaves]
     wanted = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(leaves, wanted, upstream, allow_unused=True)
