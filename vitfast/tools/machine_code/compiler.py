@@ -82,12 +82,8 @@ def _function(module: str, name: str):
     return getattr(importlib.import_module(module), name)
 
 
-def _reduce(function: JITFunction) -> tuple:
-    return _function, (function.fn.__module__, function.fn.__name__)
-
-
 # Launches on meta tensors thus travel to other processes, a kernel or a helper by its name.
-copyreg.pickle(JITFunction, _reduce)
+copyreg.pickle(JITFunction, lambda function: (_function, (function.fn.__module__, function.fn.__name__)))
 
 
 def _compile(launch: Launch, capability: int) -> tuple[int, str]:
