@@ -21,7 +21,7 @@ from vitfast.kernels.launch import launches_made
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tests; test_gpu.py has the GPU's")
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 def test_compiled_before_and_after_accelerate(caplog):
     """One graph; a compiled model sees that it was accelerated, and the log says while it is compiled what is left."""
     fallbacks.said.clear()
@@ -41,7 +41,7 @@ def test_compiled_before_and_after_accelerate(caplog):
     assert caplog.text.count("the call has is_causal") == 1
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_sees_a_replaced_layer():
     model = vitfast.accelerate(randomize(timm_vit(depth=1))).eval()
@@ -84,7 +84,7 @@ def test_export_with_a_dynamic_batch(caplog):
     assert_close(program.module()(x), model(x), atol=1e-5)
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow
 def test_attention_weights_of_hugging_face_models():
     """output_attentions installs hooks that stay: later calls run on vitfast again, compiled ones too."""
     models = pair(hf_vit(attn_implementation="eager").eval())

@@ -17,6 +17,7 @@ def load(name):
 
 
 @pytest.mark.parametrize("name", ["hugging_face_trainer", "timm_model", "torchvision_model"])
+@pytest.mark.slow
 def test_each_example_trains(name, tmp_path, capsys):
     if "trainer" in name:
         pytest.importorskip("accelerate", reason="Trainer needs Hugging Face's accelerate")
@@ -30,6 +31,7 @@ def test_each_example_trains(name, tmp_path, capsys):
     assert accuracy == pytest.approx(plain_accuracy, abs=0.02)
 
 
+@pytest.mark.slow
 def test_two_crops_in_one_pass_are_those_of_two(capsys):
     """DINO's global and local crops as one list: the losses of a pass for each size, and fewer patches than padded."""
     module = load("two_crops")

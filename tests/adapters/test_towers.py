@@ -173,7 +173,7 @@ def test_training(change, name):
     assert active == ["attention block"] * 2 * (change is dropout)
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [NAFLEX, PIXTRAL])
 def test_compiled_code_keeps_the_padding(name):
     found = family(name)

@@ -147,6 +147,7 @@ def test_doctor_says_what_an_interruption_left_out(monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_doctor_watches_what_is_interpreted(monkeypatch, capsys):
     """Right numbers are not enough: a row too many is read of a workspace, whose sum nobody reads."""
     given = ["doctor", "--interpreted", "--jobs", "1"]
@@ -223,7 +224,7 @@ def test_doctor_interprets_in_processes_of_its_own():
     )
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 def test_a_process_that_dies_is_a_failed_row_and_one_that_hangs_is_ended(monkeypatch, tmp_path):
     """The others go on, and each task is done once; what a process has started ends with it."""
     monkeypatch.setattr(child.multiprocessing, "get_context", lambda kind: SERVER)

@@ -132,6 +132,7 @@ def peak_of_two_steps(model: ViT, batch: int) -> int:
     [(dict(embed_dim=128), 1), (dict(embed_dim=16, num_heads=1, num_classes=3000), 16)],
     ids=["weights", "logits"],
 )
+@pytest.mark.slow
 def test_all_is_kept_where_two_steps_fit(monkeypatch, options, batch):
     """What a model decides by the memory that is free, against what its steps allocate."""
     model = ViT(**TINY | dict(depth=1) | options, keep="all").train()

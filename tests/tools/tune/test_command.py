@@ -75,6 +75,7 @@ def test_what_one_model_did_not_reach_is_the_next_ones_and_said(table, monkeypat
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "when it is timed again"])
+@pytest.mark.slow
 def test_a_candidate_that_breaks_the_gpu_is_refused_and_the_rest_tuned(table, monkeypatch, capsys, again):
     """Whatever words the error has: the device is asked. Another process goes on with what is left."""
     times = iter([0.5] if again else [])
@@ -98,7 +99,7 @@ def test_a_candidate_that_breaks_the_gpu_is_refused_and_the_rest_tuned(table, mo
     assert later.timed and refused not in {t for _, t in later.timed}
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(("work", "why"), [(dies, "died with exit code 3"), (hangs, "has not ended after 1 s")])
 def test_a_process_that_dies_or_hangs_in_a_candidate_is_ended_and_that_refused(table, monkeypatch, capsys, work, why):
     monkeypatch.setattr(command, "HANGS", 1)

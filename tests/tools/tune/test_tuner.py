@@ -33,6 +33,7 @@ def test_problems_are_what_a_training_step_uses_each_with_its_plainest_launcher(
     )
 
 
+@pytest.mark.slow
 def test_a_planted_gain_of_ten_percent_in_one_product_is_found_and_kept(table):
     def planted(problem, t):
         if problem.op == "linear_gelu_fwd" and t.provider == "triton" and t["GROUP_M"] == 16:
