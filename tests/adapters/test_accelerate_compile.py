@@ -41,7 +41,6 @@ def test_compiled_before_and_after_accelerate(caplog):
     assert caplog.text.count("the call has is_causal") == 1
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_sees_a_replaced_layer():
     model = vitfast.accelerate(randomize(timm_vit(depth=1))).eval()
@@ -84,7 +83,6 @@ def test_export_with_a_dynamic_batch(caplog):
     assert_close(program.module()(x), model(x), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_attention_weights_of_hugging_face_models():
     """output_attentions installs hooks that stay: later calls run on vitfast again, compiled ones too."""
     models = pair(hf_vit(attn_implementation="eager").eval())
