@@ -25,7 +25,6 @@ BENCH = [
     "timm>=1.0.26",
     "transformers>=5.10",
     "torchvision",
-    "matplotlib",
     "scikit-image",
 ]
 EXPORT = ["onnx", "onnxscript", "onnxruntime"]

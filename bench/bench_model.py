@@ -8,29 +8,24 @@ CUDA graphs: latency captures one for everybody, eager too, and at the batches o
 the bottleneck; their time is of whole steps back to back, nothing hidden. Ours is measured first and, as "vitfast
 compile bf16 again", after the peers that it is compared with: the slower of the two counts.
 
-`extra_info` has, beside what every case has: images_per_second; in throughput batch_search, the setting that the
-library's best batch was searched with, whatever setting is then timed (None on a CPU: no search); model_flops (3 times
-the forward pass in training) and from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet;
-attention, the SDPA backend that measured fastest.
+`extra_info` has, beside what every case has: images_per_second; model_flops (3 times the forward pass in training) and
+from it mfu_ceiling (of the matrix product measured in this run) and mfu_datasheet; attention, the SDPA backend that
+measured fastest. The batch of throughput is each library's best of several.
 """
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import clock
-import machine
 import pytest
 import torch
 from clock import median_seconds
-from harness import describe
 from peers import BUILDERS, Peer, Setting, bench_peer, learner
 from shapes import MAIN, model_work, planned
 
 from vitfast import ops
-from vitfast.tools.cost import datasheet_flops
-from vitfast.tools.cost.work import Kernels, total_flops, update
+from vitfast.tools.cost.work import update
 
 LEADING = (  # what decides, first: a stage has no time for all
     Setting("vitfast", "compile", "bf16"),
@@ -78,30 +73,6 @@ def best_batch(library: str, model: str) -> int:
     return max(speed, key=speed.get)
 
 
-def bench(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
-    """Checks, times and checks again `step`, a function of a batch; more: for extra_info.
-
-    FLOPs by the convention of MFU (Chowdhery et al., 2022): those of the forward pass, three times where it trains.
-    """
-    setting, shape, dtype = peer.setting, peer.shape, peer.setting.dtype
-    seconds, peak, errors = bench_peer(benchmark, peer, step, graph)
-    flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
-    ceiling, promised = machine.ceilings()[str(dtype).removeprefix("torch.")], datasheet_flops(machine.name())
-    facts = dict(
-        op=op,
-        direction="both" if peer.training else "forward",
-        shape=shape.name,
-        batch=shape.batch,
-        precision=setting.precision,
-        attention=peer.backend or "vitfast",
-        images_per_second=shape.batch / seconds,
-        model_flops=int(flops),
-        mfu_ceiling=flops / seconds / ceiling,
-        mfu_datasheet=flops / seconds / promised if promised else None,
-    )
-    describe(benchmark, setting.name, kernels, seconds, dtype, peak, **facts, **errors, **more)
-
-
 @pytest.mark.parametrize("setting", CASES)
 @pytest.mark.parametrize("model", [pytest.param(model, id=shape.name) for model, shape in MODELS.items()])
 def test_train(benchmark, model, setting):
@@ -111,7 +82,7 @@ def test_train(benchmark, model, setting):
     labels = torch.randint(0, 1000, (peer.shape.batch,), device=clock.DEVICE)
     step_update = update(sum(p.numel() for p in peer.model.parameters()), size=peer.setting.stored.itemsize)
     kernels = model_work(peer.shape, peer.setting.dtype.itemsize).of("both") + step_update
-    bench(benchmark, "train", peer, lambda images: step(images, labels), kernels)
+    bench_peer(benchmark, "train", peer, lambda images: step(images, labels), kernels)
 
 
 @pytest.mark.parametrize("what", ["latency", "throughput"])
@@ -121,7 +92,6 @@ def test_inference(benchmark, model, setting, what):
     benchmark.group = f"{what} {model}"
     batch = 1 if what == "latency" else best_batch(CASES[setting].library, model)
     peer = Peer(CASES[setting], replace(MODELS[model], batch=batch), training=False)
-    kernels, graph = model_work(peer.shape, peer.setting.dtype.itemsize).forward, clock.GPU and what == "latency"
-    more = dict(batch_search=" ".join(SEARCH) if clock.GPU else None) if what == "throughput" else {}
+    kernels = model_work(peer.shape, peer.setting.dtype.itemsize).forward
     with torch.inference_mode():
-        bench(benchmark, what, peer, peer, kernels, graph, cuda_graph=graph, **more)
+        bench_peer(benchmark, what, peer, peer, kernels, graph=clock.GPU and what == "latency")

@@ -2,11 +2,12 @@
 
 Each is a row of OPS.
 
-Inputs are those of vitfast.tools.verify.cases where that has them, without layer scale and drop path. "attention": qkv
-packed, as a linear layer leaves it, transposes and the stacking of the gradients included on all sides; "attention
-separate": q, k and v apart, where nobody has gradients to stack; rotary positions and a bias as timm and Hugging Face
-do it, q and k turned in PyTorch, the bias as SDPA's mask. Each peer of the attention block runs on the fastest backend
-of SDPA. From uint8 the patch embedding's peers normalise first.
+Functions and inputs are those of vitfast.tools.verify.cases where that has them, without layer scale and drop path.
+"attention": qkv packed, as a linear layer leaves it, transposes and the stacking of the gradients included on all
+sides; "attention separate": q, k and v apart, where nobody has gradients to stack; rotary positions and a bias as timm
+and Hugging Face do it, q and k turned in PyTorch, the bias as SDPA's mask. Each peer of the attention block runs on the
+fastest backend of SDPA. From uint8 the patch embedding's peers normalise first. "gemm": the linear layers of a block
+alone, cuBLAS for everybody.
 """
 
 import functools
@@ -14,13 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import clock
-import peers
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPE, Case, bench, draw, implementation
-from peers import BACKENDS, FLASH, FLASH_ATTENTION, best_backend, forced, library_function, sdpa, sdpa_separate
+from harness import DTYPE, Case, bench, compiled, draw
+from peers import BACKENDS, FLASH, best_backend, forced, library_function, sdpa, sdpa_separate
 from shapes import FOCUS, MAIN, SHAPES, Shape, grid, patch_embed_work
 
 from vitfast import ops
@@ -29,7 +28,7 @@ from vitfast.tools.cost import work
 from vitfast.tools.verify import Input, cases
 
 EAGER = ("vitfast", "eager", "compile", "max-autotune")
-SDPA = ("vitfast", *(f"sdpa {name}" for name in BACKENDS), *FLASH_ATTENTION)
+SDPA = ("vitfast", *(f"sdpa {name}" for name in BACKENDS), *FLASH)
 PREFIX = 1  # tokens that rotary positions do not turn
 
 
@@ -37,75 +36,29 @@ PREFIX = 1  # tokens that rotary positions do not turn
 class Op:
     """A row: what is called, on what, against whom.
 
-    call: (ops or its twin `reference`, Shape) -> the function. inputs: of vitfast.tools.verify.cases, by name, or a
-    function of Shape. work: of (Shape, bytes of a number). batched: how many inputs have the batch as their first axis.
-    peers: an implementation's function, or None where it is ours or the formula, eager or compiled.
+    case: (ops or its twin `reference`, Shape) -> the function and its inputs. work: of (Shape, bytes of a number).
+    batched: how many inputs have the batch as their first axis. peers: an implementation's own function, if it has one
+    beside ours and the formula; "compile" and "max-autotune" compile it.
     """
 
-    call: Callable[[ModuleType, Shape], Callable]
-    inputs: str | Callable[[Shape], list[Input]]
+    case: Callable[[ModuleType, Shape], tuple[Callable, list[Input]]]
     work: Callable[[Shape, int], work.Work]
     impls: tuple[str, ...] = EAGER
     batched: int = 1
     compile_at: tuple[Shape, ...] = (FOCUS,)
     peers: Callable[[str], Callable | None] = lambda impl: None
-    forward_only: tuple[str, ...] = ()
 
 
-def named(name: str, **fixed) -> Callable[[ModuleType, Shape], Callable]:
-    return lambda place, s: functools.partial(getattr(place, name), **fixed)
+def verified(name: str) -> Callable[[ModuleType, Shape], tuple[Callable, list[Input]]]:
+    """A case of vitfast.tools.verify, without layer scale and drop path."""
 
+    def case(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
+        function, inputs = cases(s.sizes, place)[name]
+        if ("factor", (s.batch,)) not in inputs:
+            return function, inputs
+        return lambda *tensors: function(*tensors, None, None), inputs[:-2]
 
-def rotary(place: ModuleType, s: Shape) -> Callable:
-    return lambda qkv, cos, sin: place.attention(*qkv.unbind(2), rope=(cos, sin), num_prefix=PREFIX)
-
-
-def biased(place: ModuleType, s: Shape) -> Callable:
-    return lambda qkv, bias: place.attention(*qkv.unbind(2), bias=bias)
-
-
-def qkv(s: Shape) -> Input:
-    return "values", (s.batch, s.tokens, 3, s.heads, s.head)
-
-
-def attention_peer(impl: str, packed: bool) -> Callable | None:
-    if impl in FLASH_ATTENTION:
-        function = library_function(*FLASH[impl], "flash_attn_func")
-        return (lambda qkv: function(*qkv.unbind(2))) if packed else function
-    return forced(sdpa if packed else sdpa_separate, impl.removeprefix("sdpa ")) if impl != "vitfast" else None
-
-
-def gelu_epilogue(impl: str) -> Callable | None:
-    """The product with GELU in cuBLASLt's epilogue: tanh only, and no derivative."""
-    if impl != "_addmm_activation":
-        return None
-    if not clock.GPU:
-        pytest.skip("a CPU's _addmm_activation computes another GELU")
-    product = torch._addmm_activation
-    return lambda x, w, b: product(b, x.flatten(0, 1), w.t(), use_gelu=True).unflatten(0, x.shape[:2])
-
-
-def unfold(images, weight, bias, cls_token, pos_embed, *, mean=None, std=None):
-    """The patch embedding as one product over patches in memory, often faster than a convolution."""
-    images = ref.normalize(images, mean, std, weight.dtype) if images.dtype == torch.uint8 else images
-    b, c, h, w = images.shape
-    p, q = weight.shape[2:]
-    patches = images.view(b, c, h // p, p, w // q, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
-    tokens = F.linear(patches, weight.flatten(1), bias)
-    return torch.cat([cls_token.expand(b, -1, -1), tokens], 1) + pos_embed
-
-
-def pixels(kind: str, **fixed) -> Op:
-    """The patch embedding of uint8 or floating images."""
-
-    def peer(impl: str) -> Callable | None:
-        of_unfold = impl.removesuffix(" unfold")
-        return implementation(of_unfold, unfold, functools.partial(unfold, **fixed)) if of_unfold != impl else None
-
-    count = lambda s, size: patch_embed_work(s, size, 1 if kind == "uint8" else size)  # noqa: E731
-    impls = (*EAGER[:3], "compile unfold", "max-autotune")
-    inputs = "patch_embed, uint8" if kind == "uint8" else "patch_embed"
-    return Op(named("patch_embed", **fixed), inputs, count, impls, peers=peer)
+    return case
 
 
 def rows_work(name: str, *sizes: str) -> Callable[[Shape, int], work.Work]:
@@ -114,88 +67,115 @@ def rows_work(name: str, *sizes: str) -> Callable[[Shape, int], work.Work]:
 
 
 def row(name: str, *sizes: str, **more) -> Op:
-    """An operation whose inputs and count, of the rows and these sizes, have its name."""
-    return Op(named(name), name, rows_work(name, *sizes), **more)
+    """An operation whose case and count, of the rows and these sizes, have its name."""
+    return Op(verified(name), rows_work(name, *sizes), **more)
+
+
+def qkv(s: Shape) -> Input:
+    return "values", (s.batch, s.tokens, 3, s.heads, s.head)
+
+
+def packed(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
+    return sdpa if place is ref else ops.attention, [qkv(s)]
+
+
+def separate(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
+    return place.attention, [("values", (s.batch, s.tokens, s.heads, s.head))] * 3
+
+
+def rotary(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
+    """With tables that pairs of columns share."""
+    function = lambda qkv, cos, sin: place.attention(*qkv.unbind(2), rope=(cos, sin), num_prefix=PREFIX)  # noqa: E731
+    return function, [qkv(s), *[("factor", (s.tokens - PREFIX, s.head // 2))] * 2]
+
+
+def biased(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
+    """With a bias that the batch shares and a layer learns."""
+    function = lambda qkv, bias: place.attention(*qkv.unbind(2), bias=bias)  # noqa: E731
+    return function, [qkv(s), ("values", (s.heads, s.tokens, s.tokens))]
+
+
+def attention_peer(impl: str, packed: bool) -> Callable | None:
+    if impl in FLASH:
+        function = library_function(*FLASH[impl], "flash_attn_func")
+        return (lambda qkv: function(*qkv.unbind(2))) if packed else function
+    return forced(sdpa if packed else sdpa_separate, impl.removeprefix("sdpa ")) if impl != "vitfast" else None
+
+
+def unfold(images, weight, bias, cls_token, pos_embed):
+    """The patch embedding as one product over patches in memory, often faster than a convolution."""
+    images = ref.normalize(images, 0.5, 0.5, weight.dtype) if images.dtype == torch.uint8 else images
+    b, c, h, w = images.shape
+    p, q = weight.shape[2:]
+    patches = images.view(b, c, h // p, p, w // q, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
+    tokens = F.linear(patches, weight.flatten(1), bias)
+    return torch.cat([cls_token.expand(b, -1, -1), tokens], 1) + pos_embed
+
+
+def pixels(case: str, pixel_size: int | None = None) -> Op:
+    """The patch embedding of uint8 (of one byte) or floating images."""
+    count = lambda s, size: patch_embed_work(s, size, pixel_size or size)  # noqa: E731
+    impls = (*EAGER[:3], "compile unfold", "max-autotune")
+    return Op(verified(case), count, impls, peers=lambda impl: unfold if impl.endswith(" unfold") else None)
+
+
+def gemm(inputs: int, outputs: int) -> Op:
+    """A linear layer of so many widths in and out."""
+
+    def case(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
+        n, k = outputs * s.width, inputs * s.width
+        return F.linear, [("values", (s.batch, s.tokens, k)), ("weight", (n, k)), ("values", (n,))]
+
+    count = lambda s, size: work.linear(s.rows, outputs * s.width, inputs * s.width, size)  # noqa: E731
+    return Op(case, count, ("eager",))
 
 
 MLP = ("width", "hidden")
 ATTENTION = rows_work("attention", "tokens", "width")
 OPS = {
-    "attention": Op(
-        lambda place, s: sdpa if place is ref else ops.attention,
-        lambda s: [qkv(s)],
-        ATTENTION,
-        SDPA,
-        peers=functools.partial(attention_peer, packed=True),
-    ),
-    "attention separate": Op(
-        named("attention"),
-        lambda s: [("values", (s.batch, s.tokens, s.heads, s.head))] * 3,
-        ATTENTION,
-        SDPA,
-        batched=3,
-        peers=functools.partial(attention_peer, packed=False),
-    ),
-    "attention rotary": Op(  # with tables that pairs of columns share
-        rotary, lambda s: [qkv(s), *[("factor", (s.tokens - PREFIX, s.head // 2))] * 2], ATTENTION, compile_at=MAIN
-    ),
-    "attention bias": Op(  # which the batch shares and a layer learns
-        biased,
-        lambda s: [qkv(s), ("values", (s.heads, s.tokens, s.tokens))],
-        rows_work("biased_attention", "tokens", "width", "heads"),
-        compile_at=MAIN,
-    ),
+    "attention": Op(packed, ATTENTION, SDPA, peers=functools.partial(attention_peer, packed=True)),
+    "attention separate": Op(separate, ATTENTION, SDPA, 3, peers=functools.partial(attention_peer, packed=False)),
+    "attention rotary": Op(rotary, ATTENTION, compile_at=MAIN),
+    "attention bias": Op(biased, rows_work("biased_attention", "tokens", "width", "heads"), compile_at=MAIN),
     "layer_norm": row("layer_norm", "width"),
     "rms_norm": row("rms_norm", "width"),
     "add_layer_norm": row("add_layer_norm", "width", batched=2, compile_at=MAIN),
-    "patch_embed uint8": pixels("uint8", mean=0.5, std=0.5),
-    "patch_embed float": pixels("float"),
-    "attention_block": Op(
-        lambda place, s: functools.partial(place.attention_block, num_heads=s.heads),
-        "attention_block",
-        rows_work("attention_block", "tokens", "width"),
-        compile_at=MAIN,
-    ),
+    "patch_embed uint8": pixels("patch_embed, uint8", pixel_size=1),
+    "patch_embed float": pixels("patch_embed"),
+    "attention_block": row("attention_block", "tokens", "width", compile_at=MAIN),
     "mlp_block": row("mlp_block", *MLP, compile_at=MAIN),
     "gated_mlp_block": row("gated_mlp_block", *MLP, compile_at=MAIN),
     "linear_gelu": row("linear_gelu", *MLP),
     "mlp": row("mlp", *MLP),
     "gated_mlp": row("gated_mlp", *MLP),
-    "linear_gelu gelu_tanh": Op(
-        named("linear_gelu", activation="gelu_tanh"),
-        "linear_gelu, tanh",
-        rows_work("linear_gelu", *MLP),
-        ("vitfast", "eager", "compile", "_addmm_activation"),
-        peers=gelu_epilogue,
-        forward_only=("_addmm_activation",),
-    ),
+    "gemm qkv": gemm(1, 3),
+    "gemm proj": gemm(1, 1),
+    "gemm fc1": gemm(1, 4),
+    "gemm fc2": gemm(4, 1),
 }
 
 
 def case_of(name: str, s: Shape) -> Case:
     """A row at a shape."""
-    op = OPS[name]
-    listed = cases(s.sizes, ref)[op.inputs][1] if isinstance(op.inputs, str) else op.inputs(s)
-    if ("factor", (s.batch,)) in listed:
-        listed = listed[:-2]  # without layer scale and drop path
-    return Case(name, s.name, op.call(ref, s), lambda: draw(listed), op.batched, op.work(s, DTYPE.itemsize))
+    formula, inputs = OPS[name].case(ref, s)
+    return Case(name, s.name, formula, lambda: draw(inputs), OPS[name].batched, OPS[name].work(s, DTYPE.itemsize))
 
 
 def function_of(name: str, s: Shape, impl: str) -> Callable:
-    op = OPS[name]
-    return op.peers(impl) or implementation(impl, op.call(ops, s), op.call(ref, s))
+    """The function of an implementation: "vitfast" is ours, others are the formula's or a peer's, perhaps compiled."""
+    function = OPS[name].peers(impl) or OPS[name].case(ops if impl == "vitfast" else ref, s)[0]
+    how = impl.split()[0]
+    return compiled(function, how, fullgraph=True) if how in ("compile", "max-autotune") else function
 
 
 def _test(name: str):
-    op = OPS[name]
-
-    @pytest.mark.parametrize("shape, direction, impl", grid(op.impls, op.compile_at, op.forward_only))
+    @pytest.mark.parametrize("shape, direction, impl", grid(OPS[name].impls, OPS[name].compile_at))
     def test(benchmark, shape, direction, impl):
         s, facts = SHAPES[shape], {}
         function = function_of(name, s, impl)
         if name == "attention_block" and impl != "vitfast":
             facts["attention"] = best_backend(s.batch, s.tokens, s.heads, s.head, direction != "forward")
-            function = peers.forced(function, facts["attention"])
+            function = forced(function, facts["attention"])
         bench(benchmark, case_of(name, s), impl, function, direction, **facts)
 
     return test

@@ -1,35 +1,30 @@
-"""Images of many sizes (mixes.py): attention, and training steps of a ViT, packed and padded.
+"""Images of many sizes (the mixes of shapes.py): attention, and training steps of a ViT, packed and padded.
 
-FLOPs and bytes are of what is needed, without padding, for everybody; `padded_share` is the share of the pairs of a
-query and a key, or of a step's tokens, that an implementation has for padding, the ends of tiles not counted. Truth is
-float64 of each image alone, compared image by image. What depends on the sizes alone (offsets, a block mask) is made
-once, outside of what is timed, as a model makes it once for all its layers.
+FLOPs and bytes are of what is needed, without padding, for everybody. Truth is float64 of each image alone. What
+depends on the sizes alone (offsets, a block mask) is made once, outside of what is timed, as a model makes it once for
+all its layers.
 
 Attention: ops.attention with offsets, and peers that take packed tensors too; q, k and v come apart.
 
 A step is forward and backward, in bf16 weights on a GPU and fp32 on a CPU; the optimiser is everybody's own. Our ViT,
 packed; timm's NaFlexVit (NaFlex, SigLIP 2), whose patches its own loader pads to the longest image, with a mask of
-every pair; and that same model accelerated, which leaves the padding out.
+every pair; and that same model accelerated, which leaves the padding out. `padded_share`: of a step's tokens.
 """
 
 import functools
 from collections.abc import Callable
 
 import clock
-import harness
 import pytest
 import torch
-import torch.nn.functional as F
-from harness import Case, bench, compiled, describe, draw
-from mixes import MIXES, PATCH, Mix
+from harness import DTYPE, Case, bench, compiled, draw
 from peers import FLASH, Peer, Setting, bench_peer, library_function, randomised
-from shapes import model_work
+from shapes import MIXES, PATCH, Mix, model_work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import vitfast
 from vitfast import ViT, ops
-from vitfast.model.activation_memory import settle
 from vitfast.ops import reference as ref
 from vitfast.tools.cost import work
 
@@ -53,22 +48,10 @@ def flash(mix: Mix, name: str) -> Attention:
 
 
 def torch_varlen(mix: Mix) -> Attention:
-    """torch.nn.attention.varlen (torch 2.10 and later), with the backend that torch picks."""
+    """torch.nn.attention.varlen: cuDNN or FlashAttention-2, as torch picks; its nested tensors pick from the same."""
     function = library_function("torch", "torch.nn.attention.varlen", "varlen_attn")
     offsets, longest = offsets_of(mix), mix.longest
     return lambda q, k, v: function(q, k, v, offsets, offsets, longest, longest)
-
-
-def nested(mix: Mix) -> Attention:
-    """SDPA on jagged nested tensors, with the backend that torch picks."""
-    offsets = offsets_of(mix).long()
-    sizes = dict(min_seqlen=min(mix.lengths), max_seqlen=mix.longest)  # else torch asks the device for them
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        jagged = [torch.nested.nested_tensor_from_jagged(x, offsets, **sizes).transpose(1, 2) for x in (q, k, v)]
-        return F.scaled_dot_product_attention(*jagged).transpose(1, 2).values()
-
-    return attention
 
 
 def flex(mix: Mix, how: str) -> Attention:
@@ -96,7 +79,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Mix], Attention]] = {  # those not installe
     "vitfast": lambda mix: functools.partial(ops.attention, offsets=offsets_of(mix), longest=mix.longest),
     **{name: functools.partial(flash, name=name) for name in FLASH},
     "torch varlen": torch_varlen,
-    "torch nested": nested,
     "flex compile": functools.partial(flex, how="compile"),
     "flex max-autotune": functools.partial(flex, how="max-autotune"),
 }
@@ -111,14 +93,13 @@ def plain_packed(mix: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def case_of(mix: Mix) -> Case:
     """A mix, its images one after the other."""
     make = functools.partial(draw, [("values", (mix.rows, mix.heads, mix.head))] * 3)
-    needed = work.attention(mix.rows, mix.tokens, mix.width, harness.DTYPE.itemsize)
-    formula, cut = functools.partial(plain_packed, mix), lambda x: x.split(mix.lengths)
-    return Case("packed attention", mix.shape, formula, make, 0, needed, cut)
+    needed = work.attention(mix.rows, mix.tokens, mix.width, DTYPE.itemsize)
+    return Case("packed attention", mix.name, functools.partial(plain_packed, mix), make, 0, needed)
 
 
 def wanted() -> list:
     """(mix, direction, impl) of attention's cases; on a CPU those that run there."""
-    impls = IMPLEMENTATIONS if clock.GPU else ("vitfast", "torch nested")
+    impls = IMPLEMENTATIONS if clock.GPU else ("vitfast",)
     directions = ("forward", "backward", "both") if clock.GPU else ("forward", "both")
     found = [(mix, direction, impl) for mix in MIXES for direction in directions for impl in impls]
     return [pytest.param(*case, id="-".join(case)) for case in found]
@@ -127,8 +108,7 @@ def wanted() -> list:
 @pytest.mark.parametrize("mix, direction, impl", wanted())
 def test_attention_packed(benchmark, mix, direction, impl):
     mix = MIXES[mix]
-    facts = dict(padded_share=None if impl.startswith("flex") else 0.0, images=mix.batch, tokens=mix.rows)
-    bench(benchmark, case_of(mix), impl, IMPLEMENTATIONS[impl](mix), direction, **facts)
+    bench(benchmark, case_of(mix), impl, IMPLEMENTATIONS[impl](mix), direction)
 
 
 # ---- training steps
@@ -168,15 +148,12 @@ class PackedPeer(Peer):
     """A way to train on a mix; the truth is the plain model's, which sees one image at a time."""
 
     def build(self) -> None:
-        mix, library, stored = self.shape, self.setting.library, self.setting.stored
+        mix, library = self.shape, self.setting.library
         self.lay_out = WAYS[library][1]
-        self.where, self.name, self.fullgraph = mix.shape, f"{library} {self.setting.how}", library == "vitfast"
-        self.model, self.backend = self.plain().to(stored), None
+        self.model, self.backend = self.plain().to(self.setting.stored), None
         if library.startswith("vitfast.accelerate"):
             vitfast.accelerate(self.model)
-        if library == "vitfast":
-            settle(self.model, mix.rows, self.setting.dtype)  # torch.compile takes what it finds
-        images = [torch.randn(3, *size, device=clock.DEVICE).to(stored) for size in mix.images]
+        images = [torch.randn(3, *size, device=clock.DEVICE).to(self.setting.stored) for size in mix.images]
         by_length = sorted(range(mix.batch), key=mix.lengths.__getitem__)
         self.chosen = sorted({0, by_length[0], by_length[-1], mix.batch - 1})
         self.images, self.compared = self.lay_out(images), [images[i] for i in self.chosen]
@@ -188,10 +165,7 @@ class PackedPeer(Peer):
 
     def few(self, dtype: torch.dtype) -> list:
         images = [image.to(dtype) for image in self.compared]
-        return [image[None] if self.fullgraph else self.lay_out([image]) for image in images]
-
-    def fresh(self) -> object:
-        return self.images
+        return [image[None] if self.setting.library == "vitfast" else self.lay_out([image]) for image in images]
 
     def named(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return gradients
@@ -203,7 +177,7 @@ STEP_CASES = [(mix, way, how) for mix in MIXES for way in WAYS for how in HOW]
 @pytest.mark.parametrize("mix, way, how", [pytest.param(*case, id="{}-{} {}".format(*case)) for case in STEP_CASES])
 def test_train_packed(benchmark, mix, way, how):
     mix = MIXES[mix]
-    benchmark.group = f"train packed {mix.shape}"
+    benchmark.group = f"train packed {mix.name}"
     peer = PackedPeer(Setting(way, how, "bf16" if clock.GPU else "fp32"), mix, training=True)
     upstream = torch.randn(mix.batch, 1000, dtype=peer.setting.dtype, device=clock.DEVICE)
 
@@ -211,9 +185,6 @@ def test_train_packed(benchmark, mix, way, how):
         peer(images).backward(upstream)
         peer.model.zero_grad(set_to_none=True)
 
-    seconds, peak, errors = bench_peer(benchmark, peer, step)
-    share = mix.padded_tokens if way == "timm NaFlexVit" else 0.0
-    facts = dict(op="train packed", shape=mix.shape, direction="both", padded_share=share, **errors)
-    facts |= dict(images=mix.batch, tokens=mix.rows, steps_per_second=1 / seconds)
     needed = model_work(mix, peer.setting.dtype.itemsize).of("both")  # without padding
-    describe(benchmark, peer.name, needed, seconds, peer.setting.dtype, peak, **facts)
+    share = mix.padded_tokens if way == "timm NaFlexVit" else 0.0
+    bench_peer(benchmark, "train packed", peer, step, needed, padded_share=share)

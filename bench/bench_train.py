@@ -1,13 +1,18 @@
-"""End to end, JPEG files on disk to optimiser steps: vitfast's loader and loop against timm's.
+"""Many steps of training, ours against timm's: from JPEG files on disk, and the losses of the same run.
 
-The files are random crops of scikit-learn's two photographs: nothing is downloaded. Both decode, crop (scale 0.08 to
-1), resize (bicubic) and mirror in the same number of processes, and train in bf16 under autocast with clipping and
+From files: random crops of scikit-learn's two photographs, so that nothing is downloaded. Both decode, crop (scale 0.08
+to 1), resize (bicubic) and mirror in the same number of processes, and train in bf16 under autocast with clipping and
 fused AdamW, compiled on a GPU. Ours hands raw uint8 to the model, timm's loader normalises on the device while it
 prefetches. Times are by the clock on the wall. waiting_for_data: the share of it that the same steps on a batch in
 memory would not take.
+
+Losses: from the same weights on the same images, made on the device: gratings of 10 directions x 10 frequencies, in
+random colours and phases under noise, 100 classes that take a ViT some hundred steps to tell apart. A case is one run
+of a seed; `extra_info` has `losses`, each the mean of a window of steps, which targets.py compares over the seeds.
 """
 
 import itertools
+import math
 import os
 import random
 import statistics
@@ -20,9 +25,14 @@ import pytest
 import torch
 from clock import wall, warm_up
 from harness import describe, measure
-from peers import Peer, Setting, learner
+from peers import BUILDERS, Peer, Setting, learner
 from PIL import Image
 from shapes import Shape, model_work, planned
+from torch import Tensor
+
+from vitfast import ops
+
+# ---- from files
 
 MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
 FILES, SIZE = (4096, (500, 375)) if clock.GPU else (64, (160, 120))
@@ -119,3 +129,56 @@ def test_train_from_files(benchmark, photographs, model, impl):
     rates = dict(images_per_second=STEPS * s.batch / seconds, images_per_second_in_memory=STEPS * s.batch / alone)
     info |= rates | dict(waiting_for_data=max(0.0, 1 - alone / seconds))
     describe(benchmark, impl, model_work(s, dtype.itemsize).of("both") * STEPS, seconds, dtype, **info)
+
+
+# ---- losses
+
+CURVES = planned(Shape("S/16", 224, 128))
+PRECISIONS = ("fp32",) if clock.SMALL else ("amp", "bf16")
+CURVE_STEPS, WINDOW = (1000, 50) if clock.GPU else (4, 2)
+
+
+def gratings(generator: torch.Generator, batch: int, size: int) -> tuple[Tensor, Tensor]:
+    """(images (B, 3, size, size) fp32, labels (B,)): a label is 10 * direction + frequency."""
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=generator.device)
+
+    labels = torch.randint(100, (batch,), generator=generator, device=generator.device)
+    angle, frequency = math.pi * (labels // 10) / 10, 2.0 + 1.5 * (labels % 10)
+    y, x = torch.meshgrid(*[torch.linspace(0, 1, size, device=generator.device)] * 2, indexing="ij")
+    along = angle.cos()[:, None, None] * x + angle.sin()[:, None, None] * y
+    wave = (2 * math.pi * (frequency[:, None, None] * along + uniform(batch, 1, 1))).sin()
+    images = wave[:, None] * (2 * uniform(batch, 3, 1, 1) - 1)
+    return images + torch.randn(images.shape, generator=generator, device=generator.device), labels
+
+
+def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
+    """The mean loss of every window of a run from timm's initial weights of this seed."""
+    torch.manual_seed(seed)
+    with clock.DEVICE:
+        weights = BUILDERS["timm"](shape).state_dict()
+    peer = Peer(setting, shape, training=True)
+    peer.model.load_state_dict(weights)
+    step, optimizer = learner(peer, lr=1e-3)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * CURVE_STEPS)))
+    generator, found = torch.Generator(clock.DEVICE).manual_seed(seed), []
+    for _ in range(CURVE_STEPS):
+        images, labels = gratings(generator, shape.batch, shape.image)
+        found.append(step(images.to(setting.stored), labels))
+        warmup.step()
+    return torch.stack(found).double().unflatten(0, (-1, WINDOW)).mean(1).tolist()
+
+
+@pytest.mark.parametrize("library", ["vitfast", "timm"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", CURVES)
+def test_loss_curve(benchmark, model, precision, seed, library):
+    shape, found = CURVES[model], []
+    setting = Setting(library, "eager" if clock.SMALL else "compile", precision)
+    with ops.use_kernels("on" if clock.GPU and library == "vitfast" else "auto"):
+        seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
+    facts = dict(op="loss curve", shape=model, direction="both", precision=precision, seed=seed, losses=found)
+    kernels = model_work(shape, setting.dtype.itemsize).of("both") * CURVE_STEPS
+    describe(benchmark, setting.name, kernels, seconds, setting.dtype, **facts)

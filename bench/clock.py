@@ -12,6 +12,7 @@ import functools
 import os
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -102,13 +103,8 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
 def median_seconds(run: Callable[[], object], rounds: int = ROUNDS, warmup: int = WARMUP) -> float:
     """Median time of one call, cold."""
     warm_up(run, warmup)
-    lead, now, times = lead_of(run), clock(), []
-    for _ in range(rounds):
-        cold(lead)
-        start = now()
-        run()
-        times.append(now() - start)
-    return statistics.median(times)
+    lead = lead_of(run)
+    return statistics.median(timeit.repeat(run, lambda: cold(lead), timer=clock(), repeat=rounds, number=1))
 
 
 def allocated() -> int:

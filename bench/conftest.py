@@ -12,7 +12,6 @@ Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 
     test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch
     test_attention_packed[MIX-DIRECTION-IMPL], test_train_packed[MIX-WAY HOW]
     test_train_from_files[SHAPE-vitfast|timm], test_loss_curve[SHAPE-PRECISION-SEED-vitfast|timm]
-    test_ceiling[copy|bfloat16|...], test_gemm[SHAPE-LAYER-forward|dX|dW]
 
 SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward
 (alone) or both. The main shape comes first, whoever's it is; at each shape ours, then what compiles quickly, then
@@ -28,7 +27,6 @@ import sys
 import time
 
 import clock
-import harness
 import machine
 import pytest
 import shapes
@@ -46,8 +44,6 @@ _cases: dict[str, dict] = {}  # node id -> its entry, with "state": passed, fail
 
 def pytest_addoption(parser):
     add = parser.getgroup("vitfast benchmarks").addoption
-    dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", choices=dtypes, help="of the operations (default: bfloat16 on a GPU, float32 on a CPU)")
     late = f"no case starts later than {LEAST_SECONDS} s before this moment; it is recorded as skipped"
     add("--ends", type=float, metavar="EPOCH_SECONDS", help=late)
     add("--case-limit", type=int, default=0, metavar="SECONDS", help="a longer case is recorded as failed")
@@ -57,8 +53,6 @@ def pytest_configure(config):
     torch.backends.cudnn.benchmark = clock.GPU  # the peers' convolutions run as timm's own benchmark runs them
     if not clock.GPU:
         torch.set_num_threads(1)  # the clock is the process's time, in which threads would wait for each other
-    if config.getoption("dtype"):
-        harness.DTYPE = getattr(torch, config.getoption("dtype"))
 
 
 def priority(params: dict) -> tuple[bool, int, int]:
@@ -165,10 +159,8 @@ def _save(config) -> None:
 
 @functools.cache
 def _constant_facts(config) -> dict:
-    machine_info = config.hook.pytest_benchmark_generate_machine_info(config=config)
-    config.hook.pytest_benchmark_update_machine_info(config=config, machine_info=machine_info)
     commit_info = config.hook.pytest_benchmark_generate_commit_info(config=config)
-    return dict(machine_info=machine_info, commit_info=commit_info)
+    return dict(machine_info=config._benchmarksession.get_machine_info(), commit_info=commit_info)
 
 
 @pytest.hookimpl(tryfirst=True)

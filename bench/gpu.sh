@@ -213,7 +213,7 @@ trap interrupted INT TERM HUP
 cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which are not about processes
 [[ $facts =~ ([0-9]+)" GiB free" ]] && room=$((BASH_REMATCH[1] / 5)) # a worker of the gpu tests takes 5 GiB
 workers=$((room < 1 ? 1 : room < 8 ? room : 8))
-workers=$((cpus < workers ? cpus : workers)) jobs=$((cpus < 14 ? cpus : 14))
+workers=$((cpus < workers ? cpus : workers))
 
 # shellcheck disable=SC2329 # called in a process of its own
 prepare() { # what vitfast needs here: itself, and kernels compiled elsewhere
@@ -251,10 +251,10 @@ models() { # models NAME LEAST LIMIT CASE_LIMIT FILTER: B/16 at 224 px
     bench "$1" "$2" "$3" "$4" bench/bench_model.py -k "B/16 and 224 and $5"
 }
 
-doctor() { # doctor NAME LIMIT OPTIONS...: its JSON in NAME.json, in as many processes as it has memory for
+doctor() { # doctor NAME LIMIT OPTIONS...: its JSON in NAME.json, in as many processes as it has CPUs and memory for
     # shellcheck disable=SC2016
     step "$1" 20 "$2" bash -c 'file=$1; shift; exec "$@" > "$file"' _ "$work/$1.json" \
-        "$python" -m vitfast doctor --json --untimed --debug --jobs "$jobs" "${@:3}"
+        "$python" -m vitfast doctor --json --untimed --debug --jobs 14 "${@:3}"
 }
 
 gpu_tests() { # gpu_tests NAME LEAST LIMIT PYTEST ARGUMENTS...
@@ -310,8 +310,8 @@ case "$stage" in
     first) first ;;
     ceilings)
         timm="timm and compile and not accelerate and (B/16 or S/16) and 224 and train"
-        bench ceilings 30 555 100 bench/bench_ceilings.py bench/bench_ops.py::test_attention bench/bench_model.py \
-            -k "ceilings or (sdpa and not backward) or ($timm)" "$@"
+        ops ceilings 30 555 100 "gemm_qkv gemm_proj gemm_fc1 gemm_fc2 attention" bench/bench_model.py \
+            -k "gemm or (sdpa and not backward) or ($timm)" "$@"
         ;;
     tests)
         check="vitfast doctor" doctor doctor 120
@@ -325,12 +325,12 @@ case "$stage" in
         ops ops_layer_norm 20 80 100 "layer_norm rms_norm add_layer_norm" "$@"
         ops ops_patch_embed 20 80 100 "patch_embed_uint8 patch_embed_float" "$@"
         ops ops_block 20 80 100 "attention_block mlp_block gated_mlp_block" "$@"
-        ops ops_mlp 20 80 100 "linear_gelu mlp gated_mlp linear_gelu_gelu_tanh" "$@"
+        ops ops_mlp 20 80 100 "linear_gelu mlp gated_mlp" "$@"
         bench ops_packed 20 555 100 bench/bench_packed.py::test_attention_packed "$@"
         ;;
     models) bench "models$filter" 30 555 150 bench/bench_model.py bench/bench_packed.py::test_train_packed "$@" ;;
-    train) bench train_from_files 30 555 200 bench/bench_train.py "$@" ;;
-    curves) bench curves 30 555 200 bench/bench_curves.py "$@" ;;
+    train) bench train_from_files 30 555 200 bench/bench_train.py::test_train_from_files "$@" ;;
+    curves) bench curves 30 555 200 bench/bench_train.py::test_loss_curve "$@" ;;
     tune) # a search measures a GPU: its rehearsal is its help
         export VITFAST_TILES="${VITFAST_TILES:-${XDG_CACHE_HOME:-$HOME/.cache}/vitfast/tiles.json}"
         step tune 30 555 "$python" -m vitfast tune --seconds $(($(left) - 10)) "$@" "${rehearse[@]/#--rehearse/--help}"

@@ -3,31 +3,31 @@
 `bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for
 a wrong result; (2) warms up (clock.py says for how long) and takes the peak memory of one call; (3) times calls over
 several sets of random inputs, the L2 cache overwritten before each; (4) compares again with the same truth: what was
-timed still computes it. On a GPU the clock is the device's (events, with a head start that hides Python's launches; at
-batch 1 a captured graph over inputs that together exceed the cache); on a CPU it is the process's time. Every entry of
-the JSON file that pytest-benchmark writes has, in `extra_info`: impl, device, dtype, op, shape, direction, flops, bytes
-(vitfast/tools/cost/work.py), floor_us and percent_of_floor (against the ceilings), tflops, gigabytes_per_second, error,
-error_after and error_limit (relative, by norm), peak_mib, check_s (how long step 1 took, compilation included).
+timed still computes it. On a GPU the clock is the device's (events, with a head start that hides Python's launches);
+on a CPU it is the process's time. Every entry of the JSON file that pytest-benchmark writes has, in `extra_info`: impl,
+device, dtype, op, shape, direction, flops, bytes (vitfast/tools/cost/work.py), floor_us and percent_of_floor (against
+the ceilings), tflops, gigabytes_per_second, error, error_after and error_limit (relative, by norm), peak_mib, check_s
+(how long step 1 took, compilation included).
 """
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import clock
 import machine
 import torch
-from clock import allocated, captured, cold, lead_of, peak_bytes, warm_up
+from clock import allocated, cold, lead_of, peak_bytes, warm_up
 from torch import Tensor
 
 from vitfast import ops
 from vitfast.tools.cost.work import Kernels, Work, floor_seconds, total_bytes, total_flops
-from vitfast.tools.verify import ATOL, Input, run, worst
+from vitfast.tools.verify import ATOL, Input, errors, run
 from vitfast.tools.verify.draw import Draw
 
-# conftest's --dtype sets another, before the bench files are read.
-DTYPE = torch.bfloat16 if clock.GPU else torch.float32
+DTYPE = torch.bfloat16 if clock.GPU else torch.float32  # of the operations
 CHECKED = 4  # samples of a batch that are compared with float64
 SETS = 3
 
@@ -41,8 +41,7 @@ class Case:
     """An operation at a shape.
 
     formula: in plain PyTorch. make: fresh random inputs, of which the first `batched` have the batch as their first
-    axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared; cut: into
-    these pieces each result and gradient, every one against its own norm, so that none hides among the others.
+    axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared.
     """
 
     op: str
@@ -51,7 +50,6 @@ class Case:
     make: Callable[[], list[Tensor]]
     batched: int
     work: Work
-    cut: Callable[[Tensor], Sequence[Tensor]] = lambda result: (result,)
 
 
 def draw(inputs: list[Input]) -> list[Tensor]:
@@ -71,25 +69,17 @@ def compiled(function: Callable, how: str, **options) -> Callable:
     return torch.compile(function, **mode, **options)
 
 
-def implementation(impl: str, ours: Callable, formula: Callable) -> Callable:
-    """The function of a name: "vitfast" is ours, the others are the plain formula, eager or compiled."""
-    if impl in ("vitfast", "eager"):
-        return ours if impl == "vitfast" else formula
-    return compiled(formula, impl, fullgraph=True)
-
-
 def checked_samples(batch: int) -> Tensor:
     """Indices of the samples that are compared, first and last among them."""
     return torch.linspace(0, batch - 1, min(batch, CHECKED), device=clock.DEVICE).round().long()
 
 
-def judge(impl: str, what: str, result: list[Tensor], truth: list[Tensor], own: float, dtype: torch.dtype) -> dict:
-    """{error, error_limit} of a result against float64.
+def judge(impl: str, what: str, error: float, own: float, dtype: torch.dtype) -> dict:
+    """{error, error_limit}; raises WrongResult beyond the limit.
 
-    The limit: twice `own`, the error of plain PyTorch in the same dtype, plus rounding. Raises WrongResult beyond the
-    limit.
+    It is twice `own`, the error of plain PyTorch in the same dtype, plus rounding.
     """
-    error, limit = worst(result, truth), 2 * own + ATOL[dtype]
+    limit = 2 * own + ATOL[dtype]
     if not error <= limit:
         why = f"error {error:.1e} against float64, limit {limit:.1e}"
         raise WrongResult(f"{impl} is wrong on {what}: {why}; it gets no time")
@@ -100,6 +90,11 @@ def _leaves(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Ten
     """Leaves with the same values, the floating ones in `dtype`."""
     kinds = [(dtype or t.dtype) if t.is_floating_point() else t.dtype for t in tensors]
     return [t.detach().to(kind).requires_grad_(t.requires_grad) for t, kind in zip(tensors, kinds)]
+
+
+def worst_row(results: list[Tensor], truth: list[Tensor]) -> float:
+    """The largest error of any row (of the first axis): none hides among the others."""
+    return max(errors(result, of)[0] for result, of in zip(results, truth, strict=True))
 
 
 class Check:
@@ -125,21 +120,18 @@ class Check:
                 self.upstream = [torch.zeros(size, dtype=DTYPE, device=clock.DEVICE) for size in sizes]
                 for whole, u in zip(self.upstream, few):
                     whole[self.chosen] = u.to(DTYPE)
-            self.truth = self._cut(t.detach() for t in run(case.formula, doubles, few))
-            self.own = worst(self._cut(run(case.formula, plain, few)), self.truth)
+            self.truth = [t.detach() for t in run(case.formula, doubles, few)]
+            self.own = worst_row([t.detach() for t in run(case.formula, plain, few)], self.truth)
         # Results with the batch as their first axis come first.
         self.batched = len(outputs) + sum(t.requires_grad for t in self.tensors[: case.batched]) if case.batched else 0
-
-    def _cut(self, results: Iterable[Tensor]) -> list[Tensor]:
-        return [piece for result in results for piece in self.case.cut(result)]
 
     def judge(self, impl: str, function: Callable, when: str = "") -> dict[str, float]:
         """{error, error_limit} of `function`. when: for the message, such as " after timing"."""
         with torch.set_grad_enabled(self.direction != "forward"):
             result = run(function, self.tensors, self.upstream)
-        compared = self._cut(r[self.chosen] if i < self.batched else r for i, r in enumerate(result))
+        compared = [(r[self.chosen] if i < self.batched else r).detach() for i, r in enumerate(result)]
         what = f"{self.case.op} {self.case.shape} {self.direction}{when}"
-        return judge(impl, what, compared, self.truth, self.own, DTYPE)
+        return judge(impl, what, worst_row(compared, self.truth), self.own, DTYPE)
 
 
 class Call:
@@ -150,21 +142,20 @@ class Call:
         self.leaves = [t for t in self.tensors if t.requires_grad]
         self.upstream = [] if direction == "forward" else [torch.randn_like(o) for o in run(function, self.tensors)]
 
-    def prepare(self) -> None:
-        """Makes what must be there before the timed part: for a backward, its forward."""
-        if self.direction == "backward":
-            self.outputs = self.function(*self.tensors)
+    def prepare(self):
+        """What must be there before the timed part: for a backward, the outputs of its forward."""
+        return self.function(*self.tensors) if self.direction == "backward" else None
 
-    def __call__(self):
+    def timed(self, outputs):
         if self.direction == "forward":
             with torch.no_grad():
                 return self.function(*self.tensors)
-        outputs = self.outputs if self.direction == "backward" else self.function(*self.tensors)
+        if outputs is None:
+            outputs = self.function(*self.tensors)
         return torch.autograd.grad(outputs, self.leaves, self.upstream)
 
-    def whole(self) -> None:
-        self.prepare()
-        self()
+    def whole(self):
+        return self.timed(self.prepare())
 
 
 def measure(
@@ -205,46 +196,32 @@ def describe(
     )
 
 
-def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, /, **more) -> None:
+def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, **more) -> None:
     """Checks, times and checks again `function` in one direction.
 
     direction: "forward", "backward" (the forward not timed) or "both"; more: for extra_info.
     """
-    benchmark.group = f"{case.op} {case.shape} {more.get('direction', direction)}"
+    benchmark.group = f"{case.op} {case.shape} {direction}"
     # on: a case that no kernel covers fails, it does not fall back.
-    with ops.use_kernels("on" if clock.GPU and impl.split()[0] == "vitfast" else "auto"):
+    with ops.use_kernels("on" if clock.GPU and impl == "vitfast" else "auto"):
         start = time.perf_counter()
         check = Check(case, direction)
         errors = check.judge(impl, function)
         check_s = time.perf_counter() - start
         before = allocated()
-        call = Call(case, function, direction)
-        warm_up(call.whole)
-        peak = peak_bytes(call.whole, before)
-        graph = clock.GPU and direction == "forward" and case.batched > 0 and call.tensors[0].shape[0] == 1
-        sets = SETS
-        if graph:  # so many inputs that each call finds the cache full of the others'
-            own = sum(t.nbytes for t in call.tensors)
-            sets = max(sets, min(32, 2 * torch.cuda.get_device_properties(0).L2_cache_size // own + 1))
-        calls = [call] + [Call(case, function, direction) for _ in range(sets - 1)]
-        if graph:
-            seconds = measure(benchmark, captured(lambda: [c() for c in calls]), cold, calls=len(calls))
-        else:
-            seconds = _measure_in_turn(benchmark, calls)
+        first = Call(case, function, direction)
+        warm_up(first.whole)
+        peak = peak_bytes(first.whole, before)
+        calls = itertools.cycle([first, *(Call(case, function, direction) for _ in range(SETS - 1))])
+        lead = lead_of(functools.partial(first.timed, first.prepare()))
+
+        def setup():
+            call = next(calls)
+            arguments = call, call.prepare()
+            cold(lead)
+            return arguments, {}
+
+        seconds = measure(benchmark, Call.timed, setup)
         errors["error_after"] = check.judge(impl, function, " after timing")["error"]
-    facts = dict(op=case.op, shape=case.shape, direction=direction, cuda_graph=graph, check_s=check_s, **errors)
-    describe(benchmark, impl, case.work.of(direction), seconds, DTYPE, peak, **(facts | more))
-
-
-def _measure_in_turn(benchmark, calls: list[Call]) -> float:
-    """One call after another, each from a cold cache."""
-    calls[0].prepare()
-    lead, turns, current = lead_of(calls[0]), itertools.cycle(calls), None
-
-    def setup():
-        nonlocal current
-        current = next(turns)
-        current.prepare()
-        cold(lead)
-
-    return measure(benchmark, lambda: current(), setup)
+    facts = dict(op=case.op, shape=case.shape, direction=direction, check_s=check_s, **errors)
+    describe(benchmark, impl, case.work.of(direction), seconds, DTYPE, peak, **facts, **more)

@@ -3,13 +3,13 @@
 A run is a process, or all processes of a stage of bench/gpu.sh, which share the ceilings through a file (`ceilings`).
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import clock
@@ -36,21 +36,16 @@ def _output(*command: str) -> str:
         return ""
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
 @functools.cache
 def facts() -> dict[str, str]:
     """Device, driver, clocks, power limit, versions, how cuDNN chooses, and commit.
 
     VITFAST_COMMIT is the commit where the copy has no git.
     """
-    versions = {package: _version(package) for package in PACKAGES}
-    found = dict(device=name(), python=platform.python_version(), **versions)
+    found = dict(device=name(), python=platform.python_version(), **dict.fromkeys(PACKAGES, "absent"))
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
     found["cudnn.benchmark"] = "on" if torch.backends.cudnn.benchmark else "off"
     found["commit"] = os.environ.get("VITFAST_COMMIT") or _output("git", "describe", "--always", "--dirty") or "unknown"
     if clock.GPU:
@@ -65,27 +60,9 @@ def facts() -> dict[str, str]:
     return found
 
 
-def ceiling_runs() -> dict[str, tuple[Callable[[], Callable], float, float]]:
-    """Name -> (what makes the call to time, FLOPs, bytes); a copy counts bytes read and written."""
-    size, n = (2**31, 8192) if clock.GPU else (2**22, 256)
-
-    def copy():
-        source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=clock.DEVICE)
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
-
-    def product(dtype):
-        a, b = (torch.randn(n, n, device=clock.DEVICE).to(dtype) for _ in range(2))
-        return lambda: a @ b
-
-    dtypes = ("float32",) if clock.SMALL else ("bfloat16", "float16", "float32")
-    products = {dtype: (functools.partial(product, getattr(torch, dtype)), 2.0 * n**3, 0.0) for dtype in dtypes}
-    return {"copy": (copy, 0.0, 2.0 * size), **products}
-
-
 @functools.cache
 def ceilings() -> dict[str, float]:
-    """This device's best rates: "copy" in bytes/s, products by dtype in FLOP/s.
+    """This device's best rates: "copy" in bytes/s, read and written; products by dtype in FLOP/s.
 
     Measured once a process. Where the environment variable VITFAST_CEILINGS names a file, as in a stage of
     bench/gpu.sh, which ends with it, the first process measures and writes it, and later ones read it: their ceilings
@@ -94,8 +71,13 @@ def ceilings() -> dict[str, float]:
     path = os.environ.get("VITFAST_CEILINGS")
     if path and Path(path).is_file():
         return json.loads(Path(path).read_text())
-    runs = ceiling_runs().items()
-    found = {key: (flops or moved) / median_seconds(make(), warmup=10) for key, (make, flops, moved) in runs}
+    size, n = (2**31, 8192) if clock.GPU else (2**22, 256)
+    source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=clock.DEVICE)
+    target = torch.empty_like(source)
+    found = {"copy": 2.0 * size / median_seconds(lambda: target.copy_(source), warmup=10)}
+    for dtype in ("float32",) if clock.SMALL else ("bfloat16", "float16", "float32"):
+        a, b = (torch.randn(n, n, device=clock.DEVICE).to(getattr(torch, dtype)) for _ in range(2))
+        found[dtype] = 2.0 * n**3 / median_seconds(lambda a=a, b=b: a @ b, warmup=10)
     if path:
         write_text(path, json.dumps(found) + "\n")
     return found

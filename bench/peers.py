@@ -15,19 +15,23 @@ from dataclasses import dataclass
 
 import clock
 import harness
+import machine
 import pytest
 import torch
 import torch.nn.functional as F
 from clock import allocated, captured, cold, median_seconds, peak_bytes, warm_up
-from harness import checked_samples, compiled, judge, measure
-from shapes import Shape
+from harness import checked_samples, compiled, describe, judge, measure
+from shapes import Mix, Shape, model_work
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitfast
 from vitfast import ViT, ops
+from vitfast.model.activation_memory import settle
 from vitfast.model.checkpoint.formats import to_timm_names
 from vitfast.model.presets import preset
+from vitfast.tools.cost import datasheet_flops
+from vitfast.tools.cost.work import Kernels, total_flops
 from vitfast.tools.verify import exact_fp32, worst
 
 STEPS = 3 if clock.GPU else 1  # calls per timed round
@@ -50,12 +54,10 @@ def sdpa_separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
-FLASH = {  # name -> package, the module of its public functions, which have a backward
-    "flash-attn 2": ("flash_attn", "flash_attn"),
+FLASH = {  # name -> package, the module of its public functions, which have a backward; 2 is in torch
     "flash-attn 3": ("flash_attn_3", "flash_attn_interface"),
     "flash-attn 4": ("flash_attn_4", "flash_attn.cute"),
 }
-FLASH_ATTENTION = ("flash-attn 3", "flash-attn 4")  # peers of attention; 2 is SDPA's
 
 
 def library_function(package: str, module: str, name: str) -> Callable:
@@ -199,52 +201,44 @@ class Peer:
     sample's logits, and in training of the gradients of every parameter together.
     """
 
-    fullgraph = False
-
-    def __init__(self, setting: Setting, shape: Shape, training: bool):
+    def __init__(self, setting: Setting, shape: Shape | Mix, training: bool):
         self.setting, self.shape, self.training, self.before = setting, shape, training, allocated()
-        self.chosen, self.where, self.name = checked_samples(shape.batch).tolist(), shape.name, setting.name
-        self.build()
         self.kernels = "on" if setting.library.startswith("vitfast") and clock.GPU else "auto"
+        ours = setting.library == "vitfast"
+        self.build()
+        if training and ours:  # eager training finds it out, torch.compile takes what it finds
+            settle(self.model, shape.rows, setting.dtype)
         self.function = self.model
         if setting.how != "eager":
-            self.function = compiled(self.model, setting.how, fullgraph=self.fullgraph)
+            self.function = compiled(self.model, setting.how, fullgraph=ours)
 
     def build(self) -> None:
-        """Sets the model, its images and the backend of SDPA (None: the model's own)."""
+        """Sets the model, its images, which are compared, and the backend of SDPA (None: the model's own)."""
         setting, shape = self.setting, self.shape
-        model = make_model(setting.library, shape).train(self.training)
-        # fp32, timm's names: what the truth is made of
-        self.state = {k: v.detach().clone() for k, v in to_timm_names(model.state_dict()).state.items()}
+        self.model, self.backend = make_model(setting.library, shape).train(self.training).to(setting.stored), None
         self.images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE).to(setting.stored)
-        self.model, self.backend = model.to(setting.stored), None
+        self.chosen = checked_samples(shape.batch).tolist()
         if not setting.library.startswith("vitfast"):
             self.backend = best_backend(shape.batch, shape.tokens, shape.heads, shape.head, self.training)
-        if self.training and setting.library == "vitfast":  # eager training finds it out, torch.compile takes it
-            model.decide_keep(shape.batch, setting.dtype)
 
     def __call__(self, images) -> Tensor:
         """Logits (B, 1000)."""
         with self.setting.autocast(), sdpa_kernel(BACKENDS[self.backend]) if self.backend else contextlib.nullcontext():
             return logits_of(self.function(images))
 
-    def fresh(self) -> Tensor:
-        """Another batch."""
-        return torch.randn_like(self.images)
-
     def plain(self) -> nn.Module:
         """The plain ViT with the peer's weights, in fp32; compared with the peer's own logits in fp32."""
+        own = make_model(self.setting.library, self.shape)  # the same random weights every time
         with clock.DEVICE:
             plain = ViT.from_preset(self.shape.model, img_size=self.shape.image)
-        plain.load_state_dict(self.state)
-        self.state.clear()  # neither its memory nor that of the truth is the peer's
+        plain.load_state_dict(to_timm_names(own.state_dict()).state)
         (few,) = self.few(torch.float32)
         fp32 = Setting(self.setting.library, "eager", "fp32")
         with torch.no_grad(), exact_fp32():
             with ops.use_kernels("off"):
                 single, truth = plain(few), plain.double()(few.double())
-            logits = logits_of(make_model(self.setting.library, self.shape)(few))
-        judge(fp32.name, self.where, [logits], [truth], worst([single], [truth]), fp32.dtype)
+            logits = logits_of(own(few))
+        judge(fp32.name, self.shape.name, worst([logits], [truth]), worst([single], [truth]), fp32.dtype)
         return plain
 
     def few(self, dtype: torch.dtype) -> list:
@@ -281,8 +275,8 @@ class Peer:
         """Judges exactly what is timed."""
         found = self._run(self.model, [self.images], self.upstream, self)
         found = [found[i] for i in self.chosen] + found[self.shape.batch :]
-        truth = [t.to(clock.DEVICE) for t in self.truth]
-        return judge(self.name, f"{self.where}{when}", found, truth, self.own, self.setting.dtype)
+        error = worst(found, [t.to(clock.DEVICE) for t in self.truth])
+        return judge(self.setting.name, f"{self.shape.name}{when}", error, self.own, self.setting.dtype)
 
     def _run(self, model: nn.Module, batches: list, upstream: Tensor, call: Callable | None = None) -> list[Tensor]:
         """The logits of each sample and, in training, all gradients in one vector.
@@ -322,12 +316,13 @@ def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], 
     return step, optimizer
 
 
-def bench_peer(benchmark, peer: Peer, step: Callable, graph: bool = False) -> tuple[float, int | None, dict]:
-    """Checks, times and checks again `step`, a function of a batch.
+def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
+    """Checks, times and checks again `step`, a function of a batch; its memory is the most that it has in use.
 
-    Returns its seconds, the most memory that it has in use, and the errors. graph: it is captured and runs from a cold
-    cache; others run back to back, on batches that differ.
+    graph: it is captured and runs from a cold cache; others run back to back. FLOPs by the convention of MFU (Chowdhery
+    et al., 2022): those of the forward pass, three times where it trains. more: for extra_info.
     """
+    setting, shape, dtype = peer.setting, peer.shape, peer.setting.dtype
     with ops.use_kernels(peer.kernels):
         errors = peer.check()
         run = functools.partial(step, peer.images)
@@ -336,7 +331,21 @@ def bench_peer(benchmark, peer: Peer, step: Callable, graph: bool = False) -> tu
         if graph:
             seconds = measure(benchmark, captured(run), cold)
         else:
-            batches = [peer.images, *(peer.fresh() for _ in range(STEPS - 1))]
-            whole = lambda: [step(batch) for batch in batches]  # noqa: E731
-            seconds = measure(benchmark, whole, calls=STEPS, rounds=clock.MODEL_ROUNDS)
-        return seconds, peak, errors | peer.check_again()
+            steps = lambda: [run() for _ in range(STEPS)]  # noqa: E731
+            seconds = measure(benchmark, steps, calls=STEPS, rounds=clock.MODEL_ROUNDS)
+        errors |= peer.check_again()
+    flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
+    ceiling, promised = machine.ceilings()[str(dtype).removeprefix("torch.")], datasheet_flops(machine.name())
+    facts = dict(
+        op=op,
+        direction="both" if peer.training else "forward",
+        shape=shape.name,
+        batch=shape.batch,
+        precision=setting.precision,
+        attention=peer.backend or "its own",
+        images_per_second=shape.batch / seconds,
+        model_flops=int(flops),
+        mfu_ceiling=flops / seconds / ceiling,
+        mfu_datasheet=flops / seconds / promised if promised else None,
+    )
+    describe(benchmark, setting.name, kernels, seconds, dtype, peak, **facts, **errors, **more)

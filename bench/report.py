@@ -1,6 +1,6 @@
-"""Tables and plots from the result files of a GPU; what is lost, failed or skipped is shown too.
+"""Tables from the result files of a GPU; what is lost, failed or skipped is shown too.
 
-    python bench/report.py              # writes the plots, and what is marked in bench/results/README.md and README.md
+    python bench/report.py              # writes what is marked in bench/results/README.md and README.md
     python bench/report.py --check      # exit code 1 where one of these is not what the committed JSON files give
     python bench/report.py --folder DIR # prints the tables of one folder; with --targets the targets alone
 
@@ -9,12 +9,13 @@ and which of several counts, stands in result_files.py.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from result_files import FILES_OP, MODEL_OPS, PACKED_OPS, Results, counted, library, load
-from targets import ACCELERATED, VITFAST, target_rows
+from result_files import WHOLE_MODELS, Results, load
+from targets import VITFAST, target_rows
 
 HERE = Path(__file__).parent
 START, END = "<!-- speed -->", "<!-- /speed -->"
@@ -79,52 +80,35 @@ def op_table(cases: list[dict], op: str) -> str:
     return f"#### {cell(op)} (µs)\n\n" + table(["shape", *impls, "% floor", VITFAST], lines)
 
 
-COLUMNS: dict[str, Callable[[dict], str]] = {  # header -> the cell, of a case
-    "implementation": lambda case: case["impl"],
-    "case": lambda case: f"{case['shape']} {case['impl']}",
-    "batch": lambda case: str(case["batch"]),
-    "images/s": lambda case: number(case["images_per_second"]),
-    "the same in memory": lambda case: number(case["images_per_second_in_memory"]),
-    "waiting for data": lambda case: f"{case['waiting_for_data']:.0%}",
-    "loader processes": lambda case: str(case["workers"]),
-    "ms": lambda case: spread(case, 1e3),
-    "padded": lambda case: number(case["padded_share"], form=".1%"),
-    "TFLOP/s": lambda case: number(case.get("model_flops", case["flops"]) / case["median"] / 1e12),
-    "MFU of ceiling": lambda case: f"{case['mfu_ceiling']:.1%}",
-    "MFU of data sheet": lambda case: number(case["mfu_datasheet"], form=".1%"),
-    "peak GiB": lambda case: number(case["peak_mib"] and case["peak_mib"] / 1024, form=".1f"),
-    "attention": lambda case: case["attention"],
-    "error": lambda case: number(case.get("error"), form=".1e"),
+# Header -> what a case must have to be shown there, and its cell.
+COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {
+    "implementation": ("impl", lambda case: case["impl"]),
+    "batch": ("batch", lambda case: str(case["batch"])),
+    "images/s": ("images_per_second", lambda case: number(case["images_per_second"])),
+    "the same in memory": ("images_per_second_in_memory", lambda case: number(case["images_per_second_in_memory"])),
+    "waiting for data": ("waiting_for_data", lambda case: f"{case['waiting_for_data']:.0%}"),
+    "loader processes": ("workers", lambda case: str(case["workers"])),
+    "ms": ("median", lambda case: spread(case, 1e3)),
+    "padded": ("padded_share", lambda case: f"{case['padded_share']:.1%}"),
+    "TFLOP/s": ("model_flops", lambda case: number(case["model_flops"] / case["median"] / 1e12)),
+    "MFU of ceiling": ("mfu_ceiling", lambda case: f"{case['mfu_ceiling']:.1%}"),
+    "MFU of data sheet": ("mfu_datasheet", lambda case: number(case["mfu_datasheet"], form=".1%")),
+    "peak GiB": ("peak_mib", lambda case: number(case["peak_mib"] and case["peak_mib"] / 1024, form=".1f")),
+    "attention": ("attention", lambda case: case["attention"]),
+    "error": ("error", lambda case: number(case["error"], form=".1e")),
 }
-MODEL_COLUMNS = "implementation, batch, images/s, ms, TFLOP/s, MFU of ceiling, MFU of data sheet, peak GiB"
-MODEL_COLUMNS += ", attention, error"
-PACKED_COLUMNS = "implementation, ms, padded, TFLOP/s, peak GiB, error"
-FILES_COLUMNS = "case, images/s, the same in memory, waiting for data, loader processes"
-
-
-def case_table(cases: list[dict], title: str, columns: str) -> str:
-    """A row per case, fastest first (by images/s where it has that: batches differ)."""
-    cases = sorted(cases, key=lambda case: -case.get("images_per_second", -case["median"]))
-    lines = [[COLUMNS[name](case) or "-" for name in columns.split(", ")] for case in cases]
-    return f"#### {cell(title)}\n\n" + table(columns.split(", "), lines)
-
-
-def mix(case: dict) -> str:
-    """The title of a mix and direction."""
-    sizes = f"{number(case['images'])} images, {number(case['tokens'])} tokens"
-    return f"{case['op']}: {case['shape']} {case['direction']} ({sizes})"
 
 
 def model(case: dict) -> str:
     """The title of a model and resolution, of any batch: each library has its own best one."""
-    return f"{case['op']} {case['shape'].rpartition(' B')[0]}"
+    return f"{case['op']} {re.sub(' B[0-9]+$', '', case['shape'])}"
 
 
-TABLES = (  # operations, the title of a case's table, its columns
-    (MODEL_OPS, model, MODEL_COLUMNS),
-    ((FILES_OP,), lambda case: "Training from JPEG files", FILES_COLUMNS),
-    (PACKED_OPS, mix, PACKED_COLUMNS),
-)
+def model_table(cases: list[dict], title: str) -> str:
+    """A row for each case, fastest first: by images/s, as batches differ."""
+    cases = sorted(cases, key=lambda case: -case["images_per_second"])
+    shown = {header: text for header, (needed, text) in COLUMNS.items() if all(needed in case for case in cases)}
+    return f"#### {cell(title)}\n\n" + table([*shown], [[text(case) for text in shown.values()] for case in cases])
 
 
 def damaged_lines(results: Results) -> str:
@@ -139,36 +123,15 @@ def targets_table(results: Results) -> str:
 
 
 def sections(results: Results) -> str:
-    """Everything about one GPU."""
+    """Everything about one GPU; loss curves are in the targets alone."""
     found = [machine_lines(results), "#### Targets\n\n" + targets_table(results)]
-    for ops, title, columns in TABLES:
-        groups = results.grouped(title, *ops)
-        found += [case_table(cases, name, columns) for name, cases in groups.items()]
-    shown = {"loss curve", *(op for ops, _, _ in TABLES for op in ops)}
-    by_op = results.grouped(lambda case: case["op"])
-    found += [op_table(cases, op) for op, cases in by_op.items() if op not in shown]
+    models = results.grouped(model, *WHOLE_MODELS)
+    found += [model_table(cases, title) for title, cases in models.items()]
+    operations = results.grouped(lambda case: case["op"])
+    found += [op_table(cases, op) for op, cases in operations.items() if op not in (*WHOLE_MODELS, "loss curve")]
     missing = [[case["name"], case["state"], case["reason"]] for case in results.missing.values()]
     found.append("#### Without a time\n\n" + table(["case", "state", "reason"], missing) if missing else "")
     return "\n".join(found)
-
-
-def speed_table(results: Results) -> str:
-    """For the project's README: vitfast and `accelerate` against the fastest peer in equal precision."""
-    groups = results.grouped(lambda case: f"{model(case)} {case['precision']}", *MODEL_OPS)
-    lines = [[name, *speeds(counted(cases))] for name, cases in groups.items()]
-    header = ["images/s", "vitfast", "accelerate(timm)", "fastest peer", "vitfast ÷ peer", "accelerate ÷ peer"]
-    whole = table(header, lines) if lines else "No whole model has been measured on it.\n"
-    return f"{machine_lines(results)}\n{whole}"
-
-
-def speeds(cases: list[dict]) -> list[str]:
-    """Images/s of vitfast, `accelerate` and the fastest peer, and the first two's ratios to the third."""
-    best = {}
-    for case in sorted(cases, key=lambda case: case["images_per_second"]):
-        best[library(case) if library(case) in (VITFAST, ACCELERATED) else "peer"] = case
-    found = [best[name]["images_per_second"] if name in best else None for name in (VITFAST, ACCELERATED, "peer")]
-    peer = f"{number(found[2])} ({best['peer']['impl']})" if found[2] else "-"
-    return [*map(number, found[:2]), peer, *(f"{own / found[2]:.2f}" if own and found[2] else "-" for own in found[:2])]
 
 
 def gpus(folder: Path) -> list[Results]:
@@ -176,21 +139,12 @@ def gpus(folder: Path) -> list[Results]:
     return [r for r in found if r.measured or r.missing or r.checks or r.damaged]
 
 
-def plotted(results: Results) -> dict[str, tuple[str, str]]:
-    """The plots that this GPU's results give: file name -> (kind, op)."""
-    cases = [c for c in results.measured.values() if c["bytes"] and "images_per_second" not in c]
-    plots = [("roofline", op) for op in dict.fromkeys(case["op"] for case in cases)]
-    plots += [(kind, op) for op in ("train", "throughput") if results.of(op) for kind in ("speed", "memory")]
-    return {f"{kind}-{op}.svg".replace(" ", "-"): (kind, op) for kind, op in plots}
-
-
 def documents(folder: Path, readme: Path) -> dict[Path, str]:
     """The text that every generated file should hold."""
     found = gpus(folder)
-    pictures = lambda r: "".join(f"![{Path(name).stem}]({r.name}/{name})\n" for name in plotted(r))  # noqa: E731
     more = "Everything: [bench/results](bench/results/README.md).\n"
-    texts = {folder / "README.md": [f"## {r.name}\n\n{sections(r)}\n{pictures(r)}" for r in found]}
-    texts[readme] = [f"{speed_table(r)}\n{more}" for r in found]
+    texts = {folder / "README.md": [f"## {r.name}\n\n{sections(r)}" for r in found]}
+    texts[readme] = [f"{machine_lines(r)}\n{targets_table(r)}\n{more}" for r in found]
     for path, parts in texts.items():
         before, rest = path.read_text().split(START)
         body = "\n".join(parts) or NOTHING
@@ -216,15 +170,10 @@ def main(argv: list[str] | None = None, folder: Path = HERE / "results", readme:
     texts = documents(folder, readme)
     if args.check:
         stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
-        stale += [p for r in gpus(folder) for name in plotted(r) if not (p := folder / r.name / name).is_file()]
         print("\n".join(f"{path} is stale: run python bench/report.py" for path in stale) or "the report is up to date")
         return 1 if stale else 0
     for path, text in texts.items():
         path.write_text(text)
-    for results in gpus(folder):
-        import plots
-
-        plots.draw(results, plotted(results), folder / results.name)
     return 0
 
 

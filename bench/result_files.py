@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LIBRARIES = ("vitfast", "vitfast.accelerate(timm)", "timm", "huggingface", "torchvision")
-MODEL_OPS, PACKED_OPS = ("train", "throughput", "latency"), ("train packed", "packed attention")
-FILES_OP = "train from JPEG files"
+WHOLE_MODELS = ("train", "throughput", "latency", "train packed", "train from JPEG files")
 
 # What must be there: of every case, and of some operations more.
 INFO = "op impl shape direction dtype flops bytes percent_of_floor tflops gigabytes_per_second peak_mib median iqr"
 MODEL_INFO = "precision attention batch images_per_second model_flops mfu_ceiling mfu_datasheet"
-MORE_INFO = dict.fromkeys(MODEL_OPS, MODEL_INFO) | dict.fromkeys(PACKED_OPS, "images tokens padded_share")
-MORE_INFO[FILES_OP] = "images_per_second images_per_second_in_memory waiting_for_data workers"
-MORE_INFO["loss curve"] = "precision seed losses"
+MORE_INFO = dict.fromkeys(WHOLE_MODELS, MODEL_INFO) | {
+    "train from JPEG files": "images_per_second images_per_second_in_memory waiting_for_data workers",
+    "loss curve": "precision seed losses",
+}
 
 
 @dataclass
 class Results:
     """The cases of one GPU, with and without a time, each by full name.
 
-    One with a time is what its extra_info has, and its name, median, iqr (seconds), and the ceilings of its own file.
+    One with a time is what its extra_info has, and its name, median and iqr (seconds).
     """
 
     name: str
@@ -83,13 +83,12 @@ def _add_benchmarks(results: Results, content: dict) -> None:
     Raises, before anything is added, where it lacks something.
     """
     machine = content["machine_info"]["vitfast"]
-    ceilings, failed, skipped = machine["ceilings"], content["failed"], content["skipped"]
+    failed, skipped = content["failed"], content["skipped"]
     cases = {}
     for case in content["benchmarks"]:
-        found = case["stats"] | case["extra_info"] | dict(name=case["name"], ceilings=ceilings)
+        found = case["stats"] | case["extra_info"] | dict(name=case["name"])
         needed = f"{INFO} {MORE_INFO.get(found['op'], '')}".split()
-        rates = [rate for rate in ("copy", found["dtype"]) if rate not in ceilings]
-        if lacking := [key for key in needed if key not in found] + rates:
+        if lacking := [key for key in needed if key not in found]:
             raise ValueError(f"{case['fullname']} lacks {', '.join(lacking)}")
         cases[case["fullname"]] = found
     for name, case in cases.items():

@@ -1,9 +1,13 @@
-"""The shapes of the models, and which implementations run at which of them.
+"""The shapes of the models, batches of images of many sizes, and what runs at which of them.
 
-A CPU has one small shape, a toy's, and its name says so; where it rehearses a GPU's plan, under the names of all.
+A CPU has one small shape, a toy's, and one small mix, whose names say so; where it rehearses a GPU's plan, these run
+under the names of all.
 """
 
+import math
+import random
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import clock
 import pytest
@@ -44,24 +48,10 @@ def planned(*shapes: Shape) -> dict[str, Shape]:
     return {s.name: s for s in shapes}
 
 
-def patch_embed_work(s: Shape, size: int, pixel_size: int) -> work.Work:
-    """With bias, class token and position embeddings."""
-    added = (s.tokens + 2) * s.width
-    return work.patch_embed(s.rows - s.batch, 3 * s.patch**2, s.rows, s.width, added, size, pixel_size)
-
-
-def model_work(s: Shape, size: int, classes: int = 1000) -> work.Work:
-    """The whole ViT: patch embedding, every layer, and the head on the class token."""
-    attention_block = work.attention_block(s.rows, s.tokens, s.width, size)
-    layers = (attention_block + work.mlp_block(s.rows, s.width, s.hidden, size)) * s.depth
-    return patch_embed_work(s, size, size) + layers + work.linear(s.batch, classes, s.width, size)
-
-
 FOCUS = Shape("B/16", 224, 256)  # where everything runs
 MAIN = (FOCUS, Shape("S/16", 224, 512), Shape("B/16", 384, 64), Shape("L/16", 224, 128), Shape("H/14", 224, 64))
-MORE = (("B/16", 224, 1), ("B/16", 224, 32), ("Ti/16", 224, 512), ("L/16", 512, 16), ("H/14", 518, 8))
-ON_GPU = (*MAIN, *(Shape(*sizes) for sizes in MORE))
-SHAPES = planned(*ON_GPU)
+MORE = (Shape("B/16", 224, 32), Shape("Ti/16", 224, 512), Shape("L/16", 512, 16), Shape("H/14", 518, 8))
+SHAPES = planned(*MAIN, *MORE)
 
 
 def _runs_at(impl: str, name: str, direction: str, compile_at: tuple[Shape, ...]) -> bool:
@@ -71,20 +61,105 @@ def _runs_at(impl: str, name: str, direction: str, compile_at: tuple[Shape, ...]
         return impl in ("vitfast", "eager", "sdpa math")
     if impl.startswith("max-autotune"):
         return focus
-    if name.endswith(" B1"):
-        return direction == "forward" and (not impl.startswith("compile") or compile_at != (FOCUS,))
     if impl.startswith("compile"):
         return focus or (direction == "both" and any(name == s.name for s in compile_at))
     return main or direction != "backward"
 
 
-def grid(impls: tuple[str, ...], compile_at: tuple[Shape, ...], forward_only: tuple[str, ...] = ()) -> list:
+def grid(impls: tuple[str, ...], compile_at: tuple[Shape, ...]) -> list:
     """(shape, direction, impl) of an operation's cases; a CPU that rehearses nothing compiles nothing."""
     wanted = [
         (name, direction, impl)
         for name in SHAPES
         for direction in ("forward", "backward", "both")
         for impl in impls
-        if _runs_at(impl, name, direction, compile_at) and (direction == "forward" or impl not in forward_only)
+        if _runs_at(impl, name, direction, compile_at)
     ]
     return [pytest.param(*case, id="-".join(case)) for case in wanted]
+
+
+# ---- images of many sizes: drawn once, from a fixed seed, so that every run has the same
+
+PATCH = 16
+TOKENS = 2**15  # of a batch, at most: padded to the longest image it still fits into 80 GB
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A batch of images: (height, width) of each in pixels; patches of PATCH, a class token each.
+
+    layers: of the model, where it is not to have all of its preset's. It has what model_work counts with, by the names
+    of a Shape; `tokens` is how many keys a query has on average.
+    """
+
+    label: str
+    model: str
+    images: tuple[tuple[int, int], ...]
+    layers: int | None = None
+
+    name = property(lambda self: f"{self.model} {self.label}")
+    batch = property(lambda self: len(self.images))
+    rows = property(lambda self: sum(self.lengths))
+    tokens = property(lambda self: sum(n * n for n in self.lengths) / self.rows)
+    longest = property(lambda self: max(self.lengths))
+    depth = property(lambda self: self.layers or preset(self.model)["depth"])
+
+    def __getattr__(self, name: str):
+        """patch, width, heads, head and hidden."""
+        return getattr(Sizes.of_preset(self.model, self.batch), name)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each image."""
+        return tuple(1 + (height // PATCH) * (width // PATCH) for height, width in self.images)
+
+    @property
+    def padded_tokens(self) -> float:
+        """The share of the tokens that are padding where every image has as many as the longest."""
+        return 1 - self.rows / (self.batch * self.longest)
+
+
+def filled(least: int, most: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    """As many random (height, width), multiples of PATCH, as fit into so many tokens.
+
+    The side of a square of the same area is uniform from `least` to `most`, height to width log-uniform up to 2 either
+    way; no side is shorter than `least` or longer than `most`.
+    """
+    numbers, found = random.Random(0), []
+    clip = lambda side: min(max(PATCH * round(side / PATCH), least), most)  # noqa: E731
+    while True:
+        side = least + (most - least) * numbers.random()
+        root = math.exp((numbers.random() - 0.5) * math.log(2))
+        height, width = clip(side * root), clip(side / root)
+        tokens -= 1 + (height // PATCH) * (width // PATCH)
+        if tokens < 0:
+            return tuple(found)
+        found.append((height, width))
+
+
+SMALL = Mix(f"{WHERE}NaViT 32-96 px", "Ti/16", filled(32, 96, 96), layers=2)
+MIXES_ON_GPU = (
+    # NaViT (Dehghani et al., 2023): resolutions drawn anew for every image, aspects kept
+    Mix("NaViT 64-256 px", "B/16", filled(64, 256, TOKENS)),
+    # DINO's crops of 64 images (Caron et al., 2021): two large ones and eight small ones of each
+    Mix("DINO 2x224 + 8x96 px", "B/16", (((224, 224),) * 2 + ((96, 96),) * 8) * 64),
+    Mix("documents 224-1024 px", "B/16", filled(224, 1024, TOKENS)),
+)
+REHEARSED = [replace(SMALL, label=f"{WHERE}{mix.label}") for mix in MIXES_ON_GPU]
+MIXES = {mix.label: mix for mix in (MIXES_ON_GPU if clock.GPU else [SMALL] if clock.SMALL else REHEARSED)}
+
+
+# ---- their work
+
+
+def patch_embed_work(s: Shape, size: int, pixel_size: int) -> work.Work:
+    """With bias, class token and position embeddings."""
+    added = (s.tokens + 2) * s.width
+    return work.patch_embed(s.rows - s.batch, 3 * s.patch**2, s.rows, s.width, added, size, pixel_size)
+
+
+def model_work(s: Shape | Mix, size: int, classes: int = 1000) -> work.Work:
+    """The whole ViT: patch embedding, every layer, and the head on the class token."""
+    attention_block = work.attention_block(s.rows, s.tokens, s.width, size)
+    layers = (attention_block + work.mlp_block(s.rows, s.width, s.hidden, size)) * s.depth
+    return patch_embed_work(s, size, size) + layers + work.linear(s.batch, classes, s.width, size)

@@ -1,4 +1,7 @@
-"""Fixtures of the benchmarks' tests: a pretended GPU."""
+"""Fixtures of the benchmarks' tests: a pretended GPU, and the hooks of bench/conftest.py."""
+
+import importlib.util
+from pathlib import Path
 
 import clock
 import pytest
@@ -12,4 +15,14 @@ def gpu(monkeypatch):
     monkeypatch.setattr(clock, "GPU", True)
     monkeypatch.setattr(clock, "SMALL", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(shapes, "SHAPES", shapes.planned(*shapes.ON_GPU))
+    monkeypatch.setattr(shapes, "SHAPES", shapes.planned(*shapes.MAIN, *shapes.MORE))
+
+
+@pytest.fixture
+def hooks():
+    """bench/conftest.py, under a name of its own."""
+    path = Path(__file__).parents[2] / "bench" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("conftest_of_bench", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -59,7 +59,7 @@ def results(tmp_path) -> Path:
     return tmp_path / "results"
 
 
-def test_the_report_shows_what_is_lost_and_what_failed_and_knows_when_it_is_stale(results, capsys):
+def test_the_report_shows_what_is_lost_and_what_failed_and_knows_when_it_is_stale(results):
     readme = results.parent / "README.md"
     assert report.main(["--check"], results, readme) == 1 and report.main([], results, readme) == 0
     text = (results / "README.md").read_text()
@@ -77,24 +77,16 @@ def test_the_report_shows_what_is_lost_and_what_failed_and_knows_when_it_is_stal
     assert text.index("| timm compile bf16 | 256 | 5,000 |") < text.index("| vitfast compile bf16 | 256 | 4,000 |")
     assert "| 50.0% | 40.0% | 2.0 | cudnn | 1.5e-02 |" in text
     assert "| vitfast doctor: exit code 0.00; gpu tests: exit code 3.00 **missed** |" in text
-    speed = readme.read_text()
-    assert speed.startswith("before\n") and speed.endswith("after\n") and "old" not in speed
-    assert "| train B/16 224 bf16 | 4,000 | - | 5,000 (timm compile bf16) | 0.80 | - |" in speed
-    plots = sorted((results / "h200").glob("*.svg"))
-    assert [p.stem for p in plots] == ["memory-train", "roofline-attention", "speed-train"]
-    assert all(p.read_text().count("<path") > 10 for p in plots) and report.main(["--check"], results, readme) == 0
+    short = readme.read_text()
+    assert short.startswith("before\n") and short.endswith("after\n") and "\nold\n" not in short
+    lost = "bf16 of timm bf16 (4,000 by 5,000 images/s of timm compile bf16) 0.80 (without max-autotune) **missed**"
+    assert lost in short and lost in text and report.main(["--check"], results, readme) == 0
     case = results / "h200" / "a.json"
-    for path, changed in (
-        (case, case.read_text().replace("0.00015", "0.00016")),
-        (readme, speed.replace("0.8", "1.8")),
-    ):
+    for path, old, new in ((case, "0.00015", "0.00016"), (readme, "0.80", "1.80")):
         before = path.read_text()
-        path.write_text(changed)
+        path.write_text(before.replace(old, new))
         assert report.main(["--check"], results, readme) == 1
         path.write_text(before)
-    plots[0].unlink()
-    capsys.readouterr()
-    assert report.main(["--check"], results, readme) == 1 and "memory-train.svg is stale" in capsys.readouterr().out
 
 
 def test_the_committed_report_is_up_to_date():
@@ -161,13 +153,10 @@ INFERENCE = models(dict(vitfast=1500), "throughput") + models(dict(timm=1000), "
 INFERENCE += models(dict(vitfast=500, timm=250), "latency", "B/16 224 B1")
 MEMORY = [("vitfast compile bf16", 1220.0), ("timm compile amp", 2000.0), ("timm compile bf16", 1900.0)]
 # at the largest batch: at the others ours would have won by 9
-BATCHES = [(256, {"vitfast": 100, "sdpa cudnn": 150, "sdpa math": 300})]
-BATCHES += [(n, {"vitfast": 1, "sdpa cudnn": 9, "sdpa math": 18}) for n in (1, 64)]
-BATCHES = [
-    case for n, times in BATCHES for case in entries("attention", times, "forward", f"B/16 224 B{n}", bytes=10 * n)
-]
+BATCHES = entries("attention", {"vitfast": 100, "sdpa cudnn": 150, "sdpa math": 300}, bytes=2560)
+BATCHES += entries("attention", {"vitfast": 1, "sdpa cudnn": 9}, "forward", "B/16 224 B64", bytes=640)
 FC1 = entries("mlp_block", dict(vitfast=100, compile=125)) + entries("linear_gelu", dict(vitfast=100, eager=130))
-RATES = dict(forward=3720.0, backward=3400.0).items()
+SHARES = dict(forward=93.0, backward=85.0).items()
 CURVES = [("vitfast", 0, [1.0, 2.0]), ("vitfast", 1, [3.0, 2.0]), ("timm", 0, [2.0, 2.2]), ("timm", 1, [4.0, 2.8])]
 CURVES = [
     entry("loss curve", f"{of} compile amp", 9, shape="S/16", precision="amp", seed=seed, losses=losses)
@@ -177,19 +166,27 @@ TARGETS = {  # by target: cases, and what the target says
     # 6000 / 4000: ours counts with the slower of its two runs; amp against amp, by the pair of equal numerics
     "B/16 224 training step": (
         B16,
-        f"bf16 of timm bf16 1.50; accelerate amp of timm amp 1.27 {MAX} **missed**; "
-        "share of the data sheet's peak 0.40",
+        "bf16 of timm bf16 (6,000 by 4,000 images/s of timm compile bf16) 1.50; accelerate amp of timm amp "
+        f"(5,200 by 4,100 images/s of timm compile amp) 1.27 {MAX} **missed**",
     ),
-    "`vitfast.accelerate": (B16, "bf16 of our own ViT 0.99; amp of our own ViT 0.80"),
-    "S/16, L/16": (OTHERS, f"S/16 224 bf16 1.55 {MAX}"),
-    "B/16 inference": (INFERENCE, f"throughput 1.50 {MAX}; latency of one image 0.50 {MAX}"),
+    "`vitfast.accelerate": (
+        B16,
+        "bf16 of our own ViT (5,960 by 6,000 images/s of vitfast compile bf16 again) 0.99; "
+        "amp of our own ViT (5,200 by 6,500 images/s of vitfast compile amp) 0.80",
+    ),
+    "S/16, L/16": (OTHERS, f"S/16 224 bf16 (6,200 by 4,000 images/s of huggingface compile bf16) 1.55 {MAX}"),
+    "B/16 inference": (
+        INFERENCE,
+        f"throughput (1,500 by 1,000 images/s of timm compile bf16) 1.50 {MAX}; "
+        f"latency of one image (500 by 250 images/s of timm compile bf16) 0.50 {MAX}",
+    ),
     "peak memory": (
         [model(impl, 4000.0, peak_mib=size) for impl, size in MEMORY],
         "bf16 of timm amp compiled 0.61 **missed**; bf16 of timm bf16 compiled 0.64",
     ),
     "attention N": (BATCHES, f"attention B/16 224 forward 1.50 {SDPA}"),
     "residual add": (
-        [entry("add_layer_norm", "vitfast", 9, way, gigabytes_per_second=rate) for way, rate in RATES],
+        [entry("add_layer_norm", "vitfast", 9, way, percent_of_floor=share) for way, share in SHARES],
         "B/16 224 forward 0.93; B/16 224 backward 0.85 **missed**",
     ),
     # without a time of the compiled peer there is no figure

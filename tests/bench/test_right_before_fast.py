@@ -6,15 +6,13 @@ import types
 import bench_ops
 import bench_packed
 import clock
-import conftest_of_bench as conftest
 import harness
 import peers
 import pytest
 import torch
 from harness import WrongResult
-from mixes import Mix
 from peers import FLASH, Peer, Setting
-from shapes import Shape
+from shapes import Mix, Shape
 
 from vitfast.model import activation_memory
 from vitfast.tools.verify import run
@@ -54,11 +52,11 @@ def test_a_peer_that_computes_something_else_gets_no_time(monkeypatch):
     peer.model.blocks[2].attn.qkv.weight.register_hook(lambda gradient: 1.01 * gradient)
     with pytest.raises(WrongResult):
         peer.check()
-    make_model = peers.make_model  # an error of 1e-4 in the last layer, which bf16 would hide
+    make_model = peers.make_model  # an error of 1e-4 of the logits, which bf16 would hide
 
     def wrong(library, shape):
         model = make_model(library, shape)
-        model.head.weight.data.mul_(1 + 1e-4)
+        model.head.register_forward_hook(lambda module, inputs, logits: (1 + 1e-4) * logits)
         return model
 
     peer = Peer(Setting("timm", "eager", "bf16"), NANO, training=False)
@@ -158,10 +156,10 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
         bench_packed.IMPLEMENTATIONS["torch varlen"](small)
 
 
-def test_peers_have_their_best_setting(gpu, monkeypatch):
+def test_peers_have_their_best_setting(hooks, gpu, monkeypatch):
     """max-autotune without graphs, which are ours to capture; cuDNN chooses its convolutions by timing them."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    conftest.pytest_configure(types.SimpleNamespace(getoption=dict(dtype=None).get))
+    hooks.pytest_configure(None)
     assert torch.backends.cudnn.benchmark
     given = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options))
