@@ -10,7 +10,6 @@ fastest backend of SDPA. From uint8 the patch embedding's peers normalise first.
 alone, cuBLAS for everybody.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import DTYPE, Case, bench, compiled, draw
-from peers import BACKENDS, FLASH, best_backend, forced, library_function, sdpa, sdpa_separate
+from peers import BACKENDS, FLASH, best_backend, forced, library_function, sdpa
 from shapes import FOCUS, MAIN, SHAPES, Shape, grid, patch_embed_work
 
 from vitfast import ops
@@ -75,8 +74,13 @@ def qkv(s: Shape) -> Input:
     return "values", (s.batch, s.tokens, 3, s.heads, s.head)
 
 
+def unpacked(function: Callable | None) -> Callable | None:
+    """A function of q, k and v as one of qkv."""
+    return function and (lambda qkv: function(*qkv.unbind(2)))
+
+
 def packed(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
-    return sdpa if place is ref else ops.attention, [qkv(s)]
+    return (unpacked(sdpa) if place is ref else ops.attention), [qkv(s)]
 
 
 def separate(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
@@ -95,11 +99,11 @@ def biased(place: ModuleType, s: Shape) -> tuple[Callable, list[Input]]:
     return function, [qkv(s), ("values", (s.heads, s.tokens, s.tokens))]
 
 
-def attention_peer(impl: str, packed: bool) -> Callable | None:
+def attention_peer(impl: str) -> Callable | None:
+    """A function of q, k and v."""
     if impl in FLASH:
-        function = library_function(*FLASH[impl], "flash_attn_func")
-        return (lambda qkv: function(*qkv.unbind(2))) if packed else function
-    return forced(sdpa if packed else sdpa_separate, impl.removeprefix("sdpa ")) if impl != "vitfast" else None
+        return library_function(*FLASH[impl], "flash_attn_func")
+    return forced(sdpa, impl.removeprefix("sdpa ")) if impl != "vitfast" else None
 
 
 def unfold(images, weight, bias, cls_token, pos_embed):
@@ -133,8 +137,8 @@ def gemm(inputs: int, outputs: int) -> Op:
 MLP = ("width", "hidden")
 ATTENTION = rows_work("attention", "tokens", "width")
 OPS = {
-    "attention": Op(packed, ATTENTION, SDPA, peers=functools.partial(attention_peer, packed=True)),
-    "attention separate": Op(separate, ATTENTION, SDPA, 3, peers=functools.partial(attention_peer, packed=False)),
+    "attention": Op(packed, ATTENTION, SDPA, peers=lambda impl: unpacked(attention_peer(impl))),
+    "attention separate": Op(separate, ATTENTION, SDPA, batched=3, peers=attention_peer),
     "attention rotary": Op(rotary, ATTENTION, compile_at=MAIN),
     "attention bias": Op(biased, rows_work("biased_attention", "tokens", "width", "heads"), compile_at=MAIN),
     "layer_norm": row("layer_norm", "width"),

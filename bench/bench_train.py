@@ -41,33 +41,30 @@ WORKERS = len(os.sched_getaffinity(0))
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 
-def write_photographs(folder: Path, count: int, size: tuple[int, int]) -> Path:
-    """Writes `count` JPEGs of `size` (width, height), a tenth of them in val.
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A folder of FILES JPEGs of SIZE (width, height), a tenth of them in val.
 
-    They are folder/{train,val}/<photograph>/*.jpg. Each is a crop of a quarter to all of the area, resized and
-    compressed at quality 90: about 100 KB at 500 x 375.
+    They are {train,val}/<photograph>/*.jpg. Each is a crop of a quarter to all of the area, resized and compressed at
+    quality 90: about 100 KB at 500 x 375.
     """
     from sklearn.datasets import load_sample_images
 
     photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    folder = tmp_path_factory.mktemp("photographs")
 
     def write(index: int) -> None:
         rng, photo = random.Random(index), photographs[index % 2]
         width, height = (round(side * rng.uniform(0.5, 1)) for side in photo.size)
         left, top = rng.randint(0, photo.width - width), rng.randint(0, photo.height - height)
-        crop = photo.resize(size, Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+        crop = photo.resize(SIZE, Image.Resampling.BICUBIC, (left, top, left + width, top + height))
         path = folder / ("val" if index % 20 < 2 else "train") / str(index % 2) / f"{index:06d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         crop.save(path, quality=90)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(write, range(count)))
+        list(pool.map(write, range(FILES)))
     return folder
-
-
-@pytest.fixture(scope="session")
-def photographs(tmp_path_factory):
-    return write_photographs(tmp_path_factory.mktemp("photographs"), FILES, SIZE)
 
 
 def ours(folder, s: Shape) -> tuple[Iterator, Callable]:
@@ -106,10 +103,10 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
 
 @pytest.mark.parametrize("impl", ["vitfast", "timm"])
 @pytest.mark.parametrize("model", MODELS)
-def test_train_from_files(benchmark, photographs, model, impl):
+def test_train_from_files(benchmark, folder, model, impl):
     s = MODELS[model]
     benchmark.group = f"train from JPEG files {model}"
-    batches, step = dict(vitfast=ours, timm=timms)[impl](photographs, s)
+    batches, step = dict(vitfast=ours, timm=timms)[impl](folder, s)
     for batch in itertools.islice(batches, WARMUP):
         assert batch[0].shape == (s.batch, 3, s.image, s.image), batch[0].shape
         step(*batch[:2])

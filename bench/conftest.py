@@ -10,7 +10,7 @@ Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 
     test_<op>[SHAPE-DIRECTION-IMPL]                   op: the rows of bench_ops.OPS
     test_train[SHAPE-SETTING]                         SETTING: LIBRARY HOW PRECISION, such as "timm compile bf16"
     test_inference[MODEL-SETTING-latency|throughput]  MODEL: "B/16 224", without a batch
-    test_attention_packed[MIX-DIRECTION-IMPL], test_train_packed[MIX-WAY HOW]
+    test_attention_packed[MIX-DIRECTION-IMPL], test_train_packed[MIX-WAY-HOW]
     test_train_from_files[SHAPE-vitfast|timm], test_loss_curve[SHAPE-PRECISION-SEED-vitfast|timm]
 
 SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward
@@ -39,7 +39,8 @@ from vitfast.tools.cost import datasheet_flops
 LEAST_SECONDS = 15  # before the end that --ends names: with fewer left no case starts
 ALARM_AGAIN = 5  # seconds; the first TimeoutError may end in somebody's `except Exception`
 NOT_RUN = "not run: the process ended before"
-_cases: dict[str, dict] = {}  # node id -> its entry, with "state": passed, failed or skipped
+STATES = ("passed", "failed", "skipped")
+_cases: dict[str, dict] = {}  # node id -> its entry, with "state", one of STATES
 
 
 def pytest_addoption(parser):
@@ -135,14 +136,6 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info["vitfast"] = machine.facts() | rates
 
 
-def pytest_benchmark_update_json(config, benchmarks, output_json):
-    bad = {nodeid for nodeid, case in _cases.items() if case["state"] != "passed"}
-    output_json["benchmarks"] = [b for b in output_json["benchmarks"] if b["fullname"] not in bad]
-    for state in ("failed", "skipped"):
-        cases = [case for case in _cases.values() if case["state"] == state]
-        output_json[state] = [{k: v for k, v in case.items() if k != "state"} for case in cases]
-
-
 def _save(config) -> None:
     """Writes the JSON file as it stands now, whole or not at all."""
     option = config.getoption("benchmark_json", None)
@@ -150,10 +143,13 @@ def _save(config) -> None:
         return
     # Older pytest-benchmarks open the file themselves.
     path = option if isinstance(option, (str, os.PathLike)) else option.name
-    hook, benchmarks = config.hook, config._benchmarksession.benchmarks
-    facts = dict(benchmarks=benchmarks, include_data=True, **_constant_facts(config))
-    output = hook.pytest_benchmark_generate_json(config=config, **facts)
-    hook.pytest_benchmark_update_json(config=config, benchmarks=benchmarks, output_json=output)
+    facts = dict(benchmarks=config._benchmarksession.benchmarks, include_data=True, **_constant_facts(config))
+    output = config.hook.pytest_benchmark_generate_json(config=config, **facts)
+    by_state = {state: [case for case in _cases.values() if case["state"] == state] for state in STATES}
+    passed = {case["fullname"] for case in by_state.pop("passed")}
+    output["benchmarks"] = [benchmark for benchmark in output["benchmarks"] if benchmark["fullname"] in passed]
+    for state, cases in by_state.items():
+        output[state] = [{k: v for k, v in case.items() if k != "state"} for case in cases]
     write_text(path, json.dumps(output, indent=1, default=str) + "\n")
 
 

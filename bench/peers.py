@@ -43,14 +43,8 @@ BACKENDS = {
 }
 
 
-def sdpa(qkv: Tensor) -> Tensor:
-    """Packed (B, N, 3, H, Dh) -> (B, N, H, Dh) as the libraries do it: transposed views in and out."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-def sdpa_separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Three (B, N, H, Dh) -> (B, N, H, Dh): views in and out."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Three (B, N, H, Dh) -> (B, N, H, Dh) as the libraries do it: transposed views in and out."""
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
@@ -92,7 +86,8 @@ def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool)
         return "math"
     qkv = torch.randn(batch, tokens, 3, heads, head, device=clock.DEVICE).to(harness.DTYPE).requires_grad_(training)
     upstream = torch.randn(batch, tokens, heads, head, device=clock.DEVICE).to(harness.DTYPE)
-    run = lambda: torch.autograd.grad(sdpa(qkv), qkv, upstream) if training else sdpa(qkv)  # noqa: E731
+    out = lambda: sdpa(*qkv.unbind(2))  # noqa: E731
+    run = lambda: torch.autograd.grad(out(), qkv, upstream) if training else out()  # noqa: E731
     times = {}
     for name in ("flash", "cudnn", "efficient"):
         with contextlib.suppress(RuntimeError):  # a backend that cannot run here

@@ -135,9 +135,9 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
     results = {"flash-attn 3": "out", "flash-attn 4": "out, None"}
     for number, impl in enumerate(results):
         monkeypatch.setitem(FLASH, impl, (f"fake{number}", f"vitfast_fake{number}.cute"))
-        for find in (bench_ops.attention_peer, lambda impl, packed: bench_packed.IMPLEMENTATIONS[impl](small)):
+        for find in (bench_ops.attention_peer, lambda impl: bench_packed.IMPLEMENTATIONS[impl](small)):
             with pytest.raises(pytest.skip.Exception, match=f"fake{number} cannot be imported: No module named"):
-                find(impl, packed=True)
+                find(impl)
     for number, result in enumerate(results.values()):
         folder = tmp_path / f"vitfast_fake{number}" / "cute"
         folder.mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where
             assert check.judge(impl, bench_ops.function_of(name, NANO, impl))["error"] < 1e-5
         assert packed.judge(impl, bench_packed.IMPLEMENTATIONS[impl](small))["error"] < 1e-5
     with pytest.raises(WrongResult):
-        check.judge("swapped", lambda q, k, v: peers.sdpa_separate(q, v, k))
+        check.judge("swapped", lambda q, k, v: peers.sdpa(q, v, k))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.ModuleType("old"))
     with pytest.raises(pytest.skip.Exception, match="torch has no torch.nn.attention.varlen.varlen_attn"):
         bench_packed.IMPLEMENTATIONS["torch varlen"](small)
