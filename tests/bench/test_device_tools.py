@@ -1,4 +1,4 @@
-"""A worker ends whose GPU has failed; the order of GPU tests; what compute-sanitizer is asked."""
+"""A worker ends whose GPU has failed; what compute-sanitizer is asked."""
 
 import os
 import re
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_order
 import pytest
 import sanitized
 
@@ -53,23 +52,10 @@ def test_a_broken_device_ends_its_worker_and_spoils_no_other_test(tmp_path, work
     assert bad == {"3"}, done.stdout
 
 
-def test_on_a_gpu_what_must_not_be_missed_comes_first():
-    names = "test_export.py::test_aoti_package adapters/test_accelerate_gpu.py::test_dtypes"
-    names += " kernels/test_gpu.py::test_every_operation kernels/test_mlp.py::test_real_shapes"
-    names += " kernels/test_gpu.py::test_attention_around_tile_edges"
-    names += " kernels/test_gpu.py::test_every_candidate_computes_the_same"
-    names += " kernels/test_gpu.py::test_the_same_inputs_give_the_same_bits"
-    names = [f"tests/{name}" for name in names.split()]
-    assert sorted(names, key=gpu_order.urgency) == [names[i] for i in (6, 5, 4, 2, 3, 1, 0)]
-
-
 @pytest.mark.slow(6)
 def test_the_sanitizer_is_given_every_kernel_to_watch(capsys):
     """The script runs in the interpreter, tiny, with the shipped tiles and with their candidates."""
-    names = list(sanitized.plan())
-    assert {name.partition(",")[0] for name in names} == set(
-        name.partition(",")[0] for name in cases_of(SMALL_SIZES, ops)
-    )
+    assert list(sanitized.plan()) == list(cases_of(SMALL_SIZES, ops))
     before = launches_made()
     sanitized.run_all("linear_gelu, tanh")
     out = capsys.readouterr().out.splitlines()
@@ -86,27 +72,27 @@ def test_no_kernel_of_ours_is_kept_from_racecheck():
 @pytest.mark.parametrize("checker", sanitized.CHECKERS)
 def test_what_the_sanitizer_is_asked(tmp_path, monkeypatch, checker):
     """By a stand-in that CUDA_HOME leads to: the script runs alone first, then under it."""
-    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool, script, asked, code = (tmp_path / name for name in ("bin/compute-sanitizer", "script", "asked", "code"))
     tool.parent.mkdir()
-    tool.write_text(
-        f'#!/bin/bash\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" >> {tmp_path}/asked\nexec "${{@: -1}}"\n'
-    )
-    tool.chmod(0o755)
-    script = tmp_path / "script"
-    script.write_text(f"#!/bin/bash\necho runs >> {tmp_path}/asked\nexit $(cat {tmp_path}/code)\n")
-    script.chmod(0o755)
+
+    def write(path: Path, text: str) -> None:
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+
+    write(tool, f'echo "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" >> {asked}; exec "${{@: -1}}"')
+    write(script, f"echo runs >> {asked}; exit $(cat {code})")
     monkeypatch.setattr(sanitized, "COMMAND", [str(script)])
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert sanitized.find() == (shutil.which("compute-sanitizer") or str(tool))
     monkeypatch.setattr(sanitized, "find", lambda: str(tool))
-    (tmp_path / "code").write_text("0")
+    code.write_text("0")
     assert sanitized.check(checker) == (0, "")
-    first, asked, last = (tmp_path / "asked").read_text().splitlines()
-    assert first == last == "runs" and f"--tool {checker} --error-exitcode 9" in asked and asked.endswith(str(script))
-    assert asked.startswith("1 ") == (checker == "memcheck")
-    assert ("--kernel-name-exclude kns=gemm,kns=" in asked) == (checker == "racecheck")
-    (tmp_path / "code").write_text("3")  # it fails by itself: nothing to watch
-    assert sanitized.check(checker)[0] == 3 and (tmp_path / "asked").read_text().count("--tool") == 1
-    (tmp_path / "code").write_text("0")
-    tool.write_text("#!/bin/bash\necho as far as here\nexec sleep 60\n")
+    first, told, last = asked.read_text().splitlines()
+    assert first == last == "runs" and f"--tool {checker} --error-exitcode 9" in told and told.endswith(str(script))
+    assert told.startswith("1 ") == (checker == "memcheck")
+    assert ("--kernel-name-exclude kns=gemm,kns=" in told) == (checker == "racecheck")
+    code.write_text("3")  # it fails by itself: nothing to watch
+    assert sanitized.check(checker)[0] == 3 and asked.read_text().count("--tool") == 1
+    code.write_text("0")
+    write(tool, "echo as far as here; exec sleep 60")
     assert sanitized.check(checker, seconds=0.5) == (None, "as far as here\n")

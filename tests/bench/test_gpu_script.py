@@ -4,6 +4,7 @@ And, in `long`, the real thing on a CPU: `--rehearse`. Nothing here shows that a
 takes a case, that a CUDA graph captures, what a GPU that hangs does to SIGKILL, or how long anything takes.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -31,10 +32,10 @@ class Stage:
     """Runs of bench/gpu.sh in a copy of its tree with scripted steps, and what came of the last one."""
 
     def __init__(self, folder: Path):
-        self.folder, self.out = folder, folder / "out"
+        self.folder, self.out, self.script = folder, folder / "out", folder / "tree" / "bench" / "gpu.sh"
         for name in ("tree/bench", "tree/vitfast", "tree/kernels", "plan", "home", "tmp"):
             (folder / name).mkdir(parents=True)
-        shutil.copy(ROOT / "bench" / "gpu.sh", folder / "tree" / "bench")
+        shutil.copy(ROOT / "bench" / "gpu.sh", self.script)
         shutil.copy(ROOT / "tests" / "helpers" / "stand_in.sh", folder / "python")
         (folder / "python").chmod(0o755)
         (folder / "installed").write_text("vitfast is installed\n")
@@ -42,26 +43,25 @@ class Stage:
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(outside)}
         self.environment |= dict(PYTHON=str(folder / "python"), SCRIPTED=str(folder), VITFAST_GLANCE="0.03")
         self.environment |= dict(HOME=str(folder / "home"), TMPDIR=str(folder / "tmp"))
-        self.script = folder / "tree" / "bench" / "gpu.sh"
 
     def plan(self, **steps: str) -> None:
         for name, text in steps.items():
             (self.folder / "plan" / name).write_text(text)
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
-        self.began = time.monotonic()
+    def start(self, stage: str, *options: str, **environment: str) -> subprocess.Popen:
+        self.began, command = time.monotonic(), ["bash", self.script, stage, str(self.out), *options]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return subprocess.Popen(["bash", self.script, *arguments], env=self.environment | environment, **pipes)
+        return subprocess.Popen(command, env=self.environment | environment, **pipes)
 
-    def refused(self, *arguments: str, **environment: str) -> str:
+    def refused(self, stage: str, **environment: str) -> str:
         """What a call that begins nothing says, in one line."""
-        process = self.start(*arguments, **environment)
+        process = self.start(stage, **environment)
         text, _ = process.communicate(timeout=60)
-        assert process.returncode == 2 and text.count("\n") == 1, text
+        assert process.returncode == 2 and text.count("\n") == 1 and os.listdir(self.folder / "tmp") == [], text
         return text
 
     def run(self, stage: str, *options: str, **environment: str) -> int:
-        return self.end(self.start(stage, str(self.out), *options, **environment))
+        return self.end(self.start(stage, *options, **environment))
 
     def end(self, process: subprocess.Popen, patience: float = 60) -> int:
         """Its exit code; in any case OUT has two files, and nothing is left in the temporary folder, or running."""
@@ -77,11 +77,9 @@ class Stage:
     def left_running(self) -> list[str]:
         found = []
         for path in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):  # it has ended, or is not ours
                 if f"SCRIPTED={self.folder}\0".encode() in (path / "environ").read_bytes():
                     found.append((path / "cmdline").read_text())
-            except OSError:  # it has ended, or is not ours
-                continue
         return found
 
     @property
@@ -100,23 +98,21 @@ def stage(tmp_path):
 
 def test_what_cannot_begin_is_one_line_and_exit_code_2(stage):
     """And nothing that was there is lost."""
-    assert "no stage 'frist'" in stage.refused("frist") and not stage.out.exists()
+    assert "no stage 'frist'" in stage.refused("frist")
     for seconds in ("abc", "0", "9"):
-        assert "whole number of seconds" in stage.refused("ops", str(stage.out), VITFAST_SECONDS=seconds)
-    (stage.folder / "no_triton").touch()
+        assert "whole number of seconds" in stage.refused("ops", VITFAST_SECONDS=seconds)
     why = "cannot use torch and triton: ModuleNotFoundError: No module named 'triton'"
-    assert why in stage.refused("first", str(stage.out))
-    (stage.folder / "no_gpu").touch()
-    assert "no NVIDIA GPU" in stage.refused("first", str(stage.out)) and not stage.out.exists()
-    (stage.folder / "no_gpu").unlink()
-    (stage.folder / "no_triton").unlink()
+    for missing, said in (("no_triton", why), ("no_gpu", "no NVIDIA GPU")):
+        (stage.folder / missing).touch()
+        assert said in stage.refused("first") and not stage.out.exists()
+        (stage.folder / missing).unlink()
     stage.out.write_text("a file")
-    assert "cannot write into" in stage.refused("ops", str(stage.out))
-    other = stage.folder / "damaged"
-    other.mkdir()
-    (other / "results.tar.gz").write_text("no archive")
-    assert "results.tar.gz: move it away" in stage.refused("ops", str(other))
-    assert (other / "results.tar.gz").read_text() == "no archive" and os.listdir(stage.folder / "tmp") == []
+    assert "cannot write into" in stage.refused("ops")
+    stage.out.unlink()
+    stage.out.mkdir()
+    (stage.out / "results.tar.gz").write_text("no archive")
+    assert "results.tar.gz: move it away" in stage.refused("ops")
+    assert (stage.out / "results.tar.gz").read_text() == "no archive"
 
 
 def test_first_goes_through_all_its_steps(stage):
@@ -139,16 +135,10 @@ def test_first_goes_through_all_its_steps(stage):
     assert 225 < ends["train"] < 240 and 75 < ends["attention"] < 90 + stage.took and len(ends) == 7
 
 
-def test_the_tests_that_it_names_are_there():
-    """Every operation is in `ops`; pytest's -k would pick nothing for a name that is not there."""
+def test_the_tests_that_it_names_are_there_and_every_operation_is_among_them():
     text = (ROOT / "bench" / "gpu.sh").read_text()
-    groups = re.findall(r'ops (\w+) \d+ \d+ \d+ ("[a-z0-9_ ]+"|\w+)', text)
-    named = {name: tests.strip('"').split() for name, tests in groups}
-    of_ops = [test for name, tests in named.items() if name.startswith("ops_") for test in tests]
-    gemms = [name for name in bench_ops.OPS if name.startswith("gemm ")]
-    assert sorted(of_ops) == sorted(name.replace(" ", "_") for name in bench_ops.OPS if name not in gemms)
-    assert set(named["ceilings"]) == {"attention", *(name.replace(" ", "_") for name in gemms)}
-    assert {test for name, tests in named.items() if name != "ceilings" for test in tests} == set(of_ops)
+    groups = re.findall(r'ops \w+ \d+ \d+ \d+ "?([a-z0-9_ ]*\w)', text)
+    assert set(" ".join(groups).split()) == {name.replace(" ", "_") for name in bench_ops.OPS}
     for module in (bench_packed, bench_train):
         names = re.findall(rf"{module.__name__}.py::(\w+)", text)
         assert names and all(hasattr(module, name) for name in names)
@@ -170,10 +160,9 @@ def test_what_hangs_costs_its_own_time(tmp_path):
     real = shutil.which("timeout")
     fake.write_text(f'#!/bin/bash\ncase "$*" in *"::test_attention -k "*) {HANG};; esac\nexec {real} "$@"\n')
     fake.chmod(0o755)
-    runs = [deadline.start("first", str(deadline.out), VITFAST_SECONDS="12")]
-    runs.append(alone.start("first", str(alone.out), VITFAST_SECONDS="16"))
     path = f"{fake.parent}:{os.environ['PATH']}"
-    runs.append(stuck.start("first", str(stuck.out), VITFAST_SECONDS="16", PATH=path))
+    runs = [deadline.start("first", VITFAST_SECONDS="12"), alone.start("first", VITFAST_SECONDS="16")]
+    runs.append(stuck.start("first", VITFAST_SECONDS="16", PATH=path))
     assert [stage.end(run) for stage, run in zip((deadline, alone, stuck), runs)] == [1, 1, 1]
     states = deadline.states()
     assert list(states) == FIRST and deadline.took < 12 and '"code": null' in deadline.files["steps_first.json"]
@@ -187,7 +176,7 @@ def test_what_hangs_costs_its_own_time(tmp_path):
 
 def test_an_interrupted_run_keeps_what_it_has(stage):
     stage.plan(attention="echo started > $SCRIPTED/started; sleep 300 & sleep 300")
-    process = stage.start("first", str(stage.out))
+    process = stage.start("first")
     while not (stage.folder / "started").exists():
         assert process.poll() is None and time.monotonic() - stage.began < 30
         time.sleep(0.05)
@@ -248,21 +237,19 @@ def test_when_the_smallest_check_fails_there_is_a_diagnosis_and_the_peers(stage)
 def test_stages_add_up_in_one_archive(stage):
     """What is missing is installed or linked, the cache unpacked; a check of which no test ran is not passed."""
     (stage.folder / "installed").write_text("vitfast is not installed\n")
-    cache, link = stage.folder / "cache.tar.xz", stage.folder / "tree" / "vitfast" / "kernels"
+    cache, link = stage.folder / "tree" / "bench" / "cache", stage.folder / "tree" / "vitfast" / "kernels"
     said = dict(sanitizer="echo '2 skipped in 1.00s'", gpu_tests="echo '3 passed, 1 skipped in 1.00s'; exit 1")
     stage.plan(pip="echo no network; exit 1", cache='[ -f "$2" ]', **said)
-    assert stage.run("tests", "-x", VITFAST_CACHE=str(cache)) == 1  # it is not there
+    assert stage.run("tests", "-x", VITFAST_CACHE=str(stage.folder / "gone.tar.xz")) == 1
     assert stage.states("tests")["prepare"] == "failed" and "-k not sanitizer -x " in stage.calls["gpu_tests"]
     assert link.is_symlink() and link.resolve() == stage.folder / "tree" / "kernels"
-    assert "linked vitfast/kernels" in stage.files["prepare.log"]
     found = json.loads(stage.files["steps_tests.json"])
-    assert found["checks"] == {"vitfast doctor": 0, "gpu tests": 1, "compute-sanitizer": None}  # no test ran
-    (stage.folder / "tree" / "bench" / "cache").mkdir()
-    (stage.folder / "tree" / "bench" / "cache" / "sm90.tar.xz").touch()
+    assert found["checks"] == {"vitfast doctor": 0, "gpu tests": 1, "compute-sanitizer": None}
+    cache.mkdir()
+    (cache / "sm90.tar.xz").touch()
     stage.plan(ops_mlp="exit 5", tune='echo "{}" > "$VITFAST_TILES"')  # pytest's 5: the user's -k left nothing there
     assert stage.run("ops", "-k", "forward") == 0 and stage.calls["cache"].endswith("cache.py bench/cache/sm90.tar.xz")
-    names = [f"ops_{name}" for name in "attention attention_options layer_norm patch_embed block mlp packed".split()]
-    assert list(stage.states("ops")) == ["prepare", *names] and "-k forward --bench" in stage.calls["ops_mlp"]
+    assert len(stage.states("ops")) == 8 and "-k forward --bench" in stage.calls["ops_mlp"]
     (stage.folder / "home" / ".cache" / "vitfast").mkdir(parents=True)
     assert stage.run("tune", "--model", "L/16") == 0
     assert int(re.search(r"--seconds (\d+) --model L/16", stage.calls["tune"])[1]) in range(500, 550)
@@ -288,13 +275,12 @@ def test_a_rehearsal_runs_every_case(stage, name):
     stage.environment |= dict(PYTHON=sys.executable, VITFAST_SECONDS="1800")
     options = dict(ops=("-k", "B256 and 224 and both or NaViT"), models=("-k", "B/16 and 224 and eager or packed"))
     options |= dict(tests=("--ignore-glob=*/test_[!g]*",))
-    process = stage.start(name, str(stage.out), "--rehearse", *options.get(name, ()))
-    assert stage.end(process, 1800) == 0, stage.text
+    assert stage.end(stage.start(name, "--rehearse", *options.get(name, ())), 1800) == 0, stage.text
     if name == "first":
         assert list(stage.states()) == FIRST and set(stage.states().values()) == {"ok"}
-        counts = {n: len(json.loads(stage.files[f"{n}.json"])["benchmarks"]) for n in FIRST[3:9]}
-        counts["attention_separate"] = len(json.loads(stage.files["attention_separate.json"])["benchmarks"])
+        found = {n: json.loads(stage.files[f"{n}.json"]) for n in (*FIRST[3:9], FIRST[-1])}
         wanted = dict(train=5, attention=15, blocks=18, norm_and_patches=33, accelerate=2, inference=4)
-        assert counts == dict(wanted, attention_separate=15)
-        assert not any(json.loads(stage.files[f"{n}.json"])["failed"] for n in counts)
+        wanted |= dict(attention_separate=15)
+        assert {n: len(content["benchmarks"]) for n, content in found.items()} == wanted
+        assert not any(content["failed"] for content in found.values())
         assert "rehearsed B/16 224 B256" in stage.files["report.md"]

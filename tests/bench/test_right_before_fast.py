@@ -1,7 +1,9 @@
 """Implementations and peers compute the same function, or get no time; each is given its best setting."""
 
+import math
 import sys
 import types
+from pathlib import Path
 
 import bench_ops
 import bench_packed
@@ -9,15 +11,21 @@ import clock
 import harness
 import peers
 import pytest
+import shapes
 import torch
 from harness import WrongResult
 from peers import FLASH, Peer, Setting
-from shapes import Mix, Shape
+from shapes import Mix, Shape, model_work
 
+from vitfast import ops
+from vitfast.kernels import launch
 from vitfast.model import activation_memory
+from vitfast.model.presets import PRESETS
 from vitfast.tools.verify import run
 
+ROOT = Path(__file__).parents[2]
 NANO = Shape("Nano/8", 16, 2)
+SMALL = Mix("small", "Ti/16", ((32, 48), (16, 16), (80, 64), (32, 48)), 2)  # 7, 2, 21 and 7 tokens
 TIMM = dict(img_size=16, patch_size=8, embed_dim=64, depth=4, num_heads=4)
 
 
@@ -42,26 +50,19 @@ def test_peers_compute_the_same_function(library):
 def test_a_peer_that_computes_something_else_gets_no_time(monkeypatch):
     from timm.models.vision_transformer import VisionTransformer
 
-    setting, eps = Setting("timm", "eager", "fp32"), lambda d, **_: torch.nn.LayerNorm(d, eps=1e-3)
-    for training, options in ((False, dict(act_layer="gelu_tanh")), (True, dict(norm_layer=eps))):
-        monkeypatch.setitem(peers.BUILDERS, "timm", lambda s, options=options: VisionTransformer(**TIMM, **options))
-        with pytest.raises(WrongResult, match="timm eager fp32 is wrong"):
-            Peer(setting, NANO, training).check()
-    monkeypatch.setitem(peers.BUILDERS, "timm", lambda s: VisionTransformer(**TIMM))
-    peer = Peer(setting, NANO, training=True)
-    peer.model.blocks[2].attn.qkv.weight.register_hook(lambda gradient: 1.01 * gradient)
-    with pytest.raises(WrongResult):
-        peer.check()
-    make_model = peers.make_model  # an error of 1e-4 of the logits, which bf16 would hide
-
-    def wrong(library, shape):
-        model = make_model(library, shape)
+    def slightly_wrong(s: Shape) -> torch.nn.Module:  # by 1e-4 of the logits, which bf16 would hide
+        model = VisionTransformer(**TIMM)
         model.head.register_forward_hook(lambda module, inputs, logits: (1 + 1e-4) * logits)
         return model
 
-    peer = Peer(Setting("timm", "eager", "bf16"), NANO, training=False)
-    monkeypatch.setattr(peers, "make_model", wrong)
-    with pytest.raises(WrongResult, match="timm eager fp32 is wrong"):
+    for build in (lambda s: VisionTransformer(**TIMM, act_layer="gelu_tanh"), slightly_wrong):
+        monkeypatch.setitem(peers.BUILDERS, "timm", build)
+        with pytest.raises(WrongResult, match="timm eager fp32 is wrong"):
+            Peer(Setting("timm", "eager", "bf16"), NANO, training=False).check()
+    monkeypatch.setitem(peers.BUILDERS, "timm", lambda s: VisionTransformer(**TIMM))
+    peer = Peer(Setting("timm", "eager", "fp32"), NANO, training=True)
+    peer.model.blocks[2].attn.qkv.weight.register_hook(lambda gradient: 1.01 * gradient)
+    with pytest.raises(WrongResult):
         peer.check()
 
 
@@ -90,70 +91,47 @@ def test_what_our_compiled_model_keeps_follows_the_memory_as_in_eager_training(m
     assert found == [{"all"}, {"least"}] and settled == [NANO.batch * NANO.tokens]
 
 
-def test_hugging_face_makes_no_mask(monkeypatch):
-    """Neither eager nor traced: forced flash refuses one, and cuDNN would be slower for it."""
-    nodes, masks = [], []
+def test_hugging_face_makes_no_mask():
+    """Traced by torch.compile: forced flash refuses one, and cuDNN would be slower for it."""
+    nodes = []
 
     def keep(graph, _):
         nodes.extend(node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target))
         return graph
 
-    attend = torch.nn.functional.scaled_dot_product_attention
-    watched = lambda *args, **options: masks.append(options.get("attn_mask")) or attend(*args, **options)  # noqa: E731
-    model, images = peers.make_model("huggingface", NANO).eval(), torch.randn(2, 3, 16, 16)
-    with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-        model(images)
+    model = peers.make_model("huggingface", NANO).eval()
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(model, backend=keep)(images)
+        torch.compile(model, backend=keep)(torch.randn(2, 3, 16, 16))
     torch._dynamo.reset()
-    layers = model.config.num_hidden_layers
-    assert masks == [None] * layers and len(nodes) == layers
+    assert len(nodes) == model.config.num_hidden_layers
     assert all(node.kwargs.get("attn_mask") is None and len(node.args) <= 3 for node in nodes)
 
 
-# What the packages promise: (B, N, H, Dh) or packed tensors in and out, with the logsumexp too or without.
-FAKE = """
-import torch
+def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where_not(monkeypatch):
+    def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        assert max_seqlen_q == max_seqlen_k == SMALL.longest and cu_seqlens_q.dtype == torch.int32
+        return ops.attention(q, k, v, offsets=cu_seqlens_k, longest=max_seqlen_k)
 
-def flash_attn_func(q, k, v):
-    out = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
-    return {result}
-
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-    sizes = cu_seqlens_q.diff().tolist()
-    assert max_seqlen_q == max_seqlen_k == max(sizes) and cu_seqlens_q.dtype == torch.int32
-    images = zip(*(x.transpose(0, 1).split(sizes, 1) for x in (q, k, v)))
-    out = torch.cat([torch.nn.functional.scaled_dot_product_attention(*x) for x in images], 1).transpose(0, 1)
-    return {result}
-"""
-
-
-def test_flash_attention_runs_where_installed_and_is_skipped_with_a_reason_where_not(tmp_path, monkeypatch):
-    small = Mix("small", "Ti/16", ((32, 48), (16, 16), (80, 64)), 2)
-    results = {"flash-attn 3": "out", "flash-attn 4": "out, None"}
-    for number, impl in enumerate(results):
-        monkeypatch.setitem(FLASH, impl, (f"fake{number}", f"vitfast_fake{number}.cute"))
-        for find in (bench_ops.attention_peer, lambda impl: bench_packed.IMPLEMENTATIONS[impl](small)):
-            with pytest.raises(pytest.skip.Exception, match=f"fake{number} cannot be imported: No module named"):
+    packed = harness.Check(bench_packed.case_of(SMALL), "both")
+    with_logsumexp = [lambda *x, f=f, **sizes: (f(*x, **sizes), None) for f in (peers.sdpa, varlen)]
+    for impl, functions in zip(FLASH, ((peers.sdpa, varlen), with_logsumexp), strict=True):
+        monkeypatch.setitem(FLASH, impl, ("fake", "vitfast_fake"))
+        for find in (bench_ops.attention_peer, lambda impl: bench_packed.IMPLEMENTATIONS[impl](SMALL)):
+            with pytest.raises(pytest.skip.Exception, match="fake cannot be imported: No module named"):
                 find(impl)
-    for number, result in enumerate(results.values()):
-        folder = tmp_path / f"vitfast_fake{number}" / "cute"
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text(FAKE.format(result=result))
-    monkeypatch.syspath_prepend(tmp_path)
-    packed = harness.Check(bench_packed.case_of(small), "both")
-    for impl in results:
-        for name in ("attention", "attention separate"):
-            check = harness.Check(bench_ops.case_of(name, NANO), "both")
-            assert check.judge(impl, bench_ops.function_of(name, NANO, impl))["error"] < 1e-5
-        assert packed.judge(impl, bench_packed.IMPLEMENTATIONS[impl](small))["error"] < 1e-5
+        with monkeypatch.context() as patch:
+            module = types.SimpleNamespace(**dict(zip(("flash_attn_func", "flash_attn_varlen_func"), functions)))
+            patch.setitem(sys.modules, "vitfast_fake", module)
+            for name in ("attention", "attention separate"):
+                check = harness.Check(bench_ops.case_of(name, NANO), "both")
+                assert check.judge(impl, bench_ops.function_of(name, NANO, impl))["error"] < 1e-5
+            assert packed.judge(impl, bench_packed.IMPLEMENTATIONS[impl](SMALL))["error"] < 1e-5
     with pytest.raises(WrongResult):
         check.judge("swapped", lambda q, k, v: peers.sdpa(q, v, k))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.ModuleType("old"))
     with pytest.raises(pytest.skip.Exception, match="torch has no torch.nn.attention.varlen.varlen_attn"):
-        bench_packed.IMPLEMENTATIONS["torch varlen"](small)
+        bench_packed.IMPLEMENTATIONS["torch varlen"](SMALL)
 
 
 def test_peers_have_their_best_setting(hooks, gpu, monkeypatch):
@@ -166,3 +144,65 @@ def test_peers_have_their_best_setting(hooks, gpu, monkeypatch):
     for how in ("compile", "max-autotune"):
         harness.compiled(len, how, fullgraph=True)
     assert given == [dict(fullgraph=True), dict(fullgraph=True, mode="max-autotune-no-cudagraphs")]
+
+
+# ---- images of many sizes
+
+
+def test_mixes_and_their_work():
+    """As docs/kernels/packed.md has them; of one size the work is what every other benchmark counts."""
+    page = (ROOT / "docs" / "kernels" / "packed.md").read_text()
+    for m in shapes.MIXES_ON_GPU:
+        row = f"| {m.label} | {m.batch} | {m.rows:,} | {min(m.lengths)} | {m.longest:,} | {len(set(m.images))} |"
+        pairs = 1 - sum(n * n for n in m.lengths) / (m.batch * m.longest**2)
+        assert f"{row} {m.padded_tokens:.1%} | {pairs:.1%} |".replace("%", " %") in page
+    assert math.isclose(SMALL.padded_tokens, 1 - 37 / 84)
+    same, of_shape = Mix("same", "Ti/16", ((224, 224),) * 3), Shape("Ti/16", 224, 3)
+    assert model_work(same, 2) == model_work(of_shape, 2)
+
+
+def test_ours_and_flex_compute_packed_attention(monkeypatch):
+    from torch.nn.attention import flex_attention
+
+    check, ours = harness.Check(bench_packed.case_of(SMALL), "both"), bench_packed.IMPLEMENTATIONS["vitfast"](SMALL)
+    assert check.judge("vitfast", ours)["error"] < 1e-6
+    if launch.INTERPRETED:
+        with ops.use_kernels("on"):
+            assert check.judge("vitfast", ours)["error"] < 1e-5
+    cut = lambda function: lambda *x, **more: function(*(t.detach() for t in x), **more)  # noqa: E731
+    monkeypatch.setattr(bench_packed, "compiled", lambda function, how, **options: cut(function))
+    make = flex_attention.create_block_mask
+    monkeypatch.setattr(flex_attention, "create_block_mask", lambda *a, _compile, **more: make(*a, **more))
+    check = harness.Check(bench_packed.case_of(SMALL), "forward")  # its backward is for GPUs
+    assert check.judge("flex compile", bench_packed.flex(SMALL, "compile"))["error"] < 1e-6
+
+
+def test_one_lost_tile_among_many_images_gets_no_time():
+    """Its share of the whole result's norm would be below the limit of bf16."""
+    many = Mix("many", "Ti/16", ((16, 16),) * 2000 + ((16, 32),), 2)
+    right = bench_packed.IMPLEMENTATIONS["vitfast"](many)
+
+    def loses_a_token(q, k, v):
+        o = right(q, k, v)
+        return torch.cat([o[:-1], torch.zeros_like(o[-1:])])
+
+    check = harness.Check(bench_packed.case_of(many), "forward")
+    check.judge("vitfast", right)
+    with pytest.raises(WrongResult, match="packed attention Ti/16 many forward"):
+        check.judge("vitfast", loses_a_token)
+
+
+@pytest.mark.parametrize("name", bench_packed.WAYS)
+def test_every_way_makes_the_same_step_or_gets_no_time(name, monkeypatch):
+    """A way that takes one image for another, or turns wrong in a gradient, is found."""
+    monkeypatch.setitem(PRESETS, "Ti/16", PRESETS["Ti/16"] | dict(embed_dim=64, num_heads=2))
+    peer = bench_packed.PackedPeer(Setting(name, "eager", "fp32"), SMALL, training=True)
+    assert peer.check()["error"] < 1e-5
+    right, images = peer.images, peer.compared
+    peer.images = peer.lay_out([images[3], *images[1:3], images[0]])
+    with pytest.raises(WrongResult, match="is wrong on Ti/16 small after timing"):
+        peer.check_again()
+    peer.images = right
+    peer.model.blocks[1].mlp.fc1.weight.register_hook(lambda gradient: 1.01 * gradient)
+    with pytest.raises(WrongResult, match="is wrong on Ti/16 small after timing"):
+        peer.check_again()

@@ -7,7 +7,7 @@ from shapes import Shape
 from timm.models.vision_transformer import VisionTransformer
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitfast.tools.cost import work
+from vitfast.tools.cost import datasheet_flops, work
 
 M, N, D, F = 10, 5, 192, 768  # Ti/16 at 32 pixels, a batch of 2: H 3, Dh 64, u = M D = 1920 numbers
 
@@ -84,3 +84,10 @@ def test_a_whole_models_flops_are_what_torch_counts():
         model(images)
     flops = work.total_flops(shapes.model_work(Shape("B/16", 224, 2), 2).forward)
     assert flops == counter.get_total_flops() == 2 * 35_127_656_448
+
+
+def test_datasheet_names_one_device_each():
+    assert datasheet_flops("NVIDIA H200") == datasheet_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert datasheet_flops("NVIDIA A100-SXM4-80GB") == 312e12 and datasheet_flops("NVIDIA L40S") == 362e12
+    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "cpu"):
+        assert datasheet_flops(other) is None
