@@ -17,10 +17,10 @@ import functools
 import itertools
 from dataclasses import replace
 
-import clock
+import machine
 import pytest
 import torch
-from clock import median_seconds
+from machine import median_seconds
 from peers import BUILDERS, Peer, Setting, bench_peer, learner
 from shapes import MAIN, model_work, planned
 
@@ -45,31 +45,30 @@ SETTINGS = tuple(dict.fromkeys((*LEADING, *EVERY)))
 CPU_SETTINGS = tuple(Setting(library, "eager", "fp32") for library in BUILDERS)
 # Without the batch, which is that of the training step.
 MODELS = {s.name.rpartition(" B")[0]: s for s in planned(*MAIN).values()}
-CASES = {s.name: s for s in (CPU_SETTINGS if clock.SMALL else SETTINGS)}
+CASES = {s.name: s for s in (CPU_SETTINGS if machine.SMALL else SETTINGS)}
 ONCE = [name for name, setting in CASES.items() if not setting.again]
 BATCHES = (64, 128, 256, 512)  # tried for throughput
-SEARCH = ("eager", "bf16")  # how: compiling each batch of each setting would take too long
 
 
 @functools.cache
 def best_batch(library: str, model: str) -> int:
     """The batch of the highest inference throughput of the library's eager model in bf16.
 
-    It is used for all its settings. Raises RuntimeError where the smallest batch does not fit into the memory.
+    It is used for all its settings. Batches that do not fit into the memory end the search.
     """
-    if not clock.GPU:
+    if not machine.GPU:
         return MODELS[model].batch
     speed = {}
     for batch in BATCHES:
         try:
-            peer = Peer(Setting(library, *SEARCH), replace(MODELS[model], batch=batch), training=False)
+            # eager: compiling each batch of each setting would take too long
+            peer = Peer(Setting(library, "eager", "bf16"), replace(MODELS[model], batch=batch), training=False)
             with torch.inference_mode(), ops.use_kernels(peer.kernels):
                 speed[batch] = batch / median_seconds(lambda p=peer: p(p.images), rounds=5)
         except torch.cuda.OutOfMemoryError:
+            if not speed:
+                raise
             break
-    if not speed:
-        why = f"{' '.join(SEARCH)} runs out of memory at {BATCHES[0]} images"
-        raise RuntimeError(f"no batch for {library} {model}: {why}")
     return max(speed, key=speed.get)
 
 
@@ -79,7 +78,7 @@ def test_train(benchmark, model, setting):
     benchmark.group = f"train {model}"
     peer = Peer(CASES[setting], MODELS[model], training=True)
     step, _ = learner(peer, lr=1e-5)
-    labels = torch.randint(0, 1000, (peer.shape.batch,), device=clock.DEVICE)
+    labels = torch.randint(0, 1000, (peer.shape.batch,), device=machine.DEVICE)
     step_update = update(sum(p.numel() for p in peer.model.parameters()), size=peer.setting.stored.itemsize)
     kernels = model_work(peer.shape, peer.setting.dtype.itemsize).of("both") + step_update
     bench_peer(benchmark, "train", peer, lambda images: step(images, labels), kernels)
@@ -94,4 +93,4 @@ def test_inference(benchmark, model, setting, what):
     peer = Peer(CASES[setting], replace(MODELS[model], batch=batch), training=False)
     kernels = model_work(peer.shape, peer.setting.dtype.itemsize).forward
     with torch.inference_mode():
-        bench_peer(benchmark, what, peer, peer, kernels, graph=clock.GPU and what == "latency")
+        bench_peer(benchmark, what, peer, peer, kernels, graph=machine.GPU and what == "latency")

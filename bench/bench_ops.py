@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from harness import DTYPE, Case, bench, compiled, draw
 from peers import BACKENDS, FLASH, best_backend, forced, library_function, sdpa
-from shapes import FOCUS, MAIN, SHAPES, Shape, grid, patch_embed_work
+from shapes import SHAPES, Shape, grid, patch_embed_work
 
 from vitfast import ops
 from vitfast.ops import reference as ref
@@ -44,7 +44,6 @@ class Op:
     work: Callable[[Shape, int], work.Work]
     impls: tuple[str, ...] = EAGER
     batched: int = 1
-    compile_at: tuple[Shape, ...] = (FOCUS,)
     peers: Callable[[str], Callable | None] = lambda impl: None
 
 
@@ -139,16 +138,16 @@ ATTENTION = rows_work("attention", "tokens", "width")
 OPS = {
     "attention": Op(packed, ATTENTION, SDPA, peers=lambda impl: unpacked(attention_peer(impl))),
     "attention separate": Op(separate, ATTENTION, SDPA, batched=3, peers=attention_peer),
-    "attention rotary": Op(rotary, ATTENTION, compile_at=MAIN),
-    "attention bias": Op(biased, rows_work("biased_attention", "tokens", "width", "heads"), compile_at=MAIN),
+    "attention rotary": Op(rotary, ATTENTION),
+    "attention bias": Op(biased, rows_work("biased_attention", "tokens", "width", "heads")),
     "layer_norm": row("layer_norm", "width"),
     "rms_norm": row("rms_norm", "width"),
-    "add_layer_norm": row("add_layer_norm", "width", batched=2, compile_at=MAIN),
+    "add_layer_norm": row("add_layer_norm", "width", batched=2),
     "patch_embed uint8": pixels("patch_embed, uint8", pixel_size=1),
     "patch_embed float": pixels("patch_embed"),
-    "attention_block": row("attention_block", "tokens", "width", compile_at=MAIN),
-    "mlp_block": row("mlp_block", *MLP, compile_at=MAIN),
-    "gated_mlp_block": row("gated_mlp_block", *MLP, compile_at=MAIN),
+    "attention_block": row("attention_block", "tokens", "width"),
+    "mlp_block": row("mlp_block", *MLP),
+    "gated_mlp_block": row("gated_mlp_block", *MLP),
     "linear_gelu": row("linear_gelu", *MLP),
     "mlp": row("mlp", *MLP),
     "gated_mlp": row("gated_mlp", *MLP),
@@ -173,7 +172,7 @@ def function_of(name: str, s: Shape, impl: str) -> Callable:
 
 
 def _test(name: str):
-    @pytest.mark.parametrize("shape, direction, impl", grid(OPS[name].impls, OPS[name].compile_at))
+    @pytest.mark.parametrize("shape, direction, impl", grid(OPS[name].impls))
     def test(benchmark, shape, direction, impl):
         s, facts = SHAPES[shape], {}
         function = function_of(name, s, impl)

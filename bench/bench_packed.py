@@ -14,7 +14,7 @@ every pair; and that same model accelerated, which leaves the padding out. `padd
 import functools
 from collections.abc import Callable
 
-import clock
+import machine
 import pytest
 import torch
 from harness import DTYPE, Case, bench, compiled, draw
@@ -28,43 +28,40 @@ from vitfast import ViT, ops
 from vitfast.ops import reference as ref
 from vitfast.tools.cost import work
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 # ---- attention
 
 
 def offsets_of(mix: Mix) -> Tensor:
     """(S + 1,) int32."""
-    return torch.tensor([0, *mix.lengths], device=clock.DEVICE).cumsum(0).int()
+    return torch.tensor([0, *mix.lengths], device=machine.DEVICE).cumsum(0).int()
 
 
-def flash(mix: Mix, name: str) -> Attention:
+def flash(mix: Mix, name: str) -> Callable:
     """flash-attn's varlen."""
     function, offsets, longest = library_function(*FLASH[name], "flash_attn_varlen_func"), offsets_of(mix), mix.longest
     sizes = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
     return functools.partial(function, **sizes)
 
 
-def torch_varlen(mix: Mix) -> Attention:
+def torch_varlen(mix: Mix) -> Callable:
     """torch.nn.attention.varlen: cuDNN or FlashAttention-2, as torch picks; its nested tensors pick from the same."""
     function = library_function("torch", "torch.nn.attention.varlen", "varlen_attn")
     offsets, longest = offsets_of(mix), mix.longest
     return lambda q, k, v: function(q, k, v, offsets, offsets, longest, longest)
 
 
-def flex(mix: Mix, how: str) -> Attention:
+def flex(mix: Mix, how: str) -> Callable:
     """flex_attention over all tokens as one sequence, compiled ("compile", "max-autotune").
 
     Its mask is block-diagonal: blocks without a pair are left out.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    images = torch.arange(mix.batch, device=clock.DEVICE)
-    owner = images.repeat_interleave(torch.tensor(mix.lengths, device=clock.DEVICE))
+    images = torch.arange(mix.batch, device=machine.DEVICE)
+    owner = images.repeat_interleave(torch.tensor(mix.lengths, device=machine.DEVICE))
     same = lambda b, h, i, j: owner[i] == owner[j]  # noqa: E731
     # compiled, so that the mask of every pair is not in memory
-    mask = create_block_mask(same, None, None, mix.rows, mix.rows, device=clock.DEVICE, _compile=True)
+    mask = create_block_mask(same, None, None, mix.rows, mix.rows, device=machine.DEVICE, _compile=True)
     function = compiled(flex_attention, how, fullgraph=True)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -74,7 +71,8 @@ def flex(mix: Mix, how: str) -> Attention:
     return attention
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Mix], Attention]] = {  # those not installed skip their cases
+# Functions of q, k and v for a mix; those not installed skip their cases.
+IMPLEMENTATIONS: dict[str, Callable[[Mix], Callable]] = {
     "vitfast": lambda mix: functools.partial(ops.attention, offsets=offsets_of(mix), longest=mix.longest),
     **{name: functools.partial(flash, name=name) for name in FLASH},
     "torch varlen": torch_varlen,
@@ -96,7 +94,7 @@ def case_of(mix: Mix) -> Case:
     return Case("packed attention", mix.name, functools.partial(plain_packed, mix), make, 0, needed)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS if clock.GPU else ["vitfast"])  # the others need a GPU
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS if machine.GPU else ["vitfast"])  # the others need a GPU
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_attention_packed(benchmark, mix, direction, impl):
@@ -125,7 +123,7 @@ def padded(images: list[Tensor]) -> dict[str, Tensor]:
 
     samples = [(Patchify(PATCH)(image.cpu()), 0) for image in images]
     found, _ = NaFlexCollator(max(len(sample["patches"]) for sample, _ in samples))(samples)
-    kept = {name: found[name].to(clock.DEVICE) for name in ("patches", "patch_coord", "patch_valid")}
+    kept = {name: found[name].to(machine.DEVICE) for name in ("patches", "patch_coord", "patch_valid")}
     return kept | dict(patches=kept["patches"].to(images[0].dtype))
 
 
@@ -146,14 +144,14 @@ class PackedPeer(Peer):
         self.model, self.backend = self.plain().to(self.setting.stored), None
         if library.startswith("vitfast.accelerate"):
             vitfast.accelerate(self.model)
-        images = [torch.randn(3, *size, device=clock.DEVICE).to(self.setting.stored) for size in mix.images]
+        images = [torch.randn(3, *size, device=machine.DEVICE).to(self.setting.stored) for size in mix.images]
         by_length = sorted(range(mix.batch), key=mix.lengths.__getitem__)
         self.chosen = sorted({0, by_length[0], by_length[-1], mix.batch - 1})
         self.images, self.compared = self.lay_out(images), [images[i] for i in self.chosen]
 
     def plain(self) -> nn.Module:
         torch.manual_seed(0)  # the same random weights every time
-        with clock.DEVICE:
+        with machine.DEVICE:
             return randomised(WAYS[self.setting.library][0](self.shape)).train()
 
     def few(self, dtype: torch.dtype) -> list:
@@ -164,14 +162,14 @@ class PackedPeer(Peer):
         return gradients
 
 
-@pytest.mark.parametrize("how", ["eager"] if clock.SMALL else ["compile", "eager"])
+@pytest.mark.parametrize("how", ["eager"] if machine.SMALL else ["compile", "eager"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_train_packed(benchmark, mix, way, how):
     mix = MIXES[mix]
     benchmark.group = f"train packed {mix.name}"
-    peer = PackedPeer(Setting(way, how, "bf16" if clock.GPU else "fp32"), mix, training=True)
-    upstream = torch.randn(mix.batch, 1000, dtype=peer.setting.dtype, device=clock.DEVICE)
+    peer = PackedPeer(Setting(way, how, "bf16" if machine.GPU else "fp32"), mix, training=True)
+    upstream = torch.randn(mix.batch, 1000, dtype=peer.setting.dtype, device=machine.DEVICE)
 
     def step(images):
         peer(images).backward(upstream)

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import clock
+import machine
 import pytest
 import torch
-from clock import wall, warm_up
 from harness import describe, measure
+from machine import wall, warm_up
 from peers import BUILDERS, Peer, Setting, learner
 from PIL import Image
 from shapes import Shape, model_work, planned
@@ -35,8 +35,8 @@ from vitfast import ops
 # ---- from files
 
 MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
-FILES, SIZE = (4096, (500, 375)) if clock.GPU else (64, (160, 120))
-STEPS, ROUNDS, WARMUP = (20, 5, 8) if clock.GPU else (2, 3, 1)
+FILES, SIZE = (4096, (500, 375)) if machine.GPU else (64, (160, 120))
+STEPS, ROUNDS, WARMUP = (20, 5, 8) if machine.GPU else (2, 3, 1)
 WORKERS = len(os.sched_getaffinity(0))
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
@@ -93,10 +93,10 @@ def timms(folder, s: Shape) -> tuple[Iterator, Callable]:
     dataset, size = create_dataset("", root=str(folder / "train")), (3, s.image, s.image)
     augmentation = dict(scale=SCALE, ratio=RATIO, hflip=0.5, color_jitter=None, interpolation="bicubic")
     augmentation |= dict(mean=(0.5,) * 3, std=(0.5,) * 3)
-    options = dict(is_training=True, num_workers=WORKERS, device=clock.DEVICE)
+    options = dict(is_training=True, num_workers=WORKERS, device=machine.DEVICE)
     loader = create_loader(dataset, size, s.batch, **augmentation, **options)
-    peer = Peer(Setting("timm", *(("compile", "amp") if clock.GPU else ("eager", "fp32"))), s, training=True)
-    with clock.DEVICE:
+    peer = Peer(Setting("timm", *(("compile", "amp") if machine.GPU else ("eager", "fp32"))), s, training=True)
+    with machine.DEVICE:
         peer.model.reset_classifier(len(list((folder / "train").iterdir())))
     return itertools.chain.from_iterable(itertools.repeat(loader)), learner(peer, lr=1e-4)[0]
 
@@ -110,7 +110,7 @@ def test_train_from_files(benchmark, folder, model, impl):
     for batch in itertools.islice(batches, WARMUP):
         assert batch[0].shape == (s.batch, 3, s.image, s.image), batch[0].shape
         step(*batch[:2])
-    warm_up(lambda: step(*batch[:2]), seconds=clock.WARM_SECONDS)
+    warm_up(lambda: step(*batch[:2]), seconds=machine.WARM_SECONDS)
 
     def run(source: Iterator) -> float:
         """The seconds of some steps."""
@@ -121,7 +121,7 @@ def test_train_from_files(benchmark, folder, model, impl):
 
     alone = statistics.median(run(itertools.repeat(batch)) for _ in range(ROUNDS))
     seconds = measure(benchmark, lambda: run(batches), rounds=ROUNDS, timer=wall)
-    dtype = torch.bfloat16 if clock.GPU else torch.float32
+    dtype = torch.bfloat16 if machine.GPU else torch.float32
     info = dict(op="train from JPEG files", shape=model, direction="both", batch=s.batch, workers=WORKERS)
     rates = dict(images_per_second=STEPS * s.batch / seconds, images_per_second_in_memory=STEPS * s.batch / alone)
     info |= rates | dict(waiting_for_data=max(0.0, 1 - alone / seconds))
@@ -131,8 +131,8 @@ def test_train_from_files(benchmark, folder, model, impl):
 # ---- losses
 
 CURVES = planned(Shape("S/16", 224, 128))
-PRECISIONS = ("fp32",) if clock.SMALL else ("amp", "bf16")
-CURVE_STEPS, WINDOW = (1000, 50) if clock.GPU else (4, 2)
+PRECISIONS = ("fp32",) if machine.SMALL else ("amp", "bf16")
+CURVE_STEPS, WINDOW = (1000, 50) if machine.GPU else (4, 2)
 
 
 def gratings(generator: torch.Generator, batch: int, size: int) -> tuple[Tensor, Tensor]:
@@ -153,13 +153,13 @@ def gratings(generator: torch.Generator, batch: int, size: int) -> tuple[Tensor,
 def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
     """The mean loss of every window of a run from timm's initial weights of this seed."""
     torch.manual_seed(seed)
-    with clock.DEVICE:
+    with machine.DEVICE:
         weights = BUILDERS["timm"](shape).state_dict()
     peer = Peer(setting, shape, training=True)
     peer.model.load_state_dict(weights)
     step, optimizer = learner(peer, lr=1e-3)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (0.1 * CURVE_STEPS)))
-    generator, found = torch.Generator(clock.DEVICE).manual_seed(seed), []
+    generator, found = torch.Generator(machine.DEVICE).manual_seed(seed), []
     for _ in range(CURVE_STEPS):
         images, labels = gratings(generator, shape.batch, shape.image)
         found.append(step(images.to(setting.stored), labels))
@@ -173,8 +173,8 @@ def losses(setting: Setting, shape: Shape, seed: int) -> list[float]:
 @pytest.mark.parametrize("model", CURVES)
 def test_loss_curve(benchmark, model, precision, seed, library):
     shape, found = CURVES[model], []
-    setting = Setting(library, "eager" if clock.SMALL else "compile", precision)
-    with ops.use_kernels("on" if clock.GPU and library == "vitfast" else "auto"):
+    setting = Setting(library, "eager" if machine.SMALL else "compile", precision)
+    with ops.use_kernels("on" if machine.GPU and library == "vitfast" else "auto"):
         seconds = measure(benchmark, lambda: found.extend(losses(setting, shape, seed)), rounds=1)
     facts = dict(op="loss curve", shape=model, direction="both", precision=precision, seed=seed, losses=found)
     kernels = model_work(shape, setting.dtype.itemsize).of("both") * CURVE_STEPS

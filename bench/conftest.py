@@ -26,7 +26,6 @@ import signal
 import sys
 import time
 
-import clock
 import machine
 import pytest
 import shapes
@@ -51,8 +50,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    torch.backends.cudnn.benchmark = clock.GPU  # the peers' convolutions run as timm's own benchmark runs them
-    if not clock.GPU:
+    torch.backends.cudnn.benchmark = machine.GPU  # the peers' convolutions run as timm's own benchmark runs them
+    if not machine.GPU:
         torch.set_num_threads(1)  # the clock is the process's time, in which threads would wait for each other
 
 
@@ -71,7 +70,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    if clock.GPU:
+    if machine.GPU:
         gc.freeze()  # what is there now stays until the end: collecting after each case takes no time
     for item in session.items:
         if "benchmark" in getattr(item, "fixturenames", ()):
@@ -119,7 +118,7 @@ def pytest_runtest_logreport(report):
 def _leave_nothing_behind(request):
     """Compiled code and memory of a case go before the next one; a broken device ends the run."""
     yield
-    if not clock.GPU:
+    if not machine.GPU:
         return
     torch._dynamo.reset()
     sys.last_value = sys.last_traceback = sys.last_exc = None  # the frames of a failed case hold its tensors

@@ -1,25 +1,22 @@
 """Measures an operation: right before fast, on random inputs, cold, against measured ceilings.
 
 `bench` (1) compares the implementation at full size with float64, forward and, where it is timed, backward: no time for
-a wrong result; (2) warms up (clock.py says for how long) and takes the peak memory of one call; (3) times calls over
+a wrong result; (2) warms up (machine.py says for how long) and takes the peak memory of one call; (3) times calls over
 several sets of random inputs, the L2 cache overwritten before each; (4) compares again with the same truth: what was
 timed still computes it. On a GPU the clock is the device's (events, with a head start that hides Python's launches);
 on a CPU it is the process's time. Every entry of the JSON file that pytest-benchmark writes has, in `extra_info`: impl,
 device, dtype, op, shape, direction, flops, bytes (vitfast/tools/cost/work.py), floor_us and percent_of_floor (against
-the ceilings), tflops, gigabytes_per_second, error, error_after and error_limit (relative, by norm), peak_mib, check_s
-(how long step 1 took, compilation included).
+the ceilings), tflops, gigabytes_per_second, error, error_after and error_limit (relative, by norm) and peak_mib.
 """
 
 import functools
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import clock
 import machine
 import torch
-from clock import allocated, cold, lead_of, peak_bytes, warm_up
+from machine import allocated, cold, lead_of, peak_bytes, warm_up
 from torch import Tensor
 
 from vitfast import ops
@@ -27,7 +24,7 @@ from vitfast.tools.cost.work import Kernels, Work, floor_seconds, total_bytes, t
 from vitfast.tools.verify import ATOL, Input, errors, run
 from vitfast.tools.verify.draw import Draw
 
-DTYPE = torch.bfloat16 if clock.GPU else torch.float32  # of the operations
+DTYPE = torch.bfloat16 if machine.GPU else torch.float32  # of the operations
 CHECKED = 4  # samples of a batch that are compared with float64
 SETS = 3
 
@@ -54,7 +51,7 @@ class Case:
 
 def draw(inputs: list[Input]) -> list[Tensor]:
     """Random inputs on the device by kind and shape; values and weights want a gradient."""
-    return Draw(DTYPE, clock.DEVICE).leaves(inputs)
+    return Draw(DTYPE, machine.DEVICE).leaves(inputs)
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
@@ -63,7 +60,7 @@ def compiled(function: Callable, how: str, **options) -> Callable:
     CUDA graphs are ours to capture: inside torch.compile they would copy every input first.
     """
     torch._dynamo.reset()
-    if clock.REHEARSED:  # traced, nothing generated
+    if machine.REHEARSED:  # traced, nothing generated
         return torch.compile(function, backend="eager", **options)
     mode = dict(mode="max-autotune-no-cudagraphs") if how == "max-autotune" else {}
     return torch.compile(function, **mode, **options)
@@ -71,7 +68,7 @@ def compiled(function: Callable, how: str, **options) -> Callable:
 
 def checked_samples(batch: int) -> Tensor:
     """Indices of the samples that are compared, first and last among them."""
-    return torch.linspace(0, batch - 1, min(batch, CHECKED), device=clock.DEVICE).round().long()
+    return torch.linspace(0, batch - 1, min(batch, CHECKED), device=machine.DEVICE).round().long()
 
 
 def judge(impl: str, what: str, error: float, own: float, dtype: torch.dtype) -> dict:
@@ -117,7 +114,7 @@ class Check:
             if direction != "forward":
                 few = [torch.randn_like(o) for o in outputs]
                 sizes = [(batch, *u.shape[1:]) if case.batched else u.shape for u in few]
-                self.upstream = [torch.zeros(size, dtype=DTYPE, device=clock.DEVICE) for size in sizes]
+                self.upstream = [torch.zeros(size, dtype=DTYPE, device=machine.DEVICE) for size in sizes]
                 for whole, u in zip(self.upstream, few):
                     whole[self.chosen] = u.to(DTYPE)
             self.truth = [t.detach() for t in run(case.formula, doubles, few)]
@@ -163,20 +160,20 @@ def measure(
     run: Callable,
     setup: Callable | None = None,
     calls: int = 1,
-    rounds: int = clock.ROUNDS,
+    rounds: int = machine.ROUNDS,
     timer: Callable | None = None,
 ) -> float:
     """Has pytest-benchmark time `run`, which makes `calls` calls; returns the median of seconds a call.
 
     timer: another clock than ours.
     """
-    benchmark._timer = timer or clock.clock(calls)
+    benchmark._timer = timer or machine.clock(calls)
     benchmark.pedantic(run, setup=setup, rounds=rounds)
     return benchmark.stats.stats.median if benchmark.stats else float("nan")
 
 
 def describe(
-    benchmark, impl: str, kernels: Kernels, seconds: float, dtype: torch.dtype | str, peak: int | None = None, **more
+    benchmark, impl: str, kernels: Kernels, seconds: float, dtype: torch.dtype, peak: int | None = None, **more
 ) -> None:
     """The extra_info that every case has, whatever it measures. dtype: whose ceiling counts."""
     dtype, top = str(dtype).removeprefix("torch."), machine.ceilings()
@@ -203,11 +200,9 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
     """
     benchmark.group = f"{case.op} {case.shape} {direction}"
     # on: a case that no kernel covers fails, it does not fall back.
-    with ops.use_kernels("on" if clock.GPU and impl == "vitfast" else "auto"):
-        start = time.perf_counter()
+    with ops.use_kernels("on" if machine.GPU and impl == "vitfast" else "auto"):
         check = Check(case, direction)
         errors = check.judge(impl, function)
-        check_s = time.perf_counter() - start
         before = allocated()
         first = Call(case, function, direction)
         warm_up(first.whole)
@@ -223,5 +218,5 @@ def bench(benchmark, case: Case, impl: str, function: Callable, direction: str, 
 
         seconds = measure(benchmark, Call.timed, setup)
         errors["error_after"] = check.judge(impl, function, " after timing")["error"]
-    facts = dict(op=case.op, shape=case.shape, direction=direction, check_s=check_s, **errors)
+    facts = dict(op=case.op, shape=case.shape, direction=direction, **errors)
     describe(benchmark, impl, case.work.of(direction), seconds, DTYPE, peak, **facts, **more)

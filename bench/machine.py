@@ -1,6 +1,11 @@
-"""The machine that the numbers were measured on, in words, and its ceilings in this run.
+"""The machine that is measured: its clock, its memory, what it is in words, and its ceilings in this run.
 
-A run is a process, or all processes of a stage of bench/gpu.sh, which share the ceilings through a file (`ceilings`).
+On a GPU the clock is device events around a call, on a CPU the process's own time. Before anything is timed on a GPU it
+runs for a while, so that the chip's clocks are up: the first case of a process for WARM_SECONDS, a whole model each
+time, every other operation for CASE_WARM_SECONDS; and WARMUP calls at least, on a CPU these alone.
+
+Other files say `machine.GPU`, so that a test can set it. REHEARSED (`bench/gpu.sh ... --rehearse`): a CPU runs the plan
+of a GPU, every case by its real name, at a toy's sizes. SMALL: a CPU runs few small cases, whose names say so.
 """
 
 import contextlib
@@ -9,23 +14,134 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
+import time
+import timeit
+from collections.abc import Callable
 from pathlib import Path
 
-import clock
 import torch
-from clock import median_seconds
 
 from vitfast.run.files import write_text
 from vitfast.tools.machine_code import ptxas_version
+from vitfast.tools.verify import clock as between_calls
 
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+REHEARSED = not GPU and os.environ.get("VITFAST_REHEARSE") == "1"
+SMALL = not (GPU or REHEARSED)
+WARMUP = 3 if GPU else 1
+ROUNDS = 20 if GPU else 5
+MODEL_ROUNDS = 10 if GPU else 3
+WARM_SECONDS = 2.0
+CASE_WARM_SECONDS = 0.2
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "pytest-benchmark", "numpy")
 PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")  # which need not be there
+_warm = False  # whether this process has kept the GPU busy for WARM_SECONDS already
+
+
+# ---- the clock and the memory
+
+
+class Stamp:
+    """A moment in the device's stream; a difference is seconds per call, and waits for the later one."""
+
+    def __init__(self, calls: int):
+        self.calls, self.event = calls, torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def __sub__(self, earlier: "Stamp") -> float:
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3 / self.calls
+
+
+def clock(calls: int = 1) -> Callable:
+    """A function whose readings differ by seconds per call where `calls` calls were made in between."""
+    return functools.partial(Stamp, calls) if GPU else lambda: time.process_time() / calls
+
+
+def wall() -> float:
+    """Seconds by the wall clock, the device idle: for what loaders and other processes work on too."""
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def warm_up(run: Callable[[], object], least: int = WARMUP, seconds: float = CASE_WARM_SECONDS) -> None:
+    """Calls `run` `least` times and, on a GPU, for `seconds`.
+
+    The first time in a process it takes WARM_SECONDS at least.
+    """
+    global _warm
+    seconds = (seconds if _warm else max(seconds, WARM_SECONDS)) if GPU else 0.0
+    run()  # what compiles on its first call does not keep the device busy
+    calls, start = 1, wall()
+    while calls < least or wall() - start < seconds:
+        run()
+        calls += 1
+    _warm = GPU
+
+
+@functools.cache
+def _flush_buffer() -> torch.Tensor:
+    return between_calls.flush_buffer(DEVICE)
+
+
+def cold(lead: float = 0.0) -> None:
+    """Makes the L2 cache cold and keeps the GPU busy for `lead` seconds, 0.05 at most."""
+    if GPU:
+        between_calls.cold(_flush_buffer(), min(lead, 0.05))
+
+
+def lead_of(run: Callable[[], object]) -> float:
+    """Seconds of head start that hide Python's launches of `run`, warm already; a CPU needs none."""
+    return between_calls.head_start(run, margin=1e-4) if GPU else 0.0
+
+
+def captured(run: Callable[[], object]) -> Callable[[], None]:
+    """`run` as a CUDA graph: what it launched when captured is replayed, without Python."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # capture wants its lazy initialisations done, and not on the default stream
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def median_seconds(run: Callable[[], object], rounds: int = ROUNDS, warmup: int = WARMUP) -> float:
+    """Median time of one call, cold."""
+    warm_up(run, warmup)
+    lead = lead_of(run)
+    return statistics.median(timeit.repeat(run, lambda: cold(lead), timer=clock(), repeat=rounds, number=1))
+
+
+def allocated() -> int:
+    """Bytes of device memory in use now; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if GPU else 0
+
+
+def peak_bytes(run: Callable[[], object], before: int = 0) -> int | None:
+    """The most device memory in use during `run`, less the `before` bytes; None on a CPU."""
+    if not GPU:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ---- the machine in words, and its ceilings
 
 
 def name() -> str:
     """The GPU, or "cpu"."""
-    return torch.cuda.get_device_name() if clock.GPU else "cpu"
+    return torch.cuda.get_device_name() if GPU else "cpu"
 
 
 def _output(*command: str) -> str:
@@ -48,7 +164,7 @@ def facts() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
     found["cudnn.benchmark"] = "on" if torch.backends.cudnn.benchmark else "off"
     found["commit"] = os.environ.get("VITFAST_COMMIT") or _output("git", "describe", "--always", "--dirty") or "unknown"
-    if clock.GPU:
+    if GPU:
         p = torch.cuda.get_device_properties(0)
         found["ptxas"] = ptxas_version(10 * p.major + p.minor)
         memory, cache = f"{p.total_memory / 2**30:.0f} GiB", f"L2 {p.L2_cache_size / 2**20:.0f} MiB"
@@ -71,12 +187,12 @@ def ceilings() -> dict[str, float]:
     path = os.environ.get("VITFAST_CEILINGS")
     if path and Path(path).is_file():
         return json.loads(Path(path).read_text())
-    size, n = (2**31, 8192) if clock.GPU else (2**22, 256)
-    source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=clock.DEVICE)
+    size, n = (2**31, 8192) if GPU else (2**22, 256)
+    source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
     found = {"copy": 2.0 * size / median_seconds(lambda: target.copy_(source), warmup=10)}
-    for dtype in ("float32",) if clock.SMALL else ("bfloat16", "float16", "float32"):
-        a, b = (torch.randn(n, n, device=clock.DEVICE).to(getattr(torch, dtype)) for _ in range(2))
+    for dtype in ("float32",) if SMALL else ("bfloat16", "float16", "float32"):
+        a, b = (torch.randn(n, n, device=DEVICE).to(getattr(torch, dtype)) for _ in range(2))
         found[dtype] = 2.0 * n**3 / median_seconds(lambda a=a, b=b: a @ b, warmup=10)
     if path:
         write_text(path, json.dumps(found) + "\n")

@@ -13,14 +13,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import clock
 import harness
 import machine
 import pytest
 import torch
 import torch.nn.functional as F
-from clock import allocated, captured, cold, median_seconds, peak_bytes, warm_up
 from harness import checked_samples, compiled, describe, judge, measure
+from machine import allocated, captured, cold, median_seconds, peak_bytes, warm_up
 from shapes import Mix, Shape, model_work
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,7 +33,7 @@ from vitfast.tools.cost import datasheet_flops
 from vitfast.tools.cost.work import Kernels, total_flops
 from vitfast.tools.verify import exact_fp32, worst
 
-STEPS = 3 if clock.GPU else 1  # calls per timed round
+STEPS = 3 if machine.GPU else 1  # calls per timed round
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -76,16 +75,16 @@ def library_function(package: str, module: str, name: str) -> Callable:
 
 def forced(function: Callable, backend: str) -> Callable:
     """`function` with one backend of SDPA allowed; it raises where that one cannot run."""
-    return sdpa_kernel(BACKENDS[backend if clock.GPU else "math"])(function)
+    return sdpa_kernel(BACKENDS[backend if machine.GPU else "math"])(function)
 
 
 @functools.cache
 def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool) -> str:
     """The fastest backend of SDPA at this shape, by a measurement made now."""
-    if not clock.GPU:
+    if not machine.GPU:
         return "math"
-    qkv = torch.randn(batch, tokens, 3, heads, head, device=clock.DEVICE).to(harness.DTYPE).requires_grad_(training)
-    upstream = torch.randn(batch, tokens, heads, head, device=clock.DEVICE).to(harness.DTYPE)
+    qkv = torch.randn(batch, tokens, 3, heads, head, device=machine.DEVICE).to(harness.DTYPE).requires_grad_(training)
+    upstream = torch.randn(batch, tokens, heads, head, device=machine.DEVICE).to(harness.DTYPE)
     out = lambda: sdpa(*qkv.unbind(2))  # noqa: E731
     run = lambda: torch.autograd.grad(out(), qkv, upstream) if training else out()  # noqa: E731
     times = {}
@@ -108,22 +107,13 @@ class Setting:
     precision: str
     again: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"{self.library} {self.how} {self.precision}{' again' if self.again else ''}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the matrix products."""
-        return torch.float32 if self.precision == "fp32" else torch.bfloat16
-
-    @property
-    def stored(self) -> torch.dtype:
-        """Of weights and images."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+    name = property(lambda self: f"{self.library} {self.how} {self.precision}{' again' if self.again else ''}")
+    # dtypes: of the matrix products, and of weights and images
+    dtype = property(lambda self: torch.float32 if self.precision == "fp32" else torch.bfloat16)
+    stored = property(lambda self: torch.bfloat16 if self.precision == "bf16" else torch.float32)
 
     def autocast(self):
-        return torch.autocast(clock.DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
+        return torch.autocast(machine.DEVICE.type, torch.bfloat16, enabled=self.precision == "amp")
 
 
 def _timm(s: Shape) -> nn.Module:
@@ -184,7 +174,7 @@ def make_model(library: str, s: Shape) -> nn.Module:
     Zero biases and unit norms would hide what is mixed up.
     """
     torch.manual_seed(0)
-    with clock.DEVICE:
+    with machine.DEVICE:
         return randomised(BUILDERS[library](s))
 
 
@@ -198,7 +188,7 @@ class Peer:
 
     def __init__(self, setting: Setting, shape: Shape | Mix, training: bool):
         self.setting, self.shape, self.training, self.before = setting, shape, training, allocated()
-        self.kernels = "on" if setting.library.startswith("vitfast") and clock.GPU else "auto"
+        self.kernels = "on" if setting.library.startswith("vitfast") and machine.GPU else "auto"
         ours = setting.library == "vitfast"
         self.build()
         if training and ours:  # eager training finds it out, torch.compile takes what it finds
@@ -211,7 +201,7 @@ class Peer:
         """Sets the model, its images, which are compared, and the backend of SDPA (None: the model's own)."""
         setting, shape = self.setting, self.shape
         self.model, self.backend = make_model(setting.library, shape).train(self.training).to(setting.stored), None
-        self.images = torch.randn(shape.batch, 3, shape.image, shape.image, device=clock.DEVICE).to(setting.stored)
+        self.images = torch.randn(shape.batch, 3, shape.image, shape.image, device=machine.DEVICE).to(setting.stored)
         self.chosen = checked_samples(shape.batch).tolist()
         if not setting.library.startswith("vitfast"):
             self.backend = best_backend(shape.batch, shape.tokens, shape.heads, shape.head, self.training)
@@ -224,7 +214,7 @@ class Peer:
     def plain(self) -> nn.Module:
         """The plain ViT with the peer's weights, in fp32; compared with the peer's own logits in fp32."""
         own = make_model(self.setting.library, self.shape)  # the same random weights every time
-        with clock.DEVICE:
+        with machine.DEVICE:
             plain = ViT.from_preset(self.shape.model, img_size=self.shape.image)
         plain.load_state_dict(to_timm_names(own.state_dict()).state)
         (few,) = self.few(torch.float32)
@@ -246,7 +236,7 @@ class Peer:
 
     def check(self) -> dict[str, float]:
         """Compares logits and gradients of exactly what is about to be timed with the plain model in float64."""
-        self.upstream = torch.zeros(self.shape.batch, 1000, dtype=torch.float64, device=clock.DEVICE)
+        self.upstream = torch.zeros(self.shape.batch, 1000, dtype=torch.float64, device=machine.DEVICE)
         self.upstream[self.chosen] = torch.randn_like(self.upstream[self.chosen])
         plain, upstream = self.plain(), self.upstream[self.chosen]
         plain.set_grad_checkpointing(self.training)  # a document's logits of all layers in float64 are tens of GB
@@ -270,7 +260,7 @@ class Peer:
         """Judges exactly what is timed."""
         found = self._run(self.model, [self.images], self.upstream, self)
         found = [found[i] for i in self.chosen] + found[self.shape.batch :]
-        error = worst(found, [t.to(clock.DEVICE) for t in self.truth])
+        error = worst(found, [t.to(machine.DEVICE) for t in self.truth])
         return judge(self.setting.name, f"{self.shape.name}{when}", error, self.own, self.setting.dtype)
 
     def _run(self, model: nn.Module, batches: list, upstream: Tensor, call: Callable | None = None) -> list[Tensor]:
@@ -321,13 +311,13 @@ def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels,
     with ops.use_kernels(peer.kernels):
         errors = peer.check()
         run = functools.partial(step, peer.images)
-        warm_up(run, seconds=clock.WARM_SECONDS)
+        warm_up(run, seconds=machine.WARM_SECONDS)
         peak = peak_bytes(run, peer.before)
         if graph:
             seconds = measure(benchmark, captured(run), cold)
         else:
             steps = lambda: [run() for _ in range(STEPS)]  # noqa: E731
-            seconds = measure(benchmark, steps, calls=STEPS, rounds=clock.MODEL_ROUNDS)
+            seconds = measure(benchmark, steps, calls=STEPS, rounds=machine.MODEL_ROUNDS)
         errors |= peer.check_again()
     flops = (3 if peer.training else 1) * total_flops(model_work(shape, 2).forward)
     ceiling, promised = machine.ceilings()[str(dtype).removeprefix("torch.")], datasheet_flops(machine.name())

@@ -111,15 +111,12 @@ def model_table(cases: list[dict], title: str) -> str:
     return f"#### {cell(title)}\n\n" + table([*shown], [[text(case) for text in shown.values()] for case in cases])
 
 
-def damaged_lines(results: Results) -> str:
-    return "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
-
-
 def targets_table(results: Results) -> str:
-    """The targets alone; where there is no result at all, one line that says so."""
+    """The targets alone; where there is no result at all, one line that says so. Then the files that do not count."""
+    damaged = "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
     if not (results.measured or results.checks):
-        return f"no result in {results.name}\n{damaged_lines(results)}"
-    return table(["what", "wanted", "measured"], target_rows(results)) + damaged_lines(results)
+        return f"no result in {results.name}\n{damaged}"
+    return table(["what", "wanted", "measured"], target_rows(results)) + damaged
 
 
 def sections(results: Results) -> str:

@@ -4,19 +4,20 @@ A CPU has one small shape, a toy's, and one small mix, whose names say so; where
 under the names of all.
 """
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import clock
+import machine
 import pytest
 
 from vitfast.model.presets import preset
 from vitfast.tools.cost import work
 from vitfast.tools.verify.draw import Sizes
 
-WHERE = "" if clock.GPU else "rehearsed " if clock.REHEARSED else "cpu small "
+WHERE = "" if machine.GPU else "rehearsed " if machine.REHEARSED else "cpu small "
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ TOY = Shape("Nano/8", 16, 2)
 
 def planned(*shapes: Shape) -> dict[str, Shape]:
     """A GPU's shapes as they run here, by name: they, toys that have their names, or on a CPU the toy."""
-    if not clock.GPU:
+    if not machine.GPU:
         toys = [replace(TOY, label=f"{s.model} {s.image} B{s.batch}") for s in shapes]
-        shapes = [TOY] if clock.SMALL else toys
+        shapes = [TOY] if machine.SMALL else toys
     return {s.name: s for s in shapes}
 
 
@@ -54,27 +55,19 @@ MORE = (Shape("B/16", 224, 32), Shape("Ti/16", 224, 512), Shape("L/16", 512, 16)
 SHAPES = planned(*MAIN, *MORE)
 
 
-def _runs_at(impl: str, name: str, direction: str, compile_at: tuple[Shape, ...]) -> bool:
+def _runs_at(impl: str, name: str, direction: str) -> bool:
     """Whether it is measured there: compiling takes seconds, max-autotune's search up to minutes."""
-    focus, main = name == FOCUS.name, any(name == s.name for s in MAIN)
-    if clock.SMALL:
+    if machine.SMALL:
         return impl in ("vitfast", "eager", "sdpa math")
-    if impl.startswith("max-autotune"):
-        return focus
-    if impl.startswith("compile"):
-        return focus or (direction == "both" and any(name == s.name for s in compile_at))
-    return main or direction != "backward"
+    if impl.startswith(("compile", "max-autotune")):
+        return name == FOCUS.name
+    return direction != "backward" or any(name == s.name for s in MAIN)
 
 
-def grid(impls: tuple[str, ...], compile_at: tuple[Shape, ...]) -> list:
+def grid(impls: tuple[str, ...]) -> list:
     """(shape, direction, impl) of an operation's cases; a CPU that rehearses nothing compiles nothing."""
-    wanted = [
-        (name, direction, impl)
-        for name in SHAPES
-        for direction in ("forward", "backward", "both")
-        for impl in impls
-        if _runs_at(impl, name, direction, compile_at)
-    ]
+    every = itertools.product(SHAPES, ("forward", "backward", "both"), impls)
+    wanted = [(name, direction, impl) for name, direction, impl in every if _runs_at(impl, name, direction)]
     return [pytest.param(*case, id="-".join(case)) for case in wanted]
 
 
@@ -146,7 +139,7 @@ MIXES_ON_GPU = (
     Mix("documents 224-1024 px", "B/16", filled(224, 1024, TOKENS)),
 )
 REHEARSED = [replace(SMALL, label=f"{WHERE}{mix.label}") for mix in MIXES_ON_GPU]
-MIXES = {mix.label: mix for mix in (MIXES_ON_GPU if clock.GPU else [SMALL] if clock.SMALL else REHEARSED)}
+MIXES = {mix.label: mix for mix in (MIXES_ON_GPU if machine.GPU else [SMALL] if machine.SMALL else REHEARSED)}
 
 
 # ---- their work

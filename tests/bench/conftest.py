@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-import clock
+import machine
 import pytest
 import shapes
 import torch
@@ -12,8 +12,8 @@ import torch
 @pytest.fixture
 def gpu(monkeypatch):
     """The benchmarks take this device for a GPU."""
-    monkeypatch.setattr(clock, "GPU", True)
-    monkeypatch.setattr(clock, "SMALL", False)
+    monkeypatch.setattr(machine, "GPU", True)
+    monkeypatch.setattr(machine, "SMALL", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(shapes, "SHAPES", shapes.planned(*shapes.MAIN, *shapes.MORE))
 

@@ -8,7 +8,6 @@ import bench_model
 import bench_ops
 import bench_packed
 import bench_train
-import clock
 import machine
 import pytest
 import shapes
@@ -38,7 +37,7 @@ def test_a_model_too_large_for_the_smallest_batch_says_so(gpu, monkeypatch):
     monkeypatch.setattr(bench_model, "Peer", peer)
     monkeypatch.setattr(bench_model, "median_seconds", lambda run, rounds: 1.0)
     search, model = bench_model.best_batch.__wrapped__, next(iter(bench_model.MODELS))
-    with pytest.raises(RuntimeError, match=f"no batch for timm {model}: eager bf16 runs out of memory at 64 images"):
+    with pytest.raises(torch.cuda.OutOfMemoryError):
         search("timm", model)
     room = 256
     assert search("timm", model) == 256
@@ -82,7 +81,7 @@ def test_the_main_shape_comes_first_and_what_compiles_long_last_and_there_alone(
     assert sorted(reversed(wanted), key=hooks.priority) == wanted
     models = [dict(model=f"{shapes.WHERE}{model}") for model in ("S/16 224", "B/16 384", "B/16 224")]
     assert sorted(models, key=hooks.priority)[0] == models[2]
-    cases = [case.values for case in shapes.grid(bench_ops.EAGER, (shapes.FOCUS,))]
+    cases = [case.values for case in shapes.grid(bench_ops.EAGER)]
     assert {(name, impl) for name, _, impl in cases if impl in ("compile", "max-autotune")} == {
         (main, impl) for impl in ("compile", "max-autotune")
     }
@@ -106,22 +105,22 @@ def test_a_stamp_waits_for_its_event_and_divides_by_the_calls(gpu, monkeypatch):
     earlier = types.SimpleNamespace(record=lambda: None, elapsed_time=lambda event: 30.0 if event.done else None)
     events = iter((earlier, later))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: next(events))
-    start = clock.clock(3)()
-    assert clock.clock(3)() - start == pytest.approx(0.01)
+    start = machine.clock(3)()
+    assert machine.clock(3)() - start == pytest.approx(0.01)
 
 
 def test_a_gpu_is_warm_before_it_is_timed(gpu, monkeypatch):
     """The first case of a process for longer, each for its seconds and calls; a CPU for calls alone."""
-    monkeypatch.setattr(clock, "WARM_SECONDS", 0.2)
-    monkeypatch.setattr(clock, "_warm", False)
+    monkeypatch.setattr(machine, "WARM_SECONDS", 0.2)
+    monkeypatch.setattr(machine, "_warm", False)
 
     def warmed(pause: float, least: int) -> tuple[float, int]:
         """Seconds and calls."""
         calls, start = [], time.perf_counter()
-        clock.warm_up(lambda: calls.append(time.sleep(pause)), least, seconds=0.05)
+        machine.warm_up(lambda: calls.append(time.sleep(pause)), least, seconds=0.05)
         return time.perf_counter() - start, len(calls)
 
     (first, calls), (second, fewer) = warmed(0.01, 3), warmed(0.01, 3)
     assert 0.2 <= first and 0.05 <= second < 0.2 and calls > fewer >= 3 and warmed(0.03, 4)[1] >= 4
-    monkeypatch.setattr(clock, "GPU", False)
+    monkeypatch.setattr(machine, "GPU", False)
     assert warmed(0, 3)[1] == 3
