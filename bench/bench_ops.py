@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPE, Case, bench, compiled, draw
+from harness import DTYPE, Case, bench, compiled
 from peers import BACKENDS, FLASH, best_backend, forced, library_function, sdpa
 from shapes import SHAPES, Shape, grid, patch_embed_work
 
@@ -161,7 +161,7 @@ OPS = {
 def case_of(name: str, s: Shape) -> Case:
     """A row at a shape."""
     formula, inputs = OPS[name].case(ref, s)
-    return Case(name, s.name, formula, lambda: draw(inputs), OPS[name].batched, OPS[name].work(s, DTYPE.itemsize))
+    return Case(name, s.name, formula, inputs, OPS[name].batched, OPS[name].work(s, DTYPE.itemsize))
 
 
 def function_of(name: str, s: Shape, impl: str) -> Callable:
@@ -177,7 +177,7 @@ def _test(name: str):
         s, facts = SHAPES[shape], {}
         function = function_of(name, s, impl)
         if name == "attention_block" and impl != "vitfast":
-            facts["attention"] = best_backend(s.batch, s.tokens, s.heads, s.head, direction != "forward")
+            facts["attention"] = best_backend(s, direction != "forward")
             function = forced(function, facts["attention"])
         bench(benchmark, case_of(name, s), impl, function, direction, **facts)
 

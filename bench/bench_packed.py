@@ -17,7 +17,7 @@ from collections.abc import Callable
 import machine
 import pytest
 import torch
-from harness import DTYPE, Case, bench, compiled, draw
+from harness import DTYPE, Case, bench, compiled
 from peers import FLASH, Peer, Setting, bench_peer, library_function, randomised
 from shapes import MIXES, PATCH, Mix, model_work
 from torch import Tensor, nn
@@ -89,9 +89,9 @@ def plain_packed(mix: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def case_of(mix: Mix) -> Case:
     """A mix, its images one after the other."""
-    make = functools.partial(draw, [("values", (mix.rows, mix.heads, mix.head))] * 3)
+    inputs = [("values", (mix.rows, mix.heads, mix.head))] * 3
     needed = work.attention(mix.rows, mix.tokens, mix.width, DTYPE.itemsize)
-    return Case("packed attention", mix.name, functools.partial(plain_packed, mix), make, 0, needed)
+    return Case("packed attention", mix.name, functools.partial(plain_packed, mix), inputs, 0, needed)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS if machine.GPU else ["vitfast"])  # the others need a GPU

@@ -14,7 +14,6 @@ of a seed; `extra_info` has `losses`, each the mean of a window of steps, which 
 import itertools
 import math
 import os
-import random
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ from vitfast import ops
 # ---- from files
 
 MODELS = planned(Shape("S/16", 224, 256), Shape("B/16", 224, 256))
-FILES, SIZE = (4096, (500, 375)) if machine.GPU else (64, (160, 120))
+FILES, SIZE = (4096, (375, 500)) if machine.GPU else (64, (120, 160))
 STEPS, ROUNDS, WARMUP = (20, 5, 8) if machine.GPU else (2, 3, 1)
 WORKERS = len(os.sched_getaffinity(0))
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -43,24 +42,22 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """A folder of FILES JPEGs of SIZE (width, height), a tenth of them in val.
+    """A folder of FILES JPEGs of SIZE (height, width), a tenth of them in val.
 
     They are {train,val}/<photograph>/*.jpg. Each is a crop of a quarter to all of the area, resized and compressed at
-    quality 90: about 100 KB at 500 x 375.
+    quality 90: about 100 KB at 375 x 500.
     """
     from sklearn.datasets import load_sample_images
+    from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
     photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    crop = RandomResizedCrop(SIZE, (0.25, 1.0), interpolation=InterpolationMode.BICUBIC)
     folder = tmp_path_factory.mktemp("photographs")
 
     def write(index: int) -> None:
-        rng, photo = random.Random(index), photographs[index % 2]
-        width, height = (round(side * rng.uniform(0.5, 1)) for side in photo.size)
-        left, top = rng.randint(0, photo.width - width), rng.randint(0, photo.height - height)
-        crop = photo.resize(SIZE, Image.Resampling.BICUBIC, (left, top, left + width, top + height))
         path = folder / ("val" if index % 20 < 2 else "train") / str(index % 2) / f"{index:06d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        crop.save(path, quality=90)
+        crop(photographs[index % 2]).save(path, quality=90)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, range(FILES)))

@@ -15,7 +15,7 @@ Ids, for `pytest -k "words and words"` (a word is a part of the name; "B/16 and 
 
 SHAPE: "B/16 224 B256", model, pixels and batch; on a CPU it starts with "cpu small". DIRECTION: forward, backward
 (alone) or both. The main shape comes first, whoever's it is; at each shape ours, then what compiles quickly, then
-torch.compile, then max-autotune. Whole models keep the order of bench_model.SETTINGS.
+torch.compile, then max-autotune. Whole models keep the order of bench_model.CASES.
 """
 
 import functools
@@ -38,8 +38,7 @@ from vitfast.tools.cost import datasheet_flops
 LEAST_SECONDS = 15  # before the end that --ends names: with fewer left no case starts
 ALARM_AGAIN = 5  # seconds; the first TimeoutError may end in somebody's `except Exception`
 NOT_RUN = "not run: the process ended before"
-STATES = ("passed", "failed", "skipped")
-_cases: dict[str, dict] = {}  # node id -> its entry, with "state", one of STATES
+_cases: dict[str, dict] = {}  # node id -> its entry, with "state": passed, failed or skipped
 
 
 def pytest_addoption(parser):
@@ -144,10 +143,9 @@ def _save(config) -> None:
     path = option if isinstance(option, (str, os.PathLike)) else option.name
     facts = dict(benchmarks=config._benchmarksession.benchmarks, include_data=True, **_constant_facts(config))
     output = config.hook.pytest_benchmark_generate_json(config=config, **facts)
-    by_state = {state: [case for case in _cases.values() if case["state"] == state] for state in STATES}
-    passed = {case["fullname"] for case in by_state.pop("passed")}
-    output["benchmarks"] = [benchmark for benchmark in output["benchmarks"] if benchmark["fullname"] in passed]
-    for state, cases in by_state.items():
+    output["benchmarks"] = [b for b in output["benchmarks"] if _cases[b["fullname"]]["state"] == "passed"]
+    for state in ("failed", "skipped"):
+        cases = [case for case in _cases.values() if case["state"] == state]
         output[state] = [{k: v for k, v in case.items() if k != "state"} for case in cases]
     write_text(path, json.dumps(output, indent=1, default=str) + "\n")
 

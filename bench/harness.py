@@ -37,21 +37,20 @@ class WrongResult(AssertionError):
 class Case:
     """An operation at a shape.
 
-    formula: in plain PyTorch. make: fresh random inputs, of which the first `batched` have the batch as their first
-    axis, as every output has. With batched = 0 there is no such axis, and the whole result is compared.
+    formula: in plain PyTorch. inputs: by kind and shape; the first `batched` have the batch as their first axis, as
+    every output has. With batched = 0 there is no such axis, and the whole result is compared.
     """
 
     op: str
     shape: str
     formula: Callable[..., Tensor | tuple[Tensor, ...]]
-    make: Callable[[], list[Tensor]]
+    inputs: list[Input]
     batched: int
     work: Work
 
-
-def draw(inputs: list[Input]) -> list[Tensor]:
-    """Random inputs on the device by kind and shape; values and weights want a gradient."""
-    return Draw(DTYPE, machine.DEVICE).leaves(inputs)
+    def draw(self) -> list[Tensor]:
+        """Random inputs on the device; values and weights want a gradient."""
+        return Draw(DTYPE, machine.DEVICE).leaves(self.inputs)
 
 
 def compiled(function: Callable, how: str, **options) -> Callable:
@@ -104,7 +103,7 @@ class Check:
 
     def __init__(self, case: Case, direction: str):
         torch.manual_seed(0)
-        self.case, self.direction, self.tensors, self.upstream = case, direction, case.make(), None
+        self.case, self.direction, self.tensors, self.upstream = case, direction, case.draw(), None
         batch, few = self.tensors[0].shape[0], None
         self.chosen = checked_samples(batch) if case.batched else slice(None)
         plain = _leaves([t[self.chosen] if i < case.batched else t for i, t in enumerate(self.tensors)])
@@ -135,7 +134,7 @@ class Call:
     """One call of a function in one direction, on random inputs of its own."""
 
     def __init__(self, case: Case, function: Callable, direction: str):
-        self.function, self.direction, self.tensors = function, direction, case.make()
+        self.function, self.direction, self.tensors = function, direction, case.draw()
         self.leaves = [t for t in self.tensors if t.requires_grad]
         self.upstream = [] if direction == "forward" else [torch.randn_like(o) for o in run(function, self.tensors)]
 

@@ -79,14 +79,14 @@ def forced(function: Callable, backend: str) -> Callable:
 
 
 @functools.cache
-def best_backend(batch: int, tokens: int, heads: int, head: int, training: bool) -> str:
+def best_backend(s: Shape, training: bool) -> str:
     """The fastest backend of SDPA at this shape, by a measurement made now."""
     if not machine.GPU:
         return "math"
-    qkv = torch.randn(batch, tokens, 3, heads, head, device=machine.DEVICE).to(harness.DTYPE).requires_grad_(training)
-    upstream = torch.randn(batch, tokens, heads, head, device=machine.DEVICE).to(harness.DTYPE)
-    out = lambda: sdpa(*qkv.unbind(2))  # noqa: E731
-    run = lambda: torch.autograd.grad(out(), qkv, upstream) if training else out()  # noqa: E731
+    size = (s.batch, s.tokens, s.heads, s.head)
+    qkv = [torch.randn(size, device=machine.DEVICE).to(harness.DTYPE).requires_grad_(training) for _ in range(3)]
+    upstream = torch.randn(size, device=machine.DEVICE).to(harness.DTYPE)
+    run = lambda: torch.autograd.grad(sdpa(*qkv), qkv, upstream) if training else sdpa(*qkv)  # noqa: E731
     times = {}
     for name in ("flash", "cudnn", "efficient"):
         with contextlib.suppress(RuntimeError):  # a backend that cannot run here
@@ -204,7 +204,7 @@ class Peer:
         self.images = torch.randn(shape.batch, 3, shape.image, shape.image, device=machine.DEVICE).to(setting.stored)
         self.chosen = checked_samples(shape.batch).tolist()
         if not setting.library.startswith("vitfast"):
-            self.backend = best_backend(shape.batch, shape.tokens, shape.heads, shape.head, self.training)
+            self.backend = best_backend(shape, self.training)
 
     def __call__(self, images) -> Tensor:
         """Logits (B, 1000)."""

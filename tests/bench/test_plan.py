@@ -26,7 +26,8 @@ def test_every_case_on_a_cpu_says_so():
 
 def test_a_model_too_large_for_the_smallest_batch_says_so(gpu, monkeypatch):
     """Larger batches that do not fit end the search, which is of the eager model in bf16."""
-    room = 0
+    search, model = bench_model.best_batch.__wrapped__, next(iter(bench_model.MODELS))
+    monkeypatch.setattr(bench_model, "median_seconds", lambda run, rounds: 1.0)
 
     def peer(setting, shape, training):
         if shape.batch > room:
@@ -35,8 +36,7 @@ def test_a_model_too_large_for_the_smallest_batch_says_so(gpu, monkeypatch):
         return types.SimpleNamespace(kernels="auto", images=None)
 
     monkeypatch.setattr(bench_model, "Peer", peer)
-    monkeypatch.setattr(bench_model, "median_seconds", lambda run, rounds: 1.0)
-    search, model = bench_model.best_batch.__wrapped__, next(iter(bench_model.MODELS))
+    room = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         search("timm", model)
     room = 256

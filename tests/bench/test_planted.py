@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PLANTED = """
 import os, time
 import pytest, torch
-from harness import Case, bench, draw
+from harness import Case, bench
 from vitfast.tools.cost.work import Work
 
 
@@ -52,8 +52,8 @@ KERNELS = ((6e6, 5e3),)
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_double_is_timed(benchmark, impl):
-    make, work = lambda: draw([("values", (9, 3))]), Work(KERNELS, KERNELS, KERNELS)
-    case = Case("double", "cpu small B9", lambda x: 2 * x, make, 1, work)
+    work = Work(KERNELS, KERNELS, KERNELS)
+    case = Case("double", "cpu small B9", lambda x: 2 * x, [("values", (9, 3))], 1, work)
     bench(benchmark, case, impl, IMPLS[impl], "backward" if impl == "gradient" else "forward")
 """
 
