@@ -165,7 +165,7 @@ def case_of(name: str, s: Shape) -> Case:
 
 
 def function_of(name: str, s: Shape, impl: str) -> Callable:
-    """The function of an implementation: "vitfast" is ours, others are the formula's or a peer's, perhaps compiled."""
+    """The function of an implementation: ours, a peer's or the formula, which may be compiled."""
     function = OPS[name].peers(impl) or OPS[name].case(ops if impl == "vitfast" else ref, s)[0]
     how = impl.split()[0]
     return compiled(function, how, fullgraph=True) if how in ("compile", "max-autotune") else function

@@ -1,4 +1,4 @@
-"""Images of many sizes (the mixes of shapes.py): attention, and training steps of a ViT, packed and padded.
+"""Images of many sizes (the mixes of shapes.py): attention, and training steps, packed and padded.
 
 FLOPs and bytes are of what is needed, without padding, for everybody. Truth is float64 of each image alone. What
 depends on the sizes alone (offsets, a block mask) is made once, outside of what is timed, as a model makes it once for
@@ -44,7 +44,10 @@ def flash(mix: Mix, name: str) -> Callable:
 
 
 def torch_varlen(mix: Mix) -> Callable:
-    """torch.nn.attention.varlen: cuDNN or FlashAttention-2, as torch picks; its nested tensors pick from the same."""
+    """torch.nn.attention.varlen: cuDNN or FlashAttention-2, as torch picks.
+
+    SDPA on nested tensors, which runs one of the same, is therefore no peer of its own.
+    """
     function = library_function("torch", "torch.nn.attention.varlen", "varlen_attn")
     offsets, longest = offsets_of(mix), mix.longest
     return lambda q, k, v: function(q, k, v, offsets, offsets, longest, longest)

@@ -1,4 +1,4 @@
-"""Many steps of training, ours against timm's: from JPEG files on disk, and the losses of the same run.
+"""Many steps of training, ours against timm's: from JPEG files on disk, and the losses.
 
 From files: random crops of scikit-learn's two photographs, so that nothing is downloaded. Both decode, crop (scale 0.08
 to 1), resize (bicubic) and mirror in the same number of processes, and train in bf16 under autocast with clipping and

@@ -139,7 +139,7 @@ class Call:
         self.upstream = [] if direction == "forward" else [torch.randn_like(o) for o in run(function, self.tensors)]
 
     def prepare(self):
-        """What must be there before the timed part: for a backward, the outputs of its forward."""
+        """Makes what the timed part starts from: for a backward, the outputs of its forward."""
         return self.function(*self.tensors) if self.direction == "backward" else None
 
     def timed(self, outputs):

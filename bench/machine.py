@@ -1,4 +1,4 @@
-"""The machine that is measured: its clock, its memory, what it is in words, and its ceilings in this run.
+"""The machine that is measured: its clock, its memory, its description and its ceilings.
 
 On a GPU the clock is device events around a call, on a CPU the process's own time. Before anything is timed on a GPU it
 runs for a while, so that the chip's clocks are up: the first case of a process for WARM_SECONDS, a whole model each
@@ -136,7 +136,7 @@ def peak_bytes(run: Callable[[], object], before: int = 0) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-# ---- the machine in words, and its ceilings
+# ---- its description and its ceilings
 
 
 def name() -> str:

@@ -302,7 +302,7 @@ def learner(peer: Peer, lr: float) -> tuple[Callable[[Tensor, Tensor], Tensor], 
 
 
 def bench_peer(benchmark, op: str, peer: Peer, step: Callable, kernels: Kernels, graph: bool = False, **more) -> None:
-    """Checks, times and checks again `step`, a function of a batch; its memory is the most that it has in use.
+    """Checks, times and checks again `step`, a function of a batch, and describes it.
 
     graph: it is captured and runs from a cold cache; others run back to back. FLOPs by the convention of MFU (Chowdhery
     et al., 2022): those of the forward pass, three times where it trains. more: for extra_info.

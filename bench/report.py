@@ -112,7 +112,7 @@ def model_table(cases: list[dict], title: str) -> str:
 
 
 def targets_table(results: Results) -> str:
-    """The targets alone; where there is no result at all, one line that says so. Then the files that do not count."""
+    """The targets alone, or one line that there is no result; then the files that do not count."""
     damaged = "".join(f"- {cell(name)} is left out: {cell(why)}\n" for name, why in results.damaged.items())
     if not (results.measured or results.checks):
         return f"no result in {results.name}\n{damaged}"
