@@ -41,10 +41,10 @@ LEADING = (  # what decides, first: a stage has no time for all
     Setting("timm", "max-autotune", "amp"),
 )
 EVERY = itertools.starmap(Setting, itertools.product(BUILDERS, ("eager", "compile", "max-autotune"), ("bf16", "amp")))
-CPU_SETTINGS = [Setting(library, "eager", "fp32") for library in BUILDERS]
 # Without the batch, which is that of the training step.
 MODELS = {s.name.rpartition(" B")[0]: s for s in planned(*MAIN).values()}
-CASES = {s.name: s for s in (CPU_SETTINGS if machine.SMALL else (*LEADING, *EVERY))}
+ON_CPU = [Setting(library, "eager", "fp32") for library in BUILDERS]
+CASES = {s.name: s for s in (ON_CPU if machine.SMALL else (*LEADING, *EVERY))}
 ONCE = [name for name, setting in CASES.items() if not setting.again]
 BATCHES = (64, 128, 256, 512)  # tried for throughput
 

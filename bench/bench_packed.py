@@ -130,20 +130,18 @@ def padded(images: list[Tensor]) -> dict[str, Tensor]:
     return kept | dict(patches=kept["patches"].to(images[0].dtype))
 
 
-# A way to train on a mix -> the model, and how it takes images, laid out beforehand as a loader would.
-WAYS: dict[str, tuple[Callable[[Mix], nn.Module], Callable[[list[Tensor]], object]]] = {
-    "vitfast": (vit, functools.partial(vitfast.pack, patch_size=PATCH)),
-    "timm NaFlexVit": (naflex, padded),
-    "vitfast.accelerate(NaFlexVit)": (naflex, padded),
-}
+WAYS = ("vitfast", "timm NaFlexVit", "vitfast.accelerate(NaFlexVit)")
 
 
 class PackedPeer(Peer):
-    """A way to train on a mix; the truth is the plain model's, which sees one image at a time."""
+    """A way to train on a mix; the truth is the plain model's, which sees one image at a time.
+
+    Images are laid out beforehand, as a loader would.
+    """
 
     def build(self) -> None:
         mix, library = self.shape, self.setting.library
-        self.lay_out = WAYS[library][1]
+        self.lay_out = functools.partial(vitfast.pack, patch_size=PATCH) if library == "vitfast" else padded
         self.model, self.backend = self.plain().to(self.setting.stored), None
         if library.startswith("vitfast.accelerate"):
             vitfast.accelerate(self.model)
@@ -155,7 +153,7 @@ class PackedPeer(Peer):
     def plain(self) -> nn.Module:
         torch.manual_seed(0)  # the same random weights every time
         with machine.DEVICE:
-            return randomised(WAYS[self.setting.library][0](self.shape)).train()
+            return randomised((vit if self.setting.library == "vitfast" else naflex)(self.shape)).train()
 
     def few(self, dtype: torch.dtype) -> list:
         images = [image.to(dtype) for image in self.compared]
