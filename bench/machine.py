@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from vitfast.run.files import write_text
-from vitfast.tools.machine_code import ptxas_version
+from vitfast.tools.machine_code.cubin import ptxas_version
 from vitfast.tools.verify import clock as between_calls
 
 GPU = torch.cuda.is_available()

@@ -32,10 +32,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("bench", "tests/helpers", "tests/kernels")]
 
 import cache  # noqa: E402
-import cubin  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
-from hazards import hazards  # noqa: E402
 from meta_launches import META, everything  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
@@ -44,7 +42,8 @@ from vitfast.kernels.attention import launchers as attention  # noqa: E402
 from vitfast.kernels.attention.options import Logits  # noqa: E402
 from vitfast.kernels.configs import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
-from vitfast.tools.machine_code import compiler  # noqa: E402
+from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
+from vitfast.tools.machine_code.hazards import hazards  # noqa: E402
 from vitfast.tools.verify.draw import Draw, Sizes  # noqa: E402
 from vitfast.tools.verify.launcher import candidates  # noqa: E402
 from vitfast.tools.verify.launchers import launchers  # noqa: E402

@@ -26,7 +26,7 @@ from ..kernels.libraries import cublaslt
 from ..version import __version__
 from . import interpreter
 from .child import Children, Lost
-from .machine_code import ptxas_version
+from .machine_code.cubin import ptxas_version
 from .verify import EPS, cases, edges, exact_fp32, run, worst
 from .verify.draw import Draw, Input, Sizes
 from .verify.sanitizer import Sanitizer

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from cubin import Code, programs_per_multiprocessor
+
+from vitfast.tools.machine_code.cubin import Code, programs_per_multiprocessor
 
 TOYS = """
 import json
-import cubin, torch, triton
+import torch, triton
 import triton.language as tl
-from vitfast.tools.machine_code import compiler
+from vitfast.tools.machine_code import compiler, cubin
 from vitfast.kernels.launch import Launch
 
 @triton.jit
@@ -57,9 +58,9 @@ print(json.dumps(attention))
 def test_waits_and_notes_of_known_kernels(tmp_path):
     script = tmp_path / "toys.py"
     script.write_text(TOYS)
-    tests = Path(__file__).parents[2]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests / "helpers")])
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(Path(__file__).parents[3])
+    }
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
     clean, serialised = json.loads(done.stdout)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import triton
-from cubin import Code
-from hazards import hazards
+
+from vitfast.tools.machine_code.cubin import Code
+from vitfast.tools.machine_code.hazards import hazards
 
 GROUP = "HGMMA.64x8x16.F32.BF16 R24, R20, gdesc[UR8], R24, gsb0"  # operand R20 to R23, accumulator R24 to R27
 SHARED = "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4].tnspB, R24, gsb0"
@@ -50,11 +51,11 @@ def test_what_may_not_be_touched(body, found):
 
 PRODUCT = """
 import dataclasses, json
-import cubin, torch, triton
+import torch, triton
 import triton.language as tl
-from hazards import hazards
 from vitfast.kernels.launch import Launch
-from vitfast.tools.machine_code import compiler
+from vitfast.tools.machine_code import compiler, cubin
+from vitfast.tools.machine_code.hazards import hazards
 
 @triton.jit
 def product(a_ptr, b_ptr, out_ptr, K, M: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
@@ -81,8 +82,7 @@ def test_a_product_whose_operand_is_made_in_registers(tmp_path):
     script = tmp_path / "product.py"
     script.write_text(PRODUCT)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    tests = Path(__file__).parents[2]
-    path = os.pathsep.join([str(tests.parent), str(tests / "helpers"), env.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[3]), env.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
     products, found, without_waits = json.loads(done.stdout)
