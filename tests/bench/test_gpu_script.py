@@ -144,6 +144,7 @@ def test_the_tests_that_it_names_are_there_and_every_operation_is_among_them():
         assert names and all(hasattr(module, name) for name in names)
 
 
+@pytest.mark.slow
 def test_what_hangs_costs_its_own_time(tmp_path):
     """Three runs side by side, as all of them wait.
 

@@ -74,7 +74,7 @@ def planted(tmp_path_factory) -> dict:
     return json.loads((folder / "out.json").read_text())
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow
 def test_no_case_is_dropped_and_a_wrong_result_gets_no_time(planted):
     """Failed, too long, not run because the process died: all are in the file, with the reason, in one line each."""
     failed = {case["params"]["impl"]: case for case in planted["failed"]}
@@ -93,6 +93,7 @@ def test_no_case_is_dropped_and_a_wrong_result_gets_no_time(planted):
     assert [(case["name"], case["reason"]) for case in planted["skipped"]] == [not_run]
 
 
+@pytest.mark.slow
 def test_twice_as_slow_is_reported_as_twice_as_slow(planted):
     median = {case["params"]["impl"]: case["stats"]["median"] for case in planted["benchmarks"]}
     assert 1.8 < median["slow"] / median["quick"] < 2.2 and 0.018 < median["quick"] < 0.022

@@ -15,7 +15,7 @@ from vitfast.kernels.launch import launches_made
 from vitfast.tools.doctor import SMALL_SIZES
 from vitfast.tools.verify import cases as cases_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 BREAKS = """
@@ -37,7 +37,7 @@ def test_fourth_breaks(n):
 """
 
 
-@pytest.mark.parametrize("workers, passed", [("2", 12), ("0", 4)])
+@pytest.mark.parametrize("workers, passed", [pytest.param("2", 12, marks=pytest.mark.slow), ("0", 4)])
 def test_a_broken_device_ends_its_worker_and_spoils_no_other_test(tmp_path, workers, passed):
     (tmp_path / "test_breaks.py").write_text(BREAKS)
     alone = dict(PYTHONPATH=str(ROOT / "tests" / "helpers"), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", COLUMNS="200")
@@ -52,7 +52,7 @@ def test_a_broken_device_ends_its_worker_and_spoils_no_other_test(tmp_path, work
     assert bad == {"3"}, done.stdout
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow
 def test_the_sanitizer_is_given_every_kernel_to_watch(capsys):
     """The script runs in the interpreter, tiny, with the shipped tiles and with their candidates."""
     assert list(sanitized.plan()) == list(cases_of(SMALL_SIZES, ops))
