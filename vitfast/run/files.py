@@ -1,43 +1,54 @@
 """Files that are whole or absent: whoever reads one sees the old content or the new, never a part."""
 
 import csv
-import errno
 import io
 import os
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import InputError
 
+SCRATCH = ".vitfast-"  # the beginning of the names of folders whose files are not in their place yet
 
-def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a temporary file beside `path`, then puts it, synced, in its place.
 
-    Where `write` raises, the old file stays.
+@contextmanager
+def staged(folder: Path, wanted: Path | None = None) -> Iterator[Path]:
+    """A scratch folder in `folder`; what is written there moves to its place in `folder` when the block ends.
+
+    Each file is synced and replaces the one of its name atomically, and none does before all are whole: where the block
+    raises, nothing changes. An OSError names what was `wanted`, the folder unless given: a full disk's own names none.
     """
-    write_all_atomically({Path(path): write})
-
-
-def write_all_atomically(writes: Mapping[Path, Callable[[Path], object]]) -> None:
-    """`write_atomically` of files that belong together: none is replaced before all are written."""
-    temporaries = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writes}
     try:
-        for path, write in writes.items():
-            write(temporaries[path])
-            sync(temporaries[path])
-        for path in writes:
-            if path.is_dir():  # or the one before it would be new, and the others old
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        for path, temporary in temporaries.items():
-            move_synced(temporary, path)
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+            yield Path(scratch)
+            # In reverse, as path.data goes before path, which names it.
+            written = sorted(filter(Path.is_file, Path(scratch).rglob("*")), reverse=True)
+            places = {file: folder / file.relative_to(scratch) for file in written}
+            if in_the_way := next(filter(Path.is_dir, places.values()), None):
+                raise InputError(f"{in_the_way}: a folder is in the way; give another path")
+            for file in written:
+                sync(file)
+            for file, place in places.items():
+                place.parent.mkdir(exist_ok=True)
+                os.replace(file, place)
+                sync(place.parent)
+            sync(folder)  # which may have got a folder
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk's own names no file
-    finally:
-        for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(wanted or folder)) from error
+
+
+def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` fill a file of the same name elsewhere, then puts it, synced, in its place.
+
+    Where `write` raises, the old file stays.
+    """
+    path = Path(path)
+    with staged(path.parent, path) as scratch:
+        write(scratch / path.name)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -51,13 +62,6 @@ def as_csv(columns: Iterable[str], rows: Iterable[Mapping]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def move_synced(source: Path, target: Path) -> None:
-    """Puts a file in the place of another on the same disk, whole, and lasting from here on."""
-    sync(source)
-    os.replace(source, target)
-    sync(target.parent)
 
 
 def free_name(path: Path) -> Path:

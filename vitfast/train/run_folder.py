@@ -25,13 +25,14 @@ import yaml
 from ..errors import InputError
 from ..eval.inspect.page import GENERATOR
 from ..run.config import Config, as_plain, course
-from ..run.files import free_name, not_ours, sync, write_text
+from ..run.files import SCRATCH, free_name, not_ours, sync, write_text
 from .lock import LOCK
 
 LAST, PREVIOUS, WRITING, REMOVING = "last", "previous", ".writing", ".removing"
 BEST, BEST_RECORD = "best", "state/best.json"
-# The files of a checkpoint, and those beside them that are not whole yet.
-PARTS = re.compile(r"state|(state/)?\.?(model\.safetensors|config\.json|state\.(json|safetensors)|best\.json)(\..+)?")
+# The files of a checkpoint, and those beside them that are not whole yet: elsewhere, or of an earlier vitfast's names.
+_FILE = r"\.?(model\.safetensors|config\.json|state\.(json|safetensors)|best\.json)(\..+)?"
+PARTS = re.compile(rf"state|(state/)?({re.escape(SCRATCH)}\w+(/{_FILE})?|{_FILE})")
 EVENTS = "vitfast"  # the ending of the names of TensorBoard files
 FIRST_COLUMNS = "step,epoch,split,loss,accuracy"  # of metrics.csv
 logger = logging.getLogger("vitfast")

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, both_ends
-from ...run.files import move_synced, sync
+from ...run import files
 
 HUB = "hf-hub:"
 CHECKPOINTS, LAST = "checkpoints", "last"  # in a run folder; see train/resume.py
@@ -31,7 +30,8 @@ INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS[:2])  # of weights in s
 COMPANIONS = ("config.json", "preprocessor_config.json")  # what is read with weights of these names
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 _IN_ORDER = (WEIGHTS[0], INDEXES[0], WEIGHTS[1], INDEXES[1], *WEIGHTS[2:])
-_ON_THE_WAY = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)  # not the fault of a path
+# Not the fault of a path; None: of a library that does not tell the system's number.
+_ON_THE_WAY = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def make_folder(folder: Path, wanted: Path) -> None:
 def _no_place(path: Path, error: Exception) -> Exception:
     """The error for a path at which nothing can be made: an InputError, but for a full disk and the like."""
     why = getattr(error, "strerror", None) or error
-    if getattr(error, "errno", None) in _ON_THE_WAY:
+    if isinstance(error, OSError) and error.errno in _ON_THE_WAY:
         return OSError(f"{path} could not be written: {why}")
     return InputError(f"{path}: cannot be made ({why}); give another path")
 
@@ -195,23 +195,10 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
     check_free(path, force)
     make_folder(path.parent, path)
     try:
-        folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+        with files.staged(path.parent, path) as scratch:
+            yield scratch / path.name
     except OSError as error:
-        raise _no_place(path, error) from None
-    with folder as scratch:
-        try:
-            yield Path(scratch) / path.name
-        except OSError as error:
-            raise OSError(f"{path} could not be written: {error.strerror or error}") from error
-        # in reverse, as path.data goes before path, which names it
-        written = sorted(filter(Path.is_file, Path(scratch).rglob("*")), reverse=True)
-        places = {file: path.parent / file.relative_to(scratch) for file in written}
-        if in_the_way := next(filter(Path.is_dir, places.values()), None):
-            raise InputError(f"{in_the_way}: a folder is in the way; give another path")
-        for file, place in places.items():
-            place.parent.mkdir(exist_ok=True)
-            move_synced(file, place)
-        sync(path.parent)  # which may have got a folder
+        raise _no_place(path, error) from error
 
 
 def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError, both_ends
-from ...run.files import write_all_atomically
+from ...run.files import staged
 from ...version import __version__
 from .. import config as arguments
 from ..presets import pair
@@ -171,12 +171,9 @@ def save(model, folder: str | Path) -> None:
     _check_readable(model, state, config)
     made_by = {"library": "vitfast", "library_version": __version__, "architecture": type(model).__name__}
     make_folder(folder, folder)
-    write_all_atomically(
-        {
-            folder / "model.safetensors": lambda path: _write_tensors(state, path),
-            folder / "config.json": lambda path: _write_json({**made_by, **config}, path),
-        }
-    )
+    with staged(folder) as scratch:
+        _write_tensors(state, scratch / "model.safetensors")
+        _write_json({**made_by, **config}, scratch / "config.json")
 
 
 def _write_timm(model: nn.Module, path: Path) -> None:
