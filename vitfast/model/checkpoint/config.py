@@ -89,7 +89,12 @@ def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
     a model that computes something else.
     """
     if config.get("library") == "vitfast":
-        return _ours(config), []
+        refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, CONFIG, "use the vitfast that wrote it")
+        config = dict.fromkeys(_MAY_LACK) | config
+        if lacks := next((name for name in arguments.ARGUMENTS if name not in config), None):
+            raise InputError(f"config.json lacks {lacks}; copy the folder again")
+        told = {name: arguments.read(name, config[name], f"config.json: {name}") for name in arguments.ARGUMENTS}
+        return told | {name: config[name] for name in ("class_names",) if config.get(name) is not None}, []
     if _TIMM & config.keys():
         return timm.told(config, where)
     if "model_type" in config:
@@ -98,16 +103,6 @@ def read_json(config: dict, where: str = CONFIG) -> tuple[dict, list[str]]:
         says = "config.json says neither library (vitfast's), architecture (timm's) nor model_type (Hugging Face's)"
         raise InputError(f"{says}; mend or remove it")
     return {}, []
-
-
-def _ours(config: dict) -> dict:
-    """The arguments in a config.json of ours, which has them all."""
-    refuse_unknown(config, {*_OURS, *arguments.ARGUMENTS}, CONFIG, "use the vitfast that wrote it")
-    config = dict.fromkeys(_MAY_LACK) | config
-    if lacks := next((name for name in arguments.ARGUMENTS if name not in config), None):
-        raise InputError(f"config.json lacks {lacks}; copy the folder again")
-    told = {name: arguments.read(name, config[name], f"config.json: {name}") for name in arguments.ARGUMENTS}
-    return told | ({"class_names": config["class_names"]} if config.get("class_names") is not None else {})
 
 
 def _check_table(made: Checkpoint, told: dict, known: Mapping) -> None:
@@ -165,9 +160,15 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
     dim, chans, *patch = state["patch_embed.proj.weight"].shape
     root, hybrid = state.get("patch_embed.backbone.stem.conv.weight"), {}
     if root is not None:
-        chans, layers = root.shape[1], _units(state)
+        unit = re.compile(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.")
+        units = {found.groups() for found in map(unit.match, state) if found}
+        stages = [int(stage) for stage, _ in units]
+        chans, layers = root.shape[1], [stages.count(i) for i in range(1 + max(stages, default=0))]
         patch = [side * reduction(layers) for side in patch]
         hybrid = dict(backbone=shorthand(layers, root.shape[0] / ROOT, patch[0]))
+    kind = next((kind for name, kind in _TABLES.items() if name in state), "none")
+    if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim:  # tables of the whole width, which are added
+        kind = "factorized"
     tokens = {name: state[name].shape[1] for name in ("cls_token", "reg_token") if name in state}
     pre_logits, head = state.get("pre_logits.fc.weight"), state.get("head.weight")
     fc_norm = "fc_norm.weight" in state
@@ -190,27 +191,13 @@ def _from_shapes(state: dict[str, Tensor]) -> dict:
         init_values=1e-5 if "blocks.0.ls1.gamma" in state else None,
         class_token="cls_token" in tokens,
         reg_tokens=tokens.get("reg_token", 0),
-        pos_embed=_positions_kind(state, dim),
+        pos_embed=kind,
         num_classes=0 if head is None else head.shape[0],
         representation_size=None if pre_logits is None else pre_logits.shape[0],
         global_pool="map" if "attn_pool.latent" in state else pooled,
         fc_norm=fc_norm,
         **hybrid,
     )
-
-
-def _positions_kind(state: dict[str, Tensor], dim: int) -> str:
-    """The kind of the tables; those of columns and rows are added where each has the whole width."""
-    kind = next((kind for name, kind in _TABLES.items() if name in state), "none")
-    return "factorized" if kind == "learn2d" and state["pos_embed_x"].shape[-1] == dim else kind
-
-
-def _units(state: dict[str, Tensor]) -> list[int]:
-    """How many units each stage of a hybrid's ResNet has."""
-    pattern = r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\."
-    found = {(int(m[1]), int(m[2])) for k in state if (m := re.match(pattern, k))}
-    stages = [stage for stage, _ in found]
-    return [stages.count(i) for i in range(1 + max(stages, default=0))]
 
 
 def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where: str) -> dict:
@@ -229,8 +216,8 @@ def _positions(state: dict[str, Tensor], config: dict, told: dict, asked, where:
     patches = {False: length - prefix, True: length}  # how many, by no_embed_class
     if "no_embed_class" in config:
         patches = {config["no_embed_class"]: patches[config["no_embed_class"]]}
-    sides = [_square(n) for n in patches.values()]
-    squares = [(side * patch[0], side * patch[1]) for side in sides if side]
+    sides = [math.isqrt(n) for n in patches.values() if n > 0 and math.isqrt(n) ** 2 == n]
+    squares = [(side * patch[0], side * patch[1]) for side in sides]
     for size in filter(None, (own,) if own else (meant, *squares, asked)):
         grid = size[0] // patch[0], size[1] // patch[1]
         no_embed = next((no_embed for no_embed, n in patches.items() if n == grid[0] * grid[1]), None)
@@ -258,9 +245,3 @@ def _preset_heads(config: dict) -> int:
         return (alike or found)[0]["num_heads"]
     no_preset = f"no preset has embed_dim={dim}, depth={depth}"
     raise InputError(f"nothing here says how many heads there are, and {no_preset}; pass num_heads=")
-
-
-def _square(n: int) -> int | None:
-    """The side of a square grid of n patches, None where n is no square."""
-    side = math.isqrt(n) if n > 0 else 0
-    return side if side and side * side == n else None

@@ -290,9 +290,11 @@ def to_timm_names(content: dict) -> Checkpoint:
             raise InputError(f"a {form.name} file with {key} of shape {shape}, expected {rank} axes; export it again")
     if not any(key.startswith(("norm.", "fc_norm.")) for key in state):
         raise InputError("a ViT without a norm after its last block is not supported yet")
-    if "register_tokens" in state:
-        facts["no_embed_class"] = True
-        _fold_class_position(state)
+    if "register_tokens" in state:  # DINOv2's, which have no positions: the class token's is added to it
+        facts["no_embed_class"], state["reg_token"] = True, state.pop("register_tokens")
+        if "cls_token" in state and "pos_embed" in state:
+            state["cls_token"] = state["cls_token"] + state["pos_embed"][:, :1]
+            state["pos_embed"] = state["pos_embed"][:, 1:]
     state = {k: v.contiguous() for k, v in state.items()}
     notes = [facts.pop("note")] if "note" in facts else []
     notes += [f"left out, as the ViT has no place for them: {_first(left_out)}"] if left_out else []
@@ -320,14 +322,6 @@ def _first(names: list[str]) -> str:
     """Three of these names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
-
-
-def _fold_class_position(state: State) -> None:
-    """Adds the class token's position to it and keeps the patches' alone: DINOv2's registers have none."""
-    state["reg_token"] = state.pop("register_tokens")
-    if "cls_token" in state and "pos_embed" in state:
-        state["cls_token"] = state["cls_token"] + state["pos_embed"][:, :1]
-        state["pos_embed"] = state["pos_embed"][:, 1:]
 
 
 def differences(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:

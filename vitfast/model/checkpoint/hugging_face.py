@@ -1,13 +1,17 @@
-"""transformers' JSON files, of the models that compute what our ViT does."""
+"""transformers' JSON of the models that compute what our ViT does; and a ViT in its files."""
 
 import math
+
+import torch
 
 from ...errors import InputError
 from .. import config as arguments
 from ..checks import flag, shown
-from ..config import POSITIVE, RATE
+from ..config import POSITIVE, RATE, ROPES
 from ..presets import pair
+from . import names
 from .json_fields import CONFIG, OF_TEXT, read, read_fields, refuse_unknown, section
+from .names import State, join, rename, split, to_theirs
 
 # transformers' defaults for fields left out, which differ from those of the tensors' format.
 _DEFAULTS, _DINOV3 = dict(num_attention_heads=12, image_size=224), dict(num_attention_heads=6, rope_theta=100.0)
@@ -107,22 +111,16 @@ def told(config: dict) -> tuple[dict, list[str]]:
         found["mlp_ratio"] = read(config, "mlp_ratio", checks["mlp_ratio"])
         if found.get("swiglu_mlp"):  # its own width, and its own activation
             found |= dict(act_layer="silu", mlp_ratio=None)
-    if kind.startswith("siglip2"):
-        found["img_size"] = _own_size(config, where)
+    if kind.startswith("siglip2"):  # the size at which it takes its positions as they are
+        count = read(config, "num_patches", arguments.SIDE, where) or 256
+        patch, side = pair(read(config, "patch_size", arguments.SIZE, where) or 16), math.isqrt(count)
+        found["img_size"] = (side * patch[0], side * patch[1]) if side * side == count else None
     notes += [
         f"{field}={config[field]} is not taken over, the ViT changes no positions in training"
         for field in AUGMENTED
         if config.get(field) is not None
     ]
     return {k: v for k, v in found.items() if v is not None} | dict(form=form), notes
-
-
-def _own_size(config: dict, where: str) -> tuple[int, int] | None:
-    """The image size at which SigLIP 2 takes its positions as they are; None where nothing says it."""
-    count = read(config, "num_patches", arguments.SIDE, where) or 256
-    patch = pair(read(config, "patch_size", arguments.SIZE, where) or 16)
-    side = math.isqrt(count)
-    return (side * patch[0], side * patch[1]) if side * side == count else None
 
 
 def statistics(pixels: dict) -> dict:
@@ -134,7 +132,11 @@ def statistics(pixels: dict) -> dict:
     rescale = read(pixels, "do_rescale", flag, file) is not False
     factor = read(pixels, "rescale_factor", POSITIVE, file) if rescale else 1.0
     scale = 1.0 if factor is None or abs(factor * 255 - 1) < 1e-6 else factor * 255  # of what is normalised to 0..1
-    return {name: _divided(value, scale) for name, value in dict(mean=mean, std=std).items()}
+
+    def divided(value):
+        return tuple(map(divided, value)) if isinstance(value, tuple) else value and value / scale
+
+    return dict(mean=divided(mean), std=divided(std))
 
 
 _BY_EDGE = ("Bit", "CLIP")  # processors that keep the aspect and cut, unless they say otherwise
@@ -193,5 +195,92 @@ def processor(size: tuple[int, int], crop_mode: str, crop_pct: float) -> dict:
     return dict(image_processor_type="BitImageProcessor", do_resize=True, size=edges, **cut)
 
 
-def _divided(value: float | tuple[float, ...] | None, scale: float) -> float | tuple[float, ...] | None:
-    return tuple(v / scale for v in value) if isinstance(value, tuple) else value and value / scale
+# ---- written
+
+# Fields of config.json that all families have.
+SHARED = "hidden_size num_hidden_layers num_attention_heads layer_norm_eps patch_size num_channels".split()
+
+
+def family(config: dict) -> str:
+    """Which of transformers' models has these arguments, if any has; the writers say what each lacks."""
+    if config["rope"] == "dinov3":
+        return "dinov3"
+    return "clip" if config["pre_norm"] else "siglip" if config["global_pool"] == "map" else "vit"
+
+
+def converted(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """The tensors and the content of config.json."""
+    size, act = pair(config["img_size"]), "silu" if config["swiglu_mlp"] else config["act_layer"]
+    content = {name: config[FIELDS[name]] for name in SHARED}
+    content |= dict(
+        intermediate_size=state["blocks.0.mlp.fc2.weight"].shape[1],
+        hidden_act=next(name for name, ours in ACTIVATIONS.items() if ours == act),
+        image_size=size[0] if size[0] == size[1] else size,
+        dtype=str(state["patch_embed.proj.weight"].dtype).removeprefix("torch."),
+    )
+    made, more = _FAMILIES[family(config)](split(state, ".attn.qkv.", names.QKV), config, class_names)
+    return made, content | more
+
+
+def _vit(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """ViTForImageClassification, without head ViTModel (no prefix)."""
+    classes = config["num_classes"]
+    name = "ViTForImageClassification" if classes else "ViTModel"
+    content = dict(architectures=[name], model_type="vit", qkv_bias=config["qkv_bias"])
+    state = rename(state, to_theirs(names.HUGGING_FACE))
+    if classes:
+        labels = dict(enumerate(class_names or [f"LABEL_{i}" for i in range(classes)]))
+        content |= dict(id2label=labels, label2id={name: i for i, name in labels.items()})
+        state = {key if key.startswith("classifier.") else f"vit.{key}": value for key, value in state.items()}
+    return state, content
+
+
+def _dinov3(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """DINOv3ViTModel; a bias of keys stays one."""
+    width, bias = config["embed_dim"], config["qkv_bias"]
+    content = dict(
+        architectures=["DINOv3ViTModel"],
+        model_type="dinov3_vit",
+        use_gated_mlp=config["swiglu_mlp"],
+        num_register_tokens=config["reg_tokens"],
+        rope_theta=config["rope_temperature"] or ROPES["dinov3"],
+        mlp_bias=config["proj_bias"],
+        proj_bias=config["proj_bias"],
+        layerscale_value=config["init_values"],
+        pos_embed_rescale=None,  # nothing moves in training, as in the ViT
+    )
+    content |= {f"{name}_bias": bias for name in ("query", "key", "value")}
+    gated = split(state, ".mlp.fc1.", names.GATE) if config["swiglu_mlp"] else state
+    made = rename(gated, to_theirs((*names.HUGGING_FACE_DINOV3, names.UNGATED)))
+    token = state["cls_token"]
+    empty = {} if config["reg_tokens"] else {"embeddings.register_tokens": token.new_empty(1, 0, width)}
+    return made | {"embeddings.mask_token": torch.zeros_like(token)} | empty, content
+
+
+def _clip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """CLIPVisionModelWithProjection, without head CLIPVisionModel."""
+    classes = config["num_classes"]
+    if classes and state.pop("head.bias").any():
+        raise InputError("CLIP's projection has no bias, this head has one; --num-classes 0 leaves it out")
+    name = "CLIPVisionModelWithProjection" if classes else "CLIPVisionModel"
+    content = dict(architectures=[name], model_type="clip_vision_model")
+    content |= dict(projection_dim=classes) if classes else {}
+    return _tower(state), content
+
+
+def _siglip(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """SiglipVisionModel; the MAP head's query, keys and values in one."""
+    made = join(_tower(state), ".head.attention.in_proj_", (".head.attention.q.", ".head.attention.kv."))
+    return made, dict(architectures=["SiglipVisionModel"], model_type="siglip_vision_model")
+
+
+def _tower(state: State) -> State:
+    """A tower of CLIP or SigLIP, with the prefix of the released files, which every version reads."""
+    made = rename(state, to_theirs(names.HUGGING_FACE_TOWER))
+    for key in ("embeddings.position_embedding.weight", "embeddings.class_embedding"):
+        if key in made:
+            made[key] = made[key].flatten(0, -2) if "position" in key else made[key].flatten()
+    return {key if key.startswith("visual_") else f"vision_model.{key}": value for key, value in made.items()}
+
+
+_FAMILIES = {"vit": _vit, "dinov3": _dinov3, "clip": _clip, "siglip": _siglip}

@@ -31,7 +31,10 @@ def prepare_tower(source: State) -> tuple[State, dict]:
     state = _as_batches(state, "embeddings.position_embedding.weight", "embeddings.class_embedding")
     patch = state.get("embeddings.patch_embedding.weight")
     if patch is not None and patch.dim() == 2:  # SigLIP 2 for images of any aspect: patches with their channels last
-        state["embeddings.patch_embedding.weight"] = _convolution(patch)
+        side = math.isqrt(patch.shape[1] // 3)
+        if 3 * side * side != patch.shape[1]:
+            raise InputError(f"a projection of {patch.shape[1]} numbers is of no square patches of 3 channels")
+        state["embeddings.patch_embedding.weight"] = patch.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
         facts["note"] = "positions are SigLIP 2's at its own square size alone: elsewhere it resizes them otherwise"
     state = split(state, "head.attention.in_proj_", {"head.attention.q.": 1, "head.attention.kv.": 2})
     if "classifier.weight" in state:
@@ -53,14 +56,6 @@ def _with_bias(state: State, key: str) -> State:
     if key not in state:
         return state
     return state | {key.replace("weight", "bias"): state[key].new_zeros(len(state[key]))}
-
-
-def _convolution(weight: torch.Tensor) -> torch.Tensor:
-    """A linear layer on flat patches, rows, columns, channels -> the convolution (D, 3, P, P)."""
-    side = math.isqrt(weight.shape[1] // 3)
-    if 3 * side * side != weight.shape[1]:
-        raise InputError(f"a projection of {weight.shape[1]} numbers is of no square patches of 3 channels")
-    return weight.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
 
 
 def prepare_openai(source: State) -> tuple[State, dict]:

@@ -16,7 +16,7 @@ from ...run.files import staged
 from ...version import __version__
 from .. import config as arguments
 from ..presets import pair
-from . import google, hugging_face, to_hugging_face
+from . import google, hugging_face
 from .files import READERS, make_folder, target
 from .formats import differences
 from .names import TORCHVISION, State, rename, to_theirs
@@ -45,7 +45,7 @@ TIMM_ARGS = (
 _CLASSIC = "vit clip siglip npz torchvision"  # as the paper has it, but for the norm of the towers
 _EVERY = f"timm dinov3 {_CLASSIC}"  # but our own
 # What a format may have no place for: how the error calls it, whether a model (its configuration) has it, and the
-# formats without it, of Hugging Face's the families (see to_hugging_face.family).
+# formats without it, of Hugging Face's the families (see hugging_face.family).
 HEAD, NO_HEAD = "a head", "a model without head"
 PRE_LOGITS = "the hidden layer of a pre-training head (pre_logits)"
 FEATURES: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] = (
@@ -219,7 +219,7 @@ def _write_timm(model: nn.Module, path: Path) -> None:
 def _write_hugging_face(model: nn.Module, path: Path) -> None:
     """A folder for the from_pretrained of transformers' class."""
     config = arguments.checked(model.config)
-    state, content = to_hugging_face.converted(tensors(model), config, model.class_names)
+    state, content = hugging_face.converted(tensors(model), config, model.class_names)
     pixels = dict(
         **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
         resample=3,  # bicubic
@@ -242,22 +242,21 @@ def _write_google(model: nn.Module, path: Path) -> None:
     np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
 
 
-def _write_torchvision(model: nn.Module, path: Path) -> None:
-    _write_tensors(rename(tensors(model), to_theirs(TORCHVISION)), path)
-
-
 # Of each format the suffixes of the file it writes, "" for a folder, and what writes the files: (model, path) -> None.
 WRITERS: dict[str, tuple[tuple[str, ...], Callable[[nn.Module, Path], None]]] = {
     "vitfast": (("",), save),
     "timm": (("", ".safetensors", ".pth"), _write_timm),
     "huggingface": (("",), _write_hugging_face),
     "npz": ((".npz",), _write_google),
-    "torchvision": ((".safetensors", ".pth"), _write_torchvision),
+    "torchvision": (
+        (".safetensors", ".pth"),
+        lambda model, path: _write_tensors(rename(tensors(model), to_theirs(TORCHVISION)), path),
+    ),
 }
 
 
 def lacks(form: str, config: dict) -> dict[str, bool]:
     """All that a format has no place for, and whether a model with this configuration has it."""
-    name = to_hugging_face.family(config) if form == "huggingface" else form
+    name = hugging_face.family(config) if form == "huggingface" else form
     given = SimpleNamespace(**config)
     return {text: bool(has(given)) for text, has, without in FEATURES if name in without.split()}
