@@ -51,21 +51,6 @@ class Data:
         """Whether an image has any number of classes: labels are zeros and ones (B, K)."""
         return self.train.multi_label
 
-    def _loaded(self, samples: Samples, keys: Iterable[list[tuple]], together: Callable) -> Iterator[Batch]:
-        """The batch of each list of keys. Raises the InputError that `collate` gives in place of one."""
-        loader = DataLoader(
-            samples,
-            batch_sampler=keys,
-            collate_fn=partial(collate, together=together),
-            pin_memory=self.device.type == "cuda",
-            num_workers=self.workers,
-            prefetch_factor=PREFETCH if self.workers else None,
-        )
-        for batch in loader:
-            if isinstance(batch, InputError):
-                raise batch
-            yield batch
-
     def train_batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of training steps `start` to `stop`; of many sizes, from where `progress` is."""
         if isinstance(self.train, Shards):
@@ -78,16 +63,16 @@ class Data:
         config, samples = self.config, Samples(self.train, self.train_transform, self.config.seed)
         if self.packing is not None:
             keys = StepKeys(len(self.train), self.packing, config, stop - start, self.progress, self.ranks)
-            for batch in self._loaded(samples, keys, self.packing.pack):
+            for batch in loaded(samples, keys, self.packing.pack, self.workers, self.device):
                 self.progress = keys.after.popleft()
                 yield batch
             return
         keys = stream_keys(len(self.train), config.batch_size, config.seed, start, stop, self.ranks)
         if config.decode == "device":
             samples.source = jpeg.EncodedFiles(self.train, range(len(self.train)))
-            yield from jpeg.batches(self._loaded(samples, keys, tuple), self.img_size, self.device)
+            yield from jpeg.batches(loaded(samples, keys, tuple, self.workers, self.device), self.img_size, self.device)
         else:
-            yield from self._loaded(samples, keys, stack)
+            yield from loaded(samples, keys, stack, self.workers, self.device)
 
     @property
     def images_per_step(self) -> float:
@@ -129,7 +114,7 @@ class Data:
         mine = [(0, i) for i in range(self.ranks.rank, len(source), self.ranks.world)]
         mine += [(PADDING, 0)] * (-(-len(source) // self.ranks.world) - len(mine))
         keys = [mine[first : first + size] for first in range(0, len(mine), size)]
-        yield from self._loaded(Samples(source, self.eval_transform, None, blank), keys, together)
+        yield from loaded(Samples(source, self.eval_transform, None, blank), keys, together, self.workers, self.device)
 
     def left_out(self, messages: list[str]) -> int:
         """How many images these messages are of.
@@ -150,6 +135,24 @@ class Data:
         if unreadable > limit:
             many = f"{unreadable} images of {self.config.data!r} could not be read"
             raise InputError(f"{many}, more than max_unreadable {limit}{first}")
+
+
+def loaded(
+    samples: Samples, keys: Iterable[list[tuple]], together: Callable, workers: int, device: torch.device
+) -> Iterator[Batch]:
+    """The batch of each list of keys. Raises the InputError that `collate` gives in place of one."""
+    loader = DataLoader(
+        samples,
+        batch_sampler=keys,
+        collate_fn=partial(collate, together=together),
+        pin_memory=device.type == "cuda",
+        num_workers=workers,
+        prefetch_factor=PREFETCH if workers else None,
+    )
+    for batch in loader:
+        if isinstance(batch, InputError):
+            raise batch
+        yield batch
 
 
 def open_data(

@@ -57,13 +57,13 @@ class Samples(Dataset):
 
     def _read(self, index: int):
         """The sample at `index`, or the next readable one in training."""
+        if self.seed is None:
+            return *self.source[index], []
         unreadable = []
         for offset in range(REPLACEMENTS):
             try:
                 return *self.source[(index + offset) % len(self.source)], unreadable
             except Unreadable as error:
-                if self.seed is None:
-                    raise
                 unreadable.append(str(error))
         raise InputError(f"{REPLACEMENTS} images in a row cannot be read, the first: {unreadable[0]}")
 

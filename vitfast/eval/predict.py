@@ -5,18 +5,20 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from ..data.images import printable, read_rgb
+from ..data.loader import loaded
 from ..data.packing import NATIVE_AT_ONCE, Native
-from ..data.samples import ONE, stack
+from ..data.samples import ONE, PADDING, Samples, stack
+from ..data.sources import Source
 from ..data.transforms import transforms
-from ..data.workers import PREFETCH, loader_processes
+from ..data.workers import loader_processes
 from ..errors import InputError
 from ..model.baselines import sizes
 from ..model.checkpoint.files import locate
@@ -28,25 +30,14 @@ from .accuracy import check_sizes, cut_as_told, logits_of
 FORMULA, NUMBER = re.compile(r"[=+\-@\t\r\n]"), re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
 
 
-class Batches(Dataset):
-    """The paths of a batch -> (each with why it cannot be read or "", the images of the others or None).
+class Files(Source):
+    """Image files without labels, by their paths."""
 
-    together: makes a batch of what the transform makes of images.
-    """
+    def __init__(self, min_size: tuple[int, int]):
+        self.min_size = min_size
 
-    def __init__(self, transform: Callable, min_size: tuple[int, int], together: Callable):
-        self.transform, self.min_size, self.together = transform, min_size, together
-
-    def __getitem__(self, paths: list[str]) -> tuple[list[tuple[str, str]], Tensor | list[PackedImages] | None]:
-        errors, images = [], []
-        for path in paths:
-            error = ""
-            try:
-                images.append(self.transform(read_rgb(path, printable(path), self.min_size)))
-            except InputError as unreadable:
-                error = str(unreadable)
-            errors.append((path, error))
-        return errors, self.together(images) if images else None
+    def __getitem__(self, path: str):
+        return read_rgb(path, printable(path), self.min_size), 0
 
 
 @torch.inference_mode()
@@ -108,28 +99,22 @@ def _records(
     device, (img_size, patch_size) = next(model.parameters()).device, sizes(model)
     dtype, native = autocast_dtype(config.amp, device), Native.of(config, img_size, patch_size)
     if native is None:
-        size, held = config.eval_batch_size, None
-        dataset = Batches(transforms(config, img_size)[1], patch_size, stack)
+        size, held, transform = config.eval_batch_size, None, transforms(config, img_size)[1]
+        source, together = Files(patch_size), stack
     else:
-        size, held = NATIVE_AT_ONCE, native.batch_bytes
-        dataset = Batches(native.transform, (1, 1), native.pack)
+        size, held, transform = NATIVE_AT_ONCE, native.batch_bytes, native.transform
+        source, together = Files((1, 1)), native.pack
+    samples = Samples(source, transform, None, blank=(np.zeros((3, *img_size), np.uint8), PADDING))
     first = list(itertools.islice(paths, size))
     # A single batch needs no processes.
     workers = loader_processes(config, img_size, size, ONE, held) if len(first) == size else 0
-    paths = itertools.chain(first, paths)
-    loader = DataLoader(
-        dataset,
-        batch_size=None,  # an index is a whole batch
-        sampler=iter(lambda: list(itertools.islice(paths, size)), []),
-        num_workers=workers,
-        prefetch_factor=PREFETCH if workers else None,
-        pin_memory=device.type == "cuda",
-    )
-    for errors, images in loader:
-        found = iter(()) if images is None else zip(*best_classes(model, images, dtype, count, sigmoid))
-        for path, error in errors:
-            classes, probabilities = ((), ()) if error else next(found)
-            if not all(map(math.isfinite, probabilities)):
+    paths, read = itertools.tee(itertools.chain(first, paths))
+    keys = iter(lambda: [(0, path) for path in itertools.islice(read, size)], [])
+    for images, labels, unreadable in loaded(samples, keys, together, workers, device):
+        found, reasons = zip(*best_classes(model, images, dtype, count, sigmoid)), iter(unreadable)
+        for path, label, (classes, probabilities) in zip(itertools.islice(paths, len(labels)), labels.tolist(), found):
+            error = next(reasons) if label == PADDING else ""
+            if not error and not all(map(math.isfinite, probabilities)):
                 error = f"{path}: the model's output is not a number in amp={config.amp}"
             if error:
                 yield dict(image=path, error=error)
