@@ -42,62 +42,8 @@ TIMM_ARGS = (
     "dynamic_img_size", "act_layer", "pre_norm", "qk_norm", "scale_mlp_norm",
 )  # fmt: skip
 
-_CLASSIC = "vit clip siglip npz torchvision"  # as the paper has it, but for the norm of the towers
-_EVERY = f"timm dinov3 {_CLASSIC}"  # but our own
-# What a format may have no place for: how the error calls it, whether a model (its configuration) has it, and the
-# formats without it, of Hugging Face's the families (see hugging_face.family).
 HEAD, NO_HEAD = "a head", "a model without head"
 PRE_LOGITS = "the hidden layer of a pre-training head (pre_logits)"
-FEATURES: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] = (
-    ("register tokens", lambda c: c.reg_tokens > 0, _CLASSIC),
-    ("LayerScale", lambda c: bool(c.init_values), _CLASSIC),
-    ("a model without class token", lambda c: not c.class_token, "vit clip dinov3 torchvision"),
-    (
-        "positions for patches alone (no_embed_class)",
-        lambda c: c.class_token and c.no_embed_class,
-        "vit clip torchvision",
-    ),
-    ("a model without positions", lambda c: c.pos_embed in ("none", ""), _CLASSIC),
-    ("rotary positions (rope)", lambda c: c.rope is not None, f"timm {_CLASSIC}"),
-    ("a position table beside rotary positions (pos_embed)", lambda c: c.pos_embed not in ("none", ""), "dinov3"),
-    ("a model without LayerScale (init_values)", lambda c: not c.init_values, "dinov3"),
-    ("a gated MLP (swiglu_mlp)", lambda c: c.swiglu_mlp, _CLASSIC),
-    ("a gated MLP and a MAP head", lambda c: c.swiglu_mlp and c.global_pool == "map", "timm"),
-    ("a norm before the blocks (pre_norm)", lambda c: c.pre_norm, "vit dinov3 siglip npz torchvision"),
-    ("norms of queries and keys (qk_norm)", lambda c: c.qk_norm, f"dinov3 {_CLASSIC}"),
-    ("a norm in the MLP (scale_mlp_norm)", lambda c: c.scale_mlp_norm, f"dinov3 {_CLASSIC}"),
-    ("RMSNorm (norm_layer)", lambda c: c.norm_layer != "layernorm", f"dinov3 {_CLASSIC}"),
-    (
-        "another activation than GELU (act_layer)",
-        lambda c: not c.swiglu_mlp and c.act_layer not in ("gelu", "gelu_tanh"),
-        "npz torchvision",
-    ),
-    ("a MAP head (global_pool)", lambda c: c.global_pool == "map", "dinov3 clip npz"),
-    (HEAD, lambda c: c.num_classes > 0, "dinov3 siglip"),
-    ("prefix tokens (class_token, reg_tokens)", lambda c: c.class_token or c.reg_tokens > 0, "siglip"),
-    (
-        "other positions than one table at the stem",
-        lambda c: c.pos_embed in ("learn2d", "factorized", "relative") or c.pos_embed_at != "stem",
-        _EVERY,
-    ),
-    ("the ResNet of a hybrid", lambda c: c.backbone is not None, _EVERY),
-    ("a norm after pooling (fc_norm)", lambda c: bool(c.fc_norm), f"dinov3 {_CLASSIC}"),
-    (PRE_LOGITS, lambda c: bool(c.representation_size), "timm vit dinov3 clip siglip"),
-    ("qkv without bias", lambda c: not c.qkv_bias, "clip siglip npz torchvision"),
-    ("linear layers without bias (proj_bias)", lambda c: not c.proj_bias, _CLASSIC),
-    (
-        "another pooling than the class token",
-        lambda c: c.num_classes > 0 and c.global_pool != "token",
-        "vit clip torchvision",
-    ),
-    (NO_HEAD, lambda c: c.num_classes == 0, "torchvision"),
-    (
-        "images or patches that are no squares",
-        lambda c: any(h != w for h, w in (pair(c.img_size), pair(c.patch_size))),
-        "clip siglip torchvision",
-    ),
-    ("other than 3 channels", lambda c: c.in_chans != 3, "torchvision"),
-)
 
 
 def tensors(model) -> State:
@@ -257,6 +203,40 @@ WRITERS: dict[str, tuple[tuple[str, ...], Callable[[nn.Module, Path], None]]] = 
 
 def lacks(form: str, config: dict) -> dict[str, bool]:
     """All that a format has no place for, and whether a model with this configuration has it."""
+    c, classic = SimpleNamespace(**config), "vit clip siglip npz torchvision"  # as the paper has it, but for its norms
+    (height, width), (p, q) = pair(c.img_size), pair(c.patch_size)
+    table, gelu = c.pos_embed not in ("none", ""), c.act_layer in ("gelu", "gelu_tanh")
+    other_tables = c.pos_embed in ("learn2d", "factorized", "relative") or c.pos_embed_at != "stem"
+    # Its name in the error, whether the model has it, the formats without it: Hugging Face's are families.
+    features = (
+        ("register tokens", c.reg_tokens > 0, classic),
+        ("LayerScale", c.init_values, classic),
+        ("a model without class token", not c.class_token, "vit clip dinov3 torchvision"),
+        ("positions for patches alone (no_embed_class)", c.class_token and c.no_embed_class, "vit clip torchvision"),
+        ("a model without positions", not table, classic),
+        ("rotary positions (rope)", c.rope is not None, f"timm {classic}"),
+        ("a position table beside rotary positions (pos_embed)", table, "dinov3"),
+        ("a model without LayerScale (init_values)", not c.init_values, "dinov3"),
+        ("a gated MLP (swiglu_mlp)", c.swiglu_mlp, classic),
+        ("a gated MLP and a MAP head", c.swiglu_mlp and c.global_pool == "map", "timm"),
+        ("a norm before the blocks (pre_norm)", c.pre_norm, "vit dinov3 siglip npz torchvision"),
+        ("norms of queries and keys (qk_norm)", c.qk_norm, f"dinov3 {classic}"),
+        ("a norm in the MLP (scale_mlp_norm)", c.scale_mlp_norm, f"dinov3 {classic}"),
+        ("RMSNorm (norm_layer)", c.norm_layer != "layernorm", f"dinov3 {classic}"),
+        ("another activation than GELU (act_layer)", not c.swiglu_mlp and not gelu, "npz torchvision"),
+        ("a MAP head (global_pool)", c.global_pool == "map", "dinov3 clip npz"),
+        (HEAD, c.num_classes > 0, "dinov3 siglip"),
+        ("prefix tokens (class_token, reg_tokens)", c.class_token or c.reg_tokens > 0, "siglip"),
+        ("other positions than one table at the stem", other_tables, f"timm dinov3 {classic}"),
+        ("the ResNet of a hybrid", c.backbone is not None, f"timm dinov3 {classic}"),
+        ("a norm after pooling (fc_norm)", c.fc_norm, f"dinov3 {classic}"),
+        (PRE_LOGITS, c.representation_size, "timm vit dinov3 clip siglip"),
+        ("qkv without bias", not c.qkv_bias, "clip siglip npz torchvision"),
+        ("linear layers without bias (proj_bias)", not c.proj_bias, classic),
+        ("another pooling than the class token", c.num_classes and c.global_pool != "token", "vit clip torchvision"),
+        (NO_HEAD, c.num_classes == 0, "torchvision"),
+        ("images or patches that are no squares", height != width or p != q, "clip siglip torchvision"),
+        ("other than 3 channels", c.in_chans != 3, "torchvision"),
+    )
     name = hugging_face.family(config) if form == "huggingface" else form
-    given = SimpleNamespace(**config)
-    return {text: bool(has(given)) for text, has, without in FEATURES if name in without.split()}
+    return {text: bool(has) for text, has, without in features if name in without.split()}
