@@ -85,14 +85,7 @@ def _made(cls, found: Checkpoint, overrides: dict):
         found.config |= dict(num_classes=0, representation_size=None, class_names=None)
     else:
         _check_head(found)
-    _check_architecture(cls, found, changes)
-    with torch.device("meta"):
-        try:
-            model = cls(**{**found.config, **changes})
-        except TypeError as error:
-            raise InputError(f"{cls.__name__} must take the arguments of ViT ({error})") from error
-    if wrong := differences(model.state_dict(), found.state):
-        raise InputError(f"{found}; expected the tensors of a ViT like it; {wrong}")
+    model = _sketched(cls, found, changes)
     model.to_empty(device=torch.get_default_device())
     model.load_state_dict(found.state)
     if "img_size" in overrides and pair(overrides["img_size"]) != model.patch_embed.img_size:
@@ -101,6 +94,31 @@ def _made(cls, found: Checkpoint, overrides: dict):
         model.reset_classifier(classes)
     if "class_names" in overrides:
         model.class_names = overrides["class_names"]
+    return model
+
+
+def _sketched(cls, found: Checkpoint, changes: dict):
+    """The model without memory. Raises InputError where it has other tensors than were found."""
+    config = found.config
+    if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
+        reads = f"its patch projection reads in_chans={config['in_chans']} channels"
+        raise InputError(f"{found}; {reads}, expected in_chans={changes['in_chans']}")
+    wrong = disagreeing(changes, config)
+    one_head = {"num_heads": 1} if wrong else {}  # any head count has these tensors, and one always divides the width
+    try:
+        with torch.device("meta"):
+            model = cls(**{**config, **changes, **one_head})
+        why = differences(model.state_dict(), found.state)
+    except TypeError as error:
+        raise InputError(f"{cls.__name__} must take the arguments of ViT ({error})") from error
+    except InputError as error:
+        if not wrong:
+            raise
+        why = str(error)
+    if wrong or why:
+        expected = ", ".join(f"{k}={changes[k]}, not {config.get(k)}" for k in wrong)
+        expected = expected or "the tensors of a ViT like it"
+        raise InputError(f"{found}; expected {expected}; {why or 'leave out what differs'}")
     return model
 
 
@@ -138,22 +156,3 @@ def _check_head(found: Checkpoint) -> None:
     if "head.weight" in found.state and found.state["head.weight"].shape[1] == 2 * width:
         reads = "its head reads the class token beside the mean of the patches, the ViT's reads one of them"
         raise InputError(f"{found}; {reads}; {way_out}")
-
-
-def _check_architecture(cls, found: Checkpoint, changes: dict) -> None:
-    """Raises InputError for changes of what the tensors fix."""
-    config = found.config
-    if changes.get("in_chans", config["in_chans"]) != config["in_chans"]:
-        reads = f"its patch projection reads in_chans={config['in_chans']} channels"
-        raise InputError(f"{found}; {reads}, expected in_chans={changes['in_chans']}")
-    wrong = disagreeing(changes, config)
-    if not wrong:
-        return
-    try:
-        with torch.device("meta"):  # any head count has these tensors, and one always divides the width
-            expected = cls(**{**config, **changes, "num_heads": 1}).state_dict()
-        why = differences(expected, found.state)
-    except InputError as error:
-        why = str(error)
-    expected = ", ".join(f"{k}={changes[k]}, not {config.get(k)}" for k in wrong)
-    raise InputError(f"{found}; expected {expected}; {why or 'leave out what differs'}")
