@@ -114,18 +114,14 @@ NOT_YET = {
     r"^decoder\.(decoder_|mask_token)": "a masked autoencoder (ViTMAE)",
 }
 
-GATED_RENAMES: Renames = (  # of Facebook's and EVA's own files
-    (r"\.mlp\.w12\.", ".mlp.fc1."),
+_GAMMA = r"\.gamma_([12])$"
+TIMM_RENAMES: Renames = (  # of names that are timm's but for these
+    (_GAMMA, r".ls\1.gamma"),  # DeiT III's own files
+    (r"^(dist_token|storage_tokens)$", "reg_token"),
+    (r"\.mlp\.w12\.", ".mlp.fc1."),  # this and what follows: Facebook's and EVA's own files
     (r"\.mlp\.w1\.", ".mlp.fc1_g."),
     (r"\.mlp\.w2\.", ".mlp.fc1_x."),
     (r"\.mlp\.w3\.", ".mlp.fc2."),
-)
-
-_GAMMA = r"\.gamma_([12])$"
-TIMM_RENAMES: Renames = (
-    (_GAMMA, r".ls\1.gamma"),  # DeiT III's own files
-    (r"^dist_token$", "reg_token"),
-    *GATED_RENAMES,
     (r"\.mlp\.ffn_ln\.", ".mlp.norm."),
     (r"\.attn\.([qkv])_(proj\.)?(weight|bias)$", r".attn.\1.\3"),
 )
@@ -153,18 +149,17 @@ TORCHVISION_RENAMES: Renames = (
 _HUGGING_FACE = (HUGGING_FACE_RENAMES, r"^(mask_token$|pooler\.|decoder\.)")
 _ERF = dict(act_layer="gelu", norm_eps=1e-6)
 _ERF_1E_12 = dict(act_layer="gelu", norm_eps=1e-12)
-_GOOGLE = (google.RENAMES, NONE, dict(act_layer="gelu_tanh", norm_eps=1e-6) | HALF)
-
+_TANH = dict(act_layer="gelu_tanh", norm_eps=1e-6)
 _HEADS, _NUMBERS = ("num_heads",), ("num_heads", "act_layer", "norm_eps", "mean", "std")
-_CLIP, _SIGLIP = dict(act_layer="quick_gelu", norm_eps=1e-5) | CLIP, dict(act_layer="gelu_tanh", norm_eps=1e-6) | HALF
+_CLIP = dict(act_layer="quick_gelu", norm_eps=1e-5) | CLIP
 _DINOV3 = dict(act_layer="gelu", norm_eps=1e-5, rope="dinov3", dynamic_img_size=True) | IMAGENET
 _PIXELS = ("num_heads", "mean", "std")
 _TOWER, _PATCHES = (towers.TOWER_RENAMES, towers.BESIDE), r"(^|\.)embeddings\.patch_embedding\.weight$"
-_DISTILLATION = r"(^deit\.|^)embeddings\.distillation_token$"
+_DISTILLATION, _FLAX = r"(^deit\.|^)embeddings\.distillation_token$", r"(^|/)Transformer/encoderblock(_\d+)?/"
 
 # The first whose mark is found is it.
 FORMATS = (
-    Format("Google npz", r"(^|/)Transformer/encoderblock(_\d+)?/", *_GOOGLE, prepare=google.prepare),
+    Format("Google npz", _FLAX, google.RENAMES, NONE, _TANH | HALF, prepare=google.prepare),
     Format(
         "Hugging Face DINOv3",
         r"(^|\.)embeddings\.patch_embeddings\.weight$",
@@ -177,7 +172,7 @@ FORMATS = (
     Format(
         "Meta DINOv3",
         r"^(storage_tokens|rope_embed\.periods)$",
-        ((r"^storage_tokens$", "reg_token"), *GATED_RENAMES),
+        TIMM_RENAMES,
         r"^(mask_token$|rope_embed\.|local_cls_norm\.|cls_norm\.)",
         _DINOV3,
         _PIXELS,
@@ -191,7 +186,7 @@ FORMATS = (
         ("num_heads", "act_layer"),
         towers.prepare_tower,
     ),
-    Format("Hugging Face SigLIP", _PATCHES, *_TOWER, _SIGLIP, _HEADS, towers.prepare_tower),
+    Format("Hugging Face SigLIP", _PATCHES, *_TOWER, _TANH | HALF, _HEADS, towers.prepare_tower),
     Format(
         "OpenAI CLIP",
         r"^(visual\.)?class_embedding$",
@@ -206,7 +201,7 @@ FORMATS = (
     Format("Hugging Face ViT", r"(^|\.)embeddings\.patch_embeddings\.", *_HUGGING_FACE, _ERF_1E_12 | HALF, _NUMBERS),
     Format("torchvision", r"^encoder\.layers\.encoder_layer_\d+\.", TORCHVISION_RENAMES, NONE, _ERF | IMAGENET, _HEADS),
     Format(
-        "Facebook DINOv2", r"^(mask_token|register_tokens)$", GATED_RENAMES, r"^mask_token$", _ERF | IMAGENET, _HEADS
+        "Facebook DINOv2", r"^(mask_token|register_tokens)$", TIMM_RENAMES, r"^mask_token$", _ERF | IMAGENET, _HEADS
     ),
     Format(
         "timm",
