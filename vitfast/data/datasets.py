@@ -19,11 +19,10 @@ from .samples import mix_seed
 from .shards import SUFFIXES, Shards, local_shards, stream_files
 from .sources import Source, Subset, split
 
-ITERABLE = ("wds/", "hfids/", "tfds/")
-NAMED = ("torch/", "hfds/", *ITERABLE)
-EXAMPLES = dict(
-    zip(NAMED, ("torch/cifar10", "hfds/timm/mini-imagenet", "wds/DIR", "hfids/timm/mini-imagenet", "tfds/mnist"))
-)
+EXAMPLES = {"torch/": "torch/cifar10", "hfds/": "hfds/timm/mini-imagenet", "wds/": "wds/DIR"}
+EXAMPLES |= {"hfids/": "hfids/timm/mini-imagenet", "tfds/": "tfds/mnist"}
+NAMED = tuple(EXAMPLES)
+ITERABLE = NAMED[2:]
 
 
 class Digits(Source):
@@ -51,9 +50,9 @@ class Synthetic(Source):
     classes = [str(i) for i in range(1000)]
     transformed = True
 
-    def __init__(self, train: bool, img_size: tuple[int, int], chans: int = 3, pool: int = 64):
+    def __init__(self, train: bool, img_size: tuple[int, int]):
         generator = torch.Generator().manual_seed(int(train))
-        self.pixels = torch.randint(0, 256, (pool, chans, *img_size), dtype=torch.uint8, generator=generator).numpy()
+        self.pixels = torch.randint(0, 256, (64, 3, *img_size), dtype=torch.uint8, generator=generator).numpy()
         self.labels = [index * 7919 % len(self.classes) for index in range(8192 if train else 512)]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:

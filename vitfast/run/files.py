@@ -21,7 +21,7 @@ def staged(folder: Path, wanted: Path | None = None) -> Iterator[Path]:
     raises, nothing changes. An OSError names what was `wanted`, the folder unless given: a full disk's own names none.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
             yield Path(scratch)
             # In reverse, as path.data goes before path, which names it.
             written = sorted(filter(Path.is_file, Path(scratch).rglob("*")), reverse=True)

@@ -68,7 +68,13 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
         raise InputError(f"--images must be at least 1, got {count}")
     if not spec:
         raise InputError("no data given: --data takes a folder of images, 'digits', or a name such as torch/cifar10")
-    source = _folder(Path(spec)) if Path(spec).exists() else open_sources(spec, "", size, (1, 1), 1, 0)[1]
+    if Path(spec).is_dir():
+        files = list(image_files(spec))
+        source = ImageFiles(files, [0] * len(files), [], (1, 1))
+    elif Path(spec).exists():
+        raise InputError(f"--data {spec} is a file; give a folder of images")
+    else:
+        source = open_sources(spec, "", size, (1, 1), 1, 0)[1]
     if isinstance(source, Shards):
         other = "give a folder of images, 'digits', torch/... or hfds/..."
         raise InputError(f"--data {spec} is read in order only; {other}")
@@ -89,13 +95,6 @@ def read_images(spec: str, count: int, size: tuple[int, int], chans: int = 3) ->
         logger.warning("left out: %s", error)
     pixels = np.stack([np.asarray(image).reshape(*size, chans) for image in fitted])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), len(unreadable)
-
-
-def _folder(root: Path) -> ImageFiles:
-    if not root.is_dir():
-        raise InputError(f"--data {root} is a file; give a folder of images")
-    files = list(image_files(root))
-    return ImageFiles(files, [0] * len(files), [], (1, 1))
 
 
 def write_inspection(model: ViT, images: Tensor, output: str | Path, weights: str = "", data: str = "") -> Path:
