@@ -8,7 +8,7 @@ import torch
 from ..errors import InputError, unknown
 from .checkpoint import load_model, read
 from .checkpoint.files import COMPANIONS, INDEXES, SHARD, WEIGHTS, check_free, present, staged, target
-from .checkpoint.writers import HEAD, NO_HEAD, PRE_LOGITS, WRITERS, file_suffix, lacks, tensors
+from .checkpoint.writers import HEAD, NO_HEAD, PRE_LOGITS, WRITERS, file_suffix, lacks, tensors, write_as
 from .presets import pair
 from .vit import ViT
 
@@ -38,7 +38,7 @@ def write(model, path: str | Path, form: str, force: bool = False) -> list[str]:
         said = f"the format {form} has no place for {', '.join(lost)}; the format vitfast has"
         raise InputError(said + _new_head(model, lacking, lost))
     with staged(path, force) as scratch:
-        WRITERS[form][1](model, scratch)
+        write_as(model, form, scratch)
         written, notes = {file.name for file in scratch.parent.rglob("*")}, _read_back(model, scratch, form)
     for file in path.iterdir() if path.is_dir() else ():
         if file.name not in written and (file.name in _OF_CHECKPOINTS or SHARD.fullmatch(file.name)):

@@ -63,7 +63,10 @@ def file_suffix(path: Path) -> str:
 
 
 def _write_tensors(state: State, path: Path) -> None:
-    """A state dict as safetensors, or to a .pth as torch.save writes it (which `weights_only` reads)."""
+    """A state dict as safetensors; to a .npz, where bfloat16, which NumPy lacks, becomes float32; or to a .pth."""
+    if path.suffix == ".npz":
+        state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
+        return np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
     if path.suffix != ".pth":
         return write_safetensors(state, path, {"format": "pt"})
     try:
@@ -122,12 +125,8 @@ def save(model, folder: str | Path) -> None:
         _write_json({**made_by, **config}, scratch / "config.json")
 
 
-def _write_timm(model: nn.Module, path: Path) -> None:
-    """A bare state dict, or a folder for timm.create_model("local-dir:...") as timm's repositories are."""
-    state, config = tensors(model), arguments.checked(model.config)
-    if file_suffix(path):
-        return _write_tensors(state, path)
-    path.mkdir()
+def _timm(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """A repository as timm's are, for timm.create_model("local-dir:...")."""
     size = pair(config["img_size"])
     model_args = {name: config[name] for name in TIMM_ARGS} | {"pos_embed": "learn" if "pos_embed" in state else "none"}
     pretrained = dict(
@@ -157,15 +156,13 @@ def _write_timm(model: nn.Module, path: Path) -> None:
         num_features=config["embed_dim"],
         global_pool=config["global_pool"],
     )
-    content |= {"label_names": model.class_names} if model.class_names else {}
-    _write_json(content | dict(model_args=model_args, pretrained_cfg=pretrained), path / "config.json")
-    _write_tensors(state, path / "model.safetensors")
+    content |= {"label_names": class_names} if class_names else {}
+    return state, {"config.json": content | dict(model_args=model_args, pretrained_cfg=pretrained)}
 
 
-def _write_hugging_face(model: nn.Module, path: Path) -> None:
-    """A folder for the from_pretrained of transformers' class."""
-    config = arguments.checked(model.config)
-    state, content = hugging_face.converted(tensors(model), config, model.class_names)
+def _hugging_face(state: State, config: dict, class_names: tuple[str, ...] | None) -> tuple[State, dict]:
+    """A repository for the from_pretrained of transformers' class."""
+    state, content = hugging_face.converted(state, config, class_names)
     pixels = dict(
         **hugging_face.processor(pair(config["img_size"]), config["crop_mode"] or "center", config["crop_pct"] or 1.0),
         resample=3,  # bicubic
@@ -175,30 +172,31 @@ def _write_hugging_face(model: nn.Module, path: Path) -> None:
         image_mean=config["mean"],
         image_std=config["std"],
     )
-    path.mkdir()
-    _write_json(content, path / "config.json")
-    _write_json(pixels, path / "preprocessor_config.json")
-    _write_tensors(state, path / "model.safetensors")
+    return state, {"config.json": content, "preprocessor_config.json": pixels}
 
 
-def _write_google(model: nn.Module, path: Path) -> None:
-    """Google's npz. bfloat16, which NumPy lacks, becomes float32."""
-    state = google.written(tensors(model), model.config)
-    state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
-    np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
-
-
-# Of each format the suffixes of the file it writes, "" for a folder, and what writes the files: (model, path) -> None.
-WRITERS: dict[str, tuple[tuple[str, ...], Callable[[nn.Module, Path], None]]] = {
-    "vitfast": (("",), save),
-    "timm": (("", ".safetensors", ".pth"), _write_timm),
-    "huggingface": (("",), _write_hugging_face),
-    "npz": ((".npz",), _write_google),
-    "torchvision": (
-        (".safetensors", ".pth"),
-        lambda model, path: _write_tensors(rename(tensors(model), to_theirs(TORCHVISION)), path),
-    ),
+# Of each format the suffixes of the file it writes, "" for a folder, and its tensors and the content of its JSON files
+# out of the state dict, the configuration and the names of the classes.
+WRITERS: dict[str, tuple[tuple[str, ...], Callable | None]] = {
+    "vitfast": (("",), None),  # see save
+    "timm": (("", ".safetensors", ".pth"), _timm),
+    "huggingface": (("",), _hugging_face),
+    "npz": ((".npz",), lambda state, config, names: (google.written(state, config), {})),
+    "torchvision": ((".safetensors", ".pth"), lambda state, config, names: (rename(state, to_theirs(TORCHVISION)), {})),
 }
+
+
+def write_as(model: nn.Module, form: str, path: Path) -> None:
+    """Writes a model's file or folder in one of WRITERS."""
+    if form == "vitfast":
+        return save(model, path)
+    state, content = WRITERS[form][1](tensors(model), arguments.checked(model.config), model.class_names)
+    if file_suffix(path):
+        return _write_tensors(state, path)
+    path.mkdir()
+    for name, fields in content.items():
+        _write_json(fields, path / name)
+    _write_tensors(state, path / "model.safetensors")
 
 
 def lacks(form: str, config: dict) -> dict[str, bool]:
