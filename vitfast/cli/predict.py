@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from ..model.baselines import load_any
     from ..model.checkpoint.files import check_free
     from ..run.device import choose_device
-    from ..run.files import write_atomically
+    from ..run.files import staged
 
     output = vars(args).pop("output")  # no setting of a run
     suffix = ".json" if output is None and args.json else ".csv" if output is None else output.suffix
@@ -58,13 +58,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             write_csv(records, file, min(args.top_k, model.num_classes))
 
-    def save(temporary: Path) -> None:
-        with open(temporary, "w", newline="", **TEXT) as file:
-            write(file)
-
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(output, save)
+        with staged(output.parent, output) as scratch, open(scratch / output.name, "w", newline="", **TEXT) as file:
+            write(file)
     else:
         sys.stdout.reconfigure(**TEXT)
         try:
