@@ -15,7 +15,7 @@ SCRATCH = ".vitfast-"  # the beginning of the names of folders whose files are n
 
 @contextmanager
 def staged(folder: Path, wanted: Path | None = None) -> Iterator[Path]:
-    """A scratch folder in `folder`; what is written there moves to its place in `folder` when the block ends.
+    """A scratch folder in `folder`; its files move to their places there when the block ends.
 
     Each file is synced and replaces the one of its name atomically, and none does before all are whole: where the block
     raises, nothing changes. An OSError names what was `wanted`, the folder unless given: a full disk's own names none.

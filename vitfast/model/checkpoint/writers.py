@@ -63,7 +63,7 @@ def file_suffix(path: Path) -> str:
 
 
 def _write_tensors(state: State, path: Path) -> None:
-    """A state dict as safetensors; to a .npz, where bfloat16, which NumPy lacks, becomes float32; or to a .pth."""
+    """A state dict as safetensors, .pth, or .npz, where bfloat16 becomes float32: NumPy lacks it."""
     if path.suffix == ".npz":
         state = {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in state.items()}
         return np.savez(path, **{key: value.contiguous().numpy() for key, value in state.items()})
