@@ -138,7 +138,9 @@ DAMAGED = [
     (cut("checkpoints/last/config.json"), ""),
     (cut("checkpoints/last/model.safetensors"), ""),
     (lambda run: (run / "checkpoints/last/model.safetensors").unlink(), "No such file"),
-    (of_previous("state/state.json"), "state.json is of step 2, state.safetensors of 4"),
+    (of_previous("state/state.json"), "state.json is of step 2, state.safetensors of 4"),  # copied while it was written
+    (of_previous("model.safetensors"), "is not the model of step 4"),
+    (of_previous("state"), "is not the model of step 2"),
     (change_record(lambda record: []), ""),
     (change_record(lambda record: {}), "lacks 'step'"),
     (change_record(lambda record: record | dict(step="2")), "other types"),
@@ -274,8 +276,6 @@ GOES_ON = [
     (last_on_another_disk, "resumed from step 4", dict(save_every=1)),
     (run_on_another_disk, "resumed from step 4", {}),
     (copy_files_alone, "resumed from step 4", {}),
-    (of_previous("model.safetensors"), "resumed from step 4", {}),  # copied while the run wrote it
-    (of_previous("state"), "resumed from step 2", {}),
 ]
 
 

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -140,16 +141,28 @@ def read_record(checkpoint: Path) -> dict:
 
 
 def read_training_state(checkpoint: Path) -> dict:
-    """The names and values in a checkpoint's state/. InputError where it is not whole."""
+    """The names and values in a checkpoint's state/. InputError where it, or its model, is not whole."""
     record = read_record(checkpoint)
     try:
         with safe_open(checkpoint / "state" / "state.safetensors", "pt") as file:
             step, tensors = (file.metadata() or {}).get("step"), {name: file.get_tensor(name) for name in file.keys()}
+        same = _is_of(tensors, checkpoint / "model.safetensors")
     except (OSError, SafetensorError, ValueError) as error:
         raise unreadable(checkpoint, error) from None
     if step != str(record["step"]):  # copied while the run wrote it
         raise unreadable(checkpoint, f"state.json is of step {record['step']}, state.safetensors of {step}")
+    if not same:
+        raise unreadable(checkpoint, f"model.safetensors is not the model of step {step}, of which state/ is")
     return tensors | record
+
+
+def _is_of(tensors: dict[str, Tensor], model: Path) -> bool:
+    """Whether a kept model is that of a training state: biases and norms are compared, which are read quickly."""
+    kept = next(("ema." for name in tensors if name.startswith("ema.")), "model.")
+    found = {name.removeprefix(kept).removeprefix("vit."): t for name, t in tensors.items() if name.startswith(kept)}
+    with safe_open(model, "pt") as file:
+        names = [name for name in file.keys() if name in found and len(file.get_slice(name).get_shape()) == 1]
+        return all(torch.equal(file.get_tensor(name), found[name]) for name in names)
 
 
 def unreadable(checkpoint: Path, reason: object) -> InputError:
