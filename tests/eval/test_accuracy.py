@@ -17,6 +17,7 @@ from vitfast.data.loader import open_data
 from vitfast.eval.accuracy import evaluate_weights
 
 
+@pytest.mark.slow
 def test_top_1_top_5_and_loss_are_scikit_learns(tmp_path):
     """Of every validation image of the digits alone, whose batches do not divide their number."""
     config = evaluation(save_tiny(tmp_path), eval_batch_size=7)

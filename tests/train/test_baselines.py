@@ -135,6 +135,7 @@ def test_timm_reads_a_run_and_fine_tuning_starts_from_its_body_with_a_zero_head(
     assert not any(body[name].any() for name in head) and data.img_size == (40, 40)
 
 
+@pytest.mark.slow
 def test_the_commands_take_a_baselines_run(tmp_path, capsys, tiny_resnet):
     train(digits(tmp_path / "pre", model="R50x1", steps=2, lr=1e-3))
     kept = tmp_path / "pre" / "checkpoints" / "last"

@@ -47,7 +47,7 @@ def assert_same_training(one: Path, two: Path, but=()) -> None:
     assert [float(row[2]) for row in mine] == pytest.approx([float(row[2]) for row in theirs], abs=1e-5)
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow
 def test_two_ranks_equal_one_process(one, tmp_path):
     """Every run that needs two ranks, in one pair of processes: they take longer to start than to train."""
     root, alone = tmp_path / "two", tmp_path / "one"
@@ -142,7 +142,7 @@ def test_two_compiled_ranks_equal_one_process(one, tmp_path):
         assert_same_training(one, tmp_path / parallel)
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     run = tmp_path / "run"
     processes = start(run, steps=4000, save_every=2)
@@ -153,7 +153,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     assert f"stopped at step {step} of 4000" in said[0] and step >= 2 and not (run / "summary.json").exists()
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_in_one_line(tmp_path):
     run = tmp_path / "run"
     processes = start(run, steps=4000, save_every=2)

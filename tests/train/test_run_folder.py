@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
 # ---- one process
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow
 def test_a_run_is_one_processs_and_survives_sigkill_and_sigterm(tmp_path, capsys):
     run, whole = tmp_path / "run", tmp_path / "whole"
     fields = QUICK | dict(steps=400, drop_path=0.1, lr_decay="constant", warmup_steps=0)  # of no length
@@ -193,6 +193,7 @@ def assert_kept(folder: Path, run: Path) -> None:
     assert not (folder / LOCK).exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_become_large_enough(four_steps, tmp_path):
     """The settings, the model, the state of the optimiser; and tables of predictions."""
     sizes, folders = [1_200, 500_000, 1_500_000], [tmp_path / name for name in "abc"]
@@ -229,6 +230,7 @@ def full(*_, **__):
         (trainer, "write_text", 6),
     ],
 )
+@pytest.mark.slow
 def test_every_file_of_a_run(four_steps, tmp_path, monkeypatch, capsys, owner, name, step):
     folder = shutil.copytree(four_steps, tmp_path / "run")
     monkeypatch.setattr(owner, name, full)

@@ -38,7 +38,7 @@ def parts(run: Path) -> tuple[str, list[str], list[tuple[str, bool]]]:
     return text, re.findall("<h2>(.*?)</h2>", text), [(html.unescape(c), bool(m)) for m, c in captions]
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow
 def test_a_finished_run_has_a_report_of_what_its_model_says(tmp_path):
     for task, config in (
         ("pretrain", digits(tmp_path / "pretrain", steps=60, lr=1e-3, eval_every=60)),
@@ -70,6 +70,7 @@ def test_a_finished_run_has_a_report_of_what_its_model_says(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["masked", "resnet", "no positions"])
+@pytest.mark.slow
 def test_other_models_show_what_they_have(tmp_path, kind):
     fields = dict(masked=dict(objective="masked"), resnet=dict(model="timm:resnet10t"))
     train(digits(tmp_path, steps=2, batch_size=4, **fields.get(kind, dict(pos_embed="none"))))
@@ -104,7 +105,7 @@ def test_a_run_that_stops_early_has_none_and_the_same_command_makes_it(tmp_path,
     assert "<td>steps</td><td class=n>8</td>" in parts(tmp_path)[0]
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_report_gets_it_from_the_same_command(tmp_path):
     config = digits(tmp_path, steps=2)
     child = Child(killed_before_its_report, config)
@@ -157,6 +158,7 @@ def test_curves_leave_gaps_where_a_number_is_none():
     assert as_png(figure).startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_report_stays_small_whatever_is_in_the_images(tmp_path):
     """Noise, which no format compresses, on 37 x 37 patches, after a million steps."""
     torch.manual_seed(0)

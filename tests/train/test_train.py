@@ -55,7 +55,10 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("fields", RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param(fields, id=name, marks=[pytest.mark.slow] * (name != "plain")) for name, fields in RESUMED.items()],
+)
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, monkeypatch, fields):
     """Model, average, optimiser, random numbers, place in the data: in the second of epochs of 4 steps."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
