@@ -333,7 +333,6 @@ def damage(path: Path, how: str, rng: random.Random) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.slow
 def test_damaged_files_end_in_one_line_or_in_a_run_that_goes_on(four_steps, tmp_path, capsys, finished):
     rng, refused, done, run, source = random.Random(0), 0, 0, tmp_path / "run", four_steps
     if not finished:  # the run before its last two steps
