@@ -16,7 +16,7 @@ WHOLE = [pytest.param(None, seed, wanted, marks=pytest.mark.long) for seed, want
 
 
 @pytest.mark.reports
-@pytest.mark.parametrize("epochs, seed, wanted", [(0.1, 0, 0.0), *WHOLE])
+@pytest.mark.parametrize("epochs, seed, wanted", [pytest.param(0.1, 0, 0.0, marks=pytest.mark.slow), *WHOLE])
 def test_demo_reaches_its_accuracy_and_reports(tmp_path, capsys, monkeypatch, epochs, seed, wanted):
     if epochs:
         configs = [dataclasses.replace(each, epochs=epochs) for each in module.demo_configs(tmp_path, seed)]

@@ -61,7 +61,11 @@ def close(actual, truth, tolerance=1e-5, least=1.0):
 
 @pytest.mark.parametrize(
     "kind, how",
-    [*((kind, "float64") for kind in KINDS), ("class token", "uint8"), *((kind, "kernels") for kind in ON_KERNELS)],
+    [
+        *((kind, "float64") for kind in KINDS),
+        ("class token", "uint8"),
+        *(pytest.param(kind, "kernels", marks=pytest.mark.slow) for kind in ON_KERNELS),
+    ],
 )
 def test_a_batch_is_each_image_alone(kind, how):
     """Logits and every gradient. uint8 in an fp32 model; float64 in one of float64, in which both paths round alike."""

@@ -26,9 +26,10 @@ FP16 = pytest.param(torch.float16, marks=pytest.mark.long)
 HALVES = [torch.float16, torch.bfloat16]
 BLOCKS = ["attention_block", "mlp_block", "gated_mlp_block"]
 EVERY = pytest.mark.parametrize("name", OPERATIONS)
-# Where each takes seconds, `make test` leaves out the variants ("attention, packed").
+# Where each takes seconds, `make test` leaves out the variants ("attention, packed"), and the longest.
 QUICK = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("," in name)) for name in OPERATIONS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * ("," in n or n == "attention_block")) for n in OPERATIONS],
 )
 FUSED = pytest.mark.parametrize("name", BLOCKS)
 
@@ -200,7 +201,8 @@ def test_no_custom_operation_is_left_out():
     assert REGISTERED == called
 
 
-@QUICK
+@pytest.mark.slow
+@EVERY
 def test_compiled_code_has_the_same_bits(name):
     """With all of its graph in one piece, of any sizes."""
     tensors, trained = draw(name), OPERATIONS[name].trained

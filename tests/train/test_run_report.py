@@ -93,6 +93,7 @@ def test_names_are_no_markup(tmp_path, capsys):
     assert len(captions) == 18 and shown - {""} <= set(names) and len(shown - {""}) >= 2
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_early_has_none_and_the_same_command_makes_it(tmp_path, monkeypatch):
     train(digits(tmp_path, steps=4))
     assert (tmp_path / "report.html").exists()

@@ -50,6 +50,7 @@ def kept(model: ViT, images: torch.Tensor = IMAGES, autocast: torch.dtype | None
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_memory_is_what_a_run_keeps(options, dtype):
     """With the least kept, and with all."""
     model = ViT(**TINY | options, keep="least").to(dtype).train()

@@ -130,6 +130,7 @@ WHOLE = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")  # which leaves 
         ("compiler", Done(shared=300_000), "needs 300,000 bytes of shared memory, 232,448 are there", ""),
     ],
 )
+@pytest.mark.slow
 def test_a_candidate_with_a_fault_is_refused_and_the_rest_goes_on(table, at, fault, said, end):
     class Failing(Compiler):
         def submit(self, launch):

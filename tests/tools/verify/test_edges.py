@@ -86,8 +86,9 @@ def check(cases) -> None:
         assert report.runs and not found, "\n".join(found)
 
 
+# `make test` runs fp32, and no variants ("attention, packed").
 @pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.slow), FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", edges.names())
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * ("," in n)) for n in edges.names()])
 def test_every_launcher_at_the_edges_of_its_tiles(name, dtype):
     check(plan(name, dtype))
 
