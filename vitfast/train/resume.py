@@ -157,7 +157,7 @@ def read_training_state(checkpoint: Path) -> dict:
 
 
 def _is_of(tensors: dict[str, Tensor], model: Path) -> bool:
-    """Whether a kept model is that of a training state: the short tensors, biases and norms, are compared."""
+    """Whether a kept model is that of a training state, by its biases and norms."""
     kept = next(("ema." for name in tensors if name.startswith("ema.")), "model.")
     found = {name.removeprefix(kept).removeprefix("vit."): t for name, t in tensors.items() if name.startswith(kept)}
     with safe_open(model, "pt") as file:
