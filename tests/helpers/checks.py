@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def randomize(model: nn.Module, std: float = 0.1) -> nn.Module:
@@ -29,3 +30,15 @@ def gradients(model: nn.Module, output: Tensor, upstream: Tensor) -> dict[str, T
     model.zero_grad()
     output.backward(upstream)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Calls(TorchDispatchMode):
+    """Collects what is called: (operation, arguments, named arguments, result)."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append((func, args, kwargs, func(*args, **(kwargs or {}))))
+        return self.found[-1][-1]

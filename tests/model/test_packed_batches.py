@@ -7,9 +7,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from many_sizes import SIZES, images_of
+from checks import Calls
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from vitfast import InputError, PackedImages, ViT, ops, pack
@@ -17,6 +16,7 @@ from vitfast.model.drop_path import subset_of_packed
 from vitfast.ops import reference as ref
 from vitfast.ops.packed import TokenLayout
 
+SIZES = [(32, 24), (16, 24), (4, 4), (40, 12), (8, 64)]  # of images, in patches of 4 x 4
 SMALL = dict(img_size=(32, 24), patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
 KINDS = {
     "class token": {},
@@ -35,6 +35,12 @@ KINDS = {
     "no pooling": dict(global_pool=""),
 }
 ON_KERNELS = ("class token", "average", "DINOv3's rope", "norms and gates")
+
+
+def images_of(raw=False, sizes=SIZES):
+    if raw:
+        return [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
+    return [torch.randn(3, *size) for size in sizes]
 
 
 def model_of(**options):
@@ -100,14 +106,6 @@ _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward nll_loss2d_forward nl
 put put_ kthvalue grid_sampler_2d_backward reflection_pad2d_backward max_unpool2d""".split()
 
 
-class Names(TorchDispatchMode):
-    """Collects the names of PyTorch's operations."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_deterministic_mode_runs_nothing_that_raises_on_a_gpu():
     """Packed samples with a MAP head, and positions resized in training: the same gradients."""
     model = model_of(global_pool="map", dynamic_img_size=True).double()
@@ -116,13 +114,13 @@ def test_deterministic_mode_runs_nothing_that_raises_on_a_gpu():
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            with Names() as names:
-                names.seen = set()
+            with Calls() as calls:
                 loss = model(packed_images).square().sum() + model(packed_images[0][None, :, :16]).square().sum()
                 found.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
         finally:
             torch.use_deterministic_algorithms(False)
-    assert "index_add" in names.seen and not names.seen.intersection(RAISING)
+    seen = {func.overloadpacket.__name__ for func, *_ in calls.found}
+    assert "index_add" in seen and not seen.intersection(RAISING)
     for mine, truth in zip(*found, strict=True):
         assert truth is None or close(mine, truth, 1e-12) is None
 

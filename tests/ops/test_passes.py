@@ -12,7 +12,7 @@ import importlib
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from checks import Calls
 from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -25,20 +25,6 @@ attention_block, mlp_block = map(importlib.import_module, ("vitfast.ops.attentio
 
 B, N, D, H, F = 256, 197, 768, 12, 3072
 U = B * N * D
-
-
-class Torch(TorchDispatchMode):
-    """Collects what each operation of torch reads and writes."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not (func.is_view or "empty" in func.name() or "resize" in func.name()):
-            self.calls.append((args, kwargs, result))
-        return result
 
 
 def moved(arguments) -> list[int]:
@@ -59,9 +45,11 @@ def moved(arguments) -> list[int]:
 
 def counted(run) -> tuple[object, float, float]:
     """(result, u in tensors as large as the tokens, u in the rest) of what `run()` does."""
-    with recording() as launches, Torch() as torchs:
+    with recording() as launches, Calls() as torchs:
         result = run()
-    sizes = [size for call in (*(launch.arguments for launch in launches), *torchs.calls) for size in moved(call)]
+    free = lambda func: func.is_view or "empty" in func.name() or "resize" in func.name()  # noqa: E731
+    calls = [call[1:] for call in torchs.found if not free(call[0])] + [launch.arguments for launch in launches]
+    sizes = [size for call in calls for size in moved(call)]
     large = sum(size for size in sizes if size >= 2 * U)
     return result, large / (2 * U), (sum(sizes) - large) / (2 * U)
 

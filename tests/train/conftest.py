@@ -9,20 +9,19 @@ from runs import FOLDER, QUICK, cut_at, digits
 from vitfast.train.trainer import train
 
 
-@pytest.fixture(scope="session")
-def four_steps(tmp_path_factory) -> Path:
-    """A finished run with checkpoints of steps 4 and 2."""
-    run = tmp_path_factory.mktemp("four") / "run"
-    train(digits(run, steps=4, **QUICK))
+def finished_run(steps: int):
+    """A finished run of so many steps that nothing interrupted, with checkpoints of the last and of two before."""
+
+    @pytest.fixture(scope="session")
+    def run(tmp_path_factory) -> Path:
+        folder = tmp_path_factory.mktemp(str(steps)) / "run"
+        train(digits(folder, steps=steps, **QUICK))
+        return folder
+
     return run
 
 
-@pytest.fixture(scope="session")
-def six_steps(tmp_path_factory) -> Path:
-    """A finished run of six steps that nothing interrupted."""
-    run = tmp_path_factory.mktemp("six") / "run"
-    train(digits(run, steps=6, **QUICK))
-    return run
+four_steps, six_steps = finished_run(4), finished_run(6)
 
 
 @pytest.fixture(scope="session")
