@@ -52,10 +52,8 @@ TABLE = Path(__file__).with_name("codegen.csv")
 WORDS = ("kernel", "case", "dtype", "tile", "tensor_core", "notes")
 # hgmma, hmma: how many of each; waits: HGMMAs that wait; hazards: instructions that touch registers which wgmma still
 # uses; notes: of ptxas, on wgmma that it serialised.
-COLUMNS = (
-    "kernel case sm dtype tile warps stages registers stack spills shared tensor_core hgmma waits hazards hmma".split()
-)
-COLUMNS += ["notes", "programs_per_sm"]
+COLUMNS = "kernel case sm dtype tile warps stages registers stack spills shared tensor_core hgmma waits hazards".split()
+COLUMNS += ["hmma", "notes", "programs_per_sm"]
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 ARCHIVE_LIMIT = 64 * 2**20  # bytes
 
@@ -161,10 +159,7 @@ def compile_job(job: tuple) -> dict:
         return unknown | row | dict(tensor_core=f"{type(error).__name__}: {str(error)[:200]}")
 
 
-QUICK_SIZES = {
-    "B/16": Sizes.of_preset("B/16", batch=256),
-    "Dh 80": Sizes.of_preset("H/14", batch=64),
-}
+QUICK_SIZES = {"B/16": Sizes.of_preset("B/16", batch=256), "Dh 80": Sizes.of_preset("H/14", batch=64)}
 ALL_SIZES = QUICK_SIZES | {
     "S/16": Sizes.of_preset("S/16", batch=512),
     "B/32": Sizes.of_preset("B/32", batch=512),

@@ -5,7 +5,8 @@ import json
 import pytest
 import timm
 import torch
-from cost_models import on_meta, run
+from commands import run_cli
+from cost_models import on_meta
 
 from vitfast import InputError, ViT
 from vitfast.tools import cost
@@ -15,7 +16,7 @@ JFT = 303e6
 
 
 def as_json(capsys, *args) -> dict:
-    code, out, err = run(capsys, *args, "--json")
+    code, out, err = run_cli(capsys, "cost", *args, "--json")
     assert code == 0, err
     return json.loads(out)
 
@@ -59,7 +60,7 @@ def test_a_resnets_recipe_has_no_times(capsys):
     assert found["train_flops"] == pytest.approx(50e18, rel=0.06)
     assert found["memory"]["state"]["optimiser state"] == 8 * found["params"]
     assert not {"floor", "predicted", "operations"} & found.keys()
-    text = run(capsys, "--recipe", "bit-r50x1/jft-7ep")[1]
+    text = run_cli(capsys, "cost", "--recipe", "bit-r50x1/jft-7ep")[1]
     for wanted in ("R50x1, 224 x 224 px", f"{found['params']:,} parameters", "no times", "52.49 exaFLOP"):
         assert wanted in text, (wanted, text)
     found = as_json(capsys, "--model", "R50x1", "--img-size", 448)
@@ -69,7 +70,7 @@ def test_a_resnets_recipe_has_no_times(capsys):
 
 def test_text_tells_what_the_json_holds(capsys):
     args = ("--model", "B/16", "--gpus", 2, "--epochs", 300, "--images", 1281167)
-    found, text = as_json(capsys, *args), run(capsys, *args)[1]
+    found, text = as_json(capsys, *args), run_cli(capsys, "cost", *args)[1]
     for wanted in (
         *("86,567,656 parameters", "35.13 GFLOP", "data sheet", "batch 256 on 2 x H200", "70% of that (assumed)"),
         f"{found['floor']['images_per_second']:,.0f} images/s",
@@ -92,7 +93,7 @@ def test_auto_keeps_all_where_it_fits(capsys):
     for options, wanted in (((), ("least", 1)), (("--keep", "all"), ("all", 2))):
         found = as_json(capsys, "--model", "B/16", "--batch-size", between, *options)
         assert (found["keep"]["taken"], found["accumulate"]) == wanted
-    assert "keep='all' taken" in run(capsys, "--model", "B/16")[1]
+    assert "keep='all' taken" in run_cli(capsys, "cost", "--model", "B/16")[1]
 
 
 def test_ceilings_of_a_file(capsys, tmp_path):
@@ -136,7 +137,7 @@ def test_ceilings_of_a_file(capsys, tmp_path):
 def test_bad_input_is_one_line(capsys, tmp_path, args, told):
     (tmp_path / "LIST").write_text("[1, 2]")
     (tmp_path / "HALF").write_text('{"flops_per_second": 1e12}')
-    code, out, err = run(capsys, *(tmp_path / a if a in ("LIST", "HALF") else a for a in args))
+    code, out, err = run_cli(capsys, "cost", *(tmp_path / a if a in ("LIST", "HALF") else a for a in args))
     assert code == 2 and told in err and err.count("\n") == 1 and not out, err
 
 
@@ -147,6 +148,4 @@ def test_what_is_not_counted_is_refused(options):
 
 
 def test_help_names_every_gpu(capsys):
-    with pytest.raises(SystemExit):
-        run(capsys, "--help")
-    assert set(cost.GPUS) <= set(capsys.readouterr().out.split())
+    assert set(cost.GPUS) <= set(run_cli(capsys, "cost", "--help")[1].split())

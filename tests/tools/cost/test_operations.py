@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from cost_models import MEASURED, TINY, on_meta, run
+from commands import run_cli
+from cost_models import MEASURED, TINY, on_meta
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -71,7 +72,7 @@ def test_flops_of_resnets_are_the_papers(name, epochs, published):
 
 
 def test_the_command_gives_the_papers_flops(capsys):
-    code, out, _ = run(capsys, "--model", "L/16", "--epochs", 14, "--images", "303e6", "--json")
+    code, out, _ = run_cli(capsys, "cost", "--model", "L/16", "--epochs", 14, "--images", "303e6", "--json")
     found = json.loads(out)
     assert code == 0 and found["train_flops"] == pytest.approx(1567e18, rel=0.001) and found["params"] == 304_326_632
     assert found["train_flops"] == found["train_flops_per_image"] * 303e6 * 14 and found["largest_batch"] > 256

@@ -10,16 +10,10 @@ from vitfast.kernels.configs import tiles
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """A user's own table, read on a CPU too."""
-    monkeypatch.setenv("VITFAST_TILES", str(tmp_path / "tiles.json"))
-    monkeypatch.setattr(
-        tiles,
-        "_find",
-        lambda op, x, shape: tiles._user_table().get((op, "GPU", tiles._bits(x), shape)) or tiles.shipped(op, x, shape),
-    )
+    path, shipped = tmp_path / "tiles.json", tiles.shipped
+    monkeypatch.setenv("VITFAST_TILES", str(path))
+    own = lambda op, x, shape: tiles._user_table().get((op, "GPU", tiles._bits(x), shape))  # noqa: E731
+    monkeypatch.setattr(tiles, "_find", lambda *given: own(*given) or shipped(*given))
     tiles.reload_user_table()
-    yield (
-        lambda: (
-            json.loads((tmp_path / "tiles.json").read_text())["tiles"] if (tmp_path / "tiles.json").is_file() else []
-        )
-    )
+    yield lambda: json.loads(path.read_text())["tiles"] if path.is_file() else []
     tiles.reload_user_table()
