@@ -1,5 +1,6 @@
 """Table 8's position embeddings against formulas in float64; what resizing does to each."""
 
+import pickle
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from checks import assert_close, gradients, randomize
 from timm.layers import resample_abs_pos_embed
 
+import vitfast.layers
 from vitfast import ViT
 from vitfast.model.positions import resample_offsets, resize_table
 
@@ -99,6 +101,15 @@ def truth(p: dict[str, torch.Tensor], options: dict, images: torch.Tensor) -> tu
     average = options.get("global_pool") == "avg"
     out = norm(x[:, first:].mean(1), "fc_norm") if average else norm(x[:, 0], "norm")
     return torch.einsum("bd,cd->bc", out, p["head.weight"]) + p["head.bias"], maps
+
+
+def test_a_model_is_read_that_was_pickled_where_its_classes_were_before():
+    model, x = ViT(**SMALL, pos_embed="relative").eval(), torch.randn(2, 3, 16, 24)
+    assert vitfast.layers.PatchEmbed is type(model.patch_embed)
+    truth = model(x)
+    for block in model.blocks:
+        block.attn.__class__ = vitfast.layers.Attention
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), truth)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -69,6 +69,7 @@ def settled(monkeypatch):
         asked.append((rows, size))
         return "all" if rows <= 100 else "least"
 
+    monkeypatch.setattr("vitfast.model.activation_memory.DEVICES", ("cpu",))
     monkeypatch.setattr("vitfast.model.activation_memory.choose", choose)
     return asked
 

@@ -71,7 +71,7 @@ def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:
     """
     weight = next(vit.patch_embed.proj.parameters())
     kept = vit.keep if vit.keep != "auto" else "least"
-    if vit.keep == "auto" and rows and not vit.grad_checkpointing:
+    if vit.keep == "auto" and rows and weight.device.type in DEVICES and not vit.grad_checkpointing:
         size, tokens = (dtype or weight.dtype).itemsize, vit.num_prefix_tokens + vit.patch_embed.num_patches
         logits = -(-rows // tokens) * vit.num_classes
         kept = choose(vit.blocks, vit.parameters(), rows, logits, size, weight.device)

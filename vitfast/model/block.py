@@ -41,7 +41,7 @@ class Block(Layer):
     keep, drop_path_mode = "least", "mask"
     fused_modules = {
         "attention_block": layout(
-            {"norm1": _NORMS, "attn": Attention, "attn.qkv": nn.Linear, "attn.q_norm": nn.Identity}
+            {"norm1": _NORMS, "attn": (Attention, RelativeAttention), "attn.qkv": nn.Linear, "attn.q_norm": nn.Identity}
             | {"attn.k_norm": nn.Identity, "attn.proj": nn.Linear, "attn.proj_drop": nn.Dropout, "ls1": _SCALES}
         ),
         "mlp_block": _mlp_layout(Mlp, nn.Identity),
@@ -105,10 +105,9 @@ class Block(Layer):
     def _unfused_reason(self, branch: int) -> str | None:
         """Why a branch runs on its modules and the smaller operations; None where one operation runs it."""
         layer = self.mlp if branch else self.attn
-        if type(layer) is RelativeAttention:
-            return layer.unsupported_reason()
         operation = layer.operation if type(layer) in _LAYERS else ("attention_block", "mlp_block")[branch]
-        return self.fallback_reason(operation)
+        why = self.fallback_reason(operation)
+        return layer.unsupported_reason() if why is None and type(layer) is RelativeAttention else why
 
     def _add(self, branch: int, x: Tensor, drop_path: Tensor | None, options: dict) -> Tensor:
         """x + drop_path * scale(layer(norm(x))); drop_path: a factor for each sample, or each packed token."""

@@ -257,6 +257,7 @@ class ViTConfig:
         return "\n".join(lines)
 
 
+ViTConfig.__init__.__qualname__ = "ViT.__init__"  # which a wrong call names
 # Of each argument the values that it may have; whether the names of classes fit, and `keep`, are not of a model's file.
 ARGUMENTS = {f.name: f.metadata["check"] for f in fields(ViTConfig) if f.name not in ("keep", "class_names")}
 

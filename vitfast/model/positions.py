@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from ..ops.packed import PackedImages, TokenLayout, token_rows
 from ..ops.reference import owners, packed_tokens
 from .config import ROPES
+from .layers import Attention
+from .relative import RelativeAttention
 
 Grid = tuple[int, int]
 AXES = ("learn2d", "factorized")  # of a table for the columns and one for the rows
@@ -34,6 +36,13 @@ ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # ops.attention's
 
 class Positions:
     """The methods of a ViT that give the tokens of images, (B, C, H, W) or packed, their positions."""
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if self._config["pos_embed"] == "relative":  # pickled by a version that had one class for both
+            for block in self.blocks:
+                if type(block.attn) is Attention:
+                    block.attn.__class__ = RelativeAttention
 
     @property
     def _pos_prefix(self) -> int:

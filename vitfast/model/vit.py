@@ -85,6 +85,7 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
             self.init_weights(needs_reset=False)
 
     __init__.__signature__ = inspect.signature(ViTConfig.__init__)
+    __init__.__annotations__ = ViTConfig.__init__.__annotations__
 
     # ---- making one
 

@@ -11,8 +11,8 @@ from checkpoints import CLASSES, HEADS, SMALL, D, agree, google, images, same, s
 from timm.models import vision_transformer as timm_vit
 
 from vitfast import InputError, ViT, cli, load_checkpoint
+from vitfast.model.checkpoint import files, save
 from vitfast.model.checkpoint import google as google_files
-from vitfast.model.checkpoint import save
 from vitfast.model.convert import FORMATS, write
 
 TARGETS = {"vitfast": "out", "timm": "out", "huggingface": "out", "npz": "out.npz", "torchvision": "out.pth"}
@@ -217,6 +217,11 @@ def test_a_wrong_writer_is_found_out(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="npz: what was written does not read back the same .blocks.0.attn.qkv.bias"):
         write(small(), tmp_path / "w.npz", "npz", force=True)
     assert [p.name for p in tmp_path.iterdir()] == ["w.npz"] and (tmp_path / "w.npz").read_text() == "old"
+
+
+def test_an_error_of_another_file_is_none_of_the_target(tmp_path):
+    with pytest.raises(OSError, match="w could not be written: no compiler"), files.staged(tmp_path / "w"):
+        raise FileNotFoundError(2, "no compiler", "g++")
 
 
 @pytest.mark.parametrize(

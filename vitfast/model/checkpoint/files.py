@@ -11,7 +11,7 @@ import re
 import stat
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -194,11 +194,16 @@ def staged(path: Path, force: bool = False) -> Iterator[Path]:
     """
     check_free(path, force)
     make_folder(path.parent, path)
+    stack = ExitStack()
     try:
-        with files.staged(path.parent, path) as scratch:
-            yield scratch / path.name
+        scratch = stack.enter_context(files.staged(path.parent, path))
     except OSError as error:
         raise _no_place(path, error) from error
+    try:
+        with stack:
+            yield scratch / path.name
+    except OSError as error:
+        raise OSError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 def _in_folder(folder: Path, source: str | Path) -> CheckpointFiles:

@@ -10,7 +10,7 @@ from ..checks import flag, shown
 from ..config import POSITIVE, RATE, ROPES
 from ..presets import pair
 from . import names
-from .json_fields import CONFIG, NO_SAY, read, read_fields, refuse_unknown, section
+from .json_fields import CONFIG, OF_TEXT, read, read_fields, refuse_unknown, section
 from .names import State, join, rename, split, to_theirs
 
 # transformers' defaults for fields left out, which differ from those of the tensors' format.
@@ -39,8 +39,25 @@ _TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")  # the first
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(_TANH, "gelu_tanh")
 ACTIVATIONS |= {"quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu"}
 AUGMENTED = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # DINOv3's rotary positions, in training
+# Fields that are read below, and those without a say in the tokens and logits: of a pooler, a decoder and mask tokens,
+# which the ViT leaves out (and says so); of Dinov2Backbone, which is refused; of the start of training; of any model;
+# of Facebook's own code (interpolate_*), which no code of transformers reads; and those that the tensors say.
+OTHERS = """
+    intermediate_size mlp_ratio num_patches
+    query_bias key_bias value_bias mlp_bias vision_use_head projection_dim initializer_factor
+    pooler_act pooler_output_size encoder_stride use_mask_token
+    apply_layernorm reshape_hidden_states out_features out_indices stage_names _out_features _out_indices
+    initializer_range layerscale_value gradient_checkpointing
+    architectures model_type transformers_version _name_or_path _commit_hash torch_dtype dtype id2label label2id
+    num_labels _num_labels problem_type finetuning_task task_specific_params return_dict use_return_dict
+    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss use_cache tie_word_embeddings
+    chunk_size_feed_forward cross_attention_hidden_size attn_implementation _attn_implementation
+    _attn_implementation_internal _attn_implementation_autoset
+    interpolate_antialias interpolate_offset
+""".split()
+OTHERS += OF_TEXT
 # Fields of any configuration, and those of a ViT's, as read_fields takes them.
-GENERAL = dict.fromkeys(NO_SAY) | {
+GENERAL = dict.fromkeys(OTHERS) | {
     "pruned_heads": ({},),
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),

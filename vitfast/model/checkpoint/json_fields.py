@@ -9,23 +9,8 @@ from ..config import ARGUMENTS
 
 CONFIG = "config.json"
 _REMOVE = "remove it where it changes nothing that the model computes"
-# Fields without a say in the tokens and logits, of any library: where a model comes from, its classes, how its images
-# are prepared, its training; poolers, decoders and mask tokens of transformers, which the ViT leaves out (and says so),
-# and Dinov2Backbone, which is refused; Facebook's own code (interpolate_*); what the tensors say; what is read apart.
-# The last ones are of text generation, which transformers 4 writes into the config.json of any model.
-NO_SAY = """
-    url file hf_hub_id hf_hub_filename source architecture architectures tag custom_load _name_or_path _commit_hash
-    license description origin_url paper_name paper_ids notes model_args pretrained_cfg model_type transformers_version
-    labels label_offset label_names label_descriptions id2label label2id num_labels _num_labels problem_type
-    input_size test_input_size min_input_size fixed_input_size interpolation interpolate_antialias interpolate_offset
-    test_crop_pct pool_size test_pool_size first_conv classifier num_features global_pool do_pooling
-    intermediate_size mlp_ratio num_patches query_bias key_bias value_bias mlp_bias vision_use_head projection_dim
-    pooler_act pooler_output_size encoder_stride use_mask_token apply_layernorm reshape_hidden_states out_features
-    out_indices stage_names _out_features _out_indices initializer_range initializer_factor layerscale_value
-    gradient_checkpointing torch_dtype dtype finetuning_task task_specific_params return_dict use_return_dict
-    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss use_cache tie_word_embeddings
-    chunk_size_feed_forward cross_attention_hidden_size attn_implementation _attn_implementation
-    _attn_implementation_internal _attn_implementation_autoset
+# What transformers 4 writes of text generation and the like, into the config.json of any model: no say in a ViT.
+OF_TEXT = """
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
     tokenizer_class prefix tie_encoder_decoder max_length min_length do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size

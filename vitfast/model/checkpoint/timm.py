@@ -12,7 +12,7 @@ from argparse import Namespace
 from ...errors import InputError
 from ..checks import enforce, shown
 from ..config import ACTIVATIONS, ARGUMENTS, POOLS, RATE
-from .json_fields import CONFIG, NO_SAY, read_fields, section
+from .json_fields import CONFIG, OF_TEXT, read_fields, section
 
 _AVERAGE, _MAP, _SILU = dict(global_pool="avg"), dict(global_pool="map"), dict(act_layer="silu")  # SiLU: of the gate
 _TANH, _CLIP = dict(act_layer="gelu_tanh"), dict(norm_eps=1e-5)
@@ -87,10 +87,21 @@ FIXED = {
 # What read_fields makes of model_args,
 FIELDS = {name: name for name in ARGUMENTS} | FIXED | dict.fromkeys(("attn_drop_rate", "patch_drop_rate"), RATE)
 FIELDS |= {"act_layer": {name: name for name in ACTIVATIONS} | {"swish": "silu"}}
-# of a pretrained_cfg, and of what stands beside it, transformers' too where it wraps a model of timm's; the older
-# config.json has all of them in one place.
-PRETRAINED = dict.fromkeys(NO_SAY) | {name: name for name in "num_classes mean std crop_pct crop_mode".split()}
-BESIDE = dict.fromkeys(NO_SAY) | {"num_classes": "num_classes", "model_type": ("timm_wrapper",)}
+# of a pretrained_cfg, and of what stands beside it; the older config.json has all of them in one place. transformers
+# adds its own where it wraps a model of timm's.
+_WITHOUT_SAY = """
+    url file hf_hub_id hf_hub_filename source architecture tag custom_load input_size test_input_size min_input_size
+    fixed_input_size interpolation test_crop_pct label_offset label_names label_descriptions pool_size test_pool_size
+    first_conv classifier license description origin_url paper_name paper_ids notes labels
+""".split()
+PRETRAINED = dict.fromkeys(_WITHOUT_SAY)
+PRETRAINED |= {name: name for name in ("num_classes", "mean", "std", "crop_pct", "crop_mode")}
+_WITHOUT_SAY = """
+    architecture num_features global_pool label_names label_descriptions labels model_args pretrained_cfg architectures
+    do_pooling initializer_range transformers_version torch_dtype dtype problem_type id2label label2id num_labels
+    _name_or_path return_dict output_hidden_states output_attentions
+""".split()
+BESIDE = dict.fromkeys([*_WITHOUT_SAY, *OF_TEXT]) | {"num_classes": "num_classes", "model_type": ("timm_wrapper",)}
 ARGS = "the checkpoint's field args"  # in the place of config.json, see of_training
 
 
