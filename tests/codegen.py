@@ -173,9 +173,7 @@ ALL_SIZES = QUICK_SIZES | {
 }
 
 # Also of SigLIP's SO-400M: heads that are padded, of tokens that every tile divides.
-TABLE_SIZES = ALL_SIZES | {
-    "Dh 72": Sizes(batch=64, tokens=256, width=1152, heads=16, hidden=4304, image=224, patch=14),
-}
+TABLE_SIZES = ALL_SIZES | {"Dh 72": Sizes(batch=64, tokens=256, width=1152, heads=16, hidden=4304, image=224, patch=14)}
 HEAD_SIZES = range(16, 129, 8)  # of packed samples
 
 

@@ -57,8 +57,7 @@ def test_every_command_has_its_help_and_every_argument_its_row(site, capsys):
     for option in ("--recipe NAME", "--weights PATH", "--interpreted", "--deterministic"):
         assert option in text
     text = (site / "reference" / "vit.html").read_text()
-    for name in inspect.signature(vitfast.ViT).parameters:
-        assert f"<td><code>{name}</code></td>" in text
+    assert all(f"<td><code>{name}</code></td>" in text for name in inspect.signature(vitfast.ViT).parameters)
 
 
 def test_pictures_have_a_title_both_palettes_and_are_shown():

@@ -27,10 +27,8 @@ HALVES = [torch.float16, torch.bfloat16]
 BLOCKS = ["attention_block", "mlp_block", "gated_mlp_block"]
 EVERY = pytest.mark.parametrize("name", OPERATIONS)
 # Where each takes seconds, `make test` leaves out the variants ("attention, packed"), and the longest.
-QUICK = pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * ("," in n or n == "attention_block")) for n in OPERATIONS],
-)
+QUICK = [pytest.param(n, marks=[pytest.mark.slow] * ("," in n or n == "attention_block")) for n in OPERATIONS]
+QUICK = pytest.mark.parametrize("name", QUICK)
 FUSED = pytest.mark.parametrize("name", BLOCKS)
 
 

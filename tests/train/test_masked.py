@@ -11,14 +11,7 @@ from runs import digits, finetuning, records, training_tensors, weights
 
 from vitfast import InputError, ViT
 from vitfast.data.loader import open_data
-from vitfast.train.masked import (
-    Corruption,
-    MaskedPatches,
-    colour_classes,
-    corruption,
-    evaluate_masked,
-    fixed_noise,
-)
+from vitfast.train.masked import Corruption, MaskedPatches, colour_classes, corruption, evaluate_masked, fixed_noise
 from vitfast.train.optim import make_optimizer
 from vitfast.train.trainer import train
 
