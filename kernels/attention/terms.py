@@ -24,16 +24,7 @@ products again for each sample, a block of the bias at a time, and adds up in re
 import triton
 import triton.language as tl
 
-from .common import (
-    LOG2E,
-    head_of,
-    load_head_chunk,
-    load_head_rows,
-    outer,
-    row_dot,
-    store_head_chunk,
-    store_head_rows,
-)
+from .common import LOG2E, head_of, load_head_chunk, load_head_rows, outer, row_dot, store_head_chunk, store_head_rows
 
 
 @triton.jit

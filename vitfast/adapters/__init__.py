@@ -26,17 +26,7 @@ from .registry import (
 )
 from .report import Entry, Report, acceleration_report
 
-__all__ = [
-    "Attention",
-    "Entry",
-    "Layer",
-    "Mlp",
-    "Report",
-    "accelerate",
-    "acceleration_report",
-    "register",
-    "restore",
-]
+__all__ = ["Attention", "Entry", "Layer", "Mlp", "Report", "accelerate", "acceleration_report", "register", "restore"]
 
 _log = logging.getLogger("vitfast")
 

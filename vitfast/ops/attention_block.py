@@ -14,15 +14,7 @@ from ..kernels.attention.options import Logits
 from . import reference as ref
 from ._blocks import apply_norm, check_block, choose_keep, kept, needs_norm, norm_gradients, output_gradient
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
-from ._operation import (
-    Constant,
-    as_dtype,
-    as_matrix,
-    check_weight,
-    custom_op,
-    resized,
-    sample_rows,
-)
+from ._operation import Constant, as_dtype, as_matrix, check_weight, custom_op, resized, sample_rows
 from .attention import checked, is_whole, needs_rope, option_gradients, whole
 from .attention import unsupported_reason as head_unsupported
 from .layer_norm import fake_statistics

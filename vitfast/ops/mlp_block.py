@@ -14,15 +14,7 @@ from torch import Tensor
 from . import reference as ref
 from ._blocks import apply_norm, check_block, choose_keep, kept, needs_norm, norm_gradients, output_gradient
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
-from ._operation import (
-    Constant,
-    as_matrix,
-    check_weight,
-    custom_op,
-    one_activation,
-    resized,
-    sample_rows,
-)
+from ._operation import Constant, as_matrix, check_weight, custom_op, one_activation, resized, sample_rows
 from .layer_norm import fake_statistics
 from .layer_norm import unsupported_reason as width_unsupported
 from .linear_residual import output_layer_gradients, scale_one, weight_gradients
