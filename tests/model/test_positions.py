@@ -108,7 +108,11 @@ def test_a_model_is_read_that_was_pickled_where_its_classes_were_before():
     assert vitfast.layers.PatchEmbed is type(model.patch_embed) and (truth := model(x)).shape == (2, 5)
     for block in model.blocks:
         block.attn.__class__ = vitfast.layers.Attention
-    assert torch.equal(pickle.loads(pickle.dumps(model))(x), truth)
+    model.crop_pct = 0.9
+    config = model.config
+    vars(model).update(vars(vars(model).pop("preprocessing")))  # each attribute in its own place
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(x), truth) and again.config == config and again.crop_pct == 0.9
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,7 +1,7 @@
 """The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929) with timm's names."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,15 +23,15 @@ from .intermediates import Intermediates
 from .layers import NORMS, weights_dtype
 from .patch_embed import PatchEmbed, with_tokens
 from .positions import Positions, resize_table
+from .preprocessing import Preprocessed, Preprocessing
 from .presets import pair, preset
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together
 
 for _leaf in ("checked_images", "with_tokens"):  # to FX: they look at shapes in Python
     torch.fx.wrap(_leaf)
-_ATTRIBUTES = ("mean", "std", "crop_mode", "crop_pct", "global_pool", "dynamic_img_size")  # free to change
 
 
-class ViT(Intermediates, PackedForward, Positions, nn.Module):
+class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
 
     Images are (B, in_chans, H, W): normalised floats, or raw uint8, of which (x / 255 - mean) / std is taken in the
@@ -40,7 +40,7 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
     those that no ViT can have.
     """
 
-    keep, crop_mode, crop_pct = "auto", None, None  # of models pickled before there was a choice
+    keep = "auto"  # of models pickled before there was a choice
 
     def __init__(self, *args, **kwargs):  # the arguments of ViTConfig
         c = ViTConfig(*args, **kwargs)
@@ -52,7 +52,7 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
         self.num_reg_tokens, self.has_class_token = c.reg_tokens, c.class_token
         self.no_embed_class, self.dynamic_img_size = c.no_embed_class, c.dynamic_img_size
         self.grad_checkpointing, self.residual_in_fp32 = False, c.residual_in_fp32
-        self.mean, self.std, self.crop_mode, self.crop_pct = c.mean, c.std, c.crop_mode, c.crop_pct
+        self.preprocessing = Preprocessing.of(c)
         stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
         if c.backbone is None:
             self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
@@ -63,6 +63,7 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
         # The norm is after pooling where the patches are averaged, unless told otherwise.
         after_pooling = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
         self._config = c.as_dict() | dict(fc_norm=after_pooling)
+        self._config.pop("class_names", None)  # they change with the head
         if c.backbone is not None:
             self._config["backbone"] = self.patch_embed.spec
         self._make_tables()
@@ -111,18 +112,8 @@ class ViT(Intermediates, PackedForward, Positions, nn.Module):
     @property
     def config(self) -> dict:
         """The constructor arguments that make this model as it is now."""
-        return self._config | {name: getattr(self, name) for name in _ATTRIBUTES}
-
-    @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes, in the order of the logits; None where nobody said them."""
-        return self._config.get("class_names")
-
-    @class_names.setter
-    def class_names(self, names: Sequence[str] | None) -> None:
-        self._config.pop("class_names", None)
-        if names is not None:
-            self._config["class_names"] = arguments.class_names(names, self.num_classes)
+        changed = dict(global_pool=self.global_pool, dynamic_img_size=self.dynamic_img_size)
+        return self._config | changed | self.preprocessing.as_dict()
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Initialises every weight as timm's ViT does; mode "", "jax", "jax_nlhb", "moco" or "reset".

@@ -1,0 +1,62 @@
+"""The preprocessing of a model's images, and the names of its classes: one object."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from .config import ViTConfig, class_names
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images are prepared, and what the classes are called; the fields are arguments of ViTConfig."""
+
+    mean: tuple[float, ...]  # (C,), of raw uint8 images on the 0..1 scale
+    std: tuple[float, ...]
+    crop_mode: str | None = None
+    crop_pct: float | None = None
+    class_names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, config: ViTConfig) -> "Preprocessing":
+        """The preprocessing that a ViT's arguments describe."""
+        return cls(**{name: getattr(config, name) for name in FIELDS})
+
+    def as_dict(self) -> dict:
+        """The arguments of a ViT, without `class_names` where nobody said them."""
+        names = FIELDS if self.class_names is not None else FIELDS[:-1]
+        return {name: getattr(self, name) for name in names}
+
+
+FIELDS = tuple(field.name for field in fields(Preprocessing))
+
+
+def _field(name: str) -> property:
+    """A field of `model.preprocessing`, read and set on the model."""
+
+    def put(model: "Preprocessed", value) -> None:
+        model.preprocessing = replace(model.preprocessing, **{name: value})
+
+    return property(lambda model: getattr(model.preprocessing, name), put)
+
+
+class Preprocessed:
+    """A ViT with its `preprocessing`, whose fields are the model's own attributes too."""
+
+    preprocessing: Preprocessing
+    mean, std, crop_mode, crop_pct = map(_field, FIELDS[:4])
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes, in the order of the logits; None where nobody said them."""
+        return self.preprocessing.class_names
+
+    @class_names.setter
+    def class_names(self, names: Sequence[str] | None) -> None:
+        names = None if names is None else class_names(names, self.num_classes)
+        self.preprocessing = replace(self.preprocessing, class_names=names)
+
+    def __setstate__(self, state: dict) -> None:
+        if "preprocessing" not in state:  # pickled by a version that kept each in its own place
+            told = {name: state.pop(name, None) for name in FIELDS[:4]}
+            state["preprocessing"] = Preprocessing(**told, class_names=state["_config"].pop("class_names", None))
+        super().__setstate__(state)
