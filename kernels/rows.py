@@ -173,9 +173,9 @@ def column_sums(
     given = [ws for ws in workspaces if ws is not None]
     if given:
         programs, D = given[0].shape
-        tile = tiles.lookup("column_sums", x, f"d{D}")
+        config = tiles.lookup("column_sums", x, f"d{D}")
         pointers = dict(ws_ptrs=tuple(given), out_ptrs=tuple(out for out in outs if out is not None))
-        launch(column_sums_kernel, (cdiv(D, tile["BLOCK_D"]), len(given)), **pointers, P=programs, D=D, **tile.meta)
+        launch(column_sums_kernel, (cdiv(D, config["BLOCK_D"]), len(given)), **pointers, P=programs, D=D, **config.meta)
     return outs
 
 

@@ -39,7 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from vitfast.errors import both_ends  # noqa: E402
 from vitfast.kernels.attention import launchers as attention  # noqa: E402
-from vitfast.kernels.attention.options import Logits  # noqa: E402
+from vitfast.kernels.attention.options import AttentionOptions  # noqa: E402
 from vitfast.kernels.configs import tiles  # noqa: E402
 from vitfast.kernels.launch import Launch, record  # noqa: E402
 from vitfast.tools.machine_code import compiler, cubin  # noqa: E402
@@ -99,18 +99,18 @@ def with_candidates(call: Callable) -> dict[str, Callable]:
 
     What runs no kernel of ours is left out.
     """
-    with tiles.watching() as used:
+    with tiles.using() as used:
         runs = {"": call} if record(call) else {}
     for override in candidates(used, torch.bfloat16, META):
-        tile = override[1]
-        if tile.blocks or tile.provider == "tiled":
+        config = override[1]
+        if config.blocks or config.provider == "tiled":
 
             def run(override=override):
-                with tiles.override(*override):
+                with tiles.using(*override):
                     call()
 
-            earlier = sum(name.startswith(f" ({tile.provider}") for name in runs)
-            runs[f" ({tile.provider} {earlier + 1})" if earlier else f" ({tile.provider})"] = run
+            earlier = sum(name.startswith(f" ({config.provider}") for name in runs)
+            runs[f" ({config.provider} {earlier + 1})" if earlier else f" ({config.provider})"] = run
     return runs
 
 
@@ -125,7 +125,7 @@ def jobs(sizes: dict[str, Sizes], dtypes, generations, wide: bool) -> dict[tuple
     for sm in generations:
         seen = set()
         for (model, s), dtype in itertools.product(sizes.items(), dtypes):
-            with tiles.targeting(sm):
+            with tiles.using(sm=sm):
                 calls = launcher_calls(s, dtype, wide).items()
                 launches = [(case, launch) for case, call in calls for launch in record(call)]
             for case, launch in launches:
@@ -187,11 +187,11 @@ def packed_calls(head_dim: int, dtype: torch.dtype) -> dict[str, Callable]:
     q, k, v = empty(1, tokens, 3, heads, head_dim).unbind(2)
     o, do, lse = empty(*q.shape), empty(*q.shape), empty(1, heads, tokens, dtype=torch.float32)
     options = dict(offsets=empty(samples + 1, dtype=torch.int32), longest=1024)
-    kinds = {"packed": Logits(**options)}
+    kinds = {"packed": AttentionOptions(**options)}
     for columns, width in (("", head_dim // 2), (", a column each", head_dim)):
         for layout in ("half", "interleaved"):
             table, turned = empty(tokens, width, dtype=torch.float32), layout == "interleaved"
-            kinds[f"packed, {layout}{columns}"] = Logits(table, table, interleaved=turned, **options)
+            kinds[f"packed, {layout}{columns}"] = AttentionOptions(table, table, interleaved=turned, **options)
     calls = {}
     for name, logits in kinds.items():
         calls[f"attention, {name}"] = partial(attention.attention_fwd, q, k, v, 0.1, logits)
@@ -203,7 +203,7 @@ def packed_jobs(dtype: torch.dtype, generations) -> dict[tuple, tuple]:
     """As `jobs`: attention of packed samples at every head size."""
     found = {}
     for sm, head_dim in itertools.product(generations, HEAD_SIZES):
-        with tiles.targeting(sm):
+        with tiles.using(sm=sm):
             for case, call in packed_calls(head_dim, dtype).items():
                 for launch in record(call):
                     found.setdefault(*job(f"Dh {head_dim} {case}", launch, sm, dtype))
@@ -258,9 +258,9 @@ def problems(rows: list[dict]) -> list[str]:
     return found
 
 
-def _rows(tile: str) -> int:
+def _rows(config: str) -> int:
     """Rows of the largest tile that is multiplied; infinitely many where its name does not say."""
-    sizes = dict(word.split("=") for word in tile.split() if word.startswith("BLOCK"))
+    sizes = dict(word.split("=") for word in config.split() if word.startswith("BLOCK"))
     return max((int(size) for name, size in sizes.items() if name.startswith(("BLOCK_M", "BLOCK_N"))), default=math.inf)
 
 

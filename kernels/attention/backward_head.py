@@ -28,12 +28,12 @@ import triton.language as tl
 
 from .common import (
     LOG2E,
+    accumulate,
     add_head_rows,
-    add_product,
+    dot_nt,
     head_of,
     load_head_chunk,
     load_head_rows,
-    outer,
     row_dot,
     store_head_chunk,
     store_head_rows,
@@ -149,8 +149,8 @@ def before_key_blocks(
         if LAST_N > 0:
             q_block = load_head_chunk(q, rows, N, 0, WIDE, True, HEAD)
             do_block = do_chunks[0] if WIDE == D0 else load_head_chunk(do, rows, N, 0, WIDE, True, HEAD)
-            p = tl.exp2(outer((q_block,), (k_block,), HEAD, nlse[:, None] + bias[None, :]) * (scale * LOG2E))
-            dp = outer((do_block,), (v_block,), HEAD, tl.broadcast_to(ndelta[:, None], (BLOCK_M, LAST_N)))
+            p = tl.exp2(dot_nt((q_block,), (k_block,), HEAD, nlse[:, None] + bias[None, :]) * (scale * LOG2E))
+            dp = dot_nt((do_block,), (v_block,), HEAD, tl.broadcast_to(ndelta[:, None], (BLOCK_M, LAST_N)))
             ds = (p * dp).to(q_block.dtype)
             dv_block = tl.dot(tl.trans(do_block), p.to(do_block.dtype), dv_block, input_precision=HEAD.precision)
             dk_block = tl.dot(tl.trans(q_block), ds, dk_block, input_precision=HEAD.precision)
@@ -221,12 +221,12 @@ def _attention_bwd_head_kernel(
                     nlse = tl.broadcast_to(nlse, (BLOCK_N, BLOCK_M))
                 else:
                     nlse = tl.where(keys < N, 0.0, float("-inf"))[:, None] + nlse
-                p = tl.exp2(outer(k_block, q_block, HEAD, nlse) * (scale * LOG2E))
-                dv_block = add_product(dv_block, p, do_block, HEAD)
+                p = tl.exp2(dot_nt(k_block, q_block, HEAD, nlse) * (scale * LOG2E))
+                dv_block = accumulate(dv_block, p, do_block, HEAD)
                 ndelta = tl.broadcast_to(tl.load(stat[1] + rows)[None, :], (BLOCK_N, BLOCK_M))
-                dp = outer(v_block, do_block, HEAD, ndelta)
+                dp = dot_nt(v_block, do_block, HEAD, ndelta)
                 ds = times(p, dp, DTYPE, EXACT)
-                dk_block = add_product(dk_block, ds, q_block, HEAD)
+                dk_block = accumulate(dk_block, ds, q_block, HEAD)
                 # what the block before left, or the last keys
                 before = N > 0 if LAST_N > 0 else first > 0
                 add_dq(dq_acc, ds, k_block[0], rows, N, scale, before, 0, HEAD)

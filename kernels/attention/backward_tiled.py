@@ -10,18 +10,27 @@ import triton
 import triton.language as tl
 
 from .common import (
-    add_product,
+    accumulate,
+    dot_nt,
     head_of,
     load_head_rows,
-    outer,
-    place,
+    program_coords,
     row_dot,
     store_head_rows,
     store_sums,
-    tile_of,
+    tile_index,
     zero_head_rows,
 )
-from .terms import add_bias, bias_of, keys_of, load_turned_rows, rope_of, store_turned_back, weights, whole_blocks
+from .terms import (
+    add_bias,
+    bias_of,
+    keys_of,
+    load_rotated_rows,
+    rope_of,
+    softmax_weights,
+    store_unrotated_rows,
+    whole_blocks,
+)
 
 
 @triton.jit
@@ -47,14 +56,14 @@ def _dq_step(
 ):
     """dQ / scale += dS K for one block of keys."""
     cols = start + tl.arange(0, KEYS)
-    k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
+    k = load_rotated_rows(k_head, rope, cols, keys, MASK, QK)
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
-    s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
-    p = weights(s, lse[:, None], bias, scale)
+    s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
+    p = softmax_weights(s, lse[:, None], bias, scale)
     if MASK:
         p = tl.where((cols < keys)[None, :], p, 0.0)
-    ds = p * (outer(do, v, HEAD) - delta[:, None])
-    return add_product(dq, ds, k, QK)
+    ds = p * (dot_nt(do, v, HEAD) - delta[:, None])
+    return accumulate(dq, ds, k, QK)
 
 
 @triton.jit
@@ -69,7 +78,7 @@ def queries_bwd(
     first,
     N,
     scale,
-    TURN: tl.constexpr,
+    UNROTATE: tl.constexpr,
     QK: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -79,9 +88,9 @@ def queries_bwd(
 ):
     """Writes dQ and delta of BLOCK_M queries from `first` on, by blocks of BLOCK_N keys; returns dQ."""
     q_head, k_head, v_head, o_head, do_head = heads
-    TURNS: tl.constexpr = rope is not None  # then addresses made before the loop would spill
+    ROTATES: tl.constexpr = rope is not None  # then addresses made before the loop would spill
     rows = first + tl.arange(0, BLOCK_M)
-    q = load_turned_rows(q_head, rope, rows, N, True, QK)
+    q = load_rotated_rows(q_head, rope, rows, N, True, QK)
     do = load_head_rows(do_head, rows, N, True, HEAD)
     delta = row_dot(load_head_rows(o_head, rows, N, True, HEAD), do)
     tl.store(delta_row + rows, delta, mask=rows < N)
@@ -93,11 +102,11 @@ def queries_bwd(
         dq = _dq_step(
             dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, whole, N, scale, LAST_N, True, QK, HEAD
         )
-    for start in tl.range(0, whole, BLOCK_N, disable_licm=TURNS):
+    for start in tl.range(0, whole, BLOCK_N, disable_licm=ROTATES):
         dq = _dq_step(
             dq, q, do, lse, delta, k_head, v_head, rope, bias, keys, rows, start, N, scale, BLOCK_N, False, QK, HEAD
         )
-    return store_turned_back(dq_head, [chunk * scale for chunk in dq], rope, rows, N, TURN, QK)
+    return store_unrotated_rows(dq_head, [chunk * scale for chunk in dq], rope, rows, N, UNROTATE, QK)
 
 
 @triton.jit
@@ -126,15 +135,15 @@ def _dkdv_step(
     Everything is transposed, so that P^T and dS^T are left operands as they come.
     """
     rows = start + tl.arange(0, QUERIES)
-    q = load_turned_rows(q_head, rope, rows, N, MASK, QK)
+    q = load_rotated_rows(q_head, rope, rows, N, MASK, QK)
     do = load_head_rows(do_head, rows, N, MASK, HEAD)
     lse = tl.load(lse_row + rows, mask=rows < N, other=float("inf"))
     delta = tl.load(delta_row + rows, mask=rows < N, other=0.0)
-    s = add_bias(outer(k, q, QK), bias, rows, cols, N, scale, True)
-    p = weights(s, lse[None, :], bias, scale)
-    dv = add_product(dv, p, do, HEAD)
-    ds = p * (outer(v, do, HEAD) - delta[None, :])
-    return add_product(dk, ds, q, QK), dv
+    s = add_bias(dot_nt(k, q, QK), bias, rows, cols, N, scale, True)
+    p = softmax_weights(s, lse[None, :], bias, scale)
+    dv = accumulate(dv, p, do, HEAD)
+    ds = p * (dot_nt(v, do, HEAD) - delta[None, :])
+    return accumulate(dk, ds, q, QK), dv
 
 
 @triton.jit
@@ -149,7 +158,7 @@ def keys_bwd(
     first,
     N,
     scale,
-    TURN: tl.constexpr,
+    UNROTATE: tl.constexpr,
     QK: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -160,7 +169,7 @@ def keys_bwd(
     """Writes and returns dK and dV of BLOCK_N keys from `first` on, by blocks of BLOCK_M queries."""
     q_head, k_head, v_head, do_head = heads
     cols = first + tl.arange(0, BLOCK_N)
-    k = load_turned_rows(k_head, rope, cols, keys, True, QK)
+    k = load_rotated_rows(k_head, rope, cols, keys, True, QK)
     v = load_head_rows(v_head, cols, keys, True, HEAD)
     dk, dv = zero_head_rows(BLOCK_N, QK), zero_head_rows(BLOCK_N, HEAD)
     whole, loads, rest = whole_blocks(N, BLOCK_M, VARIES), (q_head, do_head), (lse_row, delta_row, cols)
@@ -174,7 +183,7 @@ def keys_bwd(
     if rope is not None:
         # or the tables of these rows would stay in registers since they were read for k; dQ's store of delta does this
         tl.debug_barrier()
-    dk = store_turned_back(grad_heads[0], dk, rope, cols, N, TURN, QK)
+    dk = store_unrotated_rows(grad_heads[0], dk, rope, cols, N, UNROTATE, QK)
     store_head_rows(grad_heads[1], dv, cols, N, HEAD)
     return dk, dv
 
@@ -199,7 +208,7 @@ def _attention_bwd_dq_kernel(
     N,
     H,
     scale,
-    TURN: tl.constexpr,
+    UNROTATE: tl.constexpr,
     QK: tl.constexpr,
     HEAD: tl.constexpr,
     SUMS: tl.constexpr,
@@ -210,11 +219,11 @@ def _attention_bwd_dq_kernel(
     """dQ and delta of BLOCK_M queries of one head."""
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
-    b, h, index, first, n, lse_at = place(table_ptr, tokens, N, H, BLOCK_M)
+    b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:
-                store_sums(sums_ptr, zero_head_rows(16, QK), tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
+                store_sums(sums_ptr, zero_head_rows(16, QK), tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
             return
     heads = [head_of(x, b, h, HEAD, first, PACKED) for x in inputs]
     dq_head = head_of(dq, b, h, HEAD, first, PACKED)
@@ -222,10 +231,10 @@ def _attention_bwd_dq_kernel(
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_M, n)
     dq_block = queries_bwd(
-        heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, VARIES
+        heads, dq_head, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_M, BLOCK_N, LAST_N, VARIES
     )
     if SUMS:
-        store_sums(sums_ptr, dq_block, tile_of(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
+        store_sums(sums_ptr, dq_block, tile_index(b, index, N, H, BLOCK_M, PACKED), h, H, QK)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -241,7 +250,7 @@ def _attention_bwd_dkdv_kernel(
     N,
     H,
     scale,
-    TURN: tl.constexpr,
+    UNROTATE: tl.constexpr,
     QK: tl.constexpr,
     HEAD: tl.constexpr,
     SUMS: tl.constexpr,
@@ -251,21 +260,23 @@ def _attention_bwd_dkdv_kernel(
 ):
     """dK and dV of BLOCK_N keys of one head."""
     PACKED: tl.constexpr = table_ptr is not None
-    b, h, index, first, n, lse_at = place(table_ptr, tokens, N, H, BLOCK_N)
+    b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_N)
     if PACKED:
         if n == 0:  # a program that is left over
             if SUMS:
                 zeros = (zero_head_rows(16, QK), zero_head_rows(16, HEAD))
-                store_key_sums(sums_ptr, zeros, tile_of(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
+                store_key_sums(sums_ptr, zeros, tile_index(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
             return
     heads = [head_of(x, b, h, HEAD, first, PACKED) for x in inputs]
     grad_heads = [head_of(x, b, h, HEAD, first, PACKED) for x in grads]
     rope = rope_of(terms[0], b, h, first, PACKED) if terms[0] is not None else None
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys, rows = keys_of(terms[2], b, n), (lse_ptr + lse_at, delta_ptr + lse_at, index * BLOCK_N, n)
-    dkdv = keys_bwd(heads, grad_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED)
+    dkdv = keys_bwd(
+        heads, grad_heads, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_N, BLOCK_M, LAST_M, PACKED
+    )
     if SUMS:
-        store_key_sums(sums_ptr, dkdv, tile_of(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
+        store_key_sums(sums_ptr, dkdv, tile_index(b, index, N, H, BLOCK_N, PACKED), h, H, QK, HEAD)
 
 
 @triton.jit
@@ -280,7 +291,7 @@ def _attention_bwd_phases_kernel(
     N,
     H,
     scale,
-    TURN: tl.constexpr,
+    UNROTATE: tl.constexpr,
     QK: tl.constexpr,
     HEAD: tl.constexpr,
     SUMS: tl.constexpr,
@@ -308,7 +319,7 @@ def _attention_bwd_phases_kernel(
     for index in tl.range(0, blocks_m, num_stages=1, disable_licm=True):
         rows = (lse_row, delta_row, index * BLOCK_M1, N)
         dq_block = queries_bwd(
-            heads, dq_head, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1, VARIES
+            heads, dq_head, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_M1, BLOCK_N1, LAST_N1, VARIES
         )
         if SUMS:
             store_sums(q_sums_ptr, dq_block, b * blocks_m + index, h, H, QK)
@@ -317,7 +328,7 @@ def _attention_bwd_phases_kernel(
     for index in tl.range(0, blocks_n, num_stages=1, disable_licm=True):
         without_o, rows = (heads[0], heads[1], heads[2], heads[4]), (lse_row, delta_row, index * BLOCK_N2, N)
         dkdv = keys_bwd(
-            without_o, kv_heads, rope, bias, keys, *rows, scale, TURN, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2, False
+            without_o, kv_heads, rope, bias, keys, *rows, scale, UNROTATE, QK, HEAD, BLOCK_N2, BLOCK_M2, LAST_M2, False
         )
         if SUMS:
             store_key_sums(kv_sums_ptr, dkdv, b * blocks_n + index, h, H, QK, HEAD)

@@ -36,10 +36,10 @@ class Head(NamedTuple):
     first: int  # columns of its first chunk
     second: int  # of its second one, or 0
     align: int  # elements that each of its rows starts at a multiple of
-    far: bool  # whether its last row may be 2^31 elements past its first
+    needs_int64: bool  # whether its last row may be 2^31 elements past its first
     precision: str  # of products in fp32
-    turned: str = ""  # the layout of the pairs that rotary positions turn: see terms.py
-    alike: bool = False  # whether one number turns both columns of a pair
+    rope_layout: str = ""  # the layout of the pairs that rotary positions turn: see terms.py
+    shared_pair_angle: bool = False  # whether one number turns both columns of a pair
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def head_of(x, b, h, HEAD: tl.constexpr, first=0, PACKED: tl.constexpr = False):
 def chunk_ptrs(head, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, HEAD: tl.constexpr):
     """Columns FIRST..FIRST + SIZE of some rows of a head."""
     ALIGN: tl.constexpr = HEAD.align
-    offs_n = rows.to(tl.int64) * head[1] if HEAD.far else rows * head[1]
+    offs_n = rows.to(tl.int64) * head[1] if HEAD.needs_int64 else rows * head[1]
     return head[0] + (tl.multiple_of(offs_n, ALIGN)[:, None] + (FIRST + tl.arange(0, SIZE))[None, :])
 
 
@@ -131,7 +131,7 @@ def store_head_rows(head, x, rows, N, HEAD: tl.constexpr):
 @triton.jit
 def store_sums(sums_ptr, x, slot, h, H, HEAD: tl.constexpr):
     """Writes the column sums of the chunks x to sums[slot, h], sums (slots, H, Dh) fp32."""
-    HALVES: tl.constexpr = HEAD.turned == "half"
+    HALVES: tl.constexpr = HEAD.rope_layout == "half"
     row = sums_ptr + (slot.to(tl.int64) * H + h) * HEAD.dim
     offs_d = tl.arange(0, x[0].shape[1])
     tl.store(row + offs_d, tl.sum(x[0], 0), mask=offs_d < (HEAD.dim // 2 if HALVES else HEAD.dim))
@@ -161,7 +161,7 @@ def add_head_rows(a, b):
 
 
 @triton.jit
-def outer(a, b, HEAD: tl.constexpr, acc=None):
+def dot_nt(a, b, HEAD: tl.constexpr, acc=None):
     """acc + a b^T over the chunks of the head: (rows of a, rows of b), fp32.
 
     acc is made for this product and must not be carried by a loop: of two products into one accumulator that a loop
@@ -174,7 +174,7 @@ def outer(a, b, HEAD: tl.constexpr, acc=None):
 
 
 @triton.jit
-def add_product(acc, w, x, HEAD: tl.constexpr):
+def accumulate(acc, w, x, HEAD: tl.constexpr):
     """acc + w x for every chunk of x; w takes x's dtype."""
     w = w.to(x[0].dtype)
     first = tl.dot(w, x[0], acc[0], input_precision=HEAD.precision)
@@ -213,7 +213,7 @@ def bounds(offsets_ptr, samples, tokens):
 
 
 @triton.jit
-def place(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
+def program_coords(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
     """Of a program: (b, h, block in its sample, first token, tokens of it, start of its lse).
 
     table_ptr: what `tile_table` makes for all `tokens`, or None for tensors (B, N, H, Dh) of one size. A program that
@@ -231,7 +231,7 @@ def place(table_ptr, tokens, N, H, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tile_of(b, index, N, H, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+def tile_index(b, index, N, H, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """The number of a program's tile, found when it is needed: it would hold a register all along."""
     if PACKED:
         return tl.program_id(0) // H

@@ -7,18 +7,18 @@ of two (197 -> 128 + 64 + 16), so that little is padded; blocks of queries follo
 import triton
 import triton.language as tl
 
-from .common import LN2, add_product, exp_difference, head_of, outer, store_head_rows, zero_head_rows
-from .terms import load_turned_rows, rope_of
+from .common import LN2, accumulate, dot_nt, exp_difference, head_of, store_head_rows, zero_head_rows
+from .terms import load_rotated_rows, rope_of
 
 
 @triton.jit
 def load_keys(head, rope, N, KEYS0: tl.constexpr, KEYS1: tl.constexpr, KEYS2: tl.constexpr, HEAD: tl.constexpr):
     """Every row of a head in one to three blocks of rows; only the last reaches past N."""
-    first = load_turned_rows(head, rope, tl.arange(0, KEYS0), N, KEYS1 == 0, HEAD)
+    first = load_rotated_rows(head, rope, tl.arange(0, KEYS0), N, KEYS1 == 0, HEAD)
     if KEYS1 > 0:
-        second = load_turned_rows(head, rope, KEYS0 + tl.arange(0, KEYS1), N, KEYS2 == 0, HEAD)
+        second = load_rotated_rows(head, rope, KEYS0 + tl.arange(0, KEYS1), N, KEYS2 == 0, HEAD)
         if KEYS2 > 0:
-            third = load_turned_rows(head, rope, KEYS0 + KEYS1 + tl.arange(0, KEYS2), N, True, HEAD)
+            third = load_rotated_rows(head, rope, KEYS0 + KEYS1 + tl.arange(0, KEYS2), N, True, HEAD)
             return (first, second, third)
         else:
             return (first, second)
@@ -58,8 +58,8 @@ def _attention_fwd_short_kernel(
     # on a multiprocessor
     for i in tl.range(0, query_blocks, num_stages=1, disable_licm=True):
         rows = (pid % groups * query_blocks + i) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_block = load_turned_rows(q_head, rope, rows, N, True, QK)
-        s = [outer(q_block, k_block, QK) for k_block in k_blocks]
+        q_block = load_rotated_rows(q_head, rope, rows, N, True, QK)
+        s = [dot_nt(q_block, k_block, QK) for k_block in k_blocks]
         if KEYS2 > 0:
             s = (s[0], s[1], tl.where((KEYS0 + KEYS1 + tl.arange(0, KEYS2) < N)[None, :], s[2], float("-inf")))
             m = tl.maximum(tl.maximum(tl.max(s[0], 1), tl.max(s[1], 1)), tl.max(s[2], 1))
@@ -71,12 +71,12 @@ def _attention_fwd_short_kernel(
             m = tl.max(s[0], 1)
         p = [exp_difference(logits, m[:, None], scale) for logits in s]
         l = tl.sum(p[0], 1)
-        acc = add_product(zero_head_rows(BLOCK_M, HEAD), p[0], v_blocks[0], HEAD)
+        acc = accumulate(zero_head_rows(BLOCK_M, HEAD), p[0], v_blocks[0], HEAD)
         if KEYS1 > 0:
             l += tl.sum(p[1], 1)
-            acc = add_product(acc, p[1], v_blocks[1], HEAD)
+            acc = accumulate(acc, p[1], v_blocks[1], HEAD)
         if KEYS2 > 0:
             l += tl.sum(p[2], 1)
-            acc = add_product(acc, p[2], v_blocks[2], HEAD)
+            acc = accumulate(acc, p[2], v_blocks[2], HEAD)
         store_head_rows(o_head, [chunk * (1 / l)[:, None] for chunk in acc], rows, N, HEAD)
         tl.store(lse_ptr + bh.to(tl.int64) * N + rows, tl.fma(m, scale, tl.log2(l) * LN2), mask=rows < N)

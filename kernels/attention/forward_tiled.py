@@ -11,16 +11,16 @@ import triton.language as tl
 
 from .common import (
     LN2,
-    add_product,
+    accumulate,
+    dot_nt,
     exp_difference,
     head_of,
     load_head_rows,
-    outer,
-    place,
+    program_coords,
     store_head_rows,
     zero_head_rows,
 )
-from .terms import add_bias, bias_of, keys_of, load_turned_rows, rope_of, unit, whole_blocks
+from .terms import add_bias, bias_of, keys_of, load_rotated_rows, logit_scale, rope_of, whole_blocks
 
 
 @triton.jit
@@ -46,17 +46,17 @@ def _fwd_step(
 ):
     """One block of keys of the online softmax; m: the largest logit so far. HIDES: it may be -inf."""
     cols = start + tl.arange(0, KEYS)
-    k = load_turned_rows(k_head, rope, cols, keys, MASK, QK)
-    s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
+    k = load_rotated_rows(k_head, rope, cols, keys, MASK, QK)
+    s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
     if MASK:
         s = tl.where((cols < keys)[None, :], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     # where every key so far is hidden, nothing is subtracted: -inf - -inf is no number
     shift = tl.where(m_new == float("-inf"), 0.0, m_new) if HIDES else m_new
-    p = exp_difference(s, shift[:, None], unit(bias, scale))
-    decay = exp_difference(m, shift, unit(bias, scale))
+    p = exp_difference(s, shift[:, None], logit_scale(bias, scale))
+    decay = exp_difference(m, shift, logit_scale(bias, scale))
     v = load_head_rows(v_head, cols, keys, MASK, HEAD)
-    acc = add_product([chunk * decay[:, None] for chunk in acc], p, v, HEAD)
+    acc = accumulate([chunk * decay[:, None] for chunk in acc], p, v, HEAD)
     return acc, l * decay + tl.sum(p, 1), m_new
 
 
@@ -81,11 +81,11 @@ def _attention_fwd_tiled_kernel(
     LAST_N: tl.constexpr,
 ):
     """BLOCK_M queries of one head against blocks of BLOCK_N keys, the last of LAST_N (0: N divides)."""
-    TURNS: tl.constexpr = terms[0] is not None  # then addresses made before the loop would spill
+    ROTATES: tl.constexpr = terms[0] is not None  # then addresses made before the loop would spill
     HIDES: tl.constexpr = terms[1] is not None or terms[2] is not None
     PACKED: tl.constexpr = table_ptr is not None
     VARIES: tl.constexpr = terms[2] is not None or PACKED
-    b, h, index, first, n, lse_at = place(table_ptr, tokens, N, H, BLOCK_M)
+    b, h, index, first, n, lse_at = program_coords(table_ptr, tokens, N, H, BLOCK_M)
     if PACKED:
         if n == 0:  # a program that is left over
             return
@@ -94,7 +94,7 @@ def _attention_fwd_tiled_kernel(
     bias = bias_of(terms[1], b, h) if terms[1] is not None else None
     keys = keys_of(terms[2], b, n)
     rows = index * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_block = load_turned_rows(head_of(q, b, h, HEAD, first, PACKED), rope, rows, n, True, QK)
+    q_block = load_rotated_rows(head_of(q, b, h, HEAD, first, PACKED), rope, rows, n, True, QK)
     acc = zero_head_rows(BLOCK_M, HEAD)
     l = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -103,7 +103,7 @@ def _attention_fwd_tiled_kernel(
         acc, l, m = _fwd_step(
             acc, l, m, q_block, *heads, rope, bias, rows, whole, keys, n, scale, LAST_N, True, HIDES, QK, HEAD
         )
-    for start in tl.range(0, whole, BLOCK_N, disable_licm=TURNS):
+    for start in tl.range(0, whole, BLOCK_N, disable_licm=ROTATES):
         acc, l, m = _fwd_step(
             acc, l, m, q_block, *heads, rope, bias, rows, start, keys, n, scale, BLOCK_N, False, HIDES, QK, HEAD
         )
@@ -111,4 +111,4 @@ def _attention_fwd_tiled_kernel(
         m = tl.where(l == 0, float("inf"), m)
         l = tl.where(l == 0, 1.0, l)
     store_head_rows(head_of(o, b, h, HEAD, first, PACKED), [chunk * (1 / l)[:, None] for chunk in acc], rows, n, HEAD)
-    tl.store(lse_ptr + lse_at + rows, tl.fma(m, unit(bias, scale), tl.log2(l) * LN2), mask=rows < n)
+    tl.store(lse_ptr + lse_at + rows, tl.fma(m, logit_scale(bias, scale), tl.log2(l) * LN2), mask=rows < n)

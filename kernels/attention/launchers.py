@@ -31,7 +31,7 @@ from .backward_tiled import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from .common import Head, tiles_of
 from .forward_rows import _attention_fwd_short_kernel
 from .forward_tiled import _attention_fwd_tiled_kernel
-from .options import PLAIN, Logits
+from .options import PLAIN, AttentionOptions
 from .terms import _bias_bwd_kernel, _rope_bwd_kernel
 
 HEAD_SIZES = tuple(range(16, 129, 8))
@@ -72,7 +72,7 @@ def last_block(n: int, block: int) -> int:
 
 @functools.cache
 def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
-    """ "d80n256": the padded head size, the tokens up to 64, 128, 256, 320 or "long"; and Logits.suffix.
+    """ "d80n256": the padded head size, the tokens up to 64, 128, 256, 320 or "long"; and AttentionOptions.suffix.
 
     "d80m256" of heads that are padded: masks take registers. Of packed samples "d80np": another number of tokens
     compiles nothing anew.
@@ -88,10 +88,10 @@ _NO_MASK = ("rows", *_NO_ROPE)
 _NO_OFFSETS = ("phases", *_NO_MASK)
 
 
-def _lookup(op: str, q: Tensor, logits: Logits = PLAIN) -> tiles.Tile:
-    suffix = logits.suffix(q.shape[-1])
+def _lookup(op: str, q: Tensor, options: AttentionOptions = PLAIN) -> tiles.KernelConfig:
+    suffix = options.suffix(q.shape[-1])
     without = () if not suffix else _NO_ROPE if suffix in ("r", "f") else _NO_MASK
-    without = without if logits.offsets is None else _NO_OFFSETS
+    without = without if options.offsets is None else _NO_OFFSETS
     return tiles.lookup(op, q, attention_class(q.shape[-1], q.shape[1], suffix), without)
 
 
@@ -105,62 +105,67 @@ def _with_steps(table: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     return table, (strides[0] if shape[0] > 1 else 0, strides[1] if shape[1] > 1 else 0, strides[2])
 
 
-def _terms(logits: Logits, HEAD: Head) -> dict:
+def _terms(options: AttentionOptions, HEAD: Head) -> dict:
     """The arguments `terms` and QK of the kernels."""
     rope, bias, QK = None, None, HEAD
-    if logits.cos is not None:
-        cos, sin = logits.cos, logits.sin
+    if options.cos is not None:
+        cos, sin = options.cos, options.sin
         if cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
         (cos, steps), (sin, _) = _with_steps(cos), _with_steps(sin)
-        rope, half = (cos, sin, steps, logits.num_prefix), max(16, triton.next_power_of_2(HEAD.dim // 2))
-        layout = "interleaved" if logits.interleaved else "half"
-        QK = HEAD._replace(first=half, second=half, turned=layout, alike=cos.shape[-1] < HEAD.dim)
-    if logits.bias is not None:
-        bias = _with_steps(logits.bias)
-    return dict(terms=(rope, bias, logits.key_lengths), QK=QK)
+        rope, half = (cos, sin, steps, options.num_prefix), max(16, triton.next_power_of_2(HEAD.dim // 2))
+        layout = "interleaved" if options.interleaved else "half"
+        QK = HEAD._replace(first=half, second=half, rope_layout=layout, shared_pair_angle=cos.shape[-1] < HEAD.dim)
+    if options.bias is not None:
+        bias = _with_steps(options.bias)
+    return dict(terms=(rope, bias, options.key_lengths), QK=QK)
 
 
-def _arguments(scale: float, *tensors: Tensor, logits: Logits = PLAIN) -> tuple[dict, list[tuple]]:
+def _arguments(scale: float, *tensors: Tensor, options: AttentionOptions = PLAIN) -> tuple[dict, list[tuple]]:
     """Sizes, scale and head, which every kernel takes; and (B, N, H, Dh) tensors with their strides.
 
     Heads that all start at multiples of 8 elements are said to: Triton would see multiples of 16 only, and load heads
     of 72 or 88 one element at a time. Of packed samples the sizes that differ from batch to batch are left out.
     """
     _, N, H, D = tensors[0].shape
-    packed = logits.offsets is not None
+    packed = options.offsets is not None
     pairs, misaligned, farthest, N = [], 0, 0, 0 if packed else N
     for x in tensors:
         strides = x.stride()[:3]
         strides = (0, *strides[1:]) if packed else strides
         pairs.append((x, strides))
         misaligned |= strides[0] | strides[1] | strides[2]
-        farthest = max(farthest, (logits.longest if packed else N) * strides[1])
+        farthest = max(farthest, (options.longest if packed else N) * strides[1])
     head = Head(D, *head_chunks(D), 1 if misaligned % 8 else 8, farthest >= 2**31, fp32_precision())
     return dict(N=N, H=H, scale=scale, HEAD=head), pairs
 
 
-def _last_keys(n: int, block: int, logits: Logits) -> int:
+def _last_keys(n: int, block: int, options: AttentionOptions) -> int:
     """`last_block` of the keys; a whole one where their number differs from sample to sample."""
-    return last_block(n, block) if logits.key_lengths is None and logits.offsets is None else block
+    return last_block(n, block) if options.key_lengths is None and options.offsets is None else block
 
 
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, logits: Logits = PLAIN) -> tuple[Tensor, Tensor]:
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions = PLAIN
+) -> tuple[Tensor, Tensor]:
     """o (B, N, H, Dh) and lse (B, H, N) in fp32 of q, k, v (B, N, H, Dh), unit last stride, scale > 0."""
     B, N, H, _ = q.shape
-    tile = _lookup("attention_fwd", q, logits)
-    if tile.provider in tiles.ATTENTION_LIBRARIES:
-        return tiles.library("attention").forward(tile.provider, q, k, v, scale)
+    config = _lookup("attention_fwd", q, options)
+    if config.provider in tiles.ATTENTION_LIBRARIES:
+        return tiles.library("attention").forward(config.provider, q, k, v, scale)
     o, lse = q.new_empty(q.shape), q.new_empty(B, H, N, dtype=torch.float32)
-    common, pairs = _arguments(scale, q, k, v, o, logits=logits)
-    common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(logits, common["HEAD"]), **tile.meta)
-    if tile.provider == "rows":
-        blocks = cdiv(N, tile["BLOCK_M"])
+    common, pairs = _arguments(scale, q, k, v, o, options=options)
+    common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
+    if config.provider == "rows":
+        blocks = cdiv(N, config["BLOCK_M"])
         per_program = blocks if B * H >= MANY_HEADS else 1
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]
         launch(_attention_fwd_short_kernel, grid, **common, **key_blocks(N), query_blocks=per_program)
     else:
-        last, (count, packed) = _last_keys(N, tile["BLOCK_N"], logits), tiles_of(q, logits.offsets, tile["BLOCK_M"])
+        last, (count, packed) = (
+            _last_keys(N, config["BLOCK_N"], options),
+            tiles_of(q, options.offsets, config["BLOCK_M"]),
+        )
         launch(_attention_fwd_tiled_kernel, (count * H,), **common, **packed, LAST_N=last)
     return o, lse
 
@@ -174,59 +179,59 @@ def attention_bwd(
     do: Tensor,
     scale: float,
     want_bias_grad: bool = False,
-    logits: Logits = PLAIN,
-    turn_back: bool = True,
+    options: AttentionOptions = PLAIN,
+    unrotate: bool = True,
     packed: bool = True,
 ) -> tuple[Tensor | tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """Packed dqkv (B, N, 3, H, Dh), else dq, dk and dv, contiguous; and the QKV bias's gradient.
 
-    The latter, (3 H Dh,) in fp32, where wanted. turn_back: False leaves dq and dk, and their sums in the bias's
-    gradient, as rotary positions turn them, for `rope_bwd`.
+    The latter, (3 H Dh,) in fp32, where wanted. unrotate: False leaves dq and dk, and their sums in the bias's
+    gradient, in the rotated frame, for `rope_bwd`.
     """
     B, N, H, D = q.shape
-    tile = _lookup("attention_bwd", q, logits)
-    if tile.provider in tiles.ATTENTION_LIBRARIES:
-        grads = tiles.library("attention").backward(tile.provider, q, k, v, o, lse, do, scale, packed)
+    config = _lookup("attention_bwd", q, options)
+    if config.provider in tiles.ATTENTION_LIBRARIES:
+        grads = tiles.library("attention").backward(config.provider, q, k, v, o, lse, do, scale, packed)
         if not want_bias_grad:
             return grads, None
         return grads, scale_rows(grads.view(B * N, 3 * H * D), None, None, 1, want_scaled=False)[1]
     grads = q.new_empty(B, N, 3, H, D) if packed else tuple(q.new_empty(q.shape) for _ in range(3))
     each = grads.unbind(2) if packed else grads
-    return grads, _backward(tile, q, k, v, o, lse, do, scale, *each, want_bias_grad, logits, turn_back)
+    return grads, _backward(config, q, k, v, o, lse, do, scale, *each, want_bias_grad, options, unrotate)
 
 
-def rope_bwd(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
+def rope_bwd(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Turns dq and dk (B, N, H, Dh) back in place; -> gradients shaped like cos and sin, in fp32."""
     B, N, H, _ = q.shape
-    tile, cos = _lookup("rope_bwd", q), logits.cos
+    config, cos = _lookup("rope_bwd", q), options.cos
     common, pairs = _arguments(1.0, q, k, dq, dk)
-    terms = _terms(logits, common["HEAD"])
+    terms = _terms(options, common["HEAD"])
     per_sample, per_head = cos.dim() == 4 and cos.shape[0] > 1, cos.dim() > 2 and cos.shape[-3] > 1
-    samples = 1 if per_sample else max(1, cdiv(B, tile["GROUPS"]))
+    samples = 1 if per_sample else max(1, cdiv(B, config["GROUPS"]))
     groups, size = cdiv(B, samples), tuple(cos.shape[-2:])
     shares = [torch.empty((groups, H, *size), dtype=torch.float32, device=q.device) for _ in range(2)]
     common = dict(N=N, H=H, inputs=tuple(pairs[:2]), grads=tuple(pairs[2:]), rope=terms["terms"][0], HEAD=terms["QK"])
     common["TABLE"] = terms["QK"]._replace(align=math.gcd(8, size[1]))
     common |= dict(dcos_ptr=shares[0], dsin_ptr=shares[1], B=B, samples=samples)
-    meta = {name: value for name, value in tile.meta.items() if name != "GROUPS"}
-    launch(_rope_bwd_kernel, (cdiv(size[0], tile["BLOCK_M"]) * groups * H,), **common, **meta)
+    meta = {name: value for name, value in config.meta.items() if name != "GROUPS"}
+    launch(_rope_bwd_kernel, (cdiv(size[0], config["BLOCK_M"]) * groups * H,), **common, **meta)
     shared = [axis for axis, own in ((0, per_sample), (1, per_head)) if not own]
     dcos, dsin = ((share.sum(shared) if shared else share).reshape(cos.shape) for share in shares)
     return dcos, dsin
 
 
 def bias_bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, logits: Logits
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float, options: AttentionOptions
 ) -> Tensor:
-    """The gradient of logits.bias, contiguous, shaped and typed like it."""
-    (B, N, H, _), bias = q.shape, logits.bias
-    tile = _lookup("attention_bwd_bias", q, logits)
+    """The gradient of options.bias, contiguous, shaped and typed like it."""
+    (B, N, H, _), bias = q.shape, options.bias
+    config = _lookup("attention_bwd_bias", q, options)
     groups = bias.shape[0] if bias.dim() == 4 else 1
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
     common, pairs = _arguments(scale, q, k, v, o, do)
     common |= dict(inputs=tuple(pairs), lse_ptr=lse, dbias_ptr=dbias, samples=B // max(1, groups))
-    blocks = cdiv(N, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"])
-    launch(_bias_bwd_kernel, (blocks * groups * H,), **common, **_terms(logits, common["HEAD"]), **tile.meta)
+    blocks = cdiv(N, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"])
+    launch(_bias_bwd_kernel, (blocks * groups * H,), **common, **_terms(options, common["HEAD"]), **config.meta)
     return dbias
 
 
@@ -246,8 +251,8 @@ def attention_bwd_dq(
     dq: Tensor | None = None,
     delta: Tensor | None = None,
     want_sums: bool = False,
-    logits: Logits = PLAIN,
-    turn_back: bool = True,
+    options: AttentionOptions = PLAIN,
+    unrotate: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """First half of the tiled backward: dq and, where wanted, its sums over B and N, (H Dh,) in fp32.
 
@@ -257,14 +262,14 @@ def attention_bwd_dq(
     B, N, H, _ = q.shape
     dq = q.new_empty(q.shape) if dq is None else dq
     delta = torch.empty_like(lse) if delta is None else delta
-    tile = _lookup("attention_bwd_dq", q, logits)
-    count, packed = tiles_of(q, logits.offsets, tile["BLOCK_M"])
+    config = _lookup("attention_bwd_dq", q, options)
+    count, packed = tiles_of(q, options.offsets, config["BLOCK_M"])
     sums = _sums(q, want_sums, count)
-    common, (*inputs, dq_pair) = _arguments(scale, q, k, v, o, do, dq, logits=logits)
+    common, (*inputs, dq_pair) = _arguments(scale, q, k, v, o, do, dq, options=options)
     common |= dict(inputs=tuple(inputs), dq=dq_pair, lse_ptr=lse, delta_ptr=delta, sums_ptr=sums, SUMS=want_sums)
-    common |= dict(TURN=turn_back, **packed, **_terms(logits, common["HEAD"]))
-    last = _last_keys(N, tile["BLOCK_N"], logits)
-    launch(_attention_bwd_dq_kernel, (count * H,), **common, LAST_N=last, **tile.meta)
+    common |= dict(UNROTATE=unrotate, **packed, **_terms(options, common["HEAD"]))
+    last = _last_keys(N, config["BLOCK_N"], options)
+    launch(_attention_bwd_dq_kernel, (count * H,), **common, LAST_N=last, **config.meta)
     return dq, sums.sum(0).flatten() if want_sums else None
 
 
@@ -279,8 +284,8 @@ def attention_bwd_dkdv(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
     want_sums: bool = False,
-    logits: Logits = PLAIN,
-    turn_back: bool = True,
+    options: AttentionOptions = PLAIN,
+    unrotate: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Second half of the tiled backward: dk, dv and, where wanted, their sums, (2 H Dh,) in fp32.
 
@@ -288,14 +293,14 @@ def attention_bwd_dkdv(
     """
     B, N, H, _ = q.shape
     dk, dv = (q.new_empty(q.shape) if grad is None else grad for grad in (dk, dv))
-    tile = _lookup("attention_bwd_dkdv", q, logits)
-    count, packed = tiles_of(q, logits.offsets, tile["BLOCK_N"])
+    config = _lookup("attention_bwd_dkdv", q, options)
+    count, packed = tiles_of(q, options.offsets, config["BLOCK_N"])
     sums = _sums(q, want_sums, count, 2)
-    common, pairs = _arguments(scale, q, k, v, do, dk, dv, logits=logits)
+    common, pairs = _arguments(scale, q, k, v, do, dk, dv, options=options)
     common |= dict(inputs=tuple(pairs[:4]), grads=tuple(pairs[4:]), lse_ptr=lse, delta_ptr=delta, sums_ptr=sums)
-    common |= dict(TURN=turn_back, **packed, **_terms(logits, common["HEAD"]))
-    last = last_block(N, tile["BLOCK_M"]) if logits.offsets is None else tile["BLOCK_M"]
-    launch(_attention_bwd_dkdv_kernel, (count * H,), **common, SUMS=want_sums, LAST_M=last, **tile.meta)
+    common |= dict(UNROTATE=unrotate, **packed, **_terms(options, common["HEAD"]))
+    last = last_block(N, config["BLOCK_M"]) if options.offsets is None else config["BLOCK_M"]
+    launch(_attention_bwd_dkdv_kernel, (count * H,), **common, SUMS=want_sums, LAST_M=last, **config.meta)
     return dk, dv, sums.sum(0).flatten() if want_sums else None
 
 
@@ -305,22 +310,22 @@ def _packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     step = q.shape[2] * strides[2]
     if (k.storage_offset(), v.storage_offset()) != (start + step, start + 2 * step):
         return False
-    alike = strides == k.stride() == v.stride()
-    return alike and q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
+    shared_pair_angle = strides == k.stride() == v.stride()
+    return shared_pair_angle and q.untyped_storage()._cdata == k.untyped_storage()._cdata == v.untyped_storage()._cdata
 
 
 _BOXES = dict.fromkeys(("qkv_box", "qkv_rest", "do_box", "do_rest", "dqkv_box", "dqkv_rest"))
 
 
-def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict[str, TensorDescriptor | None]:
+def _head_boxes(q, k, v, do, dq, dk, dv, config: tiles.KernelConfig) -> dict[str, TensorDescriptor | None]:
     """Descriptors, for the copy engine, of all that backward_head.py reads and writes in blocks.
 
     (B, heads, N, Dh) in blocks of rows of a head's first and second chunk. All None, and the kernel goes by pointers,
     where rows of a head do not start at multiples of 16 bytes, where q, k and v are not one tensor, or where blocks of
     queries and keys differ.
     """
-    (B, N, H, D), rows, step = q.shape, tile["BLOCK_M"], 16 // q.element_size()
-    if rows != tile["BLOCK_N"] or not q.numel() or not _packed(q, k, v) or not _packed(dq, dk, dv):
+    (B, N, H, D), rows, step = q.shape, config["BLOCK_M"], 16 // q.element_size()
+    if rows != config["BLOCK_N"] or not q.numel() or not _packed(q, k, v) or not _packed(dq, dk, dv):
         return _BOXES
     first, second = head_chunks(D)
     boxes = dict(_BOXES)
@@ -336,31 +341,31 @@ def _head_boxes(q, k, v, do, dq, dk, dv, tile: tiles.Tile) -> dict[str, TensorDe
     return boxes
 
 
-def _backward(tile, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, logits, turn_back) -> Tensor | None:
+def _backward(config, q, k, v, o, lse, do, scale, dq, dk, dv, want_sums, options, unrotate) -> Tensor | None:
     """Our kernels: fills dq, dk, dv (equal strides); -> their sums, (3 H Dh,) in fp32, where wanted."""
-    if tile.provider == "tiled":
+    if config.provider == "tiled":
         delta = torch.empty_like(lse)
-        _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums, logits, turn_back)
-        *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums, logits, turn_back)
+        _, q_sums = attention_bwd_dq(q, k, v, o, lse, do, scale, dq, delta, want_sums, options, unrotate)
+        *_, kv_sums = attention_bwd_dkdv(q, k, v, lse, delta, do, scale, dk, dv, want_sums, options, unrotate)
         return torch.cat([q_sums, kv_sums]) if want_sums else None
 
     B, N, H, D = q.shape
     common, pairs = _arguments(scale, q, k, v, o, do, dq, dk, dv)
-    common |= dict(inputs=tuple(pairs[:5]), grads=tuple(pairs[5:]), lse_ptr=lse, SUMS=want_sums, **tile.meta)
-    if tile.provider == "phases":
-        q_sums = _sums(q, want_sums, B * cdiv(N, tile["BLOCK_M1"]))
-        kv_sums = _sums(q, want_sums, B * cdiv(N, tile["BLOCK_N2"]), 2)
+    common |= dict(inputs=tuple(pairs[:5]), grads=tuple(pairs[5:]), lse_ptr=lse, SUMS=want_sums, **config.meta)
+    if config.provider == "phases":
+        q_sums = _sums(q, want_sums, B * cdiv(N, config["BLOCK_M1"]))
+        kv_sums = _sums(q, want_sums, B * cdiv(N, config["BLOCK_N2"]), 2)
         common |= dict(delta_ptr=torch.empty_like(lse), q_sums_ptr=q_sums, kv_sums_ptr=kv_sums)
-        common |= dict(TURN=turn_back, **_terms(logits, common["HEAD"]))
-        last = dict(LAST_N1=_last_keys(N, tile["BLOCK_N1"], logits), LAST_M2=last_block(N, tile["BLOCK_M2"]))
+        common |= dict(UNROTATE=unrotate, **_terms(options, common["HEAD"]))
+        last = dict(LAST_N1=_last_keys(N, config["BLOCK_N1"], options), LAST_M2=last_block(N, config["BLOCK_M2"]))
         launch(_attention_bwd_phases_kernel, (B * H,), **common, **last)
         return torch.cat([q_sums.sum(0).flatten(), kv_sums.sum(0).flatten()]) if want_sums else None
 
-    block_n, padded = tile["BLOCK_N"], cdiv(N, tile["BLOCK_M"]) * tile["BLOCK_M"]
+    block_n, padded = config["BLOCK_N"], cdiv(N, config["BLOCK_M"]) * config["BLOCK_M"]
     programs = row_programs(q.device, common.pop("PER_SM"), B * H)
     sums, scratch = _sums(q, want_sums, B, 3), dict(dtype=torch.float32, device=q.device)
     common |= dict(stat_ptr=torch.empty((programs, 2, padded), **scratch), sums_ptr=sums, heads=B * H, padded=padded)
     common |= dict(dq_acc_ptr=torch.empty((programs, N, D), **scratch))
     common |= dict(LAST_N=16 if N > block_n and 0 < N % block_n <= 16 else 0)
-    launch(_attention_bwd_head_kernel, (programs,), **common, **_head_boxes(q, k, v, do, dq, dk, dv, tile))
+    launch(_attention_bwd_head_kernel, (programs,), **common, **_head_boxes(q, k, v, do, dq, dk, dv, config))
     return sums.sum(0).flatten() if want_sums else None

@@ -7,8 +7,8 @@ from torch import Tensor
 Constant = Annotated[Tensor, "constant"]  # without a gradient
 
 
-class Logits(NamedTuple):
-    """Options of attention over (B, N, H, Dh); tensors first, as the operations take them."""
+class AttentionOptions(NamedTuple):
+    """The options of attention over (B, N, H, Dh); the tensors come first, as the operations take them."""
 
     # (N - num_prefix, R), (H, ...) or (B or 1, H or 1, ...); R: Dh, or Dh / 2, one for a pair
     cos: Tensor | None = None
@@ -21,18 +21,18 @@ class Logits(NamedTuple):
     longest: int = 0  # tokens of the longest packed sample, or more
 
     def suffix(self, head_dim: int) -> str:
-        """Of the shape class: "r" rope, "f" with tables Dh wide, "b" a bias, "k" key lengths, "p" packed."""
+        """The end of the shape class: "r" rope, "f" its tables Dh wide, "b" a bias, "k" key lengths, "p" packed."""
         rope = "" if self.cos is None else "f" if self.cos.shape[-1] == head_dim else "r"
         keys = "p" if self.offsets is not None else "k" * (self.key_lengths is not None)
         return rope + "b" * (self.bias is not None) + keys
 
     @property
-    def options(self) -> dict:
-        """Keyword arguments of ref.attention, but for `longest`."""
+    def keywords(self) -> dict:
+        """The keyword arguments of ref.attention that say the same, without `longest`."""
         layout = "interleaved" if self.interleaved else "half"
         rope = dict(rope=(self.cos, self.sin), rope_layout=layout, num_prefix=self.num_prefix)
         masks = dict(bias=self.bias, key_lengths=self.key_lengths, offsets=self.offsets)
         return masks if self.cos is None else masks | rope
 
 
-PLAIN = Logits()
+PLAIN = AttentionOptions()

@@ -24,7 +24,7 @@ products again for each sample, a block of the bias at a time, and adds up in re
 import triton
 import triton.language as tl
 
-from .common import LOG2E, head_of, load_head_chunk, load_head_rows, outer, row_dot, store_head_chunk, store_head_rows
+from .common import LOG2E, dot_nt, head_of, load_head_chunk, load_head_rows, row_dot, store_head_chunk, store_head_rows
 
 
 @triton.jit
@@ -42,19 +42,19 @@ def _column_factors(table_ptr, rope, rows, N, still, HEAD: tl.constexpr):
     """A table's numbers for both columns of pairs, in fp32; `still` for tokens that stay."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
-    turns = (rows >= rope[3]) & (rows < N)
+    rotates = (rows >= rope[3]) & (rows < N)
     row_ptrs = table_ptr + ((rows - rope[3]).to(tl.int64) * rope[2])[:, None]
-    if HEAD.alike or HEAD.turned == "half":
+    if HEAD.shared_pair_angle or HEAD.rope_layout == "half":
         offs_d = tl.arange(0, D0)[None, :]
-        mask = turns[:, None] & (offs_d < HALF)
+        mask = rotates[:, None] & (offs_d < HALF)
         first = tl.load(row_ptrs + offs_d, mask=mask, other=still).to(tl.float32)
-        if HEAD.alike:
+        if HEAD.shared_pair_angle:
             return first, first
         else:
             return first, tl.load(row_ptrs + (HALF + offs_d), mask=mask, other=still).to(tl.float32)
     else:
         offs_d = tl.arange(0, 2 * D0)[None, :]
-        both = tl.load(row_ptrs + offs_d, mask=turns[:, None] & (offs_d < HEAD.dim), other=still).to(tl.float32)
+        both = tl.load(row_ptrs + offs_d, mask=rotates[:, None] & (offs_d < HEAD.dim), other=still).to(tl.float32)
         return tl.split(both.reshape(rows.shape[0], D0, 2))
 
 
@@ -71,7 +71,7 @@ def load_pairs(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
     """Rows of a head as the first and the second columns of its pairs."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
-    if HEAD.turned == "half":
+    if HEAD.rope_layout == "half":
         first = load_head_chunk(head, rows, N, 0, D0, MASK_ROWS, HEAD, HALF)
         return first, load_head_chunk(head, rows, N, HALF, D0, MASK_ROWS, HEAD)
     else:
@@ -80,7 +80,7 @@ def load_pairs(head, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
-def load_turned_rows(head, rope, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
+def load_rotated_rows(head, rope, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.constexpr):
     """Rows of a head of q or k, turned where there is rope, as its chunks.
 
     tl.where by the numbers of rows, though the tables leave those rows as they are: past a chain of loads and what is
@@ -92,9 +92,9 @@ def load_turned_rows(head, rope, rows, N, MASK_ROWS: tl.constexpr, HEAD: tl.cons
     else:
         a, b = load_pairs(head, rows, N, MASK_ROWS, HEAD)
         cos_a, cos_b, sin_a, sin_b = factors(rope, rows, N, HEAD)
-        turns = ((rows >= rope[3]) & (rows < N))[:, None]
-        first = tl.where(turns, a * cos_a - b * sin_a, a.to(tl.float32))
-        second = tl.where(turns, b * cos_b + a * sin_b, b.to(tl.float32))
+        rotates = ((rows >= rope[3]) & (rows < N))[:, None]
+        first = tl.where(rotates, a * cos_a - b * sin_a, a.to(tl.float32))
+        second = tl.where(rotates, b * cos_b + a * sin_b, b.to(tl.float32))
         return (first.to(a.dtype), second.to(b.dtype))
 
 
@@ -103,7 +103,7 @@ def store_pairs(head, a, b, rows, N, HEAD: tl.constexpr):
     """Writes what load_pairs reads; returns it as the chunks that store_sums takes."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
-    if HEAD.turned == "half":
+    if HEAD.rope_layout == "half":
         store_head_chunk(head, a, rows, N, 0, HEAD, HALF)
         store_head_chunk(head, b, rows, N, HALF, HEAD)
         return (a, b)
@@ -114,14 +114,14 @@ def store_pairs(head, a, b, rows, N, HEAD: tl.constexpr):
 
 
 @triton.jit
-def store_turned_back(head, x, rope, rows, N, TURN: tl.constexpr, HEAD: tl.constexpr):
-    """Writes some rows of dq or dk, x their chunks, turned back where TURN; returns what it writes."""
+def store_unrotated_rows(head, x, rope, rows, N, UNROTATE: tl.constexpr, HEAD: tl.constexpr):
+    """Writes some rows of dq or dk, x their chunks, unrotated where UNROTATE; returns what it writes."""
     if rope is None:
         store_head_rows(head, x, rows, N, HEAD)
         return x
     else:
         a, b = x[0], x[1]
-        if TURN:
+        if UNROTATE:
             cos_a, cos_b, sin_a, sin_b = factors(rope, rows, N, HEAD)
             return store_pairs(head, a * cos_a + b * sin_b, b * cos_b - a * sin_a, rows, N, HEAD)
         else:
@@ -146,7 +146,7 @@ def _rope_bwd_kernel(
     """The share of some samples in the gradients of BLOCK_M rows of one head's tables."""
     D0: tl.constexpr = HEAD.first
     HALF: tl.constexpr = HEAD.dim // 2
-    WIDTH: tl.constexpr = HALF if HEAD.alike else HEAD.dim
+    WIDTH: tl.constexpr = HALF if HEAD.shared_pair_angle else HEAD.dim
     blocks = tl.cdiv(N - rope[3], BLOCK_M)
     head = tl.program_id(0) // blocks
     group, h = head // H, head % H
@@ -171,7 +171,7 @@ def _rope_bwd_kernel(
     last = N - rope[3]
     offset = (group * H + h).to(tl.int64) * last * WIDTH
     dcos, dsin = (dcos_ptr + offset, WIDTH), (dsin_ptr + offset, WIDTH)
-    if HEAD.alike:
+    if HEAD.shared_pair_angle:
         store_head_chunk(dcos, dcos_a + dcos_b, rows - rope[3], last, 0, TABLE, HALF)
         store_head_chunk(dsin, dsin_a + dsin_b, rows - rope[3], last, 0, TABLE, HALF)
     else:
@@ -219,7 +219,7 @@ def add_bias(s, bias, rows, cols, N, scale, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def unit(bias, scale):
+def logit_scale(bias, scale):
     """The scale of what add_bias returns."""
     if bias is None:
         return scale
@@ -228,7 +228,7 @@ def unit(bias, scale):
 
 
 @triton.jit
-def weights(s, lse, bias, scale):
+def softmax_weights(s, lse, bias, scale):
     """exp(unit s - lse) of what add_bias returns, lse a column or a row.
 
     The difference comes before base 2, as in exp_difference; with a bias it is 0 where a mask has the least number
@@ -263,26 +263,26 @@ def _bias_bwd_kernel(
     rows = block // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = block % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
     tables, biases, lengths_ptr = terms[0], terms[1], terms[2]
-    TURNS: tl.constexpr = tables is not None
+    ROTATES: tl.constexpr = tables is not None
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # disable_licm: nothing is kept from sample to sample but the sums
     for i in tl.range(0, samples, num_stages=1, disable_licm=True):
         b = group * samples + i
         q_head, k_head, v_head, o_head, do_head = [head_of(x, b, h, HEAD) for x in inputs]
-        rope = rope_of(tables, b, h) if TURNS else None
+        rope = rope_of(tables, b, h) if ROTATES else None
         bias = bias_of(biases, b, h)
         keys = keys_of(lengths_ptr, b, N)
-        q = load_turned_rows(q_head, rope, rows, N, True, QK)
-        k = load_turned_rows(k_head, rope, cols, keys, True, QK)
+        q = load_rotated_rows(q_head, rope, rows, N, True, QK)
+        k = load_rotated_rows(k_head, rope, cols, keys, True, QK)
         v = load_head_rows(v_head, cols, keys, True, HEAD)
         do = load_head_rows(do_head, rows, N, True, HEAD)
         delta = row_dot(load_head_rows(o_head, rows, N, True, HEAD), do)
         # +inf past N: those queries weigh nothing
         lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * N + rows, mask=rows < N, other=float("inf"))
-        s = add_bias(outer(q, k, QK), bias, rows, cols, N, scale, False)
-        p = weights(s, lse[:, None], bias, scale)
+        s = add_bias(dot_nt(q, k, QK), bias, rows, cols, N, scale, False)
+        p = softmax_weights(s, lse[:, None], bias, scale)
         p = tl.where((cols < keys)[None, :], p, 0.0)
-        total += p * (outer(do, v, HEAD) - delta[:, None])
+        total += p * (dot_nt(do, v, HEAD) - delta[:, None])
     at = (group.to(tl.int64) * H + h) * N * N + rows.to(tl.int64)[:, None] * N + cols[None, :]
     mask = (rows < N)[:, None] & (cols < N)[None, :]
     tl.store(dbias_ptr + at, total.to(dbias_ptr.dtype.element_ty), mask=mask)

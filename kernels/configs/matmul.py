@@ -2,15 +2,15 @@
 
 import dataclasses
 
-from .tiles import Rule, Tile, tile
+from .tiles import KernelConfig, Rule, config
 
 
 def _product(
     warps: int, stages: int, m: int, n: int, k: int, subtiles: int, provider: str = "triton", maxnreg: int = 0
-) -> Tile:
+) -> KernelConfig:
     """A product in blocks of m rows, n columns and k."""
     blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k)
-    return tile(warps, stages, provider, maxnreg, **blocks, GROUP_M=8, SUBTILES=subtiles)
+    return config(warps, stages, provider, maxnreg, **blocks, GROUP_M=8, SUBTILES=subtiles)
 
 
 # A product in pieces: two programs fit a multiprocessor, and nothing spills.
@@ -46,12 +46,12 @@ _DGATED = (
     Rule(_product(4, 3, 128, 64, 32, 4), bits="16"),
     _PRODUCT[-1],
 )
-_CUBLAS = (Rule(tile(provider="cublas")),)
+_CUBLAS = (Rule(config(provider="cublas")),)
 
 
 def _by_descriptors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """The first of some rules for a product, for sm_90 and newer, with "tma", which needs no masks."""
-    return (dataclasses.replace(rules[0], tile=dataclasses.replace(rules[0].tile, provider="tma"), shape="*"),)
+    return (dataclasses.replace(rules[0], config=dataclasses.replace(rules[0].config, provider="tma"), shape="*"),)
 
 
 def _split(stages: int, block_k: int, variant: str = "") -> tuple[Rule, ...]:
@@ -62,7 +62,7 @@ def _split(stages: int, block_k: int, variant: str = "") -> tuple[Rule, ...]:
     """
     blocks = dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=block_k, GROUP_N=8, SUBTILES=4)
     return tuple(
-        Rule(tile(8, stages, provider, SPLIT_K=splits, **blocks), (90, 100), "16", shape, variant)
+        Rule(config(8, stages, provider, SPLIT_K=splits, **blocks), (90, 100), "16", shape, variant)
         for provider in ("triton", "tma")
         for shape, splits in (("1024x*", 4), ("*", 7))
     )
@@ -79,20 +79,20 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(_product(4, 3, 128, 64, 32, 2), sm=(89, 120), bits="16"),
         *_DGELU,
     ),
-    "gelu_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=64)),),
+    "gelu_bwd": (Rule(config(4, 1, BLOCK_M=64, BLOCK_N=64)),),
     "gated_linear_fwd": _GATED,
     "dgated_matmul": _DGATED,
-    "gated_bwd": (Rule(tile(4, 1, BLOCK_M=64, BLOCK_N=32)),),
+    "gated_bwd": (Rule(config(4, 1, BLOCK_M=64, BLOCK_N=32)),),
     "weight_grad": _CUBLAS,
-    "weight_grad_sum": (Rule(tile(4, 1, BLOCK_N=2, BLOCK_K=512)),),
+    "weight_grad_sum": (Rule(config(4, 1, BLOCK_N=2, BLOCK_K=512)),),
 }
 
-_TORCH = (Rule(tile(provider="torch")),)
+_TORCH = (Rule(config(provider="torch")),)
 CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "linear_fwd": _PRODUCT + _TMA + _WIDE,
     "input_grad": _PRODUCT + _TMA + _WIDE,
     "linear_gelu_fwd": _CUBLAS + _TMA + _WIDE,
-    "linear_residual_fwd": (*_CUBLAS, Rule(tile(provider="cublaslt"), bits="16"), *_TMA, *_WIDE),
+    "linear_residual_fwd": (*_CUBLAS, Rule(config(provider="cublaslt"), bits="16"), *_TMA, *_WIDE),
     "dgelu_matmul": _CUBLAS + _DGELU_TMA + _WIDE,
     "gelu_bwd": _TORCH,
     "gated_linear_fwd": _CUBLAS + _by_descriptors(_GATED),
@@ -100,8 +100,8 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
     "gated_bwd": _TORCH,
     "weight_grad": (
         *_split(stages=3, block_k=128),
-        Rule(tile(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
-        Rule(tile(4, 3, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
+        Rule(config(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP_N=8, SPLIT_K=7, SUBTILES=4), bits="16"),
+        Rule(config(4, 3, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP_N=8, SPLIT_K=7, SUBTILES=2)),
         *_split(stages=4, block_k=256, variant="wide"),
     ),
 }

@@ -1,8 +1,8 @@
-"""Looks up the tile of an operation: the first rule that matches, in the file of its family.
+"""Looks up the launch configuration of an operation: the first rule that matches, in the file of its family.
 
-Rules are data, chosen by measurement or, where none is at hand yet, by offline compilation: no spills, shared memory
-within the limit. CANDIDATES are other tiles that can do an operation, the first for each provider and variant: the
-tuner tries them, and nothing runs them unasked.
+Rules are data, chosen by measurement or, where there is none yet, by offline compilation: no spills, shared memory
+within the limit. CANDIDATES are other configurations that can do an operation, the first for each provider and variant:
+the tuner tries them, and nothing runs them unasked.
 
 A user's own table (`vitfast tune`) comes before the rules: $VITFAST_TILES, or ~/.cache/vitfast/tiles.json.
 """
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_37
 
 
 @dataclass(frozen=True)
-class Tile:
+class KernelConfig:
     """One launch configuration: a provider and its numbers; `blocks` are the kernel's own constexprs.
 
     The provider is one of our kernels or a library: "cublas" leaves a matrix product to torch; LIBRARIES are the
@@ -56,9 +57,11 @@ class Tile:
         return self._numbers[name]
 
 
-def tile(num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxnreg: int = 0, **blocks: int) -> Tile:
+def config(
+    num_warps: int = 4, num_stages: int = 2, provider: str = "triton", maxnreg: int = 0, **blocks: int
+) -> KernelConfig:
     """`tile(8, 3, BLOCK_M=128, BLOCK_N=128)`."""
-    return Tile(num_warps, num_stages, provider, tuple(sorted(blocks.items())), maxnreg)
+    return KernelConfig(num_warps, num_stages, provider, tuple(sorted(blocks.items())), maxnreg)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Rule:
     of CANDIDATES, tells several tiles of one provider apart.
     """
 
-    tile: Tile
+    config: KernelConfig
     sm: tuple[int, ...] = GENERATIONS
     bits: str = "*"
     shape: str = "*"
@@ -121,7 +124,7 @@ class _Rules(dict):
 RULES, CANDIDATES = _Rules("RULES"), _Rules("CANDIDATES")
 
 
-def _wrong_number(value: Tile) -> str:
+def _wrong_number(value: KernelConfig) -> str:
     """The first number of a tile that no kernel runs with, as "SPLIT_K = 0", or ""."""
     numbers = dict(value.blocks, num_warps=value.num_warps, num_stages=value.num_stages, maxnreg=value.maxnreg)
     for name, number in numbers.items():
@@ -133,11 +136,11 @@ def _wrong_number(value: Tile) -> str:
     return ""
 
 
-def _fault(op: str, value: Tile, blocks: bool = True) -> str:
+def _fault(op: str, value: KernelConfig, blocks: bool = True) -> str:
     """Why no launcher of `op` takes a tile, or "": its provider, a number, or (`blocks`) their names."""
     known: dict[str, list[set[str]]] = {}
     for rule in (*RULES.get(op), *CANDIDATES.get(op)):
-        known.setdefault(rule.tile.provider, []).append({name for name, _ in rule.tile.blocks})
+        known.setdefault(rule.config.provider, []).append({name for name, _ in rule.config.blocks})
     if value.provider not in known:
         return f"{op} has no provider {value.provider!r}, only {', '.join(known)}" if known else f"no operation {op!r}"
     names, wanted = {name for name, _ in value.blocks}, known[value.provider]
@@ -149,18 +152,38 @@ def _fault(op: str, value: Tile, blocks: bool = True) -> str:
     return ""
 
 
-_target: int | None = None
+class _Scope(NamedTuple):
+    """What `using` says of the lookups inside it."""
+
+    sm: int | None = None
+    overrides: dict[tuple[str, str | None], KernelConfig] = {}  # by operation, and shape class or None
+    taken: dict[tuple[str, str, str], KernelConfig] | None = None
+
+
+_scope = _Scope()
 
 
 @contextlib.contextmanager
-def targeting(sm: int) -> Iterator[None]:
-    """Tiles of this GPU generation are looked up inside, whatever the device: for offline compilation."""
-    global _target
-    before, _target = _target, sm
+def using(
+    op: str = "", config: KernelConfig | None = None, shape: str | None = None, *, sm: int | None = None
+) -> Iterator[dict[tuple[str, str, str], KernelConfig]]:
+    """Changes the lookups inside; yields what they take: (operation, bits, shape class) -> KernelConfig.
+
+    op, config: the launches of `op` take this configuration, of one shape class where `shape` is given. sm: lookups are
+    for this GPU generation whatever the device, as in offline compilation. Raises ValueError for an operation or a
+    provider that does not exist.
+    """
+    global _scope
+    if op and (fault := _fault(op, config, blocks=False)):
+        raise ValueError(f"tiles.using: {fault}")
+    overrides = _scope.overrides | ({(op, shape): config} if op else {})
+    outer, _scope = _scope, _Scope(_scope.sm if sm is None else sm, overrides, {})
     try:
-        yield
+        yield _scope.taken
     finally:
-        _target = before
+        if outer.taken is not None:
+            outer.taken.update(_scope.taken)
+        _scope = outer
 
 
 def capability(device: torch.device) -> int:
@@ -177,43 +200,11 @@ def _generation(index: int) -> int:
 
 def generation(device: torch.device) -> int:
     """80, 89, 90, 100 or 120 (0: older than any of them); tensors without a GPU take sm_90's tiles."""
-    if _target is not None:
-        return _target
+    if _scope.sm is not None:
+        return _scope.sm
     if device.type != "cuda":
         return 90
     return _generation(torch.cuda.current_device() if device.index is None else device.index)
-
-
-_overrides: dict[tuple[str, str | None], Tile] = {}
-_watched: dict[tuple[str, str, str], Tile] | None = None
-
-
-@contextlib.contextmanager
-def override(op: str, value: Tile, shape: str | None = None) -> Iterator[None]:
-    """Uses one tile for the launches of `op` inside, or for those of one shape class.
-
-    Raises ValueError for an operation or a provider that does not exist.
-    """
-    if fault := _fault(op, value, blocks=False):
-        raise ValueError(f"tiles.override: {fault}")
-    before = dict(_overrides)
-    _overrides[op, shape] = value
-    try:
-        yield
-    finally:
-        _overrides.clear()
-        _overrides.update(before)
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[dict[tuple[str, str, str], Tile]]:
-    """Collects which tile each (operation, bits, shape class) takes inside."""
-    global _watched
-    before, _watched = _watched, {}
-    try:
-        yield _watched
-    finally:
-        _watched = before
 
 
 def user_table_path() -> Path:
@@ -225,7 +216,7 @@ def user_table_path() -> Path:
 
 
 @functools.cache
-def _user_table() -> dict[tuple[str, str, str, str], Tile]:
+def _user_table() -> dict[tuple[str, str, str, str], KernelConfig]:
     """(op, GPU name, bits, shape class) -> Tile as the tuner wrote them, less those no launcher takes."""
     path = user_table_path()
     if not path.is_file():
@@ -239,7 +230,7 @@ def _user_table() -> dict[tuple[str, str, str, str], Tile]:
 
 
 @functools.cache
-def _left_out(path: Path, key: tuple[str, str, str, str], value: Tile) -> bool:
+def _left_out(path: Path, key: tuple[str, str, str, str], value: KernelConfig) -> bool:
     """Whether no launcher takes an entry of the user's table, of another version; warns of it, once."""
     op, gpu, bits, shape = key
     if fault := _fault(op, value):
@@ -253,25 +244,26 @@ def reload_user_table() -> None:
     _user_table.cache_clear()
 
 
-def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> Tile:
-    """The tile of an operation for x's device and dtype at a shape class such as "d64" or "768x3072".
+def lookup(op: str, x: torch.Tensor, shape: str, without: tuple[str, ...] = ()) -> KernelConfig:
+    """The configuration of an operation for x's device and dtype at a shape class such as "d64" or "768x3072".
 
     Where the user's table names a library that cannot run on x (another dtype, a package since removed), the first
-    rule that can is taken; inside `override` that is an error, so that nothing is timed or tested under another's
-    name. without: providers that lack something this call needs beyond its shape class, as cublaslt lacks a layer
-    scale. The first other rule is taken, inside `override` too, since what that covers has calls with and without;
-    `watching` tells which ran.
+    rule that can is taken. For an override of `using` that is an error, so that nothing is timed or tested under
+    another's name. without: providers that lack something this call needs beyond its shape class, as cublaslt lacks a
+    layer scale. They are skipped even where one is the override, because one override may cover calls that need the
+    missing feature and calls that do not; what `using` yields tells which ran.
     """
-    forced = (_overrides.get((op, shape)) or _overrides.get((op, None))) if _overrides else None
+    overrides = _scope.overrides
+    forced = (overrides.get((op, shape)) or overrides.get((op, None))) if overrides else None
     found = forced or _find(op, x, shape)
     reason = _unsupported_reason(op, found.provider, x)
     if reason and forced:
         raise RuntimeError(f"{op}: {found.provider} cannot run here: {reason}")
     if reason or found.provider in without:
-        usable = (r.tile for r in _matching(RULES[op], x, shape) if r.tile.provider not in without)
-        found = next(tile for tile in usable if not _unsupported_reason(op, tile.provider, x))
-    if _watched is not None:
-        _watched[op, _bits(x), shape] = found
+        usable = (r.config for r in _matching(RULES[op], x, shape) if r.config.provider not in without)
+        found = next(config for config in usable if not _unsupported_reason(op, config.provider, x))
+    if _scope.taken is not None:
+        _scope.taken[op, _bits(x), shape] = found
     return found
 
 
@@ -279,7 +271,7 @@ def _unsupported_reason(op: str, provider: str, x: torch.Tensor) -> str | None:
     """Why a library cannot do the operation on x; None where it can, and for kernels of ours."""
     if provider not in LIBRARIES:
         return None
-    if _target is not None or x.device.type == "meta":
+    if _scope.sm is not None or x.device.type == "meta":
         return "libraries are not compiled offline"
     file = LIBRARIES[provider]
     return library(file).unsupported_reason(x, provider, op.endswith("_bwd")) if file else None
@@ -300,8 +292,8 @@ def _gpu_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
-    if x.is_cuda and _target is None and _user_table():
+def _find(op: str, x: torch.Tensor, shape: str) -> KernelConfig:
+    if x.is_cuda and _scope.sm is None and _user_table():
         found = _user_table().get((op, _gpu_name(x.device.index), _bits(x), shape))
         if found:
             return found
@@ -310,10 +302,10 @@ def _find(op: str, x: torch.Tensor, shape: str) -> Tile:
 
 # (operation, generation, bits, shape class) -> the rules that were searched, and what was found: a launcher asks at
 # every call.
-_shipped: dict[tuple[str, int, str, str], tuple[tuple[Rule, ...], Tile]] = {}
+_shipped: dict[tuple[str, int, str, str], tuple[tuple[Rule, ...], KernelConfig]] = {}
 
 
-def shipped(op: str, x: torch.Tensor, shape: str) -> Tile:
+def shipped(op: str, x: torch.Tensor, shape: str) -> KernelConfig:
     """The tile of the rules, whatever the user's own table says."""
     key = op, generation(x.device), _bits(x), shape
     known = _shipped.get(key)
@@ -322,34 +314,34 @@ def shipped(op: str, x: torch.Tensor, shape: str) -> Tile:
     rule = next(_matching(RULES[op], x, shape), None)
     if rule is None:
         raise KeyError(f"no tile for {op} on sm_{generation(x.device)}, {_bits(x)} bits, shape {shape}")
-    _shipped[key] = RULES[op], rule.tile
-    return rule.tile
+    _shipped[key] = RULES[op], rule.config
+    return rule.config
 
 
-def candidates(op: str, x: torch.Tensor, shape: str) -> list[Tile]:
+def candidates(op: str, x: torch.Tensor, shape: str) -> list[KernelConfig]:
     """The first tile of each other provider and variant that could do what `lookup` leaves to one."""
     found = {(shipped(op, x, shape).provider, ""): shipped(op, x, shape)}
     for rule in _matching(CANDIDATES.get(op), x, shape):
-        found.setdefault((rule.tile.provider, rule.variant), rule.tile)
+        found.setdefault((rule.config.provider, rule.variant), rule.config)
     now, out = lookup(op, x, shape), absent(op, x, shape)
     found.pop((now.provider, ""), None)
-    return [tile for tile in dict.fromkeys(found.values()) if tile != now and tile.provider not in out]
+    return [config for config in dict.fromkeys(found.values()) if config != now and config.provider not in out]
 
 
 def absent(op: str, x: torch.Tensor, shape: str) -> dict[str, str]:
     """Why libraries cannot do the operation on x: {"flash_attn_3": "not installed"}."""
-    providers = (rule.tile.provider for rule in _matching((*RULES[op], *CANDIDATES.get(op)), x, shape))
+    providers = (rule.config.provider for rule in _matching((*RULES[op], *CANDIDATES.get(op)), x, shape))
     reasons = {provider: _unsupported_reason(op, provider, x) for provider in dict.fromkeys(providers)}
     return {provider: reason for provider, reason in reasons.items() if reason}
 
 
-def to_record(op: str, gpu: str, bits: str, shape: str, value: Tile) -> dict:
+def to_record(op: str, gpu: str, bits: str, shape: str, value: KernelConfig) -> dict:
     """An entry of the user's table."""
     numbers = dataclasses.asdict(value) | {"blocks": dict(value.blocks)}
     return dict(op=op, gpu=gpu, bits=bits, shape=shape, **numbers)
 
 
-def from_record(record: dict) -> Tile:
+def from_record(record: dict) -> KernelConfig:
     """The tile of an entry of the user's table."""
     limit = record.get("maxnreg", 0)  # older tables lack it
-    return tile(record["num_warps"], record["num_stages"], record["provider"], limit, **record["blocks"])
+    return config(record["num_warps"], record["num_stages"], record["provider"], limit, **record["blocks"])

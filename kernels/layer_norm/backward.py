@@ -213,12 +213,12 @@ def layer_norm_bwd(
     LN(z) in dy's dtype. branch: the forward's x, for dlayer_scale. mean: None for RMSNorm.
     """
     M, D = z.shape
-    tile = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))
-    if tile.provider == "torch":
+    config = tiles.lookup("layer_norm_bwd", dy, layer_norm_class(D, dz is not None, want_layer_scale))
+    if config.provider == "torch":
         given = dy, z, weight, bias, mean, rstd, dz, branch, layer_scale, drop_path, rows_per_sample
         wants = want_dx, want_dparams, want_layer_scale, want_dz_sum, want_y
         return Grads(*tiles.library("layer_norm").backward(*given, *wants))
-    flags = dict(tile.meta)
+    flags = dict(config.meta)
     programs = row_programs(z.device, flags.pop("PER_SM"), cdiv(M, flags["BLOCK_M"]))
 
     scaled = layer_scale is not None or drop_path is not None

@@ -138,8 +138,8 @@ def add_layer_norm_fwd(
     y (M, D) in out_dtype (x's), z (M, D) in residual's dtype, mean and rstd (M,) in fp32.
     """
     M, D = x.shape
-    tile = tiles.lookup("layer_norm_fwd", x, layer_norm_class(D, residual is not None))
-    if tile.provider == "torch":
+    config = tiles.lookup("layer_norm_fwd", x, layer_norm_class(D, residual is not None))
+    if config.provider == "torch":
         parameters = weight, bias, eps, layer_scale, drop_path, rows_per_sample
         return tiles.library("layer_norm").forward(x, residual, *parameters, out_dtype, rms)
     y = torch.empty((M, D), dtype=out_dtype or x.dtype, device=x.device)
@@ -148,7 +148,7 @@ def add_layer_norm_fwd(
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     launch(
         layer_norm_fwd_kernel,
-        (cdiv(M, tile["BLOCK_M"]),),
+        (cdiv(M, config["BLOCK_M"]),),
         x_ptr=x,
         res_ptr=residual,
         ls_ptr=vector(layer_scale),
@@ -167,6 +167,6 @@ def add_layer_norm_fwd(
         D=D,
         ALIGN=row_alignment(x, residual),
         BLOCK_D=chunk_width(D),
-        **tile.meta,
+        **config.meta,
     )
     return y, z, mean, rstd

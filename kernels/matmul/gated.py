@@ -209,15 +209,15 @@ def gated_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h, up, gate), each (M, N) in x's dtype: x (M, K), weights (N, K); up, gate empty unless `save`."""
     (m, k), n, empty = x.shape, up_weight.shape[0], x.new_empty(0)
-    tile = tiles.lookup("gated_linear_fwd", x, product_class(k, n))
-    if tile.provider == "cublas":
+    config = tiles.lookup("gated_linear_fwd", x, product_class(k, n))
+    if config.provider == "cublas":
         up, gate = F.linear(x, up_weight, up_bias), F.linear(x, gate_weight, gate_bias)
         h = activated(gate, activation).mul_(up)
         return (h, up, gate) if save else (h, empty, empty)
-    blocks = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     even = k % blocks[2] == 0
     (a, up_w, loads), (_, gate_w, same) = (
-        operands(x, weight, tile.provider, "nt", blocks, even) for weight in (up_weight, gate_weight)
+        operands(x, weight, config.provider, "nt", blocks, even) for weight in (up_weight, gate_weight)
     )
     if loads != same:  # the copy engine can take blocks of one alone
         a, up_w, gate_w, loads = x, up_weight, gate_weight, "even" if even else "masked"
@@ -242,7 +242,7 @@ def gated_linear(
         ACT=activation,
         LOADS=loads,
         PRECISION=fp32_precision(),
-        **tile.meta,
+        **config.meta,
     )
     return h, *(saved or (empty, empty))
 
@@ -273,11 +273,11 @@ def dgated_matmul(
     g (M, D), weight (D, F) as the last layer stores it, up and gate (M, F) -> (M, F) each in up's dtype.
     """
     (m, k), n = g.shape, weight.shape[1]
-    tile = tiles.lookup("dgated_matmul", g, product_class(k, n))
-    if tile.provider == "cublas":
+    config = tiles.lookup("dgated_matmul", g, product_class(k, n))
+    if config.provider == "cublas":
         return gated_bwd(torch.mm(g, weight), up, gate, activation, want_sums, want_h)
-    pointers = _outputs(up, cdiv(m, tile["BLOCK_M"]), want_h, want_sums)
-    grid, shared = row_product(g, weight, tile, "nn")
+    pointers = _outputs(up, cdiv(m, config["BLOCK_M"]), want_h, want_sums)
+    grid, shared = row_product(g, weight, config, "nn")
     launch(
         dgated_matmul_kernel,
         grid,
@@ -295,16 +295,16 @@ def gated_bwd(
 ) -> Gradients:
     """As dgated_matmul, from dh (M, F)."""
     m, n = up.shape
-    tile = tiles.lookup("gated_bwd", up, f"d{n}")
-    if tile.provider == "torch":
+    config = tiles.lookup("gated_bwd", up, f"d{n}")
+    if config.provider == "torch":
         act = activated(gate, activation)
         dup, dgate = dh * act, activation_bwd(dh * up, gate, activation).contiguous()
         sums = [t.sum(0, dtype=torch.float32) if want_sums else None for t in (dup, dgate)]
         return dup, dgate, act.mul_(up) if want_h else None, *sums
-    blocks = cdiv(m, tile["BLOCK_M"])
+    blocks = cdiv(m, config["BLOCK_M"])
     pointers = _outputs(up, blocks, want_h, want_sums)
     strides = dict(stride_hm=dh.stride(0), in_strides=(up.stride(0), gate.stride(0)))
-    grid = blocks, cdiv(n, tile["BLOCK_N"])
-    flags = dict(ACT=activation, **tile.meta)
+    grid = blocks, cdiv(n, config["BLOCK_N"])
+    flags = dict(ACT=activation, **config.meta)
     launch(gated_bwd_kernel, grid, dh_ptr=dh, in_ptrs=(up, gate), **pointers, **strides, M=m, N=n, **flags)
     return _gradients(pointers)

@@ -63,7 +63,7 @@ def _launch_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    tile: tiles.Tile,
+    config: tiles.KernelConfig,
     kind: str,
     residual: Tensor | None = None,
     layer_scale: Tensor | None = None,
@@ -71,7 +71,7 @@ def _launch_linear(
     rows_per_sample: int = 1,
 ) -> Tensor:
     """The whole epilogue on x (M, K) times weight, (K, N) of kind "nn" or (N, K) of kind "nt"."""
-    grid, shared = row_product(x, weight, tile, kind)
+    grid, shared = row_product(x, weight, config, kind)
     out = torch.empty((shared["M"], shared["N"]), dtype=(x if residual is None else residual).dtype, device=x.device)
     launch(
         linear_kernel,
@@ -91,18 +91,18 @@ def _launch_linear(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x (M, K), weight (N, K) -> (M, N) in x's dtype."""
-    tile = tiles.lookup("linear_fwd", x, product_class(x.shape[1], weight.shape[0]))
-    if tile.provider == "cublas":
+    config = tiles.lookup("linear_fwd", x, product_class(x.shape[1], weight.shape[0]))
+    if config.provider == "cublas":
         return F.linear(x, weight, bias)
-    return _launch_linear(x, weight, bias, tile, "nt")
+    return _launch_linear(x, weight, bias, config, "nt")
 
 
 def input_grad(g: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
     """g W: g (M, N), weight (N, K) -> (M, K) in g's dtype. onto (M, K): added; it may be written."""
-    tile = tiles.lookup("input_grad", g, product_class(*weight.shape))
-    if tile.provider == "cublas":
+    config = tiles.lookup("input_grad", g, product_class(*weight.shape))
+    if config.provider == "cublas":
         return torch.mm(g, weight) if onto is None else onto.addmm_(g, weight)
-    return _launch_linear(g, weight, None, tile, "nn", onto)
+    return _launch_linear(g, weight, None, config, "nn", onto)
 
 
 def linear_residual(
@@ -121,14 +121,14 @@ def linear_residual(
     """
     factors = layer_scale is not None or drop_path is not None
     shape = product_class(x.shape[1], weight.shape[0])
-    tile = tiles.lookup("linear_residual_fwd", x, shape, without=("cublaslt",) if factors else ())
-    if tile.provider == "cublaslt":
+    config = tiles.lookup("linear_residual_fwd", x, shape, without=("cublaslt",) if factors else ())
+    if config.provider == "cublaslt":
         return tiles.library("cublaslt").linear_residual(x, weight, bias, residual)
-    if tile.provider == "cublas":
+    if config.provider == "cublas":
         branch = F.linear(x, weight, bias)
         if layer_scale is not None:
             branch = branch * layer_scale.float()
         if drop_path is not None:
             branch = branch * row_factors(drop_path.float(), rows_per_sample, x.shape[0])
         return (residual + branch).to(residual.dtype)
-    return _launch_linear(x, weight, bias, tile, "nt", residual, layer_scale, drop_path, rows_per_sample)
+    return _launch_linear(x, weight, bias, config, "nt", residual, layer_scale, drop_path, rows_per_sample)

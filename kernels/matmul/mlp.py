@@ -154,13 +154,13 @@ def gelu_bwd_kernel(
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
     """(gelu(pre), pre), (M, N) in x's dtype: x (M, K), weight (N, K); pre is an empty (0,) unless `save`."""
     (m, k), n = x.shape, weight.shape[0]
-    tile = tiles.lookup("linear_gelu_fwd", x, product_class(k, n))
-    if tile.provider == "cublas":
+    config = tiles.lookup("linear_gelu_fwd", x, product_class(k, n))
+    if config.provider == "cublas":
         pre = F.linear(x, weight, bias)
         return activated(pre, activation), pre if save else x.new_empty(0)
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pre = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
-    grid, shared = row_product(x, weight, tile, "nt")
+    grid, shared = row_product(x, weight, config, "nt")
     pointers = dict(bias_ptr=vector(bias), pre_ptr=pre, act_ptr=act)
     launch(linear_gelu_kernel, grid, **shared, **pointers, stride_om=n, ACT=activation)
     return act, x.new_empty(0) if pre is None else pre
@@ -175,11 +175,11 @@ def dgelu_matmul(
     fp32. act and dbias are None where not wanted.
     """
     (m, k), n = g.shape, weight2.shape[1]
-    tile = tiles.lookup("dgelu_matmul", g, product_class(k, n))
-    if tile.provider == "cublas":
+    config = tiles.lookup("dgelu_matmul", g, product_class(k, n))
+    if config.provider == "cublas":
         return gelu_bwd(torch.mm(g, weight2), pre, activation, want_bias_grad, want_act)
-    dpre, act, sums = _dgelu_outputs(pre, cdiv(m, tile["BLOCK_M"]), want_act, want_bias_grad)
-    grid, shared = row_product(g, weight2, tile, "nn")
+    dpre, act, sums = _dgelu_outputs(pre, cdiv(m, config["BLOCK_M"]), want_act, want_bias_grad)
+    grid, shared = row_product(g, weight2, config, "nn")
     pointers = dict(pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
     launch(dgelu_matmul_kernel, grid, **shared, **pointers, stride_pm=pre.stride(0), stride_om=n, ACT=activation)
     return dpre, act, *column_sums(sums, [sums])
@@ -199,15 +199,15 @@ def gelu_bwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As dgelu_matmul, from the product dy (M, N)."""
     m, n = pre.shape
-    tile = tiles.lookup("gelu_bwd", pre, f"d{n}")
-    if tile.provider == "torch":
+    config = tiles.lookup("gelu_bwd", pre, f"d{n}")
+    if config.provider == "torch":
         dpre = activation_bwd(dy, pre, activation).contiguous()
         dbias = dpre.sum(0, dtype=torch.float32) if want_bias_grad else None
         return dpre, activated(pre, activation) if want_act else None, dbias
-    blocks = cdiv(m, tile["BLOCK_M"])
+    blocks = cdiv(m, config["BLOCK_M"])
     dpre, act, sums = _dgelu_outputs(pre, blocks, want_act, want_bias_grad)
-    grid = blocks, cdiv(n, tile["BLOCK_N"])
+    grid = blocks, cdiv(n, config["BLOCK_N"])
     pointers = dict(dy_ptr=dy, pre_ptr=pre, dpre_ptr=dpre, act_ptr=act, sums_ptr=sums)
     strides = dict(stride_ym=dy.stride(0), stride_pm=pre.stride(0), stride_om=n)
-    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, ACT=activation, **tile.meta)
+    launch(gelu_bwd_kernel, grid, **pointers, M=m, N=n, **strides, ACT=activation, **config.meta)
     return dpre, act, *column_sums(sums, [sums])

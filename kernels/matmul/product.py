@@ -161,11 +161,11 @@ def operands(a: Tensor, b: Tensor, provider: str, kind: str, blocks: tuple[int, 
     return a, b, "even" if even else "masked"
 
 
-def row_product(a: Tensor, b: Tensor, tile: tiles.Tile, kind: str) -> tuple[tuple[int], dict]:
+def row_product(a: Tensor, b: Tensor, config: tiles.KernelConfig, kind: str) -> tuple[tuple[int], dict]:
     """Grid and common arguments of a kernel that writes a (M, K) times b, kind "nn" or "nt" as above."""
     (m, k), n = a.shape, b.shape[0 if kind == "nt" else 1]
-    blocks = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    blocks = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     strides = (a.stride(0), 1), (1, b.stride(0)) if kind == "nt" else (b.stride(0), 1)
-    a_ptr, b_ptr, loads = operands(a, b, tile.provider, kind, blocks, k % blocks[2] == 0)
+    a_ptr, b_ptr, loads = operands(a, b, config.provider, kind, blocks, k % blocks[2] == 0)
     sizes = dict(M=m, N=n, K=k, strides=strides, LOADS=loads, PRECISION=fp32_precision())
-    return (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **tile.meta)
+    return (cdiv(m, blocks[0]) * cdiv(n, blocks[1]),), dict(a_ptr=a_ptr, b_ptr=b_ptr, **sizes, **config.meta)

@@ -99,16 +99,16 @@ def weight_grad_sum_kernel(
         tl.store(dls_ptr + offs_n, tl.sum(dot, 1), mask=mask_n)
 
 
-def _slices(g: Tensor, x: Tensor, tile: tiles.Tile, dtype: torch.dtype) -> Tensor:
+def _slices(g: Tensor, x: Tensor, config: tiles.KernelConfig, dtype: torch.dtype) -> Tensor:
     """(S, N, K) slices that add up to g^T x: in fp32, or one of our kernel in `dtype`."""
-    if tile.provider == "cublas":  # only CUDA has the product of 16-bit matrices with an fp32 result
+    if config.provider == "cublas":  # only CUDA has the product of 16-bit matrices with an fp32 result
         plain = g.dtype == torch.float32 or g.device.type == "cpu"
         return (torch.mm(g.float().t(), x.float()) if plain else torch.mm(g.t(), x, out_dtype=torch.float32))[None]
     (m, n), k = g.shape, x.shape[1]
-    flags = tile.meta
+    flags = config.meta
     splits, blocks = flags["SPLIT_K"], (flags["BLOCK_N"], flags["BLOCK_K"], flags["BLOCK_M"])
     out = torch.empty((splits, n, k), dtype=torch.float32 if splits > 1 else dtype, device=g.device)
-    g_ptr, x_ptr, loads = operands(g, x, tile.provider, "tn", blocks, even=False)
+    g_ptr, x_ptr, loads = operands(g, x, config.provider, "tn", blocks, even=False)
     launch(
         weight_grad_kernel,
         (cdiv(n, blocks[0]) * cdiv(k, blocks[1]), splits),
@@ -137,12 +137,12 @@ def sum_products(
     dW (N, K) in `dtype`, dlayer_scale (N,) in fp32, None without a weight.
     """
     splits, n, k = part.shape
-    tile = tiles.lookup("weight_grad_sum", part, product_class(k, n))
+    config = tiles.lookup("weight_grad_sum", part, product_class(k, n))
     out = torch.empty((n, k), dtype=dtype, device=part.device)
     dls = None if weight is None else torch.empty(n, dtype=torch.float32, device=part.device)
     launch(
         weight_grad_sum_kernel,
-        (cdiv(n, tile["BLOCK_N"]),),
+        (cdiv(n, config["BLOCK_N"]),),
         part_ptr=part,
         w_ptr=weight,
         ls_ptr=vector(layer_scale),
@@ -155,7 +155,7 @@ def sum_products(
         stride_wn=0 if weight is None else weight.stride(0),
         stride_on=k,
         SPLITS=splits,
-        **tile.meta,
+        **config.meta,
     )
     return out, dls
 
@@ -165,10 +165,10 @@ def weight_grad(
 ) -> Tensor:
     """layer_scale[:, None] * g^T x: g (M, N), x (M, K) -> (N, K) in `out_dtype` (g's), summed in fp32."""
     dtype = out_dtype or g.dtype
-    tile = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
-    if tile.provider == "cublas" and layer_scale is None and dtype == g.dtype:
+    config = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
+    if config.provider == "cublas" and layer_scale is None and dtype == g.dtype:
         return torch.mm(g.t(), x)
-    part = _slices(g, x, tile, dtype if layer_scale is None else torch.float32)
+    part = _slices(g, x, config, dtype if layer_scale is None else torch.float32)
     if part.shape[0] == 1 and layer_scale is None and part.dtype == dtype:
         return part[0]
     return sum_products(part, layer_scale, dtype)[0]
@@ -182,6 +182,6 @@ def weight_grad_scaled(
     g (M, N): the gradient of that product's output *before* the scale; x (M, K), weight (N, K). dW (N, K) in
     `out_dtype` (g's unless given), dlayer_scale (N,) in fp32; a bias adds b * colsum(g) to the latter.
     """
-    tile = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
-    part = _slices(g, x, tile, torch.float32)
+    config = tiles.lookup("weight_grad", g, product_class(x.shape[1], g.shape[1]))
+    part = _slices(g, x, config, torch.float32)
     return sum_products(part, layer_scale, out_dtype or g.dtype, weight)

@@ -208,11 +208,11 @@ def _dweight(
     """(D, C, P, Q); dbias is given for raw images and None for floats."""
     geometry = geometry_of(images, weight.shape[2:], prefix, packed)
     width, k, rows = weight.shape[0], geometry["AXES"].k, geometry["rows"]
-    tile = tiles.lookup("patch_embed_dweight", dy, patch_class(images, geometry, width))
-    if tile.provider == "cublas":
+    config = tiles.lookup("patch_embed_dweight", dy, patch_class(images, geometry, width))
+    if config.provider == "cublas":
         patches = patch_matrix(images, weight.shape[2:], dy.dtype, mean, std)
         return torch.mm(_patch_rows(dy, prefix, packed).t(), patches).view(weight.shape).to(weight.dtype)
-    flags = dict(tile.meta)
+    flags = dict(config.meta)
     blocks = cdiv(width, flags["BLOCK_D"]) * cdiv(k, flags["BLOCK_K"])
     steps = cdiv(rows, flags["BLOCK_M"])
     splits = max(1, min(flags.pop("PROGRAMS") // blocks, steps // 4))
@@ -241,8 +241,8 @@ def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, packed: Pa
     batch, chans, height, columns = images.shape
     p, q = weight.shape[2:]
     shape = patch_class(images, geometry_of(images, (p, q), prefix, packed), weight.shape[0])
-    tile = tiles.lookup("patch_embed_dimages", dy, shape)
-    if tile.provider == "cublas":
+    config = tiles.lookup("patch_embed_dimages", dy, shape)
+    if config.provider == "cublas":
         patches = torch.mm(_patch_rows(dy, prefix, packed), weight.flatten(1))
         grid = patches.view(batch, height // p, columns // q, chans, p, q).permute(0, 3, 1, 4, 2, 5)
         return grid.reshape(images.shape).to(images.dtype)
@@ -250,13 +250,13 @@ def _dimages(dy: Tensor, images: Tensor, weight: Tensor, prefix: int, packed: Pa
     geometry = geometry_of(dimages, (p, q), prefix, packed)
     launch(
         patch_embed_dimages_kernel,
-        (cdiv(geometry["rows"], tile["BLOCK_M"]) * cdiv(geometry["AXES"].k, tile["BLOCK_K"]),),
+        (cdiv(geometry["rows"], config["BLOCK_M"]) * cdiv(geometry["AXES"].k, config["BLOCK_K"]),),
         dy_ptr=dy,
         weight_ptr=weight.contiguous(),
         dimage_ptr=dimages,
         D=weight.shape[0],
         **geometry,
-        **tile.meta,
+        **config.meta,
     )
     return dimages
 

@@ -172,8 +172,8 @@ def patch_embed_fwd(
     images = images if packed is None else images.contiguous()
     geometry = geometry_of(images, (p, q), prefix, packed)
     patches, k = geometry["layout"].patches, geometry["AXES"].k
-    tile = tiles.lookup("patch_embed_fwd", weight, patch_class(images, geometry, width))
-    if tile.provider == "cublas":
+    config = tiles.lookup("patch_embed_fwd", weight, patch_class(images, geometry, width))
+    if config.provider == "cublas":
         bias, cls_token, pos_embed = (None if t is None else t.to(weight.dtype) for t in (bias, cls_token, pos_embed))
         tokens = F.linear(patch_matrix(images, (p, q), weight.dtype, mean, std), weight.flatten(1), bias)
         if packed is not None:
@@ -190,10 +190,10 @@ def patch_embed_fwd(
     else:
         size, pos_start = (len(images) + batch * prefix,), prefix
     out = torch.empty(*size, width, device=weight.device, dtype=weight.dtype)
-    blocks = cdiv(geometry["rows"], tile["BLOCK_M"]) + prefix * cdiv(batch, tile["BLOCK_M"])
+    blocks = cdiv(geometry["rows"], config["BLOCK_M"]) + prefix * cdiv(batch, config["BLOCK_M"])
     launch(
         patch_embed_fwd_kernel,
-        (blocks * cdiv(width, tile["BLOCK_D"]),),
+        (blocks * cdiv(width, config["BLOCK_D"]),),
         image_ptr=images,
         weight_ptr=ordered.contiguous(),
         bias_ptr=vector(bias),
@@ -204,7 +204,7 @@ def patch_embed_fwd(
         batch=batch,
         D=width,
         **geometry,
-        **tile.meta,
+        **config.meta,
     )
     return out
 

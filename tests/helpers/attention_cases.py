@@ -22,25 +22,25 @@ HALVES = DTYPES[1:]
 SCALE = 0.19  # not the one that a library would take by itself
 
 WHOLE = {
-    "attention_fwd": tiles.tile(4, 1, "rows", BLOCK_M=64),
-    "attention_bwd": tiles.tile(4, 1, "head", BLOCK_M=32, BLOCK_N=32, STAGES=1, PER_SM=1, EXACT=0),
+    "attention_fwd": tiles.config(4, 1, "rows", BLOCK_M=64),
+    "attention_bwd": tiles.config(4, 1, "head", BLOCK_M=32, BLOCK_N=32, STAGES=1, PER_SM=1, EXACT=0),
 }
 TILED = {
-    "attention_fwd": tiles.tile(4, 1, "tiled", BLOCK_M=64, BLOCK_N=64),
-    "attention_bwd": tiles.tile(4, 1, "tiled"),
-    "attention_bwd_dq": tiles.tile(4, 1, BLOCK_M=64, BLOCK_N=32),
-    "attention_bwd_dkdv": tiles.tile(4, 1, BLOCK_M=32, BLOCK_N=64),
-    "column_sums": tiles.tile(8, 1, BLOCK_P=256, BLOCK_D=1024),  # the interpreter pays per program
+    "attention_fwd": tiles.config(4, 1, "tiled", BLOCK_M=64, BLOCK_N=64),
+    "attention_bwd": tiles.config(4, 1, "tiled"),
+    "attention_bwd_dq": tiles.config(4, 1, BLOCK_M=64, BLOCK_N=32),
+    "attention_bwd_dkdv": tiles.config(4, 1, BLOCK_M=32, BLOCK_N=64),
+    "column_sums": tiles.config(8, 1, BLOCK_P=256, BLOCK_D=1024),  # the interpreter pays per program
 }
-PHASES = TILED | {"attention_bwd": tiles.tile(4, 1, "phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)}
+PHASES = TILED | {"attention_bwd": tiles.config(4, 1, "phases", BLOCK_M1=64, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=64)}
 PATHS = {"whole": WHOLE, "tiled": TILED, "phases": PHASES}
 
 
 @contextlib.contextmanager
 def path(name):
     with contextlib.ExitStack() as stack:
-        for op, tile in PATHS[name].items():
-            stack.enter_context(tiles.override(op, tile))
+        for op, config in PATHS[name].items():
+            stack.enter_context(tiles.using(op, config))
         yield
 
 
@@ -50,7 +50,7 @@ def providers(**chosen):
     with path("tiled") if launch.INTERPRETED else contextlib.nullcontext(), contextlib.ExitStack() as stack:
         for op, provider in chosen.items():
             if provider != "ours":
-                stack.enter_context(tiles.override(op, tiles.tile(provider=provider)))
+                stack.enter_context(tiles.using(op, tiles.config(provider=provider)))
         yield
 
 
@@ -72,10 +72,10 @@ def by_autograd(qkv, do, scale=SCALE, **options):
     return {"o": o.detach(), "dqkv": dqkv, "bias gradient": dqkv.sum((0, 1)).flatten()} | dict(zip(leaves, more))
 
 
-def by_launchers(qkv, do, scale=SCALE, logits=PLAIN):
+def by_launchers(qkv, do, scale=SCALE, options=PLAIN):
     """The same, and lse."""
-    o, lse = attention_fwd(*qkv.unbind(2), scale, logits)
-    dqkv, total = attention_bwd(*qkv.unbind(2), o, lse, do, scale, True, logits)
+    o, lse = attention_fwd(*qkv.unbind(2), scale, options)
+    dqkv, total = attention_bwd(*qkv.unbind(2), o, lse, do, scale, True, options)
     for t in (o, lse, dqkv):
         assert t.is_contiguous()
         assert all(t.untyped_storage().data_ptr() != given.untyped_storage().data_ptr() for given in (qkv, do))

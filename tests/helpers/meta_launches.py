@@ -52,10 +52,10 @@ def operations(
                     function(*tensors)
                 return run(function, tensors, [torch.empty_like(o) for o in run(function, tensors)])
 
-            with tiles.watching() as used:
+            with tiles.using() as used:
                 found += record(both_ways)
             for override in candidates(used, dtype, META) if others else ():
-                with tiles.override(*override):
+                with tiles.using(*override):
                     found += record(both_ways)
     return found
 
@@ -111,7 +111,7 @@ def everything(sm: int, sizes: Iterable[Sizes]) -> list[Launch]:
     marks = test_gpu.test_attention_around_tile_edges.pytestmark
     edges = {mark.args[0]: mark.args[1] for mark in marks if mark.name == "parametrize"}
     presets = (("B/16", 224, 256), ("S/16", 224, 512), ("L/16", 224, 128), ("H/14", 224, 64), ("B/16", 384, 64))
-    with tiles.targeting(sm), launching_on_meta():
+    with tiles.using(sm=sm), launching_on_meta():
         found = operations(doctor.GPU_SIZES, wanted)
         for s in sizes:
             found += operations(s, bf16)

@@ -58,7 +58,7 @@ def run_all(only: str = "") -> None:
             if only not in name:
                 continue
             tensors = Draw(dtype, device()).leaves(inputs)
-            with tiles.watching() as used:
+            with tiles.using() as used:
                 upstream = [torch.randn_like(o) for o in run(function, tensors)]
                 run(function, tensors, upstream)
             print(name, flush=True)
@@ -67,7 +67,7 @@ def run_all(only: str = "") -> None:
             for override in candidates(used, dtype, device()):
                 if override not in done:
                     done.add(override)
-                    with tiles.override(*override):
+                    with tiles.using(*override):
                         run(function, tensors, upstream)
                     print(name, *override, flush=True)
     if device().type == "cuda":

@@ -12,7 +12,7 @@ from vitfast.kernels.configs import tiles
 from vitfast.tools import doctor
 from vitfast.tools.tune import user_table
 
-CANDIDATE = tiles.to_record("linear_gelu_fwd", "GPU", "16", "64x96", tiles.tile(16, 1, BLOCK_M=16))
+CANDIDATE = tiles.to_record("linear_gelu_fwd", "GPU", "16", "64x96", tiles.config(16, 1, BLOCK_M=16))
 
 
 def deadly(task) -> doctor.Result:
@@ -42,7 +42,7 @@ def writes(path: str, name: str, count: int) -> None:
     """Puts `count` tiles of a GPU into a user's table."""
     os.environ["VITFAST_TILES"] = path
     for i in range(count):
-        user_table.keep(tiles.to_record("x", name, "16", str(i), tiles.tile(4, 2, BLOCK_M=16)))
+        user_table.keep(tiles.to_record("x", name, "16", str(i), tiles.config(4, 2, BLOCK_M=16)))
 
 
 def asks_for_bfloat16_twice() -> None:

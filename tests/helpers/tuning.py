@@ -46,7 +46,7 @@ class Compiler:
 class Clock:
     """Tells the planted time of a tile, in a world where nothing else takes any."""
 
-    def __init__(self, planted=lambda problem, tile: 1.0, stop_after: float = math.inf):
+    def __init__(self, planted=lambda problem, config: 1.0, stop_after: float = math.inf):
         self.planted, self.stop_after, self.timed, self.time, self.broken = planted, stop_after, [], 0.0, False
 
     def now(self) -> float:
@@ -55,24 +55,24 @@ class Clock:
     def lost(self) -> bool:
         return self.broken
 
-    def seconds(self, problem, tile, run) -> float:
+    def seconds(self, problem, config, run) -> float:
         if len(self.timed) >= self.stop_after:
             raise KeyboardInterrupt
-        self.timed.append((problem.key, tile))
-        return self.planted(problem, tile)
+        self.timed.append((problem.key, config))
+        return self.planted(problem, config)
 
 
 def make_tuner(clock, compiler=None, dtype=torch.float16, **options) -> Tuner:
     return Tuner(dtype, CPU, "GPU", clock, compiler or Compiler(), **options)
 
 
-def with_fault(problem, tile, fault):
+def with_fault(problem, config, fault):
     """The problem with a launcher whose results go through `fault` where this tile is in force."""
 
     def call(*inputs):
         results = problem.launcher.call(*inputs)
         like = results[0]
-        if like.device.type != "meta" and tiles.lookup(problem.op, like, problem.shape) == tile:
+        if like.device.type != "meta" and tiles.lookup(problem.op, like, problem.shape) == config:
             return fault(results)
         return results
 

@@ -27,7 +27,7 @@ from vitfast import ops
 from vitfast.kernels import launch
 from vitfast.kernels.attention import common
 from vitfast.kernels.attention import launchers as kernels
-from vitfast.kernels.attention.options import Logits
+from vitfast.kernels.attention.options import AttentionOptions
 from vitfast.kernels.configs import tiles
 from vitfast.ops import reference as ref
 
@@ -145,7 +145,7 @@ def test_heads_whose_rows_lie_far_apart_take_64_bit_offsets():
     lse = torch.empty(1, 1, N, device="meta")
     for inputs, wanted in ((near, False), (far, True)):
         (found,) = launch.record(lambda: kernels.attention_bwd(*inputs, like, lse, like, 0.125))  # noqa: B023
-        assert found.arguments["HEAD"].far is wanted
+        assert found.arguments["HEAD"].needs_int64 is wanted
 
 
 # What acts on the logits
@@ -271,12 +271,15 @@ def test_providers_that_know_no_logits_stand_back():
         launches = launch.record(lambda: by_kernels(qkv, do, acting(70, 2, 32, 1, ()), num_prefix=1))
     names = [found.kernel.__name__ for found in launches]
     assert names[0] == "_attention_fwd_short_kernel" and "_attention_bwd_head_kernel" not in names
-    q, packed = torch.empty(1, 10, 2, 64, dtype=torch.bfloat16), Logits(offsets=torch.tensor([0, 10]), longest=10)
+    q, packed = (
+        torch.empty(1, 10, 2, 64, dtype=torch.bfloat16),
+        AttentionOptions(offsets=torch.tensor([0, 10]), longest=10),
+    )
     for op in ("attention_fwd", "attention_bwd"):
         for provider in ("rows", "head", "phases"):
-            rules = [r.tile for r in tiles.RULES[op] + tiles.CANDIDATES[op] if r.tile.provider == provider]
-            for tile in rules[:1]:
-                with tiles.override(op, tile):
+            rules = [r.config for r in tiles.RULES[op] + tiles.CANDIDATES[op] if r.config.provider == provider]
+            for config in rules[:1]:
+                with tiles.using(op, config):
                     assert kernels._lookup(op, q, packed).provider == "tiled"
 
 

@@ -14,7 +14,7 @@ import torch
 
 from vitfast.kernels import launch
 from vitfast.kernels.attention import launchers as attention
-from vitfast.kernels.attention.options import Logits
+from vitfast.kernels.attention.options import AttentionOptions
 from vitfast.tools.verify.draw import Draw, Sizes
 from vitfast.tools.verify.launchers import launchers
 
@@ -30,9 +30,9 @@ from codegen import Sizes, compiler, record, tiles
 
 found = {{}}
 for batch in {BATCHES}:
-    with tiles.targeting(90):
+    with tiles.using(sm=90):
         for name, call in codegen.launcher_calls(Sizes(batch=batch, **{MODEL}), codegen.torch.bfloat16, True).items():
-            with tiles.watching() as used:
+            with tiles.using() as used:
                 launches = record(call)
             keys = sorted({{" ".join(compiler.key_of(launch, 90)) for launch in launches}})
             same_tiles = found.setdefault(name, {{}}).setdefault(str(sorted(used.items())), [])
@@ -61,7 +61,7 @@ def test_a_batch_of_6000_fits_every_grid():
     draw = Draw(torch.bfloat16, torch.device("meta"))
     q, k, v, o, do = draw.values(batch, 197, 5, heads, 64).unbind(2)
     lse, table = draw.values(batch, heads, 197, dtype=torch.float32), draw.values(batch, heads, 197, 32)
-    own = Logits(cos=table, sin=table), Logits(bias=draw.values(batch, heads, 197, 197))
+    own = AttentionOptions(cos=table, sin=table), AttentionOptions(bias=draw.values(batch, heads, 197, 197))
     calls = [lambda: attention.rope_bwd(q, k, o, do, own[0])]
     calls += [lambda: attention.bias_bwd(q, k, v, o, lse, do, 0.125, own[1])]
     calls += [lambda each=each: each.call(*each.make(draw)) for each in launchers(Sizes(batch=batch, **MODEL)).values()]

@@ -43,10 +43,10 @@ def test_every_operation_at_every_shape(shape, op, dtype):
 @pytest.mark.parametrize("shape", ["B/16 224", "H/14 224"])
 def test_every_candidate_computes_the_same(shape, op, dtype):
     """Every tile that the tuner may choose: descriptors, our products for cuBLAS's, attention's paths."""
-    with tiles.watching() as used:
+    with tiles.using() as used:
         check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
     for override in candidates(used, dtype, GPU):
-        with tiles.override(*override):
+        with tiles.using(*override):
             result = check_operation(op, *cases(SIZES[shape], ops)[op], dtype, GPU, timed=False)
         assert result.passed, (override, result)
 

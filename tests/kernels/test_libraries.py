@@ -93,7 +93,7 @@ def test_an_operation_on_libraries_launches_nothing_of_ours():
     chosen = dict.fromkeys(("attention_fwd", "attention_bwd"), "flash")
     chosen |= dict.fromkeys(("layer_norm_fwd", "layer_norm_bwd"), "torch")
     before = launch.launches_made()
-    with providers(**chosen), ops.use_kernels("on"), tiles.watching() as used:
+    with providers(**chosen), ops.use_kernels("on"), tiles.using() as used:
         (ops.layer_norm(x, None, None).sum() + ops.attention(qkv).sum()).backward()
     assert launch.launches_made() == before and {op for op, _, _ in used} == set(chosen)
 
@@ -162,15 +162,15 @@ def test_library_that_cannot_run(provider, reason, without_packages, monkeypatch
     qkv, do = random(1, 20, 1, 32, FP32)
     shipped = by_launchers(qkv, do)
     for op in ("attention_fwd", "attention_bwd"):
-        with tiles.override(op, tiles.tile(provider=provider)):
+        with tiles.using(op, tiles.config(provider=provider)):
             with pytest.raises(RuntimeError, match=f"{op}: {provider} cannot run here: {reason}"):
                 by_launchers(qkv, do)
     find, asked = tiles._find, ("attention_fwd", "attention_bwd")
-    in_table = tiles.tile(provider=provider)
+    in_table = tiles.config(provider=provider)
     monkeypatch.setattr(tiles, "_find", lambda op, *args: in_table if op in asked else find(op, *args))
-    with tiles.watching() as used:
+    with tiles.using() as used:
         fallen_back = by_launchers(qkv, do)
-    assert [tile.provider for (op, _, _), tile in used.items() if op in asked] == ["tiled", "tiled"]
+    assert [config.provider for (op, _, _), config in used.items() if op in asked] == ["tiled", "tiled"]
     for name, value in shipped.items():
         assert torch.equal(fallen_back[name], value), name
 
@@ -203,15 +203,15 @@ def test_candidates_are_those_that_can_run(op, shape, dtype, where, wanted, abse
     if where == "built":
         monkeypatch.setattr(cublaslt, "unsupported_reason", lambda *_: None)
     offline = isinstance(where, int)
-    with tiles.targeting(where) if offline else contextlib.nullcontext():
+    with tiles.using(sm=where) if offline else contextlib.nullcontext():
         x = EMPTY[dtype].to("meta") if offline else EMPTY[dtype]
         assert [t.provider for t in tiles.candidates(op, x, shape)] == wanted.split()
         assert tiles.absent(op, x, shape).keys() == absent
 
 
 def test_offline_compilation_knows_no_library():
-    torchs = tiles.override("layer_norm_fwd", tiles.tile(provider="torch"))
-    with tiles.targeting(90), torchs, pytest.raises(RuntimeError, match="layer_norm_fwd: torch cannot run here"):
+    torchs = tiles.using("layer_norm_fwd", tiles.config(provider="torch"))
+    with tiles.using(sm=90), torchs, pytest.raises(RuntimeError, match="layer_norm_fwd: torch cannot run here"):
         norm.layer_norm_fwd(torch.empty(2, 64, device="meta"), None, None, 1e-6)
 
 
@@ -252,11 +252,11 @@ def test_torchs_layer_norm_returns_what_our_kernel_returns(wanted, dtype=torch.b
 def test_a_residual_has_a_shape_class_of_its_own():
     """So that a choice for one is not forced on the other."""
     x, z, dy, weight = torch.randn(3, 384), torch.randn(3, 384), torch.randn(3, 384), torch.randn(384)
-    torchs = tiles.tile(provider="torch")
+    torchs = tiles.config(provider="torch")
     with (
-        tiles.override("layer_norm_fwd", torchs, "3x128a"),
-        tiles.override("layer_norm_bwd", torchs, "3x128as"),
-        tiles.watching() as used,
+        tiles.using("layer_norm_fwd", torchs, "3x128a"),
+        tiles.using("layer_norm_bwd", torchs, "3x128as"),
+        tiles.using() as used,
     ):
         _, mean, rstd = norm.layer_norm_fwd(x, weight, None, 1e-5)
         norm.add_layer_norm_fwd(x, z, weight, None, 1e-5, None, None, 1)

@@ -100,8 +100,8 @@ def test_halves_of_one_weight_are_read_where_they_lie():
     x, up_gate, bias, down = (torch.randn(shape) for shape in ((9, 40), (144, 40), 144, (24, 72)))
     (up, gate), (up_bias, gate_bias) = up_gate.chunk(2), bias.chunk(2)
     halves = dict(up_weight=up, up_bias=up_bias, gate_weight=gate, gate_bias=gate_bias)
-    small = tiles.tile(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=1)
-    with tiles.override("gated_linear_fwd", small):
+    small = tiles.config(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=1)
+    with tiles.using("gated_linear_fwd", small):
         arguments = record(lambda: ops.gated_mlp(x, **halves, down_weight=down, down_bias=None))[0].arguments
         assert all(arguments[f"{name}_ptr"].data_ptr() == t.data_ptr() for name, t in halves.items())
         apart = {name: t.clone().requires_grad_() for name, t in halves.items()}
@@ -115,8 +115,8 @@ def test_halves_of_one_weight_are_read_where_they_lie():
 
 def test_a_gate_that_descriptors_cannot_take_goes_by_pointers():
     x, up, odd = torch.randn(9, 40), torch.randn(72, 40), torch.randn(72, 41)[:, 1:]
-    small = tiles.tile(4, 2, "tma", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=1)
-    with tiles.override("gated_linear_fwd", small):
+    small = tiles.config(4, 2, "tma", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=2, SUBTILES=1)
+    with tiles.using("gated_linear_fwd", small):
         for gate, loads in ((up, "nt"), (odd, "masked")):
             call = lambda gate=gate: gated.gated_linear(x, up, None, gate, None, "silu", False)  # noqa: E731
             assert record(call)[0].arguments["LOADS"] == loads

@@ -105,11 +105,11 @@ CASES = {
 def test_images_of_every_kind(case, by):
     """By our kernels in small tiles, several programs of them; by torch, which multiplies patches that were written."""
     small = dict(BLOCK_M=16, BLOCK_D=16, BLOCK_K=64)
-    chosen = {name: tiles.tile(4, 1, **small) for name in ("patch_embed_fwd", "patch_embed_dimages")}
-    chosen["patch_embed_dweight"] = tiles.tile(4, 1, **small, PROGRAMS=8)
+    chosen = {name: tiles.config(4, 1, **small) for name in ("patch_embed_fwd", "patch_embed_dimages")}
+    chosen["patch_embed_dweight"] = tiles.config(4, 1, **small, PROGRAMS=8)
     with contextlib.ExitStack() as stack:
-        for name, tile in chosen.items():
-            stack.enter_context(tiles.override(name, tile if by == "triton" else tiles.tile(provider=by)))
+        for name, config in chosen.items():
+            stack.enter_context(tiles.using(name, config if by == "triton" else tiles.config(provider=by)))
         check(make(**CASES[case]))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitfast.kernels.configs import tiles
-from vitfast.kernels.configs.tiles import Rule, tile
+from vitfast.kernels.configs.tiles import Rule, config
 
 
 def test_every_operation_ends_with_a_rule_for_everything():
@@ -18,13 +18,13 @@ def test_every_operation_ends_with_a_rule_for_everything():
 
 
 def test_lookup_takes_the_first_match(monkeypatch):
-    a, b, c = tile(4, 1, BLOCK_M=1), tile(4, 1, BLOCK_M=2), tile(4, 1, BLOCK_M=4)
+    a, b, c = config(4, 1, BLOCK_M=1), config(4, 1, BLOCK_M=2), config(4, 1, BLOCK_M=4)
     monkeypatch.setitem(tiles.RULES, "x", (Rule(a, sm=(80,), bits="16"), Rule(b, shape="d6*"), Rule(c)))
     half, single = torch.empty(1, dtype=torch.float16), torch.empty(1)
-    with tiles.targeting(80):
+    with tiles.using(sm=80):
         assert tiles.lookup("x", half, "d64") == a and tiles.lookup("x", single, "d64") == b
     assert tiles.lookup("x", half, "d64") == b and tiles.lookup("x", half, "d80") == c
-    with tiles.override("x", a), tiles.override("x", c, "d64"), tiles.watching() as used:
+    with tiles.using("x", a), tiles.using("x", c, "d64"), tiles.using() as used:
         assert tiles.lookup("x", half, "d64") == c and tiles.lookup("x", half, "d80") == a
     assert used == {("x", "16", "d64"): c, ("x", "16", "d80"): a} and tiles.lookup("x", half, "d80") == c
     monkeypatch.setitem(tiles.RULES, "x", (Rule(a, sm=(80,)),))
@@ -35,10 +35,10 @@ def test_lookup_takes_the_first_match(monkeypatch):
 def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
     monkeypatch.setenv("VITFAST_TILES", str(path))
-    row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64", tile(8, 3, "rows", BLOCK_M=32))
+    row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64", config(8, 3, "rows", BLOCK_M=32))
     path.write_text(json.dumps({"tiles": [row]}))
     tiles._user_table.cache_clear()
-    assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): tile(8, 3, "rows", BLOCK_M=32)}
+    assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): config(8, 3, "rows", BLOCK_M=32)}
     path.write_text('{"tiles": [{"op": 1}]}')
     tiles._user_table.cache_clear()
     with pytest.raises(ValueError, match="tiles.json is damaged"):
@@ -48,18 +48,18 @@ def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     assert tiles._user_table() == {}
 
 
-OF_A_PRODUCT = dict(tiles.RULES["linear_gelu_fwd"][0].tile.blocks)
+OF_A_PRODUCT = dict(tiles.RULES["linear_gelu_fwd"][0].config.blocks)
 SCALE_ROWS = dict(BLOCK_M=8, BLOCK_D=250, STAGES=3, PER_SM=6)
 FAULTS = [  # of a user's rows, and two that have none
-    ("attention_bwd", tile(8, 2, "rows", BLOCK_M=64), "has no provider 'rows', only head, tiled, phases, "),
-    ("linear_gelu_fwd", tile(8, 3, "tma", BLOCK_M=64), "by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not"),
-    ("weight_grad", tile(8, 3, "cublas", BLOCK_M=64), "by cublas takes no numbers, not BLOCK_M; "),
-    ("gelu_bwd", tile(4, 1, BLOCK_M=64, BLOCK_N=-64), "by triton cannot run with BLOCK_N = -64; "),
-    ("weight_grad_sum", tile(4, 1, BLOCK_N=0, BLOCK_K=512), "by triton cannot run with BLOCK_N = 0"),
-    ("scale_rows", tile(4, 1, **SCALE_ROWS), "by triton cannot run with"),
-    ("column_sums", tile("4", 1, BLOCK_P=256, BLOCK_D=16), "by triton cannot run with num_warps = '4'"),
-    ("dgelu_matmul", tile(4, 2, **OF_A_PRODUCT), ""),
-    ("linear_residual_fwd", tile(provider="cublas"), ""),
+    ("attention_bwd", config(8, 2, "rows", BLOCK_M=64), "has no provider 'rows', only head, tiled, phases, "),
+    ("linear_gelu_fwd", config(8, 3, "tma", BLOCK_M=64), "by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not"),
+    ("weight_grad", config(8, 3, "cublas", BLOCK_M=64), "by cublas takes no numbers, not BLOCK_M; "),
+    ("gelu_bwd", config(4, 1, BLOCK_M=64, BLOCK_N=-64), "by triton cannot run with BLOCK_N = -64; "),
+    ("weight_grad_sum", config(4, 1, BLOCK_N=0, BLOCK_K=512), "by triton cannot run with BLOCK_N = 0"),
+    ("scale_rows", config(4, 1, **SCALE_ROWS), "by triton cannot run with"),
+    ("column_sums", config("4", 1, BLOCK_P=256, BLOCK_D=16), "by triton cannot run with num_warps = '4'"),
+    ("dgelu_matmul", config(4, 2, **OF_A_PRODUCT), ""),
+    ("linear_residual_fwd", config(provider="cublas"), ""),
 ]
 
 
@@ -69,7 +69,7 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
     monkeypatch.setattr(tiles, "_gpu_name", lambda index: "Some GPU")
     monkeypatch.setattr(tiles, "generation", lambda device: 90)
     rows = [tiles.to_record(op, "Some GPU", "16", "768x3072", value) for op, value, _ in FAULTS]
-    unknown = tiles.to_record("softmax_fwd", "Some GPU", "16", "768x3072", tile())
+    unknown = tiles.to_record("softmax_fwd", "Some GPU", "16", "768x3072", config())
     path.write_text(json.dumps({"tiles": [*rows, unknown]}))
     tiles.reload_user_table()
     gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
@@ -93,14 +93,14 @@ def test_a_row_that_no_launcher_takes_is_left_out_with_one_warning(tmp_path, mon
 def test_what_is_forced_must_exist():
     says = "linear_residual_fwd has no provider 'nonsense', only triton, cublas, cublaslt, tma$"
     with pytest.raises(ValueError, match=says):
-        tiles.override("linear_residual_fwd", tile(provider="nonsense")).__enter__()
+        tiles.using("linear_residual_fwd", config(provider="nonsense")).__enter__()
     with pytest.raises(ValueError, match="no operation 'linear_residual'$"):
-        tiles.override("linear_residual", tile()).__enter__()
-    assert not tiles._overrides
+        tiles.using("linear_residual", config()).__enter__()
+    assert not tiles._scope.overrides
 
 
 def test_a_limit_of_registers_reaches_the_launch_and_the_users_table():
-    limited, free = tile(4, 2, maxnreg=168, BLOCK_M=64), tile(4, 2, BLOCK_M=64)
+    limited, free = config(4, 2, maxnreg=168, BLOCK_M=64), config(4, 2, BLOCK_M=64)
     assert limited.meta == free.meta | dict(maxnreg=168) == dict(BLOCK_M=64, num_warps=4, num_stages=2, maxnreg=168)
     row = tiles.to_record("x", "Some GPU", "16", "d64", limited)
     assert tiles.from_record(json.loads(json.dumps(row))) == limited

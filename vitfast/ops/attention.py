@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention.options import Logits
+from ..kernels.attention.options import AttentionOptions
 from . import reference as ref
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import (
@@ -32,10 +32,10 @@ ROPE_LAYOUTS = ("half", "interleaved")
 
 def checked(
     op: str, q: Tensor, shape: tuple, rope, rope_layout, num_prefix, bias, key_lengths, offsets, longest
-) -> Logits:
+) -> AttentionOptions:
     """The options of `attention`, checked: shape is its (B, N, H, Dh). Raises for those that do not fit.
 
-    Of packed samples B is 1.
+    For packed samples, B is 1 and N counts all tokens.
     """
     B, N, H, _ = shape
     if offsets is not None:
@@ -61,7 +61,9 @@ def checked(
         check_shape(op, "key_lengths", key_lengths, (B,))
         key_lengths = key_lengths.contiguous()
     longest = 0 if longest is None else longest
-    return Logits(*tables, bias, key_lengths, offsets, rope_layout == "interleaved", whole(num_prefix), longest)
+    return AttentionOptions(
+        *tables, bias, key_lengths, offsets, rope_layout == "interleaved", whole(num_prefix), longest
+    )
 
 
 def _checked_longest(op: str, offsets: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
@@ -135,7 +137,7 @@ class _Arguments(NamedTuple):
     q: Tensor  # (B, N, H, Dh); without k and v all three, (B, N, 3, H, Dh)
     k: Tensor | None
     v: Tensor | None
-    options: Logits
+    options: AttentionOptions
     scale: float
 
     @property
@@ -167,7 +169,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
 
 def _backward(do: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
     tensors, packed = (*t.heads, *saved, _unit_rows(do), t.scale), t.k is None
-    grads, _ = kernels.attention_bwd(*tensors, logits=t.options, turn_back=not needs_rope(needs), packed=packed)
+    grads, _ = kernels.attention_bwd(*tensors, options=t.options, unrotate=not needs_rope(needs), packed=packed)
     dq, dk, dv = grads.unbind(2) if packed else grads
     found = dict(q=grads) if packed else dict(q=dq, k=dk, v=dv)
     return found | option_gradients(t.options, needs, tensors, dq, dk)
@@ -179,7 +181,7 @@ def needs_rope(needs: NamedTuple) -> bool:
 
 
 def option_gradients(
-    options: Logits, needs: NamedTuple, tensors: tuple, dq: Tensor, dk: Tensor
+    options: AttentionOptions, needs: NamedTuple, tensors: tuple, dq: Tensor, dk: Tensor
 ) -> dict[str, Tensor | None]:
     """Gradients of cos, sin and the bias, None where not needed.
 
@@ -268,13 +270,13 @@ def attention(
     check_same("attention", name, qkv, k=k, v=v)
     if qkv.shape[-1] == 0:
         raise ValueError(f"attention: the head size must be at least 1, got {name} {tuple(qkv.shape)}")
-    shape, options = (*qkv.shape[: len(lead)], *qkv.shape[-2:]), (rope, rope_layout, num_prefix, bias, key_lengths)
+    shape, given = (*qkv.shape[: len(lead)], *qkv.shape[-2:]), (rope, rope_layout, num_prefix, bias, key_lengths)
     shape = shape if offsets is None else (1, *shape)
-    logits = checked("attention", qkv, shape, *options, offsets, longest)
+    options = checked("attention", qkv, shape, *given, offsets, longest)
     scale = checked_scale("attention", scale, qkv.shape[-1])
     if kernels_wanted("attention", qkv, unsupported_reason(qkv.shape[-1], scale)):
         tensors = (qkv, k, v) if offsets is None else (None if x is None else x[None] for x in (qkv, k, v))
-        o = _attention(_Arguments(*tensors, logits, scale))[0]
+        o = _attention(_Arguments(*tensors, options, scale))[0]
         return o if offsets is None else o.flatten(0, 1)
     q, k, v = qkv.unbind(-3) if k is None else (qkv, k, v)
-    return ref.attention(q, k, v, scale=scale, longest=longest, **logits.options)
+    return ref.attention(q, k, v, scale=scale, longest=longest, **options.keywords)

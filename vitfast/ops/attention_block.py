@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention.options import Logits
+from ..kernels.attention.options import AttentionOptions
 from . import reference as ref
 from ._blocks import apply_norm, check_block, choose_keep, kept, needs_norm, norm_gradients, output_gradient
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
@@ -45,7 +45,7 @@ class _Arguments(NamedTuple):
     out_bias: Tensor | None  # (D,)
     layer_scale: Tensor | None  # (D,)
     drop_path: Constant | None  # (B,) or (tokens,)
-    options: Logits
+    options: AttentionOptions
     num_heads: int
     eps: float
     norm: str
@@ -100,7 +100,7 @@ def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> 
     if below or want_rope or needs.options.bias:
         do = input_grad(*scale_one(g, t)).view(saved.o.shape)
         tensors = *saved.heads, saved.o, saved.lse, do, saved.qkv.shape[-1] ** -0.5
-        dqkv, dbias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, turn_back=not want_rope)
+        dqkv, dbias = attention_bwd(*tensors, needs.in_bias and not want_rope, t.options, unrotate=not want_rope)
         grads = option_gradients(t.options, needs, tensors, *dqkv.unbind(2)[:2])
         din = as_matrix(dqkv.flatten(2))
         if needs.in_bias and want_rope:
@@ -165,16 +165,16 @@ def attention_block(
     if x.dim() != (3 if offsets is None else 2):
         want = "(B, N, D), or packed with offsets" if offsets is None else "(tokens, D) of packed samples"
         raise ValueError(f"{op}: x must be {want}, got {tuple(x.shape)}")
-    shape, options = (*_samples(x), num_heads, inner // num_heads), (rope, rope_layout, num_prefix, bias, key_lengths)
-    logits = checked(op, qkv_weight, shape, *options, offsets, longest)
+    shape, given = (*_samples(x), num_heads, inner // num_heads), (rope, rope_layout, num_prefix, bias, key_lengths)
+    options = checked(op, qkv_weight, shape, *given, offsets, longest)
     if offsets is not None and isinstance(drop_path, Tensor) and drop_path.shape == (len(offsets) - 1,):
         drop_path = drop_path[ref.owners(offsets, len(x))]
     weights = norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias
-    t = _Arguments(x, *weights, layer_scale, drop_path, logits, num_heads, eps, norm, keep)
+    t = _Arguments(x, *weights, layer_scale, drop_path, options, num_heads, eps, norm, keep)
     layers = dict(qkv_=(qkv_weight, qkv_bias, (rows, width)), proj_=(proj_weight, proj_bias, (width, inner)))
     t = t._replace(eps=check_block(op, t, layers, residual_in_fp32))
     unsupported = head_unsupported(inner // num_heads, 1.0) or width_unsupported(width, drop_path)
     if kernels_wanted(op, qkv_weight, unsupported):
         return _attention_block(t._replace(keep=choose_keep(t, qkv_weight)))[0]
     block = dict(eps=t.eps, norm=norm, layer_scale=layer_scale, drop_path=drop_path, compute_dtype=qkv_weight.dtype)
-    return ref.attention_block(x, *weights, num_heads=num_heads, longest=longest, **block, **logits.options)
+    return ref.attention_block(x, *weights, num_heads=num_heads, longest=longest, **block, **options.keywords)

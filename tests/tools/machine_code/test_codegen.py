@@ -123,7 +123,7 @@ from vitfast.tools.tune import tuner as tune
 
 
 def main(folder):
-    with codegen.tiles.targeting(90), launching_on_meta():
+    with codegen.tiles.using(sm=90), launching_on_meta():
         found = operations(doctor.SMALL_SIZES, [torch.bfloat16], ["attention", "linear_gelu"], others=True)
     once = {{launch.kernel: compiler.key_of(launch, 90) for launch in found}}  # each kernel takes a second to compile
     found = [launch for launch in found if compiler.key_of(launch, 90) == once[launch.kernel]]
@@ -200,10 +200,10 @@ def test_the_committed_table_is_whole_and_has_no_problems(codegen):
             of_size = [case for found, case in cases if found == sm and case.startswith(f"Dh {size} attention")]
             assert sum(", packed" in case for case in of_size) >= 6, (sm, size)
     candidates = {
-        rule.tile.provider
+        rule.config.provider
         for _, rules in tiles.CANDIDATES.items()
         for rule in rules
-        if rule.tile.blocks or rule.tile.provider == "tiled"
+        if rule.config.blocks or rule.config.provider == "tiled"
     }
     assert candidates == {word for row in rows for word in re.findall(r" \((\w+)(?: \d+)?\)$", row["case"])}
     few = [

@@ -2,12 +2,12 @@
 
 import math
 
-from vitfast.kernels.configs.tiles import tile
+from vitfast.kernels.configs.tiles import config
 from vitfast.tools.tune.search import Search, neighbours
 
 
 def test_search_climbs_past_what_is_wrong_and_stops_at_the_top():
-    search, top = Search([tile(4, 2, BLOCK_M=32)]), tile(8, 3, BLOCK_M=128)
+    search, top = Search([config(4, 2, BLOCK_M=32)]), config(8, 3, BLOCK_M=128)
     while search.wave:
         for t in search.wave:
             far = abs(math.log2(t["BLOCK_M"] / 128)) + abs(math.log2(t.num_warps / 8)) + abs(t.num_stages - 3)
@@ -17,7 +17,7 @@ def test_search_climbs_past_what_is_wrong_and_stops_at_the_top():
 
 
 def test_search_keeps_the_tables_tile_within_noise_and_gives_up_slow_providers():
-    start, cublas, slow = tile(4, 2, BLOCK_M=32), tile(provider="cublas"), tile(4, 2, "tma", BLOCK_M=32)
+    start, cublas, slow = config(4, 2, BLOCK_M=32), config(provider="cublas"), config(4, 2, "tma", BLOCK_M=32)
     search = Search([start, cublas, slow])
     search.times |= {start: 1.0, cublas: 0.99, slow: 2.1}
     wave = search.advance()
@@ -37,12 +37,12 @@ def test_search_keeps_the_tables_tile_within_noise_and_gives_up_slow_providers()
 
 def test_search_varies_the_limit_of_registers_where_a_tile_has_one():
     limits = lambda t: sorted(n.maxnreg for n in neighbours(t) if n.maxnreg != t.maxnreg)  # noqa: E731
-    assert limits(tile(4, 2, BLOCK_M=64)) == [] and limits(tile(4, 2, maxnreg=168, BLOCK_M=64)) == [128, 248]
-    assert limits(tile(4, 2, maxnreg=128, BLOCK_M=64)) == [168]
+    assert limits(config(4, 2, BLOCK_M=64)) == [] and limits(config(4, 2, maxnreg=168, BLOCK_M=64)) == [128, 248]
+    assert limits(config(4, 2, maxnreg=128, BLOCK_M=64)) == [168]
 
 
 def test_search_goes_on_from_a_tile_that_does_not_run():
-    search, start = Search([tile(8, 4, BLOCK_M=256)]), tile(8, 4, BLOCK_M=256)
+    search, start = Search([config(8, 4, BLOCK_M=256)]), config(8, 4, BLOCK_M=256)
     search.times[start] = None
     search.times |= {t: 1.0 if t["BLOCK_M"] == 128 else None for t in search.advance()}
-    assert search.best == tile(8, 4, BLOCK_M=128)
+    assert search.best == config(8, 4, BLOCK_M=128)

@@ -9,7 +9,7 @@ import torch
 from tuning import CPU, TINY, Clock, Compiler, Done, make_tuner, with_fault
 
 from vitfast.kernels.configs import tiles
-from vitfast.kernels.configs.tiles import tile
+from vitfast.kernels.configs.tiles import config
 from vitfast.tools import verify
 from vitfast.tools.tune import tuner, user_table
 from vitfast.tools.tune.search import Search
@@ -73,7 +73,7 @@ def test_an_interruption_loses_nothing_and_the_next_run_goes_on(table):
     shipped = tiles.shipped(problem.op, torch.empty(0, dtype=torch.float16), problem.shape)
     assert problem.start == kept and shipped in problem.candidates
     (outcome,) = again.run([problem])
-    best = planted(problem, tile(1, 6, GROUP_M=32))
+    best = planted(problem, config(1, 6, GROUP_M=32))
     assert outcome.before == planted(problem, kept) and outcome.after == pytest.approx(best, abs=1e-9)
 
 
@@ -197,13 +197,13 @@ def test_what_a_candidate_leaves_unwritten_is_found_out(table, monkeypatch):
 
     launcher = Launcher(lambda t: (t.values(6, 3),), call, lambda x: 2 * x)
     judge, work = verify.Judge(launcher, torch.float32, CPU), make_tuner(clock := Clock())
-    problem = tuner.Problem("linear_gelu_fwd", "32", "", "double", launcher, tile(), [], {})
+    problem = tuner.Problem("linear_gelu_fwd", "32", "", "double", launcher, config(), [], {})
     for said in ("inf", "nan"):
-        attempt = tuner.Attempt(problem, Search([tile()]), tile())
+        attempt = tuner.Attempt(problem, Search([config()]), config())
         right = 2 * judge.inputs[0]
         del right  # whose memory, with the right values in it, is what the next allocation gets
-        assert work._measure(attempt, tile(), judge) is None and not clock.timed
-        assert attempt.failures[tile()].startswith(f"error of a row {said}")
+        assert work._measure(attempt, config(), judge) is None and not clock.timed
+        assert attempt.failures[config()].startswith(f"error of a row {said}")
         monkeypatch.setattr(verify, "errors", lambda *_: (math.nan, math.nan))
 
 

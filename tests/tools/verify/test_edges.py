@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitfast.kernels import launch
 from vitfast.kernels.attention.launchers import HEAD_SIZES, MANY_HEADS, attention_bwd, attention_fwd
-from vitfast.kernels.attention.options import Logits
+from vitfast.kernels.attention.options import AttentionOptions
 from vitfast.kernels.configs import tiles
 from vitfast.tools.verify import Judge, Wrong, edges, errors
 from vitfast.tools.verify.draw import Draw, Sizes
@@ -127,12 +127,12 @@ def test_the_plan_leaves_out_no_kernel_no_provider_and_no_layout():
             inputs = launcher.make(Draw(case.dtype, CPU, torch.Generator(), case.layout))
             for _, used in edges.variants(case):
                 made = launch.record(lambda: launcher.call(*inputs))  # noqa: B023
-                ran.update((op, tile.provider) for (op, _, _), tile in used.items())
+                ran.update((op, config.provider) for (op, _, _), config in used.items())
                 kernels.update(entry.kernel.fn.__name__ for entry in made)
                 if any(isinstance(value, TensorDescriptor) for entry in made for value in entry.arguments.values()):
                     described.update(op for op, _, _ in used)
     tables = (rules for table in (tiles.RULES, tiles.CANDIDATES) for rules in table.items())
-    known = {(op, rule.tile.provider) for op, rules in tables for rule in rules}
+    known = {(op, rule.config.provider) for op, rules in tables for rule in rules}
     here = {(op, provider) for op, provider in known if provider not in tiles.LIBRARIES or provider == "torch"}
     assert here <= ran, here - ran
     assert {op for op, provider in known if provider == "tma"} <= described
@@ -194,7 +194,7 @@ def test_there_are_planted_bugs_of_every_kind():
 def test_offsets_that_lie_stay_within_the_tensors(offsets):
     """Samples may overlap and leave tokens out: the numbers are nonsense."""
     q, k, v, do = torch.randn(4, 1, 70, 2, 16).unbind(0)
-    logits = Logits(offsets=torch.tensor(offsets, dtype=torch.int32), longest=70)
+    logits = AttentionOptions(offsets=torch.tensor(offsets, dtype=torch.int32), longest=70)
     with Sanitizer() as watch:
         o, lse = attention_fwd(q, k, v, 0.2, logits)
         attention_bwd(q, k, v, torch.zeros_like(o), torch.zeros_like(lse), do, 0.2, False, logits)

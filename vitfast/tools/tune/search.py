@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from ...kernels.configs.tiles import Tile
+from ...kernels.configs.tiles import KernelConfig
 
 # What a number may be; of blocks, powers of two from 1 to 256.
 LIMITS = {
@@ -37,21 +37,21 @@ def _near(name: str, value: int) -> list[int]:
     return [n for n in ((value - 1, value + 1) if name in STEPS else (value // 2, value * 2)) if low <= n <= high]
 
 
-def neighbours(tile: Tile) -> Iterator[Tile]:
+def neighbours(config: KernelConfig) -> Iterator[KernelConfig]:
     """Tiles with one number, flag or limit of registers changed; none for a library's."""
-    if not tile.blocks:
+    if not config.blocks:
         return
-    numbers = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dict(tile.blocks)}
+    numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.blocks)}
     for name, value in numbers.items():
         for other in _near(name, value):
             if name in ("num_warps", "num_stages"):
-                yield dataclasses.replace(tile, **{name: other})
+                yield dataclasses.replace(config, **{name: other})
             else:
-                yield dataclasses.replace(tile, blocks=tuple(sorted({**dict(tile.blocks), name: other}.items())))
-    if tile.maxnreg in REGISTERS:
-        at = REGISTERS.index(tile.maxnreg)
+                yield dataclasses.replace(config, blocks=tuple(sorted({**dict(config.blocks), name: other}.items())))
+    if config.maxnreg in REGISTERS:
+        at = REGISTERS.index(config.maxnreg)
         for near in (*REGISTERS[max(0, at - 1) : at], *REGISTERS[at + 1 : at + 2]):
-            yield dataclasses.replace(tile, maxnreg=near)
+            yield dataclasses.replace(config, maxnreg=near)
 
 
 class Search:
@@ -60,34 +60,34 @@ class Search:
     times: seconds of each tile that was tried, None for one that is wrong or does not run. starts[0] is the table's.
     """
 
-    def __init__(self, starts: list[Tile]):
+    def __init__(self, starts: list[KernelConfig]):
         self.start = starts[0]
-        self.times: dict[Tile, float | None] = {}
+        self.times: dict[KernelConfig, float | None] = {}
         self.wave = list(dict.fromkeys(starts))
         self._climbing = list(self.wave)
         self._waves = 0
 
-    def time(self, tile: Tile) -> float:
+    def time(self, config: KernelConfig) -> float:
         """Infinite where there is none."""
-        found = self.times.get(tile)
+        found = self.times.get(config)
         return math.inf if found is None else found
 
     @property
-    def best(self) -> Tile:
+    def best(self) -> KernelConfig:
         """The fastest by more than noise; the table's own otherwise."""
         fastest = min(self.times, key=self.time, default=self.start)
         return fastest if self.time(fastest) < GAIN * self.time(self.start) else self.start
 
-    def advance(self) -> list[Tile]:
+    def advance(self) -> list[KernelConfig]:
         """The next wave, once this one's times are in; empty when no climb goes on."""
         self._waves += 1
         if self._waves > 1:
             steps = [(t, min(neighbours(t), key=self.time, default=t)) for t in self._climbing]
-            faster = [higher for tile, higher in steps if self.time(higher) < GAIN * self.time(tile)]
+            faster = [higher for config, higher in steps if self.time(higher) < GAIN * self.time(config)]
             self._climbing = list(dict.fromkeys(faster))
         reach = (REACH_AT_FIRST if self._waves == 1 else REACH) * min(map(self.time, self.times), default=math.inf)
         # One that does not run at all may only be too large for this GPU; the table's own is always looked around.
         self._climbing = [t for t in self._climbing if t == self.start or not reach < self.time(t) < math.inf]
-        wave = dict.fromkeys(n for tile in self._climbing for n in neighbours(tile) if n not in self.times)
+        wave = dict.fromkeys(n for config in self._climbing for n in neighbours(config) if n not in self.times)
         self.wave = list(wave) if self._waves <= WAVES else []
         return self.wave

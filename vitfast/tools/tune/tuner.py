@@ -11,7 +11,7 @@ import torch
 
 from ...errors import both_ends
 from ...kernels.configs import tiles
-from ...kernels.configs.tiles import Tile
+from ...kernels.configs.tiles import KernelConfig
 from ...kernels.launch import record
 from ..child import Lost
 from ..verify import Judge, Wrong, poisoned
@@ -36,8 +36,8 @@ class Problem:
     shape: str
     name: str
     launcher: Launcher
-    start: Tile
-    candidates: list[Tile]  # of other providers, from which the search starts too
+    start: KernelConfig
+    candidates: list[KernelConfig]  # of other providers, from which the search starts too
     absent: dict[str, str]  # provider -> why it cannot run here
 
     @property
@@ -54,9 +54,9 @@ class Attempt:
 
     problem: Problem
     search: Search
-    best: Tile  # in force from the start, or put into the user's table since
-    compiling: dict[Tile, list[Future]] = field(default_factory=dict)
-    failures: dict[Tile, str] = field(default_factory=dict)
+    best: KernelConfig  # in force from the start, or put into the user's table since
+    compiling: dict[KernelConfig, list[Future]] = field(default_factory=dict)
+    failures: dict[KernelConfig, str] = field(default_factory=dict)
     note: str = ""  # why it has ended early: the time was up, or the memory too small
 
     @property
@@ -77,9 +77,9 @@ class Attempt:
         """Seconds of the best."""
         return self.search.time(self.best)
 
-    def compiled(self, *candidates: Tile) -> bool:
+    def compiled(self, *candidates: KernelConfig) -> bool:
         """Whether no compilation of these is under way."""
-        return all(future.done() for tile in candidates for future in self.compiling.get(tile, []))
+        return all(future.done() for config in candidates for future in self.compiling.get(config, []))
 
     def __str__(self) -> str:
         p = self.problem
@@ -93,11 +93,13 @@ class Attempt:
             gain = "" if math.isinf(self.before) else f" ({self.before / self.after:.2f}x)"
             first += f", {ms(self.after)} now{gain}: {self.best}"
         said: dict[str, str] = {}
-        for provider in dict.fromkeys(tile.provider for tile in self.search.times):
-            own = [tile for tile in self.search.times if tile.provider == provider]
+        for provider in dict.fromkeys(config.provider for config in self.search.times):
+            own = [config for config in self.search.times if config.provider == provider]
             said[provider] = ms(min(map(self.search.time, own)))
             if said[provider] == ms(math.inf):  # as its first candidate says why
-                said[provider] = next((self.failures[tile] for tile in own if tile in self.failures), said[provider])
+                said[provider] = next(
+                    (self.failures[config] for config in own if config in self.failures), said[provider]
+                )
         said |= {name: reason for name, reason in p.absent.items() if name not in said}
         counts = f"    {self.tried} candidates, {len(self.failures)} of them refused"
         rest = [f"    {provider:<14} {text}" for provider, text in said.items()]
@@ -142,7 +144,7 @@ class Tuner:
         for name, launcher in launchers(sizes).items():
             if launcher.variant:
                 continue
-            with tiles.targeting(tiles.generation(self.device)), tiles.watching() as used:
+            with tiles.using(sm=tiles.generation(self.device)), tiles.using() as used:
                 record(lambda launcher=launcher: self._on_meta(launcher))
             for op, bits, shape in used:
                 key = op, bits, shape
@@ -176,20 +178,20 @@ class Tuner:
             yield ready
         self.unreached = len(waiting)
 
-    def _compile(self, attempt: Attempt, wave: list[Tile]) -> list[Tile]:
+    def _compile(self, attempt: Attempt, wave: list[KernelConfig]) -> list[KernelConfig]:
         """Has the launches of a wave compiled in the background; a library makes none."""
         p = attempt.problem
-        for tile in wave:
-            if reason := self.refused.get((*p.key, tile)):
-                attempt.failures[tile] = reason
-            elif tile.provider not in tiles.LIBRARIES:
+        for config in wave:
+            if reason := self.refused.get((*p.key, config)):
+                attempt.failures[config] = reason
+            elif config.provider not in tiles.LIBRARIES:
                 try:
-                    with tiles.targeting(tiles.generation(self.device)), tiles.override(p.op, tile, p.shape):
+                    with tiles.using(sm=tiles.generation(self.device)), tiles.using(p.op, config, p.shape):
                         launches = record(lambda: self._on_meta(p.launcher))
-                    attempt.compiling[tile] = [self.compiler.submit(launch) for launch in launches]
+                    attempt.compiling[config] = [self.compiler.submit(launch) for launch in launches]
                 except Exception as error:
-                    if tile != p.start:  # which is tried whatever the compiler says: it is what runs today
-                        attempt.failures[tile] = both_ends(f"{type(error).__name__}: {error}")
+                    if config != p.start:  # which is tried whatever the compiler says: it is what runs today
+                        attempt.failures[config] = both_ends(f"{type(error).__name__}: {error}")
         return wave
 
     def _wave(self, attempt: Attempt) -> None:
@@ -202,53 +204,55 @@ class Tuner:
             except torch.cuda.OutOfMemoryError:
                 attempt.note = NO_ROOM
         while rest and not attempt.note:
-            tile = next((tile for tile in rest if attempt.compiled(tile)), rest[0])
-            rest.remove(tile)
-            attempt.search.times[tile] = self._measure(attempt, tile, judge) if self._runs(attempt, tile) else None
+            config = next((config for config in rest if attempt.compiled(config)), rest[0])
+            rest.remove(config)
+            attempt.search.times[config] = (
+                self._measure(attempt, config, judge) if self._runs(attempt, config) else None
+            )
             self._keep(attempt, judge)
             attempt.note = attempt.note or self._time_is_up()
 
     def _time_is_up(self) -> str:
         return "" if self.left > 0 else "the time was up"
 
-    def _runs(self, attempt: Attempt, tile: Tile) -> bool:
+    def _runs(self, attempt: Attempt, config: KernelConfig) -> bool:
         """Waits for a candidate's compilations; False where it is not to be tried, which the failures tell."""
         limit = tiles.SHARED_LIMIT.get(tiles.generation(self.device), math.inf)
-        for future in attempt.compiling.pop(tile, []):
+        for future in attempt.compiling.pop(config, []):
             try:
                 shared, failure = future.result(timeout=max(0.0, self.left) if math.isfinite(self.left) else None)
             except NotDone:
-                attempt.failures[tile] = "the time was up before it was compiled"
+                attempt.failures[config] = "the time was up before it was compiled"
                 break
             if shared > limit:
                 failure = f"needs {shared:,} bytes of shared memory, {limit:,} are there"
-            if failure and tile != attempt.problem.start:
-                attempt.failures[tile] = failure
+            if failure and config != attempt.problem.start:
+                attempt.failures[config] = failure
                 break
-        return tile not in attempt.failures
+        return config not in attempt.failures
 
-    def _measure(self, attempt: Attempt, tile: Tile, judge: Judge) -> float | None:
+    def _measure(self, attempt: Attempt, config: KernelConfig, judge: Judge) -> float | None:
         """Checks and times a candidate; None, and why among the failures, where it is wrong or does not run.
 
         Raises Lost where it has broken the GPU's context.
         """
         p = attempt.problem
         run = lambda: p.launcher.call(*judge.inputs)  # noqa: E731
-        self.trying(tiles.to_record(p.op, self.gpu, p.bits, p.shape, tile))
+        self.trying(tiles.to_record(p.op, self.gpu, p.bits, p.shape, config))
         seconds = None
         try:
-            with tiles.override(p.op, tile, p.shape):
+            with tiles.using(p.op, config, p.shape):
                 self.checks += 1
                 with poisoned():
                     judge.judge(outputs(run()))
                 self.timings += 1
-                seconds = self.clock.seconds(p, tile, run)
+                seconds = self.clock.seconds(p, config, run)
         except Exception as error:
             text = both_ends(str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}")
-            attempt.failures[tile] = text
+            attempt.failures[config] = text
             if not isinstance(error, Wrong) and self.clock.lost():
                 raise Lost(f"has broken the GPU's context ({text})") from error
-            if tile == p.start and isinstance(error, torch.cuda.OutOfMemoryError):
+            if config == p.start and isinstance(error, torch.cuda.OutOfMemoryError):
                 attempt.note = NO_ROOM  # nothing is known to be faster than it
         self.trying(None)
         return seconds
@@ -259,9 +263,9 @@ class Tuner:
         while (best := search.best) != attempt.best and search.time(best) < GAIN * attempt.after:
             if p.start not in search.times or attempt.note or self.left <= 0:
                 return
-            for tile in (attempt.best, best):
-                if search.times[tile] is not None:
-                    search.times[tile] = self._measure(attempt, tile, judge)
+            for config in (attempt.best, best):
+                if search.times[config] is not None:
+                    search.times[config] = self._measure(attempt, config, judge)
             if search.time(best) < GAIN * search.time(attempt.best) and not attempt.note:
                 user_table.keep(tiles.to_record(p.op, self.gpu, p.bits, p.shape, best))
                 attempt.best = best

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import launchers as attention
-from ...kernels.attention.options import PLAIN, Logits
+from ...kernels.attention.options import PLAIN, AttentionOptions
 from ...ops import reference as ref
 from .draw import Draw, Sizes
 from .launcher import Launcher, gradients, wide
@@ -45,8 +45,8 @@ def _rope(t: Draw, s: Sizes, tokens: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _rotating(cos: Tensor, sin: Tensor) -> Logits:
-    return Logits(cos, sin, num_prefix=PREFIX)
+def _rotating(cos: Tensor, sin: Tensor) -> AttentionOptions:
+    return AttentionOptions(cos, sin, num_prefix=PREFIX)
 
 
 def _for_backward(t: Draw, q: Tensor, k: Tensor, v: Tensor, scale: float, **options) -> tuple[Tensor, ...]:
@@ -60,20 +60,24 @@ def attentions(s: Sizes) -> dict[str, Launcher]:
     offsets, packed = lambda t: t.offsets(2 * s.batch, s.rows), dict(longest=s.rows)  # noqa: E731
     found = {}
     # Tensors that act on the logits; the options with them.
-    for name, draw, logits in (
+    for name, draw, options in (
         ("", lambda t: (), lambda: PLAIN),
         (", rotary", lambda t: _rope(t, s, s.tokens - PREFIX), _rotating),
-        (", bias", lambda t: (t.values(s.heads, s.tokens, s.tokens),), lambda bias: Logits(bias=bias)),
-        (", key lengths", lambda t: (t.lengths(s.batch, s.tokens),), lambda lengths: Logits(key_lengths=lengths)),
-        (", packed", lambda t: (offsets(t),), lambda ends: Logits(offsets=ends, **packed)),
+        (", bias", lambda t: (t.values(s.heads, s.tokens, s.tokens),), lambda bias: AttentionOptions(bias=bias)),
+        (
+            ", key lengths",
+            lambda t: (t.lengths(s.batch, s.tokens),),
+            lambda lengths: AttentionOptions(key_lengths=lengths),
+        ),
+        (", packed", lambda t: (offsets(t),), lambda ends: AttentionOptions(offsets=ends, **packed)),
         (
             ", packed, rotary",
             lambda t: (offsets(t), *_rope(t, s, s.rows)),
-            lambda ends, cos, sin: Logits(cos, sin, offsets=ends, **packed),
+            lambda ends, cos, sin: AttentionOptions(cos, sin, offsets=ends, **packed),
         ),
     ):
         qkv = lambda t, packed="packed" in name: _qkv(t, s, packed)  # noqa: E731
-        both = _pair(qkv, scale, draw, logits, variant=name in (", bias", ", key lengths"))
+        both = _pair(qkv, scale, draw, options, variant=name in (", bias", ", key lengths"))
         found[f"attention{name}"], found[f"attention backward{name}"] = both
     found |= _parts(s)
     # Separate tensors of different strides, another scale than 1 / sqrt(Dh), logits in the hundreds.
@@ -99,7 +103,7 @@ def _pair(
     qkv: Callable[[Draw], tuple],
     scale: float,
     draw: Callable[[Draw], tuple] = lambda t: (),
-    logits: Callable[..., Logits] = lambda: PLAIN,
+    options: Callable[..., AttentionOptions] = lambda: PLAIN,
     together: bool = True,
     **flags: bool,
 ) -> tuple[Launcher, Launcher]:
@@ -107,21 +111,21 @@ def _pair(
 
     def for_backward(t: Draw) -> tuple:
         acting = draw(t)
-        return *_for_backward(t, *qkv(t), scale, **logits(*acting).options), *acting
+        return *_for_backward(t, *qkv(t), scale, **options(*acting).keywords), *acting
 
     def backward(q, k, v, o, lse, do, *acting):
-        found = attention.attention_bwd(q, k, v, o, lse, do, scale, together, logits(*acting), packed=together)
+        found = attention.attention_bwd(q, k, v, o, lse, do, scale, together, options(*acting), packed=together)
         return found if together else found[0]
 
     def backward_formula(q, k, v, o, lse, do, *acting):
-        found = attention_gradients(q, k, v, do, scale, **logits(*acting).options)
+        found = attention_gradients(q, k, v, do, scale, **options(*acting).keywords)
         dqkv = torch.stack(found, 2)
         return (dqkv, dqkv.sum((0, 1), dtype=wide(dqkv)).flatten()) if together else found
 
     forward = Launcher(
         lambda t: (*qkv(t), *draw(t)),
-        lambda q, k, v, *acting: attention.attention_fwd(q, k, v, scale, logits(*acting)),
-        lambda q, k, v, *acting: attention_formula(q, k, v, scale, **logits(*acting).options),
+        lambda q, k, v, *acting: attention.attention_fwd(q, k, v, scale, options(*acting)),
+        lambda q, k, v, *acting: attention_formula(q, k, v, scale, **options(*acting).keywords),
         **flags,
     )
     return forward, Launcher(for_backward, backward, backward_formula, **flags)
@@ -164,7 +168,7 @@ def _parts(s: Sizes) -> dict[str, Launcher]:
             lambda q, k, v, lse, delta, do: attention_gradients(q, k, v, do, scale)[1:],
         ),
         "attention backward, of a bias": Launcher(
-            with_bias, lambda *t: attention.bias_bwd(*t[:-1], scale, Logits(bias=t[-1])), bias_formula
+            with_bias, lambda *t: attention.bias_bwd(*t[:-1], scale, AttentionOptions(bias=t[-1])), bias_formula
         ),
         "attention backward, of rotary tables": Launcher(
             lambda t: (*_qkv(t, s)[:2], *_qkv(t, s)[:2], *_rope(t, s, s.tokens - PREFIX)), rope_bwd, rope_formula

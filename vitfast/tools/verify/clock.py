@@ -56,7 +56,7 @@ class DeviceClock:
         except Exception:
             return True
 
-    def seconds(self, problem, tile, run: Callable[[], object]) -> float:
+    def seconds(self, problem, config, run: Callable[[], object]) -> float:
         """The median of one call's seconds, warm, from cold caches."""
         for _ in range(2):
             run()

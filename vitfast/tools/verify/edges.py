@@ -19,7 +19,7 @@ import triton
 from ...kernels import rows
 from ...kernels.attention import launchers as attention
 from ...kernels.configs import tiles
-from ...kernels.configs.tiles import Tile
+from ...kernels.configs.tiles import KernelConfig
 from . import Judge, Wrong
 from .draw import Sizes
 from .launcher import Launcher, Override, candidates, outputs
@@ -124,7 +124,7 @@ def cases(name: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
             yield case
 
 
-def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[Override]:
+def _candidates(used: dict[tuple[str, str, str], KernelConfig], case: Case) -> Iterator[Override]:
     """Other tiles for the operations that ran.
 
     Those of other providers; where few rows take small tiles, the large ones; and where there are tiles enough along
@@ -141,7 +141,7 @@ def _candidates(used: dict[tuple[str, str, str], Tile], case: Case) -> Iterator[
             yield op, dataclasses.replace(shipped, blocks=tuple((dict(shipped.blocks) | groups).items())), shape
 
 
-def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]]]:
+def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], KernelConfig]]]:
     """The case's name and tiles used (filled by a run inside): the shipped ones, then each candidate."""
     waiting: list[tuple[Override, ...]] = [()]
     seen: set[Override] = set()
@@ -150,14 +150,14 @@ def variants(case: Case) -> Iterator[tuple[str, dict[tuple[str, str, str], Tile]
         gpu.enter_context(mock.patch.object(rows, "_multiprocessors", lambda device: 2))
         gpu.enter_context(mock.patch.object(attention, "MANY_HEADS", case.many_heads))
         if case.sm:
-            gpu.enter_context(tiles.targeting(case.sm))
+            gpu.enter_context(tiles.using(sm=case.sm))
         while waiting:
             chosen = waiting.pop(0)
             with contextlib.ExitStack() as stack:
-                for op, tile, shape in chosen:
-                    stack.enter_context(tiles.override(op, tile, shape))
-                with tiles.watching() as used:
-                    yield ", ".join([str(case), *(f"{op} by {tile.provider}" for op, tile, _ in chosen)]), used
+                for op, config, shape in chosen:
+                    stack.enter_context(tiles.using(op, config, shape))
+                with tiles.using() as used:
+                    yield ", ".join([str(case), *(f"{op} by {config.provider}" for op, config, _ in chosen)]), used
             fresh = [candidate for candidate in _candidates(used, case) if candidate not in seen]
             seen.update(fresh)
             waiting += [(*chosen, candidate) for candidate in fresh]
@@ -205,7 +205,7 @@ def _check_once(report: Report, launcher: Launcher, judge: Judge, watch: Sanitiz
     error, torch_error = judge.judge(results)
     if error > report.error:
         report.error, report.torch_error = error, torch_error
-    if any(tile.provider not in LIBRARIES for tile in used.values()) and not watch.counts["reads"]:
+    if any(config.provider not in LIBRARIES for config in used.values()) and not watch.counts["reads"]:
         raise Wrong("no kernel ran")
     changed = [i for i, (a, b) in enumerate(zip(judge.inputs, inputs)) if not torch.equal(a, b)]
     for i in changed:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.configs import tiles
-from ...kernels.configs.tiles import Tile
+from ...kernels.configs.tiles import KernelConfig
 from .draw import Draw
 
-Override = tuple[str, Tile, str]  # an operation, its tile, a shape class
+Override = tuple[str, KernelConfig, str]  # an operation, its tile, a shape class
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def outputs(result) -> list[Tensor]:
 def candidates(used: Iterable[tuple[str, str, str]], dtype: torch.dtype, device: torch.device) -> Iterator[Override]:
     """Every other tile that could do what was `used`.
 
-    used: (operation, bits, shape class), as tiles.watching has it.
+    used: (operation, bits, shape class), as tiles.using has it.
     """
     for op, bits, shape in used:
         like = torch.empty(0, dtype=torch.float32 if bits == "32" else dtype, device=device)
-        yield from ((op, tile, shape) for tile in tiles.candidates(op, like, shape))
+        yield from ((op, config, shape) for config in tiles.candidates(op, like, shape))
 
 
 def wide(x: Tensor) -> torch.dtype:
