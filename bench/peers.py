@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitfast
 from vitfast import ViT, ops
-from vitfast.model.activation_memory import settle
+from vitfast.model.activation_memory import choose_saved_activations
 from vitfast.model.checkpoint.formats import to_timm_names
 from vitfast.model.presets import preset
 from vitfast.tools.cost import datasheet_flops
@@ -190,7 +190,7 @@ class Peer:
         ours = setting.library == "vitfast"
         self.build()
         if training and ours:  # eager training finds it out, torch.compile takes what it finds
-            settle(self.model, shape.rows, setting.dtype)
+            choose_saved_activations(self.model, shape.rows, setting.dtype)
         self.function = self.model
         if setting.how != "eager":
             self.function = compiled(self.model, setting.how, fullgraph=ours)

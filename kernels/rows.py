@@ -143,7 +143,7 @@ def row_programs(device: torch.device, per_sm: int, blocks: int, strips: int = 1
     return min(blocks, max(1, _multiprocessors(device) * per_sm // strips))
 
 
-def vector(t: Tensor | None) -> Tensor | None:
+def contiguous_or_none(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
@@ -199,8 +199,8 @@ def scale_rows(
         scale_rows_kernel,
         (programs, strips),
         dout_ptr=dout,
-        ls_ptr=vector(layer_scale),
-        dp_ptr=vector(drop_path),
+        ls_ptr=contiguous_or_none(layer_scale),
+        dp_ptr=contiguous_or_none(drop_path),
         g_ptr=g,
         sum_ptr=ws,
         M=M,

@@ -1,4 +1,4 @@
-"""Attention forward, provider "rows": every key and value of a head in one program.
+"""Attention forward, provider "single_pass": every key and value of a head in one program.
 
 For up to 256 tokens. One softmax over whole rows of logits, without rescaling. The keys are blocks of falling powers
 of two (197 -> 128 + 64 + 16), so that little is padded; blocks of queries follow one another.

@@ -3,10 +3,10 @@
 q, k, v, o are (B, N, H, Dh). Flash style (Dao et al., 2022; the softmax in base 2 and the logits never in memory), made
 for vision sequences, short and odd (50, 197, 257, 577, 1370):
 
-- forward, "rows" (forward_rows.py): every key and value of a head in one program, one softmax over whole rows
+- forward, "single_pass" (forward_rows.py): every key and value of a head in one program, one softmax over whole rows
   without rescaling, several blocks of queries one after the other;
 - forward, "tiled" (forward_tiled.py): online softmax over blocks of keys;
-- backward, "head" (backward_head.py): one program for a head, 5 matrix products;
+- backward, "per_head" (backward_head.py): one program for a head, 5 matrix products;
 - backward, "tiled" (backward_tiled.py): one kernel for dQ (which also leaves delta = rowsum(o do)), one for dK and
   dV; or "phases": both in one program for a head, one after the other. 7 matrix products.
 
@@ -83,8 +83,8 @@ def attention_class(head_dim: int, tokens: int, suffix: str = "") -> str:
 
 
 # Providers that lack rotary positions; a bias and lengths of keys; packed samples.
-_NO_ROPE = ("head", *tiles.ATTENTION_LIBRARIES)
-_NO_MASK = ("rows", *_NO_ROPE)
+_NO_ROPE = ("per_head", *tiles.ATTENTION_LIBRARIES)
+_NO_MASK = ("single_pass", *_NO_ROPE)
 _NO_OFFSETS = ("phases", *_NO_MASK)
 
 
@@ -156,7 +156,7 @@ def attention_fwd(
     o, lse = q.new_empty(q.shape), q.new_empty(B, H, N, dtype=torch.float32)
     common, pairs = _arguments(scale, q, k, v, o, options=options)
     common |= dict(zip("qkvo", pairs), lse_ptr=lse, **_terms(options, common["HEAD"]), **config.meta)
-    if config.provider == "rows":
+    if config.provider == "single_pass":
         blocks = cdiv(N, config["BLOCK_M"])
         per_program = blocks if B * H >= MANY_HEADS else 1
         grid, common["rope"] = (B * H * cdiv(blocks, max(1, per_program)),), common.pop("terms")[0]

@@ -21,7 +21,7 @@ def _head(
 ) -> Rule:
     """Attention's backward in one program a head, `programs` of them on a multiprocessor."""
     blocks = dict(BLOCK_M=64, BLOCK_N=keys, STAGES=stages, PER_SM=programs, EXACT=exact)
-    return Rule(config(warps, 1, "head", maxnreg, **blocks), (sm,), "16", shape, variant)
+    return Rule(config(warps, 1, "per_head", maxnreg, **blocks), (sm,), "16", shape, variant)
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -44,9 +44,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(90,), shape="d[89]?m*b*"),
         Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(120,), shape="d[89]?m*r"),
         Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(100,), shape="d[89]?mlong"),
-        Rule(config(8, 1, "rows", BLOCK_M=64), sm=(100,), shape="d[89]?m*[0-9] d[1-6]?[mn][126]*[rf] *[mn][126]*r"),
-        Rule(config(4, 1, "rows", BLOCK_M=64), sm=(90,), shape="d[1-6]?[mn][126]*[rf]"),
-        Rule(config(8, 1, "rows", BLOCK_M=64), sm=(90,), shape="*[mn][126]*[rf]"),
+        Rule(
+            config(8, 1, "single_pass", BLOCK_M=64), sm=(100,), shape="d[89]?m*[0-9] d[1-6]?[mn][126]*[rf] *[mn][126]*r"
+        ),
+        Rule(config(4, 1, "single_pass", BLOCK_M=64), sm=(90,), shape="d[1-6]?[mn][126]*[rf]"),
+        Rule(config(8, 1, "single_pass", BLOCK_M=64), sm=(90,), shape="*[mn][126]*[rf]"),
         Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d[1-6]?[mn]*[rf]"),
         Rule(config(8, 2, "tiled", BLOCK_M=32, BLOCK_N=32), sm=(90,), shape="d16[mn]*[bk] d32[mn]*[rf][bk]*"),
         Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(100,), shape="d[14][68][mn]*[bk] d128*[0-9g][bk]*"),
@@ -65,7 +67,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*long"),
         Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*320"),
         Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d128*"),
-        Rule(config(4, 1, "rows", BLOCK_M=64), sm=(90, 100)),
+        Rule(config(4, 1, "single_pass", BLOCK_M=64), sm=(90, 100)),
         Rule(config(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="*[rbk] d128*"),
         Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d96*"),
         Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(80, 89), shape="d64n*"),

@@ -23,6 +23,7 @@ from ..launch import cdiv, launch
 from ..rows import (
     chunk_width,
     column_sums,
+    contiguous_or_none,
     layer_norm_class,
     load_rows,
     row_alignment,
@@ -30,7 +31,6 @@ from ..rows import (
     row_programs,
     row_stride,
     store_chunk,
-    vector,
 )
 
 
@@ -233,12 +233,12 @@ def layer_norm_bwd(
         (programs,),
         in_ptrs=inputs,
         strides=tuple(map(row_stride, inputs)),
-        w_ptr=vector(weight),
-        b_ptr=vector(bias) if want_y else None,
+        w_ptr=contiguous_or_none(weight),
+        b_ptr=contiguous_or_none(bias) if want_y else None,
         mean_ptr=mean,
         rstd_ptr=rstd,
-        ls_ptr=vector(layer_scale),
-        dp_ptr=vector(drop_path),
+        ls_ptr=contiguous_or_none(layer_scale),
+        dp_ptr=contiguous_or_none(drop_path),
         out_ptrs=(dres, dx, y),
         ws_ptrs=workspaces,
         M=M,

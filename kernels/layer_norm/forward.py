@@ -17,6 +17,7 @@ from ..configs import tiles
 from ..launch import cdiv, launch
 from ..rows import (
     chunk_width,
+    contiguous_or_none,
     layer_norm_class,
     load_rows,
     row_alignment,
@@ -24,7 +25,6 @@ from ..rows import (
     row_mask,
     row_stride,
     store_chunk,
-    vector,
 )
 from .backward import Grads, layer_norm_bwd
 
@@ -151,10 +151,10 @@ def add_layer_norm_fwd(
         (cdiv(M, config["BLOCK_M"]),),
         x_ptr=x,
         res_ptr=residual,
-        ls_ptr=vector(layer_scale),
-        dp_ptr=vector(drop_path),
-        w_ptr=vector(weight),
-        b_ptr=vector(bias),
+        ls_ptr=contiguous_or_none(layer_scale),
+        dp_ptr=contiguous_or_none(drop_path),
+        w_ptr=contiguous_or_none(weight),
+        b_ptr=contiguous_or_none(bias),
         y_ptr=y,
         z_ptr=z,
         mean_ptr=mean,

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..configs import tiles
 from ..launch import cdiv, fp32_precision, launch
-from ..rows import column_sums, vector
+from ..rows import column_sums, contiguous_or_none
 from .activations import activate, activate_and_slope, activated, activation_bwd
 from .product import block_offsets, load_columns, operands, output_block, product_class, row_product, split_columns
 
@@ -229,8 +229,8 @@ def gated_linear(
         a_ptr=a,
         up_weight_ptr=up_w,
         gate_weight_ptr=gate_w,
-        up_bias_ptr=vector(up_bias),
-        gate_bias_ptr=vector(gate_bias),
+        up_bias_ptr=contiguous_or_none(up_bias),
+        gate_bias_ptr=contiguous_or_none(gate_bias),
         up_ptr=up,
         gate_ptr=gate,
         h_ptr=h,

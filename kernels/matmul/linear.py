@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..configs import tiles
 from ..launch import launch
-from ..rows import row_factors, vector
+from ..rows import contiguous_or_none, row_factors
 from .product import load_columns, output_block, product_class, row_product
 
 
@@ -77,10 +77,10 @@ def _launch_linear(
         linear_kernel,
         grid,
         **shared,
-        bias_ptr=vector(bias),
+        bias_ptr=contiguous_or_none(bias),
         res_ptr=residual,
-        ls_ptr=vector(layer_scale),
-        dp_ptr=vector(drop_path),
+        ls_ptr=contiguous_or_none(layer_scale),
+        dp_ptr=contiguous_or_none(drop_path),
         out_ptr=out,
         rows_per_sample=rows_per_sample,
         stride_rm=0 if residual is None else residual.stride(0),

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..configs import tiles
 from ..launch import cdiv, launch
-from ..rows import column_sums, vector
+from ..rows import column_sums, contiguous_or_none
 from .activations import activate, activate_and_slope, activated, activation_bwd
 from .product import load_columns, output_block, product_class, row_product
 
@@ -161,7 +161,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
     act = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pre = torch.empty((m, n), dtype=x.dtype, device=x.device) if save else None
     grid, shared = row_product(x, weight, config, "nt")
-    pointers = dict(bias_ptr=vector(bias), pre_ptr=pre, act_ptr=act)
+    pointers = dict(bias_ptr=contiguous_or_none(bias), pre_ptr=pre, act_ptr=act)
     launch(linear_gelu_kernel, grid, **shared, **pointers, stride_om=n, ACT=activation)
     return act, x.new_empty(0) if pre is None else pre
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..configs import tiles
 from ..launch import cdiv, fp32_precision, launch
-from ..rows import vector
+from ..rows import contiguous_or_none
 from .product import block_offsets, operands, product, product_class, split_columns
 
 
@@ -145,7 +145,7 @@ def sum_products(
         (cdiv(n, config["BLOCK_N"]),),
         part_ptr=part,
         w_ptr=weight,
-        ls_ptr=vector(layer_scale),
+        ls_ptr=contiguous_or_none(layer_scale),
         out_ptr=out,
         dls_ptr=dls,
         N=n,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..configs import tiles
 from ..launch import cdiv, launch
-from ..rows import vector
+from ..rows import contiguous_or_none
 from .backward import Gradients, patch_embed_bwd
 from .patches import (
     Packed,
@@ -196,9 +196,9 @@ def patch_embed_fwd(
         (blocks * cdiv(width, config["BLOCK_D"]),),
         image_ptr=images,
         weight_ptr=ordered.contiguous(),
-        bias_ptr=vector(bias),
+        bias_ptr=contiguous_or_none(bias),
         prefix_ptr=cls_token.contiguous() if prefix else None,
-        pos_ptr=vector(pos_embed),
+        pos_ptr=contiguous_or_none(pos_embed),
         out_ptr=out,
         pos_start=pos_start,
         batch=batch,

@@ -22,8 +22,8 @@ HALVES = DTYPES[1:]
 SCALE = 0.19  # not the one that a library would take by itself
 
 WHOLE = {
-    "attention_fwd": tiles.config(4, 1, "rows", BLOCK_M=64),
-    "attention_bwd": tiles.config(4, 1, "head", BLOCK_M=32, BLOCK_N=32, STAGES=1, PER_SM=1, EXACT=0),
+    "attention_fwd": tiles.config(4, 1, "single_pass", BLOCK_M=64),
+    "attention_bwd": tiles.config(4, 1, "per_head", BLOCK_M=32, BLOCK_N=32, STAGES=1, PER_SM=1, EXACT=0),
 }
 TILED = {
     "attention_fwd": tiles.config(4, 1, "tiled", BLOCK_M=64, BLOCK_N=64),

@@ -276,7 +276,7 @@ def test_providers_that_know_no_logits_stand_back():
         AttentionOptions(offsets=torch.tensor([0, 10]), longest=10),
     )
     for op in ("attention_fwd", "attention_bwd"):
-        for provider in ("rows", "head", "phases"):
+        for provider in ("single_pass", "per_head", "phases"):
             rules = [r.config for r in tiles.RULES[op] + tiles.CANDIDATES[op] if r.config.provider == provider]
             for config in rules[:1]:
                 with tiles.using(op, config):

@@ -35,10 +35,10 @@ def test_lookup_takes_the_first_match(monkeypatch):
 def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
     monkeypatch.setenv("VITFAST_TILES", str(path))
-    row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64", config(8, 3, "rows", BLOCK_M=32))
+    row = tiles.to_record("attention_fwd", "Some GPU", "16", "d64", config(8, 3, "single_pass", BLOCK_M=32))
     path.write_text(json.dumps({"tiles": [row]}))
     tiles._user_table.cache_clear()
-    assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): config(8, 3, "rows", BLOCK_M=32)}
+    assert tiles._user_table() == {("attention_fwd", "Some GPU", "16", "d64"): config(8, 3, "single_pass", BLOCK_M=32)}
     path.write_text('{"tiles": [{"op": 1}]}')
     tiles._user_table.cache_clear()
     with pytest.raises(ValueError, match="tiles.json is damaged"):
@@ -51,7 +51,11 @@ def test_users_table_is_read_and_refused_when_damaged(tmp_path, monkeypatch):
 OF_A_PRODUCT = dict(tiles.RULES["linear_gelu_fwd"][0].config.blocks)
 SCALE_ROWS = dict(BLOCK_M=8, BLOCK_D=250, STAGES=3, PER_SM=6)
 FAULTS = [  # of a user's rows, and two that have none
-    ("attention_bwd", config(8, 2, "rows", BLOCK_M=64), "has no provider 'rows', only head, tiled, phases, "),
+    (
+        "attention_bwd",
+        config(8, 2, "single_pass", BLOCK_M=64),
+        "has no provider 'single_pass', only per_head, tiled, phases, ",
+    ),
     ("linear_gelu_fwd", config(8, 3, "tma", BLOCK_M=64), "by tma takes BLOCK_K BLOCK_M BLOCK_N GROUP_M SUBTILES, not"),
     ("weight_grad", config(8, 3, "cublas", BLOCK_M=64), "by cublas takes no numbers, not BLOCK_M; "),
     ("gelu_bwd", config(4, 1, BLOCK_M=64, BLOCK_N=-64), "by triton cannot run with BLOCK_N = -64; "),

@@ -61,7 +61,7 @@ def test_compiled_once_for_all_sizes():
     weights, frames = WEIGHTS, torch._dynamo.utils.counters["stats"]
 
     def step(x, offsets, longest):
-        x = ops.attention_block(x, *weights, num_heads=H, offsets=offsets, longest=longest)
+        x = ops.attention_block(x, *weights, num_heads=H, cu_seqlens=offsets, longest=longest, save_policy="all")
         return ops.mlp_block(x, *weights[:2], *weights[4:6], *weights[4:6])
 
     torch._dynamo.reset()
@@ -85,6 +85,9 @@ def test_what_offsets_and_longest_may_be(mode):
     plain = ops.attention(QKV, offsets=OFFSETS, longest=max(SIZES))
     for offsets in (strided, OFFSETS, OFFSETS.long()):
         assert torch.equal(ops.attention(QKV, offsets=offsets), plain)
+    assert torch.equal(ops.attention(QKV, cu_seqlens=OFFSETS, max_seqlen=max(SIZES)), plain)
+    with pytest.raises(TypeError, match="attention: offsets and cu_seqlens are two names of one argument"):
+        ops.attention(QKV, offsets=OFFSETS, cu_seqlens=OFFSETS)
     lengths, qkv = torch.tensor([[9, 1], [4, 1]])[:, 0], torch.randn(2, 10, 3, H, D)
     assert torch.equal(*(ops.attention(qkv, key_lengths=of) for of in (lengths, lengths.contiguous())))
     none = torch.zeros(1, dtype=torch.int32)

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .. import ops
 from ..ops import reference as ref
 from ..ops._dispatch import KERNEL_DTYPES
-from ..ops.fusable import Modules, find_modules, full_name, layout
+from ..ops.fusable import Modules, expected_modules, fallback_reason, full_name, modules_of
 from ..ops.packed import owners
 from .descriptions import Attention, Layer, Mlp
 from .kinds import LAYER_NORMS, RMS_NORMS, loaded, norm_eps, norm_kind
@@ -175,7 +175,8 @@ class FusedBlock:
             self._behind(path)
         held = {path: attribute(example, path) for path in self.types}
         sequences = {path: tuple(m._modules) for path, m in held.items() if isinstance(m, nn.Sequential)}
-        self.layout = layout(dict(sorted(self.types.items(), key=lambda item: item[0].count("."))), sequences)
+        types = dict(sorted(self.types.items(), key=lambda item: item[0].count(".")))
+        self.expected = expected_modules(types, sequences)
         del self.example
 
     def stand_in(self, path: str, types: tuple[type, ...] = ()) -> None:
@@ -216,10 +217,9 @@ class FusedBlock:
 
         No number is put into a text: torch.compile traces this, and a number may be symbolic there.
         """
-        modules = find_modules(self.layout, layer, self.layer.idle_hooks)
-        if isinstance(modules, str):
-            return modules
-        reason = self._unexpected(modules) or self.unsupported_reason(modules)
+        modules = modules_of(self.expected, layer)
+        reason = fallback_reason(self.expected, modules, self.layer.idle_hooks)
+        reason = reason or self._unexpected(modules) or self.unsupported_reason(modules)
         if reason is not None:
             return reason
         tensors, dtype = [], None

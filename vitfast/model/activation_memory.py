@@ -64,7 +64,7 @@ def choose(
     return "all" if total <= USABLE * free else "least"
 
 
-def settle(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:
+def choose_saved_activations(vit: nn.Module, rows: int, dtype: torch.dtype | None = None) -> str:
     """Sets what the blocks of a ViT keep from now on, as its `keep` says, and returns it.
 
     "auto" is settled for `rows` tokens at a time in `dtype` (the parameters' unless given); 0: they are not known yet.

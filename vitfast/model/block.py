@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..ops.fusable import Layout, full_name, layout
+from ..ops.fusable import ExpectedModules, expected_modules, full_name
 from ..ops.reference import owners
 from .config import ViTConfig
 from .drop_path import Subset, draw_subset, sample_drop_path
@@ -20,8 +20,8 @@ _SCALES = (LayerScale, nn.Identity)
 _LAYERS = (Attention, RelativeAttention, Mlp, GluMlp)
 
 
-def _mlp_layout(mlp: type[Mlp], inner_norm: type | tuple[type, ...]) -> Layout:
-    return layout(
+def _mlp_layout(mlp: type[Mlp], inner_norm: type | tuple[type, ...]) -> ExpectedModules:
+    return expected_modules(
         {"norm2": _NORMS, "mlp": mlp, "mlp.fc1": nn.Linear, "mlp.drop1": nn.Dropout, "mlp.norm": inner_norm}
         | {"mlp.fc2": nn.Linear, "mlp.drop2": nn.Dropout, "ls2": _SCALES}
     )
@@ -40,7 +40,7 @@ class Block(Layer):
 
     keep, drop_path_mode = "least", "mask"
     fused_modules = {
-        "attention_block": layout(
+        "attention_block": expected_modules(
             {"norm1": _NORMS, "attn": (Attention, RelativeAttention), "attn.qkv": nn.Linear, "attn.q_norm": nn.Identity}
             | {"attn.k_norm": nn.Identity, "attn.proj": nn.Linear, "attn.proj_drop": nn.Dropout, "ls1": _SCALES}
         ),
@@ -91,9 +91,9 @@ class Block(Layer):
         if self.drop_path_mode == "mask":
             factors = sample_drop_path(x if offsets is None else offsets[1:], rate)
             return self._add(branch, x, factors if offsets is None else factors[owners(offsets, len(x))], options)
-        rows, factors, layout = draw_subset(x, rate) if subset is None else subset
-        if layout is not None:
-            options = options | layout.options
+        rows, factors, expected_modules = draw_subset(x, rate) if subset is None else subset
+        if expected_modules is not None:
+            options = options | expected_modules.options
             if "rope" in options:
                 options["rope"] = tuple(table.index_select(0, rows) for table in options["rope"])
         return x.index_copy(0, rows, self._add(branch, x.index_select(0, rows), factors, options))

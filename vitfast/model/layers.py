@@ -10,7 +10,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from ..ops import attention, attention_block, gated_mlp, gated_mlp_block, layer_norm, linear_gelu, mlp_block, rms_norm
 from ..ops import reference as ref
 from ..ops.attention import unsupported_reason as head_unsupported
-from ..ops.fusable import Layout, find_modules, layout
+from ..ops.fusable import ExpectedModules, expected_modules, fallback_reason, modules_of
 
 # The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
 for _leaf in "attention attention_block gated_mlp gated_mlp_block layer_norm linear_gelu mlp_block rms_norm".split():
@@ -23,13 +23,13 @@ Entries = list[tuple[str, str | None]]
 class Layer(nn.Module):
     """A layer whose operations read the parameters of its modules, `fused_modules` of each."""
 
-    fused_modules: dict[str, Layout] = {}
+    fused_modules: dict[str, ExpectedModules] = {}
 
     @torch.compiler.assume_constant_result  # no guards on each hook: as with PyTorch's own, compile after adding them
     def fallback_reason(self, operation: str) -> str | None:
         """Why the modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
-        found = find_modules(self.fused_modules[operation], self)
-        return found if isinstance(found, str) else None
+        expected = self.fused_modules[operation]
+        return fallback_reason(expected, modules_of(expected, self))
 
 
 class Norm:
@@ -130,7 +130,7 @@ class Mlp(Layer):
     inner_norm: makes the norm (F,) before `fc2`; None for none.
     """
 
-    fused_modules = {"linear_gelu": layout({"fc1": nn.Linear})}
+    fused_modules = {"linear_gelu": expected_modules({"fc1": nn.Linear})}
     operation, parts = "mlp_block", ("MLP block", "linear layer and GELU")
     gates = 0  # of the hidden width, beside the values
 
@@ -169,7 +169,9 @@ class GluMlp(Mlp):
     """SwiGLU (Shazeer, 2020): fc2(norm(silu(gate) * up)); `fc1` (2F, D) with rows [gate; up]."""
 
     fused_modules = {
-        "gated_mlp": layout({"fc1": nn.Linear, "drop1": nn.Dropout, "norm": (nn.Identity, LayerNorm), "fc2": nn.Linear})
+        "gated_mlp": expected_modules(
+            {"fc1": nn.Linear, "drop1": nn.Dropout, "norm": (nn.Identity, LayerNorm), "fc2": nn.Linear}
+        )
     }
     operation, parts = "gated_mlp_block", ("gated MLP block", "gated MLP")
     gates, activation = 1, "silu"

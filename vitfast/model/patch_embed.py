@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..ops import packed, patch_embed
 from ..ops import reference as ref
-from ..ops.fusable import layout
+from ..ops.fusable import expected_modules
 from .layers import Entries, Layer, weights_dtype
 from .presets import pair
 
@@ -19,7 +19,7 @@ class PatchEmbed(Layer):
     shrink: how much smaller than the image a map is that the projection reads in its place.
     """
 
-    fused_modules = {"patch_embed": layout({"proj": nn.Conv2d})}
+    fused_modules = {"patch_embed": expected_modules({"proj": nn.Conv2d})}
 
     def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, shrink: int = 1, bias: bool = True):
         super().__init__()

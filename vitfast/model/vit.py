@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..ops.packed import PackedImages
 from . import config as arguments
-from .activation_memory import KEEPS, settle
+from .activation_memory import KEEPS, choose_saved_activations
 from .block import Block
 from .checkpoint import load_model, save
 from .config import POOLS, ViTConfig, checked_images
@@ -239,7 +239,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         """Recomputes blocks in backward in place of keeping their values; of a CNN, its stages."""
         changed, self.grad_checkpointing = enable != self.grad_checkpointing, enable
         if changed and self.keep == "auto":
-            settle(self, 0)  # it was settled for the other mode
+            choose_saved_activations(self, 0)  # it was settled for the other mode
         if isinstance(self.patch_embed, HybridEmbed):
             self.patch_embed.backbone.set_grad_checkpointing(enable)
 
@@ -250,7 +250,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         CPUs it stays so.
         """
         self.keep = arguments.enforce(arguments.one_of(KEEPS), keep, "ViT: keep")
-        settle(self, 0)
+        choose_saved_activations(self, 0)
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
         """Settles keep="auto" for training on `batch` images at a time; returns what is kept from now on.
@@ -258,7 +258,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         By the memory that is free on the GPU now: call it before the first step and before torch.compile, which takes
         what it finds. dtype: of the matrix products, the parameters' unless given.
         """
-        return settle(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
+        return choose_saved_activations(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
 
     # ---- what optimisers ask
 

@@ -38,7 +38,7 @@ def apply_norm(t: NamedTuple) -> tuple[Tensor, Tensor | None, Tensor]:
     return layer_norm_fwd(as_matrix(t.x), t.norm_weight, t.norm_bias, t.eps, t.in_weight.dtype, t.norm == "rms")
 
 
-def kept(t: NamedTuple, saved: NamedTuple, only_all: tuple[str, ...]) -> NamedTuple:
+def saved_outputs(t: NamedTuple, saved: NamedTuple, only_all: tuple[str, ...]) -> NamedTuple:
     """The part of `saved` that t.keep keeps.
 
     "none": nothing; "least": all but `only_all`; "all": everything.

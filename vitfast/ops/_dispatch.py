@@ -182,14 +182,24 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+# Other names of arguments: flash-attention's of packed samples, and what `keep` means.
+ALIASES = {"cu_seqlens": "offsets", "max_seqlen": "longest", "save_policy": "keep"}
+
+
 def autocasts(function=None, *, keep: tuple[str, ...] = ()):
-    """Runs `function` outside autocast, on arguments cast to its dtype but for those in `keep`."""
+    """Runs `function` outside autocast, on arguments cast to its dtype but for those in `keep`; ALIASES are taken."""
     if function is None:
         return functools.partial(autocasts, keep=keep)
     names, kept = tuple(inspect.signature(function).parameters), _KEPT.union(keep)
+    aliases = [(alias, name) for alias, name in ALIASES.items() if name in names]
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
+        for alias, name in aliases:
+            if alias in kwargs:
+                if name in kwargs:
+                    raise TypeError(f"{function.__name__}: {name} and {alias} are two names of one argument, give one")
+                kwargs[name] = kwargs.pop(alias)
         device = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "meta")
         if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for meta
             return function(*args, **kwargs)

@@ -240,10 +240,10 @@ def attention(
 
     Samples of many sizes: qkv (tokens, 3, H, Dh) or three (tokens, H, Dh), where sample s owns the tokens offsets[s] to
     offsets[s + 1] and attends to itself alone; offsets (S + 1,) int32 or int64, on the device, from 0 to all tokens.
-    longest: the tokens of the longest sample or more, a number of Python's (without it plain PyTorch waits for the
-    device). rope is then (tokens, Dh) or (H, tokens, Dh), with 1 and 0 for tokens that are not turned; there is no
-    num_prefix, bias or key_lengths. Jagged nested tensors (S, j, ...) are taken with their own offsets, and one is
-    given back.
+    longest: the tokens of the longest sample or more, a Python number (without it plain PyTorch waits for the device).
+    Both are also taken as cu_seqlens and max_seqlen, flash-attention's names. rope is then (tokens, Dh) or
+    (H, tokens, Dh), with 1 and 0 for tokens that are not turned; there is no num_prefix, bias or key_lengths. Jagged
+    nested tensors (S, j, ...) are taken with their own offsets, and one is given back.
 
     rope: rotary positions (Su et al., 2021), (cos, sin), each (N - num_prefix, Dh), (H, N - num_prefix, Dh) or
     (B, 1 or H, N - num_prefix, Dh), in q's dtype or fp32; or half as wide, with one number for both columns of a pair.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.attention.options import AttentionOptions
 from . import reference as ref
-from ._blocks import apply_norm, check_block, choose_keep, kept, needs_norm, norm_gradients, output_gradient
+from ._blocks import apply_norm, check_block, choose_keep, needs_norm, norm_gradients, output_gradient, saved_outputs
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import Constant, as_dtype, as_matrix, check_weight, custom_op, resized, sample_rows
 from .attention import checked, is_whole, needs_rope, option_gradients, whole
@@ -79,7 +79,7 @@ def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     o, lse = attention_fwd(*qkv.unbind(2), qkv.shape[-1] ** -0.5, t.options)
     factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(o.view(-1, inner), out_weight, t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), kept(t, _Saved(mean, rstd, qkv, lse, o, h), ONLY_ALL)
+    return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, qkv, lse, o, h), ONLY_ALL)
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
@@ -88,7 +88,7 @@ def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     qkv, o = new(batch, tokens, 3, t.num_heads, head), new(batch, tokens, t.num_heads, head)
     lse = t.x.new_empty(batch, t.num_heads, tokens, dtype=torch.float32)
     saved = _Saved(*fake_statistics(t.x, t.norm == "rms"), qkv, lse, o, new(batch * tokens, t.x.shape[-1]))
-    return t.x.new_empty(t.x.shape), kept(t, saved, ONLY_ALL)
+    return t.x.new_empty(t.x.shape), saved_outputs(t, saved, ONLY_ALL)
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:

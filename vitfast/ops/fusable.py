@@ -1,6 +1,6 @@
-"""Modules whose parameters an operation reads, in place of calling them: whether it may, now.
+"""Decides at each call whether an operation may read the parameters of modules instead of calling the modules.
 
-Nothing is kept between calls: a layer that LoRA has replaced, a hook or a weight norm added a minute ago is seen.
+Nothing is kept between calls, so a layer that LoRA has replaced, or a hook or weight norm added a minute ago, is seen.
 Modules are read through their dictionaries, which takes a tenth of the time of attribute access.
 """
 
@@ -11,13 +11,15 @@ from torch.nn import Dropout
 from torch.nn.modules.module import _has_any_global_hook
 
 Modules = dict[str, nn.Module | None]  # by their path in the layer; "" is the layer
-Layout = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], ...]
+ExpectedModules = tuple[tuple[str, str, str, tuple[type, ...], tuple[str, ...] | None], ...]
 
 
-def layout(modules: dict[str, type | tuple[type, ...]], sequences: dict[str, tuple[str, ...]] | None = None) -> Layout:
+def expected_modules(
+    modules: dict[str, type | tuple[type, ...]], sequences: dict[str, tuple[str, ...]] | None = None
+) -> ExpectedModules:
     """{"attn.qkv": nn.Linear, ...}, parents first, as (path, parent's path, name there, types, sequence).
 
-    sequences: of modules that call all that they hold, the names of that, in order.
+    sequences: for a module that calls all its children, as nn.Sequential does, their names in order.
     """
     sequences = sequences or {}
     found = []
@@ -48,19 +50,27 @@ def set_class(module: nn.Module, cls: type) -> None:
     module.__class__ = cls
 
 
-def find_modules(
-    expected: Layout, layer: nn.Module, idle_hooks: Callable[[nn.Module], bool] = lambda module: False
-) -> Modules | str:
-    """The modules of a layer that an operation can stand in for, or, as text, why they must be called.
+def modules_of(expected: ExpectedModules, layer: nn.Module) -> Modules:
+    """The modules of a layer at the expected paths, None where there is none."""
+    modules: Modules = {"": layer}
+    for path, parent, name, *_ in expected:
+        holder = modules[parent]
+        modules[path] = None if holder is None else holder._modules.get(name)
+    return modules
+
+
+def fallback_reason(
+    expected: ExpectedModules, modules: Modules, idle_hooks: Callable[[nn.Module], bool] = lambda module: False
+) -> str | None:
+    """Why the modules must be called; None where an operation may read their parameters instead.
 
     expected: their exact types. idle_hooks(module): True where all hooks on a module do nothing now. No number is put
-    into a text: torch.compile traces this, and a number may be symbolic there.
+    into the text: torch.compile traces this, and a number may be symbolic there.
     """
     if _has_any_global_hook():
         return "a hook on all modules is set"
-    modules = {"": layer}
-    for path, parent, name, types, sequence in expected:
-        module = modules[path] = modules[parent]._modules.get(name)
+    for path, _, _, types, sequence in expected:
+        module = modules[path]
         cls = type(module)
         if cls not in types:
             return f"{path} is missing" if module is None else f"{path} is {full_name(cls)}"
@@ -76,4 +86,4 @@ def find_modules(
             return f"{path} has a forward of its own, set on the instance"
         if cls is Dropout and module.p > 0 and module.training:
             return f"{path} is active in training"
-    return modules
+    return None

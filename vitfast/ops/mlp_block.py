@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import reference as ref
-from ._blocks import apply_norm, check_block, choose_keep, kept, needs_norm, norm_gradients, output_gradient
+from ._blocks import apply_norm, check_block, choose_keep, needs_norm, norm_gradients, output_gradient, saved_outputs
 from ._dispatch import NO_TRITON, autocasts, kernels_wanted
 from ._operation import Constant, as_matrix, check_weight, custom_op, one_activation, resized, sample_rows
 from .layer_norm import fake_statistics
@@ -79,14 +79,14 @@ def _forward(t: _Arguments) -> tuple[Tensor, _Saved]:
     inner, hidden = hidden_fwd(h, t.hidden, t.keep != "none")
     factors = t.layer_scale, t.drop_path, sample_rows(t.x)
     out = linear_residual(inner, as_matrix(t.out_weight), t.out_bias, as_matrix(t.x), *factors)
-    return resized(out, *t.x.shape), kept(t, _Saved(mean, rstd, hidden, h, inner), ONLY_ALL)
+    return resized(out, *t.x.shape), saved_outputs(t, _Saved(mean, rstd, hidden, h, inner), ONLY_ALL)
 
 
 def _fake(t: _Arguments) -> tuple[Tensor, _Saved]:
     hidden = fake_hidden(t.x, t.hidden)
     h, inner = t.in_weight.new_empty(hidden.pre.shape[0], t.x.shape[-1]), t.in_weight.new_empty(hidden.pre.shape)
     statistics = fake_statistics(t.x, t.norm == "rms")
-    return t.x.new_empty(t.x.shape), kept(t, _Saved(*statistics, hidden, h, inner), ONLY_ALL)
+    return t.x.new_empty(t.x.shape), saved_outputs(t, _Saved(*statistics, hidden, h, inner), ONLY_ALL)
 
 
 def _backward(dout: Tensor, t: _Arguments, saved: _Saved, needs: _Arguments) -> dict[str, Tensor | None]:
