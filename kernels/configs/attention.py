@@ -1,14 +1,34 @@
-"""Tiles of attention.
+"""Launch configurations of attention, as tables that are read from the top: the first row that matches is taken.
 
-Shape classes: padded head size, "n", or "m" where it is padded; tokens up to 64, 128, 256, 320 or "long"; "r" or "f",
-"b", "k" for rotary positions, a bias, lengths of keys; of packed samples "p" and no tokens (Logits.suffix). Providers:
-the paths of attention/launchers.py.
+A row has GPU generations, options, and configurations for heads of up to 64 columns, of up to 96 and of 128. Each is
+(warps, stages, BLOCK_M, BLOCK_N), the largest that compiles for every head size, rotary layout and mask of its cell
+without spills and with every product on the tensor cores (tests/codegen.py, in Triton 3.6 and 3.9). Options cost
+registers: rotary positions hold a second half of each head and its tables, masks a block of numbers beside the logits.
+
+Shape classes (attention_class in attention/launchers.py): the padded head size, "n", or "m" where the head is padded;
+tokens up to 64, 128, 256, 320 or "long"; "r" or "f" for rotary positions, "b" for a bias, "k" for lengths of keys; for
+packed samples "p" and no tokens. Providers: the paths of attention/launchers.py.
 """
+
+from collections.abc import Iterator
 
 from .tiles import ATTENTION_LIBRARIES, Rule, config
 
+# GPU generations by the instruction of their products; the last two run it beside other instructions.
+MMA_SYNC, WGMMA, TCGEN05 = (80, 89, 120), (90,), (100,)
+ASYNC = WGMMA + TCGEN05
+MASKED, ROTARY, PACKED, PLAIN, ANY = "*[bk]", "*[rf]*", "p", "*[0-9g]", "*"  # ends of shape classes
+Cell = tuple[int, int, int, int]
 
-def _head(
+
+def _row(sm: tuple[int, ...], options: str, *cells: Cell, provider: str = "triton", heads: str = "") -> Iterator[Rule]:
+    """The rules of a row: a cell for each class of heads, or one for all, or for `heads` alone."""
+    classes = ("d[1-6]?[mn]", "d[89]?[mn]", "d128[mn]") if len(cells) > 1 else (heads or "d*[mn]",)
+    for of_heads, (warps, stages, m, n) in zip(classes, cells):
+        yield Rule(config(warps, stages, provider, BLOCK_M=m, BLOCK_N=n), sm, shape=of_heads + options)
+
+
+def _per_head(
     sm: int,
     shape: str,
     programs: int,
@@ -24,152 +44,66 @@ def _head(
     return Rule(config(warps, 1, "per_head", maxnreg, **blocks), (sm,), "16", shape, variant)
 
 
+def _forward(sm: tuple[int, ...], options: str, *cells: Cell, heads: str = "") -> Iterator[Rule]:
+    return _row(sm, options, *cells, provider="tiled", heads=heads)
+
+
 RULES: dict[str, tuple[Rule, ...]] = {
     "attention_fwd": (
         Rule(config(8, 1, "tiled", BLOCK_M=32, BLOCK_N=32), bits="32"),
-        # Packed samples: small blocks, as most of them are short.
-        Rule(config(8, 2, "tiled", BLOCK_M=128, BLOCK_N=32), sm=(90,), shape="d128mrp"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(100,), shape="d128mrp d128?fp d[89]?mfp"),
-        Rule(config(8, 2, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90,), shape="d128?[rf]p"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90,), shape="d96?fp"),
-        Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=128), sm=(100,), shape="d16?*p"),
-        Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*p"),
-        Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128?[rf]p"),
-        Rule(config(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128?p"),
-        Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(120,), shape="d[89]?mfp"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(80,), shape="d64mrp"),
-        Rule(config(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(120,), shape="d96?fp"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="*fp d[89]??rp"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64), shape="*p"),
-        Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(90,), shape="d[89]?m*b*"),
-        Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(120,), shape="d[89]?m*r"),
-        Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(100,), shape="d[89]?mlong"),
-        Rule(
-            config(8, 1, "single_pass", BLOCK_M=64), sm=(100,), shape="d[89]?m*[0-9] d[1-6]?[mn][126]*[rf] *[mn][126]*r"
-        ),
-        Rule(config(4, 1, "single_pass", BLOCK_M=64), sm=(90,), shape="d[1-6]?[mn][126]*[rf]"),
-        Rule(config(8, 1, "single_pass", BLOCK_M=64), sm=(90,), shape="*[mn][126]*[rf]"),
-        Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d[1-6]?[mn]*[rf]"),
-        Rule(config(8, 2, "tiled", BLOCK_M=32, BLOCK_N=32), sm=(90,), shape="d16[mn]*[bk] d32[mn]*[rf][bk]*"),
-        Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(100,), shape="d[14][68][mn]*[bk] d128*[0-9g][bk]*"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(90,), shape="d48[mn]*[rf][bk]*"),
-        Rule(config(8, 2, "tiled", BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="d[134][268][mn]*[bk]"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(100,), shape="d64[mn]*[0-9g][bk]*"),
-        Rule(config(4, 1, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(90,), shape="d128*f[bk]*"),
-        Rule(config(4, 1, "tiled", BLOCK_M=64, BLOCK_N=16), sm=(90,), shape="d128*[0-9g]b*"),
-        Rule(config(8, 2, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90,), shape="d128*[0-9g]k"),
-        Rule(config(8, 2, "tiled", BLOCK_M=128, BLOCK_N=32), sm=(90,), shape="d128*[bk]"),
-        Rule(config(8, 2, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*[rfbk]"),
-        Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=16), shape="d128*[bk]"),
-        Rule(config(8, 1, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d128*[rf]"),
-        Rule(config(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="*f*"),
-        Rule(config(8, 2, "tiled", BLOCK_M=64, BLOCK_N=64), shape="d[1-6]?[mn]*[rbk]"),
-        Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*long"),
-        Rule(config(4, 3, "tiled", BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*320"),
-        Rule(config(8, 3, "tiled", BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d128*"),
-        Rule(config(4, 1, "single_pass", BLOCK_M=64), sm=(90, 100)),
-        Rule(config(8, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="*[rbk] d128*"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), shape="d96*"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=32), sm=(80, 89), shape="d64n*"),
-        Rule(config(4, 2, "tiled", BLOCK_M=64, BLOCK_N=64)),
+        *_forward(MMA_SYNC, PLAIN, (4, 2, 64, 32), (4, 2, 64, 32), (8, 2, 64, 32)),
+        *_forward(MMA_SYNC, ANY, (8, 2, 64, 32)),
+        # A bias beside 64 x 64 logits leaves wgmma too few registers at small heads; 64, the common head, is apart.
+        *_forward(ASYNC, MASKED, (8, 2, 128, 64), heads="d64n"),
+        *_forward(WGMMA, MASKED, (8, 2, 32, 32), (8, 2, 128, 64), (8, 2, 128, 32)),
+        *_forward(TCGEN05, MASKED, (8, 1, 64, 32), (8, 2, 128, 64), (8, 2, 64, 64)),
+        # Up to 256 tokens all keys of a head fit one program: no rescaling, and K and V are read once.
+        Rule(config(8, 1, "single_pass", BLOCK_M=64), ASYNC, shape="*[mn][126]*[rf]"),
+        *_forward(WGMMA, ROTARY, (8, 3, 128, 64), (8, 2, 128, 64), (8, 2, 128, 64)),
+        *_forward(TCGEN05, ROTARY, (8, 3, 128, 64), (8, 2, 64, 64), (8, 2, 128, 64)),
+        # Most packed samples are short: blocks of 64 rows.
+        *_forward(ASYNC, PACKED, (4, 3, 64, 64)),
+        *_forward(ASYNC, "long", (8, 3, 128, 64)),
+        *_forward(ASYNC, "320", (4, 3, 64, 64)),
+        Rule(config(8, 1, "single_pass", BLOCK_M=64), TCGEN05, shape="d[89]?m*"),
+        Rule(config(4, 1, "single_pass", BLOCK_M=64)),
     ),
+    # One program a head where Q, K, V and dO of a head and its sums fit: 5 products in place of 7.
     "attention_bwd": (
-        _head(90, "d[13][26][mn][1-6]*[0-9]", programs=4, maxnreg=128),
-        _head(90, "d[46][48][mn][1-6]*[0-9]", programs=3, maxnreg=168),
-        _head(90, "d[89][06][mn][1-6]*[0-9]", programs=2, maxnreg=248, exact=1),
-        _head(100, "d64[mn]64", programs=4, stages=1, exact=1),
-        _head(100, "d[89]?m[1-6]*[0-9]", programs=2, stages=1, exact=1),
-        _head(100, "d[1-9][024568][mn][1-6]*[0-9]", programs=2, exact=1),
+        _per_head(90, "d[13][26][mn][1-6]*[0-9]", programs=4, maxnreg=128),
+        _per_head(90, "d[46][48][mn][1-6]*[0-9]", programs=3, maxnreg=168),
+        _per_head(90, "d[89][06][mn][1-6]*[0-9]", programs=2, maxnreg=248, exact=1),
+        _per_head(100, "d64[mn]64", programs=4, stages=1, exact=1),
+        _per_head(100, "d[89]?m[1-6]*[0-9]", programs=2, stages=1, exact=1),
+        _per_head(100, "d[1-9][024568][mn][1-6]*[0-9]", programs=2, exact=1),
         Rule(config(provider="tiled")),
     ),
     "attention_bwd_dq": (
         Rule(config(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
-        Rule(config(8, 1, BLOCK_M=64, BLOCK_N=32), sm=(89,), shape="d80n*r"),
-        Rule(config(8, 1, BLOCK_M=64, BLOCK_N=32), sm=(90, 100), shape="d128mrp"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="d64mrp d128?[rf]p d[89]??fp"),
-        Rule(config(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90,), shape="d80mrp"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=64), sm=(90,), shape="d96?rp"),
-        Rule(config(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(100,), shape="d64?rp"),
-        Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*p"),
-        Rule(config(8, 1, BLOCK_M=32, BLOCK_N=32), shape="d128mrp"),
-        Rule(config(8, 1, BLOCK_M=64, BLOCK_N=32), sm=(120,), shape="d64mrp"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=32), shape="d64m[rf]p"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=64), sm=(80,), shape="d80mp"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=32), shape="d128?*p"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d[89]??[rf]p"),
-        Rule(config(8, 1, BLOCK_M=64, BLOCK_N=32), shape="d[89]??[rf]p"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=32), sm=(120,), shape="d96?p"),
-        Rule(config(4, 1, BLOCK_M=64, BLOCK_N=32), sm=(89,), shape="d48?rp"),
-        Rule(config(4, 2, BLOCK_M=64, BLOCK_N=32), shape="*p"),
-        Rule(config(8, 1, BLOCK_M=64, BLOCK_N=64), sm=(90,), shape="d[89]?m*[0-9g]b*"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=64), sm=(90,), shape="d[89]?m*r"),
-        Rule(config(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(100,), shape="d[89]?m*[0-9]"),
-        Rule(config(8, 1, BLOCK_M=64, BLOCK_N=32), sm=(89, 120), shape="d96m*[0-9g]b*"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(90,), shape="d16[mn]*[bk]"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=32), sm=(100,), shape="d16[mn]*[bk]"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=32), sm=(90, 100), shape="d128*f[bk]*"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="d128*[rf]"),
-        Rule(config(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(100,), shape="d48*[rf]"),
-        Rule(config(8, 2, BLOCK_M=128, BLOCK_N=32), sm=(90, 100), shape="*[bk] d128*"),
-        Rule(config(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90, 100), shape="*[rf]"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=32), shape="d128*[bk] d[89]?[mn]*[rf][bk]* d96*f"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*[rf] d[89]?[mn]*[rf]"),
-        Rule(config(8, 1, BLOCK_M=64, BLOCK_N=32), shape="d128*[rf]"),
-        Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="*320 *64"),
-        Rule(config(8, 2, BLOCK_M=128, BLOCK_N=64), sm=(90, 100)),
-        Rule(config(4, 1, BLOCK_M=32, BLOCK_N=32), shape="d128*"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=32), shape="*[rfbk] d96*"),
-        Rule(config(4, 2, BLOCK_M=64, BLOCK_N=32)),
+        *_row(MMA_SYNC, PACKED, (8, 2, 64, 32)),
+        *_row(MMA_SYNC, PLAIN, (4, 2, 64, 32), (8, 2, 64, 32), (8, 2, 64, 32)),
+        *_row(MMA_SYNC, ANY, (8, 1, 64, 32), (8, 1, 64, 32), (8, 2, 32, 32)),
+        *_row(WGMMA, MASKED, (8, 2, 128, 64), (8, 2, 128, 64), (8, 1, 64, 64)),
+        *_row(TCGEN05, MASKED, (8, 2, 128, 32), (8, 2, 128, 32), (8, 1, 64, 32)),
+        *_row(ASYNC, ROTARY, (8, 2, 128, 64)),
+        *_row(WGMMA, PACKED, (4, 2, 64, 64)),
+        *_row(TCGEN05, PACKED, (4, 2, 64, 64), (4, 3, 64, 64), (4, 2, 64, 64)),
+        Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), shape="*320 *64"),
+        Rule(config(8, 2, BLOCK_M=128, BLOCK_N=64)),
     ),
     "attention_bwd_dkdv": (
         Rule(config(8, 1, BLOCK_M=32, BLOCK_N=32), bits="32"),
-        Rule(config(8, 1, BLOCK_M=16, BLOCK_N=64), sm=(90, 100), shape="d128mrp"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90,), shape="d80mp"),
-        Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90,), shape="d64mp"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=64), sm=(90,), shape="d64mrp"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(100,), shape="d[36][24]mrp"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90,), shape="d32mrp d64?rp"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="d[46]??fp"),
-        Rule(config(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="d[1-6]??p d[1-6]??[rf]p"),
-        Rule(config(4, 2, BLOCK_M=64, BLOCK_N=64), sm=(90, 100), shape="d80?p"),
-        Rule(config(8, 1, BLOCK_M=32, BLOCK_N=64), sm=(100,), shape="d128?rp"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=64), sm=(90, 100), shape="*[rf]p"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="*p"),
-        Rule(config(8, 1, BLOCK_M=32, BLOCK_N=16), sm=(120,), shape="d128mrp"),
-        Rule(config(8, 1, BLOCK_M=16, BLOCK_N=32), shape="d128mrp"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=64), sm=(80, 89), shape="d80mp"),
-        Rule(config(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(80, 89), shape="d64mrp"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=64), sm=(89,), shape="d64mfp"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=64), sm=(120,), shape="d64mp"),
-        Rule(config(8, 2, BLOCK_M=16, BLOCK_N=32), sm=(120,), shape="d128?fp"),
-        Rule(config(8, 1, BLOCK_M=32, BLOCK_N=32), shape="d128?*p d[89]??[rf]p"),
-        Rule(config(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="d[89]??p"),
-        Rule(config(4, 2, BLOCK_M=16, BLOCK_N=64), shape="d96?p"),
-        Rule(config(8, 1, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="*[rf]p"),
-        Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64), shape="*p"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90,), shape="d[89]?m*[0-9g]"),
-        Rule(config(8, 1, BLOCK_M=32, BLOCK_N=64), sm=(90,), shape="d[89]?m*[0-9g][bk]*"),
-        Rule(config(8, 1, BLOCK_M=16, BLOCK_N=64), sm=(80, 89), shape="d80m*[0-9g]b* d96m*[0-9g]"),
-        Rule(config(8, 1, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="d[89]?m*[0-9g]"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="d[13][26][mn]*[rfbk]"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d[1-6]?[mn]*f* d[1-6]?[mn]*r[bk]*"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="d[1-6]?[mn]*[rbk]"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=64), sm=(90, 100), shape="*[rfbk]"),
-        Rule(config(8, 1, BLOCK_M=16, BLOCK_N=32), shape="d128*f[bk]*"),
-        Rule(config(8, 1, BLOCK_M=16, BLOCK_N=64), shape="d96*[0-9g][bk]*"),
-        Rule(config(8, 1, BLOCK_M=32, BLOCK_N=32), shape="d128*[rfbk] d[89]?[mn]*[rfbk]"),
-        Rule(config(8, 1, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d16[mn]*[rf]"),
-        Rule(config(8, 2, BLOCK_M=16, BLOCK_N=64), shape="*[rf]*"),
-        Rule(config(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(80,), shape="*[mn]64b*"),
-        Rule(config(8, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="*[bk]"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=128), sm=(90, 100), shape="d128*"),
-        Rule(config(8, 2, BLOCK_M=64, BLOCK_N=128), sm=(90, 100), shape="*long"),
-        Rule(config(4, 3, BLOCK_M=64, BLOCK_N=64), sm=(90, 100)),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=32), sm=(120,), shape="d128*"),
-        Rule(config(4, 2, BLOCK_M=16, BLOCK_N=64), sm=(120,), shape="d32*"),
-        Rule(config(4, 2, BLOCK_M=16, BLOCK_N=32), shape="d128*"),
-        Rule(config(8, 2, BLOCK_M=32, BLOCK_N=64), shape="*[bk] d96*"),
-        Rule(config(4, 2, BLOCK_M=16, BLOCK_N=64), shape="d80*"),
+        *_row(MMA_SYNC, PACKED, (8, 2, 32, 64)),
+        *_row(MMA_SYNC, PLAIN, (4, 2, 32, 64), (8, 2, 32, 64), (8, 2, 32, 64)),
+        *_row(MMA_SYNC, ANY, (8, 1, 16, 64), (8, 1, 16, 32), (8, 1, 32, 32)),
+        *_row(WGMMA, MASKED, (8, 2, 32, 64)),
+        *_row(TCGEN05, MASKED, (8, 2, 32, 128), (8, 1, 16, 64), (8, 2, 32, 64)),
+        *_row(WGMMA, ROTARY, (8, 2, 64, 128), (8, 2, 32, 64), (8, 2, 32, 64)),
+        *_row(TCGEN05, ROTARY, (8, 2, 64, 128), (8, 2, 32, 64), (8, 1, 32, 64)),
+        *_row(WGMMA, PACKED, (4, 3, 64, 64), (8, 2, 32, 64), (8, 2, 32, 64)),
+        *_row(TCGEN05, PACKED, (4, 3, 64, 64), (4, 3, 64, 64), (4, 2, 64, 64)),
+        *_row(WGMMA, ANY, (8, 2, 64, 128), (8, 2, 64, 128), (8, 2, 32, 128)),
+        *_row(TCGEN05, ANY, (8, 2, 64, 128), (4, 3, 64, 64), (8, 2, 64, 128)),
         Rule(config(4, 2, BLOCK_M=32, BLOCK_N=64)),
     ),
     "attention_bwd_bias": (
@@ -188,8 +122,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
 }
 
-_PLAIN = "*[0-9g]"  # attention without rotary positions, a bias or lengths of keys
-_ATTENTION = tuple(Rule(config(provider=library), shape=_PLAIN) for library in ATTENTION_LIBRARIES)
+_ATTENTION = tuple(Rule(config(provider=library), shape=PLAIN) for library in ATTENTION_LIBRARIES)
 
 _SHORT = "d[1-6][24568][mn][1-6]*"  # attention over at most 320 tokens, heads of one chunk or 32 + 16
 
@@ -200,14 +133,9 @@ CANDIDATES: dict[str, tuple[Rule, ...]] = {
         *_ATTENTION,
     ),
     "attention_bwd": (
-        _head(90, f"{_SHORT}[0-9]", programs=2, maxnreg=248, exact=1, variant="exact"),
-        _head(90, f"{_SHORT}[0-9]", programs=1, warps=8, keys=128, variant="wide"),
-        Rule(
-            config(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64),
-            sm=(90,),
-            bits="16",
-            shape=_SHORT,
-        ),
+        _per_head(90, f"{_SHORT}[0-9]", programs=2, maxnreg=248, exact=1, variant="exact"),
+        _per_head(90, f"{_SHORT}[0-9]", programs=1, warps=8, keys=128, variant="wide"),
+        Rule(config(4, 2, "phases", BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=32, BLOCK_N2=64), (90,), "16", _SHORT),
         Rule(config(provider="tiled")),
         *_ATTENTION,
     ),
