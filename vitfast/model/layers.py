@@ -12,28 +12,28 @@ from ..ops import reference as ref
 from ..ops.attention import unsupported_reason as head_unsupported
 from ..ops.fusable import ExpectedModules, expected_modules, fallback_reason, modules_of
 
-# The operations check their arguments in Python: for FX (timm's feature extraction) each is one leaf.
+# The operations check their arguments in Python, so FX (timm's feature extraction) treats each as one leaf.
 for _leaf in "attention attention_block gated_mlp gated_mlp_block layer_norm linear_gelu mlp_block rms_norm".split():
     torch.fx.wrap(_leaf)
 
-# The parts of a layer, for `acceleration_report`; with each why PyTorch's code runs it, None where an operation does.
+# For `acceleration_report`: each part of a layer, and why PyTorch's code runs it (None where an operation does).
 Entries = list[tuple[str, str | None]]
 
 
 class Layer(nn.Module):
-    """A layer whose operations read the parameters of its modules, `fused_modules` of each."""
+    """A layer whose operations read its modules' parameters; `fused_modules` lists them by operation."""
 
     fused_modules: dict[str, ExpectedModules] = {}
 
-    @torch.compiler.assume_constant_result  # no guards on each hook: as with PyTorch's own, compile after adding them
+    @torch.compiler.assume_constant_result  # no guards on hooks: as with PyTorch's modules, compile after adding them
     def fallback_reason(self, operation: str) -> str | None:
-        """Why the modules must be called (LoRA, a hook, active dropout ...); None where they need not."""
+        """Why the modules must be called (LoRA, a hook, active dropout ...); None where they need not be."""
         expected = self.fused_modules[operation]
         return fallback_reason(expected, modules_of(expected, self))
 
 
 class Norm:
-    """A norm over the last axis on vitfast's operation; with `in_fp32` in fp32 on PyTorch's."""
+    """A norm over the last axis by vitfast's operation; by PyTorch's where `in_fp32` says that x is fp32."""
 
     in_fp32 = False
 
@@ -62,13 +62,13 @@ class RmsNorm(Norm, nn.RMSNorm):
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RmsNorm}  # timm's names
-OF_NORMS = {LayerNorm: "layer", RmsNorm: "rms"}  # the operations'
+OF_NORMS = {LayerNorm: "layer", RmsNorm: "rms"}  # the names in the operations
 
 
 class Attention(nn.Module):
     """Parameters of multi-head self-attention: `qkv` (3D, D) with rows [q; k; v], `proj` (D, D).
 
-    head_norm: makes the norms of the queries and keys of each head, `q_norm` and `k_norm` (Dh,); None for none.
+    head_norm: a function of Dh that makes `q_norm` and `k_norm` (Dh,), the norms over each head of q and of k, or None.
     """
 
     operation, parts = "attention_block", ("attention block", "attention")
@@ -88,12 +88,12 @@ class Attention(nn.Module):
         return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v, each (B, N, H, Dh), q and k normalised where they are."""
+        """q, k and v, each (B, N, H, Dh); q and k are normalised where the layer has norms for them."""
         q, k, v = self.split(x).unbind(-3)
         return self.q_norm(q), self.k_norm(k), v
 
     def probabilities(self, x: Tensor, **options) -> Tensor:
-        """The attention matrix (B, H, N, N), fp32 at least, of `forward` with these arguments."""
+        """The attention matrix (B, H, N, N), in fp32 at least, that `forward` applies with these arguments."""
         q, k, _ = self.heads(x)
         return ref.attention_probabilities(q, k, **options)
 
@@ -105,12 +105,12 @@ class Attention(nn.Module):
         return drops(self.proj_drop)
 
     def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
-        """x and all of its attention branch in one operation; norm: weight and bias of the norm."""
+        """x plus its whole attention branch in one operation; norm: the weight and bias of the norm."""
         weights = (self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias)
         return attention_block(x, *norm, *weights, num_heads=self.num_heads, **options)
 
     def attend(self, x: Tensor, **options) -> Tensor:
-        """x (B, N, D) -> (B, N, H, Dh). options: of ops.attention."""
+        """x (B, N, D) -> (B, N, H, Dh). options: keyword arguments of ops.attention."""
         if type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
             return attention(self.split(x), **options)
         return attention(*self.heads(x), **options)
@@ -120,19 +120,19 @@ class Attention(nn.Module):
 
 
 def drops(dropout: nn.Dropout) -> bool:
-    """Whether a dropout is active, or may be in what FX traces; compiled code is guarded by it."""
+    """Whether a dropout is active, or may be active in a graph that FX traces; compiled code guards on it."""
     return dropout.p > 0 and (dropout.training or is_fx_symbolic_tracing())
 
 
 class Mlp(Layer):
-    """`fc1` (F, D) and `fc2` (D, F). activation: a name of ref.ACTIVATIONS.
+    """fc2(norm(activation(fc1(x)))), `fc1` (F, D), `fc2` (D, F). activation: a name of ref.ACTIVATIONS.
 
-    inner_norm: makes the norm (F,) before `fc2`; None for none.
+    inner_norm: a function of F that makes the norm (F,) before `fc2`; with None there is no such norm.
     """
 
     fused_modules = {"linear_gelu": expected_modules({"fc1": nn.Linear})}
     operation, parts = "mlp_block", ("MLP block", "linear layer and GELU")
-    gates = 0  # of the hidden width, beside the values
+    gates = 0  # how many blocks of F rows `fc1` has beside the F rows of the values
 
     def __init__(
         self, dim: int, hidden: int, activation: str, proj_bias: bool, drop: float, inner_norm: Callable | None = None
@@ -153,7 +153,7 @@ class Mlp(Layer):
         return drops(self.drop1) or drops(self.drop2)
 
     def block(self, x: Tensor, *norm: Tensor | None, **options) -> Tensor:
-        """x and all of its MLP branch in one operation; norm: weight and bias of the norm."""
+        """x plus its whole MLP branch in one operation; norm: the weight and bias of the norm."""
         weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         return mlp_block(x, *norm, *weights, activation=self.activation, **options)
 
@@ -177,7 +177,7 @@ class GluMlp(Mlp):
     gates, activation = 1, "silu"
 
     def weights(self) -> tuple[tuple, dict]:
-        """The operations' weights and biases up, gate and down, and their options."""
+        """The weights and biases of up, gate and down, as the operations take them, and their options."""
         gate, up = self.fc1.weight.chunk(2)
         gate_bias, up_bias = (None, None) if self.fc1.bias is None else self.fc1.bias.chunk(2)
         options = dict(activation=self.activation)
@@ -214,5 +214,5 @@ class LayerScale(nn.Module):
 
 
 def weights_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of a module's first floating parameter, torch's default without one."""
+    """The dtype of a module's first floating-point parameter; torch's default dtype if it has none."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
