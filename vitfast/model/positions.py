@@ -1,18 +1,17 @@
 """Position embeddings (the ViT paper, D.4 and Table 8), and their resizing.
 
-"learn"     one table in raster order, a slot for each prefix token too (the paper's 1-D, its default)
-"learn2d"   a table of columns and one of rows, D/2 wide each, concatenated; patches only: a class token has no
-            coordinates, and its own learned vector is the token itself (at the stem the sum of two learned vectors is
-            one)
-"sincos2d"  fixed
-"factorized" likewise, D wide each, added (NaViT, Dehghani et al., 2023; resampled, they are its fractional ones)
-"relative"  in each layer an embedding of every offset between two patches in raster order, an extra key of the queries
-"none"      nothing
+"learn"     one table in raster order, with a slot for each prefix token unless no_embed_class is set (the paper's
+            1-D, its default)
+"learn2d"   a table for columns and one for rows, each D/2 wide, concatenated; for patches only, since a class token has
+            no coordinates (at the stem a learned vector added to the learned token would be one vector with it)
+"factorized" like "learn2d", but each table is D wide and they are added (NaViT, Dehghani et al., 2023; when they are
+            resampled, they are its fractional ones)
+"sincos2d"  a fixed table of sines and cosines, see `sincos_2d`
+"relative"  in each layer an embedding of every offset between two patches in raster order, as an extra key
+"none"      no positions are added
 
-Rotary positions ("dinov3", "cat") have no table of their own: `rope_tables`.
-
-A table's first axis counts the layers that have one of their own: 1 at the stem or shared by all layers, else the
-depth.
+Rotary positions ("dinov3", "cat") have no table: `rope_tables` computes them. A table's first axis counts the layers
+that have their own: it is 1 at the stem and if all layers share one, else the depth.
 """
 
 import math
@@ -30,8 +29,8 @@ from .layers import Attention
 from .relative import RelativeAttention
 
 Grid = tuple[int, int]
-AXES = ("learn2d", "factorized")  # of a table for the columns and one for the rows
-ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # ops.attention's
+AXES = ("learn2d", "factorized")  # the kinds with a table for the columns and one for the rows
+ROPE_LAYOUTS = {"dinov3": "half", "cat": "interleaved"}  # the values of ops.attention's rope_layout
 
 
 class Positions:
@@ -39,7 +38,7 @@ class Positions:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if self._config["pos_embed"] == "relative":  # pickled by a version that had one class for both
+        if self._config["pos_embed"] == "relative":  # pickled by a version with one class for both
             for block in self.blocks:
                 if type(block.attn) is Attention:
                     block.attn.__class__ = RelativeAttention
@@ -50,7 +49,7 @@ class Positions:
         return 0 if self.no_embed_class or self._config["pos_embed"] in AXES else self.num_prefix_tokens
 
     def _make_tables(self) -> None:
-        """Makes the tables of this kind of positions, parameters or fixed; init_weights fills them."""
+        """Makes the tables of this kind of positions, learned or fixed; init_weights fills them."""
         c, (height, width), d = self._config, self.patch_embed.grid_size, self.embed_dim
         kind, count = c["pos_embed"], c["depth"] if c["pos_embed_at"] == "layers" else 1
         shapes = {}
@@ -68,7 +67,7 @@ class Positions:
 
     @torch.no_grad()
     def _change_tables(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Puts change(name, table) in the place of each table."""
+        """Replaces each table by change(name, table)."""
         for name in self._tables:
             before = getattr(self, name)
             after = change(name, before)
@@ -76,7 +75,7 @@ class Positions:
             setattr(self, name, nn.Parameter(after, before.requires_grad) if learned else after)
 
     def _tables_at(self, images: Tensor | PackedImages) -> dict[str, Tensor]:
-        """The position tables, resampled for the grid of images that may have any size."""
+        """The position tables, resampled for the grid of the images if the model takes any size."""
         tables, stem = {name: getattr(self, name) for name in self._tables}, self.patch_embed
         if not self.dynamic_img_size or isinstance(images, PackedImages):
             return tables
@@ -84,7 +83,7 @@ class Positions:
         return {name: resize_table(name, table, *grids, self._pos_prefix) for name, table in tables.items()}
 
     def _positions(self, images: Tensor | PackedImages) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-        """Positions added to tokens or patches at the stem, to packed prefix tokens, and before each block."""
+        """Positions to add at the stem to tokens or patches, to packed prefix tokens, and before each block."""
         kind, place, depth = self._config["pos_embed"], self._config["pos_embed_at"], len(self.blocks)
         tables, prefix, first = self._tables_at(images), self.num_prefix_tokens, None
         if not tables or kind == "relative":
@@ -104,7 +103,7 @@ class Positions:
         return stem, first, [None, *([at(0)] * (depth - 1) if place == "layers_shared" else map(at, range(1, depth)))]
 
     def _attention_options(self, images: Tensor | PackedImages, x: Tensor) -> list[dict]:
-        """Each block's arguments of attention: relative or rotary positions, the layout of packed tokens x."""
+        """Each block's options of attention: relative or rotary positions, and the layout of packed tokens x."""
         if self._config["pos_embed"] == "relative":
             table = self._tables_at(images)["pos_embed_rel"]
             return [dict(relative=table[i]) for i in range(len(self.blocks))]
@@ -118,14 +117,14 @@ class Positions:
 
 
 def token_layout(images: PackedImages, prefix: int) -> TokenLayout:
-    """Where the tokens of packed images lie, `prefix` of each before its patches."""
+    """Where the tokens of packed images lie; each image has `prefix` tokens before its patches."""
     count = torch.arange(len(images) + 1, device=images.device, dtype=images.offsets.dtype)
     return TokenLayout(images.offsets + count * prefix, images.longest + prefix)
 
 
 @torch.fx.wrap  # it looks at shapes in Python
 def resize_table(name: str, table: Tensor, old: Grid, new: Grid, prefix: int) -> Tensor:
-    """The table of that name, made for an `old` grid (h, w), at a `new` one."""
+    """The table of this name, which was made for an `old` grid (h, w), resampled for a `new` one."""
     if name == "pos_embed_x":
         return resample(table, (1, old[1]), (1, new[1]))
     if name == "pos_embed_y":
@@ -134,7 +133,7 @@ def resize_table(name: str, table: Tensor, old: Grid, new: Grid, prefix: int) ->
 
 
 def absolute(kind: str, tables: dict[str, Tensor]) -> Tensor | None:
-    """The positions added to tokens: (n, T+N, D), or (n, N, D) for patches alone; None where none are."""
+    """The positions to add to tokens (n, T+N, D) or to patches alone (n, N, D); None if there are none."""
     if kind not in AXES:
         return tables.get("pos_embed")
     x, y = tables["pos_embed_x"][:, None, :], tables["pos_embed_y"][:, :, None]  # (n, 1, w, D'), (n, h, 1, D')
@@ -146,22 +145,22 @@ def _joined(kind: str, x: Tensor, y: Tensor) -> Tensor:
 
 
 def grid_places(grid: Grid, device: torch.device | None) -> tuple[tuple[Tensor, Tensor], Grid]:
-    """Row and column of every patch of a grid, row by row, (N,) each; and how many there are of both."""
+    """Row and column, (N,) each, of every patch in raster order; and the number of rows and columns."""
     number = torch.arange(grid[0] * grid[1], device=device)
     return (number // grid[1], number % grid[1]), grid
 
 
 def packed_places(images: PackedImages) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The same of the patches of many images; the grid of a patch's image, (N,) each."""
+    """Row and column of each patch of many images; the height and width of its image's grid. (N,) each."""
     height, width = images.grids.long()[owners(images.offsets, len(images.patches))].unbind(1)
     number = images.places.long()
     return (number // width, number % width), (height, width)
 
 
 def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype) -> Tensor:
-    """(N, old) in `dtype`: the shares of `old` positions along an axis in a place of `size` ones.
+    """(N, old) in `dtype`: the weights of `old` positions along an axis at `place` (N,) of `size` (N,).
 
-    The rows of `resample`'s linear map: bicubic (Keys, 1981, a = -1/2), stretched where it shrinks, normalised.
+    They are the rows of `resample`'s linear map: bicubic (Keys, 1981, a = -1/2), stretched if it shrinks, normalised.
     """
     scale = old / size.to(dtype)
     centre, width = scale * (place + 0.5), scale.clamp(min=1.0)
@@ -172,22 +171,22 @@ def axis_weights(place: Tensor, size: Tensor, old: int, dtype: torch.dtype) -> T
 
 
 def _without_autocast(x: Tensor):
-    """A context in which products with x keep their dtype."""
+    """A context without autocast on x's device, in which products with x keep their dtype."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def packed_positions(
     kind: str, tables: dict[str, Tensor], images: PackedImages, grid: Grid, prefix: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Positions (n, N, D) of patches of many images, and (n, prefix, D) of prefix tokens, or None.
+    """Positions (n, N, D) of the patches of many images, and (n, prefix, D) of prefix tokens, or None.
 
-    tables: made for `grid`. One product for all images, however many sizes they have: what `resample` does is linear in
-    a table, and the same for columns and rows.
+    tables: those made for `grid`. One product serves all images, however many sizes they have, because `resample` is
+    linear in a table and treats columns and rows separately.
     """
     first = next(iter(tables.values()))
     work = torch.promote_types(first.dtype, torch.float32)
     down, across = (axis_weights(*axis, work) for axis in zip(*packed_places(images), grid))
-    with _without_autocast(first):  # as resample computes
+    with _without_autocast(first):  # as resample computes, in fp32 at least
         product = lambda weights, table: (weights @ table.to(work)).to(table.dtype)  # noqa: E731
         if kind in AXES:
             x, y = product(across, tables["pos_embed_x"]), product(down, tables["pos_embed_y"])
@@ -209,12 +208,11 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of rotary positions (Su et al., 2021): (N, Dh / 2), of the patches row by row.
 
-    Of packed images those of all tokens x, prefix tokens not turned. They are for tokens in the dtype of x, and in fp32
-    at least. A head's pairs of columns turn by an angle: a quarter of its columns by the row's, a quarter by the
-    column's, each times a falling frequency. "dinov3" (Simeoni et al., 2025): places run from -1 to 1 down and across
-    the image, whatever its size, times 2 pi; frequencies temperature^(-4i / Dh). "cat" (timm's word; EVA-02, Fang et
-    al., 2023): places are counted in patches, those of ref_grid where it is given. One number turns both columns of a
-    pair.
+    For packed images there is a row for each token of x, and prefix tokens are not rotated. The dtype is that of x, but
+    fp32 at least. Attention rotates each of a head's Dh / 2 pairs of columns by one angle: the first Dh / 4 by the
+    patch's row, the others by its column, each times frequency i, temperature^(-4i / Dh). "dinov3" (Simeoni et al.,
+    2025): rows and columns run from -1 to 1 over the image, whatever its size, times 2 pi. "cat" (timm's word; EVA-02,
+    Fang et al., 2023): they count patches, those of ref_grid if it is given.
     """
     packed, dtype = isinstance(images, PackedImages), torch.promote_types(x.dtype, torch.float32)
     if packed:
@@ -239,10 +237,10 @@ def rope_tables(
 
 
 def sincos_2d(grid: Grid, dim: int, prefix: int = 0) -> Tensor:
-    """Fixed positions (1, prefix + h*w, dim) in fp32, zeros for prefix tokens.
+    """Fixed positions (1, prefix + h*w, dim) in fp32, with zeros for prefix tokens.
 
-    As in "Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): [sin x, cos x, sin y, cos y], dim/4
-    frequencies each, from 1 to 1/10,000. dim is 8 or more, and by 4 divisible.
+    They are those of "Better plain ViT baselines for ImageNet-1k" (Beyer et al., 2022): [sin x, cos x, sin y, cos y] at
+    dim/4 frequencies each, from 1 to 1/10,000. dim must be 8 or more and divisible by 4.
     """
     (y, x), _ = grid_places(grid, None)
     omega = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
@@ -254,8 +252,8 @@ def sincos_2d(grid: Grid, dim: int, prefix: int = 0) -> Tensor:
 def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor:
     """Positions (n, prefix + h*w, D) of an `old` (h, w) grid -> those of a `new` one.
 
-    Prefix positions stay. Bicubic with antialias, in fp32 at least; the dtype stays (the ViT paper, 3.2; the filter is
-    timm's).
+    Prefix positions stay as they are, and so does the dtype. The filter is timm's, bicubic with antialias, computed in
+    fp32 at least (the ViT paper, 3.2).
     """
     if tuple(old) == tuple(new):
         return pos_embed
@@ -265,7 +263,7 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
         )
     first, table = pos_embed[:, :prefix], pos_embed[:, prefix:]
     table = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, old)
-    if torch.are_deterministic_algorithms_enabled():  # interpolate's derivative adds in any order on a GPU
+    if torch.are_deterministic_algorithms_enabled():  # interpolate's backward adds in any order on a GPU
         places = (torch.arange(n, device=table.device) for n in new)
         down, across = (axis_weights(at, torch.full_like(at, len(at)), n, table.dtype) for at, n in zip(places, old))
         with _without_autocast(table):
@@ -277,12 +275,12 @@ def resample(pos_embed: Tensor, old: Grid, new: Grid, prefix: int = 0) -> Tensor
 
 
 def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
-    """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> a `new` one's.
+    """Embeddings (L, 2N-1, Dh) of raster-order offsets in an `old` grid -> those of a `new` one.
 
-    A grid is (h, w), N = h*w. An offset o stands for displacements (dy, dx) with o = w*dy + dx, which another grid
-    numbers otherwise; interpolated along o, columns would turn into rows. So the table is laid out over all
-    displacements, resampled there in 2-D as `resample` does, centre on centre, and gathered again: where several
-    displacements share a new offset, their mean, weighted by how many pairs of patches lie so.
+    A grid is (h, w), N = h*w. An offset o stands for the displacements (dy, dx) with o = w*dy + dx, which another grid
+    numbers differently: interpolation along o would turn columns into rows. So the table is laid out over all
+    displacements, resampled there in 2-D as `resample` does, centre on centre, and gathered again. If several
+    displacements share a new offset, it gets their mean, weighted by how many pairs of patches each separates.
     """
     if tuple(old) == tuple(new):
         return table
@@ -300,9 +298,9 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
 
 
 def _displacements(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The index of each displacement's offset, and how many pairs of patches lie so.
+    """The index of each displacement's offset, and how many pairs of patches the displacement separates.
 
-    There are (2h-1)(2w-1) displacements in a grid; indices start at 0.
+    A grid has (2h-1)(2w-1) displacements; indices start at 0.
     """
     dy, dx = (torch.arange(1 - n, n, device=device) for n in grid)
     offsets = dy[:, None] * grid[1] + dx + grid[0] * grid[1] - 1
