@@ -1,4 +1,4 @@
-"""Checks of single values: what was expected, whether it is so, and Python's own type of it."""
+"""Checks of single values: what is expected, whether a value meets it, and the value in Python's types."""
 
 import math
 import reprlib
@@ -13,20 +13,20 @@ _repr.maxstring = _repr.maxother = 80
 
 
 def shown(value) -> str:
-    """A value in a message: in one line, however long."""
+    """The repr of a value for a message: one line, shortened if it is long."""
     return " ".join(_repr.repr(value).split())
 
 
 @dataclass(frozen=True)
 class Check:
-    """Those values that an argument may have; `convert` makes them Python's own type."""
+    """The values that an argument may have; `convert` turns them into Python's own types."""
 
-    text: str  # what was expected
+    text: str  # what is expected, for messages
     holds: Callable[[object], bool]
     convert: Callable[[object], object] = lambda value: value
 
     def __call__(self, value):
-        """The value, converted. Raises ValueError that says what was expected."""
+        """The converted value. Raises ValueError with `text` if it does not hold."""
         if not self.holds(value):
             raise ValueError(self.text)
         return self.convert(value)
@@ -40,12 +40,12 @@ def whole(low: int, high: int) -> Check:
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Check:
-    """Finite numbers for which `holds`; text: what they are called."""
+    """A check for finite numbers for which `holds` is true; text: what messages call them."""
 
     def finite(value) -> bool:
         try:
             real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-        except OverflowError:  # a whole number past every float
+        except OverflowError:  # a whole number that is too large for a float
             real = math.inf
         return math.isfinite(real) and holds(real)
 
@@ -62,7 +62,7 @@ def optional(check: Check) -> Check:
 
 
 def some(check: Check, lengths: range, text: str) -> Check:
-    """Lists or tuples of so many values, as tuples. text: what they are called."""
+    """A check for lists or tuples of that many values, which become tuples. text: what messages call them."""
 
     def holds(value) -> bool:
         return isinstance(value, (list, tuple)) and len(value) in lengths and all(map(check.holds, value))
@@ -77,13 +77,13 @@ def one_or_some(check: Check, lengths: range, text: str) -> Check:
 
 
 def each_channel(check: Check, text: str) -> Check:
-    """One value or one for each channel; a tensor's or an array's too."""
+    """A check for one value or one for each channel, also in a tensor or an array."""
     listed = one_or_some(check, range(1, 2**16 + 1), text)
     return Check(text, lambda value: listed.holds(_listed(value)), lambda value: listed.convert(_listed(value)))
 
 
 def _listed(value):
-    """The numbers of a tensor or an array as a list; None of one that is without values, or sparse."""
+    """The numbers of a tensor or an array as a list; None if it is sparse or without values (meta)."""
     try:
         return value.reshape(-1).tolist() if hasattr(value, "reshape") else value
     except (RuntimeError, NotImplementedError):
@@ -94,7 +94,7 @@ flag = Check("True or False", lambda value: isinstance(value, bool))
 
 
 def enforce(check: Check, value, called: str):
-    """check(value); raises InputError with the name `called` where it does not pass."""
+    """Returns check(value). Raises InputError with the name `called` if the value does not pass."""
     try:
         return check(value)
     except ValueError as error:

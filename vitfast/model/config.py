@@ -21,8 +21,8 @@ ROPES = {"dinov3": 100.0, "cat": 10_000.0}  # timm's names of rotary positions, 
 POS_EMBED_PLACES = ("stem", "layers", "layers_shared")
 CROP_MODES = ("center", "squash", "border")  # timm's
 LEAST_CROP = 0.1  # images are resized to 1 / crop_pct of what is cut out
-FLOAT32 = 3.4028234e38  # the largest that float32 holds, rounded down
-MOST_PARAMETERS = 10**11  # four times the largest ViT there is; what a mistyped size asks for lies far above
+FLOAT32 = 3.4028234e38  # the largest float32, rounded down
+MOST_PARAMETERS = 10**11  # four times the largest ViT; a mistyped size asks for far more
 
 SIDE = whole(1, 2**16)
 SIZE = one_or_some(SIDE, range(2, 3), "a whole number of pixels up to 65536, or two: (height, width)")
@@ -44,7 +44,7 @@ _BACKBONE = {
     "width": number("", lambda x: 0 < x <= 16),
     "eps": number("", lambda x: x >= 0),
 }
-# Types and bounds alone: whether it fits the patches is found out in hybrid.py.
+# This checks types and bounds alone; hybrid.py checks whether a backbone fits the patches.
 _STAGES = Check(
     "a name, or a dict with layers (the units of one to 4 stages) and, if you like, width (to 16) and eps",
     lambda value: (
@@ -68,7 +68,7 @@ def rate(text: str):
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The arguments of a ViT, in timm's names. Raises InputError for what no ViT can have."""
+    """The arguments of a ViT, in timm's names. Raises InputError for values that no ViT can have."""
 
     img_size: int | tuple[int, int] = argument(224, SIZE, "pixels of the images, or (height, width)")
     patch_size: int | tuple[int, int] = argument(16, SIZE, "pixels of a patch, or (height, width)")
@@ -86,27 +86,27 @@ class ViTConfig:
     mlp_ratio: float = argument(
         4.0, number("a positive number up to 65536", lambda x: 0 < x <= 2**16), "the MLP's hidden width over D"
     )
-    qkv_bias: bool = argument(True, flag, "a bias of queries, keys and values")
-    proj_bias: bool = argument(True, flag, "biases of the other linear layers of a block")
+    qkv_bias: bool = argument(True, flag, "whether queries, keys and values have biases")
+    proj_bias: bool = argument(True, flag, "whether the other linear layers of a block have biases")
     init_values: float | None = argument(None, optional(NOT_NEGATIVE), "LayerScale's start value; None for none")
     class_token: bool = argument(True, flag, "a learned token before the patches")
     pos_embed: str = argument(
         "learn",
         one_of(POS_EMBEDS),
-        'positions: "learn" (1-D), "learn2d" (of columns and of rows, joined; patches only), "factorized" (the two'
+        'positions: "learn" (1-D), "learn2d" (tables of columns and rows, joined; patches only), "factorized" (both'
         ' added, as in NaViT), "relative" (1-D, in each layer\'s attention, which PyTorch computes), "sincos2d" (fixed)'
         ' or "none"',
     )
     no_embed_class: bool = argument(False, flag, "positions are for patches only")
     reg_tokens: int = argument(0, whole(0, 2**16), "register tokens, between the class token and the patches")
-    fc_norm: bool | None = argument(None, optional(flag), 'the last norm is after pooling; None: with "avg" it is')
+    fc_norm: bool | None = argument(None, optional(flag), 'the last norm comes after pooling; None: only with "avg"')
     dynamic_img_size: bool = argument(False, flag, "take images of any size that the patch divides")
     drop_rate: float = rate("dropout before the head")
-    pos_drop_rate: float = rate("dropout of the embedded tokens, one of the paper's")
-    proj_drop_rate: float = rate("dropout after the linear layers of a block, the paper's others")
+    pos_drop_rate: float = rate("dropout of the embedded tokens, one of the two kinds in the paper")
+    proj_drop_rate: float = rate("dropout after the linear layers of a block, the paper's other kind")
     drop_path_rate: float = rate("stochastic depth in the last block; it rises linearly from 0 in the first")
     weight_init: str = argument("", one_of(("", "jax", "jax_nlhb", "moco", "reset", "skip")), "timm's modes")
-    head_init_bias: float | None = argument(None, optional(ANY), "the head's bias at the start; None: the mode's")
+    head_init_bias: float | None = argument(None, optional(ANY), "the head's bias at the start; None: by weight_init")
     representation_size: int | None = argument(
         None, optional(whole(1, 2**17)), "width of the tanh layer of the pre-training head; None for none"
     )
@@ -115,12 +115,12 @@ class ViTConfig:
     mean: float | Sequence[float] = argument(
         0.5,
         each_channel(PIXEL, f"one number or one for each channel, from {-MOST_PIXEL:g} to {MOST_PIXEL:g}"),
-        "of raw uint8 images, on the 0..1 scale",
+        "the mean of raw uint8 images, on the 0..1 scale",
     )
     std: float | Sequence[float] = argument(
         0.5,
         each_channel(SPREAD, f"positive, one number or one for each channel, from {LEAST_STD:g} to {MOST_PIXEL:g}"),
-        "of raw uint8 images, on the 0..1 scale",
+        "the standard deviation of raw uint8 images, on the 0..1 scale",
     )
     residual_in_fp32: bool = argument(
         False, flag, "keep the residual stream in fp32 when the matrix products run in 16 bits"
@@ -137,18 +137,18 @@ class ViTConfig:
     crop_mode: str | None = argument(
         None,
         optional(one_of(CROP_MODES)),
-        "how evaluations cut images, in timm's words; None where nobody said it",
+        "how evaluations cut images, in timm's words; None if unknown",
     )
     crop_pct: float | None = argument(
         None,
         optional(number(f"a number from {LEAST_CROP} to 1", lambda x: LEAST_CROP <= x <= 1)),
-        "the share of a side that evaluations cut out; None where nobody said it",
+        "the share of a side that evaluations cut out; None if unknown",
     )
     keep: str = argument("auto", one_of(KEEPS), "what blocks keep for backward, see `set_keep`; not in `config`")
     class_names: Sequence[str] | None = argument(
-        None, CLASS_NAMES, "of the classes, in the order of the logits; None where nobody said them"
+        None, CLASS_NAMES, "names of the classes, in the order of the logits; None if unknown"
     )
-    norm_layer: str = argument("layernorm", one_of(("layernorm", "rmsnorm")), "the norms")
+    norm_layer: str = argument("layernorm", one_of(("layernorm", "rmsnorm")), "the class of the norms")
     drop_path_mode: str = argument(
         "mask",
         one_of(("mask", "subset")),
@@ -160,7 +160,7 @@ class ViTConfig:
     swiglu_mlp: bool = argument(
         False,
         flag,
-        "MLPs gated by SiLU, gate and up mlp_ratio * D wide each; act_layer is then a MAP head's alone",
+        "MLPs are gated by SiLU; gate and up are mlp_ratio * D wide each; act_layer is then for a MAP head alone",
     )
     scale_mlp_norm: bool = argument(False, flag, "a norm before the MLP's last layer (EVA-02)")
     rope: str | None = argument(
@@ -177,8 +177,8 @@ class ViTConfig:
     ref_feat_shape: tuple[int, int] | None = argument(
         None,
         optional(some(SIDE, range(2, 3), "two whole numbers of patches: (down, across)")),
-        'patches (down, across) of the grid that "cat" counts, whatever the image\'s own, (16, 16) in EVA-02; None: as'
-        " many as there are",
+        'patches (down, across) of the grid in which "cat" counts, whatever the image\'s own grid; (16, 16) in EVA-02;'
+        " None: the image's own",
     )
 
     def __post_init__(self):
@@ -192,7 +192,7 @@ class ViTConfig:
             object.__setattr__(self, "class_names", class_names(self.class_names, self.num_classes))
 
     def _check_together(self) -> None:
-        """Raises InputError for what no ViT can have, before anything of its size is made."""
+        """Raises InputError for arguments that do not go together, before anything is allocated."""
         width, heads, kind = self.embed_dim, self.num_heads, self.pos_embed
         if width % heads:
             raise InputError(f"ViT: embed_dim must be a multiple of num_heads, got {width} and {heads}")
@@ -205,7 +205,7 @@ class ViTConfig:
             raise InputError(f"ViT: pos_embed='learn2d' joins two halves, so embed_dim must be even, got {width}")
         if kind == "sincos2d" and (width % 4 or width < 8):
             raise InputError(f"ViT: pos_embed='sincos2d' needs an embed_dim of 8 or more, by 4 divisible, got {width}")
-        if self.swiglu_mlp and self.act_layer not in ("gelu", "silu"):  # timm's default, which says nothing
+        if self.swiglu_mlp and self.act_layer not in ("gelu", "silu"):  # "gelu" is timm's default and says nothing
             raise InputError(f"ViT: swiglu_mlp=True has the activation 'silu', got act_layer={self.act_layer!r}")
         if self.global_pool == "token" and not self.class_token:
             without = "without a class token use global_pool='avg'"
@@ -219,7 +219,7 @@ class ViTConfig:
             raise InputError(f"ViT: the sizes must leave {limit} ({sizes}, ...)")
 
     def _check_rope(self) -> None:
-        """Raises InputError for rotary positions that cannot be."""
+        """Raises InputError for rotary positions that no ViT can have."""
         if self.rope is None:
             for name in ("rope_temperature", "ref_feat_shape"):
                 if getattr(self, name) is not None:
@@ -233,7 +233,7 @@ class ViTConfig:
             raise InputError(f"ViT: ref_feat_shape is for rope='cat', got rope={self.rope!r}")
 
     def _parameters(self) -> int:
-        """How many numbers the model holds, but for biases, norms and a hybrid's CNN."""
+        """How many parameters the model has, without biases, norms and a hybrid's CNN."""
         width, depth, pre_logits = self.embed_dim, self.depth, self.representation_size or 0
         (h, w), (p, q) = pair(self.img_size), pair(self.patch_size)
         tables = depth if self.pos_embed_at == "layers" or self.pos_embed == "relative" else 1
@@ -243,7 +243,7 @@ class ViTConfig:
         return width * (rows + depth * per_layer) + (pre_logits or width) * self.num_classes
 
     def as_dict(self) -> dict:
-        """`ViT.config`: all but `keep`, and the names of classes where there are any."""
+        """The dictionary for `ViT.config`: all but `keep`, and the names of classes if there are any."""
         names = {} if self.class_names is None else {"class_names": self.class_names}
         return {name: getattr(self, name) for name in ARGUMENTS} | names
 
@@ -257,13 +257,13 @@ class ViTConfig:
         return "\n".join(lines)
 
 
-ViTConfig.__init__.__qualname__ = "ViT.__init__"  # which a wrong call names
-# Of each argument the values that it may have; whether the names of classes fit, and `keep`, are not of a model's file.
+ViTConfig.__init__.__qualname__ = "ViT.__init__"  # the name in Python's error for a wrong call
+# The values that each argument may have. `keep` is not in a model's file, and class_names are checked by themselves.
 ARGUMENTS = {f.name: f.metadata["check"] for f in fields(ViTConfig) if f.name not in ("keep", "class_names")}
 
 
 def read(name: str, value, called: str = ""):
-    """The value of one constructor argument, as Python's own type. Raises InputError where it is none.
+    """The value of one constructor argument, as Python's own type. Raises InputError for a wrong value.
 
     called: the name in the message, `ViT: {name}` unless given.
     """
@@ -271,7 +271,7 @@ def read(name: str, value, called: str = ""):
 
 
 def checked(config: dict) -> dict:
-    """Constructor arguments as ViTConfig has them. Raises InputError for what no ViT can have."""
+    """Constructor arguments as ViTConfig has them. Raises InputError for values that no ViT can have."""
     return ViTConfig(**config).as_dict()
 
 
@@ -291,10 +291,10 @@ def class_names(names: Sequence[str], num_classes: int) -> tuple[str, ...]:
 
 
 def checked_images(images: Tensor, chans: int, size: tuple[int, int] | None) -> Tensor:
-    """The images; raises ValueError unless they are (B, chans, *size). size None leaves it open."""
+    """Returns the images. Raises ValueError unless they are (B, chans, *size); a size of None is any."""
     if isinstance(images, (list, tuple)):
         raise TypeError("ViT: images must be one (B, C, H, W) tensor here; a list is for forward and forward_features")
-    if not hasattr(images, "dim"):  # of a tensor, or of what FX traces
+    if not hasattr(images, "dim"):  # tensors have it, and so have the proxies that FX traces with
         got = type(images).__name__
         raise TypeError(f"ViT: images must be a tensor (B, C, H, W) or a list of (C, H, W), got {got}")
     if torch.jit.is_tracing():
