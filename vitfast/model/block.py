@@ -1,4 +1,4 @@
-"""One pre-norm encoder layer of the ViT: two operations, or its modules one by one."""
+"""One pre-norm encoder layer of the ViT, run as two operations or as its modules one by one."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from .drop_path import Subset, draw_subset, sample_drop_path
 from .layers import OF_NORMS, Attention, Entries, GluMlp, Layer, LayerNorm, LayerScale, Mlp, weights_dtype
 from .relative import RelativeAttention
 
-for _leaf in ("draw_subset", "sample_drop_path"):  # to FX, as in layers.py
+for _leaf in ("draw_subset", "sample_drop_path"):  # leaves to FX, as in layers.py
     torch.fx.wrap(_leaf)
 
 _NORMS = tuple(OF_NORMS)
@@ -30,12 +30,12 @@ def _mlp_layout(mlp: type[Mlp], inner_norm: type | tuple[type, ...]) -> Expected
 class Block(Layer):
     """One pre-norm encoder layer: (B, N, D) -> (B, N, D).
 
-    Two operations, except where a module in it must be called (dropout that is active, a hook, a layer that LoRA has
-    replaced, norms of q and k), or where positions are relative: that branch then runs on its modules, the smaller
-    operations and PyTorch. `keep`: what the two operations keep for backward, "least" or "all".
+    It runs as two operations. If a module in a branch must be called (active dropout, a hook, a layer that LoRA has
+    replaced, norms of q and k), or if positions are relative, that branch runs on its modules, the smaller operations
+    and PyTorch instead. `keep`: what the two operations keep for backward, "least" or "all".
 
-    drop_path_mode: "mask" computes the branches of all samples and drops some of them, "subset" computes those of a
-    fixed number of samples alone.
+    drop_path_mode: "mask" computes the branches of all samples and drops some of them; "subset" computes only the
+    branches of a fixed number of samples.
     """
 
     keep, drop_path_mode = "least", "mask"
@@ -49,7 +49,7 @@ class Block(Layer):
     }
 
     def __init__(self, config: ViTConfig, norm: Callable[[int], nn.Module], drop_path: float):
-        """config: a ViT's arguments. norm: makes a norm of some width. drop_path: this block's rate."""
+        """config: the ViT's arguments. norm: makes a norm of a given width. drop_path: this block's rate."""
         super().__init__()
         c, width = config, config.embed_dim
         self.drop_path_rate, self.drop_path_mode = drop_path, c.drop_path_mode
@@ -73,10 +73,10 @@ class Block(Layer):
         options: dict | None = None,
         subsets: tuple[Subset | None, Subset | None] = (None, None),
     ) -> Tensor:
-        """positions: (1, N, D), or of packed tokens (tokens, D), added to x first.
+        """x (B, N, D) -> (B, N, D). positions: (1, N, D), for packed tokens (tokens, D); added to x first.
 
-        options: of Attention; `offsets` and `longest` among them for packed samples, x (tokens, D). subsets: of packed
-        samples, drawn beforehand for drop_path_mode "subset".
+        options: those of Attention, with `offsets` and `longest` for packed tokens x (tokens, D). subsets: the packed
+        samples of either branch, which are drawn beforehand for drop_path_mode "subset".
         """
         x = x if positions is None else x + positions.to(x.dtype)
         for branch, subset in enumerate(subsets):
@@ -84,7 +84,7 @@ class Block(Layer):
         return x
 
     def _add_sampled(self, branch: int, x: Tensor, options: dict, subset: Subset | None) -> Tensor:
-        """x and a branch, 0 of attention and 1 of the MLP: dropped for some samples, or on a subset of them."""
+        """x plus branch 0 (attention) or 1 (MLP), dropped for some samples or computed on a subset of them."""
         rate, offsets = self.drop_path_rate if self.training else 0, options.get("offsets")
         if rate == 0:
             return self._add(branch, x, None, options)
@@ -99,7 +99,7 @@ class Block(Layer):
         return x.index_copy(0, rows, self._add(branch, x.index_select(0, rows), factors, options))
 
     def _branch(self, branch: int) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """The norm, the layer and the scale of a branch, 0 of attention and 1 of the MLP."""
+        """The norm, the layer and the scale of branch 0 (attention) or 1 (MLP)."""
         return (self.norm2, self.mlp, self.ls2) if branch else (self.norm1, self.attn, self.ls1)
 
     def _unfused_reason(self, branch: int) -> str | None:
@@ -121,7 +121,7 @@ class Block(Layer):
         return x + (y if drop_path is None else y * drop_path.view(-1, *[1] * (y.dim() - 1))).to(x.dtype)
 
     def branch_input(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """norm(x) as the matrix products take it; an fp32 residual stream is normalised in fp32."""
+        """norm(x) in the dtype of the matrix products; an fp32 residual stream is normalised in fp32."""
         return norm(x).to(weights_dtype(self.attn)) if self.residual_in_fp32 else norm(x)
 
     def report_entries(self) -> Entries:

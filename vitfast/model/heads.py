@@ -1,4 +1,4 @@
-"""Layers between a ViT's tokens and its logits, and means over the tokens of packed images."""
+"""Layers between a ViT's tokens and its logits, and sums and means over the tokens of packed images."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ from .layers import Mlp
 class AttentionPoolLatent(nn.Module):
     """The MAP head (Lee et al., 2019; Zhai et al., 2022): (B, N, D) -> (B, D) by one learned query.
 
-    `latent` (1, 1, D), `q` (D, D), `kv` (2D, D), `proj`, then a pre-norm MLP. Its attention, over one query, is
-    PyTorch's.
+    Its parameters are `latent` (1, 1, D), `q` (D, D), `kv` (2D, D) and `proj` (D, D); a pre-norm MLP follows. PyTorch
+    computes the attention, which has one query.
     """
 
     def __init__(self, dim: int, num_heads: int, hidden: int, activation: str, norm: Callable):
@@ -37,7 +37,7 @@ class AttentionPoolLatent(nn.Module):
         return (x + self.mlp(self.norm(x)))[:, 0]
 
     def pool_packed(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """(tokens, D) of S packed samples -> (S, D), the softmax and the sums over a sample's tokens in fp32."""
+        """(tokens, D) of S packed samples -> (S, D); softmax and sums over tokens are in fp32 at least."""
         query = self.q(self.latent[0].to(x.dtype)).unflatten(-1, (self.num_heads, -1))  # (1, H, Dh)
         keys, values = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(1)
         owner, work = owners(offsets, len(x)), torch.promote_types(x.dtype, torch.float32)
@@ -64,8 +64,8 @@ class PreLogits(nn.Module):
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """(tokens, ...) -> (S, ...): the sum over each sample's tokens.
 
-    In one order, so with the same bits every time: on a GPU by PyTorch's sum over segments, which can be differentiated
-    once; elsewhere by one that can be as often as asked.
+    The order of the sum, and so its bits, are the same every time. On a GPU it is PyTorch's segment_reduce, which can
+    be differentiated once; elsewhere it is index_add, which can be differentiated any number of times.
     """
     if x.device.type == "cuda":
         return torch.segment_reduce(x, "sum", offsets=offsets, axis=0)

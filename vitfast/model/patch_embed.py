@@ -10,13 +10,13 @@ from ..ops.fusable import expected_modules
 from .layers import Entries, Layer, weights_dtype
 from .presets import pair
 
-torch.fx.wrap("patch_embed")  # to FX a leaf, as in layers.py
+torch.fx.wrap("patch_embed")  # FX treats it as a leaf, as in layers.py
 
 
 class PatchEmbed(Layer):
     """Holds the patch projection (`proj.weight` (D, C, P, Q)) and the sizes it is used at.
 
-    shrink: how much smaller than the image a map is that the projection reads in its place.
+    shrink: a hybrid's projection reads a feature map in place of the image, whose sides are this many times smaller.
     """
 
     fused_modules = {"patch_embed": expected_modules({"proj": nn.Conv2d})}
@@ -29,7 +29,7 @@ class PatchEmbed(Layer):
         self.set_input_size(img_size)
 
     def set_input_size(self, img_size) -> None:
-        """Takes a new image size; raises InputError where it is no positive multiple of the patch size."""
+        """Takes a new image size; raises InputError if it is no positive multiple of the patch size."""
         (height, width), (p, q) = pair(img_size), self.patch_size
         if height < p or width < q or height % p or width % q:
             wrong = f"image size {height} x {width} is no multiple of the patch size {p} x {q}"
@@ -66,7 +66,7 @@ class PatchEmbed(Layer):
         std=None,
         offsets: Tensor | None = None,
     ) -> Tensor:
-        """offsets: of images of many sizes, cut into patches; see ops.patch_embed."""
+        """offsets: given for images of many sizes that are cut into patches; see ops.patch_embed."""
         if self.fallback_reason("patch_embed") is not None:
             patches = self.proj(pixels(images, mean, std, weights_dtype(self.proj))).flatten(2).transpose(1, 2)
             return with_tokens(patches, prefix, pos_embed, offsets)
@@ -79,7 +79,7 @@ class PatchEmbed(Layer):
 def with_tokens(
     patches: Tensor, prefix: Tensor | None, pos_embed: Tensor | None, offsets: Tensor | None = None
 ) -> Tensor:
-    """Patch embeddings (B, N, D), or packed (N, 1, D), -> tokens, as ops.patch_embed puts them together."""
+    """Patch embeddings (B, N, D), or packed (N, 1, D), -> tokens, composed as in ops.patch_embed."""
     if offsets is None:
         return ref.with_prefix_and_positions(patches, [] if prefix is None else [prefix], pos_embed)
     rows = packed.token_rows(offsets, len(patches), 0 if prefix is None else prefix.shape[1])
@@ -88,5 +88,5 @@ def with_tokens(
 
 @torch.fx.wrap
 def pixels(images: Tensor, mean, std, dtype: torch.dtype) -> Tensor:
-    """Images in `dtype`, raw ones normalised."""
+    """Images in `dtype`; raw uint8 ones are normalised."""
     return ref.normalize(images, mean, std, dtype) if images.dtype == torch.uint8 else images.to(dtype)

@@ -27,20 +27,20 @@ from .preprocessing import Preprocessed, Preprocessing
 from .presets import pair, preset
 from .variable_size import ManyImages, PackedForward, of_many_sizes, together
 
-for _leaf in ("checked_images", "with_tokens"):  # to FX: they look at shapes in Python
+for _leaf in ("checked_images", "with_tokens"):  # they look at shapes in Python, so they are leaves to FX
     torch.fx.wrap(_leaf)
 
 
 class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     """Vision Transformer on vitfast's operations; ViT-B/16 unless told otherwise.
 
-    Images are (B, in_chans, H, W): normalised floats, or raw uint8, of which (x / 255 - mean) / std is taken in the
-    patch projection. Images of many sizes come as a list of (in_chans, H_i, W_i), or as vitfast.pack made one of it:
-    nothing is padded, positions are resampled for each grid. The arguments have timm's names; InputError is raised for
-    those that no ViT can have.
+    Images are (B, in_chans, H, W): normalised floats, or raw uint8, which the patch projection normalises to
+    (x / 255 - mean) / std. Images of many sizes come as a list of (in_chans, H_i, W_i), or as vitfast.pack packs such
+    a list: nothing is padded, and positions are resampled for each grid. The arguments have timm's names. Raises
+    InputError for values that no ViT can have.
     """
 
-    keep = "auto"  # of models pickled before there was a choice
+    keep = "auto"  # for models that were pickled before `keep` existed
 
     def __init__(self, *args, **kwargs):  # the arguments of ViTConfig
         c = ViTConfig(*args, **kwargs)
@@ -55,12 +55,12 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self.preprocessing = Preprocessing.of(c)
         stem = c.img_size, c.patch_size, c.in_chans, c.embed_dim
         if c.backbone is None:
-            self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # timm's: a bias would be normalised away
+            self.patch_embed = PatchEmbed(*stem, bias=not c.pre_norm)  # as timm's; norm_pre would take a bias away
         else:
             self.patch_embed = HybridEmbed(*stem, c.backbone)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim)) if c.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, c.reg_tokens, c.embed_dim)) if c.reg_tokens else None
-        # The norm is after pooling where the patches are averaged, unless told otherwise.
+        # The last norm comes after pooling if the patches are averaged, unless fc_norm says otherwise.
         after_pooling = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
         self._config = c.as_dict() | dict(fc_norm=after_pooling)
         self._config.pop("class_names", None)  # they change with the head
@@ -99,9 +99,9 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     def from_pretrained(cls, source: str | Path, **overrides) -> "ViT":
         """A model with the weights of a file, a folder or `hf-hub:owner/name`.
 
-        In any format that load_checkpoint reads. Constructor arguments override what the checkpoint says: another
+        They may be in any format that load_checkpoint reads. Constructor arguments override the checkpoint's: another
         `img_size` resamples the positions, another `num_classes` replaces the whole head by a zero linear layer and
-        drops the names of the classes. InputError names what does not fit, or another function than this ViT's.
+        drops the class names. Raises InputError for what does not fit and for models that compute something else.
         """
         return load_model(cls, source, overrides)
 
@@ -118,7 +118,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Initialises every weight as timm's ViT does; mode "", "jax", "jax_nlhb", "moco" or "reset".
 
-        mode "": the constructor's. `needs_reset=False` skips modules that initialised themselves just now.
+        "" is the mode of the constructor. `needs_reset=False` skips modules that have just initialised themselves.
         """
         init_weights(self, mode or self._config["weight_init"], needs_reset)
 
@@ -127,7 +127,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     def _embed(
         self, images: Tensor | PackedImages, change_patches: Callable | None = None
     ) -> tuple[Tensor, list[tuple]]:
-        """Images -> tokens (B, T+N, D), or (tokens, D), positions added; and each block's other arguments."""
+        """Images -> tokens with positions, (B, T+N, D) or (tokens, D); and each block's other arguments."""
         tokens = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = None if not tokens else tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
         table, of_prefix, layers = self._positions(images)
@@ -150,25 +150,25 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     def _encode(
         self, images: Tensor | PackedImages, change_patches: Callable | None = None
     ) -> tuple[Tensor, list[tuple]]:
-        """Images -> all tokens after the last norm; and what the blocks were given."""
+        """Images -> all tokens after the last norm; and the other arguments that each block was given."""
         x, layers = self._embed(images, change_patches)
         for block, layer in zip(self.blocks, layers):
             x = self._run(block, x, *layer)
         return self._final(x), layers
 
     def _checked(self, images: Tensor) -> Tensor:
-        """The images. Raises TypeError or ValueError unless they have this model's channels and size."""
+        """Returns the images. Raises TypeError or ValueError for other channels or sizes than this model's."""
         return checked_images(images, self.in_chans, None if self.dynamic_img_size else self.patch_embed.img_size)
 
     def _final(self, x: Tensor) -> Tensor:
-        """The norm after the last block, in the parameters' dtype where the stream is fp32."""
+        """Applies the norm after the last block, in the parameters' dtype even if the stream is fp32."""
         return self.norm(x.to(weights_dtype(self.patch_embed.proj)) if self.residual_in_fp32 else x)
 
     def forward_features(self, images: Tensor, change_patches: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D); of many sizes a list of (T+N_i, D).
+        """(B, C, H, W) -> all tokens after the last norm, (B, T+N, D); for many sizes, a list of (T+N_i, D).
 
-        change_patches: applied to the patch embeddings (B, N, D) before prefix tokens and positions are added, as
-        masked patch prediction does.
+        change_patches: a function of the patch embeddings (B, N, D), which is applied before prefix tokens and
+        positions are added; masked patch prediction uses it.
         """
         if of_many_sizes(images):
             if change_patches is not None:
@@ -177,7 +177,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return self._encode(self._checked(images), change_patches)[0]
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
-        """(B, T+N, D), or a list of (T+N_i, D), -> (B, D); unchanged with pool type ""."""
+        """(B, T+N, D), or a list of (T+N_i, D), -> (B, D); pool type "" returns the tokens unchanged."""
         pool_type = self.global_pool if pool_type is None else pool_type
         if of_many_sizes(x):
             return self._pool_packed(together(x), pool_type) if pool_type else x
@@ -188,7 +188,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         return x[:, self.num_prefix_tokens :].mean(dim=1) if pool_type == "avg" else x
 
     def forward_head(self, x: Tensor | list[Tensor], pre_logits: bool = False) -> Tensor:
-        """Tokens -> logits (B, num_classes), or what the last linear layer sees with `pre_logits=True`."""
+        """Tokens -> logits (B, num_classes); with `pre_logits=True`, the input of the last linear layer."""
         if of_many_sizes(x):
             return self._head_packed(together(x), pre_logits)
         return self._head(self.pool(x), pre_logits)
@@ -200,7 +200,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     def forward(self, images: Tensor | ManyImages) -> Tensor:
         """Images, normalised floats or raw uint8 -> logits (B, num_classes).
 
-        (B, C, H, W); or images of many sizes: a list of (C, H, W), what vitfast.pack made of one, or a nested tensor.
+        Images are (B, C, H, W) or, of many sizes, a list of (C, H, W), vitfast.pack's result or a nested tensor.
         """
         if of_many_sizes(images):
             return self._head_packed(self._encode_many(images))
@@ -228,7 +228,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self.class_names = None
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Takes images of another size from now on; the patch size stays, the positions are resampled in 2-D."""
+        """Takes images of another size from now on; the patch size stays, positions are resampled in 2-D."""
         old = self.patch_embed.grid_size
         self.patch_embed.set_input_size(arguments.read("img_size", img_size, "set_input_size: img_size"))
         grids = old, self.patch_embed.grid_size
@@ -236,7 +236,7 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
         self._config["img_size"] = self.patch_embed.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes blocks in backward in place of keeping their values; of a CNN, its stages."""
+        """Recomputes blocks, and the stages of a hybrid's CNN, in backward instead of keeping their values."""
         changed, self.grad_checkpointing = enable != self.grad_checkpointing, enable
         if changed and self.keep == "auto":
             choose_saved_activations(self, 0)  # it was settled for the other mode
@@ -246,28 +246,28 @@ class ViT(Intermediates, PackedForward, Preprocessed, Positions, nn.Module):
     def set_keep(self, keep: str) -> None:
         """Sets what blocks keep for backward: "least", "all" (see ops.mlp_block), or "auto".
 
-        "auto" is "least" until `decide_keep` is called, which the trainer does; while blocks are checkpointed and on
-        CPUs it stays so.
+        "auto" is "least" until `decide_keep` is called, as the trainer does; on CPUs and while blocks are checkpointed
+        it remains "least".
         """
         self.keep = arguments.enforce(arguments.one_of(KEEPS), keep, "ViT: keep")
         choose_saved_activations(self, 0)
 
     def decide_keep(self, batch: int, dtype: torch.dtype | None = None) -> str:
-        """Settles keep="auto" for training on `batch` images at a time; returns what is kept from now on.
+        """Chooses "all" or "least" for keep="auto", to train on `batch` images at a time; returns what is kept.
 
-        By the memory that is free on the GPU now: call it before the first step and before torch.compile, which takes
-        what it finds. dtype: of the matrix products, the parameters' unless given.
+        It depends on the memory that is free on the GPU now: call it before the first step and before torch.compile,
+        which compiles the choice in. dtype: that of the matrix products, by default that of the parameters.
         """
         return choose_saved_activations(self, batch * (self.num_prefix_tokens + self.patch_embed.num_patches), dtype)
 
-    # ---- what optimisers ask
+    # ---- for optimisers and fine-tuning
 
     def get_classifier(self) -> nn.Module:
         """The last linear layer."""
         return self.head
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that are usually not decayed."""
+        """Names of parameters that usually have no weight decay."""
         return {"pos_embed", "cls_token", "reg_token", *self._tables}
 
     def group_matcher(self, coarse: bool = False) -> dict:
