@@ -1,4 +1,4 @@
-"""Stochastic depth (Huang et al., 2016): training leaves a block's branch out, for some samples."""
+"""Stochastic depth (Huang et al., 2016): training leaves out a block's branch for some samples."""
 
 from typing import NamedTuple
 
@@ -19,27 +19,27 @@ def sample_drop_path(x: Tensor, rate: float) -> Tensor:
 class Subset(NamedTuple):
     """The samples that a branch runs on, the others being dropped (Oquab et al., 2023, DINOv2's code)."""
 
-    rows: Tensor  # of x: samples of (B, N, D), tokens of (tokens, D)
-    factors: Tensor  # one for each row: samples / samples kept
+    rows: Tensor  # which samples of x (B, N, D), or which tokens of x (tokens, D)
+    factors: Tensor  # for each row the number of samples / those that are kept
     layout: TokenLayout | None = None  # of the tokens that are kept
 
 
 def _kept(count: int, rate: float) -> int:
-    """Of `count` samples those that are kept: at least one, none at rate 1."""
+    """How many of `count` samples are kept: at least one, but none at rate 1."""
     return max(1, int(count * (1 - rate))) if rate < 1 else 0
 
 
 def draw_subset(x: Tensor, rate: float) -> Subset:
-    """Random samples of x (B, N, D)."""
+    """Draws random samples of x (B, N, D)."""
     kept = _kept(x.shape[0], rate)
     rows = torch.randperm(x.shape[0], device=x.device)[:kept]
     return Subset(rows, torch.full((kept,), x.shape[0] / max(1, kept), device=x.device))
 
 
 def subset_of_packed(sizes: Tensor, layout: TokenLayout, rate: float) -> Subset:
-    """Random samples of packed ones, without waiting for the device.
+    """Draws random samples out of packed ones, without waiting for the device.
 
-    sizes: tokens of each sample, (S,), on the CPU.
+    sizes: the number of tokens of each sample, (S,), on the CPU.
     """
     kept = torch.randperm(len(sizes))[: _kept(len(sizes), rate)].sort().values
     sizes, device = sizes[kept], layout.offsets.device
@@ -53,6 +53,6 @@ def subset_of_packed(sizes: Tensor, layout: TokenLayout, rate: float) -> Subset:
 
 @torch.compiler.disable  # it draws on the host, which knows how many tokens an image has
 def subsets_of_packed(sizes: list[int], layout: TokenLayout, rates: list[float]) -> list[tuple[Subset | None, ...]]:
-    """For each block, dropping at these rates, the subsets of its two branches; None at rate 0."""
+    """For each block, which drops at its rate of `rates`, the subsets of its two branches; None at rate 0."""
     draw = lambda rate: subset_of_packed(torch.tensor(sizes), layout, rate) if rate else None  # noqa: E731
     return [(draw(rate), draw(rate)) for rate in rates]

@@ -9,7 +9,7 @@ from .config import block_indices
 
 
 class Intermediates:
-    """The methods of a ViT that look at its blocks one by one."""
+    """The methods of a ViT that return the outputs and the attention of its blocks one by one."""
 
     def forward_intermediates(
         self,
@@ -22,11 +22,11 @@ class Intermediates:
         intermediates_only: bool = False,
         output_dict: bool = False,
     ):
-        """The outputs of chosen blocks, as timm's method of the same name.
+        """The outputs of chosen blocks, as timm's method of the same name returns them.
 
-        indices: the last n blocks (int), these blocks (negative from the end), all (None). Maps are (B, D, H/P, W/Q)
-        with "NCHW", (B, N, D) with "NLC". Returns (final tokens, list), the list alone with `intermediates_only`, or a
-        dictionary.
+        indices: the last n blocks (int), these blocks (negative from the end), or all (None). Maps are (B, D, H/P, W/Q)
+        with "NCHW" and (B, N, D) with "NLC". Returns (final tokens, list), the list alone with `intermediates_only`, or
+        a dictionary with `output_dict`.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"forward_intermediates: output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
@@ -62,8 +62,8 @@ class Intermediates:
     def attention_maps(self, images: Tensor, indices: int | Sequence[int] | None = None) -> list[Tensor]:
         """The exact attention matrices, one (B, H, N, N) per layer, prefix tokens first; rows sum to 1.
 
-        indices: as of forward_intermediates. Each map, in fp32 at least, is computed from q and k beside the fused
-        attention of its own layer, so nothing is kept in training. No gradients.
+        indices: as in forward_intermediates. Each map, in fp32 at least, is computed from q and k beside the fused
+        attention of its own layer, so training keeps nothing for it. The maps have no gradients.
         """
         return list(self.each_attention_map(images, indices))
 
@@ -80,7 +80,7 @@ class Intermediates:
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops blocks after the last one wanted, and norm and head if told; returns those kept."""
+        """Drops the blocks after the last of `indices`, and norm and head if asked; returns the indices."""
         take = block_indices(indices, len(self.blocks))
         self.blocks = self.blocks[: max(take) + 1]
         self._change_tables(lambda name, table: table if len(table) == 1 else table[: len(self.blocks)])

@@ -1,4 +1,4 @@
-"""A ViT on images of many sizes: a list of them, what `pack` made of one, or a nested tensor."""
+"""A ViT on images of many sizes: a list of them, the result of `pack`, or a nested tensor."""
 
 from typing import NamedTuple
 
@@ -20,23 +20,23 @@ def of_many_sizes(images) -> bool:
     return isinstance(images, (list, tuple, PackedImages)) or (isinstance(images, Tensor) and images.is_nested)
 
 
-@torch.compiler.disable  # a list of tensors would be compiled anew for each of its lengths
+@torch.compiler.disable  # each new length of the list would be compiled anew
 def _pack(images: ManyImages, patch: tuple[int, int]) -> PackedImages:
     return pack(list(images.unbind()) if isinstance(images, Tensor) else images, patch)
 
 
 class PackedForward:
-    """The methods of a ViT for images of many sizes; x (tokens, D) has one image after the other."""
+    """The methods of a ViT for images of many sizes; x (tokens, D) holds one image after the other."""
 
     def check_many_sizes(self) -> None:
-        """Raises InputError where this model takes images of one size alone."""
+        """Raises InputError if this model takes only images of one size."""
         kind = self._config["pos_embed"]
         if self._config["backbone"] is not None or kind == "relative":
             what = "a hybrid's CNN" if self._config["backbone"] is not None else f"pos_embed={kind!r}"
             raise InputError(f"ViT: {what} takes images of one size, (B, C, H, W), not of many sizes")
 
     def _packed(self, images: ManyImages) -> PackedImages:
-        """The images as patches on the model's device. Raises ValueError where they are none of this model's."""
+        """The images as patches on the model's device. Raises ValueError for other channels or patch sizes."""
         self.check_many_sizes()
         found = images if isinstance(images, PackedImages) else _pack(images, self.patch_embed.patch_size)
         wanted = (self.in_chans, *self.patch_embed.patch_size)
@@ -47,7 +47,7 @@ class PackedForward:
         return found if found.device == device else found.to(device, non_blocking=True)
 
     def _subsets(self, images: Tensor | PackedImages) -> list[tuple]:
-        """For each block the packed samples that its two branches run on; None where it draws them."""
+        """For each block, the packed samples that its two branches run on; None where the block draws them."""
         packed, prefix = isinstance(images, PackedImages), self.num_prefix_tokens
         rates = [block.drop_path_rate if packed and block.training else 0.0 for block in self.blocks]
         if not any(rates) or self._config["drop_path_mode"] != "subset":
@@ -55,20 +55,20 @@ class PackedForward:
         return subsets_of_packed([prefix + count for count in images.counts], token_layout(images, prefix), rates)
 
     def _encode_many(self, images: ManyImages) -> "Together":
-        """All tokens after the last norm."""
+        """The tokens of all images after the last norm."""
         given = self._packed(images)
         x, layers = self._encode(given)
         _, options, _ = layers[0]
         return Together(x, options["offsets"], [self.num_prefix_tokens + count for count in given.counts])
 
     def _head_packed(self, tokens: "Together", pre_logits: bool = False) -> Tensor | list[Tensor]:
-        """Logits (S, num_classes); without pooling those of each image's tokens."""
+        """Logits (S, num_classes); without pooling, the logits of each image's tokens."""
         if self.global_pool:
             return self._head(self._pool_packed(tokens, self.global_pool), pre_logits)
         return tokens._replace(x=self._head(tokens.x, pre_logits)).apart()
 
     def _pool_packed(self, tokens: "Together", pool_type: str) -> Tensor:
-        """(tokens, D) -> (S, D). Sums of an image's tokens have one order, so the same bits every time."""
+        """(tokens, D) -> (S, D). An image's tokens are always summed in the same order, to the same bits."""
         (x, offsets, _), prefix = tokens, self.num_prefix_tokens
         if pool_type == "token":
             return x.index_select(0, offsets[:-1])
@@ -84,7 +84,7 @@ class Together(NamedTuple):
 
     x: Tensor  # (tokens, ...)
     offsets: Tensor  # (S + 1,): image s owns the tokens offsets[s] to offsets[s + 1]
-    counts: list[int] | None  # of each image; None where they come from a jagged tensor
+    counts: list[int] | None  # the tokens of each image; None if they come from a jagged tensor
 
     def apart(self, jagged: bool = False) -> list[Tensor] | Tensor:
         """The tokens (T+N_i, ...) of each image, as a list or a jagged tensor."""
@@ -94,7 +94,7 @@ class Together(NamedTuple):
 
 
 def together(tokens: list[Tensor] | Tensor) -> Together:
-    """One after the other again, the tokens that `apart` returned."""
+    """Puts the tokens that `apart` returned one after the other again."""
     if isinstance(tokens, Tensor):
         return Together(tokens.values(), tokens.offsets(), None)
     if not tokens:
