@@ -1,4 +1,4 @@
-"""Baselines in the same loop: the paper's BiT ResNets, and any model of timm, new or with weights."""
+"""Baselines for the same training loop: the paper's BiT ResNets and timm's models, new or trained."""
 
 import json
 from functools import partial
@@ -22,7 +22,7 @@ from .config import ARGUMENTS
 from .presets import pair
 from .vit import ViT
 
-# BiT ResNets of the scaling study: units per stage, width factor.
+# The BiT ResNets of the scaling study: units of each stage, and the width factor.
 RESNETS = {
     "R50x1": ((3, 4, 6, 3), 1),
     "R50x2": ((3, 4, 6, 3), 2),
@@ -31,7 +31,7 @@ RESNETS = {
     "R152x2": ((3, 8, 36, 3), 2),
     "R200x3": ((3, 24, 36, 3), 3),
 }
-# A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name that it would have.
+# A ResNet that timm has no name for (R50x2, R152x1, R200x3) is saved with the name that timm would give it.
 ARCHITECTURES = {name: f"resnetv2_{name[1:].lower()}_bit" for name in RESNETS}
 TIMM = "timm:"
 CROP = ("crop_mode", "crop_pct")
@@ -46,9 +46,9 @@ def is_baseline(name: str) -> bool:
 def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = None, **arguments) -> nn.Module:
     """A model of timm that takes raw uint8 images too (`mean`, `std`) and has `save_pretrained`.
 
-    img_size: what it is trained at, `image_size` of the model; timm's size for it unless given. arguments: of timm's
-    constructor. `class_names`, where they are set, are saved as timm's `label_names`. Raises InputError for a name that
-    timm does not know.
+    img_size: the size of its images, which becomes `image_size` of the model; by default timm's. arguments: those of
+    timm's constructor. `class_names` that are set on the model are saved as timm's `label_names`. Raises InputError for
+    a name that timm does not know.
     """
     if name in RESNETS:
         layers, width = RESNETS[name]
@@ -65,7 +65,7 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
     cfg = getattr(model, "pretrained_cfg", None) or {}
     model.mean, model.std = tuple(cfg.get("mean", (0.5,) * 3)), tuple(cfg.get("std", (0.5,) * 3))
     model.image_size, model.class_names = tuple(cfg.get("input_size", (3, 224, 224)))[1:], None
-    model.crop_mode, model.crop_pct = None, None  # of weights
+    model.crop_mode, model.crop_pct = None, None  # weights may tell them
     if img_size is not None:
         _set_size(model, img_size)
     model.register_forward_pre_hook(_normalize_raw)
@@ -76,7 +76,7 @@ def baseline(name: str, num_classes: int, img_size: tuple[int, int] | None = Non
 def _set_size(model: nn.Module, img_size: tuple[int, int]) -> None:
     model.image_size = img_size
     try:
-        if hasattr(model, "set_input_size"):  # those of any size have none
+        if hasattr(model, "set_input_size"):  # models for images of any size have none
             model.set_input_size(img_size)
     except (AssertionError, RuntimeError, ValueError) as error:
         size = " x ".join(map(str, img_size))
@@ -88,13 +88,13 @@ def _normalize_raw(model: nn.Module, args: tuple) -> tuple:
 
 
 def normalized(model: nn.Module, images: Tensor) -> Tensor:
-    """Images as the layers of a model take them: those of a baseline normalised, where they are raw."""
+    """Images as a model's layers take them: raw ones are normalised for a baseline; a ViT does it itself."""
     raw = images.dtype == torch.uint8 and not isinstance(model, ViT)
     return ref.normalize(images, model.mean, model.std, torch.float32) if raw else images
 
 
 def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
-    """model.safetensors, and config.json as timm's hub files have it."""
+    """Writes model.safetensors, and a config.json like that of timm's hub files."""
     tensors = {k: v.detach().contiguous().cpu() for k, v in model.state_dict().items()}
     write_safetensors(tensors, Path(folder) / "model.safetensors", {})
     cfg = dict(mean=model.mean, std=model.std, input_size=(3, *model.image_size))
@@ -109,9 +109,9 @@ def _save_baseline(model: nn.Module, architecture: str, folder) -> None:
 
 
 def baseline_of(name: str, source: str | Path) -> str:
-    """The baseline whose weights `source` holds, "" for a ViT's.
+    """The baseline whose weights `source` holds, "" if they are a ViT's.
 
-    That is `name` where it names one, else the architecture in config.json, where no ViT of ours reads it.
+    It is `name` if that names a baseline, else the architecture in config.json if our ViT cannot read it.
     """
     if is_baseline(name):
         return name
@@ -126,8 +126,8 @@ def baseline_of(name: str, source: str | Path) -> str:
 def load_baseline(name: str, source: str | Path, img_size: tuple[int, int] | None = None, **arguments) -> nn.Module:
     """`baseline(name)` with the weights and the head of a file, a folder or `hf-hub:owner/name`.
 
-    In timm's names, or a BiT ResNet's in Google's npz, which timm reads. config.json beside the weights says mean, std,
-    image size, and arguments of timm's. Raises InputError where they are no weights of that model.
+    The weights have timm's names, or are a BiT ResNet's in Google's npz, which timm reads. config.json beside them says
+    mean, std, image size and timm's arguments. Raises InputError if they are not weights of that model.
     """
     files = locate(source)
     tensors = read_tensors(files.weights)
@@ -169,27 +169,27 @@ def _classes(name: str, tensors: dict[str, Tensor]) -> int:
 
 
 def load_any(name: str, source: str | Path, img_size: int | tuple[int, int] | None = None) -> nn.Module:
-    """The ViT, or the baseline of `baseline_of`, with these weights; img_size: another than its own."""
+    """The ViT, or the baseline of `baseline_of`, with these weights; img_size replaces its own size."""
     if found := baseline_of(name, source):
         return load_baseline(found, source, img_size)
     return ViT.from_pretrained(source, **({} if img_size is None else dict(img_size=img_size)))
 
 
 def sizes(model: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The size of a model's images, and of its patches; a baseline has none, (1, 1)."""
+    """The sizes of a model's images and of its patches; a baseline's patches count as (1, 1)."""
     if isinstance(model, ViT):
         return model.patch_embed.img_size, model.patch_embed.patch_size
     return model.image_size, (1, 1)
 
 
 def classifiers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The last linear layers of a ViT or a baseline: one, or two of a distilled model."""
+    """The last linear layers of a ViT or a baseline: one, or two in a distilled model."""
     found = model.get_classifier()
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
 def replace_head(model: nn.Module, classes: int) -> None:
-    """A zero linear layer in the place of a ViT's or baseline's whole head (the paper, 3.2)."""
+    """Puts a zero linear layer in the place of a ViT's or baseline's whole head (the paper, 3.2)."""
     model.reset_classifier(classes)
     for layer in classifiers(model):
         for parameter in layer.parameters():

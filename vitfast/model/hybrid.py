@@ -1,10 +1,10 @@
 """The stem of the hybrids (the ViT paper, 3.1): patches are cut from the feature map of a BiT ResNet.
 
-It is timm's `ResNetV2`. BiT (Kolesnikov et al., 2020): GroupNorm in the place of BatchNorm, and convolutions whose
-weights are standardised, padded as TensorFlow does. Of a ResNet-50 the paper takes (i) the output of stage 4, 1/32 of
-the image's size, or (ii) that of stage 3 with stage 4's layers moved there, 1/16.
+The ResNet is timm's `ResNetV2`. BiT (Kolesnikov et al., 2020) has GroupNorm in the place of BatchNorm, and
+convolutions with standardised weights, padded as TensorFlow pads. From a ResNet-50 the paper takes (i) the output of
+stage 4, 1/32 of the image's size, or (ii) that of stage 3 with stage 4's layers moved there, 1/16.
 
-A standardised convolution divides by the deviation of a filter: Google's by std + 1e-5, timm's, which this is, by
+A standardised convolution divides a filter by its deviation: Google's by std + 1e-5, timm's, which is used here, by
 sqrt(var + eps) with eps 1e-8. Their GroupNorms have eps 1e-6 and 1e-5. Weights of both load; the norms undo nearly all
 of the difference: over three random units a map moves by 5e-5 of its size where filters deviate by 0.05, by 5e-4 where
 they deviate by 0.003.
@@ -24,9 +24,9 @@ _DEFAULTS = dict(width=1, eps=1e-8)
 
 
 def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
-    """dict(layers, width, eps) of a backbone under patches of so many pixels, or InputError.
+    """dict(layers, width, eps) of a backbone under patches of (height, width) pixels.
 
-    config.backbone has checked its types and bounds.
+    config.py has checked its types and bounds. Raises InputError if it does not fit the patches.
     """
     if isinstance(backbone, str):
         if backbone not in BACKBONES:
@@ -45,7 +45,7 @@ def resolve(backbone: str | dict, patch: tuple[int, int]) -> dict:
 
 
 def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
-    """timm's ResNetV2 without head; timm is imported here, as a plain ViT does without."""
+    """timm's ResNetV2 without head; timm is imported here because a plain ViT does not need it."""
     try:
         from timm.layers import StdConv2dSame
         from timm.models.resnetv2 import ResNetV2
@@ -62,9 +62,9 @@ def _resnet(in_chans: int, layers: Sequence[int], width: float, eps: float):
 
 @torch.fx.wrap
 def _pixels(images: Tensor, patch: tuple[int, int], weight: Tensor, mean, std) -> Tensor:
-    """Images in the dtype of weight, raw ones normalised, as the CNN pads with zeros.
+    """Images in the dtype of weight; raw ones are normalised first, because the CNN pads with zeros.
 
-    Raises ValueError where patches do not fit.
+    Raises ValueError if the sides are no multiples of the patch's.
     """
     if images.shape[2] % patch[0] or images.shape[3] % patch[1]:
         sides = f"multiples of {patch[0]} x {patch[1]} pixels"
@@ -75,10 +75,10 @@ def _pixels(images: Tensor, patch: tuple[int, int], weight: Tensor, mean, std) -
 class HybridEmbed(PatchEmbed):
     """`backbone`, a CNN, and the projection of its map's patches, `proj` (D, C', p, p).
 
-    Names are timm's. patch_size: pixels of the image that make a patch, a multiple of the backbone's reduction; p is
-    what the backbone leaves of it, 1 in the paper's models. backbone: "r50", or dict(layers=units of each stage,
-    width=1, eps=1e-8): width multiplies all channels, eps is added to the variance of a filter (see above).
-    Convolutions are PyTorch's; projection, tokens and positions are vitfast's `patch_embed` on the map.
+    The names are timm's. patch_size: the pixels of the image that make a patch, a multiple of the backbone's reduction;
+    p is that size divided by the reduction, 1 in the paper's models. backbone: "r50", or dict(layers=units of each
+    stage, width=1, eps=1e-8): width multiplies all channels, eps is added to the variance of a filter (see above).
+    PyTorch computes the convolutions, vitfast's `patch_embed` the projection, tokens and positions on the map.
     """
 
     def __init__(self, img_size, patch_size, in_chans: int, embed_dim: int, backbone: str | dict):
